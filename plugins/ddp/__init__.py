@@ -1,0 +1,1 @@
+"""Feature ``ddp``: our gradient reducer inside the stock ``DistributedDataParallel`` class."""

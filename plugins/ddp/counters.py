@@ -1,0 +1,35 @@
+"""What the feature did in this process."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+
+
+@dataclass
+class Counters:
+    """Totals since the process started.
+
+    Attributes:
+        models: Models whose gradients our reducer took over.
+        stock_models: Models that fell back to the stock reducer.
+        backwards: Backward passes whose gradients were reduced.
+        collectives: Gradient buckets that were all-reduced.
+        collectives_in_backward: Those of them that were launched while backward was still computing.
+        bytes_reduced: Size of all reduced buckets, in bytes.
+        recovered: Backward passes that an exception cut short and whose collectives were completed later.
+    """
+
+    models: int = 0
+    stock_models: int = 0
+    backwards: int = 0
+    collectives: int = 0
+    collectives_in_backward: int = 0
+    bytes_reduced: int = 0
+    recovered: int = 0
+
+    def as_dict(self) -> dict[str, int]:
+        """Return the counters by name."""
+        return asdict(self)
+
+
+COUNTERS = Counters()

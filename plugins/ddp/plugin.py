@@ -1,0 +1,123 @@
+"""What is patched for feature ``ddp``, and why there."""
+
+from __future__ import annotations
+
+import functools
+import gc
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from ovpatch.hookspecs import Feature, Registrar, hookimpl
+from ovpatch_plugins.ddp.options import OPTIONS
+
+_DDP = "torch.nn.parallel.distributed.DistributedDataParallel"
+
+_NEEDS_STOCK = {
+    "register_comm_hook": "a communication hook is registered, which reduces buckets of the C++ reducer",
+    "_register_builtin_comm_hook": "a communication hook is registered, which reduces buckets of the C++ reducer",
+    "_register_fused_optim": "an optimizer is fused into the reduction",
+    "join": "join() shadows the collectives of the C++ reducer",
+}
+
+
+@hookimpl
+def ovpatch_feature() -> Feature:
+    """Describe the feature."""
+    return Feature(
+        name="ddp",
+        summary="Our gradient reducer inside stock DistributedDataParallel: flat buckets, reduced under backward.",
+        options=OPTIONS,
+    )
+
+
+@hookimpl
+def ovpatch_reasons_against() -> Sequence[str]:
+    """Return why the feature cannot run here."""
+    from ovpatch_plugins.ddp.support import reasons_against
+
+    return reasons_against()
+
+
+@hookimpl
+def ovpatch_register(patches: Registrar, options: Mapping[str, Any]) -> None:
+    """Register the patches; all of them are methods of the stock class, which itself stays."""
+    from ovpatch_plugins.ddp.takeover import Takeover
+
+    takeover = Takeover(options)
+    patches.register_patch(
+        f"{_DDP}.__init__",
+        wrap=takeover.wrap_init,
+        why="tells construction, where all ranks are present, from unpickling and copying, where they are not",
+    )
+    patches.register_patch(
+        f"{_DDP}._ddp_init_helper",
+        wrap=takeover.wrap_init_helper,
+        why="builds the reducer for the constructor and for unpickling; keeps its name and signature in torch 2.11 to "
+        "2.15, while the arguments of dist.Reducer differ in each. register_comm_hook, the official way, offers one "
+        "slot that scripts use themselves.",
+    )
+    patches.register_patch(
+        f"{_DDP}._post_forward",
+        wrap=takeover.wrap_post_forward,
+        why="is where the outputs are known that every backward passes first; the stock class shows them to its "
+        "reducer only when it searches unused parameters",
+    )
+    for name, reason in _NEEDS_STOCK.items():
+        patches.register_patch(
+            f"{_DDP}.{name}",
+            wrap=functools.partial(takeover.wrap_needs_stock, reason=reason),
+            optional=name.startswith("_"),
+            why="accepts or uses a C++ reducer only, so that one is brought back first",
+        )
+
+
+@hookimpl
+def ovpatch_activate() -> Sequence[str]:
+    """Say which models were wrapped too early."""
+    distributed = sys.modules.get("torch.nn.parallel.distributed")
+    torch = sys.modules.get("torch")
+    if distributed is None or torch is None or not torch.distributed.is_available():
+        return []
+    if not torch.distributed.is_initialized():
+        return []  # no process group, so no model can have been wrapped; spares walking all objects
+    early = [
+        type(ddp.module).__name__
+        for ddp in gc.get_objects()
+        if type(ddp) is distributed.DistributedDataParallel and _has_stock_reducer(ddp)
+    ]
+    return [
+        f"{name} was wrapped in DistributedDataParallel before ovpatch.apply() and stays stock: move the line "
+        "ovpatch.apply() above the line that wraps it"
+        for name in early
+    ]
+
+
+@hookimpl
+def ovpatch_deactivate() -> None:
+    """Give all models their stock reducer back."""
+    takeover = sys.modules.get("ovpatch_plugins.ddp.takeover")
+    if takeover is not None:
+        takeover.restore_all()
+
+
+@hookimpl
+def ovpatch_counters() -> Mapping[str, int]:
+    """Return what the feature did so far."""
+    from ovpatch_plugins.ddp.counters import COUNTERS
+
+    return COUNTERS.as_dict()
+
+
+@hookimpl
+def ovpatch_remarks() -> Sequence[str]:
+    """Return which models were left to the stock reducer."""
+    takeover = sys.modules.get("ovpatch_plugins.ddp.takeover")
+    return takeover.remarks() if takeover is not None else []
+
+
+def _has_stock_reducer(ddp: Any) -> bool:
+    from ovpatch_plugins.ddp.reducer import GradReducer
+
+    reducer = vars(ddp).get("reducer")
+    return reducer is not None and not isinstance(reducer, GradReducer) and ddp.process_group.size() > 1

@@ -1,0 +1,387 @@
+"""The gradient reducer that takes the place of torch's C++ ``Reducer`` inside ``DistributedDataParallel``.
+
+[Note: life of a step] ``prepare_for_backward`` arms the reducer at the end of a forward that wants synchronisation.
+The backward that follows begins the step when it reaches the forward's output. Buckets are reduced as they fill,
+strictly in index order, so that all ranks issue the same collectives in the same order whatever order their gradients
+come in. The engine's callback at the end of the backward waits for the collectives and makes ``p.grad`` the average.
+
+[Note: interrupted backward] The engine's callback does not run when the backward raises. Peers may already wait for
+buckets that this rank has not launched. The next synchronised forward on this rank therefore first completes the step's
+collectives with zeros and casts a ballot, by which peers whose backward went well learn that their gradients lack a
+part. If all ranks failed alike, all of them complete alike and training goes on.
+
+[Note: several graph tasks] A reentrant checkpoint runs a backward inside the backward, with an end-of-backward callback
+of its own. A callback that finds gradients missing leaves the step open for the hooks that follow, each of which makes
+sure that the graph task it belongs to has a callback.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd import Variable
+
+from ovpatch.overlap.ballot import Ballots
+from ovpatch.overlap.buckets import GradBucket
+from ovpatch.overlap.labels import label, span
+from ovpatch.overlap.lanes import Producers
+from ovpatch.overlap.layout import arrival_layout, initial_layout
+from ovpatch.overlap.ledger import ANY, GradLedger
+from ovpatch_plugins.ddp.counters import COUNTERS
+from ovpatch_plugins.ddp.hooks import GradientHooks
+from ovpatch_plugins.ddp.usage import UsageMap, executed
+
+
+@dataclass(frozen=True)
+class ReducerConfig:
+    """What the reducer is told by the ``DistributedDataParallel`` object and by the feature's options.
+
+    Attributes:
+        bucket_limits: Capacity of the first, second, … bucket in bytes; the last holds for all that follow.
+        find_unused_parameters: Whether a backward may leave parameters out.
+        gradient_as_bucket_view: Whether ``p.grad`` may always share memory with the bucket.
+        overlap: Whether buckets are reduced while backward still computes.
+    """
+
+    bucket_limits: tuple[int, ...]
+    find_unused_parameters: bool = False
+    gradient_as_bucket_view: bool = False
+    overlap: bool = True
+
+
+class GradReducer:
+    """Averages the gradients of one model over the ranks of a process group.
+
+    Args:
+        group: The process group.
+        params: The parameters, the same on all ranks, in registration order.
+        names: Their fully qualified names, for messages and profiles.
+        config: How to reduce.
+
+    Attributes:
+        on_first_use: Called once, before the first forward that will be synchronised.
+    """
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        params: Sequence[torch.nn.Parameter],
+        names: Sequence[str],
+        config: ReducerConfig,
+    ) -> None:
+        self.params = list(params)
+        self.names = list(names)
+        self.config = config
+        self.static_graph = False
+        self.has_rebuilt_buckets = False
+        self.on_first_use: Callable[[], None] | None = None
+        self._group = group
+        self._lock = threading.RLock()
+        self._static_counts: list[int] | None = None
+        self._static_nowhere: list[int] = []
+        self._steps = 0
+        self._attach()
+
+    # ---------------------------------------------------------------- what DistributedDataParallel calls
+
+    def prepare_for_forward(self) -> None:
+        """Called before a forward that will be synchronised."""
+        if self.on_first_use is not None:
+            first_use, self.on_first_use = self.on_first_use, None
+            first_use()
+        self._finish_previous()
+        self._raise_if_peers_lost_gradients()
+        if self._hooks.lost():
+            self._hooks.remove()
+            self._attach()
+
+    def prepare_for_backward(self, _outputs: Sequence[Tensor]) -> None:
+        """Arm the reducer for the next backward. The outputs come by :meth:`watch`."""
+        self._finish_previous()
+        self._armed = True
+        self._absent = set()
+        self._open([ANY] * len(self.params) if self._learns_static_graph() else self._static_counts)
+
+    def watch(self, outputs: Iterable[Tensor]) -> None:
+        """Begin the step when the backward reaches one of the forward's outputs.
+
+        That is in the outermost graph task and before any parameter's hook, so a backward that raises before the
+        first gradient, or reaches no parameter on this rank, still takes part in the step's collectives.
+        """
+        if self._armed:
+            reached = weakref.WeakMethod(self._output_reached)
+            for output in outputs:
+                if output.requires_grad:
+                    output.register_hook(lambda _gradient: _call(reached))
+
+    def _rebuild_buckets(self) -> bool:
+        """Cut the buckets anew along the order in which gradients arrived in the first backward.
+
+        Returns:
+            Whether that was done; it is done once.
+        """
+        if self.has_rebuilt_buckets or not self._arrivals or self._began or self._finds_unused():
+            return False
+        missing = [i for i in range(len(self.params)) if i not in set(self._arrivals)]
+        order = torch.tensor(self._arrivals + missing, dtype=torch.int64).to(self._device)
+        dist.broadcast(order, src=dist.get_global_rank(self._group, 0), group=self._group)
+        self._set_buckets(arrival_layout(self.params, self.config.bucket_limits, order.tolist()))
+        self.has_rebuilt_buckets = True
+        return True
+
+    def _set_static_graph(self) -> None:
+        self.static_graph = True
+
+    def _delay_all_reduce(self) -> None:
+        """End of the first backward of a static graph: learn how often each parameter is used, then reduce."""
+        with self._lock:
+            counts = [self._ledger.seen(i) for i in range(len(self.params))]
+            self._absent = {i for i, count in enumerate(counts) if count == 0}
+            self._finish(launch_usage=True)
+            self._static_counts = counts
+
+    def _check_reducer_finalized(self) -> None:
+        if self._began:
+            raise RuntimeError(self._unfinished())
+
+    def _remove_autograd_hooks(self) -> None:
+        self._hooks.remove()
+
+    def _reset_state(self) -> None:
+        """Forget the running step and the order of gradients; the process group is about to change."""
+        self._hooks.remove()
+        self._static_counts = None
+        self._attach()
+
+    def _update_process_group(self, group: dist.ProcessGroup) -> None:
+        self._group = group
+        self._reset_state()
+
+    def _set_ddp_runtime_logging_sample_rate(self, rate: int) -> None:
+        """Accepted for compatibility; nothing is sampled here, torch's profiler shows every phase."""
+
+    # ---------------------------------------------------------------- what the autograd engine calls
+
+    def gradient_accumulated(self, index: int) -> None:
+        """A gradient has been added to ``grad`` of parameter ``index``; called on an engine thread."""
+        with self._lock:
+            if self._tracks_usage() and self.params[index].grad is not None:
+                self._usage.note(index)  # also under no_sync: the accumulated gradient is reduced later
+            if not self._armed:
+                return
+            self._begin()
+            self._producers.note()
+            self._ledger.hook_fired(index)
+
+    def _output_reached(self) -> None:
+        with self._lock:
+            if self._armed:
+                self._begin()
+
+    def _backward_ended(self) -> None:
+        with self._lock:
+            self._callback_queued = False
+            if not self._began or self._learns_static_graph():
+                return
+            if self._finds_unused() or not self._ledger.incomplete():
+                self._finish(launch_usage=self._finds_unused())
+
+    # ---------------------------------------------------------------- the step
+
+    def _attach(self) -> None:
+        limits, unused = self.config.bucket_limits, self.config.find_unused_parameters
+        self._device = self.params[0].device
+        self._hooks = GradientHooks(self.params, self)
+        self._ledger = GradLedger(self.params, self.names, self._gradient_complete)
+        self._usage = UsageMap(len(self.params), self._group, self._device)
+        self._ballots = Ballots(self._group, self._device)
+        self._producers = Producers(self._device)
+        self._arrivals: list[int] = []
+        self._armed = self._began = self._callback_queued = False
+        self._absent: set[int] = set()
+        self._nested: set[int] = set()
+        self.has_rebuilt_buckets = False
+        self._set_buckets(initial_layout(self.params, limits, bucketed=unused and not self.static_graph))
+
+    def _set_buckets(self, buckets: list[GradBucket]) -> None:
+        self.buckets = buckets
+        if self.config.gradient_as_bucket_view:
+            for bucket in buckets:
+                bucket.carry_over()
+        self._bucket_of = {index: b for b, bucket in enumerate(buckets) for index in bucket.indices}
+        self._labels = [label("ddp", "all_reduce", f"bucket {b}") for b in range(len(buckets))]
+        self._open(None)
+
+    def _open(self, expected: Sequence[int] | None) -> None:
+        self._ledger.open(expected)
+        self._began = False
+        self._works: list[dist.Work] = []
+        self._pending = [len(bucket.indices) for bucket in self.buckets]
+        for index, count in enumerate(expected or ()):
+            if count == 0:
+                self._absent.add(index)
+                self._pending[self._bucket_of[index]] -= 1
+
+    def _begin(self) -> None:
+        if not self._callback_queued:
+            Variable._execution_engine.queue_callback(self._backward_ended)
+            self._callback_queued = True
+        if not self._began:
+            self._began = True
+            self._producers.clear()
+            if not self.has_rebuilt_buckets:
+                self._arrivals = []
+            if self._finds_unused():
+                self._find_absent()
+
+    def _find_absent(self) -> None:
+        """Do not wait for parameters that this backward will not reach.
+
+        In the first step nothing is launched before the end, and a parameter that came although it was not to be
+        reached (it is inside a reentrant checkpoint) is waited for from then on.
+        """
+        reached = executed(self._hooks.nodes)
+        for index, will_come in enumerate(reached):
+            if not will_come and index not in self._nested:
+                self._absent.add(index)
+                self._pending[self._bucket_of[index]] -= 1
+
+    def _gradient_complete(self, index: int) -> None:
+        bucket = self._bucket_of[index]
+        if index in self._absent:
+            self._nested.add(index)
+            self._absent.discard(index)
+            if bucket < len(self._works):
+                raise RuntimeError(self._late(index))
+        else:
+            self._pending[bucket] -= 1
+        if not self.has_rebuilt_buckets:
+            self._arrivals.append(index)
+        if self._may_launch_early():
+            self._launch_ready()
+
+    def _launch_ready(self) -> None:
+        while len(self._works) < len(self.buckets) and self._pending[len(self._works)] == 0:
+            self._launch()
+            COUNTERS.collectives_in_backward += 1
+
+    def _launch(self) -> None:
+        """Reduce the next bucket."""
+        index = len(self._works)
+        bucket = self.buckets[index]
+        view = self.config.gradient_as_bucket_view
+        with span(self._labels[index]):
+            self._producers.join(p.grad for p in bucket.params if p.grad is not None)
+            flat = bucket.pack(self._group.size(), absent=self._absent, always_view=view)
+            self._works.append(_all_reduce(flat, self._group))
+        if index > 0:
+            # One bucket late: the gradients of this one are still referenced by the node whose hook is running.
+            self.buckets[index - 1].adopt(always_view=view)
+        COUNTERS.collectives += 1
+        COUNTERS.bytes_reduced += bucket.nbytes
+
+    def _finish(self, *, launch_usage: bool) -> None:
+        """End the step: every gradient of this backward has come."""
+        while len(self._works) < len(self.buckets):
+            self._launch()
+        if launch_usage:
+            self._usage.launch()
+        self._ballots.cast(self._steps, 0)
+        for work in self._works:
+            work.wait()
+        if launch_usage:
+            self._static_nowhere = self._usage.nowhere_used()
+        nowhere = self._static_nowhere if self._tracks_usage() or self.static_graph else []
+        for bucket in self.buckets:
+            bucket.unpack(skip=nowhere, always_view=self.config.gradient_as_bucket_view)
+        self._close()
+        COUNTERS.backwards += 1
+
+    def _close(self) -> None:
+        self._ledger.close()
+        self._works = []
+        self._armed = self._began = self._callback_queued = False
+        self._steps += 1
+
+    # ---------------------------------------------------------------- what can go wrong
+
+    def _finish_previous(self) -> None:
+        if self._began and not self._callback_queued:
+            raise RuntimeError(self._unfinished())
+        self.recover()
+
+    def recover(self) -> None:
+        """Complete the collectives of a backward that an exception cut short; see [Note: interrupted backward]."""
+        if not (self._began and self._callback_queued):
+            return
+        with span(label("ddp", "recover")):
+            for bucket in self.buckets[len(self._works) :]:
+                self._works.append(_all_reduce(bucket.zeros_like(), self._group))
+            if self._tracks_usage():
+                self._usage.launch()
+            self._ballots.cast(self._steps, 1)
+            for work in self._works:
+                work.wait()
+            if self._tracks_usage():
+                self._usage.nowhere_used()
+        self._close()
+        COUNTERS.recovered += 1
+
+    def _raise_if_peers_lost_gradients(self) -> None:
+        steps = self._ballots.losses()
+        if steps:
+            raise RuntimeError(
+                f"ovpatch: an exception ended the backward of step {steps[0]} on another rank while this rank's went "
+                "well, so the averaged gradients of that step lack a part. Restart from the last checkpoint, and let "
+                "the script either skip a failed step on all ranks or end with the exception."
+            )
+
+    def _unfinished(self) -> str:
+        names = [self.names[i] for i in self._ledger.incomplete()]
+        shown = ", ".join(names[:10]) + (f" and {len(names) - 10} more" if len(names) > 10 else "")
+        return (
+            "Expected to have finished reduction in the prior iteration before starting a new one. "
+            f"ovpatch: these parameters got no gradient in the last backward: {shown}. Pass "
+            "find_unused_parameters=True to DistributedDataParallel if a forward may leave parameters out, and make "
+            "sure that all outputs of forward take part in the loss."
+        )
+
+    def _late(self, index: int) -> str:
+        return (
+            f"ovpatch: parameter '{self.names[index]}' got a gradient after its bucket had been reduced: it is used "
+            "only inside a reentrant checkpoint, where find_unused_parameters=True cannot see it. Use "
+            "checkpoint(..., use_reentrant=False), or turn the feature off with OVPATCH_DDP=0."
+        )
+
+    # ---------------------------------------------------------------- modes
+
+    def _finds_unused(self) -> bool:
+        return self.config.find_unused_parameters and not self.static_graph
+
+    def _learns_static_graph(self) -> bool:
+        return self.static_graph and self._static_counts is None
+
+    def _tracks_usage(self) -> bool:
+        return self._finds_unused() or self._learns_static_graph()
+
+    def _may_launch_early(self) -> bool:
+        first = self._finds_unused() and self._steps == 0
+        return self.config.overlap and not first and not self._learns_static_graph()
+
+
+def _call(method: weakref.WeakMethod[Callable[[], None]]) -> None:
+    target = method()
+    if target is not None:
+        target()
+
+
+def _all_reduce(flat: Tensor, group: dist.ProcessGroup) -> dist.Work:
+    work = dist.all_reduce(flat, group=group, async_op=True)
+    assert work is not None
+    return work

@@ -1,0 +1,47 @@
+"""Where our reducer can run, and what is left to the stock reducer."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+
+if TYPE_CHECKING:
+    from torch.nn.parallel import DistributedDataParallel
+
+
+def reasons_against() -> list[str]:
+    """Return why the feature cannot run in this process at all."""
+    if not torch.distributed.is_available():
+        return ["this build of torch has no torch.distributed"]
+    if importlib.util.find_spec("torch.nn.parallel.distributed") is None:
+        return ["this build of torch has no DistributedDataParallel"]
+    return []
+
+
+def objection(
+    ddp: DistributedDataParallel, params: Sequence[torch.nn.Parameter], expect_sparse: Sequence[bool]
+) -> str:
+    """Return why this model is left to the stock reducer, or ""."""
+    if ddp._use_python_reducer:
+        return "torch._dynamo.config.optimize_ddp is 'python_reducer'"
+    if ddp.mixed_precision is not None:
+        return "DistributedDataParallel(mixed_precision=...) brings its own hooks"
+    if getattr(ddp, "_delay_all_reduce_params", None):
+        return "delay_all_reduce_named_params has a reduction of its own"
+    if getattr(ddp, "skip_all_reduce_unused_params", False):
+        return "skip_all_reduce_unused_params changes which collectives run"
+    if any(expect_sparse):
+        return "a module produces sparse gradients"
+    if len({param.device for param in params}) > 1:
+        return "the parameters are on several devices"
+    if any(_is_dtensor(param) for param in params):
+        return "parameters are DTensors"
+    return ""
+
+
+def _is_dtensor(param: torch.nn.Parameter) -> bool:
+    # By name: importing DTensor for the test would cost every script half a second.
+    return any(cls.__name__ == "DTensor" for cls in type(param).__mro__)

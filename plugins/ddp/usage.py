@@ -1,0 +1,63 @@
+"""Which parameters took part in a step, on this rank and on any."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch.autograd.graph import Node
+
+
+class UsageMap:
+    """A flag per parameter, summed over ranks on request.
+
+    A parameter that only other ranks used gets their average; one that nobody used keeps the gradient it had, so that
+    optimizers skip it (no weight decay), as under stock DDP.
+
+    Args:
+        count: Number of parameters.
+        group: The process group.
+        device: Where its collectives run.
+    """
+
+    def __init__(self, count: int, group: dist.ProcessGroup, device: torch.device) -> None:
+        self._used = [0] * count
+        self._group = group
+        self._device = device
+        self._map: torch.Tensor | None = None
+        self._work: dist.Work | None = None
+
+    def note(self, index: int) -> None:
+        """Remember that this rank gave the parameter a gradient."""
+        self._used[index] = 1
+
+    def all_used(self) -> bool:
+        """Tell whether this rank used every parameter."""
+        return all(self._used)
+
+    def launch(self) -> None:
+        """Start the sum over ranks."""
+        self._map = torch.tensor(self._used, dtype=torch.int32).to(self._device)
+        self._work = dist.all_reduce(self._map, group=self._group, async_op=True)
+
+    def nowhere_used(self) -> list[int]:
+        """Return the parameters that no rank used, and start afresh.
+
+        Reading the sum makes the host wait for the device, so it is read only if this rank left a parameter out.
+        """
+        assert self._map is not None
+        assert self._work is not None
+        self._work.wait()
+        nowhere = [] if self.all_used() else [i for i, total in enumerate(self._map.tolist()) if total == 0]
+        self._used = [0] * len(self._used)
+        self._map = self._work = None
+        return nowhere
+
+
+def executed(nodes: Sequence[Node]) -> list[bool]:
+    """Tell which AccumulateGrad nodes the running backward will reach. Only valid inside a backward.
+
+    Nodes inside reentrant checkpoints belong to a backward of their own and show as not reached.
+    """
+    return [torch._C._will_engine_execute_node(node) for node in nodes]

@@ -1,0 +1,224 @@
+"""What cannot be right raises with a remedy, and an exception in backward does not end the training."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel as DDP
+from torch.utils.checkpoint import checkpoint
+
+import ovpatch
+from ovpatch.insight.equality import compare
+from tests.plugins.ddp.arms import Record, data, seen
+
+
+class Bomb(torch.autograd.Function):
+    """Raises in backward when armed."""
+
+    armed = False
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        if Bomb.armed:
+            raise RuntimeError("CUDA out of memory. (not really)")
+        return grad
+
+
+class Mined(nn.Module):
+    """Layers with a bomb after each, so that a backward can end at any depth."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
+
+    def forward(self, x: torch.Tensor, bomb: int | None = None) -> torch.Tensor:
+        for i, layer in enumerate(self.layers):
+            x = layer(x)
+            if i == bomb:
+                x = Bomb.apply(x)
+        return x
+
+
+def train(steps: list[tuple[int, int | None]], ddp: dict[str, Any], *, catch: bool = True) -> list[Record]:
+    """Train; each step is (data seed, layer at which its backward fails). Failed steps are skipped."""
+    torch.manual_seed(0)
+    model = Mined()
+    wrapped = DDP(model, **ddp)
+    optimizer = torch.optim.SGD(wrapped.parameters(), 0.1, momentum=0.9)
+    records = []
+    for seed, bomb in steps:
+        optimizer.zero_grad()
+        Bomb.armed = bomb is not None
+        try:
+            wrapped(data(seed, 4, 8), bomb).square().mean().backward()
+        except RuntimeError as error:
+            if not catch or "not really" not in str(error):
+                raise
+            continue
+        optimizer.step()
+        records.append(seen(model))
+    return records
+
+
+def patched_train(*args: Any, **kwargs: Any) -> tuple[list[Record], dict[str, int]]:
+    from ovpatch_plugins.ddp.counters import COUNTERS
+
+    with ovpatch.applied("ddp"):
+        before = COUNTERS.recovered
+        records = train(*args, **kwargs)
+        return records, {"recovered": COUNTERS.recovered - before}
+
+
+def failing_alike(ddp: dict[str, Any], depths: list[int]) -> dict[str, Any]:
+    """Every rank fails in the same steps, but not at the same layer."""
+    bombs = [depths[dist.get_rank() % len(depths)], depths[(dist.get_rank() + 1) % len(depths)]]
+    patched, counters = patched_train([(0, None), (1, None), (90, bombs[0]), (2, None), (91, bombs[1]), (3, None)], ddp)
+    stock = train([(0, None), (1, None), (2, None), (3, None)], ddp)
+    return {"stock": stock, "patched": patched, **counters}
+
+
+@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("ddp", [{"bucket_cap_mb": 0.0001}, {"bucket_cap_mb": 0.0001, "find_unused_parameters": True}])
+@pytest.mark.parametrize("depths", [[1], [3], [0, 3], [3, 1, 0]])
+def test_training_goes_on_after_an_exception_in_backward_on_all_ranks(ranks, world, ddp, depths):
+    for result in ranks(world)(failing_alike, ddp, depths):
+        compare(result["stock"], result["patched"]).assert_bitwise()
+        assert result["recovered"] == 2
+
+
+def failing_alone(depth: int) -> str:
+    """Rank 1 fails in the second step and goes on; rank 0's gradients lack its part."""
+    with ovpatch.applied("ddp"):
+        wrapped = DDP(Mined(), bucket_cap_mb=0.0001)
+        wrapped(data(0, 4, 8)).square().mean().backward()
+        Bomb.armed = dist.get_rank() == 1
+        with pytest.raises(RuntimeError, match="not really") if Bomb.armed else contextlib.nullcontext():
+            wrapped(data(1, 4, 8), depth).square().mean().backward()
+        deadline = time.monotonic() + 10
+        while time.monotonic() < deadline:  # the ballot comes in the background
+            try:
+                wrapped(data(2, 4, 8))
+            except RuntimeError as error:
+                return str(error)
+            if dist.get_rank() == 1:
+                return "went on"
+    return "no error"
+
+
+@pytest.mark.parametrize("depth", [0, 2, 3])
+def test_a_rank_whose_peer_lost_a_backward_hears_of_it(ranks, depth):
+    texts = ranks(2)(failing_alone, depth, timeout=30)
+    assert "ended the backward of step 1 on another rank" in texts[0]
+    assert "Restart from the last checkpoint" in texts[0]
+    assert texts[1] == "went on"
+
+
+class Partial(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.used, self.spare = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.used(x)
+
+
+def unused_without_search() -> str:
+    with ovpatch.applied("ddp"):
+        wrapped = DDP(Partial())
+        wrapped(data(0, 2, 4)).sum().backward()
+        try:
+            wrapped(data(1, 2, 4))
+        except RuntimeError as error:
+            return str(error)
+    return "no error"
+
+
+def test_unused_parameters_without_the_search_raise_as_stock_and_are_named(ranks):
+    for text in ranks(2)(unused_without_search):
+        assert text.startswith("Expected to have finished reduction in the prior iteration")
+        assert "spare.weight, spare.bias" in text
+        assert "used.weight" not in text.replace("spare", "").split("find_unused")[0]
+        assert "find_unused_parameters=True" in text
+
+
+class Shared(nn.Module):
+    """One layer in two reentrant segments: two gradient contributions in one backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.twice = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.stem(x)
+        for _ in range(2):
+            x = checkpoint(self.twice, x, use_reentrant=True)
+        return x
+
+
+def reentrant_twice(static: bool) -> Any:
+    with ovpatch.applied("ddp"):
+        torch.manual_seed(0)
+        model = Shared()
+        wrapped = DDP(model, static_graph=static)
+        try:
+            records = []
+            for step in range(3):
+                wrapped(data(step, 2, 4)).square().sum().backward()
+                records.append(seen(model))
+                wrapped.zero_grad()
+            return records
+        except RuntimeError as error:
+            return str(error)
+
+
+def stock_reentrant_twice() -> list[Record]:
+    torch.manual_seed(0)
+    model = Shared()
+    wrapped = DDP(model, static_graph=True)
+    records = []
+    for step in range(3):
+        wrapped(data(step, 2, 4)).square().sum().backward()
+        records.append(seen(model))
+        wrapped.zero_grad()
+    return records
+
+
+def test_a_second_contribution_is_an_error_without_static_graph_and_right_with_it(ranks):
+    for text in ranks(2)(reentrant_twice, False):
+        assert "ready only once" in text
+        assert "twice.weight" in text or "twice.bias" in text
+        assert "use_reentrant=False" in text
+    compare(ranks(2)(stock_reentrant_twice), ranks(2)(reentrant_twice, True)).assert_bitwise()
+
+
+def cast_after_wrap() -> dict[str, Any]:
+    def run() -> list[Record]:
+        torch.manual_seed(0)
+        model = Mined()
+        wrapped = DDP(model)
+        records = []
+        for step in range(4):
+            if step == 2:
+                model.double()
+            wrapped(data(step, 4, 8).to(model.layers[0].weight.dtype)).square().mean().backward()
+            records.append(seen(model))
+            wrapped.zero_grad()
+        return records
+
+    with ovpatch.applied("ddp"):
+        return {"patched": run()}
+
+
+def test_a_model_cast_after_the_wrap_is_still_reduced(ranks):
+    first, second = ranks(2)(cast_after_wrap)
+    compare([r["grad"] for r in first["patched"]], [r["grad"] for r in second["patched"]]).assert_bitwise()

@@ -1,0 +1,192 @@
+"""What a user holds on to keeps the values that it has under stock DDP."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+import ovpatch
+from ovpatch.insight.equality import compare
+from tests.plugins.ddp.arms import Record, both, data, seen
+
+WORLDS = [2, 3]
+
+
+def net() -> nn.Module:
+    return nn.Sequential(nn.Linear(6, 300), nn.ReLU(), nn.Linear(300, 200), nn.ReLU(), nn.Linear(200, 3))
+
+
+def check(results: list[dict[str, Any]]) -> None:
+    for result in results:
+        compare(result["stock"], result["patched"]).assert_bitwise()
+        assert result["counters"]["backwards"] > 0
+        assert result["counters"]["stock_models"] == 0
+
+
+def backward(wrapped: nn.Module, step: int) -> None:
+    wrapped(data(step, 4, 6)).square().mean().backward()
+
+
+def copies(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+    return [tensor.detach().clone() for tensor in tensors]
+
+
+def loop_keeps_last_gradients(how: str) -> list[Record]:
+    """Keeps each step's gradients, without a copy, over the following steps."""
+    model = net()
+    wrapped = DDP(model)
+    kept, records = [], []
+    for step in range(4):
+        wrapped.zero_grad()
+        backward(wrapped, step)
+        grads = [p.grad for p in model.parameters()]
+        take = {"tensor": lambda g: g, "alias": lambda g: g.detach(), "flat": lambda g: g.view(-1)}[how]
+        kept.append([take(g) for g in (grads if step % 2 else grads[1:2])])
+        del grads
+        records.append({"kept": [copies(k) for k in kept]})
+    return records
+
+
+@pytest.mark.parametrize("world", WORLDS)
+@pytest.mark.parametrize("how", ["tensor", "alias", "flat"])
+def test_a_kept_gradient_is_not_overwritten_by_later_steps(ranks, world, how):
+    check(ranks(world)(both, loop_keeps_last_gradients, how))
+
+
+def loop_own_gradient_tensors(flat: bool) -> list[Record]:
+    """The user allocates the gradients, as slices of one flat tensor or alone, and reads them through those."""
+    model = net()
+    wrapped = DDP(model)
+    params = list(model.parameters())
+    pool = torch.zeros(sum(p.numel() for p in params))
+    mine = list(pool.split([p.numel() for p in params])) if flat else [torch.zeros(p.numel()) for p in params]
+    for param, grad in zip(params, mine, strict=True):
+        param.grad = grad.view_as(param) if flat else grad.view_as(param).detach()
+    held = None if flat else [p.grad for p in params]
+    records = []
+    for step in range(3):
+        backward(wrapped, step)
+        records.append({"mine": copies(mine), "held": copies(held or []), **seen(model)})
+        wrapped.zero_grad(set_to_none=False)
+    return records
+
+
+@pytest.mark.parametrize("world", WORLDS)
+@pytest.mark.parametrize("flat", [True, False])
+def test_gradients_that_the_user_allocated_are_filled_in_place(ranks, world, flat):
+    check(ranks(world)(both, loop_own_gradient_tensors, flat))
+
+
+def loop_mixed_zeroing() -> list[Record]:
+    model = net()
+    wrapped = DDP(model)
+    held, records = None, []
+    for step in range(5):
+        backward(wrapped, step)
+        held = held or [p.grad for p in model.parameters()]
+        records.append({"held": copies(held), **seen(model)})
+        for i, p in enumerate(model.parameters()):
+            if (step + i) % 2:
+                p.grad = None
+            elif p.grad is not None:
+                p.grad.zero_()
+    return records
+
+
+@pytest.mark.parametrize("world", WORLDS)
+def test_some_gradients_set_to_none_and_others_zeroed(ranks, world):
+    check(ranks(world)(both, loop_mixed_zeroing))
+
+
+def loop_user_hooks() -> list[Record]:
+    """Hooks see local gradients before the reduction, and what they write is reduced."""
+    model = net()
+    wrapped = DDP(model)
+    saw: list[Any] = []
+    first, second = model[0].weight, model[2].weight
+    first.register_hook(lambda g: saw.append(g.clone()) or g * 2)
+
+    def triple(param: torch.Tensor) -> None:
+        saw.append(param.grad.clone())
+        param.grad.mul_(3)
+
+    second.register_post_accumulate_grad_hook(triple)
+    records = []
+    for step in range(3):
+        backward(wrapped, step)
+        records.append({"saw": list(saw), **seen(model)})
+        wrapped.zero_grad()
+    return records
+
+
+@pytest.mark.parametrize("world", WORLDS)
+def test_user_hooks_see_and_change_local_gradients(ranks, world):
+    check(ranks(world)(both, loop_user_hooks))
+
+
+def loop_create_graph(create_graph: bool) -> list[Record]:
+    model = net()
+    wrapped = DDP(model)
+    records = []
+    for step in range(2):
+        wrapped(data(step, 4, 6)).square().mean().backward(create_graph=create_graph)
+        records.append(seen(model))
+        for p in model.parameters():
+            p.grad = None
+    return records
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize("world", WORLDS)
+def test_create_graph_gives_the_same_gradients(ranks, world):
+    """Stock raises on this model ("a leaf Variable that requires grad …"), so its arm runs without the graph."""
+    plain = ranks(world)(both, loop_create_graph, False)
+    graph = ranks(world)(patched_only, loop_create_graph, True)
+    for a, b in zip(plain, graph, strict=True):
+        compare(a["stock"], b).assert_bitwise()
+
+
+def patched_only(loop: Any, *args: Any) -> list[Record]:
+    with ovpatch.applied("ddp"):
+        torch.manual_seed(0)
+        return loop(*args)
+
+
+class Odd(nn.Module):
+    """Parameters of unusual shapes, strides and dtypes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scalar = nn.Parameter(torch.tensor(0.5))
+        self.void = nn.Parameter(torch.zeros(0, 3))
+        self.channels_last = nn.Conv2d(3, 8, 3).to(memory_format=torch.channels_last)
+        self.transposed = nn.Parameter(torch.randn(5, 7).t())
+        self.gapped = nn.Parameter(torch.randn(4, 10)[:, ::2])
+        self.wide = nn.Linear(7, 2, dtype=torch.float64)
+        self.low = nn.Parameter(torch.randn(6, dtype=torch.bfloat16))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.channels_last(x).mean() * self.scalar + self.void.sum() + self.gapped.square().sum()
+        return y + self.wide(self.transposed.sum(1).double()[:7]).sum() + self.low.float().square().sum()
+
+
+def loop_odd(as_view: bool) -> list[Record]:
+    model = Odd()
+    wrapped = DDP(model, gradient_as_bucket_view=as_view)
+    records = []
+    for step in range(3):
+        wrapped(data(step, 2, 3, 6, 6)).backward()
+        strides = {n: p.grad.stride() for n, p in model.named_parameters()}
+        records.append({"strides": strides, **seen(model)})
+        wrapped.zero_grad(set_to_none=step == 1)
+    return records
+
+
+@pytest.mark.parametrize("world", WORLDS)
+@pytest.mark.parametrize("as_view", [True, False])
+def test_odd_shapes_strides_and_dtypes(ranks, world, as_view):
+    check(ranks(world)(both, loop_odd, as_view))

@@ -1,0 +1,263 @@
+"""Plain training loops in the ways people write them: the patched run equals the stock run."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel as DDP
+from torch.utils.checkpoint import checkpoint
+
+from ovpatch.insight.equality import compare
+from tests.plugins.ddp.arms import Record, both, data, seen
+
+WORLDS = [2, 3]
+
+
+def check(results: list[dict[str, Any]], backwards: int | None = None) -> None:
+    for result in results:
+        compare(result["stock"], result["patched"]).assert_bitwise()
+        assert result["counters"]["models"] >= 1
+        assert result["counters"]["stock_models"] == 0
+        assert result["counters"]["collectives"] > 0
+        if backwards is not None:
+            assert result["counters"]["backwards"] == backwards
+
+
+class Net(nn.Module):
+    """Linear layers, a normalisation, a convolution and a tied embedding, small but of every kind."""
+
+    def __init__(self, *, checkpointing: bool | None = None) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(17, 24)
+        self.conv = nn.Conv1d(24, 24, 3, padding=1)
+        self.norm = nn.LayerNorm(24)
+        self.inner = nn.Sequential(nn.Linear(24, 60), nn.GELU(), nn.Linear(60, 24))
+        self.head = nn.Linear(24, 17, bias=False)
+        self.head.weight = self.embed.weight
+        self.checkpointing = checkpointing
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        index = (x.abs() * 10).long() % 17
+        h = self.embed(index)
+        h = h + self.conv(h.transpose(1, 2)).transpose(1, 2)
+        if self.checkpointing is None:
+            h = h + self.inner(self.norm(h))
+        else:
+            h = h + checkpoint(self.inner, self.norm(h), use_reentrant=self.checkpointing)
+        return self.head(h)
+
+
+def optimizer_for(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1)
+
+
+def loop_plain(
+    *, early_optimizer: bool, set_to_none: bool = True, steps: int = 4, ddp: dict[str, Any] | None = None,
+    checkpointing: bool | None = None, clip: float | None = None,
+) -> list[Record]:
+    model = Net(checkpointing=checkpointing)
+    optimizer = optimizer_for(model) if early_optimizer else None
+    wrapped = DDP(model, **(ddp or {}))
+    optimizer = optimizer or optimizer_for(wrapped)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
+    records = []
+    for step in range(steps):
+        loss = wrapped(data(step, 3, 5)).square().mean()
+        loss.backward()
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), clip) if clip else None
+        records.append(seen(model, loss, norm=norm))
+        optimizer.step()
+        scheduler.step()
+        optimizer.zero_grad(set_to_none=set_to_none)
+    records.append(seen(model))
+    return records
+
+
+@pytest.mark.parametrize("world", WORLDS)
+@pytest.mark.parametrize("early_optimizer", [True, False])
+def test_optimizer_built_before_or_after_the_wrap(ranks, world, early_optimizer):
+    check(ranks(world)(both, loop_plain, early_optimizer=early_optimizer), backwards=4)
+
+
+@pytest.mark.parametrize("world", WORLDS)
+@pytest.mark.parametrize("as_view", [True, False])
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_zero_grad_in_either_form_with_and_without_bucket_views(ranks, world, as_view, set_to_none):
+    kwargs = {"early_optimizer": False, "set_to_none": set_to_none, "ddp": {"gradient_as_bucket_view": as_view}}
+    check(ranks(world)(both, loop_plain, **kwargs), backwards=4)
+
+
+@pytest.mark.parametrize("world", WORLDS)
+def test_gradient_clipping_sees_the_full_gradient(ranks, world):
+    check(ranks(world)(both, loop_plain, early_optimizer=True, clip=0.1))
+
+
+@pytest.mark.parametrize("world", WORLDS)
+@pytest.mark.parametrize("ddp", [{"bucket_cap_mb": 0.001}, {"find_unused_parameters": True}, {"static_graph": True}])
+def test_buckets_and_graph_modes(ranks, world, ddp):
+    check(ranks(world)(both, loop_plain, early_optimizer=False, ddp=ddp), backwards=4)
+
+
+@pytest.mark.parametrize("world", WORLDS)
+@pytest.mark.parametrize("reentrant", [True, False])
+@pytest.mark.parametrize("ddp", [{}, {"static_graph": True}, {"bucket_cap_mb": 0.001}])
+def test_activation_checkpointing(ranks, world, reentrant, ddp):
+    check(ranks(world)(both, loop_plain, early_optimizer=False, checkpointing=reentrant, ddp=ddp), backwards=4)
+
+
+def test_reentrant_checkpoint_with_unused_parameter_search(ranks):
+    ddp = {"find_unused_parameters": True, "bucket_cap_mb": 0.001}
+    results = ranks(2)(both, loop_reentrant_unused, ddp=ddp)
+    check(results)
+
+
+def loop_reentrant_unused(*, ddp: dict[str, Any]) -> list[Record]:
+    """Stock cannot search inside reentrant checkpoints, so its arm runs without the search; all is used anyway."""
+    from ovpatch_plugins.ddp.reducer import GradReducer
+
+    probe = DDP(nn.Linear(1, 1))
+    ours = isinstance(probe.reducer, GradReducer)
+    kwargs = ddp if ours else {k: v for k, v in ddp.items() if k != "find_unused_parameters"}
+    return loop_plain(early_optimizer=False, checkpointing=True, ddp=kwargs)
+
+
+def loop_accumulate(*, style: str, micro: int = 3, steps: int = 3, ddp: dict[str, Any] | None = None) -> list[Record]:
+    model = Net()
+    wrapped = DDP(model, **(ddp or {}))
+    optimizer = optimizer_for(wrapped)
+    records = []
+    for step in range(steps):
+        for m in range(micro):
+            last = m == micro - 1
+            if style == "toggle":
+                wrapped.require_backward_grad_sync = last
+            quiet = wrapped.no_sync() if style == "no_sync" and not last else contextlib.nullcontext()
+            with quiet:
+                loss = wrapped(data(step, 3, 5, micro=m)).square().mean() / micro
+                loss.backward()
+        records.append(seen(model, loss))
+        optimizer.step()
+        optimizer.zero_grad()
+    return records
+
+
+@pytest.mark.parametrize("world", WORLDS)
+@pytest.mark.parametrize("style", ["toggle", "no_sync", "always"])
+@pytest.mark.parametrize("as_view", [True, False])
+def test_accumulation(ranks, world, style, as_view):
+    results = ranks(world)(both, loop_accumulate, style=style, ddp={"gradient_as_bucket_view": as_view})
+    check(results, backwards=9 if style == "always" else 3)
+
+
+def loop_no_zero_grad() -> list[Record]:
+    model = Net()
+    wrapped = DDP(model)
+    records = []
+    for step in range(3):
+        wrapped(data(step, 3, 5)).square().mean().backward()
+        records.append(seen(model))
+    return records
+
+
+@pytest.mark.parametrize("world", WORLDS)
+def test_gradients_accumulate_without_zero_grad(ranks, world):
+    check(ranks(world)(both, loop_no_zero_grad), backwards=3)
+
+
+class Branches(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Linear(8, 8)
+        self.branches = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
+        self.never = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor, branch: int) -> torch.Tensor:
+        return self.branches[branch](self.stem(x))
+
+
+def loop_unused(*, per_rank: bool, set_to_none: bool, as_view: bool) -> list[Record]:
+    model = Branches()
+    wrapped = DDP(model, find_unused_parameters=True, bucket_cap_mb=0.0001, gradient_as_bucket_view=as_view)
+    optimizer = optimizer_for(wrapped)
+    records = []
+    for step in range(5):
+        branch = (step + (dist.get_rank() if per_rank else 0)) % 3
+        loss = wrapped(data(step, 4, 8), branch).square().mean()
+        loss.backward()
+        records.append(seen(model, loss))
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=set_to_none)
+    return records
+
+
+@pytest.mark.parametrize("world", WORLDS)
+@pytest.mark.parametrize("per_rank", [True, False])
+@pytest.mark.parametrize("set_to_none", [True, False])
+@pytest.mark.parametrize("as_view", [True, False])
+def test_parameters_unused_on_some_ranks_or_all_changing_over_time(ranks, world, per_rank, set_to_none, as_view):
+    results = ranks(world)(both, loop_unused, per_rank=per_rank, set_to_none=set_to_none, as_view=as_view)
+    check(results, backwards=5)
+    assert all(r["patched"][0]["grad"]["never.weight"] is None for r in results)
+
+
+def loop_amp(*, dtype: str, scaler: bool) -> list[Record]:
+    model = Net()
+    wrapped = DDP(model)
+    optimizer = optimizer_for(wrapped)
+    grad_scaler = torch.amp.GradScaler("cpu", enabled=scaler, init_scale=2.0**8, growth_interval=2)
+    records = []
+    for step in range(4):
+        with torch.autocast("cpu", dtype=getattr(torch, dtype)):
+            loss = wrapped(data(step, 3, 5)).square().mean()
+        if scaler and step == 1 and dist.get_rank() == 0:
+            loss = loss * float("inf")
+        grad_scaler.scale(loss).backward()
+        grad_scaler.unscale_(optimizer)
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        records.append(seen(model, loss))
+        grad_scaler.step(optimizer)
+        grad_scaler.update()
+        optimizer.zero_grad()
+        records.append({"scale": grad_scaler.get_scale(), **seen(model)})
+    return records
+
+
+@pytest.mark.parametrize("world", WORLDS)
+@pytest.mark.parametrize(("dtype", "scaler"), [("bfloat16", False), ("bfloat16", True), ("float16", True)])
+def test_autocast_and_grad_scaler_with_an_overflow_on_one_rank(ranks, world, dtype, scaler):
+    check(ranks(world)(both, loop_amp, dtype=dtype, scaler=scaler))
+
+
+def loop_ema_eval_save() -> list[Record]:
+    model = Net()
+    ema_before = copy.deepcopy(model)
+    wrapped = DDP(model)
+    ema_after = copy.deepcopy(wrapped.module)
+    optimizer = optimizer_for(wrapped)
+    records = []
+    for step in range(4):
+        if dist.get_rank() == 0:  # rank 0 alone: evaluation through the wrapper, and saving
+            with torch.no_grad():
+                value = wrapped(data(100 + step, 2, 5)).sum()
+            records.append({"eval": value, "saved": copy.deepcopy(wrapped.state_dict())})
+        loss = wrapped(data(step, 3, 5)).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        with torch.no_grad():
+            for ema in (ema_before, ema_after):
+                for mean, param in zip(ema.parameters(), model.parameters(), strict=True):
+                    mean.lerp_(param, 0.1)
+        records.append({"before": seen(ema_before), "after": seen(ema_after), **seen(model, loss)})
+    return records
+
+
+@pytest.mark.parametrize("world", WORLDS)
+def test_ema_rank_0_evaluation_and_saving(ranks, world):
+    check(ranks(world)(both, loop_ema_eval_save))

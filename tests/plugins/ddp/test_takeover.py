@@ -1,0 +1,295 @@
+"""Our reducer comes, goes and stands down: never half, never on some ranks only."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import io
+import os
+import pickle
+import weakref
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+import ovpatch
+from ovpatch.insight.equality import compare
+from tests.plugins.ddp.arms import Record, both, data, seen
+
+
+def net() -> nn.Module:
+    return nn.Sequential(nn.Linear(6, 5), nn.ReLU(), nn.Linear(5, 3))
+
+
+def steps(wrapped: DDP, count: int, start: int = 0) -> list[Record]:
+    records = []
+    for step in range(start, start + count):
+        wrapped.zero_grad()
+        wrapped(data(step, 4, 6)).square().mean().backward()
+        records.append(seen(wrapped.module))
+    return records
+
+
+def is_ours(wrapped: DDP) -> bool:
+    return type(wrapped.reducer).__module__.startswith("ovpatch_plugins")
+
+
+def loop_comm_hook() -> list[Record]:
+    wrapped = DDP(net())
+    wrapped.register_comm_hook(None, default_hooks.fp16_compress_hook)
+    return steps(wrapped, 3)
+
+
+def loop_builtin_hook() -> list[Record]:
+    wrapped = DDP(net())
+    wrapped._register_builtin_comm_hook(dist.BuiltinCommHookType.ALLREDUCE)
+    return steps(wrapped, 3)
+
+
+def loop_join() -> list[Record]:
+    wrapped = DDP(net())
+    records = steps(wrapped, 2)
+    with wrapped.join():
+        records += steps(wrapped, 2 + dist.get_rank(), start=2)
+    return [*records, seen(wrapped.module)]
+
+
+def loop_sparse() -> list[Record]:
+    model = nn.Sequential(nn.Embedding(10, 6, sparse=True), nn.Linear(6, 2))
+    wrapped = DDP(model)
+    wrapped(torch.tensor([1, 2 + dist.get_rank()])).sum().backward()
+    return [{"grad": [p.grad.to_dense() for p in model.parameters()]}]
+
+
+@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("loop", [loop_comm_hook, loop_builtin_hook, loop_join, loop_sparse])
+def test_what_needs_the_stock_reducer_gets_it_and_the_report_says_so(ranks, world, loop):
+    for result in ranks(world)(both_with_remarks, loop):
+        # Not bitwise on 3 ranks: the stock reducer that comes late cuts its buckets later than one that was there.
+        compare(result["stock"], result["patched"]).assert_equal()
+        assert result["counters"]["stock_models"] == 1
+        assert "keeps the stock reducer" in result["remarks"][0]
+
+
+def both_with_remarks(loop: Any) -> dict[str, Any]:
+    from ovpatch_plugins.ddp import takeover
+
+    takeover._remarks.clear()
+    result = both(loop)
+    return {**result, "remarks": takeover.remarks()}
+
+
+def copied() -> dict[str, Any]:
+    with ovpatch.applied("ddp"):
+        torch.manual_seed(0)
+        wrapped = DDP(net())
+        first = steps(wrapped, 2)
+        twin = copy.deepcopy(wrapped)
+        buffer = io.BytesIO()
+        torch.save(wrapped, buffer)
+        text = buffer.getvalue()
+        buffer.seek(0)
+        loaded = torch.load(buffer, weights_only=False)
+        if dist.get_rank() == 0:
+            copy.deepcopy(wrapped)  # one rank alone: no collective, no waiting
+        ours = [is_ours(w) for w in (wrapped, twin, loaded)]
+        after = [steps(w, 2, start=2) for w in (wrapped, twin, loaded)]
+        return {"first": first, "after": after, "ours": ours, "clean": b"ovpatch" not in text}
+
+
+def test_copies_and_pickles_reduce_on_their_own_and_hold_nothing_of_ours(ranks):
+    for result in ranks(2)(copied):
+        assert result["clean"]
+        assert result["ours"] == [True, True, True]
+        compare(result["after"][0], result["after"][1]).assert_bitwise()
+        compare(result["after"][0], result["after"][2]).assert_bitwise()
+
+
+def reverted_midway() -> dict[str, Any]:
+    torch.manual_seed(0)
+    stock = DDP(net())
+    expected = steps(stock, 6)
+    torch.manual_seed(0)
+    ovpatch.apply("ddp")
+    wrapped = DDP(net())
+    got = steps(wrapped, 3)
+    ours_before = is_ours(wrapped)
+    ovpatch.revert()
+    got += steps(wrapped, 3, start=3)
+    return {"stock": expected, "patched": got, "ours": [ours_before, is_ours(wrapped)]}
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_revert_in_the_middle_of_training(ranks, world):
+    for result in ranks(world)(reverted_midway):
+        assert result["ours"] == [True, False]
+        compare(result["stock"], result["patched"], reordered=result["stock"]).assert_equal()
+
+
+def released() -> bool:
+    with ovpatch.applied("ddp"):
+        wrapped = DDP(net())
+        steps(wrapped, 2)
+        gone = weakref.ref(wrapped.reducer)
+        gc.collect()
+        gc.disable()
+        try:
+            del wrapped
+            return gone() is None
+        finally:
+            gc.enable()
+
+
+def test_the_reducer_goes_with_its_model_without_the_garbage_collector(ranks):
+    assert ranks(2)(released) == [True, True]
+
+
+def different_settings(who: int) -> str:
+    options = {"ddp": {"overlap_grad_reduce": dist.get_rank() != who, "agreement_timeout_s": 5.0}}
+    with ovpatch.applied("ddp", options=options):
+        try:
+            DDP(net())
+        except RuntimeError as error:
+            return str(error)
+    return "no error"
+
+
+@pytest.mark.parametrize("who", [0, 2])
+def test_ranks_with_different_settings_are_named(ranks, who):
+    for text in ranks(3)(different_settings, who):
+        assert f"overlap_grad_reduce is {'false' if who == 0 else 'true'} on rank 0" in text
+        assert f"false on rank {who}" in text
+        assert "same OVPATCH variables" in text
+
+
+def missing_on(who: int) -> str:
+    options = {"ddp": {"agreement_timeout_s": 1.0}}
+    if dist.get_rank() == who:
+        DDP(net())
+        return "stock"
+    with ovpatch.applied("ddp", options=options):
+        try:
+            DDP(net())
+        except RuntimeError as error:
+            return str(error)
+    return "no error"
+
+
+@pytest.mark.parametrize("who", [0, 2])
+def test_a_rank_without_ovpatch_is_named(ranks, who):
+    texts = ranks(3)(missing_on, who, timeout=30)
+    assert texts[who] == "stock"
+    for rank, text in enumerate(texts):
+        if rank != who:
+            assert f"no answer from rank {who}" in text
+            assert "ovpatch.apply() on every rank" in text
+
+
+def objecting_alone() -> dict[str, Any]:
+    """One rank cannot take part: all of them keep the stock reducer."""
+    from ovpatch_plugins.ddp import takeover
+
+    original = takeover.objection
+    takeover.objection = lambda *a: "planted" if dist.get_rank() == 1 else original(*a)
+    try:
+        with ovpatch.applied("ddp"):
+            wrapped = DDP(net())
+            return {"ours": is_ours(wrapped), "records": steps(wrapped, 2), "remarks": takeover.remarks()}
+    finally:
+        takeover.objection = original
+
+
+def test_an_objection_of_one_rank_holds_for_all(ranks):
+    for result in ranks(3)(objecting_alone):
+        assert not result["ours"]
+        assert any("planted (rank 1)" in remark for remark in result["remarks"])
+
+
+def group_made_again() -> list[Any]:
+    results = []
+    with ovpatch.applied("ddp"):
+        for _ in range(3):
+            torch.manual_seed(0)
+            half = dist.new_group([0, 1])
+            wrapped = DDP(net())
+            results.append(steps(wrapped, 2))
+            if dist.get_rank() < 2:
+                inner = DDP(net(), process_group=half)
+                steps(inner, 2)
+                assert is_ours(inner)
+            dist.destroy_process_group(half)
+    return results
+
+
+def test_groups_and_subgroups_made_again(ranks):
+    for results in ranks(3)(group_made_again):
+        compare(results[0], results[1]).assert_bitwise()
+        compare(results[0], results[2]).assert_bitwise()
+
+
+def early_model() -> list[str]:
+    wrapped = DDP(net())
+    report = ovpatch.apply("ddp").to_json()
+    steps(wrapped, 1)
+    return [remark for f in report["features"] for remark in f["remarks"]]
+
+
+def test_apply_after_the_wrap_says_which_line_to_move(ranks):
+    for remarks in ranks(2)(early_model):
+        assert any("Sequential was wrapped in DistributedDataParallel before ovpatch.apply()" in r for r in remarks)
+        assert any("move the line" in r for r in remarks)
+
+
+def alone() -> dict[str, Any]:
+    result = both(loop_alone)
+    return {**result, "report": ovpatch.report().to_json()}
+
+
+def loop_alone() -> list[Record]:
+    return steps(DDP(net()), 2)
+
+
+def test_one_rank_is_a_quiet_no_op(ranks):
+    (result,) = ranks(1)(alone)
+    compare(result["stock"], result["patched"]).assert_bitwise()
+    assert result["counters"]["stock_models"] == 0
+
+
+def logging_data() -> dict[str, Any]:
+    with ovpatch.applied("ddp"):
+        wrapped = DDP(net(), gradient_as_bucket_view=True)
+        steps(wrapped, 2)
+        return wrapped._get_ddp_logging_data()
+
+
+def test_ddp_logging_data_is_there(ranks):
+    for rank, entry in enumerate(ranks(2)(logging_data)):
+        assert entry["world_size"] == 2
+        assert entry["rank"] == rank
+        assert entry["has_rebuilt_buckets"] == 1
+        assert entry["gradient_as_bucket_view"] == 1
+        assert entry["bucket_sizes"] == str(4 * (6 * 5 + 5 + 5 * 3 + 3))
+
+
+def surfaces() -> dict[str, bool]:
+    import inspect
+
+    signature, name = inspect.signature(DDP.__init__), DDP.__qualname__
+    with ovpatch.applied("ddp"):
+        return {
+            "signature": inspect.signature(DDP.__init__) == signature,
+            "name": DDP.__qualname__ == name,
+            "pickle": pickle.loads(pickle.dumps(DDP)) is DDP,
+            "instance": isinstance(DDP(net()), DDP),
+        }
+
+
+def test_the_class_looks_as_before(ranks):
+    for result in ranks(2)(surfaces):
+        assert all(result.values()), result
+    assert os.environ.get("OVPATCH") in (None, "1")
