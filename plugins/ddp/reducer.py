@@ -13,19 +13,24 @@ part. If all ranks failed alike, all of them complete alike and training goes on
 [Note: several graph tasks] A reentrant checkpoint runs a backward inside the backward, with an end-of-backward callback
 of its own. A callback that finds gradients missing leaves the step open for the hooks that follow, each of which makes
 sure that the graph task it belongs to has a callback.
+
+[Note: compiled wrapper] ``torch.compile`` of the wrapper traces ``DistributedDataParallel.forward`` and breaks its
+graph where that calls the C++ reducer. Our methods are hidden from Dynamo, so that it breaks in the same places.
 """
 
 from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.autograd import Variable
+from torch.nn.parallel.distributed import _find_tensors
 
 from ovpatch.overlap.ballot import Ballots
 from ovpatch.overlap.buckets import GradBucket
@@ -90,6 +95,7 @@ class GradReducer:
 
     # ---------------------------------------------------------------- what DistributedDataParallel calls
 
+    @torch._disable_dynamo
     def prepare_for_forward(self) -> None:
         """Called before a forward that will be synchronised."""
         if self.on_first_use is not None:
@@ -101,6 +107,7 @@ class GradReducer:
             self._hooks.remove()
             self._attach()
 
+    @torch._disable_dynamo
     def prepare_for_backward(self, _outputs: Sequence[Tensor]) -> None:
         """Arm the reducer for the next backward. The outputs come by :meth:`watch`."""
         self._finish_previous()
@@ -108,18 +115,20 @@ class GradReducer:
         self._absent = set()
         self._open([ANY] * len(self.params) if self._learns_static_graph() else self._static_counts)
 
-    def watch(self, outputs: Iterable[Tensor]) -> None:
-        """Begin the step when the backward reaches one of the forward's outputs.
+    @torch._disable_dynamo
+    def watch(self, output: Any) -> None:
+        """Begin the step when the backward reaches one of the tensors in the forward's output.
 
         That is in the outermost graph task and before any parameter's hook, so a backward that raises before the
         first gradient, or reaches no parameter on this rank, still takes part in the step's collectives.
         """
         if self._armed:
             reached = weakref.WeakMethod(self._output_reached)
-            for output in outputs:
-                if output.requires_grad:
-                    output.register_hook(lambda _gradient: _call(reached))
+            for tensor in _find_tensors(output):
+                if tensor.requires_grad:
+                    tensor.register_hook(lambda _gradient: _call(reached))
 
+    @torch._disable_dynamo
     def _rebuild_buckets(self) -> bool:
         """Cut the buckets anew along the order in which gradients arrived in the first backward.
 

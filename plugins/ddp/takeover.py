@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from torch.nn.parallel.distributed import _find_tensors
 
 from ovpatch.overlap.agreement import agree
 from ovpatch_plugins.ddp.counters import COUNTERS
@@ -114,8 +113,8 @@ class Takeover:
         @functools.wraps(original)
         def post_forward(ddp: DistributedDataParallel, output: Any) -> Any:
             output = original(ddp, output)
-            if isinstance(ddp.reducer, GradReducer) and not torch.compiler.is_compiling():
-                ddp.reducer.watch(_find_tensors(output))
+            if isinstance(ddp.reducer, GradReducer):
+                ddp.reducer.watch(output)
             return output
 
         return post_forward

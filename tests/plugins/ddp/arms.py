@@ -42,10 +42,15 @@ def seen(model: nn.Module, loss: torch.Tensor | None = None, **more: Any) -> Rec
     }
 
 
+def device() -> torch.device:
+    """Return where this rank trains: its own GPU under NCCL, otherwise the CPU."""
+    return torch.device("cuda", torch.cuda.current_device()) if dist.get_backend() == "nccl" else torch.device("cpu")
+
+
 def data(step: int, *shape: int, micro: int = 0) -> torch.Tensor:
     """Return random input that differs by step, microbatch and rank and is the same in both arms."""
     generator = torch.Generator().manual_seed(1000 * step + 10 * micro + dist.get_rank())
-    return torch.randn(*shape, generator=generator)
+    return torch.randn(*shape, generator=generator).to(device())
 
 
 def _counters() -> dict[str, int]:

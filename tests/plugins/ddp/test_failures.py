@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 import ovpatch
 from ovpatch.insight.equality import compare
-from tests.plugins.ddp.arms import Record, data, seen
+from tests.plugins.ddp.arms import Record, data, device, seen
 
 
 class Bomb(torch.autograd.Function):
@@ -52,7 +52,7 @@ class Mined(nn.Module):
 def train(steps: list[tuple[int, int | None]], ddp: dict[str, Any], *, catch: bool = True) -> list[Record]:
     """Train; each step is (data seed, layer at which its backward fails). Failed steps are skipped."""
     torch.manual_seed(0)
-    model = Mined()
+    model = Mined().to(device())
     wrapped = DDP(model, **ddp)
     optimizer = torch.optim.SGD(wrapped.parameters(), 0.1, momentum=0.9)
     records = []
@@ -99,7 +99,7 @@ def test_training_goes_on_after_an_exception_in_backward_on_all_ranks(ranks, wor
 def failing_alone(depth: int) -> str:
     """Rank 1 fails in the second step and goes on; rank 0's gradients lack its part."""
     with ovpatch.applied("ddp"):
-        wrapped = DDP(Mined(), bucket_cap_mb=0.0001)
+        wrapped = DDP(Mined().to(device()), bucket_cap_mb=0.0001)
         wrapped(data(0, 4, 8)).square().mean().backward()
         Bomb.armed = dist.get_rank() == 1
         with pytest.raises(RuntimeError, match="not really") if Bomb.armed else contextlib.nullcontext():
@@ -168,7 +168,7 @@ class Shared(nn.Module):
 def reentrant_twice(static: bool) -> Any:
     with ovpatch.applied("ddp"):
         torch.manual_seed(0)
-        model = Shared()
+        model = Shared().to(device())
         wrapped = DDP(model, static_graph=static)
         try:
             records = []
@@ -183,7 +183,7 @@ def reentrant_twice(static: bool) -> Any:
 
 def stock_reentrant_twice() -> list[Record]:
     torch.manual_seed(0)
-    model = Shared()
+    model = Shared().to(device())
     wrapped = DDP(model, static_graph=True)
     records = []
     for step in range(3):
@@ -204,7 +204,7 @@ def test_a_second_contribution_is_an_error_without_static_graph_and_right_with_i
 def cast_after_wrap() -> dict[str, Any]:
     def run() -> list[Record]:
         torch.manual_seed(0)
-        model = Mined()
+        model = Mined().to(device())
         wrapped = DDP(model)
         records = []
         for step in range(4):

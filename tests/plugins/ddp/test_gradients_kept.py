@@ -11,7 +11,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 import ovpatch
 from ovpatch.insight.equality import compare
-from tests.plugins.ddp.arms import Record, both, data, seen
+from tests.plugins.ddp.arms import Record, both, data, device, seen
 
 WORLDS = [2, 3]
 
@@ -37,7 +37,7 @@ def copies(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
 
 def loop_keeps_last_gradients(how: str) -> list[Record]:
     """Keeps each step's gradients, without a copy, over the following steps."""
-    model = net()
+    model = net().to(device())
     wrapped = DDP(model)
     kept, records = [], []
     for step in range(4):
@@ -59,11 +59,12 @@ def test_a_kept_gradient_is_not_overwritten_by_later_steps(ranks, world, how):
 
 def loop_own_gradient_tensors(flat: bool) -> list[Record]:
     """The user allocates the gradients, as slices of one flat tensor or alone, and reads them through those."""
-    model = net()
+    model = net().to(device())
     wrapped = DDP(model)
     params = list(model.parameters())
-    pool = torch.zeros(sum(p.numel() for p in params))
-    mine = list(pool.split([p.numel() for p in params])) if flat else [torch.zeros(p.numel()) for p in params]
+    sizes = [p.numel() for p in params]
+    pool = torch.zeros(sum(sizes), device=device())
+    mine = list(pool.split(sizes)) if flat else [torch.zeros(size, device=device()) for size in sizes]
     for param, grad in zip(params, mine, strict=True):
         param.grad = grad.view_as(param) if flat else grad.view_as(param).detach()
     held = None if flat else [p.grad for p in params]
@@ -82,7 +83,7 @@ def test_gradients_that_the_user_allocated_are_filled_in_place(ranks, world, fla
 
 
 def loop_mixed_zeroing() -> list[Record]:
-    model = net()
+    model = net().to(device())
     wrapped = DDP(model)
     held, records = None, []
     for step in range(5):
@@ -104,7 +105,7 @@ def test_some_gradients_set_to_none_and_others_zeroed(ranks, world):
 
 def loop_user_hooks() -> list[Record]:
     """Hooks see local gradients before the reduction, and what they write is reduced."""
-    model = net()
+    model = net().to(device())
     wrapped = DDP(model)
     saw: list[Any] = []
     first, second = model[0].weight, model[2].weight
@@ -129,7 +130,7 @@ def test_user_hooks_see_and_change_local_gradients(ranks, world):
 
 
 def loop_create_graph(create_graph: bool) -> list[Record]:
-    model = net()
+    model = net().to(device())
     wrapped = DDP(model)
     records = []
     for step in range(2):
@@ -175,7 +176,7 @@ class Odd(nn.Module):
 
 
 def loop_odd(as_view: bool) -> list[Record]:
-    model = Odd()
+    model = Odd().to(device())
     wrapped = DDP(model, gradient_as_bucket_view=as_view)
     records = []
     for step in range(3):

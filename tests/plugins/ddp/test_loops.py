@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.checkpoint import checkpoint
 
 from ovpatch.insight.equality import compare
-from tests.plugins.ddp.arms import Record, both, data, seen
+from tests.plugins.ddp.arms import Record, both, data, device, seen
 
 WORLDS = [2, 3]
 
@@ -61,7 +61,7 @@ def loop_plain(
     *, early_optimizer: bool, set_to_none: bool = True, steps: int = 4, ddp: dict[str, Any] | None = None,
     checkpointing: bool | None = None, clip: float | None = None,
 ) -> list[Record]:
-    model = Net(checkpointing=checkpointing)
+    model = Net(checkpointing=checkpointing).to(device())
     optimizer = optimizer_for(model) if early_optimizer else None
     wrapped = DDP(model, **(ddp or {}))
     optimizer = optimizer or optimizer_for(wrapped)
@@ -121,14 +121,14 @@ def loop_reentrant_unused(*, ddp: dict[str, Any]) -> list[Record]:
     """Stock cannot search inside reentrant checkpoints, so its arm runs without the search; all is used anyway."""
     from ovpatch_plugins.ddp.reducer import GradReducer
 
-    probe = DDP(nn.Linear(1, 1))
+    probe = DDP(nn.Linear(1, 1).to(device()))
     ours = isinstance(probe.reducer, GradReducer)
     kwargs = ddp if ours else {k: v for k, v in ddp.items() if k != "find_unused_parameters"}
     return loop_plain(early_optimizer=False, checkpointing=True, ddp=kwargs)
 
 
 def loop_accumulate(*, style: str, micro: int = 3, steps: int = 3, ddp: dict[str, Any] | None = None) -> list[Record]:
-    model = Net()
+    model = Net().to(device())
     wrapped = DDP(model, **(ddp or {}))
     optimizer = optimizer_for(wrapped)
     records = []
@@ -156,7 +156,7 @@ def test_accumulation(ranks, world, style, as_view):
 
 
 def loop_no_zero_grad() -> list[Record]:
-    model = Net()
+    model = Net().to(device())
     wrapped = DDP(model)
     records = []
     for step in range(3):
@@ -182,7 +182,7 @@ class Branches(nn.Module):
 
 
 def loop_unused(*, per_rank: bool, set_to_none: bool, as_view: bool) -> list[Record]:
-    model = Branches()
+    model = Branches().to(device())
     wrapped = DDP(model, find_unused_parameters=True, bucket_cap_mb=0.0001, gradient_as_bucket_view=as_view)
     optimizer = optimizer_for(wrapped)
     records = []
@@ -207,13 +207,13 @@ def test_parameters_unused_on_some_ranks_or_all_changing_over_time(ranks, world,
 
 
 def loop_amp(*, dtype: str, scaler: bool) -> list[Record]:
-    model = Net()
+    model = Net().to(device())
     wrapped = DDP(model)
     optimizer = optimizer_for(wrapped)
-    grad_scaler = torch.amp.GradScaler("cpu", enabled=scaler, init_scale=2.0**8, growth_interval=2)
+    grad_scaler = torch.amp.GradScaler(device().type, enabled=scaler, init_scale=2.0**8, growth_interval=2)
     records = []
     for step in range(4):
-        with torch.autocast("cpu", dtype=getattr(torch, dtype)):
+        with torch.autocast(device().type, dtype=getattr(torch, dtype)):
             loss = wrapped(data(step, 3, 5)).square().mean()
         if scaler and step == 1 and dist.get_rank() == 0:
             loss = loss * float("inf")
@@ -235,7 +235,7 @@ def test_autocast_and_grad_scaler_with_an_overflow_on_one_rank(ranks, world, dty
 
 
 def loop_ema_eval_save() -> list[Record]:
-    model = Net()
+    model = Net().to(device())
     ema_before = copy.deepcopy(model)
     wrapped = DDP(model)
     ema_after = copy.deepcopy(wrapped.module)

@@ -1,0 +1,1 @@
+"""Benchmarks; each file is a program with its own usage line."""

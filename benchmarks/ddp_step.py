@@ -1,0 +1,198 @@
+"""One training step under stock DistributedDataParallel and under feature ``ddp``, in one run.
+
+    torchrun --nproc-per-node 8 benchmarks/ddp_step.py --size 3.8b --rounds 2 --json benchmarks/results/ddp_step.json
+
+Arms alternate (A B C A B C …); each is built anew, warmed up and timed with device events; the slowest rank counts.
+Stock runs with several bucket sizes and with gradient_as_bucket_view, so that its best is in the table. The arm
+``no sync`` is the same step without any gradient communication. Without CUDA it runs on gloo (use ``--size tiny``).
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import gc
+import json
+import os
+import platform
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+import ovpatch
+from benchmarks.models import GPT, SIZES, flops_per_step
+
+CUDA = torch.cuda.is_available()
+
+ARMS: dict[str, dict[str, Any]] = {
+    "no sync": {"sync": False},
+    "stock": {},
+    "stock, bucket view": {"gradient_as_bucket_view": True},
+    "stock, bucket view, 100 MiB": {"gradient_as_bucket_view": True, "bucket_cap_mb": 100},
+    "stock, bucket view, 400 MiB": {"gradient_as_bucket_view": True, "bucket_cap_mb": 400},
+    "ovpatch": {"patched": True},
+    "ovpatch, 100 MiB": {"patched": True, "bucket_cap_mb": 100},
+    "ovpatch, 400 MiB": {"patched": True, "bucket_cap_mb": 400},
+    "ovpatch, no overlap": {"patched": True, "options": {"overlap_grad_reduce": False}},
+}
+
+
+def device() -> torch.device:
+    """Return this rank's device."""
+    return torch.device("cuda", int(os.environ["LOCAL_RANK"])) if CUDA else torch.device("cpu")
+
+
+def build(arm: dict[str, Any], args: argparse.Namespace) -> tuple[Callable[[], None], GPT]:
+    """Build model and optimizer for one arm; return its training step."""
+    torch.manual_seed(0)
+    with torch.device(device()):
+        model = GPT(**SIZES[args.size])
+    kwargs = {k: v for k, v in arm.items() if k in ("gradient_as_bucket_view", "bucket_cap_mb")}
+    wrapped = DistributedDataParallel(model, device_ids=[device().index] if CUDA else None, **kwargs)
+    trained = torch.compile(wrapped) if args.compile else wrapped
+    optimizer = torch.optim.AdamW(wrapped.parameters(), lr=1e-4, fused=CUDA)
+    shape = (args.batch, SIZES[args.size]["context"])
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    tokens, targets = (
+        torch.randint(0, SIZES[args.size]["vocabulary"], shape, generator=generator).to(device()) for _ in range(2)
+    )
+
+    def step() -> None:
+        for micro in range(args.accumulate):
+            quiet = not arm.get("sync", True) or micro < args.accumulate - 1
+            with wrapped.no_sync() if quiet else contextlib.nullcontext():
+                with torch.autocast(device().type, dtype=torch.bfloat16, enabled=not args.fp32):
+                    loss = trained(tokens, targets)
+                loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step, model
+
+
+def timed(step: Callable[[], None], warmup: int, steps: int) -> list[float]:
+    """Return the times of ``steps`` steps in ms, those of the slowest rank."""
+    for _ in range(warmup):
+        step()
+    times = []
+    for _ in range(steps):
+        if CUDA:
+            torch.cuda.synchronize()
+        dist.barrier()
+        begin = time.perf_counter()
+        step()
+        if CUDA:
+            torch.cuda.synchronize()
+        times.append((time.perf_counter() - begin) * 1e3)
+    slowest = torch.tensor(times, device=device())
+    dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
+    return slowest.tolist()
+
+
+@contextlib.contextmanager
+def patched(arm: dict[str, Any]) -> Iterator[None]:
+    """Turn feature ``ddp`` on if the arm wants it."""
+    if not arm.get("patched"):
+        yield
+        return
+    with ovpatch.applied("ddp", options={"ddp": arm.get("options", {})}):
+        yield
+
+
+def measure(name: str, args: argparse.Namespace) -> dict[str, Any]:
+    """Run one arm once."""
+    if CUDA:
+        torch.cuda.reset_peak_memory_stats()
+    with patched(ARMS[name]):
+        step, model = build(ARMS[name], args)
+        times = timed(step, args.warmup, args.steps)
+        context = SIZES[args.size]["context"]
+        flops = flops_per_step(model, args.batch * args.accumulate * context, context)
+        peak = torch.cuda.max_memory_allocated() / 2**30 if CUDA else 0.0
+        del step, model
+        gc.collect()
+    if CUDA:
+        torch.cuda.empty_cache()
+    return {"arm": name, "ms": times, "peak_gib": peak, "flops": flops}
+
+
+def summary(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Merge the rounds of each arm: median and worst step time, peak memory, TFLOP/s per device."""
+    merged = []
+    for name in dict.fromkeys(row["arm"] for row in rows):
+        mine = [row for row in rows if row["arm"] == name]
+        times = [ms for row in mine for ms in row["ms"]]
+        median = statistics.median(times)
+        merged.append(
+            {
+                "arm": name,
+                "median_ms": round(median, 2),
+                "round_medians_ms": [round(statistics.median(row["ms"]), 2) for row in mine],
+                "worst_ms": round(max(times), 2),
+                "peak_gib": round(max(row["peak_gib"] for row in mine), 2),
+                "tflops": round(mine[0]["flops"] / median / 1e9, 1),
+            }
+        )
+    return merged
+
+
+def main() -> None:
+    """Run all arms and print a table on rank 0."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--size", choices=SIZES, default="1b")
+    parser.add_argument("--arms", nargs="*", default=list(ARMS), choices=list(ARMS))
+    parser.add_argument("--batch", type=int, default=4, help="sequences per device and microbatch")
+    parser.add_argument("--accumulate", type=int, default=1)
+    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--warmup", type=int, default=4)
+    parser.add_argument("--steps", type=int, default=8)
+    parser.add_argument("--compile", action="store_true")
+    parser.add_argument("--fp32", action="store_true", help="no autocast")
+    parser.add_argument("--json", type=Path, help="append the result to this file, one JSON object a line")
+    args = parser.parse_args()
+    if CUDA:
+        torch.cuda.set_device(device())
+    dist.init_process_group("nccl" if CUDA else "gloo", device_id=device() if CUDA else None)
+    rows = []
+    for _ in range(args.rounds):
+        for name in args.arms:
+            rows.append(measure(name, args))
+            if dist.get_rank() == 0:
+                print(f"{name:32} {statistics.median(rows[-1]['ms']):9.2f} ms", flush=True)
+    if dist.get_rank() == 0:
+        report(args, summary(rows), rows)
+    dist.destroy_process_group()
+
+
+def report(args: argparse.Namespace, merged: list[dict[str, Any]], rows: list[dict[str, Any]]) -> None:
+    """Print the table and append the raw result."""
+    print(f"\n{'arm':32} {'median ms':>10} {'worst ms':>10} {'peak GiB':>9} {'TFLOP/s':>8}")
+    for row in merged:
+        print(f"{row['arm']:32} {row['median_ms']:10} {row['worst_ms']:10} {row['peak_gib']:9} {row['tflops']:8}")
+    if args.json:
+        settings = {k: v for k, v in vars(args).items() if k not in ("json", "arms")}
+        result = {
+            "benchmark": "ddp_step",
+            "date": time.strftime("%Y-%m-%d"),
+            "command": " ".join(sys.argv[1:]),
+            "world": dist.get_world_size(),
+            "device": torch.cuda.get_device_name() if CUDA else platform.processor() or "cpu",
+            "torch": torch.__version__,
+            "ovpatch": ovpatch.__version__,
+            "settings": settings,
+            "summary": merged,
+            "rows": rows,
+        }
+        with args.json.open("a") as file:
+            file.write(json.dumps(result) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,131 @@
+"""The same loops on GPUs over NCCL, and what only streams can get wrong."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+from ovpatch.insight.equality import compare
+from tests.plugins.ddp import test_failures, test_gradients_kept, test_loops
+from tests.plugins.ddp.arms import Record, both, data, device, seen
+
+pytestmark = pytest.mark.gpu(2)
+
+LOOPS: dict[str, tuple[Any, dict[str, Any]]] = {
+    "plain": (test_loops.loop_plain, {"early_optimizer": True, "clip": 0.1}),
+    "bucket view": (
+        test_loops.loop_plain,
+        {"early_optimizer": False, "set_to_none": False, "ddp": {"gradient_as_bucket_view": True}},
+    ),
+    "small buckets": (test_loops.loop_plain, {"early_optimizer": False, "ddp": {"bucket_cap_mb": 0.001}}),
+    "static graph": (test_loops.loop_plain, {"early_optimizer": False, "ddp": {"static_graph": True}}),
+    "checkpoint": (test_loops.loop_plain, {"early_optimizer": False, "checkpointing": False}),
+    "reentrant": (test_loops.loop_plain, {"early_optimizer": False, "checkpointing": True}),
+    "no_sync": (test_loops.loop_accumulate, {"style": "no_sync"}),
+    "unused": (test_loops.loop_unused, {"per_rank": True, "set_to_none": True, "as_view": False}),
+    "scaler": (test_loops.loop_amp, {"dtype": "float16", "scaler": True}),
+    "ema": (test_loops.loop_ema_eval_save, {}),
+    "kept": (test_gradients_kept.loop_keeps_last_gradients, {"how": "tensor"}),
+    "own tensors": (test_gradients_kept.loop_own_gradient_tensors, {"flat": True}),
+    "hooks": (test_gradients_kept.loop_user_hooks, {}),
+    "odd": (test_gradients_kept.loop_odd, {"as_view": False}),
+}
+
+
+@pytest.mark.parametrize("name", LOOPS)
+def test_loops_on_gpus(ranks, name):
+    loop, kwargs = LOOPS[name]
+    for result in ranks(2)(both, loop, backend="nccl", **kwargs):
+        compare(result["stock"], result["patched"]).assert_bitwise()
+        assert result["counters"]["backwards"] > 0
+        assert result["counters"]["stock_models"] == 0
+
+
+def test_training_goes_on_after_an_exception_on_gpus(ranks):
+    for result in ranks(2)(test_failures.failing_alike, {"bucket_cap_mb": 0.0001}, [0, 3], backend="nccl"):
+        compare(result["stock"], result["patched"]).assert_bitwise()
+        assert result["recovered"] == 2
+
+
+def test_a_lost_backward_is_reported_on_gpus(ranks):
+    texts = ranks(2)(test_failures.failing_alone, 2, backend="nccl", timeout=60)
+    assert "ended the backward of step 1 on another rank" in texts[0]
+
+
+class TwoStreams(nn.Module):
+    """Half of the layers run on a stream of their own, so their gradients come from it, late."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.main, self.side = nn.Linear(512, 512), nn.Linear(512, 512)
+        self.head = nn.Linear(512, 8)
+
+    def forward(self, x: torch.Tensor, stream: torch.cuda.Stream) -> torch.Tensor:
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            y = x
+            for _ in range(20):
+                y = torch.tanh(self.side(y))
+        a = self.main(x)
+        torch.cuda.current_stream().wait_stream(stream)
+        y.record_stream(torch.cuda.current_stream())
+        return self.head(a + y)
+
+
+def loop_two_streams() -> list[Record]:
+    stream = torch.cuda.Stream()
+    model = TwoStreams().to(device())
+    wrapped = DDP(model)
+    optimizer = torch.optim.SGD(wrapped.parameters(), 0.1)
+    records = []
+    for step in range(10):
+        loss = wrapped(data(step, 256, 512), stream).square().mean()
+        loss.backward()
+        records.append(seen(model, loss))
+        optimizer.step()
+        optimizer.zero_grad()
+    return records
+
+
+def test_gradients_from_several_streams(ranks):
+    for result in ranks(2)(both, loop_two_streams, backend="nccl"):
+        compare(result["stock"], result["patched"]).assert_bitwise()
+        assert result["counters"]["backwards"] == 10
+
+
+class MLP(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(64, 64) for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = torch.nn.functional.gelu(layer(x))
+        return x
+
+
+def loop_compiled(outside: bool, backend: str) -> list[Record]:
+    torch._dynamo.reset()
+    model = MLP().to(device())
+    wrapped = DDP(model) if outside else DDP(torch.compile(model, backend=backend))
+    trained = torch.compile(wrapped, backend=backend) if outside else wrapped
+    optimizer = torch.optim.AdamW(wrapped.parameters(), 1e-2)
+    records = []
+    for step in range(4):
+        loss = trained(data(step, 16, 64)).square().mean()
+        loss.backward()
+        records.append(seen(model, loss))
+        optimizer.step()
+        optimizer.zero_grad()
+    return records
+
+
+@pytest.mark.parametrize("outside", [True, False])
+def test_torch_compile_on_gpus(ranks, outside):
+    for result in ranks(2)(both, loop_compiled, outside, "inductor", backend="nccl", timeout=240):
+        compare(result["stock"], result["patched"]).assert_bitwise()
+        assert result["counters"]["backwards"] == 4
