@@ -1,0 +1,72 @@
+"""ovpatch: the same training program, with its communication hidden behind compute.
+
+    import ovpatch
+    ovpatch.apply()
+
+or, without touching the script, ``ovpatch run -- torchrun ... train.py``.
+
+Importing this package imports nothing: neither torch nor its own parts, so that the autoload entry point, which torch
+calls at the end of every ``import torch``, costs nothing while it is not asked for. Names arrive on first use.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from ovpatch._version import __version__
+
+if TYPE_CHECKING:
+    from ovpatch.api import FeatureError, applied, apply, report, revert
+    from ovpatch.hookspecs import Feature, Option, Registrar, hookimpl
+    from ovpatch.patching import PatchError, PatchManager
+    from ovpatch.reporting import Report
+    from ovpatch.selection import SettingsError
+
+__all__ = [
+    "Feature",
+    "FeatureError",
+    "Option",
+    "PatchError",
+    "PatchManager",
+    "Registrar",
+    "Report",
+    "SettingsError",
+    "__version__",
+    "applied",
+    "apply",
+    "hookimpl",
+    "report",
+    "revert",
+]
+
+_HOME = {
+    "FeatureError": "ovpatch.api",
+    "applied": "ovpatch.api",
+    "apply": "ovpatch.api",
+    "report": "ovpatch.api",
+    "revert": "ovpatch.api",
+    "Feature": "ovpatch.hookspecs",
+    "Option": "ovpatch.hookspecs",
+    "Registrar": "ovpatch.hookspecs",
+    "hookimpl": "ovpatch.hookspecs",
+    "PatchError": "ovpatch.patching",
+    "PatchManager": "ovpatch.patching",
+    "Report": "ovpatch.reporting",
+    "SettingsError": "ovpatch.selection",
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Import the part that a public name lives in, and keep the name here."""
+    home = _HOME.get(name)
+    if home is None:
+        raise AttributeError(f"module 'ovpatch' has no attribute {name!r}")
+    value = getattr(import_module(home), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    """Return the public names, those not used yet included."""
+    return sorted({*globals(), *__all__})

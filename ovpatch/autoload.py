@@ -1,0 +1,61 @@
+"""What torch calls at the end of ``import torch``, through the entry-point group ``torch.backends``.
+
+Unless ``OVPATCH_AUTO`` is on, nothing is done and nothing is imported. It never breaks ``import torch``: where it
+cannot apply, the process goes on unpatched, says so once on stderr and leaves a record for ``ovpatch run``, which then
+stops the job and fails. A training job on several ranks of which some are unpatched would not be the same job.
+"""
+
+from __future__ import annotations
+
+import os
+
+_OFF = ("", "0", "off", "false", "no")
+
+
+def on_torch_import() -> None:
+    """Apply ovpatch if ``OVPATCH_AUTO`` says so, and make ``TORCH_LOGS=+ovpatch`` known to torch if it is used."""
+    if "ovpatch" in os.environ.get("TORCH_LOGS", ""):
+        _register_log()
+    if os.environ.get("OVPATCH_AUTO", "").strip().lower() not in _OFF:
+        _apply()
+
+
+def _register_log() -> None:
+    """Name our logger to torch, which parses ``TORCH_LOGS`` right after this.
+
+    Otherwise torch takes the name for a module's, and imports all our subpackages to list them.
+    """
+    try:
+        from torch._logging._internal import register_log
+
+        register_log("ovpatch", "ovpatch")
+    except Exception as error:  # noqa: BLE001  # a private function of torch: without it only the log name is lost
+        _complain(f"TORCH_LOGS=+ovpatch is not available with this torch: {error!r}. Use OVPATCH_LOG=debug instead.")
+
+
+def _apply() -> None:
+    try:
+        from ovpatch import settings, workers
+
+        if settings.read().auto and workers.role() != "launcher":
+            from ovpatch import api
+
+            api.apply()
+    except Exception as error:  # noqa: BLE001  # any exception here would kill the user's `import torch`
+        _complain(f"this process runs WITHOUT ovpatch, as stock PyTorch: {_describe(error)}", record=True)
+
+
+def _describe(error: Exception) -> str:
+    return str(error) or repr(error)
+
+
+def _complain(message: str, *, record: bool = False) -> None:
+    """Say on stderr what is wrong; never raises, for the same reason."""
+    try:
+        from ovpatch import logs, workers
+
+        logs.complain(message)
+        if record:
+            workers.report_failure(message)
+    except Exception:  # noqa: BLE001  # nothing is left to report it to
+        pass

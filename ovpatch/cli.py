@@ -1,0 +1,70 @@
+"""The command line: ``ovpatch list | doctor | run``, also as ``python -m ovpatch``.
+
+Exit codes: 0 fine, 1 a problem was found, 2 usage or settings. ``run`` returns the exit code of its command.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Final
+
+from ovpatch._version import __version__
+from ovpatch.settings import SettingsError
+
+
+@dataclass(frozen=True)
+class _Command:
+    """One subcommand; its module is imported when it is used.
+
+    Attributes:
+        module: Has ``configure(parser)`` and the function.
+        function: Takes the parsed arguments, returns the exit code.
+        help: One line.
+    """
+
+    module: str
+    function: str
+    help: str
+
+
+COMMANDS: Final = {
+    "list": _Command("ovpatch.doctor", "main_list", "which features there are, and their state on this machine"),
+    "doctor": _Command("ovpatch.doctor", "main_doctor", "versions, plugins, settings, and what is wrong"),
+    "run": _Command("ovpatch.launch", "main", "run a training command with every worker patched"),
+}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one subcommand.
+
+    Args:
+        arguments: Command line without the program; ``sys.argv`` by default.
+
+    Returns:
+        The exit code.
+    """
+    line = list(sys.argv[1:] if arguments is None else arguments)
+    chosen = next((word for word in line if not word.startswith("-")), "")
+    parsed = _parser(chosen).parse_args(line)
+    command = COMMANDS[parsed.subcommand]
+    try:
+        return int(getattr(import_module(command.module), command.function)(parsed))
+    except SettingsError as error:
+        print(f"ovpatch: {error}", file=sys.stderr)
+        return 2
+
+
+def _parser(chosen: str) -> argparse.ArgumentParser:
+    """Return the parser; only the chosen subcommand's arguments are declared, so only its module is imported."""
+    parser = argparse.ArgumentParser(prog="ovpatch", description="The same program, with its communication hidden.")
+    parser.add_argument("--version", action="version", version=f"ovpatch {__version__}")
+    subparsers = parser.add_subparsers(dest="subcommand", required=True, metavar="command")
+    for name, command in COMMANDS.items():
+        subparser = subparsers.add_parser(name, help=command.help, description=command.help)
+        if name == chosen:
+            import_module(command.module).configure(subparser)
+    return parser

@@ -1,0 +1,157 @@
+"""Turning features on and off: hooks of plugins and calls of the patch manager, in the order that keeps both whole."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from typing import Any, Final
+
+from ovpatch import logs, planning
+from ovpatch import options as opts
+from ovpatch.hookspecs import Removable
+from ovpatch.patching import (
+    IncompatiblePatchError,
+    PatchConflictError,
+    PatchError,
+    PatchManager,
+    PatchStatus,
+    TargetNotFoundError,
+)
+from ovpatch.plan import PLANNED, Entry, FeatureError, Plan
+from ovpatch.plugins import PluginError, Plugins
+
+
+class _Registrar:
+    """The patch manager as one feature sees it."""
+
+    def __init__(self, manager: PatchManager, feature: str) -> None:
+        self._manager, self._feature = manager, feature
+
+    def register_patch(self, target: str, replacement: Any = None, **details: Any) -> None:
+        self._manager.register_patch(target, replacement, feature=self._feature, **details)
+
+    def register_hook(self, name: str, install: Any, *, why: str = "") -> None:
+        self._manager.register_hook(name, _checked(name, install), feature=self._feature, why=why)
+
+
+def _checked(name: str, install: Any) -> Any:
+    def checked_install() -> Removable:
+        handle: Removable = install()
+        if not callable(getattr(handle, "remove", None)):
+            raise TypeError(f"hook {name!r}: install() returned {type(handle).__name__}, which has no remove()")
+        return handle
+
+    return checked_install
+
+
+class Engine:
+    """The features that are on, and the patch manager below them. The session's lock guards it.
+
+    Attributes:
+        plugins: The plugins in memory.
+        active: Features that are on, in the order in which they became active.
+    """
+
+    def __init__(self) -> None:
+        self.plugins: Final = Plugins()
+        self.active: Final[dict[str, Entry]] = {}
+        self._manager: Final = PatchManager()
+
+    def statuses(self) -> Sequence[PatchStatus]:
+        """Return the states of all patches."""
+        return self._manager.statuses()
+
+    def turn_off(self, names: Collection[str]) -> None:
+        """Take features back, the last one first.
+
+        Raises:
+            FeatureError: A plugin cannot give its live objects their stock behaviour back; it stays on, and so do
+                those that became active before it.
+        """
+        for name in [name for name in reversed(self.active) if name in names]:
+            try:
+                self.plugins.call(name, "ovpatch_deactivate")
+            except PluginError as error:
+                raise FeatureError(f"{name!r} cannot be turned off now and stays on: {error}.") from error
+            self._manager.revert(name)
+            del self.active[name]
+
+    def turn_on(self, plan: Plan) -> None:
+        """Register all planned features, then patch, then activate; what fails stands down in the plan."""
+        for name in self.active:
+            plan.entries[name].state = "applied"
+            plan.entries[name].remarks = self.active[name].remarks
+        self._register(plan)
+        self._patch(plan)
+        for name in planning.in_order(plan.planned()):
+            if plan.entries[name].state == PLANNED:
+                self._activate(plan, name)
+
+    def _register(self, plan: Plan) -> None:
+        for name in planning.in_order(plan.planned()):
+            entry = plan.entries[name]
+            self._manager.unregister(name)
+            try:
+                registrar = _Registrar(self._manager, name)
+                self.plugins.call(name, "ovpatch_register", patches=registrar, options=opts.values(entry.options))
+            except PluginError as error:
+                self._fail(entry, error, error.__cause__)
+        self._drop_unmet(plan)
+
+    def _patch(self, plan: Plan) -> None:
+        """Apply all patches at once; only if that fails, feature by feature, to know whose fault it is."""
+        names = planning.in_order(plan.planned())
+        if not names:
+            return
+        try:
+            self._manager.apply(*names)
+        except Exception:  # noqa: BLE001  # foreign install() functions run in there; each is attributed below
+            for name in sorted(names, key=lambda name: not plan.entries[name].wish.by_name):
+                self._patch_one(plan.entries[name])
+        self._drop_unmet(plan)
+
+    def _patch_one(self, entry: Entry) -> None:
+        try:
+            self._manager.apply(entry.found.name)
+        except Exception as error:  # noqa: BLE001  # as above
+            self._fail(entry, error, error)
+
+    def _activate(self, plan: Plan, name: str) -> None:
+        entry = plan.entries[name]
+        try:
+            remarks = self.plugins.call(name, "ovpatch_activate", options=opts.values(entry.options)) or ()
+        except PluginError as error:
+            self._deactivate_quietly(name)
+            self._fail(entry, error, error.__cause__)
+            self._drop_unmet(plan)
+            return
+        entry.state, entry.reason = "applied", ""
+        entry.remarks = (remarks,) if isinstance(remarks, str) else tuple(map(str, remarks))
+        self.active[name] = entry
+
+    def _drop_unmet(self, plan: Plan) -> None:
+        for name in plan.drop_unmet():
+            self._withdraw(name)
+
+    def _fail(self, entry: Entry, error: Exception, cause: BaseException | None) -> None:
+        entry.stand_down(_state_of(cause), str(error) if isinstance(error, (PluginError, PatchError)) else repr(error))
+        self._withdraw(entry.found.name)
+
+    def _withdraw(self, name: str) -> None:
+        """Leave nothing of a feature that did not get as far as being active."""
+        self._manager.revert(name)
+        self._manager.unregister(name)
+
+    def _deactivate_quietly(self, name: str) -> None:
+        """Let a plugin whose activation failed clean up what it had begun."""
+        try:
+            self.plugins.call(name, "ovpatch_deactivate")
+        except PluginError as error:
+            logs.logger.debug("%s: %s", name, error)
+
+
+def _state_of(error: BaseException | None) -> str:
+    if isinstance(error, TargetNotFoundError):
+        return "unavailable"
+    if isinstance(error, PatchConflictError):
+        return "conflict"
+    return "incompatible" if isinstance(error, IncompatiblePatchError) else "failed"

@@ -1,0 +1,176 @@
+"""``ovpatch run``: patch every worker of an unmodified command, and tell afterwards what came of it.
+
+The command runs as a child with ``OVPATCH_AUTO=1``; each Python process that imports torch then applies ovpatch by
+itself (:mod:`ovpatch.autoload`) and leaves a report in a directory, which is merged when the command has ended.
+Nothing is written on stdout, which belongs to the command.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import Any, Final
+
+from ovpatch import merging, settings, workers
+from ovpatch.plan import FeatureError
+from ovpatch.reporting import table_of
+
+OK: Final = 0
+PROBLEM: Final = 1
+USAGE: Final = 2
+_FORWARDED: Final = ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2")
+_POLL: Final = 0.5  # seconds between looks for a worker that could not be patched
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Declare the arguments of ``ovpatch run``."""
+    parser.add_argument(
+        "--report", metavar="FILE", type=Path, help="write the report, merged over the workers, as JSON"
+    )
+    parser.add_argument("--features", metavar="LIST", help="what OVPATCH would say: a,b or all or +c or -c")
+    parser.add_argument("command", nargs=argparse.REMAINDER, help="-- and the command, for example: torchrun train.py")
+
+
+def main(arguments: argparse.Namespace) -> int:
+    """Run the command; return its exit code, or 1 if it succeeded without being patched."""
+    command = arguments.command[1:] if arguments.command[:1] == ["--"] else arguments.command
+    if not command:
+        _say("no command given. Write: ovpatch run -- torchrun train.py")
+        return USAGE
+    try:
+        environment = _environment(arguments.features)
+        _check(environment, arguments.report)
+    except settings.SettingsError as error:
+        _say(str(error))
+        return USAGE
+    except FeatureError as error:
+        _say(str(error))
+        return PROBLEM
+    with tempfile.TemporaryDirectory(prefix="ovpatch-", ignore_cleanup_errors=True) as directory:
+        environment[workers.REPORT_DIR] = directory
+        code = _run(command, environment, Path(directory))
+        return _conclude(code, Path(directory), arguments.report)
+
+
+def _environment(features: str | None) -> dict[str, str]:
+    """Return the environment of the command."""
+    environment = dict(os.environ)
+    already = environment.get("OVPATCH", "").strip()
+    if features is not None and already and already != features:
+        raise settings.SettingsError(f"--features {features} and OVPATCH={already} disagree. Give one of them.")
+    if features is not None:
+        environment["OVPATCH"] = features
+    environment["OVPATCH_AUTO"] = "1"
+    return environment
+
+
+def _check(environment: Mapping[str, str], report: Path | None) -> None:
+    """Find every mistake that can be found before anything runs.
+
+    Raises:
+        ovpatch.SettingsError: A setting cannot be understood, or the report could not be written.
+        ovpatch.FeatureError: A feature asked for by name cannot even be loaded.
+    """
+    from ovpatch.session import Session
+
+    if report is not None and not report.absolute().parent.is_dir():
+        raise settings.SettingsError(f"--report {report}: its directory does not exist. Create it first.")
+    Session().plan(environ=environment, ask_machine=False).check()
+    if environment.get("TORCH_DEVICE_BACKEND_AUTOLOAD", "1") != "1":
+        _say("TORCH_DEVICE_BACKEND_AUTOLOAD is not 1: only processes that call ovpatch.apply() will be patched")
+
+
+def _run(command: list[str], environment: Mapping[str, str], directory: Path) -> int:
+    try:
+        with _forwarding() as children:
+            process = subprocess.Popen(command, env=environment)
+            children.append(process)
+            return _wait(process, directory)
+    except FileNotFoundError:
+        _say(f"{command[0]}: command not found")
+        return 127
+    except PermissionError:
+        _say(f"{command[0]}: not executable")
+        return 126
+
+
+def _wait(process: subprocess.Popen[bytes], directory: Path) -> int:
+    """Wait for the command; stop it early once a worker reports that it is not patched."""
+    stopped = False
+    while True:
+        try:
+            code = process.wait(_POLL)
+            return code if code >= 0 else 128 - code
+        except subprocess.TimeoutExpired:
+            if not stopped and any(directory.glob("failed-*.json")):
+                _say("a worker could not be patched (its message is above); stopping the command")
+                process.terminate()
+                stopped = True
+
+
+@contextmanager
+def _forwarding() -> Iterator[list[subprocess.Popen[bytes]]]:
+    """Hand signals on to the command, which then decides what they mean; yields the list to put it into."""
+    children: list[subprocess.Popen[bytes]] = []
+
+    def forward(number: int, frame: FrameType | None) -> None:
+        if number == signal.SIGINT and _terminal_sends_it():
+            return  # Ctrl-C reaches the whole foreground group by itself; twice would be a harder stop
+        for child in children:
+            child.send_signal(number)
+
+    numbers = [getattr(signal, name) for name in _FORWARDED if hasattr(signal, name)]
+    numbers = [number for number in numbers if signal.getsignal(number) is not signal.SIG_IGN]  # nohup, sh's "&"
+    before = {number: signal.signal(number, forward) for number in numbers}
+    try:
+        yield children
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _terminal_sends_it() -> bool:
+    """Whether this process is in the foreground of a terminal, whose Ctrl-C goes to the command as well."""
+    if not hasattr(os, "tcgetpgrp"):
+        return True  # Windows: console events go to all processes of the console
+    try:
+        with open("/dev/tty", "rb") as terminal:
+            return os.tcgetpgrp(terminal.fileno()) == os.getpgrp()
+    except OSError:
+        return False
+
+
+def _conclude(code: int, directory: Path, file: Path | None) -> int:
+    """Merge what the workers reported, write and show it, and return the exit code."""
+    failures, reports = workers.read_all(directory, "failed"), workers.read_all(directory, "worker")
+    merged = merging.merge(reports) if reports else None
+    if merged is not None:
+        _say(f"{len(reports)} process(es) reported\n{table_of(merged, colour=sys.stderr.isatty())}")
+    if file is not None:
+        workers.write_json(file, merged if merged is not None else {"features": [], "patches": [], "processes": []})
+    for failure in failures:
+        _say(f"process {failure['pid']} (rank {failure['rank']}) was not patched: {failure['error']}")
+    if merged is None and not failures:
+        _say(_NOBODY)
+    unpatched = bool(failures) or merged is None
+    return PROBLEM if failures or (code == OK and unpatched) else code
+
+
+_NOBODY: Final = (
+    "no process of the command reported that it is patched. Possible causes: no process imported torch; "
+    "TORCH_DEVICE_BACKEND_AUTOLOAD=0; the command uses another Python in which ovpatch is not installed; or a launcher "
+    "dropped the variables OVPATCH_AUTO and OVPATCH_REPORT_DIR. Run `python -m ovpatch doctor` "
+    "under that Python, or call ovpatch.apply() in the script."
+)
+
+
+def _say(message: Any) -> None:
+    print(f"ovpatch run: {message}", file=sys.stderr, flush=True)

@@ -1,0 +1,54 @@
+"""The logger ``ovpatch``: silent unless somebody listens, never on stdout."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from typing import Final
+
+logger: Final = logging.getLogger("ovpatch")
+logger.addHandler(logging.NullHandler())
+
+_FORMAT: Final = "[ovpatch%(where)s] %(levelname)s: %(message)s"
+
+
+class _Where(logging.Filter):
+    """Adds the rank to a record, where the process has one."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        rank = os.environ.get("RANK")
+        record.where = f" rank {rank}" if rank is not None else ""
+        return True
+
+
+def stderr_handler() -> logging.Handler:
+    """Return a handler that writes to stderr and names the rank."""
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(logging.Formatter(_FORMAT))
+    handler.addFilter(_Where())
+    handler.set_name("ovpatch-stderr")
+    return handler
+
+
+def listen(level: str) -> None:
+    """Send records from ``level`` on to stderr, once; an empty level does nothing."""
+    if not level:
+        return
+    if all(handler.get_name() != "ovpatch-stderr" for handler in logger.handlers):
+        logger.addHandler(stderr_handler())
+    logger.setLevel(level.upper())
+
+
+def complain(message: str) -> None:
+    """Log an error that must be seen even when nobody has set up logging yet, as during ``import torch``."""
+    heard = any(not isinstance(handler, logging.NullHandler) for handler in logger.handlers)
+    if heard or logging.getLogger().handlers:
+        logger.error("%s", message)
+        return
+    handler = stderr_handler()
+    logger.addHandler(handler)
+    try:
+        logger.error("%s", message)
+    finally:
+        logger.removeHandler(handler)

@@ -1,0 +1,215 @@
+"""Options of features: are they declared soundly, and what value does each have, from where."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+from ovpatch.hookspecs import Feature, Option
+from ovpatch.selection import NAME, SettingsError, did_you_mean, normalise, parse_flag
+from ovpatch.settings import RESERVED, near_variable, variable
+
+DEFAULT: Final = "default"
+ARGUMENT: Final = "argument"
+_KINDS: Final = {bool: "1 or 0", int: "a whole number", float: "a number", str: "a text"}
+
+
+@dataclass(frozen=True)
+class OptionValue:
+    """The value of an option, and who set it.
+
+    Attributes:
+        value: What the plugin gets.
+        source: ``default``, ``argument``, or ``environment`` followed by the variable.
+    """
+
+    value: Any
+    source: str
+
+
+@dataclass(frozen=True)
+class _Given:
+    """A value as somebody wrote it."""
+
+    place: str
+    raw: Any
+    source: str
+
+
+def values(options: Mapping[str, OptionValue]) -> dict[str, Any]:
+    """Return what a plugin sees: the values by name, without their sources."""
+    return {name: option.value for name, option in options.items()}
+
+
+def check_declaration(feature: Feature) -> None:
+    """Refuse a feature whose options could not be set without ambiguity.
+
+    Raises:
+        ValueError: Names the option and what is wrong with it.
+    """
+    seen: set[str] = set()
+    for option in feature.options:
+        for name in (option.name, *option.aliases):
+            if not NAME.fullmatch(name):
+                raise ValueError(f"option name {name!r} is not a lower-case identifier")
+            if name in seen:
+                raise ValueError(f"two options are called {name!r}")
+            seen.add(name)
+        _check_default(option)
+
+
+def _check_default(option: Option) -> None:
+    if option.parse is None and option.default is not None and type(option.default) not in _KINDS:
+        raise ValueError(f"option {option.name!r}: a default of type {type(option.default).__name__} needs parse=")
+    if option.choices and option.default is not None and option.default not in option.choices:
+        raise ValueError(f"option {option.name!r}: the default {option.default!r} is not among its choices")
+
+
+def resolve(feature: Feature, arguments: Mapping[str, Any], environment: Mapping[str, str]) -> dict[str, OptionValue]:
+    """Return the value of every option of a feature: environment over argument over default.
+
+    Args:
+        feature: The description.
+        arguments: Values given in the call, by name or alias.
+        environment: Variables of features, as text.
+
+    Raises:
+        SettingsError: An argument is unknown, a value cannot be parsed, or a name and its alias disagree.
+    """
+    known = {name for option in feature.options for name in (option.name, *option.aliases)}
+    given = {normalise(name): value for name, value in arguments.items()}
+    for name in given:
+        if name not in known:
+            near = did_you_mean(name, known)
+            raise SettingsError(
+                f"Feature {feature.name!r} has no option {name!r}{near}. Its options: {', '.join(sorted(known))}."
+            )
+    return {option.name: _resolve_one(feature.name, option, given, environment) for option in feature.options}
+
+
+def _resolve_one(
+    feature: str, option: Option, arguments: Mapping[str, Any], environment: Mapping[str, str]
+) -> OptionValue:
+    names = (option.name, *option.aliases)
+    variables = [variable(feature, name) for name in names]
+    texts = [_Given(name, environment[name], f"environment {name}") for name in variables if name in environment]
+    calls = [_Given(f"option {feature}.{name}", arguments[name], ARGUMENT) for name in names if name in arguments]
+    # What loses is parsed as well: a typing error there should not wait for the day on which it wins.
+    parsed_calls = [(one, _convert(option, one)) for one in calls]
+    parsed = [(one, _convert(option, one)) for one in texts] or parsed_calls
+    if not parsed:
+        return OptionValue(option.default, DEFAULT)
+    first, value = parsed[0]
+    for other, second in parsed[1:]:
+        if second != value:
+            raise SettingsError(
+                f"{first.place}={first.raw} and {other.place}={other.raw} are the same option with different values. "
+                f"Keep one of them."
+            )
+    return OptionValue(value, first.source)
+
+
+def _convert(option: Option, given: _Given) -> Any:
+    try:
+        value = _parse(option, given.raw) if isinstance(given.raw, str) else _accept(option, given.raw)
+    except ValueError as error:
+        raise SettingsError(f"{given.place}={given.raw}: {error}. Correct it or leave it out.") from error
+    if option.choices and value not in option.choices:
+        near = did_you_mean(str(value), map(str, option.choices))
+        choices = ", ".join(map(str, option.choices))
+        raise SettingsError(f"{given.place}={given.raw} is not a choice{near}. Choose one of {choices}.")
+    return value
+
+
+def _parse(option: Option, text: str) -> Any:
+    """Turn text into a value by ``parse``, else by the type of the default."""
+    if option.parse is not None:
+        return option.parse(text)
+    kind = type(option.default)
+    if kind is bool:
+        truth = parse_flag(text)
+        if truth is None:
+            raise ValueError(f"expected {_KINDS[bool]}")
+        return truth
+    if kind not in (int, float):
+        return text
+    try:
+        return kind(text)
+    except ValueError:
+        raise ValueError(f"expected {_KINDS[kind]}") from None
+
+
+def _accept(option: Option, value: Any) -> Any:
+    """Take a value given in Python, if its type is the default's; ``parse`` sees numbers as text, to check ranges."""
+    kind = type(option.default)
+    if option.parse is not None:
+        return option.parse(str(value)) if type(value) in (int, float) else value
+    if option.default is None:
+        return value
+    if kind is float and type(value) is int:
+        return float(value)
+    if type(value) is not kind:
+        raise ValueError(f"expected {_KINDS[kind]}, not {type(value).__name__}")
+    return value
+
+
+def variables_of(feature: Feature) -> dict[str, str]:
+    """Return every variable that belongs to a feature, with what it sets, in words."""
+    names = {variable(feature.name): f"the switch of feature {feature.name!r}"}
+    for option in feature.options:
+        for name in (option.name, *option.aliases):
+            names.setdefault(variable(feature.name, name), f"option {name!r} of feature {feature.name!r}")
+    return names
+
+
+def check_variables(environment: Mapping[str, str], features: Iterable[Feature], unread: Collection[str] = ()) -> None:
+    """Refuse variables that no feature knows.
+
+    Args:
+        environment: Variables of features, as text.
+        features: Features whose options are known.
+        unread: Names of features that are not imported; what could be theirs passes unchecked.
+
+    Raises:
+        SettingsError: Names the variable and the nearest known one.
+    """
+    known = {name for feature in features for name in variables_of(feature)}
+    known |= {variable(name) for name in unread}
+    passed = tuple(variable(name) + "_" for name in unread)
+    for name in environment:
+        if name not in known and not name.startswith(passed):
+            near = near_variable(name, known)
+            raise SettingsError(f"Unknown environment variable {name}{near}. Unset it, or correct it.")
+
+
+def clashes(features: Mapping[str, Feature], first_party: Collection[str], known: Collection[str]) -> dict[str, str]:
+    """Find variables that two features would both read, such as ``OVPATCH_A_B_C`` for ``a``.``b_c`` and ``a_b``.``c``.
+
+    Args:
+        features: Features whose options are known.
+        first_party: Names of the features that ovpatch ships; they keep the variable.
+        known: Names of all features, also of those that are not imported: their switches count.
+
+    Returns:
+        The features that lose, each with the reason.
+    """
+    owners: dict[str, list[tuple[str, str]]] = {name: [("", "a variable of ovpatch")] for name in RESERVED}
+    for name, feature in features.items():
+        for var, meaning in variables_of(feature).items():
+            owners.setdefault(var, []).append((name, meaning))
+    for name in set(known) - set(features):
+        owners.setdefault(variable(name), []).append((name, f"the switch of feature {name!r}"))
+    lost: dict[str, str] = {}
+    for var, claims in owners.items():
+        for name in _losers([owner for owner, _ in claims], first_party) if len(claims) > 1 else ():
+            both = " and ".join(meaning for _, meaning in claims)
+            lost.setdefault(name, f"{var} would be {both}; one of them must be renamed")
+    return lost
+
+
+def _losers(owners: list[str], first_party: Collection[str]) -> list[str]:
+    if "" in owners:
+        return [owner for owner in owners if owner]
+    kept = [owner for owner in owners if owner in first_party]
+    return [owner for owner in owners if owner not in kept] if len(kept) == 1 else owners

@@ -1,0 +1,221 @@
+"""What one call of apply() is going to do: every decision is made here, before anything is patched."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+from ovpatch import options as opts
+from ovpatch import planning, settings
+from ovpatch.discovery import Found
+from ovpatch.hookspecs import Feature
+from ovpatch.plugins import PluginError, Plugins, describe
+from ovpatch.settings import Environment, Wish
+
+PLANNED: Final = "planned"
+_FINE: Final = frozenset({"applied", "pending", "disabled", PLANNED})
+
+
+class FeatureError(RuntimeError):
+    """A feature that was asked for by name, or any feature in strict mode, cannot run. Nothing of the call stays."""
+
+
+@dataclass
+class Entry:
+    """What the session knows about one feature.
+
+    Attributes:
+        found: Its entry point.
+        wish: Whether it shall be on, and who says so.
+        state: A state of the report, or ``planned`` while the call is under way.
+        reason: Why it is in this state.
+        feature: Its description; None if the plugin is not imported.
+        options: Resolved options.
+        remarks: What the plugin said when it became active.
+    """
+
+    found: Found
+    wish: Wish
+    state: str = "disabled"
+    reason: str = ""
+    feature: Feature | None = None
+    options: dict[str, opts.OptionValue] = field(default_factory=dict)
+    remarks: tuple[str, ...] = ()
+
+    def stand_down(self, state: str, reason: str) -> None:
+        """Take the feature out of the running."""
+        self.state, self.reason = state, reason
+
+
+@dataclass
+class Plan:
+    """The entries of all features, and how failures are to be taken."""
+
+    environment: Environment
+    strict: bool
+    entries: dict[str, Entry]
+
+    def planned(self) -> dict[str, Feature]:
+        """Return the features that are still in the running."""
+        return {
+            name: entry.feature
+            for name, entry in self.entries.items()
+            if entry.state == PLANNED and entry.feature is not None
+        }
+
+    def reasons(self) -> dict[str, str]:
+        """Return why each feature out of the running is not on."""
+        return {n: e.reason or e.state for n, e in self.entries.items() if e.state not in (PLANNED, "applied")}
+
+    def drop_unmet(self) -> list[str]:
+        """Stand down what lacks a required feature; returns the names."""
+        on = {n: e.feature for n, e in self.entries.items() if e.state == "applied" and e.feature is not None}
+        lost = planning.unmet({**on, **self.planned()}, self.reasons())
+        for name, reason in lost.items():
+            self.entries[name].stand_down("skipped", reason)
+        return list(lost)
+
+    def call_off(self, error: Exception) -> None:
+        """Say in the report that features stand down because the whole call failed."""
+        for entry in self.entries.values():
+            if entry.state in (PLANNED, "applied"):
+                entry.stand_down("skipped", f"the call of apply() failed: {error}")
+
+    def check(self) -> None:
+        """Raise if a feature that must run cannot.
+
+        Raises:
+            FeatureError: Names every such feature with its reason.
+        """
+        refused = [e for e in self.entries.values() if e.state not in _FINE and (e.wish.by_name or self.strict)]
+        if not refused:
+            return
+        lines = [f"{e.found.name} ({e.wish.reason}) is {e.state}: {e.reason}" for e in refused]
+        first = refused[0].found.name
+        how = "OVPATCH_STRICT or strict= makes any skip an error" if self.strict else "it was asked for by name"
+        raise FeatureError(
+            "cannot apply " + "; ".join(lines) + f". Nothing was changed. {how[0].upper() + how[1:]}; remove the "
+            f"cause, or go on without it: OVPATCH=-{first}."
+        )
+
+
+def make(
+    environment: Environment,
+    strict: bool | None,
+    asked: Collection[str],
+    arguments: Mapping[str, Mapping[str, Any]],
+    found: Mapping[str, Found],
+    plugins: Plugins,
+    active: Mapping[str, Entry],
+    *,
+    ask_machine: bool = True,
+) -> Plan:
+    """Decide for every feature whether it will be on.
+
+    Args:
+        environment: The parsed variables.
+        strict: Argument of the call; the environment goes over it.
+        asked: Features named in the call; empty means the defaults.
+        arguments: Options given in calls so far.
+        found: Installed features.
+        plugins: Where plugins are loaded.
+        active: Features that are on already. They stay on unless the environment says off.
+        ask_machine: Whether to ask the plugins for reasons against, which presumes that torch is imported.
+
+    Raises:
+        ovpatch.SettingsError: Some setting cannot be understood.
+    """
+    settings.check_names(environment, asked, arguments, found)
+    is_strict = bool(strict) if environment.strict is None else environment.strict
+    plan = Plan(environment, is_strict, {})
+    for name, one in found.items():
+        plan.entries[name] = _start(one, _wish(one, environment, asked, found), active)
+    _load(plan, plugins)
+    _resolve(plan, arguments)
+    if ask_machine:
+        _ask(plan, plugins, active)
+    ranking = (active, _by_name(plan), {name for name, one in found.items() if one.first_party})
+    for name, reason in planning.conflicts(plan.planned(), ranking).items():
+        plan.entries[name].stand_down("conflict", reason)
+    plan.drop_unmet()
+    return plan
+
+
+def _wish(one: Found, environment: Environment, asked: Collection[str], known: Collection[str]) -> Wish:
+    if not environment.third_party and not one.first_party:
+        return Wish(False, enforced=True, reason="left out by OVPATCH_THIRD_PARTY=0")
+    return settings.wish(one.name, environment, asked, known)
+
+
+def _start(one: Found, wish: Wish, active: Mapping[str, Entry]) -> Entry:
+    stays = one.name in active and not wish.enforced
+    if wish.on is False and not stays:
+        return Entry(one, wish, "disabled", wish.reason)
+    return Entry(one, wish, PLANNED)
+
+
+def _by_name(plan: Plan) -> set[str]:
+    return {name for name, entry in plan.entries.items() if entry.wish.by_name}
+
+
+def _load(plan: Plan, plugins: Plugins) -> None:
+    """Block what is off before importing what is on, then sort out what turns out to be off by default."""
+    for name, entry in plan.entries.items():
+        (plugins.unblock if entry.state == PLANNED else plugins.block)(name)
+    for entry in plan.entries.values():
+        if entry.state == PLANNED:
+            _guarded(entry, _load_one, entry, plugins)
+    for entry in plan.entries.values():
+        if entry.feature is not None and entry.wish.on is None and not entry.feature.default:
+            entry.stand_down("disabled", f"off by default; on by OVPATCH=+{entry.found.name}")
+
+
+def _load_one(entry: Entry, plugins: Plugins) -> None:
+    entry.feature = plugins.load(entry.found)
+
+
+def _guarded(entry: Entry, action: Callable[..., None], *arguments: Any) -> None:
+    try:
+        action(*arguments)
+    except PluginError as error:
+        entry.stand_down(error.state, str(error))
+
+
+def _resolve(plan: Plan, arguments: Mapping[str, Mapping[str, Any]]) -> None:
+    """Check the variables of all imported features and resolve their options."""
+    described = {name: entry.feature for name, entry in plan.entries.items() if entry.feature is not None}
+    own = {name for name, entry in plan.entries.items() if entry.found.first_party}
+    for name, reason in opts.clashes(described, own, plan.entries).items():
+        if plan.entries[name].state == PLANNED:
+            plan.entries[name].stand_down("conflict", reason)
+    variables = plan.environment.features
+    opts.check_variables(variables, described.values(), [name for name in plan.entries if name not in described])
+    for name, feature in described.items():
+        entry = plan.entries[name]
+        if entry.state in (PLANNED, "disabled"):
+            _guarded(entry, _resolve_one, entry, feature, arguments.get(name, {}), variables)
+
+
+def _resolve_one(entry: Entry, feature: Feature, arguments: Mapping[str, Any], variables: Mapping[str, str]) -> None:
+    try:
+        entry.options = opts.resolve(feature, arguments, variables)
+    except settings.SettingsError:
+        raise
+    except Exception as error:  # a plugin's own parse= may raise anything; ValueError is what it should raise
+        raise PluginError(f"parsing its options raised {describe(error)}") from error
+
+
+def _ask(plan: Plan, plugins: Plugins, active: Mapping[str, Entry]) -> None:
+    """Ask each feature for reasons against; one that is on with the same options has been asked before."""
+    for name in plan.planned():
+        entry = plan.entries[name]
+        if name in active and active[name].options == entry.options:
+            continue
+        _guarded(entry, _ask_one, name, entry, plugins)
+
+
+def _ask_one(name: str, entry: Entry, plugins: Plugins) -> None:
+    reasons = plugins.call(name, "ovpatch_reasons_against", options=opts.values(entry.options)) or ()
+    if reasons:
+        entry.stand_down("skipped", "; ".join([reasons] if isinstance(reasons, str) else map(str, reasons)))

@@ -1,0 +1,155 @@
+"""Plugins in memory: loaded one by one, checked against the specification, called one at a time.
+
+Whatever a plugin does wrong is turned into a :class:`PluginError` that names it, so that the others go on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Final
+
+import pluggy
+from packaging.specifiers import SpecifierSet
+
+from ovpatch.discovery import Found
+from ovpatch.hookspecs import PROJECT, Feature, FeatureSpecs
+from ovpatch.options import check_declaration
+from ovpatch.selection import did_you_mean
+
+_PREFIX: Final = "ovpatch_"
+_MANDATORY: Final = ("ovpatch_feature", "ovpatch_register")
+_HOOKS: Final = tuple(name for name in vars(FeatureSpecs) if name.startswith(_PREFIX))
+
+
+class PluginError(Exception):
+    """A plugin that cannot be used; the text is the reason in the report."""
+
+    def __init__(self, reason: str, state: str = "failed") -> None:
+        super().__init__(reason)
+        self.state = state
+
+
+class Plugins:
+    """The plugins of a session, in one pluggy manager."""
+
+    def __init__(self) -> None:
+        self._manager: Final = pluggy.PluginManager(PROJECT)
+        self._manager.add_hookspecs(FeatureSpecs)
+        self._features: Final[dict[str, Feature]] = {}
+
+    def block(self, name: str) -> None:
+        """Keep a feature from being loaded, unless it is loaded already."""
+        if not self._manager.has_plugin(name):
+            self._manager.set_blocked(name)
+
+    def unblock(self, name: str) -> None:
+        """Let a feature be loaded again."""
+        self._manager.unblock(name)
+
+    def load(self, found: Found) -> Feature:
+        """Import a plugin, check it and return the description of its feature. A loaded one is returned at once.
+
+        Raises:
+            PluginError: It is announced twice, raises at import, misspells a hook, or describes itself wrongly.
+        """
+        if found.problem:
+            raise PluginError(found.problem, "conflict" if found.duplicate else "failed")
+        if self._manager.is_blocked(found.name):
+            raise PluginError("it is blocked by the settings", "disabled")
+        if found.name not in self._features:
+            self._register(found, self._import(found))
+            try:
+                self._features[found.name] = self._describe(found)
+            except PluginError:
+                self._manager.unregister(name=found.name)
+                raise
+        return self._features[found.name]
+
+    def _import(self, found: Found) -> object:
+        if found.entry_point is None:
+            raise PluginError(f"{found.origin} has no entry point")
+        try:
+            return found.entry_point.load()
+        except (Exception, SystemExit) as error:  # foreign code at import may raise anything
+            raise PluginError(f"importing {found.target} of {found.distribution} raised {describe(error)}") from error
+
+    def _register(self, found: Found, plugin: object) -> None:
+        _check_marks(plugin)
+        try:
+            self._manager.register(plugin, name=found.name)
+        except (pluggy.PluginValidationError, ValueError) as error:
+            raise PluginError(f"{found.target} does not fit the specification: {error}") from error
+        try:
+            self._check_hooks(found.name, plugin)
+        except PluginError:
+            self._manager.unregister(plugin)
+            raise
+
+    def _check_hooks(self, name: str, plugin: object) -> None:
+        try:
+            self._manager.check_pending()
+        except pluggy.PluginValidationError as error:
+            callers = self._manager.get_hookcallers(plugin) or []
+            unknown = [caller.name for caller in callers if caller.name not in _HOOKS]
+            raise PluginError(f"unknown hook {_with_hints(unknown)}") from error
+        missing = [hook for hook in _MANDATORY if not self.implements(name, hook)]
+        if missing:
+            raise PluginError(f"does not implement {' and '.join(missing)}")
+
+    def _describe(self, found: Found) -> Feature:
+        feature = self.call(found.name, "ovpatch_feature")
+        if not isinstance(feature, Feature):
+            raise PluginError(f"ovpatch_feature returned {type(feature).__name__}, not a Feature")
+        if feature.name != found.name:
+            raise PluginError(f"its feature is called {feature.name!r}, its entry point {found.name!r}: use one name")
+        try:
+            check_declaration(feature)
+            SpecifierSet(feature.torch)
+        except ValueError as error:  # InvalidSpecifier is one
+            raise PluginError(str(error)) from error
+        return feature
+
+    def implements(self, name: str, hook: str) -> bool:
+        """Whether a loaded plugin implements a hook."""
+        callers = self._manager.get_hookcallers(self._manager.get_plugin(name)) or []
+        return any(caller.name == hook for caller in callers)
+
+    def call(self, name: str, hook: str, /, **arguments: Any) -> Any:
+        """Call one hook of one plugin.
+
+        Returns:
+            What the plugin returned; None if it does not implement the hook.
+
+        Raises:
+            PluginError: The hook raised.
+        """
+        caller = self._only(name, hook)
+        try:
+            results = caller(**arguments)
+        except Exception as error:  # foreign code may raise anything; the session decides what it means
+            raise PluginError(f"{hook} raised {describe(error)}") from error
+        return results[0] if results else None
+
+    def _only(self, name: str, hook: str) -> Callable[..., Any]:
+        plugin = self._manager.get_plugin(name)
+        others = [one for one in self._manager.get_plugins() if one is not plugin]
+        return self._manager.subset_hook_caller(hook, others)
+
+
+def describe(error: BaseException) -> str:
+    """Return the type and text of an error in one line."""
+    text = " ".join(str(error).split())
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__
+
+
+def _with_hints(names: list[str]) -> str:
+    return " and ".join(f"{name!r}{did_you_mean(name, _HOOKS)}" for name in names)
+
+
+def _check_marks(plugin: object) -> None:
+    """Refuse functions called like a hook but not marked: pluggy would pass over them without a word."""
+    for name in dir(plugin):
+        if name.startswith(_PREFIX):
+            value = getattr(plugin, name, None)
+            if callable(value) and not isinstance(value, type) and not hasattr(value, f"{PROJECT}_impl"):
+                raise PluginError(f"{name!r} looks like a hook but is not marked with @hookimpl")

@@ -1,0 +1,201 @@
+"""What is on, what is off and why: the report, as data, as JSON and as a table."""
+
+from __future__ import annotations
+
+import io
+import shutil
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Final
+
+from ovpatch.options import DEFAULT, OptionValue
+
+if TYPE_CHECKING:
+    from ovpatch.patching import PatchStatus
+
+# From the most to the least alarming; ranks that differ are summed up by the first of these that any of them is in.
+STATES: Final = (
+    "failed",
+    "conflict",
+    "incompatible",
+    "unavailable",
+    "shadowed",
+    "skipped",
+    "pending",
+    "disabled",
+    "applied",
+)
+TROUBLE: Final = frozenset({"failed", "conflict", "incompatible", "unavailable", "shadowed"})
+NEVER_CALLED: Final = "applied, but not called so far"
+_COLOURS: Final = {"applied": "green", "pending": "yellow", "skipped": "yellow", "disabled": "dim"}
+
+
+@dataclass(frozen=True)
+class FeatureReport:
+    """One feature.
+
+    Attributes:
+        name: The feature.
+        state: One of :data:`STATES`.
+        reason: Why it is in this state; empty for an applied feature.
+        remarks: What else the user should know.
+        options: Every option's value and where it came from; empty while the plugin is not imported.
+        counters: What the feature did in this process.
+        distribution: Who installed the plugin.
+        summary: One line; empty while the plugin is not imported.
+        default: Whether a plain ``apply()`` turns it on; None while the plugin is not imported.
+    """
+
+    name: str
+    state: str
+    reason: str = ""
+    remarks: tuple[str, ...] = ()
+    options: Mapping[str, OptionValue] = field(default_factory=dict)
+    counters: Mapping[str, int] = field(default_factory=dict)
+    distribution: str = ""
+    summary: str = ""
+    default: bool | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the feature as it stands in the report's JSON."""
+        return {
+            "name": self.name,
+            "state": self.state,
+            "reason": self.reason,
+            "remarks": list(self.remarks),
+            "options": {k: {"value": plain(o.value), "source": o.source} for k, o in self.options.items()},
+            "counters": dict(self.counters),
+            "distribution": self.distribution,
+        }
+
+
+@dataclass(frozen=True)
+class Report:
+    """What ovpatch did in one process, at one moment.
+
+    Attributes:
+        version: Version of ovpatch.
+        torch: Version of torch.
+        python: Version of Python.
+        pid: The process.
+        rank: Rank in the training job; None outside of one.
+        features: All installed features.
+        patches: All patches of the session.
+    """
+
+    version: str
+    torch: str
+    python: str
+    pid: int
+    rank: int | None
+    features: tuple[FeatureReport, ...] = ()
+    patches: tuple[PatchStatus, ...] = ()
+
+    def __getitem__(self, name: str) -> FeatureReport:
+        """Return one feature's part.
+
+        Raises:
+            KeyError: No such feature is installed.
+        """
+        for feature in self.features:
+            if feature.name == name:
+                return feature
+        raise KeyError(name)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the report as plain data, ready for ``json.dumps``."""
+        return {
+            "version": self.version,
+            "torch": self.torch,
+            "python": self.python,
+            "pid": self.pid,
+            "rank": self.rank,
+            "features": [feature.to_json() for feature in self.features],
+            "patches": [patch.to_json() for patch in self.patches],
+        }
+
+    def summary(self) -> str:
+        """Return one line: which features are on, and which are not although they should be."""
+        groups: dict[str, list[str]] = {}
+        for feature in self.features:
+            why = f" ({feature.reason})" if feature.reason and feature.state != "disabled" else ""
+            groups.setdefault(feature.state, []).append(feature.name + why)
+        parts = [f"{state} {', '.join(groups[state])}" for state in reversed(STATES) if state in groups]
+        return "; ".join(parts) or "no features are installed (is the package installed, or only on the path?)"
+
+    def table(self, *, colour: bool = False, width: int | None = None) -> str:
+        """Return the report as a table.
+
+        Args:
+            colour: Whether to use terminal colours.
+            width: Columns; those of the terminal by default, at least 80.
+        """
+        return table_of(self.to_json(), colour=colour, width=width)
+
+    def __str__(self) -> str:
+        return self.table()
+
+
+def plain(value: Any) -> Any:
+    """Return a value as JSON can hold it; what it cannot hold becomes text."""
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    if isinstance(value, Mapping):
+        return {str(key): plain(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple, set, frozenset)):
+        return [plain(item) for item in value]
+    return str(value)
+
+
+def table_of(data: Mapping[str, Any], *, colour: bool = False, width: int | None = None) -> str:
+    """Return the table of a report given as JSON, of one process or merged over several.
+
+    Args:
+        data: What :meth:`Report.to_json` or :func:`ovpatch.merging.merge` returned.
+        colour: Whether to use terminal colours.
+        width: Columns; those of the terminal by default, at least 80.
+    """
+    title = f"ovpatch {data['version']}, torch {data['torch']}, Python {data['python']}"
+    rows = [(f["name"], f["state"], _details(f)) for f in data["features"]]
+    return render(title, ("feature", "state", "details"), rows, colour=colour, width=width)
+
+
+def _details(feature: Mapping[str, Any]) -> str:
+    counters = ", ".join(f"{name} {count}" for name, count in feature["counters"].items())
+    changed = [
+        f"{name}={option['value']} ({option['source']})"
+        for name, option in feature["options"].items()
+        if option["source"] != DEFAULT
+    ]
+    return "\n".join(line for line in (feature["reason"], counters, ", ".join(changed), *feature["remarks"]) if line)
+
+
+def render(
+    title: str,
+    heads: Iterable[str],
+    rows: Iterable[tuple[str, ...]],
+    *,
+    colour: bool = False,
+    width: int | None = None,
+) -> str:
+    """Return a table as text; plain ASCII rules and no escape codes unless ``colour``."""
+    from rich import box  # rich takes 50 ms to import, and apply() does not need it
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(title=Text(title), box=box.SIMPLE_HEAD if colour else box.ASCII, title_justify="left")
+    for head in heads:
+        table.add_column(head, overflow="fold")
+    for row in rows:
+        table.add_row(*(Text(cell, style=_style(cell)) for cell in row))
+    columns = max(80, width or shutil.get_terminal_size((120, 24)).columns)
+    console = Console(file=io.StringIO(), width=columns, force_terminal=colour, no_color=not colour, highlight=False)
+    console.print(table)
+    out = console.file
+    assert isinstance(out, io.StringIO)
+    return out.getvalue().rstrip("\n")
+
+
+def _style(cell: str) -> str:
+    return "red" if cell in TROUBLE else _COLOURS.get(cell, "")

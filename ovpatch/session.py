@@ -1,0 +1,194 @@
+"""The features of a process: which are on, since when, with which options; one lock, and a way back from failures."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, Final
+
+from ovpatch import discovery, logs, planning, settings, snapshot
+from ovpatch import plan as plans
+from ovpatch.engine import Engine
+from ovpatch.plan import PLANNED, Entry, FeatureError, Plan
+from ovpatch.reporting import TROUBLE, Report
+from ovpatch.settings import SettingsError, Wish, normalise
+
+Options = Mapping[str, Mapping[str, Any]]
+
+
+class Session:
+    """The features that are on. One lock guards it; its methods may be called from any thread."""
+
+    def __init__(self) -> None:
+        self._lock: Final = threading.RLock()
+        self._busy = False
+        self._engine: Final = Engine()
+        self._entries: dict[str, Entry] = {}
+        self._arguments: dict[str, dict[str, Any]] = {}
+
+    @contextmanager
+    def _exclusive(self) -> Iterator[None]:
+        with self._lock:
+            if self._busy:
+                raise RuntimeError("apply() or revert() was called from inside a plugin's hook; call it from outside")
+            self._busy = True
+            try:
+                yield
+            finally:
+                self._busy = False
+
+    def plan(
+        self,
+        asked: Iterable[str] = (),
+        options: Options | None = None,
+        strict: bool | None = None,
+        environ: Mapping[str, str] | None = None,
+        *,
+        ask_machine: bool = True,
+    ) -> Plan:
+        """Decide what ``apply`` would do, without doing it; see :func:`ovpatch.plan.make`."""
+        with self._lock:
+            return plans.make(
+                settings.read(environ),
+                strict,
+                [_name(name) for name in asked],
+                self._with(options),
+                {name: entry.found for name, entry in self._engine.active.items()} | discovery.find(),
+                self._engine.plugins,
+                self._engine.active,
+                ask_machine=ask_machine,
+            )
+
+    def apply(
+        self, asked: Iterable[str], options: Options | None, strict: bool | None, *, tolerant: bool = False
+    ) -> Report:
+        """Turn features on; see :func:`ovpatch.apply`.
+
+        Args:
+            asked: Features named in the call.
+            options: Options given in the call.
+            strict: Whether any skip is an error.
+            tolerant: Report features that cannot run even if they were asked for by name, as ``ovpatch doctor`` does.
+        """
+        with self._exclusive():
+            plan = self.plan(asked, options, strict)
+            logs.listen(plan.environment.log)
+            before, known = dict(self._engine.active), dict(self._entries)
+            self._entries = plan.entries
+            try:
+                self._carry_out(plan, before, tolerant)
+            except Exception as error:
+                plan.call_off(error)
+                raise
+            self._arguments = self._with(options)
+            report = self.report()
+            _log(report, changed=self._engine.active != before, known=known)
+            return report
+
+    def _with(self, options: Options | None) -> dict[str, dict[str, Any]]:
+        """Return the options given so far, these added: a later call that does not mention an option keeps it."""
+        merged = {name: dict(values) for name, values in self._arguments.items()}
+        for name, values in (options or {}).items():
+            if not isinstance(values, Mapping):
+                raise SettingsError(f"options[{name!r}] is {values!r}; write {{option: value}} there.")
+            own = merged.setdefault(normalise(name), {})
+            own.update({normalise(option): value for option, value in values.items()})
+        return merged
+
+    def _carry_out(self, plan: Plan, before: Mapping[str, Entry], tolerant: bool) -> None:
+        if not tolerant:
+            plan.check()
+        try:
+            self._engine.turn_off(self._outdated(plan))
+            self._engine.turn_on(plan)
+            if not tolerant:
+                plan.check()
+        except Exception:
+            self._restore(before)
+            raise
+
+    def _outdated(self, plan: Plan) -> list[str]:
+        """Return the active features that must go off, be it only to come back with other options."""
+        going: set[str] = set()
+        features = {name: entry.feature for name, entry in self._engine.active.items() if entry.feature is not None}
+        for name, entry in self._engine.active.items():
+            planned = plan.entries[name]
+            if planned.state != PLANNED or planned.options != entry.options:
+                going |= {name, *planning.dependents(name, features)}
+        return [name for name in self._engine.active if name in going]
+
+    def _restore(self, before: Mapping[str, Entry]) -> None:
+        """Bring back what was active before a call that failed."""
+        try:
+            self._engine.turn_off(
+                [name for name, entry in self._engine.active.items() if before.get(name) is not entry]
+            )
+            lost = {name: entry for name, entry in before.items() if name not in self._engine.active}
+            for entry in lost.values():
+                entry.state = PLANNED
+            self._engine.turn_on(Plan(settings.read(), False, {**self._engine.active, **lost}))
+        except FeatureError as error:
+            logs.logger.error("while going back to the features of before: %s", error)
+        for name in before:
+            if name not in self._engine.active:
+                logs.logger.error("feature %r was on before and could not be brought back", name)
+
+    def revert(self, asked: Iterable[str]) -> Report:
+        """Turn features off; see :func:`ovpatch.revert`."""
+        with self._exclusive():
+            names = [_name(name) for name in asked]
+            known = self._entries or discovery.find()
+            for name in names:
+                if name not in known:
+                    raise SettingsError(f"revert: unknown feature {name!r}{settings.did_you_mean(name, known)}.")
+            self._revert_only(names or list(self._engine.active))
+            return self.report()
+
+    def _revert_only(self, names: Collection[str]) -> None:
+        features = {name: entry.feature for name, entry in self._engine.active.items() if entry.feature is not None}
+        for name in [name for name in names if name in self._engine.active]:
+            also = planning.dependents(name, features)
+            going = [one for one in self._engine.active if one == name or one in also]
+            found = {one: self._engine.active[one].found for one in going}
+            self._engine.turn_off(going)
+            for one in going:
+                reason = "reverted" if one == name else f"reverted together with {name!r}, which it requires"
+                self._entries[one] = Entry(found[one], Wish(False), "disabled", reason)
+                self._arguments.pop(one, None)
+
+    @contextmanager
+    def applied(self, asked: Iterable[str], options: Options | None, strict: bool | None) -> Iterator[Report]:
+        """Turn features on for a block; see :func:`ovpatch.applied`."""
+        before, arguments = dict(self._engine.active), self._with(None)
+        report = self.apply(asked, options, strict)
+        try:
+            yield report
+        finally:
+            with self._exclusive():
+                self._revert_only([name for name in self._engine.active if name not in before])
+                self._arguments = arguments
+                if any(self._engine.active.get(name) is not entry for name, entry in before.items()):
+                    self._restore(before)
+
+    def report(self) -> Report:
+        """Return what is on, what is off and why, at this moment."""
+        with self._lock:
+            entries = {name: self._engine.active.get(name, entry) for name, entry in self._entries.items()}
+            return snapshot.take(entries, self._engine.active, self._engine.plugins, self._engine.statuses())
+
+
+def _name(name: object) -> str:
+    if not isinstance(name, str):
+        raise SettingsError(f"names of features are given one by one, as in apply('a', 'b'); got {name!r}")
+    return normalise(name)
+
+
+def _log(report: Report, *, changed: bool, known: Mapping[str, Entry]) -> None:
+    """Write one line, and a warning for each feature that is newly in trouble."""
+    if changed or not known:
+        logs.logger.info("%s", report.summary())
+    for feature in report.features:
+        before = known.get(feature.name)
+        if feature.state in TROUBLE and (before is None or before.reason != feature.reason):
+            logs.logger.warning("feature %r is %s: %s", feature.name, feature.state, feature.reason)

@@ -1,0 +1,247 @@
+"""What the user asked for: the environment variables, and whether a feature is on.
+
+The rule, in one sentence: off always wins; then the environment over the argument over the default. Nothing here knows
+a feature from the inside; options are in :mod:`ovpatch.options`.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from ovpatch.selection import (
+    Selection,
+    SettingsError,
+    did_you_mean,
+    normalise,
+    parse_flag,
+    parse_selection,
+)
+
+__all__ = [
+    "RESERVED",
+    "VARIABLES",
+    "Environment",
+    "Selection",
+    "SettingsError",
+    "Variable",
+    "Wish",
+    "check_names",
+    "did_you_mean",
+    "near_variable",
+    "normalise",
+    "parse_flag",
+    "parse_selection",
+    "read",
+    "switch",
+    "variable",
+    "wish",
+]
+
+PREFIX: Final = "OVPATCH"
+LOG_LEVELS: Final = ("debug", "info", "warning", "error")
+
+
+@dataclass(frozen=True)
+class Variable:
+    """One environment variable that does not belong to a feature; a row of the table in ``docs/settings.md``.
+
+    Attributes:
+        name: The variable.
+        values: What may be written there.
+        default: What holds when it is unset or empty.
+        help: One sentence.
+    """
+
+    name: str
+    values: str
+    default: str
+    help: str
+
+
+VARIABLES: Final = (
+    Variable(
+        "OVPATCH",
+        "`1` `on` `0` `off` `all` `a,b` `-c` `+c`",
+        "`1`",
+        "Which features are on: the defaults, none, all, only these, or the defaults without or with these.",
+    ),
+    Variable("OVPATCH_AUTO", "`0` `1`", "`0`", "Apply at the end of `import torch`, without a line in the script."),
+    Variable("OVPATCH_STRICT", "`0` `1`", "`0`", "Any feature that is on and cannot run is an error."),
+    Variable("OVPATCH_LOG", "`debug` `info` `warning` `error`", "unset", "Log to stderr from this level on."),
+    Variable("OVPATCH_CACHE_DIR", "a path", "the user's cache", "Where measurements are kept between runs."),
+    Variable("OVPATCH_THIRD_PARTY", "`0` `1`", "`1`", "`0` leaves out every plugin that ovpatch does not ship."),
+    Variable("OVPATCH_REPORT_DIR", "a path", "unset", "Internal: `ovpatch run` sets it, workers report there."),
+)
+RESERVED: Final = frozenset(variable.name for variable in VARIABLES)
+
+
+@dataclass(frozen=True)
+class Environment:
+    """All ``OVPATCH*`` variables of a process.
+
+    Attributes:
+        selection: ``OVPATCH``.
+        auto: ``OVPATCH_AUTO``.
+        strict: ``OVPATCH_STRICT``, or None where it is unset.
+        log: ``OVPATCH_LOG``, or an empty string.
+        cache_dir: ``OVPATCH_CACHE_DIR``, or the user's cache directory.
+        third_party: ``OVPATCH_THIRD_PARTY``.
+        report_dir: ``OVPATCH_REPORT_DIR``, or an empty string.
+        features: The remaining variables as text; each must belong to a feature.
+    """
+
+    selection: Selection
+    auto: bool
+    strict: bool | None
+    log: str
+    cache_dir: Path
+    third_party: bool
+    report_dir: str
+    features: Mapping[str, str]
+
+
+@dataclass(frozen=True)
+class Wish:
+    """Whether a feature shall be on, before the machine has its say.
+
+    Attributes:
+        on: True, False, or None when the feature's own default decides.
+        by_name: Somebody named the feature, so that standing down is an error.
+        enforced: Off by the environment: what is applied already is taken back.
+        reason: Who decided, in words for the report.
+    """
+
+    on: bool | None
+    by_name: bool = False
+    enforced: bool = False
+    reason: str = ""
+
+
+def read(environ: Mapping[str, str] | None = None) -> Environment:
+    """Parse the environment as far as that goes without knowing the features.
+
+    Args:
+        environ: Variables; those of the process by default. An empty value counts as unset.
+
+    Raises:
+        SettingsError: A value cannot be parsed.
+    """
+    source = os.environ if environ is None else environ
+    ours = {k: v.strip() for k, v in source.items() if k == PREFIX or k.startswith(PREFIX + "_")}
+    ours = {k: v for k, v in ours.items() if v}
+    return Environment(
+        selection=parse_selection(ours.get(PREFIX, "")),
+        auto=_flag(ours, "OVPATCH_AUTO") or False,
+        strict=_flag(ours, "OVPATCH_STRICT"),
+        log=_level(ours.get("OVPATCH_LOG", "")),
+        cache_dir=_cache_dir(ours.get("OVPATCH_CACHE_DIR", ""), source),
+        third_party=_flag(ours, "OVPATCH_THIRD_PARTY") is not False,
+        report_dir=ours.get("OVPATCH_REPORT_DIR", ""),
+        features={k: v for k, v in ours.items() if k not in RESERVED},
+    )
+
+
+def variable(feature: str, option: str = "") -> str:
+    """Return the variable that switches a feature, or sets one of its options."""
+    return "_".join(part for part in (PREFIX, feature, option) if part).upper()
+
+
+def _flag(values: Mapping[str, str], name: str) -> bool | None:
+    if name not in values:
+        return None
+    truth = parse_flag(values[name])
+    if truth is None:
+        raise SettingsError(f"{name}={values[name]} is neither on nor off. Write 1 or 0.")
+    return truth
+
+
+def _level(text: str) -> str:
+    if text and text.lower() not in LOG_LEVELS:
+        near = did_you_mean(text.lower(), LOG_LEVELS)
+        raise SettingsError(f"OVPATCH_LOG={text} is no level{near}. Write one of {', '.join(LOG_LEVELS)}.")
+    return text.lower()
+
+
+def _cache_dir(text: str, environ: Mapping[str, str]) -> Path:
+    if text:
+        return Path(text).expanduser()
+    base = environ.get("XDG_CACHE_HOME") or environ.get("LOCALAPPDATA") or os.path.join("~", ".cache")
+    return Path(base).expanduser() / "ovpatch"
+
+
+def switch(environment: Environment, name: str, known: Collection[str] = ()) -> bool | None:
+    """Return what ``OVPATCH_<FEATURE>`` says, or None if it is unset.
+
+    Args:
+        environment: The parsed variables.
+        name: The feature.
+        known: All features. Where the variable may as well be another feature's option, a text that is no truth value
+            is left to that option.
+    """
+    own = variable(name)
+    shared = any(name.startswith(other + "_") for other in known if other != name)
+    if shared and parse_flag(environment.features.get(own, "1")) is None:
+        return None
+    return _flag(environment.features, own)
+
+
+def wish(name: str, environment: Environment, asked: Collection[str], known: Collection[str] = ()) -> Wish:
+    """Decide whether a feature shall be on, by the rule at the top of this module.
+
+    Args:
+        name: The feature.
+        environment: The parsed variables.
+        asked: Features named in the call; empty means the defaults.
+        known: All features.
+    """
+    selection, own, said = environment.selection, variable(name), switch(environment, name, known)
+    if selection.kind == "nothing":
+        return Wish(False, enforced=True, reason=f"off by OVPATCH={selection.text}")
+    if said is False:
+        return Wish(False, enforced=True, reason=f"off by {own}=0")
+    if name in selection.without:
+        return Wish(False, enforced=True, reason=f"off by OVPATCH={selection.text}")
+    if said or name in selection.names:
+        return Wish(True, by_name=True, reason=f"{own}=1" if said else f"OVPATCH={selection.text}")
+    if selection.kind == "only":
+        return Wish(False, enforced=True, reason=f"not named in OVPATCH={selection.text}")
+    if name in asked:
+        return Wish(True, by_name=True, reason="named in the call")
+    if selection.kind == "all":
+        return Wish(True, reason="OVPATCH=all")
+    return Wish(False, reason="not named in the call") if asked else Wish(None, reason="on by default")
+
+
+def check_names(environment: Environment, asked: Iterable[str], options: Iterable[str], known: Collection[str]) -> None:
+    """Refuse names of features that nobody provides, wherever they were written.
+
+    Raises:
+        SettingsError: Names the place, the unknown name and the nearest known one.
+    """
+    selection = environment.selection
+    places = [(f"OVPATCH={selection.text}", name) for name in (*selection.names, *selection.without)]
+    places += [("the call", name) for name in asked]
+    places += [("options=", name) for name in options]
+    for place, name in places:
+        if name not in known:
+            raise SettingsError(f"{place} names an unknown feature {name!r}{did_you_mean(name, known)}. {_all(known)}")
+    own = {variable(name) for name in known}
+    for name in environment.features:
+        if name not in own and not any(name.startswith(one + "_") for one in own):
+            near = near_variable(name, own)
+            raise SettingsError(f"Unknown environment variable {name}{near}. Unset it, or correct it. {_all(known)}")
+
+
+def near_variable(name: str, known: Iterable[str]) -> str:
+    """Return ``" (did you mean 'OVPATCH_X'?)"``; the common prefix must not make everything look alike."""
+    shorts = [one.removeprefix(PREFIX + "_") for one in (*known, *RESERVED)]
+    near = did_you_mean(name.upper().removeprefix(PREFIX + "_"), shorts)
+    return near.replace("'", f"'{PREFIX}_", 1)
+
+
+def _all(known: Collection[str]) -> str:
+    return f"Installed features: {', '.join(sorted(known)) or 'none'}."

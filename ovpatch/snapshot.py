@@ -1,0 +1,149 @@
+"""Taking a report: the session's entries, the plugins' counters and the patches' states at one moment."""
+
+from __future__ import annotations
+
+import os
+import platform
+import sys
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any, Final
+
+from packaging.specifiers import SpecifierSet
+from packaging.version import InvalidVersion
+
+from ovpatch._version import __version__
+from ovpatch.patching import PatchStatus
+from ovpatch.plan import Entry
+from ovpatch.plugins import PluginError, Plugins
+from ovpatch.reporting import NEVER_CALLED, FeatureReport, Report
+
+NOT_IMPORTED: Final = "not imported"
+
+
+def take(
+    entries: Mapping[str, Entry], active: Collection[str], plugins: Plugins, patches: Sequence[PatchStatus]
+) -> Report:
+    """Return the report of this process.
+
+    Args:
+        entries: What the session knows, by feature.
+        active: Features that are on.
+        plugins: Where to ask for counters and remarks.
+        patches: States of all patches.
+    """
+    torch = torch_version()
+    features = []
+    for name, entry in entries.items():
+        own = [patch for patch in patches if patch.feature == name]
+        on = name in active
+        features.append(_active(entry, plugins, own, torch) if on else _inactive(entry, own))
+    return Report(
+        version=__version__,
+        torch=torch,
+        python=platform.python_version(),
+        pid=os.getpid(),
+        rank=rank(),
+        features=tuple(features),
+        patches=tuple(patches),
+    )
+
+
+def torch_version() -> str:
+    """Return the version of torch, if it is imported."""
+    return str(getattr(sys.modules.get("torch"), "__version__", NOT_IMPORTED))
+
+
+def rank() -> int | None:
+    """Return the rank of this process, from the process group if there is one, else from the launcher's variables."""
+    distributed: Any = sys.modules.get("torch.distributed")
+    if distributed is not None and distributed.is_available() and distributed.is_initialized():
+        return int(distributed.get_rank())
+    text = os.environ.get("RANK", "")
+    return int(text) if text.isdigit() else None
+
+
+def _inactive(entry: Entry, patches: Sequence[PatchStatus]) -> FeatureReport:
+    shadowed = [patch for patch in patches if patch.state == "shadowed"]
+    state, reason = entry.state, entry.reason
+    if shadowed:
+        state = "shadowed"
+        reason = "; ".join([reason, *(_say(patch) for patch in shadowed)])
+    return _row(entry, state, reason, (), {})
+
+
+def _active(entry: Entry, plugins: Plugins, patches: Sequence[PatchStatus], torch: str) -> FeatureReport:
+    state, reason = _live_state(patches)
+    counters, trouble = _counters(entry.found.name, plugins)
+    remarks = [*entry.remarks, *_asked_remarks(entry.found.name, plugins), *trouble, *_untested(entry, torch)]
+    if state == "applied":
+        remarks += [_say(patch) for patch in patches if patch.state in ("pending", "skipped", "shadowed")]
+        remarks += [NEVER_CALLED] if _is_idle(counters, patches) else []
+    return _row(entry, state, reason, tuple(dict.fromkeys(remarks)), counters)
+
+
+def _is_idle(counters: Mapping[str, int], patches: Sequence[PatchStatus]) -> bool:
+    """Whether nothing was done so far, by the counters, or by the patches of a feature that does not count."""
+    if counters:
+        return not any(counters.values())
+    functions = [patch for patch in patches if patch.kind != "hook" and patch.state == "applied"]
+    return bool(functions) and all(patch.never_called for patch in functions)
+
+
+def _row(entry: Entry, state: str, reason: str, remarks: tuple[str, ...], counters: Mapping[str, int]) -> FeatureReport:
+    feature = entry.feature
+    return FeatureReport(
+        name=entry.found.name,
+        state=state,
+        reason=reason,
+        remarks=(*remarks, entry.found.remark) if entry.found.remark else remarks,
+        options=dict(entry.options),
+        counters=counters,
+        distribution=f"{entry.found.distribution} {entry.found.version}",
+        summary=feature.summary if feature is not None else "",
+        default=feature.default if feature is not None else None,
+    )
+
+
+def _live_state(patches: Sequence[PatchStatus]) -> tuple[str, str]:
+    """Return the state of a feature that is on, from its patches: late imports may still have gone wrong."""
+    for state in ("failed", "conflict", "incompatible"):
+        bad = [patch for patch in patches if patch.state == state]
+        if bad:
+            return state, "; ".join(_say(patch) for patch in bad)
+    states = {str(patch.state.value) for patch in patches}
+    if not states or "applied" in states:
+        return "applied", ""
+    for state in ("pending", "shadowed", "skipped"):
+        if state in states:
+            return state, "; ".join(_say(patch) for patch in patches if patch.state == state)
+    return "applied", ""
+
+
+def _say(patch: PatchStatus) -> str:
+    return f"{patch.target} is {patch.state.value}" + (f": {patch.reason}" if patch.reason else "")
+
+
+def _counters(name: str, plugins: Plugins) -> tuple[dict[str, int], list[str]]:
+    try:
+        raw: Mapping[str, int] = plugins.call(name, "ovpatch_counters") or {}
+        return {str(key): int(count) for key, count in raw.items()}, []
+    except (PluginError, AttributeError, TypeError, ValueError) as error:
+        return {}, [f"its counters cannot be read: {error}"]
+
+
+def _asked_remarks(name: str, plugins: Plugins) -> list[str]:
+    try:
+        remarks: Sequence[str] | str = plugins.call(name, "ovpatch_remarks") or ()
+    except PluginError as error:
+        return [str(error)]
+    return [remarks] if isinstance(remarks, str) else [str(remark) for remark in remarks]
+
+
+def _untested(entry: Entry, torch: str) -> list[str]:
+    if entry.feature is None or not entry.feature.torch or torch == NOT_IMPORTED:
+        return []
+    try:
+        tested = SpecifierSet(entry.feature.torch).contains(torch, prereleases=True)
+    except InvalidVersion:
+        tested = False
+    return [] if tested else [f"untested with torch {torch} (tested with {entry.feature.torch})"]

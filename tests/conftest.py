@@ -1,0 +1,80 @@
+"""Fixtures and guards of the whole suite."""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+import sys
+from collections.abc import Generator, Iterator
+from typing import TYPE_CHECKING
+
+import pytest
+
+from tests.support import guard
+
+if TYPE_CHECKING:
+    from tests.support.pool import Pool
+
+# Seconds until a test that hangs ends the whole run with the stacks of pytest's threads. The pool and the script runner
+# have shorter limits of their own and know more; this one is for everything else.
+HARD_LIMIT = pytest.StashKey[float]()
+STACKS_TO = pytest.StashKey[int]()
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--hard-limit", type=float, default=300, help="seconds until a hanging test ends the run")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.stash[STACKS_TO] = os.dup(2)  # before pytest captures it
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    os.close(config.stash[STACKS_TO])
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
+    limit = item.config.getoption("--hard-limit")
+    faulthandler.dump_traceback_later(limit, exit=True, file=item.config.stash[STACKS_TO])
+    try:
+        return (yield)
+    finally:
+        faulthandler.cancel_dump_traceback_later()
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    marker = item.get_closest_marker("gpu")
+    if marker is None:
+        return
+    wanted = marker.args[0] if marker.args else 1
+    found = _devices()
+    if found < wanted:
+        pytest.skip(f"needs {wanted} CUDA device{'s' if wanted > 1 else ''}, found {found}")
+
+
+def _devices() -> int:
+    import torch
+
+    return torch.cuda.device_count()
+
+
+@pytest.fixture(autouse=True)
+def _nothing_stays_patched() -> Iterator[None]:
+    if "torch" not in sys.modules:
+        yield
+        return
+    before = guard.snapshot()
+    yield
+    left = guard.leftovers(before, guard.snapshot())
+    assert not left, "the test leaves torch patched:\n  " + "\n  ".join(left)
+
+
+@pytest.fixture(scope="session")
+def ranks() -> Iterator[Pool]:
+    """``ranks(world)(function, *args, timeout=60, backend="gloo", env=None, **kwargs)`` -> results by rank."""
+    from tests.support.pool import Pool
+
+    pool = Pool()
+    yield pool
+    pool.close()

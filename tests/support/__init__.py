@@ -1,0 +1,1 @@
+"""What the tests share: a pool of ranks, whole programs, and the guard that nothing stays patched."""

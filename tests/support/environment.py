@@ -1,0 +1,44 @@
+"""The environment that tests give to processes: the caller's, without what would change a result."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Mapping
+from typing import Final
+
+# Ranks talk over the loopback device, however the host name resolves.
+_LOOPBACK: Final = {"linux": "lo", "darwin": "lo0"}.get(sys.platform)
+
+
+# torch's store looks up the names of its peers' addresses, in the client and in the server's only thread. Where a name
+# server loses a query, that costs 5 seconds by default.
+_QUICK_RESOLVER: Final = "timeout:1 attempts:1"
+
+
+def resolve_quickly() -> None:
+    """Let this process wait for a name server no longer than a second. Call it before the first look-up."""
+    os.environ.setdefault("RES_OPTIONS", _QUICK_RESOLVER)
+
+
+def clean(environment: Mapping[str, str]) -> dict[str, str]:
+    """Return the environment without ovpatch's and the launcher's variables, with one thread a process."""
+    ours = ("OVPATCH", "TORCHELASTIC_")
+    theirs = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "TORCH_LOGS"}
+    kept = {name: value for name, value in environment.items() if not name.startswith(ours) and name not in theirs}
+    kept |= {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
+    kept.setdefault("RES_OPTIONS", _QUICK_RESOLVER)
+    if _LOOPBACK is not None:
+        kept.setdefault("GLOO_SOCKET_IFNAME", _LOOPBACK)
+    return kept
+
+
+def updated(environment: Mapping[str, str], changes: Mapping[str, str | None]) -> dict[str, str]:
+    """Return the environment with changes; None removes a variable."""
+    result = dict(environment)
+    for name, value in changes.items():
+        if value is None:
+            result.pop(name, None)
+        else:
+            result[name] = value
+    return result

@@ -1,0 +1,79 @@
+"""What became of every rank of a case, and the error that tells it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+# Printed by gloo at every connection.
+_NOISE = ("[Gloo] Rank ",)
+
+
+@dataclass
+class Fate:
+    """What became of one rank: still running, ok, failed, skipped or died."""
+
+    rank: int
+    kind: str = "running"
+    value: bytes = b""
+    error: str = ""
+    details: str = ""
+    output: str = ""
+    when: float = 0.0
+
+    @property
+    def running(self) -> bool:
+        return self.kind == "running"
+
+    @property
+    def bad(self) -> bool:
+        return self.kind in ("failed", "died")
+
+    def take(self, kind: str, value: bytes, error: str, details: str, when: float) -> None:
+        self.kind, self.value, self.error, self.details, self.when = kind, value, error, details, when
+
+
+class RankFailure(AssertionError):
+    """A case failed. The text starts with the ranks that failed by themselves, then tells of all others."""
+
+    def __init__(self, name: str, fates: Sequence[Fate], complaint: str) -> None:
+        self.fates = tuple(fates)
+        super().__init__(_render(name, self.fates, complaint))
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """Ranks that raised or died, or, if none did, those that hung."""
+        bad = tuple(fate.rank for fate in self.fates if fate.bad)
+        return bad or tuple(fate.rank for fate in self.fates if fate.running)
+
+
+def _render(name: str, fates: Sequence[Fate], complaint: str) -> str:
+    bad = sorted((fate for fate in fates if fate.bad), key=lambda fate: fate.when)  # the first is often the cause
+    hung = [fate for fate in fates if fate.running]
+    if bad:
+        heading = "; ".join(f"rank {fate.rank} of {len(fates)}: {fate.error}" for fate in bad)
+    else:
+        heading = f"rank {', '.join(str(fate.rank) for fate in hung)} of {len(fates)} {complaint}"
+    blocks = [heading, f"in {name}"]
+    others = [fate for fate in fates if not fate.bad]
+    for fate in bad + others:
+        blocks.append(_block(fate, complaint if not bad else "was still running"))
+    return "\n\n".join(blocks)
+
+
+def _block(fate: Fate, complaint: str) -> str:
+    said = {"running": f"{complaint}; its stacks:", "ok": "finished", "skipped": f"skipped: {fate.error}"}
+    lines = [f"-------- rank {fate.rank}: {said.get(fate.kind, fate.error)}"]
+    lines += [text for text in (fate.details,) if text]
+    if fate.output:
+        lines += [f"-------- output of rank {fate.rank}:", fate.output]
+    return "\n".join(lines)
+
+
+def tail(path: Path, *, characters: int = 8000) -> str:
+    """Return the end of a worker's output, without gloo's announcements."""
+    if not path.exists():
+        return ""
+    lines = path.read_text(errors="replace")[-characters:].splitlines()
+    return "\n".join(line for line in lines if not line.startswith(_NOISE)).strip()

@@ -1,0 +1,285 @@
+"""A pool of worker processes that run test functions as ranks of a process group.
+
+Workers are forked from a server that has torch imported, once per pytest session, and are fed with functions:
+
+    def total(value):
+        tensor = torch.tensor([value + dist.get_rank()])
+        dist.all_reduce(tensor)
+        return tensor
+
+    def test_total(ranks):
+        assert ranks(2)(total, 5) == [torch.tensor([11])] * 2
+
+The function runs inside an initialised default group with fresh seeds; afterwards the group is destroyed and ovpatch
+reverted. A case that fails costs its workers their life: the next case gets new ones, in some ten milliseconds.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import multiprocessing
+import multiprocessing.forkserver
+import os
+import shutil
+import signal
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from datetime import timedelta
+from multiprocessing import connection as channels
+from pathlib import Path
+from typing import Any, Final
+
+import pytest
+import torch.distributed as dist
+
+from tests.support import stacks, wire
+from tests.support import worker as worker_module
+from tests.support.environment import clean, resolve_quickly
+from tests.support.failures import Fate, RankFailure, tail
+from tests.support.worker import Case, FunctionName, Outcome, main
+
+PRELOAD: Final = ("torch", "torch.distributed", "torch._dynamo", "torch.nn.parallel", "torch.optim", "numpy", "pytest")
+
+# How long the other ranks may go on once one has failed. They mostly wait for the failed one in a collective.
+GRACE: Final = 3.0
+
+
+class Pool:
+    """Workers of one pytest session; ``pool(world)`` is the callable that runs a function on that many ranks."""
+
+    def __init__(self, *, grace: float = GRACE) -> None:
+        resolve_quickly()
+        self._grace = grace
+        self._workers: list[_Worker] = []
+        self._folder = Path(tempfile.mkdtemp(prefix="ranks-"))
+        self._environment = clean(os.environ)
+        self._store: dist.TCPStore | None = None
+        self._cases = 0
+        atexit.register(self.close)
+
+    def __call__(self, world: int) -> Ranks:
+        return Ranks(self, world)
+
+    def close(self) -> None:
+        """End all workers. The pool starts new ones if it is used again."""
+        atexit.unregister(self.close)
+        self._discard()
+        self._store = None
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    def run(
+        self,
+        world: int,
+        function: Callable[..., Any],
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        *,
+        timeout: float,
+        backend: str | None,
+        env: Mapping[str, str | None],
+    ) -> list[Any]:
+        __tracebackhide__ = True
+        arguments = wire.dumps((tuple(args), dict(kwargs)))
+        name = _name(function)
+        workers = self._ready(world)
+        self._cases += 1
+        try:
+            for rank, worker in enumerate(workers):
+                case = Case(self._cases, rank, world, backend, timeout, self._store_port(), dict(env), name, arguments)
+                worker.begin(case)
+            return self._finish(workers, name, time.monotonic() + timeout, timeout)
+        except BaseException:
+            self._discard()
+            raise
+
+    def _finish(self, workers: Sequence[_Worker], name: FunctionName, deadline: float, timeout: float) -> list[Any]:
+        __tracebackhide__ = True
+        self._gather(workers, deadline)
+        self._judge(workers, name, f"did not finish within {timeout:g} s")
+        values = [wire.loads(worker.fate.value) for worker in workers]
+        for worker in workers:
+            worker.clean_up()
+        self._gather(workers, time.monotonic() + 30)
+        self._judge(workers, name, "did not clean up within 30 s")
+        return values
+
+    def _gather(self, workers: Sequence[_Worker], deadline: float) -> None:
+        """Wait for all; once one has failed, only :data:`GRACE` for the others."""
+        shortened = False
+        while running := [worker for worker in workers if worker.fate.running]:
+            left = deadline - time.monotonic()
+            if left <= 0:
+                return
+            channels.wait([item for worker in running for item in worker.signals()], left)
+            for worker in running:
+                worker.look()
+            if not shortened and any(worker.fate.bad for worker in workers):
+                shortened, deadline = True, min(deadline, time.monotonic() + self._grace)
+
+    def _judge(self, workers: Sequence[_Worker], name: FunctionName, complaint: str) -> None:
+        __tracebackhide__ = True
+        fates = [worker.fate for worker in workers]
+        if all(fate.kind == "ok" for fate in fates):
+            return
+        hung = [worker for worker in workers if worker.fate.running and stacks.ask(worker.pid)]
+        for worker in hung:
+            worker.fate.details = stacks.of_the_case(stacks.read(worker.stack_file), worker_module)
+        for worker in workers:
+            worker.fate.output = tail(worker.output_file)
+        if not hung and not any(fate.bad for fate in fates):
+            pytest.skip(next(fate.error for fate in fates if fate.kind == "skipped"))
+        raise RankFailure(f"{name.module}.{name.qualname}", fates, complaint)
+
+    def _ready(self, world: int) -> list[_Worker]:
+        if any(not worker.process.is_alive() for worker in self._workers):
+            self._discard()
+        self._folder.mkdir(exist_ok=True)
+        while len(self._workers) < world:
+            self._workers.append(_Worker(self._folder, len(self._workers), self._environment))
+        return self._workers[:world]
+
+    def _store_port(self) -> int:
+        if self._store is None:
+            patience = timedelta(seconds=60)
+            self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=patience)
+        return int(self._store.port)
+
+    def _discard(self) -> None:
+        for worker in self._workers:
+            worker.kill()
+        self._workers.clear()
+
+
+class Ranks:
+    """What ``ranks(world)`` returns."""
+
+    def __init__(self, pool: Pool, world: int) -> None:
+        self._pool = pool
+        self._world = world
+
+    def __call__(
+        self,
+        function: Callable[..., Any],
+        *args: Any,
+        timeout: float = 60,
+        backend: str | None = "gloo",
+        env: Mapping[str, str | None] | None = None,
+        **kwargs: Any,
+    ) -> list[Any]:
+        """Run ``function(*args, **kwargs)`` on every rank and return the results by rank.
+
+        Args:
+            function: A module-level function; it is sent by name, so decorators must keep ``__qualname__``.
+            args: Its arguments; tensors arrive by value.
+            timeout: Seconds until the case fails with the stacks of all ranks.
+            backend: Of the default group; None leaves ``torch.distributed`` uninitialised. With NCCL the device is set
+                by rank.
+            env: Environment variables of this case; None removes one. pytest's own environment of the moment does not
+                reach the workers.
+            kwargs: Keyword arguments.
+
+        Raises:
+            RankFailure: A rank raised, died or hung, or left torch patched.
+        """
+        __tracebackhide__ = True
+        return self._pool.run(self._world, function, args, kwargs, timeout=timeout, backend=backend, env=env or {})
+
+    run = __call__
+
+
+class _Worker:
+    def __init__(self, folder: Path, index: int, environment: Mapping[str, str]) -> None:
+        self.output_file = folder / f"{index}.out"
+        self.stack_file = folder / f"{index}.stacks"
+        self.output_file.unlink(missing_ok=True)
+        self.stack_file.unlink(missing_ok=True)
+        context = multiprocessing.get_context("forkserver")
+        _start_server(environment)
+        self._connection, theirs = context.Pipe()
+        # Not daemonic: a case may use DataLoader workers.
+        self.process = context.Process(
+            target=main, args=(theirs, self.output_file, self.stack_file, dict(environment)), name=f"rank {index}"
+        )
+        self.process.start()
+        theirs.close()
+        self.fate = Fate(index)
+
+    @property
+    def pid(self) -> int:
+        assert self.process.pid is not None
+        return self.process.pid
+
+    def begin(self, case: Case) -> None:
+        self.fate = Fate(case.rank)
+        if self.output_file.exists():
+            os.truncate(self.output_file, 0)
+        self._send(wire.dumps(case))
+
+    def clean_up(self) -> None:
+        self.fate = Fate(self.fate.rank)
+        self._send(b"clean up")
+
+    def signals(self) -> list[Any]:
+        return [self._connection, self.process.sentinel]
+
+    def look(self) -> None:
+        """Take the outcome, or notice the death."""
+        try:
+            if self._connection.poll():
+                outcome: Outcome = wire.loads(self._connection.recv_bytes())
+                self.fate.take(outcome.kind, outcome.value, outcome.error, outcome.details, outcome.when)
+                return
+        except (EOFError, OSError):
+            self.process.join(5)
+        if self.process.exitcode is not None:
+            died = _describe_exit(self.process.exitcode)
+            self.fate.take("died", b"", died, self._last_words(), time.monotonic())
+
+    def kill(self) -> None:
+        self._connection.close()
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self.pid, signal.SIGKILL)  # its session, with what the case started
+        self.process.kill()  # it may not have reached setsid() yet
+        self.process.join(10)
+        self.process.close()
+
+    def _send(self, data: bytes) -> None:
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # it died: look() will say so
+            self._connection.send_bytes(data)
+
+    def _last_words(self) -> str:
+        return self.stack_file.read_text(errors="replace").strip() if self.stack_file.exists() else ""
+
+
+def _name(function: Callable[..., Any]) -> FunctionName:
+    module, qualname = function.__module__, function.__qualname__
+    if "<" in qualname or module == "__main__":
+        raise TypeError(f"{module}.{qualname} cannot be sent to the ranks: move it to module level")
+    return FunctionName(module, qualname, function.__code__.co_filename)
+
+
+def _describe_exit(code: int) -> str:
+    if code < 0:
+        return f"died by {signal.Signals(-code).name}"
+    return f"ended by itself with exit code {code}"
+
+
+def _start_server(environment: Mapping[str, str]) -> None:
+    """Start the fork server, once, under a clean environment: it imports torch, which reads variables."""
+    multiprocessing.get_context("forkserver").set_forkserver_preload(list(PRELOAD))
+    with _environment(environment):
+        multiprocessing.forkserver.ensure_running()
+
+
+@contextlib.contextmanager
+def _environment(wanted: Mapping[str, str]) -> Iterator[None]:
+    saved = dict(os.environ)
+    os.environ.clear()
+    os.environ.update(wanted)
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(saved)

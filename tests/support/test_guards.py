@@ -1,0 +1,63 @@
+"""The guards of ``tests/conftest.py``, on a suite of its own."""
+
+from __future__ import annotations
+
+import sys
+import time
+from pathlib import Path
+
+from tests.support import scripts
+
+ROOT = Path(__file__).parents[2]
+
+SUITE = """
+import pytest, torch
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+def test_that_patches():
+    DDP.forward = lambda self: None
+
+def test_that_does_not():
+    torch.nn.Linear(2, 2)
+
+@pytest.mark.gpu(64)
+def test_that_needs_a_cluster():
+    raise AssertionError("ran")
+"""
+
+HANG = """
+import time
+
+def wait_for_ever():
+    time.sleep(1000)
+
+def test_that_hangs():
+    wait_for_ever()
+"""
+
+
+def pytest_on(tmp_path, suite, *options):
+    file = tmp_path / "test_suite.py"
+    file.write_text(suite)
+    config = tmp_path / "pytest.ini"
+    config.write_text("[pytest]\nmarkers =\n    gpu\n")
+    argv = [sys.executable, "-m", "pytest", "-c", config, "-rA", "-p", "tests.conftest", *options, file]
+    return scripts.run(argv, env={"PYTHONPATH": str(ROOT)}, cwd=tmp_path)
+
+
+def test_a_test_that_leaves_a_patch_fails_by_name(tmp_path):
+    result = pytest_on(tmp_path, SUITE)
+    said = result.stdout
+    assert "2 passed, 1 skipped, 1 error" in said
+    assert "ERROR test_suite.py::test_that_patches" in said
+    assert "DistributedDataParallel.forward was torch.nn.parallel.distributed.DistributedDataParallel.forward" in said
+    assert "needs 64 CUDA devices, found" in said
+
+
+def test_a_test_that_hangs_ends_the_run_with_its_stack(tmp_path):
+    started = time.monotonic()
+    result = pytest_on(tmp_path, HANG, "--hard-limit=1")
+    assert time.monotonic() - started < 60
+    assert result.rc == 1
+    assert "Timeout (0:00:01)!" in result.stderr
+    assert "in wait_for_ever" in result.stderr

@@ -1,0 +1,482 @@
+"""The pool itself: what a case finds, what it may return, and how every kind of failure is told."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import dataclasses
+import importlib.util
+import os
+import random
+import re
+import signal
+import subprocess
+import sys
+import time
+import types
+from pathlib import Path
+
+import numpy
+import pytest
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from tests.support.failures import RankFailure
+from tests.support.pool import Pool
+from tests.support.worker import fresh_store
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module")
+def failing():
+    """A pool of its own for cases that fail, with little patience for the ranks that remain."""
+    pool = Pool(grace=0.5)
+    yield pool
+    pool.close()
+
+
+def failure(pool, world, function, *args, **kwargs):
+    with pytest.raises(RankFailure) as caught:
+        pool(world)(function, *args, **kwargs)
+    return caught.value
+
+
+# ---- what a case finds and returns
+
+
+def _sum_of_ranks(start, *, factor=1):
+    total = torch.tensor([start + factor * dist.get_rank()])
+    dist.all_reduce(total)
+    return dist.get_rank(), total
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 4])
+def test_results_come_by_rank(ranks, world):
+    results = ranks(world)(_sum_of_ranks, 5, factor=2)
+    assert results == [(rank, torch.tensor([5 * world + world * (world - 1)])) for rank in range(world)]
+
+
+def _pid():
+    return os.getpid()
+
+
+def test_workers_live_as_long_as_the_session(ranks):
+    assert ranks(2)(_pid) == ranks(3)(_pid)[:2] == ranks(2).run(_pid)
+
+
+@dataclasses.dataclass
+class Result:
+    tensor: torch.Tensor
+    text: str
+
+
+def _echo(value):
+    return {
+        "value": value,
+        "own": Result(torch.arange(6.0)[2:4], "hi"),
+        "none": None,
+        "bf16": torch.ones(()).bfloat16(),
+    }
+
+
+def test_tensors_travel_by_value(ranks):
+    sent = {"parameter": torch.nn.Parameter(torch.ones(2)), "sparse": torch.eye(2).to_sparse(), "strings": ("a", 1.5)}
+    (result,) = ranks(1)(_echo, sent)
+    assert type(result["value"]["parameter"]) is torch.Tensor
+    assert torch.equal(result["value"]["parameter"], torch.ones(2))
+    assert result["value"]["sparse"].layout is torch.sparse_coo
+    assert result["value"]["strings"] == ("a", 1.5)
+    assert result["own"].tensor.untyped_storage().nbytes() == 8, "the whole buffer of a view travelled"
+    assert torch.equal(result["own"].tensor, torch.tensor([2.0, 3.0]))
+    assert (result["none"], result["bf16"].dtype) == (None, torch.bfloat16)
+
+
+def _environment():
+    return dict(os.environ)
+
+
+def test_environment_of_a_case(ranks, monkeypatch):
+    monkeypatch.setenv("OVPATCH_DDP", "0")
+    monkeypatch.setenv("SET_IN_PYTEST", "1")
+    seen = ranks(2)(_environment, env={"CASE_VARIABLE": "x", "OMP_NUM_THREADS": None})
+    places = [[one[name] for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")] for one in seen]
+    assert places == [["0", "0", "2", "2"], ["1", "1", "2", "2"]]
+    assert seen[0]["CASE_VARIABLE"] == "x"
+    assert not {"OVPATCH_DDP", "SET_IN_PYTEST", "OMP_NUM_THREADS"} & set(seen[0])
+    after = ranks(2)(_environment)[0]
+    assert "CASE_VARIABLE" not in after
+    assert after["OMP_NUM_THREADS"] == "1"
+
+
+def _draw_and_disturb():
+    state = (
+        torch.rand(1).item(),
+        random.random(),
+        numpy.random.rand(),
+        torch.get_default_dtype(),
+        torch.get_default_device(),
+        torch.is_grad_enabled(),
+        torch.get_num_threads(),
+        torch.are_deterministic_algorithms_enabled(),
+    )
+    torch.set_default_dtype(torch.float64)
+    torch.set_default_device("meta")
+    torch.set_grad_enabled(False)
+    torch.use_deterministic_algorithms(True)
+    torch.set_num_threads(2)
+    os.environ["LEFT_BEHIND"] = "1"
+    return state
+
+
+def test_every_case_starts_fresh(ranks):
+    first, second = ranks(2)(_draw_and_disturb), ranks(2)(_draw_and_disturb)
+    assert first == second
+    assert first[0] == first[1]
+    assert first[0][3:] == (torch.float32, torch.device("cpu"), True, 1, False)
+    assert "LEFT_BEHIND" not in ranks(2)(_environment)[0]
+
+
+def _use_store():
+    store, rank = dist.distributed_c10d._get_default_store(), dist.get_rank()
+    fresh = not store.check(["mine 0"])
+    dist.barrier()
+    store.set(f"mine {rank}", str(rank))
+    store.wait(["mine 0", "mine 1"])
+    store.add("counter", rank + 1)
+    dist.barrier()
+    return fresh, store.multi_get(["mine 0", "mine 1"]), store.get("counter")
+
+
+def test_every_case_has_a_real_store(ranks):
+    for _ in range(2):
+        assert ranks(2)(_use_store) == [(True, [b"0", b"1"], b"3")] * 2
+
+
+def _make_the_group_again():
+    dist.destroy_process_group()
+    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    dist.init_process_group("gloo", store=fresh_store("again"), rank=rank, world_size=world)
+    return _sum_of_ranks(0)[1].item()
+
+
+def _group_exists():
+    return dist.is_initialized()
+
+
+def test_groups_can_be_made_again_or_not_at_all(ranks):
+    assert ranks(3)(_make_the_group_again) == [3, 3, 3]
+    assert ranks(2)(_group_exists, backend=None) == [False, False]
+    assert ranks(2)(_group_exists) == [True, True]
+
+
+def _skip():
+    pytest.skip("not here")
+
+
+def test_a_case_may_skip(ranks):
+    with pytest.raises(pytest.skip.Exception, match="not here"):
+        ranks(2)(_skip)
+    assert ranks(2)(_group_exists) == [True, True]
+
+
+def test_functions_of_files_that_are_not_importable(ranks, tmp_path):
+    file = tmp_path / "written_by_a_test.py"
+    file.write_text("def double(x):\n    return 2 * x\n")
+    spec = importlib.util.spec_from_file_location("written_by_a_test", file)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    assert ranks(2)(module.double, 4) == [8, 8]
+
+
+def test_only_module_level_functions_are_sent(ranks):
+    def local():
+        pass
+
+    for function in (local, lambda: None):
+        with pytest.raises(TypeError, match="move it to module level"):
+            ranks(1)(function)
+
+
+# ---- failures
+
+
+def _fail_on_one(rank):
+    print("printed before")
+    if dist.get_rank() == rank:
+        raise KeyError("lost")
+
+
+def test_an_exception_names_the_rank_and_shows_traceback_and_output(failing):
+    error = failure(failing, 3, _fail_on_one, 1)
+    text = str(error)
+    assert text.splitlines()[0] == "rank 1 of 3: KeyError: 'lost'"
+    assert error.ranks == (1,)
+    assert "in _fail_on_one" in text
+    assert "rank 0: finished" in text
+    assert text.count("printed before") == 3
+    assert "[Gloo]" not in text
+
+
+def _print(text):
+    print(text)
+
+
+def test_output_of_earlier_cases_is_not_shown(failing):
+    failing(1)(_print, "an earlier case")
+    text = str(failure(failing, 1, _fail_on_one, 0))
+    assert "printed before" in text
+    assert "an earlier case" not in text
+
+
+def _fail_differently():
+    if dist.get_rank() == 0:
+        time.sleep(0.2)
+        raise ValueError("mine is zero")
+    raise OSError("mine is one")
+
+
+def test_all_failures_are_shown_the_earliest_first(failing):
+    text = str(failure(failing, 2, _fail_differently))
+    assert text.splitlines()[0] == "rank 1 of 2: OSError: mine is one; rank 0 of 2: ValueError: mine is zero"
+    assert text.count("in _fail_differently") == 2
+
+
+def _fail_while_the_other_waits():
+    if dist.get_rank() == 0:
+        raise ValueError("first")
+    dist.barrier()
+
+
+def test_the_rank_that_waits_for_the_failed_one_is_shown(failing):
+    started = time.monotonic()
+    error = failure(failing, 2, _fail_while_the_other_waits)
+    assert time.monotonic() - started < 20, "the time-out was waited for"
+    assert error.ranks == (0,)
+    assert "rank 1: was still running" in str(error)
+    assert "in _fail_while_the_other_waits" in str(error).split("rank 1: was still running")[1]
+
+
+def _bare_assertion():
+    left, right = 3, 4
+    assert left == right
+
+
+def test_a_bare_assertion_shows_the_variables(failing):
+    text = str(failure(failing, 1, _bare_assertion))
+    assert "where left = 3" in text
+    assert "where right = 4" in text
+
+
+def _hang_in_python():
+    print("about to hang")
+    _sleep_here() if dist.get_rank() == 0 else _wait_in_a_collective()
+
+
+def _sleep_here():
+    time.sleep(1000)
+
+
+def _wait_in_a_collective():
+    dist.all_reduce(torch.ones(1))
+
+
+def test_a_hang_shows_the_stacks_of_all_ranks(failing):
+    failing(2)(_pid)
+    started = time.monotonic()
+    error = failure(failing, 2, _hang_in_python, timeout=1)
+    assert time.monotonic() - started < 20
+    head, zero, one = str(error).split("-------- rank ")[0:1] + str(error).split("; its stacks:")[1:]
+    assert head.splitlines()[0] == "rank 0, 1 of 2 did not finish within 1 s"
+    assert "in _sleep_here" in zero
+    assert "in _wait_in_a_collective" in one
+    assert "worker.py" not in zero + one
+    assert str(error).count("about to hang") == 2
+    assert error.ranks == (0, 1)
+
+
+def _die(how):
+    if dist.get_rank() == 1:
+        how_to_die[how]()
+    time.sleep(1000)
+
+
+how_to_die = {
+    "exit": lambda: os._exit(3),
+    "kill": lambda: os.kill(os.getpid(), signal.SIGKILL),
+    "crash": lambda: ctypes.string_at(0),
+}
+
+
+@pytest.mark.parametrize(
+    ("how", "said"),
+    [
+        ("exit", "ended by itself with exit code 3"),
+        ("kill", "died by SIGKILL"),
+        ("crash", "died by SIGSEGV"),
+    ],
+)
+def test_a_dying_worker_is_reported(failing, how, said):
+    error = failure(failing, 2, _die, how)
+    assert str(error).splitlines()[0] == f"rank 1 of 2: {said}"
+    assert "rank 0: was still running" in str(error)
+    if how == "crash":
+        assert "Segmentation fault" in str(error)
+        assert "in _die" in str(error).split("rank 0:")[0]
+
+
+def _leave_by_exit():
+    sys.exit("enough")
+
+
+def test_system_exit_is_a_failure(failing):
+    assert str(failure(failing, 1, _leave_by_exit)).startswith("rank 0 of 1: SystemExit: enough")
+
+
+@pytest.mark.parametrize(
+    ("function", "args"), [(_fail_on_one, (0,)), (_hang_in_python, ()), (_die, ("kill",))], ids=["raise", "hang", "die"]
+)
+def test_the_pool_works_again_after_a_failure(failing, function, args):
+    before = failing(2)(_pid)
+    failure(failing, 2, function, *args, timeout=1)
+    after = failing(2)(_pid)
+    assert not set(before) & set(after)
+    assert failing(2)(_sum_of_ranks, 0) == [(rank, torch.tensor([1])) for rank in range(2)]
+    assert not any(_runs(pid) for pid in before)
+
+
+def _start_a_child(folder):
+    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(1000)"])
+    Path(folder, "child").write_text(str(child.pid))
+    raise ValueError("with a child")
+
+
+def test_children_of_a_failed_case_are_killed(failing, tmp_path):
+    failure(failing, 1, _start_a_child, str(tmp_path))
+    assert _until(lambda: not _runs(int((tmp_path / "child").read_text())))
+
+
+def _return_a_generator():
+    return (x for x in "ab")
+
+
+def _fail_to_import():
+    import no_such_module  # noqa: F401
+
+
+def test_what_cannot_be_sent_is_a_failure_of_its_rank(failing):
+    assert "cannot pickle 'generator'" in str(failure(failing, 1, _return_a_generator))
+    assert "No module named 'no_such_module'" in str(failure(failing, 1, _fail_to_import))
+
+
+# ---- nothing stays patched
+
+
+def _patched(self, *args):
+    return None
+
+
+def _leave_patched(what):
+    if what == "method":
+        DistributedDataParallel.forward = _patched
+    elif what == "inherited":
+        DistributedDataParallel.__call__ = _patched
+    elif what == "removed":
+        del DistributedDataParallel.no_sync
+    elif what == "function":
+        dist.all_reduce = _patched
+    else:
+        register_optimizer_step_pre_hook(_patched)
+
+
+@pytest.mark.parametrize(
+    ("what", "says"),
+    [
+        ("method", "DistributedDataParallel.forward was torch.nn.parallel.distributed.DistributedDataParallel.forward"),
+        ("inherited", "DistributedDataParallel.__call__ was added: tests.support.test_pool._patched"),
+        ("removed", "DistributedDataParallel.no_sync was removed"),
+        ("function", "torch.distributed.all_reduce was torch.distributed.distributed_c10d.all_reduce and is now"),
+        ("hook", "_global_optimizer_pre_hooks"),
+    ],
+)
+def test_a_case_that_leaves_a_patch_fails(failing, what, says):
+    text = str(failure(failing, 2, _leave_patched, what))
+    assert re.match(r"rank \d of 2: AssertionError: the case leaves torch patched: ", text)
+    assert says in text
+
+
+def _patch_for_ovpatch_to_revert():
+    original = DistributedDataParallel.forward
+
+    def revert():
+        DistributedDataParallel.forward = original
+        sys.modules["ovpatch"] = real
+
+    real = sys.modules.get("ovpatch", types.ModuleType("ovpatch"))
+    DistributedDataParallel.forward = _patched
+    sys.modules["ovpatch"] = types.SimpleNamespace(revert=revert)
+
+
+def test_ovpatch_is_reverted_after_a_case(ranks):
+    ranks(2)(_patch_for_ovpatch_to_revert)
+
+
+def _train_compiled():
+    model = DistributedDataParallel(torch.nn.Linear(2, 2))
+    optimizer = torch.optim.AdamW(model.parameters())
+    torch.compile(model, backend="eager")(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+
+
+def test_training_and_compiling_leave_nothing(ranks):
+    ranks(2)(_train_compiled)
+
+
+# ---- the end of pytest
+
+HANG = """
+import os, sys, time
+from pathlib import Path
+from tests.support.pool import Pool
+
+def hang(folder):
+    Path(folder, f"{os.environ['RANK']}.tmp").write_text(str(os.getpid()))
+    Path(folder, f"{os.environ['RANK']}.tmp").rename(Path(folder, f"{os.environ['RANK']}.pid"))
+    time.sleep(1000)
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(Path(__file__).parent))
+    import hang_forever
+    Pool()(2)(hang_forever.hang, sys.argv[1], timeout=1000)
+"""
+
+
+def test_workers_die_with_pytest(tmp_path):
+    script = tmp_path / "hang_forever.py"
+    script.write_text(HANG)
+    program = subprocess.Popen([sys.executable, script, tmp_path], env=os.environ | {"PYTHONPATH": str(ROOT)})
+    try:
+        assert _until(lambda: len(list(tmp_path.glob("*.pid"))) == 2, 60)
+        workers = [int(file.read_text()) for file in tmp_path.glob("*.pid")]
+        assert all(map(_runs, workers))
+    finally:
+        program.kill()
+        program.wait()
+    assert _until(lambda: not any(map(_runs, workers)))
+
+
+def _runs(pid):
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()[0] != b"Z"
+    return False
+
+
+def _until(condition, seconds=10):
+    deadline = time.monotonic() + seconds
+    while not condition():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.05)
+    return True

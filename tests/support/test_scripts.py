@@ -1,0 +1,139 @@
+"""The script runner: results, time-outs that show stacks, and nothing left running."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+
+import pytest
+
+from tests.support import scripts
+
+WORKER = """
+import os, sys, time
+import torch
+import torch.distributed as dist
+
+def forward_that_hangs():
+    dist.barrier() if dist.get_rank() else time.sleep(1000)
+
+dist.init_process_group("gloo")
+total = torch.ones(1)
+dist.all_reduce(total)
+place = f"rank {dist.get_rank()} of {dist.get_world_size()}"
+print(f"{place}: {total.item():g} {sys.argv[1:]} {os.environ['GROUP_RANK']}\\n", end="")
+if "hang" in sys.argv:
+    forward_that_hangs()
+dist.destroy_process_group()
+if "fail" in sys.argv and os.environ["RANK"] == "1":
+    sys.exit(7)
+"""
+
+
+@pytest.fixture
+def worker(tmp_path):
+    path = tmp_path / "worker.py"
+    path.write_text(WORKER)
+    return path
+
+
+def python(code, **options):
+    return scripts.run([sys.executable, "-c", code], **options)
+
+
+def test_result_of_a_program(tmp_path, monkeypatch):
+    monkeypatch.setenv("OVPATCH", "0")
+    monkeypatch.setenv("KEPT", "1")
+    code = "import os, sys; print(os.getcwd(), sorted(set(os.environ) & {'OVPATCH', 'KEPT', 'A', 'HOME'}));"
+    result = python(code + "sys.stderr.write('problem'); sys.exit(3)", env={"A": "b", "HOME": None}, cwd=tmp_path)
+    assert (result.rc, result.timed_out, result.left) == (3, False, ())
+    assert result.stdout == f"{tmp_path} ['A', 'KEPT']\n"
+    assert result.stderr == "problem"
+    with pytest.raises(AssertionError, match=r"(?s)ended with 3.*\['A', 'KEPT'\].*problem"):
+        result.check()
+    assert python("").check().rc == 0
+
+
+def test_a_program_that_dies_by_a_signal():
+    assert python("import os; os.kill(os.getpid(), 9)").rc == -9
+
+
+HANG_WITH_CHILD = """
+import multiprocessing, subprocess, sys, threading, time
+
+def parent_hangs_here():
+    time.sleep(1000)
+
+def thread_hangs_here():
+    time.sleep(1000)
+
+child = "import os, time\\ndef child_hangs_here():\\n    time.sleep(1000)\\nos.setsid()\\nchild_hangs_here()"
+subprocess.Popen([sys.executable, "-c", child], env=dict(__import__("os").environ, RANK="5"))
+threading.Thread(target=thread_hangs_here).start()
+print("started")
+parent_hangs_here()
+"""
+
+
+def test_a_time_out_shows_the_stacks_of_all_processes_and_kills_them():
+    started = time.monotonic()
+    result = python(HANG_WITH_CHILD, timeout=1.5, env={"HANG_TEST": "41", "PYTHONUNBUFFERED": "1"})
+    assert time.monotonic() - started < 20
+    assert result.timed_out
+    assert result.stdout == "started\n"
+    child, parent = result.stderr.split("-------- stacks of process ")[1:]
+    assert ", rank 5: " in child.splitlines()[0]
+    assert "in child_hangs_here" in child or "child_hangs_here" in child
+    assert "in parent_hangs_here" in parent
+    assert "in thread_hangs_here" in parent
+    with pytest.raises(AssertionError, match=r"exceeded its time"):
+        result.check()
+    assert not _with_variable("HANG_TEST=41")
+
+
+def test_what_a_program_leaves_running_is_named_and_killed():
+    code = (
+        "import subprocess, sys; subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(997)'],"
+        "start_new_session=True)"
+    )
+    result = python(code, env={"LEAVE_TEST": "42"})
+    assert result.rc == 0
+    assert len(result.left) == 1
+    assert "time.sleep(997)" in result.left[0]
+    with pytest.raises(AssertionError, match="left running"):
+        result.check()
+    assert not _with_variable("LEAVE_TEST=42")
+
+
+@pytest.mark.slow
+def test_torchrun(worker):
+    result = scripts.torchrun(2, worker, "a", "fail")
+    lines = [line for line in result.stdout.splitlines() if line.startswith("rank")]
+    assert sorted(lines) == [f"rank {rank} of 2: 2 ['a', 'fail'] 0" for rank in range(2)]
+    assert (result.rc, result.timed_out) == (1, False)
+    assert "exitcode  : 7" in result.stderr
+
+
+@pytest.mark.slow
+def test_two_nodes_that_hang_show_every_rank(worker):
+    for timeout in (6, 12, 24):  # a busy machine may not have come that far
+        result = scripts.torchrun(1, worker, "hang", nnodes=2, timeout=timeout, env={"HANG_TEST": "43"})
+        assert result.timed_out
+        lines = [line for line in result.stdout.splitlines() if line.startswith("rank")]
+        if len(lines) == 2:
+            break
+    assert sorted(lines) == [f"rank {rank} of 2: 2 ['hang'] {rank}" for rank in range(2)]
+    parts = result.stderr.split("-------- stacks of process ")[1:]
+    assert len(parts) == 4
+    for rank, stacks, launcher in ((0, *parts[:2]), (1, *parts[2:])):
+        assert f", rank {rank}: " in stacks.splitlines()[0]
+        assert "in forward_that_hangs" in stacks
+        assert "torch/distributed/run.py" in launcher, "the deepest come first"
+    assert not _with_variable("HANG_TEST=43")
+
+
+def _with_variable(text):
+    return [
+        pid for pid in scripts._processes() if text.encode() in scripts._read(pid, "environ") and pid != os.getpid()
+    ]

@@ -1,0 +1,272 @@
+"""The worker's side of the pool: one process that runs the cases of one rank, one after the other."""
+
+from __future__ import annotations
+
+import gc
+import importlib
+import importlib.util
+import multiprocessing
+import os
+import random
+import resource
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from _pytest.outcomes import Skipped
+
+from tests.support import guard, stacks, wire
+from tests.support.environment import updated
+
+
+@dataclass(frozen=True)
+class FunctionName:
+    """A module-level function by name; ``file`` is the way out when the module is not importable."""
+
+    module: str
+    qualname: str
+    file: str
+
+    def load(self) -> Callable[..., Any]:
+        target: Any = self._module()
+        for part in self.qualname.split("."):
+            target = getattr(target, part)
+        return target
+
+    def _module(self) -> Any:
+        try:
+            return importlib.import_module(self.module)
+        except ModuleNotFoundError as error:
+            if error.name is None or not f"{self.module}.".startswith(f"{error.name}."):
+                raise  # the module exists; something that it imports does not
+        spec = importlib.util.spec_from_file_location(self.module, self.file)
+        if spec is None or spec.loader is None:
+            raise ModuleNotFoundError(f"cannot load {self.module} from {self.file}")
+        module = importlib.util.module_from_spec(spec)
+        sys.modules[self.module] = module
+        spec.loader.exec_module(module)
+        return module
+
+
+@dataclass(frozen=True)
+class Case:
+    """One call on one rank. ``arguments`` stays pickled, so that a failing import is the case's failure."""
+
+    number: int
+    rank: int
+    world: int
+    backend: str | None
+    timeout: float
+    store_port: int
+    env: Mapping[str, str | None]
+    function: FunctionName
+    arguments: bytes
+
+
+_case: Case | None = None
+_client: dist.TCPStore | None = None
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What one rank reports. ``error`` is the exception in one line, ``details`` the traceback."""
+
+    kind: str  # "ok", "failed" or "skipped"
+    value: bytes = b""
+    error: str = ""
+    details: str = ""
+    when: float = field(default_factory=time.monotonic)
+
+
+def main(connection: Connection, output: Path, stack_file: Path, environment: Mapping[str, str]) -> None:
+    """Run cases until the pool hangs up."""
+    _settle_process(output, environment)
+    keep = stacks.install(stack_file)
+    gc.freeze()  # what is imported by now never dies: collecting after each case takes a millisecond, not sixty
+    while True:
+        try:
+            case: Case = wire.loads(connection.recv_bytes())
+        except EOFError:
+            keep.close()
+            return
+        runner = _Runner(case)
+        connection.send_bytes(wire.dumps(runner.run()))
+        _flush()
+        try:
+            connection.recv_bytes()  # every rank is through: from here on connections may be closed
+        except EOFError:
+            return
+        connection.send_bytes(wire.dumps(runner.clean_up()))
+        _flush()
+
+
+@dataclass
+class _Runner:
+    case: Case
+    before: guard.Snapshot = field(default_factory=dict)
+    environment: dict[str, str] = field(default_factory=dict)
+
+    def run(self) -> Outcome:
+        return _attempt(self._run)
+
+    def clean_up(self) -> Outcome:
+        return _attempt(self._clean_up)
+
+    def _run(self) -> bytes:
+        self.environment = dict(os.environ)
+        self.before = guard.snapshot()
+        self._enter()
+        global _case
+        _case = self.case
+        function = self.case.function.load()
+        args, kwargs = wire.loads(self.case.arguments)
+        return wire.dumps(function(*args, **kwargs))
+
+    def _enter(self) -> None:
+        case = self.case
+        place = {"RANK": str(case.rank), "LOCAL_RANK": str(case.rank)}
+        place |= {"WORLD_SIZE": str(case.world), "LOCAL_WORLD_SIZE": str(case.world)}
+        _set_environment(updated(self.environment | place, case.env))
+        _reset_torch()
+        if case.backend is None:
+            return
+        options: dict[str, Any] = {}
+        if "nccl" in case.backend:
+            torch.cuda.set_device(case.rank)
+            options["device_id"] = torch.device("cuda", case.rank)
+        # Longer than the case: a hang shall end in the pool's time-out, which shows stacks.
+        patience = timedelta(seconds=case.timeout + 60)
+        dist.init_process_group(
+            case.backend,
+            store=_store(case, "default"),
+            rank=case.rank,
+            world_size=case.world,
+            timeout=patience,
+            **options,
+        )
+
+    def _clean_up(self) -> bytes:
+        revert = getattr(sys.modules.get("ovpatch"), "revert", None)
+        if revert is not None:
+            revert()
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        _reset_torch()
+        _set_environment(self.environment)
+        gc.collect()
+        if torch.cuda.is_initialized():
+            torch.cuda.empty_cache()
+        left = guard.leftovers(self.before, guard.snapshot())
+        if left:
+            raise AssertionError("the case leaves torch patched: " + "; ".join(left))
+        return b""
+
+
+def fresh_store(name: str) -> dist.Store:
+    """Return one more empty store that all ranks of the running case share, to initialise a group with."""
+    assert _case is not None, "only a case has a store"
+    return _store(_case, name)
+
+
+def _store(case: Case, name: str) -> dist.Store:
+    """All cases of a worker share one connection: making one can cost a look-up of names."""
+    global _client
+    patience = timedelta(seconds=case.timeout + 60)
+    if _client is None:
+        _client = dist.TCPStore("127.0.0.1", case.store_port, is_master=False, timeout=patience)
+    _client.set_timeout(patience)
+    return dist.PrefixStore(f"case {case.number} {name}", _client)
+
+
+def _attempt(action: Callable[[], bytes]) -> Outcome:
+    try:
+        return Outcome("ok", value=action())
+    except Skipped as skipped:
+        return Outcome("skipped", error=str(skipped.msg))
+    except BaseException as error:  # noqa: BLE001 - also SystemExit: whatever ends the case is reported by its rank
+        return Outcome("failed", error=_one_line(error), details=_traceback(error))
+
+
+def _one_line(error: BaseException) -> str:
+    return "".join(traceback.format_exception_only(error)).strip().splitlines()[0]
+
+
+def _traceback(error: BaseException) -> str:
+    here = Path(__file__).name
+    frames = error.__traceback__
+    while frames is not None and frames.tb_next is not None and frames.tb_frame.f_code.co_filename.endswith(here):
+        frames = frames.tb_next
+    text = "".join(traceback.format_exception(type(error), error, frames)).rstrip()
+    # Here nothing rewrites assertions; the variables around a bare one are the next best thing.
+    return text + _locals(error) if isinstance(error, AssertionError) and not error.args else text
+
+
+def _locals(error: BaseException) -> str:
+    last = error.__traceback__
+    while last is not None and last.tb_next is not None:
+        last = last.tb_next
+    variables = {} if last is None else last.tb_frame.f_locals
+    shown = [(name, _repr(value)) for name, value in variables.items() if not callable(value)]
+    return "".join(f"\n  where {name} = {text}" for name, text in shown)
+
+
+def _repr(value: object) -> str:
+    try:
+        return repr(value)[:200]
+    except Exception as error:  # noqa: BLE001 - a broken repr must not hide the failure
+        return f"<repr failed: {error}>"
+
+
+def _settle_process(output: Path, environment: Mapping[str, str]) -> None:
+    os.setsid()  # the pool kills the session, so nothing that a case started survives
+    threading.Thread(target=die_with_parent, name="die with pytest", daemon=True).start()
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    descriptor = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    os.dup2(descriptor, 1)
+    os.dup2(descriptor, 2)
+    os.close(descriptor)
+    sys.stdout = open(1, "w", buffering=1, closefd=False)  # noqa: SIM115 - lives as long as the process
+    sys.stderr = open(2, "w", buffering=1, closefd=False)  # noqa: SIM115
+    _set_environment(environment)
+
+
+def die_with_parent() -> None:
+    """End with pytest, even if that is killed while this rank hangs. The fork server would live on with us."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    parent.join()
+    os.killpg(0, signal.SIGKILL)
+
+
+def _set_environment(wanted: Mapping[str, str]) -> None:
+    os.environ.clear()
+    os.environ.update(wanted)
+
+
+def _reset_torch() -> None:
+    random.seed(0)
+    torch.manual_seed(0)
+    torch.set_num_threads(1)
+    torch.set_default_dtype(torch.float32)
+    torch.set_default_device(None)
+    torch.set_grad_enabled(True)
+    torch.use_deterministic_algorithms(False)
+    if "numpy" in sys.modules:
+        sys.modules["numpy"].random.seed(0)
+    if "torch._dynamo" in sys.modules:
+        torch._dynamo.reset()
+
+
+def _flush() -> None:
+    sys.stdout.flush()
+    sys.stderr.flush()

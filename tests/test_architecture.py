@@ -1,0 +1,249 @@
+"""The house: imports run one way, files stay small, and each module can be imported alone."""
+
+from __future__ import annotations
+
+import ast
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.support.environment import clean
+
+ROOT = Path(__file__).resolve().parent.parent
+COMMANDS = ("ovpatch.cli", "ovpatch.__main__", "ovpatch.launch", "ovpatch.doctor", "ovpatch.docs_table")
+LONGEST = {"ovpatch": 400, "plugins": 400, "examples": 400, "tests": 600, "benchmarks": 600}  # lines
+
+
+def module_name(path: Path) -> str:
+    parts = list(path.relative_to(ROOT).with_suffix("").parts)
+    parts[0] = {"plugins": "ovpatch_plugins"}.get(parts[0], parts[0])
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+FILES = {module_name(path): path for folder in ("ovpatch", "plugins") for path in sorted((ROOT / folder).rglob("*.py"))}
+
+
+def imports(name: str, tree: ast.AST) -> Iterator[tuple[str, bool]]:
+    """Yield every module that a module imports, and whether that happens while it is imported itself."""
+    package = name if FILES[name].name == "__init__.py" else name.rpartition(".")[0]
+    for node, eager in walk(tree, True):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                yield alias.name, eager
+        elif isinstance(node, ast.ImportFrom):
+            base = node.module or ""
+            if node.level:
+                base = ".".join(
+                    [*package.split(".")[: len(package.split(".")) - node.level + 1], *filter(None, [base])]
+                )
+            yield base, eager
+            for alias in node.names:
+                if f"{base}.{alias.name}" in FILES:
+                    yield f"{base}.{alias.name}", eager
+
+
+def walk(node: ast.AST, eager: bool) -> Iterator[tuple[ast.AST, bool]]:
+    for child in ast.iter_child_nodes(node):
+        inside = isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda))
+        typing = isinstance(child, ast.If) and "TYPE_CHECKING" in ast.dump(child.test)
+        yield child, eager
+        yield from walk(child, eager and not inside and not typing)
+
+
+GRAPH = {name: set(imports(name, ast.parse(path.read_text(encoding="utf-8")))) for name, path in FILES.items()}
+
+
+def within(name: str, *packages: str) -> bool:
+    return any(name == package or name.startswith(package + ".") for package in packages)
+
+
+def offenders(modules: list[str], forbidden) -> list[str]:
+    return sorted(
+        f"{name} imports {target}"
+        for name in modules
+        for target, eager in GRAPH[name]
+        if forbidden(name, target, eager)
+    )
+
+
+def of(*packages: str) -> list[str]:
+    return [name for name in FILES if within(name, *packages)]
+
+
+# --- arrows ---
+
+
+def test_the_arrows_are_looked_at_in_a_graph_that_is_not_empty():
+    assert "ovpatch.patching.manager" in FILES
+    assert "ovpatch_plugins.ddp.plugin" in FILES
+    assert ("ovpatch.patching", True) in GRAPH["ovpatch.engine"]
+    assert ("torch", False) in GRAPH["ovpatch.api"]
+    assert ("ovpatch.patching", True) not in GRAPH["ovpatch"], "TYPE_CHECKING is no import"
+
+
+def test_plugins_know_only_the_specification_and_what_features_share():
+    def forbidden(name, target, eager):
+        return within(target, "ovpatch") and not within(target, "ovpatch.hookspecs", "ovpatch.overlap")
+
+    assert not offenders(of("ovpatch_plugins"), forbidden)
+
+
+def test_no_plugin_looks_inside_another():
+    def forbidden(name, target, eager):
+        own = ".".join(name.split(".")[:2])
+        return target.count(".") > 1 and within(target, "ovpatch_plugins") and not within(target, own)
+
+    assert not offenders(of("ovpatch_plugins"), forbidden)
+
+
+def test_overlap_knows_torch_and_nothing_of_patches():
+    def forbidden(name, target, eager):
+        return within(target, "ovpatch", "ovpatch_plugins", "wrapt", "pluggy") and not within(target, "ovpatch.overlap")
+
+    assert not offenders(of("ovpatch.overlap"), forbidden)
+
+
+def test_patching_knows_nothing_of_features_and_imports_no_torch():
+    def forbidden(name, target, eager):
+        ours = within(target, "ovpatch", "ovpatch_plugins") and not within(target, "ovpatch.patching")
+        return ours or (within(target, "torch") and eager)
+
+    assert not offenders(of("ovpatch.patching"), forbidden)
+
+
+def test_nothing_of_ovpatch_imports_a_plugin():
+    assert not offenders(of("ovpatch"), lambda name, target, eager: within(target, "ovpatch_plugins"))
+
+
+def test_insight_is_above_the_api_and_below_the_commands():
+    def below(name, target, eager):
+        return within(target, "ovpatch.insight", *COMMANDS)
+
+    core = [name for name in of("ovpatch") if not within(name, "ovpatch.insight", *COMMANDS)]
+    assert not offenders(core, below)
+    assert not offenders(of("ovpatch.insight"), lambda name, target, eager: within(target, *COMMANDS))
+
+
+def test_only_the_engine_and_the_report_speak_to_the_patch_manager():
+    allowed = (
+        "ovpatch.engine",
+        "ovpatch.snapshot",
+        "ovpatch.reporting",
+        "ovpatch",
+        "ovpatch.insight",
+        "ovpatch.patching",
+    )
+    others = [name for name in of("ovpatch") if name not in allowed and not within(name, *allowed[4:])]
+    assert not offenders(others, lambda name, target, eager: within(target, "ovpatch.patching"))
+
+
+def test_nobody_goes_round_in_circles():
+    """Imports at import time make no cycle; a package counts as importing what its __init__ does."""
+    edges = {name: {t for t, eager in GRAPH[name] if eager and t in FILES and t != name} for name in FILES}
+    done: set[str] = set()
+
+    def visit(name: str, trail: tuple[str, ...]) -> None:
+        assert name not in trail, " -> ".join([*trail[trail.index(name) :], name])
+        if name not in done:
+            for target in sorted(edges[name]):
+                visit(target, (*trail, name))
+            done.add(name)
+
+    for name in edges:
+        visit(name, ())
+
+
+# --- size ---
+
+
+def test_files_stay_small():
+    long = {
+        str(path.relative_to(ROOT)): count
+        for folder, longest in LONGEST.items()
+        for path in (ROOT / folder).rglob("*.py")
+        if (count := len(path.read_text(encoding="utf-8").splitlines())) > longest
+    }
+    assert not long
+
+
+# --- each module alone ---
+
+ALONE = """
+import json, os, sys
+def alone(name):
+    pid = os.fork()
+    if pid:
+        return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    try:
+        __import__(name)
+        os._exit(1 if "torch" in sys.modules else 0)
+    except BaseException:
+        import traceback
+        traceback.print_exc()
+        os._exit(2)
+names = json.loads(sys.argv[1])
+result = {name: alone(name) for name in names["bare"]}
+import torch
+result.update({name: alone(name) for name in names["torch"]})
+print(json.dumps(result))
+"""
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="one process per module only where that is cheap")
+def test_every_module_imports_alone_without_a_warning_and_most_without_torch(tmp_path):
+    needs_torch = [name for name in FILES if within(name, "ovpatch.overlap", "ovpatch.insight", "ovpatch_plugins")]
+    names = {"torch": needs_torch, "bare": [name for name in FILES if name not in needs_torch]}
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", ALONE, json.dumps(names)],
+        env=clean(os.environ),
+        capture_output=True,
+        text=True,
+        timeout=120,
+        cwd=tmp_path,
+    )
+    assert done.returncode == 0, done.stderr
+    result = json.loads(done.stdout)
+    assert {name: code for name, code in result.items() if code == 2} == {}, done.stderr
+    assert [name for name in names["bare"] if result[name] == 1] == [], "these import torch"
+
+
+# A torch without what some builds leave out, and no Triton: the C extension without c10d, as with USE_DISTRIBUTED=0.
+POOR = """
+import sys, importlib.abc, importlib.machinery
+
+class Blocker(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] == "triton":
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+        if name == "torch._C":
+            spec = importlib.machinery.PathFinder.find_spec(name, path)
+            run = spec.loader.exec_module
+            def exec_module(module):
+                run(module)
+                for name in ("_c10d_init", "_rpc_init", "_dist_autograd_init", "_faulty_agent_init"):
+                    vars(module).pop(name, None)
+            spec.loader.exec_module = exec_module
+            return spec
+
+sys.meta_path.insert(0, Blocker())
+import torch
+assert not torch.distributed.is_available()
+import ovpatch
+report = ovpatch.apply()
+import ovpatch.doctor, ovpatch.launch, ovpatch.docs_table
+sys.stdout.write(report["ddp"].state + ": " + report["ddp"].reason)
+"""
+
+
+def test_without_torch_distributed_and_triton_it_says_why_a_feature_is_off(tmp_path):
+    done = subprocess.run(
+        [sys.executable, "-c", POOR], env=clean(os.environ), capture_output=True, text=True, timeout=120, cwd=tmp_path
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("skipped: ")
+    assert "distributed" in done.stdout

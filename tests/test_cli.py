@@ -1,0 +1,196 @@
+"""ovpatch list and doctor, and the plugin template as a third party would install it."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import ovpatch
+from ovpatch import cli, doctor
+from ovpatch.session import Session
+from tests.support import fake_plugins
+from tests.support.environment import clean
+
+TEMPLATE = Path(__file__).resolve().parent.parent / "examples" / "plugin_template"
+
+
+@pytest.fixture
+def command(monkeypatch, capsys):
+    """Run a subcommand in this process; returns exit code, stdout and stderr."""
+    for name in [name for name in os.environ if name.startswith("OVPATCH")]:
+        monkeypatch.delenv(name)
+
+    session = Session()
+    monkeypatch.setattr(doctor, "session", session)
+
+    def command(*line):
+        code = cli.main(line)
+        return (code, *capsys.readouterr())
+
+    yield command
+    session.revert(())
+
+
+site = fake_plugins.site
+
+
+# --- list ---
+
+
+def test_list_as_json(command, site):
+    site.plugin("a", feature="default=False, options=(Option('n', 1, 'Amount.'),)")
+    code, out, err = command("list", "--json")
+    assert (code, err) == (0, "")
+    rows = {row["name"]: row for row in json.loads(out)["features"]}
+    assert rows["ddp"]["default"] is True
+    assert rows["ddp"]["state"] == "applied"
+    assert rows["ddp"]["summary"]
+    assert rows["a"]["state"] == "disabled"
+    assert rows["a"]["options"] == {"n": {"value": 1, "source": "default"}}
+    assert rows["a"]["distribution"] == "dist-a 1.0"
+
+
+def test_list_as_a_table(command, site, monkeypatch):
+    site.plugin("a")
+    monkeypatch.setenv("OVPATCH", "-a")
+    code, out, _ = command("list")
+    assert code == 0
+    assert "ddp" in out
+    assert "(not imported) dist-a 1.0" in out
+    assert "off by OVPATCH=-a" in out
+    assert "fake_a" not in sys.modules
+
+
+def test_a_broken_plugin_is_a_problem_and_does_not_hide_the_others(command, site):
+    site.plugin("a", extra="raise RuntimeError('boom')")
+    code, out, _ = command("list", "--json")
+    rows = {row["name"]: row for row in json.loads(out)["features"]}
+    assert code == 1
+    assert rows["a"]["state"] == "failed"
+    assert "boom" in rows["a"]["reason"]
+    assert rows["ddp"]["state"] == "applied"
+
+
+# --- doctor ---
+
+
+def test_doctor_as_json(command, site, monkeypatch):
+    site.plugin("a", feature="options=(Option('n', 1, 'Amount.'),)", dist="other", version="2.5")
+    monkeypatch.setenv("OVPATCH_A_N", "5")
+    code, out, err = command("doctor", "--json")
+    data = json.loads(out)
+    assert (code, err, data["problems"]) == (0, "", [])
+    assert {"ovpatch", "python", "platform", "torch", "pluggy", "wrapt"} <= set(data["versions"])
+    points = {point["name"]: point for point in data["entry_points"]}
+    assert points["ddp"]["target"] == "ovpatch_plugins.ddp.plugin"
+    assert (points["a"]["distribution"], points["a"]["version"]) == ("other", "2.5")
+    assert str(site.folder) in points["a"]["path"]
+    assert data["autoload"] == {"possible": True, "reason": ""}
+    assert data["settings"] == [
+        {"variable": "OVPATCH_A_N", "value": "5", "source": "environment", "meaning": "option 'n' of feature 'a'"}
+    ]
+    features = {feature["name"]: feature for feature in data["report"]["features"]}
+    assert features["a"]["options"]["n"] == {"value": 5, "source": "environment OVPATCH_A_N"}
+
+
+def test_doctor_tells_what_apply_would_raise(command, site, monkeypatch):
+    site.plugin("a", extra="@hookimpl\ndef ovpatch_reasons_against():\n    return ['no such machine']")
+    monkeypatch.setenv("OVPATCH", "+a")
+    monkeypatch.setenv("OVPATCH_STRICT", "1")
+    code, out, _ = command("doctor")
+    assert code == 1
+    assert "PROBLEM: a was asked for by name (OVPATCH=+a) and is skipped: no such machine" in out
+    assert "applied" in out
+
+
+def test_doctor_says_why_autoload_cannot_work(command, monkeypatch):
+    monkeypatch.setenv("TORCH_DEVICE_BACKEND_AUTOLOAD", "0")
+    assert command("doctor")[0] == 0
+    monkeypatch.setenv("OVPATCH_AUTO", "1")
+    code, out, _ = command("doctor", "--json")
+    assert code == 1
+    assert "TORCH_DEVICE_BACKEND_AUTOLOAD" in json.loads(out)["problems"][0]
+
+
+def test_doctor_names_a_duplicate_that_was_left_out(command, site):
+    site.announce("ddp", "fake_ddp", dist="impostor")
+    code, out, _ = command("doctor", "--json")
+    data = json.loads(out)
+    assert code == 1
+    assert "impostor 1.0 (fake_ddp) was left out" in data["problems"][0]
+    assert data["report"]["features"][0]["state"] == "applied"
+
+
+# --- usage ---
+
+
+def test_wrong_settings_are_exit_code_2(command, monkeypatch):
+    monkeypatch.setenv("OVPATCH", "dpp")
+    code, out, err = command("list")
+    assert (code, out) == (2, "")
+    assert "did you mean 'ddp'" in err
+
+
+@pytest.mark.parametrize("line", [[], ["nonsense"], ["list", "--nonsense"]])
+def test_wrong_usage_is_exit_code_2(line, capsys):
+    with pytest.raises(SystemExit) as error:
+        cli.main(line)
+    assert error.value.code == 2
+    assert "usage: ovpatch" in capsys.readouterr().err
+
+
+def test_version(capsys):
+    with pytest.raises(SystemExit) as error:
+        cli.main(["--version"])
+    assert (error.value.code, capsys.readouterr().out) == (0, f"ovpatch {ovpatch.__version__}\n")
+
+
+# --- the template ---
+
+USE = """
+import torch, ovpatch, json
+from torch.nn.utils import clip_grad_norm_ as held_before
+ovpatch.apply("clip_watch", options={"clip_watch": {"count_clipped": True}})
+p = torch.nn.Parameter(torch.ones(4))
+for norm in (1.0, 100.0):
+    p.grad = torch.ones(4)
+    held_before([p], norm)
+assert ovpatch.report()["clip_watch"].counters == {"calls": 2, "clipped": 1}
+ovpatch.revert()
+held_before([p], 1.0)
+assert ovpatch.report()["clip_watch"].counters == {}
+import ovpatch_clip_watch
+assert ovpatch_clip_watch.COUNTERS["calls"] == 2
+"""
+
+
+@pytest.mark.slow
+def test_the_plugin_template_installs_works_and_is_listed(tmp_path):
+    source, target = tmp_path / "source", tmp_path / "target"
+    shutil.copytree(TEMPLATE, source)
+    pip = ["-m", "pip", "install", "-q", "--no-deps", "--no-build-isolation", "--target", str(target), str(source)]
+    environ = {**clean(os.environ), "PYTHONPATH": str(target)}
+
+    def run(*line):
+        done = subprocess.run(
+            [sys.executable, *line], env=environ, capture_output=True, text=True, timeout=180, cwd=tmp_path
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout
+
+    run(*pip)
+    assert run("-c", USE) == ""
+    rows = {row["name"]: row for row in json.loads(run("-m", "ovpatch", "list", "--json"))["features"]}
+    assert rows["clip_watch"]["state"] == "applied"
+    assert rows["clip_watch"]["distribution"] == "ovpatch-clip-watch 0.1.0"
+    assert rows["clip_watch"]["options"] == {"count_clipped": {"value": False, "source": "default"}}
+
+
+def test_the_template_stays_small():
+    assert len((TEMPLATE / "ovpatch_clip_watch.py").read_text().splitlines()) <= 65

@@ -1,0 +1,197 @@
+"""Entry points found without import, and plugins loaded one by one, each failure with a name."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+
+from ovpatch import discovery
+from ovpatch.plugins import PluginError, Plugins
+from tests.support import fake_plugins
+from tests.support.fake_plugins import Site
+
+site = fake_plugins.site
+
+
+@pytest.fixture
+def find(site):
+    return lambda *more: discovery.find([str(site.folder), *map(str, more)])
+
+
+@pytest.fixture
+def load(find):
+    return lambda name: Plugins().load(find()[name])
+
+
+# --- finding ---
+
+
+def test_names_are_known_without_import(site, find):
+    site.plugin("a", dist="My.Dist", version="3.1")
+    found = find()["a"]
+    assert (found.name, found.target, found.version) == ("a", "fake_a", "3.1")
+    assert found.distribution == "my-dist"
+    assert str(site.folder) in found.path
+    assert not found.first_party
+    assert "fake_a" not in sys.modules
+
+
+def test_what_ovpatch_ships_comes_first(site, find):
+    site.plugin("b", dist="ovpatch")
+    site.plugin("a")
+    assert list(find()) == ["b", "a"]
+    assert find()["b"].first_party
+
+
+def test_other_groups_do_not_matter(site, find):
+    info = site.folder / "other-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: other\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text("[console_scripts]\nx = y:z\n")
+    assert find() == {}
+
+
+def test_a_distribution_listed_twice_is_no_duplicate(site, find, tmp_path_factory):
+    site.plugin("a", dist="dist-a")
+    site.announce("a", "fake_a", dist="dist-a", version="1.0", suffix="egg-info")
+    elsewhere = Site(tmp_path_factory.mktemp("elsewhere"))
+    elsewhere.announce("a", "older", dist="dist_a", version="0.9")
+    found = find(elsewhere.folder)["a"]
+    assert (found.problem, found.remark, found.target) == ("", "", "fake_a")
+
+
+def test_two_distributions_with_one_name_are_both_named_and_neither_loaded(site, find, load):
+    site.plugin("a", dist="one")
+    site.announce("a", "fake_other", dist="two", version="2.0")
+    problem = find()["a"].problem
+    assert "one 1.0 (fake_a)" in problem
+    assert "two 2.0 (fake_other)" in problem
+    with pytest.raises(PluginError) as error:
+        load("a")
+    assert error.value.state == "conflict"
+    assert "fake_a" not in sys.modules
+
+
+def test_ovpatch_keeps_its_own_name_and_says_what_was_left_out(site, find, load):
+    site.plugin("a", dist="ovpatch")
+    site.announce("a", "fake_other", dist="two", version="2.0")
+    found = find()["a"]
+    assert found.first_party
+    assert "two 2.0 (fake_other) was left out" in found.remark
+    assert load("a").name == "a"
+
+
+def test_the_same_line_twice_in_one_distribution_is_no_duplicate(site, find):
+    site.plugin("a", dist="one")
+    site.announce("a", "fake_a", dist="one")
+    assert not find()["a"].problem
+
+
+@pytest.mark.parametrize("name", ["9lives", "a.b", "all", "on"])
+def test_names_that_settings_could_not_write(site, find, name):
+    site.announce(name, "fake_x", dist="odd")
+    assert find()[discovery.normalise(name)].problem
+
+
+# --- loading ---
+
+
+def test_a_sound_plugin(site, load):
+    site.plugin("a", feature="options=(Option('x', 1, ''),), default=False")
+    feature = load("a")
+    assert (feature.name, feature.default, [option.name for option in feature.options]) == ("a", False, ["x"])
+
+
+def test_a_plugin_is_imported_and_described_once(site, find):
+    site.plugin("a")
+    plugins, found = Plugins(), find()["a"]
+    assert plugins.load(found) is plugins.load(found)
+    assert site.log == ["import a"]
+
+
+def test_a_blocked_plugin_is_never_imported_until_it_is_let_in(site, find):
+    site.plugin("a")
+    plugins = Plugins()
+    plugins.block("a")
+    with pytest.raises(PluginError, match="blocked by the settings"):
+        plugins.load(find()["a"])
+    assert "fake_a" not in sys.modules
+    plugins.unblock("a")
+    assert plugins.load(find()["a"]).name == "a"
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"extra": "raise RuntimeError('boom')"}, "importing fake_a of dist-a raised RuntimeError: boom"),
+        ({"extra": "import no_such_module"}, "raised ModuleNotFoundError: No module named 'no_such_module'"),
+        ({"extra": "raise SystemExit(3)"}, "raised SystemExit: 3"),
+        (
+            {"extra": "@hookimpl\ndef ovpatch_actvate():\n    pass"},
+            r"unknown hook 'ovpatch_actvate' \(did you mean 'ovpatch_activate'\?\)",
+        ),
+        (
+            {"extra": "def ovpatch_counters():\n    return {}"},
+            "'ovpatch_counters' looks like a hook but is not marked with @hookimpl",
+        ),
+        (
+            {"extra": "@hookimpl\ndef ovpatch_counters(colour):\n    return {}"},
+            "does not fit the specification",
+        ),
+        ({"extra": "del ovpatch_register"}, "does not implement ovpatch_register"),
+        ({"extra": "del ovpatch_register, ovpatch_feature"}, "implement ovpatch_feature and ovpatch_register"),
+        (
+            {"extra": "@hookimpl\ndef ovpatch_feature():\n    return 'a'"},
+            "ovpatch_feature returned str, not a Feature",
+        ),
+        (
+            {"extra": "@hookimpl\ndef ovpatch_feature():\n    return Feature('b', '')"},
+            "its feature is called 'b', its entry point 'a'",
+        ),
+        ({"extra": "@hookimpl\ndef ovpatch_feature():\n    return 1 / 0"}, "ovpatch_feature raised ZeroDivisionError"),
+        ({"feature": "options=(Option('X', 1, ''),)"}, "option name 'X' is not a lower-case identifier"),
+        ({"feature": "torch='about 2'"}, "about 2"),
+    ],
+)
+def test_a_broken_plugin_says_what_is_wrong_and_leaves_the_others_alone(site, find, change, message):
+    site.plugin("a", **change)
+    site.plugin("b")
+    plugins = Plugins()
+    with pytest.raises(PluginError, match=message) as error:
+        plugins.load(find()["a"])
+    assert error.value.state == "failed"
+    assert plugins.load(find()["b"]).name == "b"
+
+
+def test_a_broken_plugin_may_be_tried_again(site, find):
+    site.plugin("a", extra="raise RuntimeError('boom')")
+    plugins = Plugins()
+    with pytest.raises(PluginError):
+        plugins.load(find()["a"])
+    site.forget()
+    site.plugin("a", extra="# repaired, and of another length than before")
+    assert plugins.load(find()["a"]).name == "a"
+
+
+# --- calling ---
+
+
+def test_a_hook_is_called_for_one_plugin_only(site, find):
+    for name in ("a", "b"):
+        site.plugin(name, extra=f"@hookimpl\ndef ovpatch_counters():\n    return {{{name!r}: 1}}")
+    plugins = Plugins()
+    for found in find().values():
+        plugins.load(found)
+    assert plugins.call("a", "ovpatch_counters") == {"a": 1}
+    assert plugins.call("b", "ovpatch_counters") == {"b": 1}
+    assert plugins.call("a", "ovpatch_remarks") is None
+
+
+def test_an_error_in_a_hook_is_attributed_and_chained(site, find):
+    site.plugin("a", extra="@hookimpl\ndef ovpatch_remarks():\n    raise KeyError('lost')")
+    plugins = Plugins()
+    plugins.load(find()["a"])
+    with pytest.raises(PluginError, match="ovpatch_remarks raised KeyError: 'lost'") as error:
+        plugins.call("a", "ovpatch_remarks")
+    assert isinstance(error.value.__cause__, KeyError)

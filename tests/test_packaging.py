@@ -1,0 +1,118 @@
+"""A wheel holds everything, says the right things about itself and works from where pip puts it."""
+
+from __future__ import annotations
+
+import configparser
+import os
+import shutil
+import subprocess
+import sys
+import zipfile
+from email.parser import Parser
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+
+ROOT = Path(__file__).resolve().parent.parent
+PACKAGES = {"ovpatch": "ovpatch", "plugins": "ovpatch_plugins"}  # folder -> the name it is imported by
+
+pytestmark = pytest.mark.slow
+
+
+def run(*command, **kwargs):
+    done = subprocess.run([sys.executable, *command], capture_output=True, text=True, timeout=120, **kwargs)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory):
+    """A wheel built from a copy of the sources, so that no earlier build in the tree can lend it files."""
+    source, out = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("wheel")
+    for name in ("setup.py", "setup.cfg", "pyproject.toml", "LICENSE", "README.md"):
+        shutil.copy(ROOT / name, source)
+    for folder in PACKAGES:
+        shutil.copytree(ROOT / folder, source / folder, ignore=shutil.ignore_patterns("__pycache__"))
+    run("-m", "build", "--wheel", "--no-isolation", "--outdir", str(out), str(source))
+    (file,) = out.glob("*.whl")
+    return file
+
+
+@pytest.fixture(scope="module")
+def names(wheel):
+    with zipfile.ZipFile(wheel) as archive:
+        return set(archive.namelist())
+
+
+@pytest.fixture(scope="module")
+def dist_info(wheel):
+    """Read a file of the wheel's dist-info folder."""
+    archive = zipfile.ZipFile(wheel)
+
+    def read(name):
+        (path,) = (path for path in archive.namelist() if path.endswith(f".dist-info/{name}"))
+        return archive.read(path).decode()
+
+    yield read
+    archive.close()
+
+
+@pytest.fixture(scope="module")
+def metadata(dist_info):
+    return Parser().parsestr(dist_info("METADATA"))
+
+
+def test_every_module_and_type_marker_is_in_the_wheel(names):
+    for folder, package in PACKAGES.items():
+        files = {path.relative_to(ROOT / folder) for path in (ROOT / folder).rglob("*.py")} | {Path("py.typed")}
+        missing = {f"{package}/{file.as_posix()}" for file in files} - names
+        assert not missing, "add their packages to [options] packages in setup.cfg"
+
+
+def test_nothing_but_the_two_packages_is_in_the_wheel(names):
+    tops = {name.partition("/")[0] for name in names}
+    assert {top for top in tops if not top.endswith(".dist-info")} == set(PACKAGES.values())
+
+
+def test_entry_points_of_all_three_groups(dist_info):
+    points = configparser.ConfigParser()
+    points.read_string(dist_info("entry_points.txt"))
+    assert points["ovpatch"]["ddp"] == "ovpatch_plugins.ddp.plugin"
+    assert points["console_scripts"]["ovpatch"] == "ovpatch.cli:main"
+    assert points["torch.backends"]["ovpatch"].startswith("ovpatch.autoload:")
+
+
+def test_every_feature_folder_has_an_entry_point(dist_info):
+    points = configparser.ConfigParser()
+    points.read_string(dist_info("entry_points.txt"))
+    features = {path.parent.name for path in (ROOT / "plugins").glob("*/plugin.py")}
+    assert features <= set(points["ovpatch"])
+
+
+def test_licence(metadata, dist_info):
+    assert (metadata["License-Expression"] or metadata["License"]) == "Apache-2.0"
+    assert "Apache License" in dist_info("licenses/LICENSE")
+
+
+def test_torch_is_required_without_a_version_so_that_pip_never_replaces_it(metadata):
+    requirements = {r.name: r for r in map(Requirement, metadata.get_all("Requires-Dist")) if r.marker is None}
+    assert set(requirements) == {"torch", "wrapt", "pluggy", "packaging", "rich"}
+    assert not requirements["torch"].specifier
+    assert metadata["Requires-Python"] == ">=3.10"
+    assert {"plot", "test", "integration"} <= set(metadata.get_all("Provides-Extra"))
+
+
+def test_the_installed_wheel_imports_and_is_found_by_torch(wheel, tmp_path):
+    run("-m", "pip", "install", "--quiet", "--no-deps", "--target", str(tmp_path), str(wheel))
+    code = (
+        "import torch, ovpatch_plugins.ddp.plugin as plugin, ovpatch\n"
+        "from importlib.metadata import distribution\n"
+        "print(plugin.__file__); print(ovpatch.__file__)\n"
+        "assert ovpatch.__version__ == distribution('ovpatch').version\n"
+        "assert ovpatch.apply()['ddp'].state == 'applied'\n"
+    )
+    env = {name: value for name, value in os.environ.items() if not name.startswith("OVPATCH")}
+    out = run("-c", code, env={**env, "PYTHONPATH": str(tmp_path)}, cwd=tmp_path)
+    assert all(Path(line).is_relative_to(tmp_path) for line in out.splitlines())
+    assert len(out.splitlines()) == 2

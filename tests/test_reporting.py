@@ -1,0 +1,188 @@
+"""The report as JSON and as a table, and reports of several processes merged into one."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from ovpatch.merging import merge
+from ovpatch.options import OptionValue
+from ovpatch.patching import PatchState, PatchStatus
+from ovpatch.reporting import NEVER_CALLED, STATES, FeatureReport, Report, plain, table_of
+
+
+def patch(target="m.f", state=PatchState.APPLIED, calls=1):
+    return PatchStatus(target=target, feature="ddp", kind="wrap", state=state, calls=calls)
+
+
+def feature(name="ddp", state="applied", reason="", **more):
+    return FeatureReport(name, state, reason, distribution="ovpatch 1.0", **more)
+
+
+def report(*features, rank=0, pid=None, restart=0, patches=()):
+    pid = 100 + (rank or 0) if pid is None else pid
+    made = Report("0.1", "2.13", "3.11", pid, rank, features or (feature(),), patches)
+    return {**made.to_json(), "restart": restart}
+
+
+# --- one process ---
+
+
+def test_json_has_the_agreed_keys():
+    made = feature(
+        remarks=("r",), options={"size": OptionValue(25, "argument")}, counters={"steps": 3}, summary="s", default=True
+    )
+    data = report(made, patches=(patch(),))
+    assert data["features"] == [
+        {
+            "name": "ddp",
+            "state": "applied",
+            "reason": "",
+            "remarks": ["r"],
+            "options": {"size": {"value": 25, "source": "argument"}},
+            "counters": {"steps": 3},
+            "distribution": "ovpatch 1.0",
+        }
+    ]
+    assert data["patches"] == [patch().to_json()]
+    assert {key: data[key] for key in ("version", "torch", "python", "pid", "rank")} == {
+        "version": "0.1",
+        "torch": "2.13",
+        "python": "3.11",
+        "pid": 100,
+        "rank": 0,
+    }
+    json.dumps(data)
+
+
+def test_values_that_json_cannot_hold_become_text():
+    value = {"path": Path("/a"), 1: (1, {2}), "none": None, "flag": True}
+    assert plain(value) == {"path": "/a", "1": [1, [2]], "none": None, "flag": True}
+
+
+def test_features_by_name():
+    made = Report("0.1", "2.13", "3.11", 1, None, (feature("a"), feature("b", "skipped", "why")))
+    assert made["b"].reason == "why"
+    with pytest.raises(KeyError):
+        made["c"]
+
+
+def test_the_summary_says_what_is_on_and_why_others_are_not():
+    made = Report(
+        "0.1", "2.13", "3.11", 1, None, (feature("a"), feature("b", "skipped", "why"), feature("c", "disabled", "x"))
+    )
+    assert made.summary() == "applied a; disabled c; skipped b (why)"
+
+
+def test_the_table_is_plain_text_unless_colour_is_asked_for():
+    made = Report("0.1", "2.13", "3.11", 1, None, (feature("a", "failed", "because [of] this", counters={"n": 3}),))
+    text = str(made)
+    assert text.isascii()
+    assert "\x1b" not in text
+    assert "because [of] this" in text
+    assert "n 3" in text
+    assert "\x1b[31m" in made.table(colour=True)
+
+
+def test_the_table_shows_options_that_are_not_the_default():
+    options = {"size": OptionValue(25, "environment OVPATCH_DDP_SIZE"), "other": OptionValue(1, "default")}
+    text = Report("0.1", "2.13", "3.11", 1, None, (feature(options=options),)).table(width=200)
+    assert "size=25 (environment OVPATCH_DDP_SIZE)" in text
+    assert "other" not in text
+
+
+# --- several processes ---
+
+
+def test_counters_are_summed_and_kept_by_process():
+    merged = merge([report(feature(counters={"n": 2}), rank=1), report(feature(counters={"n": 3, "m": 1}), rank=0)])
+    found = merged["features"][0]
+    assert found["counters"] == {"n": 5, "m": 1}
+    assert [(one["rank"], one["counters"]) for one in found["processes"]] == [(0, {"n": 3, "m": 1}), (1, {"n": 2})]
+    assert merged["processes"] == [{"pid": 100, "rank": 0, "restart": 0}, {"pid": 101, "rank": 1, "restart": 0}]
+    assert (found["state"], found["reason"]) == ("applied", "")
+    assert (merged["pid"], merged["rank"]) == (None, None)
+    table_of(merged)
+
+
+def test_states_that_differ_are_said_and_the_worst_one_counts():
+    merged = merge([report(rank=0), report(feature(state="skipped", reason="no GPU"), rank=1), report(rank=2)])
+    found = merged["features"][0]
+    assert found["state"] == "skipped"
+    assert "applied on rank 0, rank 2" in found["reason"]
+    assert "skipped (no GPU) on rank 1" in found["reason"]
+
+
+def test_one_state_with_two_reasons():
+    merged = merge([report(feature(state="skipped", reason=why), rank=rank) for rank, why in enumerate(("x", "y"))])
+    assert merged["features"][0]["reason"] == "rank 0: x; rank 1: y"
+
+
+def test_a_feature_that_one_process_does_not_have():
+    merged = merge([report(feature("a"), feature("b"), rank=0), report(feature("a"), rank=1)])
+    assert [one["name"] for one in merged["features"]] == ["a", "b"]
+    assert merged["features"][1]["state"] == "unavailable"
+    assert "not installed on rank 1" in merged["features"][1]["reason"]
+
+
+def test_every_state_has_a_place_in_the_order():
+    for state in STATES:
+        assert merge([report(feature(state=state))])["features"][0]["state"] == state
+
+
+def test_options_that_differ_are_said():
+    options = [{"size": OptionValue(value, "argument")} for value in (1, 2)]
+    merged = merge([report(feature(options=one), rank=rank) for rank, one in enumerate(options)])
+    assert merged["features"][0]["options"]["size"] == {
+        "value": 1,
+        "source": "argument",
+        "differs": {"rank 0": 1, "rank 1": 2},
+    }
+    same = merge([report(feature(options=options[0]), rank=rank) for rank in (0, 1)])
+    assert "differs" not in same["features"][0]["options"]["size"]
+
+
+def test_remarks_are_said_once_with_whom_they_concern():
+    merged = merge([report(feature(remarks=("all", "one")), rank=0), report(feature(remarks=("all",)), rank=1)])
+    assert merged["features"][0]["remarks"] == ["all", "one (rank 0)"]
+
+
+def test_never_called_is_said_of_workers_but_not_of_a_parent_while_others_work():
+    idle, busy = feature(remarks=(NEVER_CALLED,), counters={"n": 0}), feature(counters={"n": 1})
+    assert merge([report(idle, rank=0), report(idle, rank=1)])["features"][0]["remarks"] == [NEVER_CALLED]
+    assert merge([report(busy, rank=0), report(idle, rank=1)])["features"][0]["remarks"] == [NEVER_CALLED + " (rank 1)"]
+    assert merge([report(busy, rank=0), report(idle, rank=None, pid=7)])["features"][0]["remarks"] == []
+
+
+def test_after_an_elastic_restart_the_last_generation_counts():
+    first = [report(feature(counters={"n": 50}), rank=rank, pid=rank + 1) for rank in (0, 1)]
+    second = [report(feature(counters={"n": 3}), rank=rank, pid=rank + 11, restart=1) for rank in (0, 1)]
+    merged = merge(first + second)
+    assert merged["features"][0]["counters"] == {"n": 6}
+    assert len(merged["processes"]) == 4
+
+
+def test_calls_of_patches_are_summed_and_states_kept_apart():
+    merged = merge(
+        [
+            report(rank=0, patches=(patch(calls=2), patch("m.g"))),
+            report(rank=1, patches=(patch(calls=3), patch("m.g", PatchState.SKIPPED, 0))),
+        ]
+    )
+    assert [(one["target"], one["state"], one["calls"]) for one in merged["patches"]] == [
+        ("m.f", "applied", 5),
+        ("m.g", "applied", 1),
+        ("m.g", "skipped", 0),
+    ]
+
+
+def test_versions_that_differ_are_both_said():
+    other = {**report(rank=1), "torch": "2.11"}
+    assert merge([report(rank=0), other])["torch"] == "2.13, 2.11"
+
+
+def test_nothing_to_merge():
+    with pytest.raises(ValueError, match="no reports"):
+        merge([])
