@@ -117,6 +117,8 @@ def measure(name: str, args: argparse.Namespace) -> dict[str, Any]:
         flops = flops_per_step(model, args.batch * args.accumulate * context, context)
         peak = torch.cuda.max_memory_allocated() / 2**30 if CUDA else 0.0
         del step, model
+        if args.compile:
+            torch._dynamo.reset()  # or the last arms meet Dynamo's recompile limit and run eagerly
         gc.collect()
     if CUDA:
         torch.cuda.empty_cache()

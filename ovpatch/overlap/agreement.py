@@ -63,7 +63,7 @@ def agree(
     return str(verdict["objection"])
 
 
-def _collect(store: dist.Store, prefix: str, group: dist.ProcessGroup, topic: str, timeout_s: float) -> dict[str, str]:
+def _collect(store: c10d.Store, prefix: str, group: dist.ProcessGroup, topic: str, timeout_s: float) -> dict[str, str]:
     keys = [f"{prefix}/{rank}" for rank in range(group.size())]
     if not _arrived(store, keys, timeout_s):
         missing = [rank for rank, key in enumerate(keys) if not store.check([key])]
@@ -81,7 +81,7 @@ def _collect(store: dist.Store, prefix: str, group: dist.ProcessGroup, topic: st
 
 
 def _await_verdict(
-    store: dist.Store, prefix: str, group: dist.ProcessGroup, topic: str, timeout_s: float
+    store: c10d.Store, prefix: str, group: dist.ProcessGroup, topic: str, timeout_s: float
 ) -> dict[str, str]:
     # Rank 0 may itself wait the whole time for a third rank: leave it room to say so.
     if not _arrived(store, [f"{prefix}/verdict"], timeout_s + 5):
@@ -90,7 +90,7 @@ def _await_verdict(
     return verdict
 
 
-def _arrived(store: dist.Store, keys: list[str], timeout_s: float) -> bool:
+def _arrived(store: c10d.Store, keys: list[str], timeout_s: float) -> bool:
     try:
         store.wait(keys, timedelta(seconds=timeout_s))
     except RuntimeError as error:  # each store has its own subclass; all of them say that it was the time

@@ -1,78 +1,100 @@
-"""One number per step and rank, summed in the background and looked at when it is there.
+"""One number per rank and step, summed over the ranks.
 
 A rank whose backward was cut short by an exception still has to complete the step's collectives, or its peers hang.
-They then hold gradients in which that rank's part is missing, and must hear of it. Waiting for the answer would stall
-the host behind the device in every step, so ballots are read as they arrive, a few steps late at most.
+They then hold gradients in which that rank's part is missing, and must hear of it.
+
+[Note: when a ballot is read] Without streams the host waits for the step's collectives anyway, so it waits for the
+ballot with them and hears at once. (An all-reduce that nobody waits for may also complete while the interpreter goes
+down, which gloo's threads do not survive.) On CUDA waiting would stall the host behind the device, and a ballot costs
+the host as much as a bucket: there one is cast for several steps together and read when it has come.
 """
 
 from __future__ import annotations
 
 from collections import deque
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 
-# Ballots older than this many steps are waited for.
+from ovpatch.overlap.collectives import all_reduce
+
+# Steps per ballot where casting one is not free.
+PERIOD = 16
+
+# Ballots that may be under way; older ones are waited for.
 _PATIENCE = 64
 
 
 class Ballots:
-    """Ballots on one process group.
+    """Ballots on one process group, cast by every rank after the same steps.
 
     Args:
-        group: The process group; every rank casts one ballot per step.
+        group: The process group.
         device: Where the group's collectives run.
     """
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
         self._group = group
         self._device = device
+        self._period = PERIOD if device.type == "cuda" else 1
+        self._failed = 0
         self._open: deque[_Ballot] = deque()
 
-    def cast(self, step: int, value: int) -> None:
-        """Add ``value`` to the sum over ranks of this step."""
-        vote = torch.full((1,), value, dtype=torch.int32, device=self._device)
-        work = dist.all_reduce(vote, group=self._group, async_op=True)
-        self._open.append(_Ballot(step, value, vote, work))
+    def count(self, step: int, *, failed: bool) -> None:
+        """Count this rank's step; cast the ballot when it is due. Comes after the step's other collectives."""
+        self._failed += failed
+        if (step + 1) % self._period == 0:
+            vote = torch.full((1,), self._failed, dtype=torch.int32, device=self._device)
+            steps = range(step + 1 - self._period, step + 1)
+            self._open.append(_Ballot.cast(steps, self._failed, vote, self._group))
+            self._failed = 0
 
-    def losses(self) -> list[int]:
-        """Return the steps, of those counted since the last call, in which only other ranks' votes were not zero."""
+    def losses(self) -> list[range]:
+        """Return the steps, of those counted since the last call, in which another rank failed and this one did not.
+
+        A range of steps stands for one or more among them. See [Note: when a ballot is read].
+        """
         steps = []
         while self._open and (len(self._open) > _PATIENCE or self._open[0].ready()):
             ballot = self._open.popleft()
             if ballot.own == 0 and ballot.total() > 0:
-                steps.append(ballot.step)
+                steps.append(ballot.steps)
         return steps
 
 
+@dataclass
 class _Ballot:
-    def __init__(self, step: int, own: int, vote: torch.Tensor, work: dist.Work) -> None:
-        self.step = step
-        self.own = own
-        self._vote = vote
-        self._work = work
-        self._event: torch.cuda.Event | None = None
-        if vote.is_cuda:
-            # On a stream of its own the copy runs when the collective is done, without holding back the compute.
-            with torch.cuda.stream(_side_stream(vote.device)):
-                work.wait()
-                # Pinned, or the copy makes the host wait for the device.
-                self._host = torch.empty(1, dtype=vote.dtype, pin_memory=True)
-                self._host.copy_(vote, non_blocking=True)
-                self._event = torch.cuda.Event()
-                self._event.record()
-        else:
-            self._host = vote
+    steps: range
+    own: int
+    vote: torch.Tensor
+    work: dist.Work
+    host: torch.Tensor
+    event: torch.cuda.Event | None = None
+
+    @staticmethod
+    def cast(steps: range, own: int, vote: torch.Tensor, group: dist.ProcessGroup) -> _Ballot:
+        work = all_reduce(vote, group)
+        if not vote.is_cuda:
+            return _Ballot(steps, own, vote, work, vote)
+        # On a stream of its own the copy runs when the sum is there, without holding back the compute; into pinned
+        # memory, or it would make the host wait.
+        with torch.cuda.stream(_side_stream(vote.device)):
+            work.wait()
+            host = torch.empty(1, dtype=vote.dtype, pin_memory=True).copy_(vote, non_blocking=True)
+            event = torch.cuda.Event()
+            event.record()
+        return _Ballot(steps, own, vote, work, host, event)
 
     def ready(self) -> bool:
-        return self._event.query() if self._event is not None else self._work.is_completed()
+        return self.event is None or self.event.query()
 
     def total(self) -> int:
-        if self._event is not None:
-            self._event.synchronize()
+        if self.event is not None:
+            self.event.synchronize()
         else:
-            self._work.wait()
-        return int(self._host.item())
+            self.work.wait()
+        return int(self.host.item())
 
 
 _streams: dict[torch.device, torch.cuda.Stream] = {}

@@ -21,6 +21,8 @@ from torch import Tensor
 # Below this size a kernel launch costs more than the pass over memory that a fused copy-and-scale saves.
 _BATCH_NUMEL = 1 << 15
 
+_CUDA_ALIGNMENT = 16  # bytes
+
 # The fused kernels round the factor to the tensors' dtype on some devices, where plain multiplication does not.
 _BATCH_DTYPES = (torch.float32, torch.float64)
 
@@ -36,7 +38,7 @@ class GradBucket:
     def __init__(self, indices: Sequence[int], params: Sequence[torch.nn.Parameter]) -> None:
         self.indices = tuple(indices)
         self.params = tuple(params)
-        self.numel = sum(param.numel() for param in params)
+        self.offsets, self.numel = _offsets(params)
         self.dtype = params[0].dtype
         self.device = params[0].device
         self._flat: Tensor | None = None
@@ -79,7 +81,9 @@ class GradBucket:
                     small.append((view, grad))
                 else:
                     torch.mul(grad, scale, out=view)
-            if small:
+            if len(small) == 1:
+                torch.mul(small[0][1], scale, out=small[0][0])
+            elif small:
                 views = [view for view, _ in small]
                 torch._foreach_copy_(views, [grad for _, grad in small])
                 torch._foreach_mul_(views, scale)
@@ -153,8 +157,8 @@ class GradBucket:
         if self._flat is None or not (always_view or self._is_free(self._flat)):
             # Outside inference mode, or a first backward under it would leave tensors that autograd refuses later.
             with torch.inference_mode(False):
-                self._flat = torch.empty(self.numel, dtype=self.dtype, device=self.device)
-                self._views = _views(self._flat, self.params)
+                self._flat = torch.zeros(self.numel, dtype=self.dtype, device=self.device)
+                self._views = _views(self._flat, self.params, self.offsets)
             self._own_references = _storage_references(self._flat)
         return self._flat
 
@@ -168,13 +172,26 @@ def _is_alias(grad: Tensor | None, view: Tensor) -> bool:
     return grad is not None and grad.data_ptr() == view.data_ptr() != 0 and grad.stride() == view.stride()
 
 
-def _views(flat: Tensor, params: Sequence[torch.nn.Parameter]) -> list[Tensor]:
-    """Cut ``flat`` into one view per parameter, with the parameter's strides where they leave no holes."""
-    views, offset = [], 0
+def _offsets(params: Sequence[torch.nn.Parameter]) -> tuple[list[int], int]:
+    """Return where each gradient begins in the flat tensor, and the flat tensor's size, in elements.
+
+    On CUDA gradients begin at 16 bytes as tensors of their own do, or fused optimizers and norms leave their vectorised
+    path. Elsewhere, and wherever sizes are multiples of that anyway, the layout is stock DDP's.
+    """
+    step = max(1, _CUDA_ALIGNMENT // params[0].dtype.itemsize) if params[0].is_cuda else 1
+    offsets, offset = [], 0
     for param in params:
+        offsets.append(offset)
+        offset += -(-param.numel() // step) * step
+    return offsets, offset
+
+
+def _views(flat: Tensor, params: Sequence[torch.nn.Parameter], offsets: Sequence[int]) -> list[Tensor]:
+    """Cut ``flat`` into one view per parameter, with the parameter's strides where they leave no holes."""
+    views = []
+    for param, offset in zip(params, offsets, strict=True):
         strides = param.stride() if _is_dense(param) else _contiguous_strides(param.shape)
         views.append(flat.as_strided(param.shape, strides, offset))
-        offset += param.numel()
     return views
 
 

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+from contextlib import AbstractContextManager
+from typing import Any
+
 import torch
 
 
@@ -16,6 +20,12 @@ def label(feature: str, phase: str, name: str = "") -> str:
     return f"ovpatch::{feature}::{phase} ({name})" if name else f"ovpatch::{feature}::{phase}"
 
 
-def span(text: str) -> torch.autograd.profiler.record_function:
-    """Return a context manager that shows ``text``, made by :func:`label`, as a range in torch's profiler."""
-    return torch.autograd.profiler.record_function(text)
+_NOTHING: AbstractContextManager[Any] = contextlib.nullcontext()
+
+
+def span(text: str) -> AbstractContextManager[Any]:
+    """Return a context manager that shows ``text``, made by :func:`label`, as a range in torch's profiler.
+
+    Without a profiler it is nothing: an idle ``record_function`` costs more than launching a collective.
+    """
+    return torch.autograd.profiler.record_function(text) if torch.autograd._profiler_enabled() else _NOTHING

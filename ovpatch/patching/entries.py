@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Final
 
-from ovpatch.patching.errors import IncompatiblePatchError, PatchConflictError
-from ovpatch.patching.patches import Hook, Patch, PatchState, PatchStatus, Removable, location_of
+from ovpatch.patching.errors import PatchConflictError
+from ovpatch.patching.patches import Hook, Patch, PatchState, PatchStatus, Removable
 from ovpatch.patching.stack import Layer, Stack
-from ovpatch.patching.targets import Place, is_module, owner_path, resolve
+from ovpatch.patching.targets import Place, is_module, owner_path
 
 _LIVE: Final = (PatchState.APPLIED, PatchState.PENDING)
 
@@ -26,6 +26,7 @@ class Entry:
         handle: What installing the hook returned.
         waits_for: Modules whose import may bring the target.
         turn: When it was applied, compared with the other entries.
+        location: File and line of what was patched.
     """
 
     declared: Patch | Hook
@@ -36,6 +37,7 @@ class Entry:
     handle: Removable | None = None
     waits_for: tuple[str, ...] = ()
     turn: int = 0
+    location: str = ""
     _calls: int = 0
     _traces: int = 0
 
@@ -65,7 +67,7 @@ class Entry:
             state=state,
             reason=reason,
             calls=self._calls + sum(layer.calls for _, layer in self.layers),
-            location=self._location(),
+            location=self.location,
             rebound=tuple(name for stack, _ in self.layers for name in stack.rebound),
             why=self.declared.why,
             expires=self.declared.expires,
@@ -80,17 +82,6 @@ class Entry:
             return self.state, self.reason
         lost = f"{stack.covering} took its place" if stack.covering else "its module was executed again"
         return PatchState.SHADOWED, f"{lost} after apply(): call apply() again"
-
-    def _location(self) -> str:
-        if self.layers:
-            return location_of(self.layers[-1][0].original)
-        if not isinstance(self.declared, Patch):
-            return location_of(self.declared.install)
-        try:
-            place = resolve(self.declared.target)
-        except IncompatiblePatchError:
-            return ""
-        return location_of(place.raw) if isinstance(place, Place) else ""
 
 
 def find_stack(stacks: list[Stack], place: Place) -> Stack | None:
@@ -142,4 +133,8 @@ def conflict(one: Patch, other: Patch, place: Place) -> PatchConflictError:
 
 
 def _turn_off(patch: Patch) -> str:
-    return f"OVPATCH_{patch.feature.upper()}=0" if patch.feature else f"leave out the patch of {patch.target}"
+    return (
+        f"OVPATCH_{patch.feature.upper().replace('-', '_')}=0"
+        if patch.feature
+        else f"leave out the patch of {patch.target}"
+    )

@@ -99,21 +99,25 @@ def _forget_references(stacks: Sequence[Stack]) -> None:
             namespace(module)[name] = entries[found].original
 
 
-def restore_uncovered(stacks: list[Stack], entries: Sequence[Entry]) -> None:
+def restore_uncovered(stacks: list[Stack], entries: Sequence[Entry]) -> bool:
     """Restore slots whose stacks are empty and over which nobody lies any more.
 
     Args:
         stacks: Stacks of the manager; restored ones leave it.
         entries: Entries of the manager; those that were shadowed by nothing else are reverted then.
+
+    Returns:
+        Whether there were any.
     """
     restored = []
     for stack in [stack for stack in stacks if not stack.layers]:
         stack.writes = [write for write in stack.writes if not write.undo()]
         restored += [] if stack.writes else [stack]
     if not restored:
-        return
+        return False
     stacks[:] = [stack for stack in stacks if stack not in restored]
     for entry in entries:
         entry.over = [stack for stack in entry.over if stack not in restored]
         if entry.state is PatchState.SHADOWED and not entry.over:
             entry.become(PatchState.REVERTED)
+    return True

@@ -34,6 +34,7 @@ from torch.nn.parallel.distributed import _find_tensors
 
 from ovpatch.overlap.ballot import Ballots
 from ovpatch.overlap.buckets import GradBucket
+from ovpatch.overlap.collectives import all_reduce
 from ovpatch.overlap.labels import label, span
 from ovpatch.overlap.lanes import Producers
 from ovpatch.overlap.layout import arrival_layout, initial_layout
@@ -112,7 +113,7 @@ class GradReducer:
         """Arm the reducer for the next backward. The outputs come by :meth:`watch`."""
         self._finish_previous()
         self._armed = True
-        self._absent = set()
+        self._absent.clear()
         self._open([ANY] * len(self.params) if self._learns_static_graph() else self._static_counts)
 
     @torch._disable_dynamo
@@ -213,7 +214,7 @@ class GradReducer:
         self._producers = Producers(self._device)
         self._arrivals: list[int] = []
         self._armed = self._began = self._callback_queued = False
-        self._absent: set[int] = set()
+        self._absent = set()
         self._nested: set[int] = set()
         self.has_rebuilt_buckets = False
         self._set_buckets(initial_layout(self.params, limits, bucketed=unused and not self.static_graph))
@@ -288,7 +289,7 @@ class GradReducer:
         with span(self._labels[index]):
             self._producers.join(p.grad for p in bucket.params if p.grad is not None)
             flat = bucket.pack(self._group.size(), absent=self._absent, always_view=view)
-            self._works.append(_all_reduce(flat, self._group))
+            self._works.append(all_reduce(flat, self._group))
         if index > 0:
             # One bucket late: the gradients of this one are still referenced by the node whose hook is running.
             self.buckets[index - 1].adopt(always_view=view)
@@ -301,7 +302,7 @@ class GradReducer:
             self._launch()
         if launch_usage:
             self._usage.launch()
-        self._ballots.cast(self._steps, 0)
+        self._ballots.count(self._steps, failed=False)
         for work in self._works:
             work.wait()
         if launch_usage:
@@ -311,6 +312,8 @@ class GradReducer:
             bucket.unpack(skip=nowhere, always_view=self.config.gradient_as_bucket_view)
         self._close()
         COUNTERS.backwards += 1
+        if self._device.type != "cuda":
+            self._raise_if_peers_lost_gradients()
 
     def _close(self) -> None:
         self._ledger.close()
@@ -331,22 +334,25 @@ class GradReducer:
             return
         with span(label("ddp", "recover")):
             for bucket in self.buckets[len(self._works) :]:
-                self._works.append(_all_reduce(bucket.zeros_like(), self._group))
+                self._works.append(all_reduce(bucket.zeros_like(), self._group))
             if self._tracks_usage():
                 self._usage.launch()
-            self._ballots.cast(self._steps, 1)
+            self._ballots.count(self._steps, failed=True)
             for work in self._works:
                 work.wait()
             if self._tracks_usage():
                 self._usage.nowhere_used()
+            self._ballots.losses()
         self._close()
         COUNTERS.recovered += 1
 
     def _raise_if_peers_lost_gradients(self) -> None:
-        steps = self._ballots.losses()
-        if steps:
+        losses = self._ballots.losses()
+        if losses:
+            first, last = losses[0][0], losses[0][-1]
+            when = f"step {first}" if first == last else f"a step from {first} to {last}"
             raise RuntimeError(
-                f"ovpatch: an exception ended the backward of step {steps[0]} on another rank while this rank's went "
+                f"ovpatch: an exception ended the backward of {when} on another rank while this rank's went "
                 "well, so the averaged gradients of that step lack a part. Restart from the last checkpoint, and let "
                 "the script either skip a failed step on all ranks or end with the exception."
             )
@@ -388,9 +394,3 @@ def _call(method: weakref.WeakMethod[Callable[[], None]]) -> None:
     target = method()
     if target is not None:
         target()
-
-
-def _all_reduce(flat: Tensor, group: dist.ProcessGroup) -> dist.Work:
-    work = dist.all_reduce(flat, group=group, async_op=True)
-    assert work is not None
-    return work

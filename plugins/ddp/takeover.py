@@ -14,7 +14,7 @@ import logging
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextvars import ContextVar
-from typing import TYPE_CHECKING, Any
+from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -25,8 +25,8 @@ from ovpatch_plugins.ddp.logger import ReducerLogger
 from ovpatch_plugins.ddp.reducer import GradReducer, ReducerConfig
 from ovpatch_plugins.ddp.support import objection
 
-if TYPE_CHECKING:
-    from torch.nn.parallel import DistributedDataParallel
+# A ``DistributedDataParallel`` object; its own annotations know the C++ reducer only.
+Wrapper: TypeAlias = Any
 
 _log = logging.getLogger("ovpatch.ddp")
 
@@ -35,7 +35,7 @@ _MIB = 1024 * 1024
 InitHelper = Callable[..., None]
 
 # Models with our reducer, each with the function that builds the stock one.
-_live: weakref.WeakKeyDictionary[DistributedDataParallel, InitHelper] = weakref.WeakKeyDictionary()
+_live: weakref.WeakKeyDictionary[Wrapper, InitHelper] = weakref.WeakKeyDictionary()
 _remarks: list[str] = []
 _ranks_are_together: ContextVar[bool] = ContextVar("ovpatch_ddp_ranks_are_together", default=False)
 
@@ -55,7 +55,7 @@ class Takeover:
         signature = inspect.signature(original)
 
         @functools.wraps(original)
-        def init(ddp: DistributedDataParallel, *args: Any, **kwargs: Any) -> None:
+        def init(ddp: Wrapper, *args: Any, **kwargs: Any) -> None:
             for other in list(_live):
                 # A model that is wrapped anew after a failed backward must not meet the old one's collectives.
                 _reducer_of(other, GradReducer.recover)
@@ -73,7 +73,7 @@ class Takeover:
 
         @functools.wraps(original)
         def init_helper(
-            ddp: DistributedDataParallel,
+            ddp: Wrapper,
             parameters: Sequence[torch.nn.Parameter],
             expect_sparse_gradient: Sequence[bool],
             param_to_name_mapping: Mapping[int, str],
@@ -111,7 +111,7 @@ class Takeover:
         """Wrap ``DistributedDataParallel._post_forward``: shows our reducer the outputs as the user gets them."""
 
         @functools.wraps(original)
-        def post_forward(ddp: DistributedDataParallel, output: Any) -> Any:
+        def post_forward(ddp: Wrapper, output: Any) -> Any:
             output = original(ddp, output)
             if isinstance(ddp.reducer, GradReducer):
                 ddp.reducer.watch(output)
@@ -123,14 +123,14 @@ class Takeover:
         """Wrap a method that works on the C++ reducer: brings that one back first."""
 
         @functools.wraps(original)
-        def method(ddp: DistributedDataParallel, *args: Any, **kwargs: Any) -> Any:
+        def method(ddp: Wrapper, *args: Any, **kwargs: Any) -> Any:
             if ddp in _live:
                 restore_stock(ddp, reason)
             return original(ddp, *args, **kwargs)
 
         return method
 
-    def _config(self, ddp: DistributedDataParallel) -> ReducerConfig:
+    def _config(self, ddp: Wrapper) -> ReducerConfig:
         first, cap = dist._DEFAULT_FIRST_BUCKET_BYTES, int(ddp.bucket_bytes_cap)
         if ddp.bucket_bytes_cap_default and self._options["bucket_cap_mb"] is not None:
             cap = int(self._options["bucket_cap_mb"] * _MIB)
@@ -145,7 +145,7 @@ class Takeover:
         )
 
 
-def restore_stock(ddp: DistributedDataParallel, reason: str = "") -> None:
+def restore_stock(ddp: Wrapper, reason: str = "") -> None:
     """Give a model its stock reducer back, on all ranks alike and not in the middle of a backward.
 
     Args:
@@ -178,7 +178,7 @@ def remarks() -> list[str]:
     return list(_remarks)
 
 
-def _install(ddp: DistributedDataParallel, parameters: Sequence[torch.nn.Parameter], config: ReducerConfig) -> None:
+def _install(ddp: Wrapper, parameters: Sequence[torch.nn.Parameter], config: ReducerConfig) -> None:
     by_id = {id(param): name for name, param in ddp.module.named_parameters()}
     names = [by_id[id(param)] for param in parameters]
     reducer = GradReducer(ddp.process_group, parameters, names, config)
@@ -188,7 +188,7 @@ def _install(ddp: DistributedDataParallel, parameters: Sequence[torch.nn.Paramet
     COUNTERS.models += 1
 
 
-def _agree_late(reference: weakref.ref[DistributedDataParallel], terms: Mapping[str, Any]) -> None:
+def _agree_late(reference: weakref.ref[Wrapper], terms: Mapping[str, Any]) -> None:
     ddp = reference()
     if ddp is not None:
         timeout = ddp.process_group._get_backend(ddp.device).options._timeout.total_seconds()
@@ -206,7 +206,7 @@ def _terms(parameters: Sequence[torch.nn.Parameter], config: ReducerConfig) -> d
     }
 
 
-def _report_stock(ddp: DistributedDataParallel, reason: str) -> None:
+def _report_stock(ddp: Wrapper, reason: str) -> None:
     COUNTERS.stock_models += 1
     text = f"{type(ddp.module).__name__} keeps the stock reducer: {reason}"
     if text not in _remarks:
@@ -214,6 +214,6 @@ def _report_stock(ddp: DistributedDataParallel, reason: str) -> None:
         _log.warning("%s", text)
 
 
-def _reducer_of(ddp: DistributedDataParallel, method: Callable[[GradReducer], None]) -> None:
+def _reducer_of(ddp: Wrapper, method: Callable[[GradReducer], None]) -> None:
     if isinstance(ddp.reducer, GradReducer):
         method(ddp.reducer)

@@ -8,6 +8,8 @@ import torch
 import torch.distributed as dist
 from torch.autograd.graph import Node
 
+from ovpatch.overlap.collectives import all_reduce
+
 
 class UsageMap:
     """A flag per parameter, summed over ranks on request.
@@ -39,7 +41,7 @@ class UsageMap:
     def launch(self) -> None:
         """Start the sum over ranks."""
         self._map = torch.tensor(self._used, dtype=torch.int32).to(self._device)
-        self._work = dist.all_reduce(self._map, group=self._group, async_op=True)
+        self._work = all_reduce(self._map, self._group)
 
     def nowhere_used(self) -> list[int]:
         """Return the parameters that no rank used, and start afresh.

@@ -250,7 +250,9 @@ class _Worker:
             self._connection.send_bytes(data)
 
     def _last_words(self) -> str:
-        return self.stack_file.read_text(errors="replace").strip() if self.stack_file.exists() else ""
+        if not self.stack_file.exists():
+            return ""
+        return stacks.of_the_case(self.stack_file.read_text(errors="replace").strip(), worker_module)
 
 
 def _name(function: Callable[..., Any]) -> FunctionName:

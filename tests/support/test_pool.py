@@ -172,6 +172,17 @@ def test_groups_can_be_made_again_or_not_at_all(ranks):
     assert ranks(2)(_group_exists) == [True, True]
 
 
+def _sum_on_devices():
+    total = torch.ones(1, device="cuda")
+    dist.all_reduce(total)
+    return torch.cuda.current_device(), total
+
+
+@pytest.mark.gpu(2)
+def test_nccl_has_a_device_for_each_rank(ranks):
+    assert ranks(2)(_sum_on_devices, backend="nccl") == [(rank, torch.tensor([2.0])) for rank in range(2)]
+
+
 def _skip():
     pytest.skip("not here")
 
@@ -456,7 +467,9 @@ if __name__ == "__main__":
 def test_workers_die_with_pytest(tmp_path):
     script = tmp_path / "hang_forever.py"
     script.write_text(HANG)
-    program = subprocess.Popen([sys.executable, script, tmp_path], env=os.environ | {"PYTHONPATH": str(ROOT)})
+    program = subprocess.Popen(
+        [sys.executable, script, tmp_path], env=os.environ | {"PYTHONPATH": str(ROOT), "TMPDIR": str(tmp_path)}
+    )
     try:
         assert _until(lambda: len(list(tmp_path.glob("*.pid"))) == 2, 60)
         workers = [int(file.read_text()) for file in tmp_path.glob("*.pid")]

@@ -154,6 +154,14 @@ class _Runner:
             timeout=patience,
             **options,
         )
+        self._await_the_others()
+
+    def _await_the_others(self) -> None:
+        """A rank that fails at once would otherwise make the others fail in connecting to it."""
+        store = _store(self.case, "start")
+        if store.add("ranks", 1) == self.case.world:
+            store.set("all", "")
+        store.wait(["all"])
 
     def _clean_up(self) -> bytes:
         revert = getattr(sys.modules.get("ovpatch"), "revert", None)

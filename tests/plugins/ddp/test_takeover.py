@@ -7,6 +7,7 @@ import gc
 import io
 import os
 import pickle
+import time
 import weakref
 from typing import Any
 
@@ -222,6 +223,10 @@ def group_made_again() -> list[Any]:
                 inner = DDP(net(), process_group=half)
                 steps(inner, 2)
                 assert is_ours(inner)
+                del inner
+            # Stock torch, too, can hang here: a group that goes while one of gloo's threads still wants the
+            # interpreter's lock, to let go of the last backward's context, waits for that thread with the lock held.
+            time.sleep(0.1)
             dist.destroy_process_group(half)
     return results
 

@@ -1,0 +1,45 @@
+# make demo   trains examples/train_gpt.py on 2 processes (or on all GPUs), stock and patched, and compares
+# make test   ruff, mypy --strict and all tests
+#
+# Both set .venv up by themselves. A torch >= 2.11 that $(PYTHON) can import is reused; otherwise $(TORCH) is installed.
+
+PYTHON ?= python3
+VENV ?= .venv
+TORCH ?= torch==2.13.0
+TORCH_INDEX ?=
+PYTEST_ARGS ?=
+DEMO_ARGS ?=
+
+READY := $(VENV)/.ready
+BIN := $(VENV)/bin
+
+.DEFAULT_GOAL := help
+.PHONY: help setup demo test lint clean
+
+help:
+	@echo "make demo    train a small GPT stock and patched, side by side (DEMO_ARGS=--quick: half a minute)"
+	@echo "make test    lint, then all tests (PYTEST_ARGS='-k name -x')"
+	@echo "make lint    ruff, and mypy --strict on ovpatch/ and plugins/"
+	@echo "make setup   only the environment $(VENV), which the others make as well"
+	@echo "make clean   remove $(VENV) and everything that was built"
+	@echo
+	@echo "PYTHON=$(PYTHON)   Python >= 3.10; if it can import torch >= 2.11, that torch is used"
+	@echo "TORCH=$(TORCH)   otherwise this is installed (TORCH_INDEX=URL: from there)"
+
+setup: $(READY)
+
+$(READY): setup.cfg setup.py pyproject.toml tools/bootstrap.sh
+	@PYTHON="$(PYTHON)" VENV="$(VENV)" TORCH="$(TORCH)" TORCH_INDEX="$(TORCH_INDEX)" bash tools/bootstrap.sh
+
+demo: $(READY)
+	@$(BIN)/python examples/demo.py $(DEMO_ARGS)
+
+lint: $(READY)
+	@PYTHON="$(BIN)/python" bash tools/lint.sh
+
+test: lint
+	@echo "== pytest $(PYTEST_ARGS)"
+	@$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info .demo .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -1,0 +1,95 @@
+"""The main job: the unmodified script under torchrun, stock and patched, computes the same to the last bit."""
+
+from __future__ import annotations
+
+import ast
+import json
+import sys
+
+import pytest
+import torch
+
+from examples import demo
+from tests.support import scripts
+
+# 0.4M parameters, which DistributedDataParallel cuts into two buckets. Accumulation with no_sync, clipping, warm-up and
+# an evaluation on rank 0 alone take part.
+SIZE = ["--layers=2", "--width=128", "--heads=2", "--context=16", "--batch-size=2", "--device=cpu"]
+WAYS = ["--accumulate=2", "--clip=0.5", "--eval-every=2", "--eval-batches=1", "--warmup=20"]
+STEPS, HALF = 6, 3
+
+pytestmark = pytest.mark.slow
+
+
+class Job:
+    """Trains on two processes in a folder of its own."""
+
+    def __init__(self, folder):
+        self.folder = folder
+
+    def train(self, name, *args, patched, steps=STEPS, report=False):
+        """Return what each step logged: loss and gradient norm."""
+        log = self.folder / f"{name}.jsonl"
+        arguments = [*SIZE, *WAYS, f"--steps={steps}", f"--log-file={log}", *args]
+        options = ["--report", str(self.folder / f"{name}.report")] if report else []
+        env = None if patched else {"OVPATCH": "0"}
+        scripts.torchrun(2, demo.SCRIPT, *arguments, env=env, ovpatch=options, timeout=90).check()
+        return [(entry["loss"], entry["grad_norm"]) for entry in demo.read_log(log)]
+
+    def checkpoint(self, name):
+        return torch.load(self.folder / f"{name}.pt", weights_only=True)
+
+
+@pytest.fixture(scope="module")
+def job(tmp_path_factory):
+    return Job(tmp_path_factory.mktemp("gpt"))
+
+
+@pytest.fixture(scope="module")
+def stock(job):
+    return job.train("stock", f"--checkpoint={job.folder}/stock.pt", patched=False)
+
+
+@pytest.fixture(scope="module")
+def patched(job):
+    return job.train("patched", f"--checkpoint={job.folder}/patched.pt", patched=True, report=True)
+
+
+def test_losses_and_gradient_norms_are_bitwise_equal(stock, patched):
+    assert len(stock) == STEPS
+    assert patched == stock
+
+
+def test_both_workers_were_patched_and_their_buckets_overlapped(job, patched):
+    assert demo.check_report(demo.read_report(job.folder / "patched.report"), 2) == []
+
+
+def test_checkpoints_are_equal_in_keys_shapes_types_and_bits(job, stock, patched):
+    a, b = (torch.utils._pytree.tree_flatten_with_path(job.checkpoint(name))[0] for name in ("stock", "patched"))
+    assert [path for path, _ in a] == [path for path, _ in b]
+    for (path, x), (_, y) in zip(a, b, strict=True):
+        assert type(x) is type(y), path
+        assert (x.dtype == y.dtype and torch.equal(x, y)) if isinstance(x, torch.Tensor) else x == y, path
+
+
+@pytest.mark.parametrize("first", [True, False], ids=["patched-then-stock", "stock-then-patched"])
+def test_a_run_resumed_the_other_way_goes_on_bitwise(job, stock, first):
+    name = "patched-half" if first else "stock-half"
+    file = job.folder / f"{name}.pt"
+    head = job.train(name, f"--checkpoint={file}", patched=first, steps=HALF)
+    tail = job.train(f"{name}-resumed", f"--resume={file}", patched=not first)
+    assert head + tail == stock
+
+
+def test_the_script_runs_alone_compiled_and_in_bfloat16(tmp_path):
+    log = tmp_path / "log"
+    args = [*SIZE, "--steps=2", "--compile=aot_eager", "--dtype=bfloat16", f"--log-file={log}"]
+    scripts.run([sys.executable, demo.SCRIPT, *args], timeout=90).check()
+    assert [json.loads(line)["step"] for line in log.read_text().splitlines()] == [0, 1]
+
+
+def test_two_lines_of_the_script_know_ovpatch():
+    tree = ast.parse(demo.SCRIPT.read_text())
+    tree.body = tree.body[1:]  # the docstring may speak of it
+    lines = [line for line in ast.unparse(tree).splitlines() if "ovpatch" in line]
+    assert lines == ["import ovpatch", "ovpatch.apply()"]

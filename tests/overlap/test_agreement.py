@@ -1,0 +1,93 @@
+"""Agreement between ranks by the store."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from ovpatch.overlap.agreement import DisagreementError, agree
+
+
+def group() -> dist.ProcessGroup:
+    return dist.distributed_c10d._get_default_group()
+
+
+def agree_many(times: int) -> list[str]:
+    return [agree(group(), "topic", {"a": 1, "round": i}) for i in range(times)]
+
+
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_equal_terms_agree_again_and_again(ranks, world):
+    assert ranks(world)(agree_many, 3) == [[""] * 3] * world
+
+
+def test_groups_of_other_sizes_meet_the_same_store_without_confusion(ranks):
+    for world in (3, 2, 3, 2):
+        assert ranks(world)(agree_many, 1) == [[""]] * world
+
+
+def differing(terms: list[dict[str, Any]]) -> str:
+    try:
+        return agree(group(), "topic", terms[dist.get_rank()])
+    except DisagreementError as error:
+        return str(error)
+
+
+def test_a_difference_names_the_term_the_values_and_the_ranks(ranks):
+    terms = [{"size": 1, "same": 0}, {"size": 2, "same": 0}, {"size": 1, "same": 0, "extra": True}]
+    for text in ranks(3)(differing, terms):
+        assert "size is 1 on rank 0, 2 but 2 on rank 1" in text
+        assert "extra is null on rank 0, 1 but true on rank 2" in text
+        assert "same is" not in text
+        assert text.endswith("the same arguments of ovpatch.apply().")
+
+
+def objecting() -> str:
+    return agree(group(), "topic", {}, objection="" if dist.get_rank() == 0 else "no room")
+
+
+def test_objections_reach_every_rank(ranks):
+    assert ranks(3)(objecting) == ["no room (rank 1, 2)"] * 3
+
+
+def absent(who: int) -> tuple[str, float]:
+    begin = time.monotonic()
+    try:
+        text = "absent" if dist.get_rank() == who else agree(group(), "topic", {}, timeout_s=1.0)
+    except DisagreementError as error:
+        text = str(error)
+    dist.barrier()
+    return text, time.monotonic() - begin
+
+
+@pytest.mark.parametrize("who", [0, 1])
+def test_a_missing_rank_is_named_in_time(ranks, who):
+    for rank, (text, seconds) in enumerate(ranks(3)(absent, who)):
+        if rank != who:
+            assert f"no answer from rank {who} within 1 s" in text
+            assert seconds < 30
+
+
+def in_subgroups() -> str:
+    pair, rest = dist.new_group([0, 2]), dist.new_group([1])
+    mine = rest if dist.get_rank() == 1 else pair
+    text = differing_in(mine)
+    dist.barrier()
+    return text
+
+
+def differing_in(mine: dist.ProcessGroup) -> str:
+    try:
+        return agree(mine, "topic", {"rank": dist.get_rank()})
+    except DisagreementError as error:
+        return str(error)
+
+
+def test_subgroups_name_global_ranks(ranks):
+    first, alone, second = ranks(3)(in_subgroups)
+    assert alone == ""
+    assert first == second
+    assert "rank is 0 on rank 0 but 2 on rank 2" in first
