@@ -41,7 +41,7 @@ from ovpatch.overlap.layout import arrival_layout, initial_layout
 from ovpatch.overlap.ledger import ANY, GradLedger
 from ovpatch_plugins.ddp.counters import COUNTERS
 from ovpatch_plugins.ddp.hooks import GradientHooks
-from ovpatch_plugins.ddp.usage import UsageMap, executed
+from ovpatch_plugins.ddp.usage import UsageMap, accumulates, executed
 
 
 @dataclass(frozen=True)
@@ -114,20 +114,22 @@ class GradReducer:
         self._finish_previous()
         self._armed = True
         self._absent.clear()
-        self._open([ANY] * len(self.params) if self._learns_static_graph() else self._static_counts)
+        self._open([ANY] * len(self.params) if self.learns_static_graph() else self._static_counts)
 
     @torch._disable_dynamo
     def watch(self, output: Any) -> None:
         """Begin the step when the backward reaches one of the tensors in the forward's output.
 
         That is in the outermost graph task and before any parameter's hook, so a backward that raises before the
-        first gradient, or reaches no parameter on this rank, still takes part in the step's collectives.
+        first gradient still takes part in the step's collectives. The hook is on the node, not on the tensor, which
+        stays as it was to whoever pickles it.
         """
         if self._armed:
             reached = weakref.WeakMethod(self._output_reached)
-            for tensor in _find_tensors(output):
-                if tensor.requires_grad:
-                    tensor.register_hook(lambda _gradient: _call(reached))
+            nodes = {id(tensor.grad_fn): tensor.grad_fn for tensor in _find_tensors(output)}
+            for node in nodes.values():
+                if node is not None:
+                    node.register_prehook(lambda _gradients: _call(reached))
 
     @torch._disable_dynamo
     def _rebuild_buckets(self) -> bool:
@@ -191,13 +193,13 @@ class GradReducer:
 
     def _output_reached(self) -> None:
         with self._lock:
-            if self._armed:
+            if self._armed and accumulates(self._hooks.nodes):
                 self._begin()
 
     def _backward_ended(self) -> None:
         with self._lock:
             self._callback_queued = False
-            if not self._began or self._learns_static_graph():
+            if not self._began or self.learns_static_graph():
                 return
             if self._finds_unused() or not self._ledger.incomplete():
                 self._finish(launch_usage=self._finds_unused())
@@ -379,15 +381,16 @@ class GradReducer:
     def _finds_unused(self) -> bool:
         return self.config.find_unused_parameters and not self.static_graph
 
-    def _learns_static_graph(self) -> bool:
+    def learns_static_graph(self) -> bool:
+        """Tell whether the first backward of a static graph, which shows the use of each parameter, is to come."""
         return self.static_graph and self._static_counts is None
 
     def _tracks_usage(self) -> bool:
-        return self._finds_unused() or self._learns_static_graph()
+        return self._finds_unused() or self.learns_static_graph()
 
     def _may_launch_early(self) -> bool:
         first = self._finds_unused() and self._steps == 0
-        return self.config.overlap and not first and not self._learns_static_graph()
+        return self.config.overlap and not first and not self.learns_static_graph()
 
 
 def _call(method: weakref.WeakMethod[Callable[[], None]]) -> None:

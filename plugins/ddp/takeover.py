@@ -112,9 +112,14 @@ class Takeover:
 
         @functools.wraps(original)
         def post_forward(ddp: Wrapper, output: Any) -> Any:
+            reducer = ddp.reducer
+            if not isinstance(reducer, GradReducer):
+                return original(ddp, output)
+            if reducer.learns_static_graph():
+                # Stock asks for the first backward's end once, and never hears of it if that backward raises.
+                ddp._static_graph_delay_allreduce_enqueued = False
             output = original(ddp, output)
-            if isinstance(ddp.reducer, GradReducer):
-                ddp.reducer.watch(output)
+            reducer.watch(output)
             return output
 
         return post_forward

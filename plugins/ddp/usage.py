@@ -63,3 +63,16 @@ def executed(nodes: Sequence[Node]) -> list[bool]:
     Nodes inside reentrant checkpoints belong to a backward of their own and show as not reached.
     """
     return [torch._C._will_engine_execute_node(node) for node in nodes]
+
+
+def accumulates(nodes: Sequence[Node]) -> bool:
+    """Tell whether the running backward adds to any parameter's ``grad``, which ``torch.autograd.grad`` does not.
+
+    Only valid inside a backward.
+    """
+    try:
+        return any(torch._C._will_engine_execute_node(node) for node in nodes)
+    except RuntimeError as error:
+        if "autograd.grad()" not in str(error):
+            raise
+        return False  # torch refuses to answer for a parameter whose gradient is asked for

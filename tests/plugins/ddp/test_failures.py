@@ -124,6 +124,20 @@ def test_a_rank_whose_peer_lost_a_backward_hears_of_it(ranks, depth):
     assert texts[1] == "went on"
 
 
+def failing_at_once(ddp: dict[str, Any]) -> dict[str, Any]:
+    """The very first backward fails on every rank."""
+    patched, counters = patched_train([(90, 1), (0, None), (1, None)], ddp)
+    stock = train([(0, None), (1, None)], {k: v for k, v in ddp.items() if k != "static_graph"})
+    return {"stock": stock, "patched": patched, **counters}
+
+
+@pytest.mark.parametrize("ddp", [{}, {"static_graph": True}, {"find_unused_parameters": True}])
+def test_training_starts_after_an_exception_in_the_first_backward(ranks, ddp):
+    for result in ranks(2)(failing_at_once, ddp):
+        compare(result["stock"], result["patched"]).assert_bitwise()
+        assert result["recovered"] == 1
+
+
 class Partial(nn.Module):
     def __init__(self) -> None:
         super().__init__()

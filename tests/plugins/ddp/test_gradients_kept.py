@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import io
+import warnings
 from typing import Any
 
 import pytest
@@ -155,6 +157,44 @@ def patched_only(loop: Any, *args: Any) -> list[Record]:
     with ovpatch.applied("ddp"):
         torch.manual_seed(0)
         return loop(*args)
+
+
+def loop_autograd_grad(find_unused: bool, of: str) -> list[Record]:
+    """Derivatives that add to no parameter's gradient, before a backward and instead of one."""
+    model = net().to(device())
+    wrapped = DDP(model, find_unused_parameters=find_unused)
+    records = []
+    for step in range(4):
+        x = data(step, 4, 6).requires_grad_()
+        out = wrapped(x)
+        wanted = [x] if of == "input" else list(model.parameters())
+        grads = torch.autograd.grad(out.square().sum(), wanted, create_graph=True)
+        if step != 1:  # one step without a backward at all
+            penalty = sum(g.square().sum() for g in grads) if of == "input" else 0.0
+            (out.square().mean() + penalty).backward()
+        records.append({"grads": copies(list(grads)), **seen(model)})
+        wrapped.zero_grad()
+    return records
+
+
+@pytest.mark.parametrize("find_unused", [True, False])
+@pytest.mark.parametrize("of", ["input", "parameters"])
+def test_autograd_grad_in_between(ranks, find_unused, of):
+    check(ranks(2)(both, loop_autograd_grad, find_unused, of))
+
+
+def saved_output() -> bytes:
+    with ovpatch.applied("ddp"), warnings.catch_warnings():
+        warnings.simplefilter("error")
+        out = DDP(net())(data(0, 4, 6))
+        buffer = io.BytesIO()
+        torch.save(out, buffer)
+        assert out._backward_hooks is None
+        return buffer.getvalue()
+
+
+def test_outputs_pickle_as_before(ranks):
+    assert all(b"ovpatch" not in text for text in ranks(2)(saved_output))
 
 
 class Odd(nn.Module):
