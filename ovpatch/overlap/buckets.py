@@ -4,7 +4,8 @@
 ``gradient_as_bucket_view`` it saves the copy back and half of the memory, but a tensor that the user kept from an
 earlier step is then overwritten by the next. Here ``p.grad`` becomes a view of the bucket only where nobody can tell:
 the gradient it replaces is owned by the parameter alone (no other Python reference, not a view, storage not shared).
-Otherwise the reduced values are copied back into the very tensor the user holds. For the same reason a bucket's memory
+Otherwise, and for small gradients, whose memory is not worth the look, the reduced values are copied back into the
+tensor that is there. For the same reason a bucket's memory
 is used again only while nobody holds a part of it but the parameters, which are given aliases of the bucket's own views
 so that counting the tensors on the memory tells; if somebody does, the bucket moves to new memory.
 """
@@ -18,13 +19,14 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
-# Below this size a kernel launch costs more than the pass over memory that a fused copy-and-scale saves.
-_BATCH_NUMEL = 1 << 15
+# Gradients below this number of elements are copied in and out by one fused call for all of them: a launch for each,
+# and the host's time to arrange it, would cost more than the passes over memory.
+_SMALL = 1 << 15
 
 _CUDA_ALIGNMENT = 16  # bytes
 
 # The fused kernels round the factor to the tensors' dtype on some devices, where plain multiplication does not.
-_BATCH_DTYPES = (torch.float32, torch.float64)
+_FUSED_DTYPES = (torch.float32, torch.float64)
 
 
 class GradBucket:
@@ -41,6 +43,7 @@ class GradBucket:
         self.offsets, self.numel = _offsets(params)
         self.dtype = params[0].dtype
         self.device = params[0].device
+        self._small = [param.numel() < _SMALL and self.dtype in _FUSED_DTYPES for param in params]
         self._flat: Tensor | None = None
         self._views: list[Tensor] = []
         self._own_references = 0
@@ -68,24 +71,25 @@ class GradBucket:
         flat = self._memory(always_view)
         scale = 1.0 / divisor
         self._keep(set(absent))
-        small: list[tuple[Tensor, Tensor]] = []
+        views: list[Tensor] = []
+        grads: list[Tensor] = []
         with torch.no_grad():
-            for param, view in zip(self.params, self._views, strict=True):
+            for param, view, small in zip(self.params, self._views, self._small, strict=True):
                 grad = param.grad
                 if grad is None:
                     view.zero_()
+                elif small and not always_view:
+                    views.append(view)
+                    grads.append(grad)
                 elif _is_alias(grad, view):
                     # Stock divides where it reduces in place; for world sizes that are no power of two the bits differ.
                     view.div_(divisor) if always_view else view.mul_(scale)
-                elif view.numel() < _BATCH_NUMEL and self.dtype in _BATCH_DTYPES:
-                    small.append((view, grad))
                 else:
                     torch.mul(grad, scale, out=view)
-            if len(small) == 1:
-                torch.mul(small[0][1], scale, out=small[0][0])
-            elif small:
-                views = [view for view, _ in small]
-                torch._foreach_copy_(views, [grad for _, grad in small])
+            if len(views) == 1:
+                torch.mul(grads[0], scale, out=views[0])
+            elif views:
+                torch._foreach_copy_(views, grads)
                 torch._foreach_mul_(views, scale)
         self._unsettled = list(range(len(self.params)))
         return flat
@@ -105,6 +109,8 @@ class GradBucket:
             always_view: As for :meth:`pack`.
         """
         untouched = set(skip)
+        views: list[Tensor] = []
+        grads: list[Tensor] = []
         for i in self._unsettled:
             param, view = self.params[i], self._views[i]
             if self.indices[i] in untouched:
@@ -112,8 +118,11 @@ class GradBucket:
             elif param.grad is None:
                 param.grad = view.detach()
             elif not self._adopt(i, always_view):
-                with torch.no_grad():
-                    param.grad.copy_(view)
+                views.append(view)
+                grads.append(param.grad)
+        if grads:
+            with torch.no_grad():
+                torch._foreach_copy_(grads, views)
         self._unsettled = []
         self._kept = {}
 
@@ -144,6 +153,8 @@ class GradBucket:
                 self._views[i].copy_(kept)
 
     def _adopt(self, i: int, always_view: bool) -> bool:
+        if self._small[i] and not always_view:
+            return False
         param, view = self.params[i], self._views[i]
         grad = param.grad
         if _is_alias(grad, view):

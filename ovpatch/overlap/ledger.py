@@ -34,7 +34,7 @@ class GradLedger:
     Args:
         params: The parameters, in the index order that all methods use.
         names: Their fully qualified names, for messages.
-        on_complete: Method called with a parameter's index at the moment its last expected contribution is marked.
+        on_complete: Method called with a parameter's index when its last declared contribution is marked.
             Held weakly: its owner normally holds the ledger, and buckets should be freed with their last user.
     """
 
@@ -69,30 +69,38 @@ class GradLedger:
         self._declared.add(index)
         self._expected[index] = marks
 
-    def hook_fired(self, index: int) -> None:
-        """Mark a contribution seen by the parameter's autograd hook, unless its marks are declared."""
-        if index not in self._declared:
-            self.mark(index, "its autograd hook")
+    def hook_fired(self, index: int) -> bool:
+        """Count a contribution seen by the parameter's autograd hook, unless its marks are declared.
 
-    def mark(self, index: int, key: str) -> None:
-        """Mark one contribution.
+        Returns:
+            Whether the parameter is complete now; its owner is the caller, so it is not called back.
 
         Raises:
             SurplusGradientError: The parameter was already complete.
         """
-        self._seen[index] += 1
-        if self._seen[index] == self._expected[index]:
-            on_complete = self._on_complete()
-            if on_complete is not None:
-                on_complete(index)
-        elif self._seen[index] > self._expected[index]:
+        return index not in self._declared and self._count(index, "its autograd hook")
+
+    def mark(self, index: int, key: str) -> None:
+        """Mark one declared contribution, named ``key``.
+
+        Raises:
+            SurplusGradientError: The parameter was already complete.
+        """
+        on_complete = self._on_complete()
+        if self._count(index, key) and on_complete is not None:
+            on_complete(index)
+
+    def _count(self, index: int, key: str) -> bool:
+        seen = self._seen[index] = self._seen[index] + 1
+        if seen > self._expected[index]:
             raise SurplusGradientError(
-                f"ovpatch: parameter '{self._names[index]}' got contribution {self._seen[index]} ({key}) in one "
+                f"ovpatch: parameter '{self._names[index]}' got contribution {seen} ({key}) in one "
                 f"backward where {self._expected[index]} was expected, after its gradient may have been reduced. "
                 "Expected to mark a variable ready only once: this happens with reentrant activation checkpointing, "
                 "or when the graph changes under static_graph=True. Use checkpoint(..., use_reentrant=False), or "
                 "turn the feature off with OVPATCH_DDP=0."
             )
+        return seen == self._expected[index]
 
     def seen(self, index: int) -> int:
         """Return how many contributions the parameter has had in this backward."""

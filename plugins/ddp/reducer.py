@@ -113,6 +113,7 @@ class GradReducer:
         """Arm the reducer for the next backward. The outputs come by :meth:`watch`."""
         self._finish_previous()
         self._armed = True
+        self._set_modes()
         self._absent.clear()
         self._open([ANY] * len(self.params) if self.learns_static_graph() else self._static_counts)
 
@@ -149,6 +150,7 @@ class GradReducer:
 
     def _set_static_graph(self) -> None:
         self.static_graph = True
+        self._set_modes()
 
     def _delay_all_reduce(self) -> None:
         """End of the first backward of a static graph: learn how often each parameter is used, then reduce."""
@@ -183,13 +185,15 @@ class GradReducer:
     def gradient_accumulated(self, index: int) -> None:
         """A gradient has been added to ``grad`` of parameter ``index``; called on an engine thread."""
         with self._lock:
-            if self._tracks_usage() and self.params[index].grad is not None:
+            if self._tracks_usage and self.params[index].grad is not None:
                 self._usage.note(index)  # also under no_sync: the accumulated gradient is reduced later
             if not self._armed:
                 return
-            self._begin()
+            if not self._callback_queued:
+                self._begin()
             self._producers.note()
-            self._ledger.hook_fired(index)
+            if self._ledger.hook_fired(index):
+                self._gradient_complete(index)
 
     def _output_reached(self) -> None:
         with self._lock:
@@ -219,6 +223,7 @@ class GradReducer:
         self._absent = set()
         self._nested: set[int] = set()
         self.has_rebuilt_buckets = False
+        self._set_modes()
         self._set_buckets(initial_layout(self.params, limits, bucketed=unused and not self.static_graph))
 
     def _set_buckets(self, buckets: list[GradBucket]) -> None:
@@ -275,7 +280,7 @@ class GradReducer:
             self._pending[bucket] -= 1
         if not self.has_rebuilt_buckets:
             self._arrivals.append(index)
-        if self._may_launch_early():
+        if self._launches_early:
             self._launch_ready()
 
     def _launch_ready(self) -> None:
@@ -309,7 +314,7 @@ class GradReducer:
             work.wait()
         if launch_usage:
             self._static_nowhere = self._usage.nowhere_used()
-        nowhere = self._static_nowhere if self._tracks_usage() or self.static_graph else []
+        nowhere = self._static_nowhere if self._tracks_usage or self.static_graph else []
         for bucket in self.buckets:
             bucket.unpack(skip=nowhere, always_view=self.config.gradient_as_bucket_view)
         self._close()
@@ -337,12 +342,12 @@ class GradReducer:
         with span(label("ddp", "recover")):
             for bucket in self.buckets[len(self._works) :]:
                 self._works.append(all_reduce(bucket.zeros_like(), self._group))
-            if self._tracks_usage():
+            if self._tracks_usage:
                 self._usage.launch()
             self._ballots.count(self._steps, failed=True)
             for work in self._works:
                 work.wait()
-            if self._tracks_usage():
+            if self._tracks_usage:
                 self._usage.nowhere_used()
             self._ballots.losses()
         self._close()
@@ -385,12 +390,12 @@ class GradReducer:
         """Tell whether the first backward of a static graph, which shows the use of each parameter, is to come."""
         return self.static_graph and self._static_counts is None
 
-    def _tracks_usage(self) -> bool:
-        return self._finds_unused() or self.learns_static_graph()
-
-    def _may_launch_early(self) -> bool:
-        first = self._finds_unused() and self._steps == 0
-        return self.config.overlap and not first and not self.learns_static_graph()
+    def _set_modes(self) -> None:
+        """Work out once per step what every hook would ask."""
+        learns = self.learns_static_graph()
+        self._tracks_usage = self._finds_unused() or learns
+        first_search = self._finds_unused() and self._steps == 0
+        self._launches_early = self.config.overlap and not first_search and not learns
 
 
 def _call(method: weakref.WeakMethod[Callable[[], None]]) -> None:

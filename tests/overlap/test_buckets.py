@@ -33,8 +33,8 @@ def test_pack_divides_exactly_as_a_plain_multiplication(dtype):
     assert torch.equal(flat, torch.cat([(g * (1.0 / 3)).flatten() for g in expected]))
 
 
-def test_gradients_become_views_of_the_bucket_and_its_memory_is_used_again():
-    given = params((3, 4), (200, 300))
+def test_large_gradients_become_views_of_the_bucket_and_its_memory_is_used_again():
+    given = params((300, 400), (200, 300))
     bucket = GradBucket([0, 1], given)
     storages = set()
     for _ in range(3):
@@ -47,9 +47,20 @@ def test_gradients_become_views_of_the_bucket_and_its_memory_is_used_again():
     assert len(storages) == 1
 
 
+def test_small_gradients_keep_their_own_memory():
+    given = params((3, 4), (5,))
+    bucket = GradBucket([0, 1], given)
+    expected = backward(given)
+    own = [p.grad.data_ptr() for p in given]
+    step(bucket)
+    assert [p.grad.data_ptr() for p in given] == own
+    assert all(torch.equal(p.grad, e) for p, e in zip(given, expected, strict=True))
+
+
+@pytest.mark.parametrize("shape", [(3, 4), (300, 400)])
 @pytest.mark.parametrize("hold", [lambda g: g, lambda g: g.detach(), lambda g: g[0], lambda g: g.view(-1)])
-def test_what_is_held_moves_the_bucket_to_new_memory(hold):
-    given = params((3, 4), (5, 2))
+def test_what_is_held_is_not_overwritten(hold, shape):
+    given = params(shape, (5, 2))
     bucket = GradBucket([0, 1], given)
     backward(given)
     step(bucket)
@@ -62,10 +73,11 @@ def test_what_is_held_moves_the_bucket_to_new_memory(hold):
     assert torch.equal(held, before)
 
 
-def test_a_gradient_that_somebody_holds_is_filled_in_place():
-    given = params((3, 4))
+@pytest.mark.parametrize("shape", [(3, 4), (300, 400)])
+def test_a_gradient_that_somebody_holds_is_filled_in_place(shape):
+    given = params(shape)
     bucket = GradBucket([0], given)
-    given[0].grad = torch.zeros(3, 4)
+    given[0].grad = torch.zeros(shape)
     held = given[0].grad
     expected = backward(given)
     step(bucket)
@@ -85,8 +97,9 @@ def test_kept_gradients_accumulate_in_the_bucket():
         assert not torch.equal(a, b)
 
 
-def test_parameters_that_nobody_used_keep_what_they_had():
-    given = params((3, 4), (5,), (6,))
+@pytest.mark.parametrize("shape", [(5,), (300, 400)])
+def test_parameters_that_nobody_used_keep_what_they_had(shape):
+    given = params((3, 4), shape, (6,))
     bucket = GradBucket([7, 8, 9], given)
     backward(given)
     step(bucket)
@@ -113,7 +126,7 @@ def test_strides_follow_the_parameter():
     given = [conv.weight, gapped]
     bucket = GradBucket([0, 1], given)
     backward(given)
-    step(bucket)
+    step(bucket, always_view=True)
     assert conv.weight.grad.stride() == conv.weight.stride()
     assert gapped.grad.is_contiguous()
 
