@@ -39,6 +39,7 @@ from ovpatch.overlap.labels import label, span
 from ovpatch.overlap.lanes import Producers
 from ovpatch.overlap.layout import arrival_layout, initial_layout
 from ovpatch.overlap.ledger import ANY, GradLedger
+from ovpatch_plugins.ddp import messages
 from ovpatch_plugins.ddp.counters import COUNTERS
 from ovpatch_plugins.ddp.hooks import GradientHooks
 from ovpatch_plugins.ddp.usage import UsageMap, accumulates, executed
@@ -275,7 +276,7 @@ class GradReducer:
             self._nested.add(index)
             self._absent.discard(index)
             if bucket < len(self._works):
-                raise RuntimeError(self._late(index))
+                raise RuntimeError(messages.late(self.names[index]))
         else:
             self._pending[bucket] -= 1
         if not self.has_rebuilt_buckets:
@@ -349,37 +350,16 @@ class GradReducer:
                 work.wait()
             if self._tracks_usage:
                 self._usage.nowhere_used()
-            self._ballots.losses()
         self._close()
         COUNTERS.recovered += 1
 
     def _raise_if_peers_lost_gradients(self) -> None:
         losses = self._ballots.losses()
         if losses:
-            first, last = losses[0][0], losses[0][-1]
-            when = f"step {first}" if first == last else f"a step from {first} to {last}"
-            raise RuntimeError(
-                f"ovpatch: an exception ended the backward of {when} on another rank while this rank's went "
-                "well, so the averaged gradients of that step lack a part. Restart from the last checkpoint, and let "
-                "the script either skip a failed step on all ranks or end with the exception."
-            )
+            raise RuntimeError(messages.peer_lost_backward(losses[0]))
 
     def _unfinished(self) -> str:
-        names = [self.names[i] for i in self._ledger.incomplete()]
-        shown = ", ".join(names[:10]) + (f" and {len(names) - 10} more" if len(names) > 10 else "")
-        return (
-            "Expected to have finished reduction in the prior iteration before starting a new one. "
-            f"ovpatch: these parameters got no gradient in the last backward: {shown}. Pass "
-            "find_unused_parameters=True to DistributedDataParallel if a forward may leave parameters out, and make "
-            "sure that all outputs of forward take part in the loss."
-        )
-
-    def _late(self, index: int) -> str:
-        return (
-            f"ovpatch: parameter '{self.names[index]}' got a gradient after its bucket had been reduced: it is used "
-            "only inside a reentrant checkpoint, where find_unused_parameters=True cannot see it. Use "
-            "checkpoint(..., use_reentrant=False), or turn the feature off with OVPATCH_DDP=0."
-        )
+        return messages.unfinished([self.names[i] for i in self._ledger.incomplete()])
 
     # ---------------------------------------------------------------- modes
 

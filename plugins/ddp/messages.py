@@ -1,0 +1,37 @@
+"""Texts of the reducer's errors; each names what went wrong and ends with the remedy."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+_SHOWN = 10
+
+
+def unfinished(names: Sequence[str]) -> str:
+    """Say which parameters got no gradient. Begins as stock DDP's error does, which scripts look for."""
+    shown = ", ".join(names[:_SHOWN]) + (f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else "")
+    return (
+        "Expected to have finished reduction in the prior iteration before starting a new one. "
+        f"ovpatch: these parameters got no gradient in the last backward: {shown}. Make sure that all outputs of "
+        "forward take part in the loss, or, if a forward may leave parameters out, pass find_unused_parameters=True "
+        "to DistributedDataParallel."
+    )
+
+
+def late(name: str) -> str:
+    """Say that a parameter's gradient came after its bucket was reduced."""
+    return (
+        f"ovpatch: parameter '{name}' got a gradient after its bucket had been reduced: it is used only inside a "
+        "reentrant checkpoint, where find_unused_parameters=True cannot see it. Use "
+        "checkpoint(..., use_reentrant=False), or turn the feature off with OVPATCH_DDP=0."
+    )
+
+
+def peer_lost_backward(steps: range) -> str:
+    """Say that another rank's part is missing in this rank's gradients."""
+    when = f"step {steps[0]}" if len(steps) == 1 else f"a step from {steps[0]} to {steps[-1]}"
+    return (
+        f"ovpatch: an exception ended the backward of {when} on another rank while this rank's went well, so the "
+        "averaged gradients of that step lack a part. Restart from the last checkpoint, and let the script either "
+        "skip a failed step on all ranks or end with the exception."
+    )
