@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, Final
@@ -14,6 +15,8 @@ from ovpatch.session import Session
 __all__ = ["FeatureError", "applied", "apply", "report", "revert", "session"]
 
 session: Final = Session()
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=session.after_fork)
 
 
 def apply(*features: str, options: Mapping[str, Mapping[str, Any]] | None = None, strict: bool | None = None) -> Report:
@@ -79,6 +82,7 @@ def revert(*features: str) -> Report:
     Raises:
         ovpatch.SettingsError: A name is unknown.
         ovpatch.FeatureError: A feature cannot be turned off now, for example in the middle of a backward; it stays on.
+            Or all are off, and a plugin's hook could not be removed.
     """
     return session.revert(features)
 

@@ -14,21 +14,27 @@ _OFF = ("", "0", "off", "false", "no")
 
 def on_torch_import() -> None:
     """Apply ovpatch if ``OVPATCH_AUTO`` says so, and make ``TORCH_LOGS=+ovpatch`` known to torch if it is used."""
+    asked = os.environ.get("OVPATCH_AUTO", "").strip().lower() not in _OFF
     if "ovpatch" in os.environ.get("TORCH_LOGS", ""):
-        _register_log()
-    if os.environ.get("OVPATCH_AUTO", "").strip().lower() not in _OFF:
+        _register_log(at_once=asked)
+    if asked:
         _apply()
 
 
-def _register_log() -> None:
+def _register_log(*, at_once: bool) -> None:
     """Name our logger to torch, which parses ``TORCH_LOGS`` right after this.
 
     Otherwise torch takes the name for a module's, and imports all our subpackages to list them.
+
+    Args:
+        at_once: Whether to have torch parse it now, and then a second time: what is logged here would be lost.
     """
     try:
-        from torch._logging._internal import register_log
+        from torch._logging._internal import _init_logs, register_log
 
         register_log("ovpatch", "ovpatch")
+        if at_once:
+            _init_logs()
     except Exception as error:  # noqa: BLE001  # a private function of torch: without it only the log name is lost
         _complain(f"TORCH_LOGS=+ovpatch is not available with this torch: {error!r}. Use OVPATCH_LOG=debug instead.")
 

@@ -6,6 +6,7 @@ Exit codes: 0 fine, 1 a problem was found, 2 usage or settings. ``run`` returns 
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -52,10 +53,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parsed = _parser(chosen).parse_args(line)
     command = COMMANDS[parsed.subcommand]
     try:
-        return int(getattr(import_module(command.module), command.function)(parsed))
+        code = int(getattr(import_module(command.module), command.function)(parsed))
+        sys.stdout.flush()
+        return code
     except SettingsError as error:
         print(f"ovpatch: {error}", file=sys.stderr)
         return 2
+    except BrokenPipeError:  # `ovpatch list | head`; Python would complain once more when it flushes at exit
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
 
 
 def _parser(chosen: str) -> argparse.ArgumentParser:

@@ -65,15 +65,24 @@ class Engine:
 
         Raises:
             FeatureError: A plugin cannot give its live objects their stock behaviour back; it stays on, and so do
-                those that became active before it.
+                those that became active before it. Or all are off, and the handle of a hook could not be removed.
         """
+        left: list[str] = []
         for name in [name for name in reversed(self.active) if name in names]:
             try:
                 self.plugins.call(name, "ovpatch_deactivate")
             except PluginError as error:
                 raise FeatureError(f"{name!r} cannot be turned off now and stays on: {error}.") from error
-            self._manager.revert(name)
+            left += self._take_back(name)
             del self.active[name]
+        if left:
+            raise FeatureError(f"turned off, and yet something is left: {'; '.join(left)}.")
+
+    def drop_unfinished(self) -> None:
+        """Leave nothing of features that a call which broke off has patched and not activated."""
+        for name in dict.fromkeys(status.feature for status in self.statuses()):
+            if name not in self.active:
+                self._withdraw(name)
 
     def turn_on(self, plan: Plan) -> None:
         """Register all planned features, then patch, then activate; what fails stands down in the plan."""
@@ -104,7 +113,7 @@ class Engine:
             return
         try:
             self._manager.apply(*names)
-        except Exception:  # noqa: BLE001  # foreign install() functions run in there; each is attributed below
+        except (Exception, SystemExit):  # noqa: BLE001  # foreign functions run in there; each is attributed below
             for name in sorted(names, key=lambda name: not plan.entries[name].wish.by_name):
                 self._patch_one(plan.entries[name])
         self._drop_unmet(plan)
@@ -112,34 +121,46 @@ class Engine:
     def _patch_one(self, entry: Entry) -> None:
         try:
             self._manager.apply(entry.found.name)
-        except Exception as error:  # noqa: BLE001  # as above
+        except (Exception, SystemExit) as error:  # noqa: BLE001  # as above
             self._fail(entry, error, error)
 
     def _activate(self, plan: Plan, name: str) -> None:
         entry = plan.entries[name]
         try:
-            remarks = self.plugins.call(name, "ovpatch_activate", options=opts.values(entry.options)) or ()
+            entry.remarks = self.plugins.texts(name, "ovpatch_activate", options=opts.values(entry.options))
         except PluginError as error:
             self._deactivate_quietly(name)
             self._fail(entry, error, error.__cause__)
             self._drop_unmet(plan)
             return
         entry.state, entry.reason = "applied", ""
-        entry.remarks = (remarks,) if isinstance(remarks, str) else tuple(map(str, remarks))
         self.active[name] = entry
 
     def _drop_unmet(self, plan: Plan) -> None:
         for name in plan.drop_unmet():
             self._withdraw(name)
 
-    def _fail(self, entry: Entry, error: Exception, cause: BaseException | None) -> None:
+    def _fail(self, entry: Entry, error: BaseException, cause: BaseException | None) -> None:
         entry.stand_down(_state_of(cause), str(error) if isinstance(error, (PluginError, PatchError)) else repr(error))
         self._withdraw(entry.found.name)
 
     def _withdraw(self, name: str) -> None:
-        """Leave nothing of a feature that did not get as far as being active."""
-        self._manager.revert(name)
-        self._manager.unregister(name)
+        """Leave nothing of a feature that did not get as far as being active.
+
+        Where somebody else patched on top of it meanwhile, its declarations stay, so that the report says *shadowed*.
+        """
+        for problem in self._take_back(name):
+            logs.logger.error("%s", problem)
+        if not any(status.feature == name and status.state == "shadowed" for status in self.statuses()):
+            self._manager.unregister(name)
+
+    def _take_back(self, name: str) -> list[str]:
+        """Revert the patches of a feature; returns what could not be removed, in words."""
+        try:
+            self._manager.revert(name)
+        except PatchError as error:  # the handle of a hook; everything else was taken back
+            return [str(error)]
+        return []
 
     def _deactivate_quietly(self, name: str) -> None:
         """Let a plugin whose activation failed clean up what it had begun."""

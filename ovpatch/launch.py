@@ -26,6 +26,8 @@ from ovpatch.reporting import table_of
 OK: Final = 0
 PROBLEM: Final = 1
 USAGE: Final = 2
+NOT_EXECUTABLE: Final = 126  # these two as in shells
+NOT_FOUND: Final = 127
 _FORWARDED: Final = ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2")
 _POLL: Final = 0.5  # seconds between looks for a worker that could not be patched
 
@@ -35,7 +37,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--report", metavar="FILE", type=Path, help="write the report, merged over the workers, as JSON"
     )
-    parser.add_argument("--features", metavar="LIST", help="what OVPATCH would say: a,b or all or +c or -c")
+    parser.add_argument("--features", metavar="LIST", help="what OVPATCH would say: a,b or all or +c; --features=-c")
     parser.add_argument("command", nargs=argparse.REMAINDER, help="-- and the command, for example: torchrun train.py")
 
 
@@ -81,11 +83,21 @@ def _check(environment: Mapping[str, str], report: Path | None) -> None:
     """
     from ovpatch.session import Session
 
-    if report is not None and not report.absolute().parent.is_dir():
-        raise settings.SettingsError(f"--report {report}: its directory does not exist. Create it first.")
+    if report is not None:
+        _check_writable(report)
     Session().plan(environ=environment, ask_machine=False).check()
     if environment.get("TORCH_DEVICE_BACKEND_AUTOLOAD", "1") != "1":
         _say("TORCH_DEVICE_BACKEND_AUTOLOAD is not 1: only processes that call ovpatch.apply() will be patched")
+
+
+def _check_writable(report: Path) -> None:
+    folder = report.absolute().parent
+    if not folder.is_dir():
+        raise settings.SettingsError(f"--report {report}: its directory does not exist. Create it first.")
+    if report.is_dir():
+        raise settings.SettingsError(f"--report {report} is a directory. Name a file in it.")
+    if not os.access(folder, os.W_OK):
+        raise settings.SettingsError(f"--report {report}: its directory is not writable. Name another file.")
 
 
 def _run(command: list[str], environment: Mapping[str, str], directory: Path) -> int:
@@ -96,10 +108,10 @@ def _run(command: list[str], environment: Mapping[str, str], directory: Path) ->
             return _wait(process, directory)
     except FileNotFoundError:
         _say(f"{command[0]}: command not found")
-        return 127
-    except PermissionError:
-        _say(f"{command[0]}: not executable")
-        return 126
+        return NOT_FOUND
+    except OSError as error:  # no permission, a folder, or a script without its first line
+        _say(f"{command[0]}: not executable ({error.strerror})")
+        return NOT_EXECUTABLE
 
 
 def _wait(process: subprocess.Popen[bytes], directory: Path) -> int:
@@ -158,7 +170,7 @@ def _conclude(code: int, directory: Path, file: Path | None) -> int:
         workers.write_json(file, merged if merged is not None else {"features": [], "patches": [], "processes": []})
     for failure in failures:
         _say(f"process {failure['pid']} (rank {failure['rank']}) was not patched: {failure['error']}")
-    if merged is None and not failures:
+    if merged is None and not failures and code not in (NOT_FOUND, NOT_EXECUTABLE):
         _say(_NOBODY)
     unpatched = bool(failures) or merged is None
     return PROBLEM if failures or (code == OK and unpatched) else code

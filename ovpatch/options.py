@@ -48,6 +48,7 @@ def check_declaration(feature: Feature) -> None:
     Raises:
         ValueError: Names the option and what is wrong with it.
     """
+    _check_shape(feature)
     seen: set[str] = set()
     for option in feature.options:
         for name in (option.name, *option.aliases):
@@ -57,6 +58,25 @@ def check_declaration(feature: Feature) -> None:
                 raise ValueError(f"two options are called {name!r}")
             seen.add(name)
         _check_default(option)
+
+
+def _check_shape(feature: Feature) -> None:
+    """Refuse values of the wrong type; a text in place of a tuple of texts would be read letter by letter."""
+    _check_all("options", feature.options, Option)
+    _check_all("requires", feature.requires, str)
+    _check_all("conflicts", feature.conflicts, str)
+    for option in feature.options:
+        _check_all("the name of an option", (option.name,), str)
+        _check_all(f"the aliases of option {option.name!r}", option.aliases, str)
+    for name, kind in (("summary", str), ("default", bool), ("torch", str)):
+        value = getattr(feature, name)
+        if not isinstance(value, kind):
+            raise ValueError(f"{name}= of the feature is {value!r}, not a {kind.__name__}")
+
+
+def _check_all(what: str, values: Any, kind: type) -> None:
+    if not isinstance(values, (tuple, list)) or not all(isinstance(value, kind) for value in values):
+        raise ValueError(f"{what} must be a tuple of {kind.__name__}, not {values!r}")
 
 
 def _check_default(option: Option) -> None:

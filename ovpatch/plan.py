@@ -76,11 +76,11 @@ class Plan:
             self.entries[name].stand_down("skipped", reason)
         return list(lost)
 
-    def call_off(self, error: Exception) -> None:
+    def call_off(self, error: BaseException) -> None:
         """Say in the report that features stand down because the whole call failed."""
         for entry in self.entries.values():
             if entry.state in (PLANNED, "applied"):
-                entry.stand_down("skipped", f"the call of apply() failed: {error}")
+                entry.stand_down("skipped", f"the call of apply() failed: {str(error) or repr(error)}")
 
     def check(self) -> None:
         """Raise if a feature that must run cannot.
@@ -216,6 +216,6 @@ def _ask(plan: Plan, plugins: Plugins, active: Mapping[str, Entry]) -> None:
 
 
 def _ask_one(name: str, entry: Entry, plugins: Plugins) -> None:
-    reasons = plugins.call(name, "ovpatch_reasons_against", options=opts.values(entry.options)) or ()
+    reasons = plugins.texts(name, "ovpatch_reasons_against", options=opts.values(entry.options))
     if reasons:
-        entry.stand_down("skipped", "; ".join([reasons] if isinstance(reasons, str) else map(str, reasons)))
+        entry.stand_down("skipped", "; ".join(reasons))

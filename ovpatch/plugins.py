@@ -9,7 +9,6 @@ from collections.abc import Callable
 from typing import Any, Final
 
 import pluggy
-from packaging.specifiers import SpecifierSet
 
 from ovpatch.discovery import Found
 from ovpatch.hookspecs import PROJECT, Feature, FeatureSpecs
@@ -60,7 +59,7 @@ class Plugins:
             self._register(found, self._import(found))
             try:
                 self._features[found.name] = self._describe(found)
-            except PluginError:
+            except Exception:
                 self._manager.unregister(name=found.name)
                 raise
         return self._features[found.name]
@@ -78,7 +77,8 @@ class Plugins:
         try:
             self._manager.register(plugin, name=found.name)
         except (pluggy.PluginValidationError, ValueError) as error:
-            raise PluginError(f"{found.target} does not fit the specification: {error}") from error
+            text = " ".join(str(error).split())
+            raise PluginError(f"{found.target} does not fit the specification: {text}") from error
         try:
             self._check_hooks(found.name, plugin)
         except PluginError:
@@ -104,7 +104,7 @@ class Plugins:
             raise PluginError(f"its feature is called {feature.name!r}, its entry point {found.name!r}: use one name")
         try:
             check_declaration(feature)
-            SpecifierSet(feature.torch)
+            _check_versions(feature.torch)
         except ValueError as error:  # InvalidSpecifier is one
             raise PluginError(str(error)) from error
         return feature
@@ -126,9 +126,26 @@ class Plugins:
         caller = self._only(name, hook)
         try:
             results = caller(**arguments)
-        except Exception as error:  # foreign code may raise anything; the session decides what it means
+        except (Exception, SystemExit) as error:  # foreign code may raise anything; the session decides what it means
             raise PluginError(f"{hook} raised {describe(error)}") from error
         return results[0] if results else None
+
+    def texts(self, name: str, hook: str, /, **arguments: Any) -> tuple[str, ...]:
+        """Call a hook that returns reasons or remarks.
+
+        Returns:
+            The texts; one that came alone counts as a list of one, and None as none.
+
+        Raises:
+            PluginError: The hook raised, or returned something else.
+        """
+        found = self.call(name, hook, **arguments)
+        if isinstance(found, str):
+            return (found,)
+        try:
+            return tuple(str(text) for text in found or ())
+        except Exception as error:  # iterating foreign objects, and turning them into text, may raise anything
+            raise PluginError(f"{hook} returned {type(found).__name__}, not a list of texts") from error
 
     def _only(self, name: str, hook: str) -> Callable[..., Any]:
         plugin = self._manager.get_plugin(name)
@@ -140,6 +157,12 @@ def describe(error: BaseException) -> str:
     """Return the type and text of an error in one line."""
     text = " ".join(str(error).split())
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
+
+
+def _check_versions(specifier: str) -> None:
+    from packaging.specifiers import SpecifierSet  # 8 ms or more to import, and needless if every feature is off
+
+    SpecifierSet(specifier)
 
 
 def _with_hints(names: list[str]) -> str:

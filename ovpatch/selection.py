@@ -60,6 +60,8 @@ def _named_selection(text: str, items: list[str], words: set[str]) -> Selection:
             f"OVPATCH={text} mixes plain and signed names. Write only plain names (only these features) "
             f"or only signed ones (the defaults with +name, without -name)."
         )
+    if any(not item.strip("+-").strip() for item in signed):
+        raise SettingsError(f"OVPATCH={text} has a sign without a name. Write +name or -name.")
     if not signed:
         return Selection("only", text, names=tuple(normalise(item) for item in items))
     plus = tuple(normalise(item[1:]) for item in items if item[0] == "+")

@@ -21,11 +21,21 @@ class Session:
     """The features that are on. One lock guards it; its methods may be called from any thread."""
 
     def __init__(self) -> None:
-        self._lock: Final = threading.RLock()
+        self._lock = threading.RLock()
         self._busy = False
         self._engine: Final = Engine()
         self._entries: dict[str, Entry] = {}
         self._arguments: dict[str, dict[str, Any]] = {}
+
+    def after_fork(self) -> None:
+        """Go on in a forked child, in which a thread that was inside :meth:`apply` at the time does not exist.
+
+        The lock cannot be taken before the fork instead, as the patch manager does: foreign code runs under it.
+        """
+        if self._lock.acquire(blocking=False):  # free, or held by the thread that forked
+            self._lock.release()
+        else:
+            self._lock, self._busy = threading.RLock(), False
 
     @contextmanager
     def _exclusive(self) -> Iterator[None]:
@@ -78,7 +88,7 @@ class Session:
             self._entries = plan.entries
             try:
                 self._carry_out(plan, before, tolerant)
-            except Exception as error:
+            except BaseException as error:
                 plan.call_off(error)
                 raise
             self._arguments = self._with(options)
@@ -89,11 +99,9 @@ class Session:
     def _with(self, options: Options | None) -> dict[str, dict[str, Any]]:
         """Return the options given so far, these added: a later call that does not mention an option keeps it."""
         merged = {name: dict(values) for name, values in self._arguments.items()}
-        for name, values in (options or {}).items():
-            if not isinstance(values, Mapping):
-                raise SettingsError(f"options[{name!r}] is {values!r}; write {{option: value}} there.")
-            own = merged.setdefault(normalise(name), {})
-            own.update({normalise(option): value for option, value in values.items()})
+        for name, values in _normalised({} if options is None else options, "options=", "{feature: {option: value}}"):
+            own = merged.setdefault(name, {})
+            own.update(_normalised(values, f"options[{name!r}]", "{option: value}"))
         return merged
 
     def _carry_out(self, plan: Plan, before: Mapping[str, Entry], tolerant: bool) -> None:
@@ -104,7 +112,7 @@ class Session:
             self._engine.turn_on(plan)
             if not tolerant:
                 plan.check()
-        except Exception:
+        except BaseException:  # Ctrl-C as well
             self._restore(before)
             raise
 
@@ -121,6 +129,7 @@ class Session:
     def _restore(self, before: Mapping[str, Entry]) -> None:
         """Bring back what was active before a call that failed."""
         try:
+            self._engine.drop_unfinished()
             self._engine.turn_off(
                 [name for name, entry in self._engine.active.items() if before.get(name) is not entry]
             )
@@ -141,21 +150,23 @@ class Session:
             known = self._entries or discovery.find()
             for name in names:
                 if name not in known:
-                    raise SettingsError(f"revert: unknown feature {name!r}{settings.did_you_mean(name, known)}.")
+                    raise SettingsError(settings.unknown_feature("revert()", name, known))
             self._revert_only(names or list(self._engine.active))
             return self.report()
 
     def _revert_only(self, names: Collection[str]) -> None:
         features = {name: entry.feature for name, entry in self._engine.active.items() if entry.feature is not None}
-        for name in [name for name in names if name in self._engine.active]:
-            also = planning.dependents(name, features)
-            going = [one for one in self._engine.active if one == name or one in also]
-            found = {one: self._engine.active[one].found for one in going}
-            self._engine.turn_off(going)
-            for one in going:
-                reason = "reverted" if one == name else f"reverted together with {name!r}, which it requires"
-                self._entries[one] = Entry(found[one], Wish(False), "disabled", reason)
-                self._arguments.pop(one, None)
+        named = [name for name in names if name in self._engine.active]
+        along = {one: name for name in named for one in planning.dependents(name, features)}
+        reasons = {one: f"reverted together with {name!r}, which it requires" for one, name in along.items()}
+        reasons |= dict.fromkeys(named, "reverted")
+        found = {name: self._engine.active[name].found for name in reasons}
+        try:
+            self._engine.turn_off(reasons)
+        finally:
+            for name in [name for name in reasons if name not in self._engine.active]:
+                self._entries[name] = Entry(found[name], Wish(False), "disabled", reasons[name])
+                self._arguments.pop(name, None)
 
     @contextmanager
     def applied(self, asked: Iterable[str], options: Options | None, strict: bool | None) -> Iterator[Report]:
@@ -174,14 +185,32 @@ class Session:
     def report(self) -> Report:
         """Return what is on, what is off and why, at this moment."""
         with self._lock:
-            entries = {name: self._engine.active.get(name, entry) for name, entry in self._entries.items()}
+            known = self._entries or {name: _untouched(found) for name, found in discovery.find().items()}
+            entries = {name: self._engine.active.get(name, entry) for name, entry in known.items()}
             return snapshot.take(entries, self._engine.active, self._engine.plugins, self._engine.statuses())
 
 
 def _name(name: object) -> str:
     if not isinstance(name, str):
-        raise SettingsError(f"names of features are given one by one, as in apply('a', 'b'); got {name!r}")
+        raise SettingsError(f"names are texts, given one by one, as in apply('a', 'b'); got {name!r}")
     return normalise(name)
+
+
+def _normalised(values: object, where: str, shape: str) -> Iterator[tuple[str, Any]]:
+    """Yield the items of a mapping with names as they are compared; two spellings of one name are an error."""
+    if not isinstance(values, Mapping):
+        raise SettingsError(f"{where} is {values!r}; write {shape} there.")
+    seen: dict[str, str] = {}
+    for key, value in values.items():
+        name = _name(key)
+        if name in seen:
+            raise SettingsError(f"{where} has {seen[name]!r} and {key!r}, which mean the same. Keep one of them.")
+        seen[name] = key
+        yield name, value
+
+
+def _untouched(found: discovery.Found) -> Entry:
+    return Entry(found, Wish(None), "disabled", "apply() has not been called in this process")
 
 
 def _log(report: Report, *, changed: bool, known: Mapping[str, Entry]) -> None:

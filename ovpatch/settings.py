@@ -37,6 +37,7 @@ __all__ = [
     "parse_selection",
     "read",
     "switch",
+    "unknown_feature",
     "variable",
     "wish",
 ]
@@ -228,12 +229,17 @@ def check_names(environment: Environment, asked: Iterable[str], options: Iterabl
     places += [("options=", name) for name in options]
     for place, name in places:
         if name not in known:
-            raise SettingsError(f"{place} names an unknown feature {name!r}{did_you_mean(name, known)}. {_all(known)}")
+            raise SettingsError(unknown_feature(place, name, known))
     own = {variable(name) for name in known}
     for name in environment.features:
         if name not in own and not any(name.startswith(one + "_") for one in own):
             near = near_variable(name, own)
             raise SettingsError(f"Unknown environment variable {name}{near}. Unset it, or correct it. {_all(known)}")
+
+
+def unknown_feature(place: str, name: str, known: Collection[str]) -> str:
+    """Return the text of the error about a name that is no feature's."""
+    return f"{place} names an unknown feature {name!r}{did_you_mean(name, known)}. {_all(known)}"
 
 
 def near_variable(name: str, known: Iterable[str]) -> str:

@@ -8,14 +8,12 @@ import sys
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Final
 
-from packaging.specifiers import SpecifierSet
-from packaging.version import InvalidVersion
-
 from ovpatch._version import __version__
 from ovpatch.patching import PatchStatus
+from ovpatch.patching.versions import torch_mismatch
 from ovpatch.plan import Entry
 from ovpatch.plugins import PluginError, Plugins
-from ovpatch.reporting import NEVER_CALLED, FeatureReport, Report
+from ovpatch.reporting import NEVER_CALLED, TROUBLE, FeatureReport, Report
 
 NOT_IMPORTED: Final = "not imported"
 
@@ -66,7 +64,7 @@ def _inactive(entry: Entry, patches: Sequence[PatchStatus]) -> FeatureReport:
     shadowed = [patch for patch in patches if patch.state == "shadowed"]
     state, reason = entry.state, entry.reason
     if shadowed:
-        state = "shadowed"
+        state = state if state in TROUBLE else "shadowed"
         reason = "; ".join([reason, *(_say(patch) for patch in shadowed)])
     return _row(entry, state, reason, (), {})
 
@@ -127,23 +125,19 @@ def _counters(name: str, plugins: Plugins) -> tuple[dict[str, int], list[str]]:
     try:
         raw: Mapping[str, int] = plugins.call(name, "ovpatch_counters") or {}
         return {str(key): int(count) for key, count in raw.items()}, []
-    except (PluginError, AttributeError, TypeError, ValueError) as error:
+    except Exception as error:  # noqa: BLE001  # what a plugin returns may raise anything when it is read
         return {}, [f"its counters cannot be read: {error}"]
 
 
 def _asked_remarks(name: str, plugins: Plugins) -> list[str]:
     try:
-        remarks: Sequence[str] | str = plugins.call(name, "ovpatch_remarks") or ()
+        return list(plugins.texts(name, "ovpatch_remarks"))
     except PluginError as error:
         return [str(error)]
-    return [remarks] if isinstance(remarks, str) else [str(remark) for remark in remarks]
 
 
 def _untested(entry: Entry, torch: str) -> list[str]:
     if entry.feature is None or not entry.feature.torch or torch == NOT_IMPORTED:
         return []
-    try:
-        tested = SpecifierSet(entry.feature.torch).contains(torch, prereleases=True)
-    except InvalidVersion:
-        tested = False
-    return [] if tested else [f"untested with torch {torch} (tested with {entry.feature.torch})"]
+    untested = torch_mismatch(entry.feature.torch) is not None
+    return [f"untested with torch {torch} (tested with {entry.feature.torch})"] if untested else []

@@ -69,6 +69,24 @@ def test_revert_of_an_unknown_name(site, session, apply):
         session.revert(["abdc"])
 
 
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ([("a", {"n": 1})], r"options= is .*; write {feature: {option: value}} there"),
+        ({"a": None}, r"options\['a'\] is None; write {option: value} there"),
+        ({1: {}}, "names are texts, .*; got 1"),
+        ({"a": {2: 3}}, "names are texts, .*; got 2"),
+        ({"a": {"n": 1}, "A": {"n": 2}}, "options= has 'a' and 'A', which mean the same. Keep one of them"),
+        ({"a": {"n": 1, "N": 2}}, r"options\['a'\] has 'n' and 'N', which mean the same"),
+    ],
+)
+def test_options_of_another_shape(site, apply, options, message):
+    site.plugin("a", feature=OPTION, register=ADD_N)
+    with pytest.raises(ovpatch.SettingsError, match=message):
+        apply(options=options)
+    assert site.victim.f(1) == 1
+
+
 def test_names_are_given_one_by_one(apply):
     with pytest.raises(ovpatch.SettingsError, match="one by one, as in apply"):
         apply(["a"])
@@ -234,6 +252,21 @@ def test_without_counters_the_calls_of_the_patches_count(site, session, apply):
     assert session.report().patches[0].calls == 1
 
 
+@pytest.mark.parametrize(
+    ("hook", "said"),
+    [
+        ("counters", "its counters cannot be read: cannot convert float infinity to integer"),
+        ("remarks", "ovpatch_remarks returned float, not a list of texts"),
+    ],
+)
+def test_a_hook_that_returns_nonsense_does_not_break_the_report(site, apply, hook, said):
+    value = "{'n': INF}" if hook == "counters" else "INF"
+    site.plugin("a", extra=f"INF = float('inf')\n@hookimpl\ndef ovpatch_{hook}():\n    return {value}")
+    found = apply()["a"]
+    assert found.state == "applied"
+    assert said in found.remarks
+
+
 def test_counters_that_raise_do_not_break_the_report(site, apply):
     site.plugin("a", extra="@hookimpl\ndef ovpatch_counters():\n    return 1 / 0")
     assert "ZeroDivisionError" in apply()["a"].remarks[0]
@@ -273,10 +306,30 @@ def test_shadowed_after_revert_is_said(site, session, apply):
     assert site.victim.f(1) == 1011
 
 
-def test_the_report_of_a_session_that_did_nothing(session):
+def test_the_report_before_apply_names_what_is_installed_and_imports_nothing(site, session):
+    site.plugin("a")
+    report = session.report()
+    assert states(report) == {"a": "disabled"}
+    assert report["a"].reason == "apply() has not been called in this process"
+    assert site.log == []
+
+
+def test_the_report_where_nothing_is_installed(site, session):
     report = session.report()
     assert report.features == ()
     assert "no features" in report.summary()
+
+
+def test_shadowed_is_said_of_a_feature_that_never_became_active(site, session, apply):
+    """Somebody patches on top of it between its patches and its activation, which fails."""
+    cover = "ours = victim.f\n    victim.f = lambda x: ours(x) + 1000\n    raise RuntimeError('boom')"
+    site.plugin("a", register=ADD.format(10), extra=f"@hookimpl\ndef ovpatch_activate():\n    {cover}")
+    report = apply()
+    assert report["a"].state == "failed"
+    assert "boom" in report["a"].reason
+    assert "victim.f is shadowed" in report["a"].reason
+    assert [patch.state.value for patch in report.patches] == ["shadowed"]
+    assert site.victim.f(1) == 1001
 
 
 # --- applied() ---

@@ -45,13 +45,14 @@ def start(tmp_path):
 def test_idle_it_imports_nothing(start):
     state, stderr = start()
     assert state["modules"] == ["ovpatch", "ovpatch._version", "ovpatch.autoload"]
-    assert (state["before"], state["after"]) == ([], ["applied"])
+    assert (state["before"], state["after"]) == (["disabled"], ["applied"])
     assert stderr == ""
 
 
 def test_auto_applies_before_the_script_whose_own_call_changes_nothing(start):
-    state, _ = start(OVPATCH_AUTO="1", TORCH_LOGS="+ovpatch")
+    state, stderr = start(OVPATCH_AUTO="1", TORCH_LOGS="+ovpatch")
     assert (state["before"], state["after"]) == (["applied"], ["applied"])
+    assert stderr.count("applied ddp") == 1
     assert "ovpatch" in state["modules"]
 
 

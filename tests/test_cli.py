@@ -145,6 +145,16 @@ def test_wrong_usage_is_exit_code_2(line, capsys):
     assert "usage: ovpatch" in capsys.readouterr().err
 
 
+@pytest.mark.skipif(os.name != "posix", reason="pipes break differently elsewhere")
+def test_a_reader_that_stops_reading_is_no_traceback(tmp_path):
+    reading, writing = os.pipe()
+    os.close(reading)
+    line = [sys.executable, "-m", "ovpatch", "list", "--json"]
+    done = subprocess.run(line, stdout=writing, stderr=subprocess.PIPE, env=clean(os.environ), cwd=tmp_path, timeout=60)
+    os.close(writing)
+    assert (done.returncode, done.stderr) == (1, b"")
+
+
 def test_version(capsys):
     with pytest.raises(SystemExit) as error:
         cli.main(["--version"])

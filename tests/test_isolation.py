@@ -32,6 +32,15 @@ FAILURES = [
     ({"feature": "requires=('nobody',)"}, "skipped", "requires 'nobody', which is not installed"),
     ({"feature": "requires=('idle',)"}, "skipped", "requires 'idle', which is not on"),
     ({"extra": "@hookimpl\ndef ovpatch_reasons_against():\n    raise OSError('x')"}, "failed", "OSError: x"),
+    ({"extra": "@hookimpl\ndef ovpatch_reasons_against():\n    return 5"}, "failed", "returned int, not a list"),
+    ({"extra": "@hookimpl\ndef ovpatch_reasons_against():\n    raise SystemExit(3)"}, "failed", "SystemExit: 3"),
+    ({"register": "raise SystemExit(3)"}, "failed", "ovpatch_register raised SystemExit: 3"),
+    ({"register": "patches.register_hook('h', lambda: exit(3))"}, "failed", r"SystemExit\(3\)"),
+    (
+        {"register": ADD.format(7), "extra": "@hookimpl\ndef ovpatch_activate():\n    return 5"},
+        "failed",
+        "ovpatch_activate returned int, not a list of texts",
+    ),
     (
         {"feature": "options=(Option('p', 0, '', parse=lambda text: 1 / 0),)"},
         "failed",
@@ -119,6 +128,46 @@ def test_a_plugin_that_fails_half_way_may_clean_up(site, apply):
     assert site.log == ["import a", "register a", "deactivate a"]
 
 
+def test_an_iterator_without_reasons_is_no_reason(site, apply):
+    site.plugin("a", extra="@hookimpl\ndef ovpatch_reasons_against():\n    return iter(())")
+    assert states(apply()) == {"a": "applied"}
+
+
+def test_an_interrupted_call_leaves_nothing_and_can_be_repeated(site, session, apply):
+    interrupt = "if victim.LOG.count('register a') == 1:\n        raise KeyboardInterrupt"
+    site.plugin("a", register=ADD.format(10), extra=f"@hookimpl\ndef ovpatch_activate():\n    {interrupt}")
+    with pytest.raises(KeyboardInterrupt):
+        apply()
+    assert site.victim.f(1) == 1
+    assert states(apply()) == {"a": "applied"}
+    assert site.victim.f(1) == 11
+
+
+def test_a_hook_that_cannot_be_removed_is_told_and_everything_else_is_off(site, session, apply):
+    site.plugin("a", register="patches.register_hook('h', lambda: Stuck())", extra=STUCK)
+    site.plugin("b", register=ADD.format(10))
+    apply()
+    with pytest.raises(FeatureError, match=r"turned off, .* \(hook 'h'\) could not be removed"):
+        session.revert(())
+    assert states(session.report()) == {"a": "disabled", "b": "disabled"}
+    assert site.victim.f(1) == 1
+
+
+STUCK = """
+class Stuck:
+    def remove(self):
+        raise OSError("stuck")
+"""
+
+
+def test_a_feature_that_fails_with_a_hook_that_cannot_be_removed(site, apply, caplog):
+    fail = "@hookimpl\ndef ovpatch_activate():\n    raise RuntimeError('boom')"
+    site.plugin("a", register="patches.register_hook('h', lambda: Stuck())", extra=STUCK + fail)
+    site.plugin("b", register=ADD.format(10))
+    assert states(apply()) == {"a": "failed", "b": "applied"}
+    assert "stuck" in caplog.text
+
+
 # --- features among each other ---
 
 
@@ -134,6 +183,14 @@ def test_a_feature_that_is_on_satisfies_a_requirement(site, apply):
     site.plugin("b", feature="requires=('a',)")
     apply("a")
     assert states(apply("b")) == {"a": "applied", "b": "applied"}
+
+
+def test_revert_goes_backwards(site, session, apply):
+    for name in ("a", "b", "c"):
+        site.plugin(name)
+    apply()
+    session.revert(())
+    assert site.log[-3:] == ["deactivate c", "deactivate b", "deactivate a"]
 
 
 def test_reverting_takes_along_what_requires_it(site, session, apply):

@@ -200,9 +200,12 @@ def test_the_exit_code_is_the_commands(here, code, expected):
 
 
 def test_a_command_that_does_not_exist(here, tmp_path):
-    assert here("--", "no-such-command-anywhere")[0] == 127
+    code, _, err = here("--", "no-such-command-anywhere")
+    assert (code, err) == (127, "ovpatch run: no-such-command-anywhere: command not found\n")
     plain = tmp_path / "plain"
     plain.write_text("")
+    assert here("--", plain)[0] == 126
+    plain.chmod(0o755)  # executable, and still nothing that the system can execute
     assert here("--", plain)[0] == 126
 
 
@@ -215,6 +218,7 @@ def test_a_command_that_does_not_exist(here, tmp_path):
         ({}, ("--features", "dpp"), "did you mean 'ddp'"),
         ({"OVPATCH": "0"}, ("--features", "ddp"), "--features ddp and OVPATCH=0 disagree"),
         ({}, ("--report", "no/such/folder/r.json"), "Create it first"),
+        ({}, ("--report", os.curdir), "is a directory. Name a file in it"),
     ],
 )
 def test_mistakes_are_found_before_anything_runs(here, monkeypatch, tmp_path, environ, line, message):

@@ -5,10 +5,14 @@ from __future__ import annotations
 import json
 import logging
 import os
+import signal
 import subprocess
 import sys
 import threading
 
+import pytest
+
+import ovpatch
 from tests.support import fake_plugins
 from tests.support.environment import clean
 from tests.support.fake_plugins import ADD, REASON
@@ -38,6 +42,29 @@ def test_apply_from_inside_a_hook_is_refused(site, session):
     found = session.apply((), None, None)["a"]
     assert found.state == "failed"
     assert "from inside a plugin's hook" in found.reason
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="processes are not forked here")
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # Python's own warning of forks among threads
+def test_a_child_forked_while_another_thread_applies_does_not_hang(site):
+    entered, go_on = threading.Event(), threading.Event()
+    site.victim.wait = lambda: (entered.set(), go_on.wait(60))
+    site.plugin("a", extra="@hookimpl\ndef ovpatch_reasons_against():\n    victim.wait()")
+    thread = threading.Thread(target=ovpatch.apply, args=("a",))
+    thread.start()
+    try:
+        assert entered.wait(30)
+        pid = os.fork()
+        if pid == 0:
+            signal.alarm(10)
+            site.victim.wait = lambda: None
+            os._exit(0 if ovpatch.apply("a")["a"].state == "applied" else 1)
+        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+    finally:
+        go_on.set()
+        thread.join(30)
+        ovpatch.revert()
+    assert not thread.is_alive()
 
 
 def test_one_line_at_info_and_only_when_something_changes(site, apply, caplog, capfd):

@@ -79,6 +79,12 @@ def test_words_stand_alone(text):
         settings.parse_selection(text)
 
 
+@pytest.mark.parametrize("text", ["+", "-ddp,-", "+ddp, + "])
+def test_a_sign_needs_a_name(text):
+    with pytest.raises(SettingsError, match="has a sign without a name"):
+        settings.parse_selection(text)
+
+
 # --- precedence ---
 
 

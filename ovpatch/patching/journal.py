@@ -8,6 +8,7 @@ anybody, and code that a callback starts, imports included, cannot deadlock with
 
 from __future__ import annotations
 
+import os
 import threading
 import types
 from collections.abc import Callable
@@ -17,6 +18,9 @@ from typing import Any, Final
 from ovpatch.patching.targets import ABSENT, Owner, is_module, namespace
 
 LOCK: Final = threading.RLock()
+if hasattr(os, "register_at_fork"):
+    # A child has only the thread that forked: a lock that another thread held would stay locked there for ever.
+    os.register_at_fork(before=LOCK.acquire, after_in_parent=LOCK.release, after_in_child=LOCK.release)
 
 _HEAP_TYPE: Final = 1 << 9
 _IMMUTABLE_TYPE: Final = 1 << 8

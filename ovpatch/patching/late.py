@@ -7,6 +7,7 @@ de-duplicates hooks, and an exception in one makes the user's import fail.
 from __future__ import annotations
 
 import logging
+import os
 import sys
 import threading
 import types
@@ -18,6 +19,8 @@ Listener = Callable[[str], None]
 
 _logger: Final = logging.getLogger("ovpatch.patching")
 _lock: Final = threading.Lock()
+if hasattr(os, "register_at_fork"):  # see ovpatch.patching.journal; nothing foreign runs under this lock either
+    os.register_at_fork(before=_lock.acquire, after_in_parent=_lock.release, after_in_child=_lock.release)
 _listeners: Final[dict[str, list[Callable[[], Listener | None]]]] = {}
 
 

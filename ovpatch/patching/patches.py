@@ -104,6 +104,12 @@ class Patch:
     def __post_init__(self) -> None:
         _check_target(self.target)
         _check_callables(self.target, self.replacement, self.wrap)
+        for name, kind in (("feature", str), ("order", int)):
+            if not isinstance(getattr(self, name), kind):
+                raise DeclarationError(
+                    f"{name}={getattr(self, name)!r} of the patch of {self.target} is of the wrong type: "
+                    f"pass {'a text' if kind is str else 'a whole number'}"
+                )
         if self.torch is not None:
             check_specifier(self.torch, self.target)
 

@@ -118,6 +118,9 @@ def resolve(target: str, finished: str = "") -> Place | Waiting | Missing:
 def _absent_package(target: str, parts: list[str]) -> Waiting | Missing:
     modules = _not_imported(_prefixes(parts))
     top = parts[0]
+    held = sys.modules.get(top)
+    if held is not None and not is_module(held):
+        raise IncompatiblePatchError(_through_an_object(target, parts, 0, held))
     if sys.modules.get(top, ABSENT) is None or not _can_be_found(top):
         return Missing(
             f"there is no package {top!r} for {target}: install it, correct the target, or register the patch with "

@@ -280,6 +280,10 @@ def test_declarations_that_can_never_work(pm: PatchManager) -> None:
     for target in ("f", "", "a..b", "a.b c", ".a", 3):
         with pytest.raises(DeclarationError, match="dotted path"):
             pm.register_patch(target, len)  # type: ignore[arg-type]
+    with pytest.raises(DeclarationError, match=r"order='first' .* pass a whole number"):
+        pm.register_patch("a.b", len, order="first")  # type: ignore[arg-type]
+    with pytest.raises(DeclarationError, match=r"feature=None .* pass a text"):
+        pm.register_patch("a.b", len, feature=None)  # type: ignore[arg-type]
     with pytest.raises(DeclarationError, match="version range"):
         pm.register_patch("a.b", len, torch="2.11 to 2.15")
     with pytest.raises(DeclarationError, match="not callable"):
@@ -361,3 +365,14 @@ def test_blocked_module_is_a_missing_one(pm: PatchManager, monkeypatch: pytest.M
     pm.register_patch("blocked_package.f", wrap=tag("w"), optional=True)
     pm.apply()
     assert states(pm) == ["skipped"]
+
+
+def test_object_in_place_of_a_module_is_named_as_what_it_is(pm: PatchManager, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Stand:
+        def f(self) -> str:
+            return "f"
+
+    monkeypatch.setitem(sys.modules, "stand_in", Stand())
+    pm.register_patch("stand_in.f", wrap=tag("w"))
+    with pytest.raises(IncompatiblePatchError, match=r"stand_in is an object of type Stand, .*Patch the method on"):
+        pm.apply()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -9,6 +11,7 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from ovpatch.patching import PatchManager
+from ovpatch.patching.journal import LOCK
 
 from .conftest import MakeModule
 from .tools import same, snapshot, states, tag
@@ -102,3 +105,36 @@ def test_two_managers_on_one_target_from_two_threads(make: MakeModule) -> None:
         for manager in managers:
             manager.revert()
         assert m.f is stock
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="processes are not forked here")
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # Python's own warning of forks among threads
+def test_child_forked_while_another_thread_patches_does_not_hang(pm: PatchManager, make: MakeModule) -> None:
+    m = make("def f(): return 'f'")
+    pm.register_patch(f"{m.__name__}.f", wrap=tag("w"))
+    pm.apply()
+    done = threading.Event()
+
+    def busy() -> None:
+        while not done.is_set():
+            with LOCK:
+                sum(range(1000))
+
+    thread = threading.Thread(target=busy)
+    thread.start()
+    try:
+        for _ in range(5):
+            assert in_child(lambda: pm.revert() is None and m.f() == "f")
+    finally:
+        done.set()
+        thread.join()
+    assert m.f() == "w(f)"
+
+
+def in_child(check: Callable[[], bool]) -> bool:
+    """Return what a function returns in a forked child, False if it does not within 10 seconds."""
+    pid = os.fork()
+    if pid == 0:
+        signal.alarm(10)
+        os._exit(0 if check() else 1)
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0

@@ -1,0 +1,232 @@
+"""What the documentation says is true of the code: links, variables, options, quoted texts, and code that runs."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import os
+import re
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from ovpatch.options import variables_of
+from ovpatch.plugins import Plugins
+from ovpatch.settings import RESERVED, near_variable, variable
+from tests.support.environment import clean
+
+ROOT = Path(__file__).resolve().parent.parent
+PAGES = sorted(
+    page
+    for pattern in ("*.md", "docs/*.md", "plugins/*/README.md", "examples/**/*.md", "benchmarks/**/*.md")
+    for page in ROOT.glob(pattern)
+)
+DDP = ROOT / "plugins" / "ddp"
+
+each_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
+
+
+def prose(text: str) -> str:
+    """Return a page without its code, in which brackets and hashes mean something else."""
+    return re.sub(r"`[^`\n]*`", "`code`", re.sub(r"^```.*?^```", "", text, flags=re.DOTALL | re.MULTILINE))
+
+
+def part(page: Path, name: str) -> str:
+    """Return what stands between ``<!-- name -->`` and ``<!-- /name -->``."""
+    match = re.search(rf"<!-- {name} -->\n(.*?)<!-- /{name} -->", page.read_text(encoding="utf-8"), re.DOTALL)
+    assert match, f"{page} has no part {name}"
+    return match[1]
+
+
+def blocks(page: Path, language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```", page.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE)
+
+
+def cells(table: str) -> list[list[str]]:
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines() if line[:1] == "|"]
+
+
+# --- links ---
+
+
+def anchors(page: Path) -> set[str]:
+    text = re.sub(r"^```.*?^```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL | re.MULTILINE)
+    headings = re.findall(r"^#+ (.+)$", text, re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.replace("`", "").lower()).replace(" ", "-") for heading in headings}
+
+
+def broken_links(page: Path) -> list[str]:
+    broken = []
+    for target in re.findall(r"\]\(([^)\s]+)\)", prose(page.read_text(encoding="utf-8"))):
+        if re.match(r"[a-z]+:", target):
+            continue
+        file, _, anchor = target.partition("#")
+        other = (page.parent / file).resolve() if file else page
+        outside = not other.is_relative_to(ROOT)
+        if outside or not other.exists() or (anchor and other.is_file() and anchor not in anchors(other)):
+            broken.append(target)
+    return broken
+
+
+def test_the_pages_are_there():
+    names = {page.relative_to(ROOT).as_posix() for page in PAGES}
+    wanted = {"CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md", "plugins/ddp/README.md", "docs/README.md"}
+    assert wanted | {f"docs/{name}.md" for name in ("quick-start", "cluster", "how-it-works", "settings")} <= names
+
+
+@each_page
+def test_every_relative_link_resolves(page):
+    assert not broken_links(page)
+
+
+def test_a_broken_link_is_noticed(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys.modules[__name__], "ROOT", tmp_path)
+    page = tmp_path / "a.md"
+    page.write_text("# A `b`: c\n[x](#a-b-c) [y](#d) [z](gone.md) [w](a.md#e) `[code](no)`\n```\n[no](no)\n```\n")
+    assert broken_links(page) == ["#d", "gone.md", "a.md#e"]
+
+
+def test_the_index_names_every_page():
+    index = (ROOT / "docs" / "README.md").read_text(encoding="utf-8")
+    pages = {page.relative_to(ROOT).as_posix() for page in PAGES}
+    for page in [page for page in pages if page.startswith(("docs/", "plugins/")) and page != "docs/README.md"]:
+        assert f"({os.path.relpath(page, 'docs')})".replace(os.sep, "/") in index
+
+
+# --- names ---
+
+
+def shipped_variables() -> set[str]:
+    from ovpatch import discovery
+
+    plugins = Plugins()
+    features = [plugins.load(found) for found in discovery.find().values() if found.first_party]
+    return set(RESERVED) | {name for feature in features for name in variables_of(feature)}
+
+
+def template_variables() -> set[str]:
+    text = (ROOT / "examples" / "plugin_template" / "ovpatch_clip_watch.py").read_text(encoding="utf-8")
+    option = re.search(r'Option\("(\w+)"', text)
+    assert option
+    return {variable("clip_watch"), variable("clip_watch", option[1])}
+
+
+def test_every_variable_in_the_documentation_is_known():
+    known = shipped_variables() | template_variables()
+    unknown = {
+        f"{page.relative_to(ROOT)}: {name}{near_variable(name, known)}"
+        for page in PAGES
+        for name in re.findall(r"\bOVPATCH(?:_[A-Z0-9]+)*\b(?!_?<)", page.read_text(encoding="utf-8"))
+        if name not in known
+    }
+    assert not unknown
+
+
+def test_every_note_that_the_documentation_names_is_in_the_code():
+    files = [file for folder in ("ovpatch", "plugins") for file in (ROOT / folder).rglob("*.py")]
+    notes = set(re.findall(r"\[Note: ([^\]]+)\]", " ".join(file.read_text(encoding="utf-8") for file in files)))
+    for page in (ROOT / "docs" / "how-it-works.md", ROOT / "CONTRIBUTING.md"):
+        named = set(re.findall(r"\[Note: ([^\]\"]+)\]", page.read_text(encoding="utf-8")))
+        assert named, page
+        assert not named - notes
+
+
+# --- plugins/ddp/README.md ---
+
+
+def test_the_options_table_of_ddp_is_the_codes():
+    from ovpatch_plugins.ddp.options import OPTIONS
+
+    expected = [
+        [
+            f"`{option.name}`",
+            f"`{variable('ddp', option.name)}`",
+            f"`{option.default}`",
+            option.help + "".join(f" Also `{alias}`." for alias in option.aliases),
+        ]
+        for option in OPTIONS
+    ]
+    assert cells(part(DDP / "README.md", "options"))[2:] == expected
+
+
+def test_the_counters_of_ddp_are_all_explained():
+    from ovpatch_plugins.ddp.counters import Counters
+
+    text = (DDP / "README.md").read_text(encoding="utf-8").partition("## Counters")[2].partition("\n## ")[0]
+    assert [row[0].strip("`") for row in cells(text)[2:]] == list(Counters().as_dict())
+
+
+def test_every_reason_for_the_stock_reducer_is_listed_and_no_other():
+    from ovpatch_plugins.ddp import plugin, support
+
+    tree = ast.parse(inspect.getsource(support.objection))
+    returned = [node.value for node in ast.walk(tree) if isinstance(node, ast.Return)]
+    reasons = {value.value for value in returned if isinstance(value, ast.Constant) and value.value}
+    assert len(reasons) > 3
+    text = (DDP / "README.md").read_text(encoding="utf-8").partition("## What stays")[2].partition("\n## ")[0]
+    rows = {row[0] for row in cells(text) if row[0] != "Reason in the report" and row[0].strip("- ")}
+    assert rows == reasons | set(plugin._NEEDS_STOCK.values())
+
+
+def test_every_patched_method_of_ddp_is_explained():
+    from ovpatch_plugins.ddp.plugin import ovpatch_register
+
+    targets: list[str] = []
+
+    class Patches:
+        def register_patch(self, target: str, replacement: object = None, **details: object) -> None:
+            targets.append(target.rpartition(".")[2])
+
+    ovpatch_register(patches=Patches(), options={"bucket_cap_mb": None})
+    text = (ROOT / "docs" / "how-it-works.md").read_text(encoding="utf-8")
+    named = [name for row in cells(text)[2:] for name in re.findall(r"`(\w+)`", row[0])]
+    assert sorted(named) == sorted(targets)
+
+
+# --- quoted texts ---
+
+
+def test_the_quoted_error_is_the_one_that_is_raised():
+    from ovpatch.overlap.agreement import _missing
+
+    assert f"> {_missing('ddp', [1], 20.0)}\n" in (ROOT / "docs" / "cluster.md").read_text(encoding="utf-8")
+
+
+# --- code ---
+
+
+def test_python_in_the_documentation_compiles():
+    for page in PAGES:
+        for code in blocks(page, "python"):
+            compile(code, str(page), "exec")
+
+
+PROGRAM = """
+import sys
+import ovpatch
+for number, code in enumerate({codes!r}):
+    exec(compile(code, f"<block {{number}}>", "exec"), {{"__name__": f"block_{{number}}"}})
+    ovpatch.revert()
+"""
+
+
+def test_python_in_the_quick_start_runs(tmp_path):
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    alone = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    codes = blocks(ROOT / "docs" / "quick-start.md", "python")
+    assert len(codes) >= 4
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM.format(codes=codes)],
+        env={**clean(os.environ), **alone},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        cwd=tmp_path,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-2:] == ["applied", "disabled"]
