@@ -6,17 +6,27 @@ to prevent. The store knows no pairing: a rank that does not answer is a key tha
 
 [Note: one collector] Group rank 0 reads everybody's terms and publishes one verdict, so that N ranks cost N reads and
 not N * N.
+
+[Note: rounds] The store may outlive the group, the processes and a launcher's whole attempt, with the keys of earlier
+rounds in it, also of rounds in which a rank died before it arrived. So arrivals cannot be counted. Group rank 0 alone
+opens a round, under a number nobody has used. The others answer to the newest round with a mark of their own, until a
+verdict quotes that mark: what quotes another, or none, was meant for somebody before them.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+import time
+import uuid
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
+
+# Seconds between two looks for the verdict, once it is late.
+_LONGEST_PAUSE = 0.05
 
 
 class DisagreementError(RuntimeError):
@@ -47,29 +57,34 @@ def agree(
     if world == 1 or dist.get_backend(group) == "fake":
         return objection
     store = c10d._get_process_group_store(group)
-    # The store may outlive the group, with the keys of earlier rounds in it, and processes may come and go between
-    # rounds. Nobody passes a round before all have arrived, so the number of arrivals tells which round this is.
     base = f"ovpatch/{topic}/{world}"
-    prefix = f"{base}/{(store.add(f'{base}/arrivals', 1) - 1) // world}"
-    mine = json.dumps({"terms": terms, "objection": objection}, sort_keys=True)
-    store.set(f"{prefix}/{group.rank()}", mine)
+    mark = uuid.uuid4().hex
+    mine = json.dumps({"mark": mark, "terms": terms, "objection": objection}, sort_keys=True)
     if group.rank() == 0:
+        prefix = f"{base}/{store.add(f'{base}/rounds', 1)}"
+        store.set(f"{prefix}/0", mine)
         verdict = _collect(store, prefix, group, topic, timeout_s)
         store.set(f"{prefix}/verdict", json.dumps(verdict))
     else:
-        verdict = _await_verdict(store, prefix, group, topic, timeout_s)
+        # Rank 0 may itself wait the whole time for a third rank: leave it room to say so.
+        found = _answer(store, base, group.rank(), mark, mine, timeout_s + 5)
+        verdict = found or {"error": _missing(topic, _global(group, [0]), timeout_s)}
     if "error" in verdict:
         raise DisagreementError(verdict["error"])
     return str(verdict["objection"])
 
 
-def _collect(store: c10d.Store, prefix: str, group: dist.ProcessGroup, topic: str, timeout_s: float) -> dict[str, str]:
+def _collect(store: c10d.Store, prefix: str, group: dist.ProcessGroup, topic: str, timeout_s: float) -> dict[str, Any]:
     keys = [f"{prefix}/{rank}" for rank in range(group.size())]
-    if not _arrived(store, keys, timeout_s):
-        missing = [rank for rank, key in enumerate(keys) if not store.check([key])]
-        return {"error": _missing(topic, _global(group, missing), timeout_s)}
-    answers = [json.loads(text) for text in store.multi_get(keys)]
-    ranks = _global(group, range(group.size()))
+    missing = [] if _arrived(store, keys, timeout_s) else [i for i, key in enumerate(keys) if not store.check([key])]
+    answers = [json.loads(text) for text in store.multi_get([key for i, key in enumerate(keys) if i not in missing])]
+    marks = {"marks": [answer["mark"] for answer in answers]}
+    if missing:
+        return marks | {"error": _missing(topic, _global(group, missing), timeout_s)}
+    return marks | _judge(answers, _global(group, range(group.size())), topic)
+
+
+def _judge(answers: Sequence[Mapping[str, Any]], ranks: list[int], topic: str) -> dict[str, str]:
     difference = _difference([answer["terms"] for answer in answers], ranks)
     if difference:
         return {"error": f"ovpatch: ranks disagree on '{topic}': {difference}. {_REMEDY_SETTINGS}"}
@@ -80,14 +95,24 @@ def _collect(store: c10d.Store, prefix: str, group: dist.ProcessGroup, topic: st
     return {"objection": "; ".join(f"{text} (rank {_listed(who)})" for text, who in objections.items())}
 
 
-def _await_verdict(
-    store: c10d.Store, prefix: str, group: dist.ProcessGroup, topic: str, timeout_s: float
-) -> dict[str, str]:
-    # Rank 0 may itself wait the whole time for a third rank: leave it room to say so.
-    if not _arrived(store, [f"{prefix}/verdict"], timeout_s + 5):
-        return {"error": _missing(topic, _global(group, [0]), timeout_s)}
-    verdict: dict[str, str] = json.loads(store.get(f"{prefix}/verdict"))
-    return verdict
+def _answer(store: c10d.Store, base: str, rank: int, mark: str, mine: str, timeout_s: float) -> dict[str, Any]:
+    """Answer to the newest round until a verdict quotes our mark; see [Note: rounds]. Empty if the time is over."""
+    deadline = time.monotonic() + timeout_s
+    answered, pause = -1, 0.001
+    while time.monotonic() < deadline:
+        newest = store.add(f"{base}/rounds", 0)
+        # Looked for after `newest` was read: rank 0 publishes a verdict before it opens the next round. By check(), as
+        # each time-out of wait() is a warning on stderr.
+        if store.check([f"{base}/{answered}/verdict"]):
+            verdict: dict[str, Any] = json.loads(store.get(f"{base}/{answered}/verdict"))
+            if mark in verdict["marks"]:
+                return verdict
+        if newest != answered:
+            store.set(f"{base}/{newest}/{rank}", mine)
+            answered = newest
+        time.sleep(pause)
+        pause = min(2 * pause, _LONGEST_PAUSE)
+    return {}
 
 
 def _arrived(store: c10d.Store, keys: list[str], timeout_s: float) -> bool:

@@ -6,7 +6,8 @@ They then hold gradients in which that rank's part is missing, and must hear of 
 [Note: when a ballot is read] Without streams the host waits for the step's collectives anyway, so it waits for the
 ballot with them and hears at once. (An all-reduce that nobody waits for may also complete while the interpreter goes
 down, which gloo's threads do not survive.) On CUDA waiting would stall the host behind the device, and a ballot costs
-the host as much as a bucket: there one is cast for several steps together and read when it has come.
+the host as much as a bucket: there, once the first steps are over, one is cast for several steps together, and read
+when it has come.
 """
 
 from __future__ import annotations
@@ -39,14 +40,16 @@ class Ballots:
         self._device = device
         self._period = PERIOD if device.type == "cuda" else 1
         self._failed = 0
+        self._last = -1  # the newest step that a ballot covers
         self._open: deque[_Ballot] = deque()
 
     def count(self, step: int, *, failed: bool) -> None:
         """Count this rank's step; cast the ballot when it is due. Comes after the step's other collectives."""
         self._failed += failed
-        if (step + 1) % self._period == 0:
+        if step < self._period or (step + 1) % self._period == 0:
             vote = torch.full((1,), self._failed, dtype=torch.int32, device=self._device)
-            steps = range(step + 1 - self._period, step + 1)
+            steps = range(self._last + 1, step + 1)
+            self._last = step
             self._open.append(_Ballot.cast(steps, self._failed, vote, self._group))
             self._failed = 0
 

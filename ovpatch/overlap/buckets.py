@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import functools
 import sys
+import weakref
 from collections.abc import Iterable, Sequence
 
 import torch
@@ -21,7 +22,8 @@ from torch import Tensor
 
 # Gradients below this number of elements are copied in and out by one fused call for all of them: a launch for each,
 # and the host's time to arrange it, would cost more than the passes over memory.
-_SMALL = 1 << 15
+# On a GPU a launch takes as long as several hundred kilobytes more of traffic.
+_SMALL = {"cuda": 1 << 18, "cpu": 1 << 15}
 
 _CUDA_ALIGNMENT = 16  # bytes
 
@@ -43,11 +45,11 @@ class GradBucket:
         self.offsets, self.numel = _offsets(params)
         self.dtype = params[0].dtype
         self.device = params[0].device
-        self._small = [param.numel() < _SMALL and self.dtype in _FUSED_DTYPES for param in params]
+        limit = _SMALL.get(self.device.type, 0) if self.dtype in _FUSED_DTYPES else 0
+        self._small = [param.numel() < limit for param in params]
         self._flat: Tensor | None = None
         self._views: list[Tensor] = []
         self._own_references = 0
-        self._unsettled: list[int] = []
         self._kept: dict[int, Tensor | None] = {}
 
     @property
@@ -91,7 +93,6 @@ class GradBucket:
             elif views:
                 torch._foreach_copy_(views, grads)
                 torch._foreach_mul_(views, scale)
-        self._unsettled = list(range(len(self.params)))
         return flat
 
     def adopt(self, *, always_view: bool) -> None:
@@ -99,7 +100,9 @@ class GradBucket:
 
         The values may still be in flight; see [Note: whose memory is p.grad].
         """
-        self._unsettled = [i for i in self._unsettled if i in self._kept or not self._adopt(i, always_view)]
+        for i in range(len(self.params)):
+            if i not in self._kept:
+                self._adopt(i, always_view)
 
     def unpack(self, *, skip: Iterable[int] = (), always_view: bool) -> None:
         """Make ``p.grad`` the reduced gradient of every parameter. The collective has been waited for.
@@ -111,8 +114,8 @@ class GradBucket:
         untouched = set(skip)
         views: list[Tensor] = []
         grads: list[Tensor] = []
-        for i in self._unsettled:
-            param, view = self.params[i], self._views[i]
+        # All of them, adopted ones too: a user's hook may have replaced or dropped a gradient since.
+        for i, (param, view) in enumerate(zip(self.params, self._views, strict=True)):
             if self.indices[i] in untouched:
                 self._restore(i)
             elif param.grad is None:
@@ -123,7 +126,6 @@ class GradBucket:
         if grads:
             with torch.no_grad():
                 torch._foreach_copy_(grads, views)
-        self._unsettled = []
         self._kept = {}
 
     def carry_over(self) -> None:
@@ -159,7 +161,7 @@ class GradBucket:
         grad = param.grad
         if _is_alias(grad, view):
             return True
-        if grad is None or grad.requires_grad or not (always_view or _is_sole(grad)):
+        if grad is None or grad.requires_grad or not (always_view or (_is_sole(grad) and _same_layout(grad, view))):
             return False
         param.grad = view.detach()
         return True
@@ -225,17 +227,31 @@ def _contiguous_strides(shape: torch.Size) -> list[int]:
 
 
 def _storage_references(tensor: Tensor) -> int:
-    """Count the tensors that share this one's memory, plus a constant."""
-    return torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
+    """Count the tensors and Python's storage objects that share this one's memory, plus a constant."""
+    storage = tensor.untyped_storage()
+    return torch._C._storage_Use_Count(storage._cdata) + sys.getrefcount(storage)
 
 
 def _python_references(tensor: Tensor) -> int:
     return sys.getrefcount(tensor)
 
 
+def _handles(tensor: Tensor) -> int:
+    """Count the owners of the tensor itself; a DLPack capsule is one that neither Python nor the memory counts."""
+    count: int = tensor._use_count() if hasattr(tensor, "_use_count") else 0
+    return count
+
+
+def _same_layout(grad: Tensor, view: Tensor) -> bool:
+    return all(
+        size == 1 or mine == theirs
+        for size, mine, theirs in zip(grad.shape, grad.stride(), view.stride(), strict=True)
+    )
+
+
 @functools.cache
-def _sole_counts() -> tuple[int, int]:
-    """Return both counts for a gradient that its parameter alone owns.
+def _sole_counts() -> tuple[int, int, int]:
+    """Return the counts for a gradient that its parameter alone owns.
 
     Measured, because what Python and torch count for themselves differs between their versions.
     """
@@ -243,10 +259,17 @@ def _sole_counts() -> tuple[int, int]:
         param = torch.nn.Parameter(torch.zeros(1))
         param.grad = torch.zeros(1)
         grad = param.grad
-        return _python_references(grad), _storage_references(grad)
+        return _python_references(grad), _storage_references(grad), _handles(grad)
 
 
 def _is_sole(grad: Tensor) -> bool:
-    python, storage = _sole_counts()
+    """Tell whether nobody but its parameter knows this gradient or its memory, as far as that can be told."""
+    python, storage, handles = _sole_counts()
+    if type(grad) is not Tensor or grad._is_view() or weakref.getweakrefcount(grad) or vars(grad):
+        return False
     # One more than measured there: this function's own caller holds the gradient, too.
-    return not grad._is_view() and _python_references(grad) == python + 1 and _storage_references(grad) == storage
+    if _python_references(grad) != python + 1 or _storage_references(grad) != storage or _handles(grad) != handles:
+        return False
+    memory = grad.untyped_storage()
+    # Memory that came from NumPy, DLPack or a file cannot be resized; every CUDA memory calls itself shared.
+    return memory.resizable() and (memory.device.type == "cuda" or not memory.is_shared())

@@ -58,8 +58,11 @@ class GradientHooks:
 
 
 def _accumulate_node(param: torch.nn.Parameter) -> Node:
+    wanted = param.requires_grad
     with torch.enable_grad(), torch.inference_mode(False):
-        alias = param.view_as(param)
+        # A parameter frozen since the wrap has a node, too, and gets gradients again once it is thawed.
+        alias = param.requires_grad_().view_as(param)
+    param.requires_grad_(wanted)
     assert alias.grad_fn is not None
     node = alias.grad_fn.next_functions[0][0]
     assert node is not None

@@ -35,3 +35,21 @@ def peer_lost_backward(steps: range) -> str:
         "averaged gradients of that step lack a part. Restart from the last checkpoint, and let the script either "
         "skip a failed step on all ranks or end with the exception."
     )
+
+
+STATIC_GRAPH_TOO_LATE = (
+    "set_static_graph() should be called before training loop starts and after DistributedDataParallel is constructed."
+)
+
+STATIC_GRAPH_UNSYNCHRONISED = (
+    "ovpatch: static_graph=True learns the graph from the first backward, which ran without gradient synchronisation. "
+    "Leave no_sync() for the first backward, or leave static_graph=True out."
+)
+
+
+def inside_backward(model: str) -> str:
+    """Say that the stock reducer was asked for while gradients are being reduced."""
+    return (
+        f"ovpatch: a backward that is still running reduces the gradients of {model}, which therefore cannot get its "
+        "stock reducer back now. Call ovpatch.revert(), register_comm_hook() or join() between two steps."
+    )

@@ -11,17 +11,25 @@ from ovpatch.hookspecs import Option
 def _capacity(text: str) -> float | None:
     if text.strip().lower() in ("", "none"):
         return None
-    value = float(text)
+    value = _number(text)
     if not (value >= 0 and math.isfinite(value)):
-        raise ValueError("a size in MiB, 0 or more, or none")
+        raise ValueError("expected a size in MiB, 0 or more, or none")
     return value
 
 
 def _seconds(text: str) -> float:
-    value = float(text)
+    value = _number(text)
     if not (value > 0 and math.isfinite(value)):
-        raise ValueError("a time in seconds, more than 0")
+        raise ValueError("expected a time in seconds, more than 0")
     return value
+
+
+def _number(text: str) -> float:
+    """Return the number in ``text``, or one that no option accepts, so that its own message is shown."""
+    try:
+        return float(text)
+    except ValueError:
+        return math.nan
 
 
 OPTIONS: Final = (
@@ -34,8 +42,8 @@ OPTIONS: Final = (
     Option(
         "bucket_cap_mb",
         None,
-        "Capacity of a gradient bucket in MiB where the script leaves DistributedDataParallel's default; "
-        "a value that the script sets is kept.",
+        "Capacity of a gradient bucket in MiB where the script sets none; a value that the script sets is kept. "
+        "none: 100 on CUDA, elsewhere DistributedDataParallel's own 25.",
         parse=_capacity,
     ),
     Option(

@@ -18,6 +18,7 @@ _NEEDS_STOCK = {
     "_register_builtin_comm_hook": "a communication hook is registered, which reduces buckets of the C++ reducer",
     "_register_fused_optim": "an optimizer is fused into the reduction",
     "join": "join() shadows the collectives of the C++ reducer",
+    "join_hook": "Join([...]) shadows the collectives of the C++ reducer",
 }
 
 
@@ -84,7 +85,8 @@ def ovpatch_activate() -> Sequence[str]:
     early = [
         type(ddp.module).__name__
         for ddp in gc.get_objects()
-        if type(ddp) is distributed.DistributedDataParallel and _has_stock_reducer(ddp)
+        # Not isinstance, which asks objects for their __class__ and so runs foreign code.
+        if issubclass(type(ddp), distributed.DistributedDataParallel) and _has_stock_reducer(ddp)
     ]
     return [
         f"{name} was wrapped in DistributedDataParallel before ovpatch.apply() and stays stock: move the line "

@@ -23,13 +23,11 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.autograd import Variable
 from torch.nn.parallel.distributed import _find_tensors
 
 from ovpatch.overlap.ballot import Ballots
@@ -40,26 +38,11 @@ from ovpatch.overlap.lanes import Producers
 from ovpatch.overlap.layout import arrival_layout, initial_layout
 from ovpatch.overlap.ledger import ANY, GradLedger
 from ovpatch_plugins.ddp import messages
+from ovpatch_plugins.ddp.config import ReducerConfig
 from ovpatch_plugins.ddp.counters import COUNTERS
 from ovpatch_plugins.ddp.hooks import GradientHooks
+from ovpatch_plugins.ddp.task import BackwardTask
 from ovpatch_plugins.ddp.usage import UsageMap, accumulates, executed
-
-
-@dataclass(frozen=True)
-class ReducerConfig:
-    """What the reducer is told by the ``DistributedDataParallel`` object and by the feature's options.
-
-    Attributes:
-        bucket_limits: Capacity of the first, second, … bucket in bytes; the last holds for all that follow.
-        find_unused_parameters: Whether a backward may leave parameters out.
-        gradient_as_bucket_view: Whether ``p.grad`` may always share memory with the bucket.
-        overlap: Whether buckets are reduced while backward still computes.
-    """
-
-    bucket_limits: tuple[int, ...]
-    find_unused_parameters: bool = False
-    gradient_as_bucket_view: bool = False
-    overlap: bool = True
 
 
 class GradReducer:
@@ -73,6 +56,7 @@ class GradReducer:
 
     Attributes:
         on_first_use: Called once, before the first forward that will be synchronised.
+        shares_parameters: Whether another reducer reads gradients of these parameters in the same backward.
     """
 
     def __init__(
@@ -88,11 +72,15 @@ class GradReducer:
         self.static_graph = False
         self.has_rebuilt_buckets = False
         self.on_first_use: Callable[[], None] | None = None
+        self.shares_parameters = False
         self._group = group
         self._lock = threading.RLock()
         self._static_counts: list[int] | None = None
         self._static_nowhere: list[int] = []
         self._steps = 0
+        self._armed = self._began = self._voted = False
+        self._absent: set[int] = set()
+        self._task = BackwardTask()
         self._attach()
 
     # ---------------------------------------------------------------- what DistributedDataParallel calls
@@ -113,6 +101,8 @@ class GradReducer:
     def prepare_for_backward(self, _outputs: Sequence[Tensor]) -> None:
         """Arm the reducer for the next backward. The outputs come by :meth:`watch`."""
         self._finish_previous()
+        if self._began:
+            return  # a checkpoint recomputes the forward inside the backward that this would arm
         self._armed = True
         self._set_modes()
         self._absent.clear()
@@ -140,7 +130,9 @@ class GradReducer:
         Returns:
             Whether that was done; it is done once.
         """
-        if self.has_rebuilt_buckets or not self._arrivals or self._began or self._finds_unused():
+        self.recover()  # a forward under no_sync comes by here only, before it broadcasts buffers
+        # Not by what arrived: a rank whose first backward failed takes part in the broadcast as well.
+        if self.has_rebuilt_buckets or not self._ordered or self._began or self._finds_unused():
             return False
         missing = [i for i in range(len(self.params)) if i not in set(self._arrivals)]
         order = torch.tensor(self._arrivals + missing, dtype=torch.int64).to(self._device)
@@ -150,12 +142,16 @@ class GradReducer:
         return True
 
     def _set_static_graph(self) -> None:
+        if self._steps or self._armed:
+            raise RuntimeError(messages.STATIC_GRAPH_TOO_LATE)
         self.static_graph = True
         self._set_modes()
 
     def _delay_all_reduce(self) -> None:
         """End of the first backward of a static graph: learn how often each parameter is used, then reduce."""
         with self._lock:
+            if not self._armed:
+                raise RuntimeError(messages.STATIC_GRAPH_UNSYNCHRONISED)
             counts = [self._ledger.seen(i) for i in range(len(self.params))]
             self._absent = {i for i, count in enumerate(counts) if count == 0}
             self._finish(launch_usage=True)
@@ -220,8 +216,8 @@ class GradReducer:
         self._ballots = Ballots(self._group, self._device)
         self._producers = Producers(self._device)
         self._arrivals: list[int] = []
-        self._armed = self._began = self._callback_queued = False
-        self._absent = set()
+        self._armed = self._began = self._callback_queued = self._ordered = False
+        self._absent.clear()
         self._nested: set[int] = set()
         self.has_rebuilt_buckets = False
         self._set_modes()
@@ -238,7 +234,7 @@ class GradReducer:
 
     def _open(self, expected: Sequence[int] | None) -> None:
         self._ledger.open(expected)
-        self._began = False
+        self._began = self._voted = False
         self._works: list[dist.Work] = []
         self._pending = [len(bucket.indices) for bucket in self.buckets]
         for index, count in enumerate(expected or ()):
@@ -248,7 +244,7 @@ class GradReducer:
 
     def _begin(self) -> None:
         if not self._callback_queued:
-            Variable._execution_engine.queue_callback(self._backward_ended)
+            self._task.queue(self._backward_ended)
             self._callback_queued = True
         if not self._began:
             self._began = True
@@ -298,7 +294,7 @@ class GradReducer:
             self._producers.join(p.grad for p in bucket.params if p.grad is not None)
             flat = bucket.pack(self._group.size(), absent=self._absent, always_view=view)
             self._works.append(all_reduce(flat, self._group))
-        if index > 0:
+        if index > 0 and not self.shares_parameters:
             # One bucket late: the gradients of this one are still referenced by the node whose hook is running.
             self.buckets[index - 1].adopt(always_view=view)
         COUNTERS.collectives += 1
@@ -306,10 +302,12 @@ class GradReducer:
 
     def _finish(self, *, launch_usage: bool) -> None:
         """End the step: every gradient of this backward has come."""
+        self._callback_queued = True  # until closed: what raises from here on leaves a step to recover
         while len(self._works) < len(self.buckets):
             self._launch()
         if launch_usage:
             self._usage.launch()
+        self._voted = True
         self._ballots.count(self._steps, failed=False)
         for work in self._works:
             work.wait()
@@ -327,7 +325,7 @@ class GradReducer:
         self._ledger.close()
         self._works = []
         self._armed = self._began = self._callback_queued = False
-        self._steps += 1
+        self._ordered, self._steps = not self.learns_static_graph(), self._steps + 1
 
     # ---------------------------------------------------------------- what can go wrong
 
@@ -338,20 +336,25 @@ class GradReducer:
 
     def recover(self) -> None:
         """Complete the collectives of a backward that an exception cut short; see [Note: interrupted backward]."""
-        if not (self._began and self._callback_queued):
+        if not (self._began and self._callback_queued) or self._task.running():
             return
         with span(label("ddp", "recover")):
             for bucket in self.buckets[len(self._works) :]:
                 self._works.append(all_reduce(bucket.zeros_like(), self._group))
-            if self._tracks_usage:
-                self._usage.launch()
-            self._ballots.count(self._steps, failed=True)
+            if not self._voted:
+                if self._tracks_usage:
+                    self._usage.launch()
+                self._ballots.count(self._steps, failed=True)
             for work in self._works:
                 work.wait()
-            if self._tracks_usage:
+            if self._usage.launched():
                 self._usage.nowhere_used()
         self._close()
         COUNTERS.recovered += 1
+
+    def in_backward(self) -> bool:
+        """Tell whether gradients are being reduced by a backward that will still end, here or in another thread."""
+        return self._began and self._callback_queued and self._task.running()
 
     def _raise_if_peers_lost_gradients(self) -> None:
         losses = self._ballots.losses()

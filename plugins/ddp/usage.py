@@ -43,6 +43,10 @@ class UsageMap:
         self._map = torch.tensor(self._used, dtype=torch.int32).to(self._device)
         self._work = all_reduce(self._map, self._group)
 
+    def launched(self) -> bool:
+        """Tell whether a sum is under way."""
+        return self._work is not None
+
     def nowhere_used(self) -> list[int]:
         """Return the parameters that no rank used, and start afresh.
 

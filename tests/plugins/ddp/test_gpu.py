@@ -53,8 +53,8 @@ def test_training_goes_on_after_an_exception_on_gpus(ranks):
 
 
 def test_a_lost_backward_is_reported_on_gpus(ranks):
-    texts = ranks(2)(test_failures.failing_alone, 2, PERIOD - 1, backend="nccl", timeout=60)
-    assert f"ended the backward of a step from 0 to {PERIOD - 1} on another rank" in texts[0]
+    texts = ranks(2)(test_failures.failing_alone, 2, 2 * PERIOD - 1, backend="nccl", timeout=60)
+    assert f"ended the backward of a step from {PERIOD} to {2 * PERIOD - 1} on another rank" in texts[0]
 
 
 class TwoStreams(nn.Module):

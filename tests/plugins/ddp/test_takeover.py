@@ -132,6 +132,39 @@ def test_revert_in_the_middle_of_training(ranks, world):
         compare(result["stock"], result["patched"], reordered=result["stock"]).assert_equal()
 
 
+def reverted_inside_backward() -> dict[str, Any]:
+    torch.manual_seed(0)
+    expected = steps(DDP(net()), 2)
+    torch.manual_seed(0)
+    said: list[str] = []
+
+    def interfere(_param: torch.Tensor) -> None:
+        try:
+            ovpatch.revert()
+        except RuntimeError as error:
+            said.append(str(error))
+        DDP(nn.Linear(2, 2))  # another model, which must not take this backward for a failed one
+
+    with ovpatch.applied("ddp"):
+        wrapped = DDP(net())
+        handle = wrapped.module[0].bias.register_post_accumulate_grad_hook(interfere)
+        got = steps(wrapped, 1)
+        handle.remove()
+        got += steps(wrapped, 1, start=1)
+        return {"stock": expected, "patched": got, "ours": is_ours(wrapped), "said": said}
+
+
+def test_revert_inside_a_backward_is_refused_and_loses_no_gradient(ranks):
+    for result in ranks(2)(reverted_inside_backward):
+        compare(result["stock"], result["patched"]).assert_bitwise()
+        assert result["ours"]
+        assert "between two steps" in result["said"][0]
+
+
+class OwnWrapper(DDP):
+    """A subclass, as frameworks have them."""
+
+
 def released() -> bool:
     with ovpatch.applied("ddp"):
         wrapped = DDP(net())
@@ -237,15 +270,16 @@ def test_groups_and_subgroups_made_again(ranks):
         compare(results[0], results[2]).assert_bitwise()
 
 
-def early_model() -> list[str]:
-    wrapped = DDP(net())
+def early_model(cls: type[DDP]) -> list[str]:
+    wrapped = cls(net())
     report = ovpatch.apply("ddp").to_json()
     steps(wrapped, 1)
     return [remark for f in report["features"] for remark in f["remarks"]]
 
 
-def test_apply_after_the_wrap_says_which_line_to_move(ranks):
-    for remarks in ranks(2)(early_model):
+@pytest.mark.parametrize("cls", [DDP, OwnWrapper])
+def test_apply_after_the_wrap_says_which_line_to_move(ranks, cls):
+    for remarks in ranks(2)(early_model, cls):
         assert any("Sequential was wrapped in DistributedDataParallel before ovpatch.apply()" in r for r in remarks)
         assert any("move the line" in r for r in remarks)
 

@@ -1,0 +1,92 @@
+"""Writes the tables of README.md and of the features' pages from ``benchmarks/results``.
+
+python -m benchmarks.tables           # rewrite what lies between <!-- table NAME --> and <!-- /table -->
+python -m benchmarks.tables --check   # exit 1 if a page is not up to date
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS = ROOT / "benchmarks" / "results"
+PAGES = [ROOT / "README.md", ROOT / "plugins" / "ddp" / "README.md"]
+
+
+def ddp_step() -> str:
+    """Return the table of ``benchmarks/ddp_step.py``: one row per run, stock's best setting beside ours."""
+    results = _results("ddp_step")
+    header = ["run", "GPUs", "no communication", "stock", "stock, best setting", "ovpatch, 25 MiB", "ovpatch, 100 MiB"]
+    lines = [_row([*header, "peak GiB, stock → ovpatch"]), _row(["---"] * (len(header) + 1))]
+    lines += [_ddp_row(result) for result in results]
+    newest = results[-1]
+    return "\n".join(lines) + (
+        f"\n\nMilliseconds per training step, median, the slowest rank counts; {newest['device']}, torch "
+        f"{newest['torch']}, fp32 weights under bf16 autocast, fused AdamW, random data, arms alternating in one run, "
+        f"{newest['date']}. On CUDA ovpatch uses 100 MiB buckets where the script sets no size; stock's default is 25. "
+        "n/a: not measured. Raw data, with worst cases: `benchmarks/results/ddp_step.jsonl`."
+    )
+
+
+def _ddp_row(result: dict[str, Any]) -> str:
+    arms = {row["arm"]: row for row in result["summary"]}
+    best = min((row for name, row in arms.items() if name.startswith("stock")), key=lambda row: row["median_ms"])
+    setting = best["arm"].removeprefix("stock").removeprefix(", ") or "default"
+    times = [_ms(arms.get(name)) for name in ("no sync", "stock")]
+    times += [f"{_ms(best)} ({setting})"] + [_ms(arms.get(name)) for name in ("ovpatch", "ovpatch, 100 MiB")]
+    peaks = f"{arms['stock']['peak_gib']:.1f} → {arms['ovpatch']['peak_gib']:.1f}"
+    return _row([_ddp_name(result["settings"]), str(result["world"]), *times, peaks])
+
+
+def _row(cells: list[str]) -> str:
+    return f"| {' | '.join(cells)} |"
+
+
+def _ms(row: dict[str, Any] | None) -> str:
+    return "n/a" if row is None else f"{row['median_ms']:.1f}"
+
+
+def _ddp_name(settings: dict[str, Any]) -> str:
+    size = {"3.8b": "GPT 3.8B", "1b": "GPT 1B", "tiny": "tiny GPT, host-bound"}[settings["size"]]
+    more = [f"{settings['accumulate']} microbatches"] if settings["accumulate"] > 1 else []
+    more += ["torch.compile"] if settings["compile"] else []
+    return ", ".join([size, *more])
+
+
+TABLES = {"ddp_step": ddp_step}
+
+
+def _results(name: str) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (RESULTS / f"{name}.jsonl").read_text().splitlines()]
+
+
+def fill(text: str) -> str:
+    """Return ``text`` with every marked table made anew."""
+    return re.sub(
+        r"(<!-- table (\w+) -->\n).*?(<!-- /table -->)",
+        lambda match: f"{match[1]}{TABLES[match[2]]()}\n{match[3]}",
+        text,
+        flags=re.DOTALL,
+    )
+
+
+def main() -> int:
+    """Rewrite or check the pages."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--check", action="store_true")
+    check = parser.parse_args().check
+    stale = [page for page in PAGES if fill(page.read_text()) != page.read_text()]
+    for page in stale:
+        if not check:
+            page.write_text(fill(page.read_text()))
+        print(f"{page.relative_to(ROOT)}: {'out of date, run python -m benchmarks.tables' if check else 'written'}")
+    return int(check and bool(stale))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,322 @@
+"""Programs that an outside reviewer broke the reducer with."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import weakref
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.algorithms.join import Join
+from torch.nn.parallel import DistributedDataParallel as DDP
+from torch.utils.checkpoint import checkpoint
+
+import ovpatch
+from ovpatch.insight.equality import compare
+from tests.plugins.ddp.arms import Record, both, data, seen
+from tests.plugins.ddp.test_failures import Bomb, Mined, train
+
+TINY = 0.0001  # MiB: every gradient of the models here gets a bucket of its own
+
+
+def wide() -> nn.Sequential:
+    """Gradients large enough to become views of their buckets."""
+    return nn.Sequential(nn.Linear(6, 190), nn.Linear(190, 190), nn.Linear(190, 190), nn.Linear(190, 3))
+
+
+def check(results: list[dict[str, Any]], stock_models: int = 0) -> None:
+    for result in results:
+        compare(result["stock"], result["patched"]).assert_bitwise()
+        assert result["counters"]["stock_models"] == stock_models
+        assert result["counters"]["backwards"] > 0 or stock_models
+
+
+def loop_checkpointed_wrapper(reentrant: bool) -> list[Record]:
+    """The wrapper itself is checkpointed: its forward runs again inside the backward."""
+    model, head = wide(), nn.Linear(3, 2)
+    wrapped = DDP(model, bucket_cap_mb=TINY)
+    records = []
+    for step in range(3):
+        out = checkpoint(wrapped, data(step, 4, 6).requires_grad_(), use_reentrant=reentrant)
+        head(out).square().mean().backward()
+        records.append(seen(model))
+        wrapped.zero_grad()
+    return records
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_a_forward_recomputed_in_its_own_backward_is_no_interruption(ranks, reentrant):
+    results = ranks(2)(both, loop_checkpointed_wrapper, reentrant)
+    check(results)
+    assert all(result["counters"]["recovered"] == 0 for result in results)
+
+
+class Outer(nn.Module):
+    """A wrapper inside a wrapper: both reduce the inner parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.head = DDP(wide(), bucket_cap_mb=TINY), nn.Linear(3, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.inner(x))
+
+
+def loop_shared_parameters(nested: bool) -> list[Record]:
+    model = Outer() if nested else wide()
+    # Whose buckets are small reduces early; whose are large reads the gradients late.
+    wrappers = [DDP(model)] if nested else [DDP(model, bucket_cap_mb=TINY), DDP(model)]
+    records = []
+    for step in range(4):
+        sum(w(data(step, 4, 6, micro=m)).square().mean() for m, w in enumerate(wrappers)).backward()
+        records.append(seen(model))
+        model.zero_grad()
+    return records
+
+
+@pytest.mark.parametrize("nested", [True, False])
+def test_two_wrappers_that_share_parameters(ranks, nested):
+    check(ranks(2)(both, loop_shared_parameters, nested))
+
+
+def loop_dropped_in_backward() -> list[Record]:
+    """A hook of the first layer drops or replaces gradients that were reduced before in the same backward."""
+    model = wide()
+    wrapped = DDP(model, bucket_cap_mb=TINY)
+    active = []
+
+    def drop(_: torch.Tensor) -> None:
+        if active:
+            model[2].weight.grad = None if active[-1] else torch.full_like(model[2].weight, 7.0)
+
+    model[0].weight.register_post_accumulate_grad_hook(drop)
+    records = []
+    for step in range(4):
+        active += [step % 2 == 0] if step else []
+        wrapped(data(step, 4, 6)).square().mean().backward()
+        records.append(seen(model))
+        wrapped.zero_grad()
+    return records
+
+
+def test_a_gradient_dropped_after_its_reduction_comes_back(ranks):
+    check(ranks(2)(both, loop_dropped_in_backward))
+
+
+def loop_known_elsewhere(how: str) -> list[Record]:
+    """Gradients that the user allocated and reads by other ways than Python references to the tensor."""
+    model = wide()
+    wrapped = DDP(model)
+    arrays: list[Any] = []
+    for param in model.parameters():
+        param.grad = torch.zeros_like(param)
+        if how == "numpy":
+            arrays.append(torch.zeros_like(param).detach().numpy())
+            param.grad = torch.from_numpy(arrays[-1])
+        elif how == "dlpack":
+            arrays.append(torch.from_dlpack(param.grad))
+        elif how == "storage":
+            arrays.append(param.grad.untyped_storage())
+        elif how == "shared":
+            param.grad.share_memory_()
+        elif how == "weakref":
+            arrays.append(weakref.ref(param.grad))
+        elif how == "attribute":
+            param.grad.tag = 5
+        elif how == "strides" and param.dim() == 2:
+            param.grad = torch.empty_strided(param.shape, (1, param.shape[0])).zero_()
+    records = []
+    for step in range(3):
+        wrapped(data(step, 4, 6)).square().mean().backward()
+        grads = [p.grad for p in model.parameters()]
+        look = {
+            "numpy": lambda grads=grads: [torch.from_numpy(a.copy()) for a in arrays],
+            "dlpack": lambda grads=grads: [a.clone() for a in arrays],
+            "storage": lambda grads=grads: [a.data_ptr() == g.data_ptr() for a, g in zip(arrays, grads, strict=True)],
+            "shared": lambda grads=grads: [g.is_shared() for g in grads],
+            "weakref": lambda grads=grads: [a() is g for a, g in zip(arrays, grads, strict=True)],
+            "attribute": lambda grads=grads: [getattr(g, "tag", None) for g in grads],
+            "strides": lambda grads=grads: [g.stride() for g in grads],
+        }[how]()
+        records.append({"look": look, **seen(model)})
+        wrapped.zero_grad(set_to_none=False)
+    return records
+
+
+@pytest.mark.parametrize("how", ["numpy", "dlpack", "storage", "shared", "weakref", "attribute", "strides"])
+def test_a_gradient_that_is_known_elsewhere_stays_where_it_is(ranks, how):
+    check(ranks(2)(both, loop_known_elsewhere, how))
+
+
+def first_backward_fails(depths: list[int], ddp: dict[str, Any]) -> dict[str, Any]:
+    """Every rank's very first backward fails, on one of them before any gradient came."""
+    bomb = depths[dist.get_rank()]
+    with ovpatch.applied("ddp"):
+        patched = train([(90, bomb), (0, None), (1, None), (2, None)], {"bucket_cap_mb": TINY, **ddp})
+    return {"stock": train([(0, None), (1, None), (2, None)], {"bucket_cap_mb": TINY}), "patched": patched}
+
+
+@pytest.mark.parametrize("depths", [[0, 3], [3, 0], [3, 3]])
+@pytest.mark.parametrize("ddp", [{}, {"static_graph": True}, {"find_unused_parameters": True}])
+def test_a_first_backward_that_fails_at_different_depths_does_not_hang_the_next(ranks, depths, ddp):
+    for result in ranks(2)(first_backward_fails, depths, ddp, timeout=20):
+        compare(result["stock"], result["patched"]).assert_bitwise()
+
+
+def accumulate(wrapped: DDP, step: int) -> Record:
+    wrapped.zero_grad()
+    with wrapped.no_sync():
+        wrapped(data(step, 4, 8)).square().mean().backward()
+    wrapped(data(step, 4, 8, micro=1)).square().mean().backward()
+    return seen(wrapped.module)
+
+
+def fails_then_accumulates(depths: list[int], patched: bool) -> list[Record]:
+    torch.manual_seed(0)
+    with ovpatch.applied("ddp") if patched else contextlib.nullcontext():
+        wrapped = DDP(Mined(), bucket_cap_mb=TINY)
+        records = [accumulate(wrapped, 0), accumulate(wrapped, 1)]
+        if patched:
+            Bomb.armed = True
+            with pytest.raises(RuntimeError, match="not really"):
+                wrapped(data(90, 4, 8), depths[dist.get_rank()]).square().mean().backward()
+            Bomb.armed = False
+        return [*records, accumulate(wrapped, 2), accumulate(wrapped, 3)]
+
+
+@pytest.mark.parametrize("depths", [[1, 1], [0, 3]])
+def test_a_failed_step_may_be_followed_by_one_without_synchronisation(ranks, depths):
+    stock = ranks(2)(fails_then_accumulates, depths, False)
+    compare(stock, ranks(2)(fails_then_accumulates, depths, True, timeout=20)).assert_bitwise()
+
+
+def interrupted_while_waiting() -> dict[str, Any]:
+    """Ctrl-C arrives in the engine's callback, after some or all collectives of the step."""
+    from ovpatch.overlap.buckets import GradBucket
+
+    def interrupt(*_: Any, **__: Any) -> None:
+        raise KeyboardInterrupt
+
+    def run(interrupts: bool) -> list[Record]:
+        torch.manual_seed(0)
+        wrapped = DDP(Mined(), bucket_cap_mb=TINY, find_unused_parameters=True)
+        records = [accumulate(wrapped, 0)]
+        for place in ("unpack", "pack") if interrupts else ():
+            loss = wrapped(data(90, 4, 8)).square().mean()
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(GradBucket, place, interrupt)
+                with pytest.raises(KeyboardInterrupt):
+                    loss.backward()
+        return [*records, accumulate(wrapped, 1), accumulate(wrapped, 2)]
+
+    stock = run(False)
+    with ovpatch.applied("ddp"):
+        return {"stock": stock, "patched": run(True)}
+
+
+def test_an_interrupt_in_the_callback_can_be_recovered_from(ranks):
+    for result in ranks(2)(interrupted_while_waiting, timeout=20):
+        compare(result["stock"], result["patched"]).assert_bitwise()
+
+
+def loop_wrap_during_backward() -> list[Record]:
+    """One thread is in a backward when another thread wraps a second model, on a group of its own."""
+    model, group = Mined(), dist.new_group()
+    wrapped = DDP(model, bucket_cap_mb=TINY)
+    records = []
+    for step in range(3):
+        loss = wrapped(data(step, 4, 8)).square().mean()
+        inside, go = threading.Event(), threading.Event()
+
+        def hold(_: torch.Tensor, inside: threading.Event = inside, go: threading.Event = go) -> None:
+            inside.set()
+            go.wait(20)
+
+        hook = model.layers[1].weight.register_hook(hold)
+        thread = threading.Thread(target=loss.backward)
+        thread.start()
+        assert inside.wait(20)
+        DDP(nn.Linear(2, 2), process_group=group)
+        go.set()
+        thread.join(20)
+        hook.remove()
+        records.append(seen(model))
+        wrapped.zero_grad()
+    return records
+
+
+def test_a_model_wrapped_while_another_thread_is_in_a_backward(ranks):
+    check(ranks(2)(both, loop_wrap_during_backward, timeout=40))
+
+
+def loop_generic_join() -> list[Record]:
+    model = wide()
+    wrapped = DDP(model)
+    records = []
+    with Join([wrapped]):
+        for step in range(2 + dist.get_rank()):
+            wrapped.zero_grad()
+            wrapped(data(step, 4, 6)).square().mean().backward()
+            records.append(seen(model))
+    return records
+
+
+def test_the_generic_join_context_gets_the_stock_reducer(ranks):
+    """``with Join([model, optimizer])`` (accelerate's way, too) does not pass ``DistributedDataParallel.join``."""
+    check(ranks(2)(both, loop_generic_join), stock_models=1)
+
+
+def frozen_then_cast() -> list[Record]:
+    torch.manual_seed(0)
+    with ovpatch.applied("ddp"):
+        model = wide()
+        wrapped = DDP(model, find_unused_parameters=True)
+        records = []
+        for step in range(6):
+            if step == 2:
+                model[0].requires_grad_(False)
+                model.double()
+            if step == 4:
+                model[0].requires_grad_(True)
+            wrapped.zero_grad()
+            wrapped(data(step, 4, 6).to(model[0].weight.dtype)).square().mean().backward()
+            records.append(seen(model))
+        return records
+
+
+def test_a_partly_frozen_model_may_be_cast_and_thawed(ranks):
+    """Stock loses its hooks at the cast and never reduces again, so ranks are compared with each other."""
+    first, second = ranks(2)(frozen_then_cast)
+    compare([r["grad"] for r in first], [r["grad"] for r in second]).assert_bitwise()
+    assert first[3]["grad"]["0.weight"] is None
+    assert first[5]["grad"]["0.weight"].abs().sum() > 0
+
+
+def static_graph_misused(late: bool) -> str:
+    wrapped = DDP(wide(), static_graph=not late)
+    try:
+        for step in range(3):
+            if late and step == 2:
+                wrapped._set_static_graph()
+            with wrapped.no_sync() if not late and step == 0 else contextlib.nullcontext():
+                wrapped(data(step, 4, 6)).square().mean().backward()
+    except RuntimeError as error:
+        return f"{step}: {error}"
+    return "no error"
+
+
+def static_graph_misused_both(late: bool) -> list[str]:
+    stock = static_graph_misused(late)
+    with ovpatch.applied("ddp"):
+        return [stock, static_graph_misused(late)]
+
+
+@pytest.mark.parametrize("late", [True, False])
+def test_a_static_graph_that_comes_late_or_unsynchronised_raises_where_stock_does(ranks, late):
+    for stock, patched in ranks(2)(static_graph_misused_both, late):
+        assert patched[0] == stock[0] == ("2" if late else "0")
+        assert "before training loop" in patched if late else "Leave no_sync() for the first backward" in patched
