@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from ovpatch.api import FeatureError, applied, apply, report, revert
     from ovpatch.hookspecs import Feature, Option, Registrar, hookimpl
     from ovpatch.patching import PatchError, PatchManager
-    from ovpatch.reporting import Report
-    from ovpatch.selection import SettingsError
+    from ovpatch.reports.reporting import Report
+    from ovpatch.settings.selection import SettingsError
 
 __all__ = [
     "Feature",
@@ -52,8 +52,8 @@ _HOME = {
     "hookimpl": "ovpatch.hookspecs",
     "PatchError": "ovpatch.patching",
     "PatchManager": "ovpatch.patching",
-    "Report": "ovpatch.reporting",
-    "SettingsError": "ovpatch.selection",
+    "Report": "ovpatch.reports.reporting",
+    "SettingsError": "ovpatch.settings.selection",
 }
 
 

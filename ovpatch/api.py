@@ -7,10 +7,10 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, Final
 
-from ovpatch import workers
-from ovpatch.plan import FeatureError
-from ovpatch.reporting import Report
-from ovpatch.session import Session
+from ovpatch.reports import workers
+from ovpatch.reports.reporting import Report
+from ovpatch.session.plan import FeatureError
+from ovpatch.session.session import Session
 
 __all__ = ["FeatureError", "applied", "apply", "report", "revert", "session"]
 

@@ -41,7 +41,8 @@ def _register_log(*, at_once: bool) -> None:
 
 def _apply() -> None:
     try:
-        from ovpatch import settings, workers
+        from ovpatch.reports import workers
+        from ovpatch.settings import settings
 
         if settings.read().auto and workers.role() != "launcher":
             from ovpatch import api
@@ -58,7 +59,8 @@ def _describe(error: Exception) -> str:
 def _complain(message: str, *, record: bool = False) -> None:
     """Say on stderr what is wrong; never raises, for the same reason."""
     try:
-        from ovpatch import logs, workers
+        from ovpatch import logs
+        from ovpatch.reports import workers
 
         logs.complain(message)
         if record:

@@ -14,7 +14,7 @@ from importlib import import_module
 from typing import Final
 
 from ovpatch._version import __version__
-from ovpatch.settings import SettingsError
+from ovpatch.settings.settings import SettingsError
 
 
 @dataclass(frozen=True)
@@ -22,7 +22,7 @@ class _Command:
     """One subcommand; its module is imported when it is used.
 
     Attributes:
-        module: Has ``configure(parser)`` and the function.
+        module: Name within ``ovpatch.commands``; has ``configure(parser)`` and the function.
         function: Takes the parsed arguments, returns the exit code.
         help: One line.
     """
@@ -33,9 +33,9 @@ class _Command:
 
 
 COMMANDS: Final = {
-    "list": _Command("ovpatch.doctor", "main_list", "which features there are, and their state on this machine"),
-    "doctor": _Command("ovpatch.doctor", "main_doctor", "versions, plugins, settings, and what is wrong"),
-    "run": _Command("ovpatch.launch", "main", "run a training command with every worker patched"),
+    "list": _Command("doctor", "main_list", "which features there are, and their state on this machine"),
+    "doctor": _Command("doctor", "main_doctor", "versions, plugins, settings, and what is wrong"),
+    "run": _Command("run", "main", "run a training command with every worker patched"),
 }
 
 
@@ -53,7 +53,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parsed = _parser(chosen).parse_args(line)
     command = COMMANDS[parsed.subcommand]
     try:
-        code = int(getattr(import_module(command.module), command.function)(parsed))
+        code = int(getattr(import_module(f"ovpatch.commands.{command.module}"), command.function)(parsed))
         sys.stdout.flush()
         return code
     except SettingsError as error:
@@ -72,5 +72,5 @@ def _parser(chosen: str) -> argparse.ArgumentParser:
     for name, command in COMMANDS.items():
         subparser = subparsers.add_parser(name, help=command.help, description=command.help)
         if name == chosen:
-            import_module(command.module).configure(subparser)
+            import_module(f"ovpatch.commands.{command.module}").configure(subparser)
     return parser

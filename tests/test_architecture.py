@@ -15,7 +15,7 @@ import pytest
 from tests.support.environment import clean
 
 ROOT = Path(__file__).resolve().parent.parent
-COMMANDS = ("ovpatch.cli", "ovpatch.__main__", "ovpatch.launch", "ovpatch.doctor", "ovpatch.docs_table")
+COMMANDS = ("ovpatch.cli", "ovpatch.__main__", "ovpatch.commands")
 LONGEST = {"ovpatch": 400, "plugins": 400, "examples": 400, "tests": 600, "benchmarks": 600}  # lines
 
 
@@ -81,7 +81,7 @@ def of(*packages: str) -> list[str]:
 def test_the_arrows_are_looked_at_in_a_graph_that_is_not_empty():
     assert "ovpatch.patching.manager" in FILES
     assert "ovpatch_plugins.ddp.plugin" in FILES
-    assert ("ovpatch.patching", True) in GRAPH["ovpatch.engine"]
+    assert ("ovpatch.patching", True) in GRAPH["ovpatch.session.activation"]
     assert ("torch", False) in GRAPH["ovpatch.api"]
     assert ("ovpatch.patching", True) not in GRAPH["ovpatch"], "TYPE_CHECKING is no import"
 
@@ -131,9 +131,9 @@ def test_insight_is_above_the_api_and_below_the_commands():
 
 def test_only_the_engine_and_the_report_speak_to_the_patch_manager():
     allowed = (
-        "ovpatch.engine",
-        "ovpatch.snapshot",
-        "ovpatch.reporting",
+        "ovpatch.session.activation",
+        "ovpatch.session.snapshot",
+        "ovpatch.reports.reporting",
         "ovpatch",
         "ovpatch.insight",
         "ovpatch.patching",
@@ -235,7 +235,7 @@ import torch
 assert not torch.distributed.is_available()
 import ovpatch
 report = ovpatch.apply()
-import ovpatch.doctor, ovpatch.launch, ovpatch.docs_table
+import ovpatch.commands.doctor, ovpatch.commands.run, ovpatch.commands.docs_table
 sys.stdout.write(report["ddp"].state + ": " + report["ddp"].reason)
 """
 

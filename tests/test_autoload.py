@@ -10,7 +10,8 @@ import sys
 
 import pytest
 
-from ovpatch import api, autoload, logs, workers
+from ovpatch import api, autoload, logs
+from ovpatch.reports import workers
 from tests.support.environment import clean
 
 STATE = """

@@ -12,8 +12,9 @@ from pathlib import Path
 import pytest
 
 import ovpatch
-from ovpatch import cli, doctor
-from ovpatch.session import Session
+from ovpatch import cli
+from ovpatch.commands import doctor
+from ovpatch.session.session import Session
 from tests.support import fake_plugins
 from tests.support.environment import clean
 

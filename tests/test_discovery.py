@@ -6,8 +6,8 @@ import sys
 
 import pytest
 
-from ovpatch import discovery
-from ovpatch.plugins import PluginError, Plugins
+from ovpatch.session import discovery
+from ovpatch.session.plugins import PluginError, Plugins
 from tests.support import fake_plugins
 from tests.support.fake_plugins import Site
 

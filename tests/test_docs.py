@@ -13,9 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from ovpatch.options import variables_of
-from ovpatch.plugins import Plugins
-from ovpatch.settings import RESERVED, near_variable, variable
+from ovpatch.session.plugins import Plugins
+from ovpatch.settings.options import variables_of
+from ovpatch.settings.settings import RESERVED, near_variable, variable
 from tests.support.environment import clean
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -100,7 +100,7 @@ def test_the_index_names_every_page():
 
 
 def shipped_variables() -> set[str]:
-    from ovpatch import discovery
+    from ovpatch.session import discovery
 
     plugins = Plugins()
     features = [plugins.load(found) for found in discovery.find().values() if found.first_party]

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from ovpatch.merging import merge
-from ovpatch.options import OptionValue
 from ovpatch.patching import PatchState, PatchStatus
-from ovpatch.reporting import NEVER_CALLED, STATES, FeatureReport, Report, plain, table_of
+from ovpatch.reports.merging import merge
+from ovpatch.reports.reporting import NEVER_CALLED, STATES, FeatureReport, Report, plain, table_of
+from ovpatch.settings.options import OptionValue
 
 
 def patch(target="m.f", state=PatchState.APPLIED, calls=1):

@@ -7,8 +7,8 @@ import os
 
 import pytest
 
-from ovpatch import workers
-from ovpatch.reporting import FeatureReport, Report
+from ovpatch.reports import workers
+from ovpatch.reports.reporting import FeatureReport, Report
 
 
 @pytest.mark.parametrize(

@@ -14,9 +14,9 @@ from typing import Any
 
 import pytest
 
-from ovpatch import discovery
-from ovpatch.reporting import Report
-from ovpatch.session import Session
+from ovpatch.reports.reporting import Report
+from ovpatch.session import discovery
+from ovpatch.session.session import Session
 
 VICTIM = """
 LOG = []

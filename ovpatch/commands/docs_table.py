@@ -1,4 +1,6 @@
-"""The parts of ``docs/`` that are generated: ``python -m ovpatch.docs_table docs/settings.md docs/write-a-plugin.md``.
+"""The parts of ``docs/`` that are generated.
+
+    python -m ovpatch.commands.docs_table docs/settings.md docs/write-a-plugin.md
 
 A generated part stands between ``<!-- begin: NAME -->`` and ``<!-- end: NAME -->``. A name is ``variables`` (the table
 of all environment variables) or a file, by its path from the page, whose text is put in as a code block.
@@ -12,10 +14,10 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Final
 
-from ovpatch import discovery
 from ovpatch.hookspecs import Feature, Option
-from ovpatch.plugins import Plugins
-from ovpatch.settings import VARIABLES, variable
+from ovpatch.session import discovery
+from ovpatch.session.plugins import Plugins
+from ovpatch.settings.settings import VARIABLES, variable
 
 _PART: Final = re.compile(r"(<!-- begin: (\S+) -->\n).*?(<!-- end: \2 -->)", re.DOTALL)
 _VALUES: Final = {bool: "`0` `1`", int: "a whole number", float: "a number"}

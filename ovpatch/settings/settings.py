@@ -1,7 +1,7 @@
 """What the user asked for: the environment variables, and whether a feature is on.
 
 The rule, in one sentence: off always wins; then the environment over the argument over the default. Nothing here knows
-a feature from the inside; options are in :mod:`ovpatch.options`.
+a feature from the inside; options are in :mod:`ovpatch.settings.options`.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from ovpatch.selection import (
+from ovpatch.settings.selection import (
     Selection,
     SettingsError,
     did_you_mean,
@@ -73,7 +73,7 @@ VARIABLES: Final = (
     Variable("OVPATCH_AUTO", "`0` `1`", "`0`", "Apply at the end of `import torch`, without a line in the script."),
     Variable("OVPATCH_STRICT", "`0` `1`", "`0`", "Any feature that is on and cannot run is an error."),
     Variable("OVPATCH_LOG", "`debug` `info` `warning` `error`", "unset", "Log to stderr from this level on."),
-    Variable("OVPATCH_CACHE_DIR", "a path", "the user's cache", "Where measurements are kept between runs."),
+    Variable("OVPATCH_CACHE_DIR", "a path", "the user's cache", "Reserved: where features will keep measurements between runs; nothing is written there yet."),
     Variable("OVPATCH_THIRD_PARTY", "`0` `1`", "`1`", "`0` leaves out every plugin that ovpatch does not ship."),
     Variable("OVPATCH_REPORT_DIR", "a path", "unset", "Internal: `ovpatch run` sets it, workers report there."),
 )

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from ovpatch.logs import logger
-from ovpatch.reporting import Report
+from ovpatch.reports.reporting import Report
 
 REPORT_DIR: Final = "OVPATCH_REPORT_DIR"
 _LAUNCHERS: Final = frozenset(

@@ -11,9 +11,9 @@ from typing import Any, Final
 from ovpatch._version import __version__
 from ovpatch.patching import PatchStatus
 from ovpatch.patching.versions import torch_mismatch
-from ovpatch.plan import Entry
-from ovpatch.plugins import PluginError, Plugins
-from ovpatch.reporting import NEVER_CALLED, TROUBLE, FeatureReport, Report
+from ovpatch.reports.reporting import NEVER_CALLED, TROUBLE, FeatureReport, Report
+from ovpatch.session.plan import Entry
+from ovpatch.session.plugins import PluginError, Plugins
 
 NOT_IMPORTED: Final = "not imported"
 

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
 
-from ovpatch.options import DEFAULT, OptionValue
+from ovpatch.settings.options import DEFAULT, OptionValue
 
 if TYPE_CHECKING:
     from ovpatch.patching import PatchStatus
@@ -151,7 +151,7 @@ def table_of(data: Mapping[str, Any], *, colour: bool = False, width: int | None
     """Return the table of a report given as JSON, of one process or merged over several.
 
     Args:
-        data: What :meth:`Report.to_json` or :func:`ovpatch.merging.merge` returned.
+        data: What :meth:`Report.to_json` or :func:`ovpatch.reports.merging.merge` returned.
         colour: Whether to use terminal colours.
         width: Columns; those of the terminal by default, at least 80.
     """

@@ -7,12 +7,14 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, Final
 
-from ovpatch import discovery, logs, planning, settings, snapshot
-from ovpatch import plan as plans
-from ovpatch.engine import Engine
-from ovpatch.plan import PLANNED, Entry, FeatureError, Plan
-from ovpatch.reporting import TROUBLE, Report
-from ovpatch.settings import SettingsError, Wish, normalise
+from ovpatch import logs
+from ovpatch.reports.reporting import TROUBLE, Report
+from ovpatch.session import discovery, relations, snapshot
+from ovpatch.session import plan as plans
+from ovpatch.session.activation import Engine
+from ovpatch.session.plan import PLANNED, Entry, FeatureError, Plan
+from ovpatch.settings import settings
+from ovpatch.settings.settings import SettingsError, Wish, normalise
 
 Options = Mapping[str, Mapping[str, Any]]
 
@@ -57,7 +59,7 @@ class Session:
         *,
         ask_machine: bool = True,
     ) -> Plan:
-        """Decide what ``apply`` would do, without doing it; see :func:`ovpatch.plan.make`."""
+        """Decide what ``apply`` would do, without doing it; see :func:`ovpatch.session.plan.make`."""
         with self._lock:
             return plans.make(
                 settings.read(environ),
@@ -123,7 +125,7 @@ class Session:
         for name, entry in self._engine.active.items():
             planned = plan.entries[name]
             if planned.state != PLANNED or planned.options != entry.options:
-                going |= {name, *planning.dependents(name, features)}
+                going |= {name, *relations.dependents(name, features)}
         return [name for name in self._engine.active if name in going]
 
     def _restore(self, before: Mapping[str, Entry]) -> None:
@@ -157,7 +159,7 @@ class Session:
     def _revert_only(self, names: Collection[str]) -> None:
         features = {name: entry.feature for name, entry in self._engine.active.items() if entry.feature is not None}
         named = [name for name in names if name in self._engine.active]
-        along = {one: name for name in named for one in planning.dependents(name, features)}
+        along = {one: name for name in named for one in relations.dependents(name, features)}
         reasons = {one: f"reverted together with {name!r}, which it requires" for one, name in along.items()}
         reasons |= dict.fromkeys(named, "reverted")
         found = {name: self._engine.active[name].found for name in reasons}

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from ovpatch.hookspecs import Feature, Option
-from ovpatch.selection import NAME, SettingsError, did_you_mean, normalise, parse_flag
-from ovpatch.settings import RESERVED, near_variable, variable
+from ovpatch.settings.selection import NAME, SettingsError, did_you_mean, normalise, parse_flag
+from ovpatch.settings.settings import RESERVED, near_variable, variable
 
 DEFAULT: Final = "default"
 ARGUMENT: Final = "argument"

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from typing import Any, Final
 
-from ovpatch import logs, planning
-from ovpatch import options as opts
+from ovpatch import logs
 from ovpatch.hookspecs import Removable
 from ovpatch.patching import (
     IncompatiblePatchError,
@@ -16,8 +15,10 @@ from ovpatch.patching import (
     PatchStatus,
     TargetNotFoundError,
 )
-from ovpatch.plan import PLANNED, Entry, FeatureError, Plan
-from ovpatch.plugins import PluginError, Plugins
+from ovpatch.session import relations
+from ovpatch.session.plan import PLANNED, Entry, FeatureError, Plan
+from ovpatch.session.plugins import PluginError, Plugins
+from ovpatch.settings import options as opts
 
 
 class _Registrar:
@@ -91,12 +92,12 @@ class Engine:
             plan.entries[name].remarks = self.active[name].remarks
         self._register(plan)
         self._patch(plan)
-        for name in planning.in_order(plan.planned()):
+        for name in relations.in_order(plan.planned()):
             if plan.entries[name].state == PLANNED:
                 self._activate(plan, name)
 
     def _register(self, plan: Plan) -> None:
-        for name in planning.in_order(plan.planned()):
+        for name in relations.in_order(plan.planned()):
             entry = plan.entries[name]
             self._manager.unregister(name)
             try:
@@ -108,7 +109,7 @@ class Engine:
 
     def _patch(self, plan: Plan) -> None:
         """Apply all patches at once; only if that fails, feature by feature, to know whose fault it is."""
-        names = planning.in_order(plan.planned())
+        names = relations.in_order(plan.planned())
         if not names:
             return
         try:

@@ -10,10 +10,10 @@ from typing import Any, Final
 
 import pluggy
 
-from ovpatch.discovery import Found
 from ovpatch.hookspecs import PROJECT, Feature, FeatureSpecs
-from ovpatch.options import check_declaration
-from ovpatch.selection import did_you_mean
+from ovpatch.session.discovery import Found
+from ovpatch.settings.options import check_declaration
+from ovpatch.settings.selection import did_you_mean
 
 _PREFIX: Final = "ovpatch_"
 _MANDATORY: Final = ("ovpatch_feature", "ovpatch_register")

@@ -14,11 +14,12 @@ from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError, entry_points, version
 from typing import Any, Final
 
-from ovpatch import discovery, settings
 from ovpatch.api import session
-from ovpatch.options import variables_of
-from ovpatch.plan import Entry
-from ovpatch.reporting import TROUBLE, Report, plain, render
+from ovpatch.reports.reporting import TROUBLE, Report, plain, render
+from ovpatch.session import discovery
+from ovpatch.session.plan import Entry
+from ovpatch.settings import settings
+from ovpatch.settings.options import variables_of
 
 OK: Final = 0
 PROBLEM: Final = 1

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from ovpatch.reporting import NEVER_CALLED, STATES
+from ovpatch.reports.reporting import NEVER_CALLED, STATES
 
 _Json = Mapping[str, Any]
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from importlib.metadata import Distribution, EntryPoint, distributions
 from typing import Final
 
-from ovpatch.selection import NAME, OFF_WORDS, ON_WORDS, normalise
+from ovpatch.settings.selection import NAME, OFF_WORDS, ON_WORDS, normalise
 
 GROUP: Final = "ovpatch"
 FIRST_PARTY: Final = "ovpatch"

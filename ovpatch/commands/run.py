@@ -19,9 +19,10 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, Final
 
-from ovpatch import merging, settings, workers
-from ovpatch.plan import FeatureError
-from ovpatch.reporting import table_of
+from ovpatch.reports import merging, workers
+from ovpatch.reports.reporting import table_of
+from ovpatch.session.plan import FeatureError
+from ovpatch.settings import settings
 
 OK: Final = 0
 PROBLEM: Final = 1
@@ -81,7 +82,7 @@ def _check(environment: Mapping[str, str], report: Path | None) -> None:
         ovpatch.SettingsError: A setting cannot be understood, or the report could not be written.
         ovpatch.FeatureError: A feature asked for by name cannot even be loaded.
     """
-    from ovpatch.session import Session
+    from ovpatch.session.session import Session
 
     if report is not None:
         _check_writable(report)

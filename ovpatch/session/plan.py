@@ -6,12 +6,13 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-from ovpatch import options as opts
-from ovpatch import planning, settings
-from ovpatch.discovery import Found
 from ovpatch.hookspecs import Feature
-from ovpatch.plugins import PluginError, Plugins, describe
-from ovpatch.settings import Environment, Wish
+from ovpatch.session import relations
+from ovpatch.session.discovery import Found
+from ovpatch.session.plugins import PluginError, Plugins, describe
+from ovpatch.settings import options as opts
+from ovpatch.settings import settings
+from ovpatch.settings.settings import Environment, Wish
 
 PLANNED: Final = "planned"
 _FINE: Final = frozenset({"applied", "pending", "disabled", PLANNED})
@@ -71,7 +72,7 @@ class Plan:
     def drop_unmet(self) -> list[str]:
         """Stand down what lacks a required feature; returns the names."""
         on = {n: e.feature for n, e in self.entries.items() if e.state == "applied" and e.feature is not None}
-        lost = planning.unmet({**on, **self.planned()}, self.reasons())
+        lost = relations.unmet({**on, **self.planned()}, self.reasons())
         for name, reason in lost.items():
             self.entries[name].stand_down("skipped", reason)
         return list(lost)
@@ -136,7 +137,7 @@ def make(
     if ask_machine:
         _ask(plan, plugins, active)
     ranking = (active, _by_name(plan), {name for name, one in found.items() if one.first_party})
-    for name, reason in planning.conflicts(plan.planned(), ranking).items():
+    for name, reason in relations.conflicts(plan.planned(), ranking).items():
         plan.entries[name].stand_down("conflict", reason)
     plan.drop_unmet()
     return plan

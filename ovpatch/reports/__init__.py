@@ -1,0 +1,1 @@
+"""What is on, off and why; merged over the workers of a run."""
