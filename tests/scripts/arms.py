@@ -1,0 +1,103 @@
+"""Runs a program of ``programs/`` the way users start it, stock and patched, and takes up what it left behind."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ovpatch.insight.equality import compare
+from tests.support import scripts
+
+PROGRAMS = Path(__file__).with_name("programs")
+WORLD = 2
+TIMEOUT = 90
+
+
+@dataclass(frozen=True)
+class Arm:
+    """One run that succeeded: its folder, and the merged report if there is one."""
+
+    out: Path
+    result: scripts.Result
+    report: dict[str, Any] | None
+
+    @property
+    def ranks(self) -> list[Any]:
+        """What each rank logged: losses, the digest of its parameters and so on."""
+        return [json.loads((self.out / f"rank{rank}.json").read_text()) for rank in range(WORLD)]
+
+    @property
+    def checkpoints(self) -> dict[str, Any]:
+        return {path.stem: torch.load(path, weights_only=True) for path in sorted(self.out.glob("*.pt"))}
+
+
+class Runner:
+    """Runs programs in a folder; the environment is stock's with OVPATCH=0, or ``ovpatch run`` goes before."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def torchrun(self, name: str, *args: str, patched: bool, to: str, **more: Any) -> Arm:
+        """Run it on two ranks; output folder, report and the like are named ``to``."""
+        env = (more.pop("env", None) or {}) | ({} if patched else {"OVPATCH": "0"})
+        options = self._report(to) if patched else False
+        done = scripts.torchrun(
+            WORLD, PROGRAMS / name, str(self.folder / to), *args, env=env, ovpatch=options, timeout=TIMEOUT, **more
+        )
+        return self._arm(done, to)
+
+    def python(self, program: Sequence[str], *, patched: bool, to: str, env: dict[str, str] | None = None) -> Arm:
+        """Run a program, or a launcher, that starts the ranks itself."""
+        head = [str(Path(sys.executable).with_name("ovpatch")), "run", *self._report(to), "--"] if patched else []
+        stock = {} if patched else {"OVPATCH": "0"}
+        done = scripts.run([*head, sys.executable, *program], env={**stock, **(env or {})}, timeout=TIMEOUT)
+        return self._arm(done, to)
+
+    def _report(self, to: str) -> list[str]:
+        return ["--report", str(self.folder / f"{to}.report")]
+
+    def _arm(self, done: scripts.Result, to: str) -> Arm:
+        report = self.folder / f"{to}.report"
+        return Arm(self.folder / to, done.check(), json.loads(report.read_text()) if report.exists() else None)
+
+
+def together(*runs: Callable[[], Any]) -> list[Any]:
+    """Do several runs at once, of which each spends much of its time waiting for its own start."""
+    with ThreadPoolExecutor(len(runs)) as pool:
+        return [future.result() for future in [pool.submit(run) for run in runs]]
+
+
+def assert_same(stock: Arm, patched: Arm) -> None:
+    """Logs of all ranks, and all checkpoints, are bitwise equal."""
+    compare(stock.ranks, patched.ranks).assert_bitwise()
+    assert list(patched.checkpoints) == list(stock.checkpoints)
+    if stock.checkpoints:
+        compare(stock.checkpoints, patched.checkpoints).assert_bitwise()
+
+
+def assert_applied(report: dict[str, Any] | None, **expected: int) -> None:
+    """The feature ran in both workers, as often as ``expected``, and reduced buckets while backward computed."""
+    ddp = feature(report)
+    assert ddp["state"] == "applied", ddp
+    workers = [process for process in ddp["processes"] if process["counters"]["models"]]
+    assert len(workers) == WORLD, ddp["processes"]
+    for worker in workers:
+        counters = worker["counters"]
+        assert counters["backwards"] > 0
+        assert counters["collectives"] > 0
+        assert counters["collectives_in_backward"] > 0
+        assert counters["bytes_reduced"] > 0
+        assert counters["stock_models"] == 0
+        assert {name: counters[name] for name in expected} == expected
+
+
+def feature(report: dict[str, Any] | None) -> dict[str, Any]:
+    assert report is not None
+    return next(one for one in report["features"] if one["name"] == "ddp")

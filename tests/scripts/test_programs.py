@@ -1,0 +1,137 @@
+"""Whole programs in the styles people write, unmodified: patched they compute and save the same as stock."""
+
+from __future__ import annotations
+
+import pytest
+
+from ovpatch.insight.equality import compare
+from tests.scripts.arms import PROGRAMS, Arm, Runner, assert_applied, assert_same, feature, together
+from tests.support import scripts
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def runner(tmp_path_factory):
+    return Runner(tmp_path_factory.mktemp("programs"))
+
+
+def ports(count):
+    return [str(scripts.free_port()) for _ in range(count)]
+
+
+def both(runner, name, *args):
+    """Run a program stock and patched."""
+    return together(
+        lambda: runner.torchrun(f"{name}.py", *args, patched=False, to=f"{name}-stock"),
+        lambda: runner.torchrun(f"{name}.py", *args, patched=True, to=f"{name}-patched"),
+    )
+
+
+# --- the plain loop: AdamW, scheduler, clipping, batch norm, checkpoint on rank 0 ---
+
+
+@pytest.fixture(scope="module")
+def plain(runner):
+    return both(runner, "plain")
+
+
+def test_a_plain_loop(plain):
+    stock, patched = plain
+    assert len(stock.ranks[0]["losses"]) == 8
+    assert_same(stock, patched)
+    assert_applied(patched.report, models=1, backwards=8)
+
+
+def test_checkpoints_resume_the_other_way_round_and_on_two_nodes(runner, plain):
+    stock, patched = plain
+    out = runner.folder / "resumed-patched"
+    resumed, done = together(
+        lambda: runner.torchrun("plain.py", f"--resume={patched.out}/epoch1.pt", patched=False, to="resumed-stock"),
+        lambda: scripts.torchrun(
+            1, PROGRAMS / "plain.py", str(out), f"--resume={stock.out}/epoch1.pt", nnodes=2, ovpatch=True, timeout=90
+        ).check(),
+    )
+    assert_continues(resumed, stock)
+    assert_same(resumed, Arm(out, done, None))
+    # Each node has an `ovpatch run` of its own, which reports the ranks of that node.
+    assert done.stderr.count("1 process(es) reported") == 2, done.stderr
+    assert done.stderr.count("models 1, stock_models 0, backwards 4,") == 2, done.stderr
+
+
+def test_a_worker_that_dies_is_started_again(runner, plain):
+    again = runner.torchrun(
+        "plain.py",
+        "--crash",
+        patched=True,
+        to="again",
+        launcher=["--max-restarts=1", "--monitor-interval=0.1"],
+        # With the launcher's shared store a rank may find its peers' addresses of the first attempt, also under stock.
+        env={"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"},
+    )
+    assert_continues(again, plain[0])
+    assert_applied(again.report, models=1, backwards=4)
+    assert {(one["rank"], one["restart"]) for one in again.report["processes"]} >= {(0, 0), (1, 0), (0, 1), (1, 1)}
+
+
+def assert_continues(arm, whole):
+    """It began with the second epoch, and from there on is the run that was never interrupted."""
+    assert [rank["first_epoch"] for rank in arm.ranks] == [1, 1]
+    for name in ("losses", "norms"):
+        assert [rank[name] for rank in arm.ranks] == [rank[name][4:] for rank in whole.ranks]
+    assert [rank["parameters"] for rank in arm.ranks] == [rank["parameters"] for rank in whole.ranks]
+    compare(whole.checkpoints["epoch2"], arm.checkpoints["epoch2"]).assert_bitwise()
+
+
+# --- other styles ---
+
+
+def test_nanogpt_style(runner):
+    stock, patched = both(runner, "nano")
+    assert [len(rank["eval"]) for rank in stock.ranks] == [2, 0], "rank 0 evaluates alone"
+    assert list(stock.checkpoints) == ["ckpt0", "ckpt2"]
+    assert_same(stock, patched)
+    assert_applied(patched.report, models=1, backwards=4)
+
+
+def test_process_groups_made_again_and_backwards_that_fail_on_all_ranks(runner):
+    stock, patched = together(
+        lambda: runner.torchrun("sweep.py", *ports(3), patched=False, to="sweep-stock"),
+        lambda: runner.torchrun("sweep.py", *ports(3), patched=True, to="sweep-patched"),
+    )
+    skipped = [[], ["1: out of memory"], ["3: out of memory"]]
+    assert [[trial["skipped"] for trial in rank] for rank in stock.ranks] == [skipped, skipped]
+    assert_same(stock, patched)
+    # The second failure is the group's last backward, after which nothing is left to be completed for.
+    assert_applied(patched.report, models=3, backwards=10, recovered=1)
+
+
+# --- mp.spawn ---
+
+
+@pytest.fixture(scope="module")
+def spawned(runner):
+    def start(patched, to):
+        return runner.python([str(PROGRAMS / "spawn.py"), str(runner.folder / to), *ports(3)], patched=patched, to=to)
+
+    return together(lambda: start(False, "spawn-stock"), lambda: start(True, "spawn-patched"))
+
+
+def test_spawned_ranks_with_three_process_groups(spawned):
+    stock, patched = spawned
+    assert_same(stock, patched)
+    assert_applied(patched.report, models=3, backwards=9)
+
+
+def test_apply_under_main_does_not_reach_spawned_ranks_and_the_report_shows_it(runner, spawned):
+    above = "    out, ports, world_size"  # the first line under `if __name__ == "__main__"`
+    first, found, rest = (PROGRAMS / "spawn.py").read_text().partition(above)
+    assert found
+    program = runner.folder / "main.py"
+    program.write_text(f"{first}    import ovpatch\n    ovpatch.apply()\n{found}{rest}")
+    alone = {"TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}  # nothing but that line patches
+    main = runner.python([str(program), str(runner.folder / "main"), *ports(3)], patched=True, to="main", env=alone)
+    assert_same(spawned[0], main)
+    (parent,) = feature(main.report)["processes"]
+    assert not any(parent["counters"].values())
+    assert any("not called" in remark for remark in feature(main.report)["remarks"]), main.report

@@ -1,0 +1,54 @@
+"""Ranks that are not patched alike fail soon and say who and what, instead of hanging."""
+
+from __future__ import annotations
+
+import pytest
+
+from ovpatch_plugins.ddp.options import OPTIONS
+from tests.scripts.arms import PROGRAMS, WORLD, together
+from tests.support import scripts
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def failures(tmp_path_factory):
+    """Run the plain program with a variable that rank 1 alone has, once off and once set otherwise."""
+    out = tmp_path_factory.mktemp("differ")
+
+    def start(name, setting, **env):
+        lone = ["1", setting, str(PROGRAMS / "plain.py"), str(out / name)]
+        return scripts.torchrun(WORLD, PROGRAMS / "lone.py", *lone, ovpatch=True, env=env, timeout=60)
+
+    return together(
+        lambda: start("off", "OVPATCH=0", OVPATCH_DDP_AGREEMENT_TIMEOUT_S="3"),
+        lambda: start("other", "OVPATCH_DDP_BUCKET_CAP_MB=1", OVPATCH_DDP_BUCKET_CAP_MB="2"),
+    )
+
+
+def failed(result):
+    assert not result.timed_out, result.describe()
+    assert result.rc, result.describe()
+    assert not result.left, result.describe()
+    assert result.seconds < 30, result.describe()
+    return result.stderr
+
+
+def test_a_rank_without_ovpatch_is_named_with_the_remedy(failures):
+    stderr = failed(failures[0])
+    assert "feature 'ddp' got no answer from rank 1 within 3 s" in stderr
+    assert "Call ovpatch.apply() on every rank" in stderr
+    assert "disabled (off by OVPATCH=0) on rank 1" in stderr, "the report says so, too"
+
+
+def test_options_that_differ_are_named_with_their_ranks(failures):
+    stderr = failed(failures[1])
+    mib = 1024 * 1024
+    assert f"is [{mib}, {2 * mib}] on rank 0 but [{mib}, {mib}] on rank 1" in stderr
+    assert "Give every rank the same OVPATCH variables" in stderr
+    assert "got no answer" not in stderr
+
+
+def test_by_default_a_rank_that_does_not_answer_is_given_up_within_30_seconds():
+    # A rank other than 0 gives rank 0 five seconds more, see agreement.py.
+    assert next(option.default for option in OPTIONS if option.name == "agreement_timeout_s") + 5 < 30
