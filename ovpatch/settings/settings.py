@@ -73,9 +73,7 @@ VARIABLES: Final = (
     Variable("OVPATCH_AUTO", "`0` `1`", "`0`", "Apply at the end of `import torch`, without a line in the script."),
     Variable("OVPATCH_STRICT", "`0` `1`", "`0`", "Any feature that is on and cannot run is an error."),
     Variable("OVPATCH_LOG", "`debug` `info` `warning` `error`", "unset", "Log to stderr from this level on."),
-    Variable(
-        "OVPATCH_CACHE_DIR", "a path", "the user's cache", "Reserved for measurements that features will keep between runs."
-    ),
+    Variable("OVPATCH_CACHE_DIR", "a path", "the user's cache", "Reserved for measurements that features will keep."),
     Variable("OVPATCH_THIRD_PARTY", "`0` `1`", "`1`", "`0` leaves out every plugin that ovpatch does not ship."),
     Variable("OVPATCH_REPORT_DIR", "a path", "unset", "Internal: `ovpatch run` sets it, workers report there."),
 )
