@@ -9,6 +9,7 @@ import pytest
 import ovpatch
 from ovpatch.reports.reporting import NEVER_CALLED
 from ovpatch.session.plan import FeatureError
+from ovpatch.session.snapshot import SPAWNED
 from tests.support import fake_plugins
 from tests.support.fake_plugins import ADD, ADD_N, OPTION, REASON, states
 
@@ -224,7 +225,13 @@ def test_features_that_require_a_changed_one_follow_it(site, apply):
 # --- the report ---
 
 
-def test_counters_remarks_and_never_called(site, session, apply):
+@pytest.mark.parametrize("spawned", [False, True])
+def test_counters_remarks_and_never_called(site, session, apply, monkeypatch, spawned):
+    # Not what this process did: the pool of ranks in the same pytest run starts children.
+    for way in ("popen_spawn_posix", "popen_spawn_win32", "popen_forkserver"):
+        monkeypatch.delitem(sys.modules, f"multiprocessing.{way}", raising=False)
+    if spawned:
+        monkeypatch.setitem(sys.modules, "multiprocessing.popen_spawn_posix", sys)
     extra = """
     @hookimpl
     def ovpatch_counters():
@@ -237,7 +244,8 @@ def test_counters_remarks_and_never_called(site, session, apply):
         return "built too early"
     """
     site.plugin("a", register=ADD.format(10), extra=extra)
-    assert apply()["a"].remarks == ("built too early", "one model stays stock", NEVER_CALLED)
+    hint = (SPAWNED,) if spawned else ()
+    assert apply()["a"].remarks == ("built too early", "one model stays stock", NEVER_CALLED, *hint)
     site.victim.f(1)
     found = session.report()["a"]
     assert found.counters == {"calls": 1}

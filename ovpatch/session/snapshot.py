@@ -16,6 +16,10 @@ from ovpatch.session.plan import Entry
 from ovpatch.session.plugins import PluginError, Plugins
 
 NOT_IMPORTED: Final = "not imported"
+SPAWNED: Final = (
+    "child processes were started that run apply() only where it stands at the top of the program's module: move it "
+    'out of if __name__ == "__main__", or set OVPATCH_AUTO=1'
+)
 
 
 def take(
@@ -75,7 +79,8 @@ def _active(entry: Entry, plugins: Plugins, patches: Sequence[PatchStatus], torc
     remarks = [*entry.remarks, *_asked_remarks(entry.found.name, plugins), *trouble, *_untested(entry, torch)]
     if state == "applied":
         remarks += [_say(patch) for patch in patches if patch.state in ("pending", "skipped", "shadowed")]
-        remarks += [NEVER_CALLED] if _is_idle(counters, patches) else []
+        if _is_idle(counters, patches):
+            remarks += [NEVER_CALLED, SPAWNED] if _has_spawned() else [NEVER_CALLED]
     return _row(entry, state, reason, tuple(dict.fromkeys(remarks)), counters)
 
 
@@ -85,6 +90,12 @@ def _is_idle(counters: Mapping[str, int], patches: Sequence[PatchStatus]) -> boo
         return not any(counters.values())
     functions = [patch for patch in patches if patch.kind != "hook" and patch.state == "applied"]
     return bool(functions) and all(patch.never_called for patch in functions)
+
+
+def _has_spawned() -> bool:
+    """Whether this process started children that import the program anew, without being told to patch them."""
+    ways = ("popen_spawn_posix", "popen_spawn_win32", "popen_forkserver")
+    return "OVPATCH_AUTO" not in os.environ and any(f"multiprocessing.{way}" in sys.modules for way in ways)
 
 
 def _row(entry: Entry, state: str, reason: str, remarks: tuple[str, ...], counters: Mapping[str, int]) -> FeatureReport:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import atexit
 import functools
+import importlib.metadata
 import inspect
 import logging
 import time
@@ -235,6 +236,7 @@ def _agree_late(reference: weakref.ref[Wrapper], terms: Mapping[str, Any]) -> No
 def _terms(parameters: Sequence[torch.nn.Parameter], config: ReducerConfig) -> dict[str, Any]:
     """Return what must be the same on all ranks, or their collectives would not match."""
     return {
+        "version of ovpatch": importlib.metadata.version("ovpatch"),
         "number of parameters": len(parameters),
         "number of gradient elements": sum(param.numel() for param in parameters),
         "dtypes": sorted({str(param.dtype) for param in parameters}),
