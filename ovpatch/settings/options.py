@@ -164,7 +164,11 @@ def _accept(option: Option, value: Any) -> Any:
     """Take a value given in Python, if its type is the default's; ``parse`` sees numbers as text, to check ranges."""
     kind = type(option.default)
     if option.parse is not None:
-        return option.parse(str(value)) if type(value) in (int, float) else value
+        if type(value) in (int, float):
+            return option.parse(str(value))
+        if type(value) is not kind:
+            raise ValueError(f"expected a value like {option.default!r}, or text as its variable takes it, not {value!r}")
+        return value
     if option.default is None:
         return value
     if kind is float and type(value) is int:
