@@ -167,7 +167,7 @@ def _accept(option: Option, value: Any) -> Any:
         if type(value) in (int, float):
             return option.parse(str(value))
         if type(value) is not kind:
-            raise ValueError(f"expected a value like {option.default!r}, or text as its variable takes it, not {value!r}")
+            raise ValueError(f"expected a value like {option.default!r}, or text as its variable has it, not {value!r}")
         return value
     if option.default is None:
         return value
