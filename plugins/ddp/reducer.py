@@ -56,6 +56,7 @@ class GradReducer:
 
     Attributes:
         on_first_use: Called once, before the first forward that will be synchronised.
+        armed: Whether the next backward is to be reduced.
         shares_parameters: Whether another reducer reads gradients of these parameters in the same backward.
     """
 
@@ -78,7 +79,7 @@ class GradReducer:
         self._static_counts: list[int] | None = None
         self._static_nowhere: list[int] = []
         self._steps = 0
-        self._armed = self._began = self._voted = False
+        self.armed = self._began = self._voted = False
         self._absent: set[int] = set()
         self._task = BackwardTask()
         self._attach()
@@ -103,7 +104,7 @@ class GradReducer:
         self._finish_previous()
         if self._began:
             return  # a checkpoint recomputes the forward inside the backward that this would arm
-        self._armed = True
+        self.armed = True
         self._set_modes()
         self._absent.clear()
         self._open([ANY] * len(self.params) if self.learns_static_graph() else self._static_counts)
@@ -116,7 +117,7 @@ class GradReducer:
         first gradient still takes part in the step's collectives. The hook is on the node, not on the tensor, which
         stays as it was to whoever pickles it.
         """
-        if self._armed:
+        if self.armed:
             reached = weakref.WeakMethod(self._output_reached)
             nodes = {id(tensor.grad_fn): tensor.grad_fn for tensor in _find_tensors(output)}
             for node in nodes.values():
@@ -142,7 +143,7 @@ class GradReducer:
         return True
 
     def _set_static_graph(self) -> None:
-        if self._steps or self._armed:
+        if self._steps or self.armed:
             raise RuntimeError(messages.STATIC_GRAPH_TOO_LATE)
         self.static_graph = True
         self._set_modes()
@@ -150,7 +151,7 @@ class GradReducer:
     def _delay_all_reduce(self) -> None:
         """End of the first backward of a static graph: learn how often each parameter is used, then reduce."""
         with self._lock:
-            if not self._armed:
+            if not self.armed:
                 raise RuntimeError(messages.STATIC_GRAPH_UNSYNCHRONISED)
             counts = [self._ledger.seen(i) for i in range(len(self.params))]
             self._absent = {i for i, count in enumerate(counts) if count == 0}
@@ -184,7 +185,7 @@ class GradReducer:
         with self._lock:
             if self._tracks_usage and self.params[index].grad is not None:
                 self._usage.note(index)  # also under no_sync: the accumulated gradient is reduced later
-            if not self._armed:
+            if not self.armed:
                 return
             if not self._callback_queued:
                 self._begin()
@@ -194,7 +195,7 @@ class GradReducer:
 
     def _output_reached(self) -> None:
         with self._lock:
-            if self._armed and accumulates(self._hooks.nodes):
+            if self.armed and accumulates(self._hooks.nodes):
                 self._begin()
 
     def _backward_ended(self) -> None:
@@ -216,7 +217,7 @@ class GradReducer:
         self._ballots = Ballots(self._group, self._device)
         self._producers = Producers(self._device)
         self._arrivals: list[int] = []
-        self._armed = self._began = self._callback_queued = self._ordered = False
+        self.armed = self._began = self._callback_queued = self._ordered = False
         self._absent.clear()
         self._nested: set[int] = set()
         self.has_rebuilt_buckets = False
@@ -324,7 +325,7 @@ class GradReducer:
     def _close(self) -> None:
         self._ledger.close()
         self._works = []
-        self._armed = self._began = self._callback_queued = False
+        self.armed = self._began = self._callback_queued = False
         self._ordered, self._steps = not self.learns_static_graph(), self._steps + 1
 
     # ---------------------------------------------------------------- what can go wrong

@@ -67,7 +67,7 @@ class Takeover:
         def init(ddp: Wrapper, *args: Any, **kwargs: Any) -> None:
             for other in list(_live):
                 # A model that is wrapped anew after a failed backward must not meet the old one's collectives.
-                _reducer_of(other, GradReducer.recover)
+                other.reducer.recover()
             together = bool(signature.bind(ddp, *args, **kwargs).arguments.get("init_sync", True))
             token = _ranks_are_together.set(together)
             try:
@@ -96,7 +96,7 @@ class Takeover:
                 return
             reason = objection(ddp, parameters, expect_sparse_gradient)
             config = self._config(ddp)
-            terms = {**_terms(parameters, config), "static_graph": bool(static_graph)}
+            terms = _terms(parameters, config, static_graph)
             if _ranks_are_together.get():
                 reason = agree(
                     ddp.process_group,
@@ -171,16 +171,21 @@ def restore_stock(ddp: Wrapper, reason: str = "") -> None:
     Raises:
         RuntimeError: A backward is running, whose gradients are being reduced.
     """
+    _refuse_inside_backward(ddp)
     reducer = ddp.reducer
-    if reducer.in_backward():
-        raise RuntimeError(messages.inside_backward(type(ddp.module).__name__))
     reducer.recover()
     reducer._remove_autograd_hooks()
     stock_helper = _live.pop(ddp)
     parameters, expect_sparse = ddp._build_params_for_reducer()
     names = ddp._build_debug_param_to_name_mapping(parameters)
     stock_helper(ddp, parameters, expect_sparse, names, ddp.static_graph)
-    if ddp.static_graph:
+    if reducer.armed:
+        # The forward is over; without this its backward would leave the gradients local, and nobody would know. Its
+        # outputs are no longer at hand: aliases of all parameters have the stock reducer wait for each of them. A
+        # static graph is not declared then, for its first backward would only count, and not reduce.
+        with torch.enable_grad():
+            ddp.reducer.prepare_for_backward([param.view_as(param) for param in parameters])
+    elif ddp.static_graph:
         ddp._static_graph_delay_allreduce_enqueued = False
         ddp.reducer._set_static_graph()
         ddp.logger._set_static_graph()
@@ -189,9 +194,20 @@ def restore_stock(ddp: Wrapper, reason: str = "") -> None:
 
 
 def restore_all() -> None:
-    """Give every model in this process its stock reducer back."""
+    """Give every model in this process its stock reducer back, or none.
+
+    Raises:
+        RuntimeError: A backward is running, whose gradients are being reduced.
+    """
+    for ddp in list(_live):
+        _refuse_inside_backward(ddp)
     for ddp in list(_live):
         restore_stock(ddp)
+
+
+def _refuse_inside_backward(ddp: Wrapper) -> None:
+    if ddp.reducer.in_backward():
+        raise RuntimeError(messages.inside_backward(type(ddp.module).__name__))
 
 
 def remarks() -> list[str]:
@@ -233,7 +249,7 @@ def _agree_late(reference: weakref.ref[Wrapper], terms: Mapping[str, Any]) -> No
         agree(ddp.process_group, "ddp", terms, timeout_s=timeout)
 
 
-def _terms(parameters: Sequence[torch.nn.Parameter], config: ReducerConfig) -> dict[str, Any]:
+def _terms(parameters: Sequence[torch.nn.Parameter], config: ReducerConfig, static_graph: bool) -> dict[str, Any]:
     """Return what must be the same on all ranks, or their collectives would not match."""
     return {
         "version of ovpatch": importlib.metadata.version("ovpatch"),
@@ -243,6 +259,7 @@ def _terms(parameters: Sequence[torch.nn.Parameter], config: ReducerConfig) -> d
         "bucket sizes in bytes": list(config.bucket_limits),
         "find_unused_parameters": config.find_unused_parameters,
         "overlap_grad_reduce": config.overlap,
+        "static_graph": bool(static_graph),
     }
 
 
@@ -252,8 +269,3 @@ def _report_stock(ddp: Wrapper, reason: str) -> None:
     if text not in _remarks:
         _remarks.append(text)
         _log.warning("%s", text)
-
-
-def _reducer_of(ddp: Wrapper, method: Callable[[GradReducer], None]) -> None:
-    if isinstance(ddp.reducer, GradReducer):
-        method(ddp.reducer)

@@ -161,6 +161,48 @@ def test_revert_inside_a_backward_is_refused_and_loses_no_gradient(ranks):
         assert "between two steps" in result["said"][0]
 
 
+def reverted_between_forward_and_backward(ddp: dict[str, Any]) -> dict[str, Any]:
+    def run(revert: bool) -> list[Record]:
+        torch.manual_seed(0)
+        wrapped = DDP(net(), **ddp)
+        records = steps(wrapped, 2)
+        wrapped.zero_grad()
+        loss = wrapped(data(2, 4, 6)).square().mean()
+        if revert:
+            ovpatch.revert()
+        loss.backward()
+        return [*records, seen(wrapped.module, loss), *steps(wrapped, 2, start=3)]
+
+    stock = run(False)
+    ovpatch.apply("ddp")
+    return {"stock": stock, "patched": run(True)}
+
+
+@pytest.mark.parametrize("mode", [None, "gradient_as_bucket_view", "find_unused_parameters", "static_graph"])
+def test_revert_between_forward_and_backward_still_reduces(ranks, mode):
+    for result in ranks(2)(reverted_between_forward_and_backward, {mode: True} if mode else {}):
+        compare(result["stock"], result["patched"]).assert_bitwise()
+
+
+def reverted_with_one_model_in_backward() -> list[bool]:
+    ours: list[bool] = []
+    with ovpatch.applied("ddp"):
+        models = [DDP(net()) for _ in range(3)]
+
+        def interfere(_param: torch.Tensor) -> None:
+            with pytest.raises(RuntimeError, match="between two steps"):
+                ovpatch.revert()
+            ours.extend(is_ours(model) for model in models)
+
+        models[1].module[0].bias.register_post_accumulate_grad_hook(interfere)
+        steps(models[1], 1)
+    return ours
+
+
+def test_a_revert_that_is_refused_for_one_model_leaves_all_as_they_are(ranks):
+    assert ranks(2)(reverted_with_one_model_in_backward) == [[True, True, True]] * 2
+
+
 class OwnWrapper(DDP):
     """A subclass, as frameworks have them."""
 
@@ -183,14 +225,17 @@ def test_the_reducer_goes_with_its_model_without_the_garbage_collector(ranks):
     assert ranks(2)(released) == [True, True]
 
 
-def different_settings(who: int) -> str:
-    options = {"ddp": {"overlap_grad_reduce": dist.get_rank() != who, "agreement_timeout_s": 5.0}}
-    with ovpatch.applied("ddp", options=options):
+def said_by_wrapping(**options: Any) -> str:
+    with ovpatch.applied("ddp", options={"ddp": options}):
         try:
             DDP(net())
         except RuntimeError as error:
             return str(error)
     return "no error"
+
+
+def different_settings(who: int) -> str:
+    return said_by_wrapping(overlap_grad_reduce=dist.get_rank() != who, agreement_timeout_s=5.0)
 
 
 @pytest.mark.parametrize("who", [0, 2])
@@ -202,16 +247,10 @@ def test_ranks_with_different_settings_are_named(ranks, who):
 
 
 def missing_on(who: int) -> str:
-    options = {"ddp": {"agreement_timeout_s": 1.0}}
     if dist.get_rank() == who:
         DDP(net())
         return "stock"
-    with ovpatch.applied("ddp", options=options):
-        try:
-            DDP(net())
-        except RuntimeError as error:
-            return str(error)
-    return "no error"
+    return said_by_wrapping(agreement_timeout_s=1.0)
 
 
 @pytest.mark.parametrize("who", [0, 2])
