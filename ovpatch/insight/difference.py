@@ -109,7 +109,7 @@ def _same_at_once(a: torch.Tensor, b: torch.Tensor) -> bool:
         return False
     try:
         return torch.equal(a, b)
-    except (RuntimeError, NotImplementedError):
+    except (RuntimeError, NotImplementedError):  # no `equal` for this dtype or layout: compared in chunks instead
         return False
 
 

@@ -99,7 +99,7 @@ class Engine:
             plan.build()
             try:
                 done = self._commit(plan)
-            except BaseException:
+            except BaseException:  # raised again: also Ctrl-C must not leave hooks installed
                 plan.discard()
                 raise
             if done:

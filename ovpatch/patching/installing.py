@@ -29,7 +29,7 @@ def put_on(groups: Sequence[Group], stacks: list[Stack]) -> None:
                 done = journal.write(place.owner, place.name, group.stack.installed)
                 written.append((group.stack.writes, done))
         written += _rebind(groups, journal)
-    except BaseException:
+    except BaseException:  # raised again: also Ctrl-C must not leave half a set written
         journal.roll_back()
         raise
     for known, done in written:

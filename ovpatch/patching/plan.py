@@ -86,7 +86,7 @@ class Plan:
             self.groups = [group for group in self.groups if group.staged]
             for entry, hook in self.hooks:
                 self.handles.append((entry, _install(hook)))
-        except BaseException:
+        except BaseException:  # raised again: also Ctrl-C must not leave hooks installed
             self.discard()
             raise
 

@@ -41,7 +41,7 @@ def is_fresh_copy(value: Any, original: Any) -> bool:
         return False
     return bool(
         one is not other
-        and codes[0].co_filename == codes[1].co_filename  # type: ignore[union-attr]
+        and codes[0].co_filename == codes[1].co_filename  # type: ignore[union-attr]  # both are code: looked at above
         and (one.__module__, one.__qualname__) == (other.__module__, other.__qualname__)
     )
 

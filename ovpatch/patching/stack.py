@@ -84,7 +84,7 @@ class Stack:
         self.original = function_in(self.place.raw)
         self.base = base_of(self.place, self.kind)
         self.entry = Dispatcher(self.base, self.original)
-        self.entry.function.__ovpatch__ = StackMark(self)  # type: ignore[attr-defined]
+        self.entry.function.__ovpatch__ = StackMark(self)  # type: ignore[attr-defined]  # a function takes any attribute
         self.installed = descriptor(self.place, self.kind, self.entry.function)
 
     def stage(self, patches: Sequence[Patch]) -> Staged:

@@ -60,7 +60,7 @@ class Plugins:
             self._register(found, self._import(found))
             try:
                 self._features[found.name] = self._describe(found)
-            except Exception:
+            except Exception:  # raised again, once the plugin is forgotten
                 self._manager.unregister(name=found.name)
                 raise
         return self._features[found.name]

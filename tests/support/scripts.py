@@ -216,10 +216,10 @@ class _Program:
                 err.write(f"\n-------- stacks of process {pid}{_rank(pid)}: {_command(pid)}\n")
             _signal(pid, signal.SIGABRT)
             _signal(pid, signal.SIGCONT)
-            _until(lambda pid=pid: not _runs(pid), 5)
+            until(lambda pid=pid: not _runs(pid), 5)
 
     def result(self, *, timed_out: bool) -> Result:
-        left = () if timed_out or _until(lambda: not self._alive(), 2) else tuple(map(_command, self._alive()))
+        left = () if timed_out or until(lambda: not self._alive(), 2) else tuple(map(_command, self._alive()))
         self.kill()
         assert self._process is not None
         return Result(
@@ -291,7 +291,8 @@ def _signal(pid: int, number: int) -> None:
         os.kill(pid, number)
 
 
-def _until(condition: Callable[[], bool], seconds: float) -> bool:
+def until(condition: Callable[[], bool], seconds: float = 10) -> bool:
+    """Wait for a condition; return whether it came true in time."""
     deadline = time.monotonic() + seconds
     while not condition():
         if time.monotonic() > deadline:

@@ -25,6 +25,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from tests.support.failures import RankFailure
 from tests.support.pool import Pool
+from tests.support.scripts import until
 from tests.support.worker import fresh_store
 
 ROOT = Path(__file__).parents[2]
@@ -366,7 +367,7 @@ def _start_a_child(folder):
 
 def test_children_of_a_failed_case_are_killed(failing, tmp_path):
     failure(failing, 1, _start_a_child, str(tmp_path))
-    assert _until(lambda: not _runs(int((tmp_path / "child").read_text())))
+    assert until(lambda: not _runs(int((tmp_path / "child").read_text())))
 
 
 def _return_a_generator():
@@ -471,25 +472,16 @@ def test_workers_die_with_pytest(tmp_path):
         [sys.executable, script, tmp_path], env=os.environ | {"PYTHONPATH": str(ROOT), "TMPDIR": str(tmp_path)}
     )
     try:
-        assert _until(lambda: len(list(tmp_path.glob("*.pid"))) == 2, 60)
+        assert until(lambda: len(list(tmp_path.glob("*.pid"))) == 2, 60)
         workers = [int(file.read_text()) for file in tmp_path.glob("*.pid")]
         assert all(map(_runs, workers))
     finally:
         program.kill()
         program.wait()
-    assert _until(lambda: not any(map(_runs, workers)))
+    assert until(lambda: not any(map(_runs, workers)))
 
 
 def _runs(pid):
     with contextlib.suppress(OSError):
         return Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()[0] != b"Z"
     return False
-
-
-def _until(condition, seconds=10):
-    deadline = time.monotonic() + seconds
-    while not condition():
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(0.05)
-    return True
