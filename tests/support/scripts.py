@@ -11,6 +11,7 @@ first that dies, as a launcher would.
 from __future__ import annotations
 
 import os
+import random
 import resource
 import signal
 import socket
@@ -115,9 +116,18 @@ def torchrun(
 
 
 def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """Return a port that nobody listens on and that no outgoing connection will take before it is used.
+
+    Port 0 would choose from the range of outgoing connections, of which a program makes dozens before its last group.
+    """
+    while True:
+        port = _ports.randrange(15000, 30000)
+        with socket.socket() as probe, suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
+
+
+_ports = random.Random()  # of its own: tests seed the module's
 
 
 def _options(ovpatch: bool | Sequence[str]) -> Sequence[str]:
