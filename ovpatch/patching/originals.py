@@ -27,9 +27,21 @@ class Kind(Enum):
 
 
 _CACHED: Final = type(functools.lru_cache(maxsize=None)(lambda: None))
-_UNBOUND: Final = (types.BuiltinFunctionType, types.MethodType, types.MethodWrapperType)
-_BINDING: Final = (types.FunctionType, _CACHED, types.MethodDescriptorType, types.WrapperDescriptorType)
-_CLASSMETHODS: Final = (classmethod, types.ClassMethodDescriptorType)
+# What an attribute is, by the type of the object in the class's namespace.
+_CLASS_KINDS: Final[dict[type, Kind]] = {
+    types.FunctionType: Kind.METHOD,
+    _CACHED: Kind.METHOD,
+    types.MethodDescriptorType: Kind.METHOD,
+    types.WrapperDescriptorType: Kind.METHOD,
+    types.BuiltinFunctionType: Kind.STATIC,
+    types.MethodType: Kind.STATIC,
+    types.MethodWrapperType: Kind.STATIC,
+    staticmethod: Kind.STATIC,
+    classmethod: Kind.CLASSMETHOD,
+    types.ClassMethodDescriptorType: Kind.CLASSMETHOD,
+    property: Kind.GETTER,
+}
+_DESCRIPTORS: Final = (staticmethod, classmethod, types.ClassMethodDescriptorType, property)
 
 
 def kind_of(place: Place) -> Kind:
@@ -55,17 +67,11 @@ def kind_of(place: Place) -> Kind:
 
 
 def _kind_in_module(raw: Any) -> Kind | None:
-    return Kind.FUNCTION if type(raw) in (*_BINDING, *_UNBOUND) else None
+    return Kind.FUNCTION if type(raw) in _CLASS_KINDS and type(raw) not in _DESCRIPTORS else None
 
 
 def _kind_in_class(raw: Any) -> Kind | None:
-    kinds = {
-        **dict.fromkeys(_BINDING, Kind.METHOD),
-        **dict.fromkeys((staticmethod, *_UNBOUND), Kind.STATIC),
-        **dict.fromkeys(_CLASSMETHODS, Kind.CLASSMETHOD),
-        property: Kind.GETTER,
-    }
-    kind = kinds.get(type(raw))
+    kind = _CLASS_KINDS.get(type(raw))
     if kind in (Kind.STATIC, Kind.CLASSMETHOD, Kind.GETTER) and not callable(function_in(raw)):
         return None
     return kind
