@@ -28,8 +28,8 @@ class Option:
             ``parse`` is given.
         help: One sentence; it goes into the report and the generated table of variables.
         choices: Allowed values, if the option is an enumeration.
-        parse: Turns text into the value; raises ``ValueError`` with what it expects. A number given in Python is passed
-            through it as text too, so that it can check a range; other Python values are taken as they are.
+        parse: Turns text into the value; raises ``ValueError`` with what it expects. A number or a bool given in Python
+            is passed through it as text too, so that it can check a range; other values are taken as they are.
         aliases: Other names that users know the option by.
     """
 

@@ -34,7 +34,13 @@ class DisagreementError(RuntimeError):
 
 
 def agree(
-    group: dist.ProcessGroup, topic: str, terms: Mapping[str, Any], *, objection: str = "", timeout_s: float = 20.0
+    group: dist.ProcessGroup,
+    topic: str,
+    terms: Mapping[str, Any],
+    *,
+    objection: str = "",
+    timeout_s: float = 20.0,
+    remedy: str = "",
 ) -> str:
     """Agree with all ranks of ``group`` on ``terms`` before they issue collectives of a feature.
 
@@ -46,6 +52,8 @@ def agree(
         terms: JSON values that must be the same on all ranks.
         objection: Why this rank cannot take part, if it cannot.
         timeout_s: How long a rank waits for the others, in seconds.
+        remedy: What to do about ranks that differ or do not answer; by default, about settings and ranks without
+            ovpatch.
 
     Returns:
         "" when all ranks take part, otherwise the reasons of those that object, the same text on every rank.
@@ -63,31 +71,33 @@ def agree(
     if group.rank() == 0:
         prefix = f"{base}/{store.add(f'{base}/rounds', 1)}"
         store.set(f"{prefix}/0", mine)
-        verdict = _collect(store, prefix, group, topic, timeout_s)
+        verdict = _collect(store, prefix, group, topic, timeout_s, remedy)
         store.set(f"{prefix}/verdict", json.dumps(verdict))
     else:
         # Rank 0 may itself wait the whole time for a third rank: leave it room to say so.
         found = _answer(store, base, group.rank(), mark, mine, timeout_s + 5)
-        verdict = found or {"error": _missing(topic, _global(group, [0]), timeout_s)}
+        verdict = found or {"error": _missing(topic, _global(group, [0]), timeout_s, remedy)}
     if "error" in verdict:
         raise DisagreementError(verdict["error"])
     return str(verdict["objection"])
 
 
-def _collect(store: c10d.Store, prefix: str, group: dist.ProcessGroup, topic: str, timeout_s: float) -> dict[str, Any]:
+def _collect(
+    store: c10d.Store, prefix: str, group: dist.ProcessGroup, topic: str, timeout_s: float, remedy: str
+) -> dict[str, Any]:
     keys = [f"{prefix}/{rank}" for rank in range(group.size())]
     missing = [] if _arrived(store, keys, timeout_s) else [i for i, key in enumerate(keys) if not store.check([key])]
     answers = [json.loads(text) for text in store.multi_get([key for i, key in enumerate(keys) if i not in missing])]
     marks = {"marks": [answer["mark"] for answer in answers]}
     if missing:
-        return marks | {"error": _missing(topic, _global(group, missing), timeout_s)}
-    return marks | _judge(answers, _global(group, range(group.size())), topic)
+        return marks | {"error": _missing(topic, _global(group, missing), timeout_s, remedy)}
+    return marks | _judge(answers, _global(group, range(group.size())), topic, remedy)
 
 
-def _judge(answers: Sequence[Mapping[str, Any]], ranks: list[int], topic: str) -> dict[str, str]:
+def _judge(answers: Sequence[Mapping[str, Any]], ranks: list[int], topic: str, remedy: str) -> dict[str, str]:
     difference = _difference([answer["terms"] for answer in answers], ranks)
     if difference:
-        return {"error": f"ovpatch: ranks disagree on '{topic}': {difference}. {_REMEDY_SETTINGS}"}
+        return {"error": f"ovpatch: ranks disagree on '{topic}': {difference}. {remedy or _REMEDY_SETTINGS}"}
     objections: dict[str, list[int]] = {}
     for rank, answer in zip(ranks, answers, strict=True):
         if answer["objection"]:
@@ -111,7 +121,7 @@ def _answer(store: c10d.Store, base: str, rank: int, mark: str, mine: str, timeo
             store.set(f"{base}/{newest}/{rank}", mine)
             answered = newest
         time.sleep(pause)
-        pause = min(2 * pause, _LONGEST_PAUSE)
+        pause = min(1.2 * pause, _LONGEST_PAUSE)  # half a minute's wait, or a millisecond's: both are common
     return {}
 
 
@@ -143,14 +153,18 @@ def _difference(terms: list[Mapping[str, Any]], ranks: list[int]) -> str:
     return "; ".join(parts)
 
 
-def _missing(topic: str, ranks: list[int], timeout_s: float) -> str:
+def _missing(topic: str, ranks: list[int], timeout_s: float, remedy: str = "") -> str:
     return (
         f"ovpatch: feature '{topic}' got no answer from rank {_listed(ranks)} within {timeout_s:g} s. "
-        "Either ovpatch is not active there, or that rank does not build the same model. "
-        "Call ovpatch.apply() on every rank before the model is wrapped, or set OVPATCH_AUTO=1 in the environment of "
-        "all ranks; OVPATCH=0 on all ranks turns ovpatch off."
+        f"{remedy or _REMEDY_INACTIVE}"
     )
 
+
+_REMEDY_INACTIVE = (
+    "Either ovpatch is not active there, or that rank does not build the same model. "
+    "Call ovpatch.apply() on every rank before the model is wrapped, or set OVPATCH_AUTO=1 in the environment of "
+    "all ranks; OVPATCH=0 on all ranks turns ovpatch off."
+)
 
 _REMEDY_SETTINGS = "Give every rank the same OVPATCH variables and the same arguments of ovpatch.apply()."
 

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from ovpatch.overlap.collectives import all_reduce
+from ovpatch.overlap.collectives import AllReduce
 
 # Steps per ballot where casting one is not free.
 PERIOD = 16
@@ -44,7 +44,12 @@ class Ballots:
         self._open: deque[_Ballot] = deque()
 
     def count(self, step: int, *, failed: bool) -> None:
-        """Count this rank's step; cast the ballot when it is due. Comes after the step's other collectives."""
+        """Count this rank's step; cast the ballot when it is due. Comes after the step's other collectives.
+
+        A step that is captured into a CUDA graph is not counted: nobody would read its ballot at a replay.
+        """
+        if self._capturing():
+            return
         self._failed += failed
         if step < self._period or (step + 1) % self._period == 0:
             vote = torch.full((1,), self._failed, dtype=torch.int32, device=self._device)
@@ -58,12 +63,17 @@ class Ballots:
 
         A range of steps stands for one or more among them. See [Note: when a ballot is read].
         """
-        steps = []
+        steps: list[range] = []
+        if self._capturing():
+            return steps
         while self._open and (len(self._open) > _PATIENCE or self._open[0].ready()):
             ballot = self._open.popleft()
             if ballot.own == 0 and ballot.total() > 0:
                 steps.append(ballot.steps)
         return steps
+
+    def _capturing(self) -> bool:
+        return self._device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
 @dataclass
@@ -77,7 +87,7 @@ class _Ballot:
 
     @staticmethod
     def cast(steps: range, own: int, vote: torch.Tensor, group: dist.ProcessGroup) -> _Ballot:
-        work = all_reduce(vote, group)
+        (work,) = AllReduce(group, vote.device)([vote])
         if not vote.is_cuda:
             return _Ballot(steps, own, vote, work, vote)
         # On a stream of its own the copy runs when the sum is there, without holding back the compute; into pinned

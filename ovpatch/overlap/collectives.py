@@ -6,21 +6,49 @@ notices. Stock DDP, too, calls the process group itself.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+# Backends that take several tensors in one call. Others get one call for each.
+_GROUPING = ("nccl", "gloo")
 
-def all_reduce(tensor: Tensor, group: dist.ProcessGroup) -> dist.Work:
-    """Start the sum of ``tensor`` over the ranks of ``group``, in place.
+
+def backend_name(group: dist.ProcessGroup, device: torch.device) -> str:
+    """Return the name of the backend that runs the group's collectives on ``device``."""
+    return str(group._get_backend(device).name())
+
+
+class AllReduce:
+    """Sums of tensors over the ranks of a group, in place, in as few launches as the backend allows.
 
     Args:
-        tensor: Contiguous, the same shape and dtype on all ranks. Complex numbers are summed as pairs of reals.
         group: The process group.
-
-    Returns:
-        The work; ``wait()`` makes the current stream (the host, without streams) wait for the result.
+        device: Where the tensors are.
+        average: Divide by the number of ranks, for backends that can.
     """
-    options = dist.AllreduceOptions()  # sums, unless told otherwise
-    options.asyncOp = True
-    return group.allreduce([torch.view_as_real(tensor) if tensor.is_complex() else tensor], options)
+
+    def __init__(self, group: dist.ProcessGroup, device: torch.device, *, average: bool = False) -> None:
+        self._group = group
+        self._groups = backend_name(group, device) in _GROUPING
+        operation = dist.ReduceOp(dist.ReduceOp.AVG if average else dist.ReduceOp.SUM)
+        self._one, self._many = dist.AllreduceOptions(), dist.AllreduceCoalescedOptions()
+        for options in (self._one, self._many):
+            options.reduceOp, options.asyncOp = operation, True
+
+    def __call__(self, tensors: Sequence[Tensor]) -> list[dist.Work]:
+        """Start the sums.
+
+        Args:
+            tensors: Contiguous, of one dtype, of the same sizes on all ranks. Complex numbers are summed as pairs of
+                reals. One tensor alone may be sparse, if the backend sums sparse tensors.
+
+        Returns:
+            The works; ``wait()`` makes the current stream (the host, without streams) wait for the results.
+        """
+        given = [torch.view_as_real(tensor) if tensor.is_complex() else tensor for tensor in tensors]
+        if len(given) > 1 and self._groups:
+            return [self._group.allreduce_coalesced(given, self._many)]
+        return [self._group.allreduce([tensor], self._one) for tensor in given]

@@ -13,36 +13,34 @@ from torch import Tensor
 
 
 class Producers:
-    """The streams of one device that produced gradients since the last :meth:`clear`.
+    """The CUDA streams that produced gradients since the last :meth:`clear`, per device."""
 
-    Args:
-        device: The device; on other devices than CUDA there are no streams and every method does nothing.
-    """
+    def __init__(self) -> None:
+        self._streams: dict[int, dict[int, torch.cuda.Stream]] = {}
 
-    def __init__(self, device: torch.device) -> None:
-        self._index = device.index if device.type == "cuda" else None
-        self._streams: dict[int, torch.cuda.Stream] = {}
+    def note(self, device: int) -> None:
+        """Remember the current stream of a CUDA device. Cheap when it is known already: called for every gradient."""
+        raw = torch._C._cuda_getCurrentRawStream(device)
+        if raw not in self._streams.get(device, ()):
+            self._streams.setdefault(device, {})[raw] = torch.cuda.current_stream(device)
 
-    def note(self) -> None:
-        """Remember the current stream. Cheap when it is known already: called for every gradient."""
-        if self._index is not None and torch._C._cuda_getCurrentRawStream(self._index) not in self._streams:
-            stream = torch.cuda.current_stream(self._index)
-            self._streams[stream.cuda_stream] = stream
-
-    def join(self, tensors: Iterable[Tensor]) -> None:
-        """Make the current stream wait for all remembered ones.
+    def join(self, device: torch.device, tensors: Iterable[Tensor]) -> None:
+        """Make the device's current stream wait for all remembered ones.
 
         Args:
+            device: The device; others than CUDA devices have no streams, so nothing is to be done.
             tensors: What the current stream is going to read; their memory is kept until it has.
         """
-        if self._index is None or len(self._streams) < 2:
-            return
-        current = torch.cuda.current_stream(self._index)
-        for stream in self._streams.values():
-            if stream != current:
-                current.wait_stream(stream)
-        for tensor in tensors:
-            tensor.record_stream(current)
+        streams = self._streams.get(device.index) if device.type == "cuda" else None
+        if not streams or (len(streams) == 1 and torch._C._cuda_getCurrentRawStream(device.index) in streams):
+            return  # the usual case, told without making a Stream object
+        current = torch.cuda.current_stream(device)
+        others = [stream for stream in streams.values() if stream != current]
+        for stream in others:
+            current.wait_stream(stream)
+        if others:
+            for tensor in tensors:
+                tensor.record_stream(current)
 
     def clear(self) -> None:
         """Forget all streams."""

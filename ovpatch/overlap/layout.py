@@ -1,45 +1,101 @@
-"""Which gradients share a bucket, by the rules of stock DDP, so that reductions add up in the same order.
+"""Which gradients share a bucket.
 
-A ring adds the parts of a flat tensor in an order that depends on where the tensor begins and ends. Buckets cut at the
-places where stock DDP cuts them therefore give stock's bits; torch's own function makes the cut.
+[Note: stock's cuts] A ring adds the parts of a tensor in an order that depends on where the tensor begins and ends.
+Buckets cut at the places where stock DDP cuts them therefore give stock's bits wherever they are reduced as one flat
+tensor; torch's own function makes the cut.
 """
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 
 from ovpatch.overlap.buckets import GradBucket
+from ovpatch.overlap.reduction import Bucket
+from ovpatch.overlap.sparse import SparseBucket
+
+_HALVES = (torch.float16, torch.bfloat16)
 
 
-def initial_layout(
-    params: Sequence[torch.nn.Parameter], limits: Sequence[int], *, bucketed: bool
-) -> list[GradBucket]:
-    """Return the buckets for the first backward, whose order of gradients is not known yet.
+@dataclass(frozen=True)
+class Layout:
+    """How to cut the parameters of a model into buckets.
 
-    Args:
+    Attributes:
         params: The parameters in registration order.
+        names: Their fully qualified names.
         limits: Capacity of the first, second, … bucket in bytes; the last one holds for all that follow.
-        bucketed: Cut in reverse registration order. Otherwise one bucket per dtype and device, as stock DDP begins
-            where it will see the order of gradients in the first backward.
+        granularity: What a bucket holds: ``size``, as much as its capacity; ``layer``, one layer; ``module``, all.
+        in_fp32: Reduce gradients of half precision in float32.
+        sparse: Whether each parameter's gradient will be sparse.
     """
-    sizes = list(limits) if bucketed else [sys.maxsize]
-    groups, _ = dist._compute_bucket_assignment_by_size(list(params), sizes, [False] * len(params))
-    return [_bucket(params, group) for group in reversed(groups)]
+
+    params: Sequence[torch.nn.Parameter]
+    names: Sequence[str]
+    limits: Sequence[int]
+    granularity: str = "size"
+    in_fp32: bool = False
+    sparse: Sequence[bool] = ()
+
+    def initial(self, *, bucketed: bool) -> list[Bucket]:
+        """Return the buckets for the first backward, whose order of gradients is not known yet.
+
+        Args:
+            bucketed: Cut in reverse registration order. Otherwise one bucket per dtype and device, as stock DDP begins
+                where it will see the order of gradients in the first backward.
+        """
+        order = range(len(self.params))
+        if bucketed and self.granularity == "layer":
+            return self._by_layer(list(reversed(order)))
+        groups = self._by_size(order, self.limits if bucketed else [sys.maxsize])
+        return self._buckets(list(reversed(groups)))
+
+    def along(self, order: Sequence[int]) -> list[Bucket]:
+        """Return the buckets cut along ``order``, the parameters' indices as their gradients arrived."""
+        if self.granularity == "layer":
+            return self._by_layer(order)
+        return self._buckets(self._by_size(order, self.limits))
+
+    def _by_size(self, order: Sequence[int], limits: Sequence[int]) -> list[list[int]]:
+        sizes = [sys.maxsize] if self.granularity == "module" else list(limits)
+        params: list[torch.Tensor] = [self.params[i] for i in order]
+        sparse = [self._is_sparse(i) for i in range(len(self.params))]  # looked up by the parameter's own index
+        indices = [] if isinstance(order, range) else list(order)
+        groups, _ = dist._compute_bucket_assignment_by_size(params, sizes, sparse, indices)
+        return [list(group) for group in groups]
+
+    def _by_layer(self, order: Sequence[int]) -> list[Bucket]:
+        """One bucket per layer, dtype and device, at the place where the last of its gradients comes."""
+        groups: dict[tuple[object, ...], list[int]] = {}
+        for i in order:
+            param = self.params[i]
+            key = (layer_of(self.names[i]), param.dtype, param.device, i if self._is_sparse(i) else None)
+            groups[key] = [*groups.pop(key, []), i]
+        return self._buckets(list(groups.values()))
+
+    def _buckets(self, groups: Sequence[Sequence[int]]) -> list[Bucket]:
+        return [self._bucket(group) for group in groups]
+
+    def _bucket(self, indices: Sequence[int]) -> Bucket:
+        params = [self.params[i] for i in indices]
+        if self._is_sparse(indices[0]):
+            return SparseBucket(indices[0], params[0])
+        wide = self.in_fp32 and params[0].dtype in _HALVES
+        return GradBucket(indices, params, dtype=torch.float32 if wide else None)
+
+    def _is_sparse(self, index: int) -> bool:
+        return bool(self.sparse) and self.sparse[index]
 
 
-def arrival_layout(
-    params: Sequence[torch.nn.Parameter], limits: Sequence[int], order: Sequence[int]
-) -> list[GradBucket]:
-    """Return the buckets cut along ``order``, the parameters' indices as their gradients arrived."""
-    groups, _ = dist._compute_bucket_assignment_by_size(
-        [params[i] for i in order], list(limits), [False] * len(order), list(order)
-    )
-    return [_bucket(params, group) for group in groups]
+def layer_of(name: str) -> str:
+    """Return the layer that a parameter belongs to: its name up to the first number, else the module that owns it.
 
-
-def _bucket(params: Sequence[torch.nn.Parameter], indices: Sequence[int]) -> GradBucket:
-    return GradBucket(indices, [params[i] for i in indices])
+    ``transformer.h.3.attn.weight`` is in ``transformer.h.3``, ``model.lm_head.weight`` in ``model.lm_head``.
+    """
+    found = re.match(r"(?:.*?\.)??\d+(?=\.|$)", name)
+    return found.group() if found else name.rpartition(".")[0]

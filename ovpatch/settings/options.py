@@ -161,10 +161,10 @@ def _parse(option: Option, text: str) -> Any:
 
 
 def _accept(option: Option, value: Any) -> Any:
-    """Take a value given in Python, if its type is the default's; ``parse`` sees numbers as text, to check ranges."""
+    """Take a value given in Python, if its type is the default's; ``parse`` sees numbers and truths as text."""
     kind = type(option.default)
     if option.parse is not None:
-        if type(value) in (int, float):
+        if type(value) in (int, float, bool):
             return option.parse(str(value))
         if type(value) is not kind:
             raise ValueError(f"expected a value like {option.default!r}, or text as its variable has it, not {value!r}")

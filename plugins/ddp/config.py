@@ -11,12 +11,26 @@ class ReducerConfig:
 
     Attributes:
         bucket_limits: Capacity of the first, second, … bucket in bytes; the last holds for all that follow.
+        granularity: What a bucket holds: ``size``, ``layer`` or ``module``.
+        sparse: Whether each parameter's gradient will be sparse.
         find_unused_parameters: Whether a backward may leave parameters out.
-        gradient_as_bucket_view: Whether ``p.grad`` may always share memory with the bucket.
+        skip_unused: Launch nothing for buckets whose parameters are all left out.
         overlap: Whether buckets are reduced while backward still computes.
+        in_fp32: Whether half-precision gradients are reduced in float32.
+        average: Whether the collective divides by the number of ranks.
+        max_ctas: How many thread blocks the collectives may take; ``None`` for as many as the script's communicator.
+        late: Whether a further backward through a synchronised forward is reduced, too.
+        late_timeout_s: How long such a backward waits for the other ranks, in seconds.
     """
 
     bucket_limits: tuple[int, ...]
+    granularity: str = "size"
+    sparse: tuple[bool, ...] = ()
     find_unused_parameters: bool = False
-    gradient_as_bucket_view: bool = False
+    skip_unused: bool = False
     overlap: bool = True
+    in_fp32: bool = False
+    average: bool = False
+    max_ctas: int | None = None
+    late: bool = True
+    late_timeout_s: float = 20.0

@@ -37,6 +37,12 @@ def peer_lost_backward(steps: range) -> str:
     )
 
 
+LATE_ON_SOME_RANKS = (
+    "A second backward through the outputs of one forward is reduced, too, and that takes all ranks in the same order. "
+    "If only some are to run it, call the wrapped module itself (model.module(...)) there, or leave such gradients "
+    "local on every rank, as stock DistributedDataParallel does, with OVPATCH_DDP_REDUCE_LATE_GRADIENTS=0."
+)
+
 STATIC_GRAPH_TOO_LATE = (
     "set_static_graph() should be called before training loop starts and after DistributedDataParallel is constructed."
 )
@@ -52,4 +58,12 @@ def inside_backward(model: str) -> str:
     return (
         f"ovpatch: a backward that is still running reduces the gradients of {model}, which therefore cannot get its "
         "stock reducer back now. Call ovpatch.revert(), register_comm_hook() or join() between two steps."
+    )
+
+
+def needs_nccl(option: str, backend: str) -> str:
+    """Say that an option cannot be had from the process group's backend."""
+    return (
+        f"ovpatch: option {option} of feature 'ddp' needs NCCL, and the gradients here are reduced by {backend}. Leave "
+        f"OVPATCH_DDP_{option.upper()} and the argument of that name out, or set it to none."
     )

@@ -7,6 +7,18 @@ from typing import Final
 
 from ovpatch.hookspecs import Option
 
+GRANULARITIES: Final = ("size", "layer", "module")
+_FLAGS: Final = {
+    "1": True,
+    "true": True,
+    "on": True,
+    "yes": True,
+    "0": False,
+    "false": False,
+    "off": False,
+    "no": False,
+}
+
 
 def _capacity(text: str) -> float | None:
     if text.strip().lower() in ("", "none"):
@@ -22,6 +34,23 @@ def _seconds(text: str) -> float:
     if not (value > 0 and math.isfinite(value)):
         raise ValueError("expected a time in seconds, more than 0")
     return value
+
+
+def _maybe(text: str) -> bool | None:
+    word = text.strip().lower()
+    if word in ("", "none"):
+        return None
+    if word not in _FLAGS:
+        raise ValueError("expected 1, 0 or none")
+    return _FLAGS[word]
+
+
+def _blocks(text: str) -> int | None:
+    if text.strip().lower() in ("", "none"):
+        return None
+    if not text.strip().isdecimal() or int(text) == 0:
+        raise ValueError("expected a number of thread blocks, 1 or more, or none")
+    return int(text)
 
 
 def _number(text: str) -> float:
@@ -43,8 +72,39 @@ OPTIONS: Final = (
         "bucket_cap_mb",
         None,
         "Capacity of a gradient bucket in MiB where the script sets none; a value that the script sets is kept. "
-        "none: 100 on CUDA, elsewhere DistributedDataParallel's own 25.",
+        "none: on CUDA a 16th of the gradients, 25 to 400; elsewhere DistributedDataParallel's own 25.",
         parse=_capacity,
+    ),
+    Option(
+        "bucket_granularity",
+        "size",
+        "What a bucket holds: size, as much as its capacity; layer, one layer of the model (names alike up to the "
+        "first number); module, the whole DistributedDataParallel module, such as one virtual-pipeline chunk.",
+        choices=GRANULARITIES,
+    ),
+    Option(
+        "grad_reduce_in_fp32",
+        False,
+        "Average fp16 and bf16 gradients in float32. More precise with many ranks; twice the traffic.",
+    ),
+    Option(
+        "average_in_collective",
+        None,
+        "Let the collective divide by the number of ranks, which saves a pass over the gradients; false: divide before "
+        "it. none: where the backend can (NCCL).",
+        parse=_maybe,
+    ),
+    Option(
+        "max_ctas",
+        None,
+        "SM budget: reduce on a communicator of its own that takes at most so many thread blocks (NCCL). "
+        "none: the script's communicator.",
+        parse=_blocks,
+    ),
+    Option(
+        "reduce_late_gradients",
+        True,
+        "Average the gradients of a second backward through one forward, too; false: they stay local, as under stock.",
     ),
     Option(
         "agreement_timeout_s",

@@ -113,9 +113,17 @@ def ovpatch_counters() -> Mapping[str, int]:
 
 @hookimpl
 def ovpatch_remarks() -> Sequence[str]:
-    """Return which models were left to the stock reducer."""
+    """Return which models were left to the stock reducer, or why there was none."""
+    from ovpatch_plugins.ddp import bystanders
+    from ovpatch_plugins.ddp.counters import COUNTERS
+
     takeover = sys.modules.get("ovpatch_plugins.ddp.takeover")
-    return takeover.remarks() if takeover is not None else []
+    if takeover is None:
+        return []
+    if not (COUNTERS.models or COUNTERS.stock_models):
+        text = bystanders.remark()
+        return [text] if text else []
+    return list(takeover.remarks())
 
 
 def _has_stock_reducer(ddp: Any) -> bool:

@@ -11,8 +11,18 @@ collectives with zeros and casts a ballot, by which peers whose backward went we
 part. If all ranks failed alike, all of them complete alike and training goes on.
 
 [Note: several graph tasks] A reentrant checkpoint runs a backward inside the backward, with an end-of-backward callback
-of its own. A callback that finds gradients missing leaves the step open for the hooks that follow, each of which makes
-sure that the graph task it belongs to has a callback.
+of its own. The step ends with the task that reached the forward's output, which is around all others. Where none did, a
+callback that finds gradients missing leaves the step open for the hooks that follow, each of which makes sure that the
+graph task it belongs to has a callback.
+
+[Note: late backward] Stock DDP reduces one backward per forward. A second one through the same outputs (retain_graph,
+or two forwards and then two backwards) adds gradients that stay local, so that ranks drift apart in silence. Here it is
+a step of its own: what it finds in ``p.grad`` is the average already, which averaging once more leaves as it is, plus
+this rank's part, which gets averaged. Ranks meet in the store first, for a backward on some ranks only would pair its
+collectives with others.
+
+[Note: foreign hands] What hooks of the script or a second wrapper around the same parameters do to ``p.grad`` while
+backward runs must not reach a reduction. There each gradient is copied in its own hook, as under stock.
 
 [Note: compiled wrapper] ``torch.compile`` of the wrapper traces ``DistributedDataParallel.forward`` and breaks its
 graph where that calls the C++ reducer. Our methods are hidden from Dynamo, so that it breaks in the same places.
@@ -21,26 +31,25 @@ graph where that calls the C++ reducer. Our methods are hidden from Dynamo, so t
 from __future__ import annotations
 
 import threading
-import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.nn.parallel.distributed import _find_tensors
 
 from ovpatch.overlap.ballot import Ballots
-from ovpatch.overlap.buckets import GradBucket
-from ovpatch.overlap.collectives import all_reduce
 from ovpatch.overlap.labels import label, span
-from ovpatch.overlap.lanes import Producers
-from ovpatch.overlap.layout import arrival_layout, initial_layout
+from ovpatch.overlap.layout import Layout
 from ovpatch.overlap.ledger import ANY, GradLedger
+from ovpatch.overlap.reduction import Bucket, Reduction
 from ovpatch_plugins.ddp import messages
+from ovpatch_plugins.ddp.communicator import meet_for_late_backward, with_budget
 from ovpatch_plugins.ddp.config import ReducerConfig
 from ovpatch_plugins.ddp.counters import COUNTERS
-from ovpatch_plugins.ddp.hooks import GradientHooks
+from ovpatch_plugins.ddp.hands import ForeignHands
+from ovpatch_plugins.ddp.hooks import GradientHooks, watch_outputs
+from ovpatch_plugins.ddp.mode import Mode
 from ovpatch_plugins.ddp.task import BackwardTask
 from ovpatch_plugins.ddp.usage import UsageMap, accumulates, executed
 
@@ -57,7 +66,8 @@ class GradReducer:
     Attributes:
         on_first_use: Called once, before the first forward that will be synchronised.
         armed: Whether the next backward is to be reduced.
-        shares_parameters: Whether another reducer reads gradients of these parameters in the same backward.
+        hands: Who may change gradients while backward runs; see [Note: foreign hands].
+        identity: Name of the model, the same on all ranks and no other's in the process group.
     """
 
     def __init__(
@@ -73,14 +83,15 @@ class GradReducer:
         self.static_graph = False
         self.has_rebuilt_buckets = False
         self.on_first_use: Callable[[], None] | None = None
-        self.shares_parameters = False
+        self.hands = ForeignHands(params)
+        self.identity = ""
         self._group = group
         self._lock = threading.RLock()
         self._static_counts: list[int] | None = None
-        self._static_nowhere: list[int] = []
+        self._static_nowhere: frozenset[int] = frozenset()
         self._steps = 0
-        self.armed = self._began = self._voted = False
-        self._absent: set[int] = set()
+        self._ended = False
+        self.armed = self._began = self._voted = self._late = False
         self._task = BackwardTask()
         self._attach()
 
@@ -89,9 +100,7 @@ class GradReducer:
     @torch._disable_dynamo
     def prepare_for_forward(self) -> None:
         """Called before a forward that will be synchronised."""
-        if self.on_first_use is not None:
-            first_use, self.on_first_use = self.on_first_use, None
-            first_use()
+        self._meet()
         self._finish_previous()
         self._raise_if_peers_lost_gradients()
         if self._hooks.lost():
@@ -101,28 +110,21 @@ class GradReducer:
     @torch._disable_dynamo
     def prepare_for_backward(self, _outputs: Sequence[Tensor]) -> None:
         """Arm the reducer for the next backward. The outputs come by :meth:`watch`."""
+        self._meet()
         self._finish_previous()
         if self._began:
             return  # a checkpoint recomputes the forward inside the backward that this would arm
-        self.armed = True
-        self._set_modes()
-        self._absent.clear()
-        self._open([ANY] * len(self.params) if self.learns_static_graph() else self._static_counts)
+        self._arm([ANY] * len(self.params) if self.learns_static_graph() else self._static_counts)
 
     @torch._disable_dynamo
     def watch(self, output: Any) -> None:
         """Begin the step when the backward reaches one of the tensors in the forward's output.
 
         That is in the outermost graph task and before any parameter's hook, so a backward that raises before the
-        first gradient still takes part in the step's collectives. The hook is on the node, not on the tensor, which
-        stays as it was to whoever pickles it.
+        first gradient still takes part in the step's collectives.
         """
-        if self.armed:
-            reached = weakref.WeakMethod(self._output_reached)
-            nodes = {id(tensor.grad_fn): tensor.grad_fn for tensor in _find_tensors(output)}
-            for node in nodes.values():
-                if node is not None:
-                    node.register_prehook(lambda _gradients: _call(reached))
+        if self.armed:  # not under no_sync
+            watch_outputs(output, self._output_reached)
 
     @torch._disable_dynamo
     def _rebuild_buckets(self) -> bool:
@@ -133,12 +135,13 @@ class GradReducer:
         """
         self.recover()  # a forward under no_sync comes by here only, before it broadcasts buffers
         # Not by what arrived: a rank whose first backward failed takes part in the broadcast as well.
-        if self.has_rebuilt_buckets or not self._ordered or self._began or self._finds_unused():
+        searches = self.config.find_unused_parameters and not self.static_graph
+        if self.has_rebuilt_buckets or not self._ordered or self._began or searches:
             return False
         missing = [i for i in range(len(self.params)) if i not in set(self._arrivals)]
         order = torch.tensor(self._arrivals + missing, dtype=torch.int64).to(self._device)
         dist.broadcast(order, src=dist.get_global_rank(self._group, 0), group=self._group)
-        self._set_buckets(arrival_layout(self.params, self.config.bucket_limits, order.tolist()))
+        self._set_buckets(self._layout.along(order.tolist()))
         self.has_rebuilt_buckets = True
         return True
 
@@ -146,7 +149,7 @@ class GradReducer:
         if self._steps or self.armed:
             raise RuntimeError(messages.STATIC_GRAPH_TOO_LATE)
         self.static_graph = True
-        self._set_modes()
+        self._set_mode()
 
     def _delay_all_reduce(self) -> None:
         """End of the first backward of a static graph: learn how often each parameter is used, then reduce."""
@@ -154,7 +157,7 @@ class GradReducer:
             if not self.armed:
                 raise RuntimeError(messages.STATIC_GRAPH_UNSYNCHRONISED)
             counts = [self._ledger.seen(i) for i in range(len(self.params))]
-            self._absent = {i for i, count in enumerate(counts) if count == 0}
+            self._leave_out(counts)
             self._finish(launch_usage=True)
             self._static_counts = counts
 
@@ -180,79 +183,121 @@ class GradReducer:
 
     # ---------------------------------------------------------------- what the autograd engine calls
 
-    def gradient_accumulated(self, index: int) -> None:
-        """A gradient has been added to ``grad`` of parameter ``index``; called on an engine thread."""
+    def gradient_accumulated(self, index: int, given: Tensor | None) -> None:
+        """The gradient ``given`` has been added to ``grad`` of parameter ``index``; called on an engine thread."""
         with self._lock:
-            if self._tracks_usage and self.params[index].grad is not None:
+            if self._mode.tracks_usage and self.params[index].grad is not None:
                 self._usage.note(index)  # also under no_sync: the accumulated gradient is reduced later
             if not self.armed:
-                return
-            if not self._callback_queued:
+                if not (self._revisited and self._task.alive()):
+                    return
+                self._arm_late()
+            if not (self._began and self._task.queued):
                 self._begin()
-            self._producers.note()
+            self._reduction.produced(index)
             if self._ledger.hook_fired(index):
-                self._gradient_complete(index)
+                self._gradient_complete(index, given)
 
     def _output_reached(self) -> None:
         with self._lock:
-            if self.armed and accumulates(self._hooks.nodes):
+            if self._began and self._task.queued:
+                return
+            if not self.armed:
+                if not self.config.late:
+                    return
+                self._revisited = True
+            self._task.queue(self._backward_ended, self._backward_died)
+            if accumulates(self._hooks.nodes):
+                if not self.armed:
+                    self._arm_late()
                 self._begin()
 
     def _backward_ended(self) -> None:
         with self._lock:
-            self._callback_queued = False
+            self._revisited = False
             if not self._began or self.learns_static_graph():
                 return
-            if self._finds_unused() or not self._ledger.incomplete():
-                self._finish(launch_usage=self._finds_unused())
+            if self._mode.searches or not self._ledger.incomplete():
+                self._finish(launch_usage=self._mode.searches)
+
+    def _backward_died(self) -> None:
+        with self._lock:
+            if self._began:
+                self._reduction.release()
 
     # ---------------------------------------------------------------- the step
 
     def _attach(self) -> None:
-        limits, unused = self.config.bucket_limits, self.config.find_unused_parameters
         self._device = self.params[0].device
         self._hooks = GradientHooks(self.params, self)
         self._ledger = GradLedger(self.params, self.names, self._gradient_complete)
         self._usage = UsageMap(len(self.params), self._group, self._device)
         self._ballots = Ballots(self._group, self._device)
-        self._producers = Producers(self._device)
         self._arrivals: list[int] = []
-        self.armed = self._began = self._callback_queued = self._ordered = False
-        self._absent.clear()
+        self.armed = self._began = self._task.queued = self._ordered = self._late = self._revisited = False
         self._nested: set[int] = set()
         self.has_rebuilt_buckets = False
-        self._set_modes()
-        self._set_buckets(initial_layout(self.params, limits, bucketed=unused and not self.static_graph))
+        self._set_mode()
+        self._lane: dist.ProcessGroup | None = None
+        config = self.config
+        self._layout = Layout(
+            self.params, self.names, config.bucket_limits, config.granularity, config.in_fp32, config.sparse
+        )
+        self._set_buckets(self._layout.initial(bucketed=self._mode.searches))
 
-    def _set_buckets(self, buckets: list[GradBucket]) -> None:
-        self.buckets = buckets
-        if self.config.gradient_as_bucket_view:
-            for bucket in buckets:
-                bucket.carry_over()
-        self._bucket_of = {index: b for b, bucket in enumerate(buckets) for index in bucket.indices}
-        self._labels = [label("ddp", "all_reduce", f"bucket {b}") for b in range(len(buckets))]
+    def _meet(self) -> None:
+        """What is left to be done together with the other ranks before the first collective."""
+        if self.on_first_use is not None:
+            first_use, self.on_first_use = self.on_first_use, None
+            first_use()
+        if self._lane is None:
+            self._lane = with_budget(self._group, self.config.max_ctas)
+            if self._lane is not self._group:
+                self._set_buckets(self.buckets)
+
+    def _set_buckets(self, buckets: list[Bucket]) -> None:
+        config, group = self.config, self._lane or self._group
+        self._reduction = Reduction(
+            buckets, group, feature="ddp", average=config.average, skip_absent=config.skip_unused
+        )
         self._open(None)
+
+    @property
+    def buckets(self) -> list[Bucket]:
+        """The buckets, in the order in which they are reduced."""
+        return self._reduction.buckets
+
+    def _arm(self, expected: Sequence[int] | None) -> None:
+        self.armed = True
+        self._set_mode()
+        self._copies_at_once = self.hands.present()
+        self._open(expected)
+
+    def _arm_late(self) -> None:
+        """Reduce a further backward through a forward that was reduced before; see [Note: late backward]."""
+        meet_for_late_backward(self._group, self.identity, self._steps, self.config.late_timeout_s)
+        self._late = True
+        self._arm(self._static_counts)
+        COUNTERS.late_backwards += 1
 
     def _open(self, expected: Sequence[int] | None) -> None:
         self._ledger.open(expected)
         self._began = self._voted = False
-        self._works: list[dist.Work] = []
-        self._pending = [len(bucket.indices) for bucket in self.buckets]
-        for index, count in enumerate(expected or ()):
+        self._reduction.open()
+        self._leave_out(expected or ())
+
+    def _leave_out(self, counts: Sequence[int]) -> None:
+        for index, count in enumerate(counts):
             if count == 0:
-                self._absent.add(index)
-                self._pending[self._bucket_of[index]] -= 1
+                self._reduction.without(index)
 
     def _begin(self) -> None:
-        if not self._callback_queued:
-            self._task.queue(self._backward_ended)
-            self._callback_queued = True
+        self._task.queue(self._backward_ended, self._backward_died)
         if not self._began:
             self._began = True
-            self._producers.clear()
-            if not self.has_rebuilt_buckets:
+            if not self.has_rebuilt_buckets and not self._late:
                 self._arrivals = []
-            if self._finds_unused():
+            if self._mode.searches:
                 self._find_absent()
 
     def _find_absent(self) -> None:
@@ -261,62 +306,36 @@ class GradReducer:
         In the first step nothing is launched before the end, and a parameter that came although it was not to be
         reached (it is inside a reentrant checkpoint) is waited for from then on.
         """
-        reached = executed(self._hooks.nodes)
-        for index, will_come in enumerate(reached):
+        for index, will_come in enumerate(executed(self._hooks.nodes)):
             if not will_come and index not in self._nested:
-                self._absent.add(index)
-                self._pending[self._bucket_of[index]] -= 1
+                self._reduction.without(index)
 
-    def _gradient_complete(self, index: int) -> None:
-        bucket = self._bucket_of[index]
-        if index in self._absent:
+    def _gradient_complete(self, index: int, given: Tensor | None = None) -> None:
+        if index in self._reduction.absent:
             self._nested.add(index)
-            self._absent.discard(index)
-            if bucket < len(self._works):
-                raise RuntimeError(messages.late(self.names[index]))
-        else:
-            self._pending[bucket] -= 1
-        if not self.has_rebuilt_buckets:
+        if not self._reduction.arrived(index):
+            raise RuntimeError(messages.late(self.names[index]))
+        if not self.has_rebuilt_buckets and not self._late:
             self._arrivals.append(index)
-        if self._launches_early:
-            self._launch_ready()
-
-    def _launch_ready(self) -> None:
-        while len(self._works) < len(self.buckets) and self._pending[len(self._works)] == 0:
-            self._launch()
-            COUNTERS.collectives_in_backward += 1
-
-    def _launch(self) -> None:
-        """Reduce the next bucket."""
-        index = len(self._works)
-        bucket = self.buckets[index]
-        view = self.config.gradient_as_bucket_view
-        with span(self._labels[index]):
-            self._producers.join(p.grad for p in bucket.params if p.grad is not None)
-            flat = bucket.pack(self._group.size(), absent=self._absent, always_view=view)
-            self._works.append(all_reduce(flat, self._group))
-        if index > 0 and not self.shares_parameters:
-            # One bucket late: the gradients of this one are still referenced by the node whose hook is running.
-            self.buckets[index - 1].adopt(always_view=view)
-        COUNTERS.collectives += 1
-        COUNTERS.bytes_reduced += bucket.nbytes
+        if self._copies_at_once:
+            self._reduction.stage(index)
+        if self._mode.launches_early:
+            self._reduction.launch_ready(COUNTERS.launched_early, given=given)
 
     def _finish(self, *, launch_usage: bool) -> None:
         """End the step: every gradient of this backward has come."""
-        self._callback_queued = True  # until closed: what raises from here on leaves a step to recover
-        while len(self._works) < len(self.buckets):
-            self._launch()
+        self._task.queued = True  # until closed: what raises from here on leaves a step to recover
+        self._reduction.launch_rest(COUNTERS.launched)
         if launch_usage:
             self._usage.launch()
         self._voted = True
         self._ballots.count(self._steps, failed=False)
-        for work in self._works:
-            work.wait()
-        if launch_usage:
-            self._static_nowhere = self._usage.nowhere_used()
-        nowhere = self._static_nowhere if self._tracks_usage or self.static_graph else []
-        for bucket in self.buckets:
-            bucket.unpack(skip=nowhere, always_view=self.config.gradient_as_bucket_view)
+        self._reduction.wait()
+        nowhere = self._usage.nowhere_used() if launch_usage else self._static_nowhere
+        if self.learns_static_graph():
+            self._static_nowhere = nowhere
+        self._reduction.unpack(nowhere)
+        self._ended = True
         self._close()
         COUNTERS.backwards += 1
         if self._device.type != "cuda":
@@ -324,38 +343,40 @@ class GradReducer:
 
     def _close(self) -> None:
         self._ledger.close()
-        self._works = []
-        self.armed = self._began = self._callback_queued = False
+        self.armed = self._began = self._task.queued = False
         self._ordered, self._steps = not self.learns_static_graph(), self._steps + 1
+        if self._late:
+            self._late = False
+            self._set_mode()
 
     # ---------------------------------------------------------------- what can go wrong
 
     def _finish_previous(self) -> None:
-        if self._began and not self._callback_queued:
+        if self._began and not self._task.queued:
             raise RuntimeError(self._unfinished())
         self.recover()
 
     def recover(self) -> None:
         """Complete the collectives of a backward that an exception cut short; see [Note: interrupted backward]."""
-        if not (self._began and self._callback_queued) or self._task.running():
+        if not (self._began and self._task.queued) or self._task.running():
             return
         with span(label("ddp", "recover")):
-            for bucket in self.buckets[len(self._works) :]:
-                self._works.append(all_reduce(bucket.zeros_like(), self._group))
+            self._reduction.release()
+            self._reduction.launch_zeros()
             if not self._voted:
-                if self._tracks_usage:
+                if self._mode.tracks_usage:
                     self._usage.launch()
                 self._ballots.count(self._steps, failed=True)
-            for work in self._works:
-                work.wait()
+            self._reduction.wait()
             if self._usage.launched():
                 self._usage.nowhere_used()
+            self._reduction.drop()
         self._close()
         COUNTERS.recovered += 1
 
     def in_backward(self) -> bool:
         """Tell whether gradients are being reduced by a backward that will still end, here or in another thread."""
-        return self._began and self._callback_queued and self._task.running()
+        return self._began and self._task.queued and self._task.running()
 
     def _raise_if_peers_lost_gradients(self) -> None:
         losses = self._ballots.losses()
@@ -367,22 +388,10 @@ class GradReducer:
 
     # ---------------------------------------------------------------- modes
 
-    def _finds_unused(self) -> bool:
-        return self.config.find_unused_parameters and not self.static_graph
-
     def learns_static_graph(self) -> bool:
         """Tell whether the first backward of a static graph, which shows the use of each parameter, is to come."""
         return self.static_graph and self._static_counts is None
 
-    def _set_modes(self) -> None:
-        """Work out once per step what every hook would ask."""
-        learns = self.learns_static_graph()
-        self._tracks_usage = self._finds_unused() or learns
-        first_search = self._finds_unused() and self._steps == 0
-        self._launches_early = self.config.overlap and not first_search and not learns
-
-
-def _call(method: weakref.WeakMethod[Callable[[], None]]) -> None:
-    target = method()
-    if target is not None:
-        target()
+    def _set_mode(self) -> None:
+        learns, static = self.learns_static_graph(), self.static_graph
+        self._mode = Mode.of(self.config, learns=learns, static=static, late=self._late, first=not self._ended)

@@ -21,9 +21,7 @@ def reasons_against() -> list[str]:
     return []
 
 
-def objection(
-    ddp: DistributedDataParallel, params: Sequence[torch.nn.Parameter], expect_sparse: Sequence[bool]
-) -> str:
+def objection(ddp: DistributedDataParallel, params: Sequence[torch.nn.Parameter]) -> str:
     """Return why this model is left to the stock reducer, or ""."""
     if ddp._use_python_reducer:
         return "torch._dynamo.config.optimize_ddp is 'python_reducer'"
@@ -31,12 +29,6 @@ def objection(
         return "DistributedDataParallel(mixed_precision=...) brings its own hooks"
     if getattr(ddp, "_delay_all_reduce_params", None):
         return "delay_all_reduce_named_params has a reduction of its own"
-    if getattr(ddp, "skip_all_reduce_unused_params", False):
-        return "skip_all_reduce_unused_params changes which collectives run"
-    if any(expect_sparse):
-        return "a module produces sparse gradients"
-    if len({param.device for param in params}) > 1:
-        return "the parameters are on several devices"
     if any(_is_dtensor(param) for param in params):
         return "parameters are DTensors"
     return ""

@@ -24,8 +24,10 @@ import torch.distributed as dist
 
 from ovpatch.overlap.agreement import agree
 from ovpatch_plugins.ddp import messages
+from ovpatch_plugins.ddp.communicator import averages, check_budget
 from ovpatch_plugins.ddp.config import ReducerConfig
 from ovpatch_plugins.ddp.counters import COUNTERS
+from ovpatch_plugins.ddp.hands import stop_watching
 from ovpatch_plugins.ddp.logger import ReducerLogger
 from ovpatch_plugins.ddp.reducer import GradReducer
 from ovpatch_plugins.ddp.support import objection
@@ -37,14 +39,12 @@ _log = logging.getLogger("ovpatch.ddp")
 
 _MIB = 1024 * 1024
 
-# Fewer, larger collectives: on 2 and 4 H200s as fast as 25 MiB at 3.8B parameters, faster at 1B, and less work for a
-# host that is busy (benchmarks/results/ddp_step.jsonl). Larger buckets take no more memory.
-_CUDA_BUCKET_MB = 100
-
 InitHelper = Callable[..., None]
 
 # Models with our reducer, each with the function that builds the stock one.
 _live: weakref.WeakKeyDictionary[Wrapper, InitHelper] = weakref.WeakKeyDictionary()
+# How many models the ranks of a process group have agreed on.
+_agreements: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()
 _remarks: list[str] = []
 _ranks_are_together: ContextVar[bool] = ContextVar("ovpatch_ddp_ranks_are_together", default=False)
 
@@ -94,8 +94,8 @@ class Takeover:
             if ddp.process_group.size() == 1:
                 stock()
                 return
-            reason = objection(ddp, parameters, expect_sparse_gradient)
-            config = self._config(ddp)
+            reason = objection(ddp, parameters)
+            config = self._config(ddp, parameters, expect_sparse_gradient)
             terms = _terms(parameters, config, static_graph)
             if _ranks_are_together.get():
                 reason = agree(
@@ -111,7 +111,9 @@ class Takeover:
             else:
                 _install(ddp, parameters, config)
                 _live[ddp] = original
-                if not _ranks_are_together.get():
+                if _ranks_are_together.get():
+                    _identify(ddp)
+                else:
                     ddp.reducer.on_first_use = functools.partial(_agree_late, weakref.ref(ddp), terms)
 
         return init_helper
@@ -144,21 +146,40 @@ class Takeover:
 
         return method
 
-    def _config(self, ddp: Wrapper) -> ReducerConfig:
+    def _config(self, ddp: Wrapper, parameters: Sequence[torch.nn.Parameter], sparse: Sequence[bool]) -> ReducerConfig:
+        options = self._options
         own = tuple(getattr(ddp, "bucket_bytes_cap_list", ()))
         limits = own or (ddp.bucket_bytes_cap,)
         if ddp.bucket_bytes_cap_default and not own:
-            wanted = self._options["bucket_cap_mb"]
+            wanted = options["bucket_cap_mb"]
             if wanted is None and ddp.device_type == "cuda":
-                wanted = _CUDA_BUCKET_MB
+                wanted = _bucket_mb(parameters)
             cap = ddp.bucket_bytes_cap if wanted is None else wanted * _MIB
             limits = (dist._DEFAULT_FIRST_BUCKET_BYTES, int(cap))
+        check_budget(ddp.process_group, ddp.device, options["max_ctas"])
         return ReducerConfig(
             bucket_limits=limits,
+            granularity=options["bucket_granularity"],
+            sparse=tuple(sparse),
             find_unused_parameters=ddp.find_unused_parameters,
-            gradient_as_bucket_view=ddp.gradient_as_bucket_view,
-            overlap=self._options["overlap_grad_reduce"],
+            skip_unused=ddp.find_unused_parameters and getattr(ddp, "skip_all_reduce_unused_params", False),
+            overlap=options["overlap_grad_reduce"],
+            in_fp32=options["grad_reduce_in_fp32"],
+            average=averages(ddp.process_group, ddp.device, options["average_in_collective"]),
+            max_ctas=options["max_ctas"],
+            late=options["reduce_late_gradients"],
+            late_timeout_s=options["agreement_timeout_s"],
         )
+
+
+def _bucket_mb(parameters: Sequence[torch.nn.Parameter]) -> float:
+    """Return the bucket size for CUDA where nobody sets one, in MiB: a 16th of the gradients, 25 to 400.
+
+    Fewer, larger collectives hold back the backward and the host less, and buckets that are reduced in place take no
+    memory for it; but the model must be cut finely enough for the first to begin early (benchmarks/results).
+    """
+    gradients = sum(param.numel() * param.element_size() for param in parameters)
+    return min(max(gradients / 16 / _MIB, 25), 400)
 
 
 def restore_stock(ddp: Wrapper, reason: str = "") -> None:
@@ -203,11 +224,19 @@ def restore_all() -> None:
         _refuse_inside_backward(ddp)
     for ddp in list(_live):
         restore_stock(ddp)
+    stop_watching()
 
 
 def _refuse_inside_backward(ddp: Wrapper) -> None:
     if ddp.reducer.in_backward():
-        raise RuntimeError(messages.inside_backward(type(ddp.module).__name__))
+        raise RuntimeError(messages.inside_backward(model_name(ddp)))
+
+
+def model_name(ddp: Wrapper) -> str:
+    """Return what the user knows the model by."""
+    if isinstance(ddp.module, torch.nn.ParameterList):
+        return "a model under replicate()"  # which wraps a list of the model's parameters
+    return type(ddp.module).__name__
 
 
 def remarks() -> list[str]:
@@ -220,9 +249,10 @@ def _install(ddp: Wrapper, parameters: Sequence[torch.nn.Parameter], config: Red
     names = [by_id[id(param)] for param in parameters]
     reducer = GradReducer(ddp.process_group, parameters, names, config)
     mine = {id(param) for param in parameters}
+    reducer.hands.watch(ddp)
     for other in list(_live):
         if other is not ddp and any(id(param) in mine for param in other.reducer.params):
-            reducer.shares_parameters = other.reducer.shares_parameters = True
+            reducer.hands.shared = other.reducer.hands.shared = True
     ddp.reducer = reducer
     ddp.logger = ReducerLogger(ddp, reducer)
     ddp._passing_sync_batchnorm_handle(ddp.module)
@@ -247,6 +277,13 @@ def _agree_late(reference: weakref.ref[Wrapper], terms: Mapping[str, Any]) -> No
     if ddp is not None:
         timeout = ddp.process_group._get_backend(ddp.device).options._timeout.total_seconds()
         agree(ddp.process_group, "ddp", terms, timeout_s=timeout)
+        _identify(ddp)
+
+
+def _identify(ddp: Wrapper) -> None:
+    """Name a model whose ranks have just agreed, and so do this in the same order everywhere."""
+    number = _agreements[ddp.process_group] = _agreements.get(ddp.process_group, 0) + 1
+    ddp.reducer.identity = f"{model_name(ddp)}, model {number} of its process group"
 
 
 def _terms(parameters: Sequence[torch.nn.Parameter], config: ReducerConfig, static_graph: bool) -> dict[str, Any]:
@@ -257,15 +294,22 @@ def _terms(parameters: Sequence[torch.nn.Parameter], config: ReducerConfig, stat
         "number of gradient elements": sum(param.numel() for param in parameters),
         "dtypes": sorted({str(param.dtype) for param in parameters}),
         "bucket sizes in bytes": list(config.bucket_limits),
+        "bucket_granularity": config.granularity,
+        "sparse gradients": [i for i, sparse in enumerate(config.sparse) if sparse],
         "find_unused_parameters": config.find_unused_parameters,
+        "skip_all_reduce_unused_params": config.skip_unused,
         "overlap_grad_reduce": config.overlap,
+        "grad_reduce_in_fp32": config.in_fp32,
+        "average_in_collective": config.average,
+        "max_ctas": config.max_ctas,
+        "reduce_late_gradients": config.late,
         "static_graph": bool(static_graph),
     }
 
 
 def _report_stock(ddp: Wrapper, reason: str) -> None:
     COUNTERS.stock_models += 1
-    text = f"{type(ddp.module).__name__} keeps the stock reducer: {reason}"
+    text = f"{model_name(ddp)} keeps the stock reducer: {reason}"
     if text not in _remarks:
         _remarks.append(text)
         _log.warning("%s", text)

@@ -19,41 +19,63 @@ _PATIENCE_S = 0.2
 
 
 class BackwardTask:
-    """The graph task at whose end a step ends."""
+    """The graph task at whose end a step ends.
+
+    Attributes:
+        queued: Whether a callback was queued that has not run. It stays so if the backward dies.
+    """
 
     def __init__(self) -> None:
+        self.queued = False
         self._callback: weakref.ref[_Callback] | None = None
 
-    def queue(self, method: Callable[[], None]) -> None:
-        """Have ``method`` called at the end of the running backward, once :meth:`running` is false."""
-        callback = _Callback(self, method)
+    def queue(self, ended: Callable[[], None], died: Callable[[], None]) -> None:
+        """Have a method called at the end of the running backward, if that is not so already.
+
+        Args:
+            ended: Called if the backward succeeds; by then :meth:`running` and :attr:`queued` are false.
+            died: Called when the engine lets go of a backward that an exception ended.
+        """
+        if self.queued and self.alive():
+            return
+        callback = _Callback(self, ended, died)
         Variable._execution_engine.queue_callback(callback)
         self._callback = weakref.ref(callback)
+        self.queued = True
 
     def over(self) -> None:
         """The callback runs; nothing of the backward comes after it."""
         self._callback = None
+        self.queued = False
 
     def running(self) -> bool:
         """Tell whether the backward goes on; see [Note: dead callback]."""
         inside = torch._C._current_graph_task_id() != -1
         deadline = time.monotonic() + (0 if inside else _PATIENCE_S)
-        while self._alive() and time.monotonic() < deadline:
+        while self.alive() and time.monotonic() < deadline:
             time.sleep(0.001)
-        return self._alive()
+        return self.alive()
 
-    def _alive(self) -> bool:
+    def alive(self) -> bool:
+        """Tell whether the callback is still to come, as far as the engine has let go of dead backwards."""
         return self._callback is not None and self._callback() is not None
 
 
 class _Callback:
     # Held by the engine alone: no frame that an exception's traceback may keep has it as a local variable.
-    __slots__ = ("__weakref__", "_method", "_task")
+    __slots__ = ("__weakref__", "_died", "_ended", "_task")
 
-    def __init__(self, task: BackwardTask, method: Callable[[], None]) -> None:
-        self._task = task
-        self._method = method
+    def __init__(self, task: BackwardTask, ended: Callable[[], None], died: Callable[[], None]) -> None:
+        self._task: BackwardTask | None = task
+        self._ended = ended
+        self._died = died
 
     def __call__(self) -> None:
-        self._task.over()
-        self._method()
+        task, self._task = self._task, None
+        if task is not None:
+            task.over()
+            self._ended()
+
+    def __del__(self) -> None:
+        if self._task is not None:
+            self._died()

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch.autograd.graph import Node
 
-from ovpatch.overlap.collectives import all_reduce
+from ovpatch.overlap.collectives import AllReduce
 
 
 class UsageMap:
@@ -41,13 +41,13 @@ class UsageMap:
     def launch(self) -> None:
         """Start the sum over ranks."""
         self._map = torch.tensor(self._used, dtype=torch.int32).to(self._device)
-        self._work = all_reduce(self._map, self._group)
+        (self._work,) = AllReduce(self._group, self._device)([self._map])
 
     def launched(self) -> bool:
         """Tell whether a sum is under way."""
         return self._work is not None
 
-    def nowhere_used(self) -> list[int]:
+    def nowhere_used(self) -> frozenset[int]:
         """Return the parameters that no rank used, and start afresh.
 
         Reading the sum makes the host wait for the device, so it is read only if this rank left a parameter out.
@@ -55,7 +55,8 @@ class UsageMap:
         assert self._map is not None
         assert self._work is not None
         self._work.wait()
-        nowhere = [] if self.all_used() else [i for i, total in enumerate(self._map.tolist()) if total == 0]
+        totals = () if self.all_used() else self._map.tolist()
+        nowhere = frozenset(i for i, total in enumerate(totals) if total == 0)
         self._used = [0] * len(self._used)
         self._map = self._work = None
         return nowhere

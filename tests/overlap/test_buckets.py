@@ -1,4 +1,4 @@
-"""Flat buckets: what goes in, what comes out, and whose memory it is. No process group: the sum is done by hand."""
+"""Buckets: what goes in and what comes out. No process group: the sums are done by hand."""
 
 from __future__ import annotations
 
@@ -7,135 +7,151 @@ import torch
 from torch import nn
 
 from ovpatch.overlap.buckets import GradBucket
+from tests.overlap.gradients import ALONE, FLAT, address, alike, backward, finish, params, reduce
+
+SHAPES = ((3, 4), (5,), (20, 30), (), (0, 2), (1, 7, 1))
+MIXED = 12  # as flat_below: (5,), (), (0, 2) and (1, 7, 1) go through the flat tensor
+WAYS = [ALONE, MIXED, FLAT]
+
+DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.complex64]
 
 
-def params(*shapes: tuple[int, ...], dtype: torch.dtype = torch.float32) -> list[nn.Parameter]:
-    return [nn.Parameter(torch.randn(shape, dtype=dtype)) for shape in shapes]
-
-
-def backward(given: list[nn.Parameter]) -> list[torch.Tensor]:
-    """Give every parameter a gradient as the engine does; return their values."""
-    torch.stack([(p * torch.randn_like(p)).sum() for p in given]).sum().backward()
-    return [p.grad.clone() for p in given]
-
-
-def step(bucket: GradBucket, divisor: int = 4, *, always_view: bool = False, absent: tuple[int, ...] = ()) -> None:
-    flat = bucket.pack(divisor, absent=absent, always_view=always_view)
-    flat.mul_(divisor)  # the sum over ranks that all hold the same
-    bucket.unpack(always_view=always_view)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
-def test_pack_divides_exactly_as_a_plain_multiplication(dtype):
-    given = params((3, 4), (5,), (200, 300), (), (0, 2), dtype=dtype)
+@pytest.mark.parametrize("flat_below", WAYS)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_pack_divides_exactly_as_a_plain_multiplication(dtype, flat_below):
+    given = params(*SHAPES, dtype=dtype)
     expected = backward(given)
-    flat = GradBucket(range(5), given).pack(3, always_view=False)
-    assert torch.equal(flat, torch.cat([(g * (1.0 / 3)).flatten() for g in expected]))
+    pieces = GradBucket(range(6), given, flat_below=flat_below).pack(3)
+    small = [g for g in expected if g.numel() < max(flat_below, 1)]
+    large = [g for g in expected if g.numel() >= max(flat_below, 1)]
+    whole = [torch.cat([g.flatten() for g in small])] if any(g.numel() for g in small) else []
+    wanted = [(g * (1.0 / 3)).flatten() for g in whole + large]
+    assert len(pieces) == len(wanted)
+    assert all(torch.equal(piece.flatten(), w) for piece, w in zip(pieces, wanted, strict=True))
 
 
-def test_large_gradients_become_views_of_the_bucket_and_its_memory_is_used_again():
-    given = params((300, 400), (200, 300))
-    bucket = GradBucket([0, 1], given)
-    storages = set()
+@pytest.mark.parametrize("flat_below", WAYS)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_gradients_end_as_the_average_in_the_tensors_that_they_were_in(dtype, flat_below):
+    mine = params(*SHAPES, dtype=dtype)
+    theirs = alike(mine)
+    buckets = [GradBucket(range(6), given, flat_below=flat_below) for given in (mine, theirs)]
     for _ in range(3):
-        expected = backward(given)
-        step(bucket)
-        assert all(torch.equal(p.grad, e) for p, e in zip(given, expected, strict=True))
-        storages |= {p.grad.untyped_storage().data_ptr() for p in given}
-        for p in given:
+        a, b = backward(mine), backward(theirs)
+        held = [p.grad for p in mine]
+        reduce(buckets)
+        for p, q, x, y, grad in zip(mine, theirs, a, b, held, strict=True):
+            assert p.grad is grad
+            assert torch.equal(p.grad, x * 0.5 + y * 0.5)
+            assert torch.equal(q.grad, p.grad)
+        for p in mine:
             p.grad = None
-    assert len(storages) == 1
 
 
-def test_small_gradients_keep_their_own_memory():
-    given = params((3, 4), (5,))
-    bucket = GradBucket([0, 1], given)
-    expected = backward(given)
-    own = [p.grad.data_ptr() for p in given]
-    step(bucket)
-    assert [p.grad.data_ptr() for p in given] == own
-    assert all(torch.equal(p.grad, e) for p, e in zip(given, expected, strict=True))
+def test_gradients_that_are_kept_accumulate():
+    mine = params(*SHAPES)
+    theirs = alike(mine)
+    buckets = [GradBucket(range(6), mine, flat_below=MIXED), GradBucket(range(6), theirs, flat_below=MIXED)]
+    backward(mine), backward(theirs)
+    reduce(buckets)
+    first = [p.grad.clone() for p in mine]
+    a, b = backward(mine), backward(theirs)
+    assert not any(torch.equal(x, y) for x, y in zip(a, first, strict=True) if x.numel())
+    reduce(buckets)
+    assert all(torch.equal(p.grad, x * 0.5 + y * 0.5) for p, x, y in zip(mine, a, b, strict=True))
 
 
-@pytest.mark.parametrize("shape", [(3, 4), (300, 400)])
-@pytest.mark.parametrize("hold", [lambda g: g, lambda g: g.detach(), lambda g: g[0], lambda g: g.view(-1)])
-def test_what_is_held_is_not_overwritten(hold, shape):
-    given = params(shape, (5, 2))
+def test_every_rank_packs_the_same_sizes_whatever_its_gradients_are_like():
+    """One rank's gradients are all reduced in place, the others' need tensors of their own, or are missing."""
+    ranks = [params(*SHAPES)]
+    ranks += [alike(ranks[0]), alike(ranks[0])]
+    values = [backward(ranks[0]), backward(ranks[1])]
+    held = [p.grad.detach() for p in ranks[1]]
+    buckets = [GradBucket(range(6), given, flat_below=MIXED) for given in ranks]
+    packs = [bucket.pack(3) for bucket in buckets]
+    sizes = [[(piece.numel(), piece.dtype) for piece in pack] for pack in [*packs, buckets[0].zeros()]]
+    assert sizes[0] == sizes[1] == sizes[2] == sizes[3]
+    assert not any(piece.any() for piece in [*packs[2], *buckets[0].zeros()])
+    reduced_in_place = [
+        {address(piece) for piece in pack} & {address(p.grad) for p in given}
+        for pack, given in zip(packs[:2], ranks, strict=False)
+    ]
+    assert len(reduced_in_place[0]) == 2
+    assert not reduced_in_place[1]
+    assert all(torch.equal(h, v) for h, v in zip(held, values[1], strict=True))
+
+
+def test_a_bucket_of_empty_parameters_has_nothing_to_reduce():
+    given = params((0,), (3, 0))
     bucket = GradBucket([0, 1], given)
     backward(given)
-    step(bucket)
-    held = hold(given[0].grad)
-    before = held.clone()
-    for p in given:
-        p.grad = None
-    backward(given)
-    step(bucket)
-    assert torch.equal(held, before)
+    assert bucket.pack(2) == []
+    assert bucket.zeros() == []
+    assert bucket.nbytes == 0
+    given[1].grad = None
+    finish(bucket)
+    assert bucket.pack(2) == []
+    finish(bucket)
+    assert given[1].grad.shape == (3, 0)
 
 
-@pytest.mark.parametrize("shape", [(3, 4), (300, 400)])
-def test_a_gradient_that_somebody_holds_is_filled_in_place(shape):
-    given = params(shape)
-    bucket = GradBucket([0], given)
-    given[0].grad = torch.zeros(shape)
-    held = given[0].grad
-    expected = backward(given)
-    step(bucket)
-    assert given[0].grad is held
-    assert torch.equal(held, expected[0])
+@pytest.mark.parametrize("flat_below", WAYS)
+def test_nbytes_is_what_the_collective_gets(flat_below):
+    given = params(*SHAPES)
+    for dtype in (None, torch.float64):
+        bucket = GradBucket(range(6), given, dtype=dtype, flat_below=flat_below)
+        assert bucket.nbytes == sum(piece.nbytes for piece in bucket.zeros())
+        backward(given)
+        assert bucket.nbytes == sum(piece.nbytes for piece in bucket.pack(2))
+        assert bucket.nbytes == sum(p.numel() for p in given) * bucket.dtype.itemsize
+        bucket.drop()
 
 
-def test_kept_gradients_accumulate_in_the_bucket():
-    given = params((3, 4), (5,))
-    bucket = GradBucket([0, 1], given)
-    first = backward(given)
-    step(bucket)
-    total = backward(given)
-    step(bucket)
-    for p, a, b in zip(given, first, total, strict=True):
-        assert torch.equal(p.grad, b)
-        assert not torch.equal(a, b)
-
-
-@pytest.mark.parametrize("shape", [(5,), (300, 400)])
-def test_parameters_that_nobody_used_keep_what_they_had(shape):
-    given = params((3, 4), shape, (6,))
-    bucket = GradBucket([7, 8, 9], given)
-    backward(given)
-    step(bucket)
-    given[2].grad = None
-    before = given[1].grad.clone()
-    bucket.pack(4, absent=(8, 9), always_view=False).mul_(3.7)
-    bucket.unpack(skip=(8, 9), always_view=False)
-    assert torch.equal(given[1].grad, before)
-    assert given[2].grad is None
-
-
-def test_a_parameter_that_only_others_used_gets_their_gradient():
-    given = params((3,), (2,))
-    bucket = GradBucket([0, 1], given)
-    backward(given[:1])
-    bucket.pack(2, absent=(1,), always_view=False).add_(1.0)
-    bucket.unpack(always_view=False)
-    assert torch.equal(given[1].grad, torch.ones(2))
-
-
-def test_strides_follow_the_parameter():
+@pytest.mark.parametrize("flat_below", WAYS)
+def test_strides_follow_the_parameter_where_the_gradient_is_new(flat_below):
+    """Under stock a rank that lacked a gradient gets one laid out like the parameter, if that is dense."""
     conv = nn.Conv2d(3, 8, 3).to(memory_format=torch.channels_last)
-    gapped = nn.Parameter(torch.randn(4, 10)[:, ::2])
-    given = [conv.weight, gapped]
-    bucket = GradBucket([0, 1], given)
-    backward(given)
-    step(bucket, always_view=True)
-    assert conv.weight.grad.stride() == conv.weight.stride()
-    assert gapped.grad.is_contiguous()
+    gapped, turned = nn.Parameter(torch.randn(4, 10)[:, ::2]), nn.Parameter(torch.randn(5, 7).t())
+    mine = [conv.weight, gapped, turned]
+    theirs = [nn.Parameter(p.detach().clone(memory_format=torch.preserve_format)) for p in mine]
+    theirs[1] = nn.Parameter(torch.randn(4, 10)[:, ::2])
+    values = backward(mine)
+    reduce([GradBucket(range(3), given, flat_below=flat_below) for given in (mine, theirs)])
+    assert [g.grad.stride() for g in theirs] == [conv.weight.stride(), (5, 1), (1, 7)]
+    assert [g.grad.stride() for g in mine] == [conv.weight.stride(), (5, 1), (1, 7)]
+    for p, q, value in zip(mine, theirs, values, strict=True):
+        assert torch.equal(p.grad, value * 0.5)
+        assert torch.equal(q.grad, value * 0.5)
 
 
-def test_memory_first_made_under_inference_mode_is_good_for_training():
-    given = params((3,))
-    backward(given)
+@pytest.mark.parametrize("flat_below", [ALONE, FLAT])
+def test_a_gradient_with_another_layout_than_its_parameter_is_matched_by_position(flat_below):
+    """The collective adds memory to memory: a rank whose gradient lies transposed must not add it as it lies."""
+    mine, theirs = params((4, 6)), params((4, 6))
+    values = [backward(mine)[0], backward(theirs)[0]]
+    mine[0].grad = values[0].t().contiguous().t()
+    assert mine[0].grad.stride() == (1, 4)
+    reduce([GradBucket([0], given, flat_below=flat_below) for given in (mine, theirs)])
+    for p in (mine[0], theirs[0]):
+        assert torch.equal(p.grad, values[0] * 0.5 + values[1] * 0.5)
+    assert mine[0].grad.stride() == (1, 4)
+
+
+@pytest.mark.parametrize("flat_below", [ALONE, FLAT])
+def test_memory_made_under_inference_mode_is_good_for_training(flat_below):
+    mine, theirs = params((3,)), params((3,))
+    backward(mine)
     with torch.inference_mode():
-        bucket = GradBucket([0], given)
-        bucket.pack(2, always_view=False)
-    bucket.unpack(always_view=False)
-    assert not given[0].grad.is_inference()
+        reduce([GradBucket([0], given, flat_below=flat_below) for given in (mine, theirs)])
+    assert not mine[0].grad.is_inference()
+    assert not theirs[0].grad.is_inference()
+    (theirs[0] * 2).sum().backward()  # adds to it in place
+
+
+def test_a_sparse_gradient_among_dense_ones_names_the_remedy():
+    embedding = nn.Embedding(5, 2, sparse=True)
+    embedding(torch.tensor([1, 3])).sum().backward()
+    for flat_below in (ALONE, FLAT):
+        bucket = GradBucket([0], [embedding.weight], flat_below=flat_below)
+        with pytest.raises(RuntimeError, match=r"shape \(5, 2\) has a sparse gradient.*Set sparse=True in the module"):
+            bucket.pack(2)

@@ -1,0 +1,111 @@
+"""Who shares a tensor's memory, as far as that can be told from counts of references."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def storage_references(tensor: Tensor) -> int:
+    """Count the tensors and Python's storage objects that share this one's memory, plus a constant."""
+    storage = tensor.untyped_storage()
+    return torch._C._storage_Use_Count(storage._cdata) + sys.getrefcount(storage)
+
+
+@functools.cache
+def references_of_one() -> int:
+    """Return the count for memory that one tensor alone owns.
+
+    Measured, because what Python and torch count for themselves differs between their versions.
+    """
+    with _plainly():
+        return storage_references(torch.zeros(1))
+
+
+def is_sole_owner(grad: Tensor, given: Tensor | None = None) -> bool:
+    """Tell whether nobody but one parameter, and who holds that very Python object, knows the gradient's memory.
+
+    Args:
+        grad: A parameter's ``grad``.
+        given: The gradient that the running AccumulateGrad node was given, if this is asked from a hook of one. The
+            node still holds it, and if ``grad`` was made of it, that is no stranger.
+    """
+    if _handles(grad) != _handles_of_a_gradient():
+        return False  # two parameters have the same tensor, or a DLPack capsule holds it
+    held = 0
+    if given is not None and given.layout is torch.strided and given.data_ptr() == grad.data_ptr():
+        held = 1 + _holds_its_base(given)
+    return storage_references(grad) == references_of_one() + held
+
+
+def _holds_its_base(view: Tensor) -> bool:
+    """Tell whether this is a view, as a Linear's weight gets one, and its base is nobody else's.
+
+    A base that somebody else holds is the input of another node, which is still to make a gradient of it, or is kept by
+    a Function written in Python.
+    """
+    base = view._base
+    return base is not None and (_handles(base), sys.getrefcount(base)) == _counts_of_a_base()
+
+
+def _handles(tensor: Any) -> int:
+    """Count the owners of the tensor object, of which all of Python is one."""
+    count: int = tensor._use_count()
+    return count
+
+
+@functools.cache
+def _handles_of_a_gradient() -> int:
+    with _plainly():
+        param = torch.nn.Parameter(torch.zeros(1))
+        param.grad = torch.zeros(1)
+        grad = param.grad
+        return _handles(grad)
+
+
+@functools.cache
+def _counts_of_a_base() -> tuple[int, int]:
+    with _plainly():
+        view = torch.zeros(2).view(2)
+        base = view._base
+        assert base is not None
+        return _handles(base), sys.getrefcount(base)
+
+
+@contextlib.contextmanager
+def _plainly() -> Iterator[None]:
+    """Measure without modes that might keep tensors."""
+    with torch._C.DisableTorchFunction(), torch.inference_mode(False), torch.no_grad():
+        yield
+
+
+def is_dense(tensor: Tensor) -> bool:
+    """Tell whether the tensor fills its memory range exactly once, in whatever order of dimensions."""
+    expected = 1
+    for stride, size in sorted((st, si) for st, si in zip(tensor.stride(), tensor.shape, strict=True) if si != 1):
+        if stride != expected:
+            return False
+        expected *= size
+    return True
+
+
+def contiguous_strides(shape: torch.Size) -> tuple[int, ...]:
+    """Return the strides of a contiguous tensor of this shape."""
+    strides, step = [0] * len(shape), 1
+    for i in reversed(range(len(shape))):
+        strides[i] = step
+        step *= max(shape[i], 1)
+    return tuple(strides)
+
+
+def same_layout(tensor: Tensor, strides: tuple[int, ...]) -> bool:
+    """Tell whether the tensor lies in memory as ``strides`` say; a dimension of size 1 has no say."""
+    return tensor.stride() == strides or all(
+        size == 1 or mine == theirs for size, mine, theirs in zip(tensor.shape, tensor.stride(), strides, strict=True)
+    )

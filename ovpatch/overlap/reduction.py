@@ -1,0 +1,165 @@
+"""The collectives of one backward: buckets are reduced as they fill.
+
+[Note: one order] Buckets are launched strictly in index order, on every rank. A collective that is launched out of turn
+because its gradients happened to come first pairs with another one on a rank where they did not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from typing import TypeAlias
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ovpatch.overlap.buckets import GradBucket
+from ovpatch.overlap.collectives import AllReduce
+from ovpatch.overlap.labels import label, span
+from ovpatch.overlap.lanes import Producers
+from ovpatch.overlap.sparse import SparseBucket
+
+Bucket: TypeAlias = GradBucket | SparseBucket
+
+
+class Reduction:
+    """Reduces a fixed sequence of buckets, once per backward.
+
+    Args:
+        buckets: What to reduce, in this order.
+        group: The process group.
+        feature: Name for labels.
+        average: Let the collective divide by the number of ranks; otherwise gradients are divided before it.
+        skip_absent: Launch nothing for buckets to which this backward adds nothing. Right only if all ranks do so.
+    """
+
+    def __init__(
+        self,
+        buckets: Sequence[Bucket],
+        group: dist.ProcessGroup,
+        *,
+        feature: str,
+        average: bool = False,
+        skip_absent: bool = False,
+    ) -> None:
+        self.buckets = list(buckets)
+        self._group = group
+        self._average = average
+        self._skip_absent = skip_absent
+        self._bucket_of = {index: b for b, bucket in enumerate(buckets) for index in bucket.indices}
+        self._labels = [label(feature, "all_reduce", f"bucket {b}") for b in range(len(buckets))]
+        self._sizes = [len(bucket.indices) for bucket in buckets]
+        self._producers = Producers()
+        self._cuda = {i: b.device.index for b in buckets for i in b.indices if b.device.type == "cuda"}
+        self._all_reduce = {b.device: AllReduce(group, b.device, average=average) for b in buckets}
+        self.open()
+
+    def open(self) -> None:
+        """Begin a backward: nothing has come, every parameter is waited for."""
+        self.absent: set[int] = set()
+        self.launched = 0
+        self._waiting = list(self._sizes)
+        self._works: list[dist.Work] = []
+        self._producers.clear()
+
+    def without(self, index: int) -> None:
+        """Do not wait for a parameter: this backward adds nothing to its gradient."""
+        if index not in self.absent:
+            self.absent.add(index)
+            self._waiting[self._bucket_of[index]] -= 1
+
+    def produced(self, index: int) -> None:
+        """Note on which stream something was just added to a gradient. Called for every gradient."""
+        device = self._cuda.get(index)
+        if device is not None:
+            self._producers.note(device)
+
+    def arrived(self, index: int) -> bool:
+        """Note that a gradient is complete.
+
+        Returns:
+            Whether it comes in time. It does not if it was taken for absent and its bucket has been launched.
+        """
+        bucket = self._bucket_of[index]
+        if index in self.absent:
+            self.absent.discard(index)
+        else:
+            self._waiting[bucket] -= 1
+        return bucket >= self.launched
+
+    def stage(self, index: int) -> None:
+        """Copy a complete gradient now, whatever happens to ``p.grad`` until its bucket is launched."""
+        bucket = self.buckets[self._bucket_of[index]]
+        self._join(bucket)
+        bucket.stage(index, self._divisor(bucket))
+
+    def launch_ready(self, on_launch: Callable[[Bucket], None], given: Tensor | None = None) -> None:
+        """Launch the buckets that are full, up to the first that is not.
+
+        Args:
+            on_launch: Told of each.
+            given: The gradient that the running AccumulateGrad node was given, if this is called from its hook.
+        """
+        while self.launched < len(self.buckets) and self._waiting[self.launched] == 0:
+            self._launch(on_launch, given)
+
+    def launch_rest(self, on_launch: Callable[[Bucket], None]) -> None:
+        """Launch all others."""
+        while self.launched < len(self.buckets):
+            self._launch(on_launch, None)
+
+    def launch_zeros(self) -> None:
+        """Launch all others with zeros, so that peers, which wait for them, can go on."""
+        for bucket in self.buckets[self.launched :]:
+            if not self._skipped(bucket):
+                self._works += self._all_reduce[bucket.device](bucket.zeros())
+            self.launched += 1
+
+    def wait(self) -> None:
+        """Make the current stream (the host, without streams) wait for everything launched."""
+        for work in self._works:
+            work.wait()
+        self._works = []
+
+    def unpack(self, skip: Collection[int]) -> None:
+        """Make every ``p.grad`` the reduced gradient, but for the parameters in ``skip``, which no rank used."""
+        batches: dict[tuple[torch.device, torch.dtype], tuple[list[Tensor], list[Tensor]]] = {}
+        for bucket in self.buckets:
+            targets, results = batches.setdefault((bucket.device, bucket.dtype), ([], []))
+            for target, result in bucket.unpack(skip=skip):
+                targets.append(target)
+                results.append(result)
+        with torch.no_grad():
+            for targets, results in batches.values():
+                if targets:
+                    torch._foreach_copy_(targets, results)
+
+    def release(self) -> None:
+        """Take gradients that are being reduced in place away from their parameters; the backward has failed."""
+        for bucket in self.buckets:
+            bucket.release()
+
+    def drop(self) -> None:
+        """Forget what was packed. The collectives have been waited for."""
+        for bucket in self.buckets:
+            bucket.drop()
+
+    def _launch(self, on_launch: Callable[[Bucket], None], given: Tensor | None) -> None:
+        index, bucket = self.launched, self.buckets[self.launched]
+        if not self._skipped(bucket):
+            with span(self._labels[index]):
+                self._join(bucket)
+                pieces = bucket.pack(self._divisor(bucket), absent=self.absent, given=given)
+                self._works += self._all_reduce[bucket.device](pieces)
+            on_launch(bucket)
+        self.launched = index + 1
+
+    def _skipped(self, bucket: Bucket) -> bool:
+        return self._skip_absent and self.absent.issuperset(bucket.indices)
+
+    def _divisor(self, bucket: Bucket) -> int:
+        return 1 if self._average else self._group.size()
+
+    def _join(self, bucket: Bucket) -> None:
+        grads = (param.grad for param in bucket.params)
+        self._producers.join(bucket.device, (grad for grad in grads if grad is not None and not grad.is_sparse))

@@ -1,0 +1,104 @@
+"""How parameters are cut into buckets."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+import torch
+from torch import nn
+
+from ovpatch.overlap.buckets import GradBucket
+from ovpatch.overlap.layout import Layout, layer_of
+from ovpatch.overlap.reduction import Bucket
+from ovpatch.overlap.sparse import SparseBucket
+
+F32, F64, F16, BF16 = torch.float32, torch.float64, torch.float16, torch.bfloat16
+
+
+def layout(dtypes: list[torch.dtype], *, limits: tuple[int, ...] = (sys.maxsize,), **more: object) -> Layout:
+    given = [nn.Parameter(torch.zeros(100, dtype=dtype)) for dtype in dtypes]
+    return Layout(given, more.pop("names", [f"p{i}.weight" for i in range(len(dtypes))]), limits, **more)
+
+
+def cut(buckets: list[Bucket]) -> list[list[int]]:
+    for bucket in buckets:
+        assert len({param.dtype for param in bucket.params}) == 1
+    return [list(bucket.indices) for bucket in buckets]
+
+
+def test_without_an_order_there_is_one_bucket_per_dtype():
+    made = layout([F32, F64, F32] * 3).initial(bucketed=False)
+    assert sorted(cut(made)) == [[0, 2, 3, 5, 6, 8], [1, 4, 7]]
+
+
+def test_sizes_cut_in_reverse_registration_order():
+    assert cut(layout([F32] * 5, limits=(400, 800)).initial(bucketed=True)) == [[3, 4], [1, 2], [0]]
+    made = layout([F32, F64, F32] * 3, limits=(400,)).initial(bucketed=True)
+    assert sorted(i for group in cut(made) for i in group) == list(range(9))
+    assert max(bucket.nbytes for bucket in made) <= 800
+
+
+def test_sizes_cut_along_the_order_of_arrival():
+    order = [8, 0, 7, 1, 6, 2, 5, 3, 4]
+    whole = layout([F32, F64, F32] * 3)
+    assert sorted(cut(whole.along(order))) == [[7, 1, 4], [8, 0, 6, 2, 5, 3]]
+    assert cut(layout([F32] * 9, limits=(400, 800)).along(order)) == [[8], [0, 7], [1, 6], [2, 5], [3, 4]]
+
+
+def test_one_bucket_per_module_and_dtype():
+    made = layout([F32, F64, F32] * 3, limits=(1,), granularity="module")
+    for buckets in (made.initial(bucketed=True), made.initial(bucketed=False), made.along(list(range(9)))):
+        assert sorted(sorted(group) for group in cut(buckets)) == [[0, 2, 3, 5, 6, 8], [1, 4, 7]]
+
+
+def test_one_bucket_per_layer_at_the_place_where_its_last_gradient_comes():
+    names = ["embed.weight", "h.0.a.weight", "h.0.b.weight", "h.1.a.weight", "h.1.b.weight", "head.weight"]
+    made = layout([F32] * 6, limits=(1,), granularity="layer", names=names)
+    assert cut(made.initial(bucketed=True)) == [[5], [4, 3], [2, 1], [0]]
+    assert cut(made.along([5, 4, 2, 3, 0, 1])) == [[5], [4, 3], [0], [2, 1]]
+    mixed = layout([F32, F32, F64, F32, F32, F32], granularity="layer", names=names)
+    assert cut(mixed.along([5, 4, 3, 2, 1, 0])) == [[5], [4, 3], [2], [1], [0]]
+
+
+@pytest.mark.parametrize(
+    ("name", "layer"),
+    [
+        ("transformer.h.3.attn.weight", "transformer.h.3"),
+        ("transformer.h.13.mlp.2.weight", "transformer.h.13"),
+        ("model.lm_head.weight", "model.lm_head"),
+        ("0.weight", "0"),
+        ("0.1.weight", "0"),
+        ("conv1.weight", "conv1"),
+        ("layer1.0.bn2.bias", "layer1.0"),
+        ("weights.5", "weights.5"),
+        ("weight", ""),
+        ("a3b.0x.weight", "a3b.0x"),
+    ],
+)
+def test_the_layer_of_a_parameter(name, layer):
+    assert layer_of(name) == layer
+
+
+@pytest.mark.parametrize("granularity", ["size", "layer", "module"])
+def test_a_sparse_gradient_has_a_bucket_of_its_own(granularity):
+    made = layout(
+        [F32] * 4,
+        granularity=granularity,
+        names=["h.0.a", "h.0.b", "h.0.c", "h.0.d"],
+        sparse=[False, True, False, True],
+    )
+    orders = [made.initial(bucketed=True), made.initial(bucketed=False), made.along([3, 2, 1, 0]), made.along(range(4))]
+    for buckets in orders:
+        kinds = {tuple(sorted(bucket.indices)): type(bucket) for bucket in buckets}
+        assert kinds == {(0, 2): GradBucket, (1,): SparseBucket, (3,): SparseBucket}
+
+
+@pytest.mark.parametrize("granularity", ["size", "layer", "module"])
+def test_half_precision_alone_is_widened(granularity):
+    made = layout([F32, F16, BF16, F64, torch.complex64], granularity=granularity, in_fp32=True)
+    buckets = {bucket.indices[0]: bucket for bucket in made.along(list(range(5)))}
+    assert [buckets[i].dtype for i in range(5)] == [F32, F32, F32, F64, torch.complex64]
+    assert buckets[1].nbytes == 400
+    narrow = layout([F16, BF16], granularity=granularity).along([0, 1])
+    assert {bucket.dtype for bucket in narrow} == {F16, BF16}

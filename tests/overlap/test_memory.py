@@ -1,0 +1,137 @@
+"""Counts of references, and the AccumulateGrad node that holds one while its hooks run."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from ovpatch.overlap.buckets import GradBucket
+from ovpatch.overlap.memory import contiguous_strides, is_dense, references_of_one, same_layout, storage_references
+from tests.overlap.gradients import ALONE, address, params
+
+SHAPE = (30, 40)
+
+
+def test_every_alias_counts_and_is_forgotten_with_its_last_user():
+    tensor = torch.zeros(SHAPE)
+    assert storage_references(tensor) == references_of_one()
+    same_object = tensor
+    assert storage_references(same_object) == references_of_one()
+    aliases = [tensor.detach(), tensor.view(-1), tensor[1:2]]
+    assert storage_references(tensor) == references_of_one() + 3
+    assert storage_references(aliases[2]) == references_of_one() + 3
+    aliases.clear()
+    assert storage_references(tensor) == references_of_one()
+    storage = tensor.untyped_storage()
+    assert storage_references(tensor) > references_of_one()
+    del storage
+    assert storage_references(tensor) == references_of_one()
+
+
+def test_the_yardstick_does_not_depend_on_where_it_is_taken():
+    references_of_one.cache_clear()
+    with torch.inference_mode():
+        inside = references_of_one()
+    references_of_one.cache_clear()
+    assert references_of_one() == inside
+
+
+LAYOUTS = {
+    "contiguous": (lambda: torch.zeros(3, 4), True),
+    "transposed": (lambda: torch.zeros(3, 4).t(), True),
+    "channels last": (lambda: torch.zeros(2, 3, 4, 5).to(memory_format=torch.channels_last), True),
+    "scalar": (lambda: torch.zeros(()), True),
+    "size one with any stride": (lambda: torch.empty_strided((3, 1, 4), (4, 99, 1)), True),
+    "every other column": (lambda: torch.zeros(4, 10)[:, ::2], False),
+    "expanded": (lambda: torch.zeros(1, 4).expand(3, 4), False),
+    "part of a row": (lambda: torch.zeros(4, 10)[:, :5], False),
+    "slice": (lambda: torch.zeros(10)[2:5], True),
+}
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_dense_means_each_place_once(name):
+    make, dense = LAYOUTS[name]
+    assert is_dense(make()) is dense
+
+
+def test_layouts_differ_where_memory_does():
+    for shape in [(3, 4), (2, 0, 3), (), (5, 1)]:
+        assert contiguous_strides(torch.Size(shape)) == torch.empty(shape).stride()
+    assert same_layout(torch.zeros(3, 4), (4, 1))
+    assert not same_layout(torch.zeros(3, 4).t(), (3, 1))
+    assert same_layout(torch.empty_strided((3, 1), (1, 77)), (1, 1))
+
+
+class Packer:
+    """Packs a bucket from the hook of its last parameter's AccumulateGrad node, as the reducer does."""
+
+    def __init__(self, given: list[nn.Parameter], last: int, *, tell: bool = True) -> None:
+        self.params, self.pieces, self._tell = given, [], tell
+        self.bucket = GradBucket(range(len(given)), given, flat_below=ALONE)
+        self._node: Any = given[last].view_as(given[last]).grad_fn.next_functions[0][0]
+        self._node.register_hook(self._fire)
+
+    def _fire(self, _results: Any, gradients: Any) -> None:
+        self.pieces = self.bucket.pack(2, given=gradients[0] if self._tell else None)
+
+    def where(self) -> list[bool]:
+        """Tell which gradients were packed in place, and check what they were."""
+        return [address(piece) == address(p.grad) for piece, p in zip(self.pieces, self.params, strict=True)]
+
+
+def run_backward(given: list[nn.Parameter]) -> None:
+    """The engine visits the last parameter last."""
+    x = torch.ones(SHAPE)
+    for param in reversed(given):
+        x = torch.tanh(x * param)
+    x.square().sum().backward()
+
+
+@pytest.mark.parametrize("before", ["stolen", "accumulated"])
+def test_the_last_gradient_of_a_bucket_is_reduced_in_place_from_its_own_hook(before):
+    given = params(SHAPE, SHAPE)
+    if before == "accumulated":
+        run_backward(given)
+    packer = Packer(given, 1)
+    run_backward(given)
+    assert packer.where() == [True, True]
+
+
+def test_without_being_told_which_node_runs_a_stolen_gradient_would_be_copied():
+    given = params(SHAPE, SHAPE)
+    packer = Packer(given, 1, tell=False)
+    run_backward(given)
+    assert packer.where() == [True, False]
+
+
+@pytest.mark.parametrize("before", ["stolen", "accumulated"])
+def test_an_alias_is_seen_from_the_hook_as_well(before):
+    given = params(SHAPE)
+    if before == "accumulated":
+        run_backward(given)
+    aliases: list[torch.Tensor] = []
+    given[0].register_post_accumulate_grad_hook(lambda p: aliases.append(p.grad.view(-1)))
+    packer = Packer(given, 0)
+    run_backward(given)
+    assert packer.where() == [False]
+    assert len(aliases) == 1
+
+
+@pytest.mark.parametrize("before", ["stolen", "accumulated"])
+def test_memory_that_two_leaves_share_is_not_reduced_in_place_from_the_hook_of_one(before):
+    """The other leaf's gradient is still to be added to it."""
+    given = params((4, 6), (6, 4))
+
+    def run() -> None:
+        (given[0].view(-1) + given[1].view(-1)).square().sum().backward()
+
+    if before == "accumulated":
+        run()
+        assert address(given[0].grad) == address(given[1].grad), "the case that this test is about"
+    packers = [Packer([param], 0) for param in given]
+    run()
+    assert [packer.where() for packer in packers] == [[False], [False]]

@@ -1,0 +1,40 @@
+"""What tests of the reducer demand of both arms' records, and the average over ranks done by hand."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch.distributed as dist
+from torch import nn
+
+from ovpatch.insight.equality import compare
+
+
+def check(results: list[dict[str, Any]], *, backwards: int | None = None, late: int = 0, bitwise: bool = True) -> None:
+    """Demand stock's bits on two ranks; on more, ``bitwise`` where the order of sums is stock's.
+
+    Args:
+        results: What :func:`tests.plugins.ddp.arms.both` returned, by rank.
+        backwards: How many backwards our reducer reduced; more than none by default.
+        late: How many of them were late ones.
+        bitwise: Demand the bits on more than two ranks, too.
+    """
+    for result in results:
+        compared = compare(result["stock"], result["patched"])
+        if bitwise or len(results) <= 2:
+            compared.assert_bitwise()
+        else:
+            compared.assert_equal()
+        counters = result["counters"]
+        assert counters["stock_models"] == 0
+        assert counters["models"] > 0
+        assert counters["backwards"] == backwards if backwards is not None else counters["backwards"] > 0
+        assert counters["late_backwards"] == late
+
+
+def average_by_hand(module: nn.Module) -> None:
+    """Make every gradient that this rank has the average over the ranks, which must have the same ones."""
+    for param in module.parameters():
+        if param.grad is not None:
+            dist.all_reduce(param.grad)
+            param.grad.div_(dist.get_world_size())

@@ -1,0 +1,176 @@
+"""Backwards at unusual times, in pieces, in other orders, or of a model that changes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+from tests.plugins.ddp.arms import Record, both, data, seen
+from tests.plugins.ddp.checks import check
+
+WORLDS = [2, 3]
+TINY = 0.0001
+CAPS = pytest.mark.parametrize("cap", [TINY, 25])
+
+
+class Towers(nn.Module):
+    """Independent towers: their backwards can come one by one, in any order."""
+
+    def __init__(self, count: int = 3) -> None:
+        super().__init__()
+        self.towers = nn.ModuleList(nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 2)) for _ in range(count))
+
+    def forward(self, x: torch.Tensor, order: list[int] | None = None) -> list[torch.Tensor]:
+        outputs = {i: self.towers[i](x) for i in order or range(len(self.towers))}
+        return [outputs[i] for i in range(len(self.towers))]
+
+
+def loop_piecewise(cap: float, ddp: dict[str, Any], reverse: bool) -> list[Record]:
+    """One forward, and a backward for each of its outputs; together they reach every parameter."""
+    model = Towers()
+    wrapped = DDP(model, bucket_cap_mb=cap, **ddp)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
+    records = []
+    for step in range(4):
+        outputs = wrapped(data(step, 4, 6))
+        for output in reversed(outputs) if reverse else outputs:
+            output.square().mean().backward()
+        records.append(seen(model))
+        optimizer.step()
+        optimizer.zero_grad()
+    return records
+
+
+@CAPS
+@pytest.mark.parametrize("world", WORLDS)
+@pytest.mark.parametrize("reverse", [True, False])
+def test_the_backward_of_one_forward_in_pieces(ranks, world, reverse, cap):
+    check(ranks(world)(both, loop_piecewise, cap, {}, reverse), backwards=4)
+
+
+def loop_orders(cap: float, ddp: dict[str, Any]) -> list[Record]:
+    """The forward runs the towers in another order on each rank, so gradients come in another order, too."""
+    model = Towers()
+    wrapped = DDP(model, bucket_cap_mb=cap, **ddp)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
+    records = []
+    for step in range(5):
+        shift = (dist.get_rank() + step) % 3
+        order = [(i + shift) % 3 for i in range(3)]
+        loss = sum(output.square().mean() for output in wrapped(data(step, 4, 6), order))
+        loss.backward()
+        records.append(seen(model, loss))
+        optimizer.step()
+        optimizer.zero_grad()
+    return records
+
+
+@CAPS
+@pytest.mark.parametrize("world", WORLDS)
+@pytest.mark.parametrize("ddp", [{}, {"find_unused_parameters": True}], ids=str)
+def test_ranks_whose_gradients_come_in_other_orders(ranks, world, cap, ddp):
+    check(ranks(world)(both, loop_orders, cap, ddp), backwards=5)
+
+
+def loop_closure(kind: str) -> list[Record]:
+    """The optimizer runs forward and backward, LBFGS several times per step."""
+    model = nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 2))
+    wrapped = DDP(model)
+    params = model.parameters()
+    optimizer = torch.optim.LBFGS(params, 0.1, max_iter=3) if kind == "lbfgs" else torch.optim.SGD(params, 0.1)
+    records = []
+    for step in range(3):
+
+        def closure(step: int = step) -> torch.Tensor:
+            optimizer.zero_grad()
+            loss = wrapped(data(step, 8, 6)).square().mean()
+            loss.backward()
+            records.append(seen(model, loss))
+            return loss
+
+        optimizer.step(closure)
+    return [*records, seen(model)]
+
+
+@pytest.mark.parametrize("world", WORLDS)
+@pytest.mark.parametrize("kind", ["lbfgs", "sgd"])
+def test_a_backward_inside_the_optimizers_step(ranks, world, kind):
+    results = ranks(world)(both, loop_closure, kind)
+    check(results)
+    assert results[0]["counters"]["backwards"] == len(results[0]["patched"]) - 1 >= 3
+
+
+def loop_extra_backward(cap: float, ddp: dict[str, Any]) -> list[Record]:
+    """From the third step on a second batch is added, forward and backward, without no_sync."""
+    model = Towers(1)
+    wrapped = DDP(model, bucket_cap_mb=cap, **ddp)
+    records = []
+    for step in range(4):
+        for micro in range(1 + step // 2):
+            wrapped(data(step, 4, 6, micro=micro))[0].square().mean().backward()
+            records.append(seen(model))
+        wrapped.zero_grad()
+    return records
+
+
+@CAPS
+@pytest.mark.parametrize("ddp", [{}, {"find_unused_parameters": True}, {"static_graph": True}], ids=str)
+def test_an_extra_backward_after_the_first_steps(ranks, cap, ddp):
+    check(ranks(2)(both, loop_extra_backward, cap, ddp), backwards=6)
+
+
+def loop_frozen_later(cap: float, back: bool) -> list[Record]:
+    model = Towers()
+    wrapped = DDP(model, bucket_cap_mb=cap, find_unused_parameters=True)
+    optimizer = torch.optim.AdamW(model.parameters(), 0.01)
+    records = []
+    for step in range(6):
+        if step == 2:
+            model.towers[1].requires_grad_(False)
+        if step == 4 and back:
+            model.towers[1].requires_grad_(True)
+        loss = sum(output.square().mean() for output in wrapped(data(step, 4, 6)))
+        loss.backward()
+        records.append(seen(model, loss))
+        optimizer.step()
+        optimizer.zero_grad()
+    return records
+
+
+@CAPS
+@pytest.mark.parametrize("world", WORLDS)
+@pytest.mark.parametrize("back", [True, False])
+def test_a_part_frozen_later_and_thawed_again(ranks, world, cap, back):
+    results = ranks(world)(both, loop_frozen_later, cap, back)
+    check(results, backwards=6)
+    last = results[0]["patched"]
+    assert last[3]["grad"]["towers.1.0.weight"] is None
+    assert (last[5]["grad"]["towers.1.0.weight"] is not None) == back
+
+
+def loop_frozen_at_the_wrap(cap: float) -> list[Record]:
+    """What is frozen when the model is wrapped is not reduced when it is thawed, as under stock."""
+    model = Towers()
+    model.towers[0].requires_grad_(False)
+    wrapped = DDP(model, bucket_cap_mb=cap)
+    records = []
+    for step in range(4):
+        if step == 2:
+            model.towers[0].requires_grad_(True)
+        sum(output.square().mean() for output in wrapped(data(step, 4, 6))).backward()
+        records.append(seen(model))
+        wrapped.zero_grad()
+    return records
+
+
+@CAPS
+def test_a_part_that_was_frozen_at_the_wrap_stays_local(ranks, cap):
+    results = ranks(2)(both, loop_frozen_at_the_wrap, cap)
+    check(results, backwards=4)
+    first, second = (result["patched"][3]["grad"]["towers.0.0.weight"] for result in results)
+    assert not torch.equal(first, second)

@@ -1,0 +1,50 @@
+"""Data parallelism over one dimension of a mesh, tensor parallelism over the other."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+from tests.plugins.ddp.arms import Record, both
+from tests.plugins.ddp.checks import check
+
+
+def block() -> nn.Module:
+    return nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8), nn.LayerNorm(8))
+
+
+def loop(tensor_parallel: bool, ddp: dict[str, Any]) -> list[Record]:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    model = block()
+    if tensor_parallel:
+        parallelize_module(model, mesh["tp"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
+    wrapped = DDP(model, device_mesh=mesh["dp"], **ddp)
+    # Stock puts DTensors in the parameters' places at every forward, so they are held here.
+    params = dict(model.named_parameters())
+    optimizer = torch.optim.AdamW(params.values(), 0.01)
+    replica = mesh.get_local_rank("dp")
+    records = []
+    for step in range(4):
+        generator = torch.Generator().manual_seed(10 * step + replica)  # the same on all ranks of a tensor-parallel row
+        loss = wrapped(torch.randn(4, 8, generator=generator)).square().mean()
+        loss.backward()
+        records.append({"loss": loss.detach().clone(), "grad": {n: p.grad.clone() for n, p in params.items()}})
+        optimizer.step()
+        optimizer.zero_grad()
+        records.append({"param": {n: p.detach().clone() for n, p in params.items()}})
+    return records
+
+
+@pytest.mark.parametrize("tensor_parallel", [True, False])
+@pytest.mark.parametrize("ddp", [{}, {"bucket_cap_mb": 0.0001}, {"find_unused_parameters": True}], ids=str)
+def test_a_mesh_of_two_by_two(ranks, tensor_parallel, ddp):
+    results = ranks(4)(both, loop, tensor_parallel, ddp)
+    check(results, backwards=4)
+    shape = results[0]["patched"][1]["param"]["0.weight"].shape
+    assert shape == ((8, 8) if tensor_parallel else (16, 8)), "each rank has its part of the layer"

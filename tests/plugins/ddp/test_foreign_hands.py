@@ -1,0 +1,177 @@
+"""What hooks do to other parameters' gradients in the middle of a backward has stock's effect."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+from tests.plugins.ddp.arms import Record, both, data, seen
+from tests.plugins.ddp.checks import check
+
+WORLDS = [2, 3]
+SIZES = pytest.mark.parametrize("cap", [0.0001, 25])
+
+
+def net() -> nn.Sequential:
+    return nn.Sequential(*(nn.Sequential(nn.Linear(6, 6), nn.Tanh()) for _ in range(4)))
+
+
+def zeroes(model: nn.Module) -> None:
+    model.zero_grad()
+
+
+def zeroes_in_place(model: nn.Module) -> None:
+    model.zero_grad(set_to_none=False)
+
+
+def scales(model: nn.Module) -> None:
+    for param in model.parameters():
+        if param.grad is not None:
+            param.grad.mul_(3.0)
+
+
+def drops(model: nn.Module) -> None:
+    for param in list(model.parameters())[::2]:
+        param.grad = None
+
+
+def replaces(model: nn.Module) -> None:
+    for param in list(model.parameters())[::2]:
+        param.grad = torch.full_like(param, 5.0)
+
+
+DEEDS: dict[str, Callable[[nn.Module], None]] = {
+    "zeroes": zeroes,
+    "zeroes in place": zeroes_in_place,
+    "scales": scales,
+    "drops": drops,
+    "replaces": replaces,
+}
+
+
+def loop(deed: str, where: str, cap: float, accumulate: bool, ddp: dict[str, Any] | None = None) -> list[Record]:
+    """The second block's backward hook does something to all gradients, those before it and those to come."""
+    model = net()
+    wrapped = DDP(model, bucket_cap_mb=cap, **(ddp or {}))
+    block = model[1]
+
+    def hook(module: nn.Module, *_: Any) -> None:
+        if module is block:
+            DEEDS[deed](model)
+
+    if where == "global":
+        handle = nn.modules.module.register_module_full_backward_hook(hook)
+    else:
+        handle = getattr(block, where)(hook)
+    records = []
+    for step in range(4):
+        if step == 3:
+            handle.remove()
+        loss = wrapped(data(step, 4, 6)).square().mean()
+        loss.backward()
+        records.append(seen(model, loss))
+        with torch.no_grad():
+            for param in model.parameters():
+                if param.grad is not None:
+                    param -= 0.1 * param.grad
+        if not accumulate:
+            wrapped.zero_grad()
+    return records
+
+
+@SIZES
+@pytest.mark.parametrize("world", WORLDS)
+@pytest.mark.parametrize("where", ["register_full_backward_hook", "register_full_backward_pre_hook", "global"])
+@pytest.mark.parametrize("deed", DEEDS)
+def test_a_module_backward_hook_that_changes_all_gradients(ranks, world, where, deed, cap):
+    check(ranks(world)(both, loop, deed, where, cap, False, timeout=30), backwards=4)
+
+
+@SIZES
+@pytest.mark.parametrize("deed", DEEDS)
+@pytest.mark.parametrize("mode", ["", "find_unused_parameters", "static_graph"])
+def test_with_gradients_that_accumulate(ranks, deed, cap, mode):
+    if mode == "static_graph" and deed in ("zeroes", "drops"):
+        deed = "zeroes in place"  # stock raises where a static graph's first backward loses a gradient
+    where, ddp = "register_full_backward_hook", {mode: True} if mode else {}
+    check(ranks(2)(both, loop, deed, where, cap, True, ddp, timeout=30), backwards=4)
+
+
+def loop_hook_during_training(cap: float) -> list[Record]:
+    """A hook that comes after the first steps, on a block that was wrapped with everything else."""
+    model = net()
+    wrapped = DDP(model, bucket_cap_mb=cap)
+    records = []
+    for step in range(4):
+        if step == 2:
+            model[2].register_full_backward_hook(lambda *_: scales(model))
+        wrapped(data(step, 4, 6)).square().mean().backward()
+        records.append(seen(model))
+        wrapped.zero_grad()
+    return records
+
+
+@SIZES
+def test_a_hook_registered_later(ranks, cap):
+    check(ranks(2)(both, loop_hook_during_training, cap), backwards=4)
+
+
+def loop_shared(caps: tuple[float, float], together: bool) -> list[Record]:
+    """Two wrappers whose models share parameters, trained in turn and together."""
+    torch.manual_seed(0)
+    trunk = nn.Linear(6, 6)
+    first, second = nn.Sequential(trunk, nn.Linear(6, 3)), nn.Sequential(nn.Linear(6, 6), trunk)
+    wrappers = [DDP(first, bucket_cap_mb=caps[0]), DDP(second, bucket_cap_mb=caps[1])]
+    records = []
+    for step in range(4):
+        losses = []
+        for m, wrapped in enumerate(wrappers):
+            losses.append(wrapped(data(step, 4, 6, micro=m)).square().mean())
+            if not together:
+                losses.pop().backward()
+        if together:
+            sum(losses).backward()
+        records.append({"first": seen(first), "second": seen(second)})
+        for wrapped in wrappers:
+            wrapped.zero_grad()
+    return records
+
+
+@pytest.mark.parametrize("world", WORLDS)
+@pytest.mark.parametrize("caps", [(0.0001, 25), (25, 0.0001), (25, 25), (0.0001, 0.0001)])
+@pytest.mark.parametrize("together", [True, False])
+def test_two_wrappers_that_share_a_layer(ranks, world, caps, together):
+    check(ranks(world)(both, loop_shared, caps, together, timeout=30), backwards=8, bitwise=False)
+
+
+class SharedMemory(nn.Module):
+    """Autograd gives both weights one memory for their gradients."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Parameter(torch.randn(40, 60)), nn.Parameter(torch.randn(60, 40))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (self.a.view(-1) + self.b.view(-1)) * x
+
+
+def loop_shared_memory(cap: float) -> list[Record]:
+    model = SharedMemory()
+    wrapped = DDP(model, bucket_cap_mb=cap)
+    records = []
+    for step in range(5):
+        wrapped(data(step, 2400)).square().sum().backward()
+        records.append(seen(model))
+        wrapped.zero_grad()
+    return records
+
+
+@SIZES
+@pytest.mark.parametrize("world", WORLDS)
+def test_two_weights_whose_gradients_share_memory(ranks, world, cap):
+    check(ranks(world)(both, loop_shared_memory, cap), backwards=5)

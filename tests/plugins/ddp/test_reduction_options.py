@@ -1,0 +1,182 @@
+"""What each option changes, and that it changes no result that it should not."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+import ovpatch
+from tests.plugins.ddp.arms import Record, both, data, seen
+from tests.plugins.ddp.checks import check
+
+WORLDS = [2, 3]
+TINY = 0.0001
+HALVES = [torch.float16, torch.bfloat16]
+
+
+class Stack(nn.Module):
+    """Three numbered layers between two that are not."""
+
+    def __init__(self, dtype: torch.dtype = torch.float32) -> None:
+        super().__init__()
+        self.embed = nn.Linear(6, 8, dtype=dtype)
+        self.layers = nn.ModuleList(
+            nn.Sequential(nn.Linear(8, 8, dtype=dtype), nn.Tanh(), nn.Linear(8, 8, dtype=dtype)) for _ in range(3)
+        )
+        self.head = nn.Linear(8, 2, dtype=dtype)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.embed(x.to(self.embed.weight.dtype))
+        for layer in self.layers:
+            h = h + layer(h)
+        return self.head(h)
+
+
+def loop(ddp: dict[str, Any] | None = None, dtype: torch.dtype = torch.float32) -> list[Record]:
+    model = Stack(dtype)
+    wrapped = DDP(model, **(ddp or {}))
+    optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
+    records = []
+    for step in range(4):
+        loss = wrapped(data(step, 4, 6)).float().square().mean()
+        loss.backward()
+        records.append(seen(model, loss))
+        optimizer.step()
+        optimizer.zero_grad()
+    return records
+
+
+OPTIONS = [
+    {"overlap_grad_reduce": False},
+    {"bucket_granularity": "layer"},
+    {"bucket_granularity": "module"},
+    {"average_in_collective": False},
+    {"grad_reduce_in_fp32": True},  # the gradients are float32 already
+    {"reduce_late_gradients": False},
+    {"bucket_cap_mb": TINY},
+]
+
+
+@pytest.mark.parametrize("world", WORLDS)
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+@pytest.mark.parametrize("ddp", [{}, {"find_unused_parameters": True}, {"static_graph": True}], ids=str)
+def test_options_that_change_no_result(ranks, world, options, ddp):
+    check(ranks(world)(both, loop, ddp, options=options), backwards=4, bitwise=False)
+
+
+def test_without_overlap_nothing_is_launched_during_backward(ranks):
+    ddp = {"bucket_cap_mb": TINY}
+    for overlap in (True, False):
+        for result in ranks(2)(both, loop, ddp, options={"overlap_grad_reduce": overlap}):
+            assert result["counters"]["collectives"] == 1 + 3 * 8  # the first backward shows the order, in one bucket
+            early = result["counters"]["collectives_in_backward"]
+            assert early == (result["counters"]["collectives"] if overlap else 0)
+
+
+def contents(granularity: str, sparse: bool = False) -> dict[str, list[list[str]]]:
+    with ovpatch.applied("ddp", options={"ddp": {"bucket_granularity": granularity}}):
+        wrapped = DDP(Stack(), bucket_cap_mb=TINY)
+        found = {}
+        for step in range(3):
+            names = wrapped.reducer.names
+            found[f"step {step}"] = [[names[i] for i in bucket.indices] for bucket in wrapped.reducer.buckets]
+            wrapped(data(step, 4, 6)).square().mean().backward()
+            wrapped.zero_grad()
+        return found
+
+
+def test_a_bucket_per_layer(ranks):
+    for found in ranks(2)(contents, "layer"):
+        layers = [{name.split(".")[0] if "layers" not in name else name[:8] for name in b} for b in found["step 2"]]
+        assert layers == [{"head"}, {"layers.2"}, {"layers.1"}, {"layers.0"}, {"embed"}]
+        assert [len(bucket) for bucket in found["step 2"]] == [2, 4, 4, 4, 2]
+
+
+def test_one_bucket_for_the_module_whatever_its_capacity(ranks):
+    for found in ranks(2)(contents, "module"):
+        assert [len(bucket) for bucket in found["step 0"]] == [16]
+        assert [len(bucket) for bucket in found["step 2"]] == [16]
+    for found in ranks(2)(contents, "size"):
+        assert len(found["step 2"]) > 5
+
+
+def averaged_in_fp32(dtype: torch.dtype, ddp: dict[str, Any]) -> dict[str, list[bool]]:
+    """Single steps from the same weights: tell which gradients are the exact average, rounded once."""
+    local, stock = Stack(dtype), DDP(Stack(dtype), **ddp)
+    right: dict[str, list[bool]] = {"ours": [], "stock": []}
+    with ovpatch.applied("ddp", options={"ddp": {"grad_reduce_in_fp32": True}}):
+        ours = DDP(Stack(dtype), **ddp)
+        for step in range(4):
+            grads = []
+            for module in (local, stock, ours):
+                torch.manual_seed(step)
+                for param in module.parameters():
+                    param.data.normal_()
+                module.zero_grad()
+                module(data(step, 4, 6)).float().square().mean().backward()
+                grads.append([param.grad for param in module.parameters()])
+            for mine, *averages in zip(*grads, strict=True):
+                parts = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
+                dist.all_gather(parts, mine)
+                for name, average in zip(("stock", "ours"), averages, strict=True):
+                    right[name].append(is_rounded_once(average, torch.stack(parts).double()))
+    return right
+
+
+def is_rounded_once(average: torch.Tensor, parts: torch.Tensor) -> bool:
+    exact = parts.mean(0)
+    # Where the exact average lies half-way between two halves, an error of float32 may decide which of them it is.
+    slack = parts.abs().mean(0) * 2.0**-22 if len(parts) > 2 else 0.0
+    return bool(((average == (exact - slack).to(average.dtype)) | (average == (exact + slack).to(average.dtype))).all())
+
+
+@pytest.mark.parametrize("world", WORLDS)
+@pytest.mark.parametrize("dtype", HALVES, ids=str)
+@pytest.mark.parametrize("ddp", [{}, {"find_unused_parameters": True, "bucket_cap_mb": TINY}], ids=str)
+def test_half_precision_is_averaged_in_float32_and_rounded_once(ranks, world, dtype, ddp):
+    for right in ranks(world)(averaged_in_fp32, dtype, ddp):
+        assert all(right["ours"])
+        if world == 3:  # on two ranks stock, too, rounds but once: halving is exact
+            assert not all(right["stock"])
+
+
+def refusal(options: dict[str, Any]) -> str:
+    with ovpatch.applied("ddp", options={"ddp": options}), pytest.raises(ValueError, match="ovpatch") as caught:
+        DDP(Stack())
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("options", [{"average_in_collective": True}, {"max_ctas": 4}], ids=str)
+def test_what_gloo_cannot_do_is_refused_with_the_remedy(ranks, options):
+    (name,) = options
+    for text in ranks(2)(refusal, options):
+        assert f"option {name} of feature 'ddp' needs NCCL" in text
+        assert "reduced by gloo" in text
+        assert f"Leave OVPATCH_DDP_{name.upper()} and the argument of that name out, or set it to none" in text
+
+
+def on_this_rank_only(name: str, value: Any, other: Any) -> str:
+    options = {name: value if dist.get_rank() else other, "agreement_timeout_s": 5.0}
+    with ovpatch.applied("ddp", options={"ddp": options}), pytest.raises(RuntimeError) as caught:
+        DDP(Stack())
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "other"),
+    [
+        ("bucket_granularity", "layer", "size"),
+        ("grad_reduce_in_fp32", True, False),
+        ("reduce_late_gradients", False, True),
+        ("bucket_cap_mb", 7, 9),
+    ],
+)
+def test_ranks_that_differ_in_an_option_are_told(ranks, name, value, other):
+    for text in ranks(2)(on_this_rank_only, name, value, other):
+        assert ("bucket sizes in bytes is" if name == "bucket_cap_mb" else f"{name} is") in text
+        assert "on rank 1" in text

@@ -1,0 +1,125 @@
+"""Reentrant checkpoints: backwards inside the backward."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel as DDP
+from torch.utils.checkpoint import checkpoint
+
+import ovpatch
+from ovpatch.insight.equality import compare
+from tests.plugins.ddp.arms import Record, data, seen
+from tests.plugins.ddp.test_failures import Bomb
+
+WORLDS = [2, 3]
+TINY = 0.0001
+
+
+class Segments(nn.Module):
+    """Every trained parameter is inside one of two checkpoints; a third branch is taken now and then, or never."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 8))
+        self.second = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 3))
+        self.spare = nn.Linear(8, 3)
+
+    def forward(self, x: torch.Tensor, reentrant: bool, spare: bool, bomb: bool = False) -> torch.Tensor:
+        def last(h: torch.Tensor) -> torch.Tensor:
+            h = Bomb.apply(h) if bomb else h
+            return self.spare(h) if spare else self.second(h)
+
+        h = checkpoint(self.first, x.requires_grad_(), use_reentrant=reentrant)
+        return checkpoint(last, h, use_reentrant=reentrant)
+
+
+SPARE = {
+    "never": lambda step, rank: False,
+    "by step": lambda step, rank: step % 2 == 1,
+    "by rank": lambda step, rank: (step + rank) % 2 == 1,
+}
+
+
+def train(reentrant: bool, spare: str, ddp: dict[str, Any], fails: tuple[int, ...] = ()) -> list[Record]:
+    """Train; in the steps that fail, the backward inside the backward raises, at another place on each rank."""
+    torch.manual_seed(0)
+    model = Segments()
+    wrapped = DDP(model, find_unused_parameters=True, **ddp)
+    optimizer = torch.optim.AdamW(model.parameters(), 0.01)
+    records = []
+    for step in range(5):
+        spares = SPARE[spare](step, dist.get_rank())
+        if step in fails:
+            Bomb.armed = True
+            with pytest.raises(RuntimeError, match="not really"):
+                wrapped(data(90 + step, 4, 6), reentrant, spares, True).square().mean().backward()
+            Bomb.armed = False
+            optimizer.zero_grad()
+        loss = wrapped(data(step, 4, 6), reentrant, spares).square().mean()
+        loss.backward()
+        records.append(seen(model, loss))
+        optimizer.step()
+        optimizer.zero_grad()
+    return records
+
+
+def reentrant_and_not(spare: str, ddp: dict[str, Any], fails: tuple[int, ...] = ()) -> dict[str, Any]:
+    """Stock cannot search inside reentrant checkpoints, so its arm has the other kind."""
+    from ovpatch_plugins.ddp.counters import COUNTERS
+
+    stock = train(False, spare, ddp)
+    with ovpatch.applied("ddp"):
+        before = COUNTERS.recovered
+        patched = train(True, spare, ddp, fails)
+        return {"stock": stock, "patched": patched, "recovered": COUNTERS.recovered - before}
+
+
+@pytest.mark.parametrize("world", WORLDS)
+@pytest.mark.parametrize("spare", SPARE)
+@pytest.mark.parametrize("ddp", [{}, {"bucket_cap_mb": TINY}], ids=str)
+def test_the_search_with_all_parameters_inside_reentrant_checkpoints(ranks, world, spare, ddp):
+    results = ranks(world)(reentrant_and_not, spare, ddp, timeout=30)
+    for result in results:
+        compare(result["stock"], result["patched"]).assert_equal()
+        compare([r["param"] for r in results[0]["patched"]], [r["param"] for r in result["patched"]]).assert_bitwise()
+        assert result["recovered"] == 0
+
+
+@pytest.mark.parametrize("world", WORLDS)
+@pytest.mark.parametrize("ddp", [{}, {"bucket_cap_mb": TINY}], ids=str)
+@pytest.mark.parametrize("fails", [(0,), (2,), (1, 3)], ids=str)
+def test_exceptions_in_the_backward_inside_the_backward(ranks, world, ddp, fails):
+    for result in ranks(world)(reentrant_and_not, "never", ddp, fails, timeout=30):
+        compare(result["stock"], result["patched"]).assert_equal()
+        assert result["recovered"] == len(fails)
+
+
+def without_search(reentrant: bool, ddp: dict[str, Any]) -> list[Record]:
+    torch.manual_seed(0)
+    model = Segments()
+    model.spare.requires_grad_(False)
+    wrapped = DDP(model, **ddp)
+    records = []
+    for step in range(3):
+        wrapped(data(step, 4, 6), reentrant, False).square().mean().backward()
+        records.append(seen(model))
+        wrapped.zero_grad()
+    return records
+
+
+def both_without_search(ddp: dict[str, Any]) -> dict[str, Any]:
+    stock = without_search(True, ddp)
+    with ovpatch.applied("ddp"):
+        return {"stock": stock, "patched": without_search(True, ddp)}
+
+
+@pytest.mark.parametrize("world", WORLDS)
+@pytest.mark.parametrize("ddp", [{}, {"bucket_cap_mb": TINY}, {"static_graph": True}], ids=str)
+def test_all_parameters_inside_reentrant_checkpoints_without_the_search(ranks, world, ddp):
+    for result in ranks(world)(both_without_search, ddp, timeout=30):
+        compare(result["stock"], result["patched"]).assert_bitwise()

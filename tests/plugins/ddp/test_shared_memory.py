@@ -1,0 +1,214 @@
+"""Gradients whose memory somebody else uses while backward runs: what an outside reviewer corrupted."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+import ovpatch
+from ovpatch.overlap.agreement import DisagreementError
+from tests.plugins.ddp.arms import Record, both, data, seen
+from tests.plugins.ddp.checks import check
+
+TINY = 0.0001  # MiB: every gradient gets a bucket of its own
+
+
+def net() -> nn.Sequential:
+    return nn.Sequential(*[nn.Linear(16, 16) for _ in range(3)])
+
+
+def train(model: nn.Module, steps: int = 4, **ddp: Any) -> list[Record]:
+    wrapped = DDP(model, **ddp)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    records = []
+    for step in range(steps):
+        wrapped(data(step, 4, 16)).abs().square().mean().backward()
+        records.append(seen(model))
+        optimizer.step()
+        optimizer.zero_grad()
+    return records
+
+
+class Kept(torch.autograd.Function):
+    """Gives the weight a view of what it keeps in Python."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, kept: list[torch.Tensor]) -> torch.Tensor:
+        ctx.kept, ctx.x = kept, x
+        ctx.shape = weight.shape
+        return x + weight.sum()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        ctx.kept.append(grad.sum().expand(ctx.shape).contiguous())
+        return grad, ctx.kept[-1].view_as(ctx.kept[-1]), None
+
+
+class Reader(torch.autograd.Function):
+    """Reads what the other one keeps, later in the same backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, kept: list[torch.Tensor]) -> torch.Tensor:
+        ctx.kept, ctx.shape = kept, weight.shape
+        return x * weight.mean()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        value = ctx.kept[-1].mean()
+        ctx.kept.clear()
+        return grad, value.expand(ctx.shape).clone(), None
+
+
+class Workspace(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Parameter(torch.randn(16, 16)), nn.Parameter(torch.randn(16, 16))
+        self.kept: list[torch.Tensor] = []
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return Kept.apply(Reader.apply(x, self.second, self.kept), self.first, self.kept)
+
+
+class Conjugate(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(16, 16, dtype=torch.complex64))
+        self.bias = nn.Parameter(torch.randn(16, dtype=torch.complex64))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.to(torch.complex64) @ self.weight.conj().mT + self.bias.conj()
+
+
+class Tagged(torch.Tensor):
+    """A subclass with torch's default ``__torch_function__``."""
+
+
+def tagged() -> nn.Sequential:
+    model = net()
+    model[0].weight = nn.Parameter(model[0].weight.detach().as_subclass(Tagged))
+    return model
+
+
+MODELS = {"kept in Python": Workspace, "conjugates": Conjugate, "subclass": tagged}
+
+
+def loop_model(name: str, ddp: dict[str, Any]) -> list[Record]:
+    return train(MODELS[name](), **ddp)
+
+
+@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize(
+    "ddp", [{"bucket_cap_mb": TINY}, {"find_unused_parameters": True}, {"static_graph": True}], ids=str
+)
+@pytest.mark.parametrize("name", MODELS)
+def test_models_with_odd_gradients(ranks, world, name, ddp):
+    check(ranks(world)(both, loop_model, name, ddp), backwards=4)
+
+
+def clip_all(model: nn.Module) -> None:
+    for p in model.parameters():
+        if p.grad is not None:
+            p.grad.mul_(0.5)
+
+
+def loop_hooks(where: str) -> list[Record]:
+    model = net()
+    wrapped = DDP(model, bucket_cap_mb=TINY)
+    if where == "wrapper":
+        wrapped.register_full_backward_hook(lambda *_: clip_all(model))
+    if where == "parameter":
+        model[0].bias.register_post_accumulate_grad_hook(lambda _: clip_all(model))
+    if where == "tensor hook of a parameter":
+        model[0].bias.register_hook(lambda _: clip_all(model))
+    records = []
+    for step in range(4):
+        if where == "module put in later" and step == 2:
+            model[1] = nn.Sequential(model[1], nn.Identity())
+            model[1][1].register_full_backward_hook(lambda *_: clip_all(model))
+        wrapped(data(step, 4, 16)).square().mean().backward()
+        records.append(seen(model))
+        wrapped.zero_grad()
+    return records
+
+
+@pytest.mark.parametrize("where", ["wrapper", "parameter", "tensor hook of a parameter", "module put in later"])
+def test_hooks_that_write_all_gradients(ranks, where):
+    check(ranks(2)(both, loop_hooks, where), backwards=4)
+
+
+def failing(patched: bool, **ddp: Any) -> list[Record]:
+    """One backward fails on all ranks, late on rank 0, while the others' collectives wait in its gradients."""
+    torch.manual_seed(0)
+    model = net()
+    wrapped = DDP(model, bucket_cap_mb=TINY, **ddp)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    fail = [False]
+
+    def bomb(_: torch.Tensor) -> None:
+        if fail[0]:
+            raise RuntimeError("boom")
+
+    wrapped(data(0, 4, 16)).sum().backward()
+    records = []
+    for step in range(1, 5):
+        optimizer.zero_grad(set_to_none=False)
+        if patched and step == 2:
+            fail[0] = True
+            handle = model[0].weight.register_hook(bomb) if ddp else None
+            time.sleep(0.3 * (dist.get_rank() == 0))
+            x = data(90, 4, 16).requires_grad_()
+            x.register_hook(bomb)
+            with pytest.raises(RuntimeError, match="boom"):
+                wrapped(x).sum().backward()
+            fail[0] = False
+            if handle is not None:
+                handle.remove()
+            optimizer.zero_grad(set_to_none=False)
+        wrapped(data(step, 4, 16)).square().mean().backward()
+        records.append(seen(model))
+        optimizer.step()
+    return records
+
+
+def failing_then_zeroed_in_place(**ddp: Any) -> dict[str, Any]:
+    stock = failing(False, **ddp)  # it cannot go on after the exception, so it has none
+    with ovpatch.applied("ddp"):
+        from ovpatch_plugins.ddp.counters import COUNTERS
+
+        before = COUNTERS.as_dict()
+        patched = failing(True, **ddp)
+        counters = {name: value - before[name] for name, value in COUNTERS.as_dict().items()}
+    return {"stock": stock, "patched": patched, "counters": counters}
+
+
+@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("ddp", [{}, {"find_unused_parameters": True}], ids=str)
+def test_gradients_zeroed_in_place_after_a_backward_that_failed(ranks, world, ddp):
+    results = ranks(world)(failing_then_zeroed_in_place, **ddp)
+    check(results, backwards=5)
+    assert [result["counters"]["recovered"] for result in results] == [1] * world
+
+
+def swapped() -> str:
+    with ovpatch.applied("ddp", options={"ddp": {"agreement_timeout_s": 10}}):
+        first, second = DDP(net()), DDP(net())
+        losses = [wrapped(data(0, 4, 16)).sum() for wrapped in (first, second)]
+        for loss in losses:
+            loss.backward(retain_graph=True)
+        if dist.get_rank():
+            losses.reverse()
+        with pytest.raises(DisagreementError) as error:
+            losses[0].backward()
+        return str(error.value)
+
+
+def test_second_backwards_of_two_models_in_another_order(ranks):
+    for text in ranks(2)(swapped):
+        assert 'model is "Sequential, model' in text
+        assert text.endswith("OVPATCH_DDP_REDUCE_LATE_GRADIENTS=0.")
