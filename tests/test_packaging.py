@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ast
 import configparser
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -101,6 +103,21 @@ def test_torch_is_required_without_a_version_so_that_pip_never_replaces_it(metad
     assert not requirements["torch"].specifier
     assert metadata["Requires-Python"] == ">=3.10"
     assert {"plot", "test", "integration"} <= set(metadata.get_all("Provides-Extra"))
+
+
+def test_the_environment_of_the_tests_has_the_libraries_that_programs_need(metadata):
+    bootstrap = (ROOT / "tools" / "bootstrap.sh").read_text()
+    assert re.search(r"^pip install .* --editable '\.\[test,integration\]'", bootstrap, re.MULTILINE)
+    requirements = [Requirement(text) for text in metadata.get_all("Requires-Dist")]
+    extra = {r.name for r in requirements if r.marker and r.marker.evaluate({"extra": "integration"})}
+    calls = [
+        call
+        for path in (ROOT / "tests" / "scripts").glob("test_*.py")
+        for call in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(call, ast.Call) and ast.unparse(call.func) == "needs"
+    ]
+    needed = {ast.literal_eval(name) for call in calls for name in call.args}
+    assert needed == extra
 
 
 def test_the_installed_wheel_imports_and_is_found_by_torch(wheel, tmp_path):

@@ -94,10 +94,10 @@ else
     torch_version=$("$VENV/bin/python" -c 'from importlib.metadata import version; print(version("torch"))')
 fi
 
-say "installing ovpatch and its test tools"
+say "installing ovpatch, its test tools and the libraries of the integration tests"
 printf 'torch==%s\n' "$torch_version" >"$VENV/constraints.txt" # whatever happens, pip leaves torch as it is
-pip install --quiet --constraint "$VENV/constraints.txt" --editable '.[test]' ||
-    fail "pip could not install ovpatch with its test tools" \
+pip install --quiet --constraint "$VENV/constraints.txt" --editable '.[test,integration]' ||
+    fail "pip could not install ovpatch with its test tools and the libraries of the integration tests" \
         "see its message above; without a network, give pip a mirror (PIP_INDEX_URL) or wheels (PIP_FIND_LINKS)"
 
 TORCH_DEVICE_BACKEND_AUTOLOAD=1 "$VENV/bin/python" -c 'import ovpatch, torch' ||

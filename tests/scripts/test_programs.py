@@ -20,27 +20,20 @@ def ports(count):
     return [str(scripts.free_port()) for _ in range(count)]
 
 
-def both(runner, name, *args):
-    """Run a program stock and patched."""
-    return together(
-        lambda: runner.torchrun(f"{name}.py", *args, patched=False, to=f"{name}-stock"),
-        lambda: runner.torchrun(f"{name}.py", *args, patched=True, to=f"{name}-patched"),
-    )
-
-
 # --- the plain loop: AdamW, scheduler, clipping, batch norm, checkpoint on rank 0 ---
 
 
 @pytest.fixture(scope="module")
 def plain(runner):
-    return both(runner, "plain")
+    return runner.both("plain")
 
 
-def test_a_plain_loop(plain):
+def test_a_plain_loop(plain, compatibility):
     stock, patched = plain
     assert len(stock.ranks[0]["losses"]) == 8
     assert_same(stock, patched)
     assert_applied(patched.report, models=1, backwards=8)
+    compatibility("plain loop", patched, compared="losses, norms, parameters, checkpoints")
 
 
 def test_checkpoints_resume_the_other_way_round_and_on_two_nodes(runner, plain):
@@ -59,7 +52,7 @@ def test_checkpoints_resume_the_other_way_round_and_on_two_nodes(runner, plain):
     assert done.stderr.count("models 1, stock_models 0, backwards 4,") == 2, done.stderr
 
 
-def test_a_worker_that_dies_is_started_again(runner, plain):
+def test_a_worker_that_dies_is_started_again(runner, plain, compatibility):
     again = runner.torchrun(
         "plain.py",
         "--crash",
@@ -72,6 +65,7 @@ def test_a_worker_that_dies_is_started_again(runner, plain):
     assert_continues(again, plain[0])
     assert_applied(again.report, models=1, backwards=4)
     assert {(one["rank"], one["restart"]) for one in again.report["processes"]} >= {(0, 0), (1, 0), (0, 1), (1, 1)}
+    compatibility("plain loop, a rank killed and torchrun starting all again", again, compared="losses, checkpoint")
 
 
 def assert_continues(arm, whole):
@@ -86,15 +80,16 @@ def assert_continues(arm, whole):
 # --- other styles ---
 
 
-def test_nanogpt_style(runner):
-    stock, patched = both(runner, "nano")
+def test_nanogpt_style(runner, compatibility):
+    stock, patched = runner.both("nano")
     assert [len(rank["eval"]) for rank in stock.ranks] == [2, 0], "rank 0 evaluates alone"
     assert list(stock.checkpoints) == ["ckpt0", "ckpt2"]
     assert_same(stock, patched)
     assert_applied(patched.report, models=1, backwards=4)
+    compatibility("nanoGPT", patched, compared="losses, norms, parameters, checkpoints")
 
 
-def test_process_groups_made_again_and_backwards_that_fail_on_all_ranks(runner):
+def test_process_groups_made_again_and_backwards_that_fail_on_all_ranks(runner, compatibility):
     stock, patched = together(
         lambda: runner.torchrun("sweep.py", *ports(3), patched=False, to="sweep-stock"),
         lambda: runner.torchrun("sweep.py", *ports(3), patched=True, to="sweep-patched"),
@@ -104,6 +99,7 @@ def test_process_groups_made_again_and_backwards_that_fail_on_all_ranks(runner):
     assert_same(stock, patched)
     # The second failure is the group's last backward, after which nothing is left to be completed for.
     assert_applied(patched.report, models=3, backwards=10, recovered=1)
+    compatibility("three trials, failed batches skipped", patched, compared="losses, parameters")
 
 
 # --- mp.spawn ---
@@ -117,10 +113,11 @@ def spawned(runner):
     return together(lambda: start(False, "spawn-stock"), lambda: start(True, "spawn-patched"))
 
 
-def test_spawned_ranks_with_three_process_groups(spawned):
+def test_spawned_ranks_with_three_process_groups(spawned, compatibility):
     stock, patched = spawned
     assert_same(stock, patched)
     assert_applied(patched.report, models=3, backwards=9)
+    compatibility("mp.spawn, three process groups", patched, compared="losses, parameters")
 
 
 def test_apply_under_main_does_not_reach_spawned_ranks_and_the_report_shows_it(runner, spawned):

@@ -1,0 +1,82 @@
+"""The Trainer of transformers with its defaults, as its documentation shows it; the model is built from a config.
+
+AdamW (fused), clipping, unused parameters searched, a checkpoint and an evaluation every other step.
+"""
+
+import argparse
+import hashlib
+import json
+from pathlib import Path
+
+import torch
+from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments, set_seed
+
+
+class Lines(torch.utils.data.Dataset):
+    def __init__(self, count, seed):
+        self.tokens = torch.randint(256, (count, 16), generator=torch.Generator().manual_seed(seed))
+
+    def __len__(self):
+        return len(self.tokens)
+
+    def __getitem__(self, index):
+        return {"input_ids": self.tokens[index], "labels": self.tokens[index]}
+
+
+def out_of_memory(grad):
+    raise RuntimeError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+
+
+class SmallDevice(GPT2LMHeadModel):
+    """Backward of its second batch, if that has 8 lines, does not fit; gradients of the last layers are there then."""
+
+    batches = 0
+
+    def forward(self, input_ids=None, labels=None, **kwargs):  # the Trainer feeds what the signature names
+        outputs = super().forward(input_ids, labels=labels, output_hidden_states=True, **kwargs)
+        if self.training:
+            self.batches += 1
+            if self.batches == 2 and len(input_ids) == 8:
+                outputs.hidden_states[1].register_hook(out_of_memory)
+        return outputs
+
+
+def main():
+    parser = argparse.ArgumentParser()
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--resume")
+    parser.add_argument("--gradient-accumulation-steps", type=int, default=1)
+    parser.add_argument("--gradient-checkpointing", action="store_true")
+    parser.add_argument("--auto-find-batch-size", action="store_true", help="the first attempt runs out of memory")
+    options = parser.parse_args()
+
+    set_seed(0)
+    config = GPT2Config(vocab_size=256, n_positions=16, n_embd=128, n_layer=3, n_head=4, bos_token_id=0, eos_token_id=0)
+    model = (SmallDevice if options.auto_find_batch_size else GPT2LMHeadModel)(config)
+    arguments = TrainingArguments(
+        output_dir=options.out,
+        max_steps=6,
+        logging_steps=1,
+        eval_strategy="steps",
+        eval_steps=2,
+        save_steps=2,
+        per_device_train_batch_size=8,
+        gradient_accumulation_steps=options.gradient_accumulation_steps,
+        gradient_checkpointing=options.gradient_checkpointing,
+        auto_find_batch_size=options.auto_find_batch_size,
+        report_to="none",
+        use_cpu=True,
+    )
+    trainer = Trainer(model=model, args=arguments, train_dataset=Lines(160, 1), eval_dataset=Lines(16, 2))
+    trainer.train(resume_from_checkpoint=options.resume)
+
+    # What the trainer measured in seconds is not the same twice.
+    seconds = ("_runtime", "_per_second", "_time")
+    log = [{k: v for k, v in entry.items() if not k.endswith(seconds)} for entry in trainer.state.log_history]
+    digest = hashlib.sha256(b"".join(p.detach().numpy().tobytes() for p in model.parameters())).hexdigest()
+    result = {"log": log, "parameters": digest, "batch_size": trainer._train_batch_size}
+    (options.out / f"rank{arguments.process_index}.json").write_text(json.dumps(result))
+
+
+if __name__ == "__main__":
+    main()

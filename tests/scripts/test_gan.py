@@ -1,0 +1,28 @@
+"""Adversarial training: two wrapped models, of which one's backward goes through the other."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.scripts.arms import Runner, assert_applied, assert_same
+
+pytestmark = pytest.mark.slow
+
+
+def test_dcgan(tmp_path, compatibility):
+    stock, patched = Runner(tmp_path).both("dcgan")
+    assert [len(rank["errG"]) for rank in stock.ranks] == [4, 4]
+    assert_same(stock, patched)
+    # Per step two of the discriminator alone, and one of both models.
+    assert_applied(patched.report, models=2, backwards=4 * (2 + 2))
+    compatibility("DCGAN", patched, compared="losses, norms, checkpoints")
+
+
+def test_wgan_with_gradient_penalty(tmp_path, compatibility):
+    stock, patched = Runner(tmp_path).both("wgan_gp")
+    assert [len(rank["d_loss"]) for rank in stock.ranks] == [6, 6]
+    assert all(penalty > 0 for rank in stock.ranks for penalty in rank["penalty"])
+    assert_same(stock, patched)
+    # Each step one of the discriminator, and every other step one of both models.
+    assert_applied(patched.report, models=2, backwards=6 + 3 * 2)
+    compatibility("WGAN-GP: backward through torch.autograd.grad", patched, compared="losses, penalties, parameters")

@@ -1,0 +1,64 @@
+"""What distributes more than DistributedDataParallel does, beside it or instead of it.
+
+Where it is instead, the feature has nothing to do, and the report says so.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.scripts.arms import Runner, assert_applied, assert_same, assert_stood_down
+
+pytestmark = pytest.mark.slow
+
+NO_MODEL = (
+    "no model was wrapped in DistributedDataParallel; FSDP, tensor parallelism and engines of their own reduce "
+    "gradients themselves"
+)
+
+
+def test_zero_redundancy_optimizer(tmp_path, compatibility):
+    stock, patched = Runner(tmp_path).both("zero")
+    assert list(stock.checkpoints) == ["view0", "view1"]
+    for checkpoint in stock.checkpoints.values():
+        assert len(checkpoint["optimizer"]["state"]) == len(checkpoint["model"]), "the states of all ranks are there"
+    assert_same(stock, patched)
+    assert_applied(patched.report, models=2, backwards=12)
+    compatibility("ZeroRedundancyOptimizer", patched, compared="losses, parameters, consolidated checkpoints")
+
+
+def test_replicate_has_a_wrapper_inside(tmp_path, compatibility):
+    stock, patched = Runner(tmp_path).both("replicated")
+    assert_same(stock, patched)
+    assert_applied(patched.report, models=2, backwards=6)
+    compatibility("composable replicate(), also with tensor parallelism", patched, compared="losses, norms, parameters")
+
+
+# --- instead of it ---
+
+
+def test_fsdp2(tmp_path, compatibility):
+    stock, patched = Runner(tmp_path).both("fsdp2")
+    assert list(stock.checkpoints) == ["fully_shard", "replicate"]
+    assert_same(stock, patched)
+    why = "gradients are left to FSDP2 (fully_shard): no model is wrapped in DistributedDataParallel"
+    assert_stood_down(patched.report, why)
+    compatibility("FSDP2: fully_shard, and torchtitan's replicate", patched, compared="losses, norms, checkpoints")
+
+
+def test_tensor_parallelism_in_the_style_of_torchtitan(tmp_path, compatibility):
+    stock, patched = Runner(tmp_path).both("tensor_parallel")
+    assert stock.ranks[0] == stock.ranks[1]
+    assert_same(stock, patched)
+    # At the end of the process, when it is asked, the model is gone.
+    assert_stood_down(patched.report, NO_MODEL)
+    compatibility("torchtitan style: meta device, tensor parallelism", patched, compared="losses, norms, checkpoint")
+
+
+def test_an_engine_in_the_style_of_deepspeed(tmp_path, compatibility):
+    stock, patched = Runner(tmp_path).both("engine")
+    assert list(stock.checkpoints) == ["zero_pp_rank_0_optim_states", "zero_pp_rank_1_optim_states"]
+    assert stock.ranks[0]["parameters"] == stock.ranks[1]["parameters"]
+    assert_same(stock, patched)
+    assert_stood_down(patched.report, NO_MODEL)
+    compatibility("DeepSpeed style engine, hooks and collectives of its own", patched, compared="losses, parameters")
