@@ -35,13 +35,26 @@ ARMS: dict[str, dict[str, Any]] = {
     "no sync": {"sync": False},
     "stock": {},
     "stock, bucket view": {"gradient_as_bucket_view": True},
+    "stock, bucket view, 50 MiB": {"gradient_as_bucket_view": True, "bucket_cap_mb": 50},
     "stock, bucket view, 100 MiB": {"gradient_as_bucket_view": True, "bucket_cap_mb": 100},
+    "stock, bucket view, 200 MiB": {"gradient_as_bucket_view": True, "bucket_cap_mb": 200},
     "stock, bucket view, 400 MiB": {"gradient_as_bucket_view": True, "bucket_cap_mb": 400},
     "ovpatch": {"patched": True},
+    "ovpatch, 25 MiB": {"patched": True, "bucket_cap_mb": 25},
+    "ovpatch, 50 MiB": {"patched": True, "bucket_cap_mb": 50},
     "ovpatch, 100 MiB": {"patched": True, "bucket_cap_mb": 100},
+    "ovpatch, 200 MiB": {"patched": True, "bucket_cap_mb": 200},
     "ovpatch, 400 MiB": {"patched": True, "bucket_cap_mb": 400},
+    "ovpatch, layer": {"patched": True, "options": {"bucket_granularity": "layer"}},
+    "ovpatch, divide first": {"patched": True, "options": {"average_in_collective": False}},
+    "ovpatch, max_ctas 8": {"patched": True, "options": {"max_ctas": 8}},
+    "ovpatch, max_ctas 12": {"patched": True, "options": {"max_ctas": 12}},
+    "ovpatch, max_ctas 16": {"patched": True, "options": {"max_ctas": 16}},
     "ovpatch, no overlap": {"patched": True, "options": {"overlap_grad_reduce": False}},
 }
+
+# Dense bf16 tensor-core peak by the data sheet, TFLOP/s; for MFU.
+PEAK_TFLOPS = {"NVIDIA H200": 989.0, "NVIDIA H100 80GB HBM3": 989.0}
 
 
 def device() -> torch.device:
@@ -77,10 +90,8 @@ def build(arm: dict[str, Any], args: argparse.Namespace) -> tuple[Callable[[], N
     return step, model
 
 
-def timed(step: Callable[[], None], warmup: int, steps: int) -> list[float]:
+def timed(step: Callable[[], None], steps: int) -> list[float]:
     """Return the times of ``steps`` steps in ms, those of the slowest rank."""
-    for _ in range(warmup):
-        step()
     times = []
     for _ in range(steps):
         if CUDA:
@@ -112,7 +123,8 @@ def measure(name: str, args: argparse.Namespace) -> dict[str, Any]:
         torch.cuda.reset_peak_memory_stats()
     with patched(ARMS[name]):
         step, model = build(ARMS[name], args)
-        times = timed(step, args.warmup, args.steps)
+        first = timed(step, args.warmup)
+        times = timed(step, args.steps)
         context = SIZES[args.size]["context"]
         flops = flops_per_step(model, args.batch * args.accumulate * context, context)
         peak = torch.cuda.max_memory_allocated() / 2**30 if CUDA else 0.0
@@ -122,16 +134,18 @@ def measure(name: str, args: argparse.Namespace) -> dict[str, Any]:
         gc.collect()
     if CUDA:
         torch.cuda.empty_cache()
-    return {"arm": name, "ms": times, "peak_gib": peak, "flops": flops}
+    return {"arm": name, "ms": times, "first_ms": first, "peak_gib": peak, "flops": flops}
 
 
 def summary(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Merge the rounds of each arm: median and worst step time, peak memory, TFLOP/s per device."""
+    """Merge the rounds of each arm: median and worst step time, peak memory, TFLOP/s per device and MFU."""
+    peak = PEAK_TFLOPS.get(torch.cuda.get_device_name()) if CUDA else None
     merged = []
     for name in dict.fromkeys(row["arm"] for row in rows):
         mine = [row for row in rows if row["arm"] == name]
         times = [ms for row in mine for ms in row["ms"]]
         median = statistics.median(times)
+        tflops = mine[0]["flops"] / median / 1e9
         merged.append(
             {
                 "arm": name,
@@ -139,7 +153,10 @@ def summary(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
                 "round_medians_ms": [round(statistics.median(row["ms"]), 2) for row in mine],
                 "worst_ms": round(max(times), 2),
                 "peak_gib": round(max(row["peak_gib"] for row in mine), 2),
-                "tflops": round(mine[0]["flops"] / median / 1e9, 1),
+                "tflops": round(tflops, 1),
+                "mfu": round(tflops / peak, 3) if peak else None,
+                # What the warm-up steps took beyond as many steady ones: compilation, communicators, first buckets.
+                "start_ms": round(min(sum(row["first_ms"]) - len(row["first_ms"]) * median for row in mine), 1),
             }
         )
     return merged
@@ -175,9 +192,10 @@ def main() -> None:
 
 def report(args: argparse.Namespace, merged: list[dict[str, Any]], rows: list[dict[str, Any]]) -> None:
     """Print the table and append the raw result."""
-    print(f"\n{'arm':32} {'median ms':>10} {'worst ms':>10} {'peak GiB':>9} {'TFLOP/s':>8}")
+    columns = ["median_ms", "worst_ms", "peak_gib", "tflops", "mfu", "start_ms"]
+    print(f"\n{'arm':32}" + "".join(f"{column:>11}" for column in columns))
     for row in merged:
-        print(f"{row['arm']:32} {row['median_ms']:10} {row['worst_ms']:10} {row['peak_gib']:9} {row['tflops']:8}")
+        print(f"{row['arm']:32}" + "".join(f"{row[column]!s:>11}" for column in columns))
     if args.json:
         settings = {k: v for k, v in vars(args).items() if k not in ("json", "arms")}
         result = {

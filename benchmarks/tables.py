@@ -19,36 +19,50 @@ PAGES = [ROOT / "README.md", ROOT / "plugins" / "ddp" / "README.md"]
 
 
 def ddp_step() -> str:
-    """Return the table of ``benchmarks/ddp_step.py``: one row per run, stock's best setting beside ours."""
+    """Return the table of ``benchmarks/ddp_step.py``: one row per run, stock's best setting beside our default."""
     results = _results("ddp_step")
-    header = ["run", "GPUs", "no communication", "stock", "stock, best setting", "ovpatch, 25 MiB", "ovpatch, 100 MiB"]
-    lines = [_row([*header, "peak GiB, stock → ovpatch"]), _row(["---"] * (len(header) + 1))]
+    header = ["run", "GPUs", "no communication", "stock", "stock, best setting", "ovpatch", "against best"]
+    header += ["TFLOP/s", "MFU", "peak GiB, stock's least → ovpatch"]
+    lines = [_row(header), _row(["---"] * len(header))]
     lines += [_ddp_row(result) for result in results]
     newest = results[-1]
     return "\n".join(lines) + (
         f"\n\nMilliseconds per training step, median, the slowest rank counts; {newest['device']}, torch "
-        f"{newest['torch']}, fp32 weights under bf16 autocast, fused AdamW, random data, arms alternating in one run, "
-        f"{newest['date']}. On CUDA ovpatch uses 100 MiB buckets where the script sets no size; stock's default is 25. "
-        "n/a: not measured. Raw data, with worst cases: `benchmarks/results/ddp_step.jsonl`."
+        f"{newest['torch']}, fp32 weights under bf16 autocast, fused AdamW, 4 sequences of 1024 tokens per GPU and "
+        f"microbatch, random data, arms alternating in one run, {newest['date']}. TFLOP/s per GPU and MFU are "
+        "ovpatch's. Stock's settings: 25, 100, 200 and 400 MiB buckets, with and without `gradient_as_bucket_view`, as "
+        "far as the run has them. Raw data, with worst cases and more arms: `benchmarks/results/ddp_step.jsonl`."
     )
 
 
 def _ddp_row(result: dict[str, Any]) -> str:
     arms = {row["arm"]: row for row in result["summary"]}
-    best = min((row for name, row in arms.items() if name.startswith("stock")), key=lambda row: row["median_ms"])
+    stock = [row for name, row in arms.items() if name.startswith("stock")]
+    best, ours = min(stock, key=lambda row: row["median_ms"]), arms["ovpatch"]
     setting = best["arm"].removeprefix("stock").removeprefix(", ") or "default"
-    times = [_ms(arms.get(name)) for name in ("no sync", "stock")]
-    times += [f"{_ms(best)} ({setting})"] + [_ms(arms.get(name)) for name in ("ovpatch", "ovpatch, 100 MiB")]
-    peaks = f"{arms['stock']['peak_gib']:.1f} → {arms['ovpatch']['peak_gib']:.1f}"
-    return _row([_ddp_name(result["settings"]), str(result["world"]), *times, peaks])
+    against = ours["median_ms"] / best["median_ms"] - 1
+    return _row(
+        [
+            _ddp_name(result["settings"]),
+            str(result["world"]),
+            _ms(arms["no sync"]),
+            _ms(arms["stock"]),
+            f"{_ms(best)} ({setting})",
+            _ms(ours),
+            f"{against:+.1%}",
+            f"{ours['tflops']:.0f}",
+            f"{ours['mfu']:.0%}",
+            f"{min(row['peak_gib'] for row in stock):.1f} → {ours['peak_gib']:.1f}",
+        ]
+    )
 
 
 def _row(cells: list[str]) -> str:
     return f"| {' | '.join(cells)} |"
 
 
-def _ms(row: dict[str, Any] | None) -> str:
-    return "n/a" if row is None else f"{row['median_ms']:.1f}"
+def _ms(row: dict[str, Any]) -> str:
+    return f"{row['median_ms']:.1f}"
 
 
 def _ddp_name(settings: dict[str, Any]) -> str:
