@@ -60,7 +60,9 @@ def test_equal_sets_are_equal_however_they_were_made():
     assert Intervals.of([(3, 5), (0, 2), (2, 3)]) == Intervals.of([(0, 5)])
 
 
-@pytest.mark.parametrize("start", [0, 1_795_261_711_000_000_000])  # nanoseconds since the epoch exceed a float's 53 bits
+@pytest.mark.parametrize(
+    "start", [0, 1_795_261_711_000_000_000]
+)  # nanoseconds since the epoch exceed a float's 53 bits
 def test_a_nanosecond_counts_at_any_date(start):
     a, b = Intervals.of([(start, start + 10)]), Intervals.of([(start + 1, start + 2), (start + 9, start + 20)])
     assert (a & b).spans == ((start + 1, start + 2), (start + 9, start + 10))

@@ -37,9 +37,7 @@ class Launches:
     """What the host did to have the device do something."""
 
     def __init__(self, trace: Trace) -> None:
-        self._calls = {
-            event.args["correlation"]: event for event in trace.of(*LAUNCHES) if "correlation" in event.args
-        }
+        self._calls = {event.args["correlation"]: event for event in trace.of(*LAUNCHES) if "correlation" in event.args}
         self._host, self._device = Labels(trace.of("user_annotation")), Labels(trace.of("gpu_user_annotation"))
 
     def time_of(self, event: Event) -> int | None:

@@ -1,0 +1,181 @@
+"""The numbers: what each step of each rank consists of, and what of its communication is hidden.
+
+[Note: parts of a step] Every nanosecond of a step is in exactly one of: compute; exposed communication (no compute at the
+time); copies only (neither of the two); idle (nothing). Hidden communication is the part of compute under which something
+communicates, so compute + exposed + copies + idle is the step.
+
+[Note: the step that is shown] The slowest rank decides, and one step is no measurement: of each step, the rank with most
+exposed communication counts, and the step that is the median by that is shown, on all ranks.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ovpatch.insight.timeline.lanes import Communication, Lanes, Step, union
+from ovpatch.insight.timeline.trace import TraceError
+
+
+@dataclass(frozen=True)
+class Parts:
+    """Nanoseconds of one step of one rank; see [Note: parts of a step]."""
+
+    step: int
+    compute: int
+    hidden: int
+    exposed: int
+    copies: int
+    idle: int
+
+    @property
+    def hidden_share(self) -> float | None:
+        """Hidden communication by all communication, None without any (metric 5 of the project's list)."""
+        communication = self.hidden + self.exposed
+        return self.hidden / communication if communication else None
+
+
+@dataclass(frozen=True)
+class Group:
+    """Communications of one collective under one label, in one step of one rank.
+
+    Attributes:
+        collective: For example ``nccl all_reduce``.
+        phase: ``ovpatch::<feature>::<phase>``, "" for what none of ovpatch's features launched.
+        calls: How many.
+        hidden: Nanoseconds in which at least one of them ran, under compute.
+        exposed: Likewise, without compute.
+    """
+
+    collective: str
+    phase: str
+    calls: int
+    hidden: int
+    exposed: int
+
+
+@dataclass(frozen=True)
+class Run:
+    """One arm: the lanes of all its ranks, over the steps that all of them have.
+
+    Attributes:
+        name: ``stock``, ``patched`` or another.
+        ranks: By rank.
+        steps: Numbers of the steps, in order.
+        shown: Number of the step that stands for all; see [Note: the step that is shown].
+    """
+
+    name: str
+    ranks: tuple[Lanes, ...]
+    steps: tuple[int, ...]
+    shown: int
+
+    def parts(self, lanes: Lanes, number: int) -> Parts:
+        """Return the parts of a step of a rank."""
+        return parts_of(lanes, step_of(lanes, number))
+
+    def worst(self, number: int) -> tuple[Lanes, Parts]:
+        """Return the rank with most exposed communication in a step, and its parts."""
+        return max(((lanes, self.parts(lanes, number)) for lanes in self.ranks), key=lambda pair: pair[1].exposed)
+
+
+def run_of(name: str, ranks: Sequence[Lanes]) -> Run:
+    """Gather the ranks of an arm.
+
+    Raises:
+        TraceError: There is no step that all ranks have.
+    """
+    if not ranks:
+        raise TraceError(f"{name}: there is no trace. Give at least one.")
+    common = set.intersection(*({step.number for step in lanes.steps} for lanes in ranks))
+    if not common:
+        had = "; ".join(f"rank {lanes.rank}: {[step.number for step in lanes.steps]}" for lanes in ranks)
+        raise TraceError(
+            f"{name}: no step is in the traces of all ranks ({had}). Record the same steps on all of them."
+        )
+    steps = tuple(sorted(common))
+    exposed = {n: max(parts_of(lanes, step_of(lanes, n)).exposed for lanes in ranks) for n in steps}
+    return Run(name, tuple(ranks), steps, _median(steps, lambda number: exposed[number]))
+
+
+def _median(values: Sequence[int], key: Callable[[int], int]) -> int:
+    """Return the one in the middle, the lower of two."""
+    return sorted(values, key=key)[(len(values) - 1) // 2]
+
+
+def step_of(lanes: Lanes, number: int) -> Step:
+    """Return a step of a rank by its number."""
+    return next(step for step in lanes.steps if step.number == number)
+
+
+def parts_of(lanes: Lanes, step: Step) -> Parts:
+    """Return the parts of a step; see [Note: parts of a step]."""
+    compute, communication, copies = (
+        part.within(step.start, step.end) for part in (lanes.compute, lanes.communication, lanes.copies)
+    )
+    busy = compute | communication | copies
+    return Parts(
+        step=step.end - step.start,
+        compute=compute.total,
+        hidden=(communication & compute).total,
+        exposed=(communication - compute).total,
+        copies=(copies - (compute | communication)).total,
+        idle=busy.gaps(step.start, step.end).total,
+    )
+
+
+def groups_of(lanes: Lanes, step: Step) -> tuple[Group, ...]:
+    """Return a step's communication by collective and label, the most exposed first.
+
+    Where two groups run at once, that time counts in both: the groups do not add up to the whole.
+    """
+    members: dict[tuple[str, str], list[Communication]] = defaultdict(list)
+    for one in lanes.communications:
+        if one.start < step.end and one.end > step.start:
+            members[one.collective, one.phase].append(one)
+    groups = []
+    for (collective, phase), some in members.items():
+        busy = union(some).within(step.start, step.end)
+        hidden = (busy & lanes.compute).total
+        groups.append(Group(collective, phase, len(some), hidden, busy.total - hidden))
+    return tuple(sorted(groups, key=lambda group: (-group.exposed, -group.hidden)))
+
+
+def efficiency(stock: Run, patched: Run) -> float | None:
+    """Return overlap efficiency against a stock run: 1 - exposed, patched / exposed, stock.
+
+    0 is as exposed as stock, 1 is all hidden, negative is worse. None if stock exposes nothing.
+    """
+    before, after = (run.worst(run.shown)[1].exposed for run in (stock, patched))
+    return 1 - after / before if before else None
+
+
+def to_json(run: Run) -> dict[str, Any]:
+    """Return all numbers of a run as JSON types; times are nanoseconds."""
+    return {
+        "name": run.name,
+        "shown": run.shown,
+        "ranks": [
+            {
+                "rank": lanes.rank,
+                "device": lanes.device,
+                "host": lanes.host,
+                "trace": str(lanes.path),
+                "remarks": list(lanes.remarks),
+                "steps": [_step_to_json(lanes, step_of(lanes, number)) for number in run.steps],
+            }
+            for lanes in run.ranks
+        ],
+    }
+
+
+def _step_to_json(lanes: Lanes, step: Step) -> dict[str, Any]:
+    parts = parts_of(lanes, step)
+    return {
+        "number": step.number,
+        **vars(parts),
+        "hidden_share": parts.hidden_share,
+        "collectives": [vars(group) for group in groups_of(lanes, step)],
+    }
