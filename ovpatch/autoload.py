@@ -3,6 +3,8 @@
 Unless ``OVPATCH_AUTO`` is on, nothing is done and nothing is imported. It never breaks ``import torch``: where it
 cannot apply, the process goes on unpatched, says so once on stderr and leaves a record for ``ovpatch run``, which then
 stops the job and fails. A training job on several ranks of which some are unpatched would not be the same job.
+
+``verify``, ``bench`` and ``timeline`` come in here too, in stock processes as in patched ones.
 """
 
 from __future__ import annotations
@@ -19,6 +21,8 @@ def on_torch_import() -> None:
         _register_log(at_once=asked)
     if asked:
         _apply()
+    if os.environ.get("OVPATCH_INSIGHT"):
+        _observe()
 
 
 def _register_log(*, at_once: bool) -> None:
@@ -50,6 +54,15 @@ def _apply() -> None:
             api.apply()
     except Exception as error:  # noqa: BLE001  # any exception here would kill the user's `import torch`
         _complain(f"this process runs WITHOUT ovpatch, as stock PyTorch: {_describe(error)}", record=True)
+
+
+def _observe() -> None:
+    try:
+        from ovpatch.jobs import orders
+
+        orders.begin()
+    except Exception as error:  # noqa: BLE001  # as above
+        _complain(f"this process is not observed: {_describe(error)}", record=True)
 
 
 def _describe(error: Exception) -> str:

@@ -9,16 +9,13 @@ from __future__ import annotations
 
 import argparse
 import os
-import signal
-import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from types import FrameType
 from typing import Any, Final
 
+from ovpatch.jobs import launching
 from ovpatch.reports import merging, workers
 from ovpatch.reports.reporting import table_of
 from ovpatch.session.plan import FeatureError
@@ -27,10 +24,6 @@ from ovpatch.settings import settings
 OK: Final = 0
 PROBLEM: Final = 1
 USAGE: Final = 2
-NOT_EXECUTABLE: Final = 126  # these two as in shells
-NOT_FOUND: Final = 127
-_FORWARDED: Final = ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2")
-_POLL: Final = 0.5  # seconds between looks for a worker that could not be patched
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -103,62 +96,31 @@ def _check_writable(report: Path) -> None:
 
 def _run(command: list[str], environment: Mapping[str, str], directory: Path) -> int:
     try:
-        with _forwarding() as children:
-            process = subprocess.Popen(command, env=environment)
-            children.append(process)
-            return _wait(process, directory)
-    except FileNotFoundError:
-        _say(f"{command[0]}: command not found")
-        return NOT_FOUND
-    except OSError as error:  # no permission, a folder, or a script without its first line
-        _say(f"{command[0]}: not executable ({error.strerror})")
-        return NOT_EXECUTABLE
+        with launching.started(command, environment) as job:
+            return job.wait(_once(lambda: _stop_unpatched(job, directory)))
+    except launching.NotStartedError as error:
+        _say(str(error))
+        return error.code
 
 
-def _wait(process: subprocess.Popen[bytes], directory: Path) -> int:
-    """Wait for the command; stop it early once a worker reports that it is not patched."""
-    stopped = False
-    while True:
-        try:
-            code = process.wait(_POLL)
-            return code if code >= 0 else 128 - code
-        except subprocess.TimeoutExpired:
-            if not stopped and any(directory.glob("failed-*.json")):
-                _say("a worker could not be patched (its message is above); stopping the command")
-                process.terminate()
-                stopped = True
+def _once(act: Callable[[], bool]) -> Callable[[], None]:
+    """Return a function that calls ``act`` until that returns True."""
+    pending = [act]
+
+    def tick() -> None:
+        if pending and pending[0]():
+            pending.clear()
+
+    return tick
 
 
-@contextmanager
-def _forwarding() -> Iterator[list[subprocess.Popen[bytes]]]:
-    """Hand signals on to the command, which then decides what they mean; yields the list to put it into."""
-    children: list[subprocess.Popen[bytes]] = []
-
-    def forward(number: int, frame: FrameType | None) -> None:
-        if number == signal.SIGINT and _terminal_sends_it():
-            return  # Ctrl-C reaches the whole foreground group by itself; twice would be a harder stop
-        for child in children:
-            child.send_signal(number)
-
-    numbers = [getattr(signal, name) for name in _FORWARDED if hasattr(signal, name)]
-    numbers = [number for number in numbers if signal.getsignal(number) is not signal.SIG_IGN]  # nohup, sh's "&"
-    before = {number: signal.signal(number, forward) for number in numbers}
-    try:
-        yield children
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-
-def _terminal_sends_it() -> bool:
-    """Whether this process is in the foreground of a terminal, whose Ctrl-C goes to the command as well."""
-    if not hasattr(os, "tcgetpgrp"):
-        return True  # Windows: console events go to all processes of the console
-    try:
-        with open("/dev/tty", "rb") as terminal:
-            return os.tcgetpgrp(terminal.fileno()) == os.getpgrp()
-    except OSError:
+def _stop_unpatched(job: launching.Job, directory: Path) -> bool:
+    """End the command early once a worker has reported that it is not patched."""
+    if not any(directory.glob("failed-*.json")):
         return False
+    _say("a worker could not be patched (its message is above); stopping the command")
+    job.terminate()
+    return True
 
 
 def _conclude(code: int, directory: Path, file: Path | None) -> int:
@@ -171,7 +133,7 @@ def _conclude(code: int, directory: Path, file: Path | None) -> int:
         workers.write_json(file, merged if merged is not None else {"features": [], "patches": [], "processes": []})
     for failure in failures:
         _say(f"process {failure['pid']} (rank {failure['rank']}) was not patched: {failure['error']}")
-    if merged is None and not failures and code not in (NOT_FOUND, NOT_EXECUTABLE):
+    if merged is None and not failures and code not in (launching.NOT_FOUND, launching.NOT_EXECUTABLE):
         _say(_NOBODY)
     unpatched = bool(failures) or merged is None
     return PROBLEM if failures or (code == OK and unpatched) else code

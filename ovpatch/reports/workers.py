@@ -133,8 +133,23 @@ def report_in(take: Callable[[], Report]) -> None:
     if _reporter is None:
         _reporter = _Reporter(Path(directory), take)
         _arrange(_reporter, kind)
-    if kind == "worker" or _in_child():
+    if works(kind):
         _reporter.write()
+
+
+def works(kind: str | None = None) -> bool:
+    """Whether this process may train: it is a worker, or the child of a fork server.
+
+    Args:
+        kind: What :func:`role` says; it is asked by default.
+    """
+    return (role() if kind is None else kind) == "worker" or _in_child()
+
+
+def report_now() -> None:
+    """Write the report of a process that is about to end without :mod:`atexit`."""
+    if _reporter is not None:
+        _reporter.write_at_exit()
 
 
 def _arrange(reporter: _Reporter, kind: str) -> None:

@@ -76,6 +76,7 @@ VARIABLES: Final = (
     Variable("OVPATCH_CACHE_DIR", "a path", "the user's cache", "Reserved for measurements that features will keep."),
     Variable("OVPATCH_THIRD_PARTY", "`0` `1`", "`1`", "`0` leaves out every plugin that ovpatch does not ship."),
     Variable("OVPATCH_REPORT_DIR", "a path", "unset", "Internal: `ovpatch run` sets it, workers report there."),
+    Variable("OVPATCH_INSIGHT", "JSON", "unset", "Internal: what `verify`, `bench` and `timeline` want of workers."),
 )
 RESERVED: Final = frozenset(variable.name for variable in VARIABLES)
 

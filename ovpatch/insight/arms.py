@@ -1,0 +1,238 @@
+"""Arms: the same command run stock, patched, or with some of the features, each with a folder and a log of its own."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Final
+
+from ovpatch.jobs import launching, orders
+from ovpatch.jobs.orders import Orders
+from ovpatch.reports import merging, workers
+from ovpatch.settings.settings import SettingsError
+
+STOCK: Final = "0"
+
+#: Variables that would let a process of the command go its own way.
+_OURS: Final = ("OVPATCH_AUTO", workers.REPORT_DIR, orders.VARIABLE)
+
+
+@dataclass(frozen=True)
+class Arm:
+    """One way to run the command.
+
+    Attributes:
+        name: Unique in one call of a tool; names the folder.
+        features: What ``OVPATCH`` shall say: ``0`` for stock, None for what the user's environment says.
+        details: What the tool's worker is to do in this arm.
+        variables: More environment variables.
+    """
+
+    name: str
+    features: str | None = None
+    details: Mapping[str, Any] = field(default_factory=dict)
+    variables: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def patched(self) -> bool:
+        """Whether any feature may run."""
+        return self.features != STOCK
+
+    def environment(self, worker: str, folder: Path) -> dict[str, str]:
+        """Return the environment of the command in this arm."""
+        environment = {name: value for name, value in os.environ.items() if name not in _OURS}
+        if self.features is not None:
+            environment["OVPATCH"] = self.features
+        if self.patched:
+            environment["OVPATCH_AUTO"] = "1"
+        environment[workers.REPORT_DIR] = str(folder.absolute())
+        return {**environment, **Orders(worker, folder, self.details).variables(), **self.variables}
+
+
+def leave_one_out(arm: Arm, features: Sequence[str]) -> list[Arm]:
+    """Return, for each feature that ran, the arm in which it is off and all else is as before.
+
+    Args:
+        arm: A patched arm.
+        features: What ran in it, see :attr:`Outcome.applied`. Where it is only one, leaving it out is stock.
+    """
+    if len(features) < 2:
+        return []
+    off = {feature: {f"OVPATCH_{feature.upper()}": "0"} for feature in features}  # off always wins
+    return [
+        replace(arm, name=f"without-{feature}", variables={**arm.variables, **off[feature]}) for feature in features
+    ]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What came of an arm.
+
+    Attributes:
+        arm: The arm.
+        folder: What its processes left behind.
+        log: What the command wrote.
+        code: The command's exit code, as a shell would give it.
+        seconds: How long it took.
+        timed_out: Whether it was ended because no process made a step in time.
+        interrupted: Whether it was ended by a signal to us.
+        stacks: If it timed out, the stacks of each process, by its number.
+    """
+
+    arm: Arm
+    folder: Path
+    log: Path
+    code: int
+    seconds: float
+    timed_out: bool = False
+    interrupted: bool = False
+    stacks: Mapping[int, str] = field(default_factory=dict)
+
+    @property
+    def report(self) -> dict[str, Any] | None:
+        """The report of ovpatch merged over the processes; None if no process had one."""
+        reports = workers.read_all(self.folder, "worker")
+        return merging.merge(reports) if reports else None
+
+    @property
+    def applied(self) -> list[str]:
+        """Features that were on in every process, whether or not they did anything."""
+        return [
+            feature["name"]
+            for feature in (self.report or {"features": ()})["features"]
+            if feature["state"] == "applied"
+        ]
+
+    @property
+    def exercised(self) -> list[str]:
+        """Features of which a counter moved."""
+        features = (self.report or {"features": ()})["features"]
+        return [feature["name"] for feature in features if any(feature["counters"].values())]
+
+    @property
+    def failures(self) -> list[dict[str, Any]]:
+        """Processes in which ovpatch, or the tool, could not do its work: pid, rank and error."""
+        return workers.read_all(self.folder, "failed")
+
+    def tail(self, lines: int = 20) -> str:
+        """Return the last lines of the log."""
+        return "\n".join(self.log.read_text(encoding="utf-8", errors="replace").splitlines()[-lines:])
+
+
+def check(command: Sequence[str]) -> None:
+    """Find what would keep every arm from being seen, before anything runs.
+
+    Raises:
+        ovpatch.SettingsError: There is no command, or torch would not load us in its processes.
+    """
+    if not command:
+        raise SettingsError("no command given. Write it after two dashes: -- torchrun train.py")
+    if os.environ.get("TORCH_DEVICE_BACKEND_AUTOLOAD", "1") != "1":
+        raise SettingsError(
+            "TORCH_DEVICE_BACKEND_AUTOLOAD is not 1, so no process of the command loads ovpatch. Unset it."
+        )
+
+
+def run(
+    arm: Arm,
+    command: Sequence[str],
+    worker: str,
+    out: Path,
+    *,
+    timeout: float,
+    progress: Callable[[int], None] = lambda step: None,
+) -> Outcome:
+    """Run one arm to its end.
+
+    Args:
+        arm: What to run.
+        command: Program and arguments.
+        worker: Module of the tool that begins in each process, see :class:`~ovpatch.jobs.orders.Orders`.
+        out: Folder in which the arm gets its own, and its log; a folder that an earlier call left must be gone.
+        timeout: Seconds without a step by any process, and without a new process, after which it has hung.
+        progress: Called about twice a second with the last step that all processes that step have taken.
+
+    Raises:
+        ovpatch.jobs.launching.NotStartedError: The command could not be started.
+    """
+    folder, log = out / arm.name, out / f"{arm.name}.log"
+    folder.mkdir(parents=True)
+    watch = _Watch(folder, timeout, progress)
+    began = time.monotonic()
+    with launching.started(command, arm.environment(worker, folder), log=log) as job:
+        code = job.wait(lambda: watch.look(job))
+    seconds, interrupted = time.monotonic() - began, job.interrupted is not None
+    return Outcome(arm, folder, log, code, seconds, watch.timed_out, interrupted, _read_stacks(folder))
+
+
+class _Watch:
+    """Looks at what the processes of a running arm leave, and ends it when that tells it to."""
+
+    def __init__(self, folder: Path, timeout: float, progress: Callable[[int], None]) -> None:
+        self._folder, self._timeout, self._progress = folder, timeout, progress
+        self._seen: dict[str, int] = {}
+        self._news = time.monotonic()
+        self._ended = False
+        self.timed_out = False
+
+    def look(self, job: launching.Job) -> None:
+        """See whether there is news; end a job that has hung, or of which a process could not be patched."""
+        if self._ended:
+            return
+        seen = {path.name: path.stat().st_mtime_ns for path in self._folder.glob("[pb]*-*")}  # process- and beat-
+        if seen != self._seen:
+            self._seen, self._news = seen, time.monotonic()
+            self._progress(slowest(self._folder))
+        if any(self._folder.glob("failed-*.json")):
+            self._end(job)
+        elif time.monotonic() - self._news > self._timeout:
+            self.timed_out = True
+            ask_for_stacks(self._folder)
+            self._end(job)
+
+    def _end(self, job: launching.Job) -> None:
+        self._ended = True
+        job.end()
+        for pid in processes(self._folder):  # torchrun's workers are in sessions of their own
+            os.kill(pid, signal.SIGKILL)
+
+
+def slowest(folder: Path) -> int:
+    """Return the last step that all processes that step have taken."""
+    return min((int(path.read_bytes() or b"0") for path in folder.glob("beat-*")), default=0)
+
+
+def processes(folder: Path) -> list[int]:
+    """Return the numbers of the processes that signed in and live on this host."""
+    pids = [json.loads(path.read_text(encoding="utf-8"))["pid"] for path in folder.glob("process-*.json")]
+    return [pid for pid in pids if _lives(pid, folder)]
+
+
+def _lives(pid: int, folder: Path) -> bool:
+    """Whether it lives and, where the system tells, is not somebody else who got its number."""
+    environment = Path(f"/proc/{pid}/environ")
+    try:
+        os.kill(pid, 0)
+        return str(folder.absolute()).encode() in environment.read_bytes() if environment.exists() else True
+    except (ProcessLookupError, PermissionError):
+        return False
+
+
+def ask_for_stacks(folder: Path, patience: float = 2.0) -> None:
+    """Have every process of a job write its stacks, and give it the time to."""
+    if orders.STACKS is None:
+        return
+    for pid in processes(folder):
+        os.kill(pid, orders.STACKS)
+    time.sleep(patience)
+
+
+def _read_stacks(folder: Path) -> dict[int, str]:
+    texts = {int(path.stem.partition("-")[2]): path for path in folder.glob("stacks-*.txt")}
+    stacks = {pid: path.read_text(encoding="utf-8", errors="replace") for pid, path in sorted(texts.items())}
+    return {pid: text for pid, text in stacks.items() if text}

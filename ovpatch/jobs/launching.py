@@ -1,0 +1,176 @@
+"""Somebody's command as a child of ours: signals handed on, its exit code as a shell would tell it, ended on demand.
+
+[Note: whose Ctrl-C it is] A command that shares our terminal (``ovpatch run``) stays in our process group: Ctrl-C
+reaches it by itself, and it decides what that means. A command whose output goes to a file (``verify``, ``bench``,
+``timeline``) gets a session of its own, so that it can be ended with everything it started; there Ctrl-C is handed on.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import Final
+
+NOT_EXECUTABLE: Final = 126  # these two as in shells
+NOT_FOUND: Final = 127
+_FORWARDED: Final = ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2")
+_POLL: Final = 0.5  # seconds between looks at what the command's processes left behind
+_GRACE: Final = 40.0  # seconds; torchrun itself gives its workers 30 before it kills them
+
+
+class NotStartedError(Exception):
+    """The command could not be started.
+
+    Attributes:
+        code: Exit code that a shell would give.
+    """
+
+    def __init__(self, message: str, code: int) -> None:
+        super().__init__(message)
+        self.code = code
+
+
+class Job:
+    """A command, from before its start to its end.
+
+    Attributes:
+        interrupted: The signal to us, handed on, that asked it to end, if any.
+    """
+
+    def __init__(self, *, own_session: bool) -> None:
+        self._own_session = own_session
+        self._process: subprocess.Popen[bytes] | None = None
+        self._early: list[int] = []  # signals to us while there is no process yet
+        self.interrupted: signal.Signals | None = None
+
+    def start(self, command: Sequence[str], environment: Mapping[str, str], output: int | None) -> None:
+        """Start it.
+
+        Raises:
+            NotStartedError: It does not exist or cannot be executed.
+        """
+        try:
+            self._process = subprocess.Popen(
+                command,
+                env=dict(environment),
+                stdin=subprocess.DEVNULL if self._own_session else None,
+                stdout=output,
+                stderr=output,
+                start_new_session=self._own_session,
+            )
+        except FileNotFoundError:
+            raise NotStartedError(f"{command[0]}: command not found", NOT_FOUND) from None
+        except OSError as error:  # no permission, a folder, or a script without its first line
+            raise NotStartedError(f"{command[0]}: not executable ({error.strerror})", NOT_EXECUTABLE) from None
+        for number in self._early:
+            self._process.send_signal(number)
+
+    def wait(self, tick: Callable[[], None] = lambda: None) -> int:
+        """Wait until the command has ended.
+
+        Args:
+            tick: Called about twice a second meanwhile; may call :meth:`terminate` or :meth:`end`.
+
+        Returns:
+            Its exit code, or 128 plus the number of the signal that ended it.
+        """
+        while True:
+            try:
+                code = self._running.wait(_POLL)
+                return code if code >= 0 else 128 - code
+            except subprocess.TimeoutExpired:
+                tick()
+
+    def terminate(self) -> None:
+        """Ask the command to end."""
+        self._running.terminate()
+
+    def end(self, grace: float = _GRACE) -> None:
+        """Ask the command to end, and kill what is left of its process group after ``grace`` seconds."""
+        if self._running.poll() is None:
+            self.terminate()
+        try:
+            self._running.wait(grace)
+        except subprocess.TimeoutExpired:
+            if self._own_session:
+                os.killpg(self._running.pid, signal.SIGKILL)
+            else:
+                self._running.kill()
+            self._running.wait()
+
+    @property
+    def _running(self) -> subprocess.Popen[bytes]:
+        if self._process is None:
+            raise RuntimeError("the command was not started: call start() first")
+        return self._process
+
+    def forward(self, number: int, frame: FrameType | None) -> None:
+        """Handle a signal to us by handing it on."""
+        if number == signal.SIGINT and not self._own_session and _terminal_sends_it():
+            return  # twice would be a harder stop
+        if number in (signal.SIGINT, signal.SIGTERM):
+            self.interrupted = signal.Signals(number)
+        if self._process is None:
+            self._early.append(number)
+        else:
+            self._process.send_signal(number)
+
+
+@contextmanager
+def started(command: Sequence[str], environment: Mapping[str, str], *, log: Path | None = None) -> Iterator[Job]:
+    """Start a command, with signals to us handed on for as long as the block runs.
+
+    Args:
+        command: Program and arguments.
+        environment: Its whole environment.
+        log: File to which its stdout and stderr are appended; it then runs in a session of its own and reads nothing.
+            By default it reads and writes where we do.
+
+    Raises:
+        NotStartedError: It does not exist or cannot be executed.
+    """
+    job = Job(own_session=log is not None)
+    with _forwarding(job):
+        with _opened(log) as output:
+            job.start(command, environment, output)
+        try:
+            yield job
+        finally:
+            job.end()
+
+
+@contextmanager
+def _opened(log: Path | None) -> Iterator[int | None]:
+    if log is None:
+        yield None
+        return
+    with log.open("ab") as file:
+        yield file.fileno()
+
+
+@contextmanager
+def _forwarding(job: Job) -> Iterator[None]:
+    numbers = [getattr(signal, name) for name in _FORWARDED if hasattr(signal, name)]
+    numbers = [number for number in numbers if signal.getsignal(number) is not signal.SIG_IGN]  # nohup, sh's "&"
+    before = {number: signal.signal(number, job.forward) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _terminal_sends_it() -> bool:
+    """Whether this process is in the foreground of a terminal, whose Ctrl-C goes to the command as well."""
+    if not hasattr(os, "tcgetpgrp"):
+        return True  # Windows: console events go to all processes of the console
+    try:
+        with open("/dev/tty", "rb") as terminal:
+            return os.tcgetpgrp(terminal.fileno()) == os.getpgrp()
+    except OSError:
+        return False

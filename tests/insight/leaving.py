@@ -1,0 +1,17 @@
+"""A worker for tests: counts steps, says so in a file for each rank, and leaves after the ordered one."""
+
+from __future__ import annotations
+
+import json
+
+from ovpatch.insight import steps
+from ovpatch.jobs.orders import Orders
+
+
+def begin(orders: Orders) -> None:
+    def at_border(number: int) -> None:
+        (orders.directory / f"rank{steps.rank()}.json").write_text(json.dumps({"step": number}))
+        if number == orders.details["steps"]:
+            steps.leave(orders.directory)
+
+    steps.Steps(orders.directory, at_border).watch()

@@ -1,0 +1,191 @@
+"""Arms: what a tool's worker sees of somebody's script, how the script ends, and what is found when it hangs."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import pytest
+
+from ovpatch.insight import arms
+from ovpatch.jobs import launching, orders
+from ovpatch.settings.settings import SettingsError
+
+WORKER = "tests.insight.leaving"
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone"]
+STOCK = arms.Arm("stock", arms.STOCK, {"steps": 3})
+HEAD = """
+import os, sys, time
+import torch, torch.distributed as dist
+dist.init_process_group("gloo")
+torch.manual_seed(0)
+model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 4))
+sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+def step(optimizer=sgd):
+    model(torch.ones(2, 4)).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+
+
+@pytest.fixture(autouse=True)
+def environment(monkeypatch):
+    for name in [name for name in os.environ if name.startswith("OVPATCH")]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+
+
+@pytest.fixture
+def run(tmp_path):
+    def run(body, arm=STOCK, head=HEAD, launcher=TORCHRUN, **more):
+        script = tmp_path / "train.py"
+        script.write_text(head + textwrap.dedent(body))
+        more = {"timeout": 60.0, **more}
+        return arms.run(arm, [*launcher, str(script)], WORKER, tmp_path / "out", **more)
+
+    return run
+
+
+def counted(outcome):
+    return {path.stem: json.loads(path.read_text())["step"] for path in sorted(outcome.folder.glob("rank*.json"))}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("features", [arms.STOCK, "ddp"])
+def test_all_ranks_leave_after_the_ordered_step_with_a_report(run, features):
+    seen = []
+    arm = arms.Arm("arm", features, {"steps": 3})
+    outcome = run("while True:\n    step()\n    time.sleep(0.3)", arm, progress=seen.append)
+    assert (outcome.code, outcome.timed_out) == (0, False), outcome.tail()
+    assert counted(outcome) == {"rank0": 3, "rank1": 3}
+    assert seen == sorted(seen)
+    assert set(seen) & {1, 2}
+    if features == arms.STOCK:
+        assert outcome.applied == []
+        assert outcome.report is None
+    else:
+        assert outcome.applied == outcome.exercised == ["ddp"]
+
+
+@pytest.mark.slow
+def test_a_slow_rank_finds_its_peers_still_there(run):
+    outcome = run(
+        """
+        for n in range(3):
+            if n == 2 and dist.get_rank() == 1:
+                time.sleep(1.0)
+            step()
+        """
+    )
+    assert outcome.code == 0, outcome.tail()
+    assert counted(outcome) == {"rank0": 3, "rank1": 3}
+
+
+@pytest.mark.slow
+def test_a_step_is_one_turn_of_all_optimizers(run):
+    outcome = run(
+        """
+        other = torch.optim.Adam(model.parameters())
+        for turn in range(50):
+            print("turn", turn, flush=True)
+            step()
+            step(other)
+            if turn == 0: step(other)
+        """
+    )
+    assert counted(outcome) == {"rank0": 3, "rank1": 3}
+    # other has stepped twice in turn 0, so its third step is that of turn 1
+    assert "turn 1" in outcome.log.read_text()
+    assert "turn 2" not in outcome.log.read_text()
+
+
+@pytest.mark.slow
+def test_a_script_that_ends_earlier_ends_by_itself(run):
+    outcome = run("step()\nprint('the end', flush=True)\ndist.barrier()\ndist.destroy_process_group()\nos._exit(0)")
+    assert outcome.code == 0
+    assert counted(outcome) == {"rank0": 1, "rank1": 1}
+    assert "the end" in outcome.tail()
+
+
+@pytest.mark.slow
+def test_the_code_of_a_script_that_fails_is_kept(run):
+    alone = """
+        import sys, torch
+        model = torch.nn.Linear(4, 4)
+        sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+        model(torch.ones(2, 4)).sum().backward()
+        sgd.step()
+        sys.exit(7)
+    """
+    outcome = run(alone, head="", launcher=[sys.executable])
+    assert counted(outcome) == {"rank0": 1}
+    assert outcome.code == 7
+
+
+@pytest.mark.slow
+def test_a_hang_is_ended_and_every_process_says_where_it_is(run):
+    began = time.monotonic()
+    outcome = run(
+        """
+        def wait_for_nobody():
+            if dist.get_rank() == 0:
+                dist.barrier()
+            time.sleep(1000)
+        step()
+        wait_for_nobody()
+        """,
+        timeout=8.0,
+    )
+    assert outcome.timed_out
+    assert outcome.code != 0
+    assert time.monotonic() - began < 60
+    assert sum("wait_for_nobody" in text for text in outcome.stacks.values()) == 2, outcome.stacks
+    assert arms.processes(outcome.folder) == []
+
+
+@pytest.mark.slow
+def test_a_worker_that_cannot_begin_ends_the_arm(run, monkeypatch, tmp_path):
+    (tmp_path / "broken_worker.py").write_text("raise RuntimeError('no such thing')")
+    monkeypatch.setenv("PYTHONPATH", f"{os.environ['PYTHONPATH']}{os.pathsep}{tmp_path}")
+    monkeypatch.setattr(sys.modules[__name__], "WORKER", "broken_worker")
+    outcome = run("time.sleep(100)")
+    assert outcome.seconds < 90
+    assert "no such thing" in outcome.failures[0]["error"]
+
+
+def test_what_cannot_be_seen_is_refused(monkeypatch, tmp_path):
+    with pytest.raises(SettingsError, match="two dashes"):
+        arms.check([])
+    monkeypatch.setenv("TORCH_DEVICE_BACKEND_AUTOLOAD", "0")
+    with pytest.raises(SettingsError, match="Unset it"):
+        arms.check(["train.py"])
+    with pytest.raises(launching.NotStartedError, match="not found"):
+        arms.run(arms.Arm("stock"), ["no-such-program"], WORKER, tmp_path, timeout=1.0)
+
+
+def test_an_arm_has_its_own_environment(monkeypatch, tmp_path):
+    monkeypatch.setenv("OVPATCH", "-x")
+    monkeypatch.setenv("OVPATCH_AUTO", "1")
+    stock = arms.Arm("stock", arms.STOCK).environment(WORKER, tmp_path)
+    assert stock["OVPATCH"] == "0"
+    assert "OVPATCH_AUTO" not in stock
+    assert orders.received(stock).directory == tmp_path
+    patched = arms.Arm("patched", None, {"steps": 3}, {"MORE": "1"}).environment(WORKER, tmp_path)
+    assert (patched["OVPATCH"], patched["OVPATCH_AUTO"], patched["MORE"]) == ("-x", "1", "1")
+    assert orders.received(patched).details == {"steps": 3}
+
+
+def test_leaving_one_out():
+    arm = arms.Arm("patched", "a,b", variables={"X": "1"})
+    assert arms.leave_one_out(arm, ["a"]) == []
+    left = arms.leave_one_out(arm, ["a", "b"])
+    assert [(one.name, one.variables) for one in left] == [
+        ("without-a", {"X": "1", "OVPATCH_A": "0"}),
+        ("without-b", {"X": "1", "OVPATCH_B": "0"}),
+    ]
