@@ -18,6 +18,8 @@ from ovpatch.insight.intervals import Span
 from ovpatch.insight.timeline.lanes import Step
 from ovpatch.insight.timeline.trace import Event, Trace
 
+#: Our own mark of the end of a step, see ``recorder.BORDER``; not imported from there, where torch is needed.
+_MARK: Final = re.compile(r"^ovpatch::timeline::border \((\d+)\)$")
 _PROFILER_STEP: Final = re.compile(r"^ProfilerStep#?\s*(\d+)$")
 _OPTIMIZER_STEP: Final = re.compile(r"^Optimizer\.step#")
 
@@ -29,6 +31,9 @@ def steps_on_host(trace: Trace) -> tuple[tuple[Step, ...], str]:
         The steps, and a remark on how they were found, "" where the profiler was told of them.
     """
     annotations = list(trace.of("user_annotation"))
+    marks = [(int(found[1]), event.start) for event in annotations if (found := _MARK.match(event.name))]
+    if marks:
+        return tuple(Step(number, before, at) for (_, before), (number, at) in pairwise(marks)), ""
     marked = [(found, event) for event in annotations if (found := _PROFILER_STEP.match(event.name))]
     if marked:
         return tuple(Step(int(found[1]), event.start, event.end) for found, event in marked), ""

@@ -1,9 +1,9 @@
 """What the training thread of a CPU run computed.
 
 [Note: compute on a CPU] The thread computes while it is in an operator, not in what stands around operators: frames of
-autograd run the hooks of others, which may wait for communication, and so may a user's autograd function; there only the
-operators inside count. An operator with a collective inside counts without it, for the same reason. Waiting itself leaves
-no trace: it is what remains.
+autograd run the hooks of others, which may wait for communication, and so may a user's autograd function; there only
+the operators inside count. An operator with a collective inside counts without it, for the same reason. Waiting itself
+leaves no trace: it is what remains.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def _computing(op: _Op) -> Iterator[Span]:
 
 
 def _is_operator(name: str) -> bool:
-    """Operators have a namespace (``aten::mm``); nodes of autograd (``MulBackward0``) and users' functions have none."""
+    """Operators have a namespace (``aten::mm``); autograd's nodes (``MulBackward0``) and users' functions have none."""
     return name.startswith(_COMPILED) or ("::" in name and not name.startswith(_FRAMES))
 
 

@@ -27,7 +27,7 @@ class Kind(str, Enum):
 
 
 _NCCL: Final = re.compile(r"^(void )?(nccl|rccl|mscclKernel)")
-#: torch's kernels on symmetric memory: multimem_all_reduce_kernel, two_shot_all_reduce_kernel_inplace, barrier_kernel, …
+#: torch's kernels on symmetric memory: multimem_all_reduce_kernel, two_shot_all_reduce_kernel, barrier_kernel, …
 _SYMMETRIC: Final = re.compile(
     r"\b(multimem_\w+|(one|two)_shot_\w+|(barrier|put_signal|wait_signal)_kernel|nvshmem\w*)", re.IGNORECASE
 )

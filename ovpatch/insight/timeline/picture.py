@@ -132,8 +132,18 @@ def _mark_steps(axes: Axes, run: Run, start: int, end: int) -> None:
             axes.axvline((border - start) / 1e6, color=INK, linewidth=1.1, linestyle=(0, (4, 3)), zorder=4)
         middle = (step.start + step.end) / 2 - start
         weight = "bold" if number == run.shown else "normal"
-        where = dict(xycoords=("data", "axes fraction"), textcoords="offset points", ha="center", va="bottom")
-        axes.annotate(f"step {number}", (middle / 1e6, 1), (0, 2), fontsize=11, fontweight=weight, color=INK, **where)
+        axes.annotate(
+            f"step {number}",
+            (middle / 1e6, 1),
+            (0, 2),
+            xycoords=("data", "axes fraction"),
+            textcoords="offset points",
+            ha="center",
+            va="bottom",
+            fontsize=11,
+            fontweight=weight,
+            color=INK,
+        )
 
 
 def _lane(axes: Axes, lanes: Lanes, row: int, window: tuple[int, int], width: int) -> None:

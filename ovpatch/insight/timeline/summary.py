@@ -1,11 +1,11 @@
 """The numbers: what each step of each rank consists of, and what of its communication is hidden.
 
-[Note: parts of a step] Every nanosecond of a step is in exactly one of: compute; exposed communication (no compute at the
-time); copies only (neither of the two); idle (nothing). Hidden communication is the part of compute under which something
-communicates, so compute + exposed + copies + idle is the step.
+[Note: parts of a step] Every nanosecond of a step is in exactly one of: compute; exposed communication (no compute at
+the time); copies only (neither of the two); idle (nothing). Hidden communication is the part of compute under which
+something communicates, so compute + exposed + copies + idle is the step.
 
-[Note: the step that is shown] The slowest rank decides, and one step is no measurement: of each step, the rank with most
-exposed communication counts, and the step that is the median by that is shown, on all ranks.
+[Note: the step that is shown] The slowest rank decides, and one step is no measurement: of each step, the rank with
+most exposed communication counts, and the step that is the median by that is shown, on all ranks.
 """
 
 from __future__ import annotations

@@ -59,8 +59,9 @@ def verdict(runs: Sequence[Run]) -> Iterator[str]:
     for run in runs:
         yield f"{run.name}: {_exposure(run)}{_spread(run)}"
     if len(runs) == 2:
-        yield f"overlap efficiency = 1 - exposed, {runs[1].name} / exposed, {runs[0].name} = {percent(efficiency(*runs))}"
-    yield "hidden share = communication under compute / all communication; step = compute + exposed + copies + idle"
+        stock, patched = (run.name for run in runs)
+        yield f"overlap efficiency: {percent(efficiency(*runs))} (1 - exposed {patched} / exposed {stock})"
+    yield "hidden share: communication under compute / all communication; compute + exposed + copies + idle = step"
     yield "Where the time goes, not how fast it is: compare speed without a profiler."
 
 

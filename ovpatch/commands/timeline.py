@@ -1,0 +1,201 @@
+"""``ovpatch timeline``: record a few steps of an unmodified command, and show what communication is exposed.
+
+The tables go to stdout; progress, remarks and ovpatch's own report go to stderr, what the command writes into a log.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+from ovpatch.insight.timeline.output import Output, OutputError
+from ovpatch.insight.timeline.recording import Recording, collect
+from ovpatch.insight.timeline.trace import TraceError
+from ovpatch.jobs.launching import NotStartedError
+from ovpatch.session.plan import FeatureError
+from ovpatch.settings.settings import SettingsError
+
+if TYPE_CHECKING:
+    from ovpatch.insight.arms import Arm, Outcome
+    from ovpatch.insight.timeline.summary import Run
+
+OK: Final = 0
+PROBLEM: Final = 1
+USAGE: Final = 2
+
+_WORKER: Final = "ovpatch.insight.timeline.worker"
+_ENDINGS: Final = (".json", ".json.gz")
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Declare the arguments of ``ovpatch timeline``."""
+    add = parser.add_argument
+    add("--step", type=int, default=5, metavar="K", help="first step to record, 2 at least (default: 5)")
+    add("--steps", type=int, default=3, metavar="N", help="how many steps to record (default: 3)")
+    add("--compare", action="store_true", help="run the command stock, too; of traces: two folders, stock first")
+    add(
+        "--features", metavar="LIST", help="what OVPATCH would say for the patched run: a,b or all or +c; --features=-c"
+    )
+    add("--out", type=Path, default=Path("ovpatch-timeline"), metavar="DIR", help="default: ./ovpatch-timeline")
+    add("--no-stop", action="store_true", help="let the command run to its end after the last recorded step")
+    add("--no-picture", action="store_true", help="draw no picture, which needs matplotlib")
+    add("--timeout", type=float, default=600.0, metavar="S", help="seconds without a step until it counts as hung")
+    add("--communication", metavar="REGEX", help="kernels whose names match communicate, beside those that are known")
+    add("rest", nargs=argparse.REMAINDER, metavar="-- command… | trace.json…", help="what to run, or what to read")
+
+
+def main(arguments: argparse.Namespace) -> int:
+    """Record or read, write everything out, and print the tables."""
+    try:
+        pattern = _pattern(arguments.communication)
+        output = Output(arguments.out, picture=not arguments.no_picture)
+        if _are_traces(arguments.rest):
+            recordings, code = list(_read(arguments, pattern)), OK
+            output.prepare(keep_runs=True)
+        else:
+            recordings, code = _record(arguments, output, pattern)
+        print(output.write(recordings, colour=sys.stdout.isatty()))
+    except (SettingsError, OutputError) as error:
+        _say(str(error))
+        return USAGE
+    except NotStartedError as error:
+        _say(str(error))
+        return error.code
+    except (TraceError, FeatureError) as error:
+        _say(str(error))
+        return PROBLEM
+    for recording in recordings:
+        for remark in recording.remarks:
+            _say(remark)
+    _say(f"written: {', '.join(map(str, output.written))}")
+    return code
+
+
+def _pattern(text: str | None) -> re.Pattern[str] | None:
+    try:
+        return None if text is None else re.compile(text)
+    except re.error as error:
+        raise SettingsError(
+            f"--communication {text}: not a regular expression ({error}). Quote what it has of ()[]*+?.|"
+        ) from error
+
+
+# --- traces that exist ---
+
+
+def _are_traces(rest: Sequence[str]) -> bool:
+    """Whether these words are traces, or folders of traces, and no command."""
+    return bool(rest) and all(word.endswith(_ENDINGS) or Path(word).is_dir() for word in rest)
+
+
+def _read(arguments: argparse.Namespace, pattern: re.Pattern[str] | None) -> Iterator[Recording]:
+    from ovpatch.insight.timeline.building import read_run
+    from ovpatch.insight.timeline.summary import run_of
+
+    if not arguments.compare:
+        paths = [path for word in arguments.rest for path in _files(Path(word))]
+        yield _of_traces(run_of("recorded", read_run(paths, pattern)))
+        return
+    if len(arguments.rest) != 2:
+        raise SettingsError(
+            f"--compare takes two folders of traces (or two traces), stock first; {len(arguments.rest)} were given. "
+            "Write: ovpatch timeline --compare stock/ patched/"
+        )
+    for name, word in zip(("stock", "patched"), arguments.rest, strict=True):
+        yield _of_traces(run_of(name, read_run(_files(Path(word)), pattern)))
+
+
+def _of_traces(run: Run) -> Recording:
+    remarks = dict.fromkeys(f"{run.name}: {remark}" for lanes in run.ranks for remark in lanes.remarks)
+    return Recording(run, remarks=tuple(remarks))
+
+
+def _files(path: Path) -> list[Path]:
+    """Return a trace, or the traces in a folder: ours where there are any, or else every JSON file."""
+    if not path.is_dir():
+        return [path]
+    files = sorted(path.glob("trace-rank*.json*")) or sorted(f for f in path.iterdir() if f.name.endswith(_ENDINGS))
+    if not files:
+        raise TraceError(f"{path} holds no traces. Name a folder with files *.json or *.json.gz of torch.profiler.")
+    return files
+
+
+# --- a command ---
+
+
+def _record(
+    arguments: argparse.Namespace, output: Output, pattern: re.Pattern[str] | None
+) -> tuple[list[Recording], int]:
+    """Run each arm and read what it left; an arm that fails is still shown as far as it got."""
+    from ovpatch.insight import arms
+
+    command = arguments.rest[1:] if arguments.rest[:1] == ["--"] else arguments.rest
+    wanted = _wanted(arguments)
+    arms.check(command)
+    chosen = _arms(arguments, wanted)
+    for arm in chosen:
+        _check(arm, output.folder)
+    output.prepare(keep_runs=False)
+    recordings, code = [], OK
+    for arm in chosen:
+        _say(f"running {arm.name}, steps {wanted[0]} to {wanted[-1]} are recorded: {' '.join(command)}")
+        outcome = arms.run(arm, command, _WORKER, output.folder, timeout=arguments.timeout)
+        code = _judge(outcome) or code
+        recordings.append(collect(arm.name, outcome.folder, wanted, pattern))
+    return recordings, code
+
+
+def _wanted(arguments: argparse.Namespace) -> range:
+    if arguments.step < 2:
+        raise SettingsError(f"--step {arguments.step}: step 1 has no border before it. Give 2 or more.")
+    if arguments.steps < 1:
+        raise SettingsError(f"--steps {arguments.steps}: nothing would be recorded. Give 1 or more.")
+    return range(arguments.step, arguments.step + arguments.steps)
+
+
+def _arms(arguments: argparse.Namespace, wanted: range) -> list[Arm]:
+    from ovpatch.insight.arms import STOCK, Arm
+
+    details = {"step": wanted[0], "steps": len(wanted), "stop": not arguments.no_stop}
+    patched = Arm("patched", arguments.features, details)
+    off = (arguments.features or os.environ.get("OVPATCH", "")).strip().lower() in ("0", "off")
+    if off and arguments.compare:
+        raise SettingsError("--compare with OVPATCH=0 would compare stock with stock. Unset OVPATCH.")
+    if off:
+        return [Arm("stock", STOCK, details)]
+    return [Arm("stock", STOCK, details), patched] if arguments.compare else [patched]
+
+
+def _check(arm: Arm, folder: Path) -> None:
+    """Find every mistake in settings before anything runs."""
+    from ovpatch.session.session import Session
+
+    if arm.patched:
+        Session().plan(environ=arm.environment(_WORKER, folder), ask_machine=False).check()
+
+
+def _judge(outcome: Outcome) -> int:
+    """Say what ovpatch did in an arm, and what went wrong with it; return the exit code it makes."""
+    from ovpatch.reports.reporting import table_of
+
+    if outcome.arm.patched and outcome.report is not None:
+        _say(f"{outcome.arm.name}:\n{table_of(outcome.report, colour=sys.stderr.isatty())}")
+    for failure in outcome.failures:
+        _say(f"{outcome.arm.name}: process {failure['pid']} (rank {failure['rank']}): {failure['error']}")
+    if outcome.timed_out:
+        _say(f"{outcome.arm.name}: no step for too long, so it was ended. Its stacks are in {outcome.folder}")
+    elif outcome.code:
+        _say(f"{outcome.arm.name}: the command ended with {outcome.code}; see {outcome.log}\n{outcome.tail()}")
+    elif outcome.arm.patched and not outcome.applied:
+        _say(f"{outcome.arm.name}: no feature of ovpatch was on in every process. `ovpatch doctor` tells why.")
+        return PROBLEM
+    return outcome.code or (PROBLEM if outcome.failures or outcome.timed_out else OK)
+
+
+def _say(message: str) -> None:
+    print(f"ovpatch timeline: {message}", file=sys.stderr, flush=True)

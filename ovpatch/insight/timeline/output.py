@@ -1,0 +1,106 @@
+"""The folder with everything: raw traces, the picture, the merged trace and the numbers."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Final
+
+from ovpatch._version import __version__
+from ovpatch.insight.timeline import merging, picture, text
+from ovpatch.insight.timeline.recording import Recording
+from ovpatch.insight.timeline.summary import efficiency, to_json
+from ovpatch.reports.workers import write_json
+
+_PICTURES: Final = ("timeline.png", "timeline.svg")
+_MERGED: Final = "timeline.json.gz"
+_SUMMARY: Final = "summary.json"
+_RUNS: Final = ("stock", "patched", "stock.log", "patched.log")
+
+
+class OutputError(ValueError):
+    """The results could not be kept; the text ends with the remedy."""
+
+
+class Output:
+    """The output folder of one call.
+
+    Args:
+        folder: Where to.
+        picture: Whether there shall be a picture.
+
+    Raises:
+        OutputError: The folder holds something else, or there is nothing to draw with.
+    """
+
+    def __init__(self, folder: Path, *, picture: bool) -> None:
+        self.folder, self._picture = folder, picture
+        self.written: list[Path] = []
+        self._check()
+
+    def _check(self) -> None:
+        if self._picture:
+            _can_draw()
+        if self.folder.exists() and not self.folder.is_dir():
+            raise OutputError(f"--out {self.folder} is a file. Name a folder.")
+        ours = {*_PICTURES, _MERGED, _SUMMARY, *_RUNS}
+        others = sorted(path.name for path in self.folder.glob("*") if path.name not in ours)
+        if others:
+            raise OutputError(
+                f"--out {self.folder} holds other things, such as {others[0]}. Name an empty folder or a new one."
+            )
+
+    def prepare(self, *, keep_runs: bool) -> None:
+        """Make the folder, without what an earlier call left in it.
+
+        Args:
+            keep_runs: Leave the raw traces; they may be what is read now.
+
+        Raises:
+            OutputError: It cannot be made.
+        """
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            for name in (*_PICTURES, _MERGED, _SUMMARY, *(() if keep_runs else _RUNS)):
+                _remove(self.folder / name)
+        except OSError as error:
+            raise OutputError(f"--out {self.folder}: {error.strerror}. Name a folder that can be written.") from error
+
+    def write(self, recordings: Sequence[Recording], *, colour: bool = False) -> str:
+        """Write the files and return the tables."""
+        runs = [recording.run for recording in recordings]
+        if self._picture:
+            self.written = [self.folder / name for name in _PICTURES]
+            picture.draw(runs, self.written)
+        merging.write(runs, self.folder / _MERGED)
+        write_json(self.folder / _SUMMARY, _summary(recordings))
+        self.written += [self.folder / _MERGED, self.folder / _SUMMARY]
+        costs = [f"{one.run.name}: {one.cost}" for one in recordings if one.cost is not None]
+        return "\n".join([text.report(runs, colour=colour), *costs])
+
+
+def _can_draw() -> None:
+    try:
+        picture.check()
+    except picture.NoMatplotlibError as error:
+        raise OutputError(str(error)) from error
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
+
+
+def _summary(recordings: Sequence[Recording]) -> dict[str, Any]:
+    runs = [recording.run for recording in recordings]
+    return {
+        "version": __version__,
+        "unit": "ns",
+        "overlap_efficiency": efficiency(*runs) if len(runs) == 2 else None,
+        "recording_cost": {one.run.name: one.cost and one.cost.share for one in recordings},
+        "remarks": [remark for one in recordings for remark in one.remarks],
+        "runs": [to_json(run) for run in runs],
+    }

@@ -1,0 +1,101 @@
+"""torch's profiler in somebody's process: on for a few steps, and out of the way of a profiler of the script's own.
+
+[Note: one profiler at a time] A second profiler in a process loses the trace of one of the two, or ends the process. So
+ours does not begin while the script's is on, and gives up as soon as the script's begins; the script never notices.
+"""
+
+from __future__ import annotations
+
+from functools import wraps
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from torch.autograd.profiler import profile as Session
+from torch.profiler import ProfilerActivity, profile, record_function
+
+from ovpatch.overlap.labels import label
+
+#: Name of the mark at the end of step n, without its number: a moment inside the optimizer's own range.
+BORDER: Final = label("timeline", "border")
+
+
+class Recorder:
+    """Records one stretch of steps.
+
+    Attributes:
+        yielded: Why there is no recording, "" if there is no reason.
+    """
+
+    def __init__(self) -> None:
+        self.yielded = ""
+        self._profile: profile | None = None
+        self._running = False
+        self._foreign: set[int] = set()
+        self._watch()
+
+    @property
+    def running(self) -> bool:
+        """Whether events are being recorded now."""
+        return self._running
+
+    def prepare(self) -> None:
+        """Set the profiler up, which takes up to seconds on a GPU; it costs next to nothing until it starts."""
+        if self._foreign and not self.yielded:
+            self.yielded = "the script's own profiler was on"
+        if self.yielded or self._profile is not None:
+            return
+        activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if torch.cuda.is_initialized() else [])]
+        self._profile = profile(activities=activities)
+        self._profile.prepare_trace()
+
+    def start(self) -> None:
+        """Begin to record; does nothing if the script's profiler is on."""
+        self.prepare()
+        if self._profile is not None and not self.yielded:
+            self._profile.start_trace()
+            self._running = True
+
+    def mark(self, step: int) -> None:
+        """Note that a step ends here."""
+        if self._running:
+            with record_function(f"{BORDER} ({step})"):
+                pass
+
+    def save(self, path: Path) -> bool:
+        """End the recording and write it; return whether there was one."""
+        if self._profile is None or not self._running:
+            return False
+        self._running = False
+        self._profile.stop_trace()
+        self._profile.export_chrome_trace(str(path))
+        return True
+
+    def _give_up(self) -> None:
+        """Make room for the script's profiler."""
+        self.yielded = "the script started its own profiler"
+        if self._profile is None:
+            return
+        if not self._running:
+            self._profile.start_trace()  # what is only prepared can only be ended by way of a start
+        self._running = False
+        self._profile.stop_trace()
+
+    def _watch(self) -> None:
+        """See every other profiler of the process begin and end: all kinds come through this class."""
+        prepare, end = Session._prepare_trace, Session.__exit__
+
+        @wraps(prepare)
+        def prepared(session: Session) -> Any:
+            if self._profile is None or session is not self._profile.profiler:
+                if self._profile is not None and not self.yielded:
+                    self._give_up()
+                self._foreign.add(id(session))
+            return prepare(session)
+
+        @wraps(end)
+        def ended(session: Session, *exception: Any) -> Any:
+            self._foreign.discard(id(session))
+            return end(session, *exception)
+
+        Session._prepare_trace, Session.__exit__ = prepared, ended  # type: ignore[method-assign]

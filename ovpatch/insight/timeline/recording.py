@@ -1,0 +1,127 @@
+"""What the processes of an arm left, checked: the traces, who is missing, and what recording cost."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean, median
+from typing import Any
+
+from ovpatch.insight.timeline.building import read_run
+from ovpatch.insight.timeline.summary import Run, run_of
+from ovpatch.insight.timeline.trace import TraceError
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What recording costs: seconds a step, recorded and not, the slowest rank of each step.
+
+    Attributes:
+        recorded: Of the recorded steps.
+        beside: Of steps before and after them.
+        counts: How many steps each of the two is from.
+    """
+
+    recorded: float
+    beside: float
+    counts: tuple[int, int]
+
+    @property
+    def share(self) -> float:
+        """How much longer a recorded step takes, as a share of one that is not."""
+        return self.recorded / self.beside - 1
+
+    def __str__(self) -> str:
+        return (
+            f"recording cost {self.share:+.1%} of a step: {self.recorded * 1e3:.1f} ms recorded ({self.counts[0]} steps), "
+            f"{self.beside * 1e3:.1f} ms beside ({self.counts[1]} steps)"
+        )
+
+
+@dataclass(frozen=True)
+class Recording:
+    """One arm that was recorded.
+
+    Attributes:
+        run: Its lanes.
+        cost: What recording cost; None if no step beside the recorded ones is known.
+        remarks: What was asked for and is not there, and who is missing.
+    """
+
+    run: Run
+    cost: Cost | None = None
+    remarks: tuple[str, ...] = ()
+
+
+def collect(name: str, folder: Path, wanted: range, also: re.Pattern[str] | None = None) -> Recording:
+    """Read what an arm left.
+
+    Args:
+        name: Of the arm.
+        folder: Where its processes left it.
+        wanted: Steps that were to be recorded.
+        also: Kernels whose names it finds communicate, too.
+
+    Raises:
+        TraceError: Nothing was recorded; the text says why and what to do.
+    """
+    facts = [json.loads(path.read_text(encoding="utf-8")) for path in sorted(folder.glob("recording-rank*.json"))]
+    traces = sorted(folder.glob("trace-rank*.json*"))
+    if not traces:
+        raise TraceError(f"{name}: nothing was recorded. {_why(facts, wanted)}")
+    run = run_of(name, read_run(traces, also))
+    return Recording(run, cost_of(facts), tuple(f"{name}: {text}" for text in _missing(facts, run, wanted)))
+
+
+def _why(facts: Sequence[Mapping[str, Any]], wanted: range) -> str:
+    yielded = next((one["yielded"] for one in facts if one["yielded"]), "")
+    if yielded:
+        return f"{yielded[:1].upper()}{yielded[1:]}, and ours gave way. Choose other steps with --step, or turn it off."
+    if not facts:
+        return (
+            "No process made a step of an optimizer of torch.optim. Is torch imported by the command's processes, and "
+            "is ovpatch installed for their Python? `ovpatch run -- …` tells."
+        )
+    last = max(one["last"] for one in facts)
+    return (
+        f"The command ended after step {last}, and step {wanted[0]} was asked for. Lower --step, or let it run longer."
+    )
+
+
+def _missing(facts: Sequence[Mapping[str, Any]], run: Run, wanted: range) -> Iterator[str]:
+    if list(run.steps) != list(wanted):
+        had = f"{run.steps[0]} to {run.steps[-1]}" if len(run.steps) > 1 else f"{run.steps[0]}"
+        yield f"steps {wanted[0]} to {wanted[-1]} were asked for, of which step {had} is there: the command ended earlier"
+    there = {lanes.rank for lanes in run.ranks}
+    yielded = {one["rank"]: one["yielded"] for one in facts if one["yielded"]}
+    for rank in range(max((one["world"] for one in facts), default=0)):
+        if rank not in there:
+            yield f"rank {rank} left no trace: {yielded.get(rank, 'it took none of these steps, or was killed')}"
+
+
+def cost_of(facts: Sequence[Mapping[str, Any]]) -> Cost | None:
+    """Compare recorded steps with steps beside them, without the one in which the trace is written.
+
+    A host runs ahead of its GPU, so that single steps by its clock mean nothing and only the blocks between
+    synchronisations count: their means. On a CPU the median is fairer to one odd step.
+    """
+    if not facts:
+        return None
+    middle = fmean if facts[0]["device"] == "gpu" else median
+    recorded = {number for one in facts for number in one["recorded"]}
+    slowest: dict[int, int] = {}
+    for one in facts:
+        for number, duration in one["durations"].items():
+            slowest[int(number)] = max(slowest.get(int(number), 0), duration)
+    inside = [slowest[number] / 1e9 for number in slowest if number in recorded]
+    beside = [time / 1e9 for number, time in slowest.items() if not recorded or number not in _near(recorded)]
+    if not inside or not beside:
+        return None
+    return Cost(middle(inside), middle(beside), (len(inside), len(beside)))
+
+
+def _near(recorded: set[int]) -> set[int]:
+    return {*recorded, max(recorded) + 1}
