@@ -91,8 +91,11 @@ def headline(runs: Sequence[Run]) -> str:
     worst = [run.worst(run.shown)[1] for run in runs]
     if not any(parts.exposed or parts.hidden for parts in worst):
         return "No communication was recorded"
-    sides = [f"{milliseconds(parts.exposed)} ms of a {milliseconds(parts.step)} ms step" for parts in worst]
-    return "Exposed communication: " + "  →  ".join(sides)
+    sides = [f"{milliseconds(parts.exposed)} of {milliseconds(parts.step)} ms" for parts in worst]
+    if len(runs) == 1:
+        return f"Exposed communication: {sides[0]} per step"
+    named = [f"{run.name} {side}" for run, side in zip(runs, sides, strict=True)]
+    return "Exposed communication: " + "  →  ".join(named)
 
 
 def _window(run: Run) -> tuple[int, int]:

@@ -6,6 +6,7 @@ ours does not begin while the script's is on, and gives up as soon as the script
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import wraps
 from pathlib import Path
 from typing import Any, Final
@@ -83,7 +84,8 @@ class Recorder:
 
     def _watch(self) -> None:
         """See every other profiler of the process begin and end: all kinds come through this class."""
-        prepare, end = Session._prepare_trace, Session.__exit__
+        prepare: Callable[..., Any] = Session._prepare_trace
+        end: Callable[..., Any] = Session.__exit__
 
         @wraps(prepare)
         def prepared(session: Session) -> Any:

@@ -23,11 +23,13 @@ class Cost:
         recorded: Of the recorded steps.
         beside: Of steps before and after them.
         counts: How many steps each of the two is from.
+        spread: The shortest and the longest step beside: what differs less than these two says nothing.
     """
 
     recorded: float
     beside: float
     counts: tuple[int, int]
+    spread: tuple[float, float]
 
     @property
     def share(self) -> float:
@@ -35,10 +37,10 @@ class Cost:
         return self.recorded / self.beside - 1
 
     def __str__(self) -> str:
-        return (
-            f"recording cost {self.share:+.1%} of a step: {self.recorded * 1e3:.1f} ms recorded ({self.counts[0]} steps), "
-            f"{self.beside * 1e3:.1f} ms beside ({self.counts[1]} steps)"
-        )
+        shortest, longest = (f"{time * 1e3:.1f}" for time in self.spread)
+        recorded = f"{self.recorded * 1e3:.1f} ms recorded ({self.counts[0]} steps)"
+        beside = f"{self.beside * 1e3:.1f} ms beside ({self.counts[1]} steps of {shortest} to {longest} ms)"
+        return f"recording cost {self.share:+.1%}: a step took {recorded}, {beside}"
 
 
 @dataclass(frozen=True)
@@ -94,7 +96,7 @@ def _why(facts: Sequence[Mapping[str, Any]], wanted: range) -> str:
 def _missing(facts: Sequence[Mapping[str, Any]], run: Run, wanted: range) -> Iterator[str]:
     if list(run.steps) != list(wanted):
         had = f"{run.steps[0]} to {run.steps[-1]}" if len(run.steps) > 1 else f"{run.steps[0]}"
-        yield f"steps {wanted[0]} to {wanted[-1]} were asked for, of which step {had} is there: the command ended earlier"
+        yield f"steps {wanted[0]} to {wanted[-1]} were asked for, recorded was {had}: the command ended earlier"
     there = {lanes.rank for lanes in run.ranks}
     yielded = {one["rank"]: one["yielded"] for one in facts if one["yielded"]}
     for rank in range(max((one["world"] for one in facts), default=0)):
@@ -120,7 +122,7 @@ def cost_of(facts: Sequence[Mapping[str, Any]]) -> Cost | None:
     beside = [time / 1e9 for number, time in slowest.items() if not recorded or number not in _near(recorded)]
     if not inside or not beside:
         return None
-    return Cost(middle(inside), middle(beside), (len(inside), len(beside)))
+    return Cost(middle(inside), middle(beside), (len(inside), len(beside)), (min(beside), max(beside)))
 
 
 def _near(recorded: set[int]) -> set[int]:

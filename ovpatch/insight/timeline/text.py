@@ -16,7 +16,7 @@ def milliseconds(nanoseconds: int) -> str:
     value = nanoseconds / 1e6
     if not nanoseconds:
         return "0"
-    return f"{value:.0f}" if value >= 1000 else f"{value:.1f}" if value >= 10 else f"{value:.2f}"
+    return f"{value:.0f}" if value >= 100 else f"{value:.1f}" if value >= 10 else f"{value:.2f}"
 
 
 def percent(share: float | None) -> str:
