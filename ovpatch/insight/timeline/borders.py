@@ -21,6 +21,7 @@ from ovpatch.insight.timeline.trace import Event, Trace
 #: Our own mark of the end of a step, see ``recorder.BORDER``; not imported from there, where torch is needed.
 _MARK: Final = re.compile(r"^ovpatch::timeline::border \((\d+)\)$")
 _PROFILER_STEP: Final = re.compile(r"^ProfilerStep#?\s*(\d+)$")
+_BEFORE: Final = -1  # earlier than every time of a trace
 _OPTIMIZER_STEP: Final = re.compile(r"^Optimizer\.step#")
 
 
@@ -55,8 +56,7 @@ def on_device(steps: Iterable[Step], compute: Sequence[tuple[int | None, Span]])
         steps: By the host.
         compute: When each piece of the device's compute was launched (None: before the trace), and its span.
     """
-    earliest = min((launched for launched, _ in compute if launched is not None), default=0) - 1
-    ordered = sorted((earliest if launched is None else launched, span[1]) for launched, span in compute)
+    ordered = sorted((_BEFORE if launched is None else launched, span[1]) for launched, span in compute)
     launches = [launched for launched, _ in ordered]
     finished = list(accumulate((end for _, end in ordered), max))
 

@@ -51,7 +51,7 @@ def _group_rows(runs: Sequence[Run]) -> Iterator[tuple[str, ...]]:
         lanes, _ = run.worst(run.shown)
         for group in groups_of(lanes, step_of(lanes, run.shown)):
             times = milliseconds(group.hidden), milliseconds(group.exposed)
-            yield run.name, group.collective, group.phase or "the script", str(group.calls), *times
+            yield run.name, group.collective, group.phase or "unlabelled", str(group.calls), *times
 
 
 def verdict(runs: Sequence[Run]) -> Iterator[str]:

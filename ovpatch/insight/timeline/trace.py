@@ -138,5 +138,5 @@ def rank_of(data: Mapping[str, Any], path: Path) -> int | None:
     information = data.get("distributedInfo") or {}
     if "rank" in information:
         return int(information["rank"])
-    found = re.search(r"rank[-_.]?(\d+)", path.name) or re.search(r"(\d+)(?=\.[a-z.]*json)", path.name)
+    found = re.search(r"rank[-_.]?(\d+)", path.name) or re.search(r"(?<!\d)(\d{1,5})\.json", path.name)
     return int(found[1]) if found else None

@@ -1,0 +1,183 @@
+"""The numbers: on traces whose answer is known, on any trace against counting every point, and on recorded ones."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ovpatch.insight.intervals import Intervals
+from ovpatch.insight.timeline import text
+from ovpatch.insight.timeline.building import read_run
+from ovpatch.insight.timeline.lanes import Communication, Lanes, Step
+from ovpatch.insight.timeline.summary import efficiency, groups_of, parts_of, run_of, to_json
+from ovpatch.insight.timeline.trace import TraceError
+from tests.insight.traces import Synthetic, recorded
+
+
+def lanes(compute, communications, copies=(), steps=((1, 0, 100),), rank=0):
+    return Lanes(
+        rank,
+        "cpu",
+        "",
+        None,
+        Intervals.of(compute),
+        Intervals.of(copies),
+        tuple(Communication("nccl all_reduce", label, start, end) for label, start, end in communications),
+        tuple(Step(*step) for step in steps),
+    )
+
+
+def parts(one):
+    found = vars(parts_of(one, one.steps[0]))
+    assert found["compute"] + found["exposed"] + found["copies"] + found["idle"] == found["step"]
+    return found
+
+
+def test_a_step_by_hand():
+    one = lanes([(0, 40), (60, 70)], [("", 30, 50), ("", 45, 65), ("", 95, 130)], copies=[(35, 80)])
+    assert parts(one) == {"step": 100, "compute": 50, "hidden": 15, "exposed": 25, "copies": 10, "idle": 15}
+    assert parts_of(one, one.steps[0]).hidden_share == 15 / 40
+
+
+def test_what_crosses_a_border_is_split():
+    one = lanes([(0, 150)], [("", 90, 210)], steps=((1, 0, 100), (2, 100, 200)))
+    first, second = (parts_of(one, step) for step in one.steps)
+    assert (first.hidden, first.exposed) == (10, 0)
+    assert (second.hidden, second.exposed) == (50, 50)
+
+
+def test_without_communication_there_is_no_share():
+    one = lanes([(0, 50)], [])
+    assert parts_of(one, one.steps[0]).hidden_share is None
+    assert text.percent(None) == "n/a"
+
+
+SPANS = st.lists(st.tuples(st.integers(0, 60), st.integers(0, 60)), max_size=8)
+
+
+@given(SPANS, SPANS, SPANS, st.integers(0, 60), st.integers(1, 40))
+def test_every_point_of_a_step_is_counted_once(compute, talk, copies, start, length):
+    one = lanes(compute, [("", *span) for span in talk], copies, steps=[(1, start, start + length)])
+    expected = dict.fromkeys(("compute", "hidden", "exposed", "copies", "idle"), 0)
+    for point in range(start, start + length):
+        a, b, c = (any(s <= point < e for s, e in spans) for spans in (compute, talk, copies))
+        expected["compute" if a else "exposed" if b else "copies" if c else "idle"] += 1
+        expected["hidden"] += a and b
+    assert parts(one) == {"step": length, **expected}
+
+
+def test_groups_are_by_collective_and_phase_the_most_exposed_first():
+    one = lanes([(0, 50)], [("ovpatch::a::x (0)", 0, 10), ("ovpatch::a::x (1)", 5, 20), ("", 45, 60), ("", 200, 300)])
+    found = [(group.phase, group.calls, group.hidden, group.exposed) for group in groups_of(one, one.steps[0])]
+    assert found == [("", 1, 5, 10), ("ovpatch::a::x", 2, 20, 0)]
+
+
+def with_exposed(*exposed, rank=0):
+    """Steps of 100, in each of which so much is exposed."""
+    steps = [(number, 100 * number, 100 * number + 100) for number in range(1, len(exposed) + 1)]
+    return lanes(
+        [], [("", start, start + time) for (_, start, _), time in zip(steps, exposed, strict=True)], (), steps, rank
+    )
+
+
+def test_shown_is_the_median_step_by_its_worst_rank():
+    run = run_of("stock", [with_exposed(10, 90, 20), with_exposed(50, 5, 40, rank=1)])
+    assert run.shown == 1  # worst: 50, 90, 40
+    worst, parts_ = run.worst(run.shown)
+    assert (worst.rank, parts_.exposed) == (1, 50)
+
+
+def test_only_steps_that_all_ranks_have_count():
+    run = run_of("stock", [with_exposed(1, 2, 3), with_exposed(1, 2, rank=1)])
+    assert run.steps == (1, 2)
+    with pytest.raises(TraceError, match="no step is in the traces of all ranks"):
+        run_of("stock", [with_exposed(1), with_exposed(rank=1)])
+    with pytest.raises(TraceError, match="there is no trace"):
+        run_of("stock", [])
+
+
+@pytest.mark.parametrize(("stock", "patched", "expected"), [(40, 10, 0.75), (40, 40, 0), (40, 60, -0.5), (0, 10, None)])
+def test_efficiency(stock, patched, expected):
+    assert efficiency(run_of("stock", [with_exposed(stock)]), run_of("patched", [with_exposed(patched)])) == expected
+
+
+@pytest.fixture
+def arms(tmp_path):
+    """A stock and a patched run of one step on two GPUs: 38 of 210 ms exposed, 12 of 184."""
+
+    def rank(number, length, exposed):
+        trace = Synthetic(number).border(4, 0).border(5, 190_000).note("ovpatch::ddp::all_reduce (bucket 0)", 10, 20)
+        trace.gemm(0, 100_000, launch=5).nccl(20_000, 100_000 + exposed, launch=15)
+        trace.gemm(100_000 + exposed, length, launch=25)
+        return trace.write(tmp_path / f"{length}-{number}.json")
+
+    return [
+        run_of(name, read_run([rank(0, length, exposed), rank(1, length, exposed - 2000)]))
+        for name, length, exposed in (("stock", 210_000, 38_000), ("patched", 190_000, 12_000))
+    ]
+
+
+def test_the_text(arms):
+    found = text.report(arms)
+    lines = {tuple(cell.strip() for cell in line.split("|")[1:-1]) for line in found.splitlines()}
+    assert ("stock", "0 <- most exposed", "210", "172", "80.0", "38.0", "0", "0", "68%") in lines
+    assert ("patched", "1", "190", "180", "80.0", "10.0", "0", "0", "89%") in lines
+    assert ("patched", "nccl all_reduce", "ovpatch::ddp::all_reduce", "1", "80.0", "12.0") in lines
+    assert "overlap efficiency: 68% (1 - exposed patched / exposed stock)" in found
+    assert "stock: 38.0 of 210 ms are exposed communication (rank 0, step 5)" in found
+
+
+def test_the_json_has_every_step_in_nanoseconds(arms):
+    data = json.loads(json.dumps(to_json(arms[0])))
+    (step,) = data["ranks"][1]["steps"]
+    assert (step["number"], step["step"], step["exposed"], step["idle"]) == (5, 210_000_000, 36_000_000, 0)
+    assert step["hidden_share"] == 80 / 116
+    assert step["collectives"][0]["collective"] == "nccl all_reduce"
+
+
+# --- recorded ---
+
+
+def naive(one, step):
+    """The parts of a step by counting each microsecond, from the trace's text with other means than the code's."""
+    import numpy
+
+    scale = 1000
+    length = (step.end - step.start) // scale
+    rows = {name: numpy.zeros(length, bool) for name in ("compute", "communication")}
+    for name, spans in (("compute", one.compute), ("communication", [(c.start, c.end) for c in one.communications])):
+        for start, end in spans:
+            low, high = ((time - step.start) // scale for time in (start, end))
+            rows[name][max(0, low) : max(0, high)] = True
+    compute, communication = rows["compute"], rows["communication"]
+    return [
+        int(x.sum()) for x in (compute, compute & communication, communication & ~compute, ~(compute | communication))
+    ]
+
+
+@pytest.mark.parametrize("arm", ["stock", "patched"])
+def test_recorded_traces_agree_with_counting(arm):
+    run = run_of(arm, read_run(recorded(arm)))
+    assert [one.rank for one in run.ranks] == [0, 1]
+    assert run.steps == (5, 6)
+    for one in run.ranks:
+        for step in one.steps:
+            found = parts_of(one, step)
+            expected = naive(one, step)
+            got = [found.compute, found.hidden, found.exposed, found.idle]
+            slack = 2 * (len(one.compute.spans) + len(one.communications))  # each end may fall within a microsecond
+            assert all(abs(ns / 1000 - us) <= slack for ns, us in zip(got, expected, strict=True))
+            assert found.compute + found.exposed + found.idle == found.step
+            assert found.copies == 0
+            assert found.exposed > 0
+
+
+def test_recorded_collectives_have_the_labels_of_the_feature():
+    stock, patched = (run_of(arm, read_run(recorded(arm))) for arm in ("stock", "patched"))
+    assert {one.label for lanes_ in stock.ranks for one in lanes_.communications} == {""}
+    for one in patched.ranks:
+        names = [c.label for c in one.communications if c.label]
+        assert names == ["ovpatch::ddp::all_reduce (bucket 0)", "ovpatch::ddp::all_reduce (bucket 1)"] * 2
