@@ -42,9 +42,7 @@ class Recorder:
 
     def prepare(self) -> None:
         """Set the profiler up, which takes up to seconds on a GPU; it costs next to nothing until it starts."""
-        if self._foreign and not self.yielded:
-            self.yielded = "the script's own profiler was on"
-        if self.yielded or self._profile is not None:
+        if self._foreign or self.yielded or self._profile is not None:
             return
         activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if torch.cuda.is_initialized() else [])]
         self._profile = profile(activities=activities)
@@ -52,6 +50,8 @@ class Recorder:
 
     def start(self) -> None:
         """Begin to record; does nothing if the script's profiler is on."""
+        if self._foreign and not self.yielded:
+            self.yielded = "the script's own profiler was on"
         self.prepare()
         if self._profile is not None and not self.yielded:
             self._profile.start_trace()

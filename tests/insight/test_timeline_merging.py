@@ -1,0 +1,105 @@
+"""The merged trace: every event of every rank once, nothing mixed up, clocks aligned, and tracks of our own."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from collections import Counter
+
+import pytest
+
+from ovpatch.insight.timeline import merging
+from ovpatch.insight.timeline.building import read_run
+from ovpatch.insight.timeline.summary import parts_of, run_of
+from tests.insight.traces import Synthetic, recorded
+
+
+def merged(runs, path):
+    merging.write(runs, path)
+    return json.loads(gzip.decompress(path.read_bytes()))["traceEvents"]
+
+
+def rank(folder, number, *, late=0, zero=1_000_000):
+    """A rank whose clock shows the same step later, and whose numbers are those of the other rank."""
+    trace = Synthetic(number, zero=zero + late).border(4, 0).border(5, 90)
+    trace.gemm(0, 40, launch=1, occupancy=0.25).nccl(30, 70, launch=2).gemm(70, 100, launch=3)
+    flow = {"cat": "ac2g", "name": "ac2g", "id": 7, "pid": 4242, "tid": 4242, "ts": trace.zero + 1}
+    name = {"ph": "M", "name": "process_name", "pid": 4242, "tid": 0, "ts": trace.zero, "args": {"name": "python"}}
+    order = {"ph": "M", "name": "process_sort_index", "pid": "Spans", "tid": 0, "args": {"sort_index": 536870912}}
+    trace.events += [{"ph": "s", **flow}, {"ph": "f", "bp": "e", **flow}, name, order]
+    return trace.write(folder / f"{zero}-{number}.json")
+
+
+@pytest.fixture
+def runs(tmp_path):
+    stock = [rank(tmp_path, 0), rank(tmp_path, 1, late=25)]
+    patched = [rank(tmp_path, 0, zero=9_000_000), rank(tmp_path, 1, zero=9_000_000, late=-5)]
+    return [run_of(name, read_run(paths)) for name, paths in (("stock", stock), ("patched", patched))]
+
+
+def owners(events):
+    """The name of each process, by its number."""
+    return {event["pid"]: event["args"]["name"] for event in events if event["name"] == "process_name"}
+
+
+def test_every_event_is_there_once_and_processes_are_told_apart(runs, tmp_path):
+    events = merged(runs, tmp_path / "m.json.gz")
+    kernels = [event for event in events if event.get("cat") == "kernel"]
+    assert len(kernels) == 4 * 3
+    assert len({event["pid"] for event in kernels}) == 4, "device 0 of each rank is another"
+    names = owners(events)
+    assert sorted(names.values()) == sorted(
+        f"{arm} rank {number}: {what}"
+        for arm in ("stock", "patched")
+        for number in (0, 1)
+        for what in ("python", "summary")
+    )
+    assert {type(event[key]) for event in events for key in ("pid", "tid")} == {int}
+    assert kernels[0]["args"]["occupancy"] == 0.25
+
+
+def test_flows_join_two_ends_each_within_one_rank(runs, tmp_path):
+    flows = [event for event in merged(runs, tmp_path / "m.json.gz") if event["ph"] in "sf"]
+    assert set(Counter(event["id"] for event in flows).values()) == {2}
+    assert all(len({event["pid"] for event in flows if event["id"] == one}) == 1 for one in {f["id"] for f in flows})
+
+
+def test_arms_begin_at_zero_and_ranks_keep_their_distance(runs, tmp_path):
+    events = merged(runs, tmp_path / "m.json.gz")
+    names = owners(events)
+    steps = {
+        names[event["pid"]]: event["ts"]
+        for event in events
+        if event.get("cat") == "ovpatch" and event["name"] == "step 5"
+    }
+    assert steps == {
+        "stock rank 0: summary": 0,
+        "stock rank 1: summary": 25,
+        "patched rank 0: summary": 5,
+        "patched rank 1: summary": 0,
+    }
+    first = min(event["ts"] for event in events if event.get("cat") == "kernel")
+    assert first == 0
+
+
+def test_what_is_exposed_is_a_track(runs, tmp_path):
+    events = merged(runs, tmp_path / "m.json.gz")
+    exposed = [event for event in events if event["name"] == "exposed communication"]
+    assert [(event["ts"], event["dur"]) for event in exposed[:2]] == [(40, 30), (65, 30)]
+
+
+def test_recorded_traces_keep_times_and_totals(tmp_path):
+    run = run_of("stock", read_run(recorded("stock")))
+    events = merged([run], tmp_path / "m.json.gz")
+    for one in run.ranks:
+        mine = {pid for pid, name in owners(events).items() if name == f"stock rank {one.rank}: summary"}
+        parts = [parts_of(one, step) for step in one.steps]
+        for name, total in (
+            ("exposed communication", sum(p.exposed for p in parts)),
+            ("idle", sum(p.idle for p in parts)),
+        ):
+            found = sum(round(e["dur"] * 1000) for e in events if e["name"] == name and e["pid"] in mine)
+            assert found == total
+    spans = [event for event in events if event.get("name") == "gloo:all_reduce"]
+    assert len(spans) == sum(len(one.communications) for one in run.ranks)
+    assert {round(e["dur"] * 1000) for e in spans} == {c.end - c.start for one in run.ranks for c in one.communications}

@@ -1,0 +1,207 @@
+"""The profiler in the script's process: it records what was ordered, and makes room for the script's own."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import textwrap
+from types import SimpleNamespace
+
+import pytest
+
+from ovpatch.insight.timeline.building import read_run
+from ovpatch.insight.timeline.recording import Cost, collect, cost_of
+from ovpatch.insight.timeline.trace import TraceError
+from tests.insight.traces import Synthetic
+from tests.support.environment import clean
+
+HEAD = """
+import torch
+from torch.profiler import profile, ProfilerActivity, schedule
+model = torch.nn.Linear(8, 8)
+sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+steps = 0
+def step(times=1):
+    global steps
+    for _ in range(times):
+        model(torch.ones(2, 8)).sum().backward()
+        sgd.step()
+        sgd.zero_grad()
+        steps += 1
+"""
+
+
+# Imports torch once, then runs each script in a fork of its own, as a process under orders would.
+SERVER = """
+import json, os, sys
+from pathlib import Path
+import torch
+from ovpatch.insight.timeline import worker
+from ovpatch.jobs.orders import Orders
+import torch.profiler, torch._dynamo, torch._inductor.config  # as the first optimizer will
+for line in sys.stdin:
+    one = json.loads(line)
+    pid = os.fork()
+    if not pid:
+        folder = Path(one["folder"])
+        for number, name in ((1, "out"), (2, "err")):
+            os.dup2(os.open(folder / name, os.O_CREAT | os.O_WRONLY, 0o600), number)
+        worker.begin(Orders("", folder / "left", one["details"]))
+        exec(one["code"], {"__name__": "__main__"})
+        sys.exit()  # runs what is registered for the end
+    os.write(3, b"%d\\n" % os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+"""
+
+
+@pytest.fixture(scope="module")
+def server():
+    line = ["bash", "-c", 'exec "$0" -c "$1" 3>&1', sys.executable, SERVER]
+    process = subprocess.Popen(line, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=clean(os.environ))
+    yield process
+    process.stdin.close()
+    process.wait(10)
+
+
+@pytest.fixture
+def run(server, tmp_path):
+    """Run a script under orders; returns its exit code, stdout and stderr, what it left, and what is said of rank 0."""
+
+    def run(body, first=3, count=2, stop=True):
+        (tmp_path / "left").mkdir()
+        details = {"step": first, "steps": count, "stop": stop}
+        order = {"folder": str(tmp_path), "details": details, "code": HEAD + textwrap.dedent(body)}
+        server.stdin.write(json.dumps(order) + "\n")
+        server.stdin.flush()
+        code = int(server.stdout.readline())
+        done = SimpleNamespace(returncode=code, **{f"std{n}": (tmp_path / n).read_text() for n in ("out", "err")})
+        facts = tmp_path / "left" / "recording-rank0.json"
+        return done, tmp_path / "left", json.loads(facts.read_text()) if facts.exists() else None
+
+    return run
+
+
+@pytest.mark.slow
+def test_the_ordered_steps_are_recorded_and_the_process_leaves(run):
+    done, folder, facts = run("step(50)\nprint('went on')")
+    assert (done.returncode, done.stdout) == (0, ""), done.stderr
+    assert facts["recorded"] == [3, 4]
+    assert facts["last"] == 7, "two steps after those that were recorded, and the one in which the trace was written"
+    assert sorted(map(int, facts["durations"])) == [3, 4, 5, 6, 7]
+    (one,) = read_run([folder / "trace-rank0.json.gz"])
+    assert [step.number for step in one.steps] == [3, 4]
+    for step in one.steps:
+        assert 0 < one.compute.within(step.start, step.end).total < step.end - step.start
+    assert not one.compute.within(one.steps[-1].end + 100_000_000, one.steps[-1].end + 10**12)
+
+
+@pytest.mark.slow
+def test_it_may_go_on(run):
+    done, _, facts = run("step(50)\nprint('went on', steps)", first=2, stop=False)
+    assert (done.returncode, done.stdout) == (0, "went on 50\n"), done.stderr
+    assert facts["recorded"] == [2, 3]
+
+
+@pytest.mark.slow
+def test_a_script_that_ends_earlier_leaves_what_there_is(run):
+    done, folder, facts = run("step(4)\nprint('done')", count=5)
+    assert (done.returncode, done.stdout) == (0, "done\n"), done.stderr
+    assert facts["recorded"] == [3, 4]
+    recording = collect("patched", folder, range(3, 8))
+    assert recording.run.steps == (3, 4)
+    assert "steps 3 to 7 were asked for, recorded was 3 to 4" in recording.remarks[0]
+
+
+OWN = {
+    "before ours": "step()\nwith profile() as p:\n    step(5)\nstep(20)",
+    "around ours": "with profile() as p:\n    step(30)",
+    "within ours": "step(3)\nwith profile() as p:\n    step(5)\nstep(20)",
+    "while ours is set up": "step()\np = profile()\np.start()\nstep(5)\np.stop()\nstep(20)",
+    "only set up": "p = profile(schedule=schedule(wait=0, warmup=4, active=2, repeat=1)); p.start()\n"
+    "for _ in range(6): step(); p.step()\nstep(20)",
+    "the old one": "step(3)\nwith torch.autograd.profiler.profile() as p:\n    step(5)\nstep(20)",
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("when", OWN)
+def test_the_scripts_own_profiler_is_not_disturbed(run, when):
+    check = (
+        "\nassert 'aten::addmm' in {e.key for e in p.key_averages()}, 'the script has lost its events'\nprint('fine')"
+    )
+    done, folder, facts = run(OWN[when] + check, stop=False)
+    assert (done.returncode, done.stdout) == (0, "fine\n"), done.stderr
+    assert facts["recorded"] == []
+    assert "own profiler" in facts["yielded"]
+    with pytest.raises(TraceError, match=r"own profiler.*, and ours gave way\. Choose other steps with --step"):
+        collect("patched", folder, range(3, 5))
+
+
+@pytest.mark.slow
+def test_a_profiler_that_has_ended_before_is_no_reason(run):
+    done, _, facts = run("with profile() as p:\n    step()\nstep(20)")
+    assert done.returncode == 0, done.stderr
+    assert (facts["recorded"], facts["yielded"]) == ([3, 4], "")
+
+
+# --- what is missing, and the cost ---
+
+
+def facts(rank=0, world=1, recorded=(3, 4), durations=(), device="cpu", last=7, yielded=""):
+    times = {str(number): time for number, time in dict(durations).items()}
+    return {
+        "rank": rank,
+        "world": world,
+        "device": device,
+        "recorded": list(recorded),
+        "yielded": yielded,
+        "last": last,
+        "durations": times,
+    }
+
+
+def left(folder, *all_facts, traces=()):
+    for one in all_facts:
+        (folder / f"recording-rank{one['rank']}.json").write_text(json.dumps(one))
+    for rank in traces:
+        trace = Synthetic(rank).op("aten::mm", 0, 30).border(2, 0).border(3, 10).border(4, 20)
+        trace.write(folder / f"trace-rank{rank}.json")
+    return folder
+
+
+def test_a_rank_without_a_trace_is_named(tmp_path):
+    folder = left(tmp_path, facts(0, 3), facts(2, 3, (), yielded="the script started its own profiler"), traces=[0])
+    assert collect("stock", folder, range(3, 5)).remarks == (
+        "stock: rank 1 left no trace: it took none of these steps, or was killed",
+        "stock: rank 2 left no trace: the script started its own profiler",
+    )
+
+
+@pytest.mark.parametrize(
+    ("some", "complaint"),
+    [
+        ([], "No process made a step of an optimizer"),
+        ([facts(last=2, recorded=())], "ended after step 2, and step 3 was asked for. Lower --step"),
+    ],
+)
+def test_nothing_recorded_is_an_error_with_the_cause(tmp_path, some, complaint):
+    with pytest.raises(TraceError, match=complaint):
+        collect("stock", left(tmp_path, *some), range(3, 5))
+
+
+def test_the_cost_is_of_the_slowest_rank_without_the_step_in_which_the_trace_is_written():
+    one = facts(0, 2, (5, 6), {3: 100, 4: 90, 5: 103, 6: 102, 7: 900, 8: 100})
+    two = facts(1, 2, (5, 6), {3: 80, 4: 110, 5: 100, 6: 104, 7: 900, 8: 100})
+    assert cost_of([one, two]) == Cost(103.5e-9, 100e-9, (2, 3), (100e-9, 110e-9))
+    assert cost_of([one, two]).share == pytest.approx(0.035)
+
+
+def test_on_a_gpu_blocks_count_not_single_steps():
+    cost = cost_of([facts(0, 1, (5, 6), {3: 10, 4: 190, 5: 10, 6: 200, 7: 1}, device="gpu")])
+    assert (cost.recorded, cost.beside) == (pytest.approx(105e-9), pytest.approx(100e-9))
+
+
+def test_without_steps_beside_there_is_no_cost():
+    assert cost_of([facts(0, 1, (2, 3), {3: 10})]) is None
+    assert cost_of([]) is None
