@@ -132,6 +132,11 @@ def test_without_any_border_all_is_one_step(lanes):
     assert "no steps are marked" in found.remarks[0]
 
 
+def test_without_a_host_all_of_the_device_is_one_step(lanes):
+    trace = Synthetic().gemm(10, 20).nccl(15, 40)
+    assert windows(trace, lanes(trace)) == {1: (10, 40)}
+
+
 # --- CPU ---
 
 

@@ -29,7 +29,7 @@ def steps_on_host(trace: Trace) -> tuple[tuple[Step, ...], str]:
     """Find the steps by the host's clock.
 
     Returns:
-        The steps, and a remark on how they were found, "" where the profiler was told of them.
+        The steps, none if there are no borders, and a remark on that, "" where the profiler was told of steps.
     """
     annotations = list(trace.of("user_annotation"))
     marks = [(int(found[1]), event.start) for event in annotations if (found := _MARK.match(event.name))]
@@ -45,8 +45,12 @@ def steps_on_host(trace: Trace) -> tuple[tuple[Step, ...], str]:
         if len(ends) > 1:
             steps = tuple(Step(number, *span) for number, span in enumerate(pairwise(ends), 1))
             return steps, f"no steps are marked: a step is from the end of one {last} to the next"
-    span = (min(event.start for event in trace.events), max(event.end for event in trace.events))
-    return (Step(1, *span),), "no steps are marked: all of it counts as one step (call the profiler's step())"
+    return (), "no steps are marked: all of it counts as one step (call the profiler's step())"
+
+
+def everything(events: Sequence[Event]) -> tuple[Step, ...]:
+    """Return one step that holds all events; for a trace in which the host marked none."""
+    return (Step(1, min(event.start for event in events), max(event.end for event in events)),)
 
 
 def on_device(steps: Iterable[Step], compute: Sequence[tuple[int | None, Span]]) -> tuple[Step, ...]:

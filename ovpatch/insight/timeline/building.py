@@ -49,7 +49,8 @@ def _of_device(trace: Trace, rank: int, events: Sequence[Event], also: re.Patter
     kinds = [(kind_of(event, also), event) for event in mine]
     computing = [event for kind, event in kinds if kind is Kind.COMPUTE]
     steps, how = borders.steps_on_host(trace)
-    steps = borders.on_device(steps, [(launches.time_of(event), (event.start, event.end)) for event in computing])
+    progress = [(launches.time_of(event), (event.start, event.end)) for event in computing]
+    steps = borders.on_device(steps, progress) if steps else borders.everything(mine)
     return Lanes(
         rank,
         f"gpu {device}",
@@ -93,7 +94,7 @@ def _of_cpu(trace: Trace, rank: int) -> Lanes:
             Communication(collective_on_cpu(event), label, event.start, event.end)
             for event, label in zip(collectives, labels, strict=True)
         ),
-        borders.whole(steps, trace.events),
+        borders.whole(steps or borders.everything(trace.events), trace.events),
         (how,) if how else (),
     )
 

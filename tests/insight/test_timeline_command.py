@@ -1,0 +1,215 @@
+"""``ovpatch timeline``: mistakes are found before anything runs; traces and programs become tables and files."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+import shutil
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+
+from ovpatch import cli
+from ovpatch.insight.timeline import picture
+from tests.insight.traces import DATA, Synthetic, recorded
+from tests.support import scripts
+
+ROOT = Path(__file__).parents[2]
+TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+SMALL = ["--layers=2", "--width=64", "--heads=2", "--eval-every=0", "--steps=30", "--bucket-cap-mb=1"]
+FILES = {"timeline.png", "timeline.svg", "timeline.json.gz", "summary.json"}
+
+
+@pytest.fixture
+def timeline(monkeypatch, capfd, tmp_path):
+    """Run the subcommand in this process, in an empty folder."""
+    for name in [name for name in os.environ if name.startswith("OVPATCH")]:
+        monkeypatch.delenv(name)
+    monkeypatch.chdir(tmp_path)
+
+    def timeline(*line):
+        code = cli.main(["timeline", *map(str, line)])
+        out, err = capfd.readouterr()
+        return code, out, err
+
+    return timeline
+
+
+# --- mistakes ---
+
+
+@pytest.mark.parametrize(
+    ("environ", "line", "message"),
+    [
+        ({}, (), "Write it after two dashes"),
+        ({}, ("--",), "Write it after two dashes"),
+        ({}, ("--step", "1", "--"), "Give 2 or more"),
+        ({}, ("--steps", "0", "--"), "Give 1 or more"),
+        ({}, ("--communication", "(", "--"), "--communication (: not a regular expression"),
+        ({}, ("--features", "dpp", "--"), "did you mean 'ddp'"),
+        ({"OVPATCH": "dpp"}, ("--",), "did you mean 'ddp'"),
+        ({"OVPATCH": "0"}, ("--compare", "--"), "Unset OVPATCH"),
+        ({"TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}, ("--",), "Unset it"),
+        ({}, ("--out", "taken", "--"), "holds other things, such as thesis.tex"),
+        ({}, ("--out", "taken/thesis.tex", "--"), "is a file. Name a folder"),
+    ],
+)
+def test_mistakes_are_found_before_anything_runs(timeline, monkeypatch, tmp_path, environ, line, message):
+    for name, value in environ.items():
+        monkeypatch.setenv(name, value)
+    (tmp_path / "taken").mkdir()
+    (tmp_path / "taken" / "thesis.tex").write_text("")
+    mark = tmp_path / "started"
+    command = () if message.startswith("Write") else (sys.executable, "-c", f"open({str(mark)!r}, 'w')")
+    code, out, err = timeline(*line, *command)
+    assert (code, out) == (2, ""), err
+    assert message in err
+    assert not mark.exists()
+    assert (tmp_path / "taken" / "thesis.tex").exists()
+
+
+def test_without_matplotlib_it_is_said_before_and_the_tables_still_come(timeline, monkeypatch, tmp_path):
+    monkeypatch.setattr(picture, "find_spec", lambda name: None)
+    code, out, err = timeline(recorded("stock")[0])
+    assert (code, out) == (2, "")
+    assert "pip install 'ovpatch[plot]'" in err
+    code, out, _ = timeline("--no-picture", recorded("stock")[0])
+    assert code == 0
+    assert "hidden share" in out
+    assert {path.name for path in (tmp_path / "ovpatch-timeline").iterdir()} == {"timeline.json.gz", "summary.json"}
+
+
+def test_a_command_that_does_not_exist(timeline):
+    code, out, err = timeline("--", "no-such-command-anywhere")
+    assert (code, out) == (127, "")
+    assert "no-such-command-anywhere: command not found" in err
+
+
+def test_a_command_that_takes_no_step_is_a_problem_with_its_cause(timeline):
+    code, out, err = timeline("--", sys.executable, "-c", "print('hello')")
+    assert (code, out) == (1, ""), "what the command writes is in its log"
+    assert "patched: nothing was recorded. No process made a step" in err
+    assert Path("ovpatch-timeline/patched.log").read_text() == "hello\n"
+
+
+# --- traces that exist ---
+
+
+def test_traces_of_a_run(timeline, tmp_path):
+    code, out, err = timeline(*recorded("stock"))
+    assert code == 0, err
+    assert "recorded: " in out
+    assert "overlap efficiency" not in out
+    assert {path.name for path in (tmp_path / "ovpatch-timeline").iterdir()} == FILES
+    summary = json.loads((tmp_path / "ovpatch-timeline" / "summary.json").read_text())
+    assert summary["overlap_efficiency"] is None
+    assert [rank["rank"] for rank in summary["runs"][0]["ranks"]] == [0, 1]
+
+
+def test_two_folders_are_compared_and_may_lie_in_the_output_folder(timeline, tmp_path):
+    folder = tmp_path / "ovpatch-timeline"
+    for arm in ("stock", "patched"):
+        (folder / arm).mkdir(parents=True)
+        for path in recorded(arm):
+            shutil.copy(path, folder / arm / path.name.replace(arm, "trace"))
+    (folder / "stock" / "worker-1.json").write_text("{}")  # what else an arm leaves
+    for _ in range(2):  # what an earlier call has written is replaced
+        code, out, err = timeline("--compare", folder / "stock", folder / "patched")
+        assert code == 0, err
+        assert "overlap efficiency: " in out
+    assert {path.name for path in folder.iterdir()} == FILES | {"stock", "patched"}
+    assert len(list((folder / "stock").iterdir())) == 3
+
+
+@pytest.mark.parametrize(
+    ("line", "code", "message"),
+    [
+        (("--compare", "a.json"), 2, "stock first; 1 were given"),
+        (("nowhere.json",), 1, "No such file"),
+        (("empty",), 1, "holds no traces"),
+    ],
+)
+def test_traces_that_cannot_be_used(timeline, tmp_path, line, code, message):
+    (tmp_path / "empty").mkdir()
+    found, out, err = timeline(*line)
+    assert (found, out) == (code, "")
+    assert message in err
+
+
+def test_how_steps_were_found_is_a_remark(timeline, tmp_path):
+    Synthetic(0).op("aten::mm", 0, 5).write(tmp_path / "rank0.json")
+    code, out, err = timeline("rank0.json")
+    assert code == 0
+    assert "recorded: no steps are marked" in err
+    assert "no communication in step 1" in out
+
+
+def test_kernels_of_the_users_own(timeline, tmp_path):
+    Synthetic(0).gemm(0, 10).on_device("my_push_kernel", 10, 30).write(tmp_path / "rank0.json")
+    assert "no communication" in timeline("rank0.json")[1]
+    assert "my_push_kernel" in timeline("--communication", "^my_push", "rank0.json")[1]
+
+
+# --- whole programs ---
+
+
+def run(folder, *line, timeout=150):
+    program = [Path(sys.executable).with_name("ovpatch"), "timeline", *line]
+    return scripts.run(program, cwd=folder, timeout=timeout, env={"PYTHONPATH": str(ROOT)})
+
+
+@pytest.mark.slow
+def test_a_whole_program_is_compared(tmp_path):
+    command = [sys.executable, *TORCHRUN, str(ROOT / "examples" / "train_gpt.py"), *SMALL]
+    done = run(tmp_path, "--compare", "--step", "4", "--steps", "2", "--", *command).check()
+    folder = tmp_path / "ovpatch-timeline"
+    assert {path.name for path in folder.iterdir()} == FILES | {"stock", "patched", "stock.log", "patched.log"}
+    assert "step    0  loss" in (folder / "stock.log").read_text()
+    assert "loss" not in done.stdout, "what the command writes is in its log"
+    for line in ("stock: ", "patched: ", "overlap efficiency: ", "stock: recording cost ", "patched: recording cost "):
+        assert f"\n{line}" in done.stdout
+    assert "ovpatch::ddp::all_reduce" in done.stdout
+    summary = json.loads((folder / "summary.json").read_text())
+    assert [run["name"] for run in summary["runs"]] == ["stock", "patched"]
+    for one in summary["runs"]:
+        assert [rank["rank"] for rank in one["ranks"]] == [0, 1]
+        for rank in one["ranks"]:
+            assert [step["number"] for step in rank["steps"]] == [4, 5]
+            phases = {group["phase"] for step in rank["steps"] for group in step["collectives"]}
+            assert ("ovpatch::ddp::all_reduce" in phases) == (one["name"] == "patched")
+            assert all(step["compute"] > 0 and step["exposed"] + step["hidden"] > 0 for step in rank["steps"])
+    merged = json.loads(gzip.decompress((folder / "timeline.json.gz").read_bytes()))["traceEvents"]
+    names = {event["args"]["name"] for event in merged if event["name"] == "process_name"}
+    assert {name for name in names if "summary" in name} == {
+        f"{arm} rank {rank}: summary" for arm in ("stock", "patched") for rank in (0, 1)
+    }
+
+
+@pytest.mark.slow
+def test_a_command_that_fails_keeps_its_code_and_shows_how_far_it_got(tmp_path):
+    script = tmp_path / "train.py"
+    script.write_text(
+        textwrap.dedent(
+            """
+            import sys, torch
+            model = torch.nn.Linear(4, 4)
+            sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+            for step in range(3):
+                model(torch.ones(2, 4)).sum().backward()
+                sgd.step()
+            sys.exit("the data ran out")
+            """
+        )
+    )
+    done = run(tmp_path, "--step", "2", "--", sys.executable, str(script))
+    assert done.rc == 1
+    assert "the data ran out" in done.stderr
+    assert "steps 2 to 4 were asked for, recorded was 2 to 3" in done.stderr
+    assert "no communication in step 2" in done.stdout
+
+
+def test_the_recorded_traces_are_there():
+    assert len(list(DATA.iterdir())) == 4
