@@ -239,7 +239,7 @@ import torch
 assert not torch.distributed.is_available()
 import ovpatch
 report = ovpatch.apply()
-import ovpatch.commands.doctor, ovpatch.commands.run, ovpatch.commands.docs_table
+import ovpatch.commands.doctor, ovpatch.commands.run, ovpatch.commands.docs_table, ovpatch.commands.timeline
 sys.stdout.write(report["ddp"].state + ": " + report["ddp"].reason)
 """
 
