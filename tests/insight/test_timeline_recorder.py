@@ -197,6 +197,13 @@ def test_the_cost_is_of_the_slowest_rank_without_the_step_in_which_the_trace_is_
     assert cost_of([one, two]).share == pytest.approx(0.035)
 
 
+@pytest.mark.parametrize(("recorded", "said"), [(102, False), (104, False), (112, True)])
+def test_a_cost_beyond_the_limit_is_said_if_it_is_beyond_the_steps_spread(tmp_path, recorded, said):
+    times = {3: recorded, 4: recorded, 6: 100, 7: 110, 8: 99}
+    remarks = collect("stock", left(tmp_path, facts(durations=times), traces=[0]), range(3, 5)).remarks
+    assert [remark.startswith("stock: recording cost 12.0% of a step") for remark in remarks] == [True] * said
+
+
 def test_on_a_gpu_blocks_count_not_single_steps():
     cost = cost_of([facts(0, 1, (5, 6), {3: 10, 4: 190, 5: 10, 6: 200, 7: 1}, device="gpu")])
     assert (cost.recorded, cost.beside) == (pytest.approx(105e-9), pytest.approx(100e-9))

@@ -8,11 +8,15 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean, median
-from typing import Any
+from typing import Any, Final
 
 from ovpatch.insight.timeline.building import read_run
 from ovpatch.insight.timeline.summary import Run, run_of
 from ovpatch.insight.timeline.trace import TraceError
+
+
+#: Share of a step that recording may cost.
+LIMIT: Final = 0.03
 
 
 @dataclass(frozen=True)
@@ -30,6 +34,11 @@ class Cost:
     beside: float
     counts: tuple[int, int]
     spread: tuple[float, float]
+
+    @property
+    def notable(self) -> bool:
+        """Whether it is more than it should be, and more than steps differ by themselves."""
+        return self.share > LIMIT and self.recorded > self.spread[1]
 
     @property
     def share(self) -> float:
@@ -75,7 +84,15 @@ def collect(name: str, folder: Path, wanted: range, also: re.Pattern[str] | None
     if not traces:
         raise TraceError(f"{name}: nothing was recorded. {_why(facts, wanted)}")
     run = run_of(name, read_run(traces, also))
-    return Recording(run, cost_of(facts), tuple(f"{name}: {text}" for text in _missing(facts, run, wanted)))
+    cost = cost_of(facts)
+    remarks = [*_missing(facts, run, wanted), *([_DEAR.format(cost.share)] if cost and cost.notable else [])]
+    return Recording(run, cost, tuple(f"{name}: {text}" for text in remarks))
+
+
+_DEAR: Final = (
+    "recording cost {:.1%} of a step, so that short operators look longer than they are. Trust shares more than times, "
+    "or record a step with more work in it."
+)
 
 
 def _why(facts: Sequence[Mapping[str, Any]], wanted: range) -> str:
