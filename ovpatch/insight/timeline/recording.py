@@ -14,7 +14,6 @@ from ovpatch.insight.timeline.building import read_run
 from ovpatch.insight.timeline.summary import Run, run_of
 from ovpatch.insight.timeline.trace import TraceError
 
-
 #: Share of a step that recording may cost.
 LIMIT: Final = 0.03
 
