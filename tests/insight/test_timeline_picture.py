@@ -96,6 +96,20 @@ def test_of_many_steps_three_are_drawn_with_the_shown_one(run):
     assert start <= shown.start < shown.end <= end
 
 
+def test_a_rank_is_drawn_to_the_end_of_its_own_last_step(tmp_path):
+    paths = []
+    for rank, end in ((0, 100_000), (1, 60_000)):
+        trace = Synthetic(rank).border(4, 0).border(5, end - 10).gemm(0, end, launch=1).nccl(90_000, 120_000, launch=2)
+        paths.append(trace.write(tmp_path / f"rank{rank}.json"))
+    (axes,) = picture._figure([run_of("stock", read_run(paths))]).axes
+    ends = {}
+    for bars in axes.collections:
+        for path in bars.get_paths():
+            row = round(path.vertices[:, 1].mean())
+            ends[row] = max(ends.get(row, 0), path.vertices[:, 0].max())
+    assert ends == {1: pytest.approx(100, abs=0.1), 0: pytest.approx(60, abs=0.1)}
+
+
 def test_copies_are_in_the_legend_only_if_there_are_any(run):
     def legend(one):
         return [text.get_text() for text in picture._figure([one]).legends[0].get_texts()]

@@ -11,7 +11,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from ovpatch.insight.intervals import Intervals
+from ovpatch.insight.intervals import Intervals, Span
 from ovpatch.insight.timeline.lanes import Lanes
 from ovpatch.insight.timeline.summary import Run, step_of
 from ovpatch.insight.timeline.text import milliseconds, percent
@@ -101,18 +101,28 @@ def headline(runs: Sequence[Run]) -> str:
     return "Exposed communication: " + "  →  ".join(named)
 
 
-def _window(run: Run) -> tuple[int, int]:
-    """Return the stretch of time that is drawn: the shown step, and its neighbours as far as there is room."""
+def _drawn(run: Run) -> tuple[int, ...]:
+    """Return the steps that are drawn: the shown one, and its neighbours as far as there is room."""
     last = max(run.steps.index(run.shown), min(STEPS, len(run.steps)) - 1)
-    drawn = run.steps[max(0, last - STEPS + 1) : last + 1]
-    start = min(step_of(lanes, drawn[0]).start for lanes in run.ranks)
-    return start, max(step_of(lanes, drawn[-1]).end for lanes in run.ranks)
+    return run.steps[max(0, last - STEPS + 1) : last + 1]
+
+
+def _stretch(run: Run, lanes: Lanes) -> Span:
+    """Return the time of the drawn steps of one rank; what it did beside them is not known as a whole."""
+    drawn = _drawn(run)
+    return step_of(lanes, drawn[0]).start, step_of(lanes, drawn[-1]).end
+
+
+def _window(run: Run) -> Span:
+    """Return the time of the drawn steps of all ranks."""
+    stretches = [_stretch(run, lanes) for lanes in run.ranks]
+    return min(start for start, _ in stretches), max(end for _, end in stretches)
 
 
 def _panel(axes: Axes, run: Run, width: int) -> None:
     start, end = _window(run)
     for row, lanes in enumerate(run.ranks):
-        _lane(axes, lanes, len(run.ranks) - 1 - row, (start, end), width)
+        _lane(axes, lanes, len(run.ranks) - 1 - row, _stretch(run, lanes), start, width)
     worst, parts = run.worst(run.shown)
     where = f"rank {worst.rank}, step {run.shown}"
     numbers = f"{milliseconds(parts.exposed)} of {milliseconds(parts.step)} ms exposed ({where})"
@@ -152,7 +162,7 @@ def _mark_steps(axes: Axes, run: Run, start: int, end: int) -> None:
         )
 
 
-def _lane(axes: Axes, lanes: Lanes, row: int, window: tuple[int, int], width: int) -> None:
+def _lane(axes: Axes, lanes: Lanes, row: int, window: Span, zero: int, width: int) -> None:
     compute, copies = lanes.compute.within(*window), lanes.copies.within(*window)
     communication = lanes.communication.within(*window)
     exposed, hidden = communication - compute, communication & compute
@@ -160,13 +170,13 @@ def _lane(axes: Axes, lanes: Lanes, row: int, window: tuple[int, int], width: in
     idle = (compute | communication | copies).gaps(*window)
     bottom, half = row - _HEIGHT / 2, _HEIGHT / 2
     finest = width // _FINEST
-    _bars(axes, _coarse(compute, finest), window[0], (row, half), color=COMPUTE)
-    _bars(axes, _coarse(hidden, finest), window[0], (bottom, half), color=HIDDEN)
-    _bars(axes, _coarse(copies, finest), window[0], (row, half), color=COPIES)
+    _bars(axes, _coarse(compute, finest), zero, (row, half), color=COMPUTE)
+    _bars(axes, _coarse(hidden, finest), zero, (bottom, half), color=HIDDEN)
+    _bars(axes, _coarse(copies, finest), zero, (row, half), color=COPIES)
     seen = Intervals(tuple(span for span in idle if span[1] - span[0] > 4 * finest))
-    _bars(axes, seen, window[0], (bottom, _HEIGHT), color="none", hatch="////", edge=HATCH)
-    _bars(axes, exposed, window[0], (bottom, _HEIGHT), color=EXPOSED)
-    _numbers(axes, exposed, window[0], row, width)
+    _bars(axes, seen, zero, (bottom, _HEIGHT), color="none", hatch="////", edge=HATCH)
+    _bars(axes, exposed, zero, (bottom, _HEIGHT), color=EXPOSED)
+    _numbers(axes, exposed, zero, row, width)
 
 
 def _bars(
