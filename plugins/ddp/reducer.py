@@ -270,7 +270,6 @@ class GradReducer:
     def _arm(self, expected: Sequence[int] | None) -> None:
         self.armed = True
         self._set_mode()
-        self._copies_at_once = self.hands.present()
         self._open(expected)
 
     def _arm_late(self) -> None:
@@ -295,6 +294,7 @@ class GradReducer:
         self._task.queue(self._backward_ended, self._backward_died)
         if not self._began:
             self._began = True
+            self._copies_at_once = self.hands.present()
             if not self.has_rebuilt_buckets and not self._late:
                 self._arrivals = []
             if self._mode.searches:

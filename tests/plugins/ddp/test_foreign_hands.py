@@ -121,6 +121,38 @@ def test_a_hook_registered_later(ranks, cap):
     check(ranks(2)(both, loop_hook_during_training, cap), backwards=4)
 
 
+def loop_hook_between(hook: str, deed: str, cap: float) -> list[Record]:
+    """A hook on the first weight, whose gradient comes last, that exists from after the forward to after the backward."""
+    model = net()
+    wrapped = DDP(model, bucket_cap_mb=cap)
+    first = next(model.parameters())
+    records = []
+    for step in range(4):
+        loss = wrapped(data(step, 4, 6)).square().mean()
+        met: list[list[torch.Tensor | None]] = []
+
+        def look(*_: Any, met: list[list[torch.Tensor | None]] = met) -> None:
+            met.append([None if p.grad is None else p.grad.clone() for p in model.parameters()])
+            DEEDS.get(deed, lambda model: None)(model)
+
+        handle = getattr(first, hook)(look)
+        loss.backward()
+        handle.remove()
+        records.append(seen(model, loss, met=met))
+        wrapped.zero_grad()
+    return records
+
+
+@SIZES
+@pytest.mark.parametrize("world", WORLDS)
+@pytest.mark.parametrize("hook", ["register_hook", "register_post_accumulate_grad_hook"])
+@pytest.mark.parametrize("deed", ["looks", "scales"])
+def test_a_hook_registered_between_forward_and_backward(ranks, world, hook, deed, cap):
+    results = ranks(world)(both, loop_hook_between, hook, deed, cap)
+    check(results, backwards=4)
+    assert all(len(record["met"]) == 1 for result in results for record in result["patched"])
+
+
 def loop_shared(caps: tuple[float, float], together: bool) -> list[Record]:
     """Two wrappers whose models share parameters, trained in turn and together."""
     torch.manual_seed(0)
