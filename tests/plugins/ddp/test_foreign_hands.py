@@ -8,8 +8,10 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel as DDP
 
+from ovpatch.insight.equality import compare
 from tests.plugins.ddp.arms import Record, both, data, seen
 from tests.plugins.ddp.checks import check
 
@@ -122,7 +124,7 @@ def test_a_hook_registered_later(ranks, cap):
 
 
 def loop_hook_between(hook: str, deed: str, cap: float) -> list[Record]:
-    """A hook on the first weight, whose gradient comes last, that exists from after the forward to after the backward."""
+    """A hook on the first weight, whose gradient comes last, from after the forward to after the backward."""
     model = net()
     wrapped = DDP(model, bucket_cap_mb=cap)
     first = next(model.parameters())
@@ -179,6 +181,53 @@ def loop_shared(caps: tuple[float, float], together: bool) -> list[Record]:
 @pytest.mark.parametrize("together", [True, False])
 def test_two_wrappers_that_share_a_layer(ranks, world, caps, together):
     check(ranks(world)(both, loop_shared, caps, together, timeout=30), backwards=8, bitwise=False)
+
+
+def delayed(model: nn.Sequential, cap: float) -> DDP:
+    """Wrap a model whose last bias is reduced by a hook of DistributedDataParallel; it gets the stock reducer."""
+    bias = [(name, param) for name, param in model.named_parameters() if name == "1.bias"]
+    return DDP(model, bucket_cap_mb=cap, delay_all_reduce_named_params=bias, param_to_hook_all_reduce=model[1].weight)
+
+
+def with_comm_hook(model: nn.Sequential, cap: float) -> DDP:
+    """Wrap a model that our reducer gives up later."""
+    wrapped = DDP(model, bucket_cap_mb=cap)
+    wrapped.register_comm_hook(None, default_hooks.allreduce_hook)
+    return wrapped
+
+
+STOCK: dict[str, Callable[[nn.Sequential, float], DDP]] = {"delayed": delayed, "with comm hook": with_comm_hook}
+
+
+def loop_shared_with_stock(which: str, stock_is_first: bool, caps: tuple[float, float]) -> list[Record]:
+    """Of two wrappers whose models share parameters, one has the stock reducer."""
+    torch.manual_seed(0)
+    trunk = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6), nn.Tanh())
+    ours, theirs = (nn.Sequential(trunk, nn.Linear(6, 3)) for _ in range(2))
+    wrappers = [
+        (lambda: STOCK[which](theirs, caps[0])),
+        (lambda: DDP(ours, bucket_cap_mb=caps[1])),
+    ]
+    wrapped = [wrap() for wrap in (wrappers if stock_is_first else reversed(wrappers))]
+    records = []
+    for step in range(4):
+        sum(one(data(step, 4, 6, micro=m)).square().mean() for m, one in enumerate(wrapped)).backward()
+        records.append({"ours": seen(ours), "theirs": seen(theirs)})
+        for one in wrapped:
+            one.zero_grad()
+    return records
+
+
+@pytest.mark.parametrize("world", WORLDS)
+@pytest.mark.parametrize("caps", [(0.0001, 25), (25, 0.0001)])
+@pytest.mark.parametrize("stock_is_first", [True, False])
+@pytest.mark.parametrize("which", STOCK)
+def test_a_wrapper_with_the_stock_reducer_that_shares_layers(ranks, world, which, stock_is_first, caps):
+    for result in ranks(world)(both, loop_shared_with_stock, which, stock_is_first, caps, timeout=30):
+        compared = compare(result["stock"], result["patched"])
+        (compared.assert_bitwise if world == 2 else compared.assert_equal)()
+        assert result["counters"]["stock_models"] == 1
+        assert result["counters"]["backwards"] == 4
 
 
 class SharedMemory(nn.Module):
