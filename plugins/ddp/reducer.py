@@ -135,8 +135,7 @@ class GradReducer:
         """
         self.recover()  # a forward under no_sync comes by here only, before it broadcasts buffers
         # Not by what arrived: a rank whose first backward failed takes part in the broadcast as well.
-        searches = self.config.find_unused_parameters and not self.static_graph
-        if self.has_rebuilt_buckets or not self._ordered or self._began or searches:
+        if self.has_rebuilt_buckets or not self._ordered or self._began or self._mode.searches:
             return False
         missing = [i for i in range(len(self.params)) if i not in set(self._arrivals)]
         order = torch.tensor(self._arrivals + missing, dtype=torch.int64).to(self._device)
