@@ -12,6 +12,8 @@ from typing import Any, Final, Protocol
 
 import pluggy
 
+from ovpatch.settings.selection import parse_flag as parse_flag  # for options whose parse accepts more than a bool
+
 PROJECT: Final = "ovpatch"
 
 hookspec: Final = pluggy.HookspecMarker(PROJECT)
