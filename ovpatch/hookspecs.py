@@ -12,6 +12,8 @@ from typing import Any, Final, Protocol
 
 import pluggy
 
+from ovpatch.settings.selection import parse_flag as parse_flag  # for options whose parse accepts more than a bool
+
 PROJECT: Final = "ovpatch"
 
 hookspec: Final = pluggy.HookspecMarker(PROJECT)
@@ -97,11 +99,11 @@ class FeatureSpecs:
     """The hooks. A plugin implements :meth:`ovpatch_feature` and :meth:`ovpatch_register`; the others are optional."""
 
     @hookspec
-    def ovpatch_feature(self) -> Feature:  # type: ignore[empty-body]  # a pluggy specification has no body
+    def ovpatch_feature(self) -> Feature:
         """Describe the feature. Called once, before any other hook; imports nothing heavy."""
 
     @hookspec
-    def ovpatch_reasons_against(self, options: Mapping[str, Any]) -> Sequence[str]:  # type: ignore[empty-body]
+    def ovpatch_reasons_against(self, options: Mapping[str, Any]) -> Sequence[str]:
         """Return the reasons why the feature cannot run on this machine, or nothing.
 
         Args:
@@ -118,7 +120,7 @@ class FeatureSpecs:
         """
 
     @hookspec
-    def ovpatch_activate(self, options: Mapping[str, Any]) -> Sequence[str]:  # type: ignore[empty-body]
+    def ovpatch_activate(self, options: Mapping[str, Any]) -> Sequence[str]:
         """Called when all patches of the feature are in place. Returns remarks for the report, or nothing.
 
         A remark says what the user should know although the feature is on, for example that an object was built
@@ -134,9 +136,9 @@ class FeatureSpecs:
         """
 
     @hookspec
-    def ovpatch_counters(self) -> Mapping[str, int]:  # type: ignore[empty-body]
+    def ovpatch_counters(self) -> Mapping[str, int]:
         """Return what the feature did so far in this process, by name. All zero means that it never ran."""
 
     @hookspec
-    def ovpatch_remarks(self) -> Sequence[str]:  # type: ignore[empty-body]
+    def ovpatch_remarks(self) -> Sequence[str]:
         """Return remarks that came up while running, for example which model fell back to stock, and why."""

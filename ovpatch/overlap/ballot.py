@@ -36,8 +36,8 @@ class Ballots:
     """
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
-        self._group = group
         self._device = device
+        self._all_reduce = AllReduce(group, device)
         self._period = PERIOD if device.type == "cuda" else 1
         self._failed = 0
         self._last = -1  # the newest step that a ballot covers
@@ -55,7 +55,7 @@ class Ballots:
             vote = torch.full((1,), self._failed, dtype=torch.int32, device=self._device)
             steps = range(self._last + 1, step + 1)
             self._last = step
-            self._open.append(_Ballot.cast(steps, self._failed, vote, self._group))
+            self._open.append(_Ballot.cast(steps, self._failed, vote, self._all_reduce))
             self._failed = 0
 
     def losses(self) -> list[range]:
@@ -86,8 +86,8 @@ class _Ballot:
     event: torch.cuda.Event | None = None
 
     @staticmethod
-    def cast(steps: range, own: int, vote: torch.Tensor, group: dist.ProcessGroup) -> _Ballot:
-        (work,) = AllReduce(group, vote.device)([vote])
+    def cast(steps: range, own: int, vote: torch.Tensor, all_reduce: AllReduce) -> _Ballot:
+        (work,) = all_reduce([vote])
         if not vote.is_cuda:
             return _Ballot(steps, own, vote, work, vote)
         # On a stream of its own the copy runs when the sum is there, without holding back the compute; into pinned

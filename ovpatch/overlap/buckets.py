@@ -40,6 +40,9 @@ class GradBucket:
         params: The parameters, in the same order.
         dtype: What the sum is computed in; the parameters' own dtype by default.
         flat_below: Gradients with fewer elements go through one flat tensor.
+
+    Attributes:
+        nbytes: Number of bytes that the collective reduces.
     """
 
     def __init__(
@@ -61,14 +64,10 @@ class GradBucket:
         self._large = [i for i, param in enumerate(params) if param.numel() >= max(limit, 1)]
         self._strides = [p.stride() if is_dense(p) else contiguous_strides(p.shape) for p in params]
         self._offsets, self._flat_numel = _offsets([params[i] for i in self._small], self.dtype)
+        self.nbytes = (self._flat_numel + sum(params[i].numel() for i in self._large)) * self.dtype.itemsize
         self._flat: Tensor | None = None
         self._views: dict[int, Tensor] = {}
         self._pieces: dict[int, Tensor] = {}
-
-    @property
-    def nbytes(self) -> int:
-        """Number of bytes that the collective reduces."""
-        return (self._flat_numel + sum(self.params[i].numel() for i in self._large)) * self.dtype.itemsize
 
     def stage(self, index: int, divisor: int) -> None:
         """Copy the gradient of parameter ``index`` now; :meth:`pack` then does not look at ``p.grad`` any more."""

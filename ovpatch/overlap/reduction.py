@@ -43,9 +43,8 @@ class Reduction:
         skip_absent: bool = False,
     ) -> None:
         self.buckets = list(buckets)
-        self._group = group
-        self._average = average
         self._skip_absent = skip_absent
+        self._divisor = 1 if average else group.size()
         self._bucket_of = {index: b for b, bucket in enumerate(buckets) for index in bucket.indices}
         self._labels = [label(feature, "all_reduce", f"bucket {b}") for b in range(len(buckets))]
         self._sizes = [len(bucket.indices) for bucket in buckets]
@@ -91,7 +90,7 @@ class Reduction:
         """Copy a complete gradient now, whatever happens to ``p.grad`` until its bucket is launched."""
         bucket = self.buckets[self._bucket_of[index]]
         self._join(bucket)
-        bucket.stage(index, self._divisor(bucket))
+        bucket.stage(index, self._divisor)
 
     def launch_ready(self, on_launch: Callable[[Bucket], None], given: Tensor | None = None) -> None:
         """Launch the buckets that are full, up to the first that is not.
@@ -149,16 +148,13 @@ class Reduction:
         if not self._skipped(bucket):
             with span(self._labels[index]):
                 self._join(bucket)
-                pieces = bucket.pack(self._divisor(bucket), absent=self.absent, given=given)
+                pieces = bucket.pack(self._divisor, absent=self.absent, given=given)
                 self._works += self._all_reduce[bucket.device](pieces)
             on_launch(bucket)
         self.launched = index + 1
 
     def _skipped(self, bucket: Bucket) -> bool:
         return self._skip_absent and self.absent.issuperset(bucket.indices)
-
-    def _divisor(self, bucket: Bucket) -> int:
-        return 1 if self._average else self._group.size()
 
     def _join(self, bucket: Bucket) -> None:
         grads = (param.grad for param in bucket.params)

@@ -6,12 +6,18 @@ proxies to the original, silently. So what is installed is a function, and every
 closure: Dynamo guards on the identity of ``target``, hence a switch recompiles and nothing else does. The counter
 must not be touched in traced code, where a changing int would be guarded on and recompile at each call; there, a
 function that Dynamo evaluates once while tracing notes that the patch is part of the graph.
+
+[Note: the original's globals]
+TorchScript compiles the source of the original, which it finds by ``__wrapped__``, with the names that the installed
+function sees: its globals, and over them what its closure holds. So it is given the original's globals, and all that
+it needs is in its closure, under names that no script has.
 """
 
 from __future__ import annotations
 
 import functools
 import sys
+import types
 from collections.abc import Callable
 from typing import Any, Final, Protocol
 
@@ -40,18 +46,25 @@ def _never() -> bool:
     return False
 
 
-# Rebound to torch's once that is imported. A global and not an import: patches may be installed before torch is.
-_is_traced: Callable[[], bool] = _never
+class _Tracing:
+    """Whether a call is being traced. Asks torch once that is imported: patches may be installed before it is."""
+
+    __slots__ = ("now",)
+
+    def __init__(self) -> None:
+        self.now: Callable[[], bool] = _never
+
+
+_tracing: Final = _Tracing()
 
 
 def _torch_is_here(_module: str) -> None:
-    global _is_traced
-    _is_traced = getattr(sys.modules["torch.compiler"], "is_dynamo_compiling", _never)
+    _tracing.now = getattr(sys.modules["torch.compiler"], "is_dynamo_compiling", _never)
 
 
 def learn_about_torch() -> None:
     """Make sure that calls in traced code are recognised, now or as soon as torch is imported."""
-    if _is_traced is not _never:
+    if _tracing.now is not _never:
         return
     if "torch.compiler" in sys.modules:
         _torch_is_here("torch.compiler")
@@ -70,7 +83,7 @@ class Dispatcher:
     __slots__ = ("_credited", "_read", "function", "switch")
 
     def __init__(self, target: Function, like: Function) -> None:
-        self.function, self.switch, self._read = _build(target)
+        self.function, self.switch, self._read = _build(target, like)
         self._credited = (0, 0)
         _disguise(self.function, like)
 
@@ -81,29 +94,36 @@ class Dispatcher:
         return now[0] - last[0], now[1] - last[1]
 
 
-def _build(target: Function) -> tuple[Function, Callable[[Function], None], Callable[[], tuple[int, int]]]:
-    calls = traces = 0
+def _build(
+    target: Function, like: Function
+) -> tuple[Function, Callable[[Function], None], Callable[[], tuple[int, int]]]:
+    _ovpatch_target, _ovpatch_tracing = target, _tracing
+    _ovpatch_calls = traces = 0
 
-    def note_trace() -> bool:
+    def _ovpatch_note_trace() -> bool:
         nonlocal traces
         traces += 1
         return True
 
-    note_trace._dynamo_marked_constant = True  # type: ignore[attr-defined]  # torch.compiler.assume_constant_result
+    # As torch.compiler.assume_constant_result marks it.
+    _ovpatch_note_trace._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
     def dispatch(*args: Any, **kwargs: Any) -> Any:
-        nonlocal calls
-        if _is_traced():
-            note_trace()
+        nonlocal _ovpatch_calls
+        if _ovpatch_tracing.now():
+            _ovpatch_note_trace()
         else:
-            calls += 1
-        return target(*args, **kwargs)
+            _ovpatch_calls += 1
+        return _ovpatch_target(*args, **kwargs)
 
     def switch(new: Function) -> None:
-        nonlocal target
-        target = new
+        nonlocal _ovpatch_target
+        _ovpatch_target = new
 
-    return dispatch, switch, lambda: (calls, traces)
+    # See [Note: the original's globals]; what is not written in Python has none.
+    names = getattr(like, "__globals__", dispatch.__globals__)
+    installed = types.FunctionType(dispatch.__code__, names, dispatch.__name__, None, dispatch.__closure__)
+    return installed, switch, lambda: (_ovpatch_calls, traces)
 
 
 def _disguise(function: Function, like: Function) -> None:

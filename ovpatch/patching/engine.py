@@ -9,10 +9,11 @@ may thus be called without its result being used.
 
 from __future__ import annotations
 
+import difflib
 import itertools
 import logging
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Final
 
 from ovpatch.patching.compiled import forget_compiled_code
@@ -58,13 +59,21 @@ class Engine:
             if not any(declared.repeats(entry.declared) for entry in self.entries):
                 self.entries.append(Entry(declared))
 
-    def selected(self, features: Sequence[str]) -> list[Entry]:
-        """Return the entries of some features, or all."""
+    def selected(self, features: Sequence[str], *, to_apply: bool = False) -> list[Entry]:
+        """Return the entries of some features, or all.
+
+        Args:
+            features: Names; all without any.
+            to_apply: Whether a name without declarations is a mistake; taken back is what is there, if anything.
+
+        Raises:
+            PatchError: Nothing is registered for one of the features.
+        """
         with LOCK:
             known = {entry.declared.feature for entry in self.entries}
-            for name in features:
-                if name not in known:
-                    _logger.debug("nothing is registered for feature %r", name)
+            unknown = [name for name in features if name not in known]
+            if unknown and to_apply:
+                raise PatchError(_unknown_text(unknown[0], known))
             return [entry for entry in self.entries if not features or entry.declared.feature in features]
 
     def put_on(self, entries: list[Entry], finished: str = "") -> None:
@@ -226,6 +235,15 @@ class Engine:
             for entry in entries:
                 if entry.declared in error.patches and not entry.layers:
                     entry.become(state, str(error))
+
+
+def _unknown_text(name: str, known: Iterable[str]) -> str:
+    close = difflib.get_close_matches(name, known, n=1)
+    hint = f" Did you mean {close[0]!r}?" if close else ""
+    return (
+        f"nothing is registered for feature {name!r}.{hint} Correct the name, or register its patches before they are "
+        "applied"
+    )
 
 
 def _remove(entry: Entry, handle: Removable) -> list[PatchError]:

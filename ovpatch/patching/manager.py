@@ -98,9 +98,9 @@ class PatchManager:
             *features: Names; all without any.
 
         Raises:
-            PatchError: Something cannot be applied; nothing of this call is.
+            PatchError: Something cannot be applied, or nothing is registered for a feature; nothing of this call is.
         """
-        self._engine.put_on(self._engine.selected(features))
+        self._engine.put_on(self._engine.selected(features, to_apply=True))
 
     def revert(self, *features: str) -> None:
         """Take back what was applied for some features, or for all, the last first.

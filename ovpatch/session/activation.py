@@ -109,7 +109,8 @@ class Engine:
 
     def _patch(self, plan: Plan) -> None:
         """Apply all patches at once; only if that fails, feature by feature, to know whose fault it is."""
-        names = relations.in_order(plan.planned())
+        patching = {status.feature for status in self.statuses()}  # some work without any patch
+        names = [name for name in relations.in_order(plan.planned()) if name in patching]
         if not names:
             return
         try:

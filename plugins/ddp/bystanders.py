@@ -1,39 +1,47 @@
-"""Other libraries that reduce gradients themselves: why there was nothing for this feature to do."""
+"""Other libraries that reduce gradients themselves: why there was nothing for this feature to do.
+
+[Note: cheap evidence] A report is taken at every ``apply()``, and whatever is asked here adds to the start of every
+script. So no objects are looked for: there are hundreds of thousands, and walking them costs as much as the rest of
+``apply()``. What the script has imported, and the classes that FSDP2 makes of those it shards, tell enough.
+"""
 
 from __future__ import annotations
 
-import gc
 import sys
+from typing import Any
 
-_OTHERS = "FSDP, tensor parallelism and engines of their own"
-_DTENSOR = "parallelism by DTensor"
+from torch import nn
 
-# Module, class, and what users call it. Looked up only where the script has imported the module.
-_ENGINES = (
-    ("torch.distributed.fsdp", "FSDPModule", "FSDP2 (fully_shard)"),
-    ("torch.distributed.fsdp", "FullyShardedDataParallel", "FSDP"),
-    ("deepspeed.runtime.engine", "DeepSpeedEngine", "DeepSpeed"),
-    ("megatron.core.distributed", "DistributedDataParallel", "Megatron-Core"),
-    ("torch.distributed.tensor", "DTensor", _DTENSOR),
-)
+_FSDP2 = "FSDP2 (fully_shard)"
+
+# Imported by scripts that train with them and by nobody else: they need an installation of their own.
+_ENGINES = {"deepspeed.runtime.engine": "DeepSpeed", "megatron.core.distributed": "Megatron-Core"}
+
+# Imported by other libraries, too, whether or not a model is made parallel by them.
+_PERHAPS = ("torch.distributed.fsdp", "torch.distributed.tensor")
 
 
 def remark() -> str:
     """Return why no model came to this feature, as far as that can be told, or ""."""
-    classes = {
-        found: called
-        for module, name, called in _ENGINES
-        if isinstance(found := getattr(sys.modules.get(module), name, None), type)
-    }
-    # Not isinstance, which asks objects for their __class__ and so runs foreign code.
-    held = {called for one in gc.get_objects() for found, called in classes.items() if issubclass(type(one), found)}
-    if held:
-        return f"gradients are left to {_list(held)}: no model is wrapped in DistributedDataParallel"
-    if classes:  # imported, perhaps by another library, and by now without a model
-        return f"no model was wrapped in DistributedDataParallel; {_OTHERS} reduce gradients themselves"
+    used = [called for module, called in _ENGINES.items() if module in sys.modules]
+    if _shards_modules():
+        used.append(_FSDP2)
+    if used:
+        return f"gradients are left to {' and '.join(used)}: no model is wrapped in DistributedDataParallel"
+    if any(module in sys.modules for module in _PERHAPS):
+        return (
+            "no model was wrapped in DistributedDataParallel; FSDP, tensor parallelism and engines of their own reduce "
+            "gradients themselves"
+        )
     return ""
 
 
-def _list(names: set[str]) -> str:
-    # The engines are made of DTensors themselves.
-    return " and ".join(sorted(names - {_DTENSOR} or names))
+def _shards_modules() -> bool:
+    """Tell whether FSDP2 has sharded a module: it makes a class of its own of each class of modules."""
+    base = getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", None)
+    return isinstance(base, type) and any(issubclass(made, nn.Module) for made in _descendants(base))
+
+
+def _descendants(base: type[Any]) -> list[type[Any]]:
+    direct = base.__subclasses__()
+    return direct + [below for cls in direct for below in _descendants(cls)]

@@ -12,13 +12,11 @@ class Mode:
     """Worked out once per step, because every hook would ask.
 
     Attributes:
-        learns: It shows how often a static graph uses each parameter; nothing is reduced before its end.
         searches: Which parameters it leaves out is found when it begins.
         tracks_usage: Ranks tell each other which parameters they used.
         launches_early: Buckets are reduced while it computes.
     """
 
-    learns: bool
     searches: bool
     tracks_usage: bool
     launches_early: bool
@@ -29,11 +27,11 @@ class Mode:
 
         Args:
             config: How to reduce.
-            learns: Whether a static graph is to be learned from it.
+            learns: Whether it shows how often a static graph uses each parameter; nothing is reduced before its end.
             static: Whether the graph was declared static.
             late: Whether the forward's first backward has been reduced before.
             first: Whether it is the model's first.
         """
         searches = late or (config.find_unused_parameters and not static)
         early = config.overlap and not (learns or late or (searches and first))
-        return Mode(learns=learns, searches=searches, tracks_usage=searches or learns, launches_early=early)
+        return Mode(searches=searches, tracks_usage=searches or learns, launches_early=early)

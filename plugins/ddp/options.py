@@ -3,26 +3,26 @@
 from __future__ import annotations
 
 import math
-from typing import Final
+from collections.abc import Callable
+from typing import Final, TypeVar
 
-from ovpatch.hookspecs import Option
+from ovpatch.hookspecs import Option, parse_flag
+
+_T = TypeVar("_T")
 
 GRANULARITIES: Final = ("size", "layer", "module")
-_FLAGS: Final = {
-    "1": True,
-    "true": True,
-    "on": True,
-    "yes": True,
-    "0": False,
-    "false": False,
-    "off": False,
-    "no": False,
-}
 
 
-def _capacity(text: str) -> float | None:
-    if text.strip().lower() in ("", "none"):
-        return None
+def _or_none(parse: Callable[[str], _T]) -> Callable[[str], _T | None]:
+    """Accept ``none`` and nothing at all, too."""
+
+    def parsed(text: str) -> _T | None:
+        return None if text.strip().lower() in ("", "none") else parse(text)
+
+    return parsed
+
+
+def _capacity(text: str) -> float:
     value = _number(text)
     if not (value >= 0 and math.isfinite(value)):
         raise ValueError("expected a size in MiB, 0 or more, or none")
@@ -36,18 +36,14 @@ def _seconds(text: str) -> float:
     return value
 
 
-def _maybe(text: str) -> bool | None:
-    word = text.strip().lower()
-    if word in ("", "none"):
-        return None
-    if word not in _FLAGS:
+def _flag(text: str) -> bool:
+    truth = parse_flag(text)
+    if truth is None:
         raise ValueError("expected 1, 0 or none")
-    return _FLAGS[word]
+    return truth
 
 
-def _blocks(text: str) -> int | None:
-    if text.strip().lower() in ("", "none"):
-        return None
+def _blocks(text: str) -> int:
     if not text.strip().isdecimal() or int(text) == 0:
         raise ValueError("expected a number of thread blocks, 1 or more, or none")
     return int(text)
@@ -73,7 +69,7 @@ OPTIONS: Final = (
         None,
         "Capacity of a gradient bucket in MiB where the script sets none; a value that the script sets is kept. "
         "none: on CUDA a 16th of the gradients, 25 to 400; elsewhere DistributedDataParallel's own 25.",
-        parse=_capacity,
+        parse=_or_none(_capacity),
     ),
     Option(
         "bucket_granularity",
@@ -92,14 +88,14 @@ OPTIONS: Final = (
         None,
         "Let the collective divide by the number of ranks, which saves a pass over the gradients; false: divide before "
         "it. none: where the backend can (NCCL).",
-        parse=_maybe,
+        parse=_or_none(_flag),
     ),
     Option(
         "max_ctas",
         None,
         "SM budget: reduce on a communicator of its own that takes at most so many thread blocks (NCCL). "
         "none: the script's communicator.",
-        parse=_blocks,
+        parse=_or_none(_blocks),
     ),
     Option(
         "reduce_late_gradients",

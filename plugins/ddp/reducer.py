@@ -135,8 +135,7 @@ class GradReducer:
         """
         self.recover()  # a forward under no_sync comes by here only, before it broadcasts buffers
         # Not by what arrived: a rank whose first backward failed takes part in the broadcast as well.
-        searches = self.config.find_unused_parameters and not self.static_graph
-        if self.has_rebuilt_buckets or not self._ordered or self._began or searches:
+        if self.has_rebuilt_buckets or not self._ordered or self._began or self._mode.searches:
             return False
         missing = [i for i in range(len(self.params)) if i not in set(self._arrivals)]
         order = torch.tensor(self._arrivals + missing, dtype=torch.int64).to(self._device)
@@ -270,7 +269,6 @@ class GradReducer:
     def _arm(self, expected: Sequence[int] | None) -> None:
         self.armed = True
         self._set_mode()
-        self._copies_at_once = self.hands.present()
         self._open(expected)
 
     def _arm_late(self) -> None:
@@ -295,6 +293,7 @@ class GradReducer:
         self._task.queue(self._backward_ended, self._backward_died)
         if not self._began:
             self._began = True
+            self._copies_at_once = self.hands.present()
             if not self.has_rebuilt_buckets and not self._late:
                 self._arrivals = []
             if self._mode.searches:

@@ -43,6 +43,9 @@ InitHelper = Callable[..., None]
 
 # Models with our reducer, each with the function that builds the stock one.
 _live: weakref.WeakKeyDictionary[Wrapper, InitHelper] = weakref.WeakKeyDictionary()
+# The parameters of all models that were wrapped, also of those with the stock reducer; alive, and their ids theirs, as
+# long as a reducer has them.
+_parameters: weakref.WeakKeyDictionary[Wrapper, frozenset[int]] = weakref.WeakKeyDictionary()
 # How many models the ranks of a process group have agreed on.
 _agreements: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()
 _remarks: list[str] = []
@@ -93,6 +96,7 @@ class Takeover:
             )
             if ddp.process_group.size() == 1:
                 stock()
+                _note_sharing(ddp, parameters)
                 return
             reason = objection(ddp, parameters)
             config = self._config(ddp, parameters, expect_sparse_gradient)
@@ -115,6 +119,7 @@ class Takeover:
                     _identify(ddp)
                 else:
                     ddp.reducer.on_first_use = functools.partial(_agree_late, weakref.ref(ddp), terms)
+            _note_sharing(ddp, parameters)
 
         return init_helper
 
@@ -248,17 +253,23 @@ def _install(ddp: Wrapper, parameters: Sequence[torch.nn.Parameter], config: Red
     by_id = {id(param): name for name, param in ddp.module.named_parameters()}
     names = [by_id[id(param)] for param in parameters]
     reducer = GradReducer(ddp.process_group, parameters, names, config)
-    mine = {id(param) for param in parameters}
     reducer.hands.watch(ddp)
-    for other in list(_live):
-        if other is not ddp and any(id(param) in mine for param in other.reducer.params):
-            reducer.hands.shared = other.reducer.hands.shared = True
     ddp.reducer = reducer
     ddp.logger = ReducerLogger(ddp, reducer)
     ddp._passing_sync_batchnorm_handle(ddp.module)
     COUNTERS.models += 1
     if ddp.device_type != "cuda":
         _let_threads_go_at_exit()
+
+
+def _note_sharing(ddp: Wrapper, parameters: Sequence[torch.nn.Parameter]) -> None:
+    """Tell our reducers of parameters that another reducer works on, ours or a stock one."""
+    mine = _parameters[ddp] = frozenset(map(id, parameters))
+    sharing = [other for other, theirs in list(_parameters.items()) if not mine.isdisjoint(theirs)]
+    if len(sharing) > 1:  # ddp is one of them
+        for one in sharing:
+            if one in _live:
+                one.reducer.hands.shared = True
 
 
 @functools.cache

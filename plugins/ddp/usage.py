@@ -25,8 +25,8 @@ class UsageMap:
 
     def __init__(self, count: int, group: dist.ProcessGroup, device: torch.device) -> None:
         self._used = [0] * count
-        self._group = group
         self._device = device
+        self._all_reduce = AllReduce(group, device)
         self._map: torch.Tensor | None = None
         self._work: dist.Work | None = None
 
@@ -41,7 +41,7 @@ class UsageMap:
     def launch(self) -> None:
         """Start the sum over ranks."""
         self._map = torch.tensor(self._used, dtype=torch.int32).to(self._device)
-        (self._work,) = AllReduce(self._group, self._device)([self._map])
+        (self._work,) = self._all_reduce([self._map])
 
     def launched(self) -> bool:
         """Tell whether a sum is under way."""

@@ -287,6 +287,21 @@ def test_unregister_only_what_is_reverted(pm: PatchManager, make: MakeModule) ->
     pm.unregister("unknown")
 
 
+def test_apply_of_what_nobody_registered_is_an_error(pm: PatchManager, make: MakeModule) -> None:
+    m = make("def f(): return 'f'")
+    pm.register_patch(f"{m.__name__}.f", wrap=tag("w"), feature="overlap")
+    text = r"nothing is registered for feature 'overlpa'\. Did you mean 'overlap'\? Correct the name, or register"
+    with pytest.raises(PatchError, match=text):
+        pm.apply("overlap", "overlpa")
+    with pytest.raises(PatchError, match=text), pm.applied("overlap", "overlpa"):
+        raise AssertionError("the block was entered")
+    assert (m.f(), states(pm)) == ("f", ["registered"])
+    with pytest.raises(PatchError, match=r"'q'\. Correct"):
+        pm.apply("q")
+    PatchManager().apply()  # all of nothing
+    pm.revert("q")  # and nothing of it is left
+
+
 def test_applied_leaves_what_was_on_and_survives_exceptions(pm: PatchManager, make: MakeModule) -> None:
     m = make("class C:\n    def f(self): return 'f'")
     before = snapshot(m.C)

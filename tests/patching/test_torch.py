@@ -6,6 +6,7 @@ import copy
 import functools
 import inspect
 import io
+import math
 import pickle
 import subprocess
 import sys
@@ -361,3 +362,34 @@ def test_signature_of_a_patched_forward_is_the_stock_one(pm: PatchManager) -> No
     assert linear.forward.__func__ is torch.nn.Linear.forward
     assert torch.nn.Linear.forward.__wrapped__ is pm.get_original(LINEAR)
     assert torch.fx.symbolic_trace(torch.nn.Sequential(linear)).graph is not None
+
+
+# TorchScript
+
+
+def scaled(x: torch.Tensor) -> torch.Tensor:
+    return x * math.pi
+
+
+def target(x: torch.Tensor) -> torch.Tensor:
+    """Named like something inside of the installed function."""
+    return x + 1
+
+
+class Scripted(torch.nn.Module):  # type: ignore[misc]
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return target(scaled(x))
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")
+def test_torchscript_compiles_the_original_of_a_patched_forward(pm: PatchManager) -> None:
+    """It reads source, and so never sees a patch; what it makes computes what it makes without one."""
+    x = torch.ones(2)
+    stock = torch.jit.script(Scripted())
+    pm.register_patch(f"{__name__}.Scripted.forward", wrap=plus(1.0))
+    pm.apply()
+    scripted = torch.jit.script(Scripted())
+    assert torch.equal(Scripted()(x), stock(x) + 1)
+    assert torch.equal(scripted(x), stock(x))
+    pm.revert()
+    assert torch.equal(torch.jit.script(Scripted())(x), stock(x))

@@ -60,7 +60,7 @@ class Runner:
                 WORLD, PROGRAMS / name, out, *args, env=env, ovpatch=options, timeout=TIMEOUT, **more
             )
 
-        return self._arm(run() if patched else self._stock(run, to), to)
+        return self._arm(run, patched=patched, to=to)
 
     def both(self, name: str, *args: str, to: str = "", **more: Any) -> tuple[Arm, Arm]:
         """Run it on two ranks stock and patched, at the same time."""
@@ -79,7 +79,7 @@ class Runner:
         def run() -> scripts.Result:
             return scripts.run([*head, sys.executable, *program], env={**stock, **(env or {})}, timeout=TIMEOUT)
 
-        return self._arm(run() if patched else self._stock(run, to), to)
+        return self._arm(run, patched=patched, to=to)
 
     def _stock(self, run: Callable[[], scripts.Result], to: str) -> scripts.Result:
         """Run the stock arm, again if torch aborted it after its work was done.
@@ -98,7 +98,8 @@ class Runner:
     def _report(self, to: str) -> list[str]:
         return ["--report", str(self.folder / f"{to}.report")]
 
-    def _arm(self, done: scripts.Result, to: str) -> Arm:
+    def _arm(self, run: Callable[[], scripts.Result], *, patched: bool, to: str) -> Arm:
+        done = run() if patched else self._stock(run, to)
         report = self.folder / f"{to}.report"
         return Arm(self.folder / to, done.check(), json.loads(report.read_text()) if report.exists() else None)
 
@@ -118,6 +119,40 @@ def together(*runs: Callable[[], Any]) -> list[Any]:
     """Do several runs at once, of which each spends much of its time waiting for its own start."""
     with ThreadPoolExecutor(len(runs)) as pool:
         return [future.result() for future in [pool.submit(run) for run in runs]]
+
+
+def crosswise(resume: Callable[..., Arm], stock: Arm, patched: Arm) -> list[Arm]:
+    """Resume stock what the patched run saved, and patched what the stock run saved, at the same time.
+
+    Args:
+        resume: Runs the rest; takes the arm to resume, ``patched`` and ``to``.
+        stock: The stock run.
+        patched: The patched run.
+    """
+    return together(
+        lambda: resume(patched, patched=False, to="resumed-stock"),
+        lambda: resume(stock, patched=True, to="resumed-patched"),
+    )
+
+
+def saved_folders(arm: Arm, folders: str, suffix: str) -> dict[str, Any]:
+    """Return what accelerate and the Trainer save: parameters, optimizer, scheduler; not what names the run.
+
+    Args:
+        arm: A run.
+        folders: Pattern of the folders' names.
+        suffix: Of the files of optimizer and scheduler.
+    """
+    from safetensors.torch import load_file
+
+    return {
+        folder.name: {
+            "model": load_file(folder / "model.safetensors"),
+            "optimizer": torch.load(folder / f"optimizer{suffix}", weights_only=True),
+            "scheduler": torch.load(folder / f"scheduler{suffix}", weights_only=True),
+        }
+        for folder in sorted(arm.out.glob(folders))
+    }
 
 
 def assert_same(stock: Arm, patched: Arm) -> None:

@@ -3,10 +3,20 @@
 from __future__ import annotations
 
 import pytest
-import torch
 
 from ovpatch.insight.equality import compare
-from tests.scripts.arms import PROGRAMS, WORLD, Runner, assert_applied, assert_same, feature, needs, together
+from tests.scripts.arms import (
+    PROGRAMS,
+    WORLD,
+    Runner,
+    assert_applied,
+    assert_same,
+    crosswise,
+    feature,
+    needs,
+    saved_folders,
+    together,
+)
 from tests.support import scripts
 
 pytestmark = [pytest.mark.slow, needs("accelerate")]
@@ -35,17 +45,7 @@ def both(runner, name, *args, to, **kwargs):
 
 
 def states(arm):
-    """Return what save_state wrote: parameters, optimizer, scheduler."""
-    from safetensors.torch import load_file
-
-    return {
-        folder.name: {
-            "model": load_file(folder / "model.safetensors"),
-            "optimizer": torch.load(folder / "optimizer.bin", weights_only=True),
-            "scheduler": torch.load(folder / "scheduler.bin", weights_only=True),
-        }
-        for folder in sorted(arm.out.glob("state*"))
-    }
+    return saved_folders(arm, "state*", ".bin")
 
 
 def assert_same_states(stock, patched):
@@ -74,12 +74,10 @@ def test_launch_and_accumulate(accumulated, compatibility):
 def test_load_state_resumes_the_other_ways_state(runner, accumulated, compatibility):
     whole_stock, whole_patched = accumulated
 
-    def resume(patched, whole, to):
-        return launch(runner, "accelerated.py", f"--resume={whole.out}/state1", patched=patched, to=to)
+    def resume(whole, **options):
+        return launch(runner, "accelerated.py", f"--resume={whole.out}/state1", **options)
 
-    stock, patched = together(
-        lambda: resume(False, whole_patched, "resumed-stock"), lambda: resume(True, whole_stock, "resumed-patched")
-    )
+    stock, patched = crosswise(resume, whole_stock, whole_patched)
     assert_same(stock, patched)
     for one, whole in zip(stock.ranks, whole_stock.ranks, strict=True):
         assert one["losses"] == whole["losses"][4:]

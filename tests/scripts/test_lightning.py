@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from ovpatch.insight.equality import compare
-from tests.scripts.arms import PROGRAMS, Runner, assert_applied, assert_same, needs, together
+from tests.scripts.arms import PROGRAMS, Runner, assert_applied, assert_same, crosswise, needs, together
 from tests.support import scripts
 
 pytestmark = [pytest.mark.slow, needs("lightning")]
@@ -60,12 +60,10 @@ def test_automatic_optimization(fitted, compatibility):
 def test_resumes_the_other_ways_checkpoint_under_torchrun(runner, fitted, compatibility):
     whole_stock, whole_patched = fitted
 
-    def resume(patched, whole, to):
-        return runner.torchrun("lightning_fit.py", f"--resume={whole.out}/epoch=0.ckpt", patched=patched, to=to)
+    def resume(whole, **options):
+        return runner.torchrun("lightning_fit.py", f"--resume={whole.out}/epoch=0.ckpt", **options)
 
-    stock, patched = together(
-        lambda: resume(False, whole_patched, "resumed-stock"), lambda: resume(True, whole_stock, "resumed-patched")
-    )
+    stock, patched = crosswise(resume, whole_stock, whole_patched)
     assert len(stock.ranks[0]["losses"]) == 6, "the second epoch"
     assert_same(stock, patched)
     compare(saved(stock), saved(patched)).assert_bitwise()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from ovpatch.insight.equality import compare
-from tests.scripts.arms import Runner, assert_applied, assert_same, together
+from tests.scripts.arms import Runner, assert_applied, assert_same, crosswise
 
 pytestmark = pytest.mark.slow
 
@@ -53,10 +53,7 @@ def test_checkpoints_resume_the_other_way_round(runner, compiled, compatibility)
         file = f"--resume_file={arm.out / 'ckpt2.pt'}"
         return runner.torchrun("nano.py", "--init_from=resume", file, "--max_iters=6", **options)
 
-    of_patched, of_stock = together(
-        lambda: resume(patched, patched=False, to="resumed-stock"),
-        lambda: resume(stock, patched=True, to="resumed-patched"),
-    )
+    of_patched, of_stock = crosswise(resume, stock, patched)
     assert [rank["first"] for rank in of_patched.ranks] == [2, 2]
     assert list(of_patched.checkpoints) == ["ckpt2", "ckpt4"]
     saved = {name.removeprefix(PREFIX): value for name, value in stock.checkpoints["ckpt2"]["model"].items()}

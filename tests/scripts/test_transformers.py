@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import pytest
-import torch
 
 from ovpatch.insight.equality import compare
-from tests.scripts.arms import Runner, assert_applied, assert_same, needs, together
+from tests.scripts.arms import Runner, assert_applied, assert_same, crosswise, needs, saved_folders
 
 pytestmark = [pytest.mark.slow, needs("transformers", "accelerate")]
 
@@ -28,17 +27,7 @@ def both(runner, *args, to):
 
 
 def saved(arm):
-    """Return what the Trainer saved: parameters, optimizer, scheduler; not what depends on the folder's name."""
-    from safetensors.torch import load_file
-
-    return {
-        folder.name: {
-            "model": load_file(folder / "model.safetensors"),
-            "optimizer": torch.load(folder / "optimizer.pt", weights_only=True),
-            "scheduler": torch.load(folder / "scheduler.pt", weights_only=True),
-        }
-        for folder in sorted(arm.out.glob("checkpoint-*"))
-    }
+    return saved_folders(arm, "checkpoint-*", ".pt")
 
 
 def values(arm, name):
@@ -67,12 +56,10 @@ def test_trainer_with_its_defaults(defaults, compatibility):
 def test_trainer_resumes_the_other_ways_checkpoint(runner, defaults, compatibility):
     whole_stock, whole_patched = defaults
 
-    def resume(patched, whole, to):
-        return runner.torchrun("hf_trainer.py", f"--resume={whole.out}/checkpoint-2", patched=patched, to=to)
+    def resume(whole, **options):
+        return runner.torchrun("hf_trainer.py", f"--resume={whole.out}/checkpoint-2", **options)
 
-    stock, patched = together(
-        lambda: resume(False, whole_patched, "resumed-stock"), lambda: resume(True, whole_stock, "resumed-patched")
-    )
+    stock, patched = crosswise(resume, whole_stock, whole_patched)
     assert_same(stock, patched)
     for arm in (stock, patched):
         for name in ("loss", "grad_norm", "eval_loss"):

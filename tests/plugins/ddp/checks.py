@@ -10,13 +10,24 @@ from torch import nn
 from ovpatch.insight.equality import compare
 
 
-def check(results: list[dict[str, Any]], *, backwards: int | None = None, late: int = 0, bitwise: bool = True) -> None:
+def check(
+    results: list[dict[str, Any]],
+    *,
+    backwards: int | None = None,
+    late: int = 0,
+    stock_models: int = 0,
+    bitwise: bool = True,
+) -> None:
     """Demand stock's bits on two ranks; on more, ``bitwise`` where the order of sums is stock's.
+
+    It is not where ``p.grad`` is its bucket's view (``gradient_as_bucket_view``): there stock divides by 3, where it
+    multiplies by 1/3 otherwise, as we always do.
 
     Args:
         results: What :func:`tests.plugins.ddp.arms.both` returned, by rank.
-        backwards: How many backwards our reducer reduced; more than none by default.
+        backwards: How many backwards our reducer reduced; more than none by default, if it kept all models.
         late: How many of them were late ones.
+        stock_models: How many models fell back to the stock reducer.
         bitwise: Demand the bits on more than two ranks, too.
     """
     for result in results:
@@ -26,9 +37,13 @@ def check(results: list[dict[str, Any]], *, backwards: int | None = None, late: 
         else:
             compared.assert_equal()
         counters = result["counters"]
-        assert counters["stock_models"] == 0
+        assert counters["stock_models"] == stock_models
         assert counters["models"] > 0
-        assert counters["backwards"] == backwards if backwards is not None else counters["backwards"] > 0
+        assert (counters["collectives"] > 0) == (counters["backwards"] > 0)
+        if backwards is None:
+            assert counters["backwards"] > 0 or stock_models
+        else:
+            assert counters["backwards"] == backwards
         assert counters["late_backwards"] == late
 
 

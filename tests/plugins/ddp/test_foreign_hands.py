@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 from tests.plugins.ddp.arms import Record, both, data, seen
@@ -121,6 +122,38 @@ def test_a_hook_registered_later(ranks, cap):
     check(ranks(2)(both, loop_hook_during_training, cap), backwards=4)
 
 
+def loop_hook_between(hook: str, deed: str, cap: float) -> list[Record]:
+    """A hook on the first weight, whose gradient comes last, from after the forward to after the backward."""
+    model = net()
+    wrapped = DDP(model, bucket_cap_mb=cap)
+    first = next(model.parameters())
+    records = []
+    for step in range(4):
+        loss = wrapped(data(step, 4, 6)).square().mean()
+        met: list[list[torch.Tensor | None]] = []
+
+        def look(*_: Any, met: list[list[torch.Tensor | None]] = met) -> None:
+            met.append([None if p.grad is None else p.grad.clone() for p in model.parameters()])
+            DEEDS.get(deed, lambda model: None)(model)
+
+        handle = getattr(first, hook)(look)
+        loss.backward()
+        handle.remove()
+        records.append(seen(model, loss, met=met))
+        wrapped.zero_grad()
+    return records
+
+
+@SIZES
+@pytest.mark.parametrize("world", WORLDS)
+@pytest.mark.parametrize("hook", ["register_hook", "register_post_accumulate_grad_hook"])
+@pytest.mark.parametrize("deed", ["looks", "scales"])
+def test_a_hook_registered_between_forward_and_backward(ranks, world, hook, deed, cap):
+    results = ranks(world)(both, loop_hook_between, hook, deed, cap)
+    check(results, backwards=4)
+    assert all(len(record["met"]) == 1 for result in results for record in result["patched"])
+
+
 def loop_shared(caps: tuple[float, float], together: bool) -> list[Record]:
     """Two wrappers whose models share parameters, trained in turn and together."""
     torch.manual_seed(0)
@@ -147,6 +180,51 @@ def loop_shared(caps: tuple[float, float], together: bool) -> list[Record]:
 @pytest.mark.parametrize("together", [True, False])
 def test_two_wrappers_that_share_a_layer(ranks, world, caps, together):
     check(ranks(world)(both, loop_shared, caps, together, timeout=30), backwards=8, bitwise=False)
+
+
+def delayed(model: nn.Sequential, cap: float) -> DDP:
+    """Wrap a model whose last bias is reduced by a hook of DistributedDataParallel; it gets the stock reducer."""
+    bias = [(name, param) for name, param in model.named_parameters() if name == "1.bias"]
+    return DDP(model, bucket_cap_mb=cap, delay_all_reduce_named_params=bias, param_to_hook_all_reduce=model[1].weight)
+
+
+def with_comm_hook(model: nn.Sequential, cap: float) -> DDP:
+    """Wrap a model that our reducer gives up later."""
+    wrapped = DDP(model, bucket_cap_mb=cap)
+    wrapped.register_comm_hook(None, default_hooks.allreduce_hook)
+    return wrapped
+
+
+STOCK: dict[str, Callable[[nn.Sequential, float], DDP]] = {"delayed": delayed, "with comm hook": with_comm_hook}
+
+
+def loop_shared_with_stock(which: str, stock_is_first: bool, caps: tuple[float, float]) -> list[Record]:
+    """Of two wrappers whose models share parameters, one has the stock reducer."""
+    torch.manual_seed(0)
+    trunk = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6), nn.Tanh())
+    ours, theirs = (nn.Sequential(trunk, nn.Linear(6, 3)) for _ in range(2))
+    wrappers = [
+        (lambda: STOCK[which](theirs, caps[0])),
+        (lambda: DDP(ours, bucket_cap_mb=caps[1])),
+    ]
+    wrapped = [wrap() for wrap in (wrappers if stock_is_first else reversed(wrappers))]
+    records = []
+    for step in range(4):
+        sum(one(data(step, 4, 6, micro=m)).square().mean() for m, one in enumerate(wrapped)).backward()
+        # Of the other model what is shared: torch does not wait for the reduction of the delayed bias.
+        records.append({"ours": seen(ours), "theirs": seen(theirs[0])})
+        for one in wrapped:
+            one.zero_grad()
+    return records
+
+
+@pytest.mark.parametrize("world", WORLDS)
+@pytest.mark.parametrize("caps", [(0.0001, 25), (25, 0.0001)])
+@pytest.mark.parametrize("stock_is_first", [True, False])
+@pytest.mark.parametrize("which", STOCK)
+def test_a_wrapper_with_the_stock_reducer_that_shares_layers(ranks, world, which, stock_is_first, caps):
+    results = ranks(world)(both, loop_shared_with_stock, which, stock_is_first, caps, timeout=30)
+    check(results, backwards=4, stock_models=1, bitwise=False)
 
 
 class SharedMemory(nn.Module):

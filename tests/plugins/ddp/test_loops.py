@@ -13,25 +13,10 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.checkpoint import checkpoint
 
-from ovpatch.insight.equality import compare
 from tests.plugins.ddp.arms import Record, both, data, device, seen
+from tests.plugins.ddp.checks import check
 
 WORLDS = [2, 3]
-
-
-def check(results: list[dict[str, Any]], backwards: int | None = None, *, as_view: bool = False) -> None:
-    for result in results:
-        compared = compare(result["stock"], result["patched"])
-        if as_view and len(results) == 3:
-            # Where p.grad is its bucket's view, stock divides by 3; it multiplies by 1/3 otherwise, as we always do.
-            compared.assert_equal()
-        else:
-            compared.assert_bitwise()
-        assert result["counters"]["models"] >= 1
-        assert result["counters"]["stock_models"] == 0
-        assert result["counters"]["collectives"] > 0
-        if backwards is not None:
-            assert result["counters"]["backwards"] == backwards
 
 
 class Net(nn.Module):
@@ -168,7 +153,7 @@ def loop_accumulate(*, style: str, micro: int = 3, steps: int = 3, ddp: dict[str
 @pytest.mark.parametrize("as_view", [True, False])
 def test_accumulation(ranks, world, style, as_view):
     results = ranks(world)(both, loop_accumulate, style=style, ddp={"gradient_as_bucket_view": as_view})
-    check(results, backwards=9 if style == "always" else 3, as_view=as_view)
+    check(results, backwards=9 if style == "always" else 3, bitwise=not as_view)
 
 
 def loop_no_zero_grad() -> list[Record]:
@@ -218,7 +203,7 @@ def loop_unused(*, per_rank: bool, set_to_none: bool, as_view: bool) -> list[Rec
 @pytest.mark.parametrize("as_view", [True, False])
 def test_parameters_unused_on_some_ranks_or_all_changing_over_time(ranks, world, per_rank, set_to_none, as_view):
     results = ranks(world)(both, loop_unused, per_rank=per_rank, set_to_none=set_to_none, as_view=as_view)
-    check(results, backwards=5, as_view=as_view)
+    check(results, backwards=5, bitwise=not as_view)
     assert all(r["patched"][0]["grad"]["never.weight"] is None for r in results)
 
 

@@ -18,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 import ovpatch
 from ovpatch.insight.equality import compare
 from tests.plugins.ddp.arms import Record, both, data, seen
+from tests.plugins.ddp.checks import check
 from tests.plugins.ddp.test_failures import Bomb, Mined, train
 
 TINY = 0.0001  # MiB: every gradient of the models here gets a bucket of its own
@@ -26,13 +27,6 @@ TINY = 0.0001  # MiB: every gradient of the models here gets a bucket of its own
 def wide() -> nn.Sequential:
     """Gradients large enough to become views of their buckets."""
     return nn.Sequential(nn.Linear(6, 190), nn.Linear(190, 190), nn.Linear(190, 190), nn.Linear(190, 3))
-
-
-def check(results: list[dict[str, Any]], stock_models: int = 0) -> None:
-    for result in results:
-        compare(result["stock"], result["patched"]).assert_bitwise()
-        assert result["counters"]["stock_models"] == stock_models
-        assert result["counters"]["backwards"] > 0 or stock_models
 
 
 def loop_checkpointed_wrapper(reentrant: bool) -> list[Record]:

@@ -1,0 +1,70 @@
+"""Why no model came to the feature: told from what is imported, without looking for objects."""
+
+from __future__ import annotations
+
+import gc
+import sys
+import types
+
+import pytest
+from torch import nn
+
+from ovpatch_plugins.ddp import bystanders
+
+FSDP, DTENSOR = "torch.distributed.fsdp", "torch.distributed.tensor"
+DEEPSPEED, MEGATRON = "deepspeed.runtime.engine", "megatron.core.distributed"
+PERHAPS = (
+    "no model was wrapped in DistributedDataParallel; FSDP, tensor parallelism and engines of their own reduce "
+    "gradients themselves"
+)
+
+
+@pytest.fixture(autouse=True)
+def imported(monkeypatch):
+    """Make modules look imported; none of them is to begin with."""
+
+    def imported(name, **attributes):
+        module = types.ModuleType(name)
+        vars(module).update(attributes)
+        monkeypatch.setitem(sys.modules, name, module)
+
+    def refuse():
+        raise AssertionError("walks all objects")
+
+    for name in (FSDP, DTENSOR, DEEPSPEED, MEGATRON):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    monkeypatch.setattr(gc, "get_objects", refuse)
+    return imported
+
+
+def fsdp_module():
+    """Return FSDP2's base class as it is after the import, with the one class that torch itself makes of it."""
+    base = type("FSDPModule", (), {})
+    return base, type("ReplicateModule", (base,), {})
+
+
+def test_a_plain_script_hears_nothing():
+    assert bystanders.remark() == ""
+
+
+@pytest.mark.parametrize("name", [FSDP, DTENSOR])
+def test_what_other_libraries_import_too_is_no_evidence(imported, name):
+    base, _replicate = fsdp_module()
+    imported(name, FSDPModule=base)
+    assert bystanders.remark() == PERHAPS
+
+
+@pytest.mark.parametrize("which", [0, 1])
+def test_a_class_that_fsdp2_made_is_evidence(imported, which):
+    bases = fsdp_module()
+    imported(FSDP, FSDPModule=bases[0])
+    imported(DTENSOR)
+    made = type("FSDPLinear", (bases[which], nn.Linear), {})
+    assert "FSDP2 (fully_shard): no model is wrapped" in bystanders.remark(), made
+
+
+def test_engines_are_named(imported):
+    imported(DEEPSPEED)
+    assert bystanders.remark() == "gradients are left to DeepSpeed: no model is wrapped in DistributedDataParallel"
+    imported(MEGATRON)
+    assert "left to DeepSpeed and Megatron-Core:" in bystanders.remark()
