@@ -91,6 +91,12 @@ def test_a_device_that_lags_behind_ends_its_step_with_the_work_of_that_step(lane
     assert windows(trace, lanes(trace)) == {5: (40, 180), 6: (180, 310)}
 
 
+def test_a_step_ends_with_its_last_work_on_any_stream(lanes):
+    trace = Synthetic().border(4, 10).border(5, 100)
+    trace.gemm(20, 180, launch=15, stream=9).gemm(30, 60, launch=20)
+    assert windows(trace, lanes(trace)) == {5: (10, 180)}
+
+
 def test_a_device_that_waits_for_its_host_ends_its_step_with_the_hosts(lanes):
     trace = Synthetic().border(4, 10).border(5, 100)
     trace.gemm(20, 30, launch=15)

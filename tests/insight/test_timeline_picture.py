@@ -11,6 +11,7 @@ from ovpatch.insight.timeline.building import read_run
 from ovpatch.insight.timeline.summary import run_of
 from tests.insight.traces import Synthetic
 
+HIDDEN = 10_000  # of each communication, in microseconds
 RED = tuple(int(picture.EXPOSED[i : i + 2], 16) for i in (1, 3, 5))
 
 
@@ -28,7 +29,7 @@ def run(tmp_path):
                 at = begin
                 for start, end in exposed:
                     trace.gemm(at, begin + start * 1000, launch=begin + 1).nccl(
-                        begin + start * 1000, begin + end * 1000
+                        begin + start * 1000 - HIDDEN, begin + end * 1000
                     )
                     at = begin + end * 1000
                 trace.gemm(at, begin + 100_000, launch=begin + 3)
