@@ -59,6 +59,8 @@ def main(arguments: argparse.Namespace) -> int:
             output.prepare(keep_runs=True)
         else:
             recordings, code = _record(arguments, output, pattern)
+        if not recordings:
+            return code
         print(output.write(recordings, colour=sys.stdout.isatty()))
     except (SettingsError, OutputError) as error:
         _say(str(error))
@@ -146,7 +148,13 @@ def _record(
         _say(f"running {arm.name}, steps {wanted[0]} to {wanted[-1]} are recorded: {' '.join(command)}")
         outcome = arms.run(arm, command, _WORKER, output.folder, timeout=arguments.timeout)
         code = _judge(outcome) or code
-        recordings.append(collect(arm.name, outcome.folder, wanted, pattern))
+        try:
+            recordings.append(collect(arm.name, outcome.folder, wanted, pattern))
+        except TraceError as error:  # the other arm may have something to show
+            _say(str(error))
+            code = code or PROBLEM
+        if outcome.interrupted:
+            break
     return recordings, code
 
 

@@ -211,5 +211,43 @@ def test_a_command_that_fails_keeps_its_code_and_shows_how_far_it_got(tmp_path):
     assert "no communication in step 2" in done.stdout
 
 
+@pytest.mark.slow
+def test_an_arm_that_recorded_nothing_does_not_take_the_other_with_it(tmp_path):
+    script = tmp_path / "train.py"
+    script.write_text(
+        textwrap.dedent(
+            """
+            import os, torch
+            model = torch.nn.Linear(4, 4)
+            sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+            for step in range(20 if os.environ.get("OVPATCH") == "0" else 1):
+                model(torch.ones(2, 4)).sum().backward()
+                sgd.step()
+            """
+        )
+    )
+    done = run(tmp_path, "--compare", "--step", "2", "--no-picture", "--", sys.executable, str(script))
+    assert done.rc == 1
+    assert "patched: nothing was recorded. The command ended after step 1, and step 2 was asked for" in done.stderr
+    assert "\nstock: no communication in step 3" in done.stdout
+
+
+@pytest.mark.gpu(2)
+@pytest.mark.slow
+def test_a_whole_program_on_gpus(tmp_path):
+    command = [sys.executable, *TORCHRUN, str(ROOT / "examples" / "train_gpt.py"), "--eval-every=0", "--steps=30"]
+    run(tmp_path, "--compare", "--", *command, timeout=280).check()
+    summary = json.loads((tmp_path / "ovpatch-timeline" / "summary.json").read_text())
+    for one in summary["runs"]:
+        assert [rank["device"] for rank in one["ranks"]] == ["gpu 0", "gpu 1"]
+        for rank in one["ranks"]:
+            assert [step["number"] for step in rank["steps"]] == [5, 6, 7]
+            groups = [group for step in rank["steps"] for group in step["collectives"]]
+            assert {group["collective"] for group in groups} == {"nccl all_reduce"}
+            phases = {group["phase"] for group in groups}
+            assert ("ovpatch::ddp::all_reduce" in phases) == (one["name"] == "patched")
+            assert all(step["compute"] > step["step"] / 100 for step in rank["steps"])
+
+
 def test_the_recorded_traces_are_there():
     assert len(list(DATA.iterdir())) == 4

@@ -87,8 +87,9 @@ class _Session:
             steps.leave(self._directory)
 
     def _save(self) -> None:
-        if self._recorder.save(self._directory / f"trace-rank{steps.rank()}.json.gz"):
-            self._recorded = [number for number in self._arrived if self._first <= number <= self._last]
+        whole = [number for number in self._arrived if self._first <= number <= self._last]
+        if whole and self._recorder.save(self._directory / f"trace-rank{steps.rank()}.json.gz"):
+            self._recorded = whole
 
     def _write(self) -> None:
         if self._finished or not (self._arrived or self._recorder.yielded):
