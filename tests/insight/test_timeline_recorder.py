@@ -113,6 +113,22 @@ def test_a_script_that_ends_earlier_leaves_what_there_is(run):
     assert "steps 3 to 7 were asked for, recorded was 3 to 4" in recording.remarks[0]
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("taken", [1, 2])
+def test_a_script_that_ends_while_it_is_set_up_or_before_a_whole_step_ends_as_ever(run, taken):
+    done, folder, facts = run(f"step({taken})\nprint('done')")
+    assert (done.returncode, done.stdout) == (0, "done\n"), done.stderr
+    assert (facts["recorded"], facts["last"]) == ([], taken)
+    assert not list(folder.glob("trace-*"))
+
+
+@pytest.mark.slow
+def test_a_profiler_that_begins_after_ours_has_ended_is_no_reason(run):
+    done, _, facts = run("step(6)\nwith profile() as p:\n    step(30)\nprint(len(p.events()) > 0)", stop=False)
+    assert (done.returncode, done.stdout) == (0, "True\n"), done.stderr
+    assert (facts["recorded"], facts["yielded"]) == ([3, 4], "")
+
+
 OWN = {
     "before ours": "step()\nwith profile() as p:\n    step(5)\nstep(20)",
     "around ours": "with profile() as p:\n    step(30)",

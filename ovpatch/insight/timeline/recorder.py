@@ -31,7 +31,7 @@ class Recorder:
     def __init__(self) -> None:
         self.yielded = ""
         self._profile: profile | None = None
-        self._running = False
+        self._running = self._ended = False
         self._foreign: set[int] = set()
         self._watch()
 
@@ -67,16 +67,16 @@ class Recorder:
         """End the recording and write it; return whether there was one."""
         if self._profile is None or not self._running:
             return False
-        self._running = False
+        self._running, self._ended = False, True
         self._profile.stop_trace()
         self._profile.export_chrome_trace(str(path))
         return True
 
-    def _give_up(self) -> None:
-        """Make room for the script's profiler."""
-        self.yielded = "the script started its own profiler"
-        if self._profile is None:
+    def discard(self) -> None:
+        """End what has begun and was not saved; a process that ends under a running profiler crashes."""
+        if self._profile is None or self._ended:
             return
+        self._ended = True
         if not self._running:
             self._profile.start_trace()  # what is only prepared can only be ended by way of a start
         self._running = False
@@ -90,8 +90,9 @@ class Recorder:
         @wraps(prepare)
         def prepared(session: Session) -> Any:
             if self._profile is None or session is not self._profile.profiler:
-                if self._profile is not None and not self.yielded:
-                    self._give_up()
+                if self._profile is not None and not self._ended:
+                    self.yielded = "the script started its own profiler"
+                    self.discard()
                 self._foreign.add(id(session))
             return prepare(session)
 

@@ -77,6 +77,7 @@ class _Session:
         """Keep what there is of a script that ends earlier; nothing may go wrong any more at this point."""
         try:
             self._save()
+            self._recorder.discard()
             self._write()
         except Exception as error:  # noqa: BLE001  # an error at exit would change the script's exit status
             logger.debug("the trace was not written: %r", error)
