@@ -65,7 +65,8 @@ class Batches:
     def to_json(self) -> dict[str, Any]:
         """Return the means over the steps seen, and the module; ``samples`` and ``tokens`` are None if unknown."""
         count = len(self._seen)
-        samples, tokens, calls = ([sum(column) / count for column in zip(*self._seen)] if count else [0, 0, 0])
+        totals = [sum(column) for column in zip(*self._seen, strict=True)] or [0, 0, 0]
+        samples, tokens, calls = [total / max(count, 1) for total in totals]
         return {"samples": samples or None, "tokens": tokens or None, "calls": calls, "module": self._name}
 
     def _look_at(self, modules: list[nn.Module]) -> None:
@@ -85,7 +86,9 @@ def outermost() -> list[nn.Module]:
     """Return the modules with trainable parameters that are no part of another module."""
     modules = [thing for thing in gc.get_objects() if issubclass(type(thing), nn.Module)]  # isinstance wakes proxies
     inner = {id(child) for module in modules for child in module.__dict__.get("_modules", {}).values()}
-    return [module for module in modules if id(module) not in inner and "_modules" in module.__dict__ and _trains(module)]
+    return [
+        module for module in modules if id(module) not in inner and "_modules" in module.__dict__ and _trains(module)
+    ]
 
 
 def _trains(module: nn.Module) -> bool:
