@@ -38,7 +38,7 @@ class FlopCount:
         self.reason = _objection()
         if not self.reason:
             self._mode, self._thread = _Counting(self.by_dtype), threading.get_ident()
-            self._mode.__enter__()
+            self._mode.__enter__()  # type: ignore[no-untyped-call]
 
     def stop(self) -> None:
         """End, at the next border; a mode that is not on top of the stack any more is left where it is."""
@@ -48,7 +48,7 @@ class FlopCount:
         if self._thread != threading.get_ident() or _get_current_dispatch_mode() is not mode:
             mode.error = "the script changes dispatch modes, or threads, within a step"
         else:
-            mode.__exit__(None, None, None)
+            mode.__exit__(None, None, None)  # type: ignore[no-untyped-call]
         self.reason = mode.error or ("" if self.by_dtype else "nothing in a step is a product that torch can count")
         if compiling():
             self.reason = COMPILED
@@ -80,7 +80,7 @@ class _Counting(TorchDispatchMode):
     supports_higher_order_operators = True
 
     def __init__(self, total: Counter[str]) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._total = total
         self.error = ""
 

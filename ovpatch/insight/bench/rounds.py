@@ -225,6 +225,6 @@ def _too_few(measured: Measured, plan: Plan) -> str:
         )
     needed = plan.warmup + FEWEST
     return (
-        f"the script took {measured.taken} steps, of which {plan.warmup} are warm-up, so {found} could be measured; the "
-        f"least is {FEWEST}. Let it take {needed} or more (better {plan.warmup + plan.steps}), or lower --warmup"
+        f"the script took {measured.taken} steps, of which {plan.warmup} are warm-up, so {found} could be measured; "
+        f"the least is {FEWEST}. Let it take {needed} or more (better {plan.warmup + plan.steps}), or lower --warmup"
     )

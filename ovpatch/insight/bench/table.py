@@ -44,7 +44,8 @@ def _noise(judgement: Judgement) -> str:
     if judgement.interval is None:
         return f"noise {judgement.noise:.1%}"
     low, high = judgement.interval
-    return f"one round: 99% of the steps' ratio {low:.3f} to {high:.3f}, the noise between runs is not known; use --rounds 3"
+    within = f"one round: 99% interval within the runs {low:.3f} to {high:.3f}"
+    return f"{within}, the noise between runs is not known; use --rounds 3"
 
 
 def text(plan: Plan, runs: Runs, figures: Figures, *, colour: bool = False, width: int | None = None) -> str:
