@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
 from torch.utils.flop_counter import flop_registry
 
@@ -35,8 +36,10 @@ class FlopCount:
 
     def start(self) -> None:
         """Begin, at a border."""
-        self.reason = _objection()
-        if not self.reason:
+        objection = _objection()
+        if objection:
+            self.reason = objection
+        else:
             self._mode, self._thread = _Counting(self.by_dtype), threading.get_ident()
             self._mode.__enter__()  # type: ignore[no-untyped-call]
 
@@ -91,11 +94,13 @@ class _Counting(TorchDispatchMode):
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
+        if any(issubclass(kind, FakeTensor) for kind in types):  # a shape is worked out, nothing is computed
+            return func(*args, **(kwargs or {}))
         if any(map(_dispatches, types)):  # a DTensor has the shape of the whole; it comes again, as local tensors
             return NotImplemented
         out = func(*args, **(kwargs or {}))
         formula = flop_registry.get(getattr(func, "_overloadpacket", None))
-        if formula is not None and not self.error:
+        if formula is not None and not self.error and _computed(out):
             self._add(formula, args, kwargs or {}, out)
         return out
 
@@ -106,6 +111,11 @@ class _Counting(TorchDispatchMode):
             self.error = f"torch's formula failed: {error!r}"
             return
         self._total[_dtype(args)] += int(cost)
+
+
+def _computed(out: Any) -> bool:
+    """Whether an operator did its work, and not on tensors that are only shapes."""
+    return not any(isinstance(part, torch.Tensor) and part.is_meta for part in (out if type(out) is tuple else (out,)))
 
 
 def _dispatches(kind: type) -> bool:

@@ -5,9 +5,10 @@ little of how far two runs are apart: memory layout, clocks and neighbours stay 
 
 - a pair is one run of each kind, one right after the other; the order within pairs alternates, so a machine that
   becomes slower favours neither. Its ratio is that of the medians over steps.
-- the noise is the largest ratio, less one, between medians of two runs of the same kind; with two rounds it counts 2.5
-  times, as two numbers may be near each other by chance. It is never below half the 95% interval that resampling the
-  steps within the runs gives for the ratio.
+- the noise is the largest ratio, less one, between medians of two runs of the same kind. Where the machine drifts, that
+  is the drift, which pairs do not see: so if it is less, the noise is by how much the pairs' ratios differ. Either counts
+  more than once with few rounds, in which numbers may be near each other by chance (:data:`_COUNTS`). It is never below
+  half the 95% interval that resampling the steps within the runs gives for the ratio.
 - a difference is claimed if all pairs agree on its sign and the median of their ratios is farther from one than that.
 
 On runs that differ by chance alone this claims something in at most one case of twenty (simulated in the tests), for
@@ -19,6 +20,7 @@ The interval is that of a bootstrap over blocks of neighbouring steps, because a
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -31,7 +33,7 @@ SAME: Final = "no difference beyond noise"
 
 _BLOCK: Final = 3  # steps
 _RESAMPLES: Final = 1000
-_TWO_ROUNDS: Final = 2.5  # see the note
+_COUNTS: Final = {2: (2.5, math.inf), 3: (1.25, 2.0)}  # rounds: times that each noise counts, between runs and pairs
 
 
 @dataclass(frozen=True)
@@ -111,11 +113,16 @@ def judge(first: Sequence[Sequence[float]], second: Sequence[Sequence[float]]) -
     if len(pairs) == 1:
         return _judge_one(first[0], second[0], pairs[0])
     low, high = interval(first, second, 0.95)
-    factor = _TWO_ROUNDS if len(pairs) == 2 else 1.0
-    noise = max(factor * between_runs(first), factor * between_runs(second), (high - low) / 2)
+    noise = max(_noise(first, second, pairs), (high - low) / 2)
     ratio = median(pairs)
     agreed = all(pair > 1 for pair in pairs) or all(pair < 1 for pair in pairs)
     return Judgement(_verdict(ratio, agreed and abs(ratio - 1) > noise), ratio, pairs, noise)
+
+
+def _noise(first: Sequence[Sequence[float]], second: Sequence[Sequence[float]], pairs: Sequence[float]) -> float:
+    runs, ratios = _COUNTS.get(len(pairs), (1.0, 1.0))
+    among_pairs = ratios * (max(pairs) - min(pairs)) if math.isfinite(ratios) else math.inf
+    return min(runs * max(between_runs(first), between_runs(second)), among_pairs)
 
 
 def _judge_one(first: Sequence[float], second: Sequence[float], ratio: float) -> Judgement:
