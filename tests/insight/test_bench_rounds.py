@@ -16,7 +16,7 @@ MS = {"stock": 10.0, "patched": 8.0, "without-a": 9.0, "without-b": 8.0}
 
 
 class Machine:
-    """Stands in for :func:`ovpatch.insight.arms.run`: every run has two ranks and takes the milliseconds of its kind."""
+    """Stands in for :func:`ovpatch.insight.arms.run`: a run has two ranks and takes the milliseconds of its kind."""
 
     def __init__(self):
         self.ran: list[arms.Arm] = []

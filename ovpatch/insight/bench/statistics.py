@@ -6,9 +6,9 @@ little of how far two runs are apart: memory layout, clocks and neighbours stay 
 - a pair is one run of each kind, one right after the other; the order within pairs alternates, so a machine that
   becomes slower favours neither. Its ratio is that of the medians over steps.
 - the noise is the largest ratio, less one, between medians of two runs of the same kind. Where the machine drifts, that
-  is the drift, which pairs do not see: so if it is less, the noise is by how much the pairs' ratios differ. Either counts
-  more than once with few rounds, in which numbers may be near each other by chance (:data:`_COUNTS`). It is never less
-  than half the 95% interval that resampling the steps within the runs gives for the ratio.
+  is the drift, which pairs do not see: so the noise is by how much the ratios of the pairs differ, if that is less.
+  Either counts more than once with few rounds, in which numbers may be near each other by chance (:data:`_COUNTS`). It
+  is never less than half the 95% interval that resampling the steps within the runs gives for the ratio.
 - a difference is claimed if all pairs agree on its sign and the median of their ratios is farther from one than that.
 
 On runs that differ by chance alone this claims something in at most one case of twenty (simulated in the tests), for

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from statistics import median
-from typing import Any, Final
+from typing import Final
 
 from ovpatch.insight.bench.figures import Figures, Row
+from ovpatch.insight.bench.measured import Measured
 from ovpatch.insight.bench.rounds import PATCHED, STOCK, Plan, Runs
 from ovpatch.insight.bench.statistics import SAME, SLOWER, Judgement
 from ovpatch.reports.reporting import render
@@ -136,17 +137,9 @@ def _environment(plan: Plan, runs: Runs) -> str:
 
 def _remarks(runs: Runs, figures: Figures) -> Iterator[str]:
     first = runs.done[0].measured
-    yield (
-        f"times by {first.clock}; of each step the slowest rank counts; clocks of the devices are left as they are"
-        + (f" ({_clocks(runs)} MHz at the end of a run)" if first.clocks_mhz else "")
-    )
-    calls, module = first.batches
-    if figures.samples or figures.tokens:
-        fed = [f"{number(n)} {what}" for n, what in ((figures.samples, "samples"), (figures.tokens, "tokens")) if n]
-        seen = f": {calls:g} call(s) of {module} per step and rank, each rank with a batch of its own" if module else ""
-        yield f"per step {' = '.join(fed)}{seen}"
-    else:
-        yield "samples and tokens per second cannot be told: give --samples-per-step or --tokens-per-step"
+    clocks = f" ({_clocks(runs)} MHz at the end of a run)" if first.clocks_mhz else ""
+    yield f"times by {first.clock}; of each step the slowest rank counts; clocks of devices are left as they are{clocks}"
+    yield _fed(first, figures)
     if figures.no_tflops:
         yield f"TFLOP/s cannot be told: {figures.no_tflops}"
         return
@@ -155,6 +148,16 @@ def _remarks(runs: Runs, figures: Figures) -> Iterator[str]:
         yield f"MFU cannot be told: {figures.no_mfu}"
 
 
+def _fed(first: Measured, figures: Figures) -> str:
+    known = ((figures.samples, "samples"), (figures.tokens, "tokens"))
+    fed = " = ".join(f"{number(count)} {what}" for count, what in known if count)
+    if not fed:
+        return "samples and tokens per second cannot be told: give --samples-per-step or --tokens-per-step"
+    calls, module = first.batches
+    times = f"{calls:g} call{'' if calls == 1 else 's'} of {module} per step and rank"
+    return f"per step {fed}" + (f": {times}, each rank with a batch of its own" if module else "")
+
+
 def _clocks(runs: Runs) -> str:
-    seen: list[Any] = [clock for run in runs.done for clock in run.measured.clocks_mhz]
+    seen = [clock for run in runs.done for clock in run.measured.clocks_mhz]
     return f"{min(seen)} to {max(seen)}" if min(seen) != max(seen) else str(seen[0])

@@ -64,7 +64,8 @@ class _Worker:
             steps.leave(self._directory)
 
     def _warm(self, number: int) -> None:
-        self._pid = os.getpid()
+        if self._pid != os.getpid():
+            self._begin()
         left = self._warmup - number
         if self._flops is not None and left == 1:
             self._flops.stop()
@@ -79,10 +80,15 @@ class _Worker:
         if left == 0:
             self._start()
 
+    def _begin(self) -> None:
+        """Note who we are: at the end the script may have destroyed its process group and its optimizer."""
+        self._pid = os.getpid()
+        self._rank, self._world = steps.rank(), steps.world()
+        self._device = working_device(self._steps.device())
+
     def _start(self) -> None:
-        device = working_device(self._steps.device())
-        self._memory = Memory(device)
-        self._clock = Clock(device, self._last - self._warmup)
+        self._memory = Memory(self._device)
+        self._clock = Clock(self._device, self._last - self._warmup)
         self._clock.mark()
 
     def conclude(self) -> None:
@@ -92,14 +98,13 @@ class _Worker:
             workers.write_json(self._directory / f"{FILE}-{os.getpid()}.json", self._found())
 
     def _found(self) -> dict[str, Any]:
-        device = working_device(self._steps.device())
         return {
-            "rank": steps.rank(),
-            "world": steps.world(),
+            "rank": self._rank,
+            "world": self._world,
             "restart": int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") or 0),
             "torch": torch.__version__,
-            "device": name_of(device),
-            "clock_mhz": clock_rate(device),
+            "device": name_of(self._device),
+            "clock_mhz": clock_rate(self._device),
             "steps": self._steps.count,
             "clock": self._clock.kind if self._clock is not None else None,
             "ms": self._clock.times() if self._clock is not None else [],
