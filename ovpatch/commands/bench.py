@@ -144,17 +144,20 @@ def _data(plan: Plan, runs: Runs, found: Figures) -> dict[str, Any]:
 
 def _explain(error: FailedError, out: Path | None) -> int:
     """Say which run failed and how, and return the exit code."""
-    outcome = error.outcome
+    outcome, code = error.outcome, USAGE if error.kind == STOCK else PROBLEM
+    if not outcome.code:  # it took too few steps
+        return _fail(f"{error}.", code)
     for pid, stacks in outcome.stacks.items() if outcome.timed_out else ():
         print(f"--- stacks of process {pid}\n{stacks.rstrip()}", file=sys.stderr)
     print(f"--- the end of its log\n{outcome.tail()}\n---", file=sys.stderr)
-    whose = "So the script fails without ovpatch, too." if error.kind == STOCK else _stock_ran(error.kind)
     where = f"The whole log: {outcome.log}" if out is not None else "Keep whole logs with --out DIR."
-    return _fail(f"{error}. {whose} {where}", USAGE if error.kind == STOCK else PROBLEM)
+    return _fail(f"{error}. {_whose(error.kind)} {where}", code)
 
 
-def _stock_ran(kind: str) -> str:
-    return "The stock run did not." + ("" if kind == PATCHED else " Neither did the patched run with all features.")
+def _whose(kind: str) -> str:
+    if kind == STOCK:
+        return "This is the stock run: it is not ovpatch's doing."
+    return "The stock run did not." if kind == PATCHED else "Neither the stock run did, nor that with all features."
 
 
 def _fail(message: str, code: int) -> int:

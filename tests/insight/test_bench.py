@@ -113,7 +113,7 @@ def test_a_script_with_too_few_steps(bench):
 def test_a_script_that_fails_by_itself(bench, tmp_path):
     code, texts, _ = bench(f"{ALONE}\nstep()\nprint('so sorry')\nsys.exit(3)")
     assert (code, texts.out) == (2, "")
-    assert "exit code 3. So the script fails without ovpatch, too." in texts.err
+    assert "exit code 3. This is the stock run: it is not ovpatch's doing." in texts.err
     assert "so sorry" in texts.err
     assert (tmp_path / "out" / "stock-1.log").read_text().endswith("so sorry\n")
 

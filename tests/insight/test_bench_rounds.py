@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import io
 import json
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 from ovpatch import cli
 from ovpatch.insight import arms
@@ -177,7 +179,7 @@ def test_a_stock_run_that_fails_is_the_scripts_own_failure(machine, bench):
     machine.ends = {"stock-1": {"code": 7}}
     code, texts, _ = bench("--warmup", "20")
     assert (code, names(machine)) == (2, ["stock-1"])
-    assert "exit code 7. So the script fails without ovpatch, too." in texts.err
+    assert "exit code 7. This is the stock run: it is not ovpatch's doing." in texts.err
 
 
 def test_a_run_that_fails_while_it_is_counted_is_run_again_without(machine, bench):
@@ -200,6 +202,15 @@ def test_an_interruption_concludes_nothing(machine, bench):
     machine.ends = {"stock-1": {"code": 143, "interrupted": True}}
     code, texts, _ = bench()
     assert (code, texts.out) == (130, "")
+
+
+def test_one_round_says_what_it_cannot_know(bench, monkeypatch):
+    _, texts, found = bench("--rounds", "1")
+    assert found["judgement"]["verdict"] == "faster"
+    assert "(one pair of runs, 99% interval of the steps 1.222 to 1.222; how far two runs alike differ" in texts.out
+    monkeypatch.setitem(MS, "patched", 21.0)
+    _, texts, _ = bench("--rounds", "1")
+    assert "2.000x slower (one pair of runs, 99% interval of the steps 2.000 to 2.000" in texts.out  # turned as well
 
 
 @pytest.mark.parametrize(("taken", "complaint"), [(14, "took 14 steps"), (0, "no process took a step")])
@@ -235,6 +246,22 @@ def test_what_cannot_be_done_is_said_before_anything_runs(machine, tmp_path, cap
     assert cli.main(["bench", *arguments]) == 2
     assert complaint in capsys.readouterr().err
     assert machine.ran == []
+
+
+def test_on_a_terminal_progress_is_a_bar(bench, monkeypatch):
+    from ovpatch.insight.bench import bar
+
+    class Terminal(io.StringIO):
+        def isatty(self):
+            return True
+
+    terminal = Terminal()
+    monkeypatch.setattr(bar, "Console", lambda stderr: Console(file=terminal, force_terminal=True, width=100))
+    monkeypatch.setattr("sys.stderr", terminal)
+    code, _, _ = bench("--rounds", "2")
+    assert code == 0
+    assert "round 2/2, stock: step 8/20" in terminal.getvalue()
+    assert "round 1/2, patched: 9 ms a step, worst 9" in terminal.getvalue()
 
 
 @pytest.mark.parametrize("option", [["--steps", "4"], ["--warmup", "2"], ["--rounds", "0"], ["--peak-tflops", "-1"]])

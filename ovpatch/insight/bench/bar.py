@@ -43,4 +43,4 @@ class Bar:
 
     def end(self, measured: Measured) -> None:
         """The run has been measured."""
-        self._progress.print(f"{self._name}: {result(measured)}")
+        self._progress.print(f"{self._name}: {result(measured)}", highlight=False)

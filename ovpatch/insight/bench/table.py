@@ -31,22 +31,15 @@ def verdict(runs: Runs, figures: Figures) -> str:
 
 def words(judgement: Judgement) -> str:
     """Return a judgement as half a sentence, such as ``1.080x faster (pairs 1.071 to 1.090, noise 0.6%)``."""
-    known = _noise(judgement)
     # A ratio of 0.8 is read as 1.25 times slower; the pairs are turned with it.
     slower = judgement.verdict == SLOWER
     ratio, *pairs = [1 / one if slower else one for one in (judgement.ratio, *judgement.pairs)]
-    more = f"pairs {min(pairs):.3f} to {max(pairs):.3f}, {known}" if len(pairs) > 1 else known
-    if judgement.verdict == SAME:
-        return f"{SAME} (ratio {ratio:.3f}, {more})"
-    return f"{ratio:.3f}x {judgement.verdict} ({more})"
-
-
-def _noise(judgement: Judgement) -> str:
+    said = f"{SAME} (ratio {ratio:.3f}, " if judgement.verdict == SAME else f"{ratio:.3f}x {judgement.verdict} ("
     if judgement.interval is None:
-        return f"noise {judgement.noise:.1%}"
-    low, high = judgement.interval
-    within = f"one round: 99% interval within the runs {low:.3f} to {high:.3f}"
-    return f"{within}, the noise between runs is not known; use --rounds 3"
+        return f"{said}pairs {min(pairs):.3f} to {max(pairs):.3f}, noise {judgement.noise:.1%})"
+    low, high = sorted(1 / end if slower else end for end in judgement.interval)
+    within = f"99% interval of the steps {low:.3f} to {high:.3f}"
+    return f"{said}one pair of runs, {within}; how far two runs alike differ is not known: use --rounds 3)"
 
 
 def text(plan: Plan, runs: Runs, figures: Figures, *, colour: bool = False, width: int | None = None) -> str:
@@ -138,7 +131,7 @@ def _environment(plan: Plan, runs: Runs) -> str:
 def _remarks(runs: Runs, figures: Figures) -> Iterator[str]:
     first = runs.done[0].measured
     clocks = f" ({_clocks(runs)} MHz at the end of a run)" if first.clocks_mhz else ""
-    yield f"times by {first.clock}; of each step the slowest rank counts; clocks of devices are left as they are{clocks}"
+    yield f"times by {first.clock}; of each step the slowest rank counts; device clocks are left as they are{clocks}"
     yield _fed(first, figures)
     if figures.no_tflops:
         yield f"TFLOP/s cannot be told: {figures.no_tflops}"
@@ -154,8 +147,9 @@ def _fed(first: Measured, figures: Figures) -> str:
     if not fed:
         return "samples and tokens per second cannot be told: give --samples-per-step or --tokens-per-step"
     calls, module = first.batches
-    times = f"{calls:g} call{'' if calls == 1 else 's'} of {module} per step and rank"
-    return f"per step {fed}" + (f": {times}, each rank with a batch of its own" if module else "")
+    times = f": {calls:g} call{'' if calls == 1 else 's'} of {module} per step"
+    each = " and rank, each rank with a batch of its own" if first.world > 1 else ""
+    return f"per step {fed}{times}{each}" if module else f"per step {fed}"
 
 
 def _clocks(runs: Runs) -> str:
