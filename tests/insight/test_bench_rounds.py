@@ -217,7 +217,7 @@ def test_one_round_says_what_it_cannot_know(bench, monkeypatch):
 def test_too_few_steps_are_an_error_with_the_remedy(machine, bench, taken, complaint):
     machine.rank = {"steps": taken, "ms": [1.0] * 4, "host_ms": [1.0] * 4}
     code, texts, _ = bench("--warmup", "10")
-    assert code == 2
+    assert (code, names(machine)) == (2, ["stock-1"])
     assert complaint in texts.err
     assert ("Let it take 15 or more (better 20)" in texts.err) == (taken > 0)
 

@@ -69,6 +69,10 @@ def test_one_pair_of_another_sign_is_not_claimed_away():
     patched = [[90.0] * 10, [90.0] * 10, [101.0] * 10]
     assert judge(steady, patched).verdict == SAME
     assert judge(steady, patched[:1] * 3).verdict == FASTER
+    stock, patched = [110.0, 110.0, 110.0, 100.0], [99.5, 99.5, 99.5, 101.0]
+    judgement = judge([[time] * 9 for time in stock], [[time] * 9 for time in patched])
+    assert judgement.ratio - 1 > judgement.noise
+    assert judgement.verdict == SAME
 
 
 def test_one_run_that_is_far_off_is_noise_even_where_all_signs_agree():

@@ -83,6 +83,15 @@ def test_where_counting_could_harm_it_is_not_tried(monkeypatch):
     assert torch.utils._python_dispatch._get_current_dispatch_mode() is None
 
 
+def test_a_script_that_compiles_in_the_counted_step(monkeypatch):
+    ours = FlopCount()
+    ours.start()
+    nn.Linear(4, 4)(torch.randn(2, 4))
+    monkeypatch.setattr(flops, "compiling", lambda: True)
+    ours.stop()
+    assert ours.to_json() == {"by_dtype": {}, "reason": flops.COMPILED}
+
+
 def test_a_step_in_backward_is_not_counted():
     ours, x = FlopCount(), torch.ones(2, requires_grad=True)
     x.register_hook(lambda grad: ours.start())
