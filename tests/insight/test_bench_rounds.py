@@ -198,6 +198,14 @@ def test_a_hang_shows_the_stacks(machine, bench):
     assert "no process took a step for 5 s" in texts.err
 
 
+@pytest.mark.parametrize(("load", "said"), [(3.0, True), (1.0, False)])
+def test_a_busy_host_is_noticed(bench, monkeypatch, load, said):
+    monkeypatch.setattr("os.cpu_count", lambda: 4)
+    monkeypatch.setattr("os.getloadavg", lambda: (load, 0.0, 0.0))
+    _, texts, _ = bench("--rounds", "1")
+    assert ("the host was busy before the first run: load 3.0 on 4 cores" in texts.out) == said
+
+
 def test_an_interruption_concludes_nothing(machine, bench):
     machine.ends = {"stock-1": {"code": 143, "interrupted": True}}
     code, texts, _ = bench()

@@ -7,6 +7,7 @@ known after the first patched run; the runs without them follow it, and go befor
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -147,6 +148,7 @@ class _Rounds:
         }
 
     def run(self) -> Runs:
+        self._runs.notes += _busy()
         self._first_round()
         if not self._runs.exercised:
             return self._runs
@@ -195,6 +197,12 @@ class _Rounds:
             self._runs.notes.append(f"{arm.name}: the script ended after {measured.taken} steps")
         self._progress.end(measured)
         return outcome
+
+
+def _busy() -> list[str]:
+    """Say so if others use this host before we do: the most common reason for noise."""
+    load, cores = os.getloadavg()[0], os.cpu_count() or 1
+    return [f"the host was busy before the first run: load {load:.1f} on {cores} cores"] if load > cores / 2 else []
 
 
 def _check(kind: str, outcome: Outcome, measured: Measured, plan: Plan) -> None:
