@@ -1,4 +1,4 @@
-"""The command line: ``ovpatch list | doctor | run | timeline``, also as ``python -m ovpatch``.
+"""The command line: ``ovpatch list | doctor | run | bench | timeline``, also as ``python -m ovpatch``.
 
 Exit codes: 0 fine, 1 a problem was found, 2 usage or settings. ``run`` returns the exit code of its command.
 """
@@ -36,6 +36,7 @@ COMMANDS: Final = {
     "list": _Command("doctor", "main_list", "which features there are, and their state on this machine"),
     "doctor": _Command("doctor", "main_doctor", "versions, plugins, settings, and what is wrong"),
     "run": _Command("run", "main", "run a training command with every worker patched"),
+    "bench": _Command("bench", "main", "whether a command is faster patched than stock, and by how much"),
     "timeline": _Command("timeline", "main", "record steps of a command and show which communication is exposed"),
 }
 

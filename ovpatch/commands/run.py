@@ -42,8 +42,8 @@ def main(arguments: argparse.Namespace) -> int:
         _say("no command given. Write: ovpatch run -- torchrun train.py")
         return USAGE
     try:
-        environment = _environment(arguments.features)
-        _check(environment, arguments.report)
+        environment = environment_of(arguments.features)
+        check(environment, arguments.report)
     except settings.SettingsError as error:
         _say(str(error))
         return USAGE
@@ -56,8 +56,15 @@ def main(arguments: argparse.Namespace) -> int:
         return _conclude(code, Path(directory), arguments.report)
 
 
-def _environment(features: str | None) -> dict[str, str]:
-    """Return the environment of the command."""
+def environment_of(features: str | None) -> dict[str, str]:
+    """Return the environment of the command.
+
+    Args:
+        features: What ``OVPATCH`` shall say; None for what it says already.
+
+    Raises:
+        ovpatch.SettingsError: Both say something, and not the same.
+    """
     environment = dict(os.environ)
     already = environment.get("OVPATCH", "").strip()
     if features is not None and already and already != features:
@@ -68,8 +75,13 @@ def _environment(features: str | None) -> dict[str, str]:
     return environment
 
 
-def _check(environment: Mapping[str, str], report: Path | None) -> None:
+def check(environment: Mapping[str, str], report: Path | None, option: str = "--report") -> None:
     """Find every mistake that can be found before anything runs.
+
+    Args:
+        environment: Of the command.
+        report: File that will be written in the end, if any.
+        option: What names that file on the command line.
 
     Raises:
         ovpatch.SettingsError: A setting cannot be understood, or the report could not be written.
@@ -78,20 +90,20 @@ def _check(environment: Mapping[str, str], report: Path | None) -> None:
     from ovpatch.session.session import Session
 
     if report is not None:
-        _check_writable(report)
+        _check_writable(report, option)
     Session().plan(environ=environment, ask_machine=False).check()
     if environment.get("TORCH_DEVICE_BACKEND_AUTOLOAD", "1") != "1":
         _say("TORCH_DEVICE_BACKEND_AUTOLOAD is not 1: only processes that call ovpatch.apply() will be patched")
 
 
-def _check_writable(report: Path) -> None:
+def _check_writable(report: Path, option: str) -> None:
     folder = report.absolute().parent
     if not folder.is_dir():
-        raise settings.SettingsError(f"--report {report}: its directory does not exist. Create it first.")
+        raise settings.SettingsError(f"{option} {report}: its directory does not exist. Create it first.")
     if report.is_dir():
-        raise settings.SettingsError(f"--report {report} is a directory. Name a file in it.")
+        raise settings.SettingsError(f"{option} {report} is a directory. Name a file in it.")
     if not os.access(folder, os.W_OK):
-        raise settings.SettingsError(f"--report {report}: its directory is not writable. Name another file.")
+        raise settings.SettingsError(f"{option} {report}: its directory is not writable. Name another file.")
 
 
 def _run(command: list[str], environment: Mapping[str, str], directory: Path) -> int:

@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final
-from weakref import WeakKeyDictionary
+from weakref import ReferenceType, WeakKeyDictionary, ref
 
 import torch
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
@@ -40,6 +40,7 @@ class Steps:
         self._directory, self._at_border = directory, at_border
         self._counts: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()
         self._beat: tuple[int, int] | None = None  # pid and file; a forked child that trains has its own
+        self._latest: ReferenceType[Optimizer] | None = None
         self.count = 0
 
     def watch(self) -> None:
@@ -50,11 +51,17 @@ class Steps:
         """Stop counting."""
         self._hook.remove()
 
+    def device(self) -> torch.device:
+        """Return where the parameters are that the last border has changed."""
+        optimizer = self._latest() if self._latest is not None else None
+        groups = optimizer.param_groups if optimizer is not None else []
+        return next((p.device for group in groups for p in group["params"]), torch.device("cpu"))
+
     @torch._disable_dynamo
     def _stepped(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         mine = self._counts[optimizer] = self._counts.get(optimizer, 0) + 1
         if mine > self.count:
-            self.count = mine
+            self.count, self._latest = mine, ref(optimizer)
             self._at_border(mine)
             self._show()
 

@@ -1,0 +1,181 @@
+"""``ovpatch bench``: a training command stock and patched in turn; is it faster, and by how much.
+
+Exit codes: 0 it was measured, whatever came out; 1 a patched run failed; 2 usage, or the script fails stock.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Final
+
+from ovpatch._version import __version__
+from ovpatch.commands import run
+from ovpatch.insight import arms
+from ovpatch.insight.bench import progress, table
+from ovpatch.insight.bench.figures import Figures, Given, figures
+from ovpatch.insight.bench.rounds import (
+    FEWEST,
+    PATCHED,
+    SHORTEST_WARMUP,
+    STOCK,
+    FailedError,
+    Plan,
+    Runs,
+    StoppedError,
+    run_all,
+)
+from ovpatch.jobs.launching import NotStartedError
+from ovpatch.reports import workers
+from ovpatch.session.plan import FeatureError
+from ovpatch.settings import settings
+
+OK: Final = 0
+PROBLEM: Final = 1
+USAGE: Final = 2
+INTERRUPTED: Final = 130  # as shells have it
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Declare the arguments of ``ovpatch bench``."""
+    add = parser.add_argument
+    add("--steps", type=_at_least(FEWEST), default=30, metavar="N", help="steps to measure in each run (30)")
+    add("--warmup", type=_at_least(SHORTEST_WARMUP), default=10, metavar="M", help="steps before that (10)")
+    add("--rounds", type=_at_least(1), default=3, metavar="R", help="pairs of a stock and a patched run (3)")
+    add("--features", metavar="LIST", help="what OVPATCH would say in patched runs: a,b or all or +c; --features=-c")
+    add(
+        "--leave-one-out",
+        action=argparse.BooleanOptionalAction,
+        help="also run without each feature, to tell its part (default: if more than one did something)",
+    )
+    add("--samples-per-step", type=_positive, metavar="X", help="over all ranks; else found out")
+    add("--tokens-per-step", type=_positive, metavar="X", help="over all ranks; else found out")
+    add("--peak-tflops", type=_positive, metavar="X", help="of one device, for MFU; else by its name, for bf16")
+    add("--timeout", type=_positive, default=600.0, metavar="S", help="seconds without a step that mean a hang (600)")
+    add("--out", type=Path, metavar="DIR", help="keep logs and raw files there; it must be empty")
+    add("--json", type=Path, metavar="FILE", help="write everything that was found as JSON")
+    add("command", nargs=argparse.REMAINDER, help="-- and the command, for example: torchrun train.py")
+
+
+def main(arguments: argparse.Namespace) -> int:
+    """Run all rounds and print what came of them."""
+    command = arguments.command[1:] if arguments.command[:1] == ["--"] else arguments.command
+    try:
+        _check(command, arguments)
+    except FeatureError as error:
+        return _fail(str(error), PROBLEM)
+    with _folder(arguments.out) as out:
+        names = ("steps", "warmup", "rounds", "features", "timeout", "leave_one_out")
+        plan = Plan(command, out, **{name: getattr(arguments, name) for name in names})
+        return _measure(plan, arguments)
+
+
+def _check(command: list[str], arguments: argparse.Namespace) -> None:
+    """Find every mistake that can be found before anything runs.
+
+    Raises:
+        ovpatch.SettingsError: One was found.
+        ovpatch.FeatureError: A feature asked for by name cannot even be loaded.
+    """
+    arms.check(command)
+    environment = run.environment_of(arguments.features)
+    run.check(environment, arguments.json, "--json")
+    if settings.read(environment).selection.kind == "nothing":
+        raise settings.SettingsError("OVPATCH turns everything off, so there is nothing to compare. Unset it.")
+    if arguments.out is not None and arguments.out.exists() and (not arguments.out.is_dir() or _content(arguments.out)):
+        raise settings.SettingsError(f"--out {arguments.out} is no empty directory. Name another one.")
+
+
+def _content(folder: Path) -> list[Path]:
+    return list(folder.iterdir())
+
+
+@contextmanager
+def _folder(out: Path | None) -> Iterator[Path]:
+    if out is not None:
+        out.mkdir(parents=True, exist_ok=True)
+        yield out
+        return
+    with tempfile.TemporaryDirectory(prefix="ovpatch-", ignore_cleanup_errors=True) as folder:
+        yield Path(folder)
+
+
+def _measure(plan: Plan, arguments: argparse.Namespace) -> int:
+    try:
+        with progress.shown(plan) as shown:
+            runs = run_all(plan, shown)
+    except NotStartedError as error:
+        return _fail(str(error), USAGE)
+    except (StoppedError, KeyboardInterrupt):
+        return _fail("interrupted; nothing was concluded", INTERRUPTED)
+    except FailedError as error:
+        return _explain(error, arguments.out)
+    found = figures(runs, Given(arguments.samples_per_step, arguments.tokens_per_step, arguments.peak_tflops))
+    if arguments.json is not None:
+        workers.write_json(arguments.json, _data(plan, runs, found))
+    _show(plan, runs, found)
+    return OK
+
+
+def _show(plan: Plan, runs: Runs, found: Figures) -> None:
+    colour = sys.stdout.isatty()
+    line = f"ovpatch bench: {table.verdict(runs, found)}"
+    print(f"\033[1m{line}\033[0m" if colour else line)
+    print(table.text(plan, runs, found, colour=colour))
+
+
+def _data(plan: Plan, runs: Runs, found: Figures) -> dict[str, Any]:
+    return {
+        "ovpatch": __version__,
+        "command": list(plan.command),
+        "settings": {name: getattr(plan, name) for name in ("steps", "warmup", "rounds", "features", "timeout")},
+        "verdict": table.verdict(runs, found),
+        "exercised": runs.exercised,
+        **found.to_json(),
+        "runs": runs.to_json(),
+        "report": runs.report,
+        "notes": runs.notes,
+    }
+
+
+def _explain(error: FailedError, out: Path | None) -> int:
+    """Say which run failed and how, and return the exit code."""
+    outcome, code = error.outcome, USAGE if error.kind == STOCK else PROBLEM
+    if not outcome.code:  # it took too few steps
+        return _fail(f"{error}.", code)
+    for pid, stacks in outcome.stacks.items() if outcome.timed_out else ():
+        print(f"--- stacks of process {pid}\n{stacks.rstrip()}", file=sys.stderr)
+    print(f"--- the end of its log\n{outcome.tail()}\n---", file=sys.stderr)
+    where = f"The whole log: {outcome.log}" if out is not None else "Keep whole logs with --out DIR."
+    return _fail(f"{error}. {_whose(error.kind)} {where}", code)
+
+
+def _whose(kind: str) -> str:
+    if kind == STOCK:
+        return "This is the stock run: it is not ovpatch's doing."
+    return "The stock run did not." if kind == PATCHED else "Neither the stock run did, nor that with all features."
+
+
+def _fail(message: str, code: int) -> int:
+    print(f"ovpatch bench: {message}", file=sys.stderr, flush=True)
+    return code
+
+
+def _positive(text: str) -> float:
+    value = float(text)
+    if not 0 < value < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text} is not a number above 0")
+    return value
+
+
+def _at_least(least: int) -> Any:
+    def parse(text: str) -> int:
+        if int(text) < least:
+            raise argparse.ArgumentTypeError(f"{text} is fewer than {least}")
+        return int(text)
+
+    return parse

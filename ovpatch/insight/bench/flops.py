@@ -1,0 +1,129 @@
+"""Floating-point operations of one step, counted as torch dispatches them.
+
+Matrix products, convolutions and attention are counted by their shapes, forward and backward, with torch's own
+formulas; what activation checkpointing computes again counts again. Kernels that bypass torch's dispatcher do not.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
+from torch.utils.flop_counter import flop_registry
+
+COMPILED = "the script compiles; compiled code does not come by the counter"
+
+
+class FlopCount:
+    """Counts between two borders; it must not be able to harm the script.
+
+    Attributes:
+        by_dtype: Operations by the name of the dtype that they were done in.
+        reason: Why they cannot be told; empty if they can.
+    """
+
+    def __init__(self) -> None:
+        self.by_dtype: Counter[str] = Counter()
+        self.reason = "the script ended before a step was counted"
+        self._mode: _Counting | None = None
+        self._thread = 0
+
+    def start(self) -> None:
+        """Begin, at a border."""
+        objection = _objection()
+        if objection:
+            self.reason = objection
+        else:
+            self._mode, self._thread = _Counting(self.by_dtype), threading.get_ident()
+            self._mode.__enter__()  # type: ignore[no-untyped-call]
+
+    def stop(self) -> None:
+        """End, at the next border; a mode that is not on top of the stack any more is left where it is."""
+        mode, self._mode = self._mode, None
+        if mode is None:
+            return
+        if self._thread != threading.get_ident() or _get_current_dispatch_mode() is not mode:
+            mode.error = "the script changes dispatch modes, or threads, within a step"
+        else:
+            mode.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+        self.reason = mode.error or ("" if self.by_dtype else "nothing in a step is a product that torch can count")
+        if compiling():
+            self.reason = COMPILED
+
+    def to_json(self) -> dict[str, Any]:
+        """Return ``by_dtype`` and ``reason``."""
+        return {"by_dtype": {} if self.reason else dict(self.by_dtype), "reason": self.reason}
+
+
+def compiling() -> bool:
+    """Whether Dynamo has captured a graph in this process."""
+    utils: Any = sys.modules.get("torch._dynamo.utils")
+    return utils is not None and utils.counters["stats"]["unique_graphs"] > 0
+
+
+def _objection() -> str:
+    if compiling():
+        return COMPILED
+    if torch._C._current_graph_task_id() != -1:
+        return "the optimizer steps inside of backward"
+    if _get_current_dispatch_mode() is not None:
+        return "the script has a dispatch mode of its own"
+    return ""
+
+
+class _Counting(TorchDispatchMode):
+    """Adds up what its operators cost; of tensor subclasses, what their parts on this rank cost."""
+
+    supports_higher_order_operators = True
+
+    def __init__(self, total: Counter[str]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._total = total
+        self.error = ""
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        if any(issubclass(kind, FakeTensor) for kind in types):  # a shape is worked out, nothing is computed
+            return func(*args, **(kwargs or {}))
+        if any(map(_dispatches, types)):  # a DTensor has the shape of the whole; it comes again, as local tensors
+            return NotImplemented
+        out = func(*args, **(kwargs or {}))
+        formula = flop_registry.get(getattr(func, "_overloadpacket", None))
+        if formula is not None and not self.error and _computed(out):
+            self._add(formula, args, kwargs or {}, out)
+        return out
+
+    def _add(self, formula: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> None:
+        try:
+            cost = formula(*args, **kwargs, out_val=out)
+        except Exception as error:  # noqa: BLE001  # whatever a formula does not expect, the script must go on
+            self.error = f"torch's formula failed: {error!r}"
+            return
+        self._total[_dtype(args)] += int(cost)
+
+
+def _computed(out: Any) -> bool:
+    """Whether an operator did its work, and not on tensors that are only shapes."""
+    return not any(isinstance(part, torch.Tensor) and part.is_meta for part in (out if type(out) is tuple else (out,)))
+
+
+def _dispatches(kind: type) -> bool:
+    """Whether a tensor's type does something of its own where an operator is dispatched."""
+    return getattr(kind, "__torch_dispatch__", None) is not torch._C._disabled_torch_dispatch_impl
+
+
+def _dtype(args: Sequence[Any]) -> str:
+    """Return the dtype that an operator computes in: that of its last tensor, as addmm's first is a mere bias."""
+    dtypes = [arg.dtype for arg in args if isinstance(arg, torch.Tensor) and arg.dtype.is_floating_point]
+    return str(dtypes[-1]).removeprefix("torch.") if dtypes else "unknown"

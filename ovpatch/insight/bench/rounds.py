@@ -1,0 +1,239 @@
+"""Rounds: the command run stock and patched in turn, and what became of each run.
+
+[Note: order of runs] A round runs every kind once. Odd rounds run stock first, even rounds last (A B, B A, A B), so
+that what changes steadily, such as a machine that warms up, is taken from both alike. Which features can be left out is
+known after the first patched run; the runs without them follow it, and go before it in even rounds.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any, Final, Protocol
+
+from ovpatch.insight import arms
+from ovpatch.insight.arms import Arm, Outcome
+from ovpatch.insight.bench.measured import Measured, read
+
+WORKER: Final = "ovpatch.insight.bench.worker"
+STOCK: Final = "stock"
+PATCHED: Final = "patched"
+FEWEST: Final = 5  # steps from which a median is worth something
+SHORTEST_WARMUP: Final = 3  # steps; see the worker's note
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What to run.
+
+    Attributes:
+        command: Program and arguments.
+        out: Folder for logs and what the processes leave; has to be empty.
+        steps: Steps to measure.
+        warmup: Steps before that, at least :data:`SHORTEST_WARMUP`.
+        rounds: How often to run each kind.
+        features: What ``OVPATCH`` shall say in patched runs; None for what the environment says.
+        timeout: Seconds without a step after which a run has hung.
+        leave_one_out: Whether to run without each feature, too; None: if more than one did something.
+    """
+
+    command: Sequence[str]
+    out: Path
+    steps: int = 30
+    warmup: int = 10
+    rounds: int = 3
+    features: str | None = None
+    timeout: float = 600.0
+    leave_one_out: bool | None = None
+
+
+@dataclass(frozen=True)
+class Run:
+    """One run that was measured.
+
+    Attributes:
+        kind: ``stock``, ``patched`` or ``without-<feature>``.
+        round: 1, 2, ...
+        seconds: How long it took from start to end.
+        measured: What was found.
+    """
+
+    kind: str
+    round: int
+    seconds: float
+    measured: Measured
+
+
+@dataclass
+class Runs:
+    """What came of all rounds, or of those until there was nothing more to learn.
+
+    Attributes:
+        done: The runs, in their order.
+        exercised: Features that did something in the first patched run.
+        report: ovpatch's report of that run, merged over its processes; None if none reported.
+        notes: What else the reader should know.
+    """
+
+    done: list[Run] = field(default_factory=list)
+    exercised: list[str] = field(default_factory=list)
+    report: dict[str, Any] | None = None
+    notes: list[str] = field(default_factory=list)
+
+    def of(self, kind: str) -> list[Measured]:
+        """Return what was measured of one kind, by rounds."""
+        return [run.measured for run in sorted(self.done, key=lambda run: run.round) if run.kind == kind]
+
+    @property
+    def kinds(self) -> list[str]:
+        """The kinds that ran; stock and patched first."""
+        return list(dict.fromkeys(run.kind for run in self.done))
+
+    def to_json(self) -> list[dict[str, Any]]:
+        """Return the runs as plain data."""
+        return [{**asdict(run), "measured": run.measured.to_json()} for run in self.done]
+
+
+class FailedError(Exception):
+    """A run could not be measured.
+
+    Attributes:
+        kind: Of the run.
+        outcome: What came of it.
+    """
+
+    def __init__(self, message: str, kind: str, outcome: Outcome) -> None:
+        super().__init__(message)
+        self.kind, self.outcome = kind, outcome
+
+
+class StoppedError(Exception):
+    """A signal ended us."""
+
+
+class Progress(Protocol):
+    """Shows how far it is."""
+
+    def begin(self, kind: str, round: int) -> None:
+        """A run begins."""
+
+    def step(self, number: int) -> None:
+        """Its slowest rank has taken this many steps."""
+
+    def end(self, measured: Measured) -> None:
+        """The run has been measured."""
+
+
+def run_all(plan: Plan, progress: Progress) -> Runs:
+    """Run all rounds; see [Note: order of runs].
+
+    Raises:
+        FailedError: A run failed, hung, or took too few steps.
+        StoppedError: A signal ended a run.
+        ovpatch.jobs.launching.NotStartedError: The command could not be started.
+    """
+    return _Rounds(plan, progress).run()
+
+
+class _Rounds:
+    def __init__(self, plan: Plan, progress: Progress) -> None:
+        self._plan, self._progress = plan, progress
+        self._runs = Runs()
+        self._details = {"warmup": plan.warmup, "steps": plan.steps, "count_flops": False}
+        self._kinds = {
+            STOCK: Arm(STOCK, arms.STOCK, self._details),
+            PATCHED: Arm(PATCHED, plan.features, self._details),
+        }
+
+    def run(self) -> Runs:
+        self._runs.notes += _busy()
+        self._first_round()
+        if not self._runs.exercised:
+            return self._runs
+        for number in range(2, self._plan.rounds + 1):
+            for kind in self._order(number):
+                self._run(kind, number)
+        return self._runs
+
+    def _order(self, number: int) -> list[str]:
+        return list(self._kinds) if number % 2 else list(reversed(self._kinds))
+
+    def _first_round(self) -> None:
+        self._run_counted()
+        outcome = self._run(PATCHED, 1)
+        self._runs.exercised, self._runs.report = outcome.exercised, outcome.report
+        if self._plan.leave_one_out is False:
+            return
+        for arm in arms.leave_one_out(self._kinds[PATCHED], outcome.exercised):
+            self._kinds[arm.name] = arm
+            self._run(arm.name, 1)
+
+    def _run_counted(self) -> None:
+        """Run stock, counting operations; if it fails in the counted step, once more without."""
+        counting = Arm(STOCK, arms.STOCK, {**self._details, "count_flops": True})
+        try:
+            self._run(STOCK, 1, counting)
+        except FailedError as error:
+            counted = (self._plan.warmup - 2, self._plan.warmup - 1)
+            if not error.outcome.code or arms.slowest(error.outcome.folder) not in counted:
+                raise
+            self._run(STOCK, 1, name="stock-1-uncounted")
+            run = self._runs.done.pop()
+            why = "the script failed while its operations were counted, and did not without that"
+            self._runs.done.append(replace(run, measured=replace(run.measured, flops_reason=why)))
+
+    def _run(self, kind: str, number: int, arm: Arm | None = None, name: str | None = None) -> Outcome:
+        arm = arm or self._kinds[kind]
+        arm = Arm(name or f"{kind}-{number}", arm.features, arm.details, arm.variables)
+        plan = self._plan
+        self._progress.begin(kind, number)
+        outcome = arms.run(arm, plan.command, WORKER, plan.out, timeout=plan.timeout, progress=self._progress.step)
+        measured = read(outcome.folder)
+        _check(kind, outcome, measured, plan)
+        self._runs.done.append(Run(kind, number, outcome.seconds, measured))
+        if len(measured.times) < plan.steps:
+            self._runs.notes.append(f"{arm.name}: the script ended after {measured.taken} steps")
+        self._progress.end(measured)
+        return outcome
+
+
+def _busy() -> list[str]:
+    """Say so if others use this host before we do: the most common reason for noise."""
+    load, cores = os.getloadavg()[0], os.cpu_count() or 1
+    return [f"the host was busy before the first run: load {load:.1f} on {cores} cores"] if load > cores / 2 else []
+
+
+def _check(kind: str, outcome: Outcome, measured: Measured, plan: Plan) -> None:
+    """Raise what is to be said of a run that could not be measured."""
+    if outcome.interrupted:
+        raise StoppedError
+    problem = _problem(outcome, plan.timeout) or _too_few(measured, plan)
+    if problem:
+        raise FailedError(f"{outcome.arm.name}: {problem}", kind, outcome)
+
+
+def _problem(outcome: Outcome, timeout: float) -> str:
+    if outcome.timed_out:
+        return f"no process took a step for {timeout:g} s, so it was ended. If it is that slow, give --timeout"
+    if outcome.failures:
+        whose = "; ".join(dict.fromkeys(failure["error"] for failure in outcome.failures))
+        return f"ovpatch could not do its work in a process: {whose}"
+    return f"the command failed with exit code {outcome.code}" if outcome.code else ""
+
+
+def _too_few(measured: Measured, plan: Plan) -> str:
+    found = len(measured.times)
+    if found >= FEWEST:
+        return ""
+    if not measured.taken:
+        return (
+            "no process took a step of a torch optimizer, or all ended by os._exit before it was over. bench counts "
+            "calls of torch.optim.Optimizer.step(): let the script take more of them"
+        )
+    needed = plan.warmup + FEWEST
+    return (
+        f"the script took {measured.taken} steps, of which {plan.warmup} are warm-up, so {found} could be measured; "
+        f"the least is {FEWEST}. Let it take {needed} or more (better {plan.warmup + plan.steps}), or lower --warmup"
+    )

@@ -1,0 +1,138 @@
+"""Whole benches of small scripts; the numbers asserted are those that do not depend on the machine."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+
+from ovpatch import cli
+
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone"]
+ALONE = """
+import os, sys
+import torch
+model = torch.nn.Linear(4, 4)
+sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+def step():
+    model(torch.ones(2, 4)).sum().backward()
+    sgd.step()
+    sgd.zero_grad()
+"""
+#: 2 ranks, 3 microbatches of 4 lines of 6 tokens; an evaluation in every step; no end of its own.
+LANGUAGE = """
+import contextlib
+import torch, torch.distributed as dist
+from torch import nn
+dist.init_process_group("gloo")
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embedding, self.out = nn.Embedding(11, 16), nn.Linear(16, 11, bias=False)
+    def forward(self, input_ids, attention_mask):
+        return self.out(self.embedding(input_ids))
+ddp = nn.parallel.DistributedDataParallel(Model())
+loss, adam = nn.CrossEntropyLoss(), torch.optim.AdamW(ddp.parameters())
+ids = torch.zeros(4, 6, dtype=torch.long)
+while True:
+    for micro in range(3):
+        with ddp.no_sync() if micro < 2 else contextlib.nullcontext():
+            logits = ddp(attention_mask=torch.ones(4, 6), input_ids=ids)
+            loss(logits.flatten(0, 1), ids.flatten()).backward()
+    with torch.no_grad():
+        ddp.module(ids, None)
+    adam.step()
+    adam.zero_grad()
+"""
+
+
+@pytest.fixture(autouse=True)
+def environment(monkeypatch):
+    for name in [name for name in os.environ if name.startswith("OVPATCH")]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+
+
+@pytest.fixture
+def bench(tmp_path, capfd):
+    def bench(script, *arguments, launcher=(sys.executable,)):
+        (tmp_path / "train.py").write_text(script)
+        file, out = tmp_path / "found.json", tmp_path / "out"
+        options = ["--json", str(file), "--out", str(out), "--warmup", "3", "--timeout", "90", *arguments]
+        code = cli.main(["bench", *options, "--", *launcher, str(tmp_path / "train.py")])
+        return code, capfd.readouterr(), json.loads(file.read_text()) if file.exists() else None
+
+    return bench
+
+
+@pytest.mark.slow
+def test_a_script_on_two_ranks_is_measured(bench):
+    code, texts, found = bench(LANGUAGE, "--steps", "6", "--rounds", "1", launcher=TORCHRUN)
+    assert code == 0, texts.err
+    assert (found["exercised"], found["samples"], found["tokens"]) == (["ddp"], 24.0, 144.0)
+    stock, patched = (run["measured"] for run in found["runs"])
+    for one in (stock, patched):
+        assert (one["world"], one["taken"], len(one["times"]), one["clock"]) == (2, 9, 6, "host clock")
+        assert all(time > 0 for time in one["times"])
+        assert one["batches"] == [3.0, "DistributedDataParallel"]
+        assert one["memory"]["resident"] > 2**26
+    # The linear layer: forward, and the gradients of weight and input, of three microbatches, and one evaluation.
+    assert stock["flops"] == {"float32": 3 * 6 * 24 * 16 * 11 + 2 * 24 * 16 * 11}
+    assert patched["flops"] == {}
+    assert found["rows"][1]["tflops"] > 0
+    assert found["judgement"]["interval"] is not None
+    assert texts.out.startswith(f"ovpatch bench: {found['verdict']}\n")
+    assert "144 tokens: 3 calls of DistributedDataParallel" in texts.out
+    assert {"tokens/s", "TFLOP/s"} <= set(texts.out.replace("|", " ").split())
+
+
+@pytest.mark.slow
+def test_a_script_of_which_nothing_is_patched_and_that_ends_early(bench):
+    code, texts, found = bench(f"{ALONE}\nfor _ in range(10): step()", "--steps", "30")
+    assert code == 0, texts.err
+    assert [run["measured"]["taken"] for run in found["runs"]] == [10, 10]
+    assert [len(run["measured"]["times"]) for run in found["runs"]] == [7, 7]
+    assert texts.out.startswith("ovpatch bench: nothing ran: the two arms are the same program\n")
+    assert "the script ended after 10 steps" in texts.out
+
+
+@pytest.mark.slow
+def test_a_script_with_too_few_steps(bench):
+    code, texts, found = bench(f"{ALONE}\nfor _ in range(7): step()")
+    assert (code, texts.out, found) == (2, "", None)
+    assert "the script took 7 steps, of which 3 are warm-up, so 4 could be measured" in texts.err
+
+
+@pytest.mark.slow
+def test_a_script_that_fails_by_itself(bench, tmp_path):
+    code, texts, _ = bench(f"{ALONE}\nstep()\nprint('so sorry')\nsys.exit(3)")
+    assert (code, texts.out) == (2, "")
+    assert "exit code 3. This is the stock run: it is not ovpatch's doing." in texts.err
+    assert "so sorry" in texts.err
+    assert (tmp_path / "out" / "stock-1.log").read_text().endswith("so sorry\n")
+
+
+@pytest.mark.slow
+def test_children_of_multiprocessing_are_measured_though_they_end_by_themselves(bench):
+    script = textwrap.dedent("""
+        import os, torch, torch.distributed as dist, torch.multiprocessing as mp
+        def work(rank, store):
+            dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
+            ddp = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 4))
+            sgd = torch.optim.SGD(ddp.parameters(), lr=0.1)
+            for _ in range(9):
+                ddp(torch.ones(2, 4)).sum().backward()
+                sgd.step()
+            dist.destroy_process_group()
+        if __name__ == "__main__":
+            mp.start_processes(work, (f"{__file__}.{os.getpid()}",), nprocs=2, start_method="fork")
+    """)
+    code, texts, found = bench(script, "--rounds", "1", "--features", "")
+    assert code == 0, texts.err
+    assert (found["runs"][0]["measured"]["world"], len(found["runs"][0]["measured"]["times"])) == (2, 6)

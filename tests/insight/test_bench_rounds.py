@@ -1,0 +1,306 @@
+"""The order of runs, what is made of them, and what is said when one fails; the runs themselves are made up."""
+
+from __future__ import annotations
+
+import io
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from ovpatch import cli
+from ovpatch.insight import arms
+from ovpatch.insight.bench import measured, rounds
+
+MS = {"stock": 10.0, "patched": 8.0, "without-a": 9.0, "without-b": 8.0}
+
+
+class Machine:
+    """Stands in for :func:`ovpatch.insight.arms.run`: a run has two ranks and takes the milliseconds of its kind."""
+
+    def __init__(self):
+        self.ran: list[arms.Arm] = []
+        self.counters = {"ddp": 3}
+        self.rank = {}  # changes to what a rank leaves
+        self.ends = {}  # by the name of an arm, changes to its outcome
+        self.steps = 10
+
+    def run(self, arm, command, worker, out, *, timeout, progress):
+        assert (command, worker) == (["train"], rounds.WORKER)
+        self.ran.append(arm)
+        folder, log = out / arm.name, out / f"{arm.name}.log"
+        folder.mkdir()
+        log.write_text("first line\nlast line\n")
+        for rank in range(2):
+            (folder / f"bench-{rank}.json").write_text(json.dumps(self.left(arm, rank)))
+            (folder / f"beat-{rank}").write_text("8")
+        if arm.patched:
+            (folder / "worker-1-1.json").write_text(json.dumps(self.report()))
+        progress(8)
+        return replace(arms.Outcome(arm, folder, log, 0, 1.0), **self.ends.get(arm.name, {}))
+
+    def left(self, arm, rank):
+        counting = {"by_dtype": {"bfloat16": 4e9, "float32": 1e6}, "reason": ""}
+        ms = MS[arm.name.removesuffix("-uncounted").rpartition("-")[0]]
+        return {
+            "rank": rank,
+            "world": 2,
+            "restart": 0,
+            "torch": "2.13.0",
+            "device": "NVIDIA H200",
+            "clock_mhz": 1980,
+            "steps": self.steps + arm.details["warmup"],
+            "clock": "device events",
+            "ms": [ms + rank] * self.steps,
+            "host_ms": [1.0] * self.steps,
+            "memory": {"allocated": 2**30 * (rank + 1), "reserved": 2**32},
+            "batch": {"samples": 4.0, "tokens": 64.0, "calls": 2.0, "module": "DistributedDataParallel"},
+            "flops": counting if arm.details["count_flops"] else None,
+            **self.rank,
+        }
+
+    def report(self):
+        def feature(name, count):
+            rest = {"remarks": ["a remark"], "options": {}, "distribution": "d"}
+            return {"name": name, "state": "applied", "reason": "", "counters": {"done": count}, **rest}
+
+        return {
+            **{"version": "1", "torch": "2", "python": "3", "pid": 1, "rank": 0, "patches": []},
+            "features": [feature(name, count) for name, count in self.counters.items()],
+        }
+
+
+@pytest.fixture
+def machine(monkeypatch):
+    for name in ("OVPATCH", "OVPATCH_AUTO", "TORCH_DEVICE_BACKEND_AUTOLOAD"):
+        monkeypatch.delenv(name, raising=False)
+    machine = Machine()
+    monkeypatch.setattr(arms, "run", machine.run)
+    return machine
+
+
+@pytest.fixture
+def bench(machine, tmp_path, capsys):
+    def bench(*arguments):
+        file = tmp_path / "found.json"
+        code = cli.main(["bench", "--steps", "10", "--json", str(file), *arguments, "--", "train"])
+        return code, capsys.readouterr(), json.loads(file.read_text()) if file.exists() else None
+
+    return bench
+
+
+def names(machine):
+    return [arm.name for arm in machine.ran]
+
+
+def test_the_order_within_pairs_alternates(machine, bench):
+    code, texts, found = bench("--rounds", "3")
+    assert code == 0
+    assert names(machine) == ["stock-1", "patched-1", "patched-2", "stock-2", "stock-3", "patched-3"]
+    assert [arm.details["count_flops"] for arm in machine.ran] == [True] + [False] * 5
+    assert found["judgement"]["pairs"] == [pytest.approx(11 / 9)] * 3  # the slower rank counts
+    assert "ovpatch bench: 1.222x faster (pairs 1.222 to 1.222, noise 0.0%)" in texts.out
+    assert "Only ddp did something, so its part is the whole ratio." in texts.out
+    assert "round 2/3, patched: 9 ms a step" in texts.err
+
+
+def test_rates_are_those_of_all_ranks_and_of_one_device(bench):
+    _, texts, found = bench("--rounds", "2")
+    stock, patched = found["rows"]
+    assert stock["tokens_per_second"] == pytest.approx(2 * 64 / 11e-3)
+    assert stock["samples_per_second"] == pytest.approx(2 * 4 / 11e-3)
+    assert patched["tflops"] == pytest.approx(4.001e9 / 9e-3 / 1e12)  # counted stock, the same program
+    assert patched["mfu"] == pytest.approx(4.001e9 / 9e-3 / 989.4e12)
+    assert stock["memory"] == {"allocated": 2**31, "reserved": 2**32}
+    assert "1980 MHz" in texts.out
+    _, _, given = bench("--rounds", "1", "--tokens-per-step", "11", "--samples-per-step", "22", "--peak-tflops", "1")
+    assert given["rows"][0]["tokens_per_second"] == pytest.approx(1000)
+    assert given["rows"][0]["samples_per_second"] == pytest.approx(2000)
+    assert given["rows"][0]["mfu"] == pytest.approx(4.001e9 / 11e-3 / 1e12)
+
+
+def test_what_cannot_be_told_is_not_shown_but_said(machine, bench):
+    machine.rank = {
+        "batch": {"samples": None, "tokens": None, "calls": 0, "module": ""},
+        "flops": {"by_dtype": {}, "reason": "the script compiles"},
+    }
+    _, texts, found = bench("--rounds", "1")
+    assert found["rows"][0]["tokens_per_second"] is found["rows"][0]["tflops"] is found["rows"][0]["mfu"] is None
+    assert "TFLOP/s cannot be told: the script compiles" in texts.out
+    assert "give --samples-per-step or --tokens-per-step" in texts.out
+    assert not {"| tokens/s", "| TFLOP/s", "| MFU"} & set(texts.out.splitlines()[2].split(" |"))
+
+
+def test_features_are_left_out_where_there_are_several(machine, bench):
+    machine.counters = {"a": 1, "b": 2, "idle": 0}
+    _, texts, found = bench("--rounds", "2")
+    assert names(machine) == [
+        *("stock-1", "patched-1", "without-a-1", "without-b-1"),
+        *("without-b-2", "without-a-2", "patched-2", "stock-2"),
+    ]
+    assert {arm.name: dict(arm.variables) for arm in machine.ran}["without-b-2"] == {"OVPATCH_B": "0"}
+    assert found["parts"]["a"]["ratio"] == pytest.approx(10 / 9)
+    assert "a: 1.111x faster" in texts.out
+    assert "b: no difference beyond noise" in texts.out
+
+
+def test_leaving_out_can_be_turned_off(machine, bench):
+    machine.counters = {"a": 1, "b": 2}
+    _, texts, _ = bench("--rounds", "1", "--no-leave-one-out")
+    assert names(machine) == ["stock-1", "patched-1"]
+    assert "--leave-one-out tells" in texts.out
+
+
+def test_features_go_to_the_patched_runs(machine, bench):
+    bench("--rounds", "1", "--features=-ddp")
+    assert [arm.features for arm in machine.ran] == ["0", "-ddp"]
+
+
+def test_where_no_counter_moves_nothing_more_is_run(machine, bench):
+    machine.counters = {"ddp": 0}
+    code, texts, found = bench("--rounds", "3")
+    assert (code, names(machine)) == (0, ["stock-1", "patched-1"])
+    assert found["verdict"] == "nothing ran: the two arms are the same program"
+    assert f"ovpatch bench: {found['verdict']}" in texts.out
+    assert "ddp: applied (a remark)" in texts.out
+
+
+def test_a_patched_run_that_fails(machine, bench):
+    machine.ends = {"patched-2": {"code": 7}}
+    code, texts, found = bench()
+    assert (code, found, texts.out) == (1, None, "")
+    assert "last line" in texts.err
+    assert "patched-2: the command failed with exit code 7. The stock run did not." in texts.err
+
+
+def test_a_stock_run_that_fails_is_the_scripts_own_failure(machine, bench):
+    machine.ends = {"stock-1": {"code": 7}}
+    code, texts, _ = bench("--warmup", "20")
+    assert (code, names(machine)) == (2, ["stock-1"])
+    assert "exit code 7. This is the stock run: it is not ovpatch's doing." in texts.err
+
+
+def test_a_run_that_fails_while_it_is_counted_is_run_again_without(machine, bench):
+    machine.ends = {"stock-1": {"code": 1}}
+    code, texts, found = bench("--warmup", "10", "--rounds", "1")  # its last step was the eighth
+    assert (code, names(machine)) == (0, ["stock-1", "stock-1-uncounted", "patched-1"])
+    assert found["rows"][0]["tflops"] is None
+    assert "TFLOP/s cannot be told: the script failed while its operations were counted" in texts.out
+
+
+def test_a_hang_shows_the_stacks(machine, bench):
+    machine.ends = {"patched-1": {"code": 1, "timed_out": True, "stacks": {42: "in wait_for_nobody"}}}
+    code, texts, _ = bench("--timeout", "5")
+    assert code == 1
+    assert "process 42\nin wait_for_nobody" in texts.err
+    assert "no process took a step for 5 s" in texts.err
+
+
+@pytest.mark.parametrize(("load", "said"), [(3.0, True), (1.0, False)])
+def test_a_busy_host_is_noticed(bench, monkeypatch, load, said):
+    monkeypatch.setattr("os.cpu_count", lambda: 4)
+    monkeypatch.setattr("os.getloadavg", lambda: (load, 0.0, 0.0))
+    _, texts, _ = bench("--rounds", "1")
+    assert ("the host was busy before the first run: load 3.0 on 4 cores" in texts.out) == said
+
+
+def test_an_interruption_concludes_nothing(machine, bench):
+    machine.ends = {"stock-1": {"code": 143, "interrupted": True}}
+    code, texts, _ = bench()
+    assert (code, texts.out) == (130, "")
+
+
+def test_one_round_says_what_it_cannot_know(bench, monkeypatch):
+    _, texts, found = bench("--rounds", "1")
+    assert found["judgement"]["verdict"] == "faster"
+    assert "(one pair of runs, 99% interval of the steps 1.222 to 1.222; how far two runs alike differ" in texts.out
+    monkeypatch.setitem(MS, "patched", 21.0)
+    _, texts, _ = bench("--rounds", "1")
+    assert "2.000x slower (one pair of runs, 99% interval of the steps 2.000 to 2.000" in texts.out  # turned as well
+
+
+@pytest.mark.parametrize(("taken", "complaint"), [(14, "took 14 steps"), (0, "no process took a step")])
+def test_too_few_steps_are_an_error_with_the_remedy(machine, bench, taken, complaint):
+    machine.rank = {"steps": taken, "ms": [1.0] * 4, "host_ms": [1.0] * 4}
+    code, texts, _ = bench("--warmup", "10")
+    assert (code, names(machine)) == (2, ["stock-1"])
+    assert complaint in texts.err
+    assert ("Let it take 15 or more (better 20)" in texts.err) == (taken > 0)
+
+
+def test_fewer_steps_than_asked_are_measured_and_said(machine, bench):
+    machine.rank = {"steps": 16, "ms": [1.0] * 6}
+    code, texts, found = bench("--rounds", "1")
+    assert code == 0
+    assert "stock-1: the script ended after 16 steps" in texts.out
+    assert found["rows"][0]["ms"]["median"] == 1.0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        ([], "two dashes"),
+        (["--features", "0", "--", "x"], "nothing to compare"),
+        (["--features", "no_such", "--", "x"], "no_such"),
+        (["--json", "/no/such/file", "--", "x"], "--json /no/such/file: its directory does not exist"),
+        (["--out", "{full}", "--", "x"], "is no empty directory"),
+    ],
+)
+def test_what_cannot_be_done_is_said_before_anything_runs(machine, tmp_path, capsys, arguments, complaint):
+    (tmp_path / "something").touch()
+    arguments = [word.format(full=tmp_path) for word in arguments]
+    assert cli.main(["bench", *arguments]) == 2
+    assert complaint in capsys.readouterr().err
+    assert machine.ran == []
+
+
+def test_on_a_terminal_progress_is_a_bar(bench, monkeypatch):
+    from ovpatch.insight.bench import bar
+
+    class Terminal(io.StringIO):
+        def isatty(self):
+            return True
+
+    terminal = Terminal()
+    monkeypatch.setattr(bar, "Console", lambda stderr: Console(file=terminal, force_terminal=True, width=100))
+    monkeypatch.setattr("sys.stderr", terminal)
+    code, _, _ = bench("--rounds", "2")
+    assert code == 0
+    assert "round 2/2, stock: step 8/20" in terminal.getvalue()
+    assert "round 1/2, patched: 9 ms a step, worst 9" in terminal.getvalue()
+
+
+@pytest.mark.parametrize("option", [["--steps", "4"], ["--warmup", "2"], ["--rounds", "0"], ["--peak-tflops", "-1"]])
+def test_numbers_have_limits(option, capsys):
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["bench", *option, "--", "x"])
+    assert ended.value.code == 2
+
+
+def test_logs_are_kept_where_asked(machine, bench, tmp_path):
+    bench("--rounds", "1", "--out", str(tmp_path / "kept" / "here"))
+    kept = {path.name for path in (tmp_path / "kept" / "here").iterdir()}
+    assert kept == {"stock-1", "stock-1.log", "patched-1", "patched-1.log"}
+
+
+def test_files_of_ranks_are_put_together(tmp_path):
+    def leave(pid, **change):
+        full = Machine().left(arms.Arm("stock-1", details={"warmup": 3, "count_flops": False}), 0)
+        (tmp_path / f"bench-{pid}.json").write_text(json.dumps({**full, **change}))
+
+    leave(1, rank=0, restart=0, steps=99)
+    leave(2, rank=0, restart=1, steps=5, ms=[5.0, 1.0], clock="host clock", host_ms=[50.0, 10.0])
+    leave(3, rank=1, restart=1, steps=6, ms=[1.0, 7.0, 3.0], host_ms=[10.0, 70.0, 30.0])
+    found = measured.read(tmp_path)
+    assert (found.taken, found.clock, found.times) == (5, "host clock", [50.0, 70.0])  # events and clock do not mix
+    assert (found.samples, found.tokens) == (8.0, 128.0)
+    assert measured.read(Path(tmp_path / "none")) == measured.Measured()
+
+
+def test_an_environment_that_turns_everything_off_is_noticed(machine, bench, monkeypatch):
+    monkeypatch.setenv("OVPATCH", "0")
+    code, texts, _ = bench()
+    assert code == 2
+    assert "nothing to compare" in texts.err

@@ -1,0 +1,288 @@
+"""What a worker tells of a step: its operations, what it is fed, its time and memory."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import io
+import pickle
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import FlopCounterMode
+
+from ovpatch.insight.bench import clocks, flops, peaks, throughput
+from ovpatch.insight.bench.flops import FlopCount
+from ovpatch.insight.bench.throughput import Batches, sizes
+
+# --- operations ---
+
+
+def work(model, x):
+    """A forward of which a part is computed again, attention, and the backward, in two dtypes."""
+    with torch.autocast("cpu", torch.bfloat16):
+        y = model(x)[:, None]
+        attended = nn.functional.scaled_dot_product_attention(y, y, y)
+    again = checkpoint(model, x, use_reentrant=False)
+    (attended.float().sum() + again.sum()).backward()
+
+
+@pytest.fixture
+def model():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Conv1d(4, 4, 3))
+
+
+def test_operations_are_those_that_torch_counts(model):
+    x = torch.randn(2, 4, 16)
+    with FlopCounterMode(display=False) as torchs:
+        work(model, x)
+    ours = FlopCount()
+    ours.start()
+    work(model, x)
+    ours.stop()
+    assert ours.reason == ""
+    assert sum(ours.by_dtype.values()) == torchs.get_total_flops() > 0
+    assert set(ours.by_dtype) == {"bfloat16", "float32"}
+
+
+def test_a_linear_layer_costs_six_operations_per_weight_and_row():
+    layer, ours = nn.Linear(8, 16), FlopCount()
+    x = torch.randn(5, 8, requires_grad=True)
+    ours.start()
+    layer(x).sum().backward()
+    ours.stop()
+    assert ours.to_json() == {"by_dtype": {"float32": 6 * 8 * 16 * 5}, "reason": ""}
+    layer(x).sum().backward()
+    assert ours.by_dtype["float32"] == 6 * 8 * 16 * 5, "it goes on counting"
+
+
+def test_a_formula_that_fails_harms_nobody(model, monkeypatch):
+    def broken(*args, **kwargs):
+        raise ValueError("an unknown shape")
+
+    monkeypatch.setitem(flops.flop_registry, torch.ops.aten.addmm, broken)
+    ours = FlopCount()
+    ours.start()
+    nn.Linear(4, 4)(torch.randn(2, 4)).sum().backward()
+    ours.stop()
+    assert ours.to_json() == {"by_dtype": {}, "reason": "torch's formula failed: ValueError('an unknown shape')"}
+
+
+def test_where_counting_could_harm_it_is_not_tried(monkeypatch):
+    ours = FlopCount()
+    with FlopCounterMode(display=False):
+        ours.start()
+    assert "dispatch mode of its own" in ours.reason
+    monkeypatch.setattr(flops, "compiling", lambda: True)
+    ours.start()
+    assert ours.reason == flops.COMPILED
+    ours.stop()
+    assert torch.utils._python_dispatch._get_current_dispatch_mode() is None
+
+
+def test_a_script_that_compiles_in_the_counted_step(monkeypatch):
+    ours = FlopCount()
+    ours.start()
+    nn.Linear(4, 4)(torch.randn(2, 4))
+    monkeypatch.setattr(flops, "compiling", lambda: True)
+    ours.stop()
+    assert ours.to_json() == {"by_dtype": {}, "reason": flops.COMPILED}
+
+
+def test_a_step_in_backward_is_not_counted():
+    ours, x = FlopCount(), torch.ones(2, requires_grad=True)
+    x.register_hook(lambda grad: ours.start())
+    (x * 2).sum().backward()
+    ours.stop()
+    assert "inside of backward" in ours.reason
+
+
+def test_a_mode_that_the_script_put_on_top_is_left_alone():
+    ours, theirs = FlopCount(), FlopCounterMode(display=False)
+    ours.start()
+    ours_mode = torch.utils._python_dispatch._get_current_dispatch_mode()
+    with theirs:
+        ours.stop()
+    ours_mode.__exit__(None, None, None)
+    assert "changes dispatch modes" in ours.reason
+    assert ours.to_json()["by_dtype"] == {}
+
+
+def test_a_script_that_ends_before_it_is_counted():
+    assert FlopCount().to_json() == {"by_dtype": {}, "reason": "the script ended before a step was counted"}
+
+
+def test_compiling_is_noticed(model):
+    torch._dynamo.utils.counters.clear()
+    assert not flops.compiling()
+    torch.compile(model, backend="eager")(torch.randn(2, 4, 16))
+    assert flops.compiling()
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+
+
+@pytest.mark.parametrize(
+    ("device", "by_dtype", "expected"),
+    [
+        ("NVIDIA H200", {"bfloat16": 99.0, "float32": 1.0}, 989.4e12),
+        ("NVIDIA H100 80GB HBM3", {"float16": 1.0}, 989.4e12),
+        ("NVIDIA H100 PCIe", {"bfloat16": 1.0}, 756e12),
+        ("NVIDIA A100-SXM4-80GB", {"bfloat16": 1.0}, 312e12),
+        ("NVIDIA L40S", {"bfloat16": 1.0}, 362e12),
+        ("NVIDIA L40", {"bfloat16": 1.0}, "is not known"),
+        ("cpu", {"bfloat16": 1.0}, "is not known"),
+        ("NVIDIA H200", {"bfloat16": 1.0, "float32": 1.0}, "is for bf16"),
+        ("NVIDIA H200", {"float32": 1.0}, "mostly in float32"),
+        ("NVIDIA H200", {}, "not counted"),
+    ],
+)
+def test_peaks(device, by_dtype, expected):
+    found, reason = peaks.peak(device, by_dtype)
+    assert found == expected if isinstance(expected, float) else (found is None and expected in reason)
+
+
+# --- what it is fed ---
+
+
+class Classifier(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embedding, self.out = nn.Embedding(10, 4), nn.Linear(4, 3)
+
+    def forward(self, input_ids, mask=None):
+        return self.out(self.embedding(input_ids))
+
+
+@pytest.fixture
+def watched(monkeypatch):
+    """Batches that see only models of this test."""
+    before = {id(module) for module in throughput.outermost()}
+    everything = throughput.outermost
+    monkeypatch.setattr(throughput, "outermost", lambda: [one for one in everything() if id(one) not in before])
+    batches = Batches()
+    yield batches
+    batches.end()
+
+
+def test_microbatches_add_up_and_evaluation_does_not_count(watched):
+    model, loss = Classifier(), nn.CrossEntropyLoss()
+    ids = torch.zeros(2, 7, dtype=torch.long)
+    watched.begin()
+    for _ in range(3):
+        for _ in range(4):
+            loss(model(ids).flatten(0, 1), torch.zeros(14, dtype=torch.long)).backward()
+        with torch.no_grad():
+            model(ids)
+        watched.step()
+    assert watched.to_json() == {"samples": 8.0, "tokens": 56.0, "calls": 4.0, "module": "Classifier"}
+
+
+def test_recomputation_in_backward_does_not_count(watched):
+    model = Classifier()
+    watched.begin()
+    checkpoint(model, torch.zeros(2, 7, dtype=torch.long), use_reentrant=False).sum().backward()
+    watched.step()
+    assert watched.to_json()["calls"] == 1.0
+
+
+def test_of_several_models_the_first_that_is_called_counts(watched):
+    embedding, head, frozen = nn.Embedding(10, 4), nn.Linear(4, 3), nn.Linear(1, 1).requires_grad_(False)
+    watched.begin()
+    for _ in range(2):
+        frozen(torch.zeros(99, 1))
+        head(embedding(torch.zeros(5, 6, dtype=torch.long)))
+    watched.step()
+    assert watched.to_json() == {"samples": 10.0, "tokens": 60.0, "calls": 2.0, "module": "Embedding"}
+
+
+def test_a_container_that_is_never_called_is_looked_into(watched):
+    both = nn.ModuleDict({"system": nn.ModuleList([Classifier()])})
+    watched.begin()
+    for _ in range(4):
+        both["system"][0](input_ids=torch.zeros(3, 5, dtype=torch.long))
+        watched.step()
+    assert watched.to_json() == {"samples": 3.0, "tokens": 15.0, "calls": 1.0, "module": "Classifier"}
+
+
+def test_nothing_is_left_on_the_model(watched):
+    model = Classifier()
+    watched.begin()
+    assert model._forward_pre_hooks
+    watched.end()
+    assert not model._forward_pre_hooks
+    model(torch.zeros(2, 7, dtype=torch.long))
+    watched.step()
+    assert watched.to_json() == {"samples": None, "tokens": None, "calls": 0.0, "module": ""}
+
+
+def test_a_model_that_is_looked_at_can_be_copied_and_pickled(watched):
+    model = Classifier()
+    watched.begin()
+    copied = copy.deepcopy(model)
+    torch.save(model, io.BytesIO())
+    copied(torch.zeros(2, 7, dtype=torch.long))
+    pickle.loads(pickle.dumps(model))
+    del copied
+    gc.collect()
+
+
+IDS = torch.zeros(4, 6, dtype=torch.int32)
+PIXELS = torch.zeros(5, 3, 8, 8)
+
+
+@pytest.mark.parametrize(
+    ("args", "kwargs", "expected"),
+    [
+        ((IDS,), {}, (4, 24)),
+        ((PIXELS, IDS), {}, (5, 0)),
+        (({"pixels": PIXELS},), {}, (5, 0)),
+        ((([PIXELS], 3),), {}, (5, 0)),
+        ((), {"labels": torch.zeros(9), "input_ids": IDS}, (4, 24)),
+        (({"mask": torch.zeros(9), "input_ids": IDS},), {}, (4, 24)),
+        ((IDS.bool(),), {}, (4, 0)),
+        ((IDS[0],), {}, (6, 0)),
+        ((torch.tensor(1.0),), {}, (0, 0)),
+        ((object(), "text"), {"n": 3}, (0, 0)),
+    ],
+)
+def test_sizes(args, kwargs, expected):
+    assert sizes(args, kwargs) == expected
+
+
+# --- time and memory ---
+
+
+def test_times_are_what_lies_between_marks(monkeypatch):
+    ticks = iter([0, 5_000_000, 7_000_000])
+    monkeypatch.setattr(clocks.time, "perf_counter_ns", lambda: next(ticks))
+    clock = clocks.Clock(torch.device("cpu"), 2)
+    for _ in range(3):
+        clock.mark()
+    assert (clock.times(), clock.host_times(), clock.kind) == ([5.0, 2.0], [5.0, 2.0], "host clock")
+
+
+def test_the_peak_of_a_process_covers_what_it_holds():
+    cpu = torch.device("cpu")
+    held = torch.ones(1 << 22)
+    assert clocks.Memory(cpu).peak()["resident"] > held.numel() * 4
+    assert (clocks.name_of(cpu), clocks.clock_rate(cpu)) == ("cpu", None)
+
+
+@pytest.mark.gpu(1)
+def test_a_device_is_timed_where_it_works():
+    device = torch.device("cuda", torch.cuda.current_device())
+    x = torch.randn(4096, 4096, device=device)
+    memory, clock = clocks.Memory(device), clocks.Clock(device, 2)
+    clock.mark()
+    for _ in range(50):
+        x @ x
+    clock.mark()
+    clock.mark()
+    long, short = clock.times()
+    assert clock.kind == "device events"
+    assert long > 10 * short
+    assert memory.peak()["allocated"] >= 2 * x.numel() * 4
+    assert clocks.working_device(torch.device("cpu")) == device
