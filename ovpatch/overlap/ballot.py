@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 
 from ovpatch.overlap.collectives import AllReduce
+from ovpatch.overlap.labels import label, span
 
 # Steps per ballot where casting one is not free.
 PERIOD = 16
@@ -33,10 +34,12 @@ class Ballots:
     Args:
         group: The process group.
         device: Where the group's collectives run.
+        feature: Name for labels.
     """
 
-    def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
+    def __init__(self, group: dist.ProcessGroup, device: torch.device, feature: str) -> None:
         self._device = device
+        self._label = label(feature, "ballot")
         self._all_reduce = AllReduce(group, device)
         self._period = PERIOD if device.type == "cuda" else 1
         self._failed = 0
@@ -55,7 +58,8 @@ class Ballots:
             vote = torch.full((1,), self._failed, dtype=torch.int32, device=self._device)
             steps = range(self._last + 1, step + 1)
             self._last = step
-            self._open.append(_Ballot.cast(steps, self._failed, vote, self._all_reduce))
+            with span(self._label):
+                self._open.append(_Ballot.cast(steps, self._failed, vote, self._all_reduce))
             self._failed = 0
 
     def losses(self) -> list[range]:

@@ -231,7 +231,7 @@ class GradReducer:
         self._hooks = GradientHooks(self.params, self)
         self._ledger = GradLedger(self.params, self.names, self._gradient_complete)
         self._usage = UsageMap(len(self.params), self._group, self._device)
-        self._ballots = Ballots(self._group, self._device)
+        self._ballots = Ballots(self._group, self._device, "ddp")
         self._arrivals: list[int] = []
         self.armed = self._began = self._task.queued = self._ordered = self._late = self._revisited = False
         self._nested: set[int] = set()

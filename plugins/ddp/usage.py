@@ -9,6 +9,9 @@ import torch.distributed as dist
 from torch.autograd.graph import Node
 
 from ovpatch.overlap.collectives import AllReduce
+from ovpatch.overlap.labels import label, span
+
+_LABEL = label("ddp", "usage")
 
 
 class UsageMap:
@@ -41,7 +44,8 @@ class UsageMap:
     def launch(self) -> None:
         """Start the sum over ranks."""
         self._map = torch.tensor(self._used, dtype=torch.int32).to(self._device)
-        (self._work,) = self._all_reduce([self._map])
+        with span(_LABEL):
+            (self._work,) = self._all_reduce([self._map])
 
     def launched(self) -> bool:
         """Tell whether a sum is under way."""

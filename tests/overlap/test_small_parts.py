@@ -70,7 +70,7 @@ def test_the_current_stream_waits_for_each_other_producer_once(monkeypatch):
 
 
 def vote(failing: list[int], failed_steps: list[int]) -> list[list[int]]:
-    ballots = Ballots(dist.distributed_c10d._get_default_group(), torch.device("cpu"))
+    ballots = Ballots(dist.distributed_c10d._get_default_group(), torch.device("cpu"), "test")
     found = []
     for step in range(6):
         ballots.count(step, failed=dist.get_rank() in failing and step in failed_steps)
@@ -88,7 +88,7 @@ def test_ballots_tell_those_that_went_well_and_only_them(ranks, failing, failed_
 
 def vote_now_and_then(failing: int, failed: list[int]) -> list[list[int]]:
     """As on CUDA, where one ballot stands for several steps once the first ones are over."""
-    ballots = Ballots(dist.distributed_c10d._get_default_group(), torch.device("cpu"))
+    ballots = Ballots(dist.distributed_c10d._get_default_group(), torch.device("cpu"), "test")
     ballots._period = 4
     for step in range(15):
         ballots.count(step, failed=dist.get_rank() == failing and step in failed)
