@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import textwrap
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -111,6 +112,29 @@ def test_a_script_that_ends_earlier_leaves_what_there_is(run):
     recording = collect("patched", folder, range(3, 8))
     assert recording.run.steps == (3, 4)
     assert "steps 3 to 7 were asked for, recorded was 3 to 4" in recording.remarks[0]
+
+
+def beat(folder):
+    (path,) = folder.glob("beat-*")
+    return path.name.partition("-")[2]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="asks Linux where its output goes")
+def test_the_end_of_a_forked_child_is_not_that_of_the_script(run):
+    done, folder, facts = run(
+        """
+        import multiprocessing, os
+        step(3)
+        child = multiprocessing.get_context("fork").Process(target=print, args=("child", ), kwargs={"flush": True})
+        child.start()
+        child.join(60)
+        print(os.listdir(os.readlink("/proc/self/fd/1").removesuffix("out") + "left"), flush=True)
+        step(30)
+        """
+    )
+    assert (done.returncode, done.stdout) == (0, f"child\n['beat-{beat(folder)}']\n"), done.stderr
+    assert (facts["recorded"], facts["last"]) == ([3, 4], 7)
 
 
 @pytest.mark.slow

@@ -7,13 +7,14 @@ As many steps as were recorded follow unrecorded: together with those before the
 
 from __future__ import annotations
 
-import atexit
+import os
 import time
 from typing import Any, Final
 
 import torch
 
 from ovpatch.insight import steps
+from ovpatch.insight.ending import at_end
 from ovpatch.insight.timeline.recorder import Recorder
 from ovpatch.jobs.orders import Orders
 from ovpatch.logs import logger
@@ -27,16 +28,7 @@ def begin(orders: Orders) -> None:
     """Watch the steps of this process; called at the end of ``import torch``."""
     session = _Session(orders)
     session.steps.watch()
-    atexit.register(session.finish_at_exit)
-    _finish_in_children(session)
-
-
-def _finish_in_children(session: _Session) -> None:
-    """Children of multiprocessing skip :mod:`atexit`."""
-    from multiprocessing import parent_process, util
-
-    if parent_process() is not None:
-        util.Finalize(None, session.finish_at_exit, exitpriority=90)
+    at_end(session.finish_at_exit)
 
 
 class _Session:
@@ -52,12 +44,14 @@ class _Session:
         self._left: dict[int, int] = {}  # and left, after what we do there
         self._recorded: list[int] = []
         self._finished = False
+        self._pid: int | None = None  # of the process that steps; a data loader's forked child inherits all this
         self.steps = steps.Steps(orders.directory, self.at_border)
 
     def at_border(self, number: int) -> None:
         """Do what is due at the end of a step."""
         if number > self._end:
             return
+        self._pid = os.getpid()
         if number in (COLD, self._first - 1, self._last, self._last + 1, self._end) and torch.cuda.is_initialized():
             torch.cuda.synchronize()  # blocks of steps are timed: their work shall be done
         self._arrived[number] = time.perf_counter_ns()
@@ -75,6 +69,8 @@ class _Session:
 
     def finish_at_exit(self) -> None:
         """Keep what there is of a script that ends earlier; nothing may go wrong any more at this point."""
+        if self._pid != os.getpid():
+            return
         try:
             self._save()
             self._recorder.discard()
@@ -93,8 +89,8 @@ class _Session:
             self._recorded = whole
 
     def _write(self) -> None:
-        if self._finished or not (self._arrived or self._recorder.yielded):
-            return  # a process that makes no step, as a data loader's
+        if self._finished:
+            return
         self._finished = True
         write_json(self._directory / f"recording-rank{steps.rank()}.json", self._facts())
 
