@@ -64,8 +64,9 @@ def _bits(compared: Compared) -> str:
 
 
 def _yardstick(result: Result) -> str:
-    if "reordered" in result.outcomes:
-        return "twice the difference of stock from a rerun and from stock with its reductions reordered, or 1e-6"
+    if result.noise:
+        measured = "; ".join(f"{name}: {amount}" for name, amount in result.noise.items())
+        return f"stock against itself, {measured}. Per value twice that is allowed, or 1e-6"
     if result.compared.findings:
         return "none"
     return "not needed: nothing differs (--noise measures it)"

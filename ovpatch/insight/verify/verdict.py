@@ -40,6 +40,7 @@ class Result:
         outcomes: Every arm that ran, by name.
         blamed: Features without any one of which there is no difference.
         notes: What else the user should know.
+        noise: How far each yardstick is from stock, in words.
     """
 
     verdict: Verdict
@@ -48,6 +49,7 @@ class Result:
     outcomes: Mapping[str, Outcome] = field(default_factory=dict)
     blamed: Sequence[str] = ()
     notes: Sequence[str] = ()
+    noise: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def counters(self) -> dict[str, dict[str, int]]:
@@ -73,6 +75,7 @@ class Result:
             "worst": [_finding(finding) for finding in compared.worst(50)],
             "features": list(self.blamed),
             "counters": self.counters,
+            "noise": dict(self.noise),
             "notes": list(self.notes),
             "arms": {name: _outcome(outcome) for name, outcome in self.outcomes.items()},
         }

@@ -68,6 +68,7 @@ class _Verification:
     notes: list[str] = field(default_factory=list)
     compared: Compared = field(default_factory=Compared)
     blamed: list[str] = field(default_factory=list)
+    noise: dict[str, str] = field(default_factory=dict)
 
     def result(self) -> Result:
         """Run what is needed for the answer."""
@@ -75,7 +76,7 @@ class _Verification:
             verdict, why = self._judge()
         except _End as end:
             verdict, why = end.verdict, end.why
-        return Result(verdict, why, self.compared, self.outcomes, self.blamed, self.notes)
+        return Result(verdict, why, self.compared, self.outcomes, self.blamed, self.notes, self.noise)
 
     def _judge(self) -> tuple[Verdict, str]:
         stock = self._stock()
@@ -145,6 +146,7 @@ class _Verification:
             if self.outcomes[name].code != self.outcomes["stock"].code:
                 self.notes.append(f"The arm '{name}' ended with exit code {self.outcomes[name].code}, stock did not.")
         itself = compare(stock, rerun)
+        self.noise = {"rerun": _amount(itself), "reordered": _amount(compare(stock, reordered))}
         if itself.findings:
             first = min(itself.findings, key=lambda one: (one.step, one.order))
             self.notes.append(
@@ -208,6 +210,14 @@ def verify(request: Request, progress: Callable[[str, int], None] = lambda arm, 
     arms.check(request.command)
     progress("stock", 0)
     return _Verification(replace(request, out=request.out.absolute()), progress).result()
+
+
+def _amount(compared: Compared) -> str:
+    """Say how far a stock run is from another."""
+    if not compared.findings:
+        return "all bits equal"
+    sizes = [one.row.max_abs_diff for one in compared.findings if one.row.max_abs_diff is not None]
+    return f"{len(compared.findings)} of {compared.values} values moved, by up to {max(sizes, default=0.0):.3g}"
 
 
 def _what_went_wrong(stock: Outcome, patched: Outcome) -> str:
