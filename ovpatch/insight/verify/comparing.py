@@ -197,14 +197,12 @@ def _of_sums(row: Row) -> Row:
 
 def _exact(name: str, stock: Kept, patched: Kept, yardsticks: Sequence[Kept | None]) -> Row:
     if stock.form != patched.form:
-        note = f"{stock.form} became {patched.form}"
-    elif stock.form in _EXACT:
-        note = f"{stock.digest} became {patched.digest}"
-    else:
-        note = f"{stock.not_finite or 'all finite'} became {patched.not_finite or 'all finite'}"
-    if any(value is not None and value[:2] != stock[:2] for value in yardsticks) and stock.form == patched.form:
+        return _different(name, f"{stock.form} became {patched.form}")
+    if stock.not_finite != patched.not_finite:  # as in the equality rule, no yardstick allows that
+        return _different(name, f"{stock.not_finite or 'all finite'} became {patched.not_finite or 'all finite'}")
+    if any(value is not None and value.digest != stock.digest for value in yardsticks):
         return Row(name, Verdict.WITHIN_NOISE, note="stock does not repeat it either")
-    return _different(name, note)
+    return _different(name, f"{stock.digest} became {patched.digest}")
 
 
 def _different(name: str, note: str) -> Row:
