@@ -162,7 +162,7 @@ def test_a_script_that_fails_later_is_compared_up_to_there(verify):
 def test_a_failure_of_the_patched_run_alone_is_a_difference(verify):
     code, out, data = verify(loop("for _ in range(4): step()"), "--features=raises")
     assert (code, data["verdict"], data["features"]) == (1, "different", ["raises"])
-    assert out.startswith("different: the patched run fails with exit code 1; stock does not, because of raises")
+    assert out.startswith("different: the patched run fails with exit code 1; stock does not; because of raises")
     assert "ZeroDivisionError" in out
 
 

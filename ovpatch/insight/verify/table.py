@@ -11,6 +11,7 @@ from rich.text import Text
 
 from ovpatch.insight.arms import Outcome
 from ovpatch.insight.verify.comparing import Compared, Finding
+from ovpatch.insight.verify.endings import why
 from ovpatch.insight.verify.verdict import Result, Verdict
 
 _ROWS: Final = 10
@@ -104,4 +105,5 @@ def _show_end(outcome: Outcome, console: Console) -> None:
         console.print(Text(f"\nstacks of process {pid} in the arm '{outcome.arm.name}':\n{stacks}"), soft_wrap=True)
     for failure in outcome.failures:
         console.print(Text(f"\nprocess {failure['pid']} (rank {failure['rank']}): {failure['error']}"), soft_wrap=True)
-    console.print(Text(f"\nthe last lines of the arm '{outcome.arm.name}':\n{outcome.tail(30)}"), soft_wrap=True)
+    log = outcome.log.read_text(encoding="utf-8", errors="replace")
+    console.print(Text(f"\nhow the arm '{outcome.arm.name}' ended:\n{why(log)}\n"), soft_wrap=True)
