@@ -115,6 +115,9 @@ def test_small_tensors_are_copies_and_large_ones_are_folded():
 def test_what_cannot_be_compared_is_left_out():
     assert values.keep(torch.empty(3, device="meta")) is None
     assert values.keep(object()) is None
+    assert values.keep(nn.parameter.UninitializedParameter()) is None
+    assert values.keep(torch.nested.nested_tensor([torch.ones(1), torch.ones(2)])) is None
+    assert values.keep(torch.quantize_per_tensor(torch.ones(2), 0.1, 0, torch.qint8)) is None
     assert values.keep(None).form == "none"
 
 

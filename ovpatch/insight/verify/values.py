@@ -58,10 +58,15 @@ def keep(value: Any) -> Kept | None:
 def _tensor(tensor: Tensor) -> Kept | None:
     if any(base.__name__ == "DTensor" for base in type(tensor).__mro__):
         tensor = tensor.to_local()  # type: ignore[attr-defined]
-    if tensor.is_meta or tensor.is_quantized or tensor.is_nested or type(tensor).__name__.startswith("Uninitialized"):
+    if tensor.is_meta or tensor.is_quantized or tensor.is_nested:
         return None
-    if tensor.layout is not torch.strided:
-        tensor = tensor.to_dense()
+    try:
+        return _of(tensor.to_dense() if tensor.layout is not torch.strided else tensor)
+    except (RuntimeError, NotImplementedError, TypeError, ValueError):
+        return None  # not initialised yet, or of a class that has no plain values
+
+
+def _of(tensor: Tensor) -> Kept:
     form = f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
     bits = digest(tensor)
     if tensor.numel() <= WHOLE:

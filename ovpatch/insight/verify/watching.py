@@ -134,11 +134,14 @@ class Watch:
             self._recorder.add(CHECKPOINT, contents, step=max(1, self._steps.count), label=file)
 
 
-def _norm(gradients: list[Tensor]) -> float:
+def _norm(gradients: list[Tensor]) -> float | None:
     """Return the 2-norm of all gradients together, in float64; of DTensors that of this rank's parts."""
     parts = [gradient.to_local() if hasattr(gradient, "to_local") else gradient for gradient in gradients]
     dense = [part.to_dense() if part.layout is not torch.strided else part for part in parts]
-    norms = [float(torch.linalg.vector_norm(part.detach(), dtype=_wide(part)).item()) for part in dense]
+    try:
+        norms = [float(torch.linalg.vector_norm(part.detach(), dtype=_wide(part)).item()) for part in dense]
+    except (RuntimeError, NotImplementedError):  # a dtype or a class of tensors without norms
+        return None
     return math.sqrt(sum(norm * norm for norm in norms))
 
 
