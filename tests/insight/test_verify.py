@@ -106,7 +106,9 @@ def test_exit_codes():
 
 @pytest.mark.slow
 def test_an_unseeded_script_is_seeded_stopped_and_bitwise_equal(verify, site):
-    script = loop("import random, numpy\nwhile True:\n    step(); net[0].bias.data += random.random() + numpy.random.rand()")
+    script = loop(
+        "import random, numpy\nwhile True:\n    step(); net[0].bias.data += random.random() + numpy.random.rand()"
+    )
     code, out, data = verify(script, "--features=counts", "--steps=3", "--out", str(site.folder / "kept"))
     assert (code, data["verdict"], data["steps"]) == (0, "bitwise equal", 3), out
     assert out.startswith("bitwise equal: 3 steps, 1 rank, ")

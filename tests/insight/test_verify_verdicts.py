@@ -158,7 +158,11 @@ def test_steps_in_one_run_only_are_a_difference(verify):
         ({"stock": {"code": 130, "interrupted": True}}, Verdict.INTERRUPTED, "while the arm 'stock' ran"),
         ({"stock": {"code": 1, "timed_out": True, "stacks": {7: "in f"}}}, Verdict.SCRIPT_FAILS, "process 7"),
         ({"stock": {"code": 3}}, Verdict.SCRIPT_FAILS, "it ends with exit code 3, patched with 0"),
-        ({"stock": {"code": 3}, "patched": {"code": 3}}, Verdict.BITWISE, "fails under stock PyTorch, with exit code 3"),
+        (
+            {"stock": {"code": 3}, "patched": {"code": 3}},
+            Verdict.BITWISE,
+            "fails under stock PyTorch, with exit code 3",
+        ),
         ({"patched": {"code": 3}}, Verdict.DIFFERENT, "the patched run fails with exit code 3; stock does not"),
         ({"patched": {"code": 1, "timed_out": True, "stacks": {7: "in f"}}}, Verdict.DIFFERENT, "stacks of process 7"),
         ({"rerun": {"code": 3}}, Verdict.NOISE, "The arm 'rerun' ended with exit code 3"),

@@ -105,7 +105,9 @@ class Watch:
 
     def _gradients(self, optimizer: Optimizer) -> Values:
         gradients = [(name, parameter.grad) for name, parameter in self._named(optimizer)]
-        values: Values = {"norm of gradients": keep(_norm([gradient for _, gradient in gradients if gradient is not None]))}
+        values: Values = {
+            "norm of gradients": keep(_norm([gradient for _, gradient in gradients if gradient is not None]))
+        }
         return values | {f"gradient {name}": keep(gradient) for name, gradient in gradients}
 
     def _state(self, optimizer: Optimizer) -> Values:
