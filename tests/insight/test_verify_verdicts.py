@@ -31,6 +31,7 @@ def verify(tmp_path, monkeypatch):
             assert worker == verifying.WORKER
             folder, log = out / arm.name, out / f"{arm.name}.log"
             folder.mkdir()
+            (folder / "process-7.json").write_text(json.dumps({"pid": 7, "rank": "1"}))
             log.write_text("a\nb\nthe last line\n")
             if arm.patched:
                 off = {name for name in features if arm.variables.get(f"OVPATCH_{name.upper()}") == "0"}
@@ -74,6 +75,7 @@ def test_bitwise_equal_needs_no_yardstick(verify):
     assert (result.verdict, list(result.outcomes)) == (Verdict.BITWISE, ["stock", "patched"])
     assert text.startswith("bitwise equal: 2 steps, 1 rank, 2 values\n")
     assert "calls 1" in text
+    assert "ended by itself before step 5" in text
 
 
 def test_the_yardsticks_run_when_asked(verify):
@@ -156,7 +158,7 @@ def test_steps_in_one_run_only_are_a_difference(verify):
     ("ends", "verdict", "said"),
     [
         ({"stock": {"code": 130, "interrupted": True}}, Verdict.INTERRUPTED, "while the arm 'stock' ran"),
-        ({"stock": {"code": 1, "timed_out": True, "stacks": {7: "in f"}}}, Verdict.SCRIPT_FAILS, "process 7"),
+        ({"stock": {"code": 1, "timed_out": True, "stacks": {7: "in f"}}}, Verdict.SCRIPT_FAILS, "rank 1 (process 7)"),
         ({"stock": {"code": 3}}, Verdict.SCRIPT_FAILS, "it ends with exit code 3, patched with 0"),
         (
             {"stock": {"code": 3}, "patched": {"code": 3}},
@@ -164,7 +166,7 @@ def test_steps_in_one_run_only_are_a_difference(verify):
             "fails under stock PyTorch, with exit code 3",
         ),
         ({"patched": {"code": 3}}, Verdict.DIFFERENT, "the patched run fails with exit code 3; stock does not"),
-        ({"patched": {"code": 1, "timed_out": True, "stacks": {7: "in f"}}}, Verdict.DIFFERENT, "stacks of process 7"),
+        ({"patched": {"code": 1, "timed_out": True, "stacks": {7: "in f"}}}, Verdict.DIFFERENT, "stacks of rank 1"),
         ({"rerun": {"code": 3}}, Verdict.NOISE, "The arm 'rerun' ended with exit code 3"),
     ],
 )

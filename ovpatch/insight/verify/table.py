@@ -9,6 +9,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from ovpatch.insight import arms
 from ovpatch.insight.arms import Outcome
 from ovpatch.insight.verify.comparing import Compared, Finding
 from ovpatch.insight.verify.endings import why
@@ -101,8 +102,10 @@ def _telling(result: Result) -> list[Outcome]:
 
 
 def _show_end(outcome: Outcome, console: Console) -> None:
+    ranks = arms.ranks(outcome.folder)
     for pid, stacks in outcome.stacks.items():
-        console.print(Text(f"\nstacks of process {pid} in the arm '{outcome.arm.name}':\n{stacks}"), soft_wrap=True)
+        who = f"rank {ranks[pid]} (process {pid})" if pid in ranks else f"process {pid}"
+        console.print(Text(f"\nstacks of {who} in the arm '{outcome.arm.name}':\n{stacks}"), soft_wrap=True)
     for failure in outcome.failures:
         console.print(Text(f"\nprocess {failure['pid']} (rank {failure['rank']}): {failure['error']}"), soft_wrap=True)
     log = outcome.log.read_text(encoding="utf-8", errors="replace")

@@ -93,6 +93,8 @@ class _Verification:
             return Verdict.NO_STEP, self._describe_no_step()
         if not outcome.exercised:
             return Verdict.NOT_EXERCISED, _why_not_exercised(outcome)
+        if self.compared.steps < self.request.steps:
+            self.notes.append(f"The script ended by itself before step {self.request.steps}, for which --steps asks.")
         return (Verdict.NOISE if self.compared.findings else Verdict.BITWISE), self._describe_scope()
 
     # ---------------------------------------------------------------- arms
