@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -112,6 +113,7 @@ def test_small_tensors_are_copies_and_large_ones_are_folded():
     assert large.values.shape == (sketches.BUCKETS,)
 
 
+@pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor", "ignore:The PyTorch API of nested")
 def test_what_cannot_be_compared_is_left_out():
     assert values.keep(torch.empty(3, device="meta")) is None
     assert values.keep(object()) is None

@@ -165,7 +165,11 @@ def test_steps_in_one_run_only_are_a_difference(verify):
             Verdict.BITWISE,
             "fails under stock PyTorch, with exit code 3",
         ),
-        ({"patched": {"code": 3}}, Verdict.DIFFERENT, "the patched run fails with exit code 3; stock does not"),
+        (
+            {"patched": {"code": 3}},
+            Verdict.DIFFERENT,
+            "the patched run fails with exit code 3, as stock does not, because of a",
+        ),
         ({"patched": {"code": 1, "timed_out": True, "stacks": {7: "in f"}}}, Verdict.DIFFERENT, "stacks of rank 1"),
         ({"rerun": {"code": 3}}, Verdict.NOISE, "The arm 'rerun' ended with exit code 3"),
     ],
@@ -174,6 +178,12 @@ def test_how_arms_end(verify, ends, verdict, said):
     result, text = verify(["a"], values(patched=1.0 + 1e-7 if "rerun" in ends else 1.0), ends=ends)
     assert result.verdict is verdict
     assert said in text
+
+
+def test_a_difference_before_a_failure_comes_first(verify):
+    _, text = verify(["a"], values(patched=2.0), ends={"patched": {"code": 3}})
+    where = "first in 'parameter w' at step 2 on rank 0"
+    assert text.startswith(f"different: {where}, because of a; then the patched run fails with exit code 3, as")
 
 
 def test_a_process_that_could_not_be_patched(verify, monkeypatch):

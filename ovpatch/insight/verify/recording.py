@@ -74,7 +74,8 @@ class Recorder:
         from multiprocessing import parent_process, util
 
         atexit.register(self.flush)
-        os.register_at_fork(after_in_child=self._begin)
+        if hasattr(os, "register_at_fork"):
+            os.register_at_fork(after_in_child=self._begin)
         util.register_after_fork(self, _flush_at_the_end_of_a_child)
         if parent_process() is not None:  # children of multiprocessing skip atexit
             _flush_at_the_end_of_a_child(self)

@@ -27,7 +27,8 @@ def seed() -> None:
     """Seed Python's, torch's and CUDA's generators now, and numpy's as soon as there is one; ranks differ."""
     number = SEED + int(os.environ.get("RANK", "0") or 0)
     random.seed(number)
-    os.register_at_fork(after_in_child=lambda: random.seed(number))  # Python itself seeds it with something new there
+    if hasattr(os, "register_at_fork"):
+        os.register_at_fork(after_in_child=lambda: random.seed(number))  # Python itself seeds it anew there
     torch.manual_seed(number)  # CUDA's as well, when it is initialised
     wrapt.register_post_import_hook(lambda module: module.seed(number), "numpy.random")
 

@@ -88,7 +88,7 @@ class _Verification:
         wrong = _what_went_wrong(self.outcomes["stock"], outcome)
         if (self.compared.different or wrong) and (outcome.applied or outcome.exercised):
             self._find_the_feature(stock)
-            return Verdict.DIFFERENT, "; ".join(filter(None, (wrong, self._describe_first())))
+            return Verdict.DIFFERENT, self._describe_difference(wrong)
         if not self.compared.steps:
             return Verdict.NO_STEP, self._describe_no_step()
         if not outcome.exercised:
@@ -184,10 +184,13 @@ class _Verification:
         steps = f"{compared.steps} step{'s' if compared.steps != 1 else ''}"
         return f"{steps}, {ranks}, {compared.values} values"
 
-    def _describe_first(self) -> str:
+    def _describe_difference(self, wrong: str) -> str:
         first = self.compared.first
-        where = f"first in '{first.row.name}' at step {first.step} on {first.process}" if first is not None else ""
-        return ", ".join(filter(None, (where, f"because of {' or '.join(self.blamed)}" if self.blamed else "")))
+        feature = f", because of {' or '.join(self.blamed)}" if self.blamed else ""
+        if first is None:
+            return wrong + feature
+        then = f"; then {wrong}" if wrong else ""
+        return f"first in '{first.row.name}' at step {first.step} on {first.process}{feature}{then}"
 
     def _describe_no_step(self) -> str:
         losses = self.compared.events.get("backward", 0)
@@ -225,9 +228,9 @@ def _amount(compared: Compared) -> str:
 def _what_went_wrong(stock: Outcome, patched: Outcome) -> str:
     """Say how the patched command ended where stock did not."""
     if patched.timed_out:
-        return "the patched run hangs; stock does not"
+        return "the patched run hangs, as stock does not"
     if patched.code and not stock.code:
-        return f"the patched run fails with exit code {patched.code}; stock does not"
+        return f"the patched run fails with exit code {patched.code}, as stock does not"
     return ""
 
 
