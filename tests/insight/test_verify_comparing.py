@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import io
+
 import pytest
 import torch
+from rich.console import Console
 
 from ovpatch.insight.equality import Verdict
-from ovpatch.insight.verify import records
+from ovpatch.insight.verify import records, table
 from ovpatch.insight.verify.comparing import ORDER, compare, compare_values
 from ovpatch.insight.verify.recording import BACKWARD, SCALE, STEP, Recorder
 from ovpatch.insight.verify.values import WHOLE, keep, text
+from ovpatch.insight.verify.verdict import Result
+from ovpatch.insight.verify.verdict import Verdict as Verdicts
 
 
 def value(number=1.0, more=0.0, size=4):
@@ -75,6 +80,20 @@ def test_a_step_that_one_run_skips_is_named(record):
     assert (finding.process, finding.step, finding.row.name) == ("rank 1", 2, ORDER)
     assert finding.row.note == "stock: step 2 of optimizer 0 (SGD); patched: GradScaler.update()"
     assert compared.first is finding
+
+
+def test_the_table_shows_the_first_difference_and_then_the_worst(record):
+    patched = [(BACKWARD, {"loss": keep(1.0 + 1e-3 * 2**n)}) for n in range(15)]
+    stock = [(BACKWARD, {"loss": keep(1.0)}) for _ in range(15)]
+    printed = io.StringIO()
+    compared = compare(record("a", stock), record("b", patched))
+    table.show(Result(Verdicts.DIFFERENT, "why", compared), Console(width=150, file=printed))
+    text = printed.getvalue()
+    assert "not bitwise equal: the first, then the worst of 15" in text
+    sizes = [float(line.split("│")[4]) for line in text.splitlines() if line.startswith("│")]
+    assert sizes[0] == 0.001
+    assert sizes[1:] == sorted(sizes[1:], reverse=True)
+    assert (len(sizes), max(sizes)) == (10, 16.4)
 
 
 def test_a_run_that_was_cut_is_compared_as_far_as_it_goes(record):

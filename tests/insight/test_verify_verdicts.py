@@ -12,12 +12,13 @@ from rich.console import Console
 from ovpatch.insight import arms
 from ovpatch.insight.arms import Outcome
 from ovpatch.insight.verify import table, verifying
-from ovpatch.insight.verify.recording import STEP, Recorder
+from ovpatch.insight.verify.recording import SCALE, STEP, Recorder
 from ovpatch.insight.verify.values import keep
 from ovpatch.insight.verify.verdict import Verdict
 from ovpatch.insight.verify.verifying import Request
 
 STOCK = 1.0
+SKIPPED = -1.0  # its second step
 REPORT = {"version": "1", "torch": "2", "python": "3", "pid": 1, "rank": 0, "patches": []}
 
 
@@ -59,7 +60,11 @@ def _report(folder, features, calls, states):
 
 def _record(folder, value):
     recorder = Recorder(folder)
-    for step in () if value is None else (1, 2):
+    if value is SKIPPED:
+        recorder.add(STEP, {"parameter w": keep(torch.zeros(4))}, step=1)
+        recorder.add(SCALE, {}, step=1)
+        recorder.flush()
+    for step in () if value in (None, SKIPPED) else (1, 2):
         recorder.add(STEP, {"parameter w": keep(torch.full((4,), value if step == 2 else 0.0))}, step=step)
         recorder.flush()
     if value is not None:
@@ -184,6 +189,12 @@ def test_a_difference_before_a_failure_comes_first(verify):
     _, text = verify(["a"], values(patched=2.0), ends={"patched": {"code": 3}})
     where = "first in 'parameter w' at step 2 on rank 0"
     assert text.startswith(f"different: {where}, because of a; then the patched run fails with exit code 3, as")
+
+
+def test_ranks_that_went_out_of_step_are_not_said_to_fail_by_themselves(verify):
+    _, text = verify(["a"], values(patched=SKIPPED), ends={"patched": {"code": 1}})
+    assert text.startswith("different: first in 'order of events' at step 2 on rank 0, because of a\n")
+    assert "Afterwards the patched run fails with exit code 1" in text
 
 
 def test_a_process_that_could_not_be_patched(verify, monkeypatch):

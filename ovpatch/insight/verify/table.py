@@ -75,8 +75,11 @@ def _yardstick(result: Result) -> str:
 
 
 def _table(compared: Compared) -> Table:
-    shown = compared.worst(_ROWS)
-    title = "not bitwise equal" + (f", the worst {_ROWS} of {len(compared.findings)}" if len(shown) == _ROWS else "")
+    first = compared.first
+    shown = [*filter(None, [first]), *(one for one in compared.worst(_ROWS) if one is not first)][:_ROWS]
+    title = "not bitwise equal"
+    if len(compared.findings) > _ROWS:
+        title += f": {'the first, then ' if first else ''}the worst of {len(compared.findings)}"
     table = Table("step", "process", "value", "|diff|", "allowed", "what", title=title, title_justify="left")
     for finding in shown:
         table.add_row(*map(Text, _cells(finding)), style=None if finding.different else "dim")

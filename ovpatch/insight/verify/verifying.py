@@ -15,7 +15,7 @@ from typing import Any, Final
 from ovpatch.insight import arms
 from ovpatch.insight.arms import Arm, Outcome
 from ovpatch.insight.verify import records, seeds
-from ovpatch.insight.verify.comparing import Compared, compare
+from ovpatch.insight.verify.comparing import ORDER, Compared, compare
 from ovpatch.insight.verify.records import Run
 from ovpatch.insight.verify.verdict import Result, Verdict
 
@@ -88,6 +88,9 @@ class _Verification:
         wrong = _what_went_wrong(self.outcomes["stock"], outcome)
         if (self.compared.different or wrong) and (outcome.applied or outcome.exercised):
             self._find_the_feature(stock)
+            if wrong and any(one.row.name == ORDER for one in self.compared.different):
+                self.notes.append(f"Afterwards {wrong}: ranks that are out of step do not end together.")
+                wrong = ""
             return Verdict.DIFFERENT, self._describe_difference(wrong)
         if not self.compared.steps:
             return Verdict.NO_STEP, self._describe_no_step()
