@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -152,7 +154,7 @@ def test_parameters_are_named_by_the_model_or_by_their_place():
     names = Names()
     found = [name for name, _ in names.of(optimizer, 0)]
     assert found == ["0.weight", "0.bias", "1.weight", "1.bias", "optimizer0.param_groups[1].params[0]"]
-    assert [name for name, _ in names.buffers()] == ["1.running_mean", "1.running_var", "1.num_batches_tracked"]
+    assert [name for name, _ in names.buffers(0)] == ["1.running_mean", "1.running_var", "1.num_batches_tracked"]
     other = nn.Linear(2, 2)
     twin = nn.Sequential(other)
     second = torch.optim.SGD(twin.parameters(), lr=0.1)
@@ -160,6 +162,31 @@ def test_parameters_are_named_by_the_model_or_by_their_place():
     later = nn.Linear(2, 2)
     second.add_param_group({"params": list(later.parameters())})
     assert [name for name, _ in names.of(second, 1)][2:] == ["weight", "bias"]
+
+
+def test_two_wrappers_of_one_model_and_two_models_with_the_same_names():
+    model, twin = nn.BatchNorm1d(2), nn.BatchNorm1d(2)
+    wrappers = [nn.Module(), nn.Module()]
+    for wrapper in wrappers:
+        wrapper.module = model
+    optimizer = torch.optim.SGD([*model.parameters(), *twin.parameters()], lr=0.1)
+    names = Names()
+    assert {name for name, _ in names.of(optimizer, 0)} == {
+        "weight", "bias", "optimizer0:weight", "optimizer0:bias"
+    }  # fmt: skip
+    found = [(name.rstrip("'"), id(buffer)) for name, buffer in names.buffers(0)]
+    assert len(found) == 6
+    assert set(found) == {(name, id(buffer)) for net in (model, twin) for name, buffer in net.named_buffers()}
+
+
+def test_a_name_is_not_given_twice_even_when_its_parameter_is_gone():
+    names = Names()
+    for expected in ("weight", "optimizer1:weight", "optimizer1:weight'"):
+        net = nn.Linear(1, 1, bias=False)
+        index = 0 if expected == "weight" else 1
+        assert [name for name, _ in names.of(torch.optim.SGD(net.parameters(), lr=0.1), index)] == [expected]
+        del net
+        gc.collect()
 
 
 # --- checkpoints ---

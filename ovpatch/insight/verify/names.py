@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import re
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Mapping
 from typing import Final
 from weakref import ref
 
@@ -15,12 +15,15 @@ _WRAPPERS: Final = re.compile(r"^(?:module\.|_orig_mod\.|_forward_module\.)+|(?<
 
 
 class Names:
-    """Finds out the names of parameters that optimizers hold, and of the buffers beside them."""
+    """Finds out the names of parameters that optimizers hold, and of the buffers beside them.
+
+    Both runs must find the same ones, so nothing here depends on addresses, or on when garbage is collected.
+    """
 
     def __init__(self) -> None:
         self._names: dict[int, tuple[ref[Tensor], str]] = {}
-        self._taken: dict[str, int] = {}
-        self._roots: list[ref[nn.Module]] = []
+        self._taken: dict[str, ref[Tensor]] = {}
+        self._roots: dict[int, list[ref[nn.Module]]] = {}
 
     def of(self, optimizer: Optimizer, index: int) -> list[tuple[str, Tensor]]:
         """Return the parameters of an optimizer with their names, in its own order.
@@ -34,14 +37,16 @@ class Names:
             self._learn(places, index)
         return [(self._known(parameter) or "", parameter) for _, parameter in places]
 
-    def buffers(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield the buffers of all models that own such a parameter."""
-        seen: set[str] = set()
-        for number, root in enumerate(weak() for weak in self._roots):
-            for name, buffer in root.named_buffers() if root is not None else ():
-                plain = strip(name)
-                unique = plain if plain not in seen else f"model{number}:{plain}"
-                seen.add(unique)
+    def buffers(self, index: int) -> Iterator[tuple[str, Tensor]]:
+        """Yield the buffers of the models whose parameters an optimizer holds."""
+        seen: set[int] = set()
+        names: set[str] = set()
+        roots = [weak() for weak in self._roots.get(index, ())]
+        for root in [root for root in roots if root is not None]:
+            for name, buffer in [found for found in root.named_buffers() if id(found[1]) not in seen]:
+                unique = _primed(strip(name), names)
+                seen.add(id(buffer))
+                names.add(unique)
                 yield unique, buffer
 
     def _known(self, parameter: Tensor) -> str | None:
@@ -49,23 +54,20 @@ class Names:
         return name if weak is not None and weak() is parameter else None
 
     def _learn(self, places: list[tuple[str, Tensor]], index: int) -> None:
-        wanted = {id(parameter) for _, parameter in places}
         owned: dict[int, str] = {}
-        for root in _roots():
-            named = [(strip(name), parameter) for name, parameter in root.named_parameters()]
-            if any(id(parameter) in wanted for _, parameter in named):
-                self._roots += [] if any(weak() is root for weak in self._roots) else [ref(root)]
-                owned = {id(parameter): name for name, parameter in reversed(named)} | owned
+        self._roots[index] = []
+        for root in _owners({id(parameter): position for position, (_, parameter) in enumerate(places)}):
+            self._roots[index].append(ref(root))
+            owned = {id(parameter): strip(name) for name, parameter in root.named_parameters()} | owned
         for place, parameter in places:
             if self._known(parameter) is None:
-                self._name(parameter, owned.get(id(parameter), f"optimizer{index}.{place}"), index)
+                name = self._free(owned.get(id(parameter), f"optimizer{index}.{place}"), index)
+                self._taken[name] = ref(parameter)
+                self._names[id(parameter)] = ref(parameter), name
 
-    def _name(self, parameter: Tensor, name: str, index: int) -> None:
-        if self._taken.setdefault(name, id(parameter)) != id(parameter):
-            name = f"optimizer{index}:{name}"
-        while self._taken.setdefault(name, id(parameter)) != id(parameter):
-            name += "'"
-        self._names[id(parameter)] = ref(parameter), name
+    def _free(self, name: str, index: int) -> str:
+        """Return a name that no parameter ever had, however long it is gone."""
+        return name if name not in self._taken else _primed(f"optimizer{index}:{name}", self._taken)
 
 
 def strip(name: str) -> str:
@@ -79,10 +81,27 @@ def _places(optimizer: Optimizer) -> Iterator[tuple[str, Tensor]]:
             yield f"param_groups[{number}].params[{position}]", parameter
 
 
+def _primed(name: str, taken: Collection[str]) -> str:
+    return _primed(name + "'", taken) if name in taken else name
+
+
+def _owners(positions: Mapping[int, int]) -> list[nn.Module]:
+    """Return the modules that are no other's child and own such parameters: the first parameter's first.
+
+    Args:
+        positions: Where parameters stand in their optimizer, by ``id``.
+    """
+    found = []
+    for root in _roots():
+        owned = [positions[id(parameter)] for parameter in root.parameters() if id(parameter) in positions]
+        if owned:
+            found.append((min(owned), -len(owned), root))
+    return [root for *_, root in sorted(found, key=lambda one: one[:2])]
+
+
 def _roots() -> list[nn.Module]:
-    """Return all modules that are no other's child, those with the most parameters first."""
+    """Return all modules that are no other's child."""
     # By type: isinstance() would ask objects for their __class__, which makes lazy proxies load what they stand for.
     modules = [found for found in gc.get_objects() if issubclass(type(found), nn.Module)]
     children = {id(child) for module in modules for child in vars(module).get("_modules", {}).values()}
-    roots = [module for module in modules if id(module) not in children and "_modules" in vars(module)]
-    return sorted(roots, key=lambda root: -sum(1 for _ in root.parameters()))
+    return [module for module in modules if id(module) not in children and "_modules" in vars(module)]

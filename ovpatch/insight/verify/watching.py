@@ -91,11 +91,12 @@ class Watch:
         self._taken[optimizer] = taken + 1
         values = self._before.pop(optimizer, None) or self._gradients(optimizer)
         values |= {f"parameter {name}": keep(parameter) for name, parameter in self._named(optimizer)}
-        values |= self._state(optimizer) | {f"buffer {name}": keep(found) for name, found in self._names.buffers()}
+        index = self._index(optimizer)
+        values |= self._state(optimizer) | {f"buffer {name}": keep(found) for name, found in self._names.buffers(index)}
         values |= seeds.digests()
         step = max(self._steps.count, taken + 1)  # of the turn that the most frequent optimizer began
         label = type(optimizer).__name__
-        self._recorder.add(STEP, values, step=step, index=self._index(optimizer), label=label)
+        self._recorder.add(STEP, values, step=step, index=index, label=label)
 
     def _index(self, optimizer: Optimizer) -> int:
         return self._order.setdefault(optimizer, len(self._order))
