@@ -128,7 +128,7 @@ def test_a_yardstick_that_went_another_way_allows_nothing(record):
     stock, patched = record("a", turns(3)), record("b", turns(3, **{"gradient a": value(more=1e-3)}))
     wild = turns(3, **{"gradient a": value(more=1.0)})
     assert not compare(stock, patched, rerun=record("c", wild)).different
-    del wild[0]
+    wild[:2] = wild[1::-1]  # what follows stands where stock's does, but is not known to be the same
     assert compare(stock, patched, rerun=record("d", wild)).different
 
 
