@@ -1,6 +1,7 @@
-"""The command line: ``ovpatch list | doctor | run | bench | timeline``, also as ``python -m ovpatch``.
+"""The command line: ``ovpatch list | doctor | run | verify | bench | timeline``, also as ``python -m ovpatch``.
 
-Exit codes: 0 fine, 1 a problem was found, 2 usage or settings. ``run`` returns the exit code of its command.
+Exit codes: 0 fine, 1 a problem was found, 2 usage or settings. ``run`` returns the exit code of its command;
+``verify`` 1 where patched is different, 2 also where nothing can be told.
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ COMMANDS: Final = {
     "list": _Command("doctor", "main_list", "which features there are, and their state on this machine"),
     "doctor": _Command("doctor", "main_doctor", "versions, plugins, settings, and what is wrong"),
     "run": _Command("run", "main", "run a training command with every worker patched"),
+    "verify": _Command("verify", "main", "whether a command computes the same patched as stock"),
     "bench": _Command("bench", "main", "whether a command is faster patched than stock, and by how much"),
     "timeline": _Command("timeline", "main", "record steps of a command and show which communication is exposed"),
 }

@@ -213,6 +213,12 @@ def processes(folder: Path) -> list[int]:
     return [pid for pid in pids if _lives(pid, folder)]
 
 
+def ranks(folder: Path) -> dict[int, str]:
+    """Return the ranks of the processes that signed in, by their numbers, where the launcher gave them one."""
+    signed = [json.loads(path.read_text(encoding="utf-8")) for path in folder.glob("process-*.json")]
+    return {one["pid"]: one["rank"] for one in signed if one.get("rank") is not None}
+
+
 def _lives(pid: int, folder: Path) -> bool:
     """Whether it lives and, where the system tells, is not somebody else who got its number."""
     environment = Path(f"/proc/{pid}/environ")

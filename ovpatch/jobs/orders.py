@@ -68,8 +68,9 @@ def begin() -> None:
 
 
 def sign_in(directory: Path) -> None:
-    """Leave this process's number, and a way to ask it for its stacks."""
-    write_json(directory / f"process-{os.getpid()}.json", {"pid": os.getpid(), "born": time.time()})
+    """Leave this process's number, its rank if the launcher gave it one, and a way to ask it for its stacks."""
+    identity = {"pid": os.getpid(), "born": time.time(), "rank": os.environ.get("RANK")}
+    write_json(directory / f"process-{os.getpid()}.json", identity)
     if STACKS is not None:
         stacks = (directory / f"stacks-{os.getpid()}.txt").open("w", encoding="utf-8")
         faulthandler.register(STACKS, file=stacks, all_threads=True, chain=False)  # keeps the file open

@@ -143,6 +143,7 @@ def test_a_hang_is_ended_and_every_process_says_where_it_is(run):
         timeout=8.0,
     )
     assert outcome.timed_out
+    assert sorted(arms.ranks(outcome.folder).values()) == ["0", "1"]
     assert outcome.code != 0
     assert time.monotonic() - began < 60
     assert sum("wait_for_nobody" in text for text in outcome.stacks.values()) == 2, outcome.stacks

@@ -1,0 +1,209 @@
+"""Two runs side by side: event by event in each process, value by value in each event.
+
+[Note: side by side] Events are compared in their order, which stock and patched runs share: the same backwards, steps
+and savings. Where the kinds of events differ, as when one run skips a step, that is the difference, and what follows in
+this process cannot be compared. A run that failed or was ended may stop anywhere; what there is of it is compared.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import zip_longest
+from typing import Final
+
+from ovpatch.insight import equality
+from ovpatch.insight.equality import Row, Verdict
+from ovpatch.insight.verify import recording
+from ovpatch.insight.verify.records import Event, Run
+from ovpatch.insight.verify.values import Kept
+
+ORDER: Final = "order of events"
+_OF_PARAMETERS: Final = ("gradient ", "parameter ", "state ", "buffer ")
+_EXACT: Final = ("text", "none")
+
+
+@dataclass(frozen=True)
+class Finding:
+    """A value that is not bitwise equal, and where.
+
+    Attributes:
+        row: Name, verdict and difference.
+        process: For example ``rank 1``.
+        step: From 1.
+        order: Position of its event among those of the process.
+        event: What happened, in words.
+    """
+
+    row: Row
+    process: str
+    step: int
+    order: int
+    event: str
+
+    @property
+    def different(self) -> bool:
+        """Whether it is more than noise."""
+        return self.row.verdict is Verdict.DIFFERENT
+
+
+@dataclass
+class Compared:
+    """The outcome of :func:`compare`.
+
+    Attributes:
+        findings: What is not bitwise equal, by process and in order.
+        processes: Those that were compared.
+        values: How many values were.
+        steps: The last step that was compared, 0 if none was.
+        events: How many of each kind were.
+    """
+
+    findings: list[Finding] = field(default_factory=list)
+    processes: list[str] = field(default_factory=list)
+    values: int = 0
+    steps: int = 0
+    events: dict[str, int] = field(default_factory=dict)
+
+    @property
+    def different(self) -> list[Finding]:
+        """What differs by more than noise, the earliest first."""
+        found = [finding for finding in self.findings if finding.different]
+        return sorted(found, key=lambda finding: (finding.step, finding.order))
+
+    @property
+    def first(self) -> Finding | None:
+        """The earliest difference; where the first event has several, that of a parameter or of its gradient."""
+        found = self.different
+        if not found:
+            return None
+        together = [one for one in found if (one.step, one.order) == (found[0].step, found[0].order)]
+        return next((one for one in together if one.row.name.startswith(_OF_PARAMETERS)), found[0])
+
+    def worst(self, count: int) -> list[Finding]:
+        """Return the findings with the largest excess, differences first."""
+
+        def key(one: Finding) -> tuple[bool, float, int, int]:
+            return not one.different, -one.row.excess, one.step, one.order
+
+        return sorted(self.findings, key=key)[:count]
+
+    def count(self, event: Event) -> None:
+        """Count an event that both runs have."""
+        self.values += len(event.values)
+        self.events[event.kind] = self.events.get(event.kind, 0) + 1
+        if event.kind == recording.STEP:
+            self.steps = max(self.steps, event.step)
+
+
+def compare(stock: Run, patched: Run, *, rerun: Run | None = None, reordered: Run | None = None) -> Compared:
+    """Compare a patched run with a stock one, see [Note: side by side].
+
+    Args:
+        stock: What stock recorded.
+        patched: What the patched run recorded.
+        rerun: What stock recorded once more.
+        reordered: What stock recorded with its reductions in another order.
+    """
+    compared = Compared()
+    yardsticks = {"rerun": rerun, "reordered": reordered}
+    runs = {name: run for name, run in yardsticks.items() if run is not None}
+    cut = stock.cut or patched.cut
+    for process in dict.fromkeys([*stock.processes, *patched.processes]):
+        if process in stock.processes and process in patched.processes:
+            compared.processes.append(process)
+            others = {name: run.events(process) for name, run in runs.items()}
+            _side_by_side(process, stock.events(process), patched.events(process), others, cut, compared)
+        elif not cut:
+            who = "the patched run" if process in stock.processes else "stock"
+            row = Row(ORDER, Verdict.DIFFERENT, note=f"nothing happened here in {who}")
+            compared.findings.append(Finding(row, process, 1, 0, "the whole run"))
+    return compared
+
+
+def _side_by_side(
+    process: str,
+    stock: Iterator[Event],
+    patched: Iterator[Event],
+    others: dict[str, Iterator[Event]],
+    cut: bool,
+    compared: Compared,
+) -> None:
+    for order, (ours, theirs) in enumerate(zip_longest(stock, patched)):
+        beside = {name: next(events, None) for name, events in others.items()}
+        if ours is None or theirs is None or ours.signature != theirs.signature:
+            if not (cut and (ours is None or theirs is None)):
+                compared.findings.append(_out_of_step(process, order, ours, theirs, beside))
+            return
+        for name, event in beside.items():
+            if event is None or event.signature != ours.signature:
+                del others[name]  # from here on it is no yardstick
+        compared.count(ours)
+        yardsticks = {name: event.values for name, event in beside.items() if event is not None and name in others}
+        rows = compare_values(ours.values, theirs.values, yardsticks)
+        compared.findings += [Finding(row, process, ours.step, order, str(ours)) for row in rows]
+
+
+def _out_of_step(
+    process: str, order: int, stock: Event | None, patched: Event | None, beside: Mapping[str, Event | None]
+) -> Finding:
+    step = stock.step if stock is not None else patched.step if patched is not None else 1
+    note = f"stock: {stock or 'the end'}; patched: {patched or 'the end'}"
+    wanted = stock.signature if stock is not None else None
+    if any((event.signature if event is not None else None) != wanted for event in beside.values()):
+        row = Row(ORDER, Verdict.WITHIN_NOISE, note=f"{note}; stock does not repeat itself here either")
+    else:
+        row = Row(ORDER, Verdict.DIFFERENT, note=note)
+    return Finding(row, process, step, order, str(stock or patched))
+
+
+def compare_values(
+    stock: Mapping[str, Kept], patched: Mapping[str, Kept], yardsticks: Mapping[str, Mapping[str, Kept]]
+) -> list[Row]:
+    """Return a row for each value of an event that is not bitwise equal.
+
+    Args:
+        stock: Stock's values.
+        patched: The patched run's.
+        yardsticks: Those of further stock runs, called ``rerun`` and ``reordered``.
+    """
+    rows = [
+        _row(name, value, patched.get(name), {arm: values.get(name) for arm, values in yardsticks.items()})
+        for name, value in stock.items()
+        if patched.get(name, None) is None or patched[name][:2] != value[:2]
+    ]
+    rows += [_different(name, "stock has no such value") for name in patched if name not in stock]
+    return [row for row in rows if row.verdict is not Verdict.BITWISE]
+
+
+def _row(name: str, stock: Kept, patched: Kept | None, yardsticks: Mapping[str, Kept | None]) -> Row:
+    if patched is None:
+        return _different(name, "missing in the patched run")
+    if stock.form != patched.form or stock.form in _EXACT or stock.not_finite != patched.not_finite:
+        return _exact(name, stock, patched, list(yardsticks.values()))
+    comparable = {arm: value for arm, value in yardsticks.items() if value is not None and value.form == stock.form}
+    leaves = {arm: {name: value.values} for arm, value in comparable.items()}
+    (row,) = equality.compare({name: stock.values}, {name: patched.values}, **leaves).rows
+    return _of_sums(row) if stock.folded else row
+
+
+def _of_sums(row: Row) -> Row:
+    """Return the row of a large tensor, whose digests differ; the index and the values are those of a sum."""
+    note = "a large tensor: of sums over parts of it"
+    if row.verdict is not Verdict.BITWISE:
+        return replace(row, first_index=None, note=note)
+    return Row(row.name, Verdict.WITHIN_NOISE, 0.0, equality.FLOOR, None, "bits differ, but no sum over a part does")
+
+
+def _exact(name: str, stock: Kept, patched: Kept, yardsticks: Sequence[Kept | None]) -> Row:
+    if stock.form != patched.form:
+        return _different(name, f"{stock.form} became {patched.form}")
+    if stock.not_finite != patched.not_finite:  # as in the equality rule, no yardstick allows that
+        return _different(name, f"{stock.not_finite or 'all finite'} became {patched.not_finite or 'all finite'}")
+    if any(value is not None and value.digest != stock.digest for value in yardsticks):
+        return Row(name, Verdict.WITHIN_NOISE, note="stock does not repeat it either")
+    return _different(name, f"{stock.digest} became {patched.digest}")
+
+
+def _different(name: str, note: str) -> Row:
+    return Row(name, Verdict.DIFFERENT, note=note)

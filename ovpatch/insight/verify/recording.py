@@ -1,0 +1,93 @@
+"""What happens in a process, in order, kept in files: one for each step, and one for what comes after the last."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import time
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+
+from ovpatch.insight import steps
+from ovpatch.insight.verify.values import Kept
+
+#: Kinds of events.
+BACKWARD: Final = "backward"
+STEP: Final = "step"
+SCALE: Final = "scale"
+CHECKPOINT: Final = "checkpoint"
+
+
+class Recorder:
+    """Collects the events of this process.
+
+    Args:
+        directory: Where the files go.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        self._events: list[dict[str, Any]] = []
+        self._begin()
+
+    def _begin(self) -> None:
+        self._pid, self._born, self._files = os.getpid(), time.time_ns(), 0
+        self._events.clear()
+        self.writing = False
+
+    def add(self, kind: str, values: Mapping[str, Kept | None], *, step: int, index: int = 0, label: str = "") -> None:
+        """Add an event.
+
+        Args:
+            kind: What happened.
+            values: What was computed, by name; None is left out.
+            step: The step that it belongs to, from 1.
+            index: Which optimizer.
+            label: The optimizer's class, or the file of a checkpoint.
+        """
+        kept = {name: tuple(value) for name, value in values.items() if value is not None}
+        self._events.append({"kind": kind, "index": index, "label": label, "step": step, "values": kept})
+
+    def flush(self) -> None:
+        """Write what has happened since the last time. A directory that is gone is no error."""
+        if not self._events or not self._directory.is_dir() or self._pid != os.getpid():
+            return
+        name = f"events-{self._born}-{self._pid}-{steps.rank()}-{self._files:06d}.pt"
+        self._write(self._directory / name)
+        self._files += 1
+        self._events.clear()
+
+    def _write(self, path: Path) -> None:
+        temporary = path.with_name(f".{path.name}")
+        self.writing = True  # this is no checkpoint of the script's
+        try:
+            torch.save(self._events, temporary)
+        finally:
+            self.writing = False
+        os.replace(temporary, path)
+
+    def keep_to_the_end(self) -> None:
+        """Write the rest when the process ends, and let forked children have a record of their own."""
+        from multiprocessing import parent_process, util
+
+        atexit.register(self.flush)
+        if hasattr(os, "register_at_fork"):
+            os.register_at_fork(after_in_child=self._begin)
+        util.register_after_fork(self, _flush_at_the_end_of_a_child)
+        if parent_process() is not None:  # children of multiprocessing skip atexit
+            _flush_at_the_end_of_a_child(self)
+
+
+def _flush_at_the_end_of_a_child(recorder: Recorder) -> None:
+    from multiprocessing import util
+
+    util.Finalize(None, recorder.flush, exitpriority=100)
+
+
+def load(path: Path) -> Iterable[dict[str, Any]]:
+    """Return the events of a file."""
+    events: Iterable[dict[str, Any]] = torch.load(path, weights_only=True)
+    return events

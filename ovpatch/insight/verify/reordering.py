@@ -1,0 +1,68 @@
+"""Stock with its reductions in another order: the yardstick of what a difference may be.
+
+A ring adds the parts of a bucket in an order that depends on where in the bucket they lie. So another size of buckets
+is another order, and nothing else about the program changes. Stock's first backward has all gradients in one bucket,
+whatever their size is set to; here it has not, or the first step would have no yardstick.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import wraps
+from typing import Any, Final
+
+import torch.distributed as dist
+from torch import nn
+
+from ovpatch.patching import PatchManager
+
+_DEFAULT: Final = 25.0  # MiB
+_MIB: Final = 1 << 20
+
+
+def reorder(patches: PatchManager) -> None:
+    """Declare the patches that give every DistributedDataParallel model other buckets."""
+    why = "bucket_cap_mb is the one argument that reorders sums and changes nothing else"
+    patches.register_patch("torch.nn.parallel.DistributedDataParallel.__init__", wrap=_wrap_init, why=why)
+
+
+def cap_mb(module: nn.Module, given: float | None) -> float:
+    """Return a bucket size that cuts the gradients of a module otherwise than the given one does, in MiB.
+
+    Args:
+        module: What is wrapped.
+        given: The script's ``bucket_cap_mb``.
+    """
+    total = sum(p.numel() * p.element_size() for p in module.parameters() if p.requires_grad)
+    return min(_DEFAULT if given is None else given, max(total, 1) / _MIB) / 3
+
+
+def _wrap_init(original: Callable[..., None]) -> Callable[..., None]:
+    signature = inspect.signature(original)
+
+    @wraps(original)
+    def init(*args: Any, **kwargs: Any) -> None:
+        bound = signature.bind(*args, **kwargs)
+        module, given = bound.arguments["module"], bound.arguments.get("bucket_cap_mb")
+        bound.arguments["bucket_cap_mb"] = cap = cap_mb(module, given)
+        with _buckets_from_the_start(int(cap * _MIB)):
+            original(*bound.args, **bound.kwargs)
+
+    return init
+
+
+@contextmanager
+def _buckets_from_the_start(cap: int) -> Iterator[None]:
+    """Let the buckets of a first backward have at most ``cap`` bytes; the constructor asks for one of any size."""
+    assign = dist._compute_bucket_assignment_by_size
+
+    def assign_small(tensors: Any, sizes: Any, *args: Any, **kwargs: Any) -> Any:
+        return assign(tensors, [min(size, cap) for size in sizes], *args, **kwargs)
+
+    dist._compute_bucket_assignment_by_size = assign_small  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        dist._compute_bucket_assignment_by_size = assign

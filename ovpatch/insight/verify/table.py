@@ -1,0 +1,115 @@
+"""The outcome as people read it: the answer in one line, then what it rests on."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Final
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from ovpatch.insight import arms
+from ovpatch.insight.arms import Outcome
+from ovpatch.insight.verify.comparing import Compared, Finding
+from ovpatch.insight.verify.endings import why
+from ovpatch.insight.verify.verdict import Result, Verdict
+
+_ROWS: Final = 10
+_COLOURS: Final = {Verdict.BITWISE: "green", Verdict.NOISE: "green", Verdict.DIFFERENT: "red"}
+
+
+def show(result: Result, console: Console) -> None:
+    """Print a result.
+
+    Args:
+        result: What came of it.
+        console: Where to print.
+    """
+    style = f"bold {_COLOURS.get(result.verdict, 'yellow')}"
+    console.print(Text(f"{result.verdict.value}: {result.why}", style=style), soft_wrap=True)
+    for line in _lines(result):
+        console.print(Text(line), soft_wrap=True)
+    if result.compared.findings:
+        console.print(_table(result.compared))
+    for outcome in _telling(result):
+        _show_end(outcome, console)
+
+
+def _lines(result: Result) -> Iterator[str]:
+    compared = result.compared
+    if compared.processes:
+        yield f"compared    {_scope(compared)}"
+        yield f"bits        {_bits(compared)}"
+        yield f"yardstick   {_yardstick(result)}"
+    if result.blamed:
+        yield f"because of  {', '.join(result.blamed)}"
+    for feature, counters in result.counters.items():
+        counts = ", ".join(f"{name} {count}" for name, count in counters.items()) or "it counts nothing"
+        yield f"{feature:<11} {counts}"
+    yield f"arms        {', '.join(f'{name} {outcome.seconds:.1f} s' for name, outcome in result.outcomes.items())}"
+    for note in result.notes:
+        yield f"note        {note}"
+
+
+def _scope(compared: Compared) -> str:
+    counts = {"backward": "losses", "step": "optimizer steps", "scale": "loss scales", "checkpoint": "checkpoints"}
+    events = ", ".join(f"{compared.events.get(kind, 0)} {name}" for kind, name in counts.items() if kind != "scale")
+    return f"{compared.values} values on {', '.join(compared.processes)}, to step {compared.steps}: {events}"
+
+
+def _bits(compared: Compared) -> str:
+    if not compared.findings:
+        return "all equal"
+    different = len(compared.different)
+    return f"{len(compared.findings)} values are not bitwise equal, {different} of them by more than noise"
+
+
+def _yardstick(result: Result) -> str:
+    if result.noise:
+        measured = "; ".join(f"{name}: {amount}" for name, amount in result.noise.items())
+        return f"stock against itself, {measured}. Per value twice that is allowed, or 1e-6"
+    if result.compared.findings:
+        return "none"
+    return "not needed: nothing differs (--noise measures it)"
+
+
+def _table(compared: Compared) -> Table:
+    first = compared.first
+    shown = [*filter(None, [first]), *(one for one in compared.worst(_ROWS) if one is not first)][:_ROWS]
+    title = "not bitwise equal"
+    if len(compared.findings) > _ROWS:
+        title += f": {'the first, then ' if first else ''}the worst of {len(compared.findings)}"
+    table = Table("step", "process", "value", "|diff|", "allowed", "what", title=title, title_justify="left")
+    for finding in shown:
+        table.add_row(*map(Text, _cells(finding)), style=None if finding.different else "dim")
+    return table
+
+
+def _cells(finding: Finding) -> tuple[str, ...]:
+    row = finding.row
+    return (
+        str(finding.step),
+        finding.process,
+        row.name,
+        "" if row.max_abs_diff is None else f"{row.max_abs_diff:.3g}",
+        "" if row.allowed is None else f"{row.allowed:.3g}",
+        row.note,
+    )
+
+
+def _telling(result: Result) -> list[Outcome]:
+    """Return the arms whose end the user must see."""
+    unhappy = [outcome for outcome in result.outcomes.values() if outcome.code or outcome.timed_out or outcome.failures]
+    return [outcome for outcome in unhappy if outcome.arm.name in ("stock", "patched")]
+
+
+def _show_end(outcome: Outcome, console: Console) -> None:
+    ranks = arms.ranks(outcome.folder)
+    for pid, stacks in outcome.stacks.items():
+        who = f"rank {ranks[pid]} (process {pid})" if pid in ranks else f"process {pid}"
+        console.print(Text(f"\nstacks of {who} in the arm '{outcome.arm.name}':\n{stacks}"), soft_wrap=True)
+    for failure in outcome.failures:
+        console.print(Text(f"\nprocess {failure['pid']} (rank {failure['rank']}): {failure['error']}"), soft_wrap=True)
+    log = outcome.log.read_text(encoding="utf-8", errors="replace")
+    console.print(Text(f"\nhow the arm '{outcome.arm.name}' ended:\n{why(log)}\n"), soft_wrap=True)

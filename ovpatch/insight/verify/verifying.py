@@ -1,0 +1,246 @@
+"""Which arms run, in which order, and what follows from what they recorded.
+
+Stock and patched run first. Where every bit is equal, no yardstick is needed. Otherwise stock runs twice more, once as
+it was and once with its reductions in another order, and what differs by more than those do is different. Then each
+feature in turn is left out: one without which the difference is gone is to blame.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Final
+
+from ovpatch.insight import arms
+from ovpatch.insight.arms import Arm, Outcome
+from ovpatch.insight.verify import records, seeds
+from ovpatch.insight.verify.comparing import ORDER, Compared, compare
+from ovpatch.insight.verify.records import Run
+from ovpatch.insight.verify.verdict import Result, Verdict
+
+WORKER: Final = "ovpatch.insight.verify.worker"
+
+
+@dataclass(frozen=True)
+class Request:
+    """What shall be verified.
+
+    Attributes:
+        command: Program and arguments.
+        out: Folder of the arms.
+        steps: After so many steps a run is ended.
+        features: What OVPATCH shall say in the patched run; None for what it says now.
+        noise: Whether the yardsticks run even where every bit is equal.
+        deterministic: Whether torch is told to use deterministic algorithms.
+        timeout: Seconds without a step after which a run has hung.
+    """
+
+    command: Sequence[str]
+    out: Path
+    steps: int = 5
+    features: str | None = None
+    noise: bool = False
+    deterministic: bool = False
+    timeout: float = 600.0
+
+    def arm(self, name: str, features: str | None = arms.STOCK, **details: Any) -> Arm:
+        """Return an arm of this verification."""
+        variables = {**seeds.VARIABLES, **(seeds.DETERMINISTIC if self.deterministic else {})}
+        return Arm(name, features, {"steps": self.steps, "deterministic": self.deterministic, **details}, variables)
+
+
+class _End(Exception):
+    """The answer is known."""
+
+    def __init__(self, verdict: Verdict, why: str) -> None:
+        super().__init__(why)
+        self.verdict, self.why = verdict, why
+
+
+@dataclass
+class _Verification:
+    """One verification under way."""
+
+    request: Request
+    progress: Callable[[str, int], None]
+    outcomes: dict[str, Outcome] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+    compared: Compared = field(default_factory=Compared)
+    blamed: list[str] = field(default_factory=list)
+    noise: dict[str, str] = field(default_factory=dict)
+
+    def result(self) -> Result:
+        """Run what is needed for the answer."""
+        try:
+            verdict, why = self._judge()
+        except _End as end:
+            verdict, why = end.verdict, end.why
+        return Result(verdict, why, self.compared, self.outcomes, self.blamed, self.notes, self.noise)
+
+    def _judge(self) -> tuple[Verdict, str]:
+        stock = self._stock()
+        patched = self._patched()
+        self.compared = compare(stock, patched)
+        if self.compared.findings or self.request.noise:
+            self._measure_noise(stock, patched)
+        outcome = self.outcomes["patched"]
+        wrong = _what_went_wrong(self.outcomes["stock"], outcome)
+        if (self.compared.different or wrong) and (outcome.applied or outcome.exercised):
+            self._find_the_feature(stock)
+            if wrong and any(one.row.name == ORDER for one in self.compared.different):
+                self.notes.append(f"Afterwards {wrong}: ranks that are out of step do not end together.")
+                wrong = ""
+            return Verdict.DIFFERENT, self._describe_difference(wrong)
+        if not self.compared.steps:
+            return Verdict.NO_STEP, self._describe_no_step()
+        if not outcome.exercised:
+            return Verdict.NOT_EXERCISED, _why_not_exercised(outcome)
+        if self.compared.steps < self.request.steps:
+            self.notes.append(f"The script ended by itself before step {self.request.steps}, for which --steps asks.")
+        return (Verdict.NOISE if self.compared.findings else Verdict.BITWISE), self._describe_scope()
+
+    # ---------------------------------------------------------------- arms
+
+    def _run(self, arm: Arm) -> Run:
+        outcome = arms.run(
+            arm,
+            self.request.command,
+            WORKER,
+            self.request.out,
+            timeout=self.request.timeout,
+            progress=lambda step: self.progress(arm.name, step),
+        )
+        self.outcomes[arm.name] = outcome
+        if outcome.interrupted:
+            raise _End(Verdict.INTERRUPTED, f"while the arm '{arm.name}' ran")
+        return records.read(outcome.folder, cut=outcome.timed_out or outcome.code != 0)
+
+    def _stock(self) -> Run:
+        run = self._run(self.request.arm("stock"))
+        outcome = self.outcomes["stock"]
+        if outcome.failures:
+            raise _End(Verdict.NOT_SEEN, f"a process could not be observed: {outcome.failures[0]['error']}")
+        if outcome.timed_out:
+            seconds = self.request.timeout
+            raise _End(Verdict.SCRIPT_FAILS, f"it hangs under stock PyTorch: no step within {seconds:g} s")
+        if outcome.code and not arms.slowest(outcome.folder):
+            raise _End(
+                Verdict.SCRIPT_FAILS, f"under stock PyTorch it ends with exit code {outcome.code}, without a step"
+            )
+        return run
+
+    def _patched(self) -> Run:
+        run = self._run(self.request.arm("patched", self.request.features))
+        outcome, stock = self.outcomes["patched"], self.outcomes["stock"]
+        if outcome.failures:
+            raise _End(Verdict.NOT_EXERCISED, f"a process was not patched: {outcome.failures[0]['error']}")
+        if stock.code and not outcome.code:
+            raise _End(Verdict.SCRIPT_FAILS, f"under stock PyTorch it ends with exit code {stock.code}, patched with 0")
+        if stock.code:
+            self.notes.append(
+                f"The script itself fails under stock PyTorch, with exit code {stock.code}, and patched with exit code "
+                f"{outcome.code}. What it computed before that was compared."
+            )
+        return run
+
+    def _measure_noise(self, stock: Run, patched: Run) -> None:
+        rerun = self._run(self.request.arm("rerun"))
+        reordered = self._run(self.request.arm("reordered", reorder=True))
+        for name in ("rerun", "reordered"):
+            if self.outcomes[name].code != self.outcomes["stock"].code:
+                self.notes.append(f"The arm '{name}' ended with exit code {self.outcomes[name].code}, stock did not.")
+        itself = compare(stock, rerun)
+        self.noise = {"rerun": _amount(itself), "reordered": _amount(compare(stock, reordered))}
+        if itself.findings:
+            first = min(itself.findings, key=lambda one: (one.step, one.order))
+            self.notes.append(
+                f"The script does not repeat itself: two stock runs differ from step {first.step} on, first in "
+                f"'{first.row.name}' on {first.process}. Differences of that size say nothing about ovpatch. Give it "
+                "seeds, or try --deterministic."
+            )
+        self.compared = compare(stock, patched, rerun=rerun, reordered=reordered)
+
+    def _find_the_feature(self, stock: Run) -> None:
+        features = self.outcomes["patched"].applied
+        arm = self.outcomes["patched"].arm
+        if len(features) == 1:
+            self.blamed = features
+        for feature, without in zip(features, arms.leave_one_out(arm, features), strict=False):
+            run = self._run(without)
+            outcome = self.outcomes[without.name]
+            found = compare(stock, run, **self._yardsticks())
+            if not found.different and not _what_went_wrong(self.outcomes["stock"], outcome):
+                self.blamed.append(feature)
+        if not self.blamed:
+            self.notes.append("No single feature is to blame: leaving out any one of them, the difference stays.")
+
+    def _yardsticks(self) -> dict[str, Run]:
+        names = [name for name in ("rerun", "reordered") if name in self.outcomes]
+        return {name: records.read(self.outcomes[name].folder) for name in names}
+
+    # ---------------------------------------------------------------- words
+
+    def _describe_scope(self) -> str:
+        compared = self.compared
+        ranks = f"{len(compared.processes)} rank{'s' if len(compared.processes) != 1 else ''}"
+        steps = f"{compared.steps} step{'s' if compared.steps != 1 else ''}"
+        return f"{steps}, {ranks}, {compared.values} values"
+
+    def _describe_difference(self, wrong: str) -> str:
+        first = self.compared.first
+        feature = f", because of {' or '.join(self.blamed)}" if self.blamed else ""
+        if first is None:
+            return wrong + feature
+        then = f"; then {wrong}" if wrong else ""
+        return f"first in '{first.row.name}' at step {first.step} on {first.process}{feature}{then}"
+
+    def _describe_no_step(self) -> str:
+        losses = self.compared.events.get("backward", 0)
+        seen = f"{losses} losses are equal, but " if losses else ""
+        return (
+            f"{seen}no optimizer of torch.optim made a step in any process. Is this the command that trains? If it "
+            "ends before its first step, give it more data or steps; if it updates parameters by itself, nobody saw it."
+        )
+
+
+def verify(request: Request, progress: Callable[[str, int], None] = lambda arm, step: None) -> Result:
+    """Run a command stock and patched, and say whether it computes the same.
+
+    Args:
+        request: What to verify.
+        progress: Called with an arm's name and the last step that all its processes have taken.
+
+    Raises:
+        ovpatch.SettingsError: The command cannot be observed.
+        ovpatch.jobs.launching.NotStartedError: The command could not be started.
+    """
+    arms.check(request.command)
+    progress("stock", 0)
+    return _Verification(replace(request, out=request.out.absolute()), progress).result()
+
+
+def _amount(compared: Compared) -> str:
+    """Say how far a stock run is from another."""
+    if not compared.findings:
+        return "all bits equal"
+    sizes = [one.row.max_abs_diff for one in compared.findings if one.row.max_abs_diff is not None]
+    return f"{len(compared.findings)} of {compared.values} values moved, by up to {max(sizes, default=0.0):.3g}"
+
+
+def _what_went_wrong(stock: Outcome, patched: Outcome) -> str:
+    """Say how the patched command ended where stock did not."""
+    if patched.timed_out:
+        return "the patched run hangs, as stock does not"
+    if patched.code and not stock.code:
+        return f"the patched run fails with exit code {patched.code}, as stock does not"
+    return ""
+
+
+def _why_not_exercised(patched: Outcome) -> str:
+    if patched.report is None:
+        return "no process of the command reported that it is patched; see `ovpatch doctor`"
+    if not patched.applied:
+        states = ", ".join(f"{one['name']} {one['state']} ({one['reason']})" for one in patched.report["features"])
+        return f"no feature was on: {states}"
+    return f"the runs are equal, but no counter moved of any feature that was on ({', '.join(patched.applied)})"

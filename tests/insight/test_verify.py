@@ -1,0 +1,195 @@
+"""``ovpatch verify`` as people call it: verdicts, exit codes, and what is said when a script fails or hangs."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import textwrap
+
+import pytest
+
+from ovpatch import cli
+from ovpatch.insight.verify.verdict import Verdict
+from tests.support.environment import clean
+from tests.support.fake_plugins import Site
+
+LOOP = """
+import os, sys, time
+import torch
+from torch import nn
+net = nn.Sequential(nn.Linear(4, 8), nn.Dropout(), nn.Linear(8, 1))
+optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+def step(optimizer=optimizer):
+    net(torch.randn(5, 4)).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+
+COUNTING = """
+import functools
+from ovpatch import Feature, hookimpl
+COUNT = {{"calls": 0}}
+
+@hookimpl
+def ovpatch_feature():
+    return Feature(name={name!r}, summary="Counts backwards.", default=False)
+
+@hookimpl
+def ovpatch_counters():
+    return COUNT
+
+@hookimpl
+def ovpatch_register(patches, options):
+    patches.register_patch("torch.autograd.backward", wrap=count)
+
+def count(original):
+    @functools.wraps(original)
+    def backward(*args, **kwargs):
+        {body}
+        return original(*args, **kwargs)
+    return backward
+"""
+
+
+@pytest.fixture
+def site(tmp_path):
+    site = Site(tmp_path)
+    site.raw("counts", COUNTING.format(name="counts", body="COUNT['calls'] += 1"))
+    site.raw("idle", COUNTING.format(name="idle", body="pass"))
+    hang = "COUNT['calls'] += 1; hang_here() if COUNT['calls'] == 2 else None"
+    site.raw("hangs", COUNTING.format(name="hangs", body=hang) + "\ndef hang_here():\n    import time; time.sleep(600)")
+    double = "COUNT['calls'] += 1; args = (args[0] * 2, *args[1:]) if COUNT['calls'] == 2 else args"
+    site.raw("doubles", COUNTING.format(name="doubles", body=double))
+    raising = "COUNT['calls'] += 1; 1 / 0 if COUNT['calls'] == 2 else None"
+    site.raw("raises", COUNTING.format(name="raises", body=raising))
+    return site
+
+
+@pytest.fixture
+def verify(site, monkeypatch, capfd):
+    """``verify(script, *options)`` -> exit code, stdout, the JSON."""
+    for name in [name for name in os.environ if name.startswith("OVPATCH")]:
+        monkeypatch.delenv(name)
+    for name, value in clean(os.environ).items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("PYTHONPATH", str(site.folder))
+    monkeypatch.syspath_prepend(str(site.folder))
+
+    def verify(script, *options):
+        (site.folder / "train.py").write_text(script)
+        file = site.folder / "verify.json"
+        line = ["verify", "--json", str(file), *options, "--", sys.executable, str(site.folder / "train.py")]
+        code = cli.main(line)
+        out = capfd.readouterr().out
+        return code, out, json.loads(file.read_text()) if file.exists() else {}
+
+    return verify
+
+
+def loop(body):
+    return LOOP + textwrap.dedent(body)
+
+
+def test_exit_codes():
+    assert {verdict.name: verdict.code for verdict in Verdict} == {
+        "BITWISE": 0,
+        "NOISE": 0,
+        "DIFFERENT": 1,
+        "NOT_EXERCISED": 2,
+        "NO_STEP": 2,
+        "SCRIPT_FAILS": 2,
+        "NOT_SEEN": 2,
+        "INTERRUPTED": 2,
+    }
+
+
+@pytest.mark.slow
+def test_an_unseeded_script_is_seeded_stopped_and_bitwise_equal(verify, site):
+    script = loop(
+        "import random, numpy\nwhile True:\n    step(); net[0].bias.data += random.random() + numpy.random.rand()"
+    )
+    code, out, data = verify(script, "--features=counts", "--steps=3", "--out", str(site.folder / "kept"))
+    assert (code, data["verdict"], data["steps"]) == (0, "bitwise equal", 3), out
+    assert out.startswith("bitwise equal: 3 steps, 1 rank, ")
+    assert "counts      calls 3" in out
+    assert list(data["arms"]) == ["stock", "patched"]
+    assert (site.folder / "kept" / "stock.log").exists()
+
+
+@pytest.mark.slow
+def test_a_fault_is_traced_to_the_feature(verify, site):
+    code, out, data = verify(loop("for _ in range(3): step()"), "--features=counts,doubles")
+    assert (code, data["verdict"], data["features"]) == (1, "different", ["doubles"]), out
+    assert out.startswith("different: first in 'gradient 0.weight' at step 2 on rank 0, because of doubles\n")
+    assert set(data["arms"]) == {
+        "stock", "patched", "rerun", "reordered", "without-counts", "without-doubles"
+    }  # fmt: skip
+    assert data["noise"] == {"rerun": "all bits equal", "reordered": "all bits equal"}
+
+
+@pytest.mark.slow
+def test_a_feature_that_did_nothing_is_not_exercised(verify):
+    code, out, data = verify(loop("step()"), "--features=idle")
+    assert (code, data["verdict"]) == (2, "not exercised")
+    assert "no counter moved of any feature that was on (idle)" in out
+
+
+@pytest.mark.slow
+def test_a_script_without_a_step(verify):
+    code, out, data = verify(loop("net(torch.ones(5, 4)).sum().backward()"), "--features=counts")
+    assert (code, data["verdict"]) == (2, "nothing to compare")
+    assert "1 losses are equal, but no optimizer of torch.optim made a step" in out
+
+
+@pytest.mark.slow
+def test_a_script_that_fails_by_itself(verify):
+    code, out, data = verify(loop("raise ValueError('no data')"), "--features=counts")
+    assert (code, data["verdict"], list(data["arms"])) == (2, "the script itself fails", ["stock"])
+    assert "ValueError: no data" in out
+
+
+@pytest.mark.slow
+def test_a_script_that_fails_later_is_compared_up_to_there(verify):
+    code, out, data = verify(loop("step()\nstep()\nraise ValueError('no more data')"), "--features=counts")
+    assert (code, data["verdict"], data["steps"]) == (0, "bitwise equal", 2), out
+    assert "The script itself fails under stock PyTorch, with exit code 1" in out
+    assert "ValueError: no more data" in out
+
+
+@pytest.mark.slow
+def test_a_failure_of_the_patched_run_alone_is_a_difference(verify):
+    code, out, data = verify(loop("for _ in range(4): step()"), "--features=raises")
+    assert (code, data["verdict"], data["features"]) == (1, "different", ["raises"])
+    assert out.startswith("different: the patched run fails with exit code 1, as stock does not, because of raises")
+    assert "ZeroDivisionError" in out
+
+
+@pytest.mark.slow
+def test_a_hang_of_the_patched_run_is_cut_and_shows_stacks(verify):
+    code, out, data = verify(loop("for _ in range(4): step()"), "--features=hangs", "--timeout=10")
+    assert (code, data["verdict"]) == (1, "different")
+    assert "the patched run hangs, as stock does not, because of hangs" in out
+    assert "in hang_here" in out
+
+
+def test_mistakes_cost_no_run(verify, monkeypatch, capfd, site):
+    def usage(*line):
+        return cli.main(["verify", *line]), capfd.readouterr().err
+
+    code, err = usage("--steps=3")
+    assert (code, "two dashes" in err) == (2, True)
+    code, err = usage("--json", str(site.folder / "no" / "file"), "--", "true")
+    assert (code, "does not exist" in err) == (2, True)
+    code, err = usage("--out", str(site.folder), "--", "true")
+    assert (code, "not an empty directory" in err) == (2, True)
+    code, err = usage("--features=countz", "--", "true")
+    assert (code, "did you mean 'counts'" in err) == (2, True)
+    code, err = usage("--", "no-such-program")
+    assert (code, "command not found" in err) == (2, True)
+    monkeypatch.setenv("OVPATCH", "0")
+    code, err = usage("--features=counts", "--", "true")
+    assert (code, "disagree" in err) == (2, True)
+    with pytest.raises(SystemExit) as error:
+        cli.main(["verify", "--steps=0", "--", "true"])
+    assert error.value.code == 2

@@ -1,0 +1,172 @@
+"""Two records side by side: what is bitwise, what is noise, what differs first, and where runs go different ways."""
+
+from __future__ import annotations
+
+import io
+
+import pytest
+import torch
+from rich.console import Console
+
+from ovpatch.insight.equality import Verdict
+from ovpatch.insight.verify import records, table
+from ovpatch.insight.verify.comparing import ORDER, compare, compare_values
+from ovpatch.insight.verify.recording import BACKWARD, SCALE, STEP, Recorder
+from ovpatch.insight.verify.values import WHOLE, keep, text
+from ovpatch.insight.verify.verdict import Result
+from ovpatch.insight.verify.verdict import Verdict as Verdicts
+
+
+def value(number=1.0, more=0.0, size=4):
+    tensor = torch.full((size,), number)
+    tensor[-1] += more
+    return keep(tensor)
+
+
+@pytest.fixture
+def record(tmp_path, monkeypatch):
+    """``record(name, events, rank=0, cut=False)``: events are (kind, values) with a step's number after each step."""
+
+    def record(name, *processes, cut=False):
+        (tmp_path / name).mkdir()
+        for rank, events in enumerate(processes):
+            monkeypatch.setenv("RANK", str(rank))
+            recorder, step = Recorder(tmp_path / name), 1
+            for kind, values in events:
+                recorder.add(kind, values, step=step, label="SGD")
+                if kind == STEP:
+                    step += 1
+                    recorder.flush()
+            recorder.flush()
+        return records.read(tmp_path / name, cut=cut)
+
+    return record
+
+
+def turns(count, **changes):
+    """A loss and a step each; ``changes`` are values of step 2."""
+    events = []
+    for step in range(1, count + 1):
+        values = {"gradient a": value(), "parameter a": value(float(step))}
+        events += [(BACKWARD, {"loss": keep(1.0)}), (STEP, {**values, **(changes if step == 2 else {})})]
+    return events
+
+
+def test_the_same_events_are_equal(record):
+    compared = compare(record("a", turns(3), turns(3)), record("b", turns(3), turns(3)))
+    assert compared.findings == []
+    assert (compared.processes, compared.steps, compared.values) == (["rank 0", "rank 1"], 3, 2 * 3 * 3)
+    assert compared.events == {BACKWARD: 6, STEP: 6}
+
+
+def test_the_first_difference_is_of_the_earliest_event_and_of_a_parameter(record):
+    other = turns(3, **{"norm of gradients": keep(2.0), "gradient a": value(2.0)})
+    stock = turns(3, **{"norm of gradients": keep(1.0)})
+    late = turns(3)
+    late[5][1]["parameter a"] = value(9.0)
+    compared = compare(record("a", turns(3), stock), record("b", late, other))
+    first = compared.first
+    assert (first.process, first.step, first.row.name) == ("rank 1", 2, "gradient a")
+    assert first.event == "step 2 of optimizer 0 (SGD)"
+    assert len(compared.different) == 3
+
+
+def test_a_step_that_one_run_skips_is_named(record):
+    skipped = turns(3)
+    del skipped[3]
+    skipped.insert(3, (SCALE, {}))
+    compared = compare(record("a", turns(3), turns(3)), record("b", turns(3), skipped))
+    (finding,) = compared.findings
+    assert (finding.process, finding.step, finding.row.name) == ("rank 1", 2, ORDER)
+    assert finding.row.note == "stock: step 2 of optimizer 0 (SGD); patched: GradScaler.update()"
+    assert compared.first is finding
+
+
+def test_the_table_shows_the_first_difference_and_then_the_worst(record):
+    patched = [(BACKWARD, {"loss": keep(1.0 + 1e-3 * 2**n)}) for n in range(15)]
+    stock = [(BACKWARD, {"loss": keep(1.0)}) for _ in range(15)]
+    printed = io.StringIO()
+    compared = compare(record("a", stock), record("b", patched))
+    table.show(Result(Verdicts.DIFFERENT, "why", compared), Console(width=150, file=printed))
+    text = printed.getvalue()
+    assert "not bitwise equal: the first, then the worst of 15" in text
+    sizes = [float(line.split("│")[4]) for line in text.splitlines() if line.startswith("│")]
+    assert sizes[0] == 0.001
+    assert sizes[1:] == sorted(sizes[1:], reverse=True)
+    assert (len(sizes), max(sizes)) == (10, 16.4)
+
+
+def test_a_run_that_was_cut_is_compared_as_far_as_it_goes(record):
+    stock = record("a", turns(3), turns(3))
+    assert compare(stock, record("b", turns(2), turns(1), cut=True)).findings == []
+    assert compare(stock, record("c", turns(2), turns(1), cut=True)).steps == 2
+    found = compare(stock, record("d", turns(3), turns(1))).findings
+    assert [(one.process, one.row.note) for one in found] == [
+        ("rank 1", "stock: a backward (step 2); patched: the end")
+    ]
+    (missing,) = compare(stock, record("e", turns(3))).findings
+    assert (missing.process, missing.row.note) == ("rank 1", "nothing happened here in the patched run")
+
+
+def test_what_stock_itself_does_not_repeat_is_noise(record):
+    def arm(name, moved, shorter=False):
+        events = turns(3, **{"gradient a": value(more=moved), "random.python": text(str(moved))})
+        return record(name, events[:-1] if shorter else events)
+
+    stock, near, far = arm("a", 0.0), arm("b", 1.9e-3), arm("c", 2.1e-3)
+    yardstick = arm("d", 1e-3)
+    allowed = compare(stock, near, reordered=yardstick)
+    assert [one.row.verdict for one in allowed.findings] == [Verdict.WITHIN_NOISE] * 2
+    assert allowed.different == []
+    assert {one.row.name for one in compare(stock, near).different} == {"gradient a", "random.python"}
+    assert {one.row.name for one in compare(stock, far, rerun=yardstick).different} == {"gradient a"}
+    gone = compare(stock, arm("e", 0.0, shorter=True), rerun=arm("f", 0.0, shorter=True))
+    assert [one.row.verdict for one in gone.findings] == [Verdict.WITHIN_NOISE]
+
+
+def test_a_yardstick_that_went_another_way_allows_nothing(record):
+    stock, patched = record("a", turns(3)), record("b", turns(3, **{"gradient a": value(more=1e-3)}))
+    wild = turns(3, **{"gradient a": value(more=1.0)})
+    assert not compare(stock, patched, rerun=record("c", wild)).different
+    wild[:2] = wild[1::-1]  # what follows stands where stock's does, but is not known to be the same
+    assert compare(stock, patched, rerun=record("d", wild)).different
+
+
+def test_large_tensors_are_judged_by_their_sums():
+    def row(more, yardstick=0.0):
+        stock, patched, other = (value(1.0, moved, WHOLE * 4) for moved in (0.0, more, yardstick))
+        (found,) = compare_values({"a": stock}, {"a": patched}, {"reordered": {"a": other}})
+        return found.verdict
+
+    assert row(1.0) is Verdict.DIFFERENT
+    assert row(1e-6) is Verdict.WITHIN_NOISE
+    assert row(1e-2, yardstick=0.6e-2) is Verdict.WITHIN_NOISE
+    assert row(1e-2, yardstick=0.4e-2) is Verdict.DIFFERENT
+    zeros, signed = torch.zeros(WHOLE + 1), torch.zeros(WHOLE + 1)
+    signed[3] = -0.0
+    (found,) = compare_values({"a": keep(zeros)}, {"a": keep(signed)}, {})
+    assert (found.verdict, found.max_abs_diff) == (Verdict.WITHIN_NOISE, 0.0)
+
+
+def test_a_nan_is_different_wherever_it_comes(record):
+    for size in (4, WHOLE + 1):
+        stock, patched = value(size=size), value(more=float("nan"), size=size)
+        (found,) = compare_values({"a": stock}, {"a": patched}, {"rerun": {"a": value(more=1.0, size=size)}})
+        assert found.verdict is Verdict.DIFFERENT
+        assert compare_values({"a": patched}, {"a": patched}, {}) == []
+
+
+@pytest.mark.parametrize(
+    ("stock", "patched", "note"),
+    [
+        ({"a": value()}, {}, "missing in the patched run"),
+        ({}, {"a": value()}, "stock has no such value"),
+        ({"a": value()}, {"a": keep(torch.ones(4).half())}, "float32 [4] became float16 [4]"),
+        ({"a": keep(None)}, {"a": value()}, "none became float32 [4]"),
+        ({"a": text("x")}, {"a": text("y")}, "x became y"),
+        ({"a": keep(1)}, {"a": keep(1.0)}, "int became float"),
+    ],
+)
+def test_what_cannot_be_subtracted_is_different(stock, patched, note):
+    (found,) = compare_values(stock, patched, {})
+    assert (found.verdict, found.note) == (Verdict.DIFFERENT, note)

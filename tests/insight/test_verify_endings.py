@@ -1,0 +1,39 @@
+"""The script's own traceback is found in a launcher's log."""
+
+from __future__ import annotations
+
+from ovpatch.insight.verify.endings import why
+
+LOG = """step 1
+[rank1]: Traceback (most recent call last):
+[rank1]:   File "train.py", line 7, in <module>
+W1121 torch/distributed/elastic: sending SIGTERM
+[rank1]:     raise RuntimeError("rank 1 has no data")
+[rank1]: RuntimeError: rank 1 has no data
+[rank0]: Traceback (most recent call last):
+[rank0]:   File "train.py", line 8, in <module>
+[rank0]: RuntimeError: connection closed by peer
+Traceback (most recent call last):
+  File "torch/distributed/run.py", line 1019, in run
+torch.distributed.elastic.multiprocessing.errors.ChildFailedError:
+=====
+"""
+
+
+def test_the_first_traceback_of_the_script():
+    assert why(LOG).splitlines() == [LOG.splitlines()[line] for line in (1, 2, 4, 5)]
+
+
+def test_a_launchers_traceback_alone_is_not_it():
+    log = LOG[LOG.index("Traceback (most recent call last):\n  File") :]
+    assert why(log, 2).splitlines() == log.splitlines()[-2:]
+    assert why("a\nb\nc", 2) == "b\nc"
+    assert why("") == ""
+
+
+def test_a_deep_traceback_keeps_its_two_ends():
+    frames = "".join(f'  File "f.py", line {n}\n' for n in range(500))
+    short = why(f"Traceback (most recent call last):\n{frames}ValueError: x\n").splitlines()
+    assert len(short) < 30
+    assert short[-1] == "ValueError: x"
+    assert short[1].endswith("line 0")

@@ -1,0 +1,116 @@
+"""Faults that a feature could have: each is found, at its first step, in its first value, on its rank."""
+
+from __future__ import annotations
+
+import os
+import sys
+from dataclasses import dataclass
+
+import pytest
+
+from ovpatch.insight import arms
+from ovpatch.insight.verify import records
+from ovpatch.insight.verify.comparing import Compared, compare
+from ovpatch.insight.verify.verifying import WORKER, Request
+from tests.insight import faults
+from tests.support.environment import clean
+from tests.support.fake_plugins import Site
+from tests.support.scripts import free_port
+
+pytestmark = pytest.mark.slow
+
+
+@dataclass
+class Arms:
+    """Runs the script with one feature, or stock, once for all tests."""
+
+    request: Request
+
+    def run(self, name: str, features: str = arms.STOCK) -> arms.Outcome:
+        arm = self.request.arm(name, features)
+        outcome = arms.run(arm, self.request.command, WORKER, self.request.out, timeout=60.0)
+        assert outcome.code == 0, outcome.tail(40)
+        return outcome
+
+    def read(self, name: str) -> records.Run:
+        return records.read(self.request.out / name)
+
+    def compare(self, name: str) -> Compared:
+        outcome = self.run(name, name)
+        assert outcome.exercised == [name]
+        return compare(self.read("stock"), self.read(name))
+
+
+@pytest.fixture(scope="module")
+def ran(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("faults")
+    (folder / "train.py").write_text(faults.SCRIPT)
+    faults.install(Site(folder))
+    with pytest.MonkeyPatch.context() as patch:
+        for name in [name for name in os.environ if name.startswith("OVPATCH")]:
+            patch.delenv(name)
+        for name, value in clean(os.environ).items():
+            patch.setenv(name, value)
+        patch.setenv("PYTHONPATH", str(folder))
+        command = [sys.executable, str(folder / "train.py"), str(free_port())]
+        made = Arms(Request(command, folder / "out", steps=10))
+        made.run("stock")
+        yield made
+
+
+def first_of(compared):
+    first = compared.first
+    assert first is not None
+    return first.step, first.process, first.row.name
+
+
+def names(compared):
+    return {(finding.process, finding.row.name) for finding in compared.different}
+
+
+def test_a_feature_that_does_nothing_changes_no_bit_and_all_is_compared(ran):
+    compared = ran.compare("harmless")
+    assert compared.findings == []
+    assert compared.processes == ["rank 0", "rank 1"]
+    assert compared.steps == 3  # one of the four turns was skipped
+    assert compared.events == {"backward": 16, "step": 6, "scale": 8, "checkpoint": 1}
+
+
+def test_gradients_divided_twice(ran):
+    compared = ran.compare("divided_twice")
+    assert first_of(compared) == (2, "rank 0", "gradient 0.weight")
+    assert ("rank 1", "norm of gradients") in names(compared)
+
+
+def test_a_stale_parameter_on_one_rank(ran):
+    compared = ran.compare("stale")
+    assert first_of(compared) == (2, "rank 1", "parameter 2.weight")
+    at_once = [one.row.name for one in compared.different if (one.step, one.process) == (2, "rank 1")]
+    assert at_once == ["parameter 2.weight"]
+
+
+def test_a_late_contribution_that_is_dropped(ran):
+    compared = ran.compare("dropped")
+    assert first_of(compared) == (2, "rank 0", "gradient 0.bias")
+
+
+def test_a_skip_on_one_rank_alone(ran):
+    first = ran.compare("wrong_skip").first
+    assert (first.process, first.step, first.row.name) == ("rank 1", 2, "order of events")
+    assert first.row.note == "stock: step 2 of optimizer 0 (SGD); patched: GradScaler.update()"
+
+
+def test_a_random_number_drawn_too_many(ran):
+    compared = ran.compare("disturbed")
+    assert {one.step for one in compared.different} == {3}
+    assert ("rank 1", "random.torch") in names(compared)
+    assert ("rank 1", "random.python") not in names(compared)
+    assert compared.different[0].row.name == "loss"  # whose dropout took other numbers
+
+
+def test_a_checkpoint_of_another_dtype(ran):
+    compared = ran.compare("wrong_dtype")
+    assert {one.event for one in compared.different} == {"a checkpoint (model.pt)"}
+    rows = {one.row.name: one.row.note for one in compared.different}
+    assert rows["model.module.0.weight"] == "float32 [40, 8] became float16 [40, 8]"
+    assert {one.process for one in compared.different} == {"rank 0"}

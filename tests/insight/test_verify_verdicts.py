@@ -1,0 +1,205 @@
+"""What follows from what the arms recorded; the arms here are made up, so no process runs."""
+
+from __future__ import annotations
+
+import io
+import json
+
+import pytest
+import torch
+from rich.console import Console
+
+from ovpatch.insight import arms
+from ovpatch.insight.arms import Outcome
+from ovpatch.insight.verify import table, verifying
+from ovpatch.insight.verify.recording import SCALE, STEP, Recorder
+from ovpatch.insight.verify.values import keep
+from ovpatch.insight.verify.verdict import Verdict
+from ovpatch.insight.verify.verifying import Request
+
+STOCK = 1.0
+SKIPPED = -1.0  # its second step
+REPORT = {"version": "1", "torch": "2", "python": "3", "pid": 1, "rank": 0, "patches": []}
+
+
+@pytest.fixture
+def verify(tmp_path, monkeypatch):
+    """``verify(features, value_of_arm, **how_arms_end)`` -> the result and what is printed."""
+
+    def verify(features, value_of, *, noise=False, ends=None, calls=1, states=None):
+        def run(arm, command, worker, out, *, timeout, progress):
+            assert command == ["train"]
+            assert worker == verifying.WORKER
+            folder, log = out / arm.name, out / f"{arm.name}.log"
+            folder.mkdir()
+            (folder / "process-7.json").write_text(json.dumps({"pid": 7, "rank": "1"}))
+            log.write_text("a\nb\nthe last line\n")
+            if arm.patched:
+                off = {name for name in features if arm.variables.get(f"OVPATCH_{name.upper()}") == "0"}
+                _report(folder, [name for name in features if name not in off], calls, states or {})
+            _record(folder, value_of(arm.name))
+            return Outcome(arm, folder, log, **{"code": 0, "seconds": 1.0, **(ends or {}).get(arm.name, {})})
+
+        monkeypatch.setattr(arms, "run", run)
+        out = tmp_path / "out"
+        out.mkdir()
+        result = verifying.verify(Request(["train"], out, noise=noise))
+        printed = io.StringIO()
+        table.show(result, Console(width=150, file=printed))
+        json.dumps(result.to_json())
+        return result, printed.getvalue()
+
+    return verify
+
+
+def _report(folder, features, calls, states):
+    common = {"reason": "r", "remarks": [], "options": {}, "distribution": "d", "counters": {"calls": calls}}
+    listed = [{"name": name, "state": states.get(name, "applied"), **common} for name in features]
+    (folder / "worker-1.json").write_text(json.dumps({**REPORT, "features": listed}))
+
+
+def _record(folder, value):
+    recorder = Recorder(folder)
+    if value is SKIPPED:
+        recorder.add(STEP, {"parameter w": keep(torch.zeros(4))}, step=1)
+        recorder.add(SCALE, {}, step=1)
+        recorder.flush()
+    for step in () if value in (None, SKIPPED) else (1, 2):
+        recorder.add(STEP, {"parameter w": keep(torch.full((4,), value if step == 2 else 0.0))}, step=step)
+        recorder.flush()
+    if value is not None:
+        (folder / "beat-1").write_text("2")
+
+
+def values(**given):
+    return lambda name: given.get(name.replace("-", "_"), STOCK)
+
+
+def test_bitwise_equal_needs_no_yardstick(verify):
+    result, text = verify(["a"], values())
+    assert (result.verdict, list(result.outcomes)) == (Verdict.BITWISE, ["stock", "patched"])
+    assert text.startswith("bitwise equal: 2 steps, 1 rank, 2 values\n")
+    assert "calls 1" in text
+    assert "ended by itself before step 5" in text
+
+
+def test_the_yardsticks_run_when_asked(verify):
+    result, text = verify(["a"], values(reordered=1.5), noise=True)
+    assert result.verdict is Verdict.BITWISE
+    assert result.noise == {"rerun": "all bits equal", "reordered": "1 of 2 values moved, by up to 0.5"}
+    assert "moved, by up to 0.5" in text
+
+
+def test_within_twice_the_yardstick_it_is_noise(verify):
+    result, text = verify(["a"], values(patched=1.9, reordered=1.5))
+    assert (result.verdict, result.verdict.code) == (Verdict.NOISE, 0)
+    assert list(result.outcomes) == ["stock", "patched", "rerun", "reordered"]
+    assert text.startswith("equal within noise: 2 steps")
+    assert "0.9" in text
+
+
+def test_beyond_it_is_different_and_one_feature_alone_is_to_blame(verify):
+    result, text = verify(["a"], values(patched=2.1, reordered=1.5))
+    assert (result.verdict, result.blamed) == (Verdict.DIFFERENT, ["a"])
+    assert "rerun" in result.outcomes
+    assert text.startswith("different: first in 'parameter w' at step 2 on rank 0, because of a\n")
+
+
+def test_the_feature_without_which_the_difference_is_gone(verify):
+    result, _ = verify(["a", "b", "c"], values(patched=2.0, without_a=2.0, without_c=2.0))
+    assert result.blamed == ["b"]
+    assert set(result.outcomes) == {"stock", "patched", "rerun", "reordered", "without-a", "without-b", "without-c"}
+
+
+def test_two_features_that_differ_only_together_are_both_named(verify):
+    assert verify(["a", "b"], values(patched=2.0))[0].blamed == ["a", "b"]
+
+
+def test_no_single_feature(verify):
+    result, text = verify(["a", "b"], values(patched=2.0, without_a=2.0, without_b=2.0))
+    assert (result.verdict, result.blamed) == (Verdict.DIFFERENT, [])
+    assert "No single feature is to blame" in text
+
+
+def test_a_script_that_does_not_repeat_itself_is_told_so(verify):
+    result, text = verify(["a"], values(patched=1.2, rerun=1.1))
+    assert result.verdict is Verdict.NOISE
+    assert "The script does not repeat itself" in text
+    assert "'parameter w' on rank 0" in text
+
+
+def test_nothing_that_was_on_means_not_exercised_whatever_differs(verify):
+    result, text = verify(["a"], values(patched=2.0), calls=0, states={"a": "skipped"})
+    assert result.verdict is Verdict.NOT_EXERCISED
+    assert "no feature was on: a skipped (r)" in text
+
+
+def test_a_counter_that_did_not_move_means_not_exercised_only_if_all_is_equal(verify):
+    assert verify(["a"], values(), calls=0)[0].verdict is Verdict.NOT_EXERCISED
+
+
+def test_a_difference_counts_more_than_a_counter(verify):
+    assert verify(["a"], values(patched=2.0), calls=0)[0].verdict is Verdict.DIFFERENT
+
+
+def test_without_a_report_nothing_was_exercised(verify, monkeypatch):
+    monkeypatch.setattr(Outcome, "report", None)
+    result, text = verify([], values())
+    assert result.verdict is Verdict.NOT_EXERCISED
+    assert "ovpatch doctor" in text
+
+
+def test_no_step(verify):
+    result, _ = verify(["a"], lambda name: None)
+    assert (result.verdict, result.verdict.code) == (Verdict.NO_STEP, 2)
+
+
+def test_steps_in_one_run_only_are_a_difference(verify):
+    result, _ = verify(["a"], lambda name: None if name in ("stock", "rerun", "reordered") else STOCK)
+    assert result.verdict is Verdict.DIFFERENT
+
+
+@pytest.mark.parametrize(
+    ("ends", "verdict", "said"),
+    [
+        ({"stock": {"code": 130, "interrupted": True}}, Verdict.INTERRUPTED, "while the arm 'stock' ran"),
+        ({"stock": {"code": 1, "timed_out": True, "stacks": {7: "in f"}}}, Verdict.SCRIPT_FAILS, "rank 1 (process 7)"),
+        ({"stock": {"code": 3}}, Verdict.SCRIPT_FAILS, "it ends with exit code 3, patched with 0"),
+        (
+            {"stock": {"code": 3}, "patched": {"code": 3}},
+            Verdict.BITWISE,
+            "fails under stock PyTorch, with exit code 3",
+        ),
+        (
+            {"patched": {"code": 3}},
+            Verdict.DIFFERENT,
+            "the patched run fails with exit code 3, as stock does not, because of a",
+        ),
+        ({"patched": {"code": 1, "timed_out": True, "stacks": {7: "in f"}}}, Verdict.DIFFERENT, "stacks of rank 1"),
+        ({"rerun": {"code": 3}}, Verdict.NOISE, "The arm 'rerun' ended with exit code 3"),
+    ],
+)
+def test_how_arms_end(verify, ends, verdict, said):
+    result, text = verify(["a"], values(patched=1.0 + 1e-7 if "rerun" in ends else 1.0), ends=ends)
+    assert result.verdict is verdict
+    assert said in text
+
+
+def test_a_difference_before_a_failure_comes_first(verify):
+    _, text = verify(["a"], values(patched=2.0), ends={"patched": {"code": 3}})
+    where = "first in 'parameter w' at step 2 on rank 0"
+    assert text.startswith(f"different: {where}, because of a; then the patched run fails with exit code 3, as")
+
+
+def test_ranks_that_went_out_of_step_are_not_said_to_fail_by_themselves(verify):
+    _, text = verify(["a"], values(patched=SKIPPED), ends={"patched": {"code": 1}})
+    assert text.startswith("different: first in 'order of events' at step 2 on rank 0, because of a\n")
+    assert "Afterwards the patched run fails with exit code 1" in text
+
+
+def test_a_process_that_could_not_be_patched(verify, monkeypatch):
+    failure = {"pid": 5, "rank": "1", "error": "no such feature"}
+    monkeypatch.setattr(Outcome, "failures", property(lambda self: [failure] if self.arm.patched else []))
+    result, text = verify(["a"], values())
+    assert (result.verdict, result.verdict.code) == (Verdict.NOT_EXERCISED, 2)
+    assert "no such feature" in text

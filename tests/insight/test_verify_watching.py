@@ -1,0 +1,238 @@
+"""What is recorded of a training loop, in this process: events, values, and that nothing is disturbed."""
+
+from __future__ import annotations
+
+import inspect
+import os
+import random
+
+import numpy
+import pytest
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from ovpatch.insight.steps import Steps
+from ovpatch.insight.verify import recording, records, reordering, seeds
+from ovpatch.insight.verify.recording import Recorder
+from ovpatch.insight.verify.watching import Watch
+from ovpatch.patching import PatchManager
+
+
+@pytest.fixture
+def watched(tmp_path):
+    """Call a function while it is watched; returns the events."""
+
+    def watched(train):
+        recorder = Recorder(tmp_path)
+        steps = Steps(tmp_path, lambda number: recorder.flush())
+        watch = Watch(recorder, steps)
+        watch.begin()
+        steps.watch()
+        try:
+            train()
+        finally:
+            steps.unwatch()
+            watch.patches.revert()
+        recorder.flush()
+        (process,) = records.read(tmp_path).processes
+        return list(records.read(tmp_path).events(process))
+
+    return watched
+
+
+def model():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3))
+
+
+def loss_of(net):
+    return net(torch.randn(5, 4)).square().mean()
+
+
+def shape(events):
+    return [(event.kind, event.index, event.step) for event in events]
+
+
+def test_two_optimizers_that_take_turns(watched):
+    def train():
+        nets = [model(), model()]
+        optimizers = [torch.optim.SGD(nets[0].parameters(), lr=0.1), torch.optim.AdamW(nets[1].parameters())]
+        for turn in range(4):
+            for net, optimizer in zip(nets, optimizers, strict=True):
+                if turn % 2 == 0 or net is nets[0]:
+                    loss_of(net).backward()
+                    optimizer.step()
+
+    events = watched(train)
+    steps = [(event.index, event.label, event.step) for event in events if event.kind == "step"]
+    sgd, adam = (0, "SGD"), (1, "AdamW")
+    assert steps == [(*sgd, 1), (*adam, 1), (*sgd, 2), (*sgd, 3), (*adam, 3), (*sgd, 4)]
+    assert {"parameter optimizer1:0.weight", "state optimizer1:0.weight.exp_avg"} <= set(events[3].values)
+
+
+def test_every_value_of_a_step(watched):
+    net = model()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
+
+    def train():
+        loss_of(net).backward()
+        optimizer.step()
+        torch.save({"net": net.state_dict()}, "/dev/null")
+
+    events = watched(train)
+    assert shape(events) == [("backward", 0, 1), ("step", 0, 1), ("checkpoint", 0, 1)]
+    values = events[1].values
+    assert {name.partition(" ")[0] for name in values} == {
+        "norm", "gradient", "parameter", "state", "option", "buffer", "random.python", "random.torch", "random.numpy"
+    }  # fmt: skip
+    assert torch.equal(values["gradient 0.weight"].values, net[0].weight.grad)
+    assert torch.equal(values["parameter 0.weight"].values, net[0].weight)
+    assert torch.equal(values["state 0.weight.momentum_buffer"].values, net[0].weight.grad)
+    assert torch.equal(values["buffer 1.running_mean"].values, net[1].running_mean)
+    norm = torch.cat([p.grad.flatten() for p in net.parameters()]).double().norm()
+    assert values["norm of gradients"].values == pytest.approx(norm.item(), rel=1e-12)
+    assert events[2].values["net.0.weight"].digest == "float32 [3, 4]"
+
+
+def test_a_closure_makes_the_gradients_that_its_step_uses(watched):
+    net = model()
+    optimizer = torch.optim.LBFGS(net.parameters(), lr=0.1, max_iter=2)
+
+    def closure():
+        optimizer.zero_grad()
+        loss = loss_of(net)
+        loss.backward()
+        return loss
+
+    events = watched(lambda: optimizer.step(closure))
+    assert [event.kind for event in events][-1] == "step"
+    assert {event.kind for event in events[:-1]} == {"backward"}
+    assert torch.equal(events[-1].values["gradient 0.weight"].values, net[0].weight.grad)
+    assert "state 0.weight.prev_flat_grad" in events[-1].values
+
+
+def test_a_skipped_step_leaves_its_loss_scale_and_no_step(watched):
+    net = model()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+
+    def train():
+        scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+        for factor in (1.0, float("inf"), 1.0):
+            scaler.scale(loss_of(net) * factor).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+        torch.amp.GradScaler("cpu", enabled=False).update()
+
+    events = watched(train)
+    assert [event.kind for event in events] == [
+        "backward", "step", "scale", "backward", "scale", "backward", "step", "scale",
+    ]  # fmt: skip
+    assert [event.values["loss scale"].values for event in events if event.kind == "scale"] == [4.0, 2.0, 2.0]
+    assert [event.step for event in events if event.kind == "backward"] == [1, 2, 2]
+
+
+def test_backwards_inside_a_backward_and_of_several_tensors(watched):
+    def train():
+        x = torch.ones(3, 4, requires_grad=True)
+        net = nn.Linear(4, 4)
+        torch.utils.checkpoint.checkpoint(net, x, use_reentrant=True).sum().backward()
+        torch.autograd.backward([net(x).sum(), net(x).mean()])
+
+    events = watched(train)
+    assert [list(event.values) for event in events] == [["loss"], ["loss 0", "loss 1"]]
+
+
+def test_watching_changes_no_bit(watched):
+    def run(results):
+        torch.manual_seed(1)
+        random.seed(1)
+        numpy.random.seed(1)
+        net = model()
+        optimizer = torch.optim.AdamW(net.parameters())
+        for _ in range(3):
+            optimizer.zero_grad()
+            nn.functional.dropout(loss_of(net)).backward()
+            optimizer.step()
+        results.append([p.detach() for p in net.parameters()] + [torch.rand(3)])
+        results[-1] += [torch.tensor([random.random(), numpy.random.rand()])]
+
+    results: list[list[torch.Tensor]] = []
+    run(results)
+    watched(lambda: run(results))
+    for one, other in zip(*results, strict=True):
+        assert torch.equal(one, other)
+
+
+def test_a_compiled_model_is_the_same_when_watched(watched):
+    net = model()
+    graphs: list[object] = []
+
+    def backend(graph, inputs):
+        graphs.append(graph)
+        return graph.forward
+
+    def train():
+        compiled = torch.compile(net, backend=backend)
+        for _ in range(2):
+            loss = compiled(torch.ones(5, 4)).sum()
+            loss.backward()
+
+    signature = inspect.signature(torch.autograd.backward)
+    watched(train)
+    assert len(graphs) == 1
+    assert inspect.signature(torch.autograd.backward) == signature
+
+
+def test_events_are_written_whole_and_by_the_process_that_they_belong_to(tmp_path):
+    recorder = Recorder(tmp_path)
+    recorder.flush()
+    assert list(tmp_path.iterdir()) == []
+    recorder.add(recording.BACKWARD, {"loss": None}, step=1)
+    recorder.flush()
+    assert [path.suffix for path in tmp_path.iterdir()] == [".pt"]
+
+
+def test_the_generators_start_from_a_number_of_the_rank(monkeypatch):
+    def state(rank):
+        monkeypatch.setenv("RANK", rank)
+        seeds.seed()
+        return {name: kept.digest for name, kept in seeds.digests().items()}
+
+    monkeypatch.setattr(os, "register_at_fork", lambda **hooks: None)  # it could not be taken back
+    kept = random.getstate(), numpy.random.get_state(), torch.get_rng_state()
+    first, second, again = state("0"), state("1"), state("0")
+    random.setstate(kept[0])
+    numpy.random.set_state(kept[1])
+    torch.set_rng_state(kept[2])
+    assert first == again
+    assert all(first[name] != second[name] for name in ("random.python", "random.torch", "random.numpy"))
+
+
+# --- the reordered arm ---
+
+
+def buckets(bucket_cap_mb=None):
+    net = nn.Sequential(*(nn.Linear(64, 64) for _ in range(6)))
+    wrapped = DistributedDataParallel(net, bucket_cap_mb=bucket_cap_mb)
+    wrapped(torch.ones(1, 64)).sum().backward()
+    data = wrapped._get_ddp_logging_data()
+    return data["bucket_sizes"], data["bucket_cap_bytes"]
+
+
+def stock_and_reordered_buckets(cap=None):
+    stock = buckets(cap)
+    patches = PatchManager()
+    reordering.reorder(patches)
+    with patches.applied():
+        return stock, buckets(cap)
+
+
+def test_the_reordered_arm_has_other_buckets_from_the_first_backward_on(ranks):
+    (stock, reordered), _ = ranks(2)(stock_and_reordered_buckets)
+    assert len(stock[0].split(",")) == 1
+    assert len(reordered[0].split(",")) >= 3
+    assert 0 < reordered[1] < stock[1]
+    (stock, reordered), _ = ranks(2)(stock_and_reordered_buckets, 0.01)
+    assert 0 < reordered[1] < stock[1]
