@@ -7,14 +7,11 @@ from __future__ import annotations
 
 import argparse
 import sys
-import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final
 
 from ovpatch._version import __version__
-from ovpatch.commands import run
+from ovpatch.commands import asking
 from ovpatch.insight import arms
 from ovpatch.insight.bench import progress, table
 from ovpatch.insight.bench.figures import Figures, Given, figures
@@ -43,32 +40,32 @@ INTERRUPTED: Final = 130  # as shells have it
 def configure(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of ``ovpatch bench``."""
     add = parser.add_argument
-    add("--steps", type=_at_least(FEWEST), default=30, metavar="N", help="steps to measure in each run (30)")
-    add("--warmup", type=_at_least(SHORTEST_WARMUP), default=10, metavar="M", help="steps before that (10)")
-    add("--rounds", type=_at_least(1), default=3, metavar="R", help="pairs of a stock and a patched run (3)")
-    add("--features", metavar="LIST", help="what OVPATCH would say in patched runs: a,b or all or +c; --features=-c")
+    add("--steps", type=asking.at_least(FEWEST), default=30, metavar="N", help="steps to measure in each run (30)")
+    add("--warmup", type=asking.at_least(SHORTEST_WARMUP), default=10, metavar="M", help="steps before that (10)")
+    add("--rounds", type=asking.at_least(1), default=3, metavar="R", help="pairs of a stock and a patched run (3)")
+    asking.add_features(parser)
     add(
         "--leave-one-out",
         action=argparse.BooleanOptionalAction,
         help="also run without each feature, to tell its part (default: if more than one did something)",
     )
-    add("--samples-per-step", type=_positive, metavar="X", help="over all ranks; else found out")
-    add("--tokens-per-step", type=_positive, metavar="X", help="over all ranks; else found out")
-    add("--peak-tflops", type=_positive, metavar="X", help="of one device, for MFU; else by its name, for bf16")
-    add("--timeout", type=_positive, default=600.0, metavar="S", help="seconds without a step that mean a hang (600)")
+    add("--samples-per-step", type=asking.positive, metavar="X", help="over all ranks; else found out")
+    add("--tokens-per-step", type=asking.positive, metavar="X", help="over all ranks; else found out")
+    add("--peak-tflops", type=asking.positive, metavar="X", help="of one device, for MFU; else by its name, for bf16")
+    asking.add_timeout(parser)
     add("--out", type=Path, metavar="DIR", help="keep logs and raw files there; it must be empty")
     add("--json", type=Path, metavar="FILE", help="write everything that was found as JSON")
-    add("command", nargs=argparse.REMAINDER, help="-- and the command, for example: torchrun train.py")
+    asking.add_command(parser)
 
 
 def main(arguments: argparse.Namespace) -> int:
     """Run all rounds and print what came of them."""
-    command = arguments.command[1:] if arguments.command[:1] == ["--"] else arguments.command
+    command = asking.command_of(arguments.command)
     try:
         _check(command, arguments)
     except FeatureError as error:
         return _fail(str(error), PROBLEM)
-    with _folder(arguments.out) as out:
+    with asking.folder(arguments.out) as out:
         names = ("steps", "warmup", "rounds", "features", "timeout", "leave_one_out")
         plan = Plan(command, out, **{name: getattr(arguments, name) for name in names})
         return _measure(plan, arguments)
@@ -82,26 +79,12 @@ def _check(command: list[str], arguments: argparse.Namespace) -> None:
         ovpatch.FeatureError: A feature asked for by name cannot even be loaded.
     """
     arms.check(command)
-    environment = run.environment_of(arguments.features)
-    run.check(environment, arguments.json, "--json")
+    environment = asking.environment_of(arguments.features)
+    asking.check_settings(environment)
     if settings.read(environment).selection.kind == "nothing":
         raise settings.SettingsError("OVPATCH turns everything off, so there is nothing to compare. Unset it.")
-    if arguments.out is not None and arguments.out.exists() and (not arguments.out.is_dir() or _content(arguments.out)):
-        raise settings.SettingsError(f"--out {arguments.out} is no empty directory. Name another one.")
-
-
-def _content(folder: Path) -> list[Path]:
-    return list(folder.iterdir())
-
-
-@contextmanager
-def _folder(out: Path | None) -> Iterator[Path]:
-    if out is not None:
-        out.mkdir(parents=True, exist_ok=True)
-        yield out
-        return
-    with tempfile.TemporaryDirectory(prefix="ovpatch-", ignore_cleanup_errors=True) as folder:
-        yield Path(folder)
+    asking.check_file(arguments.json, "--json")
+    asking.check_folder(arguments.out)
 
 
 def _measure(plan: Plan, arguments: argparse.Namespace) -> int:
@@ -163,19 +146,3 @@ def _whose(kind: str) -> str:
 def _fail(message: str, code: int) -> int:
     print(f"ovpatch bench: {message}", file=sys.stderr, flush=True)
     return code
-
-
-def _positive(text: str) -> float:
-    value = float(text)
-    if not 0 < value < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text} is not a number above 0")
-    return value
-
-
-def _at_least(least: int) -> Any:
-    def parse(text: str) -> int:
-        if int(text) < least:
-            raise argparse.ArgumentTypeError(f"{text} is fewer than {least}")
-        return int(text)
-
-    return parse

@@ -8,13 +8,13 @@ Nothing is written on stdout, which belongs to the command.
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 import tempfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Final
 
+from ovpatch.commands import asking
 from ovpatch.jobs import launching
 from ovpatch.reports import merging, workers
 from ovpatch.reports.reporting import table_of
@@ -31,79 +31,32 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--report", metavar="FILE", type=Path, help="write the report, merged over the workers, as JSON"
     )
-    parser.add_argument("--features", metavar="LIST", help="what OVPATCH would say: a,b or all or +c; --features=-c")
-    parser.add_argument("command", nargs=argparse.REMAINDER, help="-- and the command, for example: torchrun train.py")
+    asking.add_features(parser)
+    asking.add_command(parser)
 
 
 def main(arguments: argparse.Namespace) -> int:
     """Run the command; return its exit code, or 1 if it succeeded without being patched."""
-    command = arguments.command[1:] if arguments.command[:1] == ["--"] else arguments.command
+    command = asking.command_of(arguments.command)
     if not command:
         _say("no command given. Write: ovpatch run -- torchrun train.py")
         return USAGE
     try:
-        environment = environment_of(arguments.features)
-        check(environment, arguments.report)
+        environment = asking.environment_of(arguments.features)
+        asking.check_file(arguments.report, "--report")
+        asking.check_settings(environment)
     except settings.SettingsError as error:
         _say(str(error))
         return USAGE
     except FeatureError as error:
         _say(str(error))
         return PROBLEM
+    if environment.get("TORCH_DEVICE_BACKEND_AUTOLOAD", "1") != "1":
+        _say("TORCH_DEVICE_BACKEND_AUTOLOAD is not 1: only processes that call ovpatch.apply() will be patched")
     with tempfile.TemporaryDirectory(prefix="ovpatch-", ignore_cleanup_errors=True) as directory:
         environment[workers.REPORT_DIR] = directory
         code = _run(command, environment, Path(directory))
         return _conclude(code, Path(directory), arguments.report)
-
-
-def environment_of(features: str | None) -> dict[str, str]:
-    """Return the environment of the command.
-
-    Args:
-        features: What ``OVPATCH`` shall say; None for what it says already.
-
-    Raises:
-        ovpatch.SettingsError: Both say something, and not the same.
-    """
-    environment = dict(os.environ)
-    already = environment.get("OVPATCH", "").strip()
-    if features is not None and already and already != features:
-        raise settings.SettingsError(f"--features {features} and OVPATCH={already} disagree. Give one of them.")
-    if features is not None:
-        environment["OVPATCH"] = features
-    environment["OVPATCH_AUTO"] = "1"
-    return environment
-
-
-def check(environment: Mapping[str, str], report: Path | None, option: str = "--report") -> None:
-    """Find every mistake that can be found before anything runs.
-
-    Args:
-        environment: Of the command.
-        report: File that will be written in the end, if any.
-        option: What names that file on the command line.
-
-    Raises:
-        ovpatch.SettingsError: A setting cannot be understood, or the report could not be written.
-        ovpatch.FeatureError: A feature asked for by name cannot even be loaded.
-    """
-    from ovpatch.session.session import Session
-
-    if report is not None:
-        _check_writable(report, option)
-    Session().plan(environ=environment, ask_machine=False).check()
-    if environment.get("TORCH_DEVICE_BACKEND_AUTOLOAD", "1") != "1":
-        _say("TORCH_DEVICE_BACKEND_AUTOLOAD is not 1: only processes that call ovpatch.apply() will be patched")
-
-
-def _check_writable(report: Path, option: str) -> None:
-    folder = report.absolute().parent
-    if not folder.is_dir():
-        raise settings.SettingsError(f"{option} {report}: its directory does not exist. Create it first.")
-    if report.is_dir():
-        raise settings.SettingsError(f"{option} {report} is a directory. Name a file in it.")
-    if not os.access(folder, os.W_OK):
-        raise settings.SettingsError(f"{option} {report}: its directory is not writable. Name another file.")
 
 
 def _run(command: list[str], environment: Mapping[str, str], directory: Path) -> int:

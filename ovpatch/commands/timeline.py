@@ -6,18 +6,19 @@ The tables go to stdout; progress, remarks and ovpatch's own report go to stderr
 from __future__ import annotations
 
 import argparse
-import os
 import re
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
+from ovpatch.commands import asking
 from ovpatch.insight.timeline.output import Output, OutputError
 from ovpatch.insight.timeline.recording import Recording, collect
 from ovpatch.insight.timeline.trace import TraceError
 from ovpatch.jobs.launching import NotStartedError
 from ovpatch.session.plan import FeatureError
+from ovpatch.settings import settings
 from ovpatch.settings.settings import SettingsError
 
 if TYPE_CHECKING:
@@ -38,13 +39,11 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add("--step", type=int, default=5, metavar="K", help="first step to record, 2 at least (default: 5)")
     add("--steps", type=int, default=3, metavar="N", help="how many steps to record (default: 3)")
     add("--compare", action="store_true", help="run the command stock, too; of traces: two folders, stock first")
-    add(
-        "--features", metavar="LIST", help="what OVPATCH would say for the patched run: a,b or all or +c; --features=-c"
-    )
+    asking.add_features(parser)
     add("--out", type=Path, default=Path("ovpatch-timeline"), metavar="DIR", help="default: ./ovpatch-timeline")
     add("--no-stop", action="store_true", help="let the command run to its end after the last recorded step")
     add("--no-picture", action="store_true", help="draw no picture, which needs matplotlib")
-    add("--timeout", type=float, default=600.0, metavar="S", help="seconds without a step until it counts as hung")
+    asking.add_timeout(parser)
     add("--communication", metavar="REGEX", help="kernels whose names match communicate, beside those that are known")
     add("rest", nargs=argparse.REMAINDER, metavar="-- command… | trace.json…", help="what to run, or what to read")
 
@@ -136,12 +135,10 @@ def _record(
     """Run each arm and read what it left; an arm that fails is still shown as far as it got."""
     from ovpatch.insight import arms
 
-    command = arguments.rest[1:] if arguments.rest[:1] == ["--"] else arguments.rest
+    command = asking.command_of(arguments.rest)
     wanted = _wanted(arguments)
     arms.check(command)
     chosen = _arms(arguments, wanted)
-    for arm in chosen:
-        _check(arm, output.folder)
     output.prepare(keep_runs=False)
     recordings, code = [], OK
     for arm in chosen:
@@ -171,20 +168,14 @@ def _arms(arguments: argparse.Namespace, wanted: range) -> list[Arm]:
 
     details = {"step": wanted[0], "steps": len(wanted), "stop": not arguments.no_stop}
     patched = Arm("patched", arguments.features, details)
-    off = (arguments.features or os.environ.get("OVPATCH", "")).strip().lower() in ("0", "off")
+    environment = asking.environment_of(arguments.features)
+    asking.check_settings(environment)
+    off = settings.read(environment).selection.kind == "nothing"
     if off and arguments.compare:
         raise SettingsError("--compare with OVPATCH=0 would compare stock with stock. Unset OVPATCH.")
     if off:
         return [Arm("stock", STOCK, details)]
     return [Arm("stock", STOCK, details), patched] if arguments.compare else [patched]
-
-
-def _check(arm: Arm, folder: Path) -> None:
-    """Find every mistake in settings before anything runs."""
-    from ovpatch.session.session import Session
-
-    if arm.patched:
-        Session().plan(environ=arm.environment(_WORKER, folder), ask_machine=False).check()
 
 
 def _judge(outcome: Outcome) -> int:

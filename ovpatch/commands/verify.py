@@ -7,19 +7,16 @@ is written on stdout, progress on stderr; what the command writes goes to one lo
 from __future__ import annotations
 
 import argparse
-import os
-import shutil
 import sys
-import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
+from ovpatch.commands import asking
 from ovpatch.jobs import launching
 from ovpatch.reports import workers
 from ovpatch.session.plan import FeatureError
-from ovpatch.settings.settings import SettingsError
 
 if TYPE_CHECKING:
     from ovpatch.insight.verify.verdict import Result
@@ -31,29 +28,22 @@ Progress = Callable[[str, int], None]
 def configure(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of ``ovpatch verify``."""
     add = parser.add_argument
-    add("--steps", metavar="N", type=_positive, default=5, help="end each run after N optimizer steps (5)")
-    add("--features", metavar="LIST", help="what OVPATCH would say: a,b or all or +c; --features=-c")
+    add("--steps", metavar="N", type=asking.at_least(1), default=5, help="end each run after N optimizer steps (5)")
+    asking.add_features(parser)
     add("--noise", action="store_true", help="measure stock's own noise even where every bit is equal")
     add("--deterministic", action="store_true", help="use deterministic algorithms where torch has them")
-    add("--timeout", metavar="SECONDS", type=float, default=600.0, help="a run without a step for so long hangs (600)")
+    asking.add_timeout(parser)
     add("--json", metavar="FILE", type=Path, help="write the outcome as JSON")
     add("--out", metavar="DIR", type=Path, help="keep logs and records of all runs there; it must be empty or new")
-    add("command", nargs=argparse.REMAINDER, help="-- and the command, for example: torchrun train.py")
-
-
-def _positive(value: str) -> int:
-    number = int(value)
-    if number < 1:
-        raise argparse.ArgumentTypeError("it must be 1 or more")
-    return number
+    asking.add_command(parser)
 
 
 def main(arguments: argparse.Namespace) -> int:
     """Verify the command; return 0 if it computes the same, 1 if not, 2 if that cannot be told."""
-    arguments.command = arguments.command[1:] if arguments.command[:1] == ["--"] else arguments.command
+    arguments.command = asking.command_of(arguments.command)
     try:
         _check(arguments)
-        with _folder(arguments.out) as folder:
+        with asking.folder(arguments.out) as folder:
             result = _verify(arguments, folder)
             return _conclude(result, arguments)
     except (FeatureError, launching.NotStartedError) as error:
@@ -69,31 +59,11 @@ def _check(arguments: argparse.Namespace) -> None:
         ovpatch.FeatureError: A feature asked for by name cannot even be loaded.
     """
     from ovpatch.insight import arms
-    from ovpatch.session.session import Session
 
     arms.check(arguments.command)
-    already = os.environ.get("OVPATCH", "").strip()
-    if arguments.features is not None and already and already != arguments.features:
-        raise SettingsError(f"--features {arguments.features} and OVPATCH={already} disagree. Give one of them.")
-    chosen = {} if arguments.features is None else {"OVPATCH": arguments.features}
-    Session().plan(environ={**os.environ, **chosen}, ask_machine=False).check()
-    if arguments.json is not None and not arguments.json.absolute().parent.is_dir():
-        raise SettingsError(f"--json {arguments.json}: its directory does not exist. Create it first.")
-
-
-@contextmanager
-def _folder(out: Path | None) -> Iterator[Path]:
-    if out is None:
-        folder = Path(tempfile.mkdtemp(prefix="ovpatch-verify-"))
-        try:
-            yield folder
-        finally:
-            shutil.rmtree(folder, ignore_errors=True)
-        return
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise SettingsError(f"--out {out} is not an empty directory. Name another, or empty it.")
-    out.mkdir(parents=True, exist_ok=True)
-    yield out
+    asking.check_settings(asking.environment_of(arguments.features))
+    asking.check_file(arguments.json, "--json")
+    asking.check_folder(arguments.out)
 
 
 def _verify(arguments: argparse.Namespace, folder: Path) -> Result:

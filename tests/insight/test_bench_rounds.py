@@ -245,7 +245,7 @@ def test_fewer_steps_than_asked_are_measured_and_said(machine, bench):
         (["--features", "0", "--", "x"], "nothing to compare"),
         (["--features", "no_such", "--", "x"], "no_such"),
         (["--json", "/no/such/file", "--", "x"], "--json /no/such/file: its directory does not exist"),
-        (["--out", "{full}", "--", "x"], "is no empty directory"),
+        (["--out", "{full}", "--", "x"], "is not an empty directory"),
     ],
 )
 def test_what_cannot_be_done_is_said_before_anything_runs(machine, tmp_path, capsys, arguments, complaint):

@@ -8,7 +8,6 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from ovpatch.insight.bench.measured import Measured
-from ovpatch.insight.bench.progress import result
 from ovpatch.insight.bench.rounds import Plan
 
 
@@ -43,4 +42,4 @@ class Bar:
 
     def end(self, measured: Measured) -> None:
         """The run has been measured."""
-        self._progress.print(f"{self._name}: {result(measured)}", highlight=False)
+        self._progress.print(f"{self._name}: {measured.in_words()}", highlight=False)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from ovpatch.insight.bench.statistics import slowest_rank
@@ -48,6 +49,10 @@ class Measured:
     def to_json(self) -> dict[str, Any]:
         """Return it as plain data."""
         return asdict(self)
+
+    def in_words(self) -> str:
+        """Return what was measured, in a few words."""
+        return f"{median(self.times):.4g} ms a step, worst {max(self.times):.4g}"
 
 
 def read(folder: Path) -> Measured:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from statistics import median
 
 from ovpatch.insight.bench.measured import Measured
 from ovpatch.insight.bench.rounds import Plan, Progress
@@ -25,7 +24,7 @@ class _Lines:
         pass
 
     def end(self, measured: Measured) -> None:
-        self._say(f"{self._name}: {result(measured)}")
+        self._say(f"{self._name}: {measured.in_words()}")
 
     def _say(self, message: str) -> None:
         print(f"ovpatch bench: {message}", file=sys.stderr, flush=True)
@@ -41,8 +40,3 @@ def shown(plan: Plan) -> Iterator[Progress]:
 
     with Bar(plan) as bar:
         yield bar
-
-
-def result(measured: Measured) -> str:
-    """Return what a run measured, in a few words."""
-    return f"{median(measured.times):.4g} ms a step, worst {max(measured.times):.4g}"
