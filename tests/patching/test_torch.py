@@ -164,7 +164,7 @@ assert [(status.state.value, status.calls, status.traces) for status in pm.statu
 
 @pytest.fixture
 def own_sgd() -> Iterator[type]:
-    """A class of its own, since torch changes optimizer classes for good; it did so to SGD if another test built one."""
+    """A class of its own, since torch changes optimizer classes for good; so it did SGD if another test built one."""
     stock: Any = torch.optim.SGD.step
     plain = stock.__wrapped__ if getattr(stock, "hooked", False) else stock
 

@@ -1,0 +1,46 @@
+"""Borders between steps, in this process."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from ovpatch.insight.steps import Steps
+
+
+class Own(torch.optim.SGD):
+    def step(self, closure=None):
+        if closure == "raise":
+            raise ValueError("no step")
+        return super().step()
+
+
+@pytest.fixture
+def borders(tmp_path):
+    borders = []
+    steps = Steps(tmp_path, borders.append)
+    steps.watch()
+    yield borders
+    steps.unwatch()
+
+
+def parameter():
+    parameter = torch.nn.Parameter(torch.ones(1))
+    parameter.grad = torch.ones(1)
+    return [parameter]
+
+
+def test_a_step_that_calls_the_step_of_a_hooked_base_is_one(borders):
+    torch.optim.SGD(parameter(), lr=0.1)  # from now on torch calls hooks in SGD.step() as well as in Own.step()
+    own = Own(parameter(), lr=0.1)
+    for _ in range(3):
+        own.step()
+    assert borders == [1, 2, 3]
+
+
+def test_a_step_that_raises_is_none_and_the_next_one_counts(borders):
+    own = Own(parameter(), lr=0.1)
+    with pytest.raises(ValueError, match="no step"):
+        own.step("raise")
+    own.step()
+    assert borders == [1]
