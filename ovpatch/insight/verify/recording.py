@@ -35,6 +35,7 @@ class Recorder:
 
     def _begin(self) -> None:
         self._pid, self._born, self._files = os.getpid(), time.time_ns(), 0
+        self._rank: int | None = None
         self._events.clear()
         self.writing = False
 
@@ -55,10 +56,16 @@ class Recorder:
         """Write what has happened since the last time. A directory that is gone is no error."""
         if not self._events or not self._directory.is_dir() or self._pid != os.getpid():
             return
-        name = f"events-{self._born}-{self._pid}-{steps.rank()}-{self._files:06d}.pt"
+        name = f"events-{self._born}-{self._pid}-{self._know_rank()}-{self._files:06d}.pt"
         self._write(self._directory / name)
         self._files += 1
         self._events.clear()
+
+    def _know_rank(self) -> int:
+        """Return the rank; a process whose group is destroyed keeps the one that it had."""
+        if self._rank is None or (torch.distributed.is_available() and torch.distributed.is_initialized()):
+            self._rank = steps.rank()
+        return self._rank
 
     def _write(self, path: Path) -> None:
         temporary = path.with_name(f".{path.name}")

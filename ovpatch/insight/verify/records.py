@@ -76,7 +76,7 @@ def read(folder: Path, *, cut: bool = False) -> Run:
         cut: Whether the arm failed or was ended.
     """
     files: dict[tuple[int, int], list[Path]] = defaultdict(list)
-    for path in sorted(folder.glob("events-*.pt")):
+    for path in sorted(folder.glob("events-*.pt"), key=lambda path: path.stem.rpartition("-")[2]):
         _, born, pid, _, _ = path.stem.split("-")
         files[int(born), int(pid)].append(path)
     ranks: dict[int, list[list[Path]]] = defaultdict(list)

@@ -135,6 +135,7 @@ class Watch:
     def _saved(self, file: str, contents: dict[str, Kept]) -> None:
         if not self._recorder.writing:
             self._recorder.add(CHECKPOINT, contents, step=max(1, self._steps.count), label=file)
+            self._recorder.flush()  # often the last that a script does, and some then leave by os._exit
 
 
 def _norm(gradients: list[Tensor]) -> float | None:
