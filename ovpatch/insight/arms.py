@@ -204,7 +204,16 @@ class _Watch:
 
 def slowest(folder: Path) -> int:
     """Return the last step that all processes that step have taken."""
-    return min((int(path.read_bytes() or b"0") for path in folder.glob("beat-*")), default=0)
+    return min(_beats(folder), default=0)
+
+
+def furthest(folder: Path) -> int:
+    """Return the last step that any process has taken."""
+    return max(_beats(folder), default=0)
+
+
+def _beats(folder: Path) -> list[int]:
+    return [int(path.read_bytes() or b"0") for path in folder.glob("beat-*")]
 
 
 def processes(folder: Path) -> list[int]:

@@ -26,18 +26,20 @@ REPORT = {"version": "1", "torch": "2", "python": "3", "pid": 1, "rank": 0, "pat
 def verify(tmp_path, monkeypatch):
     """``verify(features, value_of_arm, **how_arms_end)`` -> the result and what is printed."""
 
-    def verify(features, value_of, *, noise=False, ends=None, calls=1, states=None):
+    def verify(features, value_of, *, noise=False, ends=None, calls=1, states=None, logs=None, beats=None):
         def run(arm, command, worker, out, *, timeout, progress):
             assert command == ["train"]
             assert worker == verifying.WORKER
             folder, log = out / arm.name, out / f"{arm.name}.log"
             folder.mkdir()
             (folder / "process-7.json").write_text(json.dumps({"pid": 7, "rank": "1"}))
-            log.write_text("a\nb\nthe last line\n")
+            log.write_text((logs or {}).get(arm.name, "a\nb\nthe last line\n"))
             if arm.patched:
                 off = {name for name in features if arm.variables.get(f"OVPATCH_{name.upper()}") == "0"}
                 _report(folder, [name for name in features if name not in off], calls, states or {})
             _record(folder, value_of(arm.name))
+            if arm.name in (beats or {}):
+                (folder / "beat-1").write_text(str(beats[arm.name]))
             return Outcome(arm, folder, log, **{"code": 0, "seconds": 1.0, **(ends or {}).get(arm.name, {})})
 
         monkeypatch.setattr(arms, "run", run)
@@ -203,3 +205,34 @@ def test_a_process_that_could_not_be_patched(verify, monkeypatch):
     result, text = verify(["a"], values())
     assert (result.verdict, result.verdict.code) == (Verdict.NOT_EXERCISED, 2)
     assert "no such feature" in text
+
+
+# --- both fail ---
+
+FAILS = {name: {"code": 1} for name in ("stock", "patched", "rerun", "reordered")}
+
+
+def test_a_patched_run_that_fails_earlier_than_the_script_itself_is_different(verify):
+    result, text = verify(["a"], values(), ends=FAILS, beats={"patched": 1})
+    assert (result.verdict, result.blamed) == (Verdict.DIFFERENT, ["a"])
+    end = "the patched run fails after step 1 with exit code 1, stock after step 2 with exit code 1"
+    assert text.startswith(f"different: {end}, because of a\n")
+
+
+def test_runs_that_fail_by_the_same_exception_are_equal(verify):
+    head = "Traceback (most recent call last):\n  File\n"
+    raised = {name: f"{head}ValueError: no data: 1\n" for name in FAILS}
+    assert verify(["a"], values(), ends=FAILS, logs=raised)[0].verdict is Verdict.BITWISE
+
+
+def test_the_other_exception_is_named(verify):
+    log = "[rank1]: Traceback (most recent call last):\n[rank1]:   File\n[rank1]: a.b.OddError: no\n"
+    result, text = verify(["a"], values(), ends=FAILS, logs={"patched": log})
+    assert result.verdict is Verdict.DIFFERENT
+    assert "with exit code 1 by a.b.OddError, stock" in text
+
+
+def test_a_script_that_fails_now_here_and_now_there(verify):
+    result, text = verify(["a"], values(), ends=FAILS, beats={"patched": 1, "rerun": 1})
+    assert result.verdict is Verdict.BITWISE
+    assert "other stock runs end elsewhere, too" in text

@@ -14,7 +14,7 @@ from typing import Any, Final
 
 from ovpatch.insight import arms
 from ovpatch.insight.arms import Arm, Outcome
-from ovpatch.insight.verify import records, seeds
+from ovpatch.insight.verify import endings, records, seeds
 from ovpatch.insight.verify.comparing import ORDER, Compared, compare
 from ovpatch.insight.verify.records import Run
 from ovpatch.insight.verify.verdict import Result, Verdict
@@ -82,10 +82,11 @@ class _Verification:
         stock = self._stock()
         patched = self._patched()
         self.compared = compare(stock, patched)
-        if self.compared.findings or self.request.noise:
-            self._measure_noise(stock, patched)
         outcome = self.outcomes["patched"]
         wrong = _what_went_wrong(self.outcomes["stock"], outcome)
+        if self.compared.findings or self.request.noise or (wrong and self.outcomes["stock"].code):
+            self._measure_noise(stock, patched)
+            wrong = self._unless_stock_does_so_too(wrong)
         if (self.compared.different or wrong) and (outcome.applied or outcome.exercised):
             self._find_the_feature(stock)
             if wrong and any(one.row.name == ORDER for one in self.compared.different):
@@ -161,6 +162,15 @@ class _Verification:
             )
         self.compared = compare(stock, patched, rerun=rerun, reordered=reordered)
 
+    def _unless_stock_does_so_too(self, wrong: str) -> str:
+        """Return nothing if stock fails now here and now there, so that another end of the patched run means nothing."""
+        stock, patched = self.outcomes["stock"], self.outcomes["patched"]
+        others = [self.outcomes[name] for name in ("rerun", "reordered")]
+        if not (wrong and stock.code and patched.code) or all(_end(one) == _end(stock) for one in others):
+            return wrong
+        self.notes.append(f"That {wrong} says nothing: other stock runs end elsewhere, too.")
+        return ""
+
     def _find_the_feature(self, stock: Run) -> None:
         features = self.outcomes["patched"].applied
         arm = self.outcomes["patched"].arm
@@ -234,7 +244,16 @@ def _what_went_wrong(stock: Outcome, patched: Outcome) -> str:
         return "the patched run hangs, as stock does not"
     if patched.code and not stock.code:
         return f"the patched run fails with exit code {patched.code}, as stock does not"
+    if patched.code and _end(patched) != _end(stock):
+        return f"the patched run fails {_end(patched)}, stock {_end(stock)}"
     return ""
+
+
+def _end(outcome: Outcome) -> str:
+    """Say where and how a command that failed did so."""
+    error = endings.error(outcome.log.read_text(encoding="utf-8", errors="replace"))
+    by = f" by {error}" if error else ""
+    return f"after step {arms.furthest(outcome.folder)} with exit code {outcome.code}{by}"
 
 
 def _why_not_exercised(patched: Outcome) -> str:
