@@ -80,6 +80,22 @@ def test_small_numbers_are_not_all_noise():
     assert {row.verdict for row in noisy} == {Verdict.WITHIN_NOISE}
 
 
+def test_what_cannot_be_read_is_counted_apart(record):
+    runs = [record(name, turns(2, **{"state a.x": keep(object())})) for name in "ab"]
+    compared = compare(*runs)
+    assert (compared.values, compared.unread, compared.finite) == (6, {"state a.x": "object"}, 2)
+    compared = compare(runs[0], record("c", turns(2, **{"state a.x": keep(1.0)})))
+    assert compared.first.row.note == "unread became float"
+
+
+def test_losses_that_are_not_finite_are_not_counted(record):
+    nan = float("nan")
+    large = torch.zeros(WHOLE + 1)
+    large[0] = nan
+    events = [(BACKWARD, {"loss": keep(loss)}) for loss in (nan, torch.tensor(nan), large, 1.0)]
+    assert compare(record("a", events), record("b", events)).finite == 1
+
+
 def test_names_that_stock_does_not_repeat_are_no_difference():
     def saved(stamp, **more):
         return {f"at_{stamp}": text("float32 [3]"), "w": text("float32 [3]"), **more}

@@ -12,7 +12,7 @@ from rich.console import Console
 from ovpatch.insight import arms
 from ovpatch.insight.arms import Outcome
 from ovpatch.insight.verify import table, verifying
-from ovpatch.insight.verify.recording import SCALE, STEP, Recorder
+from ovpatch.insight.verify.recording import BACKWARD, SCALE, STEP, Recorder
 from ovpatch.insight.verify.values import keep
 from ovpatch.insight.verify.verdict import Verdict
 from ovpatch.insight.verify.verifying import Request
@@ -207,6 +207,21 @@ def test_a_process_that_could_not_be_patched(verify, monkeypatch):
     assert "no such feature" in text
 
 
+@pytest.mark.parametrize(("loss", "verdict"), [(float("nan"), Verdict.NO_STEP), (1.0, Verdict.BITWISE)])
+def test_losses_that_are_all_nan_tell_nothing(verify, monkeypatch, loss, verdict):
+    def record(folder, value):
+        recorder = Recorder(folder)
+        recorder.add(BACKWARD, {"loss": keep(loss)}, step=1)
+        recorder.add(STEP, {"state w.x": keep(object())}, step=1)
+        recorder.flush()
+
+    monkeypatch.setitem(globals(), "_record", record)
+    result, text = verify(["a"], values())
+    assert result.verdict is verdict
+    assert ("every loss is NaN" in text) == (verdict is Verdict.NO_STEP)
+    assert ("cannot be read and were not compared: 'state w.x' (object)." in text) == (verdict is Verdict.BITWISE)
+
+
 # --- both fail ---
 
 FAILS = {name: {"code": 1} for name in ("stock", "patched", "rerun", "reordered")}
@@ -221,7 +236,7 @@ def test_a_patched_run_that_fails_earlier_than_the_script_itself_is_different(ve
 
 def test_runs_that_fail_by_the_same_exception_are_equal(verify):
     head = "Traceback (most recent call last):\n  File\n"
-    raised = {name: f"{head}ValueError: no data: 1\n" for name in FAILS}
+    raised = dict.fromkeys(FAILS, f"{head}ValueError: no data: 1\n")
     assert verify(["a"], values(), ends=FAILS, logs=raised)[0].verdict is Verdict.BITWISE
 
 

@@ -270,7 +270,7 @@ def test_events_are_written_whole_and_by_the_process_that_they_belong_to(tmp_pat
     recorder = Recorder(tmp_path)
     recorder.flush()
     assert list(tmp_path.iterdir()) == []
-    recorder.add(recording.BACKWARD, {"loss": None}, step=1)
+    recorder.add(recording.BACKWARD, {}, step=1)
     recorder.flush()
     assert [path.suffix for path in tmp_path.iterdir()] == [".pt"]
 

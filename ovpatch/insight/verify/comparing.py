@@ -4,8 +4,8 @@
 and savings. Where the kinds of events differ, as when one run skips a step, that is the difference, and what follows in
 this process cannot be compared. A run that failed or was ended may stop anywhere; what there is of it is compared.
 
-[Note: small numbers] The difference that is always allowed, 1e-6, is meant for numbers around 1. Where all gradients are
-smaller than that, it would allow any gradient. So it is at most a thousandth of the largest number of its family.
+[Note: small numbers] The difference that is always allowed, 1e-6, is meant for numbers around 1. Where all gradients
+are smaller than that, it would allow any gradient. So it is at most a thousandth of the largest number of its family.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from ovpatch.insight import equality
 from ovpatch.insight.equality import Row, Verdict
 from ovpatch.insight.verify import recording
 from ovpatch.insight.verify.records import Event, Run
-from ovpatch.insight.verify.values import Kept
+from ovpatch.insight.verify.values import UNREAD, Kept
 
 ORDER: Final = "order of events"
 _OF_PARAMETERS: Final = ("gradient ", "parameter ", "state ", "buffer ")
-_EXACT: Final = ("text", "none")
+_EXACT: Final = ("text", "none", UNREAD)
 _SMALL: Final = 1e-3  # of the largest gradient, say: no more is always allowed, however small they all are
 
 
@@ -63,6 +63,8 @@ class Compared:
         values: How many values were.
         steps: The last step that was compared, 0 if none was.
         events: How many of each kind were.
+        unread: Values that neither run could read, with what they are.
+        finite: How many losses were finite in stock.
     """
 
     findings: list[Finding] = field(default_factory=list)
@@ -70,6 +72,8 @@ class Compared:
     values: int = 0
     steps: int = 0
     events: dict[str, int] = field(default_factory=dict)
+    unread: dict[str, str] = field(default_factory=dict)
+    finite: int = 0
 
     @property
     def different(self) -> list[Finding]:
@@ -96,10 +100,18 @@ class Compared:
 
     def count(self, event: Event) -> None:
         """Count an event that both runs have."""
-        self.values += len(event.values)
+        unread = {name: value.digest for name, value in event.values.items() if value.form == UNREAD}
+        self.unread |= unread
+        self.values += len(event.values) - len(unread)
         self.events[event.kind] = self.events.get(event.kind, 0) + 1
+        if event.kind == recording.BACKWARD:
+            self.finite += all(map(_is_finite, event.values.values()))
         if event.kind == recording.STEP:
             self.steps = max(self.steps, event.step)
+
+
+def _is_finite(value: Kept) -> bool:
+    return not value.not_finite and (value.values is None or bool(torch.as_tensor(value.values).isfinite().all()))
 
 
 def compare(stock: Run, patched: Run, *, rerun: Run | None = None, reordered: Run | None = None) -> Compared:

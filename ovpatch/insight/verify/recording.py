@@ -39,17 +39,17 @@ class Recorder:
         self._events.clear()
         self.writing = False
 
-    def add(self, kind: str, values: Mapping[str, Kept | None], *, step: int, index: int = 0, label: str = "") -> None:
+    def add(self, kind: str, values: Mapping[str, Kept], *, step: int, index: int = 0, label: str = "") -> None:
         """Add an event.
 
         Args:
             kind: What happened.
-            values: What was computed, by name; None is left out.
+            values: What was computed, by name.
             step: The step that it belongs to, from 1.
             index: Which optimizer.
             label: The optimizer's class, or the file of a checkpoint.
         """
-        kept = {name: tuple(value) for name, value in values.items() if value is not None}
+        kept = {name: tuple(value) for name, value in values.items()}
         self._events.append({"kind": kind, "index": index, "label": label, "step": step, "values": kept})
 
     def flush(self) -> None:

@@ -16,6 +16,7 @@ from ovpatch.insight import arms
 from ovpatch.insight.arms import Arm, Outcome
 from ovpatch.insight.verify import endings, records, seeds
 from ovpatch.insight.verify.comparing import ORDER, Compared, compare
+from ovpatch.insight.verify.recording import BACKWARD
 from ovpatch.insight.verify.records import Run
 from ovpatch.insight.verify.verdict import Result, Verdict
 
@@ -95,6 +96,9 @@ class _Verification:
             return Verdict.DIFFERENT, self._describe_difference(wrong)
         if not self.compared.steps:
             return Verdict.NO_STEP, self._describe_no_step()
+        if self.compared.events.get(BACKWARD) and not self.compared.finite:
+            return Verdict.NO_STEP, "every loss is NaN or infinite, under stock PyTorch too, and NaNs are all alike"
+        self._mention_what_was_not_read()
         if not outcome.exercised:
             return Verdict.NOT_EXERCISED, _why_not_exercised(outcome)
         if self.compared.steps < self.request.steps:
@@ -163,7 +167,7 @@ class _Verification:
         self.compared = compare(stock, patched, rerun=rerun, reordered=reordered)
 
     def _unless_stock_does_so_too(self, wrong: str) -> str:
-        """Return nothing if stock fails now here and now there, so that another end of the patched run means nothing."""
+        """Return nothing if stock fails now here, now there: another end of the patched run means nothing."""
         stock, patched = self.outcomes["stock"], self.outcomes["patched"]
         others = [self.outcomes[name] for name in ("rerun", "reordered")]
         if not (wrong and stock.code and patched.code) or all(_end(one) == _end(stock) for one in others):
@@ -191,6 +195,12 @@ class _Verification:
 
     # ---------------------------------------------------------------- words
 
+    def _mention_what_was_not_read(self) -> None:
+        unread = [f"'{name}' ({kind})" for name, kind in self.compared.unread.items()]
+        if unread:
+            more = f" and {len(unread) - 3} more" if len(unread) > 3 else ""
+            self.notes.append(f"These values cannot be read and were not compared: {', '.join(unread[:3])}{more}.")
+
     def _describe_scope(self) -> str:
         compared = self.compared
         ranks = f"{len(compared.processes)} rank{'s' if len(compared.processes) != 1 else ''}"
@@ -206,7 +216,7 @@ class _Verification:
         return f"first in '{first.row.name}' at step {first.step} on {first.process}{feature}{then}"
 
     def _describe_no_step(self) -> str:
-        losses = self.compared.events.get("backward", 0)
+        losses = self.compared.events.get(BACKWARD, 0)
         seen = f"{losses} losses are equal, but " if losses else ""
         return (
             f"{seen}no optimizer of torch.optim made a step in any process. Is this the command that trains? If it "

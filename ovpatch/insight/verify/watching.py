@@ -22,7 +22,7 @@ from ovpatch.insight.verify.recording import BACKWARD, CHECKPOINT, SCALE, STEP, 
 from ovpatch.insight.verify.values import Kept, keep
 from ovpatch.patching import PatchManager
 
-Values = dict[str, "Kept | None"]
+Values = dict[str, Kept]
 
 
 class Watch:
@@ -154,7 +154,7 @@ def _wide(tensor: Tensor) -> torch.dtype:
 
 
 def _collect(name: str, value: Any, into: Values) -> None:
-    """Keep what is in nested state, by name; what cannot be compared is left out."""
+    """Keep what is in nested state, by name."""
     if isinstance(value, Mapping):
         for key, child in value.items():
             _collect(f"{name}.{key}", child, into)
