@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import io
+import multiprocessing
 import os
 import random
 
@@ -174,6 +175,17 @@ def test_events_from_before_a_process_had_its_rank_come_first(tmp_path, monkeypa
         recorder.add(recording.STEP, {}, step=step)
         recorder.flush()
     assert [event.step for event in records.read(tmp_path).events("rank 3")] == [1, 2]
+
+
+def test_children_are_told_apart_by_their_number_not_by_their_birth(tmp_path, monkeypatch):
+    for number in (10, 2):
+        monkeypatch.setattr(multiprocessing.process.current_process(), "_identity", (number,))
+        recorder = Recorder(tmp_path)
+        recorder.add(recording.STEP, {}, step=number)
+        recorder.flush()
+    run = records.read(tmp_path)
+    found = {name: [event.step for event in run.events(name)] for name in run.processes}
+    assert found == {"rank 0": [2], "rank 0, process 2": [10]}
 
 
 def test_a_closure_makes_the_gradients_that_its_step_uses(watched):

@@ -56,7 +56,7 @@ class Recorder:
         """Write what has happened since the last time. A directory that is gone is no error."""
         if not self._events or not self._directory.is_dir() or self._pid != os.getpid():
             return
-        name = f"events-{self._born}-{self._pid}-{self._know_rank()}-{self._files:06d}.pt"
+        name = f"events-{_identity()}-{self._born}-{self._pid}-{self._know_rank()}-{self._files:06d}.pt"
         self._write(self._directory / name)
         self._files += 1
         self._events.clear()
@@ -86,6 +86,14 @@ class Recorder:
         util.register_after_fork(self, _flush_at_the_end_of_a_child)
         if parent_process() is not None:  # children of multiprocessing skip atexit
             _flush_at_the_end_of_a_child(self)
+
+
+def _identity() -> str:
+    """Return which child of which this is, such as ``0.2``: children that start together are born in any order."""
+    from multiprocessing import process
+
+    numbers: tuple[int, ...] = getattr(process.current_process(), "_identity", ())
+    return ".".join(map(str, (0, *numbers)))
 
 
 def _flush_at_the_end_of_a_child(recorder: Recorder) -> None:
