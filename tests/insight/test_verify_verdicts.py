@@ -151,6 +151,12 @@ def test_without_a_report_nothing_was_exercised(verify, monkeypatch):
     assert "ovpatch doctor" in text
 
 
+def test_the_end_of_what_can_be_compared_is_told(verify):
+    result, text = verify(["a"], values(patched=SKIPPED, rerun=SKIPPED))
+    assert result.verdict is Verdict.NOISE
+    assert "On rank 0 nothing is compared from 'step 2 of optimizer 0 ()' at step 2 on" in text
+
+
 def test_no_step(verify):
     result, _ = verify(["a"], lambda name: None)
     assert (result.verdict, result.verdict.code) == (Verdict.NO_STEP, 2)

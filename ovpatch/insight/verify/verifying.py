@@ -98,7 +98,7 @@ class _Verification:
             return Verdict.NO_STEP, self._describe_no_step()
         if self.compared.events.get(BACKWARD) and not self.compared.finite:
             return Verdict.NO_STEP, "every loss is NaN or infinite, under stock PyTorch too, and NaNs are all alike"
-        self._mention_what_was_not_read()
+        self._mention_what_was_not_compared()
         if not outcome.exercised:
             return Verdict.NOT_EXERCISED, _why_not_exercised(outcome)
         if self.compared.steps < self.request.steps:
@@ -195,7 +195,12 @@ class _Verification:
 
     # ---------------------------------------------------------------- words
 
-    def _mention_what_was_not_read(self) -> None:
+    def _mention_what_was_not_compared(self) -> None:
+        for one in [finding for finding in self.compared.findings if finding.row.name == ORDER]:
+            self.notes.append(
+                f"On {one.process} nothing is compared from '{one.event}' at step {one.step} on: what happens there is "
+                "in another order in each stock run."
+            )
         unread = [f"'{name}' ({kind})" for name, kind in self.compared.unread.items()]
         if unread:
             more = f" and {len(unread) - 3} more" if len(unread) > 3 else ""
