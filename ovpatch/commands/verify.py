@@ -49,6 +49,11 @@ def main(arguments: argparse.Namespace) -> int:
     except (FeatureError, launching.NotStartedError) as error:
         print(f"ovpatch verify: {error}", file=sys.stderr)
         return USAGE
+    except BrokenPipeError:
+        raise
+    except OSError as error:  # a full disk, say; Python's own exit code would read as "different"
+        print(f"ovpatch verify: {error}", file=sys.stderr)
+        return USAGE
 
 
 def _check(arguments: argparse.Namespace) -> None:
@@ -102,6 +107,7 @@ def _progress(steps: int) -> Iterator[Progress]:
 
 def _conclude(result: Result, arguments: argparse.Namespace) -> int:
     from rich.console import Console
+    from rich.text import Text
 
     from ovpatch.insight.verify.table import show
 
@@ -110,7 +116,7 @@ def _conclude(result: Result, arguments: argparse.Namespace) -> int:
     if arguments.json is not None:
         workers.write_json(arguments.json, _kept(result.to_json(), arguments))
     if arguments.out is not None:
-        console.print(f"kept        logs and records are in {arguments.out}", highlight=False, soft_wrap=True)
+        console.print(Text(f"kept        logs and records are in {arguments.out}"), soft_wrap=True)
     elif result.verdict.code:
         console.print("more        --out DIR keeps the logs and records of all runs; --json FILE has every number")
     return result.verdict.code

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Final
 
+from ovpatch.insight import leftovers
 from ovpatch.jobs import launching, orders
 from ovpatch.jobs.orders import Orders
 from ovpatch.reports import merging, workers
@@ -147,7 +148,7 @@ def run(
     timeout: float,
     progress: Callable[[int], None] = lambda step: None,
 ) -> Outcome:
-    """Run one arm to its end.
+    """Run one arm to its end. Nothing that it started is left then.
 
     Args:
         arm: What to run.
@@ -164,8 +165,11 @@ def run(
     folder.mkdir(parents=True)
     watch = _Watch(folder, timeout, progress)
     began = time.monotonic()
-    with launching.started(command, arm.environment(worker, folder), log=log) as job:
-        code = job.wait(lambda: watch.look(job))
+    try:
+        with launching.started(command, arm.environment(worker, folder), log=log) as job:
+            code = job.wait(lambda: watch.look(job))
+    finally:
+        leftovers.end(f"{workers.REPORT_DIR}={folder.absolute()}")
     seconds, interrupted = time.monotonic() - began, job.interrupted is not None
     return Outcome(arm, folder, log, code, seconds, watch.timed_out, interrupted, _read_stacks(folder))
 
@@ -177,6 +181,7 @@ class _Watch:
         self._folder, self._timeout, self._progress = folder, timeout, progress
         self._seen: dict[str, int] = {}
         self._news = time.monotonic()
+        self._interrupted: float | None = None
         self._ended = False
         self.timed_out = False
 
@@ -184,6 +189,8 @@ class _Watch:
         """See whether there is news; end a job that has hung, or of which a process could not be patched."""
         if self._ended:
             return
+        if job.interrupted is not None:
+            self._lose_patience(job)
         seen = {path.name: path.stat().st_mtime_ns for path in self._folder.glob("[pb]*-*")}  # process- and beat-
         if seen != self._seen:
             self._seen, self._news = seen, time.monotonic()
@@ -195,16 +202,31 @@ class _Watch:
             ask_for_stacks(self._folder)
             self._end(job)
 
-    def _end(self, job: launching.Job) -> None:
+    def _lose_patience(self, job: launching.Job) -> None:
+        """End a command that goes on although it was asked to end, at once if that was twice."""
+        self._interrupted = self._interrupted or time.monotonic()
+        if job.asked > 1 or time.monotonic() - self._interrupted > launching.GRACE:
+            self._end(job, 1.0)
+
+    def _end(self, job: launching.Job, grace: float = launching.GRACE) -> None:
         self._ended = True
-        job.end()
+        job.end(grace)
         for pid in processes(self._folder):  # torchrun's workers are in sessions of their own
-            os.kill(pid, signal.SIGKILL)
+            leftovers.send(pid, signal.SIGKILL)
 
 
 def slowest(folder: Path) -> int:
     """Return the last step that all processes that step have taken."""
-    return min((int(path.read_bytes() or b"0") for path in folder.glob("beat-*")), default=0)
+    return min(_beats(folder), default=0)
+
+
+def furthest(folder: Path) -> int:
+    """Return the last step that any process has taken."""
+    return max(_beats(folder), default=0)
+
+
+def _beats(folder: Path) -> list[int]:
+    return [int(path.read_bytes() or b"0") for path in folder.glob("beat-*")]
 
 
 def processes(folder: Path) -> list[int]:
@@ -234,7 +256,7 @@ def ask_for_stacks(folder: Path, patience: float = 2.0) -> None:
     if orders.STACKS is None:
         return
     for pid in processes(folder):
-        os.kill(pid, orders.STACKS)
+        leftovers.send(pid, orders.STACKS)
     time.sleep(patience)
 
 

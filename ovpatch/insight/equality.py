@@ -137,7 +137,7 @@ class Comparison:
             raise AssertionError(f"{values} {'is' if len(bad) == 1 else 'are'} {complaint}{shown}:\n\n{self.table()}")
 
 
-def compare(stock: Any, patched: Any, *, reordered: Any = None, rerun: Any = None) -> Comparison:
+def compare(stock: Any, patched: Any, *, reordered: Any = None, rerun: Any = None, floor: float = FLOOR) -> Comparison:
     """Compare a patched run with a stock one.
 
     Args:
@@ -146,6 +146,7 @@ def compare(stock: Any, patched: Any, *, reordered: Any = None, rerun: Any = Non
         reordered: What stock computes with another order of reductions, for example another ``bucket_cap_mb``. It is
             the yardstick of noise; without it only differences up to 1e-6 are noise.
         rerun: What stock computed once more, for scripts that are not deterministic.
+        floor: Absolute difference that is always allowed.
 
     Raises:
         TypeError: If a value cannot be compared (DTensor, meta device, unknown type).
@@ -153,12 +154,14 @@ def compare(stock: Any, patched: Any, *, reordered: Any = None, rerun: Any = Non
     """
     expected, actual = flatten(stock), flatten(patched)
     yardsticks = [flatten(run) for run in (reordered, rerun) if run is not None]
-    rows = [_row(name, leaf, actual, yardsticks) for name, leaf in expected.items()]
+    rows = [_row(name, leaf, actual, yardsticks, floor) for name, leaf in expected.items()]
     rows += [_different(name, "extra: stock has no such value") for name in actual if name not in expected]
     return Comparison(tuple(rows))
 
 
-def _row(name: str, stock: Leaf, patched: Mapping[str, Leaf], yardsticks: Sequence[Mapping[str, Leaf]]) -> Row:
+def _row(
+    name: str, stock: Leaf, patched: Mapping[str, Leaf], yardsticks: Sequence[Mapping[str, Leaf]], floor: float
+) -> Row:
     if name not in patched:
         return _different(name, "missing in the patched run")
     if reason := mismatch(stock, patched[name]):
@@ -168,7 +171,7 @@ def _row(name: str, stock: Leaf, patched: Mapping[str, Leaf], yardsticks: Sequen
         note = _NOTHING if isinstance(stock, Empty) else ""
         return Row(name, Verdict.BITWISE, None if found is None else 0.0, note=note)
     noise = [_noise(stock, run.get(name)) for run in yardsticks]
-    allowed = max([FLOOR, *(FACTOR * size for size in noise)])
+    allowed = max([floor, *(FACTOR * size for size in noise)])
     verdict = Verdict.WITHIN_NOISE if found.finite and found.size <= allowed else Verdict.DIFFERENT
     return Row(name, verdict, found.size, allowed, found.first, _describe(found))
 

@@ -20,7 +20,7 @@ NOT_EXECUTABLE: Final = 126  # these two as in shells
 NOT_FOUND: Final = 127
 _FORWARDED: Final = ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2")
 _POLL: Final = 0.5  # seconds between looks at what the command's processes left behind
-_GRACE: Final = 40.0  # seconds; torchrun itself gives its workers 30 before it kills them
+GRACE: Final = 40.0  # seconds; torchrun itself gives its workers 30 before it kills them
 
 
 class NotStartedError(Exception):
@@ -40,6 +40,7 @@ class Job:
 
     Attributes:
         interrupted: The signal to us, handed on, that asked it to end, if any.
+        asked: How many such signals there were.
     """
 
     def __init__(self, *, own_session: bool) -> None:
@@ -47,6 +48,7 @@ class Job:
         self._process: subprocess.Popen[bytes] | None = None
         self._early: list[int] = []  # signals to us while there is no process yet
         self.interrupted: signal.Signals | None = None
+        self.asked = 0
 
     def start(self, command: Sequence[str], environment: Mapping[str, str], output: int | None) -> None:
         """Start it.
@@ -90,7 +92,7 @@ class Job:
         """Ask the command to end."""
         self._running.terminate()
 
-    def end(self, grace: float = _GRACE) -> None:
+    def end(self, grace: float = GRACE) -> None:
         """Ask the command to end, and kill what is left of its process group after ``grace`` seconds."""
         if self._running.poll() is None:
             self.terminate()
@@ -115,6 +117,7 @@ class Job:
             return  # twice would be a harder stop
         if number in (signal.SIGINT, signal.SIGTERM):
             self.interrupted = signal.Signals(number)
+            self.asked += 1
         if self._process is None:
             self._early.append(number)
         else:

@@ -12,6 +12,7 @@ import os
 import signal
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from importlib import import_module
 from pathlib import Path
@@ -64,7 +65,15 @@ def begin() -> None:
     if orders is None or not works():
         return
     sign_in(orders.directory)
+    if hasattr(os, "register_at_fork"):
+        os.register_at_fork(after_in_child=lambda: _sign_in_again(orders.directory))
     import_module(orders.worker).begin(orders)
+
+
+def _sign_in_again(directory: Path) -> None:
+    """Have a forked child, which may be a rank, show its own stacks and not write into its parent's file."""
+    with suppress(OSError):  # the directory may be gone by now, and a fork must go on
+        sign_in(directory)
 
 
 def sign_in(directory: Path) -> None:

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import sys
 import textwrap
+import threading
 import time
 from pathlib import Path
 
 import pytest
 
-from ovpatch.insight import arms
+from ovpatch.insight import arms, leftovers
 from ovpatch.jobs import launching, orders
 from ovpatch.settings.settings import SettingsError
 
@@ -148,6 +150,61 @@ def test_a_hang_is_ended_and_every_process_says_where_it_is(run):
     assert time.monotonic() - began < 60
     assert sum("wait_for_nobody" in text for text in outcome.stacks.values()) == 2, outcome.stacks
     assert arms.processes(outcome.folder) == []
+
+
+ALONE = """
+import multiprocessing, signal, subprocess, sys, time
+import torch
+def wait_here():
+    time.sleep(1000)
+"""
+
+
+@pytest.mark.slow
+def test_nothing_is_left_of_what_a_script_started(run, tmp_path):
+    outcome = run(
+        """
+        sleep = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(1000)"
+        subprocess.Popen([sys.executable, "-c", sleep], start_new_session=True)
+        multiprocessing.get_context("fork").Process(target=wait_here).start()
+        sgd = torch.optim.SGD([torch.zeros(1, requires_grad=True)])
+        while True: sgd.step()
+        """,
+        head=ALONE,
+        launcher=[sys.executable],
+    )
+    assert (outcome.code, outcome.seconds < 60) == (0, True)
+    assert leftovers.find(f"OVPATCH_REPORT_DIR={outcome.folder}") == []
+
+
+@pytest.mark.slow
+def test_a_forked_rank_that_hangs_shows_its_own_stacks(run):
+    body = """
+        child = multiprocessing.get_context("fork").Process(target=wait_here)
+        child.start()
+        child.join()
+        """
+    outcome = run(body, head=ALONE, launcher=[sys.executable], timeout=6.0)
+    assert outcome.timed_out
+    assert sorted("in wait_here" in text for text in outcome.stacks.values()) == [False, True]
+
+
+@pytest.mark.slow
+def test_a_second_ctrl_c_ends_what_ignores_the_first(run, tmp_path):
+    def interrupt():
+        while not list(tmp_path.glob("out/stock/process-*.json")):
+            time.sleep(0.05)
+        for _ in range(2):
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(0.6)
+
+    thread = threading.Thread(target=interrupt)
+    thread.start()
+    ignoring = "import signal\nfor one in (signal.SIGINT, signal.SIGTERM): signal.signal(one, signal.SIG_IGN)\n"
+    outcome = run("wait_here()", head=ignoring + ALONE, launcher=[sys.executable])
+    thread.join()
+    assert (outcome.interrupted, outcome.seconds < 30) == (True, True)
+    assert leftovers.find(f"OVPATCH_REPORT_DIR={outcome.folder}") == []
 
 
 @pytest.mark.slow

@@ -10,6 +10,7 @@ import textwrap
 import pytest
 
 from ovpatch import cli
+from ovpatch.insight import arms
 from ovpatch.insight.verify.verdict import Verdict
 from tests.support.environment import clean
 from tests.support.fake_plugins import Site
@@ -109,12 +110,13 @@ def test_an_unseeded_script_is_seeded_stopped_and_bitwise_equal(verify, site):
     script = loop(
         "import random, numpy\nwhile True:\n    step(); net[0].bias.data += random.random() + numpy.random.rand()"
     )
-    code, out, data = verify(script, "--features=counts", "--steps=3", "--out", str(site.folder / "kept"))
+    code, out, data = verify(script, "--features=counts", "--steps=3", "--out", str(site.folder / "ke[pt] it"))
     assert (code, data["verdict"], data["steps"]) == (0, "bitwise equal", 3), out
     assert out.startswith("bitwise equal: 3 steps, 1 rank, ")
     assert "counts      calls 3" in out
     assert list(data["arms"]) == ["stock", "patched"]
-    assert (site.folder / "kept" / "stock.log").exists()
+    assert f"records are in {site.folder}/ke[pt] it\n" in out
+    assert (site.folder / "ke[pt] it" / "stock.log").exists()
 
 
 @pytest.mark.slow
@@ -173,6 +175,14 @@ def test_a_hang_of_the_patched_run_is_cut_and_shows_stacks(verify):
     assert "in hang_here" in out
 
 
+def test_a_disk_that_is_full_is_not_a_difference(verify, monkeypatch, capfd):
+    def full(*args, **kwargs):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(arms, "run", full)
+    assert verify(loop(""), "--features=counts")[0] == 2
+
+
 def test_mistakes_cost_no_run(verify, monkeypatch, capfd, site):
     def usage(*line):
         return cli.main(["verify", *line]), capfd.readouterr().err
@@ -181,6 +191,8 @@ def test_mistakes_cost_no_run(verify, monkeypatch, capfd, site):
     assert (code, "two dashes" in err) == (2, True)
     code, err = usage("--json", str(site.folder / "no" / "file"), "--", "true")
     assert (code, "does not exist" in err) == (2, True)
+    code, err = usage("--json", str(site.folder), "--", "true")
+    assert (code, "is a directory" in err) == (2, True)
     code, err = usage("--out", str(site.folder), "--", "true")
     assert (code, "not an empty directory" in err) == (2, True)
     code, err = usage("--features=countz", "--", "true")

@@ -59,6 +59,56 @@ def test_the_same_events_are_equal(record):
     assert compared.events == {BACKWARD: 6, STEP: 6}
 
 
+def test_small_numbers_are_not_all_noise():
+    def event(factor, bias=1e-12):
+        return {
+            "gradient w": value(1e-7 * factor),
+            "gradient b": value(bias),  # its true gradient is zero
+            "state w.exp_avg_sq": value(1e-15 * factor),
+            "state w.step": keep(3.0),
+            "option param_groups[0].lr": keep(1e-6 * factor),
+            "parameter e": keep(torch.zeros(0)),
+            "parameter c": keep(torch.full((2,), 1e-7j * factor)),
+            "parameter f": keep((torch.ones(2) * factor).to(torch.float8_e4m3fn)),
+        }
+
+    halved = {row.name for row in compare_values(event(1.0), event(0.5), {}) if row.verdict is Verdict.DIFFERENT}
+    assert halved == {
+        "gradient w", "state w.exp_avg_sq", "option param_groups[0].lr", "parameter f"
+    }  # fmt: skip
+    noisy = compare_values(event(1.0), event(1.0 + 1e-6, bias=5e-12), {})
+    assert {row.verdict for row in noisy} == {Verdict.WITHIN_NOISE}
+
+
+def test_what_cannot_be_read_is_counted_apart(record):
+    runs = [record(name, turns(2, **{"state a.x": keep(object())})) for name in "ab"]
+    compared = compare(*runs)
+    assert (compared.values, compared.unread, compared.finite) == (6, {"state a.x": "object"}, 2)
+    compared = compare(runs[0], record("c", turns(2, **{"state a.x": keep(1.0)})))
+    assert compared.first.row.note == "unread became float"
+
+
+def test_losses_that_are_not_finite_are_not_counted(record):
+    nan = float("nan")
+    large = torch.zeros(WHOLE + 1)
+    large[0] = nan
+    events = [(BACKWARD, {"loss": keep(loss)}) for loss in (nan, torch.tensor(nan), large, 1.0)]
+    assert compare(record("a", events), record("b", events)).finite == 1
+
+
+def test_names_that_stock_does_not_repeat_are_no_difference():
+    def saved(stamp, **more):
+        return {f"at_{stamp}": text("float32 [3]"), "w": text("float32 [3]"), **more}
+
+    rows = compare_values(saved(1), saved(2), {"rerun": saved(3), "reordered": saved(4)})
+    assert [(row.name, row.verdict) for row in rows] == [
+        ("at_1", Verdict.WITHIN_NOISE),
+        ("at_2", Verdict.WITHIN_NOISE),
+    ]
+    rows = compare_values(saved(1), saved(1, more=text("int")), {"rerun": saved(1)})
+    assert [(row.name, row.verdict) for row in rows] == [("more", Verdict.DIFFERENT)]
+
+
 def test_the_first_difference_is_of_the_earliest_event_and_of_a_parameter(record):
     other = turns(3, **{"norm of gradients": keep(2.0), "gradient a": value(2.0)})
     stock = turns(3, **{"norm of gradients": keep(1.0)})

@@ -116,13 +116,21 @@ def test_small_tensors_are_copies_and_large_ones_are_folded():
 
 
 @pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor", "ignore:The PyTorch API of nested")
-def test_what_cannot_be_compared_is_left_out():
-    assert values.keep(torch.empty(3, device="meta")) is None
-    assert values.keep(object()) is None
-    assert values.keep(nn.parameter.UninitializedParameter()) is None
-    assert values.keep(torch.nested.nested_tensor([torch.ones(1), torch.ones(2)])) is None
-    assert values.keep(torch.quantize_per_tensor(torch.ones(2), 0.1, 0, torch.qint8)) is None
+def test_of_what_cannot_be_read_only_the_class_is_kept():
+    assert values.keep(torch.empty(3, device="meta")).form == values.UNREAD
+    assert values.keep(object()).form == values.UNREAD
+    assert values.keep(nn.parameter.UninitializedParameter()).form == values.UNREAD
+    assert values.keep(torch.nested.nested_tensor([torch.ones(1), torch.ones(2)])).form == values.UNREAD
+    assert values.keep(torch.quantize_per_tensor(torch.ones(2), 0.1, 0, torch.qint8)).form == values.UNREAD
     assert values.keep(None).form == "none"
+
+
+def test_large_tensors_of_eight_bit_floats():
+    tensor = torch.ones(20_000).to(torch.float8_e4m3fn)
+    kept = values.keep(tensor)
+    assert (kept.form, kept.folded, kept.not_finite) == ("float8_e4m3fn [20000]", True, "")
+    tensor[7] = float("nan")
+    assert values.keep(tensor).not_finite.startswith("1 not finite")
 
 
 def test_a_sparse_gradient_equals_the_dense_one():

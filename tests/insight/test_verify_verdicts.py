@@ -12,7 +12,7 @@ from rich.console import Console
 from ovpatch.insight import arms
 from ovpatch.insight.arms import Outcome
 from ovpatch.insight.verify import table, verifying
-from ovpatch.insight.verify.recording import SCALE, STEP, Recorder
+from ovpatch.insight.verify.recording import BACKWARD, SCALE, STEP, Recorder
 from ovpatch.insight.verify.values import keep
 from ovpatch.insight.verify.verdict import Verdict
 from ovpatch.insight.verify.verifying import Request
@@ -26,18 +26,20 @@ REPORT = {"version": "1", "torch": "2", "python": "3", "pid": 1, "rank": 0, "pat
 def verify(tmp_path, monkeypatch):
     """``verify(features, value_of_arm, **how_arms_end)`` -> the result and what is printed."""
 
-    def verify(features, value_of, *, noise=False, ends=None, calls=1, states=None):
+    def verify(features, value_of, *, noise=False, ends=None, calls=1, states=None, logs=None, beats=None):
         def run(arm, command, worker, out, *, timeout, progress):
             assert command == ["train"]
             assert worker == verifying.WORKER
             folder, log = out / arm.name, out / f"{arm.name}.log"
             folder.mkdir()
             (folder / "process-7.json").write_text(json.dumps({"pid": 7, "rank": "1"}))
-            log.write_text("a\nb\nthe last line\n")
+            log.write_text((logs or {}).get(arm.name, "a\nb\nthe last line\n"))
             if arm.patched:
                 off = {name for name in features if arm.variables.get(f"OVPATCH_{name.upper()}") == "0"}
                 _report(folder, [name for name in features if name not in off], calls, states or {})
             _record(folder, value_of(arm.name))
+            if arm.name in (beats or {}):
+                (folder / "beat-1").write_text(str(beats[arm.name]))
             return Outcome(arm, folder, log, **{"code": 0, "seconds": 1.0, **(ends or {}).get(arm.name, {})})
 
         monkeypatch.setattr(arms, "run", run)
@@ -149,6 +151,12 @@ def test_without_a_report_nothing_was_exercised(verify, monkeypatch):
     assert "ovpatch doctor" in text
 
 
+def test_the_end_of_what_can_be_compared_is_told(verify):
+    result, text = verify(["a"], values(patched=SKIPPED, rerun=SKIPPED))
+    assert result.verdict is Verdict.NOISE
+    assert "On rank 0 nothing is compared from 'step 2 of optimizer 0 ()' at step 2 on" in text
+
+
 def test_no_step(verify):
     result, _ = verify(["a"], lambda name: None)
     assert (result.verdict, result.verdict.code) == (Verdict.NO_STEP, 2)
@@ -203,3 +211,49 @@ def test_a_process_that_could_not_be_patched(verify, monkeypatch):
     result, text = verify(["a"], values())
     assert (result.verdict, result.verdict.code) == (Verdict.NOT_EXERCISED, 2)
     assert "no such feature" in text
+
+
+@pytest.mark.parametrize(("loss", "verdict"), [(float("nan"), Verdict.NO_STEP), (1.0, Verdict.BITWISE)])
+def test_losses_that_are_all_nan_tell_nothing(verify, monkeypatch, loss, verdict):
+    def record(folder, value):
+        recorder = Recorder(folder)
+        recorder.add(BACKWARD, {"loss": keep(loss)}, step=1)
+        recorder.add(STEP, {"state w.x": keep(object())}, step=1)
+        recorder.flush()
+
+    monkeypatch.setitem(globals(), "_record", record)
+    result, text = verify(["a"], values())
+    assert result.verdict is verdict
+    assert ("every loss is NaN" in text) == (verdict is Verdict.NO_STEP)
+    assert ("cannot be read and were not compared: 'state w.x' (object)." in text) == (verdict is Verdict.BITWISE)
+
+
+# --- both fail ---
+
+FAILS = {name: {"code": 1} for name in ("stock", "patched", "rerun", "reordered")}
+
+
+def test_a_patched_run_that_fails_earlier_than_the_script_itself_is_different(verify):
+    result, text = verify(["a"], values(), ends=FAILS, beats={"patched": 1})
+    assert (result.verdict, result.blamed) == (Verdict.DIFFERENT, ["a"])
+    end = "the patched run fails after step 1 with exit code 1, stock after step 2 with exit code 1"
+    assert text.startswith(f"different: {end}, because of a\n")
+
+
+def test_runs_that_fail_by_the_same_exception_are_equal(verify):
+    head = "Traceback (most recent call last):\n  File\n"
+    raised = dict.fromkeys(FAILS, f"{head}ValueError: no data: 1\n")
+    assert verify(["a"], values(), ends=FAILS, logs=raised)[0].verdict is Verdict.BITWISE
+
+
+def test_the_other_exception_is_named(verify):
+    log = "[rank1]: Traceback (most recent call last):\n[rank1]:   File\n[rank1]: a.b.OddError: no\n"
+    result, text = verify(["a"], values(), ends=FAILS, logs={"patched": log})
+    assert result.verdict is Verdict.DIFFERENT
+    assert "with exit code 1 by a.b.OddError, stock" in text
+
+
+def test_a_script_that_fails_now_here_and_now_there(verify):
+    result, text = verify(["a"], values(), ends=FAILS, beats={"patched": 1, "rerun": 1})
+    assert result.verdict is Verdict.BITWISE
+    assert "other stock runs end elsewhere, too" in text

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import inspect
+import io
+import multiprocessing
 import os
 import random
 
@@ -93,6 +95,97 @@ def test_every_value_of_a_step(watched):
     norm = torch.cat([p.grad.flatten() for p in net.parameters()]).double().norm()
     assert values["norm of gradients"].values == pytest.approx(norm.item(), rel=1e-12)
     assert events[2].values["net.0.weight"].digest == "float32 [3, 4]"
+
+
+def halving(original):
+    """Store every tensor in half its bits."""
+    return lambda tensors, *args: original({name: value.half() for name, value in tensors.items()}, *args)
+
+
+def looked_at(event):
+    return {name: kept.digest for name, kept in event.values.items()}
+
+
+def test_a_checkpoint_is_read_back_from_its_file(watched, monkeypatch, tmp_path):
+    safetensors = pytest.importorskip("safetensors.torch")
+    monkeypatch.setattr(safetensors, "save_file", halving(safetensors.save_file))
+    saved = {"w": torch.ones(2, 3)}
+
+    def train():
+        with monkeypatch.context() as patch:
+            patch.setattr(torch.serialization, "_save", halving_save(torch.serialization._save))
+            torch.save(saved, tmp_path / "model.pt")
+        safetensors.save_file(saved, tmp_path / "model.safetensors")
+
+    pt, safe = watched(train)
+    assert looked_at(pt) == {"(what was looked at)": "the file", "w": "float16 [2, 3]"}
+    assert looked_at(safe) == {"(what was looked at)": "the file", "w": "F16 [2, 3]"}
+
+
+def halving_save(original):
+    return lambda obj, *args: halving(original)(obj, *args) if isinstance(obj, dict) else original(obj, *args)
+
+
+class Broken(nn.Module):
+    def state_dict(self, *args, **kwargs):
+        raise RuntimeError("not now")
+
+
+def test_what_cannot_be_read_back_is_looked_at_as_it_is_handed_over(watched, tmp_path):
+    def train():
+        torch.save({"own": Broken}, tmp_path / "own.pt")
+        torch.save([1], io.BytesIO())
+        torch.save([round_trip], tmp_path / "round.pt")
+        torch.save(Broken(), io.BytesIO())
+
+    round_trip: list[object] = []
+    round_trip.append(round_trip)
+    own, buffer, looped, broken = (looked_at(event) for event in watched(train))
+    assert own == {"(what was looked at)": "what was handed over", "own": "type"}
+    assert buffer == {"(what was looked at)": "what was handed over", "0": "int"}
+    assert looped["0.0"] == "list"
+    assert broken == {"(what was looked at)": "nothing: RuntimeError"}
+
+
+def test_a_checkpoint_is_recorded_even_if_the_script_leaves_at_once(tmp_path):
+    recorder = Recorder(tmp_path)
+    watch = Watch(recorder, Steps(tmp_path, lambda number: None))
+    watch.begin()
+    torch.save([1], io.BytesIO())
+    watch.patches.revert()  # nothing else is written from here on
+    assert [event.kind for event in records.read(tmp_path).events("rank 0")] == ["checkpoint"]
+
+
+def test_a_process_keeps_its_rank_and_its_order_when_its_group_is_gone(tmp_path, monkeypatch):
+    recorder = Recorder(tmp_path)
+    for step, rank in enumerate((3, 3, 0), 1):  # the last after destroy_process_group(), where RANK is not set
+        monkeypatch.setattr(recording.steps, "rank", lambda rank=rank: rank)
+        monkeypatch.setattr(torch.distributed, "is_initialized", lambda rank=rank: rank == 3)
+        recorder.add(recording.STEP, {}, step=step)
+        recorder.flush()
+    run = records.read(tmp_path)
+    assert list(run.processes) == ["rank 3"]
+    assert [event.step for event in run.events("rank 3")] == [1, 2, 3]
+
+
+def test_events_from_before_a_process_had_its_rank_come_first(tmp_path, monkeypatch):
+    recorder = Recorder(tmp_path)
+    for step, rank in enumerate((7, 3), 1):
+        monkeypatch.setattr(recorder, "_know_rank", lambda rank=rank: rank)
+        recorder.add(recording.STEP, {}, step=step)
+        recorder.flush()
+    assert [event.step for event in records.read(tmp_path).events("rank 3")] == [1, 2]
+
+
+def test_children_are_told_apart_by_their_number_not_by_their_birth(tmp_path, monkeypatch):
+    for number in (10, 2):
+        monkeypatch.setattr(multiprocessing.process.current_process(), "_identity", (number,))
+        recorder = Recorder(tmp_path)
+        recorder.add(recording.STEP, {}, step=number)
+        recorder.flush()
+    run = records.read(tmp_path)
+    found = {name: [event.step for event in run.events(name)] for name in run.processes}
+    assert found == {"rank 0": [2], "rank 0, process 2": [10]}
 
 
 def test_a_closure_makes_the_gradients_that_its_step_uses(watched):
@@ -189,7 +282,7 @@ def test_events_are_written_whole_and_by_the_process_that_they_belong_to(tmp_pat
     recorder = Recorder(tmp_path)
     recorder.flush()
     assert list(tmp_path.iterdir()) == []
-    recorder.add(recording.BACKWARD, {"loss": None}, step=1)
+    recorder.add(recording.BACKWARD, {}, step=1)
     recorder.flush()
     assert [path.suffix for path in tmp_path.iterdir()] == [".pt"]
 

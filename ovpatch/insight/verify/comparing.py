@@ -3,6 +3,9 @@
 [Note: side by side] Events are compared in their order, which stock and patched runs share: the same backwards, steps
 and savings. Where the kinds of events differ, as when one run skips a step, that is the difference, and what follows in
 this process cannot be compared. A run that failed or was ended may stop anywhere; what there is of it is compared.
+
+[Note: small numbers] The difference that is always allowed, 1e-6, is meant for numbers around 1. Where all gradients
+are smaller than that, it would allow any gradient. So it is at most a thousandth of the largest number of its family.
 """
 
 from __future__ import annotations
@@ -12,15 +15,18 @@ from dataclasses import dataclass, field, replace
 from itertools import zip_longest
 from typing import Final
 
+import torch
+
 from ovpatch.insight import equality
 from ovpatch.insight.equality import Row, Verdict
 from ovpatch.insight.verify import recording
 from ovpatch.insight.verify.records import Event, Run
-from ovpatch.insight.verify.values import Kept
+from ovpatch.insight.verify.values import UNREAD, Kept
 
 ORDER: Final = "order of events"
 _OF_PARAMETERS: Final = ("gradient ", "parameter ", "state ", "buffer ")
-_EXACT: Final = ("text", "none")
+_EXACT: Final = ("text", "none", UNREAD)
+_SMALL: Final = 1e-3  # of the largest gradient, say: no more is always allowed, however small they all are
 
 
 @dataclass(frozen=True)
@@ -57,6 +63,8 @@ class Compared:
         values: How many values were.
         steps: The last step that was compared, 0 if none was.
         events: How many of each kind were.
+        unread: Values that neither run could read, with what they are.
+        finite: How many losses were finite in stock.
     """
 
     findings: list[Finding] = field(default_factory=list)
@@ -64,6 +72,8 @@ class Compared:
     values: int = 0
     steps: int = 0
     events: dict[str, int] = field(default_factory=dict)
+    unread: dict[str, str] = field(default_factory=dict)
+    finite: int = 0
 
     @property
     def different(self) -> list[Finding]:
@@ -90,10 +100,18 @@ class Compared:
 
     def count(self, event: Event) -> None:
         """Count an event that both runs have."""
-        self.values += len(event.values)
+        unread = {name: value.digest for name, value in event.values.items() if value.form == UNREAD}
+        self.unread |= unread
+        self.values += len(event.values) - len(unread)
         self.events[event.kind] = self.events.get(event.kind, 0) + 1
+        if event.kind == recording.BACKWARD:
+            self.finite += all(map(_is_finite, event.values.values()))
         if event.kind == recording.STEP:
             self.steps = max(self.steps, event.step)
+
+
+def _is_finite(value: Kept) -> bool:
+    return not value.not_finite and (value.values is None or bool(torch.as_tensor(value.values).isfinite().all()))
 
 
 def compare(stock: Run, patched: Run, *, rerun: Run | None = None, reordered: Run | None = None) -> Compared:
@@ -167,23 +185,53 @@ def compare_values(
         patched: The patched run's.
         yardsticks: Those of further stock runs, called ``rerun`` and ``reordered``.
     """
-    rows = [
-        _row(name, value, patched.get(name), {arm: values.get(name) for arm, values in yardsticks.items()})
-        for name, value in stock.items()
-        if patched.get(name, None) is None or patched[name][:2] != value[:2]
+    unequal = [
+        name for name, value in stock.items() if patched.get(name, None) is None or patched[name][:2] != value[:2]
     ]
-    rows += [_different(name, "stock has no such value") for name in patched if name not in stock]
+    scales = _scales(stock) if unequal else {}
+    rows = []
+    for name in unequal:
+        others = {arm: values.get(name) for arm, values in yardsticks.items()}
+        rows.append(_row(name, stock[name], patched.get(name), others, scales.get(_family(name), 1.0)))
+    moving = any(values.keys() - stock.keys() for values in yardsticks.values())  # as names with the time in them do
+    extra = _unrepeated if moving else _different
+    rows += [extra(name, "stock has no such value") for name in patched if name not in stock]
     return [row for row in rows if row.verdict is not Verdict.BITWISE]
 
 
-def _row(name: str, stock: Kept, patched: Kept | None, yardsticks: Mapping[str, Kept | None]) -> Row:
+def _scales(values: Mapping[str, Kept]) -> dict[str, float]:
+    """Return the largest finite size of any number in each family of values."""
+    scales: dict[str, float] = {}
+    for name, value in values.items():
+        if value.values is not None:
+            scales[_family(name)] = max(_largest(torch.as_tensor(value.values)), scales.get(_family(name), 0.0))
+    return scales
+
+
+def _largest(numbers: torch.Tensor) -> float:
+    real = torch.view_as_real(numbers.resolve_conj()) if numbers.is_complex() else numbers
+    sizes = real.to(torch.float64).abs().nan_to_num(0.0, posinf=0.0)
+    return float(sizes.max()) if sizes.numel() else 0.0
+
+
+def _family(name: str) -> str:
+    """Return what a value is to be measured by: all gradients together, all states of one kind, else by itself."""
+    kind, _, rest = name.partition(" ")
+    if kind == "state":
+        return f"state {rest.rpartition('.')[2]}"
+    return kind if kind in ("gradient", "parameter", "buffer") else name
+
+
+def _row(name: str, stock: Kept, patched: Kept | None, yardsticks: Mapping[str, Kept | None], scale: float) -> Row:
     if patched is None:
-        return _different(name, "missing in the patched run")
+        missing = _unrepeated if None in yardsticks.values() else _different
+        return missing(name, "missing in the patched run")
     if stock.form != patched.form or stock.form in _EXACT or stock.not_finite != patched.not_finite:
         return _exact(name, stock, patched, list(yardsticks.values()))
     comparable = {arm: value for arm, value in yardsticks.items() if value is not None and value.form == stock.form}
     leaves = {arm: {name: value.values} for arm, value in comparable.items()}
-    (row,) = equality.compare({name: stock.values}, {name: patched.values}, **leaves).rows
+    floor = min(equality.FLOOR, _SMALL * scale)
+    (row,) = equality.compare({name: stock.values}, {name: patched.values}, floor=floor, **leaves).rows
     return _of_sums(row) if stock.folded else row
 
 
@@ -203,6 +251,10 @@ def _exact(name: str, stock: Kept, patched: Kept, yardsticks: Sequence[Kept | No
     if any(value is not None and value.digest != stock.digest for value in yardsticks):
         return Row(name, Verdict.WITHIN_NOISE, note="stock does not repeat it either")
     return _different(name, f"{stock.digest} became {patched.digest}")
+
+
+def _unrepeated(name: str, note: str) -> Row:
+    return Row(name, Verdict.WITHIN_NOISE, note=f"{note}; stock does not repeat it either")
 
 
 def _different(name: str, note: str) -> Row:

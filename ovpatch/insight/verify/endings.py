@@ -28,6 +28,17 @@ def why(log: str, lines: int = 20) -> str:
     return "\n".join(every[-lines:])
 
 
+def error(log: str) -> str:
+    """Return the class of the exception that :func:`why` finds, or nothing if there is none.
+
+    Args:
+        log: What the command wrote.
+    """
+    found = why(log).splitlines()
+    match = _HEAD.match(found[0]) if found else None
+    return found[-1].removeprefix(match[1] or "").partition(":")[0] if match else ""
+
+
 def _traceback(lines: list[str], prefix: str) -> list[str]:
     """Return the lines of the traceback that begins here: to the first that is not indented."""
     found = [lines[0]]

@@ -35,30 +35,37 @@ class Recorder:
 
     def _begin(self) -> None:
         self._pid, self._born, self._files = os.getpid(), time.time_ns(), 0
+        self._rank: int | None = None
         self._events.clear()
         self.writing = False
 
-    def add(self, kind: str, values: Mapping[str, Kept | None], *, step: int, index: int = 0, label: str = "") -> None:
+    def add(self, kind: str, values: Mapping[str, Kept], *, step: int, index: int = 0, label: str = "") -> None:
         """Add an event.
 
         Args:
             kind: What happened.
-            values: What was computed, by name; None is left out.
+            values: What was computed, by name.
             step: The step that it belongs to, from 1.
             index: Which optimizer.
             label: The optimizer's class, or the file of a checkpoint.
         """
-        kept = {name: tuple(value) for name, value in values.items() if value is not None}
+        kept = {name: tuple(value) for name, value in values.items()}
         self._events.append({"kind": kind, "index": index, "label": label, "step": step, "values": kept})
 
     def flush(self) -> None:
         """Write what has happened since the last time. A directory that is gone is no error."""
         if not self._events or not self._directory.is_dir() or self._pid != os.getpid():
             return
-        name = f"events-{self._born}-{self._pid}-{steps.rank()}-{self._files:06d}.pt"
+        name = f"events-{_identity()}-{self._born}-{self._pid}-{self._know_rank()}-{self._files:06d}.pt"
         self._write(self._directory / name)
         self._files += 1
         self._events.clear()
+
+    def _know_rank(self) -> int:
+        """Return the rank; a process whose group is destroyed keeps the one that it had."""
+        if self._rank is None or (torch.distributed.is_available() and torch.distributed.is_initialized()):
+            self._rank = steps.rank()
+        return self._rank
 
     def _write(self, path: Path) -> None:
         temporary = path.with_name(f".{path.name}")
@@ -79,6 +86,14 @@ class Recorder:
         util.register_after_fork(self, _flush_at_the_end_of_a_child)
         if parent_process() is not None:  # children of multiprocessing skip atexit
             _flush_at_the_end_of_a_child(self)
+
+
+def _identity() -> str:
+    """Return which child of which this is, such as ``0.2``: children that start together are born in any order."""
+    from multiprocessing import process
+
+    numbers: tuple[int, ...] = getattr(process.current_process(), "_identity", ())
+    return ".".join(map(str, (0, *numbers)))
 
 
 def _flush_at_the_end_of_a_child(recorder: Recorder) -> None:

@@ -75,13 +75,13 @@ def read(folder: Path, *, cut: bool = False) -> Run:
         folder: The arm's.
         cut: Whether the arm failed or was ended.
     """
-    files: dict[tuple[int, int], list[Path]] = defaultdict(list)
-    for path in sorted(folder.glob("events-*.pt")):
-        _, born, pid, _, _ = path.stem.split("-")
-        files[int(born), int(pid)].append(path)
+    files: dict[tuple[tuple[int, ...], int, int], list[Path]] = defaultdict(list)
+    for path in sorted(folder.glob("events-*.pt"), key=lambda path: path.stem.rpartition("-")[2]):
+        _, identity, born, pid, _, _ = path.stem.split("-")
+        files[tuple(map(int, identity.split("."))), int(born), int(pid)].append(path)
     ranks: dict[int, list[list[Path]]] = defaultdict(list)
     for _, paths in sorted(files.items()):
-        ranks[int(paths[-1].stem.split("-")[3])].append(paths)
+        ranks[int(paths[-1].stem.split("-")[4])].append(paths)
     return Run({_name(rank, n): paths for rank, many in sorted(ranks.items()) for n, paths in enumerate(many)}, cut)
 
 

@@ -13,6 +13,9 @@ from ovpatch.insight.verify.sketches import not_finite, sketch
 #: Tensors with at most so many elements are kept as they are.
 WHOLE: Final = 1 << 14
 
+#: Form of a value that cannot be read, such as a tensor on the meta device; its digest is its class.
+UNREAD: Final = "unread"
+
 _SCALARS: Final = (bool, int, float, complex)
 
 
@@ -40,8 +43,8 @@ def text(value: str) -> Kept:
 
 
 @torch.no_grad()
-def keep(value: Any) -> Kept | None:
-    """Keep a value as it is now; None if it is of a kind that cannot be compared.
+def keep(value: Any) -> Kept:
+    """Keep a value as it is now; of one that cannot be read, only that there is one.
 
     Args:
         value: A tensor, a number, a text or None. Of a DTensor this rank's part is kept.
@@ -52,18 +55,22 @@ def keep(value: Any) -> Kept | None:
         return Kept("none", "")
     if isinstance(value, str):
         return text(value)
-    return Kept(type(value).__name__, repr(value), value) if type(value) in _SCALARS else None
+    return Kept(type(value).__name__, repr(value), value) if type(value) in _SCALARS else _unread(value)
 
 
-def _tensor(tensor: Tensor) -> Kept | None:
+def _unread(value: Any) -> Kept:
+    return Kept(UNREAD, type(value).__name__)
+
+
+def _tensor(tensor: Tensor) -> Kept:
     if any(base.__name__ == "DTensor" for base in type(tensor).__mro__):
         tensor = tensor.to_local()  # type: ignore[attr-defined]
     if tensor.is_meta or tensor.is_quantized or tensor.is_nested:
-        return None
+        return _unread(tensor)
     try:
         return _of(tensor.to_dense() if tensor.layout is not torch.strided else tensor)
     except (RuntimeError, NotImplementedError, TypeError, ValueError):
-        return None  # not initialised yet, or of a class that has no plain values
+        return _unread(tensor)  # not initialised yet, or of a class that has no plain values
 
 
 def _of(tensor: Tensor) -> Kept:
@@ -72,4 +79,6 @@ def _of(tensor: Tensor) -> Kept:
     if tensor.numel() <= WHOLE:
         return Kept(form, bits, tensor.detach().to("cpu", copy=True).contiguous())
     real = torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
+    if real.is_floating_point() and real.element_size() == 1:
+        real = real.to(torch.float32)  # float8 has next to no functions
     return Kept(form, bits, sketch(real).cpu(), True, not_finite(real))

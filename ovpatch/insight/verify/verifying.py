@@ -14,8 +14,9 @@ from typing import Any, Final
 
 from ovpatch.insight import arms
 from ovpatch.insight.arms import Arm, Outcome
-from ovpatch.insight.verify import records, seeds
+from ovpatch.insight.verify import endings, records, seeds
 from ovpatch.insight.verify.comparing import ORDER, Compared, compare
+from ovpatch.insight.verify.recording import BACKWARD
 from ovpatch.insight.verify.records import Run
 from ovpatch.insight.verify.verdict import Result, Verdict
 
@@ -82,10 +83,11 @@ class _Verification:
         stock = self._stock()
         patched = self._patched()
         self.compared = compare(stock, patched)
-        if self.compared.findings or self.request.noise:
-            self._measure_noise(stock, patched)
         outcome = self.outcomes["patched"]
         wrong = _what_went_wrong(self.outcomes["stock"], outcome)
+        if self.compared.findings or self.request.noise or (wrong and self.outcomes["stock"].code):
+            self._measure_noise(stock, patched)
+            wrong = self._unless_stock_does_so_too(wrong)
         if (self.compared.different or wrong) and (outcome.applied or outcome.exercised):
             self._find_the_feature(stock)
             if wrong and any(one.row.name == ORDER for one in self.compared.different):
@@ -94,6 +96,9 @@ class _Verification:
             return Verdict.DIFFERENT, self._describe_difference(wrong)
         if not self.compared.steps:
             return Verdict.NO_STEP, self._describe_no_step()
+        if self.compared.events.get(BACKWARD) and not self.compared.finite:
+            return Verdict.NO_STEP, "every loss is NaN or infinite, under stock PyTorch too, and NaNs are all alike"
+        self._mention_what_was_not_compared()
         if not outcome.exercised:
             return Verdict.NOT_EXERCISED, _why_not_exercised(outcome)
         if self.compared.steps < self.request.steps:
@@ -161,6 +166,15 @@ class _Verification:
             )
         self.compared = compare(stock, patched, rerun=rerun, reordered=reordered)
 
+    def _unless_stock_does_so_too(self, wrong: str) -> str:
+        """Return nothing if stock fails now here, now there: another end of the patched run means nothing."""
+        stock, patched = self.outcomes["stock"], self.outcomes["patched"]
+        others = [self.outcomes[name] for name in ("rerun", "reordered")]
+        if not (wrong and stock.code and patched.code) or all(_end(one) == _end(stock) for one in others):
+            return wrong
+        self.notes.append(f"That {wrong} says nothing: other stock runs end elsewhere, too.")
+        return ""
+
     def _find_the_feature(self, stock: Run) -> None:
         features = self.outcomes["patched"].applied
         arm = self.outcomes["patched"].arm
@@ -181,6 +195,17 @@ class _Verification:
 
     # ---------------------------------------------------------------- words
 
+    def _mention_what_was_not_compared(self) -> None:
+        for one in [finding for finding in self.compared.findings if finding.row.name == ORDER]:
+            self.notes.append(
+                f"On {one.process} nothing is compared from '{one.event}' at step {one.step} on: what happens there is "
+                "in another order in each stock run."
+            )
+        unread = [f"'{name}' ({kind})" for name, kind in self.compared.unread.items()]
+        if unread:
+            more = f" and {len(unread) - 3} more" if len(unread) > 3 else ""
+            self.notes.append(f"These values cannot be read and were not compared: {', '.join(unread[:3])}{more}.")
+
     def _describe_scope(self) -> str:
         compared = self.compared
         ranks = f"{len(compared.processes)} rank{'s' if len(compared.processes) != 1 else ''}"
@@ -196,7 +221,7 @@ class _Verification:
         return f"first in '{first.row.name}' at step {first.step} on {first.process}{feature}{then}"
 
     def _describe_no_step(self) -> str:
-        losses = self.compared.events.get("backward", 0)
+        losses = self.compared.events.get(BACKWARD, 0)
         seen = f"{losses} losses are equal, but " if losses else ""
         return (
             f"{seen}no optimizer of torch.optim made a step in any process. Is this the command that trains? If it "
@@ -234,7 +259,16 @@ def _what_went_wrong(stock: Outcome, patched: Outcome) -> str:
         return "the patched run hangs, as stock does not"
     if patched.code and not stock.code:
         return f"the patched run fails with exit code {patched.code}, as stock does not"
+    if patched.code and _end(patched) != _end(stock):
+        return f"the patched run fails {_end(patched)}, stock {_end(stock)}"
     return ""
+
+
+def _end(outcome: Outcome) -> str:
+    """Say where and how a command that failed did so."""
+    error = endings.error(outcome.log.read_text(encoding="utf-8", errors="replace"))
+    by = f" by {error}" if error else ""
+    return f"after step {arms.furthest(outcome.folder)} with exit code {outcome.code}{by}"
 
 
 def _why_not_exercised(patched: Outcome) -> str:

@@ -22,7 +22,7 @@ from ovpatch.insight.verify.recording import BACKWARD, CHECKPOINT, SCALE, STEP, 
 from ovpatch.insight.verify.values import Kept, keep
 from ovpatch.patching import PatchManager
 
-Values = dict[str, "Kept | None"]
+Values = dict[str, Kept]
 
 
 class Watch:
@@ -135,6 +135,7 @@ class Watch:
     def _saved(self, file: str, contents: dict[str, Kept]) -> None:
         if not self._recorder.writing:
             self._recorder.add(CHECKPOINT, contents, step=max(1, self._steps.count), label=file)
+            self._recorder.flush()  # often the last that a script does, and some then leave by os._exit
 
 
 def _norm(gradients: list[Tensor]) -> float | None:
@@ -153,7 +154,7 @@ def _wide(tensor: Tensor) -> torch.dtype:
 
 
 def _collect(name: str, value: Any, into: Values) -> None:
-    """Keep what is in nested state, by name; what cannot be compared is left out."""
+    """Keep what is in nested state, by name."""
     if isinstance(value, Mapping):
         for key, child in value.items():
             _collect(f"{name}.{key}", child, into)
