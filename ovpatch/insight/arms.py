@@ -7,6 +7,7 @@ import os
 import signal
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Final
@@ -166,6 +167,7 @@ def run(
     began = time.monotonic()
     with launching.started(command, arm.environment(worker, folder), log=log) as job:
         code = job.wait(lambda: watch.look(job))
+    kill_left(folder)
     seconds, interrupted = time.monotonic() - began, job.interrupted is not None
     return Outcome(arm, folder, log, code, seconds, watch.timed_out, interrupted, _read_stacks(folder))
 
@@ -198,7 +200,13 @@ class _Watch:
     def _end(self, job: launching.Job) -> None:
         self._ended = True
         job.end()
-        for pid in processes(self._folder):  # torchrun's workers are in sessions of their own
+        kill_left(self._folder)
+
+
+def kill_left(folder: Path) -> None:
+    """Kill what of a command has outlived it: torchrun's workers are in sessions of their own."""
+    for pid in processes(folder):
+        with suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
 
 
