@@ -82,6 +82,18 @@ def test_arms_begin_at_zero_and_ranks_keep_their_distance(runs, tmp_path):
     assert first == 0
 
 
+def test_nothing_is_before_zero_where_perfetto_would_drop_it(tmp_path):
+    """A host that runs ahead has launched the whole step before the device begins it."""
+    trace = Synthetic(0).note("ProfilerStep#4", 0, 30).op("aten::mm", 5, 6)
+    trace.gemm(0, 40).gemm(40, 90, launch=10, bandwidth=float("inf")).nccl(60, 95, launch=12)
+    stock = run_of("stock", read_run([trace.write(tmp_path / "rank0.json")]))
+    patched = run_of("patched", read_run([rank(tmp_path, 0)]))
+    events = merged([stock, patched], tmp_path / "m.json.gz")
+    assert min(event["ts"] for event in events if "ts" in event) == 0
+    assert {event["ts"] for event in events if event["name"] in ("step 4", "step 5")} == {40}
+    assert "Infinity" in {event.get("args", {}).get("bandwidth") for event in events}, "text: JSON has no such number"
+
+
 def test_what_is_exposed_is_a_track(runs, tmp_path):
     events = merged(runs, tmp_path / "m.json.gz")
     exposed = [event for event in events if event["name"] == "exposed communication"]

@@ -64,6 +64,7 @@ def _of_device(trace: Trace, rank: int, events: Sequence[Event], also: re.Patter
             if kind is Kind.COMMUNICATION
         ),
         borders.whole(steps, mine),
+        trace.first,
         (*remarks, *filter(None, [how])),
     )
 
@@ -95,6 +96,7 @@ def _of_cpu(trace: Trace, rank: int) -> Lanes:
             for event, label in zip(collectives, labels, strict=True)
         ),
         borders.whole(steps or borders.everything(trace.events), trace.events),
+        trace.first,
         (how,) if how else (),
     )
 

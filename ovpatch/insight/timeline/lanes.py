@@ -53,6 +53,7 @@ class Lanes:
         copies: When it copied from or to the host.
         communications: What talked to other ranks, by start.
         steps: The steps that are whole in the trace.
+        first: When the first event of the trace was, nanoseconds since the epoch.
         remarks: What a reader should know about how it was read.
     """
 
@@ -64,6 +65,7 @@ class Lanes:
     copies: Intervals
     communications: tuple[Communication, ...]
     steps: tuple[Step, ...]
+    first: int
     remarks: tuple[str, ...] = ()
 
     @property
