@@ -29,6 +29,7 @@ class Measured:
         clocks_mhz: Their clocks at the end, where they could be asked.
         torch: Its version.
         world: Number of ranks.
+        missing: Ranks that left nothing, of which nothing above tells.
     """
 
     times: list[float] = field(default_factory=list)
@@ -44,6 +45,7 @@ class Measured:
     clocks_mhz: Sequence[int] = ()
     torch: str = ""
     world: int = 0
+    missing: Sequence[int] = ()
 
     def to_json(self) -> dict[str, Any]:
         """Return it as plain data."""
@@ -59,13 +61,14 @@ def read(folder: Path) -> Measured:
     clocks = {rank["clock"] for rank in ranks if rank["clock"]}
     column = "ms" if len(clocks) == 1 else "host_ms"  # what differs in kind is not compared
     first = ranks[0]
+    missing = sorted(set(range(first["world"])) - {rank["rank"] for rank in ranks})
     return Measured(
         times=slowest_rank([rank[column] for rank in ranks]),
         taken=min(rank["steps"] for rank in ranks),
         clock=clocks.pop() if len(clocks) == 1 else "host clock",
         memory={kind: max(rank["memory"].get(kind, 0) for rank in ranks) for kind in first["memory"]},
-        samples=_sum(rank["batch"]["samples"] for rank in ranks),
-        tokens=_sum(rank["batch"]["tokens"] for rank in ranks),
+        samples=None if missing else _sum(rank["batch"]["samples"] for rank in ranks),
+        tokens=None if missing else _sum(rank["batch"]["tokens"] for rank in ranks),
         batches=(first["batch"]["calls"], first["batch"]["module"]),
         flops=flops,
         flops_reason=reason,
@@ -73,16 +76,21 @@ def read(folder: Path) -> Measured:
         clocks_mhz=[rank["clock_mhz"] for rank in ranks if rank["clock_mhz"]],
         torch=first["torch"],
         world=first["world"],
+        missing=missing,
     )
 
 
 def _one_each(files: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """Return one file for each rank: of the last elastic restart, and there of the process that took most steps."""
+    """Return one file for each rank: of the last elastic restart, and there of the process that took most steps.
+
+    A restart may be with fewer ranks; those that it has not are left out.
+    """
     by_rank: dict[int, Mapping[str, Any]] = {}
     order: Callable[[Mapping[str, Any]], tuple[int, int]] = lambda file: (file["restart"], file["steps"])  # noqa: E731
     for file in sorted(files, key=order):
         by_rank[file["rank"]] = file
-    return [by_rank[rank] for rank in sorted(by_rank)]
+    world = max(by_rank.values(), key=order)["world"] if by_rank else 0
+    return [by_rank[rank] for rank in sorted(by_rank) if rank < world]
 
 
 def _sum(values: Any) -> float | None:
