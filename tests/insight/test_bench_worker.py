@@ -59,6 +59,24 @@ def test_a_linear_layer_costs_six_operations_per_weight_and_row():
     assert ours.by_dtype["float32"] == 6 * 8 * 16 * 5, "it goes on counting"
 
 
+def counts(*orders):
+    """Counts of steps, each so and so many products of the same cost; None is a step that cannot be counted."""
+    for products in orders:
+        one = FlopCount()
+        if products is not None:
+            one.start()
+            for _ in range(products):
+                torch.ones(2, 2) @ torch.ones(2, 2)
+            one.stop()
+        yield one
+
+
+@pytest.mark.parametrize("orders", [(1, 3), (3, 1), (None, 1), (1, None)])
+def test_an_evaluation_in_one_of_two_steps_does_not_count(orders):
+    assert flops.cheaper(list(counts(*orders))) == {"by_dtype": {"float32": 16}, "reason": ""}
+    assert "nothing in a step is a product" in flops.cheaper(list(counts(None, 0)))["reason"]
+
+
 def test_a_formula_that_fails_harms_nobody(model, monkeypatch):
     def broken(*args, **kwargs):
         raise ValueError("an unknown shape")
@@ -130,6 +148,9 @@ def test_compiling_is_noticed(model):
         ("NVIDIA H200", {"bfloat16": 99.0, "float32": 1.0}, 989.4e12),
         ("NVIDIA H100 80GB HBM3", {"float16": 1.0}, 989.4e12),
         ("NVIDIA H100 PCIe", {"bfloat16": 1.0}, 756e12),
+        ("NVIDIA H200 NVL", {"bfloat16": 1.0}, 835e12),
+        ("Tesla V100-PCIE-16GB", {"float16": 1.0}, 112e12),
+        ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", {"bfloat16": 1.0}, "a part of a device"),
         ("NVIDIA A100-SXM4-80GB", {"bfloat16": 1.0}, 312e12),
         ("NVIDIA L40S", {"bfloat16": 1.0}, 362e12),
         ("NVIDIA L40", {"bfloat16": 1.0}, "is not known"),
@@ -269,6 +290,48 @@ def test_the_peak_of_a_process_covers_what_it_holds():
     held = torch.ones(1 << 22)
     assert clocks.Memory(cpu).peak()["resident"] > held.numel() * 4
     assert (clocks.name_of(cpu), clocks.clock_rate(cpu)) == ("cpu", None)
+
+
+class NVMLError_NotSupported(Exception):
+    """As of pynvml: no RuntimeError."""
+
+
+def test_a_device_that_does_not_tell_its_clock_fails_no_script(monkeypatch):
+    def unsupported(device):
+        raise NVMLError_NotSupported
+
+    monkeypatch.setattr(torch.cuda, "clock_rate", unsupported)
+    assert clocks.clock_rate(torch.device("cuda", 0)) is None
+
+
+class Event:
+    """Stands in for torch.cuda.Event: it can be read once somebody has waited for it."""
+
+    made = 0
+
+    def __init__(self, enable_timing):
+        Event.made += 1
+        self.time, self.done = Event.made, False
+
+    def record(self, stream):
+        pass
+
+    def synchronize(self):
+        self.done = True
+
+    def elapsed_time(self, other):
+        assert self.done, "another stream's work need not be done when the last event is"
+        assert other.done
+        return float(other.time - self.time)
+
+
+def test_events_of_several_streams_are_all_waited_for(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: None)
+    clock = clocks.Clock(torch.device("cuda", 0), 2)
+    for _ in range(3):
+        clock.mark()
+    assert clock.times() == [1.0, 1.0]
 
 
 @pytest.mark.gpu(1)

@@ -61,6 +61,13 @@ class FlopCount:
         return {"by_dtype": {} if self.reason else dict(self.by_dtype), "reason": self.reason}
 
 
+def cheaper(counts: Sequence[FlopCount]) -> dict[str, Any]:
+    """Return, as plain data, the count of the step that took fewest operations, or why none can be told."""
+    found = [count.to_json() for count in counts]
+    known = [one for one in found if not one["reason"]]
+    return min(known, key=lambda one: sum(one["by_dtype"].values())) if known else found[-1]
+
+
 def compiling() -> bool:
     """Whether Dynamo has captured a graph in this process."""
     utils: Any = sys.modules.get("torch._dynamo.utils")
