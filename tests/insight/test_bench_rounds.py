@@ -26,6 +26,7 @@ class Machine:
         self.rank = {}  # changes to what a rank leaves
         self.ends = {}  # by the name of an arm, changes to its outcome
         self.steps = 10
+        self.again = 0
 
     def run(self, arm, command, worker, out, *, timeout, progress):
         assert (command, worker) == (["train"], rounds.WORKER)
@@ -42,7 +43,7 @@ class Machine:
         return replace(arms.Outcome(arm, folder, log, 0, 1.0), **self.ends.get(arm.name, {}))
 
     def left(self, arm, rank):
-        counting = {"by_dtype": {"bfloat16": 4e9, "float32": 1e6}, "reason": ""}
+        counting = {"by_dtype": {"bfloat16": 4e9, "float32": 1e6}, "again": self.again, "reason": ""}
         ms = MS[arm.name.removesuffix("-uncounted").rpartition("-")[0]]
         return {
             "rank": rank,
@@ -283,6 +284,17 @@ def test_logs_are_kept_where_asked(machine, bench, tmp_path):
     bench("--rounds", "1", "--out", str(tmp_path / "kept" / "here"))
     kept = {path.name for path in (tmp_path / "kept" / "here").iterdir()}
     assert kept == {"stock-1", "stock-1.log", "patched-1", "patched-1.log"}
+
+
+def test_mfu_is_without_what_is_computed_again(machine, bench):
+    _, texts, found = bench("--rounds", "1")
+    machine.again = 1.0e9
+    _, again, less = bench("--rounds", "1")
+    (whole, _), (part, _) = found["rows"], less["rows"]
+    assert part["tflops"] == whole["tflops"]
+    assert part["mfu"] == pytest.approx(whole["mfu"] * 3.001 / 4.001)
+    assert "computes again" in again.out
+    assert "computes again" not in texts.out
 
 
 @pytest.fixture

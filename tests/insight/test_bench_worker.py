@@ -48,13 +48,25 @@ def test_operations_are_those_that_torch_counts(model):
     assert set(ours.by_dtype) == {"bfloat16", "float32"}
 
 
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_what_checkpointing_computes_again_is_known_apart(reentrant):
+    layer, ours, forward = nn.Linear(8, 16), FlopCount(), 2 * 8 * 16 * 5
+    x = torch.randn(5, 8, requires_grad=True)
+    ours.start()
+    checkpoint(lambda x: layer(x).tanh(), x, use_reentrant=reentrant).sum().backward()
+    # A backward with gradients on is no forward.
+    torch.autograd.grad(layer(x).sum(), [x, layer.weight], create_graph=True)
+    ours.stop()
+    assert ours.to_json() == {"by_dtype": {"float32": 7 * forward}, "again": forward, "reason": ""}
+
+
 def test_a_linear_layer_costs_six_operations_per_weight_and_row():
     layer, ours = nn.Linear(8, 16), FlopCount()
     x = torch.randn(5, 8, requires_grad=True)
     ours.start()
     layer(x).sum().backward()
     ours.stop()
-    assert ours.to_json() == {"by_dtype": {"float32": 6 * 8 * 16 * 5}, "reason": ""}
+    assert ours.to_json() == {"by_dtype": {"float32": 6 * 8 * 16 * 5}, "again": 0, "reason": ""}
     layer(x).sum().backward()
     assert ours.by_dtype["float32"] == 6 * 8 * 16 * 5, "it goes on counting"
 
@@ -73,7 +85,7 @@ def counts(*orders):
 
 @pytest.mark.parametrize("orders", [(1, 3), (3, 1), (None, 1), (1, None)])
 def test_an_evaluation_in_one_of_two_steps_does_not_count(orders):
-    assert flops.cheaper(list(counts(*orders))) == {"by_dtype": {"float32": 16}, "reason": ""}
+    assert flops.cheaper(list(counts(*orders))) == {"by_dtype": {"float32": 16}, "again": 0, "reason": ""}
     assert "nothing in a step is a product" in flops.cheaper(list(counts(None, 0)))["reason"]
 
 
@@ -86,7 +98,11 @@ def test_a_formula_that_fails_harms_nobody(model, monkeypatch):
     ours.start()
     nn.Linear(4, 4)(torch.randn(2, 4)).sum().backward()
     ours.stop()
-    assert ours.to_json() == {"by_dtype": {}, "reason": "torch's formula failed: ValueError('an unknown shape')"}
+    assert ours.to_json() == {
+        "by_dtype": {},
+        "again": 0,
+        "reason": "torch's formula failed: ValueError('an unknown shape')",
+    }
 
 
 def test_where_counting_could_harm_it_is_not_tried(monkeypatch):
@@ -107,7 +123,7 @@ def test_a_script_that_compiles_in_the_counted_step(monkeypatch):
     nn.Linear(4, 4)(torch.randn(2, 4))
     monkeypatch.setattr(flops, "compiling", lambda: True)
     ours.stop()
-    assert ours.to_json() == {"by_dtype": {}, "reason": flops.COMPILED}
+    assert ours.to_json() == {"by_dtype": {}, "again": 0, "reason": flops.COMPILED}
 
 
 def test_a_step_in_backward_is_not_counted():
@@ -130,7 +146,7 @@ def test_a_mode_that_the_script_put_on_top_is_left_alone():
 
 
 def test_a_script_that_ends_before_it_is_counted():
-    assert FlopCount().to_json() == {"by_dtype": {}, "reason": "the script ended before a step was counted"}
+    assert FlopCount().to_json() == {"by_dtype": {}, "again": 0, "reason": "the script ended before a step was counted"}
 
 
 def test_compiling_is_noticed(model):

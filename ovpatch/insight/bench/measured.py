@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from ovpatch.insight.bench.statistics import slowest_rank
@@ -24,6 +25,7 @@ class Measured:
         tokens: The same.
         batches: Calls of the model per step, and the class of the model.
         flops: Operations per step and rank by dtype; empty if they were not, or could not be, counted.
+        flops_again: Those of them that activation checkpointing did a second time.
         flops_reason: Why not.
         devices: Their names, each once.
         clocks_mhz: Their clocks at the end, where they could be asked.
@@ -40,6 +42,7 @@ class Measured:
     tokens: float | None = None
     batches: tuple[float, str] = (0, "")
     flops: Mapping[str, float] = field(default_factory=dict)
+    flops_again: float = 0
     flops_reason: str = ""
     devices: Sequence[str] = ()
     clocks_mhz: Sequence[int] = ()
@@ -71,6 +74,7 @@ def read(folder: Path) -> Measured:
         tokens=None if missing else _sum(rank["batch"]["tokens"] for rank in ranks),
         batches=(first["batch"]["calls"], first["batch"]["module"]),
         flops=flops,
+        flops_again=fmean(rank["flops"]["again"] for rank in ranks) if flops else 0,
         flops_reason=reason,
         devices=list(dict.fromkeys(rank["device"] for rank in ranks)),
         clocks_mhz=[rank["clock_mhz"] for rank in ranks if rank["clock_mhz"]],
