@@ -124,8 +124,7 @@ def _read(arguments: argparse.Namespace, pattern: re.Pattern[str] | None) -> Ite
 
 
 def _of_traces(run: Run) -> Recording:
-    remarks = dict.fromkeys(f"{run.name}: {remark}" for lanes in run.ranks for remark in lanes.remarks)
-    return Recording(run, remarks=tuple(remarks))
+    return Recording(run, remarks=tuple(f"{run.name}: {remark}" for remark in run.remarks))
 
 
 def _files(path: Path) -> list[Path]:

@@ -94,6 +94,16 @@ def test_nothing_is_before_zero_where_perfetto_would_drop_it(tmp_path):
     assert "Infinity" in {event.get("args", {}).get("bandwidth") for event in events}, "text: JSON has no such number"
 
 
+def test_ranks_of_machines_whose_clocks_differ_stand_together(tmp_path):
+    paths = [rank(tmp_path, 0), rank(tmp_path, 1, late=7_000_000)]
+    run = run_of("stock", read_run(paths))
+    assert len({one.steps[0].start for one in run.ranks}) == 1
+    assert "clocks differ by more than a step" in run.remarks[0]
+    assert parts_of(run.ranks[0], run.ranks[0].steps[0]) == parts_of(run.ranks[1], run.ranks[1].steps[0])
+    kernels = [event["ts"] for event in merged([run], tmp_path / "m.json.gz") if event.get("cat") == "kernel"]
+    assert kernels == [0, 30, 70] * 2
+
+
 def test_what_is_exposed_is_a_track(runs, tmp_path):
     events = merged(runs, tmp_path / "m.json.gz")
     exposed = [event for event in events if event["name"] == "exposed communication"]

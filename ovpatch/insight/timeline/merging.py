@@ -2,8 +2,8 @@
 
 [Note: common clocks] The first steps of all arms begin at the same time, so that arms that ran one after the other
 stand above each other. Nothing is before zero: Perfetto drops such events, and on a GPU all launches of the first step
-may come before it. Within an arm ranks keep their distance by the clocks of their machines: several machines are
-together only as well as their clocks are.
+may come before it. Within an arm ranks keep their distance by the clocks of their machines, unless these are more than
+a step apart: several machines are together only as well as their clocks are.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any, Final
 
 from ovpatch.insight.intervals import Intervals, Span
-from ovpatch.insight.timeline.lanes import Lanes
-from ovpatch.insight.timeline.summary import Run, step_of
+from ovpatch.insight.timeline.lanes import Lanes, step_of
+from ovpatch.insight.timeline.summary import Run
 from ovpatch.insight.timeline.trace import MERGED, base_of, load, nanoseconds
 
 _Json = dict[str, Any]
@@ -102,7 +102,7 @@ def _span(lanes: Lanes, number: int) -> Span:
 def _recorded(lanes: Lanes, zero: int, names: _Numbers, who: str) -> Iterator[_Json]:
     """Yield the recorded events of a rank with numbers and times of the merged trace."""
     data = load(lanes.path)
-    base = base_of(data)
+    base = base_of(data) + lanes.moved
     for event in data["traceEvents"]:
         moved = {**event, "pid": names.of(who, event.get("pid"))}
         moved["tid"] = names.of(who, event.get("pid"), event.get("tid")) if event.get("tid") else 0

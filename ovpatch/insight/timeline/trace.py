@@ -87,7 +87,7 @@ def load(path: Path) -> dict[str, Any]:
     try:
         data = json.loads(_text(path), parse_float=Decimal, parse_constant=str, strict=False)
     except OSError as error:
-        raise TraceError(f"{path}: {error.strerror}. Name a trace that torch.profiler exported.") from error
+        raise TraceError(f"{path}: {error.strerror or error}. Name a trace that torch.profiler exported.") from error
     except (ValueError, EOFError, zlib.error) as error:
         raise TraceError(
             f"{path} is not complete JSON ({error}). Its process probably ended while it was written: record it again."
