@@ -55,6 +55,7 @@ def main(arguments: argparse.Namespace) -> int:
         output = Output(arguments.out, picture=not arguments.no_picture)
         if _are_traces(arguments.rest):
             recordings, code = list(_read(arguments, pattern)), OK
+            output.spare(lanes.path for recording in recordings for lanes in recording.run.ranks)
             output.prepare(keep_runs=True)
         else:
             recordings, code = _record(arguments, output, pattern)
@@ -90,8 +91,18 @@ def _pattern(text: str | None) -> re.Pattern[str] | None:
 
 
 def _are_traces(rest: Sequence[str]) -> bool:
-    """Whether these words are traces, or folders of traces, and no command."""
-    return bool(rest) and all(word.endswith(_ENDINGS) or Path(word).is_dir() for word in rest)
+    """Whether these words are traces, or folders of traces, and no command.
+
+    Raises:
+        ovpatch.SettingsError: They begin with traces and go on with something else.
+    """
+    named = [word.endswith(_ENDINGS) or Path(word).is_dir() for word in rest]
+    if named[:1] == [True] and not all(named):
+        other = rest[named.index(False)]
+        raise SettingsError(
+            f"{rest[0]} is a trace and {other} is none. Put options before traces, and -- before a command."
+        )
+    return bool(named) and all(named)
 
 
 def _read(arguments: argparse.Namespace, pattern: re.Pattern[str] | None) -> Iterator[Recording]:
@@ -112,8 +123,7 @@ def _read(arguments: argparse.Namespace, pattern: re.Pattern[str] | None) -> Ite
 
 
 def _of_traces(run: Run) -> Recording:
-    remarks = dict.fromkeys(f"{run.name}: {remark}" for lanes in run.ranks for remark in lanes.remarks)
-    return Recording(run, remarks=tuple(remarks))
+    return Recording(run, remarks=tuple(f"{run.name}: {remark}" for remark in run.remarks))
 
 
 def _files(path: Path) -> list[Path]:

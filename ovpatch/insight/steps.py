@@ -68,7 +68,8 @@ class Steps:
         if optimizer not in self._under_way:
             return  # of a class whose step() calls that of a base class which torch has given hooks, too
         self._under_way.discard(optimizer)
-        mine = self._counts[optimizer] = self._counts.get(optimizer, 0) + 1
+        joined = max(0, self.count - 1)  # a later optimizer, as after unfreezing, joins the step that is under way
+        mine = self._counts[optimizer] = self._counts.get(optimizer, joined) + 1
         if mine > self.count:
             self.count, self._latest = mine, ref(optimizer)
             self._at_border(mine)

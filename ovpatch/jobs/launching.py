@@ -2,7 +2,8 @@
 
 [Note: whose Ctrl-C it is] A command that shares our terminal (``ovpatch run``) stays in our process group: Ctrl-C
 reaches it by itself, and it decides what that means. A command whose output goes to a file (``verify``, ``bench``,
-``timeline``) gets a session of its own, so that it can be ended with everything it started; there Ctrl-C is handed on.
+``timeline``) gets a session of its own, so that it can be ended with everything it started; there Ctrl-C is handed on
+to its whole process group, as a terminal would: a shell that got it alone would wait until what it runs ends by itself.
 """
 
 from __future__ import annotations
@@ -10,16 +11,20 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
 from typing import Final
 
 NOT_EXECUTABLE: Final = 126  # these two as in shells
 NOT_FOUND: Final = 127
-_FORWARDED: Final = ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2")
+_ENDING: Final = ("SIGINT", "SIGTERM", "SIGHUP")
+_FORWARDED: Final = (*_ENDING, "SIGUSR1", "SIGUSR2")
 _POLL: Final = 0.5  # seconds between looks at what the command's processes left behind
+_LOOK: Final = 0.05  # seconds between looks at whether it has ended
+_DYING: Final = 5.0  # seconds that the system may take to end what was killed
 GRACE: Final = 40.0  # seconds; torchrun itself gives its workers 30 before it kills them
 
 
@@ -70,7 +75,7 @@ class Job:
         except OSError as error:  # no permission, a folder, or a script without its first line
             raise NotStartedError(f"{command[0]}: not executable ({error.strerror})", NOT_EXECUTABLE) from None
         for number in self._early:
-            self._process.send_signal(number)
+            self._send(number)
 
     def wait(self, tick: Callable[[], None] = lambda: None) -> int:
         """Wait until the command has ended.
@@ -90,20 +95,37 @@ class Job:
 
     def terminate(self) -> None:
         """Ask the command to end."""
-        self._running.terminate()
+        self._send(signal.SIGTERM)
 
     def end(self, grace: float = GRACE) -> None:
         """Ask the command to end, and kill what is left of its process group after ``grace`` seconds."""
-        if self._running.poll() is None:
-            self.terminate()
-        try:
-            self._running.wait(grace)
-        except subprocess.TimeoutExpired:
-            if self._own_session:
-                os.killpg(self._running.pid, signal.SIGKILL)
-            else:
-                self._running.kill()
-            self._running.wait()
+        if not self._lives():
+            return
+        self.terminate()
+        if not self._ends_within(grace):
+            self._send(getattr(signal, "SIGKILL", signal.SIGTERM))
+            self._ends_within(_DYING)
+        self._running.wait()
+
+    def _ends_within(self, seconds: float) -> bool:
+        deadline = time.monotonic() + seconds
+        while self._lives():
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(_LOOK)
+        return True
+
+    def _lives(self) -> bool:
+        """Whether it, or where it has a session of its own any process of its group, still runs."""
+        running = self._running.poll() is None
+        return running or (self._own_session and _group_lives(self._running.pid))
+
+    def _send(self, number: int) -> None:
+        if not self._own_session or signal.Signals(number).name not in (*_ENDING, "SIGKILL"):
+            self._running.send_signal(number)
+            return
+        with suppress(ProcessLookupError):
+            os.killpg(self._running.pid, number)
 
     @property
     def _running(self) -> subprocess.Popen[bytes]:
@@ -121,7 +143,26 @@ class Job:
         if self._process is None:
             self._early.append(number)
         else:
-            self._process.send_signal(number)
+            self._send(number)
+
+
+def _group_lives(group: int) -> bool:
+    """Whether a process of the group runs; one that has ended, and only waits to be asked for, does not."""
+    try:
+        os.killpg(group, 0)
+    except (ProcessLookupError, PermissionError):
+        return False
+    states = [_state(file) for file in Path("/proc").glob("[0-9]*/stat")]
+    return not states or any(its == group and state not in "ZX" for state, its in states)
+
+
+def _state(file: Path) -> tuple[str, int]:
+    """Return a process's state and group from its ``/proc/<pid>/stat``."""
+    try:
+        state, _, group, *_ = file.read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
+    except (OSError, ValueError):  # it has ended meanwhile
+        return "X", 0
+    return state, int(group)
 
 
 @contextmanager

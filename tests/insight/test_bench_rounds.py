@@ -26,6 +26,7 @@ class Machine:
         self.rank = {}  # changes to what a rank leaves
         self.ends = {}  # by the name of an arm, changes to its outcome
         self.steps = 10
+        self.again = 0
 
     def run(self, arm, command, worker, out, *, timeout, progress):
         assert (command, worker) == (["train"], rounds.WORKER)
@@ -42,7 +43,7 @@ class Machine:
         return replace(arms.Outcome(arm, folder, log, 0, 1.0), **self.ends.get(arm.name, {}))
 
     def left(self, arm, rank):
-        counting = {"by_dtype": {"bfloat16": 4e9, "float32": 1e6}, "reason": ""}
+        counting = {"by_dtype": {"bfloat16": 4e9, "float32": 1e6}, "again": self.again, "reason": ""}
         ms = MS[arm.name.removesuffix("-uncounted").rpartition("-")[0]]
         return {
             "rank": rank,
@@ -285,11 +286,43 @@ def test_logs_are_kept_where_asked(machine, bench, tmp_path):
     assert kept == {"stock-1", "stock-1.log", "patched-1", "patched-1.log"}
 
 
-def test_files_of_ranks_are_put_together(tmp_path):
+def test_mfu_is_without_what_is_computed_again(machine, bench):
+    _, texts, found = bench("--rounds", "1")
+    machine.again = 1.0e9
+    _, again, less = bench("--rounds", "1")
+    (whole, _), (part, _) = found["rows"], less["rows"]
+    assert part["tflops"] == whole["tflops"]
+    assert part["mfu"] == pytest.approx(whole["mfu"] * 3.001 / 4.001)
+    assert "computes again" in again.out
+    assert "computes again" not in texts.out
+
+
+@pytest.fixture
+def leave(tmp_path):
     def leave(pid, **change):
         full = Machine().left(arms.Arm("stock-1", details={"warmup": 3, "count_flops": False}), 0)
         (tmp_path / f"bench-{pid}.json").write_text(json.dumps({**full, **change}))
 
+    return leave
+
+
+def test_a_restart_with_fewer_ranks_leaves_the_others_out(leave, tmp_path):
+    for rank in range(3):
+        leave(rank, rank=rank, world=3, ms=[90.0], steps=99)
+    leave(9, rank=0, world=1, restart=1, ms=[1.0])
+    found = measured.read(tmp_path)
+    assert (found.times, found.world, found.samples, found.missing) == ([1.0], 1, 4.0, [])
+
+
+def test_a_rank_that_left_nothing_is_named_and_samples_are_not_told(machine, bench):
+    machine.rank = {"world": 4}
+    code, texts, found = bench("--rounds", "1")
+    assert code == 0
+    assert "stock-1: nothing is known of rank 2, 3" in texts.out
+    assert (found["samples"], found["tokens"]) == (None, None)
+
+
+def test_files_of_ranks_are_put_together(leave, tmp_path):
     leave(1, rank=0, restart=0, steps=99)
     leave(2, rank=0, restart=1, steps=5, ms=[5.0, 1.0], clock="host clock", host_ms=[50.0, 10.0])
     leave(3, rank=1, restart=1, steps=6, ms=[1.0, 7.0, 3.0], host_ms=[10.0, 70.0, 30.0])

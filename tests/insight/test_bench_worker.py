@@ -48,15 +48,45 @@ def test_operations_are_those_that_torch_counts(model):
     assert set(ours.by_dtype) == {"bfloat16", "float32"}
 
 
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_what_checkpointing_computes_again_is_known_apart(reentrant):
+    layer, ours, forward = nn.Linear(8, 16), FlopCount(), 2 * 8 * 16 * 5
+    x = torch.randn(5, 8, requires_grad=True)
+    ours.start()
+    checkpoint(lambda x: layer(x).tanh(), x, use_reentrant=reentrant).sum().backward()
+    # A backward with gradients on is no forward.
+    torch.autograd.grad(layer(x).sum(), [x, layer.weight], create_graph=True)
+    ours.stop()
+    assert ours.to_json() == {"by_dtype": {"float32": 7 * forward}, "again": forward, "reason": ""}
+
+
 def test_a_linear_layer_costs_six_operations_per_weight_and_row():
     layer, ours = nn.Linear(8, 16), FlopCount()
     x = torch.randn(5, 8, requires_grad=True)
     ours.start()
     layer(x).sum().backward()
     ours.stop()
-    assert ours.to_json() == {"by_dtype": {"float32": 6 * 8 * 16 * 5}, "reason": ""}
+    assert ours.to_json() == {"by_dtype": {"float32": 6 * 8 * 16 * 5}, "again": 0, "reason": ""}
     layer(x).sum().backward()
     assert ours.by_dtype["float32"] == 6 * 8 * 16 * 5, "it goes on counting"
+
+
+def counts(*orders):
+    """Counts of steps, each so and so many products of the same cost; None is a step that cannot be counted."""
+    for products in orders:
+        one = FlopCount()
+        if products is not None:
+            one.start()
+            for _ in range(products):
+                torch.ones(2, 2) @ torch.ones(2, 2)
+            one.stop()
+        yield one
+
+
+@pytest.mark.parametrize("orders", [(1, 3), (3, 1), (None, 1), (1, None)])
+def test_an_evaluation_in_one_of_two_steps_does_not_count(orders):
+    assert flops.cheaper(list(counts(*orders))) == {"by_dtype": {"float32": 16}, "again": 0, "reason": ""}
+    assert "nothing in a step is a product" in flops.cheaper(list(counts(None, 0)))["reason"]
 
 
 def test_a_formula_that_fails_harms_nobody(model, monkeypatch):
@@ -68,7 +98,11 @@ def test_a_formula_that_fails_harms_nobody(model, monkeypatch):
     ours.start()
     nn.Linear(4, 4)(torch.randn(2, 4)).sum().backward()
     ours.stop()
-    assert ours.to_json() == {"by_dtype": {}, "reason": "torch's formula failed: ValueError('an unknown shape')"}
+    assert ours.to_json() == {
+        "by_dtype": {},
+        "again": 0,
+        "reason": "torch's formula failed: ValueError('an unknown shape')",
+    }
 
 
 def test_where_counting_could_harm_it_is_not_tried(monkeypatch):
@@ -89,7 +123,7 @@ def test_a_script_that_compiles_in_the_counted_step(monkeypatch):
     nn.Linear(4, 4)(torch.randn(2, 4))
     monkeypatch.setattr(flops, "compiling", lambda: True)
     ours.stop()
-    assert ours.to_json() == {"by_dtype": {}, "reason": flops.COMPILED}
+    assert ours.to_json() == {"by_dtype": {}, "again": 0, "reason": flops.COMPILED}
 
 
 def test_a_step_in_backward_is_not_counted():
@@ -112,7 +146,7 @@ def test_a_mode_that_the_script_put_on_top_is_left_alone():
 
 
 def test_a_script_that_ends_before_it_is_counted():
-    assert FlopCount().to_json() == {"by_dtype": {}, "reason": "the script ended before a step was counted"}
+    assert FlopCount().to_json() == {"by_dtype": {}, "again": 0, "reason": "the script ended before a step was counted"}
 
 
 def test_compiling_is_noticed(model):
@@ -130,6 +164,9 @@ def test_compiling_is_noticed(model):
         ("NVIDIA H200", {"bfloat16": 99.0, "float32": 1.0}, 989.4e12),
         ("NVIDIA H100 80GB HBM3", {"float16": 1.0}, 989.4e12),
         ("NVIDIA H100 PCIe", {"bfloat16": 1.0}, 756e12),
+        ("NVIDIA H200 NVL", {"bfloat16": 1.0}, 835e12),
+        ("Tesla V100-PCIE-16GB", {"float16": 1.0}, 112e12),
+        ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", {"bfloat16": 1.0}, "a part of a device"),
         ("NVIDIA A100-SXM4-80GB", {"bfloat16": 1.0}, 312e12),
         ("NVIDIA L40S", {"bfloat16": 1.0}, 362e12),
         ("NVIDIA L40", {"bfloat16": 1.0}, "is not known"),
@@ -269,6 +306,48 @@ def test_the_peak_of_a_process_covers_what_it_holds():
     held = torch.ones(1 << 22)
     assert clocks.Memory(cpu).peak()["resident"] > held.numel() * 4
     assert (clocks.name_of(cpu), clocks.clock_rate(cpu)) == ("cpu", None)
+
+
+class NVMLError_NotSupported(Exception):
+    """As of pynvml: no RuntimeError."""
+
+
+def test_a_device_that_does_not_tell_its_clock_fails_no_script(monkeypatch):
+    def unsupported(device):
+        raise NVMLError_NotSupported
+
+    monkeypatch.setattr(torch.cuda, "clock_rate", unsupported)
+    assert clocks.clock_rate(torch.device("cuda", 0)) is None
+
+
+class Event:
+    """Stands in for torch.cuda.Event: it can be read once somebody has waited for it."""
+
+    made = 0
+
+    def __init__(self, enable_timing):
+        Event.made += 1
+        self.time, self.done = Event.made, False
+
+    def record(self, stream):
+        pass
+
+    def synchronize(self):
+        self.done = True
+
+    def elapsed_time(self, other):
+        assert self.done, "another stream's work need not be done when the last event is"
+        assert other.done
+        return float(other.time - self.time)
+
+
+def test_events_of_several_streams_are_all_waited_for(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: None)
+    clock = clocks.Clock(torch.device("cuda", 0), 2)
+    for _ in range(3):
+        clock.mark()
+    assert clock.times() == [1.0, 1.0]
 
 
 @pytest.mark.gpu(1)

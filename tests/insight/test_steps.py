@@ -44,3 +44,21 @@ def test_a_step_that_raises_is_none_and_the_next_one_counts(borders):
         own.step("raise")
     own.step()
     assert borders == [1]
+
+
+def test_an_optimizer_built_anew_goes_on_with_the_count(borders):
+    for _ in range(3):
+        own = Own(parameter(), lr=0.1)
+        for _ in range(3):
+            own.step()
+    assert borders == [1, 2, 3, 4, 5, 6, 7], "its first step belongs to the step that it joins"
+
+
+def test_an_optimizer_that_steps_in_turn_makes_no_steps_of_its_own(borders):
+    first, second, seldom = (Own(parameter(), lr=0.1) for _ in range(3))
+    for turn in range(6):
+        first.step()
+        second.step()
+        if turn % 3 == 2:
+            seldom.step()
+    assert borders == [1, 2, 3, 4, 5, 6]

@@ -109,6 +109,38 @@ def test_traces_of_a_run(timeline, tmp_path):
     assert [rank["rank"] for rank in summary["runs"][0]["ranks"]] == [0, 1]
 
 
+def test_an_option_after_a_trace_starts_nothing_and_removes_nothing(timeline, tmp_path):
+    kept = tmp_path / "ovpatch-timeline" / "patched" / "trace-rank0.json.gz"
+    kept.parent.mkdir(parents=True)
+    shutil.copy(recorded("patched")[0], kept)
+    (kept.parent / "process-1.json").write_text("{}")
+    code, out, err = timeline(kept.parent, "--no-picture")
+    assert (code, out) == (2, "")
+    assert "--no-picture is none. Put options before traces" in err
+    assert kept.exists()
+
+
+def test_somebody_elses_traces_in_the_output_folder_are_not_removed(timeline, tmp_path):
+    kept = tmp_path / "runs" / "stock" / "rank0.json.gz"
+    kept.parent.mkdir(parents=True)
+    shutil.copy(recorded("stock")[0], kept)
+    code, _, err = timeline("--no-picture", "--out", "runs", "--", sys.executable, "-c", "")
+    assert (code, kept.exists()) == (2, True)
+    assert "holds a folder stock that is not ours" in err
+
+
+def test_what_is_read_is_not_replaced_and_a_merged_trace_is_no_ranks(timeline, tmp_path):
+    named = tmp_path / "timeline.json.gz"
+    shutil.copy(recorded("stock")[0], named)
+    code, _, err = timeline("--no-picture", "--out", ".", named)
+    assert (code, named.exists()) == (2, True)
+    assert "would be replaced" in err
+    assert timeline("--no-picture", "--out", "there", named)[0] == 0
+    code, _, err = timeline("--no-picture", "--out", "there", "there/timeline.json.gz")
+    assert (code, Path("there/timeline.json.gz").exists()) == (1, True)
+    assert "merged by ovpatch. Name the raw traces" in err
+
+
 def test_two_folders_are_compared_and_may_lie_in_the_output_folder(timeline, tmp_path):
     folder = tmp_path / "ovpatch-timeline"
     for arm in ("stock", "patched"):

@@ -32,6 +32,11 @@ COMMUNICATION = [
         "c10d::symmetric_memory::barrier_kernel(unsigned int**, int, int, int, unsigned long)",
         "symmetric memory barrier",
     ),
+    ("void barrier_on_stream_kernel_threadgroup<(threadgroup_t)1>(int, int)", "symmetric memory barrier"),
+    ("void alltoall_on_stream_kernel<signed char>(int, signed char*)", "symmetric memory all_to_all"),
+    ("void fcollect_on_stream_kernel<signed char>(int, signed char*)", "symmetric memory all_gather"),
+    ("nvshmemi_proxy_rma_signal_entrypoint_blocking(rma_batch)", "symmetric memory signal"),
+    ("void c10d::intra_node_comm::oneShotAllReduceKernel<8u, true>(...)", "symmetric memory all_reduce"),
     ("c10d::symmetric_memory::put_signal_kernel(unsigned int**, int, int)", "symmetric memory signal"),
 ]
 

@@ -103,6 +103,15 @@ def test_a_device_that_waits_for_its_host_ends_its_step_with_the_hosts(lanes):
     assert windows(trace, lanes(trace)) == {5: (10, 100)}
 
 
+@pytest.mark.parametrize("number", [10, None])
+def test_a_launch_that_the_profiler_leaves_out_moves_no_other_border(lanes, number):
+    trace = Synthetic().border(4, 0).border(5, 100).border(6, 200)
+    trace.gemm(20, 130, launch=15).gemm(140, 180, launch=110)
+    memset = {"device": DEVICE} if number is None else {"device": DEVICE, "correlation": number}
+    trace.add("Memset (Device)", "gpu_memset", 190, 210, pid=DEVICE, tid=7, **memset)  # by cuMemsetD32Async
+    assert windows(trace, lanes(trace)) == {5: (0, 130), 6: (130, 210)}
+
+
 def test_of_several_devices_the_busiest_is_shown_and_the_others_named(lanes):
     trace = Synthetic()
     trace.gemm(0, 10).gemm(10, 50, device=1).gemm(60, 65)

@@ -82,6 +82,28 @@ def test_arms_begin_at_zero_and_ranks_keep_their_distance(runs, tmp_path):
     assert first == 0
 
 
+def test_nothing_is_before_zero_where_perfetto_would_drop_it(tmp_path):
+    """A host that runs ahead has launched the whole step before the device begins it."""
+    trace = Synthetic(0).note("ProfilerStep#4", 0, 30).op("aten::mm", 5, 6)
+    trace.gemm(0, 40).gemm(40, 90, launch=10, bandwidth=float("inf")).nccl(60, 95, launch=12)
+    stock = run_of("stock", read_run([trace.write(tmp_path / "rank0.json")]))
+    patched = run_of("patched", read_run([rank(tmp_path, 0)]))
+    events = merged([stock, patched], tmp_path / "m.json.gz")
+    assert min(event["ts"] for event in events if "ts" in event) == 0
+    assert {event["ts"] for event in events if event["name"] in ("step 4", "step 5")} == {40}
+    assert "Infinity" in {event.get("args", {}).get("bandwidth") for event in events}, "text: JSON has no such number"
+
+
+def test_ranks_of_machines_whose_clocks_differ_stand_together(tmp_path):
+    paths = [rank(tmp_path, 0), rank(tmp_path, 1, late=7_000_000)]
+    run = run_of("stock", read_run(paths))
+    assert len({one.steps[0].start for one in run.ranks}) == 1
+    assert "clocks differ by more than a step" in run.remarks[0]
+    assert parts_of(run.ranks[0], run.ranks[0].steps[0]) == parts_of(run.ranks[1], run.ranks[1].steps[0])
+    kernels = [event["ts"] for event in merged([run], tmp_path / "m.json.gz") if event.get("cat") == "kernel"]
+    assert kernels == [0, 30, 70] * 2
+
+
 def test_what_is_exposed_is_a_track(runs, tmp_path):
     events = merged(runs, tmp_path / "m.json.gz")
     exposed = [event for event in events if event["name"] == "exposed communication"]

@@ -114,6 +114,15 @@ def test_a_script_that_ends_earlier_leaves_what_there_is(run):
     assert "steps 3 to 7 were asked for, recorded was 3 to 4" in recording.remarks[0]
 
 
+@pytest.mark.slow
+def test_the_rank_is_that_of_the_steps_though_the_group_is_destroyed_at_the_end(run):
+    whose = "import os\nos.environ.update(RANK='{}', WORLD_SIZE='{}')\n"
+    done, folder, _ = run(whose.format(3, 4) + "step(4)\n" + whose.format(0, 1))
+    assert done.returncode == 0, done.stderr
+    assert sorted(path.name for path in folder.glob("*-rank*")) == ["recording-rank3.json", "trace-rank3.json.gz"]
+    assert json.loads((folder / "recording-rank3.json").read_text())["world"] == 4
+
+
 def beat(folder):
     (path,) = folder.glob("beat-*")
     return path.name.partition("-")[2]

@@ -27,6 +27,7 @@ def lanes(compute, communications, copies=(), steps=((1, 0, 100),), rank=0):
         Intervals.of(copies),
         tuple(Communication("nccl all_reduce", label, start, end) for label, start, end in communications),
         tuple(Step(*step) for step in steps),
+        0,
     )
 
 

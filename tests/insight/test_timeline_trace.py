@@ -89,6 +89,9 @@ def test_the_rank_is_the_files_or_else_its_names(information, name, rank):
         (b'{"weights": 1}', "has no traceEvents", "export_chrome_trace"),
         (b'{"traceEvents": []}', "no ops and no kernels", "ProfilerActivity.CPU"),
         (b'{"traceEvents": [{"ph": "X", "cat": "cpu_op", "name": "a"}]}', "cannot be understood", "again"),
+        (b'{"traceEvents": [7]}', "cannot be understood", "again"),
+        (f'{{"traceEvents": [{event("NaN", "1")}]}}'.encode(), "cannot be understood", "again"),
+        (b'{"baseTimeNanoseconds": "?", "traceEvents": []}', "cannot be understood", "again"),
     ],
 )
 def test_what_is_no_trace_is_named_with_the_remedy(tmp_path, content, complaint, remedy):

@@ -36,7 +36,7 @@ class Row:
         samples_per_second: Over all ranks; None if it cannot be told, as with the next three.
         tokens_per_second: The same.
         tflops: Of one device.
-        mfu: The part of the device's peak, 0 to 1.
+        mfu: The part of the device's peak, 0 to 1, without what is computed again.
         memory: Bytes by kind of peak, of the rank that needs most.
     """
 
@@ -83,6 +83,7 @@ def figures(runs: Runs, given: Given) -> Figures:
     samples = given.samples or first.samples
     tokens = given.tokens or first.tokens
     flops = sum(first.flops.values()) or None
+    useful = 1 - first.flops_again / flops if flops else None
     rows = []
     for kind in runs.kinds:
         ms = spread([time for one in runs.of(kind) for time in one.times])
@@ -94,7 +95,7 @@ def figures(runs: Runs, given: Given) -> Figures:
                 samples_per_second=_per_second(samples, ms),
                 tokens_per_second=_per_second(tokens, ms),
                 tflops=rate / 1e12 if rate else None,
-                mfu=rate / peak if rate and peak else None,
+                mfu=rate * useful / peak if rate and useful and peak else None,
                 memory=_memory(runs, kind),
             )
         )

@@ -1,7 +1,8 @@
 """Floating-point operations of one step, counted as torch dispatches them.
 
 Matrix products, convolutions and attention are counted by their shapes, forward and backward, with torch's own
-formulas; what activation checkpointing computes again counts again. Kernels that bypass torch's dispatcher do not.
+formulas; what activation checkpointing computes again counts again, and is known apart, since MFU goes without it.
+Kernels that bypass torch's dispatcher do not count.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import sys
 import threading
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from types import FrameType
 from typing import Any
 
 import torch
@@ -25,11 +27,13 @@ class FlopCount:
 
     Attributes:
         by_dtype: Operations by the name of the dtype that they were done in.
+        again: Those of them that :mod:`torch.utils.checkpoint` did a second time.
         reason: Why they cannot be told; empty if they can.
     """
 
     def __init__(self) -> None:
         self.by_dtype: Counter[str] = Counter()
+        self.again: Counter[str] = Counter()
         self.reason = "the script ended before a step was counted"
         self._mode: _Counting | None = None
         self._thread = 0
@@ -40,7 +44,7 @@ class FlopCount:
         if objection:
             self.reason = objection
         else:
-            self._mode, self._thread = _Counting(self.by_dtype), threading.get_ident()
+            self._mode, self._thread = _Counting(self.by_dtype, self.again), threading.get_ident()
             self._mode.__enter__()  # type: ignore[no-untyped-call]
 
     def stop(self) -> None:
@@ -57,8 +61,17 @@ class FlopCount:
             self.reason = COMPILED
 
     def to_json(self) -> dict[str, Any]:
-        """Return ``by_dtype`` and ``reason``."""
-        return {"by_dtype": {} if self.reason else dict(self.by_dtype), "reason": self.reason}
+        """Return ``by_dtype``, the sum of what was done ``again``, and ``reason``."""
+        if self.reason:
+            return {"by_dtype": {}, "again": 0, "reason": self.reason}
+        return {"by_dtype": dict(self.by_dtype), "again": sum(self.again.values()), "reason": ""}
+
+
+def cheaper(counts: Sequence[FlopCount]) -> dict[str, Any]:
+    """Return, as plain data, the count of the step that took fewest operations, or why none can be told."""
+    found = [count.to_json() for count in counts]
+    known = [one for one in found if not one["reason"]]
+    return min(known, key=lambda one: sum(one["by_dtype"].values())) if known else found[-1]
 
 
 def compiling() -> bool:
@@ -82,9 +95,9 @@ class _Counting(TorchDispatchMode):
 
     supports_higher_order_operators = True
 
-    def __init__(self, total: Counter[str]) -> None:
+    def __init__(self, total: Counter[str], again: Counter[str]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._total = total
+        self._total, self._again = total, again
         self.error = ""
 
     def __torch_dispatch__(
@@ -111,6 +124,18 @@ class _Counting(TorchDispatchMode):
             self.error = f"torch's formula failed: {error!r}"
             return
         self._total[_dtype(args)] += int(cost)
+        if _recomputes():
+            self._again[_dtype(args)] += int(cost)
+
+
+def _recomputes() -> bool:
+    """Whether this is a forward within backward, called by torch's checkpointing."""
+    if torch._C._current_graph_task_id() == -1 or not torch.is_grad_enabled():
+        return False
+    frame: FrameType | None = sys._getframe()
+    while frame is not None and frame.f_globals.get("__name__") != "torch.utils.checkpoint":
+        frame = frame.f_back
+    return frame is not None
 
 
 def _computed(out: Any) -> bool:

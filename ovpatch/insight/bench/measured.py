@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from statistics import median
+from statistics import fmean, median
 from typing import Any
 
 from ovpatch.insight.bench.statistics import slowest_rank
@@ -25,11 +25,13 @@ class Measured:
         tokens: The same.
         batches: Calls of the model per step, and the class of the model.
         flops: Operations per step and rank by dtype; empty if they were not, or could not be, counted.
+        flops_again: Those of them that activation checkpointing did a second time.
         flops_reason: Why not.
         devices: Their names, each once.
         clocks_mhz: Their clocks at the end, where they could be asked.
         torch: Its version.
         world: Number of ranks.
+        missing: Ranks that left nothing, of which nothing above tells.
     """
 
     times: list[float] = field(default_factory=list)
@@ -40,11 +42,13 @@ class Measured:
     tokens: float | None = None
     batches: tuple[float, str] = (0, "")
     flops: Mapping[str, float] = field(default_factory=dict)
+    flops_again: float = 0
     flops_reason: str = ""
     devices: Sequence[str] = ()
     clocks_mhz: Sequence[int] = ()
     torch: str = ""
     world: int = 0
+    missing: Sequence[int] = ()
 
     def to_json(self) -> dict[str, Any]:
         """Return it as plain data."""
@@ -64,30 +68,37 @@ def read(folder: Path) -> Measured:
     clocks = {rank["clock"] for rank in ranks if rank["clock"]}
     column = "ms" if len(clocks) == 1 else "host_ms"  # what differs in kind is not compared
     first = ranks[0]
+    missing = sorted(set(range(first["world"])) - {rank["rank"] for rank in ranks})
     return Measured(
         times=slowest_rank([rank[column] for rank in ranks]),
         taken=min(rank["steps"] for rank in ranks),
         clock=clocks.pop() if len(clocks) == 1 else "host clock",
         memory={kind: max(rank["memory"].get(kind, 0) for rank in ranks) for kind in first["memory"]},
-        samples=_sum(rank["batch"]["samples"] for rank in ranks),
-        tokens=_sum(rank["batch"]["tokens"] for rank in ranks),
+        samples=None if missing else _sum(rank["batch"]["samples"] for rank in ranks),
+        tokens=None if missing else _sum(rank["batch"]["tokens"] for rank in ranks),
         batches=(first["batch"]["calls"], first["batch"]["module"]),
         flops=flops,
+        flops_again=fmean(rank["flops"]["again"] for rank in ranks) if flops else 0,
         flops_reason=reason,
         devices=list(dict.fromkeys(rank["device"] for rank in ranks)),
         clocks_mhz=[rank["clock_mhz"] for rank in ranks if rank["clock_mhz"]],
         torch=first["torch"],
         world=first["world"],
+        missing=missing,
     )
 
 
 def _one_each(files: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """Return one file for each rank: of the last elastic restart, and there of the process that took most steps."""
+    """Return one file for each rank: of the last elastic restart, and there of the process that took most steps.
+
+    A restart may be with fewer ranks; those that it has not are left out.
+    """
     by_rank: dict[int, Mapping[str, Any]] = {}
     order: Callable[[Mapping[str, Any]], tuple[int, int]] = lambda file: (file["restart"], file["steps"])  # noqa: E731
     for file in sorted(files, key=order):
         by_rank[file["rank"]] = file
-    return [by_rank[rank] for rank in sorted(by_rank)]
+    world = max(by_rank.values(), key=order)["world"] if by_rank else 0
+    return [by_rank[rank] for rank in sorted(by_rank) if rank < world]
 
 
 def _sum(values: Any) -> float | None:

@@ -10,6 +10,7 @@ PEAKS: Final = {
     "H100 PCIe": 756e12,
     "H100 NVL": 835e12,
     "H100": 989.4e12,
+    "H200 NVL": 835e12,
     "H200": 989.4e12,
     "GH200": 989.4e12,
     "B200": 2250e12,
@@ -19,6 +20,7 @@ PEAKS: Final = {
     "L4": 121e12,
     "A10G": 70e12,
     "A10": 125e12,
+    "V100 PCIE": 112e12,
     "V100": 125e12,
     "MI300X": 1307.4e12,
 }
@@ -38,6 +40,8 @@ def peak(device: str, flops: Mapping[str, float]) -> tuple[float | None, str]:
     half = sum(flops.get(dtype, 0) for dtype in HALF)
     if not total:
         return None, "operations were not counted"
+    if _named("MIG", device):
+        return None, f"{device} is a part of a device. Give --peak-tflops"
     known = next((value for words, value in PEAKS.items() if _named(words, device)), None)
     if known is None:
         return None, f"the peak of {device} is not known. Give --peak-tflops"

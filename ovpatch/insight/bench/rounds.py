@@ -176,7 +176,7 @@ class _Rounds:
         try:
             self._run(STOCK, 1, counting)
         except FailedError as error:
-            counted = (self._plan.warmup - 2, self._plan.warmup - 1)
+            counted = range(max(self._plan.warmup - 3, 1), self._plan.warmup)
             if not error.outcome.code or arms.slowest(error.outcome.folder) not in counted:
                 raise
             self._run(STOCK, 1, name="stock-1-uncounted")
@@ -195,6 +195,9 @@ class _Rounds:
         self._runs.done.append(Run(kind, number, outcome.seconds, measured))
         if len(measured.times) < plan.steps:
             self._runs.notes.append(f"{arm.name}: the script ended after {measured.taken} steps")
+        if measured.missing:
+            ranks = ", ".join(map(str, measured.missing))
+            self._runs.notes.append(f"{arm.name}: nothing is known of rank {ranks}: no step was seen there, or its end")
         self._progress.end(measured)
         return outcome
 

@@ -139,6 +139,8 @@ def _remarks(runs: Runs, figures: Figures) -> Iterator[str]:
     yield "TFLOP/s of one device: counted in a stock step, recomputation included, kernels unknown to torch not"
     if figures.no_mfu:
         yield f"MFU cannot be told: {figures.no_mfu}"
+    elif runs.of(STOCK)[0].flops_again:
+        yield "MFU is without what activation checkpointing computes again"
 
 
 def _fed(first: Measured, figures: Figures) -> str:

@@ -3,7 +3,8 @@
 [Note: what happens at which border] With W steps of warm-up and N steps to measure:
 
     1 .. W-1      looks at what the model is fed (:mod:`.throughput`)
-    W-2 .. W-1    counts operations, if ordered (:mod:`.flops`); nothing but the clock is there from W-1 on
+    W-3 .. W-1    counts operations of each of the two steps, if ordered (:mod:`.flops`): the cheaper one is told, since
+                  the other may hold an evaluation; nothing but the clock is there from W-1 on
     W .. W+N      marks the clock; the last of these writes the file and ends the process
 
 A script that ends by itself before W+N leaves the file with what there is.
@@ -18,6 +19,7 @@ from typing import Any, Final
 import torch
 
 from ovpatch.insight import steps
+from ovpatch.insight.bench import flops
 from ovpatch.insight.bench.clocks import Clock, Memory, clock_rate, name_of, working_device
 from ovpatch.insight.bench.flops import FlopCount
 from ovpatch.insight.bench.throughput import Batches
@@ -45,7 +47,7 @@ class _Worker:
     def __init__(self, directory: Path, warmup: int, steps: int, count_flops: bool) -> None:
         self._directory, self._warmup, self._last = directory, warmup, warmup + steps
         self._batches = Batches()
-        self._flops = FlopCount() if count_flops else None
+        self._flops = [FlopCount(), FlopCount()] if count_flops else []
         self._clock: Clock | None = None
         self._memory: Memory | None = None
         self._pid: int | None = None  # of the process that steps; a data loader's child inherits all this
@@ -67,16 +69,16 @@ class _Worker:
         if self._pid != os.getpid():
             self._begin()
         left = self._warmup - number
-        if self._flops is not None and left == 1:
-            self._flops.stop()
+        if self._flops and left in (1, 2):
+            self._flops[2 - left].stop()
         if number == 1:
             self._batches.begin()
         elif left >= 1:
             self._batches.step()
         if left == 1:
             self._batches.end()
-        if self._flops is not None and left == 2:
-            self._flops.start()
+        if self._flops and left in (2, 3):
+            self._flops[3 - left].start()
         if left == 0:
             self._start()
 
@@ -111,5 +113,5 @@ class _Worker:
             "host_ms": self._clock.host_times() if self._clock is not None else [],
             "memory": self._memory.peak() if self._memory is not None else {},
             "batch": self._batches.to_json(),
-            "flops": self._flops.to_json() if self._flops is not None else None,
+            "flops": flops.cheaper(self._flops) if self._flops else None,
         }

@@ -2,8 +2,7 @@
 
 [Note: borders on a device] A device lags behind its host. So a step of the device ends when it has finished the compute
 that was launched before the host's border, or at that border if it was idle by then. Communication does not move the
-border: what still runs then (a parameter gather under the next forward) is split between the two steps. Compute whose
-launch is not in the trace was launched before the trace began.
+border: what still runs then (a parameter gather under the next forward) is split between the two steps.
 """
 
 from __future__ import annotations

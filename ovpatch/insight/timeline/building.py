@@ -9,7 +9,7 @@ from pathlib import Path
 from ovpatch.insight.intervals import Intervals
 from ovpatch.insight.timeline import borders, cpu
 from ovpatch.insight.timeline.kinds import Kind, collective_of, collective_on_cpu, kind_of
-from ovpatch.insight.timeline.lanes import Communication, Lanes
+from ovpatch.insight.timeline.lanes import Communication, Lanes, move, step_of
 from ovpatch.insight.timeline.launches import Launches, labels_on_cpu
 from ovpatch.insight.timeline.trace import DEVICE, Event, Trace, TraceError, read
 
@@ -34,7 +34,19 @@ def read_run(paths: Iterable[Path], also: re.Pattern[str] | None = None) -> tupl
         if rank in run:
             raise TraceError(f"{run[rank].path} and {path} are both of rank {rank}. Name traces of one run.")
         run[rank] = lanes_of(trace, rank, also)
-    return tuple(run[rank] for rank in sorted(run))
+    return _together([run[rank] for rank in sorted(run)])
+
+
+def _together(run: Sequence[Lanes]) -> tuple[Lanes, ...]:
+    """Put ranks above each other whose clocks are so far apart that not even their first common step is at one time."""
+    common = set.intersection(*({step.number for step in lanes.steps} for lanes in run)) if run else set()
+    if not common:
+        return tuple(run)
+    firsts = [step_of(lanes, min(common)) for lanes in run]
+    if max(step.start for step in firsts) < min(step.end for step in firsts):
+        return tuple(run)
+    remark = f"the ranks' clocks differ by more than a step, so step {min(common)} was made to begin at once on all"
+    return tuple(move(lanes, firsts[0].start - step.start, remark) for lanes, step in zip(run, firsts, strict=True))
 
 
 def lanes_of(trace: Trace, rank: int, also: re.Pattern[str] | None = None) -> Lanes:
@@ -64,6 +76,7 @@ def _of_device(trace: Trace, rank: int, events: Sequence[Event], also: re.Patter
             if kind is Kind.COMMUNICATION
         ),
         borders.whole(steps, mine),
+        trace.first,
         (*remarks, *filter(None, [how])),
     )
 
@@ -95,6 +108,7 @@ def _of_cpu(trace: Trace, rank: int) -> Lanes:
             for event, label in zip(collectives, labels, strict=True)
         ),
         borders.whole(steps or borders.everything(trace.events), trace.events),
+        trace.first,
         (how,) if how else (),
     )
 

@@ -27,9 +27,11 @@ class Kind(str, Enum):
 
 
 _NCCL: Final = re.compile(r"^(void )?(nccl|rccl|mscclKernel)")
-#: torch's kernels on symmetric memory: multimem_all_reduce_kernel, two_shot_all_reduce_kernel, barrier_kernel, …
+#: torch's kernels on symmetric memory: multimem_all_reduce_kernel, two_shot_all_reduce_kernel, barrier_kernel, …; and
+#: NVSHMEM's own, of which those that its host functions launch have names such as alltoall_on_stream_kernel.
 _SYMMETRIC: Final = re.compile(
-    r"\b(multimem_\w+|(one|two)_shot_\w+|(barrier|put_signal|wait_signal)_kernel|nvshmem\w*)", re.IGNORECASE
+    r"\b(multimem_\w+|(one|two)_?shot_?\w+|(barrier|put_signal|wait_signal)_kernel|\w+_on_stream_kernel\w*|nvshmem\w*)",
+    re.IGNORECASE,
 )
 _SHAPES: Final = (  # in this order: a reduce_scatter holds the word reduce
     ("allreduce", "all_reduce"),
@@ -38,6 +40,9 @@ _SHAPES: Final = (  # in this order: a reduce_scatter holds the word reduce
     ("alltoall", "all_to_all"),
     ("broadcast", "broadcast"),
     ("sendrecv", "send/recv"),
+    ("fcollect", "all_gather"),  # these three as NVSHMEM says it
+    ("rdxn", "all_reduce"),
+    ("sync", "barrier"),
     ("barrier", "barrier"),
     ("signal", "signal"),
     ("scatter", "scatter"),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ovpatch.insight.intervals import Intervals
@@ -53,7 +53,9 @@ class Lanes:
         copies: When it copied from or to the host.
         communications: What talked to other ranks, by start.
         steps: The steps that are whole in the trace.
+        first: When the first event of the trace was, nanoseconds since the epoch.
         remarks: What a reader should know about how it was read.
+        moved: Nanoseconds by which all of these times are later than those in the trace.
     """
 
     rank: int
@@ -64,7 +66,9 @@ class Lanes:
     copies: Intervals
     communications: tuple[Communication, ...]
     steps: tuple[Step, ...]
+    first: int
     remarks: tuple[str, ...] = ()
+    moved: int = 0
 
     @property
     def communication(self) -> Intervals:
@@ -77,6 +81,29 @@ class Lanes:
         return self.communication - self.compute
 
 
+def move(lanes: Lanes, by: int, remark: str) -> Lanes:
+    """Return a rank with all its times later by some nanoseconds."""
+    return replace(
+        lanes,
+        compute=_moved(lanes.compute, by),
+        copies=_moved(lanes.copies, by),
+        communications=tuple(replace(one, start=one.start + by, end=one.end + by) for one in lanes.communications),
+        steps=tuple(Step(step.number, step.start + by, step.end + by) for step in lanes.steps),
+        first=lanes.first + by,
+        remarks=(*lanes.remarks, remark),
+        moved=lanes.moved + by,
+    )
+
+
+def _moved(intervals: Intervals, by: int) -> Intervals:
+    return Intervals(tuple((start + by, end + by) for start, end in intervals))
+
+
 def union(communications: Iterable[Communication]) -> Intervals:
     """Return when at least one of them ran."""
     return Intervals.of((one.start, one.end) for one in communications)
+
+
+def step_of(lanes: Lanes, number: int) -> Step:
+    """Return a step of a rank by its number."""
+    return next(step for step in lanes.steps if step.number == number)

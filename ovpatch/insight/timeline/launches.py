@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections import defaultdict
 from collections.abc import Iterable
 from typing import Final
@@ -34,16 +34,31 @@ class Labels:
 
 
 class Launches:
-    """What the host did to have the device do something."""
+    """What the host did to have the device do something.
+
+    [Note: launches that are not in the trace] The profiler leaves out some calls, such as the driver's memsets, though
+    what they launched is there. Numbers are given out in the order of calls, so such a call was made after the
+    recorded one with the number before its own. Where nothing has a number, a launch was at its event's start at the
+    latest.
+    """
 
     def __init__(self, trace: Trace) -> None:
         self._calls = {event.args["correlation"]: event for event in trace.of(*LAUNCHES) if "correlation" in event.args}
+        self._numbers = sorted(number for number in self._calls if isinstance(number, int))
         self._host, self._device = Labels(trace.of("user_annotation")), Labels(trace.of("gpu_user_annotation"))
 
     def time_of(self, event: Event) -> int | None:
-        """Return when an event of the device was launched, None if that was before the trace began."""
-        call = self._calls.get(event.args.get("correlation"))
-        return None if call is None else call.start
+        """Return when an event of the device was launched, None if that was before the trace began.
+
+        See [Note: launches that are not in the trace].
+        """
+        number = event.args.get("correlation")
+        if number in self._calls:
+            return self._calls[number].start
+        if not self._numbers or not isinstance(number, int):
+            return event.start
+        before = bisect_left(self._numbers, number)
+        return self._calls[self._numbers[before - 1]].start if before else None
 
     def label_of(self, event: Event) -> str:
         """Return the label over the launch, or else over the event on its stream; "" if there is none."""

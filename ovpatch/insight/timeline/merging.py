@@ -1,8 +1,9 @@
 """One trace of all ranks and arms, for Perfetto: the recorded events on common clocks, and tracks for what was exposed.
 
-[Note: common clocks] Times count from the start of an arm's first step, so that arms that ran one after the other stand
-above each other. Within an arm ranks keep their distance by the clocks of their machines: several machines are together
-only as well as their clocks are.
+[Note: common clocks] The first steps of all arms begin at the same time, so that arms that ran one after the other
+stand above each other. Nothing is before zero: Perfetto drops such events, and on a GPU all launches of the first step
+may come before it. Within an arm ranks keep their distance by the clocks of their machines, unless these are more than
+a step apart: several machines are together only as well as their clocks are.
 """
 
 from __future__ import annotations
@@ -15,9 +16,9 @@ from pathlib import Path
 from typing import Any, Final
 
 from ovpatch.insight.intervals import Intervals, Span
-from ovpatch.insight.timeline.lanes import Lanes
-from ovpatch.insight.timeline.summary import Run, step_of
-from ovpatch.insight.timeline.trace import base_of, load, nanoseconds
+from ovpatch.insight.timeline.lanes import Lanes, step_of
+from ovpatch.insight.timeline.summary import Run
+from ovpatch.insight.timeline.trace import MERGED, base_of, load, nanoseconds
 
 _Json = dict[str, Any]
 #: Phases of events that belong together by an id, which is unique in one trace only.
@@ -32,7 +33,7 @@ def write(runs: Sequence[Run], path: Path) -> None:
         path: Ends with ``.json.gz``.
     """
     with gzip.open(path, "wt", encoding="utf-8", compresslevel=3) as file:
-        file.write('{"displayTimeUnit": "ms", "traceEvents": [')
+        file.write(f'{{"displayTimeUnit": "ms", "{MERGED}": true, "traceEvents": [')
         separator = "\n"
         for event in _events(runs):
             file.write(separator + json.dumps(event, default=_number))
@@ -49,8 +50,10 @@ def _number(value: object) -> float:
 
 def _events(runs: Sequence[Run]) -> Iterator[_Json]:
     names = _Numbers()
-    for run in runs:
-        zero = min(step_of(lanes, run.steps[0]).start for lanes in run.ranks)
+    starts = [min(step_of(lanes, run.steps[0]).start for lanes in run.ranks) for run in runs]
+    lead = max(start - lanes.first for run, start in zip(runs, starts, strict=True) for lanes in run.ranks)
+    for run, start in zip(runs, starts, strict=True):
+        zero = start - max(lead, 0)
         for lanes in run.ranks:
             who = f"{run.name} rank {lanes.rank}"
             yield from _tracks(run, lanes, zero, names, who)
@@ -99,7 +102,7 @@ def _span(lanes: Lanes, number: int) -> Span:
 def _recorded(lanes: Lanes, zero: int, names: _Numbers, who: str) -> Iterator[_Json]:
     """Yield the recorded events of a rank with numbers and times of the merged trace."""
     data = load(lanes.path)
-    base = base_of(data)
+    base = base_of(data) + lanes.moved
     for event in data["traceEvents"]:
         moved = {**event, "pid": names.of(who, event.get("pid"))}
         moved["tid"] = names.of(who, event.get("pid"), event.get("tid")) if event.get("tid") else 0

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -51,6 +51,17 @@ class Output:
                 f"--out {self.folder} holds other things, such as {others[0]}. Name an empty folder or a new one."
             )
 
+    def spare(self, traces: Iterable[Path]) -> None:
+        """Make sure that none of the traces that are read would be replaced.
+
+        Raises:
+            OutputError: One would.
+        """
+        replaced = {(self.folder / name).resolve() for name in (*_PICTURES, _MERGED, _SUMMARY)}
+        for trace in traces:
+            if trace.resolve() in replaced:
+                raise OutputError(f"{trace} would be replaced by what --out {self.folder} gets. Name another folder.")
+
     def prepare(self, *, keep_runs: bool) -> None:
         """Make the folder, without what an earlier call left in it.
 
@@ -58,8 +69,11 @@ class Output:
             keep_runs: Leave the raw traces; they may be what is read now.
 
         Raises:
-            OutputError: It cannot be made.
+            OutputError: It cannot be made, or would lose what is not ours.
         """
+        for name in () if keep_runs else _RUNS:
+            if _foreign(self.folder / name):
+                raise OutputError(f"--out {self.folder} holds a folder {name} that is not ours. Name another folder.")
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             for name in (*_PICTURES, _MERGED, _SUMMARY, *(() if keep_runs else _RUNS)):
@@ -78,6 +92,13 @@ class Output:
         self.written += [self.folder / _MERGED, self.folder / _SUMMARY]
         costs = [f"{one.run.name}: {one.cost}" for one in recordings if one.cost is not None]
         return "\n".join([text.report(runs, colour=colour), *costs])
+
+
+def _foreign(path: Path) -> bool:
+    """Whether a folder named like one of a run is of somebody else: in each of ours, processes have signed in."""
+    return (
+        path.is_dir() and any(path.iterdir()) and not any((*path.glob("process-*.json"), *path.glob("failed-*.json")))
+    )
 
 
 def _can_draw() -> None:

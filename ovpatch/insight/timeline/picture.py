@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from ovpatch.insight.intervals import Intervals, Span
-from ovpatch.insight.timeline.lanes import Lanes
-from ovpatch.insight.timeline.summary import Run, step_of
+from ovpatch.insight.timeline.lanes import Lanes, step_of
+from ovpatch.insight.timeline.summary import Run
 from ovpatch.insight.timeline.text import milliseconds, percent
 
 if TYPE_CHECKING:

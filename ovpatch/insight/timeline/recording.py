@@ -84,7 +84,11 @@ def collect(name: str, folder: Path, wanted: range, also: re.Pattern[str] | None
         raise TraceError(f"{name}: nothing was recorded. {_why(facts, wanted)}")
     run = run_of(name, read_run(traces, also))
     cost = cost_of(facts)
-    remarks = [*_missing(facts, run, wanted), *([_DEAR.format(cost.share)] if cost and cost.notable else [])]
+    remarks = [
+        *_missing(facts, run, wanted),
+        *run.remarks,
+        *([_DEAR.format(cost.share)] if cost and cost.notable else []),
+    ]
     return Recording(run, cost, tuple(f"{name}: {text}" for text in remarks))
 
 

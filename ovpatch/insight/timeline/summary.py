@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ovpatch.insight.timeline.lanes import Communication, Lanes, Step, union
+from ovpatch.insight.timeline.lanes import Communication, Lanes, Step, step_of, union
 from ovpatch.insight.timeline.trace import TraceError
 
 
@@ -72,6 +72,11 @@ class Run:
     steps: tuple[int, ...]
     shown: int
 
+    @property
+    def remarks(self) -> list[str]:
+        """What a reader should know about how the ranks were read, each once."""
+        return list(dict.fromkeys(remark for lanes in self.ranks for remark in lanes.remarks))
+
     def parts(self, lanes: Lanes, number: int) -> Parts:
         """Return the parts of a step of a rank."""
         return parts_of(lanes, step_of(lanes, number))
@@ -103,11 +108,6 @@ def run_of(name: str, ranks: Sequence[Lanes]) -> Run:
 def _median(values: Sequence[int], key: Callable[[int], int]) -> int:
     """Return the one in the middle, the lower of two."""
     return sorted(values, key=key)[(len(values) - 1) // 2]
-
-
-def step_of(lanes: Lanes, number: int) -> Step:
-    """Return a step of a rank by its number."""
-    return next(step for step in lanes.steps if step.number == number)
 
 
 def parts_of(lanes: Lanes, step: Step) -> Parts:

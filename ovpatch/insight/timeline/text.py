@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from ovpatch.insight.timeline.summary import Parts, Run, efficiency, groups_of, step_of
+from ovpatch.insight.timeline.lanes import step_of
+from ovpatch.insight.timeline.summary import Parts, Run, efficiency, groups_of
 from ovpatch.reports.reporting import render
 
 _HEADS = ("run", "rank", "step", "compute", "hidden", "exposed", "copies", "idle", "hidden share")

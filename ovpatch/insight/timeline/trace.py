@@ -19,6 +19,9 @@ LAUNCHES: Final = ("cuda_runtime", "cuda_driver")
 DEVICE: Final = ("kernel", "gpu_memcpy", "gpu_memset")
 _USED: Final = frozenset((*OPS, *ANNOTATIONS, *LAUNCHES, *DEVICE))
 
+#: Key of a merged trace, which cannot be read as that of one process.
+MERGED: Final = "ovpatchMerged"
+
 _GZIP: Final = b"\x1f\x8b"
 
 
@@ -58,12 +61,14 @@ class Trace:
         rank: In the default group; None if neither the file nor its name says.
         host: Name of the machine, "" if not known.
         events: All that :class:`Event` describes, by start.
+        first: When the first event of any kind was, nanoseconds since the epoch.
     """
 
     path: Path
     rank: int | None
     host: str
     events: tuple[Event, ...]
+    first: int
 
     def of(self, *categories: str) -> Iterator[Event]:
         """Yield the events of some categories, by start."""
@@ -73,15 +78,16 @@ class Trace:
 def load(path: Path) -> dict[str, Any]:
     """Return the JSON of a trace, packed by gzip or not.
 
-    Numbers with a fraction become :class:`~decimal.Decimal`: as floats, microseconds since the epoch lose digits.
+    Numbers with a fraction become :class:`~decimal.Decimal`: as floats, microseconds since the epoch lose digits. NaN
+    and infinities, which JSON has not, become text.
 
     Raises:
         TraceError: It cannot be read or is no trace.
     """
     try:
-        data = json.loads(_text(path), parse_float=Decimal, strict=False)
+        data = json.loads(_text(path), parse_float=Decimal, parse_constant=str, strict=False)
     except OSError as error:
-        raise TraceError(f"{path}: {error.strerror}. Name a trace that torch.profiler exported.") from error
+        raise TraceError(f"{path}: {error.strerror or error}. Name a trace that torch.profiler exported.") from error
     except (ValueError, EOFError, zlib.error) as error:
         raise TraceError(
             f"{path} is not complete JSON ({error}). Its process probably ended while it was written: record it again."
@@ -89,6 +95,8 @@ def load(path: Path) -> dict[str, Any]:
     data = {"traceEvents": data} if isinstance(data, list) else data
     if not isinstance(data, dict) or not isinstance(data.get("traceEvents"), list):
         raise TraceError(f"{path} has no traceEvents. Name a file that torch.profiler's export_chrome_trace() wrote.")
+    if MERGED in data:
+        raise TraceError(f"{path} holds all ranks, merged by ovpatch. Name the raw traces: the folders beside it.")
     return data
 
 
@@ -104,14 +112,14 @@ def read(path: Path) -> Trace:
         TraceError: It cannot be read, is no trace, or holds neither ops nor device activity.
     """
     data = load(path)
-    zero = base_of(data)
     try:
-        events = sorted(_events(data, zero), key=lambda event: (event.start, -event.end))
-    except (KeyError, TypeError, ArithmeticError) as error:
+        events = sorted(_events(data, base_of(data)), key=lambda event: (event.start, -event.end))
+        rank, first = rank_of(data, path), _first(data)
+    except (AttributeError, KeyError, TypeError, ValueError, ArithmeticError) as error:
         raise TraceError(f"{path} has an event that cannot be understood ({error!r}). Record it again.") from error
     if not any(event.category in (*OPS, *DEVICE) for event in events):
         raise TraceError(f"{path} holds no ops and no kernels. Record with ProfilerActivity.CPU, and .CUDA on GPUs.")
-    return Trace(path, rank_of(data, path), str(data.get("hostName") or data.get("host_name") or ""), tuple(events))
+    return Trace(path, rank, str(data.get("hostName") or data.get("host_name") or ""), tuple(events), first)
 
 
 def _events(data: Mapping[str, Any], zero: int) -> Iterator[Event]:
@@ -121,6 +129,11 @@ def _events(data: Mapping[str, Any], zero: int) -> Iterator[Event]:
         start = zero + nanoseconds(raw["ts"])
         end = start + nanoseconds(raw.get("dur", 0))
         yield Event(raw["name"], raw["cat"], raw["pid"], raw["tid"], start, end, raw.get("args") or {})
+
+
+def _first(data: Mapping[str, Any]) -> int:
+    times = (event["ts"] for event in data["traceEvents"] if event.get("ph") == "X")
+    return base_of(data) + nanoseconds(min(times, default=0))
 
 
 def nanoseconds(microseconds: int | Decimal) -> int:

@@ -45,13 +45,15 @@ class _Session:
         self._recorded: list[int] = []
         self._finished = False
         self._pid: int | None = None  # of the process that steps; a data loader's forked child inherits all this
+        self._rank, self._world = 0, 1
         self.steps = steps.Steps(orders.directory, self.at_border)
 
     def at_border(self, number: int) -> None:
         """Do what is due at the end of a step."""
         if number > self._end:
             return
-        self._pid = os.getpid()
+        if self._pid != os.getpid():  # noted now: at the end the script may have destroyed its process group
+            self._pid, self._rank, self._world = os.getpid(), steps.rank(), steps.world()
         if number in (COLD, self._first - 1, self._last, self._last + 1, self._end) and torch.cuda.is_initialized():
             torch.cuda.synchronize()  # blocks of steps are timed: their work shall be done
         self._arrived[number] = time.perf_counter_ns()
@@ -85,19 +87,19 @@ class _Session:
 
     def _save(self) -> None:
         whole = [number for number in self._arrived if self._first <= number <= self._last]
-        if whole and self._recorder.save(self._directory / f"trace-rank{steps.rank()}.json.gz"):
+        if whole and self._recorder.save(self._directory / f"trace-rank{self._rank}.json.gz"):
             self._recorded = whole
 
     def _write(self) -> None:
         if self._finished:
             return
         self._finished = True
-        write_json(self._directory / f"recording-rank{steps.rank()}.json", self._facts())
+        write_json(self._directory / f"recording-rank{self._rank}.json", self._facts())
 
     def _facts(self) -> dict[str, Any]:
         return {
-            "rank": steps.rank(),
-            "world": steps.world(),
+            "rank": self._rank,
+            "world": self._world,
             "device": "gpu" if torch.cuda.is_initialized() else "cpu",
             "recorded": self._recorded,
             "yielded": self._recorder.yielded,

@@ -1,0 +1,55 @@
+"""Commands with a session of their own: all that they started hears of a signal, and nothing outlives them."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+
+import pytest
+
+from ovpatch.jobs import launching
+
+
+@pytest.fixture
+def started(tmp_path):
+    """Start a line of shell, whose child leaves its number; wait for that."""
+
+    def started(line, pid=tmp_path / "pid"):
+        job = launching.Job(own_session=True)
+        job.start(["bash", "-c", line.replace("PID", f"'{pid}'")], os.environ, None)
+        while not (pid.exists() and pid.read_text().strip()):
+            time.sleep(0.01)
+        return job, int(pid.read_text())
+
+    return started
+
+
+def lives(pid):
+    return launching._state(launching.Path(f"/proc/{pid}/stat"))[0] not in "ZX"
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_reaches_what_a_shell_runs(started, number):
+    ready = "import os, time; open(PID, 'w').write(str(os.getpid())); time.sleep(60)"
+    job, child = started(f'python3 -c "{ready}"; true')
+    job.forward(number, None)
+    began = time.monotonic()
+    assert job.wait() == 128 + number
+    job.end(5)
+    assert not lives(child)
+    assert time.monotonic() - began < 5
+
+
+def test_what_a_command_leaves_behind_is_ended(started):
+    job, child = started("sleep 60 & echo $! > PID")
+    assert job.wait() == 0
+    assert lives(child)
+    job.end(5)
+    assert not lives(child)
+
+
+def test_what_does_not_want_to_end_is_killed(started):
+    job, child = started("trap '' TERM; (trap '' TERM; while true; do sleep 0.05; done) & echo $! > PID; wait")
+    job.end(0.3)
+    assert not lives(child)
