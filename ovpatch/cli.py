@@ -63,6 +63,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except SettingsError as error:
         print(f"ovpatch: {error}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:  # while no command runs that would have been told
+        print("ovpatch: interrupted", file=sys.stderr)
+        return 130
     except BrokenPipeError:  # `ovpatch list | head`; Python would complain once more when it flushes at exit
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import re
+import shutil
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -16,7 +17,7 @@ from ovpatch.commands import asking
 from ovpatch.insight.timeline.output import Output, OutputError
 from ovpatch.insight.timeline.recording import Recording, collect
 from ovpatch.insight.timeline.trace import TraceError
-from ovpatch.jobs.launching import NotStartedError
+from ovpatch.jobs.launching import NOT_FOUND, NotStartedError
 from ovpatch.session.plan import FeatureError
 from ovpatch.settings import settings
 from ovpatch.settings.settings import SettingsError
@@ -149,6 +150,8 @@ def _record(
     wanted = _wanted(arguments)
     arms.check(command)
     chosen = _arms(arguments, wanted)
+    if shutil.which(command[0]) is None:  # before the results of an earlier call are removed
+        raise NotStartedError(f"{command[0]}: command not found", NOT_FOUND)
     output.prepare(keep_runs=False)
     recordings, code = [], OK
     for arm in chosen:

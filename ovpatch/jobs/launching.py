@@ -137,7 +137,7 @@ class Job:
         """Handle a signal to us by handing it on."""
         if number == signal.SIGINT and not self._own_session and _terminal_sends_it():
             return  # twice would be a harder stop
-        if number in (signal.SIGINT, signal.SIGTERM):
+        if signal.Signals(number).name in _ENDING:
             self.interrupted = signal.Signals(number)
             self.asked += 1
         if self._process is None:

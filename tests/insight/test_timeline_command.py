@@ -82,8 +82,12 @@ def test_without_matplotlib_it_is_said_before_and_the_tables_still_come(timeline
     assert {path.name for path in (tmp_path / "ovpatch-timeline").iterdir()} == {"timeline.json.gz", "summary.json"}
 
 
-def test_a_command_that_does_not_exist(timeline):
+def test_a_command_that_does_not_exist_takes_no_earlier_result_with_it(timeline, tmp_path):
+    earlier = tmp_path / "ovpatch-timeline" / "summary.json"
+    earlier.parent.mkdir()
+    earlier.write_text("{}")
     code, out, err = timeline("--", "no-such-command-anywhere")
+    assert earlier.exists()
     assert (code, out) == (127, "")
     assert "no-such-command-anywhere: command not found" in err
 

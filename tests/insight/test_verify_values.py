@@ -172,6 +172,20 @@ def test_parameters_are_named_by_the_model_or_by_their_place():
     assert [name for name, _ in names.of(second, 1)][2:] == ["weight", "bias"]
 
 
+def test_parameters_that_no_optimizer_holds_are_known_as_frozen():
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2), nn.Linear(2, 2))
+    model[2].weight = model[1].weight
+    names = Names()
+    names.of(torch.optim.SGD(model[0].parameters(), lr=0.1), 0)
+    assert [(name, id(found)) for name, found in names.frozen(0)] == [
+        ("1.weight", id(model[1].weight)),
+        ("1.bias", id(model[1].bias)),
+        ("2.bias", id(model[2].bias)),
+    ]
+    names.of(torch.optim.SGD(model[2].parameters(), lr=0.1), 1)
+    assert [name for name, _ in names.frozen(0)] == ["1.bias"]
+
+
 def test_two_wrappers_of_one_model_and_two_models_with_the_same_names():
     model, twin = nn.BatchNorm1d(2), nn.BatchNorm1d(2)
     wrappers = [nn.Module(), nn.Module()]

@@ -329,3 +329,19 @@ def test_the_reordered_arm_has_other_buckets_from_the_first_backward_on(ranks):
     assert 0 < reordered[1] < stock[1]
     (stock, reordered), _ = ranks(2)(stock_and_reordered_buckets, 0.01)
     assert 0 < reordered[1] < stock[1]
+
+
+def test_what_is_frozen_is_watched_too(watched):
+    def train():
+        net = model()
+        net[0].weight.requires_grad_(False)
+        sgd = torch.optim.SGD([p for p in net.parameters() if p.requires_grad], lr=0.1)
+        for _ in range(2):
+            loss_of(net).backward()
+            sgd.step()
+            net[0].weight.data.mul_(2)
+
+    steps = [event for event in watched(train) if event.kind == recording.STEP]
+    first, second = (event.values["frozen 0.weight"].values for event in steps)
+    assert torch.equal(second, first * 2)
+    assert not [name for event in steps for name in event.values if name.startswith("frozen") and "weight" not in name]

@@ -24,7 +24,7 @@ from ovpatch.insight.verify.records import Event, Run
 from ovpatch.insight.verify.values import UNREAD, Kept
 
 ORDER: Final = "order of events"
-_OF_PARAMETERS: Final = ("gradient ", "parameter ", "state ", "buffer ")
+_OF_PARAMETERS: Final = ("gradient ", "parameter ", "state ", "buffer ", "frozen ")
 _EXACT: Final = ("text", "none", UNREAD)
 _SMALL: Final = 1e-3  # of the largest gradient, say: no more is always allowed, however small they all are
 
@@ -219,7 +219,7 @@ def _family(name: str) -> str:
     kind, _, rest = name.partition(" ")
     if kind == "state":
         return f"state {rest.rpartition('.')[2]}"
-    return kind if kind in ("gradient", "parameter", "buffer") else name
+    return kind if kind in ("gradient", "parameter", "buffer", "frozen") else name
 
 
 def _row(name: str, stock: Kept, patched: Kept | None, yardsticks: Mapping[str, Kept | None], scale: float) -> Row:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import re
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Final
 from weakref import ref
 
@@ -39,15 +39,16 @@ class Names:
 
     def buffers(self, index: int) -> Iterator[tuple[str, Tensor]]:
         """Yield the buffers of the models whose parameters an optimizer holds."""
-        seen: set[int] = set()
-        names: set[str] = set()
+        return _each_once(found for root in self._models(index) for found in root.named_buffers())
+
+    def frozen(self, index: int) -> Iterator[tuple[str, Tensor]]:
+        """Yield the parameters of these models that no optimizer so far holds."""
+        every = (found for root in self._models(index) for found in root.named_parameters())
+        return _each_once(found for found in every if self._known(found[1]) is None)
+
+    def _models(self, index: int) -> list[nn.Module]:
         roots = [weak() for weak in self._roots.get(index, ())]
-        for root in [root for root in roots if root is not None]:
-            for name, buffer in [found for found in root.named_buffers() if id(found[1]) not in seen]:
-                unique = _primed(strip(name), names)
-                seen.add(id(buffer))
-                names.add(unique)
-                yield unique, buffer
+        return [root for root in roots if root is not None]
 
     def _known(self, parameter: Tensor) -> str | None:
         weak, name = self._names.get(id(parameter), (None, None))
@@ -73,6 +74,19 @@ class Names:
 def strip(name: str) -> str:
     """Return a parameter's name without what DistributedDataParallel, torch.compile and their like add."""
     return _WRAPPERS.sub("", name)
+
+
+def _each_once(named: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+    """Yield each tensor once, under its stripped name, and no name twice."""
+    seen: set[int] = set()
+    names: set[str] = set()
+    for name, tensor in named:
+        if id(tensor) in seen:
+            continue
+        unique = _primed(strip(name), names)
+        seen.add(id(tensor))
+        names.add(unique)
+        yield unique, tensor
 
 
 def _places(optimizer: Optimizer) -> Iterator[tuple[str, Tensor]]:

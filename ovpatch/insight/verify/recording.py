@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import atexit
+import inspect
 import os
 import time
 from collections.abc import Iterable, Mapping
@@ -12,6 +12,7 @@ from typing import Any, Final
 import torch
 
 from ovpatch.insight import steps
+from ovpatch.insight.ending import at_end
 from ovpatch.insight.verify.values import Kept
 
 #: Kinds of events.
@@ -37,7 +38,6 @@ class Recorder:
         self._pid, self._born, self._files = os.getpid(), time.time_ns(), 0
         self._rank: int | None = None
         self._events.clear()
-        self.writing = False
 
     def add(self, kind: str, values: Mapping[str, Kept], *, step: int, index: int = 0, label: str = "") -> None:
         """Add an event.
@@ -69,23 +69,16 @@ class Recorder:
 
     def _write(self, path: Path) -> None:
         temporary = path.with_name(f".{path.name}")
-        self.writing = True  # this is no checkpoint of the script's
-        try:
-            torch.save(self._events, temporary)
-        finally:
-            self.writing = False
+        inspect.unwrap(torch.save)(
+            self._events, temporary
+        )  # not by way of patches: this is nothing that the script saves
         os.replace(temporary, path)
 
     def keep_to_the_end(self) -> None:
         """Write the rest when the process ends, and let forked children have a record of their own."""
-        from multiprocessing import parent_process, util
-
-        atexit.register(self.flush)
+        at_end(self.flush)
         if hasattr(os, "register_at_fork"):
             os.register_at_fork(after_in_child=self._begin)
-        util.register_after_fork(self, _flush_at_the_end_of_a_child)
-        if parent_process() is not None:  # children of multiprocessing skip atexit
-            _flush_at_the_end_of_a_child(self)
 
 
 def _identity() -> str:
@@ -94,12 +87,6 @@ def _identity() -> str:
 
     numbers: tuple[int, ...] = getattr(process.current_process(), "_identity", ())
     return ".".join(map(str, (0, *numbers)))
-
-
-def _flush_at_the_end_of_a_child(recorder: Recorder) -> None:
-    from multiprocessing import util
-
-    util.Finalize(None, recorder.flush, exitpriority=100)
 
 
 def load(path: Path) -> Iterable[dict[str, Any]]:

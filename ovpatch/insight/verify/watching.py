@@ -93,6 +93,7 @@ class Watch:
         values |= {f"parameter {name}": keep(parameter) for name, parameter in self._named(optimizer)}
         index = self._index(optimizer)
         values |= self._state(optimizer) | {f"buffer {name}": keep(found) for name, found in self._names.buffers(index)}
+        values |= {f"frozen {name}": keep(parameter) for name, parameter in self._names.frozen(index)}
         values |= seeds.digests()
         step = max(self._steps.count, taken + 1)  # of the turn that the most frequent optimizer began
         label = type(optimizer).__name__
@@ -133,9 +134,8 @@ class Watch:
         return update
 
     def _saved(self, file: str, contents: dict[str, Kept]) -> None:
-        if not self._recorder.writing:
-            self._recorder.add(CHECKPOINT, contents, step=max(1, self._steps.count), label=file)
-            self._recorder.flush()  # often the last that a script does, and some then leave by os._exit
+        self._recorder.add(CHECKPOINT, contents, step=max(1, self._steps.count), label=file)
+        self._recorder.flush()  # often the last that a script does, and some then leave by os._exit
 
 
 def _norm(gradients: list[Tensor]) -> float | None:
