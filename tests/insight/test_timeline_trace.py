@@ -84,7 +84,7 @@ def test_the_rank_is_the_files_or_else_its_names(information, name, rank):
     ("content", "complaint", "remedy"),
     [
         (b'{"traceEvents": [{"ph": "X", ', "is not complete JSON", "record it again"),
-        (gzip.compress(b'{"traceEvents": []}')[:-12], "is not complete JSON", "record it again"),
+        (gzip.compress(b'{"traceEvents": []}', mtime=0)[:-12], "is not complete JSON", "record it again"),
         (b"\xff\xfe\x00", "is not complete JSON", "record it again"),
         (b'{"weights": 1}', "has no traceEvents", "export_chrome_trace"),
         (b'{"traceEvents": []}', "no ops and no kernels", "ProfilerActivity.CPU"),
