@@ -9,8 +9,8 @@ TORCH ?= torch==2.13.0
 TORCH_INDEX ?=
 PYTEST_ARGS ?=
 DEMO_ARGS ?=
-# Most tests wait for processes half of their time, so two at a time; but GPUs are for one.
-WORKERS ?= $(shell nvidia-smi -L >/dev/null 2>&1 && echo 0 || echo 2)
+# How many processes share the tests; 0: one after the other in this one.
+WORKERS ?= 0
 
 READY := $(VENV)/.ready
 BIN := $(VENV)/bin
@@ -20,7 +20,7 @@ BIN := $(VENV)/bin
 
 help:
 	@echo "make demo    train a small GPT stock and patched, side by side (DEMO_ARGS=--quick: half a minute)"
-	@echo "make test    lint, then all tests (PYTEST_ARGS='-k name -x'), on $(WORKERS) workers (WORKERS=0: in one process)"
+	@echo "make test    lint, then all tests (PYTEST_ARGS='-k name -x'), WORKERS=2 for two at a time"
 	@echo "make lint    ruff, and mypy --strict on ovpatch/ and plugins/"
 	@echo "make setup   only the environment $(VENV), which the others make as well"
 	@echo "make clean   remove $(VENV) and everything that was built"
