@@ -30,6 +30,7 @@ def end(entry: str, patience: float = _PATIENCE) -> None:
             return
         for pid in find(entry):
             send(pid, number)
+    _wait(lambda: not find(entry), patience)  # a killed process is still there until the system has cleaned up
 
 
 def find(entry: str) -> list[int]:
