@@ -10,7 +10,7 @@ from __future__ import annotations
 import argparse
 import sys
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
 
@@ -60,32 +60,22 @@ def main(arguments: argparse.Namespace) -> int:
 
 
 def _run(command: list[str], environment: Mapping[str, str], directory: Path) -> int:
+    """Run the command; end it early once a worker has reported that it is not patched."""
+    stopped = False
+
+    def look() -> None:
+        nonlocal stopped
+        if not stopped and any(directory.glob("failed-*.json")):
+            _say("a worker could not be patched (its message is above); stopping the command")
+            job.terminate()
+            stopped = True
+
     try:
         with launching.started(command, environment) as job:
-            return job.wait(_once(lambda: _stop_unpatched(job, directory)))
+            return job.wait(look)
     except launching.NotStartedError as error:
         _say(str(error))
         return error.code
-
-
-def _once(act: Callable[[], bool]) -> Callable[[], None]:
-    """Return a function that calls ``act`` until that returns True."""
-    pending = [act]
-
-    def tick() -> None:
-        if pending and pending[0]():
-            pending.clear()
-
-    return tick
-
-
-def _stop_unpatched(job: launching.Job, directory: Path) -> bool:
-    """End the command early once a worker has reported that it is not patched."""
-    if not any(directory.glob("failed-*.json")):
-        return False
-    _say("a worker could not be patched (its message is above); stopping the command")
-    job.terminate()
-    return True
 
 
 def _conclude(code: int, directory: Path, file: Path | None) -> int:

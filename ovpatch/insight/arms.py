@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Final
 
@@ -94,26 +94,30 @@ class Outcome:
     interrupted: bool = False
     stacks: Mapping[int, str] = field(default_factory=dict)
 
-    @property
+    @cached_property
     def report(self) -> dict[str, Any] | None:
         """The report of ovpatch merged over the processes; None if no process had one."""
         reports = workers.read_all(self.folder, "worker")
         return merging.merge(reports) if reports else None
 
     @property
+    def counters(self) -> dict[str, dict[str, int]]:
+        """What each feature that was on in every process counted, over all processes."""
+        return {one["name"]: one["counters"] for one in self._features if one["state"] == "applied"}
+
+    @property
     def applied(self) -> list[str]:
         """Features that were on in every process, whether or not they did anything."""
-        return [
-            feature["name"]
-            for feature in (self.report or {"features": ()})["features"]
-            if feature["state"] == "applied"
-        ]
+        return list(self.counters)
 
     @property
     def exercised(self) -> list[str]:
         """Features of which a counter moved."""
-        features = (self.report or {"features": ()})["features"]
-        return [feature["name"] for feature in features if any(feature["counters"].values())]
+        return [one["name"] for one in self._features if any(one["counters"].values())]
+
+    @property
+    def _features(self) -> Sequence[dict[str, Any]]:
+        return self.report["features"] if self.report is not None else ()
 
     @property
     def failures(self) -> list[dict[str, Any]]:
@@ -231,14 +235,12 @@ def _beats(folder: Path) -> list[int]:
 
 def processes(folder: Path) -> list[int]:
     """Return the numbers of the processes that signed in and live on this host."""
-    pids = [json.loads(path.read_text(encoding="utf-8"))["pid"] for path in folder.glob("process-*.json")]
-    return [pid for pid in pids if _lives(pid, folder)]
+    return [one["pid"] for one in workers.read_all(folder, "process") if _lives(one["pid"], folder)]
 
 
 def ranks(folder: Path) -> dict[int, str]:
     """Return the ranks of the processes that signed in, by their numbers, where the launcher gave them one."""
-    signed = [json.loads(path.read_text(encoding="utf-8")) for path in folder.glob("process-*.json")]
-    return {one["pid"]: one["rank"] for one in signed if one.get("rank") is not None}
+    return {one["pid"]: one["rank"] for one in workers.read_all(folder, "process") if one.get("rank") is not None}
 
 
 def _lives(pid: int, folder: Path) -> bool:

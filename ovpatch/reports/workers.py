@@ -216,5 +216,5 @@ def write_json(path: Path, data: Any) -> None:
 
 
 def read_all(directory: Path, kind: str) -> list[dict[str, Any]]:
-    """Return the contents of all files of a kind (``worker`` or ``failed``) in a directory."""
+    """Return the contents of all files of a kind, such as ``worker`` or ``failed``, in a directory."""
     return [json.loads(path.read_text(encoding="utf-8")) for path in sorted(directory.glob(f"{kind}-*.json"))]

@@ -185,8 +185,7 @@ class _Rounds:
             self._runs.done.append(replace(run, measured=replace(run.measured, flops_reason=why)))
 
     def _run(self, kind: str, number: int, arm: Arm | None = None, name: str | None = None) -> Outcome:
-        arm = arm or self._kinds[kind]
-        arm = Arm(name or f"{kind}-{number}", arm.features, arm.details, arm.variables)
+        arm = replace(arm or self._kinds[kind], name=name or f"{kind}-{number}")
         plan = self._plan
         self._progress.begin(kind, number)
         outcome = arms.run(arm, plan.command, WORKER, plan.out, timeout=plan.timeout, progress=self._progress.step)

@@ -9,7 +9,6 @@ the next step on. A global hook would not do: it is not given keyword arguments,
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
@@ -18,6 +17,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from ovpatch.insight.bench import flops
+from ovpatch.insight.models import roots
 
 _watching: Batches | None = None
 
@@ -84,11 +84,7 @@ def _called(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
 
 def outermost() -> list[nn.Module]:
     """Return the modules with trainable parameters that are no part of another module."""
-    modules = [thing for thing in gc.get_objects() if issubclass(type(thing), nn.Module)]  # isinstance wakes proxies
-    inner = {id(child) for module in modules for child in module.__dict__.get("_modules", {}).values()}
-    return [
-        module for module in modules if id(module) not in inner and "_modules" in module.__dict__ and _trains(module)
-    ]
+    return [module for module in roots() if _trains(module)]
 
 
 def _trains(module: nn.Module) -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Final
@@ -10,6 +9,8 @@ from weakref import ref
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
+
+from ovpatch.insight.models import roots
 
 _WRAPPERS: Final = re.compile(r"^(?:module\.|_orig_mod\.|_forward_module\.)+|(?<=\.)_orig_mod\.")
 
@@ -106,16 +107,8 @@ def _owners(positions: Mapping[int, int]) -> list[nn.Module]:
         positions: Where parameters stand in their optimizer, by ``id``.
     """
     found = []
-    for root in _roots():
+    for root in roots():
         owned = [positions[id(parameter)] for parameter in root.parameters() if id(parameter) in positions]
         if owned:
             found.append((min(owned), -len(owned), root))
     return [root for *_, root in sorted(found, key=lambda one: one[:2])]
-
-
-def _roots() -> list[nn.Module]:
-    """Return all modules that are no other's child."""
-    # By type: isinstance() would ask objects for their __class__, which makes lazy proxies load what they stand for.
-    modules = [found for found in gc.get_objects() if issubclass(type(found), nn.Module)]
-    children = {id(child) for module in modules for child in vars(module).get("_modules", {}).values()}
-    return [module for module in modules if id(module) not in children and "_modules" in vars(module)]

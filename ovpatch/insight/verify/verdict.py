@@ -54,9 +54,7 @@ class Result:
     @property
     def counters(self) -> dict[str, dict[str, int]]:
         """What each feature that was on counted, over all processes."""
-        report = self.outcomes["patched"].report if "patched" in self.outcomes else None
-        features = (report or {"features": ()})["features"]
-        return {feature["name"]: feature["counters"] for feature in features if feature["state"] == "applied"}
+        return self.outcomes["patched"].counters if "patched" in self.outcomes else {}
 
     def to_json(self) -> dict[str, Any]:
         """Return everything as JSON types."""

@@ -68,6 +68,7 @@ class _Verification:
     outcomes: dict[str, Outcome] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
     compared: Compared = field(default_factory=Compared)
+    yardsticks: dict[str, Run] = field(default_factory=dict)
     blamed: list[str] = field(default_factory=list)
     noise: dict[str, str] = field(default_factory=dict)
 
@@ -150,9 +151,9 @@ class _Verification:
         return run
 
     def _measure_noise(self, stock: Run, patched: Run) -> None:
-        rerun = self._run(self.request.arm("rerun"))
-        reordered = self._run(self.request.arm("reordered", reorder=True))
-        for name in ("rerun", "reordered"):
+        rerun = self.yardsticks["rerun"] = self._run(self.request.arm("rerun"))
+        reordered = self.yardsticks["reordered"] = self._run(self.request.arm("reordered", reorder=True))
+        for name in self.yardsticks:
             if self.outcomes[name].code != self.outcomes["stock"].code:
                 self.notes.append(f"The arm '{name}' ended with exit code {self.outcomes[name].code}, stock did not.")
         itself = compare(stock, rerun)
@@ -164,12 +165,12 @@ class _Verification:
                 f"'{first.row.name}' on {first.process}. Differences of that size say nothing about ovpatch. Give it "
                 "seeds, or try --deterministic."
             )
-        self.compared = compare(stock, patched, rerun=rerun, reordered=reordered)
+        self.compared = compare(stock, patched, **self.yardsticks)
 
     def _unless_stock_does_so_too(self, wrong: str) -> str:
         """Return nothing if stock fails now here, now there: another end of the patched run means nothing."""
         stock, patched = self.outcomes["stock"], self.outcomes["patched"]
-        others = [self.outcomes[name] for name in ("rerun", "reordered")]
+        others = [self.outcomes[name] for name in self.yardsticks]
         if not (wrong and stock.code and patched.code) or all(_end(one) == _end(stock) for one in others):
             return wrong
         self.notes.append(f"That {wrong} says nothing: other stock runs end elsewhere, too.")
@@ -183,15 +184,11 @@ class _Verification:
         for feature, without in zip(features, arms.leave_one_out(arm, features), strict=False):
             run = self._run(without)
             outcome = self.outcomes[without.name]
-            found = compare(stock, run, **self._yardsticks())
+            found = compare(stock, run, **self.yardsticks)
             if not found.different and not _what_went_wrong(self.outcomes["stock"], outcome):
                 self.blamed.append(feature)
         if not self.blamed:
             self.notes.append("No single feature is to blame: leaving out any one of them, the difference stays.")
-
-    def _yardsticks(self) -> dict[str, Run]:
-        names = [name for name in ("rerun", "reordered") if name in self.outcomes]
-        return {name: records.read(self.outcomes[name].folder) for name in names}
 
     # ---------------------------------------------------------------- words
 
