@@ -20,6 +20,7 @@ from collections.abc import Collection, Iterable, Sequence
 import torch
 from torch import Tensor
 
+from ovpatch.overlap.collectives import Collectives, Work
 from ovpatch.overlap.memory import contiguous_strides, is_dense, is_sole_owner, same_layout
 
 # Gradients below this number of elements go through the flat tensor. On a GPU a launch takes as long as several hundred
@@ -40,6 +41,7 @@ class GradBucket:
         params: The parameters, in the same order.
         dtype: What the sum is computed in; the parameters' own dtype by default.
         flat_below: Gradients with fewer elements go through one flat tensor.
+        alone: Parameters, by index in the whole model, that never do.
 
     Attributes:
         nbytes: Number of bytes that the collective reduces.
@@ -52,6 +54,7 @@ class GradBucket:
         *,
         dtype: torch.dtype | None = None,
         flat_below: int | None = None,
+        alone: Collection[int] = (),
     ) -> None:
         self.indices = tuple(indices)
         self.params = tuple(params)
@@ -60,14 +63,25 @@ class GradBucket:
         limit = _FLAT_BELOW.get(self.device.type, 0) if flat_below is None else flat_below
         self._position = {index: i for i, index in enumerate(indices)}
         # Empty ones have nothing to reduce, and no memory by which they could be told apart.
-        self._small = [i for i, param in enumerate(params) if param.numel() < max(limit, 1)]
-        self._large = [i for i, param in enumerate(params) if param.numel() >= max(limit, 1)]
+        small = [i for i, param in enumerate(params) if param.numel() < max(limit, 1)]
+        self._small = [i for i in small if indices[i] not in alone]
+        self._large = [i for i in range(len(params)) if i not in self._small]
         self._strides = [p.stride() if is_dense(p) else contiguous_strides(p.shape) for p in params]
         self._offsets, self._flat_numel = _offsets([params[i] for i in self._small], self.dtype)
         self.nbytes = (self._flat_numel + sum(params[i].numel() for i in self._large)) * self.dtype.itemsize
         self._flat: Tensor | None = None
         self._views: dict[int, Tensor] = {}
         self._pieces: dict[int, Tensor] = {}
+
+    def start(
+        self, collectives: Collectives, divisor: int, *, absent: Collection[int] = (), given: Tensor | None = None
+    ) -> list[Work]:
+        """Start the reduction of what :meth:`pack` returns."""
+        return collectives.all_reduce(self.pack(divisor, absent=absent, given=given))
+
+    def start_zeros(self, collectives: Collectives) -> list[Work]:
+        """Start the same collectives with zeros."""
+        return collectives.all_reduce(self.zeros())
 
     def stage(self, index: int, divisor: int) -> None:
         """Copy the gradient of parameter ``index`` now; :meth:`pack` then does not look at ``p.grad`` any more."""

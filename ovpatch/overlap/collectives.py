@@ -7,6 +7,7 @@ notices. Stock DDP, too, calls the process group itself.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -14,6 +15,13 @@ from torch import Tensor
 
 # Backends that take several tensors in one call. Others get one call for each.
 _GROUPING = ("nccl", "gloo")
+
+
+class Work(Protocol):
+    """A collective under way."""
+
+    def wait(self) -> Any:
+        """Make the current stream (the host, without streams) wait for the result."""
 
 
 def backend_name(group: dist.ProcessGroup, device: torch.device) -> str:
@@ -38,7 +46,7 @@ class AllReduce:
         for options in (self._one, self._many):
             options.reduceOp, options.asyncOp = operation, True
 
-    def __call__(self, tensors: Sequence[Tensor]) -> list[dist.Work]:
+    def __call__(self, tensors: Sequence[Tensor]) -> list[Work]:
         """Start the sums.
 
         Args:
@@ -52,3 +60,67 @@ class AllReduce:
         if len(given) > 1 and self._groups:
             return [self._group.allreduce_coalesced(given, self._many)]
         return [self._group.allreduce([tensor], self._one) for tensor in given]
+
+
+class ReduceScatter:
+    """Sums of tensors over the ranks of a group, of which each rank gets its own part.
+
+    [Note: sums on gloo] gloo's own reduce-scatter all-reduces a copy of its input. All-reducing the input itself and
+    taking a part of it costs half of that, and nobody else needs the input.
+
+    Args:
+        group: The process group.
+        device: Where the tensors are.
+        average: Divide by the number of ranks, for backends that can.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, device: torch.device, *, average: bool = False) -> None:
+        self._group, self._rank = group, group.rank()
+        self._options = dist.ReduceScatterOptions()
+        self._options.reduceOp = dist.ReduceOp(dist.ReduceOp.AVG if average else dist.ReduceOp.SUM)
+        self._options.asyncOp = True
+        by_parts = backend_name(group, device) != "nccl"
+        self._all_reduce = AllReduce(group, device, average=average) if by_parts else None
+
+    def __call__(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> list[Work]:
+        """Start the sums.
+
+        Args:
+            outputs: This rank's parts, ``[size]`` each.
+            inputs: Contiguous, ``[world * size]`` each, of one dtype; what is left in them is undefined.
+
+        Returns:
+            The works; ``wait()`` makes the current stream (the host, without streams) wait for the results.
+        """
+        if self._all_reduce is not None:
+            return [TakingParts(self._all_reduce(inputs), list(outputs), list(inputs), self._rank)]
+        return [self._group.reduce_scatter_tensor_coalesced(list(outputs), list(inputs), self._options)]
+
+
+class TakingParts:
+    """Sums under way, of which a part will be copied."""
+
+    def __init__(self, works: list[Work], outputs: list[Tensor], inputs: list[Tensor], rank: int) -> None:
+        self._works, self._outputs, self._inputs, self._rank = works, outputs, inputs, rank
+
+    def wait(self) -> None:
+        """Wait for the sums and copy this rank's parts."""
+        for work in self._works:
+            work.wait()
+        parts = [whole[self._rank * len(o) :][: len(o)] for o, whole in zip(self._outputs, self._inputs, strict=True)]
+        with torch.no_grad():
+            torch._foreach_copy_(self._outputs, parts)
+
+
+class Collectives:
+    """What reduces gradients on one device.
+
+    Args:
+        group: The process group.
+        device: Where the tensors are.
+        average: Divide by the number of ranks, for backends that can.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, device: torch.device, *, average: bool = False) -> None:
+        self.all_reduce = AllReduce(group, device, average=average)
+        self.reduce_scatter = ReduceScatter(group, device, average=average)

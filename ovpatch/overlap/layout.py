@@ -16,7 +16,9 @@ import torch
 import torch.distributed as dist
 
 from ovpatch.overlap.buckets import GradBucket
+from ovpatch.overlap.grad_shards import GradShards
 from ovpatch.overlap.reduction import Bucket
+from ovpatch.overlap.shard_bucket import ShardBucket
 from ovpatch.overlap.sparse import SparseBucket
 
 _HALVES = (torch.float16, torch.bfloat16)
@@ -33,6 +35,7 @@ class Layout:
         granularity: What a bucket holds: ``size``, as much as its capacity; ``layer``, one layer; ``module``, all.
         in_fp32: Reduce gradients of half precision in float32.
         sparse: Whether each parameter's gradient will be sparse.
+        shards: Where parts of gradients go that are not needed whole, if there is such a place.
     """
 
     params: Sequence[torch.nn.Parameter]
@@ -41,6 +44,7 @@ class Layout:
     granularity: str = "size"
     in_fp32: bool = False
     sparse: Sequence[bool] = ()
+    shards: GradShards | None = None
 
     def initial(self, *, bucketed: bool) -> list[Bucket]:
         """Return the buckets for the first backward, whose order of gradients is not known yet.
@@ -86,7 +90,10 @@ class Layout:
         if self._is_sparse(indices[0]):
             return SparseBucket(indices[0], params[0])
         wide = self.in_fp32 and params[0].dtype in _HALVES
-        return GradBucket(indices, params, dtype=torch.float32 if wide else None)
+        dtype = torch.float32 if wide else None
+        if self.shards is not None and not self.shards.chosen.isdisjoint(indices):
+            return ShardBucket(indices, params, self.shards, dtype=dtype)
+        return GradBucket(indices, params, dtype=dtype)
 
     def _is_sparse(self, index: int) -> bool:
         return bool(self.sparse) and self.sparse[index]

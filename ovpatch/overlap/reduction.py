@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ovpatch.overlap.buckets import GradBucket
-from ovpatch.overlap.collectives import AllReduce
+from ovpatch.overlap.collectives import Collectives, Work
 from ovpatch.overlap.labels import label, span
 from ovpatch.overlap.lanes import Producers
 from ovpatch.overlap.sparse import SparseBucket
@@ -50,7 +50,7 @@ class Reduction:
         self._sizes = [len(bucket.indices) for bucket in buckets]
         self._producers = Producers()
         self._cuda = {i: b.device.index for b in buckets for i in b.indices if b.device.type == "cuda"}
-        self._all_reduce = {b.device: AllReduce(group, b.device, average=average) for b in buckets}
+        self._collectives = {b.device: Collectives(group, b.device, average=average) for b in buckets}
         self.open()
 
     def open(self) -> None:
@@ -58,7 +58,7 @@ class Reduction:
         self.absent: set[int] = set()
         self.launched = 0
         self._waiting = list(self._sizes)
-        self._works: list[dist.Work] = []
+        self._works: list[Work] = []
         self._producers.clear()
 
     def without(self, index: int) -> None:
@@ -111,7 +111,7 @@ class Reduction:
         """Launch all others with zeros, so that peers, which wait for them, can go on."""
         for bucket in self.buckets[self.launched :]:
             if not self._skipped(bucket):
-                self._works += self._all_reduce[bucket.device](bucket.zeros())
+                self._works += bucket.start_zeros(self._collectives[bucket.device])
             self.launched += 1
 
     def wait(self) -> None:
@@ -148,8 +148,8 @@ class Reduction:
         if not self._skipped(bucket):
             with span(self._labels[index]):
                 self._join(bucket)
-                pieces = bucket.pack(self._divisor, absent=self.absent, given=given)
-                self._works += self._all_reduce[bucket.device](pieces)
+                collectives = self._collectives[bucket.device]
+                self._works += bucket.start(collectives, self._divisor, absent=self.absent, given=given)
             on_launch(bucket)
         self.launched = index + 1
 

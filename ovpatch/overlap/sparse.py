@@ -7,6 +7,8 @@ from collections.abc import Collection
 import torch
 from torch import Tensor
 
+from ovpatch.overlap.collectives import Collectives, Work
+
 
 class SparseBucket:
     """The gradient of one parameter whose module makes sparse gradients; used like a :class:`GradBucket`.
@@ -30,6 +32,16 @@ class SparseBucket:
             return 0
         indices, values = self._piece.indices(), self._piece.values()
         return indices.nbytes + values.nbytes
+
+    def start(
+        self, collectives: Collectives, divisor: int, *, absent: Collection[int] = (), given: Tensor | None = None
+    ) -> list[Work]:
+        """Start the reduction."""
+        return collectives.all_reduce(self.pack(divisor, absent=absent, given=given))
+
+    def start_zeros(self, collectives: Collectives) -> list[Work]:
+        """Start the same collective with zeros."""
+        return collectives.all_reduce(self.zeros())
 
     def stage(self, index: int, divisor: int) -> None:
         """Copy the gradient now."""

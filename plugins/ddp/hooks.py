@@ -18,6 +18,8 @@ from torch.autograd.graph import Node
 from torch.nn.parallel.distributed import _find_tensors
 from torch.utils.hooks import RemovableHandle
 
+from ovpatch.overlap.grad_shards import GradShards
+
 _DTYPE = operator.attrgetter("dtype")
 
 
@@ -44,6 +46,7 @@ class GradientHooks:
         self._kinds = self._current_kinds()
         self.nodes: list[Node] = []
         self._handles: list[RemovableHandle] = []
+        self._before: list[RemovableHandle] = []
         reference = weakref.ref(listener)
         for index, param in enumerate(params):
             node = _accumulate_node(param)
@@ -58,11 +61,19 @@ class GradientHooks:
         # Before every forward: map() asks all parameters in a tenth of the time that a comprehension takes.
         return list(map(_DTYPE, self._params)), list(map(Tensor.get_device, self._params))
 
+    def watch_parts(self, shards: GradShards) -> None:
+        """Put gradients together before a backward adds to one of which there are only parts."""
+        for handle in self._before:
+            handle.remove()
+        reference = weakref.ref(shards)
+        self._before = [self.nodes[index].register_prehook(_prehook(reference, index)) for index in shards.chosen]
+
     def remove(self) -> None:
         """Take the hooks away."""
-        for handle in self._handles:
+        for handle in (*self._handles, *self._before):
             handle.remove()
         self._handles.clear()
+        self._before.clear()
         self.nodes.clear()
 
 
@@ -84,6 +95,15 @@ def _hook(reference: weakref.ref[Listener], index: int) -> Any:
         listener = reference()
         if listener is not None:
             listener.gradient_accumulated(index, given[0])
+
+    return fire
+
+
+def _prehook(reference: weakref.ref[GradShards], index: int) -> Any:
+    def fire(_given: Any) -> None:
+        shards = reference()
+        if shards is not None and shards.is_ours(shards.params[index].grad):
+            shards.settle()  # all of them: the others will be added to as well
 
     return fire
 

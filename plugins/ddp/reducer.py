@@ -39,6 +39,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ovpatch.overlap.ballot import Ballots
+from ovpatch.overlap.grad_shards import GradShards, sharding
 from ovpatch.overlap.labels import label, span
 from ovpatch.overlap.layout import Layout
 from ovpatch.overlap.ledger import ANY, GradLedger
@@ -106,6 +107,9 @@ class GradReducer:
         if self._hooks.lost():
             self._hooks.remove()
             self._attach()
+        if self.shards.choose(self._steps, self.identity):
+            self._hooks.watch_parts(self.shards)
+            self._set_buckets(self._cut())
 
     @torch._disable_dynamo
     def prepare_for_backward(self, _outputs: Sequence[Tensor]) -> None:
@@ -140,7 +144,8 @@ class GradReducer:
         missing = [i for i in range(len(self.params)) if i not in set(self._arrivals)]
         order = torch.tensor(self._arrivals + missing, dtype=torch.int64).to(self._device)
         dist.broadcast(order, src=dist.get_global_rank(self._group, 0), group=self._group)
-        self._set_buckets(self._layout.along(order.tolist()))
+        self._order = order.tolist()
+        self._set_buckets(self._cut())
         self.has_rebuilt_buckets = True
         return True
 
@@ -189,6 +194,7 @@ class GradReducer:
                 self._usage.note(index)  # also under no_sync: the accumulated gradient is reduced later
             if not self.armed:
                 if not (self._revisited and self._task.alive()):
+                    self.shards.local = True
                     return
                 self._arm_late()
             if not (self._began and self._task.queued):
@@ -239,10 +245,23 @@ class GradReducer:
         self._set_mode()
         self._lane: dist.ProcessGroup | None = None
         config = self.config
+        self._order: list[int] | None = None
+        self.shards = GradShards(self.params, self.names, self._group, sharding.minimum)
         self._layout = Layout(
-            self.params, self.names, config.bucket_limits, config.granularity, config.in_fp32, config.sparse
+            self.params,
+            self.names,
+            config.bucket_limits,
+            config.granularity,
+            config.in_fp32,
+            config.sparse,
+            self.shards,
         )
-        self._set_buckets(self._layout.initial(bucketed=self._mode.searches))
+        self._set_buckets(self._cut())
+
+    def _cut(self) -> list[Bucket]:
+        if self._order is not None:
+            return self._layout.along(self._order)
+        return self._layout.initial(bucketed=self._mode.searches)
 
     def _meet(self) -> None:
         """What is left to be done together with the other ranks before the first collective."""
@@ -327,18 +346,23 @@ class GradReducer:
         self._reduction.launch_rest(COUNTERS.launched)
         if launch_usage:
             self._usage.launch()
-        self._voted = True
-        self._ballots.count(self._steps, failed=False)
-        self._reduction.wait()
+        self._vote(failed=False)
+        self.shards.receive(self._reduction.wait)
         nowhere = self._usage.nowhere_used() if launch_usage else self._static_nowhere
         if self.learns_static_graph():
             self._static_nowhere = nowhere
         self._reduction.unpack(nowhere)
+        self.shards.complete()
         self._ended = True
         self._close()
         COUNTERS.backwards += 1
         if self._device.type != "cuda":
             self._raise_if_peers_lost_gradients()
+
+    def _vote(self, *, failed: bool) -> None:
+        self._voted = True
+        self._ballots.count(self._steps, failed=failed)
+        self.shards.cast(self._steps)
 
     def _close(self) -> None:
         self._ledger.close()
@@ -365,8 +389,8 @@ class GradReducer:
             if not self._voted:
                 if self._mode.tracks_usage:
                     self._usage.launch()
-                self._ballots.count(self._steps, failed=True)
-            self._reduction.wait()
+                self._vote(failed=True)
+            self.shards.receive(self._reduction.wait)
             if self._usage.launched():
                 self._usage.nowhere_used()
             self._reduction.drop()

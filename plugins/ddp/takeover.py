@@ -23,6 +23,7 @@ import torch
 import torch.distributed as dist
 
 from ovpatch.overlap.agreement import agree
+from ovpatch.overlap.grad_shards import sharding
 from ovpatch_plugins.ddp import messages
 from ovpatch_plugins.ddp.communicator import averages, check_budget
 from ovpatch_plugins.ddp.config import ReducerConfig
@@ -200,6 +201,7 @@ def restore_stock(ddp: Wrapper, reason: str = "") -> None:
     _refuse_inside_backward(ddp)
     reducer = ddp.reducer
     reducer.recover()
+    reducer.shards.settle()
     reducer._remove_autograd_hooks()
     stock_helper = _live.pop(ddp)
     parameters, expect_sparse = ddp._build_params_for_reducer()
@@ -315,6 +317,7 @@ def _terms(parameters: Sequence[torch.nn.Parameter], config: ReducerConfig, stat
         "max_ctas": config.max_ctas,
         "reduce_late_gradients": config.late,
         "static_graph": bool(static_graph),
+        "dist_optimizer": sharding.minimum,
     }
 
 

@@ -1,0 +1,104 @@
+"""Tensors that are changed in place, read by other threads without a torn edge.
+
+Every change makes a new edition. Ranks make the same changes in the same order, so a number names the same edition on
+all of them, and a peer can ask for the edition that it has itself.
+
+[Note: optimistic reading] A reader copies first and looks afterwards whether a change had begun meanwhile; a lock around
+the copy would hold back the training step. On CUDA the host runs ahead of the device: what counts there is not whether
+the host has launched a change, but whether the device had come to it before the copy was done.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import TypeVar
+
+import torch
+
+_T = TypeVar("_T")
+
+_KEPT = 64  # events of so many editions; a host that is further ahead of its device than that has other troubles
+
+
+class TornReadError(RuntimeError):
+    """The edition that was asked for is not, or no longer, there."""
+
+
+class Editions:
+    """The editions of some tensors on one device.
+
+    Args:
+        device: Where the tensors are.
+
+    Attributes:
+        number: The newest edition that is complete.
+        asynchronous: Whether the host runs ahead of the device.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.number = 0
+        self.asynchronous = device.type == "cuda"
+        self._begun = 0
+        self._device = device
+        self._changed = threading.Condition()
+        self._starts: dict[int, torch.cuda.Event] = {}
+        self._ends: dict[int, torch.cuda.Event] = {}
+
+    def begin(self) -> None:
+        """Say that a change begins with what the current stream does next."""
+        with self._changed:
+            self._begun += 1
+            self._record(self._starts, self._begun)
+
+    def end(self) -> None:
+        """Say that the change is complete with what the current stream has been given so far."""
+        with self._changed:
+            self.number = self._begun
+            self._record(self._ends, self.number)
+            self._changed.notify_all()
+
+    def read(self, number: int, copy: Callable[[], _T], timeout_s: float) -> _T:
+        """Return what ``copy`` returns, taken from edition ``number``; may be called from any thread.
+
+        Args:
+            number: The edition. One that is still to come is waited for.
+            copy: Copies tensors to the CPU; on CUDA it is called on a stream of its own.
+            timeout_s: How long to wait, in seconds.
+
+        Raises:
+            TornReadError: The edition does not come, or has been changed.
+        """
+        with self._changed:
+            if not self._changed.wait_for(lambda: self.number >= number, timeout_s):
+                raise TornReadError(f"edition {number} did not come within {timeout_s:g} s; {self.number} is there")
+        if self.asynchronous:
+            copied = self._copy_beside(number, copy)
+        else:
+            copied = copy()
+        if self._overwritten(number):
+            raise TornReadError(f"edition {number} has been overwritten by edition {number + 1}")
+        return copied
+
+    def _copy_beside(self, number: int, copy: Callable[[], _T]) -> _T:
+        side = torch.cuda.Stream(self._device)
+        with torch.cuda.stream(side):
+            if number in self._ends:
+                side.wait_event(self._ends[number])
+            copied = copy()
+        side.synchronize()
+        return copied
+
+    def _overwritten(self, number: int) -> bool:
+        with self._changed:
+            if not self.asynchronous:
+                return self._begun > number
+            start = self._starts.get(number + 1)
+        return start.query() if start is not None else self._begun > number
+
+    def _record(self, events: dict[int, torch.cuda.Event], number: int) -> None:
+        if self.asynchronous:
+            event = torch.cuda.Event()
+            event.record(torch.cuda.current_stream(self._device))
+            events[number] = event
+            events.pop(number - _KEPT, None)

@@ -1,0 +1,342 @@
+"""The gradients of one model of which each rank keeps a part.
+
+[Note: on request] Who updates parameters by parts asks for their gradients by parts (:meth:`GradShards.want`), and who
+reads a whole gradient, by looking at ``p.grad`` as any script may, is noticed. Both are told to the other ranks by votes:
+a gradient is reduced and scattered from the step on in which all ranks want that and none has ever read the whole.
+Until then, and again afterwards, it is all-reduced as stock does it. So a script that reads gradients pays for that
+with a few slow reads, and is then as fast as it was.
+
+[Note: one-sided] A whole gradient is put together from the peers' parts, which their threads hand out: it takes no
+collective, so one rank may read alone, at any time until the next backward is reduced. No peer can get so far without
+this rank.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ovpatch.overlap import placeholders
+from ovpatch.overlap.editions import Editions
+from ovpatch.overlap.memory import is_sole_owner
+from ovpatch.overlap.peers import Peers
+from ovpatch.overlap.placeholders import Placeholder
+from ovpatch.overlap.slices import Slice, can_be_cut, cut, flat
+from ovpatch.overlap.votes import Votes
+
+
+class GradShards:
+    """This rank's parts of one model's gradients.
+
+    Args:
+        params: The parameters, the same on all ranks, in registration order.
+        names: Their fully qualified names.
+        group: The process group over which they are reduced.
+        minimum: Parameters with fewer elements stay whole; None keeps all whole, and costs nothing.
+
+    Attributes:
+        chosen: Parameters whose gradients are reduced and scattered now.
+        editions: The editions of the parts; who changes them says so there.
+        local: Whether gradients were added that were not reduced, as under ``no_sync()``.
+        identity: Name of the model, the same on all ranks and no other's in the process group.
+    """
+
+    def __init__(
+        self, params: Sequence[torch.nn.Parameter], names: Sequence[str], group: dist.ProcessGroup, minimum: int | None
+    ) -> None:
+        self.params, self.names, self.group = list(params), list(names), group
+        self.chosen: frozenset[int] = frozenset()
+        self.local = False
+        device = params[0].device
+        self.editions = Editions(device)
+        self._votes = Votes(group, device, "dist_optimizer")
+        self._wanted: set[int] = set()
+        self._read: set[int] = set()
+        self._parts: dict[int, Tensor] = {}
+        self._backwards = 0
+        self._served = False
+        self.identity = ""
+        self._overdue: list[int] = []
+        self._rank, self._world = group.rank(), group.size()
+        self._active = minimum is not None and all(param.device == device for param in params)
+        self._cuttable = [self._active and can_be_cut(param, self._world, minimum or 0) for param in params]
+        if self._active:
+            for index, param in enumerate(params):
+                _owners[id(param)] = (weakref.ref(param), weakref.ref(self), index)
+
+    # ---------------------------------------------------------------- what optimizers call
+
+    def want(self, index: int, wanted: bool = True) -> bool:
+        """Ask for the gradient of a parameter by parts, or no longer.
+
+        Returns:
+            Whether it can be cut at all.
+        """
+        if self._cuttable[index]:
+            (self._wanted.add if wanted else self._wanted.discard)(index)
+        return self._cuttable[index]
+
+    def slice(self, index: int) -> Slice:
+        """Return which of a parameter's elements this rank owns."""
+        return cut(self.params[index].numel(), self._world, self._rank)
+
+    def slices(self, index: int) -> list[Slice]:
+        """Return which of a parameter's elements each rank owns."""
+        return [cut(self.params[index].numel(), self._world, rank) for rank in range(self._world)]
+
+    def own_part(self, index: int) -> Tensor | None:
+        """Return this rank's part of ``p.grad``, ``[slice.numel]``, of the parameter's dtype; None without a gradient.
+
+        It is the memory that :meth:`part` reduces into, or a view of ``p.grad``, where its dtype is the parameter's.
+        """
+        param, own = self.params[index], self.slice(index)
+        grad = param.grad
+        if grad is None:
+            return None
+        if self.is_ours(grad):
+            return self.part_of(index).to(param.dtype)
+        if grad.stride() != param.stride():
+            grad = torch.empty_like(param).copy_(grad)
+        return flat(grad)[own.begin : own.end]
+
+    def part_of(self, index: int) -> Tensor:
+        """Return this rank's part of the reduced gradient, ``[slice.numel]``, of the dtype that was reduced."""
+        return self._parts[index][: self.slice(index).numel]
+
+    def is_pending(self, index: int) -> bool:
+        """Tell whether nobody has put a gradient together, so that what is in the parts is what counts."""
+        return self.is_ours(self.params[index].grad)
+
+    def current_part(self, index: int) -> Tensor:
+        """Return this rank's part of what ``p.grad`` is now."""
+        if self.is_pending(index):
+            return self.part_of(index)
+        part = self.own_part(index)
+        assert part is not None
+        return part
+
+    def is_ours(self, grad: Tensor | None) -> bool:
+        """Tell whether this is a gradient of which there are only parts."""
+        return isinstance(grad, Placeholder) and grad.source is self
+
+    def is_newest(self, backward: int) -> bool:
+        """Tell whether a backward is the last that was reduced."""
+        return backward == self._backwards
+
+    # ---------------------------------------------------------------- what the reducer calls
+
+    def choose(self, step: int, identity: str) -> bool:
+        """Let votes take effect before step ``step``.
+
+        Args:
+            step: Number of backwards that were reduced.
+            identity: Name of the model, the same on all ranks and no other's in the process group.
+
+        Returns:
+            Whether :attr:`chosen` has changed.
+        """
+        self.identity = identity
+        votes = self._votes.result(step)
+        if votes is None:
+            return False
+        count = len(self.params)
+        chosen = frozenset(i for i in range(count) if votes[i] == self._world and votes[count + i] == 0)
+        if chosen and not self._served:
+            self._served = True
+            self._serve()
+        changed, self.chosen = chosen != self.chosen, chosen
+        return changed
+
+    def cast(self, step: int) -> None:
+        """Tell the other ranks what this one wants and has read; comes after the step's other collectives."""
+        count = range(len(self.params))
+        if self._active:
+            self._votes.cast(step, [i in self._wanted for i in count] + [i in self._read for i in count])
+
+    def part(self, index: int, dtype: torch.dtype) -> Tensor:
+        """Return where this rank's part of a gradient goes, ``[slice.size]``."""
+        found = self._parts.get(index)
+        if found is None or found.dtype != dtype:
+            with torch.inference_mode(False):
+                found = torch.zeros(self.slice(index).size, dtype=dtype, device=self.params[index].device)
+            self._parts[index] = found
+        return found
+
+    def padded_numel(self, index: int) -> int:
+        """Return how many elements a gradient has that is cut into equal parts."""
+        return self.slice(index).size * self._world
+
+    def receive(self, wait: Callable[[], None]) -> None:
+        """Wait for all reductions of a backward by calling ``wait``: a new edition of the parts."""
+        self._backwards += 1
+        if self.editions.asynchronous:
+            wait()  # only the device waits; without this rank no part can have been written
+            self.editions.begin()
+        else:
+            self.editions.begin()
+            wait()
+        self.editions.end()
+        self.local = False
+
+    def deliver(self, index: int, *, ours: bool) -> None:
+        """Make ``p.grad`` a placeholder: the part has been reduced.
+
+        Args:
+            index: The parameter.
+            ours: Whether nobody else knows the memory of ``p.grad``.
+        """
+        param = self.params[index]
+        grad = param.grad
+        if grad is None:
+            with torch.inference_mode(False), torch.no_grad():
+                grad = param.grad = placeholders.make(param, self, index)
+        elif ours or _nobody_elses(grad):
+            placeholders.empty_out(grad, self, index)
+        else:
+            self._overdue.append(index)  # somebody holds its memory, and must find the average there
+        _deliveries[id(grad)] = (weakref.ref(grad), weakref.ref(self), index, self._backwards)
+
+    def complete(self) -> None:
+        """Fill the gradients in whose memory somebody else looks; all parts have been reduced."""
+        overdue, self._overdue = self._overdue, []
+        if not overdue:
+            return
+        with torch.no_grad():
+            for index, whole in zip(overdue, self._pull(overdue), strict=True):
+                grad = self.params[index].grad
+                if grad is not None:
+                    grad.copy_(whole)
+
+    def settle(self) -> None:
+        """Put all gradients in place that are still in parts."""
+        placeholders.settle([grad for grad in (p.grad for p in self.params) if self.is_ours(grad)])
+
+    # ---------------------------------------------------------------- reading
+
+    def fetch(self, wanted: Sequence[Placeholder]) -> list[Tensor]:
+        """Return whole gradients; see [Note: one-sided]."""
+        return self._pull([one.key for one in wanted])
+
+    def _pull(self, indices: Sequence[int]) -> list[Tensor]:
+        self._read.update(indices)
+        reads.total += len(indices)
+        number = self.editions.number
+        answers = Peers.of(self.group).ask(self._topic(), {"edition": number, "indices": list(indices)})
+        wholes = []
+        for position, index in enumerate(indices):
+            param = self.params[index]
+            parts = {rank: tensors[position] for rank, (_, tensors) in answers.items()}
+            parts[self._rank] = self._parts[index]
+            with torch.inference_mode(False):
+                wholes.append(assemble(param, parts, self.slices(index)))
+        return wholes
+
+    def _serve(self) -> None:
+        reference = weakref.WeakMethod(self._answer)
+
+        def answer(question: Mapping[str, Any]) -> tuple[dict[str, Any], list[Tensor]]:
+            method = reference()
+            if method is None:
+                raise RuntimeError("the model does not exist any more")
+            return method(question)
+
+        Peers.of(self.group).serve(self._topic(), answer)
+
+    def _answer(self, question: Mapping[str, Any]) -> tuple[dict[str, Any], list[Tensor]]:
+        def copy() -> list[Tensor]:
+            return [self._parts[index].to("cpu", copy=True) for index in question["indices"]]
+
+        return {}, self.editions.read(question["edition"], copy, _PATIENCE_S)
+
+    def _topic(self) -> str:
+        return f"gradients of {self.identity}"
+
+
+_PATIENCE_S = 600.0  # a peer that is slower in its backward; the asker's own time-out comes first
+
+
+def assemble(param: Tensor, parts: Mapping[int, Tensor], slices: Sequence[Slice]) -> Tensor:
+    """Return a tensor like ``param`` whose elements are the ranks' parts, in memory order."""
+    whole = torch.empty_like(param, requires_grad=False)
+    elements = flat(whole)
+    for rank, part in parts.items():
+        own = slices[rank]
+        elements[own.begin : own.end].copy_(part[: own.numel])
+    return whole
+
+
+_owners: dict[int, tuple[weakref.ref[torch.nn.Parameter], weakref.ref[GradShards], int]] = {}
+
+
+def find(param: Tensor) -> tuple[GradShards, int] | None:
+    """Return the shards that a parameter's gradient belongs to, and its index there."""
+    entry = _owners.get(id(param))
+    if entry is None or entry[0]() is not param:
+        return None
+    shards = entry[1]()
+    return None if shards is None else (shards, entry[2])
+
+
+# Gradients that a backward left in parts, as long as somebody holds the tensor object, also if they are whole by now.
+_deliveries: dict[int, tuple[weakref.ref[Tensor], weakref.ref[GradShards], int, int]] = {}
+
+
+def delivered(grad: Tensor) -> tuple[GradShards, int] | None:
+    """Return whose a gradient is that the last backward left in parts; the same on all ranks."""
+    entry = _deliveries.get(id(grad))
+    if entry is None or entry[0]() is not grad:
+        return None
+    shards = entry[1]()
+    return (shards, entry[2]) if shards is not None and shards.is_newest(entry[3]) else None
+
+
+@contextmanager
+def changing(those: Iterable[GradShards]) -> Iterator[None]:
+    """Say that parts are changed in place while the block runs, on all ranks alike."""
+    ones = list(dict.fromkeys(those))
+    for shards in ones:
+        shards.editions.begin()
+    try:
+        yield
+    finally:
+        for shards in ones:
+            shards.editions.end()
+
+
+def _nobody_elses(grad: Tensor) -> bool:
+    return (
+        type(grad) is Tensor
+        and grad.layout is torch.strided
+        and not grad.requires_grad
+        and not (grad.is_conj() or grad.is_neg())
+        and is_sole_owner(grad)
+    )
+
+
+class Sharding:
+    """Whether models that are wrapped in this process may keep gradients by parts.
+
+    Attributes:
+        minimum: Parameters with fewer elements stay whole; None keeps all whole. Set by the feature that can make use
+            of parts, the same on all ranks.
+    """
+
+    minimum: int | None = None
+
+
+sharding = Sharding()
+
+
+class Reads:
+    """How many gradients were put together in this process because somebody read them."""
+
+    total: int = 0
+
+
+reads = Reads()

@@ -1,0 +1,160 @@
+"""Tensors that are read when somebody reads them: of full shape, without memory, filled in at the first look.
+
+[Note: placeholder by class] A placeholder is an ordinary tensor, one zero expanded to the full shape, whose class says
+that its content is elsewhere. ``__torch_function__`` lets questions about shape and kind pass; at anything else the
+content is put in place (``tensor.data``) and the class goes back, so that the tensor object itself, wherever somebody
+holds it, is the whole from then on. What sees neither class nor Python (an extension written in C++ that is handed the
+tensor) meets a tensor of stride 0, into which torch refuses to write.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+_T: Any = torch.Tensor
+
+
+class Source(Protocol):
+    """Where the content of placeholders comes from."""
+
+    def fetch(self, placeholders: Sequence[Placeholder]) -> list[Tensor]:
+        """Return the contents: of the placeholders' shapes, dtypes and devices, in new memory."""
+
+
+class Placeholder(torch.Tensor):
+    """A tensor without content; made by :func:`empty_out` and :func:`make`.
+
+    Attributes:
+        source: Where its content comes from.
+        key: What the source knows it by.
+    """
+
+    source: Source
+    key: Any
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Iterable[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        """Answer questions about shape and kind; fill in the content for anything else."""
+        kwargs = kwargs or {}
+        if func in _ABOUT_KIND:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **kwargs)
+        found = list(dict.fromkeys(_placeholders((args, kwargs))))
+        if func in _ZEROING:
+            for placeholder in found:
+                _become(placeholder, torch.zeros_like)
+        else:
+            settle(found)
+        return func(*args, **kwargs)
+
+
+_lock = threading.RLock()
+
+
+def settle(placeholders: Iterable[Tensor]) -> None:
+    """Put the content of all that are placeholders still in place, fetched together where the source is the same."""
+    with _lock, torch.inference_mode(False), torch.no_grad():
+        by_source: dict[int, list[Placeholder]] = {}
+        for one in placeholders:
+            if isinstance(one, Placeholder):
+                by_source.setdefault(id(one.source), []).append(one)
+        for ones in by_source.values():
+            for placeholder, content in zip(ones, ones[0].source.fetch(ones), strict=True):
+                _fill(placeholder, content)
+
+
+def make(like: Tensor, source: Source, key: Any, *, dtype: torch.dtype | None = None) -> Placeholder:
+    """Return a new placeholder of the shape and device of ``like``."""
+    with torch.inference_mode(False), torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
+        tensor = _nothing(like.shape, dtype or like.dtype, like.device)
+    return _mark(tensor, source, key)
+
+
+def empty_out(tensor: Tensor, source: Source, key: Any) -> Placeholder:
+    """Make a placeholder of a plain tensor, whose memory is given up; the object stays."""
+    with torch.inference_mode(False), torch.no_grad():
+        tensor.data = _nothing(tensor.shape, tensor.dtype, tensor.device)
+    return _mark(tensor, source, key)
+
+
+def _mark(tensor: Tensor, source: Source, key: Any) -> Placeholder:
+    tensor.__class__ = Placeholder
+    assert isinstance(tensor, Placeholder)
+    tensor.source, tensor.key = source, key
+    return tensor
+
+
+def _nothing(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Tensor:
+    kind = (dtype, device)
+    if kind not in _zeros:
+        _zeros[kind] = torch.zeros((), dtype=dtype, device=device)
+    return _zeros[kind].expand(shape)
+
+
+_zeros: dict[tuple[torch.dtype, torch.device], Tensor] = {}
+
+
+def _become(placeholder: Placeholder, made: Callable[[Tensor], Tensor]) -> None:
+    with _lock, torch.inference_mode(False), torch.no_grad():
+        if isinstance(placeholder, Placeholder):
+            with torch._C.DisableTorchFunctionSubclass():
+                # Contiguous: like the expanded zero, it would be a zero expanded.
+                content = made(torch.empty(placeholder.shape, dtype=placeholder.dtype, device=placeholder.device))
+            _fill(placeholder, content)
+
+
+def _fill(placeholder: Placeholder, content: Tensor) -> None:
+    with torch._C.DisableTorchFunctionSubclass():
+        placeholder.data = content
+        del placeholder.source, placeholder.key
+        placeholder.__class__ = torch.Tensor  # last: another thread looks at the class without the lock
+
+
+def _placeholders(value: Any) -> Iterator[Placeholder]:
+    if isinstance(value, Placeholder):
+        yield value
+    elif isinstance(value, (list, tuple)):
+        for part in value:
+            yield from _placeholders(part)
+    elif isinstance(value, dict):
+        for part in value.values():
+            yield from _placeholders(part)
+
+
+# Versions of torch differ in what they have.
+_ATTRIBUTES = """
+shape dtype device layout requires_grad is_leaf grad_fn grad ndim names is_cuda is_cpu is_meta is_sparse is_sparse_csr
+is_quantized is_mkldnn is_nested is_mps is_xpu itemsize _backward_hooks retains_grad output_nr
+"""
+_METHODS = """
+requires_grad_ size dim ndimension numel nelement is_floating_point is_complex is_signed is_inference is_conj is_neg
+element_size get_device type __hash__
+"""
+_FUNCTIONS = "is_floating_point is_complex is_conj is_neg numel"
+
+
+def _found(owner: Any, names: str, part: str = "") -> list[Any]:
+    found = [getattr(owner, name) for name in names.split() if hasattr(owner, name)]
+    return [getattr(one, part) for one in found] if part else found
+
+
+_ABOUT_KIND: frozenset[Any] = frozenset(
+    [
+        *_found(_T, _ATTRIBUTES, "__get__"),
+        *_found(_T, "requires_grad", "__set__"),
+        *_found(_T, _METHODS),
+        *_found(torch, _FUNCTIONS),
+    ]
+)
+_ZEROING: frozenset[Any] = frozenset([_T.zero_, torch.zero_, torch._foreach_zero_])

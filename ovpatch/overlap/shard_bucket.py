@@ -1,0 +1,69 @@
+"""Gradient buckets of which each rank gets its own part."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+
+import torch
+from torch import Tensor
+
+from ovpatch.overlap.buckets import GradBucket
+from ovpatch.overlap.collectives import Collectives, Work
+from ovpatch.overlap.grad_shards import GradShards
+from ovpatch.overlap.slices import flat
+
+
+class ShardBucket(GradBucket):
+    """Gradients of some parameters, most of which are reduced and scattered; the others are all-reduced.
+
+    Args:
+        indices: Index of each parameter in the order of the whole model.
+        params: The parameters, in the same order.
+        shards: Where the parts go; it knows which parameters are cut.
+        dtype: What the sum is computed in; the parameters' own dtype by default.
+    """
+
+    def __init__(
+        self,
+        indices: Sequence[int],
+        params: Sequence[torch.nn.Parameter],
+        shards: GradShards,
+        *,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(indices, params, dtype=dtype, alone=shards.chosen)
+        self._shards = shards
+        self._cut = [i for i in self._large if indices[i] in shards.chosen]
+
+    def start(
+        self, collectives: Collectives, divisor: int, *, absent: Collection[int] = (), given: Tensor | None = None
+    ) -> list[Work]:
+        """Start the reductions of what :meth:`pack` returns."""
+        return self._start(collectives, self.pack(divisor, absent=absent, given=given))
+
+    def start_zeros(self, collectives: Collectives) -> list[Work]:
+        """Start the same collectives with zeros."""
+        return self._start(collectives, self.zeros())
+
+    def unpack(self, *, skip: Collection[int] = ()) -> list[tuple[Tensor, Tensor]]:
+        """Leave this rank's parts with the shards, and placeholders in ``p.grad``; the rest as for other buckets."""
+        for i in self._cut:
+            piece = self._pieces.pop(i, None)
+            if piece is not None and self.indices[i] not in skip:
+                self._shards.deliver(self.indices[i], ours=self.params[i].grad is piece)
+        return super().unpack(skip=skip)
+
+    def _start(self, collectives: Collectives, pieces: list[Tensor]) -> list[Work]:
+        first = len(pieces) - len(self._large)  # before it: the flat tensor, if there is one
+        large = dict(zip(self._large, pieces[first:], strict=True))
+        whole = pieces[:first] + [piece for i, piece in large.items() if i not in self._cut]
+        works = collectives.all_reduce(whole) if whole else []
+        if self._cut:
+            parts = [self._shards.part(self.indices[i], self.dtype) for i in self._cut]
+            works += collectives.reduce_scatter(parts, [self._padded(i, large[i]) for i in self._cut])
+        return works
+
+    def _padded(self, i: int, piece: Tensor) -> Tensor:
+        """Return a tensor that can be cut into equal parts, one per rank."""
+        elements, wanted = flat(piece), self._shards.padded_numel(self.indices[i])
+        return elements if len(elements) == wanted else torch.nn.functional.pad(elements, (0, wanted - len(elements)))

@@ -1,0 +1,44 @@
+"""What the feature did in this process."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+
+from ovpatch.overlap import grad_shards
+
+
+@dataclass
+class Counters:
+    """Totals since the process started.
+
+    Attributes:
+        optimizers: Optimizers that updated by parts.
+        stock_optimizers: Optimizers that were left stock.
+        steps: Optimizer steps by parts.
+        params_updated: Parameters updated by parts, summed over steps.
+        grads_by_parts: Gradients that were reduced and scattered and that nobody had read whole by the step.
+        grads_read: Gradients by parts that this rank put together because somebody read them.
+        bytes_gathered: Size of the parameters gathered after steps, in bytes.
+        norms: Gradient norms computed from parts.
+        state_reads: Times that somebody wanted whole optimizer state.
+        bytes_pulled: Optimizer state that peers sent for that, in bytes.
+    """
+
+    optimizers: int = 0
+    stock_optimizers: int = 0
+    steps: int = 0
+    params_updated: int = 0
+    grads_by_parts: int = 0
+    grads_read: int = 0
+    bytes_gathered: int = 0
+    norms: int = 0
+    state_reads: int = 0
+    bytes_pulled: int = 0
+
+    def as_dict(self) -> dict[str, int]:
+        """Return the counters by name."""
+        self.grads_read = grad_shards.reads.total
+        return asdict(self)
+
+
+COUNTERS = Counters()

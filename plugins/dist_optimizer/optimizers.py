@@ -1,0 +1,96 @@
+"""All optimizers in this process: which of them update by parts, and which stay stock, and why."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import weakref
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from ovpatch.overlap import grad_shards
+from ovpatch_plugins.dist_optimizer.counters import COUNTERS
+from ovpatch_plugins.dist_optimizer.kinds import objection
+from ovpatch_plugins.dist_optimizer.step import ShardedOptimizer
+
+_log = logging.getLogger("ovpatch.dist_optimizer")
+
+_live: weakref.WeakKeyDictionary[Optimizer, ShardedOptimizer | None] = weakref.WeakKeyDictionary()
+_remarks: list[str] = []
+
+
+class Steps:
+    """The patches of ``step`` functions, made for one set of options.
+
+    Args:
+        options: Resolved options of the feature.
+    """
+
+    def __init__(self, options: Mapping[str, Any]) -> None:
+        self._overlap = bool(options["overlap_param_gather"])
+        self._named = [name.strip() for name in options["element_wise"].split(",") if name.strip()]
+
+    def wrap_step(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        """Wrap the ``step`` of a class of optimizers, inside of torch's own wrapper that calls step hooks."""
+        inner = getattr(original, "__wrapped__", original) if getattr(original, "hooked", False) else original
+
+        @functools.wraps(inner)
+        def step(optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
+            if torch.compiler.is_compiling():
+                return inner(optimizer, *args, **kwargs)
+            sharded = self._find(optimizer)
+            if sharded is None:
+                return inner(optimizer, *args, **kwargs)
+            return sharded.step(inner, *args, **kwargs)
+
+        if inner is original:
+            return step
+        hooked: Any = Optimizer.profile_hook_step(step)
+        hooked.hooked = True
+        return hooked  # type: ignore[no-any-return]
+
+    def _find(self, optimizer: Optimizer) -> ShardedOptimizer | None:
+        if optimizer not in _live:
+            if not _has_parts(optimizer):
+                return None  # not now; a model may be wrapped later
+            reason = objection(optimizer, self._named)
+            if reason:
+                _leave(optimizer, reason)
+            else:
+                _live[optimizer] = ShardedOptimizer(optimizer, overlap=self._overlap)
+                COUNTERS.optimizers += 1
+        return _live[optimizer]
+
+
+def sharded(optimizer: Optimizer) -> ShardedOptimizer | None:
+    """Return what the feature knows of an optimizer that updates by parts, else None."""
+    return _live.get(optimizer)
+
+
+def release_all() -> None:
+    """Make every optimizer in this process stock again, its state whole."""
+    for one in list(_live.values()):
+        if one is not None:
+            one.release()
+    _live.clear()
+
+
+def remarks() -> list[str]:
+    """Return which optimizers were left stock, and why."""
+    return list(_remarks)
+
+
+def _has_parts(optimizer: Optimizer) -> bool:
+    return any(grad_shards.find(param) is not None for group in optimizer.param_groups for param in group["params"])
+
+
+def _leave(optimizer: Optimizer, reason: str) -> None:
+    _live[optimizer] = None
+    COUNTERS.stock_optimizers += 1
+    text = f"{type(optimizer).__name__} stays stock: {reason}"
+    if text not in _remarks:
+        _remarks.append(text)
+        _log.warning("%s", text)

@@ -1,0 +1,96 @@
+"""What is patched for feature ``dist_optimizer``, and why there."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from ovpatch.hookspecs import Feature, Registrar, hookimpl
+from ovpatch_plugins.dist_optimizer.options import OPTIONS
+
+_CLIP = "torch.nn.utils.clip_grad"
+
+
+@hookimpl
+def ovpatch_feature() -> Feature:
+    """Describe the feature."""
+    return Feature(
+        name="dist_optimizer",
+        summary="Each rank updates its part of the parameters and keeps that part of the optimizer's state (ZeRO-1).",
+        options=OPTIONS,
+        requires=("ddp",),
+        default=False,
+    )
+
+
+@hookimpl
+def ovpatch_reasons_against() -> Sequence[str]:
+    """Return why the feature cannot run here."""
+    import torch
+
+    return [] if torch.distributed.is_available() else ["this build of torch has no torch.distributed"]
+
+
+@hookimpl
+def ovpatch_register(patches: Registrar, options: Mapping[str, Any]) -> None:
+    """Register the patches."""
+    from ovpatch_plugins.dist_optimizer.clipping import wrap_clip, wrap_norm
+    from ovpatch_plugins.dist_optimizer.kinds import classes_with_a_step
+    from ovpatch_plugins.dist_optimizer.optimizers import Steps
+    from ovpatch_plugins.dist_optimizer.scaling import wrap_unscale
+
+    steps = Steps(options)
+    for cls in classes_with_a_step():
+        patches.register_patch(
+            f"{cls.__module__}.{cls.__qualname__}.step",
+            wrap=steps.wrap_step,
+            why="is the innermost place: torch's step hooks, official and global, are outside of the script's own "
+            "hooks and closures, which would see slices",
+        )
+    patches.register_patch(
+        f"{_CLIP}._get_total_norm",
+        wrap=wrap_norm,
+        why="is what clip_grad_norm_ and get_total_norm call, by whatever name the script imported them",
+    )
+    patches.register_patch(f"{_CLIP}._clip_grads_with_norm_", wrap=wrap_clip, why="as _get_total_norm")
+    patches.register_patch(
+        "torch.amp.grad_scaler.GradScaler._unscale_grads_",
+        wrap=wrap_unscale,
+        why="looks for infinities in this rank's gradients only, and decides by that whether this rank steps",
+    )
+
+
+@hookimpl
+def ovpatch_activate(options: Mapping[str, Any]) -> Sequence[str]:
+    """Let models that are wrapped from now on keep gradients by parts."""
+    from ovpatch.overlap.grad_shards import sharding
+
+    sharding.minimum = options["min_param_numel"]
+    return []
+
+
+@hookimpl
+def ovpatch_deactivate() -> None:
+    """Make all optimizers stock again."""
+    from ovpatch.overlap.grad_shards import sharding
+
+    sharding.minimum = None
+    optimizers = sys.modules.get("ovpatch_plugins.dist_optimizer.optimizers")
+    if optimizers is not None:
+        optimizers.release_all()
+
+
+@hookimpl
+def ovpatch_counters() -> Mapping[str, int]:
+    """Return what the feature did so far."""
+    from ovpatch_plugins.dist_optimizer.counters import COUNTERS
+
+    return COUNTERS.as_dict()
+
+
+@hookimpl
+def ovpatch_remarks() -> Sequence[str]:
+    """Return which optimizers were left stock, and why."""
+    optimizers = sys.modules.get("ovpatch_plugins.dist_optimizer.optimizers")
+    return list(optimizers.remarks()) if optimizers is not None else []

@@ -1,0 +1,55 @@
+"""``GradScaler`` over gradients of which each rank has parts.
+
+[Note: look, agree, then scale] An infinity is seen only by the rank that has its part, and all must skip the step. Ranks
+agree first and change their parts afterwards: then no peer has changed a part that this rank may still be reading.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.optim import Optimizer
+
+from ovpatch.overlap import grad_shards
+from ovpatch_plugins.dist_optimizer import optimizers
+from ovpatch_plugins.dist_optimizer.step import Part, swapped
+
+Unscale = Callable[..., dict[torch.device, Tensor]]
+
+
+def wrap_unscale(original: Unscale) -> Unscale:
+    """Wrap ``GradScaler._unscale_grads_``: works on parts, and finds infinities for all ranks."""
+
+    @functools.wraps(original)
+    def unscale_grads(
+        scaler: Any, optimizer: Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
+    ) -> dict[torch.device, Tensor]:
+        sharded = optimizers.sharded(optimizer)
+        parts = [part for part in sharded.parts(optimizer) if part.delivered] if sharded is not None else []
+        if not parts:
+            return original(scaler, optimizer, inv_scale, found_inf, allow_fp16)
+        with _pending_as_parts(parts):
+            looked = original(scaler, optimizer, torch.ones_like(inv_scale), found_inf.clone(), allow_fp16)
+            for group in dict.fromkeys(part.shards.group for part in parts):
+                for seen in looked.values():
+                    dist.all_reduce(seen, dist.ReduceOp.MAX, group=group)
+            with grad_shards.changing(part.shards for part in parts):
+                found = original(scaler, optimizer, inv_scale, found_inf, allow_fp16)
+        for device, seen in looked.items():
+            found[device].copy_(seen)
+        return found
+
+    return unscale_grads
+
+
+@contextmanager
+def _pending_as_parts(parts: Sequence[Part]) -> Iterator[None]:
+    """Show the parts of gradients that nobody has put together; what was put together is scaled whole."""
+    with swapped([part for part in parts if part.shards.is_pending(part.index)]):
+        yield

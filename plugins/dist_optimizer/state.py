@@ -1,0 +1,206 @@
+"""The state of one optimizer, of which each rank keeps its parts.
+
+[Note: what others see] Between steps ``optimizer.state[p]`` holds, under the names that the optimizer gave them, tensors
+of full shape: placeholders, whose content is put together from the peers' parts when somebody reads it. A slice must
+never be seen there: torch checks no shapes when a state is loaded, and its fused kernels write beyond the end of one that
+is too short. What somebody puts there instead (a loaded checkpoint, a state changed by hand) is whole, and is cut when
+the next step begins.
+"""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from ovpatch.overlap import placeholders
+from ovpatch.overlap.editions import Editions
+from ovpatch.overlap.grad_shards import GradShards, assemble
+from ovpatch.overlap.peers import Peers
+from ovpatch.overlap.placeholders import Placeholder
+from ovpatch.overlap.slices import flat
+from ovpatch_plugins.dist_optimizer.counters import COUNTERS
+
+if TYPE_CHECKING:
+    from ovpatch_plugins.dist_optimizer.step import Part
+
+# How many optimizers have stepped over each model; the same on all ranks, which step in the same order.
+_optimizers_of: weakref.WeakKeyDictionary[GradShards, int] = weakref.WeakKeyDictionary()
+
+_PATIENCE_S = 600.0  # for a rank whose step comes later; the asker's own time-out comes first
+
+
+class ShardedState:
+    """The parts of one optimizer's state.
+
+    Args:
+        optimizer: The optimizer; held weakly.
+    """
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self._optimizer = weakref.ref(optimizer)
+        self._models: dict[int, _StateOfModel] = {}
+        optimizer.register_state_dict_post_hook(_weakly(self._whole_state_dict), prepend=True)
+        optimizer.register_load_state_dict_post_hook(_weakly(self._loaded))
+
+    @contextmanager
+    def written(self, parts: Sequence[Part]) -> Iterator[None]:
+        """Put this rank's parts into ``optimizer.state`` for the time of a step."""
+        optimizer = self._optimizer()
+        assert optimizer is not None
+        by_model = [(part, self._model(part.shards)) for part in parts]
+        models = list({id(model): model for _, model in by_model}.values())
+        for model in models:
+            model.editions.begin()
+        try:
+            for part, model in by_model:
+                model.put_parts(part, optimizer.state)
+            yield
+        finally:
+            for part, model in by_model:
+                model.take_parts(part, optimizer.state)
+            for model in models:
+                model.editions.end()
+
+    def release(self) -> None:
+        """Put whole tensors into ``optimizer.state``; parts that peers may still ask for stay until they have."""
+        optimizer = self._optimizer()
+        if optimizer is not None:
+            placeholders.settle(value for state in optimizer.state.values() for value in state.values())
+
+    def _model(self, shards: GradShards) -> _StateOfModel:
+        if id(shards) not in self._models:
+            number = _optimizers_of[shards] = _optimizers_of.get(shards, 0) + 1
+            self._models[id(shards)] = _StateOfModel(shards, number)
+        return self._models[id(shards)]
+
+    def _whole_state_dict(self, _optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
+        """Replace placeholders by whole tensors on the CPU, fetched together; ``optimizer.state`` keeps its own."""
+        wanted = [
+            (number, name, value)
+            for number, state in state_dict["state"].items()
+            for name, value in state.items()
+            if isinstance(value, Placeholder)
+        ]
+        if not wanted:
+            return
+        copies = {number: dict(state) for number, state in state_dict["state"].items()}
+        for _, group in itertools.groupby(sorted(wanted, key=_source), key=_source):
+            ones = list(group)
+            wholes = ones[0][2].source.whole([value for *_, value in ones])
+            for (number, name, _), whole in zip(ones, wholes, strict=True):
+                copies[number][name] = whole
+        state_dict["state"] = copies
+
+    def _loaded(self, optimizer: Optimizer) -> None:
+        """Cut what was loaded, at once: whole state takes the memory that this feature is there to spare."""
+        for param, state in optimizer.state.items():
+            for model in self._models.values():
+                model.cut_whole(param, state)
+
+
+class _StateOfModel:
+    """The parts of an optimizer's state for the parameters of one model; the source of their placeholders."""
+
+    def __init__(self, shards: GradShards, number: int) -> None:
+        self.editions = Editions(shards.params[0].device)
+        self._shards = shards
+        self._index = {id(param): index for index, param in enumerate(shards.params)}
+        self._parts: dict[tuple[int, str], Tensor] = {}
+        self._placeholders: dict[tuple[int, str], Placeholder] = {}
+        self._topic = f"state of optimizer {number} of {shards.identity}"
+        answer = _weakly(self._answer)
+        Peers.of(shards.group).serve(self._topic, answer)
+
+    # ---------------------------------------------------------------- around a step
+
+    def put_parts(self, part: Part, states: Mapping[Any, dict[str, Any]]) -> None:
+        """Make the state of a parameter this rank's parts."""
+        if part.param in states:
+            state = states[part.param]
+            self.cut_whole(part.param, state)
+            for name, value in state.items():
+                if self._is_ours(value):
+                    state[name] = self._parts[part.index, name]
+
+    def take_parts(self, part: Part, states: Mapping[Any, dict[str, Any]]) -> None:
+        """Keep this rank's parts, and leave placeholders."""
+        shape = (self._shards.slice(part.index).numel,)
+        state = states[part.param] if part.param in states else {}
+        for name, value in state.items():
+            if isinstance(value, Tensor) and value.shape == shape:
+                self._keep(part.index, name, value, state)
+
+    def cut_whole(self, param: Tensor, state: dict[str, Any]) -> None:
+        """Keep this rank's parts of state that is whole, and leave placeholders."""
+        index = self._index.get(id(param))
+        if index is None:
+            return
+        own = self._shards.slice(index)
+        for name, value in state.items():
+            if isinstance(value, Tensor) and not self._is_ours(value) and value.shape == param.shape:
+                if value.stride() != param.stride():
+                    value = torch.empty_like(param, dtype=value.dtype).copy_(value)
+                self._keep(index, name, flat(value.detach())[own.begin : own.end].clone(), state)
+
+    def _keep(self, index: int, name: str, part: Tensor, state: dict[str, Any]) -> None:
+        key = (index, name)
+        self._parts[key] = part
+        mark = self._placeholders.get(key)
+        if mark is None or not self._is_ours(mark) or mark.dtype != part.dtype:
+            mark = self._placeholders[key] = placeholders.make(self._shards.params[index], self, key, dtype=part.dtype)
+        state[name] = mark
+
+    def _is_ours(self, value: Any) -> bool:
+        return isinstance(value, Placeholder) and value.source is self
+
+    # ---------------------------------------------------------------- reading
+
+    def fetch(self, wanted: Sequence[Placeholder]) -> list[Tensor]:
+        """Return whole tensors where the parameters are."""
+        return [whole.to(one.device) for one, whole in zip(wanted, self.whole(wanted), strict=True)]
+
+    def whole(self, wanted: Sequence[Placeholder]) -> list[Tensor]:
+        """Return whole tensors on the CPU, in new memory, of the edition that this rank has."""
+        entries = [one.key for one in wanted]
+        question = {"edition": self.editions.number, "entries": entries}
+        answers = Peers.of(self._shards.group).ask(self._topic, question)
+        COUNTERS.state_reads += 1
+        wholes = []
+        for position, (index, name) in enumerate(entries):
+            parts = {rank: tensors[position] for rank, (_, tensors) in answers.items()}
+            COUNTERS.bytes_pulled += sum(part.nbytes for part in parts.values())
+            own = self._parts[index, name]
+            parts[self._shards.group.rank()] = own
+            like = torch.empty_like(self._shards.params[index], dtype=own.dtype, device="cpu", requires_grad=False)
+            wholes.append(assemble(like, parts, self._shards.slices(index)))
+        return wholes
+
+    def _answer(self, question: Mapping[str, Any]) -> tuple[dict[str, Any], list[Tensor]]:
+        def copy() -> list[Tensor]:
+            return [self._parts[index, name].to("cpu", copy=True) for index, name in question["entries"]]
+
+        return {}, self.editions.read(question["edition"], copy, _PATIENCE_S)
+
+
+def _source(wanted: tuple[Any, str, Placeholder]) -> int:
+    return id(wanted[2].source)
+
+
+def _weakly(method: Any) -> Any:
+    """Return a function that calls a bound method without keeping its object alive."""
+    reference = weakref.WeakMethod(method)
+
+    def call(*args: Any) -> Any:
+        target = reference()
+        if target is None:
+            raise RuntimeError("the optimizer does not exist any more")
+        return target(*args)
+
+    return call

@@ -1,0 +1,133 @@
+"""One optimizer whose parameters are updated by parts.
+
+[Note: innermost] While torch's own ``step`` runs, every parameter *is* this rank's part: ``p.data``, ``p.grad`` and
+``optimizer.state[p]`` are swapped for slices and swapped back whatever happens. That is done around the class's own
+``step`` function, inside of everything that others put around it: step hooks, LR schedulers, profilers and closures see
+whole parameters, as under stock.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from ovpatch.overlap import grad_shards
+from ovpatch.overlap.grad_shards import GradShards
+from ovpatch.overlap.slices import flat
+from ovpatch_plugins.dist_optimizer.counters import COUNTERS
+from ovpatch_plugins.dist_optimizer.gathers import Gathers
+from ovpatch_plugins.dist_optimizer.state import ShardedState
+
+Inner = Callable[..., Any]
+
+
+@dataclass
+class Part:
+    """A parameter that is updated by parts.
+
+    Attributes:
+        param: The parameter.
+        shards: Where its gradient's parts are.
+        index: Its index there.
+    """
+
+    param: torch.nn.Parameter
+    shards: GradShards
+    index: int
+
+    @property
+    def delivered(self) -> bool:
+        """Whether the last backward left parts of the gradient on the ranks."""
+        return self.param.grad is not None and grad_shards.delivered(self.param.grad) is not None
+
+
+class ShardedOptimizer:
+    """What the feature knows of one optimizer.
+
+    Args:
+        optimizer: The optimizer; held weakly.
+        overlap: Gather parameters under the next forward.
+    """
+
+    def __init__(self, optimizer: Optimizer, *, overlap: bool) -> None:
+        self._optimizer = weakref.ref(optimizer)
+        self._gathers = Gathers(overlap=overlap)
+        self.state = ShardedState(optimizer)
+
+    def step(self, inner: Inner, *args: Any, **kwargs: Any) -> Any:
+        """Run ``inner``, the class's own step, on this rank's parts, and gather the parameters."""
+        optimizer = self._optimizer()
+        assert optimizer is not None
+        args, kwargs = _with_loss(args, kwargs)
+        self._gathers.settle()  # a second step without a forward in between
+        parts = self.parts(optimizer)
+        if not parts:
+            return inner(optimizer, *args, **kwargs)
+        COUNTERS.grads_by_parts += sum(part.shards.is_pending(part.index) for part in parts)
+        with self.state.written(parts), swapped(parts):
+            result = inner(optimizer, *args, **kwargs)
+        self._gathers.launch(parts)
+        COUNTERS.steps += 1
+        COUNTERS.params_updated += len(parts)
+        return result
+
+    def parts(self, optimizer: Optimizer) -> list[Part]:
+        """Return the parameters with a gradient that are to be updated by parts, and ask for their gradients so."""
+        found = []
+        for group in optimizer.param_groups:
+            for param in group["params"]:
+                entry = grad_shards.find(param)
+                if entry is not None and entry[0].want(entry[1]) and param.grad is not None:
+                    found.append(Part(param, *entry))
+        return found
+
+    def release(self) -> None:
+        """Make everything whole again: the optimizer goes on as stock."""
+        self._gathers.settle()
+        optimizer = self._optimizer()
+        if optimizer is None:
+            return
+        for part in self.parts(optimizer):
+            part.shards.want(part.index, wanted=False)
+        self.state.release()
+
+
+def _with_loss(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Evaluate a closure first, which reads whole parameters and gradients; hand on one that returns its loss."""
+    closure = args[0] if args else kwargs.get("closure")
+    if closure is None:
+        return args, kwargs
+    with torch.enable_grad():
+        loss = closure()
+    if args:
+        return (lambda: loss, *args[1:]), kwargs
+    return args, kwargs | {"closure": lambda: loss}
+
+
+@contextmanager
+def swapped(parts: Sequence[Part]) -> Iterator[None]:
+    """Make every parameter, and its gradient, this rank's part."""
+    whole: list[tuple[torch.nn.Parameter, Tensor, Tensor | None]] = []
+    try:
+        for part in parts:
+            param, own = part.param, part.shards.slice(part.index)
+            grad, data, slice_of_grad = param.grad, param.data, part.shards.own_part(part.index)
+            whole.append((param, data, grad))
+            _put(param, flat(data)[own.begin : own.end], slice_of_grad)
+        yield
+    finally:
+        for param, data, grad in whole:
+            _put(param, data, grad)
+
+
+def _put(param: torch.nn.Parameter, data: Tensor, grad: Tensor | None) -> None:
+    param.grad = None  # torch compares shapes when either is set
+    param.data = data
+    param.grad = grad

@@ -1,0 +1,68 @@
+"""Training loops with the feature compute what they compute without."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from ovpatch.insight.equality import compare
+from tests.plugins.ddp.arms import data, device
+from tests.plugins.dist_optimizer.arms import both
+
+
+def net() -> nn.Module:
+    torch.manual_seed(1)
+    return nn.Sequential(nn.Linear(6, 10), nn.ReLU(), nn.Linear(10, 7), nn.LayerNorm(7), nn.Linear(7, 3)).to(device())
+
+
+OPTIMIZERS = {
+    "sgd": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, weight_decay=0.01),
+    "adamw": lambda p: torch.optim.AdamW(p, lr=0.01),
+    "adam": lambda p: torch.optim.Adam(p, lr=0.01, amsgrad=True),
+}
+
+
+def train(optimizer: str, steps: int = 20, read: bool = False, clip: float = 0.0) -> list[dict[str, Any]]:
+    model = DistributedDataParallel(net())
+    opt = OPTIMIZERS[optimizer](model.parameters())
+    records = []
+    for step in range(steps):
+        loss = model(data(step, 5, 6)).square().mean()
+        opt.zero_grad()
+        loss.backward()
+        record: dict[str, Any] = {"loss": loss.detach().clone()}
+        if clip:
+            record["norm"] = nn.utils.clip_grad_norm_(model.parameters(), clip)
+        if read:
+            record["grad"] = {n: p.grad.clone() for n, p in model.named_parameters()}
+        opt.step()
+        record["param"] = {n: p.detach().clone() for n, p in model.named_parameters()}
+        records.append(record)
+    return records
+
+
+@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("read", [False, True])
+def test_optimizers(ranks, world, optimizer, read):
+    for result in ranks(world)(both, train, optimizer, read=read):
+        compared = compare(result["stock"], result["patched"])
+        if world == 2:
+            compared.assert_bitwise()
+        else:
+            compared.assert_equal()
+        assert result["counters"]["steps"] == 20
+        assert result["counters"]["params_updated"] == 20 * 4
+        by_parts, reads = result["counters"]["grads_by_parts"], result["counters"]["grads_read"]
+        assert (by_parts, reads) == ((0, 4) if read else (18 * 4, 0))
+
+
+@pytest.mark.parametrize("clip", [0.05, 100.0])
+def test_clipping(ranks, clip):
+    for result in ranks(2)(both, train, "adamw", clip=clip):
+        compare(result["stock"], result["patched"]).assert_equal()
+        assert result["counters"]["norms"] > 10
