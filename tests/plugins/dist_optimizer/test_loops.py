@@ -58,7 +58,7 @@ def test_optimizers(ranks, world, optimizer, read):
         assert result["counters"]["steps"] == 20
         assert result["counters"]["params_updated"] == 20 * 4
         by_parts, reads = result["counters"]["grads_by_parts"], result["counters"]["grads_read"]
-        assert (by_parts, reads) == ((0, 4) if read else (18 * 4, 0))
+        assert (by_parts, reads) == ((0, 2 * 4) if read else (18 * 4, 0))
 
 
 @pytest.mark.parametrize("clip", [0.05, 100.0])
