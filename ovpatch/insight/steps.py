@@ -16,12 +16,13 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Final
-from weakref import ReferenceType, WeakKeyDictionary, WeakSet, ref
+from typing import Final
+from weakref import ReferenceType, WeakKeyDictionary, ref
 
 import torch
-from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.optim.optimizer import Optimizer
 
+from ovpatch.insight.step_hooks import StepHooks
 from ovpatch.reports import workers
 
 #: Seconds to wait for ranks that still have to take their last step; some scripts have ranks that never step.
@@ -39,19 +40,17 @@ class Steps:
     def __init__(self, directory: Path, at_border: Callable[[int], None]) -> None:
         self._directory, self._at_border = directory, at_border
         self._counts: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()
-        self._under_way: WeakSet[Optimizer] = WeakSet()
         self._beat: tuple[int, int] | None = None  # pid and file; a forked child that trains has its own
         self._latest: ReferenceType[Optimizer] | None = None
         self.count = 0
 
     def watch(self) -> None:
-        """Begin to count. Stock optimizers call the hook last, after the parameters have their new values."""
-        self._hooks = register_optimizer_step_pre_hook(self._stepping), register_optimizer_step_post_hook(self._stepped)
+        """Begin to count."""
+        self._hooks = StepHooks(after=self._stepped)
 
     def unwatch(self) -> None:
         """Stop counting."""
-        for hook in self._hooks:
-            hook.remove()
+        self._hooks.remove()
 
     def device(self) -> torch.device:
         """Return where the parameters are that the last border has changed."""
@@ -59,15 +58,7 @@ class Steps:
         groups = optimizer.param_groups if optimizer is not None else []
         return next((p.device for group in groups for p in group["params"]), torch.device("cpu"))
 
-    @torch._disable_dynamo
-    def _stepping(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        self._under_way.add(optimizer)
-
-    @torch._disable_dynamo
-    def _stepped(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        if optimizer not in self._under_way:
-            return  # of a class whose step() calls that of a base class which torch has given hooks, too
-        self._under_way.discard(optimizer)
+    def _stepped(self, optimizer: Optimizer) -> None:
         joined = max(0, self.count - 1)  # a later optimizer, as after unfreezing, joins the step that is under way
         mine = self._counts[optimizer] = self._counts.get(optimizer, joined) + 1
         if mine > self.count:

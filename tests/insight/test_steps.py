@@ -38,6 +38,20 @@ def test_a_step_that_calls_the_step_of_a_hooked_base_is_one(borders):
     assert borders == [1, 2, 3]
 
 
+class Twice(Own):
+    def step(self, closure=None):
+        super().step()
+        super().step()
+
+
+def test_a_step_that_calls_that_of_its_hooked_base_twice_is_one(borders):
+    Own(parameter(), lr=0.1)
+    twice = Twice(parameter(), lr=0.1)
+    for _ in range(3):
+        twice.step()
+    assert borders == [1, 2, 3]
+
+
 def test_a_step_that_raises_is_none_and_the_next_one_counts(borders):
     own = Own(parameter(), lr=0.1)
     with pytest.raises(ValueError, match="no step"):

@@ -11,8 +11,10 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from torch.autograd.profiler import profile as Session
 
 from ovpatch.insight.timeline.building import read_run
+from ovpatch.insight.timeline.recorder import Recorder
 from ovpatch.insight.timeline.recording import Cost, collect, cost_of
 from ovpatch.insight.timeline.trace import TraceError
 from tests.insight.traces import Synthetic
@@ -192,6 +194,16 @@ def test_a_profiler_that_has_ended_before_is_no_reason(run):
     done, _, facts = run("with profile() as p:\n    step()\nstep(20)")
     assert done.returncode == 0, done.stderr
     assert (facts["recorded"], facts["yielded"]) == ([3, 4], "")
+
+
+def test_what_shows_the_scripts_profilers_can_be_taken_back():
+    stock = Session._prepare_trace, Session.__exit__
+    recorder = Recorder()
+    with Session():
+        recorder.start()
+    recorder.patches.revert()
+    assert (recorder.running, recorder.yielded) == (False, "the script's own profiler was on")
+    assert (Session._prepare_trace, Session.__exit__) == stock
 
 
 # --- what is missing, and the cost ---

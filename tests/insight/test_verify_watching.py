@@ -73,6 +73,70 @@ def test_two_optimizers_that_take_turns(watched):
     assert {"parameter optimizer1:0.weight", "state optimizer1:0.weight.exp_avg"} <= set(events[3].values)
 
 
+class Own(torch.optim.SGD):
+    """Its ``step()`` and that of its base both have torch's hooks, once there is an SGD."""
+
+    fails = False
+
+    def step(self, closure=None):
+        if self.fails:
+            raise ValueError("no step")
+        for parameter in self.param_groups[0]["params"]:
+            parameter.grad.mul_(0.5)
+        loss = super().step(closure)
+        with torch.no_grad():
+            self.param_groups[0]["params"][0].clamp_(max=0.1)
+        return loss
+
+
+def test_a_step_that_calls_the_step_of_a_hooked_base_is_one_event_of_the_whole_step(watched):
+    net = model()
+    torch.optim.SGD(net.parameters(), lr=0.1)
+    own = Own(net.parameters(), lr=0.1)
+    assert all("hooked" in vars(vars(cls)["step"]) for cls in (torch.optim.SGD, Own))
+    handed = []
+
+    def train():
+        for _ in range(3):
+            own.zero_grad()
+            loss_of(net).backward()
+            handed.append(net[0].weight.grad.clone())
+            own.step()
+
+    events = watched(train)
+    assert shape(events) == [
+        ("backward", 0, 1), ("step", 0, 1), ("backward", 0, 2), ("step", 0, 2), ("backward", 0, 3), ("step", 0, 3),
+    ]  # fmt: skip
+    for event, gradient in zip(events[1::2], handed, strict=True):
+        assert event.label == "Own"
+        assert torch.equal(event.values["gradient 0.weight"].values, gradient)
+        assert event.values["parameter 0.weight"].values.max() <= 0.1
+    assert torch.equal(events[-1].values["parameter 0.weight"].values, net[0].weight)
+
+
+def test_a_step_that_raises_is_none_and_leaves_no_gradients_to_the_next(watched):
+    net = model()
+    own = Own(net.parameters(), lr=0.1)
+
+    def closure():
+        own.zero_grad()
+        loss = loss_of(net)
+        loss.backward()
+        return loss
+
+    def train():
+        closure()
+        own.fails = True
+        with pytest.raises(ValueError, match="no step"):
+            own.step()
+        own.fails = False
+        own.step(closure)
+
+    (step,) = (event for event in watched(train) if event.kind == "step")
+    assert (step.label, step.step) == ("Own", 1)
+    assert torch.equal(step.values["gradient 0.weight"].values, net[0].weight.grad)
+
+
 def test_every_value_of_a_step(watched):
     net = model()
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)

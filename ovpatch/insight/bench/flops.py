@@ -45,6 +45,8 @@ class FlopCount:
             self.reason = objection
         else:
             self._mode, self._thread = _Counting(self.by_dtype, self.again), threading.get_ident()
+            # By hand, since the step lies between two calls of ours. mypy excuses untyped calls of torch's names, of
+            # which an inherited one is none.
             self._mode.__enter__()  # type: ignore[no-untyped-call]
 
     def stop(self) -> None:
@@ -55,7 +57,7 @@ class FlopCount:
         if self._thread != threading.get_ident() or _get_current_dispatch_mode() is not mode:
             mode.error = "the script changes dispatch modes, or threads, within a step"
         else:
-            mode.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+            mode.__exit__(None, None, None)  # type: ignore[no-untyped-call]  # inherited, as in start()
         self.reason = mode.error or ("" if self.by_dtype else "nothing in a step is a product that torch can count")
         if compiling():
             self.reason = COMPILED
@@ -96,7 +98,7 @@ class _Counting(TorchDispatchMode):
     supports_higher_order_operators = True
 
     def __init__(self, total: Counter[str], again: Counter[str]) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()  # type: ignore[no-untyped-call]  # by super() no name of torch's, as in FlopCount.start()
         self._total, self._again = total, again
         self.error = ""
 

@@ -85,8 +85,9 @@ def collective_of(event: Event) -> str:
     if _NCCL.match(event.name):
         said = str(event.args.get("Collective name", ""))
         return f"nccl {shape_of(said) or shape_of(event.name.partition('(')[0]) or 'other'}"
-    if _SYMMETRIC.search(event.name):
-        return f"symmetric memory {shape_of(_SYMMETRIC.search(event.name)[0]) or 'other'}"  # type: ignore[index]
+    symmetric = _SYMMETRIC.search(event.name)
+    if symmetric:
+        return f"symmetric memory {shape_of(symmetric[0]) or 'other'}"
     return event.name.partition("(")[0].partition("<")[0]
 
 

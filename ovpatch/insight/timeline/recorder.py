@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Any, Final
 
 import torch
-from torch.autograd.profiler import profile as Session
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from ovpatch.overlap.labels import label
+from ovpatch.patching import PatchManager
 
 #: Name of the mark at the end of step n, without its number: a moment inside the optimizer's own range.
 BORDER: Final = label("timeline", "border")
@@ -26,6 +26,7 @@ class Recorder:
 
     Attributes:
         yielded: Why there is no recording, "" if there is no reason.
+        patches: What shows the script's own profilers; in force from the start.
     """
 
     def __init__(self) -> None:
@@ -33,6 +34,7 @@ class Recorder:
         self._profile: profile | None = None
         self._running = self._ended = False
         self._foreign: set[int] = set()
+        self.patches = PatchManager()
         self._watch()
 
     @property
@@ -83,22 +85,28 @@ class Recorder:
         self._profile.stop_trace()
 
     def _watch(self) -> None:
-        """See every other profiler of the process begin and end: all kinds come through this class."""
-        prepare: Callable[..., Any] = Session._prepare_trace
-        end: Callable[..., Any] = Session.__exit__
+        """See every other profiler of the process begin and end."""
+        why = "all kinds of profilers come through this class, and torch has no hook for them"
+        for name, wrap in (("_prepare_trace", self._wrap_prepare), ("__exit__", self._wrap_exit)):
+            self.patches.register_patch(f"torch.autograd.profiler.profile.{name}", wrap=wrap, why=why)
+        self.patches.apply()
 
-        @wraps(prepare)
-        def prepared(session: Session) -> Any:
+    def _wrap_prepare(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(original)
+        def prepare(session: Any) -> Any:
             if self._profile is None or session is not self._profile.profiler:
                 if self._profile is not None and not self._ended:
                     self.yielded = "the script started its own profiler"
                     self.discard()
                 self._foreign.add(id(session))
-            return prepare(session)
+            return original(session)
 
-        @wraps(end)
-        def ended(session: Session, *exception: Any) -> Any:
+        return prepare
+
+    def _wrap_exit(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(original)
+        def end(session: Any, *exception: Any) -> Any:
             self._foreign.discard(id(session))
-            return end(session, *exception)
+            return original(session, *exception)
 
-        Session._prepare_trace, Session.__exit__ = prepared, ended  # type: ignore[method-assign]
+        return end

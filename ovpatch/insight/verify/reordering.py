@@ -56,12 +56,14 @@ def _wrap_init(original: Callable[..., None]) -> Callable[..., None]:
 @contextmanager
 def _buckets_from_the_start(cap: int) -> Iterator[None]:
     """Let the buckets of a first backward have at most ``cap`` bytes; the constructor asks for one of any size."""
+    # By hand and not by a PatchManager: it lasts for one constructor, and what it does depends on that one's cap.
     assign = dist._compute_bucket_assignment_by_size
 
-    def assign_small(tensors: Any, sizes: Any, *args: Any, **kwargs: Any) -> Any:
-        return assign(tensors, [min(size, cap) for size in sizes], *args, **kwargs)
+    # The names are those of torch's stub; the constructor goes by position.
+    def assign_small(tensors: Any, bucket_size_limits: Any, *args: Any, **kwargs: Any) -> Any:
+        return assign(tensors, [min(limit, cap) for limit in bucket_size_limits], *args, **kwargs)
 
-    dist._compute_bucket_assignment_by_size = assign_small  # type: ignore[assignment]
+    dist._compute_bucket_assignment_by_size = assign_small
     try:
         yield
     finally:

@@ -63,14 +63,17 @@ def _unread(value: Any) -> Kept:
 
 
 def _tensor(tensor: Tensor) -> Kept:
+    # By name: importing DTensor takes half a second, and a torch without torch.distributed has none.
     if any(base.__name__ == "DTensor" for base in type(tensor).__mro__):
-        tensor = tensor.to_local()  # type: ignore[attr-defined]
+        tensor = tensor.to_local()  # type: ignore[attr-defined]  # DTensor's; mypy knows only of a Tensor
     if tensor.is_meta or tensor.is_quantized or tensor.is_nested:
         return _unread(tensor)
     try:
         return _of(tensor.to_dense() if tensor.layout is not torch.strided else tensor)
     except (RuntimeError, NotImplementedError, TypeError, ValueError):
-        return _unread(tensor)  # not initialised yet, or of a class that has no plain values
+        # Not initialised yet, or of a class that has no plain values: there is no way to ask for either beforehand, and
+        # these are what torch raises.
+        return _unread(tensor)
 
 
 def _of(tensor: Tensor) -> Kept:

@@ -13,8 +13,9 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
-from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.optim.optimizer import Optimizer
 
+from ovpatch.insight.step_hooks import StepHooks
 from ovpatch.insight.steps import Steps
 from ovpatch.insight.verify import checkpoints, seeds
 from ovpatch.insight.verify.names import Names
@@ -51,9 +52,8 @@ class Watch:
             "torch.amp.grad_scaler.GradScaler.update", wrap=self._wrap_update, why="the scale tells which was skipped"
         )
         checkpoints.watch(self.patches, self._saved)
-        pre, post = self._before_step, self._after_step
-        self.patches.register_hook("optimizer pre", lambda: register_optimizer_step_pre_hook(pre))
-        self.patches.register_hook("optimizer post", lambda: register_optimizer_step_post_hook(post))
+        before, after = self._before_step, self._after_step
+        self.patches.register_hook("optimizer step", lambda: StepHooks(before=before, after=after))
         self.patches.apply()
 
     # ---------------------------------------------------------------- backward
@@ -77,14 +77,13 @@ class Watch:
 
     # ---------------------------------------------------------------- step
 
-    @torch._disable_dynamo
     def _before_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        self._before.pop(optimizer, None)  # of a step that raised
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
         if closure is None and not _capturing():
             self._before[optimizer] = self._gradients(optimizer)
 
-    @torch._disable_dynamo
-    def _after_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    def _after_step(self, optimizer: Optimizer) -> None:
         if _capturing():
             return
         taken = self._taken.get(optimizer, 0)
