@@ -43,6 +43,8 @@ class GradShards:
     Attributes:
         chosen: Parameters whose gradients are reduced and scattered now.
         editions: The editions of the parts; who changes them says so there.
+        norms_together: Whether all ranks ask for norms of these gradients in the same steps, so that they may compute
+            them together. Told by votes, as everything that ranks do together.
         local: Whether gradients were added that were not reduced, as under ``no_sync()``.
         identity: Name of the model, the same on all ranks and no other's in the process group.
     """
@@ -52,7 +54,7 @@ class GradShards:
     ) -> None:
         self.params, self.names, self.group = list(params), list(names), group
         self.chosen: frozenset[int] = frozenset()
-        self.local = False
+        self.local = self.norms_together = self._asked_norm = False
         device = params[0].device
         self.editions = Editions(device)
         self._votes = Votes(group, device, "dist_optimizer")
@@ -72,12 +74,12 @@ class GradShards:
 
     # ---------------------------------------------------------------- what optimizers call
 
-    def want(self, index: int, wanted: bool = True) -> bool:
-        """Ask for the gradient of a parameter by parts, or no longer.
+    def can_be_cut(self, index: int) -> bool:
+        """Tell whether there are parts of a parameter; it is dense, and large enough."""
+        return self._cuttable[index]
 
-        Returns:
-            Whether it can be cut at all.
-        """
+    def want(self, index: int, wanted: bool = True) -> bool:
+        """Ask for the gradient of a parameter by parts, or no longer; return whether it can be cut at all."""
         if self._cuttable[index]:
             (self._wanted.add if wanted else self._wanted.discard)(index)
         return self._cuttable[index]
@@ -146,6 +148,7 @@ class GradShards:
         if votes is None:
             return False
         count = len(self.params)
+        self.norms_together = self.norms_together or votes[-1] == self._world
         chosen = frozenset(i for i in range(count) if votes[i] == self._world and votes[count + i] == 0)
         if chosen and not self._served:
             self._served = True
@@ -157,7 +160,9 @@ class GradShards:
         """Tell the other ranks what this one wants and has read; comes after the step's other collectives."""
         count = range(len(self.params))
         if self._active:
-            self._votes.cast(step, [i in self._wanted for i in count] + [i in self._read for i in count])
+            wishes = [i in self._wanted for i in count] + [i in self._read for i in count]
+            self._votes.cast(step, [*wishes, self._asked_norm])
+            self._asked_norm = False
 
     def part(self, index: int, dtype: torch.dtype) -> Tensor:
         """Return where this rank's part of a gradient goes, ``[slice.size]``."""
@@ -237,28 +242,47 @@ class GradShards:
                 wholes.append(assemble(param, parts, self.slices(index)))
         return wholes
 
+    def norms_of_peers(self, indices: Sequence[int], norm_type: float) -> list[float]:
+        """Return the norms of the other ranks' parts; no peer takes part."""
+        self._asked_norm = True
+        question = {"edition": self.editions.number, "indices": list(indices), "norm": norm_type}
+        answers = Peers.of(self.group).ask(self._topic(), question)
+        return [header["norm"] for header, _ in answers.values()]
+
     def _serve(self) -> None:
-        reference = weakref.WeakMethod(self._answer)
-
-        def answer(question: Mapping[str, Any]) -> tuple[dict[str, Any], list[Tensor]]:
-            method = reference()
-            if method is None:
-                raise RuntimeError("the model does not exist any more")
-            return method(question)
-
-        Peers.of(self.group).serve(self._topic(), answer)
+        withdraw = Peers.of(self.group).serve(self._topic(), weakly(self._answer))
+        weakref.finalize(self, withdraw)
 
     def _answer(self, question: Mapping[str, Any]) -> tuple[dict[str, Any], list[Tensor]]:
         def copy() -> list[Tensor]:
             return [self._parts[index].to("cpu", copy=True) for index in question["indices"]]
 
-        return {}, self.editions.read(question["edition"], copy, _PATIENCE_S)
+        def norm() -> float:
+            return float(torch.linalg.vector_norm(torch.stack(torch._foreach_norm(parts, order)), order).item())
+
+        if "norm" not in question:
+            return {}, self.editions.read(question["edition"], copy, _PATIENCE_S)
+        order, parts = question["norm"], [self.part_of(index) for index in question["indices"]]
+        return {"norm": self.editions.read(question["edition"], norm, _PATIENCE_S)}, []
 
     def _topic(self) -> str:
         return f"gradients of {self.identity}"
 
 
 _PATIENCE_S = 600.0  # a peer that is slower in its backward; the asker's own time-out comes first
+
+
+def weakly(method: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function that calls a bound method without keeping its object alive."""
+    reference = weakref.WeakMethod(method)
+
+    def call(*args: Any) -> Any:
+        target = reference()
+        if target is None:
+            raise RuntimeError("what was asked for does not exist any more")
+        return target(*args)
+
+    return call
 
 
 def assemble(param: Tensor, parts: Mapping[int, Tensor], slices: Sequence[Slice]) -> Tensor:

@@ -1,8 +1,9 @@
 """Norms of gradients of which each rank has parts, and clipping by them.
 
-[Note: which way a norm goes] All ranks must come to the same decision whether a norm is computed together, whatever each
-of them has read meanwhile. So a gradient counts as one by parts from the backward that delivered it so until the next,
-also if this rank has put it together since.
+[Note: which way a norm goes] One rank may ask for a norm alone, to log it; then the peers' threads tell theirs. That
+makes the host wait for the other ranks' backward, so once all ranks have asked in the same step, norms are summed by a
+collective. From then on all ranks must come to the same decision, whatever each has read meanwhile: a gradient counts as
+one by parts from the backward that delivered it so until the next, also if this rank has put it together since.
 """
 
 from __future__ import annotations
@@ -10,7 +11,6 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -60,10 +60,17 @@ def wrap_clip(original: Callable[..., None]) -> Callable[..., None]:
         whole = [
             param for param in given if id(param) not in cut or not cut[id(param)][0].is_pending(cut[id(param)][1])
         ]
+        _meet(total_norm, dict.fromkeys(shards for shards, _ in cut.values()))
         with grad_shards.changing(shards for shards, _ in cut.values()):
             original([*whole, *holders], max_norm, total_norm, foreach)  # type: ignore[list-item]
 
     return clip_grads_with_norm_
+
+
+def _meet(total_norm: Tensor, those: Iterable[GradShards]) -> None:
+    """Have no part changed that a peer may still ask for; a norm that was summed together has seen to that."""
+    for group in dict.fromkeys(shards.group for shards in those if not shards.norms_together):
+        dist.all_reduce(torch.zeros_like(total_norm), group=group)
 
 
 class _Holder:
@@ -83,17 +90,23 @@ def _norm(
     norm_type: float,
     original: Callable[..., Tensor],
 ) -> Tensor:
-    device = given[0].device
-    whole = [tensor for tensor, found in zip(given, cut, strict=True) if found is None]
-    norms = [original(whole, norm_type).to(device)] if whole else []
-    groups: dict[dist.ProcessGroup, list[Tensor]] = {}
-    for found in cut:
-        if found is not None:
-            groups.setdefault(found[0].group, []).append(found[0].current_part(found[1]))
-    for group, parts in groups.items():
-        norms.append(_over_ranks(original(parts, norm_type), group, norm_type).to(device))
+    by_model: dict[GradShards, list[int]] = {}
+    whole = []
+    for tensor, found in zip(given, cut, strict=True):
+        if found is not None and (found[0].norms_together or found[0].is_pending(found[1])):
+            by_model.setdefault(found[0], []).append(found[1])
+        else:
+            whole.append(tensor)
+    norms = [original(whole, norm_type)] if whole else []
+    for shards, indices in by_model.items():
+        own = original([shards.current_part(index) for index in indices], norm_type)
+        if shards.norms_together:
+            norms.append(_over_ranks(own, shards.group, norm_type))
+        else:
+            peers = shards.norms_of_peers(indices, norm_type)
+            norms.append(torch.linalg.vector_norm(torch.stack([own, *map(own.new_tensor, peers)]), norm_type))
     COUNTERS.norms += 1
-    return torch.linalg.vector_norm(torch.stack(norms), norm_type)
+    return torch.linalg.vector_norm(torch.stack([norm.to(given[0].device) for norm in norms]), norm_type)
 
 
 def _over_ranks(norm: Tensor, group: dist.ProcessGroup, norm_type: float) -> Tensor:
@@ -101,6 +114,6 @@ def _over_ranks(norm: Tensor, group: dist.ProcessGroup, norm_type: float) -> Ten
     if math.isinf(norm_type):
         dist.all_reduce(norm, dist.ReduceOp.MAX, group=group)
         return norm
-    total = norm.double() ** norm_type if norm.device.type == "cpu" else norm.float() ** norm_type
+    total = norm**norm_type
     dist.all_reduce(total, group=group)
-    return (total ** (1 / norm_type)).to(norm.dtype)
+    return total ** (1 / norm_type)  # type: ignore[no-any-return]

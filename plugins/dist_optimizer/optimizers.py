@@ -60,7 +60,7 @@ class Steps:
             if reason:
                 _leave(optimizer, reason)
             else:
-                _live[optimizer] = ShardedOptimizer(optimizer, overlap=self._overlap)
+                _live[optimizer] = ShardedOptimizer(optimizer, overlap=self._overlap, stand_down=_leave)
                 COUNTERS.optimizers += 1
         return _live[optimizer]
 

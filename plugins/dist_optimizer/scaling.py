@@ -51,5 +51,12 @@ def wrap_unscale(original: Unscale) -> Unscale:
 @contextmanager
 def _pending_as_parts(parts: Sequence[Part]) -> Iterator[None]:
     """Show the parts of gradients that nobody has put together; what was put together is scaled whole."""
-    with swapped([part for part in parts if part.shards.is_pending(part.index)]):
+    pending = [part for part in parts if part.shards.is_pending(part.index)]
+    with swapped(pending):
         yield
+        for part in pending:
+            reduced, shown = part.shards.part_of(part.index), part.param.grad
+            if shown is not None and shown.dtype != reduced.dtype:
+                reduced.copy_(
+                    shown
+                )  # a gradient that was reduced in a wider type than the parameter's is shown as a copy

@@ -1,10 +1,10 @@
 """The state of one optimizer, of which each rank keeps its parts.
 
-[Note: what others see] Between steps ``optimizer.state[p]`` holds, under the names that the optimizer gave them, tensors
-of full shape: placeholders, whose content is put together from the peers' parts when somebody reads it. A slice must
-never be seen there: torch checks no shapes when a state is loaded, and its fused kernels write beyond the end of one that
-is too short. What somebody puts there instead (a loaded checkpoint, a state changed by hand) is whole, and is cut when
-the next step begins.
+[Note: what others see] Between steps ``optimizer.state[p]`` holds, under the names that the optimizer gave them,
+tensors of full shape: placeholders, whose content is put together from the peers' parts when somebody reads it. A slice
+must never be seen there: torch checks no shapes when a state is loaded, and its fused kernels write beyond the end of
+one that is too short. What somebody puts there instead (a loaded checkpoint, a state changed by hand) is whole, and is
+cut when the next step begins.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 
 from ovpatch.overlap import placeholders
 from ovpatch.overlap.editions import Editions
-from ovpatch.overlap.grad_shards import GradShards, assemble
+from ovpatch.overlap.grad_shards import GradShards, assemble, weakly
 from ovpatch.overlap.peers import Peers
 from ovpatch.overlap.placeholders import Placeholder
 from ovpatch.overlap.slices import flat
@@ -46,8 +46,8 @@ class ShardedState:
     def __init__(self, optimizer: Optimizer) -> None:
         self._optimizer = weakref.ref(optimizer)
         self._models: dict[int, _StateOfModel] = {}
-        optimizer.register_state_dict_post_hook(_weakly(self._whole_state_dict), prepend=True)
-        optimizer.register_load_state_dict_post_hook(_weakly(self._loaded))
+        optimizer.register_state_dict_post_hook(weakly(self._whole_state_dict), prepend=True)
+        optimizer.register_load_state_dict_post_hook(weakly(self._loaded))
 
     @contextmanager
     def written(self, parts: Sequence[Part]) -> Iterator[None]:
@@ -115,8 +115,7 @@ class _StateOfModel:
         self._parts: dict[tuple[int, str], Tensor] = {}
         self._placeholders: dict[tuple[int, str], Placeholder] = {}
         self._topic = f"state of optimizer {number} of {shards.identity}"
-        answer = _weakly(self._answer)
-        Peers.of(shards.group).serve(self._topic, answer)
+        weakref.finalize(self, Peers.of(shards.group).serve(self._topic, weakly(self._answer)))
 
     # ---------------------------------------------------------------- around a step
 
@@ -132,7 +131,7 @@ class _StateOfModel:
     def take_parts(self, part: Part, states: Mapping[Any, dict[str, Any]]) -> None:
         """Keep this rank's parts, and leave placeholders."""
         shape = (self._shards.slice(part.index).numel,)
-        state = states[part.param] if part.param in states else {}
+        state = states.get(part.param, {})
         for name, value in state.items():
             if isinstance(value, Tensor) and value.shape == shape:
                 self._keep(part.index, name, value, state)
@@ -140,7 +139,7 @@ class _StateOfModel:
     def cut_whole(self, param: Tensor, state: dict[str, Any]) -> None:
         """Keep this rank's parts of state that is whole, and leave placeholders."""
         index = self._index.get(id(param))
-        if index is None:
+        if index is None or not self._shards.can_be_cut(index):
             return
         own = self._shards.slice(index)
         for name, value in state.items():
@@ -191,16 +190,3 @@ class _StateOfModel:
 
 def _source(wanted: tuple[Any, str, Placeholder]) -> int:
     return id(wanted[2].source)
-
-
-def _weakly(method: Any) -> Any:
-    """Return a function that calls a bound method without keeping its object alive."""
-    reference = weakref.WeakMethod(method)
-
-    def call(*args: Any) -> Any:
-        target = reference()
-        if target is None:
-            raise RuntimeError("the optimizer does not exist any more")
-        return target(*args)
-
-    return call

@@ -27,6 +27,11 @@ from ovpatch_plugins.dist_optimizer.state import ShardedState
 
 Inner = Callable[..., Any]
 
+LOCAL = (
+    "it stepped with gradients that DistributedDataParallel had not reduced (no_sync(), or a forward around the wrapper), "
+    "so ranks may want to differ"
+)
+
 
 @dataclass
 class Part:
@@ -54,10 +59,12 @@ class ShardedOptimizer:
     Args:
         optimizer: The optimizer; held weakly.
         overlap: Gather parameters under the next forward.
+        stand_down: Called with the optimizer and the reason when it has to go on as stock.
     """
 
-    def __init__(self, optimizer: Optimizer, *, overlap: bool) -> None:
+    def __init__(self, optimizer: Optimizer, *, overlap: bool, stand_down: Callable[[Optimizer, str], None]) -> None:
         self._optimizer = weakref.ref(optimizer)
+        self._stand_down = stand_down
         self._gathers = Gathers(overlap=overlap)
         self.state = ShardedState(optimizer)
 
@@ -68,6 +75,10 @@ class ShardedOptimizer:
         args, kwargs = _with_loss(args, kwargs)
         self._gathers.settle()  # a second step without a forward in between
         parts = self.parts(optimizer)
+        if any(part.shards.local for part in parts):
+            self.release()
+            self._stand_down(optimizer, LOCAL)
+            parts = []
         if not parts:
             return inner(optimizer, *args, **kwargs)
         COUNTERS.grads_by_parts += sum(part.shards.is_pending(part.index) for part in parts)

@@ -1,0 +1,60 @@
+"""``GradScaler``: all ranks skip a step in which any of them has an infinity."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from ovpatch.insight.equality import compare
+from tests.plugins.ddp.arms import data
+from tests.plugins.dist_optimizer.arms import both
+from tests.plugins.dist_optimizer.test_loops import net
+
+
+def train(unscale: bool, clip: bool, fused: bool, culprit: int) -> list[dict[str, Any]]:
+    model = DistributedDataParallel(net())
+    opt = torch.optim.AdamW(model.parameters(), lr=0.01, fused=fused)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=4)
+    now = [0]
+
+    def spoil(grad: torch.Tensor) -> torch.Tensor:
+        # After the average only the owner of the last element has the infinity in its part.
+        if now[0] in (5, 9) and dist.get_rank() == culprit:
+            grad = grad.clone()
+            grad.view(-1)[-1] = float("inf")
+        return grad
+
+    model.module[0].weight.register_hook(spoil)
+    records = []
+    for step in range(14):
+        now[0] = step
+        opt.zero_grad()
+        scaler.scale(model(data(step, 5, 6)).square().mean()).backward()
+        if unscale:
+            scaler.unscale_(opt)
+        if clip:
+            nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+        scaler.step(opt)
+        scaler.update()
+        records.append(
+            {"scale": scaler.get_scale(), "param": {n: p.detach().clone() for n, p in model.named_parameters()}}
+        )
+    return records
+
+
+@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize(("unscale", "clip"), [(False, False), (True, False), (True, True)])
+def test_all_ranks_skip_together(ranks, world, unscale, clip, fused):
+    results = ranks(world)(both, train, unscale, clip, fused, culprit=0)
+    for result in results:
+        compare(result["stock"], result["patched"]).assert_equal()
+        scales = [record["scale"] for record in result["patched"]]
+        assert scales == [record["scale"] for record in result["stock"]]
+        assert scales[5] == scales[4] / 2, "no step was skipped, so the test shows nothing"
+        assert result["counters"]["grads_by_parts"] > 0

@@ -1,0 +1,228 @@
+"""Optimizer state as user code sees it: whole, on any rank alone, and in stock's layout."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import ovpatch
+from ovpatch.insight.equality import compare
+from ovpatch.overlap.placeholders import Placeholder
+from tests.plugins.ddp.arms import data, device
+from tests.plugins.dist_optimizer.arms import SMALL, both
+from tests.plugins.dist_optimizer.test_loops import OPTIMIZERS, net
+
+
+def build(optimizer: str = "adamw") -> tuple[DistributedDataParallel, torch.optim.Optimizer]:
+    model = DistributedDataParallel(net())
+    return model, OPTIMIZERS[optimizer](model.parameters())
+
+
+def step(model: nn.Module, opt: torch.optim.Optimizer, number: int) -> None:
+    opt.zero_grad()
+    model(data(number, 5, 6)).square().mean().backward()
+    opt.step()
+
+
+def on_cpu(state: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "state": {
+            k: {n: v.cpu() if isinstance(v, torch.Tensor) else v for n, v in s.items()}
+            for k, s in state["state"].items()
+        },
+        "param_groups": state["param_groups"],
+    }
+
+
+def all_ranks(optimizer: str) -> list[dict[str, Any]]:
+    model, opt = build(optimizer)
+    records = []
+    for number in range(6):
+        step(model, opt, number)
+        records.append(copy.deepcopy(on_cpu(opt.state_dict())))
+    return records
+
+
+@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_state_dict_is_stocks(ranks, world, optimizer):
+    for result in ranks(world)(both, all_ranks, optimizer):
+        compared = compare(result["stock"], result["patched"])
+        if world == 2:
+            compared.assert_bitwise()
+        else:
+            compared.assert_equal()
+        assert result["counters"]["state_reads"] > 0
+
+
+def one_rank(reader: str, rank: int) -> list[dict[str, Any]]:
+    model, opt = build()
+    records = []
+    for number in range(5):
+        step(model, opt, number)
+        if dist.get_rank() == rank:
+            records.append(READERS[reader](opt, next(model.parameters())))
+    dist.barrier()
+    return records
+
+
+def saved(opt: torch.optim.Optimizer) -> dict[str, Any]:
+    file = io.BytesIO()
+    torch.save(opt.state_dict(), file)
+    file.seek(0)
+    return torch.load(file, weights_only=True)
+
+
+def pickled(opt: torch.optim.Optimizer) -> Any:
+    text = pickle.dumps(opt)
+    assert b"ovpatch" not in text
+    return pickle.loads(text).state_dict()["state"]
+
+
+READERS: dict[str, Any] = {
+    "state_dict": lambda opt, p: copy.deepcopy(on_cpu(opt.state_dict())),
+    "save": lambda opt, p: saved(opt),
+    "pickle": lambda opt, p: pickled(opt),
+    "deepcopy": lambda opt, p: on_cpu(copy.deepcopy(opt).state_dict())["state"],
+    "state": lambda opt, p: {n: v.clone() for n, v in opt.state[p].items()},
+}
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("reader", READERS)
+def test_one_rank_alone_reads_the_state(ranks, reader, rank):
+    results = ranks(2)(both, one_rank, reader, rank)
+    compare(results[rank]["stock"], results[rank]["patched"]).assert_bitwise()
+    assert len(results[rank]["patched"]) == 5
+    assert results[rank]["counters"]["state_reads"] >= 5
+    assert results[1 - rank]["counters"]["state_reads"] == 0
+
+
+def nothing_is_a_slice() -> None:
+    with ovpatch.applied("ddp", "dist_optimizer", options={"dist_optimizer": SMALL}):
+        model, opt = build()
+        for number in range(3):
+            step(model, opt, number)
+        cut = 0
+        for param, state in opt.state.items():
+            for name, value in state.items():
+                if name != "step":
+                    assert value.shape == param.shape
+                    assert value.dtype == param.dtype
+                    cut += isinstance(value, Placeholder)
+        assert cut == 8, "nothing is cut, so the test shows nothing"
+        dist.barrier()
+
+
+def test_nobody_sees_a_slice(ranks):
+    ranks(2)(nothing_is_a_slice)
+
+
+def resumed(load_before_wrap: bool) -> list[dict[str, Any]]:
+    model, opt = build()
+    for number in range(4):
+        step(model, opt, number)
+    checkpoint = copy.deepcopy((model.module.state_dict(), opt.state_dict()))
+    raw = net()
+    raw.load_state_dict(checkpoint[0])
+    opt2 = torch.optim.AdamW(raw.parameters(), lr=0.01)
+    if load_before_wrap:
+        opt2.load_state_dict(checkpoint[1])
+        model2 = DistributedDataParallel(raw)
+    else:
+        model2 = DistributedDataParallel(raw)
+        step(model2, opt2, 99)
+        raw.load_state_dict(checkpoint[0])
+        opt2.load_state_dict(checkpoint[1])
+    records = []
+    for number in range(4, 8):
+        step(model, opt, number)
+        step(model2, opt2, number)
+        records.append(
+            {
+                "first": {n: p.detach().clone() for n, p in model.named_parameters()},
+                "second": {n: p.detach().clone() for n, p in model2.named_parameters()},
+            }
+        )
+    return records
+
+
+@pytest.mark.parametrize("load_before_wrap", [True, False])
+def test_a_resumed_run_continues(ranks, load_before_wrap):
+    for result in ranks(2)(both, resumed, load_before_wrap):
+        compare(result["stock"], result["patched"]).assert_bitwise()
+        for record in result["patched"]:
+            compare([record["first"]], [record["second"]]).assert_bitwise()
+
+
+def handed_over(first_patched: bool) -> list[dict[str, torch.Tensor]]:
+    """Train four steps one way, save, and four the other way."""
+
+    def run(model: nn.Module, opt: torch.optim.Optimizer, numbers: range) -> None:
+        for number in numbers:
+            step(model, opt, number)
+
+    def part(patched: bool, checkpoint: Any, numbers: range) -> Any:
+        def train() -> Any:
+            model, opt = build()
+            if checkpoint is not None:
+                model.load_state_dict(checkpoint[0])
+                opt.load_state_dict(checkpoint[1])
+            run(model, opt, numbers)
+            return copy.deepcopy((model.state_dict(), opt.state_dict()))
+
+        if not patched:
+            return train()
+        with ovpatch.applied("ddp", "dist_optimizer", options={"dist_optimizer": SMALL}):
+            found = train()
+            dist.barrier()
+            return found
+
+    half = part(first_patched, None, range(4))
+    mixed = part(not first_patched, half, range(4, 8))
+    stock = part(False, part(False, None, range(4)), range(4, 8))
+    return [mixed[0], stock[0]]
+
+
+@pytest.mark.parametrize("first_patched", [True, False])
+def test_checkpoints_go_between_stock_and_patched(ranks, first_patched):
+    for mixed, stock in ranks(2)(handed_over, first_patched):
+        compare([mixed], [stock]).assert_bitwise()
+
+
+def reverted() -> list[dict[str, Any]]:
+    records = []
+    ovpatch.apply("ddp", "dist_optimizer", options={"dist_optimizer": SMALL})
+    torch.manual_seed(0)
+    model, opt = build()
+    for number in range(8):
+        if number == 4:
+            ovpatch.revert()
+        step(model, opt, number)
+        records.append({"param": {n: p.detach().clone() for n, p in model.named_parameters()}})
+    assert not any(isinstance(v, Placeholder) for s in opt.state.values() for v in s.values())
+    dist.barrier()
+    return records
+
+
+def plain() -> list[dict[str, Any]]:
+    torch.manual_seed(0)
+    model, opt = build()
+    records = []
+    for number in range(8):
+        step(model, opt, number)
+        records.append({"param": {n: p.detach().clone() for n, p in model.named_parameters()}})
+    return records
+
+
+def test_revert_in_mid_training(ranks):
+    for stock, patched in zip(ranks(2)(plain), ranks(2)(reverted), strict=True):
+        compare(stock, patched).assert_bitwise()
