@@ -212,6 +212,7 @@ class GradShards:
         overdue, self._overdue = self._overdue, []
         if not overdue:
             return
+        self._read.update(overdue)
         with torch.no_grad():
             for index, whole in zip(overdue, self._pull(overdue), strict=True):
                 grad = self.params[index].grad
@@ -224,13 +225,15 @@ class GradShards:
 
     # ---------------------------------------------------------------- reading
 
-    def fetch(self, wanted: Sequence[Placeholder]) -> list[Tensor]:
+    def fetch(self, wanted: Sequence[Placeholder], *, noticed: bool) -> list[Tensor]:
         """Return whole gradients; see [Note: one-sided]."""
-        return self._pull([one.key for one in wanted])
+        indices = [one.key for one in wanted]
+        if noticed:
+            self._read.update(indices)
+            reads.total += len(indices)
+        return self._pull(indices)
 
     def _pull(self, indices: Sequence[int]) -> list[Tensor]:
-        self._read.update(indices)
-        reads.total += len(indices)
         number = self.editions.number
         answers = Peers.of(self.group).ask(self._topic(), {"edition": number, "indices": list(indices)})
         wholes = []

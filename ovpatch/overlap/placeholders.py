@@ -22,8 +22,13 @@ _T: Any = torch.Tensor
 class Source(Protocol):
     """Where the content of placeholders comes from."""
 
-    def fetch(self, placeholders: Sequence[Placeholder]) -> list[Tensor]:
-        """Return the contents: of the placeholders' shapes, dtypes and devices, in new memory."""
+    def fetch(self, placeholders: Sequence[Placeholder], *, noticed: bool) -> list[Tensor]:
+        """Return the contents: of the placeholders' shapes, dtypes and devices, in new memory.
+
+        Args:
+            placeholders: What to return the contents of.
+            noticed: Whether the source is to take it for a sign of what the script needs.
+        """
 
 
 class Placeholder(torch.Tensor):
@@ -70,8 +75,16 @@ def settle(placeholders: Iterable[Tensor]) -> None:
             if isinstance(one, Placeholder):
                 by_source.setdefault(id(one.source), []).append(one)
         for ones in by_source.values():
-            for placeholder, content in zip(ones, ones[0].source.fetch(ones), strict=True):
+            for placeholder, content in zip(ones, ones[0].source.fetch(ones, noticed=True), strict=True):
                 _fill(placeholder, content)
+
+
+def peek(tensor: Tensor) -> Tensor:
+    """Return a tensor's content and change nothing: for those who watch a script, and must not be taken for it."""
+    if not isinstance(tensor, Placeholder):
+        return tensor
+    with _lock, torch.inference_mode(False), torch.no_grad():
+        return tensor.source.fetch([tensor], noticed=False)[0] if isinstance(tensor, Placeholder) else tensor
 
 
 def make(like: Tensor, source: Source, key: Any, *, dtype: torch.dtype | None = None) -> Placeholder:

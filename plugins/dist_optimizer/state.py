@@ -161,8 +161,9 @@ class _StateOfModel:
 
     # ---------------------------------------------------------------- reading
 
-    def fetch(self, wanted: Sequence[Placeholder]) -> list[Tensor]:
+    def fetch(self, wanted: Sequence[Placeholder], *, noticed: bool) -> list[Tensor]:
         """Return whole tensors where the parameters are."""
+        del noticed
         return [whole.to(one.device) for one, whole in zip(wanted, self.whole(wanted), strict=True)]
 
     def whole(self, wanted: Sequence[Placeholder]) -> list[Tensor]:

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from ovpatch.insight.verify.digests import digest
 from ovpatch.insight.verify.sketches import not_finite, sketch
+from ovpatch.overlap.placeholders import peek
 
 #: Tensors with at most so many elements are kept as they are.
 WHOLE: Final = 1 << 14
@@ -50,7 +51,7 @@ def keep(value: Any) -> Kept:
         value: A tensor, a number, a text or None. Of a DTensor this rank's part is kept.
     """
     if isinstance(value, Tensor):
-        return _tensor(value)
+        return _tensor(peek(value))
     if value is None:
         return Kept("none", "")
     if isinstance(value, str):

@@ -21,6 +21,7 @@ from ovpatch.insight.verify import checkpoints, seeds
 from ovpatch.insight.verify.names import Names
 from ovpatch.insight.verify.recording import BACKWARD, CHECKPOINT, SCALE, STEP, Recorder
 from ovpatch.insight.verify.values import Kept, keep
+from ovpatch.overlap.placeholders import peek
 from ovpatch.patching import PatchManager
 
 Values = dict[str, Kept]
@@ -105,7 +106,10 @@ class Watch:
         return self._names.of(optimizer, self._index(optimizer))
 
     def _gradients(self, optimizer: Optimizer) -> Values:
-        gradients = [(name, parameter.grad) for name, parameter in self._named(optimizer)]
+        gradients = [
+            (name, None if parameter.grad is None else peek(parameter.grad))
+            for name, parameter in self._named(optimizer)
+        ]
         values: Values = {
             "norm of gradients": keep(_norm([gradient for _, gradient in gradients if gradient is not None]))
         }
