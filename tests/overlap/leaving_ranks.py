@@ -144,12 +144,12 @@ def fork(name: str, rank: int, folder: str, port: int) -> int:
 
 def main(port: int, folder: str) -> None:
     """Run all cases at the same time; most of that time they sleep."""
+    start = time.monotonic()
+    running = {fork(name, rank, folder, port): (name, rank) for name in CASES for rank in range(WORLD)}
     context = multiprocessing.get_context("fork")
     children = [context.Process(target=child, args=("children", rank, folder, 0)) for rank in range(WORLD)]
     for process in children:
         process.start()
-    start = time.monotonic()
-    running = {fork(name, rank, folder, port): (name, rank) for name in CASES for rank in range(WORLD)}
     results = {name: [(-1, 0.0)] * WORLD for name in CASES}
     while running:
         for pid, (name, rank) in list(running.items()):

@@ -14,13 +14,20 @@ SCRIPT = Path(__file__).with_name("leaving_ranks.py")
 
 
 @pytest.fixture(scope="module")
-def ends(tmp_path_factory) -> dict[str, list[tuple[int, float]]]:
-    """Exit code and seconds of each rank, by case."""
+def done(tmp_path_factory) -> scripts.Result:
     argv = [sys.executable, SCRIPT, str(scripts.free_port()), tmp_path_factory.mktemp("stores")]
-    done = scripts.run(argv, timeout=100).check()
-    assert done.stderr.count("Traceback") == 1, done.stderr  # of the one that crashes
-    assert "the one that crashes" in done.stderr
+    return scripts.run(argv, timeout=100).check()
+
+
+@pytest.fixture
+def ends(done) -> dict[str, list[tuple[int, float]]]:
+    """Exit code and seconds of each rank, by case."""
     return json.loads(done.stdout)
+
+
+def test_nothing_is_said_at_exit_but_by_the_one_that_crashes(done):
+    assert done.stderr.count("Traceback") == 1, done.stderr
+    assert "the one that crashes" in done.stderr
 
 
 @pytest.mark.parametrize("case", ["last_is_0", "last_is_2", "two_groups", "children"])
