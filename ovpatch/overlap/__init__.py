@@ -1,4 +1,4 @@
-"""What features share at run time: agreement between ranks, gradient ledger, flat buckets, ballots, labels.
+"""What features share at run time.
 
-Nothing here knows of patches or plugins; it needs torch only.
+Agreement between ranks, questions to other ranks, gradient ledger, flat buckets, ballots, labels. Nothing here knows of patches or plugins; it needs torch only.
 """

@@ -1,0 +1,95 @@
+"""A rank that has come to its end goes on answering until its peers have come to theirs.
+
+[Note: who leaves last] Group rank 0 asks every other rank to tell when it has come to its end as well, and the others
+ask rank 0 to tell when it has heard from all. Those connections break by themselves when a process dies, so nobody
+polls, and nobody waits for the dead. The store, which may end with its host, is needed to find the way only.
+
+A process with several groups first says in all of them that it has come, then collects where it is rank 0, then waits:
+so no two ranks wait for each other.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import time
+from collections.abc import Iterable, Sequence
+
+from ovpatch.overlap.answering import Server
+from ovpatch.overlap.asking import Inquiry
+from ovpatch.overlap.cards import Directory
+
+_log = logging.getLogger("ovpatch.peers")
+
+
+class Departure:
+    """How one rank takes leave of a process group.
+
+    Args:
+        rank: This process's group rank.
+        names: Global ranks by group rank.
+        directory: Where the others are found.
+        server: What answers meanwhile.
+    """
+
+    def __init__(self, rank: int, names: Sequence[int], directory: Directory, server: Server) -> None:
+        self.rank, self.used, self.left = rank, False, False
+        self._names, self._directory, self._server, self._pid = names, directory, server, os.getpid()
+
+    def due(self) -> bool:
+        """Whether leave is yet to be taken; a fork has none to take."""
+        return not self.left and os.getpid() == self._pid
+
+    def concerned(self) -> bool:
+        """Whether anybody could still want something: this rank has served, asked or been asked."""
+        return self.used or self._server.asked_at > 0
+
+    def release(self) -> None:
+        """Tell the others that this rank needs nobody any more."""
+        self._server.release()
+
+    def wait(self, timeout_s: float) -> None:
+        """Wait until the others have left, as far as this rank has to know, or are gone."""
+        ranks = [0] if self.rank else range(1, len(self._names))
+        begin = time.monotonic()
+        inquiry = Inquiry(self._directory, ranks, {"leave": True}, begin + timeout_s, insist=False)
+        try:
+            while inquiry.late() and time.monotonic() < inquiry.deadline:
+                inquiry.step()
+                inquiry.deadline = max(begin, self._server.asked_at) + timeout_s
+        except RuntimeError as error:
+            _log.debug("the store is gone, and with it who is waited for: %s", error)
+        finally:
+            inquiry.close()
+        if inquiry.late():
+            late = ", ".join(str(self._names[rank]) for rank in inquiry.late())
+            _log.warning("rank %s has not come to its end in %g s and is not waited for any longer", late, timeout_s)
+
+
+def leave(departures: Iterable[Departure], timeout_s: float) -> None:
+    """Take leave of several process groups; see [Note: who leaves last].
+
+    Args:
+        departures: One a group.
+        timeout_s: Seconds without a question after which a group is left anyway.
+    """
+    due = [departure for departure in departures if departure.due()]
+    for departure in due:
+        departure.left = True
+        if departure.rank or not departure.concerned():
+            departure.release()
+    waiting = [departure for departure in due if departure.concerned()]
+    for departure in [departure for departure in waiting if departure.rank == 0]:
+        departure.wait(timeout_s)
+        departure.release()
+    for departure in [departure for departure in waiting if departure.rank]:
+        departure.wait(timeout_s)
+
+
+def failing() -> bool:
+    """Whether this process ends by an exception. Its peers may hang in a collective until it is gone."""
+    error = sys.exc_info()[1]  # in a child of multiprocessing, which comes here while the exception is on its way
+    if isinstance(error, SystemExit):
+        return bool(error.code)
+    return error is not None or getattr(sys, "last_value", None) is not None

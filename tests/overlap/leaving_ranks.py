@@ -1,0 +1,168 @@
+"""Ranks that come to their ends in several ways, through the interpreter's real exit; prints how each went.
+
+Forked here, not by the pool: its workers never exit by themselves.
+"""
+
+from __future__ import annotations
+
+import atexit
+import json
+import multiprocessing
+import os
+import signal
+import sys
+import time
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from ovpatch.overlap.peers import Peers
+
+WORLD = 3
+LATE_S = 0.6
+
+
+def begin(rank: int, store: dist.Store) -> Peers:
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=WORLD, timeout=timedelta(seconds=60))
+    peers = Peers.of(dist.distributed_c10d._get_default_group())
+    peers.serve("value", lambda question: ({}, [torch.tensor(10 * rank)]))
+    dist.barrier()
+    return peers
+
+
+def ask(peers: Peers) -> None:
+    values = {rank: int(tensor) for rank, (_, (tensor,)) in peers.ask("value", {}).items()}
+    assert values == {rank: 10 * rank for rank in range(WORLD) if rank != peers._rank}, values
+
+
+def last_is_0(rank: int, store: dist.Store) -> None:
+    """Only rank 0 still wants something, when the others have come to their ends."""
+    peers = begin(rank, store)
+    if rank == 0:
+        time.sleep(LATE_S)
+        ask(peers)
+
+
+def last_is_2(rank: int, store: dist.Store) -> None:
+    peers = begin(rank, store)
+    if rank == 2:
+        time.sleep(LATE_S)
+        ask(peers)
+
+
+def before_destruction(rank: int, store: dist.Store) -> None:
+    peers = begin(rank, store)
+    if rank == 2:
+        time.sleep(LATE_S)
+        ask(peers)
+    peers.drain()
+    dist.destroy_process_group()
+
+
+def two_groups(rank: int, store: dist.Store) -> None:
+    peers = begin(rank, store)
+    pair = dist.new_group([1, 2])
+    if rank:
+        inner = Peers.of(pair)
+        inner.serve("inner", lambda question: ({"rank": rank}, []))
+        if rank == 1:
+            time.sleep(LATE_S)
+            ask(peers)
+            assert inner.ask("inner", {}) == {1: ({"rank": 2}, [])}
+
+
+def one_raises(rank: int, store: dist.Store) -> None:
+    begin(rank, store)
+    if rank == 1:
+        time.sleep(LATE_S)
+        raise RuntimeError("the one that crashes")
+
+
+def one_is_killed(rank: int, store: dist.Store) -> None:
+    begin(rank, store)
+    if rank == 1:
+        time.sleep(LATE_S)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def first_is_gone(rank: int, store: dist.Store) -> None:
+    """Who collects who has left, and hosts the store, is gone without a word."""
+    begin(rank, store)
+    if rank == 0:
+        time.sleep(LATE_S)
+        os._exit(0)
+
+
+def never_meant_it(rank: int, store: dist.Store) -> None:
+    """Nobody has served or asked: nobody waits for the one that sleeps."""
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=WORLD)
+    Peers.of(dist.distributed_c10d._get_default_group())
+    dist.barrier()
+    if rank == 1:
+        time.sleep(2)
+
+
+CASES = {
+    case.__name__: case
+    for case in (
+        last_is_0,
+        last_is_2,
+        before_destruction,
+        two_groups,
+        one_raises,
+        one_is_killed,
+        first_is_gone,
+        never_meant_it,
+    )
+}
+
+
+# Taking an interpreter with torch down costs half a second of computing: seen to in these cases only.
+TO_THE_END = ("last_is_0", "one_raises")
+
+
+def child(name: str, rank: int, folder: str, port: int) -> None:
+    if name == "first_is_gone":
+        store: dist.Store = dist.TCPStore("127.0.0.1", port, is_master=rank == 0, timeout=timedelta(seconds=60))
+    else:
+        store = dist.FileStore(f"{folder}/{name}", WORLD)
+    if name in CASES and name not in TO_THE_END:
+        atexit.register(os._exit, 0)  # the first registered runs last
+    CASES.get(name, last_is_2)(rank, store)
+
+
+def fork(name: str, rank: int, folder: str, port: int) -> int:
+    """Start a rank that exits as a script does."""
+    sys.stdout.flush()
+    pid = os.fork()
+    if pid == 0:
+        child(name, rank, folder, port)
+        sys.exit(0)
+    return pid
+
+
+def main(port: int, folder: str) -> None:
+    """Run all cases at the same time; most of that time they sleep."""
+    start = time.monotonic()
+    running = {fork(name, rank, folder, port): (name, rank) for name in CASES for rank in range(WORLD)}
+    context = multiprocessing.get_context("fork")
+    children = [context.Process(target=child, args=("children", rank, folder, 0)) for rank in range(WORLD)]
+    for process in children:
+        process.start()
+    results = {name: [(-1, 0.0)] * WORLD for name in CASES}
+    while running:
+        for pid, (name, rank) in list(running.items()):
+            ended, status = os.waitpid(pid, os.WNOHANG)
+            if ended:
+                del running[pid]
+                results[name][rank] = (os.waitstatus_to_exitcode(status), time.monotonic() - start)
+        time.sleep(0.02)
+    for process in children:
+        process.join()
+    results["children"] = [(-1 if process.exitcode is None else process.exitcode, 0.0) for process in children]
+    print(json.dumps(results))
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), sys.argv[2])

@@ -1,0 +1,351 @@
+"""Questions to other ranks, which take no part in the answer."""
+
+from __future__ import annotations
+
+import threading
+import time
+from contextlib import suppress
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from ovpatch.overlap.peers import PeerError, Peers
+
+DTYPES = [
+    torch.float32,
+    torch.float64,
+    torch.float16,
+    torch.bfloat16,
+    torch.complex64,
+    torch.complex128,
+    torch.bool,
+    torch.uint8,
+    torch.int8,
+    torch.int16,
+    torch.uint16,
+    torch.int32,
+    torch.int64,
+    torch.float8_e4m3fn,
+    torch.float8_e5m2,
+    torch.float8_e8m0fnu,
+]
+
+
+def group() -> dist.ProcessGroup:
+    return dist.distributed_c10d._get_default_group()
+
+
+def meeting() -> Peers:
+    peers = Peers.of(group())
+    dist.barrier()
+    return peers
+
+
+def others() -> list[int]:
+    return [rank for rank in range(dist.get_world_size()) if rank != dist.get_rank()]
+
+
+def raw(tensor: torch.Tensor) -> list[int]:
+    return tensor.contiguous().flatten().view(torch.uint8).tolist()
+
+
+# --- what is asked comes back ---
+
+
+def samples(rank: int) -> list[torch.Tensor]:
+    """Every dtype with all its bytes, in three shapes, and views that are not plain memory."""
+    found = []
+    for dtype in DTYPES:
+        memory = torch.arange(rank, rank + 24 * dtype.itemsize, dtype=torch.uint8)
+        full = (memory % 2).bool()[:24].reshape(2, 3, 4) if dtype == torch.bool else memory.view(dtype).reshape(2, 3, 4)
+        found += [full, full[0, 0, 0], full[:0]]
+    turned = torch.arange(12.0).reshape(3, 4).t()
+    return [*found, turned, turned[::2], torch.tensor([1 + 2j]).conj(), torch.nn.Parameter(torch.ones(3))]
+
+
+def all_kinds() -> None:
+    peers = meeting()
+    peers.serve("samples", lambda question: ({"got": question, "rank": dist.get_rank()}, samples(dist.get_rank())))
+    for rank, (header, tensors) in peers.ask("samples", {"names": ["a", "ä"], "none": None}).items():
+        assert header == {"got": {"names": ["a", "ä"], "none": None}, "rank": rank}
+        expected = samples(rank)
+        assert [(t.dtype, t.shape) for t in tensors] == [(t.dtype, t.shape) for t in expected]
+        assert [raw(t) for t in tensors] == [raw(t.detach().resolve_conj()) for t in expected]
+    dist.barrier()
+
+
+def test_all_dtypes_and_shapes_arrive_as_they_are(ranks):
+    ranks(2)(all_kinds)
+
+
+def bulk() -> None:
+    peers = meeting()
+    mine = torch.arange(1 << 24, dtype=torch.int32) * (dist.get_rank() + 1)
+    peers.serve("bulk", lambda question: ({}, [mine]))
+    ((other, (_, (theirs,))),) = peers.ask("bulk", {}).items()
+    assert torch.equal(theirs, torch.arange(1 << 24, dtype=torch.int32) * (other + 1))
+    dist.barrier()
+
+
+def test_64_megabytes_both_ways_at_once(ranks):
+    ranks(2)(bulk)
+
+
+def rendezvous_of_answers() -> list[int]:
+    """Rank 0 is answered only if all others have been asked before the first answers."""
+    peers = meeting()
+    store = dist.distributed_c10d._get_process_group_store(group())
+
+    def answer(question: dict[str, Any]) -> tuple[dict[str, Any], list[torch.Tensor]]:
+        store.add("asked", 1)
+        while store.add("asked", 0) < 3:
+            time.sleep(0.005)
+        return {}, [torch.tensor(dist.get_rank())]
+
+    peers.serve("together", answer)
+    result = []
+    if dist.get_rank() == 0:
+        replies = peers.ask("together", {}, timeout_s=20)
+        result = [int(tensor) for _, (tensor,) in replies.values()]
+        assert list(replies) == [1, 2, 3]
+    dist.barrier()
+    return result
+
+
+def test_ranks_are_asked_at_the_same_time(ranks):
+    assert ranks(4)(rendezvous_of_answers)[0] == [1, 2, 3]
+
+
+def asking_during_collectives() -> None:
+    peers = meeting()
+    peers.serve("double", lambda question: ({"double": 2 * question["x"]}, [torch.full((1000,), question["x"])]))
+    wrong: list[object] = []
+    asked: list[int] = []
+
+    def keep_asking() -> None:
+        for x in range(30):
+            for header, (tensor,) in peers.ask("double", {"x": x}).values():
+                asked.append(x)
+                if header != {"double": 2 * x} or tensor.tolist() != [x] * 1000:
+                    wrong.append(header)
+
+    threads = [threading.Thread(target=keep_asking) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for _ in range(50):
+        tensor = torch.ones(1000)
+        dist.all_reduce(tensor)
+        assert tensor.tolist() == [2.0] * 1000
+    for thread in threads:
+        thread.join()
+    dist.barrier()
+    assert not wrong
+    assert len(asked) == 60
+
+
+def test_both_ask_from_several_threads_while_collectives_run(ranks):
+    ranks(2)(asking_during_collectives)
+
+
+def in_subgroups() -> list[int]:
+    pair, alone = dist.new_group([0, 2]), dist.new_group([1])
+    mine = alone if dist.get_rank() == 1 else pair
+    peers, world = Peers.of(mine), meeting()
+    assert peers is Peers.of(mine)
+    assert peers is not world
+    peers.serve("who", lambda question: ({"who": dist.get_rank()}, []))
+    world.serve("who", lambda question: ({"who": -1}, []))
+    found = [header["who"] for header, _ in peers.ask("who", {}).values()]
+    assert all(header["who"] == -1 for header, _ in world.ask("who", {}).values())
+    dist.barrier()
+    return found
+
+
+def test_each_group_has_its_own_topics(ranks):
+    assert ranks(3)(in_subgroups) == [[2], [], [0]]
+
+
+# --- answers that block, fail or are missing ---
+
+
+def blocked() -> None:
+    peers = meeting()
+    gate = threading.Event()
+
+    def wait(question: dict[str, Any]) -> tuple[dict[str, Any], list[torch.Tensor]]:
+        assert gate.wait(30)
+        return {"late": True}, []
+
+    def open_gate(question: dict[str, Any]) -> tuple[dict[str, Any], list[torch.Tensor]]:
+        gate.set()
+        return {}, []
+
+    peers.serve("wait", wait)
+    peers.serve("open", open_gate)
+    results: list[Any] = []
+    threads = [threading.Thread(target=lambda: results.append(peers.ask("wait", {}))) for _ in range(8)]
+    if dist.get_rank() == 0:
+        for thread in threads:
+            thread.start()
+        time.sleep(0.2)
+        assert not results
+        peers.ask("open", {}, timeout_s=20)
+        for thread in threads:
+            thread.join()
+        assert results == [{1: ({"late": True}, [])}] * 8
+    dist.barrier()
+
+
+def test_answers_that_block_do_not_hold_up_others(ranks):
+    ranks(2)(blocked)
+
+
+def error_of(peers: Peers, topic: str, **options: Any) -> tuple[str, str]:
+    try:
+        peers.ask(topic, {}, **options)
+    except PeerError as error:
+        return str(error), str(error.__cause__)
+    return "", ""
+
+
+def failing() -> tuple[str, str]:
+    peers = meeting()
+
+    def answer(question: dict[str, Any]) -> tuple[dict[str, Any], list[torch.Tensor]]:
+        if dist.get_rank() == 1:
+            raise KeyError("layer.7")
+        if dist.get_rank() == 2:
+            return {}, [torch.eye(2).to_sparse()]
+        return {}, []
+
+    peers.serve("fails", answer)
+    found = error_of(peers, "fails") if dist.get_rank() == 0 else ("", "")
+    dist.barrier()
+    return found
+
+
+def test_an_exception_is_raised_by_who_asked(ranks):
+    text, cause = ranks(3)(failing)[0]
+    assert "rank 1 failed: KeyError: 'layer.7'" in text
+    assert "rank 2 failed: TypeError: a torch.sparse_coo tensor" in text
+    assert text.endswith("remedy it there.")
+    assert "on rank 1:\nTraceback" in cause
+    assert 'raise KeyError("layer.7")' in cause
+
+
+def unserved() -> tuple[str, float]:
+    peers = meeting()
+    begin, text = time.monotonic(), ""
+    if dist.get_rank() == 0:
+        text, _ = error_of(peers, "nobody's", timeout_s=0.5)
+    seconds = time.monotonic() - begin
+    dist.barrier()
+    return text, seconds
+
+
+def test_an_unknown_topic_is_named(ranks):
+    text, seconds = ranks(2)(unserved)[0]
+    assert "no answer to 'nobody's' within 0.5" in text
+    assert "rank 1 does not serve this. Look at that rank's output" in text
+    assert 0.5 <= seconds < 20
+
+
+def late_service() -> None:
+    """A topic that is served after it is asked for, then withdrawn, then served by another."""
+    peers = meeting()
+    for value in (1, 2):
+        if dist.get_rank() == 0:
+            header, _ = peers.ask("late", {}, timeout_s=20)[1]
+            assert header == {"value": value}
+            dist.barrier()
+        else:
+            time.sleep(0.1)
+            withdraw = peers.serve("late", lambda question, value=value: ({"value": value}, []))
+            with pytest.raises(ValueError, match="served already in this process group; withdraw that first"):
+                peers.serve("late", lambda question: ({}, []))
+            dist.barrier()
+            withdraw()
+            withdraw()
+
+
+def test_a_topic_may_come_later_and_again(ranks):
+    ranks(2)(late_service)
+
+
+def hanging() -> tuple[str, float]:
+    """Of three, rank 2 hangs in its answer, and rank 1 has never heard of Peers."""
+    text, gate = "", threading.Event()
+    begin = time.monotonic()
+
+    def answer(question: dict[str, Any]) -> tuple[dict[str, Any], list[torch.Tensor]]:
+        gate.wait(30)
+        return {}, []
+
+    if dist.get_rank() != 1:
+        Peers.of(group()).serve("hangs", answer)
+    dist.barrier()
+    if dist.get_rank() == 0:
+        begin = time.monotonic()
+        text, _ = error_of(Peers.of(group()), "hangs", timeout_s=1)
+    seconds = time.monotonic() - begin
+    dist.barrier()
+    gate.set()
+    return text, seconds
+
+
+def test_who_is_late_is_named_with_how_far_it_got(ranks):
+    text, seconds = ranks(3)(hanging)[0]
+    assert "within 1 s: rank 1 has not published its address; rank 2 works on its answer. Look at" in text
+    assert text.endswith("give init_process_group() a larger timeout.")
+    assert 1 <= seconds < 20
+
+
+def outside() -> None:
+    peers = Peers.of(group())
+    with pytest.raises(ValueError, match=r"group ranks are 0 to 1, not \[2\]"):
+        peers.ask("topic", {}, ranks=[0, 2])
+    peers.serve("own", lambda question: ({}, []))
+    with pytest.raises(TypeError, match="not JSON serializable"):
+        peers.ask("own", {"a": object()}, timeout_s=5)
+    assert peers.ask("own", {}, ranks=[]) == {}
+    assert peers.ask("own", {}, ranks=[dist.get_rank()]) == {dist.get_rank(): ({}, [])}
+    assert peers._timeout_s == 120  # the pool's
+    dist.barrier()
+
+
+def test_ranks_and_questions_are_checked(ranks):
+    ranks(2)(outside)
+
+
+def threads_of_ours() -> list[str]:
+    return sorted(thread.name for thread in threading.enumerate() if thread.name.startswith("ovpatch-peers-"))
+
+
+def after_destruction() -> None:
+    from tests.support.worker import fresh_store
+
+    for name in ("first", "second", "third"):
+        rank, world = dist.get_rank(), dist.get_world_size()
+        held = group()
+        peers = meeting()
+        peers.serve("name", lambda question, name=name: ({"name": name}, []))
+        assert [header for header, _ in peers.ask("name", {}).values()] == [{"name": name}]
+        dist.barrier()
+        dist.destroy_process_group()
+        if name == "second":
+            del held  # the first is still held by somebody
+        dist.init_process_group("gloo", store=fresh_store(name), rank=rank, world_size=world)
+    with suppress(NameError):
+        del held
+    Peers.of(group())
+    deadline = time.monotonic() + 10
+    while len({name.rpartition("-")[2] for name in threads_of_ours()}) > 1 or len(threads_of_ours()) > 4:
+        assert time.monotonic() < deadline, threads_of_ours()
+        time.sleep(0.01)
+    dist.barrier()
+
+
+def test_a_new_group_after_destruction_has_its_own_servers_and_no_other_remain(ranks):
+    ranks(2)(after_destruction)

@@ -1,0 +1,53 @@
+"""Ranks that come to their ends at different times, or badly."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.support import scripts
+
+SCRIPT = Path(__file__).with_name("leaving_ranks.py")
+
+
+@pytest.fixture(scope="module")
+def done(tmp_path_factory) -> scripts.Result:
+    argv = [sys.executable, SCRIPT, str(scripts.free_port()), tmp_path_factory.mktemp("stores")]
+    return scripts.run(argv, timeout=100).check()
+
+
+@pytest.fixture
+def ends(done) -> dict[str, list[tuple[int, float]]]:
+    """Exit code and seconds of each rank, by case."""
+    return json.loads(done.stdout)
+
+
+def test_nothing_is_said_at_exit_but_by_the_one_that_crashes(done):
+    assert done.stderr.count("Traceback") == 1, done.stderr
+    assert "the one that crashes" in done.stderr
+
+
+@pytest.mark.parametrize("case", ["last_is_0", "last_is_2", "two_groups", "children"])
+def test_who_has_finished_still_answers_the_last_one(ends, case):
+    assert [code for code, _ in ends[case]] == [0, 0, 0]
+
+
+def test_so_it_does_before_the_group_is_destroyed(ends):
+    assert [code for code, _ in ends["before_destruction"]] == [0, 0, 0]
+
+
+# Limits are far below the five minutes that a rank waits for one that is alive, and far above what it takes.
+@pytest.mark.parametrize(
+    ("case", "codes"), [("one_raises", [0, 1, 0]), ("one_is_killed", [0, -9, 0]), ("first_is_gone", [0, 0, 0])]
+)
+def test_nobody_waits_for_the_dead(ends, case, codes):
+    assert [code for code, _ in ends[case]] == codes
+    assert max(seconds for _, seconds in ends[case]) < 30
+
+
+def test_nobody_waits_where_nothing_was_served_or_asked(ends):
+    first, sleeper, last = (seconds for _, seconds in ends["never_meant_it"])
+    assert max(first, last) < sleeper

@@ -1,0 +1,216 @@
+"""Who is let in, what is told from a stale address, and what a fork may do."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import threading
+import time
+from dataclasses import asdict, replace
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from ovpatch.overlap import cards
+from ovpatch.overlap.answering import Server
+from ovpatch.overlap.asking import Inquiry
+from ovpatch.overlap.cards import Card, Directory
+from ovpatch.overlap.peers import PeerError, Peers
+from ovpatch.overlap.wire import Line, pack
+
+NOBODY = "00" * 32
+
+
+@pytest.fixture
+def server():
+    started = Server("test", (), lambda: False)
+    started.serve("echo", lambda question: (question, [torch.ones(2)]))
+    yield started
+    started.release()
+    started.close()
+
+
+class Group:
+    """A process group as far as a directory looks at it."""
+
+    def size(self) -> int:
+        return 2
+
+
+@pytest.fixture
+def directory(monkeypatch):
+    group, store = Group(), dist.HashStore()
+    monkeypatch.setattr(cards, "store_of", lambda found: store)
+    found = Directory(group)
+    found.group = group  # it holds it weakly
+    return found
+
+
+def echo(directory: Directory, seconds: float = 20, **options) -> Inquiry:
+    question = {"topic": "echo", "question": {"a": 1}}
+    inquiry = Inquiry(directory, [1], question, time.monotonic() + seconds, **options)
+    inquiry.run()
+    return inquiry
+
+
+def test_who_knows_the_secret_is_answered(server, directory):
+    directory.publish(1, server.card)
+    header, (tensor,) = echo(directory).replies[1]
+    assert (header, tensor.tolist()) == ({"a": 1}, [1.0, 1.0])
+
+
+def test_who_does_not_know_the_secret_is_turned_away(server):
+    line = replace(server.card, secret=NOBODY).dial(0, time.monotonic() + 10)
+    line.introduce(bytes.fromhex(NOBODY))
+    line.send({"topic": "echo", "question": {}, "patience_s": 10})
+    with pytest.raises(OSError, match=r"hung up|reset|Broken pipe"):
+        line.receive()
+    line.close()
+    assert server.asked_at == 0
+
+
+def test_a_server_that_does_not_know_the_secret_is_not_believed():
+    ours, theirs = socket.socketpair(socket.AF_UNIX)
+    lines = [object.__new__(Line) for _ in range(2)]
+    for line, sock in zip(lines, (ours, theirs), strict=True):
+        line._socket, line.deadline = sock, time.monotonic() + 10
+    theirs.sendall(b"n" * 32)
+    signature = lines[0].introduce(b"secret")
+    theirs.sendall(b"f" * 32)
+    with pytest.raises(PermissionError, match="another process"):
+        lines[0].verify(signature)
+    ours.close()
+    theirs.close()
+
+
+def unused_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        return listener.getsockname()[1]
+
+
+@pytest.mark.parametrize("stale", ["nobody listens", "another one listens", "another secret"])
+def test_a_stale_address_is_looked_up_again_until_the_rank_is_there(server, directory, stale):
+    port = unused_port() if stale == "nobody listens" else server.card.port
+    old = Server("old", (), lambda: True)
+    if stale == "another one listens":
+        port = old.card.port  # its group was destroyed
+    directory.publish(1, replace(server.card, secret=NOBODY, port=port))
+    threading.Timer(0.3, directory.publish, (1, server.card)).start()
+    assert echo(directory).replies[1][0] == {"a": 1}
+    old.close()
+
+
+def test_a_stale_address_without_a_successor_ends_in_time_with_the_reason(server, directory):
+    directory.publish(1, replace(server.card, port=unused_port()))
+    assert echo(directory, 0.3).late() == {1: "cannot be reached: Connection refused"}
+    directory.publish(1, replace(server.card, secret=NOBODY))
+    assert "cannot be reached: " in echo(directory, 0.3).late()[1]
+
+
+def test_a_rank_that_was_there_and_refuses_is_known_to_have_ended(server, directory):
+    directory.publish(1, server.card)
+    echo(directory)
+    server.close()
+    while any(thread.name == "ovpatch-peers-accept-test" for thread in threading.enumerate()):
+        time.sleep(0.01)
+    begin = time.monotonic()
+    assert echo(directory, 60).lost == {1: "has ended"}
+    assert time.monotonic() - begin < 30
+
+
+def test_a_rank_that_ends_while_it_is_asked_is_lost_at_once(server, directory):
+    def vanish(question):
+        for line in list(vanishing):
+            line.shutdown(socket.SHUT_RDWR)
+        return {}, []
+
+    vanishing = []
+    take = server._hear
+    server._hear = lambda line: (vanishing.append(line._socket), take(line))[1]
+    server.serve("vanish", vanish)
+    directory.publish(1, server.card)
+    inquiry = Inquiry(directory, [1], {"topic": "vanish", "question": {}}, time.monotonic() + 60)
+    inquiry.run()
+    assert inquiry.lost == {1: "ended before it had answered"}
+
+
+def test_strangers_that_say_nothing_hold_up_nobody(server, directory):
+    strangers = [socket.create_connection(("127.0.0.1", server.card.port)) for _ in range(10)]
+    directory.publish(1, server.card)
+    assert echo(directory, 8).replies
+    for stranger in strangers:
+        stranger.close()
+
+
+def test_where_no_more_threads_can_be_started_the_spare_ones_answer(server, directory, monkeypatch):
+    """As at the exit of Python 3.12."""
+
+    def refuse(self):
+        raise RuntimeError("can't create new thread at interpreter shutdown")
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    directory.publish(1, server.card)
+    for _ in range(10):
+        assert echo(directory).replies
+
+
+def test_the_loopback_device_serves_the_same_machine_and_only_that():
+    here = Card("", socket.gethostname(), ("10.0.0.5",), 1)
+    assert here.ways() == ["127.0.0.1", "::1", "10.0.0.5"]
+    assert replace(here, host="elsewhere").ways() == ["10.0.0.5"]
+    assert replace(here, host="elsewhere", addresses=()).ways() == ["127.0.0.1", "::1"]
+    assert not any(address.startswith("127.") for address in cards.own_addresses(None))
+
+
+def test_a_card_is_plain_text_in_the_store(server, directory):
+    directory.publish(1, server.card)
+    assert json.loads(cards.store_of(None).get("ovpatch/peers/2/1"))["port"] == asdict(server.card)["port"]
+    assert directory.look_up(0) is None
+
+
+def test_what_cannot_be_sent_is_refused_before_anything_is():
+    with pytest.raises(TypeError, match=r"sparse_coo tensor of torch\.float32 cannot be sent; send its dense parts"):
+        pack({}, [torch.eye(2).to_sparse()])
+    with pytest.raises(TypeError, match="JSON"):
+        pack({"a": {1, 2}})
+
+
+# --- forks ---
+
+
+def in_a_fork() -> str:
+    group = dist.distributed_c10d._get_default_group()
+    peers = Peers.of(group)
+    peers.serve("value", lambda question: ({"rank": dist.get_rank()}, []))
+    reader, writer = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        texts = []
+        for action in (lambda: Peers.of(group), lambda: peers.ask("value", {})):
+            try:
+                action()
+            except PeerError as error:
+                texts.append(str(error))
+        peers._server.close()
+        peers.drain()
+        listening = peers._server._listener.fileno() != -1
+        os.write(writer, json.dumps([texts, listening]).encode())
+        os._exit(0)
+    os.waitpid(pid, 0)
+    text = os.read(reader, 10000).decode()
+    os.close(reader)
+    os.close(writer)
+    dist.barrier()
+    assert all(header == {"rank": rank} for rank, (header, _) in peers.ask("value", {}).items())
+    dist.barrier()
+    return text
+
+
+def test_a_fork_is_no_rank_and_leaves_its_parent_alone(ranks):
+    for text in ranks(2)(in_a_fork):
+        texts, listening = json.loads(text)
+        assert len(texts) == 2
+        assert all(text.endswith("in the parent, before the fork.") for text in texts)
+        assert not listening
