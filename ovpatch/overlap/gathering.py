@@ -7,6 +7,7 @@ same in any case, and if one parameter cannot be pending, this rank waits for th
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -18,6 +19,7 @@ from torch.nn import Parameter
 
 from ovpatch.overlap.collectives import AllGather
 from ovpatch.overlap.labels import label, span
+from ovpatch.overlap.memory import handles
 from ovpatch.overlap.pending import mark, plainly, refusal, unmark
 from ovpatch.overlap.slices import Slice, cut, flat
 
@@ -53,8 +55,11 @@ class ParamGather:
         self._works: list[dist.Work] = []
         self._padded: list[_Padded] = []
         self._stream: torch.cuda.Stream | None = None
-        # Kept, so that a parameter's tensor has the same number of owners whether or not a graph is alive: with these
-        # nodes, `refusal` can tell a scripted module.
+        # [Note: owners of a parameter] These nodes are kept so that a tensor has as many owners with a graph as without.
+        # Who else is legitimate differs: DDP's C++ reducer is, ours is none, and the former lets go of some after the
+        # first step. So the fewest owners that any parameter of the bucket has ever had are normal, and one more is a
+        # scripted module, or a graph that is still to be run backward.
+        self._owners = sys.maxsize
         self._nodes = [torch.autograd.graph.get_gradient_edge(p).node for p in params if p.requires_grad]
 
     @property
@@ -103,10 +108,11 @@ class ParamGather:
             self._padded.clear()
 
     def _mark(self) -> str:
+        self._owners = min(self._owners, *map(handles, self._params))
         for param in self._params:
-            if not mark(param, self.settle):
+            if not mark(param, self.settle, owners=self._owners):
                 self._unmark()
-                return refusal(param)
+                return refusal(param, owners=self._owners)
         return ""
 
     def _unmark(self) -> None:

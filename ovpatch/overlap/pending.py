@@ -35,8 +35,8 @@ from ovpatch.overlap.metadata import METADATA
 # By id(): the parameter, which is thereby kept alive, and what settles it.
 _PENDING: dict[int, tuple[Parameter, Callable[[], None]]] = {}
 
-# Python's reference to a tensor, and the AccumulateGrad node's.
-_HANDLES = 2
+# Owners of a parameter's tensor without DDP: all of Python, and the AccumulateGrad node.
+OWNERS = 2
 
 
 class PendingParameter(Parameter):
@@ -69,23 +69,25 @@ class PendingParameter(Parameter):
         return Parameter.__reduce_ex__(self, protocol)
 
 
-def refusal(param: Tensor, aliases: int = 0) -> str:
+def refusal(param: Tensor, *, aliases: int = 0, owners: int = OWNERS) -> str:
     """Return why a parameter cannot be pending, or nothing if it can.
 
     Args:
         param: The parameter.
         aliases: Number of tensors over the parameter's memory that the caller itself keeps.
+        owners: How many may hold the parameter's tensor object, by the count of
+            :func:`ovpatch.overlap.memory.handles`; a C++ reducer of DDP is three of them.
     """
     if type(param) is not Parameter:
         return f"it is a {type(param).__name__}"
     if storage_references(param) != references_of_one() + aliases:
         return "other tensors share its memory"
-    if handles(param) > _HANDLES:
+    if handles(param) > owners:
         return "a graph or a scripted module holds it"
     return ""
 
 
-def mark(param: Tensor, settle: Callable[[], None], *, aliases: int = 0) -> bool:
+def mark(param: Tensor, settle: Callable[[], None], *, aliases: int = 0, owners: int = OWNERS) -> bool:
     """Make readers of a parameter call ``settle`` first.
 
     Args:
@@ -93,11 +95,12 @@ def mark(param: Tensor, settle: Callable[[], None], *, aliases: int = 0) -> bool
         settle: Brings the values and calls :func:`unmark`. It may be called several times, from any thread, and
             in any mode that a reader can be in.
         aliases: See :func:`refusal`.
+        owners: Likewise.
 
     Returns:
         Whether it is pending now. If not, the caller has to bring the values at once.
     """
-    if refusal(param, aliases):
+    if refusal(param, aliases=aliases, owners=owners):
         return False
     assert isinstance(param, Parameter)
     _settle_before_forks()

@@ -85,7 +85,9 @@ def settling_module_calls(original: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap what ``Module._call_impl`` calls first. See [Note: module calls]."""
 
     def settled() -> Any:
-        if not torch.compiler.is_compiling() and any_pending():
+        if torch.compiler.is_compiling():
+            return None  # as Dynamo takes it to be; it knows the original by its place, where it no longer is
+        if any_pending():
             module = _of_a_caller("_call_impl", "self")
             if isinstance(module, nn.Module):
                 settle_module(module)
