@@ -62,6 +62,38 @@ class AllReduce:
         return [self._group.allreduce([tensor], self._one) for tensor in given]
 
 
+class AllGather:
+    """Concatenations of every rank's part, in as few launches as the backend allows.
+
+    Args:
+        group: The process group.
+        device: Where the tensors are.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
+        self._group = group
+        self._groups = backend_name(group, device) in _GROUPING
+        self._options = dist.distributed_c10d.AllgatherOptions()
+        self._options.asyncOp = True
+
+    def __call__(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> list[Work]:
+        """Start the gathering.
+
+        Args:
+            outputs: Contiguous, of one dtype, each ``world`` times as long as its input. Complex numbers travel as
+                pairs of reals.
+            inputs: This rank's parts. A part may be the very place in its output where it will be: NCCL gathers in
+                place then, gloo gathers into memory of its own and copies.
+
+        Returns:
+            The works; ``wait()`` makes the current stream (the host, without streams) wait for the results.
+        """
+        to, of = _as_reals(outputs), _as_reals(inputs)
+        if len(to) > 1 and self._groups:
+            return [self._group.allgather_into_tensor_coalesced(to, of, self._options)]
+        return [self._group._allgather_base(*pair, self._options) for pair in zip(to, of, strict=True)]
+
+
 class ReduceScatter:
     """Sums of tensors over the ranks of a group, of which each rank gets its own part.
 
@@ -124,3 +156,7 @@ class Collectives:
     def __init__(self, group: dist.ProcessGroup, device: torch.device, *, average: bool = False) -> None:
         self.all_reduce = AllReduce(group, device, average=average)
         self.reduce_scatter = ReduceScatter(group, device, average=average)
+
+
+def _as_reals(tensors: Sequence[Tensor]) -> list[Tensor]:
+    return [torch.view_as_real(tensor) if tensor.is_complex() else tensor for tensor in tensors]

@@ -36,7 +36,7 @@ def is_sole_owner(grad: Tensor, given: Tensor | None = None) -> bool:
         given: The gradient that the running AccumulateGrad node was given, if this is asked from a hook of one. The
             node still holds it, and if ``grad`` was made of it, that is no stranger.
     """
-    if _handles(grad) != _handles_of_a_gradient():
+    if handles(grad) != _handles_of_a_gradient():
         return False  # two parameters have the same tensor, or a DLPack capsule holds it
     held = 0
     if given is not None and given.layout is torch.strided and given.data_ptr() == grad.data_ptr():
@@ -51,11 +51,11 @@ def _holds_its_base(view: Tensor) -> bool:
     a Function written in Python.
     """
     base = view._base
-    return base is not None and (_handles(base), sys.getrefcount(base)) == _counts_of_a_base()
+    return base is not None and (handles(base), sys.getrefcount(base)) == _counts_of_a_base()
 
 
-def _handles(tensor: Any) -> int:
-    """Count the owners of the tensor object, of which all of Python is one."""
+def handles(tensor: Any) -> int:
+    """Count the owners of the tensor object; all of Python is one."""
     count: int = tensor._use_count()
     return count
 
@@ -66,7 +66,7 @@ def _handles_of_a_gradient() -> int:
         param = torch.nn.Parameter(torch.zeros(1))
         param.grad = torch.zeros(1)
         grad = param.grad
-        return _handles(grad)
+        return handles(grad)
 
 
 @functools.cache
@@ -75,7 +75,7 @@ def _counts_of_a_base() -> tuple[int, int]:
         view = torch.zeros(2).view(2)
         base = view._base
         assert base is not None
-        return _handles(base), sys.getrefcount(base)
+        return handles(base), sys.getrefcount(base)
 
 
 @contextlib.contextmanager

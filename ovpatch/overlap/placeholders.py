@@ -16,7 +16,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-_T: Any = torch.Tensor
+from ovpatch.overlap.metadata import METADATA
 
 
 class Source(Protocol):
@@ -145,29 +145,10 @@ def _placeholders(value: Any) -> Iterator[Placeholder]:
             yield from _placeholders(part)
 
 
-# Versions of torch differ in what they have.
-_ATTRIBUTES = """
-shape dtype device layout requires_grad is_leaf grad_fn grad ndim names is_cuda is_cpu is_meta is_sparse is_sparse_csr
-is_quantized is_mkldnn is_nested is_mps is_xpu itemsize _backward_hooks retains_grad output_nr
-"""
-_METHODS = """
-requires_grad_ size dim ndimension numel nelement is_floating_point is_complex is_signed is_inference is_conj is_neg
-element_size get_device type __hash__
-"""
-_FUNCTIONS = "is_floating_point is_complex is_conj is_neg numel"
-
-
-def _found(owner: Any, names: str, part: str = "") -> list[Any]:
-    found = [getattr(owner, name) for name in names.split() if hasattr(owner, name)]
-    return [getattr(one, part) for one in found] if part else found
-
-
-_ABOUT_KIND: frozenset[Any] = frozenset(
-    [
-        *_found(_T, _ATTRIBUTES, "__get__"),
-        *_found(_T, "requires_grad", "__set__"),
-        *_found(_T, _METHODS),
-        *_found(torch, _FUNCTIONS),
-    ]
+_ABOUT_MEMORY = frozenset(
+    getattr(torch.Tensor, name)
+    for name in ("stride", "storage_offset", "is_contiguous", "dim_order", "_is_view")
+    if hasattr(torch.Tensor, name)
 )
-_ZEROING: frozenset[Any] = frozenset([_T.zero_, torch.zero_, torch._foreach_zero_])
+_ABOUT_KIND = METADATA - _ABOUT_MEMORY  # a placeholder's memory is not that of what it stands for
+_ZEROING: frozenset[Any] = frozenset([torch.Tensor.zero_, torch.zero_, torch._foreach_zero_])

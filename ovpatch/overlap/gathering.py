@@ -1,0 +1,161 @@
+"""All-gathers of parameters after a step in which every rank updated its own slice, hidden under what comes next.
+
+[Note: one bucket settles as one] A bucket is gathered by one launch, whose parts cannot be waited for one by one, and
+ranks must launch the same. Whether a parameter can be pending is a question of this rank alone. So the launch is the
+same in any case, and if one parameter cannot be pending, this rank waits for the whole bucket at once.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn import Parameter
+
+from ovpatch.overlap.collectives import AllGather
+from ovpatch.overlap.labels import label, span
+from ovpatch.overlap.memory import handles
+from ovpatch.overlap.pending import mark, plainly, refusal, unmark
+from ovpatch.overlap.slices import Slice, cut, flat
+
+
+class _Padded(NamedTuple):
+    """A parameter that does not divide by the number of ranks is gathered elsewhere, and copied out."""
+
+    param: Tensor
+    gathered: Tensor
+
+
+class ParamGather:
+    """Gathers the slices of a bucket's parameters, in the parameters' own memory.
+
+    Use it over and over: :meth:`launch` after each step, :meth:`settle` before the next. Readers in between settle by
+    themselves.
+
+    Args:
+        params: Dense parameters of one dtype and device, each cut by :func:`ovpatch.overlap.slices.cut`.
+        group: The process group, on whose ranks the slices are.
+        feature: For labels in profiles.
+        name: Of the bucket, for labels in profiles.
+    """
+
+    def __init__(
+        self, params: Sequence[Parameter], group: dist.ProcessGroup, *, feature: str = "dist_optimizer", name: str = ""
+    ) -> None:
+        self._params = tuple(params)
+        self._world, self._rank = group.size(), group.rank()
+        self._gather = AllGather(group, params[0].device)
+        self._labels = label(feature, "all_gather", name), label(feature, "wait", name)
+        self._lock = threading.RLock()  # re-entered if a finaliser or a signal handler reads while we settle
+        self._works: list[dist.Work] = []
+        self._padded: list[_Padded] = []
+        self._stream: torch.cuda.Stream | None = None
+        # [Note: owners of a parameter] These nodes are kept so that a tensor has as many owners with a graph as without.
+        # Who else is legitimate differs: DDP's C++ reducer is, ours is none, and the former lets go of some after the
+        # first step. So the fewest owners that any parameter of the bucket has ever had are normal, and one more is a
+        # scripted module, or a graph that is still to be run backward.
+        self._owners = sys.maxsize
+        self._nodes = [torch.autograd.graph.get_gradient_edge(p).node for p in params if p.requires_grad]
+
+    @property
+    def is_pending(self) -> bool:
+        """Whether a gather has been launched and nobody has waited for it."""
+        return bool(self._works)
+
+    def launch(self) -> str:
+        """Start gathering: a collective, which all ranks of the group must call in the same order.
+
+        It reads this rank's slices as the current stream leaves them.
+
+        Returns:
+            Nothing if the parameters are pending now, else why not: then they are complete, in stream order.
+
+        Raises:
+            RuntimeError: The last gather has not been settled, so its results would mix with the slices of now.
+        """
+        if self._world == 1:
+            return ""
+        with self._lock:
+            if self._works:
+                raise RuntimeError("a gather was launched while the last one was under way; call settle() before step")
+            reason = self._mark()
+            try:
+                self._start()
+            except BaseException:
+                self._unmark()
+                raise
+            if reason:
+                self.settle()
+            return reason
+
+    def settle(self) -> None:
+        """Make the caller's stream, and launch's, wait for the values.
+
+        No collective, so on any rank, by any thread, in any mode.
+        """
+        with self._lock:
+            if not self._works:
+                return
+            with plainly(), span(self._labels[1]):
+                self._wait()
+            self._unmark()
+            self._works.clear()
+            self._padded.clear()
+
+    def _mark(self) -> str:
+        self._owners = min(self._owners, *map(handles, self._params))
+        for param in self._params:
+            if not mark(param, self.settle, owners=self._owners):
+                self._unmark()
+                return refusal(param, owners=self._owners)
+        return ""
+
+    def _unmark(self) -> None:
+        for param in self._params:
+            unmark(param)
+
+    def _start(self) -> None:
+        with plainly(), span(self._labels[0]):
+            pairs = [self._output_and_input(param) for param in self._params]
+            device = self._params[0].device
+            self._stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
+            self._works = self._gather(*zip(*pairs, strict=True))
+
+    def _output_and_input(self, param: Parameter) -> tuple[Tensor, Tensor]:
+        elements, part = flat(param.data), cut(param.numel(), self._world, self._rank)
+        if part.size * self._world == elements.numel():
+            return elements, elements[part.begin : part.end]
+        return self._padded_copy(elements, part)
+
+    def _padded_copy(self, elements: Tensor, part: Slice) -> tuple[Tensor, Tensor]:
+        gathered = elements.new_empty(part.size * self._world)
+        begin = self._rank * part.size
+        gathered[begin : begin + part.numel].copy_(elements[part.begin : part.end])
+        self._padded.append(_Padded(elements, gathered))
+        return gathered, gathered[begin : begin + part.size]
+
+    def _wait(self) -> None:
+        if self._stream is None:
+            self._take()
+            return
+        reader = torch.cuda.current_stream(self._stream.device)
+        with torch.cuda.stream(self._stream):
+            self._take()
+        if reader == self._stream:
+            return
+        if self._padded:  # copied on the launch stream
+            reader.wait_stream(self._stream)
+        else:  # without waiting for what else was queued there
+            for work in self._works:
+                work.wait()
+
+    def _take(self) -> None:
+        for work in self._works:
+            work.wait()
+        for param, gathered in self._padded:
+            param.copy_(gathered[: param.numel()])

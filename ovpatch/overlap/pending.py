@@ -1,0 +1,200 @@
+"""Parameters that are still being gathered, and whose readers must wait.
+
+[Note: pending by type] While a parameter's memory is partly stale, its class is :class:`PendingParameter`; settled, it
+is ``torch.nn.Parameter`` again, as ``UninitializedParameter`` becomes one. torch asks ``__torch_function__`` of that
+class whenever a function is called on it, from Python or from the parsers of C++ functions, wherever among the
+arguments the parameter is: in a list of a foreach operation, among an RNN's flat weights. What only asks for metadata
+passes; everything else settles first. Other tensors cost nothing more than they did.
+
+[Note: order of class and entry] ``mark`` writes the entry first and the class last; ``unmark`` puts the class back
+first and drops the entry last. So whoever sees the class finds the entry, or the parameter has been settled since.
+The other way round, a reader between the two would call the function again with a parameter that is still marked, and
+again, until the interpreter's recursion limit.
+
+[Note: who else reads] Not marked, so gathered at once, is what can be read without any of this: a parameter whose
+memory other tensors share (``detach()``, a view kept by a live graph, weights that cuDNN flattened), and one whose
+tensor C++ holds (a scripted or traced module, a graph that is to be run backward).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import cache
+from multiprocessing.reduction import ForkingPickler
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from ovpatch.overlap.memory import handles, references_of_one, storage_references
+from ovpatch.overlap.metadata import METADATA
+
+# By id(): the parameter, which is thereby kept alive, and what settles it.
+_PENDING: dict[int, tuple[Parameter, Callable[[], None]]] = {}
+
+# Owners of a parameter's tensor without DDP: all of Python, and the AccumulateGrad node.
+OWNERS = 2
+
+
+class PendingParameter(Parameter):
+    """The class of a parameter while its values are on their way."""
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Iterable[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        """Settle what is pending among the arguments, unless ``func`` asks for metadata only, then call ``func``."""
+        kwargs = kwargs or {}
+        if func in METADATA:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **kwargs)
+        settle_within((args, kwargs))
+        return func(*args, **kwargs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        """Copy the settled parameter; the copy is a plain one."""
+        settle(self)
+        return Parameter.__deepcopy__(self, memo)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Pickle the settled parameter, as a plain one."""
+        settle(self)
+        return Parameter.__reduce_ex__(self, protocol)
+
+
+def refusal(param: Tensor, *, aliases: int = 0, owners: int = OWNERS) -> str:
+    """Return why a parameter cannot be pending, or nothing if it can.
+
+    Args:
+        param: The parameter.
+        aliases: Number of tensors over the parameter's memory that the caller itself keeps.
+        owners: How many may hold the parameter's tensor object, by the count of
+            :func:`ovpatch.overlap.memory.handles`; a C++ reducer of DDP is three of them.
+    """
+    if type(param) is not Parameter:
+        return f"it is a {type(param).__name__}"
+    if storage_references(param) != references_of_one() + aliases:
+        return "other tensors share its memory"
+    if handles(param) > owners:
+        return "a graph or a scripted module holds it"
+    return ""
+
+
+def mark(param: Tensor, settle: Callable[[], None], *, aliases: int = 0, owners: int = OWNERS) -> bool:
+    """Make readers of a parameter call ``settle`` first.
+
+    Args:
+        param: The parameter.
+        settle: Brings the values and calls :func:`unmark`. It may be called several times, from any thread, and
+            in any mode that a reader can be in.
+        aliases: See :func:`refusal`.
+        owners: Likewise.
+
+    Returns:
+        Whether it is pending now. If not, the caller has to bring the values at once.
+    """
+    if refusal(param, aliases=aliases, owners=owners):
+        return False
+    assert isinstance(param, Parameter)
+    _settle_before_forks()
+    _PENDING[id(param)] = (param, settle)  # [Note: order of class and entry]
+    param.__class__ = PendingParameter
+    return True
+
+
+def unmark(param: Tensor) -> None:
+    """Make a parameter a plain one again: its values are there."""
+    if is_pending(param):
+        param.__class__ = Parameter
+    _PENDING.pop(id(param), None)
+
+
+def is_pending(param: Tensor) -> bool:
+    """Tell whether the parameter's values are still on their way."""
+    return type(param) is PendingParameter
+
+
+def any_pending() -> bool:
+    """Tell whether any parameter's values are."""
+    return bool(_PENDING)
+
+
+def settle(param: Tensor) -> None:
+    """Bring a parameter's values, if they are still on their way."""
+    if type(param) is PendingParameter:
+        entry = _PENDING.get(id(param))
+        if entry is not None:  # else another thread has just done it
+            entry[1]()
+
+
+def settle_all() -> None:
+    """Bring the values of everything that is pending in this process."""
+    for param, _ in list(_PENDING.values()):
+        settle(param)
+
+
+def settle_within(values: Any, *, otherwise_all: bool = True) -> None:
+    """Settle the pending parameters in nested tuples, lists and dictionaries.
+
+    Args:
+        values: Where to look.
+        otherwise_all: Settle everything if there are none. If torch says that there is one, it is in a container that
+            we do not know, and torch would ask again and again.
+    """
+    found = [value for value in _leaves(values) if type(value) is PendingParameter]
+    if not found and otherwise_all:
+        settle_all()
+    for param in found:
+        settle(param)
+
+
+def _leaves(values: Any) -> Iterator[Any]:
+    for value in values:
+        if isinstance(value, (tuple, list)):
+            yield from _leaves(value)
+        elif isinstance(value, Mapping):
+            yield from _leaves(value.values())
+        else:
+            yield value
+
+
+@contextlib.contextmanager
+def plainly() -> Iterator[None]:
+    """Work on tensors as if the reader were in no mode: of torch functions, of dispatch, of functorch or of inference.
+
+    A copy that settles a parameter is no part of what the reader computes: it must not be recorded, nor be refused as
+    a write to a captured tensor.
+    """
+    with (
+        torch._C.DisableTorchFunction(),
+        torch._C._DisableTorchDispatch(),
+        torch._C._DisableFuncTorch(),
+        torch.inference_mode(False),
+        torch.no_grad(),
+    ):
+        yield
+
+
+@cache
+def _settle_before_forks() -> None:
+    """A forked child has neither the communicator's threads nor, perhaps, a lock that is free."""
+    if hasattr(os, "register_at_fork"):
+        os.register_at_fork(before=settle_all)
+
+
+def _reduce_between_processes(param: Parameter) -> Any:
+    from torch.multiprocessing.reductions import reduce_tensor
+
+    settle(param)
+    return reduce_tensor(param)
+
+
+# torch registers how tensors travel to other processes by exact type.
+ForkingPickler.register(PendingParameter, _reduce_between_processes)

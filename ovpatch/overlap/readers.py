@@ -1,0 +1,173 @@
+"""Readers of parameters that do not ask the parameter's class, and where they pass before they read.
+
+What a class can see is in ``pending.py``, [Note: pending by type]. The rest is wrapped at the one function through
+which it goes: :data:`ENTRANCES`, for a feature to register as patches.
+
+[Note: compiled code] A graph reads memory, and its guards compare classes, so both need settled parameters before the
+compiled frame is entered. Every way in, of ``torch.compile`` of a function, a module or DDP, of ``module.compile()``
+and of code compiled before ``apply()``, is the function ``compile_wrapper`` that ``_TorchDynamoContext.__call__``
+makes. It is a closure, but right before the call it looks up ``_callback_from_stance``, a function of the module,
+outside of any tracing and before any guard. If what it calls belongs to a module, the parameters of that module are
+settled, so that blocks that are compiled one by one keep their overlap; otherwise everything is. A block that reads
+parameters that are not its own is right as well, because Dynamo breaks the graph there, but not fast.
+
+[Note: module calls] A pre-hook on all modules would do for kernels that read raw memory: scripted functions,
+extensions in C++. But torch warns about global hooks whenever a compiled module is called, Dynamo guards on their
+number, and takes another way through ``Module.__call__`` if there are any. ``Module._call_impl`` calls
+``torch._C._get_tracing_state`` first of all, in eager mode, and nobody guards on it.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from types import FrameType
+from typing import Any, Final, NamedTuple
+
+import torch
+from torch import nn
+
+from ovpatch.overlap.pending import any_pending, settle, settle_all, settle_within
+
+# How far up the caller may be: patches put frames of their own between.
+_FRAMES = 8
+
+# They take their fast path only if no parameter, children's included, has a class that wants to be asked.
+_ASK_FIRST = (nn.MultiheadAttention, nn.TransformerEncoderLayer, nn.TransformerEncoder)
+
+
+class Entrance(NamedTuple):
+    """A function of torch through which readers pass.
+
+    Attributes:
+        target: Its dotted path.
+        wrap: Takes the function and returns one that settles first.
+        why: Who passes there.
+    """
+
+    target: str
+    wrap: Callable[[Callable[..., Any]], Callable[..., Any]]
+    why: str
+
+
+def settle_module(module: nn.Module) -> None:
+    """Settle what a call of this module may read without asking.
+
+    That is its own parameters; those of the children as well if they are not called by Python, or decide by their
+    classes.
+    """
+    if isinstance(module, (torch.jit.ScriptModule, *_ASK_FIRST)) or "forward" in module.__dict__:
+        settle_tree(module)
+        return
+    for param in module._parameters.values():
+        if param is not None:
+            settle(param)
+
+
+def settle_tree(module: nn.Module) -> None:
+    """Settle all parameters of a module and its children."""
+    for param in module.parameters():
+        settle(param)
+
+
+def settling_arguments(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap a function so that pending parameters among its arguments are settled first."""
+
+    def settled(*args: Any, **kwargs: Any) -> Any:
+        if not torch.compiler.is_compiling() and any_pending():
+            settle_within((args, kwargs), otherwise_all=False)
+        return original(*args, **kwargs)
+
+    return settled
+
+
+def settling_module_calls(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap what ``Module._call_impl`` calls first. See [Note: module calls]."""
+
+    def settled() -> Any:
+        if torch.compiler.is_compiling():
+            return None  # as Dynamo takes it to be; it knows the original by its place, where it no longer is
+        if any_pending():
+            module = _of_a_caller("_call_impl", "self")
+            if isinstance(module, nn.Module):
+                settle_module(module)
+        return original()
+
+    return settled
+
+
+def settling_compiled_calls(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap what every call of compiled code calls first. See [Note: compiled code]."""
+
+    def settled(callback: Any) -> Any:
+        if callback is not None and any_pending():  # None: code that is not to be compiled
+            _settle_for(_of_a_caller("compile_wrapper", "fn"))
+        return original(callback)
+
+    return settled
+
+
+def _settle_for(function: Any) -> None:
+    module = getattr(function, "__wrapped__", getattr(function, "__self__", function))
+    if isinstance(module, nn.Module):
+        settle_tree(module)
+    else:
+        settle_all()
+
+
+def _of_a_caller(name: str, variable: str) -> Any:
+    """Return a variable of the nearest calling function of this name."""
+    for frame in _frames(sys._getframe(1)):
+        if frame.f_code.co_name == name:
+            return frame.f_locals.get(variable)
+    return None
+
+
+def _frames(frame: FrameType | None) -> Iterator[FrameType]:
+    for _ in range(_FRAMES):
+        if frame is None:
+            return
+        yield frame
+        frame = frame.f_back
+
+
+ENTRANCES: Final = (
+    Entrance(
+        "torch._dynamo.eval_frame._callback_from_stance",
+        settling_compiled_calls,
+        "is called right before compiled code, outside of it, whatever was compiled and when; graphs read memory, and "
+        "their guards compare classes",
+    ),
+    Entrance(
+        "torch._C._get_tracing_state",
+        settling_module_calls,
+        "is what every module call in eager mode calls first; scripted functions and extensions read the memory of the "
+        "module's parameters, and a global hook makes compiled modules warn",
+    ),
+    Entrance(
+        "torch._functorch.utils.unwrap_dead_wrappers",
+        settling_arguments,
+        "sees the arguments of every autograd.Function, whose kernels may read memory",
+    ),
+    Entrance(
+        "torch._functorch.eager_transforms._wrap_tensor_for_grad",
+        settling_arguments,
+        "sees the arguments of torch.func.grad, vjp, jvp and what is made of them; below it is C++",
+    ),
+    Entrance(
+        "torch._functorch.eager_transforms._maybe_wrap_functional_tensor",
+        settling_arguments,
+        "sees the arguments of torch.func.functionalize; below it is C++",
+    ),
+    Entrance(
+        "torch._functorch.vmap._create_batched_inputs",
+        settling_arguments,
+        "sees the arguments of torch.vmap; below it is C++",
+    ),
+    Entrance(
+        "torch.nn.parameter.Parameter.__new__",
+        settling_arguments,
+        "compares the type of what a parameter is made of with Parameter, exactly",
+    ),
+)
+"""Where to settle on behalf of readers that do not ask."""

@@ -1,0 +1,75 @@
+"""Parameters whose memory is stale, for tests of what may not be read before it is settled."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ovpatch.overlap.pending import is_pending, mark, plainly, refusal, unmark
+from ovpatch.overlap.readers import ENTRANCES
+from ovpatch.patching import PatchManager
+
+GARBAGE = 1e4
+
+
+class Stale:
+    """Holds the true values of some parameters, as the peers would, and has garbage written where they belong."""
+
+    def __init__(self, params: list[nn.Parameter]) -> None:
+        self.params = params
+        self.settled = 0
+        self._lock = threading.Lock()
+        # As ParamGather does.
+        self.nodes = [torch.autograd.graph.get_gradient_edge(p).node for p in params if p.requires_grad]
+        self.values = [param.detach().clone() for param in params]
+
+    def mark(self) -> Stale:
+        for param in self.params:
+            param.data.fill_(GARBAGE if param.is_floating_point() else 0)
+            assert mark(param, self.settle), refusal(param)
+        return self
+
+    def settle(self) -> None:
+        with self._lock:
+            if not any(is_pending(param) for param in self.params):
+                return
+            with plainly():
+                for param, value in zip(self.params, self.values, strict=True):
+                    param.data.copy_(value)
+            for param in self.params:
+                unmark(param)
+            self.settled += 1
+
+
+def stale(model: nn.Module) -> Stale:
+    """Make all parameters of a model stale."""
+    return Stale(list(dict.fromkeys(model.parameters()))).mark()
+
+
+@contextlib.contextmanager
+def entrances() -> Iterator[None]:
+    """Install the entrances as a feature would."""
+    patches = PatchManager()
+    for entrance in ENTRANCES:
+        patches.register_patch(entrance.target, wrap=entrance.wrap, feature="pending", why=entrance.why)
+    with patches.applied("pending"):
+        yield
+
+
+def tensors(result: Any) -> list[Any]:
+    """Return a reader's result in a form that can be compared and sent."""
+    leaves = torch.utils._pytree.tree_leaves(result)
+    return [leaf.detach().clone() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+
+
+def same(left: list[Any], right: list[Any]) -> bool:
+    """Compare two results bit by bit."""
+    return len(left) == len(right) and all(
+        torch.equal(a, b) if isinstance(a, Tensor) and isinstance(b, Tensor) else a == b
+        for a, b in zip(left, right, strict=True)
+    )

@@ -1,0 +1,290 @@
+"""All-gathers of parameters, on several ranks."""
+
+from __future__ import annotations
+
+import copy
+import threading
+import time
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from ovpatch.overlap.gathering import ParamGather
+from ovpatch.overlap.pending import any_pending, is_pending, refusal, settle_all
+from ovpatch.overlap.slices import cut, flat
+from tests.overlap.reading import READERS
+from tests.overlap.stale import GARBAGE, entrances, same, tensors
+
+DTYPES = [torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.complex64]
+
+# How long the other ranks let rank 0 wait, so that whoever reads there without settling reads garbage.
+LATE = 0.01
+
+
+def group() -> dist.ProcessGroup:
+    return dist.distributed_c10d._get_default_group()
+
+
+def forget_the_others(params: list[nn.Parameter]) -> None:
+    """Keep what this rank owns of each parameter, and write garbage elsewhere."""
+    for param in params:
+        part = cut(param.numel(), dist.get_world_size(), dist.get_rank())
+        elements = flat(param.data)
+        elements[: part.begin] = GARBAGE
+        elements[part.end :] = GARBAGE
+
+
+def quiet(params: list[nn.Parameter]) -> None:
+    """Wait until gloo's thread has let go of the last collective's tensors; a program's next step comes later."""
+    deadline = time.monotonic() + 1
+    while "other tensors share its memory" in map(refusal, params) and time.monotonic() < deadline:
+        time.sleep(0.0005)
+
+
+def gathered(sizes: list[tuple[int, ...]], dtype: torch.dtype, memory_format: torch.memory_format) -> dict[str, Any]:
+    generator = torch.Generator().manual_seed(0)
+    wanted = [torch.randn(size, generator=generator, dtype=torch.float64).to(dtype) for size in sizes]
+    wanted = [w.contiguous(memory_format=memory_format) if w.dim() == 4 else w for w in wanted]
+    params = [nn.Parameter(w.clone()) for w in wanted]
+    before = [(p.data_ptr(), p.stride(), p.dtype, p.shape, p._version) for p in params]
+    gather = ParamGather(params, group())
+    outcome = []
+    for _ in range(3):
+        quiet(params)
+        forget_the_others(params)
+        reason = gather.launch()
+        pending = [is_pending(p) for p in params]
+        gather.settle()
+        values = [torch.equal(p, w) for p, w in zip(params, wanted, strict=True)]
+        outcome.append((reason, all(pending), all(values), any_pending(), gather.is_pending))
+    after = [(p.data_ptr(), p.stride(), p.dtype, p.shape, p._version) for p in params]
+    plain = all(type(p) is nn.Parameter and p.requires_grad and p.is_leaf and p.grad is None for p in params)
+    return {"outcome": outcome, "same": before == after, "plain": plain}
+
+
+@pytest.mark.parametrize("world", [1, 2, 3])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_parameters_are_whole_again_where_they_were(ranks, world, dtype):
+    sizes = [(6, 4), (7,), (2, 6, 4, 3), (13, 5), (12,)]
+    for result in ranks(world)(gathered, sizes, dtype, torch.channels_last):
+        if world > 1:
+            assert result == {"outcome": [("", True, True, False, False)] * 3, "same": True, "plain": True}
+
+
+@pytest.mark.parametrize("sizes", [[(6, 6)], [(7,)], [(5,), (1, 7)]])
+def test_one_parameter_or_none_that_divides(ranks, sizes):
+    for result in ranks(3)(gathered, sizes, torch.float32, torch.contiguous_format):
+        assert result == {"outcome": [("", True, True, False, False)] * 3, "same": True, "plain": True}
+
+
+def read_by_all(names: list[str]) -> list[str]:
+    """Read with every reader after a gather, rank 0 before the others have launched it; return who read wrongly."""
+    wrong = []
+    with entrances():
+        for name in names:
+            make, read = READERS[name]
+            torch.manual_seed(0)
+            model = make()
+            expected = tensors(read(copy.deepcopy(model)))
+            if not read_after_a_gather(model, read, expected):
+                wrong.append(name)
+            del model
+    return wrong
+
+
+def read_after_a_gather(model: nn.Module, read: Any, expected: list[Any]) -> bool:
+    params = list(model.parameters())
+    gather = ParamGather(params, group())
+    forget_the_others(params)
+    dist.barrier()
+    if dist.get_rank():
+        time.sleep(LATE)
+    assert gather.launch() == ""
+    right = same(tensors(read(model)), expected)
+    return right and not any_pending()
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_every_reader_finds_what_was_gathered(ranks, world):
+    assert ranks(world)(read_by_all, list(READERS), timeout=120) == [[]] * world
+
+
+def under_ddp(steps: int) -> list[str]:
+    """A loss that is alive, an optimizer, DDP's reducer: nothing of this is in the way."""
+    model = DistributedDataParallel(nn.Sequential(nn.Linear(6, 12), nn.ReLU(), nn.Linear(12, 5)))
+    optimizer = torch.optim.AdamW(model.parameters())
+    gather, reasons = ParamGather(list(model.parameters()), group()), []
+    for _ in range(steps):
+        optimizer.zero_grad()
+        loss = model(torch.ones(3, 6)).sum()
+        loss.backward()
+        gather.settle()
+        optimizer.step()
+        quiet(list(model.parameters()))
+        reasons.append(gather.launch())
+    del loss
+    gather.settle()
+    return reasons
+
+
+def test_nothing_of_a_usual_step_is_in_the_way(ranks):
+    assert ranks(2)(under_ddp, 4) == [[""] * 4] * 2
+
+
+def steps(count: int) -> tuple[list[float], list[bool]]:
+    """Train by gathers, and alone; a collective of the program's own runs in between."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 12), nn.ReLU(), nn.Linear(12, 5))
+    alone = copy.deepcopy(model)
+    buckets = [ParamGather(list(part.parameters()), group(), name=str(i)) for i, part in enumerate(model) if i != 1]
+    losses, equal = [], []
+    for step in range(count):
+        x = torch.full((3, 6), 0.1 * step)
+        for each in (model, alone):
+            each.zero_grad()
+            loss = each(x).square().sum()
+            loss.backward()
+        losses.append(loss.item())
+        settle_all()
+        with torch.no_grad():
+            for mine, theirs in zip(model.parameters(), alone.parameters(), strict=True):
+                mine.sub_(mine.grad, alpha=0.1)
+                theirs.sub_(theirs.grad, alpha=0.1)
+        quiet(list(model.parameters()))
+        forget_the_others(list(model.parameters()))
+        for bucket in buckets:
+            assert bucket.launch() == ""
+        dist.all_reduce(torch.ones(1))
+        if step % 2:
+            equal.append(all(torch.equal(a, b) for a, b in zip(model.parameters(), alone.parameters(), strict=True)))
+    settle_all()
+    return losses, equal
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_training_goes_on_over_gathers(ranks, world):
+    results = ranks(world)(steps, 6)
+    assert all(result == results[0] for result in results)
+    assert results[0][1] == [True] * 3
+
+
+def alone_on_rank_0() -> bool:
+    """No collective settles: one rank may read while the others do something else."""
+    model = nn.Linear(6, 7)
+    dist.broadcast(model.weight.data, 0)
+    expected = model.weight.detach().clone()
+    gather = ParamGather([model.weight], group())
+    quiet([model.weight])
+    forget_the_others([model.weight])
+    gather.launch()
+    if dist.get_rank() == 0:
+        right = torch.equal(model.weight, expected)
+        dist.barrier()
+        return right
+    dist.barrier()
+    still = is_pending(model.weight)
+    return still and torch.equal(model.weight, expected)
+
+
+def test_one_rank_reads_alone(ranks):
+    assert ranks(2)(alone_on_rank_0) == [True] * 2
+
+
+def by_threads() -> list[bool]:
+    found: list[bool] = []
+    for _ in range(20):
+        params = [nn.Parameter(torch.arange(float(n))) for n in (60, 7, 13)]
+        expected = [p.detach().clone() for p in params]
+        gather = ParamGather(params, group())
+        forget_the_others(params)
+        threads = [
+            threading.Thread(target=lambda p=p, e=e: found.append(torch.equal(p, e)))
+            for p, e in [*zip(params, expected, strict=True)] * 2
+        ]
+        gather.launch()
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(20)
+    return found
+
+
+def test_many_threads_read_one_bucket(ranks):
+    assert ranks(2)(by_threads) == [[True] * 120] * 2
+
+
+def refused() -> list[Any]:
+    """What cannot be pending is gathered at once, on this rank alone; the others go on."""
+    model = nn.Linear(6, 6)
+    dist.broadcast(model.weight.data, 0)
+    expected = model.weight.detach().clone()
+    gather = ParamGather([model.weight], group())
+    quiet([model.weight])
+    alias = model.weight.detach() if dist.get_rank() == 0 else None
+    forget_the_others([model.weight])
+    reason = gather.launch()
+    return [reason, is_pending(model.weight), alias is None or torch.equal(alias, expected), any_pending()]
+
+
+def test_a_shared_memory_is_gathered_at_once(ranks):
+    first, second = ranks(2)(refused)
+    assert first == ["other tensors share its memory", False, True, False]
+    assert second == ["", True, True, True]
+
+
+def scripted(wrapped: bool) -> list[Any]:
+    found: list[Any] = []
+    for make in (torch.jit.script, lambda module: torch.jit.trace(module, torch.ones(1, 6))):
+        torch.manual_seed(0)
+        model = nn.Linear(6, 7)
+        expected = model(torch.ones(1, 6))
+        gather = ParamGather(list(model.parameters()), group())
+        wrapper = DistributedDataParallel(model) if wrapped else None
+        gather.launch()
+        gather.settle()
+        quiet(list(model.parameters()))
+        compiled = make(model)
+        forget_the_others(list(model.parameters()))
+        reason = gather.launch()
+        found.append((reason, torch.equal(compiled.forward(torch.ones(1, 6)), expected)))
+        del compiled, wrapper
+    return found
+
+
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_a_scripted_module_is_gathered_at_once(ranks, wrapped):
+    for result in ranks(2)(scripted, wrapped):
+        assert result == [("a graph or a scripted module holds it", True)] * 2
+
+
+def launched_twice() -> str:
+    gather = ParamGather([nn.Parameter(torch.zeros(4))], group())
+    gather.launch()
+    try:
+        gather.launch()
+    except RuntimeError as error:
+        return str(error)
+    finally:
+        gather.settle()
+    return ""
+
+
+def test_a_second_launch_is_refused(ranks):
+    assert all("call settle() before step" in text for text in ranks(2)(launched_twice))
+
+
+def profiled() -> list[str]:
+    gather = ParamGather([nn.Parameter(torch.zeros(4))], group(), name="0")
+    with torch.profiler.profile() as profile:
+        gather.launch()
+        gather.settle()
+    return sorted({event.name for event in profile.events() if event.name.startswith("ovpatch::")})
+
+
+def test_labels_in_a_profile(ranks):
+    for names in ranks(2)(profiled):
+        assert names == ["ovpatch::dist_optimizer::all_gather (0)", "ovpatch::dist_optimizer::wait (0)"]

@@ -1,0 +1,299 @@
+"""The class of parameters whose values are on their way."""
+
+from __future__ import annotations
+
+import gc
+import os
+import threading
+import weakref
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from ovpatch.overlap.pending import (
+    PendingParameter,
+    any_pending,
+    is_pending,
+    mark,
+    refusal,
+    settle,
+    settle_all,
+    unmark,
+)
+from ovpatch.overlap.readers import settle_module
+from tests.overlap.stale import GARBAGE, Stale, entrances, stale
+
+
+@pytest.fixture(autouse=True)
+def _nothing_stays_pending():
+    yield
+    assert not any_pending()
+
+
+@pytest.fixture
+def param():
+    param = nn.Parameter(torch.arange(12.0).view(3, 4))
+    param.grad = torch.ones(3, 4)
+    return param
+
+
+METADATA = {
+    "shape": lambda p: p.shape,
+    "size": lambda p: (p.size(), p.size(0), len(p), p.dim(), p.ndim, p.numel(), p.nelement()),
+    "stride": lambda p: (p.stride(), p.storage_offset(), p.is_contiguous()),
+    "dtype": lambda p: (p.dtype, p.is_floating_point(), torch.is_floating_point(p), p.is_complex()),
+    "device": lambda p: (p.device, p.is_cuda, p.is_cpu, p.is_meta, p.get_device()),
+    "bytes": lambda p: (p.element_size(), p.itemsize, p.nbytes),
+    "layout": lambda p: (p.layout, p.is_sparse, p.is_quantized, p.is_nested),
+    "autograd": lambda p: (p.requires_grad, p.is_leaf, p.grad_fn, p.grad, p._version, p.retains_grad, p.output_nr),
+    "requires_grad set": lambda p: (setattr(p, "requires_grad", True), p.requires_grad_(True) is p),
+    "grad set": lambda p: setattr(p, "grad", torch.zeros(3, 4)),
+    "grad deleted": lambda p: delattr(p, "grad"),
+    "hooks": lambda p: (p.register_hook(print).remove(), p.register_post_accumulate_grad_hook(print).remove()),
+    "hash": lambda p: (hash(p) == id(p), p in {p: 1}, p in {p}),
+    "type": lambda p: (isinstance(p, nn.Parameter), isinstance(p, torch.Tensor), issubclass(type(p), nn.Parameter)),
+    "attribute": lambda p: (setattr(p, "sequence_parallel", True), p.sequence_parallel),
+    "weakref": lambda p: weakref.ref(p)() is p,
+    "registered": lambda p: nn.ParameterList([p])[0] is p,
+    "zero_grad": lambda p: (nn.ParameterList([p]).zero_grad(), p.grad),
+    "optimizer": lambda p: torch.optim.SGD([p], lr=1).param_groups[0]["params"][0] is p,
+}
+
+
+@pytest.mark.parametrize("name", METADATA)
+def test_metadata_does_not_wait(param, name):
+    holder = Stale([param]).mark()
+    METADATA[name](param)
+    assert is_pending(param)
+    assert holder.settled == 0
+    settle(param)
+
+
+@pytest.mark.parametrize("name", ["shape", "size", "stride", "dtype", "device", "bytes", "layout", "hash", "type"])
+def test_metadata_is_what_it_was(param, name):
+    before = METADATA[name](param)
+    holder = Stale([param]).mark()
+    assert METADATA[name](param) == before
+    holder.settle()
+
+
+def test_a_parameter_stays_itself(param):
+    model = nn.Module()
+    model.weight = param
+    param.note = "kept"
+    address, grad, version = param.data_ptr(), param.grad, param._version
+    Stale([param]).mark()
+    assert type(param) is PendingParameter
+    assert model.weight is param
+    assert dict(model.named_parameters())["weight"] is param
+    settle(param)
+    assert type(param) is nn.Parameter
+    assert (param.data_ptr(), param.note) == (address, "kept")
+    assert param.grad is grad
+    assert param._version == version
+
+
+def test_all_of_a_bucket_become_plain_together():
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    holder = stale(model)
+    model[0].weight.sum()
+    assert not any(is_pending(p) for p in model.parameters())
+    assert holder.settled == 1
+
+
+def test_settle_all_and_settle_what_is_not_pending(param):
+    holders = [Stale([nn.Parameter(torch.zeros(2))]).mark() for _ in range(3)]
+    settle_all()
+    settle_all()
+    assert [holder.settled for holder in holders] == [1, 1, 1]
+    settle(param)
+    unmark(param)
+    assert type(param) is nn.Parameter
+
+
+def test_a_pending_parameter_lives_until_it_is_settled():
+    param = nn.Parameter(torch.zeros(2))
+    holder = Stale([param]).mark()
+    there = weakref.ref(param)
+    holder.params.clear()
+    holder.nodes.clear()
+    del param
+    gc.collect()
+    assert there() is not None
+    unmark(there())
+    gc.collect()
+    assert there() is None
+
+
+# --- what cannot be pending ---
+
+
+class Own(nn.Parameter):
+    pass
+
+
+def test_foreign_types_are_refused():
+    buffer = nn.Buffer(torch.zeros(2))
+    for tensor in (Own(torch.zeros(2)), torch.zeros(2), nn.UninitializedParameter(), buffer):
+        assert not mark(tensor, settle_all)
+        assert refusal(tensor).startswith("it is a ")
+
+
+def test_a_pending_one_is_refused(param):
+    holder = Stale([param]).mark()
+    assert not mark(param, settle_all)
+    holder.settle()
+
+
+ALIASES = {
+    "detach": lambda p: p.detach(),
+    "state_dict": lambda p: nn.ParameterList([p]).state_dict(),
+    "numpy": lambda p: p.detach().numpy(),
+    "dlpack": lambda p: torch.utils.dlpack.to_dlpack(p.detach()),
+    "storage": lambda p: p.untyped_storage(),
+    "view": lambda p: p[0],
+    "Parameter": lambda p: nn.Parameter(p),
+}
+
+
+@pytest.mark.parametrize("name", ALIASES)
+def test_shared_memory_is_refused_while_it_is_shared(param, name):
+    alias = ALIASES[name](param)
+    assert refusal(param) == "other tensors share its memory"
+    assert not mark(param, settle_all)
+    assert type(param) is nn.Parameter
+    del alias
+    assert refusal(param) == ""
+
+
+def test_the_callers_own_aliases_are_told(param):
+    alias = param.data
+    assert mark(param, settle_all, aliases=1)
+    unmark(param)
+    del alias
+    assert not mark(param, settle_all, aliases=1)
+
+
+def test_a_graph_that_can_still_be_run_backward_is_refused():
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    x = torch.ones(2, 3, requires_grad=True)
+    nodes = [torch.autograd.graph.get_gradient_edge(p).node for p in model.parameters()]
+    loss = model(x).sum() + (model[0].bias * x).sum()
+    assert refusal(model[1].weight) != ""
+    assert refusal(model[0].bias) != ""
+    loss.backward()
+    assert [refusal(param) for param in model.parameters()] == [""] * 4
+    del nodes
+
+
+# --- who reads ---
+
+
+def test_an_error_reaches_every_reader_and_no_value_is_shown(param):
+    def fails() -> None:
+        raise RuntimeError("the peer is gone")
+
+    mark(param, fails)
+    for read in (lambda: param.sum(), lambda: param.tolist(), lambda: str(param), settle_all):
+        with pytest.raises(RuntimeError, match="the peer is gone"):
+            read()
+    assert is_pending(param)
+    unmark(param)
+
+
+class Sub(torch.Tensor):
+    pass
+
+
+class Careless(torch.Tensor):
+    """Calls what it is asked for without looking at the types, as many do."""
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        return torch._tensor._convert(func(*[torch.Tensor(a) if type(a) is cls else a for a in args]), cls)
+
+
+@pytest.mark.parametrize("kind", [Sub, Careless])
+def test_other_subclasses_get_along_with_it(param, kind):
+    x = torch.ones(2, 4).as_subclass(kind)
+    expected = F.linear(x, param)
+    Stale([param]).mark()
+    result = F.linear(x, param)
+    assert type(result) is kind
+    assert torch.equal(torch.Tensor(result), torch.Tensor(expected))
+
+
+def test_a_module_settles_its_own_and_not_its_childrens():
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    stale(model[0])
+    holder = stale(model[1])
+    settle_module(model)
+    assert is_pending(model[0].weight)
+    settle_module(model[0])
+    assert not is_pending(model[0].weight)
+    assert holder.settled == 0
+    model.forward = model.forward  # as CUDA graphs of callables and others do: the children are not called any more
+    settle_module(model)
+    assert holder.settled == 1
+
+
+def test_the_optimizer_is_no_reader_of_the_stale(param):
+    """A feature settles before step, so what an optimizer adds, it adds to new values."""
+    optimizer = torch.optim.SGD([param], lr=1.0)
+    Stale([param]).mark()
+    optimizer.step()
+    assert torch.equal(param, torch.arange(12.0).view(3, 4) - 1)
+
+
+def test_a_reader_that_comes_while_another_settles_waits(param):
+    entered, go_on = threading.Event(), threading.Event()
+    holder = Stale([param])
+    bring = holder.settle
+
+    def slowly() -> None:
+        entered.set()
+        assert go_on.wait(20)
+        bring()
+
+    holder.settle = slowly
+    holder.mark()
+    found = []
+    threads = [threading.Thread(target=lambda: found.append(param.sum().item())) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    assert entered.wait(20)
+    assert found == []
+    go_on.set()
+    for thread in threads:
+        thread.join(20)
+    assert found == [66.0] * 4
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="processes are not forked here")
+def test_a_fork_settles_first(param):
+    holder = Stale([param]).mark()
+    child = os.fork()
+    if not child:
+        os._exit(0 if type(param) is nn.Parameter and param.data.sum() == 66 else 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert holder.settled == 1
+
+
+def test_garbage_would_be_seen(param):
+    """The tests of readers rest on this."""
+    holder = Stale([param]).mark()
+    unmark(param)
+    assert (param == GARBAGE).all()
+    assert holder.settled == 0
+
+
+def test_entrances_leave_other_tensors_alone():
+    with entrances():
+        x = torch.ones(2, 2)
+        assert torch.equal(torch.vmap(torch.sum)(x), torch.full((2,), 2.0))
+        assert torch.equal(torch.func.grad(torch.sum)(x), x)
+        assert type(nn.Parameter(x)) is nn.Parameter
+        assert type(Own(x)) is Own
+        assert nn.Identity()(x) is x

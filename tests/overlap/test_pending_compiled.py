@@ -1,0 +1,213 @@
+"""Compiled code reads new values, and is compiled as often as where nothing is ever pending."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch._dynamo
+from torch import nn
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch.nn.parallel import DistributedDataParallel
+
+from ovpatch.overlap.gathering import ParamGather
+from ovpatch.overlap.pending import is_pending, settle_all
+from tests.overlap.stale import GARBAGE, Stale, entrances
+from tests.overlap.test_gathering import forget_the_others, group, quiet
+
+X = torch.linspace(-1, 1, 12).view(3, 4)
+
+
+def network() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 8), nn.LayerNorm(8), nn.Linear(8, 2))
+
+
+def whole(model: nn.Sequential, backend: Any) -> Any:
+    return torch.compile(model, backend=backend)
+
+
+def full_graph(model: nn.Sequential, backend: Any) -> Any:
+    return torch.compile(model, backend=backend, fullgraph=True)
+
+
+class Block(nn.Module):
+    """A user's module: torch compiles nothing of its own ones by themselves."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.inner(x)
+
+
+def in_place(model: nn.Sequential, backend: Any) -> Any:
+    compiled = Block(model)
+    compiled.compile(backend=backend)
+    return compiled
+
+
+def blocks(model: nn.Sequential, backend: Any) -> Any:
+    for i in (0, 2, 4):
+        model[i] = Block(model[i])
+        model[i].compile(backend=backend)
+    return model
+
+
+def wrapped_blocks(model: nn.Sequential, backend: Any) -> Any:
+    for i in (0, 2, 4):
+        model[i] = torch.compile(Block(model[i]), backend=backend)
+    return model
+
+
+def function(model: nn.Sequential, backend: Any) -> Any:
+    return torch.compile(lambda x: model(x), backend=backend)
+
+
+def broken(model: nn.Sequential, backend: Any) -> Any:
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        x = model[:2](x)
+        torch._dynamo.graph_break()
+        return model[2:](x)
+
+    return torch.compile(forward, backend=backend)
+
+
+WAYS = [whole, full_graph, in_place, blocks, wrapped_blocks, function, broken]
+
+
+def train(way: Callable[..., Any], backend: str, *, pending: bool) -> dict[str, Any]:
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    model, counter = network(), CompileCounterWithBackend(backend)
+    params = list(model.parameters())
+    compiled, losses = way(model, counter), []
+    for _ in range(3):
+        losses += step(compiled, model)
+        if pending:
+            decay_late(params)
+        else:
+            decay(params)
+    settle_all()
+    breaks = sum(torch._dynamo.utils.counters["graph_break"].values())
+    return {"losses": losses, "graphs": counter.frame_count, "ops": counter.op_count, "breaks": breaks}
+
+
+def step(compiled: Any, model: nn.Module) -> list[float]:
+    with torch.no_grad():
+        quiet_loss = compiled(X).square().sum().item()
+    loss = compiled(X).square().sum()
+    loss.backward()
+    model.zero_grad()
+    return [quiet_loss, loss.item()]
+
+
+def decay(params: list[nn.Parameter]) -> None:
+    for param in params:
+        param.data.mul_(0.9)
+
+
+def decay_late(params: list[nn.Parameter]) -> None:
+    holder = Stale(params)
+    holder.values = [value * 0.9 for value in holder.values]
+    holder.mark()
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)
+def test_compiled_code_is_stocks(way, backend):
+    if backend == "eager" and way is not whole:
+        pytest.skip("one is enough")
+    stock = train(way, backend, pending=False)
+    with entrances(), warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*global hooks.*")
+        assert train(way, backend, pending=True) == stock
+    assert stock["graphs"] > 0
+
+
+def test_code_compiled_before_the_entrances_is_covered():
+    torch._dynamo.reset()
+    model = network()
+    compiled = torch.compile(model, backend="eager")
+    compiled(X)
+    with entrances():
+        decay_late(list(model.parameters()))
+        found = compiled(X)
+    assert torch.equal(found, model(X))
+
+
+def test_a_compiled_block_leaves_the_others_pending():
+    torch._dynamo.reset()
+    model = blocks(network(), "eager")
+    with entrances():
+        first, last = Stale(list(model[0].parameters())).mark(), Stale(list(model[4].parameters())).mark()
+        model[0](X)
+        assert (first.settled, last.settled) == (1, 0)
+        assert is_pending(model[4].inner.weight)
+        settle_all()
+
+
+class Borrows(nn.Module):
+    """Reads a parameter that belongs to another module, which it does not have."""
+
+    def __init__(self, lender: nn.Module) -> None:
+        super().__init__()
+        self.lenders = [lender]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x @ self.lenders[0].weight
+
+
+def test_a_parameter_that_is_not_the_blocks_own_is_right_though_slow():
+    torch._dynamo.reset()
+    lender = nn.Linear(4, 4)
+    model = Borrows(lender)
+    model.compile(backend="eager")
+    with entrances():
+        for _ in range(3):
+            decay_late(list(lender.parameters()))
+            found = model(X)
+            assert torch.equal(found, X @ lender.weight)
+    assert not (lender.weight == GARBAGE).any()
+
+
+@pytest.mark.slow
+def test_inductor_reads_new_values():
+    stock = train(whole, "inductor", pending=False)
+    with entrances():
+        assert train(whole, "inductor", pending=True) == stock
+
+
+def compiled_ddp(*, gathers: bool) -> tuple[list[float], int, int]:
+    torch._dynamo.utils.counters.clear()
+    counter = CompileCounterWithBackend("aot_eager")
+    model = DistributedDataParallel(Block(network()))
+    compiled, params = torch.compile(model, backend=counter), list(model.parameters())
+    gather, losses = ParamGather(params, group()), []
+    for _ in range(3):
+        losses += step(compiled, model)
+        quiet(params)
+        decay(params)
+        if gathers:
+            forget_the_others(params)
+            reason = gather.launch()
+            assert reason == "", reason
+    settle_all()
+    return losses, counter.frame_count, sum(torch._dynamo.utils.counters["graph_break"].values())
+
+
+def compiled_ddp_with_and_without() -> list[Any]:
+    stock = compiled_ddp(gathers=False)
+    torch._dynamo.reset()
+    with entrances():
+        return [stock, compiled_ddp(gathers=True)]
+
+
+def test_compiled_ddp(ranks):
+    for stock, pending in ranks(2)(compiled_ddp_with_and_without):
+        assert pending == stock
+        assert stock[1] > 0
