@@ -22,7 +22,10 @@ _GREETING_S = 5.0
 # Seconds between two attempts to reach a rank, at first and once it is late.
 _PAUSE_S = (0.001, 0.25)
 
+# Seconds after which a step ends though nothing happened.
 _SELDOM_S = 10.0
+
+_SILENT = "accepts connections but does not say a word"
 
 Replies = dict[int, tuple[dict[str, Any], list[Tensor]]]
 
@@ -90,7 +93,7 @@ class Inquiry:
             self._attempt(key.data, self._hear)
         for call in [call for call in self._calls.values() if call.stage == "greeting"]:
             if time.monotonic() > call.begun + _GREETING_S:
-                self._hang_up(call, "accepts connections but does not say a word")
+                self._hang_up(call, _SILENT)
 
     def close(self) -> None:
         """Hang up everywhere."""
@@ -126,7 +129,8 @@ class Inquiry:
             return
         call.line = call.card.dial(call.attempt, self.deadline)
         call.stage, call.begun = "greeting", time.monotonic()
-        call.state = "accepts connections but does not say a word"
+        if not call.attempt:  # later, why an attempt failed tells more
+            call.state = _SILENT
         self._selector.register(call.line, selectors.EVENT_READ, call)
 
     def _hear(self, call: _Call) -> None:
