@@ -55,9 +55,9 @@ class ParamGather:
         self._works: list[dist.Work] = []
         self._padded: list[_Padded] = []
         self._stream: torch.cuda.Stream | None = None
-        # [Note: owners of a parameter] These nodes are kept so that a tensor has as many owners with a graph as without.
-        # Who else is legitimate differs: DDP's C++ reducer is, ours is none, and the former lets go of some after the
-        # first step. So the fewest owners that any parameter of the bucket has ever had are normal, and one more is a
+        # [Note: owners of a parameter] With these nodes kept, a tensor has as many owners with a graph as without. Who
+        # else is legitimate differs: DDP's C++ reducer is, ours is none, and the former lets go of some after the first
+        # step. So the fewest owners that any parameter of the bucket has ever had are normal, and one more is a
         # scripted module, or a graph that is still to be run backward.
         self._owners = sys.maxsize
         self._nodes = [torch.autograd.graph.get_gradient_edge(p).node for p in params if p.requires_grad]

@@ -32,8 +32,15 @@ from ovpatch.overlap.pending import any_pending, settle, settle_all, settle_with
 # How far up the caller may be: patches put frames of their own between.
 _FRAMES = 8
 
-# They take their fast path only if no parameter, children's included, has a class that wants to be asked.
-_ASK_FIRST = (nn.MultiheadAttention, nn.TransformerEncoderLayer, nn.TransformerEncoder)
+# They read their children's parameters without calling them: C++ interprets the first and broadcasts those of the
+# second; the others take their fast path only if no parameter has a class that wants to be asked.
+_READ_ALL = (
+    torch.jit.ScriptModule,
+    nn.DataParallel,
+    nn.MultiheadAttention,
+    nn.TransformerEncoderLayer,
+    nn.TransformerEncoder,
+)
 
 
 class Entrance(NamedTuple):
@@ -56,7 +63,7 @@ def settle_module(module: nn.Module) -> None:
     That is its own parameters; those of the children as well if they are not called by Python, or decide by their
     classes.
     """
-    if isinstance(module, (torch.jit.ScriptModule, *_ASK_FIRST)) or "forward" in module.__dict__:
+    if isinstance(module, _READ_ALL) or "forward" in module.__dict__:
         settle_tree(module)
         return
     for param in module._parameters.values():
@@ -163,6 +170,16 @@ ENTRANCES: Final = (
         "torch._functorch.vmap._create_batched_inputs",
         settling_arguments,
         "sees the arguments of torch.vmap; below it is C++",
+    ),
+    Entrance(
+        "torch.distributed.distributed_c10d._check_single_tensor",
+        settling_arguments,
+        "sees the tensors of torch.distributed's collectives before C++ does",
+    ),
+    Entrance(
+        "torch.distributed.distributed_c10d._check_tensor_list",
+        settling_arguments,
+        "sees the lists of tensors of torch.distributed's collectives before C++ does",
     ),
     Entrance(
         "torch.nn.parameter.Parameter.__new__",

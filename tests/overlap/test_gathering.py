@@ -194,6 +194,26 @@ def test_one_rank_reads_alone(ranks):
     assert ranks(2)(alone_on_rank_0) == [True] * 2
 
 
+def communicated(name: str) -> list[bool]:
+    """The program's own collectives read the parameter itself."""
+    collectives = {
+        "all_reduce": lambda p: (dist.all_reduce(p, dist.ReduceOp.MAX), p)[1],
+        "broadcast": lambda p: (dist.broadcast(p, 0), p)[1],
+        "all_gather": lambda p: (dist.all_gather(parts := [torch.empty_like(p) for _ in range(2)], p), parts[1])[1],
+    }
+    param = nn.Parameter(torch.arange(7.0))
+    gather = ParamGather([param], group())
+    forget_the_others([param])
+    with entrances(), torch.no_grad():
+        assert gather.launch() == ""
+        return [is_pending(param), torch.equal(collectives[name](param), torch.arange(7.0)), is_pending(param)]
+
+
+@pytest.mark.parametrize("name", ["all_reduce", "broadcast", "all_gather"])
+def test_collectives_of_the_program_read_what_was_gathered(ranks, name):
+    assert ranks(2)(communicated, name) == [[True, True, False]] * 2
+
+
 def by_threads() -> list[bool]:
     found: list[bool] = []
     for _ in range(20):

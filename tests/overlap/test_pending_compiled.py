@@ -77,7 +77,9 @@ def broken(model: nn.Sequential, backend: Any) -> Any:
     return torch.compile(forward, backend=backend)
 
 
-WAYS = [whole, full_graph, in_place, blocks, wrapped_blocks, function, broken]
+WAYS = [(whole, "aot_eager")] + [
+    (way, "eager") for way in (full_graph, in_place, blocks, wrapped_blocks, function, broken)
+]
 
 
 def train(way: Callable[..., Any], backend: str, *, pending: bool) -> dict[str, Any]:
@@ -117,11 +119,8 @@ def decay_late(params: list[nn.Parameter]) -> None:
     holder.mark()
 
 
-@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
-@pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)
+@pytest.mark.parametrize(("way", "backend"), WAYS, ids=lambda value: getattr(value, "__name__", value))
 def test_compiled_code_is_stocks(way, backend):
-    if backend == "eager" and way is not whole:
-        pytest.skip("one is enough")
     stock = train(way, backend, pending=False)
     with entrances(), warnings.catch_warnings():
         warnings.filterwarnings("error", message=".*global hooks.*")
@@ -184,7 +183,7 @@ def test_inductor_reads_new_values():
 
 def compiled_ddp(*, gathers: bool) -> tuple[list[float], int, int]:
     torch._dynamo.utils.counters.clear()
-    counter = CompileCounterWithBackend("aot_eager")
+    counter = CompileCounterWithBackend("eager")
     model = DistributedDataParallel(Block(network()))
     compiled, params = torch.compile(model, backend=counter), list(model.parameters())
     gather, losses = ParamGather(params, group()), []
