@@ -324,14 +324,22 @@ def delivered(grad: Tensor) -> tuple[GradShards, int] | None:
 
 
 @contextmanager
-def changing(those: Iterable[GradShards]) -> Iterator[None]:
-    """Say that parts are changed in place while the block runs, on all ranks alike."""
-    ones = list(dict.fromkeys(those))
+def changing(those: Sequence[tuple[GradShards, int]]) -> Iterator[None]:
+    """Say that gradients by parts are changed in place while the block runs, on all ranks alike.
+
+    Some ranks may have put a gradient together. The block changes the whole there, and the part follows: peers ask for
+    it.
+    """
+    ones = list(dict.fromkeys(shards for shards, _ in those))
     for shards in ones:
         shards.editions.begin()
     try:
         yield
     finally:
+        with torch.no_grad():
+            for shards, index in those:
+                if not shards.is_pending(index):
+                    shards.part_of(index).copy_(shards.current_part(index))
         for shards in ones:
             shards.editions.end()
 

@@ -61,7 +61,7 @@ def wrap_clip(original: Callable[..., None]) -> Callable[..., None]:
             param for param in given if id(param) not in cut or not cut[id(param)][0].is_pending(cut[id(param)][1])
         ]
         _meet(total_norm, dict.fromkeys(shards for shards, _ in cut.values()))
-        with grad_shards.changing(shards for shards, _ in cut.values()):
+        with grad_shards.changing(list(cut.values())):
             original([*whole, *holders], max_norm, total_norm, foreach)  # type: ignore[list-item]
 
     return clip_grads_with_norm_

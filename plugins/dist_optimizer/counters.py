@@ -18,6 +18,8 @@ class Counters:
         params_updated: Parameters updated by parts, summed over steps.
         grads_by_parts: Gradients that were reduced and scattered and that nobody had read whole by the step.
         grads_read: Gradients by parts that this rank put together because somebody read them.
+        gathers: Buckets of parameters gathered after steps.
+        gathers_overlapped: Those of them that step() did not wait for.
         bytes_gathered: Size of the parameters gathered after steps, in bytes.
         norms: Gradient norms computed from parts.
         state_reads: Times that somebody wanted whole optimizer state.
@@ -30,6 +32,8 @@ class Counters:
     params_updated: int = 0
     grads_by_parts: int = 0
     grads_read: int = 0
+    gathers: int = 0
+    gathers_overlapped: int = 0
     bytes_gathered: int = 0
     norms: int = 0
     state_reads: int = 0

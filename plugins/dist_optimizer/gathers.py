@@ -1,34 +1,87 @@
-"""Gathering the parameters of one optimizer after its step."""
+"""Gathering the parameters of one optimizer after its step.
+
+[Note: in forward order] Parameters are gathered in buckets, in the order in which the model registered them, which is
+mostly that in which forward uses them: the first layers can compute while the last are still on their way. A bucket is
+waited for when the first of its parameters is read.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
-import torch
-
-from ovpatch.overlap.slices import flat
+from ovpatch.overlap.gathering import ParamGather
+from ovpatch.overlap.layout import layer_of
 from ovpatch_plugins.dist_optimizer.counters import COUNTERS
 
 if TYPE_CHECKING:
     from ovpatch_plugins.dist_optimizer.step import Part
 
+_MIB = 1024 * 1024
+
 
 class Gathers:
-    def __init__(self, *, overlap: bool) -> None:
-        self._overlap = overlap
+    """The gathers of one optimizer's parameters.
+
+    Args:
+        overlap: Wait for a bucket when it is read; otherwise at once.
+        granularity: What a bucket holds: ``size``, ``layer`` or ``module``.
+        bucket_mb: Capacity of a bucket in MiB, for ``size``.
+    """
+
+    def __init__(self, *, overlap: bool, granularity: str, bucket_mb: float) -> None:
+        self._overlap, self._granularity, self._capacity = overlap, granularity, bucket_mb * _MIB
+        self._of: tuple[tuple[int, int], ...] = ()
+        self._buckets: list[ParamGather] = []
 
     def launch(self, parts: Sequence[Part]) -> None:
-        for part in parts:
-            own = part.shards.slice(part.index)
-            world = part.shards.group.size()
-            data = flat(part.param.data)
-            mine = torch.zeros(own.size, dtype=data.dtype, device=data.device)
-            mine[: own.numel] = data[own.begin : own.end]
-            out = torch.empty(own.size * world, dtype=data.dtype, device=data.device)
-            part.shards.group._allgather_base(out, mine).wait()
-            data.copy_(out[: len(data)])
-            COUNTERS.bytes_gathered += data.nbytes
+        """Start to gather; all ranks do so for the same parameters."""
+        which = tuple((id(part.shards), part.index) for part in parts)
+        if which != self._of:
+            self._of, self._buckets = which, [self._gather(bucket) for bucket in self._cut(parts)]
+        for gather in self._buckets:
+            gather.launch()
+        COUNTERS.bytes_gathered += sum(part.param.nbytes for part in parts)
+        COUNTERS.gathers += len(self._buckets)
+        COUNTERS.gathers_overlapped += sum(gather.is_pending for gather in self._buckets) if self._overlap else 0
+        if not self._overlap:
+            self.settle()
 
     def settle(self) -> None:
-        pass
+        """Wait for what is still on its way."""
+        for gather in self._buckets:
+            gather.settle()
+
+    def _gather(self, parts: Sequence[Part]) -> ParamGather:
+        shards = parts[0].shards
+        name = shards.names[parts[0].index]
+        return ParamGather([part.param for part in parts], shards.group, name=name)
+
+    def _cut(self, parts: Sequence[Part]) -> Iterator[list[Part]]:
+        models = dict.fromkeys(part.shards for part in parts)
+        for shards in models:
+            ones = sorted((part for part in parts if part.shards is shards), key=lambda part: part.index)
+            for _, alike in _grouped(ones, self._kind):
+                yield from self._by_size(alike) if self._granularity == "size" else [alike]
+
+    def _kind(self, part: Part) -> Hashable:
+        layer = layer_of(part.shards.names[part.index]) if self._granularity == "layer" else ""
+        return layer, part.param.dtype
+
+    def _by_size(self, parts: Iterable[Part]) -> Iterator[list[Part]]:
+        bucket: list[Part] = []
+        for part in parts:
+            if bucket and sum(one.param.nbytes for one in (*bucket, part)) > self._capacity:
+                yield bucket
+                bucket = []
+            bucket.append(part)
+        if bucket:
+            yield bucket
+
+
+def _grouped(parts: Sequence[Part], kind: Callable[[Part], Hashable]) -> Iterator[tuple[Hashable, list[Part]]]:
+    """Group by kind, each where the first of its kind stands."""
+    order = {key: place for place, key in reversed(list(enumerate(map(kind, parts))))}
+    ones = sorted(parts, key=lambda part: order[kind(part)])
+    return ((key, list(found)) for key, found in itertools.groupby(ones, key=kind))

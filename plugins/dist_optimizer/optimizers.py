@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 
 from ovpatch.overlap import grad_shards
 from ovpatch_plugins.dist_optimizer.counters import COUNTERS
+from ovpatch_plugins.dist_optimizer.gathers import Gathers
 from ovpatch_plugins.dist_optimizer.kinds import objection
 from ovpatch_plugins.dist_optimizer.step import ShardedOptimizer
 
@@ -30,7 +31,7 @@ class Steps:
     """
 
     def __init__(self, options: Mapping[str, Any]) -> None:
-        self._overlap = bool(options["overlap_param_gather"])
+        self._options = options
         self._named = [name.strip() for name in options["element_wise"].split(",") if name.strip()]
 
     def wrap_step(self, original: Callable[..., Any]) -> Callable[..., Any]:
@@ -60,9 +61,17 @@ class Steps:
             if reason:
                 _leave(optimizer, reason)
             else:
-                _live[optimizer] = ShardedOptimizer(optimizer, overlap=self._overlap, stand_down=_leave)
+                _live[optimizer] = ShardedOptimizer(optimizer, self._gathers(), stand_down=_leave)
                 COUNTERS.optimizers += 1
         return _live[optimizer]
+
+    def _gathers(self) -> Gathers:
+        options = self._options
+        return Gathers(
+            overlap=options["overlap_param_gather"],
+            granularity=options["gather_granularity"],
+            bucket_mb=options["gather_bucket_mb"],
+        )
 
 
 def sharded(optimizer: Optimizer) -> ShardedOptimizer | None:

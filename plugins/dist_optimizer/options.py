@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Final
 
 from ovpatch.hookspecs import Option
@@ -13,6 +14,16 @@ def _count(text: str) -> int:
     return int(text)
 
 
+def _capacity(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not (value >= 0 and math.isfinite(value)):
+        raise ValueError("expected a size in MiB, 0 or more")
+    return value
+
+
 OPTIONS: Final = (
     Option(
         "overlap_param_gather",
@@ -21,9 +32,22 @@ OPTIONS: Final = (
         aliases=("overlap_param_sync",),
     ),
     Option(
+        "gather_granularity",
+        "size",
+        "What is gathered, and waited for, together: size, as much as gather_bucket_mb; layer, one layer of the model "
+        "(names alike up to the first number); module, the whole DistributedDataParallel module.",
+        choices=("size", "layer", "module"),
+    ),
+    Option(
+        "gather_bucket_mb",
+        64.0,
+        "How many MiB of parameters are gathered together.",
+        parse=_capacity,
+    ),
+    Option(
         "min_param_numel",
         16384,
-        "Parameters with fewer elements are updated whole on every rank: a launch for each would cost more than it saves.",
+        "Parameters with fewer elements are updated whole on every rank: cutting them costs more than it saves.",
         parse=_count,
     ),
     Option(

@@ -35,11 +35,15 @@ def ovpatch_reasons_against() -> Sequence[str]:
 @hookimpl
 def ovpatch_register(patches: Registrar, options: Mapping[str, Any]) -> None:
     """Register the patches."""
+    from ovpatch.overlap.readers import ENTRANCES
     from ovpatch_plugins.dist_optimizer.clipping import wrap_clip, wrap_norm
     from ovpatch_plugins.dist_optimizer.kinds import classes_with_a_step
     from ovpatch_plugins.dist_optimizer.optimizers import Steps
     from ovpatch_plugins.dist_optimizer.scaling import wrap_unscale
 
+    if options["overlap_param_gather"]:
+        for target, wrap, why in ENTRANCES:
+            patches.register_patch(target, wrap=wrap, why=why)
     steps = Steps(options)
     for cls in classes_with_a_step():
         patches.register_patch(

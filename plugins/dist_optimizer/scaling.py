@@ -36,11 +36,11 @@ def wrap_unscale(original: Unscale) -> Unscale:
             return original(scaler, optimizer, inv_scale, found_inf, allow_fp16)
         with _pending_as_parts(parts):
             looked = original(scaler, optimizer, torch.ones_like(inv_scale), found_inf.clone(), allow_fp16)
-            for group in dict.fromkeys(part.shards.group for part in parts):
-                for seen in looked.values():
-                    dist.all_reduce(seen, dist.ReduceOp.MAX, group=group)
-            with grad_shards.changing(part.shards for part in parts):
-                found = original(scaler, optimizer, inv_scale, found_inf, allow_fp16)
+        for group in dict.fromkeys(part.shards.group for part in parts):
+            for seen in looked.values():
+                dist.all_reduce(seen, dist.ReduceOp.MAX, group=group)
+        with grad_shards.changing([(part.shards, part.index) for part in parts]), _pending_as_parts(parts):
+            found = original(scaler, optimizer, inv_scale, found_inf, allow_fp16)
         for device, seen in looked.items():
             found[device].copy_(seen)
         return found

@@ -28,8 +28,8 @@ from ovpatch_plugins.dist_optimizer.state import ShardedState
 Inner = Callable[..., Any]
 
 LOCAL = (
-    "it stepped with gradients that DistributedDataParallel had not reduced (no_sync(), or a forward around the wrapper), "
-    "so ranks may want to differ"
+    "it stepped with gradients that DistributedDataParallel had not reduced (no_sync(), or a forward around the "
+    "wrapper), so ranks may want to differ"
 )
 
 
@@ -58,14 +58,14 @@ class ShardedOptimizer:
 
     Args:
         optimizer: The optimizer; held weakly.
-        overlap: Gather parameters under the next forward.
+        gathers: What gathers its parameters.
         stand_down: Called with the optimizer and the reason when it has to go on as stock.
     """
 
-    def __init__(self, optimizer: Optimizer, *, overlap: bool, stand_down: Callable[[Optimizer, str], None]) -> None:
+    def __init__(self, optimizer: Optimizer, gathers: Gathers, stand_down: Callable[[Optimizer, str], None]) -> None:
         self._optimizer = weakref.ref(optimizer)
         self._stand_down = stand_down
-        self._gathers = Gathers(overlap=overlap)
+        self._gathers = gathers
         self.state = ShardedState(optimizer)
 
     def step(self, inner: Inner, *args: Any, **kwargs: Any) -> Any:
