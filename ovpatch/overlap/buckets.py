@@ -75,11 +75,11 @@ class GradBucket:
 
     def start(
         self, collectives: Collectives, divisor: int, *, absent: Collection[int] = (), given: Tensor | None = None
-    ) -> list[Work]:
+    ) -> Sequence[Work]:
         """Start the reduction of what :meth:`pack` returns."""
         return collectives.all_reduce(self.pack(divisor, absent=absent, given=given))
 
-    def start_zeros(self, collectives: Collectives) -> list[Work]:
+    def start_zeros(self, collectives: Collectives) -> Sequence[Work]:
         """Start the same collectives with zeros."""
         return collectives.all_reduce(self.zeros())
 

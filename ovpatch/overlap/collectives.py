@@ -46,7 +46,7 @@ class AllReduce:
         for options in (self._one, self._many):
             options.reduceOp, options.asyncOp = operation, True
 
-    def __call__(self, tensors: Sequence[Tensor]) -> list[Work]:
+    def __call__(self, tensors: Sequence[Tensor]) -> list[dist.Work]:
         """Start the sums.
 
         Args:
@@ -76,7 +76,7 @@ class AllGather:
         self._options = dist.distributed_c10d.AllgatherOptions()
         self._options.asyncOp = True
 
-    def __call__(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> list[Work]:
+    def __call__(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> Sequence[Work]:
         """Start the gathering.
 
         Args:
@@ -114,7 +114,7 @@ class ReduceScatter:
         by_parts = backend_name(group, device) != "nccl"
         self._all_reduce = AllReduce(group, device, average=average) if by_parts else None
 
-    def __call__(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> list[Work]:
+    def __call__(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> Sequence[Work]:
         """Start the sums.
 
         Args:
@@ -132,7 +132,7 @@ class ReduceScatter:
 class TakingParts:
     """Sums under way, of which a part will be copied."""
 
-    def __init__(self, works: list[Work], outputs: list[Tensor], inputs: list[Tensor], rank: int) -> None:
+    def __init__(self, works: Sequence[Work], outputs: list[Tensor], inputs: list[Tensor], rank: int) -> None:
         self._works, self._outputs, self._inputs, self._rank = works, outputs, inputs, rank
 
     def wait(self) -> None:

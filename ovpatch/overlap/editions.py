@@ -3,9 +3,9 @@
 Every change makes a new edition. Ranks make the same changes in the same order, so a number names the same edition on
 all of them, and a peer can ask for the edition that it has itself.
 
-[Note: optimistic reading] A reader copies first and looks afterwards whether a change had begun meanwhile; a lock around
-the copy would hold back the training step. On CUDA the host runs ahead of the device: what counts there is not whether
-the host has launched a change, but whether the device had come to it before the copy was done.
+[Note: optimistic reading] A reader copies first and looks afterwards whether a change had begun meanwhile; a lock
+around the copy would hold back the training step. On CUDA the host runs ahead of the device: what counts there is not
+whether the host has launched a change, but whether the device had come to it before the copy was done.
 """
 
 from __future__ import annotations
@@ -72,10 +72,7 @@ class Editions:
         with self._changed:
             if not self._changed.wait_for(lambda: self.number >= number, timeout_s):
                 raise TornReadError(f"edition {number} did not come within {timeout_s:g} s; {self.number} is there")
-        if self.asynchronous:
-            copied = self._copy_beside(number, copy)
-        else:
-            copied = copy()
+        copied = self._copy_beside(number, copy) if self.asynchronous else copy()
         if self._overwritten(number):
             raise TornReadError(f"edition {number} has been overwritten by edition {number + 1}")
         return copied

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import Parameter
 
-from ovpatch.overlap.collectives import AllGather
+from ovpatch.overlap.collectives import AllGather, Work
 from ovpatch.overlap.labels import label, span
 from ovpatch.overlap.memory import handles
 from ovpatch.overlap.pending import mark, plainly, refusal, unmark
@@ -52,7 +52,7 @@ class ParamGather:
         self._gather = AllGather(group, params[0].device)
         self._labels = label(feature, "all_gather", name), label(feature, "wait", name)
         self._lock = threading.RLock()  # re-entered if a finaliser or a signal handler reads while we settle
-        self._works: list[dist.Work] = []
+        self._works: Sequence[Work] = []
         self._padded: list[_Padded] = []
         self._stream: torch.cuda.Stream | None = None
         # [Note: owners of a parameter] With these nodes kept, a tensor has as many owners with a graph as without. Who
@@ -104,7 +104,7 @@ class ParamGather:
             with plainly(), span(self._labels[1]):
                 self._wait()
             self._unmark()
-            self._works.clear()
+            self._works = []
             self._padded.clear()
 
     def _mark(self) -> str:

@@ -1,10 +1,10 @@
 """The gradients of one model of which each rank keeps a part.
 
-[Note: on request] Who updates parameters by parts asks for their gradients by parts (:meth:`GradShards.want`), and who
-reads a whole gradient, by looking at ``p.grad`` as any script may, is noticed. Both are told to the other ranks by votes:
-a gradient is reduced and scattered from the step on in which all ranks want that and none has ever read the whole.
-Until then, and again afterwards, it is all-reduced as stock does it. So a script that reads gradients pays for that
-with a few slow reads, and is then as fast as it was.
+[Note: on request] Who updates parameters by parts asks for their gradients by parts (:meth:`GradShards.want`), and
+who reads a whole gradient, by looking at ``p.grad`` as any script may, is noticed. Both are told to the other ranks by
+votes: a gradient is reduced and scattered from the step on in which all ranks want that and none has ever read the
+whole. Until then, and again afterwards, it is all-reduced as stock does it. So a script that reads gradients pays for
+that with a few slow reads, and is then as fast as it was.
 
 [Note: one-sided] A whole gradient is put together from the peers' parts, which their threads hand out: it takes no
 collective, so one rank may read alone, at any time until the next backward is reduced. No peer can get so far without
@@ -14,7 +14,7 @@ this rank.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -221,7 +221,7 @@ class GradShards:
 
     def settle(self) -> None:
         """Put all gradients in place that are still in parts."""
-        placeholders.settle([grad for grad in (p.grad for p in self.params) if self.is_ours(grad)])
+        placeholders.settle([p.grad for p in self.params if p.grad is not None and self.is_ours(p.grad)])
 
     # ---------------------------------------------------------------- reading
 

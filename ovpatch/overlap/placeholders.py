@@ -131,7 +131,8 @@ def _fill(placeholder: Placeholder, content: Tensor) -> None:
     with torch._C.DisableTorchFunctionSubclass():
         placeholder.data = content
         del placeholder.source, placeholder.key
-        placeholder.__class__ = torch.Tensor  # last: another thread looks at the class without the lock
+        # Last: another thread looks at the class without the lock.
+        placeholder.__class__ = torch.Tensor  # type: ignore[assignment]  # which is narrowed to Placeholder here
 
 
 def _placeholders(value: Any) -> Iterator[Placeholder]:

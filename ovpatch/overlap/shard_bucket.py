@@ -37,11 +37,11 @@ class ShardBucket(GradBucket):
 
     def start(
         self, collectives: Collectives, divisor: int, *, absent: Collection[int] = (), given: Tensor | None = None
-    ) -> list[Work]:
+    ) -> Sequence[Work]:
         """Start the reductions of what :meth:`pack` returns."""
         return self._start(collectives, self.pack(divisor, absent=absent, given=given))
 
-    def start_zeros(self, collectives: Collectives) -> list[Work]:
+    def start_zeros(self, collectives: Collectives) -> Sequence[Work]:
         """Start the same collectives with zeros."""
         return self._start(collectives, self.zeros())
 
@@ -53,11 +53,11 @@ class ShardBucket(GradBucket):
                 self._shards.deliver(self.indices[i], ours=self.params[i].grad is piece)
         return super().unpack(skip=skip)
 
-    def _start(self, collectives: Collectives, pieces: list[Tensor]) -> list[Work]:
+    def _start(self, collectives: Collectives, pieces: list[Tensor]) -> Sequence[Work]:
         first = len(pieces) - len(self._large)  # before it: the flat tensor, if there is one
         large = dict(zip(self._large, pieces[first:], strict=True))
         whole = pieces[:first] + [piece for i, piece in large.items() if i not in self._cut]
-        works = collectives.all_reduce(whole) if whole else []
+        works: list[Work] = [*collectives.all_reduce(whole)] if whole else []
         if self._cut:
             parts = [self._shards.part(self.indices[i], self.dtype) for i in self._cut]
             works += collectives.reduce_scatter(parts, [self._padded(i, large[i]) for i in self._cut])

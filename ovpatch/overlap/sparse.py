@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 
 import torch
 from torch import Tensor
@@ -35,11 +35,11 @@ class SparseBucket:
 
     def start(
         self, collectives: Collectives, divisor: int, *, absent: Collection[int] = (), given: Tensor | None = None
-    ) -> list[Work]:
+    ) -> Sequence[Work]:
         """Start the reduction."""
         return collectives.all_reduce(self.pack(divisor, absent=absent, given=given))
 
-    def start_zeros(self, collectives: Collectives) -> list[Work]:
+    def start_zeros(self, collectives: Collectives) -> Sequence[Work]:
         """Start the same collective with zeros."""
         return collectives.all_reduce(self.zeros())
 

@@ -1,4 +1,11 @@
-"""Which communicator reduces the gradients, and what it can do."""
+"""Which communicator reduces the gradients, and what it can do.
+
+[Note: late backward] Stock DDP reduces one backward per forward. A second one through the same outputs (retain_graph,
+or two forwards and then two backwards) adds gradients that stay local, so that ranks drift apart in silence. Here it is
+a step of its own: what it finds in ``p.grad`` is the average already, which averaging once more leaves as it is, plus
+this rank's part, which gets averaged. Ranks meet in the store first, for a backward on some ranks only would pair its
+collectives with others.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""Who may read or change gradients while backward runs, besides the reducer and the autograd engine."""
+"""Who may read or change gradients while backward runs, besides the reducer and the autograd engine.
+
+[Note: foreign hands] What hooks of the script or a second wrapper around the same parameters do to ``p.grad`` while
+backward runs must not reach a reduction. There each gradient is copied in its own hook, as under stock.
+"""
 
 from __future__ import annotations
 

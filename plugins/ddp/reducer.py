@@ -5,25 +5,6 @@ The backward that follows begins the step when it reaches the forward's output. 
 strictly in index order, so that all ranks issue the same collectives in the same order whatever order their gradients
 come in. The engine's callback at the end of the backward waits for the collectives and makes ``p.grad`` the average.
 
-[Note: interrupted backward] The engine's callback does not run when the backward raises. Peers may already wait for
-buckets that this rank has not launched. The next synchronised forward on this rank therefore first completes the step's
-collectives with zeros and casts a ballot, by which peers whose backward went well learn that their gradients lack a
-part. If all ranks failed alike, all of them complete alike and training goes on.
-
-[Note: several graph tasks] A reentrant checkpoint runs a backward inside the backward, with an end-of-backward callback
-of its own. The step ends with the task that reached the forward's output, which is around all others. Where none did, a
-callback that finds gradients missing leaves the step open for the hooks that follow, each of which makes sure that the
-graph task it belongs to has a callback.
-
-[Note: late backward] Stock DDP reduces one backward per forward. A second one through the same outputs (retain_graph,
-or two forwards and then two backwards) adds gradients that stay local, so that ranks drift apart in silence. Here it is
-a step of its own: what it finds in ``p.grad`` is the average already, which averaging once more leaves as it is, plus
-this rank's part, which gets averaged. Ranks meet in the store first, for a backward on some ranks only would pair its
-collectives with others.
-
-[Note: foreign hands] What hooks of the script or a second wrapper around the same parameters do to ``p.grad`` while
-backward runs must not reach a reduction. There each gradient is copied in its own hook, as under stock.
-
 [Note: compiled wrapper] ``torch.compile`` of the wrapper traces ``DistributedDataParallel.forward`` and breaks its
 graph where that calls the C++ reducer. Our methods are hidden from Dynamo, so that it breaks in the same places.
 """
@@ -245,7 +226,7 @@ class GradReducer:
         self._set_mode()
         self._lane: dist.ProcessGroup | None = None
         config = self.config
-        self._order: list[int] | None = None
+        self._order = []
         self.shards = GradShards(self.params, self.names, self._group, sharding.minimum)
         self._layout = Layout(
             self.params,
@@ -259,9 +240,8 @@ class GradReducer:
         self._set_buckets(self._cut())
 
     def _cut(self) -> list[Bucket]:
-        if self._order is not None:
-            return self._layout.along(self._order)
-        return self._layout.initial(bucketed=self._mode.searches)
+        layout, order = self._layout, self._order
+        return layout.along(order) if order else layout.initial(bucketed=self._mode.searches)
 
     def _meet(self) -> None:
         """What is left to be done together with the other ranks before the first collective."""

@@ -3,6 +3,16 @@
 [Note: dead callback] The engine runs its callbacks only if the backward succeeds, and drops them with the graph task
 otherwise. A callback that has neither run nor died belongs to a backward that goes on: in another thread, or around a
 forward that a checkpoint recomputes. Such a step must not be taken for one that an exception cut short.
+
+[Note: interrupted backward] The engine's callback does not run when the backward raises. Peers may already wait for
+buckets that this rank has not launched. The next synchronised forward on this rank therefore first completes the step's
+collectives with zeros and casts a ballot, by which peers whose backward went well learn that their gradients lack a
+part. If all ranks failed alike, all of them complete alike and training goes on.
+
+[Note: several graph tasks] A reentrant checkpoint runs a backward inside the backward, with an end-of-backward callback
+of its own. The step ends with the task that reached the forward's output, which is around all others. Where none did, a
+callback that finds gradients missing leaves the step open for the hooks that follow, each of which makes sure that the
+graph task it belongs to has a callback.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
 [Note: which way a norm goes] One rank may ask for a norm alone, to log it; then the peers' threads tell theirs. That
 makes the host wait for the other ranks' backward, so once all ranks have asked in the same step, norms are summed by a
-collective. From then on all ranks must come to the same decision, whatever each has read meanwhile: a gradient counts as
-one by parts from the backward that delivered it so until the next, also if this rank has put it together since.
+collective. From then on all ranks must come to the same decision, whatever each has read meanwhile: a gradient counts
+as one by parts from the backward that delivered it so until the next, also if this rank has put it together since.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def wrap_clip(original: Callable[..., None]) -> Callable[..., None]:
         ]
         _meet(total_norm, dict.fromkeys(shards for shards, _ in cut.values()))
         with grad_shards.changing(list(cut.values())):
-            original([*whole, *holders], max_norm, total_norm, foreach)  # type: ignore[list-item]
+            original([*whole, *holders], max_norm, total_norm, foreach)
 
     return clip_grads_with_norm_
 
@@ -106,7 +106,8 @@ def _norm(
             peers = shards.norms_of_peers(indices, norm_type)
             norms.append(torch.linalg.vector_norm(torch.stack([own, *map(own.new_tensor, peers)]), norm_type))
     COUNTERS.norms += 1
-    return torch.linalg.vector_norm(torch.stack([norm.to(given[0].device) for norm in norms]), norm_type)
+    total: Tensor = torch.linalg.vector_norm(torch.stack([norm.to(given[0].device) for norm in norms]), norm_type)
+    return total
 
 
 def _over_ranks(norm: Tensor, group: dist.ProcessGroup, norm_type: float) -> Tensor:
@@ -116,4 +117,4 @@ def _over_ranks(norm: Tensor, group: dist.ProcessGroup, norm_type: float) -> Ten
         return norm
     total = norm**norm_type
     dist.all_reduce(total, group=group)
-    return total ** (1 / norm_type)  # type: ignore[no-any-return]
+    return total ** (1 / norm_type)

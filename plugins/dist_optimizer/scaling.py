@@ -1,7 +1,8 @@
 """``GradScaler`` over gradients of which each rank has parts.
 
-[Note: look, agree, then scale] An infinity is seen only by the rank that has its part, and all must skip the step. Ranks
-agree first and change their parts afterwards: then no peer has changed a part that this rank may still be reading.
+[Note: look, agree, then scale] An infinity is seen only by the rank that has its part, and all must skip the step.
+Ranks agree first and change their parts afterwards: then no peer has changed a part that this rank may still be
+reading.
 """
 
 from __future__ import annotations
@@ -56,7 +57,5 @@ def _pending_as_parts(parts: Sequence[Part]) -> Iterator[None]:
         yield
         for part in pending:
             reduced, shown = part.shards.part_of(part.index), part.param.grad
-            if shown is not None and shown.dtype != reduced.dtype:
-                reduced.copy_(
-                    shown
-                )  # a gradient that was reduced in a wider type than the parameter's is shown as a copy
+            if shown is not None and shown.dtype != reduced.dtype:  # then it was a copy
+                reduced.copy_(shown)

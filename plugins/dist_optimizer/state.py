@@ -86,14 +86,16 @@ class ShardedState:
             (number, name, value)
             for number, state in state_dict["state"].items()
             for name, value in state.items()
-            if isinstance(value, Placeholder)
+            if isinstance(value, Placeholder) and isinstance(value.source, _StateOfModel)
         ]
         if not wanted:
             return
         copies = {number: dict(state) for number, state in state_dict["state"].items()}
         for _, group in itertools.groupby(sorted(wanted, key=_source), key=_source):
             ones = list(group)
-            wholes = ones[0][2].source.whole([value for *_, value in ones])
+            model = ones[0][2].source
+            assert isinstance(model, _StateOfModel)
+            wholes = model.whole([value for *_, value in ones])
             for (number, name, _), whole in zip(ones, wholes, strict=True):
                 copies[number][name] = whole
         state_dict["state"] = copies

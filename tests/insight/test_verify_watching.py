@@ -395,6 +395,20 @@ def test_the_reordered_arm_has_other_buckets_from_the_first_backward_on(ranks):
     assert 0 < reordered[1] < stock[1]
 
 
+def test_the_reordered_arm_has_norms_that_are_rounded_otherwise():
+    torch.manual_seed(0)
+    gradients = [torch.randn(37, 41) for _ in range(20)]
+    stock = torch.nn.utils.get_total_norm(gradients)
+    patches = PatchManager()
+    reordering.reorder(patches)
+    with patches.applied():
+        reordered = torch.nn.utils.get_total_norm(gradients)
+        largest = torch.nn.utils.get_total_norm(gradients, float("inf"))
+    torch.testing.assert_close(reordered, stock)
+    assert reordered != stock
+    assert largest == torch.nn.utils.get_total_norm(gradients, float("inf"))
+
+
 def test_what_is_frozen_is_watched_too(watched):
     def train():
         net = model()

@@ -3,29 +3,38 @@
 A ring adds the parts of a bucket in an order that depends on where in the bucket they lie. So another size of buckets
 is another order, and nothing else about the program changes. Stock's first backward has all gradients in one bucket,
 whatever their size is set to; here it has not, or the first step would have no yardstick.
+
+The norm of all gradients is a sum as well, by which every one of them is clipped. Here it is that of their pieces.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import wraps
 from typing import Any, Final
 
+import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 from ovpatch.patching import PatchManager
 
 _DEFAULT: Final = 25.0  # MiB
 _MIB: Final = 1 << 20
+_PIECES: Final = 3
 
 
 def reorder(patches: PatchManager) -> None:
-    """Declare the patches that give every DistributedDataParallel model other buckets."""
+    """Declare the patches that give every DistributedDataParallel model other buckets, and norms other pieces."""
     why = "bucket_cap_mb is the one argument that reorders sums and changes nothing else"
     patches.register_patch("torch.nn.parallel.DistributedDataParallel.__init__", wrap=_wrap_init, why=why)
+    patches.register_patch(
+        "torch.nn.utils.clip_grad._get_total_norm",
+        wrap=_wrap_norm,
+        why="both clip_grad_norm_ and get_total_norm call it",
+    )
 
 
 def cap_mb(module: nn.Module, given: float | None) -> float:
@@ -51,6 +60,20 @@ def _wrap_init(original: Callable[..., None]) -> Callable[..., None]:
             original(*bound.args, **bound.kwargs)
 
     return init
+
+
+def _wrap_norm(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    @wraps(original)
+    def get_total_norm(tensors: Any, *args: Any, **kwargs: Any) -> Tensor:
+        given = [tensors] if isinstance(tensors, Tensor) else list(tensors)
+        return original([piece for tensor in given for piece in _pieces(tensor)], *args, **kwargs)
+
+    return get_total_norm
+
+
+def _pieces(tensor: Tensor) -> Sequence[Tensor]:
+    plain = type(tensor) is Tensor and tensor.layout is torch.strided
+    return tensor.flatten().chunk(_PIECES) if plain and tensor.numel() >= _PIECES else [tensor]
 
 
 @contextmanager
