@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import importlib
 import inspect
 import os
 import re
@@ -134,29 +135,45 @@ def test_every_note_that_the_documentation_names_is_in_the_code():
         assert not named - notes
 
 
-# --- plugins/ddp/README.md ---
+# --- plugins/*/README.md ---
+
+FEATURES = ("ddp", "dist_optimizer")
 
 
-def test_the_options_table_of_ddp_is_the_codes():
-    from ovpatch_plugins.ddp.options import OPTIONS
+def test_no_feature_is_forgotten_here():
+    assert sorted(FEATURES) == sorted(path.parent.name for path in (ROOT / "plugins").glob("*/plugin.py"))
+
+
+@pytest.mark.parametrize("feature", FEATURES)
+def test_the_options_table_is_the_codes(feature):
+    options = importlib.import_module(f"ovpatch_plugins.{feature}.options").OPTIONS
 
     expected = [
         [
             f"`{option.name}`",
-            f"`{variable('ddp', option.name)}`",
+            f"`{variable(feature, option.name)}`",
             f"`{option.default}`",
             option.help + "".join(f" Also `{alias}`." for alias in option.aliases),
         ]
-        for option in OPTIONS
+        for option in options
     ]
-    assert cells(part(DDP / "README.md", "options"))[2:] == expected
+    assert cells(part(ROOT / "plugins" / feature / "README.md", "options"))[2:] == expected
 
 
-def test_the_counters_of_ddp_are_all_explained():
-    from ovpatch_plugins.ddp.counters import Counters
+@pytest.mark.parametrize("feature", FEATURES)
+def test_the_counters_are_all_explained(feature):
+    Counters = importlib.import_module(f"ovpatch_plugins.{feature}.counters").Counters
 
-    text = (DDP / "README.md").read_text(encoding="utf-8").partition("## Counters")[2].partition("\n## ")[0]
+    text = (
+        (ROOT / "plugins" / feature / "README.md")
+        .read_text(encoding="utf-8")
+        .partition("## Counters")[2]
+        .partition("\n## ")[0]
+    )
     assert [row[0].strip("`") for row in cells(text)[2:]] == list(Counters().as_dict())
+
+
+# --- plugins/ddp/README.md ---
 
 
 def test_every_reason_for_the_stock_reducer_is_listed_and_no_other():

@@ -28,11 +28,14 @@ class Steps:
 
     Args:
         options: Resolved options of the feature.
+
+    Attributes:
+        named: Classes that the user says are element-wise.
     """
 
     def __init__(self, options: Mapping[str, Any]) -> None:
         self._options = options
-        self._named = [name.strip() for name in options["element_wise"].split(",") if name.strip()]
+        self.named = [name.strip() for name in options["element_wise"].split(",") if name.strip()]
 
     def wrap_step(self, original: Callable[..., Any]) -> Callable[..., Any]:
         """Wrap the ``step`` of a class of optimizers, inside of torch's own wrapper that calls step hooks."""
@@ -57,7 +60,7 @@ class Steps:
         if optimizer not in _live:
             if not _has_parts(optimizer):
                 return None  # not now; a model may be wrapped later
-            reason = objection(optimizer, self._named)
+            reason = objection(optimizer, self.named)
             if reason:
                 _leave(optimizer, reason)
             else:

@@ -45,9 +45,9 @@ def ovpatch_register(patches: Registrar, options: Mapping[str, Any]) -> None:
         for target, wrap, why in ENTRANCES:
             patches.register_patch(target, wrap=wrap, why=why)
     steps = Steps(options)
-    for cls in classes_with_a_step():
+    for name in [*(f"{cls.__module__}.{cls.__qualname__}" for cls in classes_with_a_step()), *steps.named]:
         patches.register_patch(
-            f"{cls.__module__}.{cls.__qualname__}.step",
+            f"{name}.step",
             wrap=steps.wrap_step,
             why="is the innermost place: torch's step hooks, official and global, are outside of the script's own "
             "hooks and closures, which would see slices",

@@ -65,6 +65,7 @@ class ShardedOptimizer:
     def __init__(self, optimizer: Optimizer, gathers: Gathers, stand_down: Callable[[Optimizer, str], None]) -> None:
         self._optimizer = weakref.ref(optimizer)
         self._stand_down = stand_down
+        self._inside = False
         self._gathers = gathers
         self.state = ShardedState(optimizer)
 
@@ -72,6 +73,8 @@ class ShardedOptimizer:
         """Run ``inner``, the class's own step, on this rank's parts, and gather the parameters."""
         optimizer = self._optimizer()
         assert optimizer is not None
+        if self._inside:  # the class's step calls that of a base class
+            return inner(optimizer, *args, **kwargs)
         args, kwargs = _with_loss(args, kwargs)
         self._gathers.settle()  # a second step without a forward in between
         parts = self.parts(optimizer)
@@ -82,12 +85,20 @@ class ShardedOptimizer:
         if not parts:
             return inner(optimizer, *args, **kwargs)
         COUNTERS.grads_by_parts += sum(part.shards.is_pending(part.index) for part in parts)
-        with self.state.written(parts), swapped(parts):
+        with self.state.written(parts), swapped(parts), self._being_inside():
             result = inner(optimizer, *args, **kwargs)
         self._gathers.launch(parts)
         COUNTERS.steps += 1
         COUNTERS.params_updated += len(parts)
         return result
+
+    @contextmanager
+    def _being_inside(self) -> Iterator[None]:
+        self._inside = True
+        try:
+            yield
+        finally:
+            self._inside = False
 
     def parts(self, optimizer: Optimizer) -> list[Part]:
         """Return the parameters with a gradient that are to be updated by parts, and ask for their gradients so."""

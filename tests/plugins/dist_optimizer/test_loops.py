@@ -66,3 +66,46 @@ def test_clipping(ranks, clip):
     for result in ranks(2)(both, train, "adamw", clip=clip):
         compare(result["stock"], result["patched"]).assert_equal()
         assert result["counters"]["norms"] > 10
+
+
+class Signed(torch.optim.SGD):
+    """Element-wise, with a step of its own around that of a class which torch has."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is not None:
+                    assert param.grad.shape == param.shape
+                    param.grad = param.grad.sign()
+                    state = self.state[param]
+                    state["sum"] = state.get("sum", torch.zeros_like(param)) + param.grad
+        return super().step(closure)
+
+
+def signed() -> list[dict[str, Any]]:
+    model = DistributedDataParallel(net())
+    opt = Signed(model.parameters(), lr=0.01)
+    records = []
+    for step in range(8):
+        opt.zero_grad()
+        model(data(step, 5, 6)).square().mean().backward()
+        opt.step()
+        state = opt.state_dict()["state"]
+        records.append(
+            {
+                "param": {n: p.detach().clone() for n, p in model.named_parameters()},
+                "sum": {number: one["sum"].clone() for number, one in state.items()},
+            }
+        )
+    return records
+
+
+@pytest.mark.parametrize("named", [False, True])
+def test_a_class_that_the_user_names_is_cut_and_another_stays_stock(ranks, named):
+    options = {"element_wise": f"{__name__}.Signed" if named else ""}
+    for result in ranks(2)(both, signed, options=options):
+        compare(result["stock"], result["patched"]).assert_bitwise()
+        counters = result["counters"]
+        assert (counters["optimizers"], counters["stock_optimizers"]) == ((1, 0) if named else (0, 1))
+        assert (counters["grads_by_parts"] > 0) == named
