@@ -24,6 +24,7 @@ from torch import Tensor
 
 from ovpatch.overlap import placeholders
 from ovpatch.overlap.editions import Editions
+from ovpatch.overlap.farewell import Farewell
 from ovpatch.overlap.memory import is_sole_owner
 from ovpatch.overlap.peers import Peers
 from ovpatch.overlap.placeholders import Placeholder
@@ -62,6 +63,7 @@ class GradShards:
         self._read: set[int] = set()
         self._parts: dict[int, Tensor] = {}
         self._backwards = 0
+        self._farewell = Farewell(group)
         self._served = False
         self.identity = ""
         self._overdue: list[int] = []
@@ -219,6 +221,12 @@ class GradShards:
                 if grad is not None:
                     grad.copy_(whole)
 
+    def leave(self) -> None:
+        """Put all gradients in place, while there are peers to ask; there will be no parts any more."""
+        if self._served and not Peers.destroyed(self.group):
+            self._farewell.say(self)
+            self.settle()
+
     def settle(self) -> None:
         """Put all gradients in place that are still in parts."""
         placeholders.settle([p.grad for p in self.params if p.grad is not None and self.is_ours(p.grad)])
@@ -235,7 +243,8 @@ class GradShards:
 
     def _pull(self, indices: Sequence[int]) -> list[Tensor]:
         number = self.editions.number
-        answers = Peers.of(self.group).ask(self._topic(), {"edition": number, "indices": list(indices)})
+        question = self._farewell.mark({"edition": number, "indices": list(indices)})
+        answers = Peers.of(self.group).ask(self._topic(), question)
         wholes = []
         for position, index in enumerate(indices):
             param = self.params[index]
@@ -264,7 +273,9 @@ class GradShards:
             return float(torch.linalg.vector_norm(torch.stack(torch._foreach_norm(parts, order)), order).item())
 
         if "norm" not in question:
-            return {}, self.editions.read(question["edition"], copy, _PATIENCE_S)
+            parts = self.editions.read(question["edition"], copy, _PATIENCE_S)
+            self._farewell.hear(question)
+            return {}, parts
         order, parts = question["norm"], [self.part_of(index) for index in question["indices"]]
         return {"norm": self.editions.read(question["edition"], norm, _PATIENCE_S)}, []
 

@@ -132,6 +132,19 @@ class Peers:
         """
         leave([self._departure], timeout_s)
 
+    @staticmethod
+    def destroyed(group: dist.ProcessGroup) -> bool:
+        """Tell whether the group was destroyed, so that nobody in it can be asked any more."""
+        with _lock:
+            return group in _peers and _peers[group]._directory.destroyed()
+
+    @staticmethod
+    def drain_all(group: dist.ProcessGroup | None = None, timeout_s: float = AT_EXIT_S) -> None:
+        """As :meth:`drain`, for all process groups, or for one if it has peers at all."""
+        with _lock:
+            ones = [peers for own, peers in _peers.items() if group is None or own is group]
+        leave([peers._departure for peers in ones], timeout_s)
+
     def _check(self, ranks: Sequence[int]) -> None:
         if os.getpid() != self._pid:
             raise PeerError(_FORKED)

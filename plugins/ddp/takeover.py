@@ -201,7 +201,7 @@ def restore_stock(ddp: Wrapper, reason: str = "") -> None:
     _refuse_inside_backward(ddp)
     reducer = ddp.reducer
     reducer.recover()
-    reducer.shards.settle()
+    reducer.shards.leave()
     reducer._remove_autograd_hooks()
     stock_helper = _live.pop(ddp)
     parameters, expect_sparse = ddp._build_params_for_reducer()

@@ -37,6 +37,7 @@ def ovpatch_register(patches: Registrar, options: Mapping[str, Any]) -> None:
     """Register the patches."""
     from ovpatch.overlap.readers import ENTRANCES
     from ovpatch_plugins.dist_optimizer.clipping import wrap_clip, wrap_norm
+    from ovpatch_plugins.dist_optimizer.endings import wrap_destroy
     from ovpatch_plugins.dist_optimizer.kinds import classes_with_a_step
     from ovpatch_plugins.dist_optimizer.optimizers import Steps
     from ovpatch_plugins.dist_optimizer.scaling import wrap_unscale
@@ -58,6 +59,11 @@ def ovpatch_register(patches: Registrar, options: Mapping[str, Any]) -> None:
         why="is what clip_grad_norm_ and get_total_norm call, by whatever name the script imported them",
     )
     patches.register_patch(f"{_CLIP}._clip_grads_with_norm_", wrap=wrap_clip, why="as _get_total_norm")
+    patches.register_patch(
+        "torch.distributed.distributed_c10d.destroy_process_group",
+        wrap=wrap_destroy,
+        why="is where a rank that has finished goes, whose parts others may still need",
+    )
     patches.register_patch(
         "torch.amp.grad_scaler.GradScaler._unscale_grads_",
         wrap=wrap_unscale,

@@ -21,6 +21,7 @@ from torch.optim import Optimizer
 
 from ovpatch.overlap import placeholders
 from ovpatch.overlap.editions import Editions
+from ovpatch.overlap.farewell import Farewell
 from ovpatch.overlap.grad_shards import GradShards, assemble, weakly
 from ovpatch.overlap.peers import Peers
 from ovpatch.overlap.placeholders import Placeholder
@@ -69,10 +70,12 @@ class ShardedState:
                 model.editions.end()
 
     def release(self) -> None:
-        """Put whole tensors into ``optimizer.state``; parts that peers may still ask for stay until they have."""
+        """Put whole tensors into ``optimizer.state``, while there are peers to ask."""
         optimizer = self._optimizer()
         if optimizer is not None:
-            placeholders.settle(value for state in optimizer.state.values() for value in state.values())
+            leaving = [model for model in self._models.values() if model.leave()]
+            values = [value for state in optimizer.state.values() for value in state.values()]
+            placeholders.settle(v for v in values if isinstance(v, Placeholder) and v.source in leaving)
 
     def _model(self, shards: GradShards) -> _StateOfModel:
         if id(shards) not in self._models:
@@ -112,6 +115,7 @@ class _StateOfModel:
 
     def __init__(self, shards: GradShards, number: int) -> None:
         self.editions = Editions(shards.params[0].device)
+        self._farewell = Farewell(shards.group)
         self._shards = shards
         self._index = {id(param): index for index, param in enumerate(shards.params)}
         self._parts: dict[tuple[int, str], Tensor] = {}
@@ -163,6 +167,13 @@ class _StateOfModel:
 
     # ---------------------------------------------------------------- reading
 
+    def leave(self) -> bool:
+        """Tell whether there are still peers to ask; this is the last time."""
+        there = not Peers.destroyed(self._shards.group)
+        if there:
+            self._farewell.say(self)
+        return there
+
     def fetch(self, wanted: Sequence[Placeholder], *, noticed: bool) -> list[Tensor]:
         """Return whole tensors where the parameters are."""
         del noticed
@@ -171,7 +182,7 @@ class _StateOfModel:
     def whole(self, wanted: Sequence[Placeholder]) -> list[Tensor]:
         """Return whole tensors on the CPU, in new memory, of the edition that this rank has."""
         entries = [one.key for one in wanted]
-        question = {"edition": self.editions.number, "entries": entries}
+        question = self._farewell.mark({"edition": self.editions.number, "entries": entries})
         answers = Peers.of(self._shards.group).ask(self._topic, question)
         COUNTERS.state_reads += 1
         wholes = []
@@ -188,7 +199,9 @@ class _StateOfModel:
         def copy() -> list[Tensor]:
             return [self._parts[index, name].to("cpu", copy=True) for index, name in question["entries"]]
 
-        return {}, self.editions.read(question["edition"], copy, _PATIENCE_S)
+        parts = self.editions.read(question["edition"], copy, _PATIENCE_S)
+        self._farewell.hear(question)
+        return {}, parts
 
 
 def _source(wanted: tuple[Any, str, Placeholder]) -> int:

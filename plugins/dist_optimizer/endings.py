@@ -1,0 +1,31 @@
+"""The end of a process group, of which others may still need something."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch.distributed as dist
+
+from ovpatch.overlap import pending
+from ovpatch.overlap.leaving import failing
+from ovpatch.overlap.peers import Peers
+
+
+def wrap_destroy(original: Callable[..., None]) -> Callable[..., None]:
+    """Wrap ``destroy_process_group``: parameters arrive, and peers get what they still ask for, before it is gone.
+
+    A rank that has finished waits for one that still saves a checkpoint, as it does at its own exit. Not if an
+    exception ends it: its peers may wait for it in a collective.
+    """
+
+    @functools.wraps(original)
+    def destroy_process_group(group: Any = None) -> None:
+        pending.settle_all()
+        if not failing():
+            everything = group is None or group is dist.group.WORLD
+            Peers.drain_all(None if everything else group)
+        original(group)
+
+    return destroy_process_group
