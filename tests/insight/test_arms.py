@@ -9,16 +9,18 @@ import sys
 import textwrap
 import threading
 import time
-from pathlib import Path
 
 import pytest
 
 from ovpatch.insight import arms, leftovers
 from ovpatch.jobs import launching, orders
 from ovpatch.settings.settings import SettingsError
+from tests.insight import programs
+from tests.insight.programs import TORCHRUN
+
+environment = programs.environment
 
 WORKER = "tests.insight.leaving"
-TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone"]
 STOCK = arms.Arm("stock", arms.STOCK, {"steps": 3})
 HEAD = """
 import os, sys, time
@@ -32,15 +34,6 @@ def step(optimizer=sgd):
     optimizer.step()
     optimizer.zero_grad()
 """
-
-
-@pytest.fixture(autouse=True)
-def environment(monkeypatch):
-    for name in [name for name in os.environ if name.startswith("OVPATCH")]:
-        monkeypatch.delenv(name)
-    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))
-    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
 
 
 @pytest.fixture
@@ -117,15 +110,7 @@ def test_a_script_that_ends_earlier_ends_by_itself(run):
 
 @pytest.mark.slow
 def test_the_code_of_a_script_that_fails_is_kept(run):
-    alone = """
-        import sys, torch
-        model = torch.nn.Linear(4, 4)
-        sgd = torch.optim.SGD(model.parameters(), lr=0.1)
-        model(torch.ones(2, 4)).sum().backward()
-        sgd.step()
-        sys.exit(7)
-    """
-    outcome = run(alone, head="", launcher=[sys.executable])
+    outcome = run("step()\nsys.exit(7)", head=programs.ALONE, launcher=[sys.executable])
     assert counted(outcome) == {"rank0": 1}
     assert outcome.code == 7
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import sys
 import textwrap
 
@@ -12,7 +11,7 @@ import pytest
 from ovpatch import cli
 from ovpatch.insight import arms
 from ovpatch.insight.verify.verdict import Verdict
-from tests.support.environment import clean
+from tests.support.environment import cleaned
 from tests.support.fake_plugins import Site
 
 LOOP = """
@@ -70,11 +69,7 @@ def site(tmp_path):
 @pytest.fixture
 def verify(site, monkeypatch, capfd):
     """``verify(script, *options)`` -> exit code, stdout, the JSON."""
-    for name in [name for name in os.environ if name.startswith("OVPATCH")]:
-        monkeypatch.delenv(name)
-    for name, value in clean(os.environ).items():
-        monkeypatch.setenv(name, value)
-    monkeypatch.setenv("PYTHONPATH", str(site.folder))
+    cleaned(monkeypatch, PYTHONPATH=str(site.folder))
     monkeypatch.syspath_prepend(str(site.folder))
 
     def verify(script, *options):
