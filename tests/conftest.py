@@ -28,6 +28,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     config.stash[STACKS_TO] = os.dup(2)  # before pytest captures it
+    # The width of whoever's terminal, in which tables fold. Under pytest-xdist it is there unasked: readline, which
+    # pytest imports, exports it to what the first process starts.
+    for name in ("COLUMNS", "LINES"):
+        os.environ.pop(name, None)
     if (
         signal.getsignal(signal.SIGINT) is signal.SIG_IGN
     ):  # started in the background of a shell; all children inherit it
