@@ -14,6 +14,7 @@ import pytest
 from tests.support import guard
 
 if TYPE_CHECKING:
+    from tests.support.forked import Server
     from tests.support.pool import Pool
 
 # Seconds until a test that hangs ends the whole run with the stacks of pytest's threads. The pool and the script runner
@@ -87,3 +88,13 @@ def ranks() -> Iterator[Pool]:
     pool = Pool()
     yield pool
     pool.close()
+
+
+@pytest.fixture(scope="session")
+def forks() -> Iterator[Server]:
+    """``forks.torchrun(2, "train.py", ...)`` -> as under torchrun, without the cost of its launcher and imports."""
+    from tests.support.forked import Server
+
+    server = Server()
+    yield server
+    server.close()

@@ -8,7 +8,6 @@ from ovpatch.insight.equality import compare
 from tests.scripts.arms import (
     PROGRAMS,
     WORLD,
-    Runner,
     assert_applied,
     assert_same,
     crosswise,
@@ -22,11 +21,7 @@ from tests.support import scripts
 pytestmark = [pytest.mark.slow, needs("accelerate")]
 
 LIBRARIES = ("accelerate",)
-
-
-@pytest.fixture(scope="module")
-def runner(tmp_path_factory):
-    return Runner(tmp_path_factory.mktemp("accelerate"))
+PRELOADED = LIBRARIES
 
 
 def launch(runner, name, *args, patched, to, dynamo="no"):

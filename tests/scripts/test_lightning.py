@@ -6,17 +6,13 @@ import pytest
 import torch
 
 from ovpatch.insight.equality import compare
-from tests.scripts.arms import PROGRAMS, Runner, assert_applied, assert_same, crosswise, needs, together
+from tests.scripts.arms import PROGRAMS, assert_applied, assert_same, crosswise, needs, together
 from tests.support import scripts
 
 pytestmark = [pytest.mark.slow, needs("lightning")]
 
 LIBRARIES = ("lightning",)
-
-
-@pytest.fixture(scope="module")
-def runner(tmp_path_factory):
-    return Runner(tmp_path_factory.mktemp("lightning"))
+PRELOADED = LIBRARIES
 
 
 def launched(runner, name, *args, to):

@@ -5,16 +5,12 @@ from __future__ import annotations
 import pytest
 
 from ovpatch.insight.equality import compare
-from tests.scripts.arms import Runner, assert_applied, assert_same, crosswise, needs, saved_folders
+from tests.scripts.arms import assert_applied, assert_same, crosswise, needs, saved_folders
 
 pytestmark = [pytest.mark.slow, needs("transformers", "accelerate")]
 
 LIBRARIES = ("transformers", "accelerate")
-
-
-@pytest.fixture(scope="module")
-def runner(tmp_path_factory):
-    return Runner(tmp_path_factory.mktemp("transformers"))
+PRELOADED = ("transformers.trainer", "accelerate", "peft")
 
 
 def both(runner, *args, to):
