@@ -29,6 +29,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     config.stash[STACKS_TO] = os.dup(2)  # before pytest captures it
+    # The hard limit ends a worker of pytest-xdist, which would start another one to hang in the same test, eight times.
+    if getattr(config.option, "maxworkerrestart", 0) is None:
+        config.option.maxworkerrestart = "0"
     # The width of whoever's terminal, in which tables fold. Under pytest-xdist it is there unasked: readline, which
     # pytest imports, exports it to what the first process starts.
     for name in ("COLUMNS", "LINES"):

@@ -12,6 +12,9 @@ from tests.support.environment import cleaned
 ROOT = Path(__file__).parents[2]
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone"]
 
+#: Time-outs for what shall hang, to try one after the other: on a busy machine it may not have come that far.
+PATIENCE = (6, 20, 80)
+
 #: One process without a group; add what it does with ``step()``.
 ALONE = """
 import os, sys

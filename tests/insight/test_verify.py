@@ -11,6 +11,7 @@ import pytest
 from ovpatch import cli
 from ovpatch.insight import arms
 from ovpatch.insight.verify.verdict import Verdict
+from tests.insight.programs import PATIENCE
 from tests.support.environment import cleaned
 from tests.support.fake_plugins import Site
 
@@ -164,7 +165,10 @@ def test_a_failure_of_the_patched_run_alone_is_a_difference(verify):
 
 @pytest.mark.slow
 def test_a_hang_of_the_patched_run_is_cut_and_shows_stacks(verify):
-    code, out, data = verify(loop("for _ in range(4): step()"), "--features=hangs", "--timeout=10")
+    for timeout in PATIENCE:
+        code, out, data = verify(loop("for _ in range(4): step()"), "--features=hangs", f"--timeout={timeout}")
+        if "in hang_here" in out:
+            break
     assert (code, data["verdict"]) == (1, "different")
     assert "the patched run hangs, as stock does not, because of hangs" in out
     assert "in hang_here" in out

@@ -25,9 +25,12 @@ PRELOADED = LIBRARIES
 
 
 def launch(runner, name, *args, patched, to, dynamo="no"):
+    if not patched:  # what accelerate's launcher says to the ranks, which it starts by torchrun
+        said = {"ACCELERATE_MIXED_PRECISION": "no", "ACCELERATE_DYNAMO_BACKEND": dynamo.upper()}
+        return runner.torchrun(name, *args, patched=False, to=to, env=said)
     head = ["-m", "accelerate.commands.launch", "--multi_gpu", f"--num_processes={WORLD}", "--num_machines=1"]
     head += ["--mixed_precision=no", f"--dynamo_backend={dynamo}", f"--main_process_port={scripts.free_port()}"]
-    return runner.python([*head, str(PROGRAMS / name), str(runner.folder / to), *args], patched=patched, to=to)
+    return runner.python([*head, str(PROGRAMS / name), str(runner.folder / to), *args], patched=True, to=to)
 
 
 def both(runner, name, *args, to, **kwargs):
