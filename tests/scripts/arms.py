@@ -1,7 +1,8 @@
 """Runs a program of ``programs/`` stock and patched, and takes up what it left behind.
 
-The patched run is started the way users start it. The stock run is the yardstick; where its launcher is torchrun, its
-ranks are forked instead, which computes the same and saves half of the time.
+The stock run is the yardstick; where its launcher is torchrun, its ranks are forked instead, which computes the same.
+The patched run is started the way users start it wherever the launcher matters, and once for each kind of program; else
+it has a launcher that forks. Most of the time of these tests was the import of torch.
 """
 
 from __future__ import annotations
@@ -61,13 +62,23 @@ class Runner:
         self._server = server
 
     def torchrun(self, name: str, *args: str, patched: bool, to: str, **more: Any) -> Arm:
-        """Run it on two ranks; output folder, report and the like are named ``to``."""
-        env, line = more.pop("env", None) or {}, (PROGRAMS / name, str(self.folder / to), *args)
+        """Run it on two ranks; output folder, report and the like are named ``to``.
+
+        Args:
+            name: The program.
+            args: Its arguments.
+            patched: Whether ``ovpatch run`` goes before.
+            to: Name of the output.
+            more: ``env``, and ``launcher`` with options of torchrun, even if none, where torchrun starts patched ranks.
+        """
+        env, launcher = more.get("env") or {}, more.get("launcher")
+        line = (PROGRAMS / name, str(self.folder / to), *args)
 
         def run() -> scripts.Result:
-            if patched:
-                return scripts.torchrun(WORLD, *line, env=env, ovpatch=self._report(to), timeout=TIMEOUT, **more)
-            return self._server.torchrun(WORLD, *line, env={**env, "OVPATCH": "0"}, timeout=TIMEOUT, **more)
+            if not patched:
+                return self._server.torchrun(WORLD, *line, env={**env, "OVPATCH": "0"}, timeout=TIMEOUT)
+            how = {"forked": True} if launcher is None else {"launcher": launcher}
+            return scripts.torchrun(WORLD, *line, env=env, ovpatch=self._report(to), timeout=TIMEOUT, **how)
 
         return self._arm(run, patched=patched, to=to)
 

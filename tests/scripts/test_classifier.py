@@ -34,7 +34,7 @@ def test_an_image_classifier_with_synchronised_batch_norm_on_gpus(runner, compat
     # What deterministic algorithms need; without them stock itself differs from run to run.
     env = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
     args = ["--sync-bn", "--amp", "--use-deterministic-algorithms"]
-    stock, patched = runner.both("classifier", *args, env=env)
+    stock, patched = runner.both("classifier", *args, env=env, launcher=[])
     assert_same_training(stock, patched, "cuda")
     compatibility(
         "torchvision and timm style classifier: SyncBatchNorm, channels_last, autocast, EMA",

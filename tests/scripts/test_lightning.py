@@ -57,7 +57,7 @@ def test_resumes_the_other_ways_checkpoint_under_torchrun(runner, fitted, compat
     whole_stock, whole_patched = fitted
 
     def resume(whole, **options):
-        return runner.torchrun("lightning_fit.py", f"--resume={whole.out}/epoch=0.ckpt", **options)
+        return runner.torchrun("lightning_fit.py", f"--resume={whole.out}/epoch=0.ckpt", launcher=[], **options)
 
     stock, patched = crosswise(resume, whole_stock, whole_patched)
     assert len(stock.ranks[0]["losses"]) == 6, "the second epoch"

@@ -17,7 +17,7 @@ PRELOADED = ("torch._dynamo",)
 
 @pytest.fixture(scope="module")
 def compiled(runner):
-    return runner.both("nano", f"--compile_model={BACKEND}", to="compiled")
+    return runner.both("nano", f"--compile_model={BACKEND}", to="compiled", launcher=[])
 
 
 def assert_same_training(stock, patched):

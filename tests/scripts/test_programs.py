@@ -20,7 +20,7 @@ def ports(count):
 
 @pytest.fixture(scope="module")
 def plain(runner):
-    return runner.both("plain")
+    return runner.both("plain", launcher=[])
 
 
 def test_a_plain_loop(plain, compatibility):

@@ -13,9 +13,9 @@ LIBRARIES = ("transformers", "accelerate")
 PRELOADED = ("transformers.trainer", "accelerate", "peft")
 
 
-def both(runner, *args, to):
+def both(runner, *args, to, **more):
     """Run the Trainer stock and patched; logs of all ranks, and all checkpoints, are the same."""
-    stock, patched = runner.both("hf_trainer", *args, to=to)
+    stock, patched = runner.both("hf_trainer", *args, to=to, **more)
     assert_same(stock, patched)
     assert list(saved(stock)) == list(saved(patched)) == ["checkpoint-2", "checkpoint-4", "checkpoint-6"]
     compare(saved(stock), saved(patched)).assert_bitwise()
@@ -33,7 +33,7 @@ def values(arm, name):
 
 @pytest.fixture(scope="module")
 def defaults(runner):
-    return both(runner, to="defaults")
+    return both(runner, to="defaults", launcher=[])
 
 
 def test_trainer_with_its_defaults(defaults, compatibility):
