@@ -25,7 +25,7 @@ from pathlib import Path
 from unittest import mock
 
 from tests.support.environment import clean, exactly, updated
-from tests.support.scripts import Result, free_port, until
+from tests.support.scripts import Result, free_port
 from tests.support.worker import die_with_parent
 
 #: Seconds that the other ranks may go on once one has failed.
@@ -91,7 +91,7 @@ class Server:
             finally:
                 for rank in ranks:
                     _kill(rank)
-            rc = next((rank.exitcode for rank in ranks if rank.exitcode), 0)
+            rc = int(any(rank.exitcode for rank in ranks))  # 1, whatever the rank's own, as torchrun does
             texts = (file.read_text(errors="replace") for file in (out, err))
             return Result(argv, rc, *texts, seconds, timed_out)
 
@@ -117,13 +117,20 @@ def _wait(ranks: Sequence[BaseProcess], deadline: float) -> bool:
 
 
 def _abort(ranks: Sequence[BaseProcess]) -> None:
-    """Make those that run write their stacks and die; stopped first, so that none reacts to another's death."""
+    """Make those that run write their stacks and die, one by one; stopped first, so that none reacts to a death."""
     running = [rank for rank in ranks if rank.exitcode is None]
-    for number in (signal.SIGSTOP, signal.SIGABRT, signal.SIGCONT):
-        for rank in running:
-            with suppress(ProcessLookupError):
-                os.kill(rank.pid or 0, number)
-    until(lambda: all(rank.exitcode is not None for rank in running), 5)
+    for rank in running:
+        _signal(rank, signal.SIGSTOP)
+    for rank in running:
+        _signal(rank, signal.SIGABRT)
+        _signal(rank, signal.SIGCONT)
+        rank.join(5)
+
+
+def _signal(rank: BaseProcess, number: int) -> None:
+    assert rank.pid is not None
+    with suppress(ProcessLookupError):
+        os.kill(rank.pid, number)
 
 
 def _kill(rank: BaseProcess) -> None:
