@@ -9,8 +9,8 @@ TORCH ?= torch==2.13.0
 TORCH_INDEX ?=
 PYTEST_ARGS ?=
 DEMO_ARGS ?=
-# How many processes share the tests; 0: one after the other in this one.
-WORKERS ?= 0
+# How many processes share the tests, file by file; 0: one after the other in this one. GPUs are for one test at a time.
+WORKERS ?= $(shell nvidia-smi -L 2>/dev/null | grep -q GPU && echo 0 || echo 2)
 
 READY := $(VENV)/.ready
 BIN := $(VENV)/bin
@@ -20,7 +20,7 @@ BIN := $(VENV)/bin
 
 help:
 	@echo "make demo    train a small GPT stock and patched, side by side (DEMO_ARGS=--quick: half a minute)"
-	@echo "make test    lint, then all tests (PYTEST_ARGS='-k name -x'), WORKERS=2 for two at a time"
+	@echo "make test    lint, then all tests (PYTEST_ARGS='-k name -x'), WORKERS=0 for one at a time"
 	@echo "make lint    ruff, and mypy --strict on ovpatch/ and plugins/"
 	@echo "make setup   only the environment $(VENV), which the others make as well"
 	@echo "make clean   remove $(VENV) and everything that was built"
@@ -41,7 +41,7 @@ lint: $(READY)
 
 test: lint
 	@echo "== pytest $(PYTEST_ARGS)"
-	@$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile $(PYTEST_ARGS)
+	@$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .demo .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -14,6 +14,7 @@ import pytest
 from tests.support import guard
 
 if TYPE_CHECKING:
+    from tests.support.forked import Server
     from tests.support.pool import Pool
 
 # Seconds until a test that hangs ends the whole run with the stacks of pytest's threads. The pool and the script runner
@@ -28,6 +29,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     config.stash[STACKS_TO] = os.dup(2)  # before pytest captures it
+    # The hard limit ends a worker of pytest-xdist, which would start another one to hang in the same test, eight times.
+    if getattr(config.option, "maxworkerrestart", 0) is None:
+        config.option.maxworkerrestart = "0"
+    # The width of whoever's terminal, in which tables fold. Under pytest-xdist it is there unasked: readline, which
+    # pytest imports, exports it to what the first process starts.
+    for name in ("COLUMNS", "LINES"):
+        os.environ.pop(name, None)
     if (
         signal.getsignal(signal.SIGINT) is signal.SIG_IGN
     ):  # started in the background of a shell; all children inherit it
@@ -83,3 +91,13 @@ def ranks() -> Iterator[Pool]:
     pool = Pool()
     yield pool
     pool.close()
+
+
+@pytest.fixture(scope="session")
+def forks() -> Iterator[Server]:
+    """``forks.torchrun(2, "train.py", ...)`` -> as under torchrun, without the cost of its launcher and imports."""
+    from tests.support.forked import Server
+
+    server = Server()
+    yield server
+    server.close()

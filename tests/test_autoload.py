@@ -12,7 +12,7 @@ import pytest
 
 from ovpatch import api, autoload, logs
 from ovpatch.reports import workers
-from tests.support.environment import clean
+from tests.support.environment import clean, forget
 
 STATE = """
 import sys, json, os
@@ -78,8 +78,7 @@ def test_wrong_settings_break_neither_the_import_nor_the_silence_of_stdout(start
 @pytest.fixture
 def calls(monkeypatch):
     calls = []
-    for name in [name for name in os.environ if name.startswith("OVPATCH")]:
-        monkeypatch.delenv(name)
+    forget(monkeypatch)
     monkeypatch.delenv("TORCH_LOGS", raising=False)
     monkeypatch.setattr(sys, "orig_argv", ["python", "train.py"])
     monkeypatch.setattr(api, "apply", lambda: calls.append("apply"))

@@ -16,7 +16,7 @@ from ovpatch import cli
 from ovpatch.commands import doctor
 from ovpatch.session.session import Session
 from tests.support import fake_plugins
-from tests.support.environment import clean
+from tests.support.environment import clean, forget
 
 TEMPLATE = Path(__file__).resolve().parent.parent / "examples" / "plugin_template"
 
@@ -24,8 +24,7 @@ TEMPLATE = Path(__file__).resolve().parent.parent / "examples" / "plugin_templat
 @pytest.fixture
 def command(monkeypatch, capsys):
     """Run a subcommand in this process; returns exit code, stdout and stderr."""
-    for name in [name for name in os.environ if name.startswith("OVPATCH")]:
-        monkeypatch.delenv(name)
+    forget(monkeypatch)
 
     session = Session()
     monkeypatch.setattr(doctor, "session", session)

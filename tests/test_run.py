@@ -12,7 +12,7 @@ import textwrap
 import pytest
 
 from ovpatch import cli
-from tests.support.environment import clean
+from tests.support.environment import clean, forget
 from tests.support.fake_plugins import Site
 
 ADD = "patches.register_patch('victim.f', wrap=add(10))"
@@ -50,8 +50,7 @@ def run(environ, tmp_path):
 @pytest.fixture
 def here(monkeypatch, capfd):
     """Run the subcommand in this process; for commands that import no torch."""
-    for name in [name for name in os.environ if name.startswith("OVPATCH")]:
-        monkeypatch.delenv(name)
+    forget(monkeypatch)
 
     def here(*line):
         code = cli.main(["run", *map(str, line)])

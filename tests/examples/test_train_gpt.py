@@ -22,18 +22,20 @@ pytestmark = pytest.mark.slow
 
 
 class Job:
-    """Trains on two processes in a folder of its own."""
+    """Trains on two processes in a folder of its own; ``forks`` has the stock runs, which are only the yardstick."""
 
-    def __init__(self, folder):
-        self.folder = folder
+    def __init__(self, folder, forks):
+        self.folder, self.forks = folder, forks
 
     def train(self, name, *args, patched, steps=STEPS, report=False):
         """Return what each step logged: loss and gradient norm."""
         log = self.folder / f"{name}.jsonl"
         arguments = [*SIZE, *WAYS, f"--steps={steps}", f"--log-file={log}", *args]
         options = ["--report", str(self.folder / f"{name}.report")] if report else []
-        env = None if patched else {"OVPATCH": "0"}
-        scripts.torchrun(2, demo.SCRIPT, *arguments, env=env, ovpatch=options, timeout=90).check()
+        if patched:
+            scripts.torchrun(2, demo.SCRIPT, *arguments, ovpatch=options, timeout=90).check()
+        else:
+            self.forks.torchrun(2, demo.SCRIPT, *arguments, env={"OVPATCH": "0"}, timeout=90).check()
         return [(entry["loss"], entry["grad_norm"]) for entry in demo.read_log(log)]
 
     def checkpoint(self, name):
@@ -41,8 +43,8 @@ class Job:
 
 
 @pytest.fixture(scope="module")
-def job(tmp_path_factory):
-    return Job(tmp_path_factory.mktemp("gpt"))
+def job(tmp_path_factory, forks):
+    return Job(tmp_path_factory.mktemp("gpt"), forks)
 
 
 @pytest.fixture(scope="module")

@@ -3,26 +3,17 @@
 from __future__ import annotations
 
 import json
-import os
 import sys
 import textwrap
-from pathlib import Path
 
 import pytest
 
 from ovpatch import cli
+from tests.insight import programs
+from tests.insight.programs import ALONE, TORCHRUN
 
-TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone"]
-ALONE = """
-import os, sys
-import torch
-model = torch.nn.Linear(4, 4)
-sgd = torch.optim.SGD(model.parameters(), lr=0.1)
-def step():
-    model(torch.ones(2, 4)).sum().backward()
-    sgd.step()
-    sgd.zero_grad()
-"""
+environment = programs.environment
+
 #: 2 ranks, 3 microbatches of 4 lines of 6 tokens; an evaluation in every step; no end of its own.
 LANGUAGE = """
 import contextlib
@@ -48,15 +39,6 @@ while True:
     adam.step()
     adam.zero_grad()
 """
-
-
-@pytest.fixture(autouse=True)
-def environment(monkeypatch):
-    for name in [name for name in os.environ if name.startswith("OVPATCH")]:
-        monkeypatch.delenv(name)
-    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))
-    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
 
 
 @pytest.fixture

@@ -13,6 +13,7 @@ from rich.console import Console
 from ovpatch import cli
 from ovpatch.insight import arms
 from ovpatch.insight.bench import measured, rounds
+from tests.support.environment import forget
 
 MS = {"stock": 10.0, "patched": 8.0, "without-a": 9.0, "without-b": 8.0}
 
@@ -75,8 +76,8 @@ class Machine:
 
 @pytest.fixture
 def machine(monkeypatch):
-    for name in ("OVPATCH", "OVPATCH_AUTO", "TORCH_DEVICE_BACKEND_AUTOLOAD"):
-        monkeypatch.delenv(name, raising=False)
+    forget(monkeypatch)
+    monkeypatch.delenv("TORCH_DEVICE_BACKEND_AUTOLOAD", raising=False)
     machine = Machine()
     monkeypatch.setattr(arms, "run", machine.run)
     return machine

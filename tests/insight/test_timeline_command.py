@@ -4,21 +4,19 @@ from __future__ import annotations
 
 import gzip
 import json
-import os
 import shutil
 import sys
-import textwrap
 from pathlib import Path
 
 import pytest
 
 from ovpatch import cli
 from ovpatch.insight.timeline import picture
+from tests.insight.programs import ALONE, ROOT, TORCHRUN
 from tests.insight.traces import DATA, Synthetic, recorded
 from tests.support import scripts
+from tests.support.environment import forget
 
-ROOT = Path(__file__).parents[2]
-TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
 SMALL = ["--layers=2", "--width=64", "--heads=2", "--eval-every=0", "--steps=30", "--bucket-cap-mb=1"]
 FILES = {"timeline.png", "timeline.svg", "timeline.json.gz", "summary.json"}
 
@@ -26,8 +24,7 @@ FILES = {"timeline.png", "timeline.svg", "timeline.json.gz", "summary.json"}
 @pytest.fixture
 def timeline(monkeypatch, capfd, tmp_path):
     """Run the subcommand in this process, in an empty folder."""
-    for name in [name for name in os.environ if name.startswith("OVPATCH")]:
-        monkeypatch.delenv(name)
+    forget(monkeypatch)
     monkeypatch.chdir(tmp_path)
 
     def timeline(*line):
@@ -197,9 +194,14 @@ def run(folder, *line, timeout=150):
     return scripts.run(program, cwd=folder, timeout=timeout, env={"PYTHONPATH": str(ROOT)})
 
 
+def written(folder, *lines):
+    (folder / "train.py").write_text("\n".join([ALONE, *lines]))
+    return str(folder / "train.py")
+
+
 @pytest.mark.slow
 def test_a_whole_program_is_compared(tmp_path):
-    command = [sys.executable, *TORCHRUN, str(ROOT / "examples" / "train_gpt.py"), *SMALL]
+    command = [*TORCHRUN, str(ROOT / "examples" / "train_gpt.py"), *SMALL]
     done = run(tmp_path, "--compare", "--step", "4", "--steps", "2", "--", *command).check()
     folder = tmp_path / "ovpatch-timeline"
     assert {path.name for path in folder.iterdir()} == FILES | {"stock", "patched", "stock.log", "patched.log"}
@@ -226,21 +228,8 @@ def test_a_whole_program_is_compared(tmp_path):
 
 @pytest.mark.slow
 def test_a_command_that_fails_keeps_its_code_and_shows_how_far_it_got(tmp_path):
-    script = tmp_path / "train.py"
-    script.write_text(
-        textwrap.dedent(
-            """
-            import sys, torch
-            model = torch.nn.Linear(4, 4)
-            sgd = torch.optim.SGD(model.parameters(), lr=0.1)
-            for step in range(3):
-                model(torch.ones(2, 4)).sum().backward()
-                sgd.step()
-            sys.exit("the data ran out")
-            """
-        )
-    )
-    done = run(tmp_path, "--step", "2", "--", sys.executable, str(script))
+    script = written(tmp_path, "for _ in range(3): step()", "sys.exit('the data ran out')")
+    done = run(tmp_path, "--step", "2", "--", sys.executable, script)
     assert done.rc == 1
     assert "the data ran out" in done.stderr
     assert "steps 2 to 4 were asked for, recorded was 2 to 3" in done.stderr
@@ -249,20 +238,8 @@ def test_a_command_that_fails_keeps_its_code_and_shows_how_far_it_got(tmp_path):
 
 @pytest.mark.slow
 def test_an_arm_that_recorded_nothing_does_not_take_the_other_with_it(tmp_path):
-    script = tmp_path / "train.py"
-    script.write_text(
-        textwrap.dedent(
-            """
-            import os, torch
-            model = torch.nn.Linear(4, 4)
-            sgd = torch.optim.SGD(model.parameters(), lr=0.1)
-            for step in range(20 if os.environ.get("OVPATCH") == "0" else 1):
-                model(torch.ones(2, 4)).sum().backward()
-                sgd.step()
-            """
-        )
-    )
-    done = run(tmp_path, "--compare", "--step", "2", "--no-picture", "--", sys.executable, str(script))
+    script = written(tmp_path, "for _ in range(20 if os.environ.get('OVPATCH') == '0' else 1): step()")
+    done = run(tmp_path, "--compare", "--step", "2", "--no-picture", "--", sys.executable, script)
     assert done.rc == 1
     assert "patched: nothing was recorded. The command ended after step 1, and step 2 was asked for" in done.stderr
     assert "\nstock: no communication in step 3" in done.stdout
@@ -271,7 +248,7 @@ def test_an_arm_that_recorded_nothing_does_not_take_the_other_with_it(tmp_path):
 @pytest.mark.gpu(2)
 @pytest.mark.slow
 def test_a_whole_program_on_gpus(tmp_path):
-    command = [sys.executable, *TORCHRUN, str(ROOT / "examples" / "train_gpt.py"), "--eval-every=0", "--steps=30"]
+    command = [*TORCHRUN, str(ROOT / "examples" / "train_gpt.py"), "--eval-every=0", "--steps=30"]
     run(tmp_path, "--compare", "--", *command, timeout=280).check()
     summary = json.loads((tmp_path / "ovpatch-timeline" / "summary.json").read_text())
     for one in summary["runs"]:

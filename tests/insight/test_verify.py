@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import sys
 import textwrap
 
@@ -12,7 +11,8 @@ import pytest
 from ovpatch import cli
 from ovpatch.insight import arms
 from ovpatch.insight.verify.verdict import Verdict
-from tests.support.environment import clean
+from tests.insight.programs import PATIENCE
+from tests.support.environment import cleaned
 from tests.support.fake_plugins import Site
 
 LOOP = """
@@ -70,11 +70,7 @@ def site(tmp_path):
 @pytest.fixture
 def verify(site, monkeypatch, capfd):
     """``verify(script, *options)`` -> exit code, stdout, the JSON."""
-    for name in [name for name in os.environ if name.startswith("OVPATCH")]:
-        monkeypatch.delenv(name)
-    for name, value in clean(os.environ).items():
-        monkeypatch.setenv(name, value)
-    monkeypatch.setenv("PYTHONPATH", str(site.folder))
+    cleaned(monkeypatch, PYTHONPATH=str(site.folder))
     monkeypatch.syspath_prepend(str(site.folder))
 
     def verify(script, *options):
@@ -169,7 +165,10 @@ def test_a_failure_of_the_patched_run_alone_is_a_difference(verify):
 
 @pytest.mark.slow
 def test_a_hang_of_the_patched_run_is_cut_and_shows_stacks(verify):
-    code, out, data = verify(loop("for _ in range(4): step()"), "--features=hangs", "--timeout=10")
+    for timeout in PATIENCE:
+        code, out, data = verify(loop("for _ in range(4): step()"), "--features=hangs", f"--timeout={timeout}")
+        if "in hang_here" in out:
+            break
     assert (code, data["verdict"]) == (1, "different")
     assert "the patched run hangs, as stock does not, because of hangs" in out
     assert "in hang_here" in out

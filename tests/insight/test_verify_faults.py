@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from dataclasses import dataclass
 
@@ -13,7 +12,7 @@ from ovpatch.insight.verify import records
 from ovpatch.insight.verify.comparing import Compared, compare
 from ovpatch.insight.verify.verifying import WORKER, Request
 from tests.insight import faults
-from tests.support.environment import clean
+from tests.support.environment import cleaned
 from tests.support.fake_plugins import Site
 from tests.support.scripts import free_port
 
@@ -47,11 +46,7 @@ def ran(tmp_path_factory):
     (folder / "train.py").write_text(faults.SCRIPT)
     faults.install(Site(folder))
     with pytest.MonkeyPatch.context() as patch:
-        for name in [name for name in os.environ if name.startswith("OVPATCH")]:
-            patch.delenv(name)
-        for name, value in clean(os.environ).items():
-            patch.setenv(name, value)
-        patch.setenv("PYTHONPATH", str(folder))
+        cleaned(patch, PYTHONPATH=str(folder))
         command = [sys.executable, str(folder / "train.py"), str(free_port())]
         made = Arms(Request(command, folder / "out", steps=10))
         made.run("stock")

@@ -1,4 +1,9 @@
-"""Runs a program of ``programs/`` the way users start it, stock and patched, and takes up what it left behind."""
+"""Runs a program of ``programs/`` stock and patched, and takes up what it left behind.
+
+The stock run is the yardstick; where its launcher is torchrun, its ranks are forked instead, which computes the same.
+The patched run is started the way users start it wherever the launcher matters, and once for each kind of program; else
+it has a launcher that forks. Most of the time of these tests was the import of torch.
+"""
 
 from __future__ import annotations
 
@@ -18,6 +23,7 @@ import torch
 from ovpatch.insight.equality import compare
 from ovpatch.reports.reporting import NEVER_CALLED
 from tests.support import scripts
+from tests.support.forked import Server
 
 PROGRAMS = Path(__file__).with_name("programs")
 WORLD = 2
@@ -44,21 +50,35 @@ class Arm:
 
 
 class Runner:
-    """Runs programs in a folder; the environment is stock's with OVPATCH=0, or ``ovpatch run`` goes before."""
+    """Runs programs in a folder; the environment is stock's with OVPATCH=0, or ``ovpatch run`` goes before.
 
-    def __init__(self, folder: Path) -> None:
+    Args:
+        folder: For all output.
+        server: Forks the ranks of stock runs.
+    """
+
+    def __init__(self, folder: Path, server: Server) -> None:
         self.folder = folder
+        self._server = server
 
     def torchrun(self, name: str, *args: str, patched: bool, to: str, **more: Any) -> Arm:
-        """Run it on two ranks; output folder, report and the like are named ``to``."""
-        env = (more.pop("env", None) or {}) | ({} if patched else {"OVPATCH": "0"})
-        options = self._report(to) if patched else False
+        """Run it on two ranks; output folder, report and the like are named ``to``.
+
+        Args:
+            name: The program.
+            args: Its arguments.
+            patched: Whether ``ovpatch run`` goes before.
+            to: Name of the output.
+            more: ``env``, and ``launcher`` with options of torchrun, even if none, where torchrun starts patched ranks.
+        """
+        env, launcher = more.get("env") or {}, more.get("launcher")
+        line = (PROGRAMS / name, str(self.folder / to), *args)
 
         def run() -> scripts.Result:
-            out = str(self.folder / to)
-            return scripts.torchrun(
-                WORLD, PROGRAMS / name, out, *args, env=env, ovpatch=options, timeout=TIMEOUT, **more
-            )
+            if not patched:
+                return self._server.torchrun(WORLD, *line, env={**env, "OVPATCH": "0"}, timeout=TIMEOUT)
+            how = {"forked": True} if launcher is None else {"launcher": launcher}
+            return scripts.torchrun(WORLD, *line, env=env, ovpatch=self._report(to), timeout=TIMEOUT, **how)
 
         return self._arm(run, patched=patched, to=to)
 

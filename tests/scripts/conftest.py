@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,7 +11,7 @@ import pytest
 from tests.scripts import compatibility as record
 
 if TYPE_CHECKING:
-    from tests.scripts.arms import Arm
+    from tests.scripts.arms import Arm, Runner
 
 ROWS = pytest.StashKey[list[record.Row]]()
 
@@ -33,6 +33,19 @@ def compatibility(request: pytest.FixtureRequest) -> Callable[..., None]:
         rows.append(record.row(style, patched.report, **more))
 
     return add
+
+
+@pytest.fixture(scope="module")
+def runner(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runner]:
+    """``runner.both("plain")``; what its stock runs shall not import each time is in the module's ``PRELOADED``."""
+    from tests.scripts.arms import Runner
+    from tests.support.forked import Server
+
+    preloaded = getattr(request.module, "PRELOADED", ())
+    server = Server(*preloaded) if preloaded else request.getfixturevalue("forks")
+    yield Runner(tmp_path_factory.mktemp("programs"), server)
+    if preloaded:
+        server.close()
 
 
 @pytest.hookimpl(wrapper=True)

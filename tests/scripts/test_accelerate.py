@@ -8,7 +8,6 @@ from ovpatch.insight.equality import compare
 from tests.scripts.arms import (
     PROGRAMS,
     WORLD,
-    Runner,
     assert_applied,
     assert_same,
     crosswise,
@@ -22,17 +21,16 @@ from tests.support import scripts
 pytestmark = [pytest.mark.slow, needs("accelerate")]
 
 LIBRARIES = ("accelerate",)
+PRELOADED = LIBRARIES
 
 
-@pytest.fixture(scope="module")
-def runner(tmp_path_factory):
-    return Runner(tmp_path_factory.mktemp("accelerate"))
-
-
-def launch(runner, name, *args, patched, to, dynamo="no"):
+def launch(runner, name, *args, patched, to, dynamo="no", by_accelerate=False):
+    if not (patched and by_accelerate):  # what accelerate's launcher says to the ranks, which it starts by torchrun
+        said = {"ACCELERATE_MIXED_PRECISION": "no", "ACCELERATE_DYNAMO_BACKEND": dynamo.upper()}
+        return runner.torchrun(name, *args, patched=patched, to=to, env=said)
     head = ["-m", "accelerate.commands.launch", "--multi_gpu", f"--num_processes={WORLD}", "--num_machines=1"]
     head += ["--mixed_precision=no", f"--dynamo_backend={dynamo}", f"--main_process_port={scripts.free_port()}"]
-    return runner.python([*head, str(PROGRAMS / name), str(runner.folder / to), *args], patched=patched, to=to)
+    return runner.python([*head, str(PROGRAMS / name), str(runner.folder / to), *args], patched=True, to=to)
 
 
 def both(runner, name, *args, to, **kwargs):
@@ -55,7 +53,7 @@ def assert_same_states(stock, patched):
 
 @pytest.fixture(scope="module")
 def accumulated(runner):
-    return both(runner, "accelerated.py", to="accumulated")
+    return both(runner, "accelerated.py", to="accumulated", by_accelerate=True)
 
 
 def test_launch_and_accumulate(accumulated, compatibility):
@@ -95,7 +93,7 @@ def test_load_state_resumes_the_other_ways_state(runner, accumulated, compatibil
 
 
 def test_compiled_outside_the_wrapper(runner, compatibility):
-    stock, patched = both(runner, "accelerated.py", to="compiled", dynamo="aot_eager")
+    stock, patched = both(runner, "accelerated.py", to="compiled", dynamo="aot_eager", by_accelerate=True)
     assert {rank["class"] for rank in stock.ranks} == {"OptimizedModule"}
     assert_same_states(stock, patched)
     assert_applied(patched.report, models=1, backwards=4)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.scripts.arms import Runner, assert_applied, assert_same
+from tests.scripts.arms import assert_applied, assert_same
 
 pytestmark = pytest.mark.slow
 
@@ -18,8 +18,8 @@ def assert_same_training(stock, patched, device):
     assert_applied(patched.report, models=1, backwards=8)
 
 
-def test_an_image_classifier(tmp_path, compatibility):
-    stock, patched = Runner(tmp_path).both("classifier", "--amp", env={"CUDA_VISIBLE_DEVICES": ""})
+def test_an_image_classifier(runner, compatibility):
+    stock, patched = runner.both("classifier", "--amp", env={"CUDA_VISIBLE_DEVICES": ""})
     assert_same_training(stock, patched, "cpu")
     compatibility(
         "torchvision and timm style classifier: channels_last, EMA before and after the wrapper",
@@ -30,11 +30,11 @@ def test_an_image_classifier(tmp_path, compatibility):
 
 # SyncBatchNorm refuses tensors on the CPU.
 @pytest.mark.gpu(2)
-def test_an_image_classifier_with_synchronised_batch_norm_on_gpus(tmp_path, compatibility):
+def test_an_image_classifier_with_synchronised_batch_norm_on_gpus(runner, compatibility):
     # What deterministic algorithms need; without them stock itself differs from run to run.
     env = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
     args = ["--sync-bn", "--amp", "--use-deterministic-algorithms"]
-    stock, patched = Runner(tmp_path).both("classifier", *args, env=env)
+    stock, patched = runner.both("classifier", *args, env=env, launcher=[])
     assert_same_training(stock, patched, "cuda")
     compatibility(
         "torchvision and timm style classifier: SyncBatchNorm, channels_last, autocast, EMA",

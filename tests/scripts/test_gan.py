@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from tests.scripts.arms import Runner, assert_applied, assert_same
+from tests.scripts.arms import assert_applied, assert_same
 
 pytestmark = pytest.mark.slow
 
 
-def test_dcgan(tmp_path, compatibility):
-    stock, patched = Runner(tmp_path).both("dcgan")
+def test_dcgan(runner, compatibility):
+    stock, patched = runner.both("dcgan")
     assert [len(rank["errG"]) for rank in stock.ranks] == [4, 4]
     assert_same(stock, patched)
     # Per step two of the discriminator alone, and one of both models.
@@ -18,8 +18,8 @@ def test_dcgan(tmp_path, compatibility):
     compatibility("DCGAN", patched, compared="losses, norms, checkpoints")
 
 
-def test_wgan_with_gradient_penalty(tmp_path, compatibility):
-    stock, patched = Runner(tmp_path).both("wgan_gp")
+def test_wgan_with_gradient_penalty(runner, compatibility):
+    stock, patched = runner.both("wgan_gp")
     assert [len(rank["d_loss"]) for rank in stock.ranks] == [6, 6]
     assert all(penalty > 0 for rank in stock.ranks for penalty in rank["penalty"])
     assert_same(stock, patched)

@@ -6,17 +6,13 @@ import pytest
 import torch
 
 from ovpatch.insight.equality import compare
-from tests.scripts.arms import PROGRAMS, Runner, assert_applied, assert_same, crosswise, needs, together
+from tests.scripts.arms import PROGRAMS, assert_applied, assert_same, crosswise, needs, together
 from tests.support import scripts
 
 pytestmark = [pytest.mark.slow, needs("lightning")]
 
 LIBRARIES = ("lightning",)
-
-
-@pytest.fixture(scope="module")
-def runner(tmp_path_factory):
-    return Runner(tmp_path_factory.mktemp("lightning"))
+PRELOADED = LIBRARIES
 
 
 def launched(runner, name, *args, to):
@@ -61,7 +57,7 @@ def test_resumes_the_other_ways_checkpoint_under_torchrun(runner, fitted, compat
     whole_stock, whole_patched = fitted
 
     def resume(whole, **options):
-        return runner.torchrun("lightning_fit.py", f"--resume={whole.out}/epoch=0.ckpt", **options)
+        return runner.torchrun("lightning_fit.py", f"--resume={whole.out}/epoch=0.ckpt", launcher=[], **options)
 
     stock, patched = crosswise(resume, whole_stock, whole_patched)
     assert len(stock.ranks[0]["losses"]) == 6, "the second epoch"

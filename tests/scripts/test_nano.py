@@ -5,23 +5,19 @@ from __future__ import annotations
 import pytest
 
 from ovpatch.insight.equality import compare
-from tests.scripts.arms import Runner, assert_applied, assert_same, crosswise
+from tests.scripts.arms import assert_applied, assert_same, crosswise
 
 pytestmark = pytest.mark.slow
 
 # Dynamo and AOTAutograd do here what they do under Inductor, whose code would take longer to build than all the rest.
 BACKEND = "aot_eager"
 PREFIX = "_orig_mod."
-
-
-@pytest.fixture(scope="module")
-def runner(tmp_path_factory):
-    return Runner(tmp_path_factory.mktemp("nano"))
+PRELOADED = ("torch._dynamo",)
 
 
 @pytest.fixture(scope="module")
 def compiled(runner):
-    return runner.both("nano", f"--compile_model={BACKEND}", to="compiled")
+    return runner.both("nano", f"--compile_model={BACKEND}", to="compiled", launcher=[])
 
 
 def assert_same_training(stock, patched):

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.scripts.arms import Runner, assert_applied, assert_same, assert_stood_down
+from tests.scripts.arms import assert_applied, assert_same, assert_stood_down
 
 pytestmark = pytest.mark.slow
 
@@ -17,8 +17,8 @@ NO_MODEL = (
 )
 
 
-def test_zero_redundancy_optimizer(tmp_path, compatibility):
-    stock, patched = Runner(tmp_path).both("zero")
+def test_zero_redundancy_optimizer(runner, compatibility):
+    stock, patched = runner.both("zero")
     assert list(stock.checkpoints) == ["view0", "view1"]
     for checkpoint in stock.checkpoints.values():
         assert len(checkpoint["optimizer"]["state"]) == len(checkpoint["model"]), "the states of all ranks are there"
@@ -27,8 +27,8 @@ def test_zero_redundancy_optimizer(tmp_path, compatibility):
     compatibility("ZeroRedundancyOptimizer", patched, compared="losses, parameters, consolidated checkpoints")
 
 
-def test_replicate_has_a_wrapper_inside(tmp_path, compatibility):
-    stock, patched = Runner(tmp_path).both("replicated")
+def test_replicate_has_a_wrapper_inside(runner, compatibility):
+    stock, patched = runner.both("replicated")
     assert_same(stock, patched)
     assert_applied(patched.report, models=2, backwards=6)
     compatibility("composable replicate(), also with tensor parallelism", patched, compared="losses, norms, parameters")
@@ -37,8 +37,8 @@ def test_replicate_has_a_wrapper_inside(tmp_path, compatibility):
 # --- instead of it ---
 
 
-def test_fsdp2(tmp_path, compatibility):
-    stock, patched = Runner(tmp_path).both("fsdp2")
+def test_fsdp2(runner, compatibility):
+    stock, patched = runner.both("fsdp2")
     assert list(stock.checkpoints) == ["fully_shard", "replicate"]
     assert_same(stock, patched)
     why = "gradients are left to FSDP2 (fully_shard): no model is wrapped in DistributedDataParallel"
@@ -46,8 +46,8 @@ def test_fsdp2(tmp_path, compatibility):
     compatibility("FSDP2: fully_shard, and torchtitan's replicate", patched, compared="losses, norms, checkpoints")
 
 
-def test_tensor_parallelism_in_the_style_of_torchtitan(tmp_path, compatibility):
-    stock, patched = Runner(tmp_path).both("tensor_parallel")
+def test_tensor_parallelism_in_the_style_of_torchtitan(runner, compatibility):
+    stock, patched = runner.both("tensor_parallel")
     assert stock.ranks[0] == stock.ranks[1]
     assert_same(stock, patched)
     # At the end of the process, when it is asked, the model is gone.
@@ -55,8 +55,8 @@ def test_tensor_parallelism_in_the_style_of_torchtitan(tmp_path, compatibility):
     compatibility("torchtitan style: meta device, tensor parallelism", patched, compared="losses, norms, checkpoint")
 
 
-def test_an_engine_in_the_style_of_deepspeed(tmp_path, compatibility):
-    stock, patched = Runner(tmp_path).both("engine")
+def test_an_engine_in_the_style_of_deepspeed(runner, compatibility):
+    stock, patched = runner.both("engine")
     assert list(stock.checkpoints) == ["zero_pp_rank_0_optim_states", "zero_pp_rank_1_optim_states"]
     assert stock.ranks[0]["parameters"] == stock.ranks[1]["parameters"]
     assert_same(stock, patched)

@@ -5,15 +5,10 @@ from __future__ import annotations
 import pytest
 
 from ovpatch.insight.equality import compare
-from tests.scripts.arms import PROGRAMS, Arm, Runner, assert_applied, assert_same, feature, together
+from tests.scripts.arms import PROGRAMS, Arm, assert_applied, assert_same, feature, together
 from tests.support import scripts
 
 pytestmark = pytest.mark.slow
-
-
-@pytest.fixture(scope="module")
-def runner(tmp_path_factory):
-    return Runner(tmp_path_factory.mktemp("programs"))
 
 
 def ports(count):
@@ -25,7 +20,7 @@ def ports(count):
 
 @pytest.fixture(scope="module")
 def plain(runner):
-    return runner.both("plain")
+    return runner.both("plain", launcher=[])
 
 
 def test_a_plain_loop(plain, compatibility):

@@ -5,21 +5,17 @@ from __future__ import annotations
 import pytest
 
 from ovpatch.insight.equality import compare
-from tests.scripts.arms import Runner, assert_applied, assert_same, crosswise, needs, saved_folders
+from tests.scripts.arms import assert_applied, assert_same, crosswise, needs, saved_folders
 
 pytestmark = [pytest.mark.slow, needs("transformers", "accelerate")]
 
 LIBRARIES = ("transformers", "accelerate")
+PRELOADED = ("transformers.trainer", "accelerate", "peft")
 
 
-@pytest.fixture(scope="module")
-def runner(tmp_path_factory):
-    return Runner(tmp_path_factory.mktemp("transformers"))
-
-
-def both(runner, *args, to):
+def both(runner, *args, to, **more):
     """Run the Trainer stock and patched; logs of all ranks, and all checkpoints, are the same."""
-    stock, patched = runner.both("hf_trainer", *args, to=to)
+    stock, patched = runner.both("hf_trainer", *args, to=to, **more)
     assert_same(stock, patched)
     assert list(saved(stock)) == list(saved(patched)) == ["checkpoint-2", "checkpoint-4", "checkpoint-6"]
     compare(saved(stock), saved(patched)).assert_bitwise()
@@ -37,7 +33,7 @@ def values(arm, name):
 
 @pytest.fixture(scope="module")
 def defaults(runner):
-    return both(runner, to="defaults")
+    return both(runner, to="defaults", launcher=[])
 
 
 def test_trainer_with_its_defaults(defaults, compatibility):

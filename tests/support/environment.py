@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Mapping
-from typing import Final
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Final
+
+if TYPE_CHECKING:
+    import pytest
 
 # Ranks talk over the loopback device, however the host name resolves.
 _LOOPBACK: Final = {"linux": "lo", "darwin": "lo0"}.get(sys.platform)
@@ -42,3 +46,31 @@ def updated(environment: Mapping[str, str], changes: Mapping[str, str | None]) -
         else:
             result[name] = value
     return result
+
+
+def forget(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Take ovpatch's variables out of this process's environment: whoever runs the tests may have set some."""
+    for name in [name for name in os.environ if name.startswith("OVPATCH")]:
+        monkeypatch.delenv(name)
+
+
+def cleaned(monkeypatch: pytest.MonkeyPatch, **more: str) -> None:
+    """Make this process's environment a clean one, and more, for code under test that hands it on to programs."""
+    wanted = clean(os.environ) | more
+    for name in set(os.environ) - set(wanted):
+        monkeypatch.delenv(name)
+    for name, value in wanted.items():
+        monkeypatch.setenv(name, value)
+
+
+@contextmanager
+def exactly(wanted: Mapping[str, str]) -> Iterator[None]:
+    """Have this environment for a while, for what takes it from us."""
+    saved = dict(os.environ)
+    os.environ.clear()
+    os.environ.update(wanted)
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(saved)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import os
 import sys
 import textwrap
 from collections.abc import Callable, Iterator, Mapping
@@ -17,6 +16,7 @@ import pytest
 from ovpatch.reports.reporting import Report
 from ovpatch.session import discovery
 from ovpatch.session.session import Session
+from tests.support.environment import forget
 
 VICTIM = """
 LOG = []
@@ -141,8 +141,7 @@ def only_site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Site]
 
 @contextmanager
 def _on_path(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Site]:
-    for name in [name for name in os.environ if name.startswith("OVPATCH")]:
-        monkeypatch.delenv(name)
+    forget(monkeypatch)
     monkeypatch.syspath_prepend(str(folder))
     made = Site(folder)
     yield made

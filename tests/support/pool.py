@@ -25,7 +25,7 @@ import shutil
 import signal
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from multiprocessing import connection as channels
 from pathlib import Path
@@ -36,7 +36,7 @@ import torch.distributed as dist
 
 from tests.support import stacks, wire
 from tests.support import worker as worker_module
-from tests.support.environment import clean, resolve_quickly
+from tests.support.environment import clean, exactly, resolve_quickly
 from tests.support.failures import Fate, RankFailure, tail
 from tests.support.worker import Case, FunctionName, Outcome, main
 
@@ -271,17 +271,5 @@ def _describe_exit(code: int) -> str:
 def _start_server(environment: Mapping[str, str]) -> None:
     """Start the fork server, once, under a clean environment: it imports torch, which reads variables."""
     multiprocessing.get_context("forkserver").set_forkserver_preload(list(PRELOAD))
-    with _environment(environment):
+    with exactly(environment):
         multiprocessing.forkserver.ensure_running()
-
-
-@contextlib.contextmanager
-def _environment(wanted: Mapping[str, str]) -> Iterator[None]:
-    saved = dict(os.environ)
-    os.environ.clear()
-    os.environ.update(wanted)
-    try:
-        yield
-    finally:
-        os.environ.clear()
-        os.environ.update(saved)

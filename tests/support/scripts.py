@@ -29,6 +29,7 @@ from typing import Final
 from tests.support.environment import clean, updated
 
 _MARK: Final = "TEST_RUN_MARK"
+_FORKING: Final = Path(__file__).with_name("forking_launcher.py")
 
 
 @dataclass(frozen=True)
@@ -85,6 +86,7 @@ def torchrun(
     launcher: Sequence[str] = (),
     env: Mapping[str, str | None] | None = None,
     ovpatch: bool | Sequence[str] = False,
+    forked: bool = False,
     timeout: float = 120,
     cwd: Path | None = None,
 ) -> Result:
@@ -102,10 +104,15 @@ def torchrun(
         launcher: More options of torchrun.
         env: See :func:`run`.
         ovpatch: Whether to run under ``ovpatch run``; a sequence holds its options.
+        forked: Whether ``forking_launcher`` takes the place of torchrun: where that is not what is tested.
         timeout: Seconds.
         cwd: Where to run.
     """
     head = [str(Path(sys.executable).with_name("ovpatch")), "run", *_options(ovpatch), "--"] if ovpatch else []
+    if forked:
+        where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+        line = [*head, sys.executable, os.fspath(_FORKING), str(processes), os.fspath(script), *args]
+        return run(line, timeout=timeout, env={**where, **(env or {})}, cwd=cwd)
     head += [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={processes}", *launcher]
     tail = [os.fspath(script), *args]
     if nnodes == 1:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import sys
-import time
 from pathlib import Path
+
+import pytest
 
 from tests.support import scripts
 
@@ -54,10 +55,11 @@ def test_a_test_that_leaves_a_patch_fails_by_name(tmp_path):
     assert "needs 64 CUDA devices, found" in said
 
 
-def test_a_test_that_hangs_ends_the_run_with_its_stack(tmp_path):
-    started = time.monotonic()
-    result = pytest_on(tmp_path, HANG, "--hard-limit=1")
-    assert time.monotonic() - started < 60
-    assert result.rc == 1
-    assert "Timeout (0:00:01)!" in result.stderr
+@pytest.mark.parametrize("options", [(), ("-n", "2", "--dist", "loadfile")], ids=["one process", "two workers"])
+def test_a_test_that_hangs_ends_the_run_with_its_stack(tmp_path, options):
+    result = pytest_on(tmp_path, HANG, "--hard-limit=1", *options)
+    assert not result.timed_out
+    assert result.rc
+    assert result.stderr.count("Timeout (0:00:01)!") == 1, "it is not tried again"
     assert "in wait_for_ever" in result.stderr
+    assert not options or "crashed while running 'test_suite.py::test_that_hangs'" in result.stdout
