@@ -10,6 +10,8 @@ from typing import Any
 
 import torch
 from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils.hooks import RemovableHandle
 
 from ovpatch.overlap import grad_shards
 from ovpatch_plugins.dist_optimizer.counters import COUNTERS
@@ -21,6 +23,7 @@ _log = logging.getLogger("ovpatch.dist_optimizer")
 
 _live: weakref.WeakKeyDictionary[Optimizer, ShardedOptimizer | None] = weakref.WeakKeyDictionary()
 _remarks: list[str] = []
+_hook: RemovableHandle | None = None
 
 
 class Steps:
@@ -53,6 +56,11 @@ class Steps:
         hooked.hooked = True
         return hooked  # type: ignore[no-any-return]
 
+    def notice(self, optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
+        """Look at an optimizer before its step, as a global step hook: those whose step is not patched are reported."""
+        if not torch.compiler.is_compiling():
+            self._find(optimizer)
+
     def _find(self, optimizer: Optimizer) -> ShardedOptimizer | None:
         if optimizer not in _live:
             if not _has_parts(optimizer):
@@ -74,6 +82,13 @@ class Steps:
         )
 
 
+def watch(options: Mapping[str, Any]) -> None:
+    """Look at all optimizers that step from now on, until :func:`release_all`."""
+    global _hook
+    if _hook is None:
+        _hook = register_optimizer_step_pre_hook(Steps(options).notice)
+
+
 def sharded(optimizer: Optimizer) -> ShardedOptimizer | None:
     """Return what the feature knows of an optimizer that updates by parts, else None."""
     return _live.get(optimizer)
@@ -81,9 +96,13 @@ def sharded(optimizer: Optimizer) -> ShardedOptimizer | None:
 
 def release_all() -> None:
     """Make every optimizer in this process stock again, its state whole."""
+    global _hook
     for one in list(_live.values()):
         if one is not None:
             one.release()
+    if _hook is not None:
+        _hook.remove()
+        _hook = None
     _live.clear()
 
 

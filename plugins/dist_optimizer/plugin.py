@@ -69,7 +69,9 @@ def ovpatch_register(patches: Registrar, options: Mapping[str, Any]) -> None:
 def ovpatch_activate(options: Mapping[str, Any]) -> Sequence[str]:
     """Let models that are wrapped from now on keep gradients by parts."""
     from ovpatch.overlap.grad_shards import sharding
+    from ovpatch_plugins.dist_optimizer import optimizers
 
+    optimizers.watch(options)
     sharding.minimum = options["min_param_numel"]
     return []
 
