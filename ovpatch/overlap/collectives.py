@@ -135,10 +135,14 @@ class TakingParts:
     def __init__(self, works: Sequence[Work], outputs: list[Tensor], inputs: list[Tensor], rank: int) -> None:
         self._works, self._outputs, self._inputs, self._rank = works, outputs, inputs, rank
 
-    def wait(self) -> None:
-        """Wait for the sums and copy this rank's parts."""
+    def wait_for_sums(self) -> None:
+        """Wait for the sums; no part has been written yet."""
         for work in self._works:
             work.wait()
+
+    def wait(self) -> None:
+        """Wait for the sums and copy this rank's parts."""
+        self.wait_for_sums()
         parts = [whole[self._rank * len(o) :][: len(o)] for o, whole in zip(self._outputs, self._inputs, strict=True)]
         with torch.no_grad():
             torch._foreach_copy_(self._outputs, parts)

@@ -16,7 +16,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -32,6 +32,16 @@ from ovpatch.overlap.slices import Slice, can_be_cut, cut, flat
 from ovpatch.overlap.votes import Votes
 
 
+class Arriving(Protocol):
+    """Reductions under way, as :class:`ovpatch.overlap.reduction.Reduction`."""
+
+    def wait_for_peers(self) -> None:
+        """Wait until all ranks have taken part; no part has been written."""
+
+    def wait(self) -> None:
+        """Wait for the results."""
+
+
 class GradShards:
     """This rank's parts of one model's gradients.
 
@@ -44,8 +54,6 @@ class GradShards:
     Attributes:
         chosen: Parameters whose gradients are reduced and scattered now.
         editions: The editions of the parts; who changes them says so there.
-        norms_together: Whether all ranks ask for norms of these gradients in the same steps, so that they may compute
-            them together. Told by votes, as everything that ranks do together.
         local: Whether gradients were added that were not reduced, as under ``no_sync()``.
         identity: Name of the model, the same on all ranks and no other's in the process group.
     """
@@ -55,13 +63,14 @@ class GradShards:
     ) -> None:
         self.params, self.names, self.group = list(params), list(names), group
         self.chosen: frozenset[int] = frozenset()
-        self.local = self.norms_together = self._asked_norm = False
+        self.local = False
         device = params[0].device
         self.editions = Editions(device)
         self._votes = Votes(group, device, "dist_optimizer")
         self._wanted: set[int] = set()
         self._read: set[int] = set()
         self._parts: dict[int, Tensor] = {}
+        self._given: dict[int, weakref.ref[Tensor]] = {}
         self._backwards = 0
         self._farewell = Farewell(group)
         self._served = False
@@ -69,6 +78,8 @@ class GradShards:
         self._overdue: list[int] = []
         self._rank, self._world = group.rank(), group.size()
         self._active = minimum is not None and all(param.device == device for param in params)
+        # Once and for all: during a step the parameters themselves are slices, and peers' questions come at any time.
+        self._numels = [param.numel() for param in params]
         self._cuttable = [self._active and can_be_cut(param, self._world, minimum or 0) for param in params]
         if self._active:
             for index, param in enumerate(params):
@@ -88,11 +99,11 @@ class GradShards:
 
     def slice(self, index: int) -> Slice:
         """Return which of a parameter's elements this rank owns."""
-        return cut(self.params[index].numel(), self._world, self._rank)
+        return cut(self._numels[index], self._world, self._rank)
 
     def slices(self, index: int) -> list[Slice]:
         """Return which of a parameter's elements each rank owns."""
-        return [cut(self.params[index].numel(), self._world, rank) for rank in range(self._world)]
+        return [cut(self._numels[index], self._world, rank) for rank in range(self._world)]
 
     def own_part(self, index: int) -> Tensor | None:
         """Return this rank's part of ``p.grad``, ``[slice.numel]``, of the parameter's dtype; None without a gradient.
@@ -150,7 +161,6 @@ class GradShards:
         if votes is None:
             return False
         count = len(self.params)
-        self.norms_together = self.norms_together or votes[-1] == self._world
         chosen = frozenset(i for i in range(count) if votes[i] == self._world and votes[count + i] == 0)
         if chosen and not self._served:
             self._served = True
@@ -162,9 +172,7 @@ class GradShards:
         """Tell the other ranks what this one wants and has read; comes after the step's other collectives."""
         count = range(len(self.params))
         if self._active:
-            wishes = [i in self._wanted for i in count] + [i in self._read for i in count]
-            self._votes.cast(step, [*wishes, self._asked_norm])
-            self._asked_norm = False
+            self._votes.cast(step, [i in self._wanted for i in count] + [i in self._read for i in count])
 
     def part(self, index: int, dtype: torch.dtype) -> Tensor:
         """Return where this rank's part of a gradient goes, ``[slice.size]``."""
@@ -179,15 +187,31 @@ class GradShards:
         """Return how many elements a gradient has that is cut into equal parts."""
         return self.slice(index).size * self._world
 
-    def receive(self, wait: Callable[[], None]) -> None:
-        """Wait for all reductions of a backward by calling ``wait``: a new edition of the parts."""
+    def rescue(self) -> None:
+        """Put gradients together that somebody holds though they are no parameter's any more.
+
+        Called before a backward launches anything: until then no peer can have overwritten its parts.
+        """
+        held = [(index, grad) for index, reference in self._given.items() if (grad := reference()) is not None]
+        self._given.clear()
+        placeholders.settle(
+            [grad for index, grad in held if self.is_ours(grad) and grad is not self.params[index].grad]
+        )
+
+    def receive(self, reduction: Arriving) -> None:
+        """Wait for all reductions of a backward: a new edition of the parts.
+
+        Peers may still be reading the last one when this rank comes here, and are done when they take part. So the new
+        edition begins after that.
+        """
         self._backwards += 1
         if self.editions.asynchronous:
-            wait()  # only the device waits; without this rank no part can have been written
+            reduction.wait()  # only the device waits; without this rank no part can have been written
             self.editions.begin()
         else:
+            reduction.wait_for_peers()
             self.editions.begin()
-            wait()
+            reduction.wait()
         self.editions.end()
         self.local = False
 
@@ -207,7 +231,8 @@ class GradShards:
             placeholders.empty_out(grad, self, index)
         else:
             self._overdue.append(index)  # somebody holds its memory, and must find the average there
-        _deliveries[id(grad)] = (weakref.ref(grad), weakref.ref(self), index, self._backwards)
+        self._given[index] = weakref.ref(grad)
+        _deliveries[id(grad)] = (self._given[index], weakref.ref(self), index, self._backwards)
 
     def complete(self) -> None:
         """Fill the gradients in whose memory somebody else looks; all parts have been reduced."""
@@ -256,7 +281,6 @@ class GradShards:
 
     def norms_of_peers(self, indices: Sequence[int], norm_type: float) -> list[float]:
         """Return the norms of the other ranks' parts; no peer takes part."""
-        self._asked_norm = True
         question = {"edition": self.editions.number, "indices": list(indices), "norm": norm_type}
         answers = Peers.of(self.group).ask(self._topic(), question)
         return [header["norm"] for header, _ in answers.values()]
@@ -270,13 +294,13 @@ class GradShards:
             return [self._parts[index].to("cpu", copy=True) for index in question["indices"]]
 
         def norm() -> float:
+            order, parts = question["norm"], [self.part_of(index) for index in question["indices"]]
             return float(torch.linalg.vector_norm(torch.stack(torch._foreach_norm(parts, order)), order).item())
 
         if "norm" not in question:
             parts = self.editions.read(question["edition"], copy, _PATIENCE_S)
             self._farewell.hear(question)
             return {}, parts
-        order, parts = question["norm"], [self.part_of(index) for index in question["indices"]]
         return {"norm": self.editions.read(question["edition"], norm, _PATIENCE_S)}, []
 
     def _topic(self) -> str:

@@ -66,7 +66,9 @@ class GradientHooks:
         for handle in self._before:
             handle.remove()
         reference = weakref.ref(shards)
-        self._before = [self.nodes[index].register_prehook(_prehook(reference, index)) for index in shards.chosen]
+        # What is no longer chosen may still be in parts, from the last backward.
+        watched = [i for i in range(len(self.nodes)) if i in shards.chosen or shards.is_pending(i)]
+        self._before = [self.nodes[index].register_prehook(_prehook(reference, index)) for index in watched]
 
     def remove(self) -> None:
         """Take the hooks away."""

@@ -292,6 +292,7 @@ class GradReducer:
         self._task.queue(self._backward_ended, self._backward_died)
         if not self._began:
             self._began = True
+            self.shards.rescue()
             self._copies_at_once = self.hands.present()
             if not self.has_rebuilt_buckets and not self._late:
                 self._arrivals = []
@@ -327,7 +328,7 @@ class GradReducer:
         if launch_usage:
             self._usage.launch()
         self._vote(failed=False)
-        self.shards.receive(self._reduction.wait)
+        self.shards.receive(self._reduction)
         nowhere = self._usage.nowhere_used() if launch_usage else self._static_nowhere
         if self.learns_static_graph():
             self._static_nowhere = nowhere
@@ -370,7 +371,7 @@ class GradReducer:
                 if self._mode.tracks_usage:
                     self._usage.launch()
                 self._vote(failed=True)
-            self.shards.receive(self._reduction.wait)
+            self.shards.receive(self._reduction)
             if self._usage.launched():
                 self._usage.nowhere_used()
             self._reduction.drop()

@@ -1,15 +1,17 @@
 """Norms of gradients of which each rank has parts, and clipping by them.
 
 [Note: which way a norm goes] One rank may ask for a norm alone, to log it; then the peers' threads tell theirs. That
-makes the host wait for the other ranks' backward, so once all ranks have asked in the same step, norms are summed by a
-collective. From then on all ranks must come to the same decision, whatever each has read meanwhile: a gradient counts
-as one by parts from the backward that delivered it so until the next, also if this rank has put it together since.
+makes the host wait for the other ranks' backward. ``clip_grad_norm_`` changes gradients, so all ranks call it, or they
+would drift apart under stock as well: there norms are summed by a collective. All ranks must come to that decision
+alike, whatever each has read meanwhile: a gradient counts as one by parts from the backward that delivered it so until
+the next, also if this rank has put it together since.
 """
 
 from __future__ import annotations
 
 import functools
 import math
+import sys
 from collections.abc import Callable, Iterable, Sequence
 
 import torch
@@ -19,6 +21,8 @@ from torch import Tensor
 from ovpatch.overlap import grad_shards
 from ovpatch.overlap.grad_shards import GradShards
 from ovpatch_plugins.dist_optimizer.counters import COUNTERS
+
+_FRAMES = 4  # how far up the caller may be: other patches put frames of their own between
 
 
 def wrap_norm(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
@@ -36,7 +40,7 @@ def wrap_norm(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
         cut = [grad_shards.delivered(tensor) for tensor in given]
         if not any(cut) or norm_type <= 0:
             return original(given, norm_type, error_if_nonfinite, foreach)
-        norm = _norm(given, cut, norm_type, functools.partial(original, foreach=foreach))
+        norm = _norm(given, cut, norm_type, functools.partial(original, foreach=foreach), together=_all_ranks_clip())
         if error_if_nonfinite and not math.isfinite(norm.item()):
             return original([norm], norm_type, True)  # raises as stock does
         return norm
@@ -60,16 +64,29 @@ def wrap_clip(original: Callable[..., None]) -> Callable[..., None]:
         whole = [
             param for param in given if id(param) not in cut or not cut[id(param)][0].is_pending(cut[id(param)][1])
         ]
-        _meet(total_norm, dict.fromkeys(shards for shards, _ in cut.values()))
+        if not _all_ranks_clip():  # else the sum of the norms has seen to it
+            _meet(total_norm, dict.fromkeys(shards.group for shards, _ in cut.values()))
         with grad_shards.changing(list(cut.values())):
             original([*whole, *holders], max_norm, total_norm, foreach)
 
     return clip_grads_with_norm_
 
 
-def _meet(total_norm: Tensor, those: Iterable[GradShards]) -> None:
-    """Have no part changed that a peer may still ask for; a norm that was summed together has seen to that."""
-    for group in dict.fromkeys(shards.group for shards in those if not shards.norms_together):
+def _all_ranks_clip() -> bool:
+    """Tell whether this is asked on behalf of ``clip_grad_norm_``; see [Note: which way a norm goes]."""
+    frame = sys._getframe(2)
+    for _ in range(_FRAMES):
+        if frame.f_code.co_name == "clip_grad_norm_":
+            return True
+        if frame.f_back is None:
+            break
+        frame = frame.f_back
+    return False
+
+
+def _meet(total_norm: Tensor, groups: Iterable[dist.ProcessGroup]) -> None:
+    """Have no part changed that a peer may still ask for."""
+    for group in groups:
         dist.all_reduce(torch.zeros_like(total_norm), group=group)
 
 
@@ -89,18 +106,20 @@ def _norm(
     cut: Sequence[tuple[GradShards, int] | None],
     norm_type: float,
     original: Callable[..., Tensor],
+    *,
+    together: bool,
 ) -> Tensor:
     by_model: dict[GradShards, list[int]] = {}
     whole = []
     for tensor, found in zip(given, cut, strict=True):
-        if found is not None and (found[0].norms_together or found[0].is_pending(found[1])):
+        if found is not None and (together or found[0].is_pending(found[1])):
             by_model.setdefault(found[0], []).append(found[1])
         else:
             whole.append(tensor)
     norms = [original(whole, norm_type)] if whole else []
     for shards, indices in by_model.items():
         own = original([shards.current_part(index) for index in indices], norm_type)
-        if shards.norms_together:
+        if together:
             norms.append(_over_ranks(own, shards.group, norm_type))
         else:
             peers = shards.norms_of_peers(indices, norm_type)

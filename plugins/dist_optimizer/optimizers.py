@@ -56,6 +56,11 @@ class Steps:
         hooked.hooked = True
         return hooked  # type: ignore[no-any-return]
 
+    def notice(self, optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
+        """Look at an optimizer before its step, as a global step hook: those whose step is not patched are reported."""
+        if not torch.compiler.is_compiling():
+            self._find(optimizer)
+
     def _find(self, optimizer: Optimizer) -> ShardedOptimizer | None:
         if optimizer not in _live:
             if not _has_parts(optimizer):

@@ -35,6 +35,8 @@ def ovpatch_reasons_against() -> Sequence[str]:
 @hookimpl
 def ovpatch_register(patches: Registrar, options: Mapping[str, Any]) -> None:
     """Register the patches."""
+    from torch.optim.optimizer import register_optimizer_step_pre_hook
+
     from ovpatch.overlap.readers import ENTRANCES
     from ovpatch_plugins.dist_optimizer.clipping import wrap_clip, wrap_norm
     from ovpatch_plugins.dist_optimizer.endings import wrap_destroy
@@ -46,6 +48,11 @@ def ovpatch_register(patches: Registrar, options: Mapping[str, Any]) -> None:
         for target, wrap, why in ENTRANCES:
             patches.register_patch(target, wrap=wrap, why=why)
     steps = Steps(options)
+    patches.register_hook(
+        "optimizer step",
+        lambda: register_optimizer_step_pre_hook(steps.notice),
+        why="sees optimizers whose step is not patched, which are reported",
+    )
     for name in [*(f"{cls.__module__}.{cls.__qualname__}" for cls in classes_with_a_step()), *steps.named]:
         patches.register_patch(
             f"{name}.step",

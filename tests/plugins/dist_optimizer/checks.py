@@ -1,0 +1,78 @@
+"""What tests of the feature's contract share: many cases in one call of the pool, and what is demanded of each."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from ovpatch.insight.equality import compare
+from tests.plugins.dist_optimizer.arms import both
+
+#: Arguments for ``DistributedDataParallel`` that cut the buckets anew: stock's own noise, for more than two ranks.
+_reordered: list[bool] = []
+
+Cases = Mapping[str, Mapping[str, Any]]
+
+
+def ddp(model: nn.Module, **kwargs: Any) -> DistributedDataParallel:
+    """Wrap a model; in the run that measures stock's noise, with other buckets."""
+    return DistributedDataParallel(model, **({"bucket_cap_mb": 1e-4} | kwargs if _reordered else kwargs))
+
+
+def all_cases(loop: Callable[..., list[Any]], cases: Cases, **options: Any) -> dict[str, dict[str, Any]]:
+    """Run every case in both arms; on more than two ranks also stock with its sums in another order."""
+    results = {}
+    for name, kwargs in cases.items():
+        try:
+            results[name] = both(loop, **kwargs, **options)
+            if dist.get_world_size() > 2:
+                _reordered.append(True)
+                torch.manual_seed(0)
+                results[name]["reordered"] = loop(**kwargs)
+                _reordered.clear()
+        except Exception as error:
+            raise AssertionError(f"case {name}: {type(error).__name__}: {error}") from error
+    return results
+
+
+def check(
+    results: list[dict[str, Any]], *, steps: int = 1, by_parts: bool | None = True, stock: int = 0, bitwise: bool = True
+) -> None:
+    """Demand stock's values, bitwise on two ranks, and that the patch ran.
+
+    Args:
+        results: What :func:`all_cases` returned, of one case, by rank.
+        steps: How many steps by parts there were at least; with 0, none.
+        by_parts: Whether gradients were reduced and scattered; None where both is right.
+        stock: How many optimizers stayed stock.
+        bitwise: Demand stock's bits on two ranks.
+    """
+    for rank, result in enumerate(results):
+        compared = compare(result["stock"], result["patched"], reordered=result.get("reordered"))
+        (compared.assert_bitwise if bitwise and len(results) <= 2 else compared.assert_equal)()
+        counters = result["counters"]
+        assert (counters["steps"] >= steps) if steps else counters["steps"] == 0, (rank, counters)
+        if by_parts is not None:
+            assert (counters["grads_by_parts"] > 0) == (by_parts and steps > 0), (rank, counters)
+        assert counters["stock_optimizers"] == stock, (rank, counters)
+
+
+def check_all(results: list[dict[str, dict[str, Any]]], **demands: Any) -> None:
+    """Check every case, and name those that fail."""
+    failures = []
+    for name in results[0]:
+        try:
+            check([result[name] for result in results], **demands)
+        except AssertionError as error:
+            failures.append(f"case {name}: {error}")
+    assert not failures, "\n\n".join(failures)
+
+
+def params(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Return copies of the parameters, which reads them."""
+    return {name: param.detach().clone() for name, param in model.named_parameters()}

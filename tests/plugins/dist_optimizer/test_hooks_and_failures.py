@@ -1,0 +1,180 @@
+"""Hooks of the user never see a slice, exceptions do not leave one, and what was not reduced stays local."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+import ovpatch
+from tests.plugins.ddp.arms import Record, data
+from tests.plugins.dist_optimizer.arms import SMALL
+from tests.plugins.dist_optimizer.checks import all_cases, check_all, ddp, params
+from tests.plugins.dist_optimizer.test_loops import OPTIMIZERS, net
+
+
+def sight(opt: Optimizer) -> list[Any]:
+    """Return shapes and sums of all that a hook can see."""
+    ones = [p for group in opt.param_groups for p in group["params"]]
+    shapes = [(p.shape, None if p.grad is None else p.grad.shape) for p in ones]
+    assert all(grad is None or whole == grad for whole, grad in shapes)
+    states = [
+        {n: tuple(v.shape) for n, v in opt.state[p].items() if torch.is_tensor(v)} for p in ones if p in opt.state
+    ]
+    return [[tuple(whole) for whole, _ in shapes], states]
+
+
+def hooked(look: bool) -> list[Record]:
+    model = ddp(net())
+    opt = OPTIMIZERS["adamw"](model.parameters())
+    seen: list[Any] = []
+
+    def hook(optimizer: Optimizer, *_: Any) -> None:
+        seen.append(sight(optimizer))
+        if look:
+            seen.append([p.detach().sum() for p in model.parameters()])
+            seen.append([p.grad.sum() for p in model.parameters()])
+
+    handles = [
+        register_optimizer_step_pre_hook(hook),
+        register_optimizer_step_post_hook(hook),
+        opt.register_step_pre_hook(hook),
+        opt.register_step_post_hook(hook),
+    ]
+    opt.register_state_dict_pre_hook(lambda o: seen.append(sight(o)))
+    opt.register_state_dict_post_hook(
+        lambda o, s: seen.append([[tuple(v.shape) for v in one.values()] for one in s["state"].values()])
+    )
+    records = []
+    for step in range(8):
+        opt.zero_grad()
+        model(data(step, 5, 6)).square().mean().backward()
+        opt.step()
+        records.append({"seen": list(seen), "param": params(model)})
+        seen.clear()
+    opt.state_dict()
+    dist.barrier()
+    for handle in handles:
+        handle.remove()
+    return [*records, {"seen": seen}]
+
+
+def test_hooks_see_whole_tensors(ranks):
+    check_all(ranks(2)(all_cases, hooked, {"look": {"look": True}}))
+    check_all(ranks(2)(all_cases, hooked, {"glance": {"look": False}}))
+
+
+def raising(where: str) -> list[Record]:
+    model = ddp(net())
+    opt = OPTIMIZERS["adamw"](model.parameters())
+    bad = [False]
+
+    def bomb(*_: Any) -> None:
+        if bad[0]:
+            raise ValueError("not really")
+
+    def closure() -> torch.Tensor:
+        bomb()
+        return torch.tensor(0.0)
+
+    if where == "pre-hook":
+        opt.register_step_pre_hook(bomb)
+    if where == "post-hook":
+        opt.register_step_post_hook(bomb)
+    if where == "backward":
+        model.module[2].weight.register_hook(bomb)
+    records = []
+    for step in range(10):
+        bad[0] = step in (4, 7)
+        kept = opt.param_groups[0]["betas"]
+        if bad[0] and where == "step":
+            opt.param_groups[0]["betas"] = None
+        with contextlib.suppress(ValueError, TypeError):
+            opt.zero_grad()
+            model(data(step, 5, 6)).square().mean().backward()
+            opt.step(closure) if where == "closure" else opt.step()
+        opt.param_groups[0]["betas"] = kept
+        records.append({"seen": sight(opt), "param": params(model)})
+    return records
+
+
+@pytest.mark.parametrize("where", ["pre-hook", "post-hook", "step", "closure"])
+def test_after_a_step_that_raises_everything_is_whole(ranks, where):
+    check_all(ranks(2)(all_cases, raising, {where: {"where": where}}))
+
+
+def failing_backward(steps: list[tuple[int, bool]]) -> list[Record]:
+    model = ddp(net())
+    opt = OPTIMIZERS["adamw"](model.parameters())
+    bad = [False]
+
+    def bomb(_grad: torch.Tensor) -> None:
+        if bad[0]:
+            raise ValueError("not really")
+
+    model.module[2].weight.register_hook(bomb)
+    records = []
+    for seed, fails in steps:
+        bad[0] = fails
+        opt.zero_grad()
+        try:
+            model(data(seed, 5, 6)).square().mean().backward()
+        except ValueError:
+            continue
+        opt.step()
+        records.append(params(model))
+    return records
+
+
+def failing_arms() -> dict[str, Any]:
+    """Stock cannot go on after a failed backward, so its arm leaves those steps out."""
+    good = [(seed, False) for seed in range(9)]
+    torch.manual_seed(0)
+    stock = failing_backward(good)
+    with ovpatch.applied("ddp", "dist_optimizer", options={"dist_optimizer": SMALL}):
+        from ovpatch_plugins.dist_optimizer.counters import COUNTERS
+
+        before = COUNTERS.as_dict()
+        torch.manual_seed(0)
+        patched = failing_backward([(90, True), *good[:4], (91, True), *good[4:7], (92, True), (93, True), *good[7:]])
+        counters = {name: value - before[name] for name, value in COUNTERS.as_dict().items()}
+        dist.barrier()
+    return {"": {"stock": stock, "patched": patched, "counters": counters}}
+
+
+def test_training_goes_on_after_a_backward_that_failed_on_all_ranks(ranks):
+    check_all(ranks(2)(failing_arms), steps=9)
+
+
+def local_steps(style: str) -> list[Record]:
+    model = ddp(net())
+    opt = OPTIMIZERS["adamw"](model.parameters())
+    records = []
+    for step in range(12):
+        opt.zero_grad()
+        local = {"all": True, "begins": step > 4, "ends": step < 5, "average": step % 3 != 0}[style]
+        with model.no_sync() if local else contextlib.nullcontext():
+            model(data(step, 5, 6)).square().mean().backward()
+        opt.step()
+        if style in ("all", "begins") and step % 4 == 3:
+            with torch.no_grad():
+                for p in model.parameters():
+                    dist.all_reduce(p)
+                    p /= dist.get_world_size()
+        records.append(params(model))
+    return records
+
+
+@pytest.mark.parametrize("style", ["all", "begins", "ends", "average"])
+def test_steps_on_local_gradients_are_stocks(ranks, style):
+    check_all(
+        ranks(2)(all_cases, local_steps, {style: {"style": style}}),
+        steps=0 if style in ("all", "ends", "average") and style != "average" else 1,
+        stock=1,
+        by_parts=None,
+    )

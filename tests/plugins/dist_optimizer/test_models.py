@@ -1,0 +1,295 @@
+"""Models and optimizers in the ways people combine them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
+
+from tests.plugins.ddp.arms import Record, data
+from tests.plugins.dist_optimizer.checks import all_cases, check_all, ddp, params
+from tests.plugins.dist_optimizer.test_loops import OPTIMIZERS, net
+
+Optimizers = list[torch.optim.Optimizer]
+
+
+def adamw(parameters: Any, **kwargs: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=0.01, weight_decay=0.1, **kwargs)
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(6, 6), nn.Linear(6, 6)
+        self.second.weight = self.first.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(self.first(x).relu())
+
+
+class Branches(nn.Module):
+    def __init__(self, by_rank: bool = False) -> None:
+        super().__init__()
+        self.by_rank, self.step = by_rank, 0
+        self.stem, self.never = nn.Linear(6, 6), nn.Linear(6, 6)
+        self.branches = nn.ModuleList(nn.Linear(6, 6) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.step += 1
+        return self.branches[(self.step + self.by_rank * dist.get_rank()) % 3](self.stem(x))
+
+
+class Checkpointed(nn.Module):
+    def __init__(self, reentrant: bool) -> None:
+        super().__init__()
+        self.reentrant = reentrant
+        self.first, self.inner, self.last = nn.Linear(6, 8), nn.Sequential(nn.Linear(8, 8), nn.GELU()), nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(checkpoint(self.inner, self.first(x), use_reentrant=self.reentrant))
+
+
+class Odd(nn.Module):
+    """A scalar, an empty parameter, a channels-last convolution, and sizes that do not divide."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale, self.nothing = nn.Parameter(torch.tensor(1.5)), nn.Parameter(torch.zeros(0, 4))
+        self.conv = nn.Conv2d(2, 5, 3).to(memory_format=torch.channels_last)
+        self.turned = nn.Parameter(torch.randn(5, 13).t())
+        self.holes = nn.Parameter(torch.randn(13, 8)[:, ::2])
+        self.last = nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        image = torch.cat([x, x], 1)[:, None, :, None].expand(-1, 2, -1, 3) * self.scale
+        h = self.conv(image).mean((2, 3)) @ self.turned.t() @ self.holes
+        return self.last(h + self.nothing.sum())
+
+
+def one(model: nn.Module) -> Optimizers:
+    return [adamw(model.parameters())]
+
+
+def owns_a_few(model: nn.Module) -> Optimizers:
+    return [adamw(list(model.parameters())[:3])]
+
+
+def owns_more(model: nn.Module) -> Optimizers:
+    extra = nn.Parameter(torch.ones(40))
+    extra.grad = torch.full_like(extra, 0.1)
+    model.extra_of_the_test = [extra]
+    return [adamw([*model.parameters(), extra])]
+
+
+def disjoint(model: nn.Module) -> Optimizers:
+    ones = list(model.parameters())
+    return [adamw(ones[:2]), OPTIMIZERS["sgd"](ones[2:])]
+
+
+def shared(model: nn.Module) -> Optimizers:
+    return [adamw(model.parameters()), OPTIMIZERS["sgd"](model.parameters())]
+
+
+def groups(model: nn.Module) -> Optimizers:
+    decayed = [p for p in model.parameters() if p.ndim > 1]
+    plain = [p for p in model.parameters() if p.ndim <= 1]
+    return [adamw([{"params": decayed}, {"params": plain, "weight_decay": 0.0, "lr": 0.03}])]
+
+
+def frozen(model: nn.Module) -> nn.Module:
+    for p in model[:2].parameters():
+        p.requires_grad_(False)
+    return model
+
+
+MODELS: dict[str, Callable[[], nn.Module]] = {
+    "net": net,
+    "tied": Tied,
+    "branches": Branches,
+    "branches by rank": lambda: Branches(by_rank=True),
+    "checkpointed": lambda: Checkpointed(False),
+    "checkpointed, reentrant": lambda: Checkpointed(True),
+    "odd": Odd,
+    "frozen": lambda: frozen(net()),
+    "double": lambda: net().double(),
+    "bfloat16": lambda: net().bfloat16(),
+    "float16": lambda: net().half(),
+}
+SEARCH = {"ddp_kwargs": {"find_unused_parameters": True}}
+STATIC = {"ddp_kwargs": {"static_graph": True}}
+VIEWS = {"ddp_kwargs": {"gradient_as_bucket_view": True}}
+SMALL_BUCKETS = {"ddp_kwargs": {"bucket_cap_mb": 1e-4}}
+
+CASES: dict[str, dict[str, Any]] = {
+    "owns a few": {"owners": owns_a_few},
+    "owns more": {"owners": owns_more},
+    "disjoint optimizers": {"owners": disjoint},
+    "shared parameters": {"owners": shared},
+    "groups": {"owners": groups},
+    "static graph": STATIC,
+    "small buckets": SMALL_BUCKETS,
+    "tied": {"model": "tied"},
+    "tied, static": {"model": "tied"} | STATIC,
+    "unused": {"model": "branches"} | SEARCH,
+    "unused, gradients stay": {"model": "branches", "set_to_none": False} | SEARCH,
+    "unused by rank": {"model": "branches by rank"} | SEARCH,
+    "unused by rank, gradients stay": {"model": "branches by rank", "set_to_none": False} | SEARCH,
+    "checkpointed": {"model": "checkpointed"},
+    "checkpointed, static": {"model": "checkpointed"} | STATIC,
+    "checkpointed, reentrant": {"model": "checkpointed, reentrant"},
+    "checkpointed, reentrant, static": {"model": "checkpointed, reentrant"} | STATIC,
+    "odd": {"model": "odd"},
+    "odd, gradients stay": {"model": "odd", "set_to_none": False},
+    "frozen": {"model": "frozen"},
+    "double": {"model": "double"},
+    "float16": {"model": "float16"},
+    "bfloat16": {"model": "bfloat16"},
+}
+
+
+def train(
+    model: str = "net",
+    owners: Callable[[nn.Module], Optimizers] = one,
+    set_to_none: bool = True,
+    ddp_kwargs: dict[str, Any] | None = None,
+    clip: float = 0.0,
+) -> list[Record]:
+    torch.manual_seed(3)
+    wrapped = ddp(MODELS[model](), **(ddp_kwargs or {}))
+    opts = owners(wrapped)
+    dtype = next(wrapped.parameters()).dtype
+    records = []
+    for step in range(9):
+        loss = wrapped(data(step, 5, 6).to(dtype)).square().mean()
+        for opt in opts:
+            opt.zero_grad(set_to_none=set_to_none)
+        loss.backward()
+        norm = nn.utils.clip_grad_norm_(wrapped.parameters(), clip) if clip else None
+        for opt in opts:
+            opt.step()
+        if step % 3:
+            records.append({"loss": loss.detach(), "norm": norm, **params(wrapped)})
+        if owners is owns_more and step == 8:
+            records.append({"extra": wrapped.extra_of_the_test[0].detach().clone()})
+    return records
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_models_and_optimizers(ranks, world):
+    check_all(ranks(world)(all_cases, train, CASES), steps=9)
+
+
+def test_clipping_over_models(ranks):
+    clipped = {name: case | {"clip": 0.1} for name, case in CASES.items() if "16" not in name}
+    check_all(ranks(2)(all_cases, train, clipped), steps=9, bitwise=False)
+
+
+def test_gradients_as_views_of_buckets(ranks):
+    check_all(ranks(2)(all_cases, train, {"": VIEWS, "stay": VIEWS | {"set_to_none": False}}), steps=9, by_parts=None)
+
+
+def several_models(optimizers: int) -> list[Record]:
+    models = [ddp(net()), ddp(Tied())]
+    everything = [p for model in models for p in model.parameters()]
+    opts = [adamw(everything)] if optimizers == 1 else [adamw(model.parameters()) for model in models]
+    records = []
+    for step in range(9):
+        for opt in opts:
+            opt.zero_grad()
+        for number, model in enumerate(models if step % 4 else models[:1]):
+            model(data(step, 5, 6, micro=number)).square().mean().backward()
+        nn.utils.clip_grad_value_(everything[:3], 0.05)
+        for opt in opts:
+            opt.step()
+        if step % 3:
+            records.append([params(model) for model in models])
+    return records
+
+
+def adversaries() -> list[Record]:
+    """As a GAN is trained: each optimizer steps after a backward through both models."""
+    generator, critic = ddp(nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 6))), ddp(net())
+    opts = [adamw(generator.parameters()), adamw(critic.parameters())]
+    records = []
+    for step in range(9):
+        opts[1].zero_grad()
+        (critic(generator(data(step, 5, 6)).detach()).mean() - critic(data(step, 5, 6, micro=1)).mean()).backward()
+        opts[1].step()
+        opts[0].zero_grad()
+        critic(generator(data(step, 5, 6, micro=2))).mean().backward()
+        opts[0].step()
+        records.append([params(generator), params(critic)])
+    return records
+
+
+@pytest.mark.parametrize("optimizers", [1, 2])
+def test_several_models(ranks, optimizers):
+    check_all(ranks(2)(all_cases, several_models, {"": {"optimizers": optimizers}}))
+
+
+def test_adversaries(ranks):
+    check_all(ranks(2)(all_cases, adversaries, {"": {}}))
+
+
+def compiled(around: str) -> list[Record]:
+    raw = net()
+    model: Any = ddp(torch.compile(raw, backend="aot_eager") if around == "model" else raw)
+    wrapped = torch.compile(model, backend="aot_eager") if around == "wrapper" else model
+    opt = adamw(raw.parameters())
+    records = []
+    for step in range(8):
+        loss = wrapped(data(step, 5, 6)).square().mean()
+        opt.zero_grad()
+        loss.backward()
+        opt.step()
+        records.append({"loss": loss.detach(), **(params(raw) if step % 3 else {})})
+    torch._dynamo.reset()
+    return records
+
+
+@pytest.mark.parametrize("around", ["model", "wrapper"])
+def test_compiled(ranks, around):
+    check_all(ranks(2)(all_cases, compiled, {"": {"around": around}}))
+
+
+def wrapped_twice() -> list[Record]:
+    raw = net()
+    models = [ddp(raw)]
+    opt = adamw(raw.parameters())
+    records = []
+    for step in range(12):
+        if step == 6:
+            models.append(ddp(raw))
+        opt.zero_grad()
+        models[-1](data(step, 5, 6)).square().mean().backward()
+        opt.step()
+        records.append(params(raw))
+        if step == 8:
+            models.pop(0)
+    return records
+
+
+def test_a_model_that_is_wrapped_anew(ranks):
+    check_all(ranks(2)(all_cases, wrapped_twice, {"": {}}))
+
+
+def alone() -> list[Record]:
+    model = DistributedDataParallel(net())
+    opt = adamw(model.parameters())
+    records = []
+    for step in range(4):
+        opt.zero_grad()
+        model(data(step, 5, 6)).square().mean().backward()
+        opt.step()
+        records.append(params(model))
+    return records
+
+
+def test_one_rank_stays_stock(ranks):
+    check_all(ranks(1)(all_cases, alone, {"": {}}), steps=0)

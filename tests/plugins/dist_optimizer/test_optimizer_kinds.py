@@ -1,0 +1,174 @@
+"""Every element-wise optimizer of torch, with its flags, updates by parts; others stay stock, and the report says why."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.optim import Optimizer
+
+from tests.plugins.ddp.arms import Record, data
+from tests.plugins.dist_optimizer.checks import all_cases, check_all, ddp, params
+from tests.plugins.dist_optimizer.test_loops import net
+
+KINDS: dict[str, tuple[type[Optimizer], dict[str, Any]]] = {
+    "sgd": (torch.optim.SGD, {"lr": 0.1}),
+    "sgd, nesterov": (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9, "nesterov": True, "weight_decay": 0.1}),
+    "sgd, dampening": (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9, "dampening": 0.5, "maximize": True}),
+    "sgd, fused": (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9, "fused": True}),
+    "adam": (torch.optim.Adam, {"lr": 0.01, "weight_decay": 0.1}),
+    "adam, amsgrad, fused": (torch.optim.Adam, {"lr": 0.01, "amsgrad": True, "fused": True, "weight_decay": 0.1}),
+    "adam, lr tensor": (torch.optim.Adam, {"lr": torch.tensor(0.01), "foreach": False}),
+    "adamw": (torch.optim.AdamW, {"lr": 0.01, "weight_decay": 0.1, "amsgrad": True, "maximize": True}),
+    "adamw, fused": (torch.optim.AdamW, {"lr": 0.01, "fused": True, "weight_decay": 0.1}),
+    "adagrad": (torch.optim.Adagrad, {"lr": 0.1, "lr_decay": 0.1, "initial_accumulator_value": 0.1}),
+    "adagrad, fused": (torch.optim.Adagrad, {"lr": 0.1, "fused": True}),
+    "rmsprop": (torch.optim.RMSprop, {"lr": 0.01, "momentum": 0.9, "centered": True}),
+    "nadam": (torch.optim.NAdam, {"lr": 0.01, "weight_decay": 0.1, "decoupled_weight_decay": True}),
+    "radam": (torch.optim.RAdam, {"lr": 0.01, "weight_decay": 0.1}),
+    "adadelta": (torch.optim.Adadelta, {"lr": 1.0}),
+    "adamax": (torch.optim.Adamax, {"lr": 0.01}),
+    "asgd": (torch.optim.ASGD, {"lr": 0.01, "t0": 3}),
+    "rprop": (torch.optim.Rprop, {"lr": 0.01}),
+}
+for name in (
+    "sgd, nesterov",
+    "adam",
+    "adamw",
+    "rmsprop",
+    "nadam",
+    "radam",
+    "adadelta",
+    "adamax",
+    "asgd",
+    "rprop",
+    "adagrad",
+):
+    KINDS[f"{name}, foreach"] = (KINDS[name][0], KINDS[name][1] | {"foreach": True})
+
+
+class OwnStep(torch.optim.AdamW):
+    """Normalises over the whole gradient before it steps."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.grad.div_(p.grad.norm() + 1e-3)
+        return super().step(closure)
+
+
+class Plain(torch.optim.AdamW):
+    """A subclass that changes nothing of the update."""
+
+
+class Own(Optimizer):
+    """Written by hand; not element-wise."""
+
+    def __init__(self, params: Any, lr: float) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.sub_(p.grad / (p.grad.norm() + 1e-3), alpha=group["lr"])
+
+
+STRANGERS: dict[str, Callable[[nn.Module], Optimizer]] = {
+    "own step": lambda m: OwnStep(m.parameters(), lr=0.01),
+    "by hand": lambda m: Own(m.parameters(), lr=0.01),
+    "lbfgs": lambda m: torch.optim.LBFGS(m.parameters(), lr=0.1, max_iter=3),
+    "adafactor": lambda m: torch.optim.Adafactor(m.parameters(), lr=0.01),
+    "muon": lambda m: torch.optim.Muon([p for p in m.parameters() if p.ndim == 2], lr=0.01),
+}
+
+
+def train(kind: str, low_precision: bool = False) -> list[Record]:
+    model = ddp(net().bfloat16() if low_precision else net())
+    if kind in STRANGERS:
+        opt = STRANGERS[kind](model)
+    else:
+        cls, kwargs = KINDS.get(kind, (Plain, {"lr": 0.01}))
+        opt = cls(model.parameters(), **kwargs)
+    dtype = next(model.parameters()).dtype
+    records = []
+    for step in range(8):
+
+        def closure(step: int = step) -> torch.Tensor:
+            opt.zero_grad()
+            model.zero_grad()
+            loss = model(data(step, 5, 6).to(dtype)).square().mean()
+            loss.backward()
+            return loss
+
+        if kind == "lbfgs":
+            opt.step(closure)
+        else:
+            closure()
+            opt.step()
+        records.append(params(model))
+    state = opt.state_dict()
+    dist.barrier()  # peers read it, too, and the optimizer is gone when this returns
+    return [*records, {str(k): v for k, v in state["state"].items()}, [dict(g) for g in state["param_groups"]]]
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_element_wise_optimizers_update_by_parts(ranks, world):
+    kinds = {kind: {"kind": kind} for kind in [*KINDS, "plain subclass"] if "fused" not in kind}
+    check_all(ranks(world)(all_cases, train, kinds), steps=8)
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_fused_optimizers_update_by_parts(ranks, world):
+    """The fused kernels of the CPU round what is left over at a tensor's end otherwise than whole vectors."""
+    kinds = {kind: {"kind": kind} for kind in KINDS if "fused" in kind}
+    check_all(ranks(world)(all_cases, train, kinds), steps=8, bitwise=False)
+
+
+def test_low_precision(ranks):
+    kinds = {kind: {"kind": kind, "low_precision": True} for kind in KINDS if "fused" not in kind}
+    check_all(ranks(2)(all_cases, train, kinds), steps=8)
+
+
+def test_gradients_reduced_in_fp32(ranks):
+    """Stock has no such option, so both ranks need only agree with each other, and with what is near stock."""
+    kinds = {kind: {"kind": kind, "low_precision": True} for kind in ("sgd", "adamw", "adamw, fused")}
+    env = {"OVPATCH_DDP_GRAD_REDUCE_IN_FP32": "1"}
+    first, second = ranks(2)(all_cases, train, kinds, env=env)
+    for kind in kinds:
+        assert first[kind]["counters"]["grads_by_parts"] > 0
+        for stock, mine, other in zip(
+            first[kind]["stock"][:8], first[kind]["patched"][:8], second[kind]["patched"][:8], strict=True
+        ):
+            for name in stock:
+                assert torch.equal(mine[name], other[name])
+                torch.testing.assert_close(mine[name], stock[name], atol=0.06, rtol=0.1)
+
+
+def test_other_optimizers_stay_stock(ranks):
+    check_all(ranks(2)(all_cases, train, {kind: {"kind": kind} for kind in STRANGERS}), steps=0, stock=1)
+
+
+def reported() -> list[str]:
+    train("own step")
+    from ovpatch_plugins.dist_optimizer.optimizers import remarks
+
+    return remarks()
+
+
+def with_the_feature(function: Callable[[], Any]) -> Any:
+    import ovpatch
+    from tests.plugins.dist_optimizer.arms import SMALL
+
+    with ovpatch.applied("ddp", "dist_optimizer", options={"dist_optimizer": SMALL}):
+        return function()
+
+
+def test_the_report_says_which_and_why(ranks):
+    for remarks in ranks(2)(with_the_feature, reported):
+        assert any("OwnStep stays stock" in text and "not known to be element-wise" in text for text in remarks)
