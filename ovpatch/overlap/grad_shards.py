@@ -55,6 +55,7 @@ class GradShards:
         editions: The editions of the parts; who changes them says so there.
         local: Whether gradients were added that were not reduced, as under ``no_sync()``.
         identity: Name of the model, the same on all ranks and no other's in the process group.
+        lingering: What is kept until all ranks have taken part in another backward.
     """
 
     def __init__(
@@ -63,6 +64,7 @@ class GradShards:
         self.params, self.names, self.group = list(params), list(names), group
         self.chosen: frozenset[int] = frozenset()
         self.local = False
+        self.lingering: list[object] = []
         device = params[0].device
         self.editions = Editions(device)
         self._votes = Votes(group, device, "dist_optimizer")
@@ -192,14 +194,12 @@ class GradShards:
         """
         held = [(index, grad) for index, reference in self._given.items() if (grad := reference()) is not None]
         self._given.clear()
-        placeholders.settle([grad for index, grad in held if self.is_ours(grad) and grad is not self.params[index].grad])
+        placeholders.settle(
+            [grad for index, grad in held if self.is_ours(grad) and grad is not self.params[index].grad]
+        )
 
     def receive(self, reduction: Arriving) -> None:
-        """Wait for all reductions of a backward: a new edition of the parts.
-
-        Peers may still be reading the last one when this rank comes here, and are done when they take part. So the new
-        edition begins after that.
-        """
+        """Wait for all reductions of a backward: a new edition, which begins when peers are done with reading the last."""
         self._backwards += 1
         if self.editions.asynchronous:
             reduction.wait()  # only the device waits; without this rank no part can have been written
@@ -209,6 +209,7 @@ class GradShards:
             self.editions.begin()
             reduction.wait()
         self.editions.end()
+        self.lingering.clear()
         self.local = False
 
     def deliver(self, index: int, *, ours: bool) -> None:

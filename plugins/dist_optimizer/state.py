@@ -73,6 +73,8 @@ class ShardedState:
         optimizer = self._optimizer()
         if optimizer is not None:
             placeholders.settle(value for state in optimizer.state.values() for value in state.values())
+        for model in self._models.values():
+            model.linger()
 
     def _model(self, shards: GradShards) -> _StateOfModel:
         if id(shards) not in self._models:
@@ -116,6 +118,10 @@ class _StateOfModel:
         self._placeholders: dict[tuple[int, str], Placeholder] = {}
         self._topic = f"state of optimizer {number} of {shards.identity}"
         weakref.finalize(self, Peers.of(shards.group).serve(self._topic, weakly(self._answer)))
+
+    def linger(self) -> None:
+        """Go on answering until the next backward that is reduced: by then all peers have what they asked for."""
+        self._shards.lingering.append(self)
 
     # ---------------------------------------------------------------- around a step
 

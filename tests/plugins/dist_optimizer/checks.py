@@ -40,7 +40,9 @@ def all_cases(loop: Callable[..., list[Any]], cases: Cases, **options: Any) -> d
     return results
 
 
-def check(results: list[dict[str, Any]], *, steps: int = 1, by_parts: bool | None = True, stock: int = 0, bitwise: bool = True) -> None:
+def check(
+    results: list[dict[str, Any]], *, steps: int = 1, by_parts: bool | None = True, stock: int = 0, bitwise: bool = True
+) -> None:
     """Demand stock's values, bitwise on two ranks, and that the patch ran.
 
     Args:

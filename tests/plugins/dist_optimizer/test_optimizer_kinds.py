@@ -35,7 +35,19 @@ KINDS: dict[str, tuple[type[Optimizer], dict[str, Any]]] = {
     "asgd": (torch.optim.ASGD, {"lr": 0.01, "t0": 3}),
     "rprop": (torch.optim.Rprop, {"lr": 0.01}),
 }
-for name in ("sgd, nesterov", "adam", "adamw", "rmsprop", "nadam", "radam", "adadelta", "adamax", "asgd", "rprop", "adagrad"):
+for name in (
+    "sgd, nesterov",
+    "adam",
+    "adamw",
+    "rmsprop",
+    "nadam",
+    "radam",
+    "adadelta",
+    "adamax",
+    "asgd",
+    "rprop",
+    "adagrad",
+):
     KINDS[f"{name}, foreach"] = (KINDS[name][0], KINDS[name][1] | {"foreach": True})
 
 
@@ -130,7 +142,9 @@ def test_gradients_reduced_in_fp32(ranks):
     first, second = ranks(2)(all_cases, train, kinds, env=env)
     for kind in kinds:
         assert first[kind]["counters"]["grads_by_parts"] > 0
-        for stock, mine, other in zip(first[kind]["stock"][:8], first[kind]["patched"][:8], second[kind]["patched"][:8], strict=True):
+        for stock, mine, other in zip(
+            first[kind]["stock"][:8], first[kind]["patched"][:8], second[kind]["patched"][:8], strict=True
+        ):
             for name in stock:
                 assert torch.equal(mine[name], other[name])
                 torch.testing.assert_close(mine[name], stock[name], atol=0.06, rtol=0.1)

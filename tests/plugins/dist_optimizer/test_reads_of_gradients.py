@@ -66,13 +66,18 @@ NORMS: dict[str, Callable[[nn.Module], Any]] = {
     "infinite order": lambda m: get_total_norm(grads(m), float("inf")),
     "of order 3, of some": lambda m: get_total_norm(grads(m)[:2], 3.0, foreach=False),
     "rank 0 logs": on_rank_0(lambda m: get_total_norm(grads(m))),
-    "rank 0 logs, all clip": lambda m: (on_rank_0(lambda m: get_total_norm(grads(m)))(m), clip_grad_norm_(m.parameters(), 0.1)),
+    "rank 0 logs, all clip": lambda m: (
+        on_rank_0(lambda m: get_total_norm(grads(m)))(m),
+        clip_grad_norm_(m.parameters(), 0.1),
+    ),
     "rank 1 reads, all clip": lambda m: (
         first(m).grad.sum() if dist.get_rank() == 1 else 0,
         clip_grad_norm_(m.parameters(), 0.1),
         first(m).grad.sum() if dist.get_rank() == 0 else 0,
     ),
-    "clipped by a norm that was asked for": lambda m: clip_grads_with_norm_(m.parameters(), 0.1, get_total_norm(grads(m))),
+    "clipped by a norm that was asked for": lambda m: clip_grads_with_norm_(
+        m.parameters(), 0.1, get_total_norm(grads(m))
+    ),
     "clipped one by one": lambda m: [clip_grad_norm_(p, 0.02) for p in m.parameters()],
     "clipped twice": lambda m: [clip_grad_norm_(m.parameters(), 0.1), clip_grad_norm_(m.parameters(), 0.05)],
     "clipped by infinity": lambda m: clip_grad_norm_(m.parameters(), float("inf")),
