@@ -175,7 +175,7 @@ def watched(steps: int = 30) -> list[Record]:
                 state = Follower._saved(model.state_dict())
                 wrong.extend(name for name, p in state.items() if p.shape != shapes[name])
                 saves.append(1)
-        except BaseException as error:
+        except Exception as error:
             wrong.append(repr(error))
 
     thread = threading.Thread(target=save, daemon=True)
