@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ovpatch.overlap import placeholders
+from ovpatch.overlap import farewell, placeholders
 from ovpatch.overlap.editions import Editions
 from ovpatch.overlap.farewell import Farewell
 from ovpatch.overlap.memory import is_sole_owner
@@ -40,6 +40,14 @@ class Arriving(Protocol):
 
     def wait(self) -> None:
         """Wait for the results."""
+
+
+class Reducer(Protocol):
+    """Who reduces the gradients of a model."""
+
+    @property
+    def identity(self) -> str:
+        """Name of the model, the same on all ranks and no other's in the process group."""
 
 
 class GradShards:
@@ -146,17 +154,17 @@ class GradShards:
 
     # ---------------------------------------------------------------- what the reducer calls
 
-    def choose(self, step: int, identity: str) -> bool:
+    def choose(self, step: int, reducer: Reducer) -> bool:
         """Let votes take effect before step ``step``.
 
         Args:
             step: Number of backwards that were reduced.
-            identity: Name of the model, the same on all ranks and no other's in the process group.
+            reducer: Who reduces.
 
         Returns:
             Whether :attr:`chosen` has changed.
         """
-        self.identity = identity
+        self.identity = reducer.identity
         votes = self._votes.result(step)
         if votes is None:
             return False
@@ -165,6 +173,7 @@ class GradShards:
         if chosen and not self._served:
             self._served = True
             self._serve()
+            weakref.finalize(reducer, farewell.keep, self.group, self).atexit = False  # a slower peer may still ask
         changed, self.chosen = chosen != self.chosen, chosen
         return changed
 
@@ -199,11 +208,7 @@ class GradShards:
         )
 
     def receive(self, reduction: Arriving) -> None:
-        """Wait for all reductions of a backward: a new edition of the parts.
-
-        Peers may still be reading the last one when this rank comes here, and are done when they take part. So the new
-        edition begins after that.
-        """
+        """Wait for all reductions of a backward: a new edition, which begins when peers have read the last."""
         self._backwards += 1
         if self.editions.asynchronous:
             reduction.wait()  # only the device waits; without this rank no part can have been written
@@ -213,6 +218,7 @@ class GradShards:
             self.editions.begin()
             reduction.wait()
         self.editions.end()
+        farewell.met(self.group)
         self.local = False
 
     def deliver(self, index: int, *, ours: bool) -> None:

@@ -88,7 +88,7 @@ class GradReducer:
         if self._hooks.lost():
             self._hooks.remove()
             self._attach()
-        if self.shards.choose(self._steps, self.identity):
+        if self.shards.choose(self._steps, self):
             self._hooks.watch_parts(self.shards)
             self._set_buckets(self._cut())
 
@@ -291,9 +291,8 @@ class GradReducer:
     def _begin(self) -> None:
         self._task.queue(self._backward_ended, self._backward_died)
         if not self._began:
-            self._began = True
+            self._began, self._copies_at_once = True, self.hands.present()
             self.shards.rescue()
-            self._copies_at_once = self.hands.present()
             if not self.has_rebuilt_buckets and not self._late:
                 self._arrivals = []
             if self._mode.searches:

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from ovpatch.overlap import placeholders
+from ovpatch.overlap import farewell, placeholders
 from ovpatch.overlap.editions import Editions
 from ovpatch.overlap.farewell import Farewell
 from ovpatch.overlap.grad_shards import GradShards, assemble, weakly
@@ -80,7 +80,9 @@ class ShardedState:
     def _model(self, shards: GradShards) -> _StateOfModel:
         if id(shards) not in self._models:
             number = _optimizers_of[shards] = _optimizers_of.get(shards, 0) + 1
-            self._models[id(shards)] = _StateOfModel(shards, number)
+            model = self._models[id(shards)] = _StateOfModel(shards, number)
+            # A slower peer may still ask when the script has dropped the optimizer here.
+            weakref.finalize(self._optimizer(), farewell.keep, shards.group, model).atexit = False
         return self._models[id(shards)]
 
     def _whole_state_dict(self, _optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
