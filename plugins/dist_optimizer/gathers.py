@@ -16,7 +16,7 @@ from ovpatch.overlap.layout import layer_of
 from ovpatch_plugins.dist_optimizer.counters import COUNTERS
 
 if TYPE_CHECKING:
-    from ovpatch_plugins.dist_optimizer.step import Part
+    from ovpatch_plugins.dist_optimizer.parts import Part
 
 _MIB = 1024 * 1024
 

@@ -27,8 +27,9 @@ def _capacity(text: str) -> float:
 OPTIONS: Final = (
     Option(
         "overlap_param_gather",
-        True,
-        "Gather updated parameters while the next forward already computes; false: inside step().",
+        False,
+        "Gather updated parameters while the next forward already computes; false: inside step(). Not for scripts that "
+        "read parameters in other threads.",
         aliases=("overlap_param_sync",),
     ),
     Option(

@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 
 from ovpatch.overlap import grad_shards
 from ovpatch_plugins.dist_optimizer import optimizers
-from ovpatch_plugins.dist_optimizer.step import Part, swapped
+from ovpatch_plugins.dist_optimizer.parts import Part, standing_in
 
 Unscale = Callable[..., dict[torch.device, Tensor]]
 
@@ -35,12 +35,12 @@ def wrap_unscale(original: Unscale) -> Unscale:
         parts = [part for part in sharded.parts(optimizer) if part.delivered] if sharded is not None else []
         if not parts:
             return original(scaler, optimizer, inv_scale, found_inf, allow_fp16)
-        with _pending_as_parts(parts):
+        with _pending_as_parts(optimizer, parts):
             looked = original(scaler, optimizer, torch.ones_like(inv_scale), found_inf.clone(), allow_fp16)
         for group in dict.fromkeys(part.shards.group for part in parts):
             for seen in looked.values():
                 dist.all_reduce(seen, dist.ReduceOp.MAX, group=group)
-        with grad_shards.changing([(part.shards, part.index) for part in parts]), _pending_as_parts(parts):
+        with grad_shards.changing([(part.shards, part.index) for part in parts]), _pending_as_parts(optimizer, parts):
             found = original(scaler, optimizer, inv_scale, found_inf, allow_fp16)
         for device, seen in looked.items():
             found[device].copy_(seen)
@@ -50,12 +50,12 @@ def wrap_unscale(original: Unscale) -> Unscale:
 
 
 @contextmanager
-def _pending_as_parts(parts: Sequence[Part]) -> Iterator[None]:
+def _pending_as_parts(optimizer: Optimizer, parts: Sequence[Part]) -> Iterator[None]:
     """Show the parts of gradients that nobody has put together; what was put together is scaled whole."""
     pending = [part for part in parts if part.shards.is_pending(part.index)]
-    with swapped(pending):
+    with standing_in(optimizer, pending) as stand_ins:
         yield
         for part in pending:
-            reduced, shown = part.shards.part_of(part.index), part.param.grad
+            reduced, shown = part.shards.part_of(part.index), stand_ins[id(part.param)].grad
             if shown is not None and shown.dtype != reduced.dtype:  # then it was a copy
                 reduced.copy_(shown)

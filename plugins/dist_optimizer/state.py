@@ -29,7 +29,7 @@ from ovpatch.overlap.slices import flat
 from ovpatch_plugins.dist_optimizer.counters import COUNTERS
 
 if TYPE_CHECKING:
-    from ovpatch_plugins.dist_optimizer.step import Part
+    from ovpatch_plugins.dist_optimizer.parts import Part, StandIns
 
 # How many optimizers have stepped over each model; the same on all ranks, which step in the same order.
 _optimizers_of: weakref.WeakKeyDictionary[GradShards, int] = weakref.WeakKeyDictionary()
@@ -51,8 +51,8 @@ class ShardedState:
         optimizer.register_load_state_dict_post_hook(weakly(self._loaded))
 
     @contextmanager
-    def written(self, parts: Sequence[Part]) -> Iterator[None]:
-        """Put this rank's parts into ``optimizer.state`` for the time of a step."""
+    def written(self, parts: Sequence[Part], stand_ins: StandIns) -> Iterator[None]:
+        """Put this rank's parts into ``optimizer.state``, as the stand-ins' state, for the time of a step."""
         optimizer = self._optimizer()
         assert optimizer is not None
         by_model = [(part, self._model(part.shards)) for part in parts]
@@ -61,11 +61,11 @@ class ShardedState:
             model.editions.begin()
         try:
             for part, model in by_model:
-                model.put_parts(part, optimizer.state)
+                model.put_parts(part, stand_ins[id(part.param)], optimizer.state)
             yield
         finally:
             for part, model in by_model:
-                model.take_parts(part, optimizer.state)
+                model.take_parts(part, stand_ins[id(part.param)], optimizer.state)
             for model in models:
                 model.editions.end()
 
@@ -127,22 +127,23 @@ class _StateOfModel:
 
     # ---------------------------------------------------------------- around a step
 
-    def put_parts(self, part: Part, states: Mapping[Any, dict[str, Any]]) -> None:
-        """Make the state of a parameter this rank's parts."""
-        if part.param in states:
-            state = states[part.param]
+    def put_parts(self, part: Part, stand_in: Tensor, states: dict[Any, dict[str, Any]]) -> None:
+        """Make this rank's parts of a parameter's state its stand-in's."""
+        state = states.get(part.param)
+        if state is not None:
             self.cut_whole(part.param, state)
-            for name, value in state.items():
-                if self._is_ours(value):
-                    state[name] = self._parts[part.index, name]
+            states[stand_in] = {
+                name: self._parts[part.index, name] if self._is_ours(value) else value for name, value in state.items()
+            }
 
-    def take_parts(self, part: Part, states: Mapping[Any, dict[str, Any]]) -> None:
-        """Keep this rank's parts, and leave placeholders."""
-        shape = (self._shards.slice(part.index).numel,)
-        state = states.get(part.param, {})
-        for name, value in state.items():
-            if isinstance(value, Tensor) and value.shape == shape:
+    def take_parts(self, part: Part, stand_in: Tensor, states: dict[Any, dict[str, Any]]) -> None:
+        """Keep what a step has made of them, and leave placeholders."""
+        state = states.setdefault(part.param, {})
+        for name, value in states.pop(stand_in, {}).items():
+            if isinstance(value, Tensor) and value.shape == stand_in.shape:
                 self._keep(part.index, name, value, state)
+            else:
+                state[name] = value
 
     def cut_whole(self, param: Tensor, state: dict[str, Any]) -> None:
         """Keep this rank's parts of state that is whole, and leave placeholders."""

@@ -1,28 +1,26 @@
 """One optimizer whose parameters are updated by parts.
 
-[Note: innermost] While torch's own ``step`` runs, every parameter *is* this rank's part: ``p.data``, ``p.grad`` and
-``optimizer.state[p]`` are swapped for slices and swapped back whatever happens. That is done around the class's own
-``step`` function, inside of everything that others put around it: step hooks, LR schedulers, profilers and closures see
-whole parameters, as under stock.
+[Note: innermost] While torch's own ``step`` runs, the optimizer's parameters, their gradients and their state are this
+rank's slices, and it gets the whole ones back whatever happens. That is done around the class's own ``step`` function,
+inside of everything that others put around it: step hooks, LR schedulers, profilers and closures see whole parameters,
+as under stock.
 """
 
 from __future__ import annotations
 
+import functools
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch.optim import Optimizer
 
 from ovpatch.overlap import grad_shards
-from ovpatch.overlap.grad_shards import GradShards
-from ovpatch.overlap.slices import flat
 from ovpatch_plugins.dist_optimizer.counters import COUNTERS
 from ovpatch_plugins.dist_optimizer.gathers import Gathers
+from ovpatch_plugins.dist_optimizer.parts import Part, standing_in
 from ovpatch_plugins.dist_optimizer.state import ShardedState
 
 Inner = Callable[..., Any]
@@ -31,26 +29,6 @@ LOCAL = (
     "it stepped with gradients that DistributedDataParallel had not reduced (no_sync(), or a forward around the "
     "wrapper), so ranks may want to differ"
 )
-
-
-@dataclass
-class Part:
-    """A parameter that is updated by parts.
-
-    Attributes:
-        param: The parameter.
-        shards: Where its gradient's parts are.
-        index: Its index there.
-    """
-
-    param: torch.nn.Parameter
-    shards: GradShards
-    index: int
-
-    @property
-    def delivered(self) -> bool:
-        """Whether the last backward left parts of the gradient on the ranks."""
-        return self.param.grad is not None and grad_shards.delivered(self.param.grad) is not None
 
 
 class ShardedOptimizer:
@@ -85,11 +63,21 @@ class ShardedOptimizer:
         if not parts:
             return inner(optimizer, *args, **kwargs)
         COUNTERS.grads_by_parts += sum(part.shards.is_pending(part.index) for part in parts)
-        with self.state.written(parts), swapped(parts), self._being_inside():
-            result = inner(optimizer, *args, **kwargs)
+        result = self._update(parts, functools.partial(inner, optimizer, *args, **kwargs), optimizer)
         self._gathers.launch(parts)
         COUNTERS.steps += 1
         COUNTERS.params_updated += len(parts)
+        return result
+
+    def _update(self, parts: list[Part], inner: Callable[[], Any], optimizer: Optimizer) -> Any:
+        with (
+            standing_in(optimizer, parts) as stand_ins,
+            self.state.written(parts, stand_ins),
+            self._being_inside(),
+        ):
+            result = inner()
+        # They were changed behind their backs; a graph that still needs the old values must notice.
+        torch.autograd.graph.increment_version([part.param for part in parts])
         return result
 
     @contextmanager
@@ -131,25 +119,3 @@ def _with_loss(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any
     if args:
         return (lambda: loss, *args[1:]), kwargs
     return args, kwargs | {"closure": lambda: loss}
-
-
-@contextmanager
-def swapped(parts: Sequence[Part]) -> Iterator[None]:
-    """Make every parameter, and its gradient, this rank's part."""
-    whole: list[tuple[torch.nn.Parameter, Tensor, Tensor | None]] = []
-    try:
-        for part in parts:
-            param, own = part.param, part.shards.slice(part.index)
-            grad, data, slice_of_grad = param.grad, param.data, part.shards.own_part(part.index)
-            whole.append((param, data, grad))
-            _put(param, flat(data)[own.begin : own.end], slice_of_grad)
-        yield
-    finally:
-        for param, data, grad in whole:
-            _put(param, data, grad)
-
-
-def _put(param: torch.nn.Parameter, data: Tensor, grad: Tensor | None) -> None:
-    param.grad = None  # torch compares shapes when either is set
-    param.data = data
-    param.grad = grad

@@ -200,7 +200,7 @@ def test_styles(ranks, world, optimizer):
 
 @pytest.mark.parametrize("wrap", ["views", "unused"])
 def test_styles_under_options_of_ddp(ranks, wrap):
-    check_all(ranks(2)(all_cases, train, {s: {"style": s, "wrap": wrap} for s in STYLES}), by_parts=wrap != "views")
+    check_all(ranks(2)(all_cases, train, {s: {"style": s, "wrap": wrap} for s in STYLES}))
 
 
 def test_an_optimizer_made_before_the_wrap(ranks):

@@ -17,7 +17,7 @@ from tests.plugins.dist_optimizer.test_loops import net
 KINDS: dict[str, tuple[type[Optimizer], dict[str, Any]]] = {
     "sgd": (torch.optim.SGD, {"lr": 0.1}),
     "sgd, nesterov": (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9, "nesterov": True, "weight_decay": 0.1}),
-    "sgd, dampening": (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9, "dampening": 0.5, "maximize": True}),
+    "sgd, dampening": (torch.optim.SGD, {"lr": 0.001, "momentum": 0.9, "dampening": 0.5, "maximize": True}),
     "sgd, fused": (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9, "fused": True}),
     "adam": (torch.optim.Adam, {"lr": 0.01, "weight_decay": 0.1}),
     "adam, amsgrad, fused": (torch.optim.Adam, {"lr": 0.01, "amsgrad": True, "fused": True, "weight_decay": 0.1}),
@@ -87,8 +87,14 @@ STRANGERS: dict[str, Callable[[nn.Module], Optimizer]] = {
 }
 
 
+def even() -> nn.Module:
+    """A model whose parts are whole vectors: torch rounds the rest of a vector in half precision otherwise."""
+    torch.manual_seed(1)
+    return nn.Sequential(nn.Linear(6, 64), nn.ReLU(), nn.Linear(64, 64)).bfloat16()
+
+
 def train(kind: str, low_precision: bool = False) -> list[Record]:
-    model = ddp(net().bfloat16() if low_precision else net())
+    model = ddp(even() if low_precision else net())
     if kind in STRANGERS:
         opt = STRANGERS[kind](model)
     else:

@@ -65,7 +65,7 @@ NORMS: dict[str, Callable[[nn.Module], Any]] = {
     "total norm": lambda m: get_total_norm(grads(m)),
     "infinite order": lambda m: get_total_norm(grads(m), float("inf")),
     "of order 3, of some": lambda m: get_total_norm(grads(m)[:2], 3.0, foreach=False),
-    "rank 0 logs": on_rank_0(lambda m: get_total_norm(grads(m))),
+    "rank 0 logs a norm": on_rank_0(lambda m: get_total_norm(grads(m))),
     "rank 0 logs, all clip": lambda m: (
         on_rank_0(lambda m: get_total_norm(grads(m)))(m),
         clip_grad_norm_(m.parameters(), 0.1),

@@ -1,0 +1,68 @@
+"""This rank's slices of parameters, in the place of the parameters.
+
+[Note: stand-ins] The parameters themselves stay as they are, for other threads may look at them at any time: a
+checkpoint that is saved in the background must not find slices. An optimizer is given other parameters for the time of
+a step, whose memory is a part of theirs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch.nn import Parameter
+from torch.optim import Optimizer
+
+from ovpatch.overlap import grad_shards
+from ovpatch.overlap.grad_shards import GradShards
+from ovpatch.overlap.slices import flat
+
+StandIns = Mapping[int, Parameter]
+
+
+@dataclass
+class Part:
+    """A parameter that is updated by parts.
+
+    Attributes:
+        param: The parameter.
+        shards: Where its gradient's parts are.
+        index: Its index there.
+    """
+
+    param: torch.nn.Parameter
+    shards: GradShards
+    index: int
+
+    @property
+    def delivered(self) -> bool:
+        """Whether the last backward left parts of the gradient on the ranks."""
+        return self.param.grad is not None and grad_shards.delivered(self.param.grad) is not None
+
+
+@contextmanager
+def standing_in(optimizer: Optimizer, parts: Sequence[Part]) -> Iterator[StandIns]:
+    """Give an optimizer stand-ins for the parameters that are updated by parts.
+
+    Yields:
+        The stand-ins, by ``id`` of the parameter.
+    """
+    stand_ins = {id(part.param): _stand_in(part) for part in parts}
+    groups = [(group, group["params"]) for group in optimizer.param_groups]
+    try:
+        for group, params in groups:
+            group["params"] = [stand_ins.get(id(param), param) for param in params]
+        yield stand_ins
+    finally:
+        for group, params in groups:
+            group["params"] = params
+
+
+def _stand_in(part: Part) -> Parameter:
+    own = part.shards.slice(part.index)
+    with torch.inference_mode(False), torch.no_grad():
+        stand_in = Parameter(flat(part.param.data)[own.begin : own.end], requires_grad=part.param.requires_grad)
+        stand_in.grad = part.shards.own_part(part.index)
+    return stand_in
