@@ -57,6 +57,7 @@ class ShardedState:
         assert optimizer is not None
         by_model = [(part, self._model(part.shards)) for part in parts]
         models = list({id(model): model for _, model in by_model}.values())
+        known = len(optimizer.state)
         for model in models:
             model.editions.begin()
         try:
@@ -66,6 +67,7 @@ class ShardedState:
         finally:
             for part, model in by_model:
                 model.take_parts(part, stand_ins[id(part.param)], optimizer.state)
+            _in_order(optimizer, known)
             for model in models:
                 model.editions.end()
 
@@ -138,8 +140,10 @@ class _StateOfModel:
 
     def take_parts(self, part: Part, stand_in: Tensor, states: dict[Any, dict[str, Any]]) -> None:
         """Keep what a step has made of them, and leave placeholders."""
+        if stand_in not in states:
+            return
         state = states.setdefault(part.param, {})
-        for name, value in states.pop(stand_in, {}).items():
+        for name, value in states.pop(stand_in).items():
             if isinstance(value, Tensor) and value.shape == stand_in.shape:
                 self._keep(part.index, name, value, state)
             else:
@@ -205,6 +209,15 @@ class _StateOfModel:
         parts = self.editions.read(question["edition"], copy, _PATIENCE_S)
         self._farewell.hear(question)
         return {}, parts
+
+
+def _in_order(optimizer: Optimizer, known: int) -> None:
+    """Put what has come into ``optimizer.state`` since it had ``known`` entries where stock puts it."""
+    state = optimizer.state
+    if len(state) > known:
+        places = {param: i for i, param in enumerate(p for group in optimizer.param_groups for p in group["params"])}
+        for param in sorted(list(state)[known:], key=lambda param: places.get(param, -1)):
+            state[param] = state.pop(param)
 
 
 def _source(wanted: tuple[Any, str, Placeholder]) -> int:
