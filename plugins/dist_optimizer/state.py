@@ -57,7 +57,6 @@ class ShardedState:
         assert optimizer is not None
         by_model = [(part, self._model(part.shards)) for part in parts]
         models = list({id(model): model for _, model in by_model}.values())
-        known = len(optimizer.state)
         for model in models:
             model.editions.begin()
         try:
@@ -67,7 +66,6 @@ class ShardedState:
         finally:
             for part, model in by_model:
                 model.take_parts(part, stand_ins[id(part.param)], optimizer.state)
-            _in_order(optimizer, known)
             for model in models:
                 model.editions.end()
 
@@ -211,7 +209,7 @@ class _StateOfModel:
         return {}, parts
 
 
-def _in_order(optimizer: Optimizer, known: int) -> None:
+def put_in_order(optimizer: Optimizer, known: int) -> None:
     """Put what has come into ``optimizer.state`` since it had ``known`` entries where stock puts it."""
     state = optimizer.state
     if len(state) > known:

@@ -21,7 +21,7 @@ from ovpatch.overlap import grad_shards
 from ovpatch_plugins.dist_optimizer.counters import COUNTERS
 from ovpatch_plugins.dist_optimizer.gathers import Gathers
 from ovpatch_plugins.dist_optimizer.parts import Part, standing_in
-from ovpatch_plugins.dist_optimizer.state import ShardedState
+from ovpatch_plugins.dist_optimizer.state import ShardedState, put_in_order
 
 Inner = Callable[..., Any]
 
@@ -70,12 +70,14 @@ class ShardedOptimizer:
         return result
 
     def _update(self, parts: list[Part], inner: Callable[[], Any], optimizer: Optimizer) -> Any:
+        known = len(optimizer.state)
         with (
             standing_in(optimizer, parts) as stand_ins,
             self.state.written(parts, stand_ins),
             self._being_inside(),
         ):
             result = inner()
+        put_in_order(optimizer, known)
         # They were changed behind their backs; a graph that still needs the old values must notice.
         torch.autograd.graph.increment_version([part.param for part in parts])
         return result
