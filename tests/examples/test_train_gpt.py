@@ -33,9 +33,9 @@ class Job:
         arguments = [*SIZE, *WAYS, f"--steps={steps}", f"--log-file={log}", *args]
         options = ["--report", str(self.folder / f"{name}.report")] if report else []
         if patched:
-            scripts.torchrun(2, demo.SCRIPT, *arguments, ovpatch=options, timeout=90).check()
+            scripts.torchrun(2, demo.SCRIPT, *arguments, ovpatch=options, timeout=240).check()
         else:
-            self.forks.torchrun(2, demo.SCRIPT, *arguments, env={"OVPATCH": "0"}, timeout=90).check()
+            self.forks.torchrun(2, demo.SCRIPT, *arguments, env={"OVPATCH": "0"}, timeout=240).check()
         return [(entry["loss"], entry["grad_norm"]) for entry in demo.read_log(log)]
 
     def checkpoint(self, name):
@@ -85,7 +85,7 @@ def test_a_run_resumed_the_other_way_goes_on_bitwise(job, stock):
 def test_the_script_runs_alone_compiled_and_in_bfloat16(tmp_path):
     log = tmp_path / "log"
     args = [*SIZE, "--steps=2", "--compile=aot_eager", "--dtype=bfloat16", f"--log-file={log}"]
-    scripts.run([sys.executable, demo.SCRIPT, *args], timeout=90).check()
+    scripts.run([sys.executable, demo.SCRIPT, *args], timeout=240).check()
     assert [json.loads(line)["step"] for line in log.read_text().splitlines()] == [0, 1]
 
 

@@ -168,7 +168,7 @@ def test_nothing_is_left_of_what_a_script_started(run, tmp_path):
         """,
         head=ALONE,
     )
-    assert (outcome.code, outcome.seconds < 60) == (0, True)
+    assert (outcome.code, outcome.timed_out) == (0, False)
     assert leftovers.find(f"OVPATCH_REPORT_DIR={outcome.folder}") == []
 
 
@@ -188,7 +188,9 @@ def test_a_forked_rank_that_hangs_shows_its_own_stacks(run):
 
 
 @pytest.mark.slow
-def test_a_second_ctrl_c_ends_what_ignores_the_first(run, tmp_path):
+def test_a_second_ctrl_c_ends_what_ignores_the_first(run, monkeypatch, tmp_path):
+    monkeypatch.setattr(launching, "GRACE", 1000)  # after which the first would
+
     def interrupt():
         while not list(tmp_path.glob("out/stock/process-*.json")):
             time.sleep(0.05)
@@ -201,7 +203,7 @@ def test_a_second_ctrl_c_ends_what_ignores_the_first(run, tmp_path):
     ignoring = "import signal\nfor one in (signal.SIGINT, signal.SIGTERM): signal.signal(one, signal.SIG_IGN)\n"
     outcome = run("wait_here()", head=ignoring + ALONE)
     thread.join()
-    assert (outcome.interrupted, outcome.seconds < 30) == (True, True)
+    assert (outcome.interrupted, outcome.timed_out) == (True, False)
     assert leftovers.find(f"OVPATCH_REPORT_DIR={outcome.folder}") == []
 
 
@@ -210,8 +212,8 @@ def test_a_worker_that_cannot_begin_ends_the_arm(run, monkeypatch, tmp_path):
     (tmp_path / "broken_worker.py").write_text("raise RuntimeError('no such thing')")
     monkeypatch.setenv("PYTHONPATH", f"{os.environ['PYTHONPATH']}{os.pathsep}{tmp_path}")
     monkeypatch.setattr(sys.modules[__name__], "WORKER", "broken_worker")
-    outcome = run("time.sleep(100)")
-    assert outcome.seconds < 90
+    outcome = run("time.sleep(1000)")
+    assert not outcome.timed_out
     assert "no such thing" in outcome.failures[0]["error"]
 
 

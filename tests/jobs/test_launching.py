@@ -34,11 +34,9 @@ def test_a_signal_reaches_what_a_shell_runs(started, number):
     ready = "import os, time; open(PID, 'w').write(str(os.getpid())); time.sleep(60)"
     job, child = started(f'python3 -c "{ready}"; true')
     job.forward(number, None)
-    began = time.monotonic()
     assert job.wait() == 128 + number
     job.end(5)
     assert not lives(child)
-    assert time.monotonic() - began < 5
 
 
 def test_what_a_command_leaves_behind_is_ended(started):

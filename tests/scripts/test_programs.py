@@ -37,7 +37,7 @@ def test_checkpoints_resume_the_other_way_round_and_on_two_nodes(runner, plain):
     resumed, done = together(
         lambda: runner.torchrun("plain.py", f"--resume={patched.out}/epoch1.pt", patched=False, to="resumed-stock"),
         lambda: scripts.torchrun(
-            1, PROGRAMS / "plain.py", str(out), f"--resume={stock.out}/epoch1.pt", nnodes=2, ovpatch=True, timeout=90
+            1, PROGRAMS / "plain.py", str(out), f"--resume={stock.out}/epoch1.pt", nnodes=2, ovpatch=True, timeout=240
         ).check(),
     )
     assert_continues(resumed, stock)

