@@ -13,6 +13,7 @@ this rank.
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -42,6 +43,30 @@ class Arriving(Protocol):
         """Wait for the results."""
 
 
+class _Weakly(Sequence[torch.nn.Parameter]):
+    """Parameters that are not kept alive.
+
+    A gradient that is a placeholder knows the shards, and belongs to its parameter in a way that Python's garbage
+    collector does not see: with the parameters kept here, a model would never be freed.
+    """
+
+    def __init__(self, params: Sequence[torch.nn.Parameter]) -> None:
+        self._references = [weakref.ref(param) for param in params]
+
+    def __getitem__(self, index: Any) -> Any:
+        param = self._references[index]()
+        if param is None:
+            raise RuntimeError("ovpatch: the parameter that is asked for does not exist any more")
+        return param
+
+    def __len__(self) -> int:
+        return len(self._references)
+
+
+def _forget(table: dict[int, Any], key: int, _dead: object) -> None:
+    table.pop(key, None)
+
+
 class Reducer(Protocol):
     """Who reduces the gradients of a model."""
 
@@ -69,7 +94,7 @@ class GradShards:
     def __init__(
         self, params: Sequence[torch.nn.Parameter], names: Sequence[str], group: dist.ProcessGroup, minimum: int | None
     ) -> None:
-        self.params, self.names, self.group = list(params), list(names), group
+        self.params, self.names, self.group = _Weakly(params), list(names), group
         self.chosen: frozenset[int] = frozenset()
         self.local = False
         device = params[0].device
@@ -91,7 +116,8 @@ class GradShards:
         self._cuttable = [self._active and can_be_cut(param, self._world, minimum or 0) for param in params]
         if self._active:
             for index, param in enumerate(params):
-                _owners[id(param)] = (weakref.ref(param), weakref.ref(self), index)
+                forget = functools.partial(_forget, _owners, id(param))
+                _owners[id(param)] = (weakref.ref(param, forget), weakref.ref(self), index)
 
     # ---------------------------------------------------------------- what optimizers call
 
@@ -237,7 +263,7 @@ class GradShards:
             placeholders.empty_out(grad, self, index)
         else:
             self._overdue.append(index)  # somebody holds its memory, and must find the average there
-        self._given[index] = weakref.ref(grad)
+        self._given[index] = weakref.ref(grad, functools.partial(_forget, _deliveries, id(grad)))
         _deliveries[id(grad)] = (self._given[index], weakref.ref(self), index, self._backwards)
 
     def complete(self) -> None:
