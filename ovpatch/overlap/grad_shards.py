@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol
 
@@ -29,8 +29,9 @@ from ovpatch.overlap.farewell import Farewell
 from ovpatch.overlap.memory import is_sole_owner
 from ovpatch.overlap.peers import Peers
 from ovpatch.overlap.placeholders import Placeholder
-from ovpatch.overlap.slices import Slice, can_be_cut, cut, flat
+from ovpatch.overlap.slices import Slice, assemble, can_be_cut, cut, flat
 from ovpatch.overlap.votes import Votes
+from ovpatch.overlap.weakly import Weakly, forget, weakly
 
 
 class Arriving(Protocol):
@@ -41,30 +42,6 @@ class Arriving(Protocol):
 
     def wait(self) -> None:
         """Wait for the results."""
-
-
-class _Weakly(Sequence[torch.nn.Parameter]):
-    """Parameters that are not kept alive.
-
-    A gradient that is a placeholder knows the shards, and belongs to its parameter in a way that Python's garbage
-    collector does not see: with the parameters kept here, a model would never be freed.
-    """
-
-    def __init__(self, params: Sequence[torch.nn.Parameter]) -> None:
-        self._references = [weakref.ref(param) for param in params]
-
-    def __getitem__(self, index: Any) -> Any:
-        param = self._references[index]()
-        if param is None:
-            raise RuntimeError("ovpatch: the parameter that is asked for does not exist any more")
-        return param
-
-    def __len__(self) -> int:
-        return len(self._references)
-
-
-def _forget(table: dict[int, Any], key: int, _dead: object) -> None:
-    table.pop(key, None)
 
 
 class Reducer(Protocol):
@@ -94,7 +71,7 @@ class GradShards:
     def __init__(
         self, params: Sequence[torch.nn.Parameter], names: Sequence[str], group: dist.ProcessGroup, minimum: int | None
     ) -> None:
-        self.params, self.names, self.group = _Weakly(params), list(names), group
+        self.params, self.names, self.group = Weakly(params), list(names), group
         self.chosen: frozenset[int] = frozenset()
         self.local = False
         device = params[0].device
@@ -116,8 +93,8 @@ class GradShards:
         self._cuttable = [self._active and can_be_cut(param, self._world, minimum or 0) for param in params]
         if self._active:
             for index, param in enumerate(params):
-                forget = functools.partial(_forget, _owners, id(param))
-                _owners[id(param)] = (weakref.ref(param, forget), weakref.ref(self), index)
+                reference = weakref.ref(param, functools.partial(forget, _owners, id(param)))
+                _owners[id(param)] = (reference, weakref.ref(self), index)
 
     # ---------------------------------------------------------------- what optimizers call
 
@@ -263,7 +240,7 @@ class GradShards:
             placeholders.empty_out(grad, self, index)
         else:
             self._overdue.append(index)  # somebody holds its memory, and must find the average there
-        self._given[index] = weakref.ref(grad, functools.partial(_forget, _deliveries, id(grad)))
+        self._given[index] = weakref.ref(grad, functools.partial(forget, _deliveries, id(grad)))
         _deliveries[id(grad)] = (self._given[index], weakref.ref(self), index, self._backwards)
 
     def complete(self) -> None:
@@ -340,29 +317,6 @@ class GradShards:
 
 
 _PATIENCE_S = 600.0  # a peer that is slower in its backward; the asker's own time-out comes first
-
-
-def weakly(method: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function that calls a bound method without keeping its object alive."""
-    reference = weakref.WeakMethod(method)
-
-    def call(*args: Any) -> Any:
-        target = reference()
-        if target is None:
-            raise RuntimeError("what was asked for does not exist any more")
-        return target(*args)
-
-    return call
-
-
-def assemble(param: Tensor, parts: Mapping[int, Tensor], slices: Sequence[Slice]) -> Tensor:
-    """Return a tensor like ``param`` whose elements are the ranks' parts, in memory order."""
-    whole = torch.empty_like(param, requires_grad=False)
-    elements = flat(whole)
-    for rank, part in parts.items():
-        own = slices[rank]
-        elements[own.begin : own.end].copy_(part[: own.numel])
-    return whole
 
 
 _owners: dict[int, tuple[weakref.ref[torch.nn.Parameter], weakref.ref[GradShards], int]] = {}

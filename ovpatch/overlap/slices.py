@@ -9,6 +9,7 @@ per mille of a model, and a launch for each would cost more than it saves.
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -65,3 +66,13 @@ def flat(tensor: Tensor) -> Tensor:
     Shape ``[*]`` -> ``[numel]``.
     """
     return tensor.as_strided((tensor.numel(),), (1,))
+
+
+def assemble(param: Tensor, parts: Mapping[int, Tensor], slices: Sequence[Slice]) -> Tensor:
+    """Return a tensor like ``param`` whose elements are the ranks' parts, in memory order."""
+    whole = torch.empty_like(param, requires_grad=False)
+    elements = flat(whole)
+    for rank, part in parts.items():
+        own = slices[rank]
+        elements[own.begin : own.end].copy_(part[: own.numel])
+    return whole

@@ -22,10 +22,11 @@ from torch.optim import Optimizer
 from ovpatch.overlap import farewell, placeholders
 from ovpatch.overlap.editions import Editions
 from ovpatch.overlap.farewell import Farewell
-from ovpatch.overlap.grad_shards import GradShards, assemble, weakly
+from ovpatch.overlap.grad_shards import GradShards
 from ovpatch.overlap.peers import Peers
 from ovpatch.overlap.placeholders import Placeholder
-from ovpatch.overlap.slices import flat
+from ovpatch.overlap.slices import assemble, flat
+from ovpatch.overlap.weakly import weakly
 from ovpatch_plugins.dist_optimizer.counters import COUNTERS
 
 if TYPE_CHECKING:
