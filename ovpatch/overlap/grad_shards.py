@@ -212,6 +212,8 @@ class GradShards:
 
     def receive(self, reduction: Arriving) -> None:
         """Wait for all reductions of a backward: a new edition, which begins when peers have read the last."""
+        if not self._active:
+            return reduction.wait()
         self._backwards += 1
         if self.editions.asynchronous:
             reduction.wait()  # only the device waits; without this rank no part can have been written
