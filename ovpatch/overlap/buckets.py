@@ -63,9 +63,9 @@ class GradBucket:
         limit = _FLAT_BELOW.get(self.device.type, 0) if flat_below is None else flat_below
         self._position = {index: i for i, index in enumerate(indices)}
         # Empty ones have nothing to reduce, and no memory by which they could be told apart.
-        small = [i for i, param in enumerate(params) if param.numel() < max(limit, 1)]
-        self._small = [i for i in small if indices[i] not in alone]
-        self._large = [i for i in range(len(params)) if i not in self._small]
+        small = [p.numel() < max(limit, 1) and i not in alone for i, p in zip(indices, params, strict=True)]
+        self._small = [i for i, is_small in enumerate(small) if is_small]
+        self._large = [i for i, is_small in enumerate(small) if not is_small]
         self._strides = [p.stride() if is_dense(p) else contiguous_strides(p.shape) for p in params]
         self._offsets, self._flat_numel = _offsets([params[i] for i in self._small], self.dtype)
         self.nbytes = (self._flat_numel + sum(params[i].numel() for i in self._large)) * self.dtype.itemsize
@@ -73,15 +73,9 @@ class GradBucket:
         self._views: dict[int, Tensor] = {}
         self._pieces: dict[int, Tensor] = {}
 
-    def start(
-        self, collectives: Collectives, divisor: int, *, absent: Collection[int] = (), given: Tensor | None = None
-    ) -> Sequence[Work]:
-        """Start the reduction of what :meth:`pack` returns."""
-        return collectives.all_reduce(self.pack(divisor, absent=absent, given=given))
-
-    def start_zeros(self, collectives: Collectives) -> Sequence[Work]:
-        """Start the same collectives with zeros."""
-        return collectives.all_reduce(self.zeros())
+    def start(self, collectives: Collectives, pieces: list[Tensor]) -> Sequence[Work]:
+        """Start the reduction of what :meth:`pack` or :meth:`zeros` has returned."""
+        return collectives.all_reduce(pieces)
 
     def stage(self, index: int, divisor: int) -> None:
         """Copy the gradient of parameter ``index`` now; :meth:`pack` then does not look at ``p.grad`` any more."""

@@ -56,7 +56,7 @@ class AllReduce:
         Returns:
             The works; ``wait()`` makes the current stream (the host, without streams) wait for the results.
         """
-        given = [torch.view_as_real(tensor) if tensor.is_complex() else tensor for tensor in tensors]
+        given = _as_reals(tensors)
         if len(given) > 1 and self._groups:
             return [self._group.allreduce_coalesced(given, self._many)]
         return [self._group.allreduce([tensor], self._one) for tensor in given]

@@ -111,7 +111,7 @@ class Reduction:
         """Launch all others with zeros, so that peers, which wait for them, can go on."""
         for bucket in self.buckets[self.launched :]:
             if not self._skipped(bucket):
-                self._works += bucket.start_zeros(self._collectives[bucket.device])
+                self._works += bucket.start(self._collectives[bucket.device], bucket.zeros())
             self.launched += 1
 
     def wait_for_peers(self) -> None:
@@ -153,8 +153,8 @@ class Reduction:
         if not self._skipped(bucket):
             with span(self._labels[index]):
                 self._join(bucket)
-                collectives = self._collectives[bucket.device]
-                self._works += bucket.start(collectives, self._divisor, absent=self.absent, given=given)
+                pieces = bucket.pack(self._divisor, absent=self.absent, given=given)
+                self._works += bucket.start(self._collectives[bucket.device], pieces)
             on_launch(bucket)
         self.launched = index + 1
 

@@ -35,16 +35,6 @@ class ShardBucket(GradBucket):
         self._shards = shards
         self._cut = [i for i in self._large if indices[i] in shards.chosen]
 
-    def start(
-        self, collectives: Collectives, divisor: int, *, absent: Collection[int] = (), given: Tensor | None = None
-    ) -> Sequence[Work]:
-        """Start the reductions of what :meth:`pack` returns."""
-        return self._start(collectives, self.pack(divisor, absent=absent, given=given))
-
-    def start_zeros(self, collectives: Collectives) -> Sequence[Work]:
-        """Start the same collectives with zeros."""
-        return self._start(collectives, self.zeros())
-
     def unpack(self, *, skip: Collection[int] = ()) -> list[tuple[Tensor, Tensor]]:
         """Leave this rank's parts with the shards, and placeholders in ``p.grad``; the rest as for other buckets."""
         for i in self._cut:
@@ -53,7 +43,8 @@ class ShardBucket(GradBucket):
                 self._shards.deliver(self.indices[i], ours=self.params[i].grad is piece)
         return super().unpack(skip=skip)
 
-    def _start(self, collectives: Collectives, pieces: list[Tensor]) -> Sequence[Work]:
+    def start(self, collectives: Collectives, pieces: list[Tensor]) -> Sequence[Work]:
+        """Start the reductions of what :meth:`pack` or :meth:`zeros` has returned."""
         first = len(pieces) - len(self._large)  # before it: the flat tensor, if there is one
         large = dict(zip(self._large, pieces[first:], strict=True))
         whole = pieces[:first] + [piece for i, piece in large.items() if i not in self._cut]

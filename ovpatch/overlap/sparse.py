@@ -33,15 +33,9 @@ class SparseBucket:
         indices, values = self._piece.indices(), self._piece.values()
         return indices.nbytes + values.nbytes
 
-    def start(
-        self, collectives: Collectives, divisor: int, *, absent: Collection[int] = (), given: Tensor | None = None
-    ) -> Sequence[Work]:
-        """Start the reduction."""
-        return collectives.all_reduce(self.pack(divisor, absent=absent, given=given))
-
-    def start_zeros(self, collectives: Collectives) -> Sequence[Work]:
-        """Start the same collective with zeros."""
-        return collectives.all_reduce(self.zeros())
+    def start(self, collectives: Collectives, pieces: list[Tensor]) -> Sequence[Work]:
+        """Start the reduction of what :meth:`pack` or :meth:`zeros` has returned."""
+        return collectives.all_reduce(pieces)
 
     def stage(self, index: int, divisor: int) -> None:
         """Copy the gradient now."""
