@@ -6,17 +6,26 @@ all of them, and a peer can ask for the edition that it has itself.
 [Note: optimistic reading] A reader copies first and looks afterwards whether a change had begun meanwhile; a lock
 around the copy would hold back the training step. On CUDA the host runs ahead of the device: what counts there is not
 whether the host has launched a change, but whether the device had come to it before the copy was done.
+
+[Note: copy when it is there] A reader waits for the device on the host, and only then starts to copy. The device may
+have to wait for a rank that cannot go on before another question is answered, whose copy must not be behind this one.
 """
 
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import TypeVar
 
 import torch
 
+from ovpatch.overlap import staging
+
 _T = TypeVar("_T")
+
+_PAUSE_S = 0.0005  # between two looks at the device
 
 _KEPT = 64  # events of so many editions; a host that is further ahead of its device than that has other troubles
 
@@ -44,6 +53,7 @@ class Editions:
         self._changed = threading.Condition()
         self._starts: dict[int, torch.cuda.Event] = {}
         self._ends: dict[int, torch.cuda.Event] = {}
+        self._staging = staging.prepare(device) if self.asynchronous else None
 
     def begin(self) -> None:
         """Say that a change begins with what the current stream does next."""
@@ -63,27 +73,26 @@ class Editions:
 
         Args:
             number: The edition. One that is still to come is waited for.
-            copy: Copies tensors to the CPU; on CUDA it is called on a stream of its own.
+            copy: Returns what is read, complete, on the CPU (:func:`ovpatch.overlap.staging.to_host`); on CUDA it is
+                called on a stream for such copies.
             timeout_s: How long to wait, in seconds.
 
         Raises:
             TornReadError: The edition does not come, or has been changed.
         """
+        deadline = time.monotonic() + timeout_s
         with self._changed:
             if not self._changed.wait_for(lambda: self.number >= number, timeout_s):
                 raise TornReadError(f"edition {number} did not come within {timeout_s:g} s; {self.number} is there")
-        copied = self._copy_beside(number, copy) if self.asynchronous else copy()
+            end = self._ends.get(number)
+        while end is not None and not end.query():
+            if time.monotonic() > deadline:
+                raise TornReadError(f"the device did not come to edition {number} within {timeout_s:g} s")
+            time.sleep(_PAUSE_S)
+        with self._staging.beside() if self._staging is not None else nullcontext():
+            copied = copy()
         if self._overwritten(number):
             raise TornReadError(f"edition {number} has been overwritten by edition {number + 1}")
-        return copied
-
-    def _copy_beside(self, number: int, copy: Callable[[], _T]) -> _T:
-        side = torch.cuda.Stream(self._device)
-        with torch.cuda.stream(side):
-            if number in self._ends:
-                side.wait_event(self._ends[number])
-            copied = copy()
-        side.synchronize()
         return copied
 
     def _overwritten(self, number: int) -> bool:

@@ -6,32 +6,30 @@ votes: a gradient is reduced and scattered from the step on in which all ranks w
 whole. Until then, and again afterwards, it is all-reduced as stock does it. So a script that reads gradients pays for
 that with a few slow reads, and is then as fast as it was.
 
-[Note: one-sided] A whole gradient is put together from the peers' parts, which their threads hand out: it takes no
-collective, so one rank may read alone, at any time until the next backward is reduced. No peer can get so far without
-this rank.
+A whole gradient is put together from the peers' parts (:mod:`ovpatch.overlap.shard_peers`).
 """
 
 from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ovpatch.overlap import farewell, placeholders
+from ovpatch.overlap import farewell, gate, placeholders
 from ovpatch.overlap.editions import Editions
-from ovpatch.overlap.farewell import Farewell
+from ovpatch.overlap.gate import Gate
 from ovpatch.overlap.memory import is_sole_owner
-from ovpatch.overlap.peers import Peers
 from ovpatch.overlap.placeholders import Placeholder
+from ovpatch.overlap.shard_peers import ShardPeers
 from ovpatch.overlap.slices import Slice, assemble, can_be_cut, cut, flat
 from ovpatch.overlap.votes import Votes
-from ovpatch.overlap.weakly import Weakly, forget, weakly
+from ovpatch.overlap.weakly import Weakly, forget
 
 
 class Arriving(Protocol):
@@ -82,14 +80,14 @@ class GradShards:
         self._parts: dict[int, Tensor] = {}
         self._given: dict[int, weakref.ref[Tensor]] = {}
         self._backwards = 0
-        self._farewell = Farewell(group)
-        self._served = False
         self.identity = ""
         self._overdue: list[int] = []
         self._rank, self._world = group.rank(), group.size()
         self._active = minimum is not None and all(param.device == device for param in params)
+        self._gate = Gate.of(group) if self._active and self._world > 1 and gate.needed(device) else None
         # Once and for all: during a step the parameters themselves are slices, and peers' questions come at any time.
         self._numels = [param.numel() for param in params]
+        self._peers = ShardPeers(group, self.editions, self._parts, self._numels)
         self._cuttable = [self._active and can_be_cut(param, self._world, minimum or 0) for param in params]
         if self._active:
             for index, param in enumerate(params):
@@ -173,10 +171,10 @@ class GradShards:
             return False
         count = len(self.params)
         chosen = frozenset(i for i in range(count) if votes[i] == self._world and votes[count + i] == 0)
-        if chosen and not self._served:
-            self._served = True
-            self._serve()
-            weakref.finalize(reducer, farewell.keep, self.group, self).atexit = False  # a slower peer may still ask
+        if chosen and not self._peers.serving:
+            self._peers.serve(self.identity, self._like())
+            # A slower peer may still ask.
+            weakref.finalize(reducer, farewell.keep, self.group, self._peers).atexit = False
         changed, self.chosen = chosen != self.chosen, chosen
         return changed
 
@@ -204,11 +202,18 @@ class GradShards:
 
         Called before a backward launches anything: until then no peer can have overwritten its parts.
         """
+        if not self._given:
+            return
         held = [(index, grad) for index, reference in self._given.items() if (grad := reference()) is not None]
         self._given.clear()
         placeholders.settle(
             [grad for index, grad in held if self.is_ours(grad) and grad is not self.params[index].grad]
         )
+
+    def meet(self) -> None:
+        """Have the host wait for the others; see [Note: hosts first]. Called before collectives, in their order."""
+        if self._gate is not None:
+            self._gate.meet()
 
     def receive(self, reduction: Arriving) -> None:
         """Wait for all reductions of a backward: a new edition, which begins when peers have read the last."""
@@ -259,8 +264,7 @@ class GradShards:
 
     def leave(self) -> None:
         """Put all gradients in place, while there are peers to ask; there will be no parts any more."""
-        if self._served and not Peers.destroyed(self.group):
-            self._farewell.say(self)
+        if self._peers.leave():
             self.settle()
 
     def settle(self) -> None:
@@ -270,7 +274,7 @@ class GradShards:
     # ---------------------------------------------------------------- reading
 
     def fetch(self, wanted: Sequence[Placeholder], *, noticed: bool) -> list[Tensor]:
-        """Return whole gradients; see [Note: one-sided]."""
+        """Return whole gradients; by asking all peers."""
         indices = [one.key for one in wanted]
         if noticed:
             self._read.update(indices)
@@ -278,47 +282,23 @@ class GradShards:
         return self._pull(indices)
 
     def _pull(self, indices: Sequence[int]) -> list[Tensor]:
-        number = self.editions.number
-        question = self._farewell.mark({"edition": number, "indices": list(indices)})
-        answers = Peers.of(self.group).ask(self._topic(), question)
+        answers = self._peers.pull(indices)
         wholes = []
         for position, index in enumerate(indices):
-            param = self.params[index]
-            parts = {rank: tensors[position] for rank, (_, tensors) in answers.items()}
+            parts = {rank: tensors[position] for rank, tensors in answers.items()}
             parts[self._rank] = self._parts[index]
             with torch.inference_mode(False):
-                wholes.append(assemble(param, parts, self.slices(index)))
+                wholes.append(assemble(self.params[index], parts, self.slices(index)))
         return wholes
 
     def norms_of_peers(self, indices: Sequence[int], norm_type: float) -> list[float]:
         """Return the norms of the other ranks' parts; no peer takes part."""
-        question = {"edition": self.editions.number, "indices": list(indices), "norm": norm_type}
-        answers = Peers.of(self.group).ask(self._topic(), question)
-        return [header["norm"] for header, _ in answers.values()]
+        return self._peers.norms(indices, norm_type)
 
-    def _serve(self) -> None:
-        withdraw = Peers.of(self.group).serve(self._topic(), weakly(self._answer))
-        weakref.finalize(self, withdraw)
-
-    def _answer(self, question: Mapping[str, Any]) -> tuple[dict[str, Any], list[Tensor]]:
-        def copy() -> list[Tensor]:
-            return [self._parts[index].to("cpu", copy=True) for index in question["indices"]]
-
-        def norm() -> float:
-            order, parts = question["norm"], [self.part_of(index) for index in question["indices"]]
-            return float(torch.linalg.vector_norm(torch.stack(torch._foreach_norm(parts, order)), order).item())
-
-        if "norm" not in question:
-            parts = self.editions.read(question["edition"], copy, _PATIENCE_S)
-            self._farewell.hear(question)
-            return {}, parts
-        return {"norm": self.editions.read(question["edition"], norm, _PATIENCE_S)}, []
-
-    def _topic(self) -> str:
-        return f"gradients of {self.identity}"
-
-
-_PATIENCE_S = 600.0  # a peer that is slower in its backward; the asker's own time-out comes first
+    def _like(self) -> list[Tensor]:
+        """Return one tensor for each dtype that parts may have."""
+        dtypes = dict.fromkeys([*(param.dtype for param in self.params), torch.float32])
+        return [self.params[0].new_empty(0, dtype=dtype) for dtype in dtypes if dtype.is_floating_point]
 
 
 _owners: dict[int, tuple[weakref.ref[torch.nn.Parameter], weakref.ref[GradShards], int]] = {}

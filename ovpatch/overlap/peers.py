@@ -37,7 +37,7 @@ class Peers:
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._rank, self._size, self._pid = group.rank(), group.size(), os.getpid()
         self._names = [dist.get_global_rank(group, rank) for rank in range(self._size)]
-        self._timeout_s = _timeout_s(group)
+        self._timeout_s = timeout_of(group)
         self._directory = Directory(group)
         directory = self._directory  # not self: the server's threads would keep it
         self._server = Server(
@@ -70,11 +70,9 @@ class Peers:
 
         Args:
             topic: Name, served once per process group.
-            answer: Gets the question, JSON values; returns JSON values and dense tensors, which are read until the peer
-                has them. It may block, and runs on several threads if it is asked so. Tensors of a CUDA device are
-                copied behind what the device's default stream holds when it returns; what other streams compute it
-                waits for itself (``event.synchronize()``). It is kept until withdrawn, so it should hold its owner
-                weakly. What it raises is raised by who asked.
+            answer: Gets the question, JSON values; returns JSON values and dense tensors on the CPU, which are read
+                until the peer has them. It may block, and runs on several threads if it is asked so. It is kept until
+                withdrawn, so it should hold its owner weakly. What it raises is raised by who asked.
 
         Returns:
             What withdraws the answer; who asks from then on waits until the topic is served again.
@@ -191,7 +189,8 @@ def _sweep() -> None:
             peers._server.close()
 
 
-def _timeout_s(group: dist.ProcessGroup) -> float:
+def timeout_of(group: dist.ProcessGroup) -> float:
+    """Return the process group's time-out in seconds."""
     for device in group._device_types:
         with suppress(AttributeError, RuntimeError):  # a backend that does not tell
             return float(group._get_backend(device).options._timeout.total_seconds())

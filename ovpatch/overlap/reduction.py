@@ -31,6 +31,7 @@ class Reduction:
         feature: Name for labels.
         average: Let the collective divide by the number of ranks; otherwise gradients are divided before it.
         skip_absent: Launch nothing for buckets to which this backward adds nothing. Right only if all ranks do so.
+        meet: Called once a backward, before its first collective.
     """
 
     def __init__(
@@ -41,9 +42,10 @@ class Reduction:
         feature: str,
         average: bool = False,
         skip_absent: bool = False,
+        meet: Callable[[], None] = lambda: None,
     ) -> None:
         self.buckets = list(buckets)
-        self._skip_absent = skip_absent
+        self._skip_absent, self._meet = skip_absent, meet
         self._divisor = 1 if average else group.size()
         self._bucket_of = {index: b for b, bucket in enumerate(buckets) for index in bucket.indices}
         self._labels = [label(feature, "all_reduce", f"bucket {b}") for b in range(len(buckets))]
@@ -111,7 +113,7 @@ class Reduction:
         """Launch all others with zeros, so that peers, which wait for them, can go on."""
         for bucket in self.buckets[self.launched :]:
             if not self._skipped(bucket):
-                self._works += bucket.start(self._collectives[bucket.device], bucket.zeros())
+                self._start(bucket, bucket.zeros())
             self.launched += 1
 
     def wait_for_peers(self) -> None:
@@ -154,9 +156,14 @@ class Reduction:
             with span(self._labels[index]):
                 self._join(bucket)
                 pieces = bucket.pack(self._divisor, absent=self.absent, given=given)
-                self._works += bucket.start(self._collectives[bucket.device], pieces)
+                self._start(bucket, pieces)
             on_launch(bucket)
         self.launched = index + 1
+
+    def _start(self, bucket: Bucket, pieces: list[Tensor]) -> None:
+        if not self._works:
+            self._meet()
+        self._works += bucket.start(self._collectives[bucket.device], pieces)
 
     def _skipped(self, bucket: Bucket) -> bool:
         return self._skip_absent and self.absent.issuperset(bucket.indices)

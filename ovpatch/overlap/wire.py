@@ -168,11 +168,11 @@ class Message:
 
 
 def pack(header: Mapping[str, Any], tensors: Sequence[Tensor] = ()) -> Message:
-    """Return the message, with tensors of other devices copied to the CPU.
+    """Return the message.
 
     Args:
         header: JSON values.
-        tensors: Dense tensors of any dtype that has whole bytes.
+        tensors: Dense tensors on the CPU, of any dtype that has whole bytes.
 
     Raises:
         TypeError: A tensor or a value of the header is of a kind that cannot be sent.
@@ -185,18 +185,9 @@ def pack(header: Mapping[str, Any], tensors: Sequence[Tensor] = ()) -> Message:
 def _plain(tensor: Tensor) -> Tensor:
     if tensor.layout != torch.strided or tensor.is_quantized:
         raise TypeError(f"a {tensor.layout} tensor of {tensor.dtype} cannot be sent; send its dense parts")
-    on_host = _from_device(tensor.detach()) if tensor.is_cuda else tensor.detach().cpu()
-    return on_host.resolve_conj().resolve_neg().contiguous()
-
-
-def _from_device(tensor: Tensor) -> Tensor:
-    """Copy on a stream of its own, which waits for what the device's default stream holds by now and delays nobody."""
-    if tensor.device not in _side_streams:
-        _side_streams[tensor.device] = torch.cuda.Stream(tensor.device)
-    side = _side_streams[tensor.device]
-    side.wait_stream(torch.cuda.default_stream(tensor.device))
-    with torch.cuda.stream(side):
-        return tensor.to("cpu")
+    if tensor.device.type != "cpu":
+        raise TypeError(f"a tensor on {tensor.device} cannot be sent; copy it to the CPU first")
+    return tensor.detach().resolve_conj().resolve_neg().contiguous()
 
 
 def _dtype(name: str) -> torch.dtype:
@@ -216,7 +207,6 @@ def _sign(secret: bytes, role: bytes, *nonces: bytes) -> bytes:
     return hmac.new(secret, role + b"".join(nonces), hashlib.sha256).digest()
 
 
-_side_streams: dict[torch.device, torch.cuda.Stream] = {}
 _lines: weakref.WeakSet[Line] = weakref.WeakSet()
 
 

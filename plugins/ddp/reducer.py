@@ -122,8 +122,9 @@ class GradReducer:
         # Not by what arrived: a rank whose first backward failed takes part in the broadcast as well.
         if self.has_rebuilt_buckets or not self._ordered or self._began or self._mode.searches:
             return False
-        missing = [i for i in range(len(self.params)) if i not in set(self._arrivals)]
-        order = torch.tensor(self._arrivals + missing, dtype=torch.int64).to(self._device)
+        missing = set(range(len(self.params))).difference(self._arrivals)
+        self.shards.meet()
+        order = torch.tensor([*self._arrivals, *sorted(missing)], dtype=torch.int64).to(self._device)
         dist.broadcast(order, src=dist.get_global_rank(self._group, 0), group=self._group)
         self._order = order.tolist()
         self._set_buckets(self._cut())
@@ -227,16 +228,9 @@ class GradReducer:
         self._lane: dist.ProcessGroup | None = None
         config = self.config
         self._order = []
-        self.shards = GradShards(self.params, self.names, self._group, sharding.minimum)
-        self._layout = Layout(
-            self.params,
-            self.names,
-            config.bucket_limits,
-            config.granularity,
-            config.in_fp32,
-            config.sparse,
-            self.shards,
-        )
+        self.shards: GradShards = GradShards(self.params, self.names, self._group, sharding.minimum)
+        shape = config.bucket_limits, config.granularity, config.in_fp32, config.sparse
+        self._layout = Layout(self.params, self.names, *shape, self.shards)
         self._set_buckets(self._cut())
 
     def _cut(self) -> list[Bucket]:
@@ -256,7 +250,7 @@ class GradReducer:
     def _set_buckets(self, buckets: list[Bucket]) -> None:
         config, group = self.config, self._lane or self._group
         self._reduction = Reduction(
-            buckets, group, feature="ddp", average=config.average, skip_absent=config.skip_unused
+            buckets, group, feature="ddp", average=config.average, skip_absent=config.skip_unused, meet=self.shards.meet
         )
         self._open(None)
 

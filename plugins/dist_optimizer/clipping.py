@@ -120,6 +120,7 @@ def _norm(
     for shards, indices in by_model.items():
         own = original([shards.current_part(index) for index in indices], norm_type)
         if together:
+            shards.meet()
             norms.append(_over_ranks(own, shards.group, norm_type))
         else:
             peers = shards.norms_of_peers(indices, norm_type)

@@ -26,6 +26,7 @@ from ovpatch.overlap.grad_shards import GradShards
 from ovpatch.overlap.peers import Peers
 from ovpatch.overlap.placeholders import Placeholder
 from ovpatch.overlap.slices import assemble, flat
+from ovpatch.overlap.staging import to_host
 from ovpatch.overlap.weakly import weakly
 from ovpatch_plugins.dist_optimizer.counters import COUNTERS
 
@@ -87,7 +88,10 @@ class ShardedState:
         return self._models[id(shards)]
 
     def _whole_state_dict(self, _optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
-        """Replace placeholders by whole tensors on the CPU, fetched together; ``optimizer.state`` keeps its own."""
+        """Replace placeholders by whole tensors on the CPU, fetched together; ``optimizer.state`` keeps its own.
+
+        All else goes to the CPU, too, but for scalars: torch.distributed.checkpoint wants one device.
+        """
         wanted = [
             (number, name, value)
             for number, state in state_dict["state"].items()
@@ -96,7 +100,7 @@ class ShardedState:
         ]
         if not wanted:
             return
-        copies = {number: dict(state) for number, state in state_dict["state"].items()}
+        copies = {number: _on_cpu(state) for number, state in state_dict["state"].items()}
         for _, group in itertools.groupby(sorted(wanted, key=_source), key=_source):
             ones = list(group)
             model = ones[0][2].source
@@ -203,7 +207,7 @@ class _StateOfModel:
 
     def _answer(self, question: Mapping[str, Any]) -> tuple[dict[str, Any], list[Tensor]]:
         def copy() -> list[Tensor]:
-            return [self._parts[index, name].to("cpu", copy=True) for index, name in question["entries"]]
+            return [to_host(self._parts[index, name]) for index, name in question["entries"]]
 
         parts = self.editions.read(question["edition"], copy, _PATIENCE_S)
         self._farewell.hear(question)
@@ -217,6 +221,14 @@ def put_in_order(optimizer: Optimizer, known: int) -> None:
         places = {param: i for i, param in enumerate(p for group in optimizer.param_groups for p in group["params"])}
         for param in sorted(list(state)[known:], key=lambda param: places.get(param, -1)):
             state[param] = state.pop(param)
+
+
+def _on_cpu(state: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: _copied(value) if isinstance(value, Tensor) else value for name, value in state.items()}
+
+
+def _copied(value: Tensor) -> Tensor:
+    return value if value.ndim == 0 or isinstance(value, Placeholder) else value.cpu()
 
 
 def _source(wanted: tuple[Any, str, Placeholder]) -> int:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
-from tests.plugins.ddp.arms import Record, data
+from tests.plugins.ddp.arms import Record, data, device
 from tests.plugins.dist_optimizer.checks import all_cases, check_all, ddp, params
 from tests.plugins.dist_optimizer.test_loops import OPTIMIZERS, net
 
@@ -81,7 +81,7 @@ def owns_a_few(model: nn.Module) -> Optimizers:
 
 
 def owns_more(model: nn.Module) -> Optimizers:
-    extra = nn.Parameter(torch.ones(40))
+    extra = nn.Parameter(torch.ones(40, device=next(model.parameters()).device))
     extra.grad = torch.full_like(extra, 0.1)
     model.extra_of_the_test = [extra]
     return [adamw([*model.parameters(), extra])]
@@ -161,7 +161,7 @@ def train(
     clip: float = 0.0,
 ) -> list[Record]:
     torch.manual_seed(3)
-    wrapped = ddp(MODELS[model](), **(ddp_kwargs or {}))
+    wrapped = ddp(MODELS[model]().to(device()), **(ddp_kwargs or {}))
     opts = owners(wrapped)
     dtype = next(wrapped.parameters()).dtype
     records = []
@@ -197,7 +197,7 @@ def test_gradients_as_views_of_buckets(ranks):
 
 
 def several_models(optimizers: int) -> list[Record]:
-    models = [ddp(net()), ddp(Tied())]
+    models = [ddp(net()), ddp(Tied().to(device()))]
     everything = [p for model in models for p in model.parameters()]
     opts = [adamw(everything)] if optimizers == 1 else [adamw(model.parameters()) for model in models]
     records = []
@@ -216,7 +216,8 @@ def several_models(optimizers: int) -> list[Record]:
 
 def adversaries() -> list[Record]:
     """As a GAN is trained: each optimizer steps after a backward through both models."""
-    generator, critic = ddp(nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 6))), ddp(net())
+    generator = ddp(nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 6)).to(device()))
+    critic = ddp(net())
     opts = [adamw(generator.parameters()), adamw(critic.parameters())]
     records = []
     for step in range(9):

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from tests.plugins.ddp.arms import Record, data
+from tests.plugins.ddp.arms import Record, data, device
 from tests.plugins.dist_optimizer.checks import all_cases, check_all, ddp, params
 from tests.plugins.dist_optimizer.test_loops import net
 
@@ -90,7 +90,7 @@ STRANGERS: dict[str, Callable[[nn.Module], Optimizer]] = {
 def even() -> nn.Module:
     """A model whose parts are whole vectors: torch rounds the rest of a vector in half precision otherwise."""
     torch.manual_seed(1)
-    return nn.Sequential(nn.Linear(6, 64), nn.ReLU(), nn.Linear(64, 64)).bfloat16()
+    return nn.Sequential(nn.Linear(6, 64), nn.ReLU(), nn.Linear(64, 64)).to(device(), torch.bfloat16)
 
 
 def train(kind: str, low_precision: bool = False) -> list[Record]:

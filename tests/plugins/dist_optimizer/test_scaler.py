@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ovpatch.insight.equality import compare
-from tests.plugins.ddp.arms import data
+from tests.plugins.ddp.arms import data, device
 from tests.plugins.dist_optimizer.arms import both
 from tests.plugins.dist_optimizer.test_loops import net
 
@@ -19,7 +19,7 @@ from tests.plugins.dist_optimizer.test_loops import net
 def train(unscale: bool, clip: bool, fused: bool, culprit: int) -> list[dict[str, Any]]:
     model = DistributedDataParallel(net())
     opt = torch.optim.AdamW(model.parameters(), lr=0.01, fused=fused)
-    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=4)
+    scaler = torch.amp.GradScaler(device().type, init_scale=2.0**10, growth_interval=4)
     now = [0]
 
     def spoil(grad: torch.Tensor) -> torch.Tensor:

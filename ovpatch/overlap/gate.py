@@ -1,0 +1,101 @@
+"""Where the ranks' hosts meet before their devices begin to wait for each other.
+
+[Note: hosts first] Peers' questions are answered by a thread, and CUDA keeps every thread of a process from copying
+while one of them is inside a copy from or to pageable memory, as ``batch.to(device)`` is. A host that has run ahead can
+stay inside such a copy as long as its device waits for a rank that has not launched its part of a collective; and if
+that rank is the one that asks, both wait for ever. So hosts wait here, where they hold nothing that an answer needs. It
+costs little: the device has its queue to work on, and the collective could not have begun before the slowest host.
+"""
+
+from __future__ import annotations
+
+import time
+import uuid
+import weakref
+from typing import Final
+
+import torch
+import torch.distributed as dist
+
+from ovpatch.overlap.cards import store_of
+from ovpatch.overlap.peers import Peers, timeout_of
+
+_TOPIC: Final = "the gate's name"
+
+_LONGEST_PAUSE_S: Final = 0.002
+
+
+def needed(device: torch.device) -> bool:
+    """Tell whether hosts run ahead of this kind of device."""
+    return device.type == "cuda"
+
+
+class Gate:
+    """The gate of one process group; from :meth:`of`."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._world, self._rank = group.size(), group.rank()
+        self._group = weakref.ref(group)
+        store = store_of(group)
+        assert store is not None, "the process group was destroyed"
+        self._store = store
+        self._timeout_s = timeout_of(group)
+        self._number = 0
+        # The store may outlive the processes, with the keys of earlier ones in it, so nobody else may have this name.
+        self._name = uuid.uuid4().hex if self._rank == 0 else ""
+        if self._rank == 0:
+            name = self._name
+            Peers.of(group).serve(_TOPIC, lambda _: ({"name": name}, []))
+
+    @classmethod
+    def of(cls, group: dist.ProcessGroup) -> Gate:
+        """Return the group's gate. Every rank makes this call before the first that meets."""
+        if group not in _gates:
+            _gates[group] = cls(group)
+        return _gates[group]
+
+    def meet(self) -> None:
+        """Wait until every rank has come here as often as this one.
+
+        Raises:
+            RuntimeError: Not all came within the process group's time-out.
+        """
+        if self._world == 1:
+            return
+        key = self._key(self._number)
+        if self._store.add(key, 1) == self._world:
+            self._store.set(f"{key}/open", "")
+            self._clean(self._number - 1)
+        else:
+            self._wait(f"{key}/open")
+        self._number += 1
+
+    def _wait(self, key: str) -> None:
+        begin, waited = time.monotonic(), 0.0
+        while not self._store.check([key]):
+            waited = time.monotonic() - begin
+            if waited > self._timeout_s:
+                raise RuntimeError(_MISSING.format(self._timeout_s))
+            time.sleep(min(waited / 4, _LONGEST_PAUSE_S))
+
+    def _clean(self, number: int) -> None:
+        """Drop the keys of an earlier time, which nobody looks at any more: all have come here since."""
+        if number >= 0:
+            self._store.delete_key(self._key(number))
+            self._store.delete_key(f"{self._key(number)}/open")
+
+    def _key(self, number: int) -> str:
+        if not self._name:
+            group = self._group()
+            assert group is not None
+            header, _ = Peers.of(group).ask(_TOPIC, {}, ranks=[0])[0]
+            self._name = header["name"]
+        return f"ovpatch/gate/{self._name}/{number}"
+
+
+_gates: weakref.WeakKeyDictionary[dist.ProcessGroup, Gate] = weakref.WeakKeyDictionary()
+
+_MISSING = (
+    "ovpatch: not all ranks came to the same collective within {:g} s. Look at the output of the others: one may have "
+    "ended, hang, or run other steps than this one."
+)

@@ -1,0 +1,229 @@
+"""The feature on GPUs over NCCL: the loops of the other files, and what only streams can get wrong."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from ovpatch.insight.equality import compare
+from tests.plugins.ddp.arms import Record, data, device
+from tests.plugins.dist_optimizer import (
+    test_checkpoints,
+    test_hooks_and_failures,
+    test_loop_styles,
+    test_loops,
+    test_models,
+    test_optimizer_kinds,
+    test_reads_of_gradients,
+    test_reads_of_parameters,
+    test_scaler,
+    test_state,
+)
+from tests.plugins.dist_optimizer.arms import both
+from tests.plugins.dist_optimizer.checks import all_cases, check_all, ddp, params
+
+pytestmark = pytest.mark.gpu(2)
+
+CPU_ONLY = ("adagrad, fused",)
+NCCL = {"backend": "nccl", "timeout": 90}
+
+
+def named(name: str, values: Any, without: tuple[str, ...] = (), **more: Any) -> dict[str, dict[str, Any]]:
+    return {value: {name: value, **more} for value in values if value not in without}
+
+
+def test_optimizers(ranks):
+    kinds = named("kind", test_optimizer_kinds.KINDS, without=CPU_ONLY)
+    check_all(ranks(2)(all_cases, test_optimizer_kinds.train, kinds, **NCCL), steps=8)
+
+
+def test_optimizers_in_low_precision(ranks):
+    kinds = named("kind", test_optimizer_kinds.KINDS, without=CPU_ONLY, low_precision=True)
+    check_all(ranks(2)(all_cases, test_optimizer_kinds.train, kinds, **NCCL), steps=8)
+
+
+def test_capturable(ranks):
+    """The number of steps is then a tensor on the GPU."""
+    kinds = {
+        "adamw": {"cls": torch.optim.AdamW, "foreach": True},
+        "adamw, fused": {"cls": torch.optim.AdamW, "fused": True},
+        "adam, plain": {"cls": torch.optim.Adam, "foreach": False},
+        "nadam": {"cls": torch.optim.NAdam},
+    }
+    check_all(ranks(2)(all_cases, capturable, kinds, **NCCL), steps=8)
+
+
+def capturable(cls: type[torch.optim.Optimizer], **kwargs: Any) -> list[Record]:
+    model = ddp(test_loops.net())
+    opt = cls(model.parameters(), lr=torch.tensor(0.01, device=device()), capturable=True, **kwargs)
+    records = []
+    for step in range(8):
+        opt.zero_grad()
+        model(data(step, 5, 6)).square().mean().backward()
+        opt.step()
+        records.append(params(model))
+    return [*records, {str(k): v for k, v in opt.state_dict()["state"].items()}]
+
+
+def test_styles(ranks):
+    check_all(ranks(2)(all_cases, test_loop_styles.train, named("style", test_loop_styles.STYLES), **NCCL))
+
+
+def test_models_and_their_optimizers(ranks):
+    check_all(ranks(2)(all_cases, test_models.train, test_models.CASES, **NCCL), steps=9)
+    check_all(ranks(2)(all_cases, test_models.adversaries, {"": {}}, **NCCL))
+    check_all(ranks(2)(all_cases, test_models.several_models, {"": {"optimizers": 1}}, **NCCL))
+
+
+def test_reads_and_writes_of_gradients(ranks):
+    uses = test_reads_of_gradients.READS | test_reads_of_gradients.WRITES
+    uses = named("use", uses, without=("one by numpy", "by numpy", "repr"))
+    check_all(ranks(2)(all_cases, test_reads_of_gradients.train, uses, **NCCL))
+    norms = named("use", test_reads_of_gradients.NORMS)
+    check_all(ranks(2)(all_cases, test_reads_of_gradients.train, norms, **NCCL), bitwise=False)
+
+
+def test_parameters_read(ranks):
+    check_all(ranks(2)(all_cases, test_reads_of_parameters.train, named("how", test_reads_of_parameters.HOWS), **NCCL))
+
+
+def test_state_read(ranks):
+    for result in ranks(2)(both, test_state.all_ranks, "adamw", **NCCL):
+        compare(result["stock"], result["patched"]).assert_bitwise()
+        assert result["counters"]["state_reads"] > 0
+
+
+@pytest.mark.parametrize("reader", test_state.READERS)
+def test_one_rank_alone_reads_the_state(ranks, reader):
+    results = ranks(2)(both, test_state.one_rank, reader, 0, **NCCL)
+    compare(results[0]["stock"], results[0]["patched"]).assert_bitwise()
+    assert [result["counters"]["state_reads"] > 0 for result in results] == [True, False]
+
+
+def test_checkpoints_written_and_read(ranks):
+    for full in (False, True):
+        for result in ranks(2)(both, test_checkpoints.by_dcp, full, **NCCL):
+            compare(result["stock"], result["patched"]).assert_bitwise()
+    for result in ranks(2)(both, test_state.resumed, False, **NCCL):
+        compare(result["stock"], result["patched"]).assert_bitwise()
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_scalers(ranks, fused):
+    for result in ranks(2)(both, test_scaler.train, True, True, fused, culprit=0, **NCCL):
+        compare(result["stock"], result["patched"]).assert_equal()
+        scales = [[record["scale"] for record in result[arm]] for arm in ("stock", "patched")]
+        assert scales[0] == scales[1]
+        assert scales[0][5] == scales[0][4] / 2, "no step was skipped, so the test shows nothing"
+
+
+def test_failures(ranks):
+    wheres = named("where", ("pre-hook", "step", "closure"))
+    check_all(ranks(2)(all_cases, test_hooks_and_failures.raising, wheres, **NCCL))
+    check_all(ranks(2)(test_hooks_and_failures.failing_arms, **NCCL), steps=9)
+
+
+class Wide(nn.Module):
+    """Large enough that collectives run for as long as layers compute, in an order that is not that of the parameters.
+
+    Layers' weights are used twice, and one by a function that is no module.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(2)
+        self.last = nn.Linear(1024, 64)
+        self.layers = nn.ModuleList(nn.Linear(1024, 1024) for _ in range(6))
+        self.norm = nn.LayerNorm(1024)
+        self.scale = nn.Parameter(torch.ones(1024))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = x + torch.tanh(layer(self.norm(x)))
+        x = nn.functional.linear(x, self.layers[0].weight) * self.scale
+        return self.last(x)
+
+
+@contextmanager
+def on_a_side_stream() -> Iterator[None]:
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        yield
+    torch.cuda.current_stream().wait_stream(stream)
+
+
+def bits(model: nn.Module) -> dict[str, Tensor]:
+    """Return a digest of each parameter's bits, which is less to send than the parameters."""
+    return {name: p.detach().view(torch.int32).sum(dtype=torch.int64) for name, p in model.named_parameters()}
+
+
+def wide(
+    steps: int = 12,
+    autocast: bool = True,
+    clip: float = 0.0,
+    compiled: str = "",
+    side: str = "",
+    read_every: int = 100,
+    opt_kwargs: dict[str, Any] | None = None,
+    **wrap: Any,
+) -> list[Record]:
+    raw = Wide().to(device())
+    model: Any = ddp(torch.compile(raw) if compiled == "model" else raw, bucket_cap_mb=5, **wrap)
+    trained = torch.compile(model) if compiled == "wrapper" else model
+    # Adam would make a large difference of the last bit of a norm.
+    opt: torch.optim.Optimizer = torch.optim.SGD(raw.parameters(), lr=1e-3)
+    if not clip:
+        opt = torch.optim.AdamW(raw.parameters(), lr=1e-3, **(opt_kwargs or {"fused": True}))
+    records = []
+    where: dict[str, Callable[[], Any]] = {side: on_a_side_stream} if side else {}
+    for step in range(steps):
+        with where.get("all", nullcontext)():
+            with where.get("forward", nullcontext)(), torch.autocast("cuda", torch.bfloat16, enabled=autocast):
+                loss = trained(data(step, 2048, 1024)).float().square().mean()
+            loss.backward()
+            norm = nn.utils.clip_grad_norm_(raw.parameters(), clip) if clip else None
+            with where.get("step", nullcontext)():
+                opt.step()
+            opt.zero_grad()
+            records.append({"loss": loss.detach(), "norm": norm})
+            if step % read_every == read_every - 1:
+                records.append(bits(raw))
+    records.append(params(raw) if clip else bits(raw))
+    if compiled:
+        torch._dynamo.reset()
+    return records
+
+
+WIDE: dict[str, dict[str, Any]] = {
+    "autocast": {},
+    "fp32": {"autocast": False},
+    "foreach": {"opt_kwargs": {"foreach": True}},
+    "read in between": {"read_every": 2},
+    "static graph": {"static_graph": True},
+    "everything on a side stream": {"side": "all"},
+    "step on a side stream": {"side": "step"},
+    "forward on a side stream": {"side": "forward"},
+}
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("granularity", ["size", "layer", "module"])
+def test_streams(ranks, overlap, granularity):
+    options = {"overlap_param_gather": overlap, "gather_granularity": granularity, "gather_bucket_mb": 3.0}
+    cases = WIDE if granularity == "size" else {"autocast": {}}
+    check_all(ranks(2)(all_cases, wide, cases, options=options, **NCCL), steps=12)
+    clipped = {"clipped": {"clip": 0.01}}
+    check_all(ranks(2)(all_cases, wide, clipped, options=options, **NCCL), steps=12, bitwise=False)
+
+
+@pytest.mark.parametrize("around", ["model", "wrapper"])
+@pytest.mark.parametrize("overlap", [False, True])
+def test_torch_compile(ranks, around, overlap):
+    options = {"overlap_param_gather": overlap}
+    check_all(ranks(2)(all_cases, wide, {"": {"compiled": around}}, options=options, **NCCL), steps=12)
