@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -55,19 +55,25 @@ class Arm:
         return {**environment, **Orders(worker, folder, self.details).variables(), **self.variables}
 
 
-def leave_one_out(arm: Arm, features: Sequence[str]) -> list[Arm]:
-    """Return, for each feature that ran, the arm in which it is off and all else is as before.
+def leave_one_out(arm: Arm, features: Sequence[str], requires: Mapping[str, Collection[str]]) -> dict[str, Arm]:
+    """Return, for each feature that ran, the arm in which it, and what requires it, is off and all else is as before.
+
+    A feature without which none of the others runs has no such arm: that would be stock.
 
     Args:
         arm: A patched arm.
-        features: What ran in it, see :attr:`Outcome.applied`. Where it is only one, leaving it out is stock.
+        features: What ran in it, see :attr:`Outcome.applied`.
+        requires: What each requires, see :attr:`Outcome.requires`.
     """
-    if len(features) < 2:
-        return []
-    off = {feature: {f"OVPATCH_{feature.upper()}": "0"} for feature in features}  # off always wins
-    return [
-        replace(arm, name=f"without-{feature}", variables={**arm.variables, **off[feature]}) for feature in features
-    ]
+    found = {}
+    for feature in features:
+        off = {feature}
+        while more := {one for one in features if off.intersection(requires.get(one, ()))} - off:
+            off |= more
+        if not off.issuperset(features):
+            variables = {f"OVPATCH_{one.upper()}": "0" for one in features if one in off}  # off always wins
+            found[feature] = replace(arm, name=f"without-{feature}", variables={**arm.variables, **variables})
+    return found
 
 
 @dataclass(frozen=True)
@@ -109,6 +115,11 @@ class Outcome:
     def applied(self) -> list[str]:
         """Features that were on in every process, whether or not they did anything."""
         return list(self.counters)
+
+    @property
+    def requires(self) -> dict[str, Sequence[str]]:
+        """What each feature cannot run without."""
+        return {one["name"]: one["requires"] for one in self._features}
 
     @property
     def exercised(self) -> list[str]:

@@ -44,6 +44,7 @@ class FeatureReport:
         distribution: Who installed the plugin.
         summary: One line; empty while the plugin is not imported.
         default: Whether a plain ``apply()`` turns it on; None while the plugin is not imported.
+        requires: Features without which it cannot run; empty while the plugin is not imported.
     """
 
     name: str
@@ -55,6 +56,7 @@ class FeatureReport:
     distribution: str = ""
     summary: str = ""
     default: bool | None = None
+    requires: tuple[str, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
         """Return the feature as it stands in the report's JSON."""
@@ -66,6 +68,7 @@ class FeatureReport:
             "options": {k: {"value": plain(o.value), "source": o.source} for k, o in self.options.items()},
             "counters": dict(self.counters),
             "distribution": self.distribution,
+            "requires": list(self.requires),
         }
 
 

@@ -110,6 +110,7 @@ def _row(entry: Entry, state: str, reason: str, remarks: tuple[str, ...], counte
         distribution=f"{entry.found.distribution} {entry.found.version}",
         summary=feature.summary if feature is not None else "",
         default=feature.default if feature is not None else None,
+        requires=tuple(feature.requires) if feature is not None else (),
     )
 
 

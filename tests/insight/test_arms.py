@@ -241,9 +241,22 @@ def test_an_arm_has_its_own_environment(monkeypatch, tmp_path):
 
 def test_leaving_one_out():
     arm = arms.Arm("patched", "a,b", variables={"X": "1"})
-    assert arms.leave_one_out(arm, ["a"]) == []
-    left = arms.leave_one_out(arm, ["a", "b"])
-    assert [(one.name, one.variables) for one in left] == [
-        ("without-a", {"X": "1", "OVPATCH_A": "0"}),
-        ("without-b", {"X": "1", "OVPATCH_B": "0"}),
-    ]
+    assert arms.leave_one_out(arm, ["a"], {}) == {}
+    left = arms.leave_one_out(arm, ["a", "b"], {"a": [], "b": ["other"]})
+    assert {feature: (one.name, one.variables) for feature, one in left.items()} == {
+        "a": ("without-a", {"X": "1", "OVPATCH_A": "0"}),
+        "b": ("without-b", {"X": "1", "OVPATCH_B": "0"}),
+    }
+
+
+def test_what_requires_a_feature_goes_with_it():
+    arm = arms.Arm("patched", "a,b,c,d")
+    requires = {"b": ["a"], "c": ["b"]}
+    left = arms.leave_one_out(arm, ["a", "b", "c", "d"], requires)
+    assert {feature: sorted(one.variables) for feature, one in left.items()} == {
+        "a": ["OVPATCH_A", "OVPATCH_B", "OVPATCH_C"],
+        "b": ["OVPATCH_B", "OVPATCH_C"],
+        "c": ["OVPATCH_C"],
+        "d": ["OVPATCH_D"],
+    }
+    assert list(arms.leave_one_out(arm, ["a", "b", "c"], requires)) == ["b", "c"], "without a nothing is left"

@@ -65,7 +65,7 @@ class Machine:
 
     def report(self):
         def feature(name, count):
-            rest = {"remarks": ["a remark"], "options": {}, "distribution": "d"}
+            rest = {"remarks": ["a remark"], "options": {}, "distribution": "d", "requires": []}
             return {"name": name, "state": "applied", "reason": "", "counters": {"done": count}, **rest}
 
         return {

@@ -55,7 +55,14 @@ def verify(tmp_path, monkeypatch):
 
 
 def _report(folder, features, calls, states):
-    common = {"reason": "r", "remarks": [], "options": {}, "distribution": "d", "counters": {"calls": calls}}
+    common = {
+        "reason": "r",
+        "remarks": [],
+        "options": {},
+        "distribution": "d",
+        "requires": [],
+        "counters": {"calls": calls},
+    }
     listed = [{"name": name, "state": states.get(name, "applied"), **common} for name in features]
     (folder / "worker-1.json").write_text(json.dumps({**REPORT, "features": listed}))
 

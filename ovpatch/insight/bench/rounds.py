@@ -166,7 +166,7 @@ class _Rounds:
         self._runs.exercised, self._runs.report = outcome.exercised, outcome.report
         if self._plan.leave_one_out is False:
             return
-        for arm in arms.leave_one_out(self._kinds[PATCHED], outcome.exercised):
+        for arm in arms.leave_one_out(self._kinds[PATCHED], outcome.exercised, outcome.requires).values():
             self._kinds[arm.name] = arm
             self._run(arm.name, 1)
 

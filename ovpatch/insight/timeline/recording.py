@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean, median
@@ -20,7 +20,7 @@ LIMIT: Final = 0.03
 
 @dataclass(frozen=True)
 class Cost:
-    """What recording costs: seconds a step, recorded and not, the slowest rank of each step.
+    """What recording costs: seconds a step, recorded and not, of the slowest rank.
 
     Attributes:
         recorded: Of the recorded steps.
@@ -128,22 +128,26 @@ def cost_of(facts: Sequence[Mapping[str, Any]]) -> Cost | None:
     """Compare recorded steps with steps beside them, without the one in which the trace is written.
 
     A host runs ahead of its GPU, so that single steps by its clock mean nothing and only the blocks between
-    synchronisations count: their means. On a CPU the median is fairer to one odd step.
+    synchronisations count: their means, on each rank. On a CPU the median is fairer to one odd step.
     """
-    if not facts:
-        return None
-    middle = fmean if facts[0]["device"] == "gpu" else median
     recorded = {number for one in facts for number in one["recorded"]}
-    slowest: dict[int, int] = {}
-    for one in facts:
-        for number, duration in one["durations"].items():
-            slowest[int(number)] = max(slowest.get(int(number), 0), duration)
-    inside = [slowest[number] / 1e9 for number in slowest if number in recorded]
-    beside = [time / 1e9 for number, time in slowest.items() if not recorded or number not in _near(recorded)]
-    if not inside or not beside:
+    if not recorded:
         return None
-    return Cost(middle(inside), middle(beside), (len(inside), len(beside)), (min(beside), max(beside)))
-
-
-def _near(recorded: set[int]) -> set[int]:
-    return {*recorded, max(recorded) + 1}
+    middle: Callable[[list[float]], float] = fmean if facts[0]["device"] == "gpu" else median
+    near = {*recorded, max(recorded) + 1}
+    ranks = []
+    for one in facts:
+        seconds = {int(number): duration / 1e9 for number, duration in one["durations"].items()}
+        inside = [time for number, time in seconds.items() if number in recorded]
+        beside = [time for number, time in seconds.items() if number not in near]
+        if inside and beside:
+            ranks.append((inside, beside))
+    if not ranks:
+        return None
+    every = [time for _, beside in ranks for time in beside]
+    return Cost(
+        max(middle(inside) for inside, _ in ranks),
+        max(middle(beside) for _, beside in ranks),
+        (max(len(inside) for inside, _ in ranks), max(len(beside) for _, beside in ranks)),
+        (min(every), max(every)),
+    )

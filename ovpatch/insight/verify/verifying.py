@@ -177,16 +177,16 @@ class _Verification:
         return ""
 
     def _find_the_feature(self, stock: Run) -> None:
-        features = self.outcomes["patched"].applied
-        arm = self.outcomes["patched"].arm
-        if len(features) == 1:
-            self.blamed = features
-        for feature, without in zip(features, arms.leave_one_out(arm, features), strict=False):
+        patched = self.outcomes["patched"]
+        others = arms.leave_one_out(patched.arm, patched.applied, patched.requires)
+        for feature, without in others.items():
             run = self._run(without)
             outcome = self.outcomes[without.name]
             found = compare(stock, run, **self.yardsticks)
             if not found.different and not _what_went_wrong(self.outcomes["stock"], outcome):
                 self.blamed.append(feature)
+        if not self.blamed:  # without these it would be stock, which does not differ
+            self.blamed = [feature for feature in patched.applied if feature not in others]
         if not self.blamed:
             self.notes.append("No single feature is to blame: leaving out any one of them, the difference stays.")
 
