@@ -21,6 +21,8 @@ ALL_REDUCE = "ncclDevKernel_AllReduce_Sum_bf16_RING_LL(ncclDevKernelArgsStorage<
 GEMM = "void cutlass::Kernel2<cutlass_80_tensorop_bf16_s16816gemm_relu_bf16_128x128_64x4_nn_align8>(Params)"
 PEER_COPY = "Memcpy PtoP (Device -> Device)"
 
+_ARGUMENTS = ("correlation", "device", "Collective name")
+
 MAIN, COMPUTE_STREAM, NCCL_STREAM, DEVICE = 4242, 7, 20, 0
 
 
@@ -94,7 +96,7 @@ def slim(source: Path, target: Path) -> None:
 
     data = load(source)
     events = [
-        {key: event[key] for key in ("ph", "cat", "name", "pid", "tid", "ts", "dur")}
+        {key: event[key] for key in ("ph", "cat", "name", "pid", "tid", "ts", "dur")} | _arguments(event)
         for event in data["traceEvents"]
         if event.get("cat") in _USED
     ]
@@ -102,6 +104,12 @@ def slim(source: Path, target: Path) -> None:
     text = json.dumps({**kept, "traceEvents": events}, default=_exactly)
     text = text.replace('"<', "").replace('>"', "")
     target.write_bytes(gzip.compress(text.encode(), mtime=0))
+
+
+def _arguments(event: dict) -> dict:
+    """Keep the arguments by which events of a device belong to launches."""
+    kept = {key: value for key, value in event.get("args", {}).items() if key in _ARGUMENTS}
+    return {"args": kept} if kept else {}
 
 
 def _exactly(value: Decimal) -> str:

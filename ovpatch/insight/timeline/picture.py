@@ -120,7 +120,7 @@ def _window(run: Run) -> Span:
 
 
 def _panel(axes: Axes, run: Run, width: int) -> None:
-    start, end = _window(run)
+    start, _ = _window(run)
     for row, lanes in enumerate(run.ranks):
         _lane(axes, lanes, len(run.ranks) - 1 - row, _stretch(run, lanes), start, width)
     worst, parts = run.worst(run.shown)
@@ -135,15 +135,13 @@ def _panel(axes: Axes, run: Run, width: int) -> None:
     axes.tick_params(length=0, labelsize=11, labelbottom=True)
     for side in ("top", "right", "left"):
         axes.spines[side].set_visible(False)
-    _mark_steps(axes, run, start, end)
+    _mark_steps(axes, run, start)
 
 
-def _mark_steps(axes: Axes, run: Run, start: int, end: int) -> None:
+def _mark_steps(axes: Axes, run: Run, start: int) -> None:
     """Draw the borders between steps, by the first rank, and write each step's number above it."""
-    for number in run.steps:
+    for number in _drawn(run):
         step = step_of(run.ranks[0], number)
-        if step.end <= start or step.start >= end:
-            continue
         for border in (step.start, step.end):
             axes.axvline((border - start) / 1e6, color=INK, linewidth=1.1, linestyle=(0, (4, 3)), zorder=4)
         middle = (step.start + step.end) / 2 - start
