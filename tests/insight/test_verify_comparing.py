@@ -220,3 +220,23 @@ def test_a_nan_is_different_wherever_it_comes(record):
 def test_what_cannot_be_subtracted_is_different(stock, patched, note):
     (found,) = compare_values(stock, patched, {})
     assert (found.verdict, found.note) == (Verdict.DIFFERENT, note)
+
+
+def losses(*numbers):
+    """A loss and a step for each number."""
+    return [event for n in numbers for event in ((BACKWARD, {"loss": keep(n)}), (STEP, {"parameter a": value()}))]
+
+
+@pytest.mark.parametrize(
+    ("patched", "different"),
+    [
+        ([(1.0, 1.0, 1.0), (1.0, 1.015, 1.015)], []),  # twice what the other rank's moved
+        ([(1.0, 1.0, 1.0), (1.0, 1.03, 1.0)], [("rank 1", 2)]),
+        ([(1.0, 1.0, 1.0), (1.015, 1.0, 1.0)], [("rank 1", 1)]),  # nothing had moved until then
+    ],
+)
+def test_the_noise_of_a_loss_is_that_of_all_ranks_so_far(record, patched, different):
+    stock = record("a", *[losses(1.0, 1.0, 1.0)] * 2)
+    rerun = record("b", losses(1.0, 1.01, 1.0), losses(1.0, 1.0, 1.0))
+    compared = compare(stock, record("c", *(losses(*numbers) for numbers in patched)), rerun=rerun)
+    assert [(one.process, one.step) for one in compared.different] == different

@@ -37,13 +37,13 @@ def verify(tmp_path, monkeypatch):
             if arm.patched:
                 off = {name for name in features if arm.variables.get(f"OVPATCH_{name.upper()}") == "0"}
                 _report(folder, [name for name in features if name not in off], calls, states or {})
-            _record(folder, value_of(arm.name))
+            _record(folder, value_of(f"{arm.name}-deterministic" if arm.details["deterministic"] else arm.name))
             if arm.name in (beats or {}):
                 (folder / "beat-1").write_text(str(beats[arm.name]))
             return Outcome(arm, folder, log, **{"code": 0, "seconds": 1.0, **(ends or {}).get(arm.name, {})})
 
         monkeypatch.setattr(arms, "run", run)
-        out = tmp_path / "out"
+        out = tmp_path / f"out-{len(list(tmp_path.iterdir()))}"
         out.mkdir()
         result = verifying.verify(Request(["train"], out, noise=noise))
         printed = io.StringIO()
@@ -135,6 +135,21 @@ def test_a_script_that_does_not_repeat_itself_is_told_so(verify):
     assert result.verdict is Verdict.NOISE
     assert "The script does not repeat itself" in text
     assert "'parameter w' on rank 0" in text
+
+
+def test_a_script_that_does_not_repeat_itself_is_judged_with_deterministic_algorithms(verify):
+    result, text = verify(["a"], values(patched=2.0, rerun=1.1))
+    assert (result.verdict, list(result.outcomes)) == (Verdict.BITWISE, ["stock", "patched"])
+    assert "The patched run differed in 1 value by more than that, so all of them ran again" in " ".join(text.split())
+    assert result.outcomes["patched"].folder.parent.name == "deterministic"
+
+
+def test_what_differs_with_deterministic_algorithms_too_is_different(verify):
+    result, text = verify(["a"], values(patched=2.0, rerun=1.1, patched_deterministic=2.0))
+    assert (result.verdict, result.blamed) == (Verdict.DIFFERENT, ["a"])
+    result, text = verify(["a"], values(patched=2.0, rerun=1.1, patched_deterministic=2.0, rerun_deterministic=1.1))
+    assert result.verdict is Verdict.DIFFERENT
+    assert "Give it seeds." in " ".join(text.split())
 
 
 def test_nothing_that_was_on_means_not_exercised_whatever_differs(verify):

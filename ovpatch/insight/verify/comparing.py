@@ -10,8 +10,9 @@ are smaller than that, it would allow any gradient. So it is at most a thousandt
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import zip_longest
 from typing import Final
 
@@ -20,6 +21,7 @@ import torch
 from ovpatch.insight import equality
 from ovpatch.insight.equality import Row, Verdict
 from ovpatch.insight.verify import recording
+from ovpatch.insight.verify.noise import Noise
 from ovpatch.insight.verify.records import Event, Run
 from ovpatch.insight.verify.values import UNREAD, Kept
 
@@ -126,12 +128,13 @@ def compare(stock: Run, patched: Run, *, rerun: Run | None = None, reordered: Ru
     compared = Compared()
     yardsticks = {"rerun": rerun, "reordered": reordered}
     runs = {name: run for name, run in yardsticks.items() if run is not None}
+    noise = Noise(stock, runs.values())
     cut = stock.cut or patched.cut
     for process in dict.fromkeys([*stock.processes, *patched.processes]):
         if process in stock.processes and process in patched.processes:
             compared.processes.append(process)
             others = {name: run.events(process) for name, run in runs.items()}
-            _side_by_side(process, stock.events(process), patched.events(process), others, cut, compared)
+            _side_by_side(process, stock.events(process), patched.events(process), others, noise, cut, compared)
         elif not cut:
             who = "the patched run" if process in stock.processes else "stock"
             row = Row(ORDER, Verdict.DIFFERENT, note=f"nothing happened here in {who}")
@@ -144,6 +147,7 @@ def _side_by_side(
     stock: Iterator[Event],
     patched: Iterator[Event],
     others: dict[str, Iterator[Event]],
+    noise: Noise,
     cut: bool,
     compared: Compared,
 ) -> None:
@@ -158,7 +162,7 @@ def _side_by_side(
                 del others[name]  # from here on it is no yardstick
         compared.count(ours)
         yardsticks = {name: event.values for name, event in beside.items() if event is not None and name in others}
-        rows = compare_values(ours.values, theirs.values, yardsticks)
+        rows = compare_values(ours.values, theirs.values, yardsticks, partial(noise.of, step=ours.step))
         compared.findings += [Finding(row, process, ours.step, order, str(ours)) for row in rows]
 
 
@@ -176,7 +180,10 @@ def _out_of_step(
 
 
 def compare_values(
-    stock: Mapping[str, Kept], patched: Mapping[str, Kept], yardsticks: Mapping[str, Mapping[str, Kept]]
+    stock: Mapping[str, Kept],
+    patched: Mapping[str, Kept],
+    yardsticks: Mapping[str, Mapping[str, Kept]],
+    noise_of: Callable[[str], float] = lambda name: 0.0,
 ) -> list[Row]:
     """Return a row for each value of an event that is not bitwise equal.
 
@@ -184,6 +191,7 @@ def compare_values(
         stock: Stock's values.
         patched: The patched run's.
         yardsticks: Those of further stock runs, called ``rerun`` and ``reordered``.
+        noise_of: What else is known of the noise in a value, by name.
     """
     unequal = [
         name for name, value in stock.items() if patched.get(name, None) is None or patched[name][:2] != value[:2]
@@ -192,7 +200,9 @@ def compare_values(
     rows = []
     for name in unequal:
         others = {arm: values.get(name) for arm, values in yardsticks.items()}
-        rows.append(_row(name, stock[name], patched.get(name), others, scales.get(_family(name), 1.0)))
+        floor = min(equality.FLOOR, _SMALL * scales.get(_family(name), 1.0))
+        floor = max(floor, equality.FACTOR * noise_of(name))
+        rows.append(_row(name, stock[name], patched.get(name), others, floor))
     moving = any(values.keys() - stock.keys() for values in yardsticks.values())  # as names with the time in them do
     extra = _unrepeated if moving else _different
     rows += [extra(name, "stock has no such value") for name in patched if name not in stock]
@@ -222,7 +232,7 @@ def _family(name: str) -> str:
     return kind if kind in ("gradient", "parameter", "buffer", "frozen") else name
 
 
-def _row(name: str, stock: Kept, patched: Kept | None, yardsticks: Mapping[str, Kept | None], scale: float) -> Row:
+def _row(name: str, stock: Kept, patched: Kept | None, yardsticks: Mapping[str, Kept | None], floor: float) -> Row:
     if patched is None:
         missing = _unrepeated if None in yardsticks.values() else _different
         return missing(name, "missing in the patched run")
@@ -230,7 +240,6 @@ def _row(name: str, stock: Kept, patched: Kept | None, yardsticks: Mapping[str, 
         return _exact(name, stock, patched, list(yardsticks.values()))
     comparable = {arm: value for arm, value in yardsticks.items() if value is not None and value.form == stock.form}
     leaves = {arm: {name: value.values} for arm, value in comparable.items()}
-    floor = min(equality.FLOOR, _SMALL * scale)
     (row,) = equality.compare({name: stock.values}, {name: patched.values}, floor=floor, **leaves).rows
     return _of_sums(row) if stock.folded else row
 

@@ -3,6 +3,10 @@
 Stock and patched run first. Where every bit is equal, no yardstick is needed. Otherwise stock runs twice more, once as
 it was and once with its reductions in another order, and what differs by more than those do is different. Then each
 feature in turn is left out: one without which the difference is gone is to blame.
+
+[Note: scripts that do not repeat themselves] Where two stock runs differ and the patched one differs by more, that may
+be chance: two runs tell little of how far such a script strays. All arms run once more then, with deterministic
+algorithms, and the answer is theirs.
 """
 
 from __future__ import annotations
@@ -59,6 +63,10 @@ class _End(Exception):
         self.verdict, self.why = verdict, why
 
 
+class _Unsteady(Exception):
+    """The script does not repeat itself, and may with deterministic algorithms."""
+
+
 @dataclass
 class _Verification:
     """One verification under way."""
@@ -71,6 +79,7 @@ class _Verification:
     yardsticks: dict[str, Run] = field(default_factory=dict)
     blamed: list[str] = field(default_factory=list)
     noise: dict[str, str] = field(default_factory=dict)
+    unsteady: str = ""
 
     def result(self) -> Result:
         """Run what is needed for the answer."""
@@ -78,6 +87,8 @@ class _Verification:
             verdict, why = self._judge()
         except _End as end:
             verdict, why = end.verdict, end.why
+        except _Unsteady:
+            return self._deterministic()
         return Result(verdict, why, self.compared, self.outcomes, self.blamed, self.notes, self.noise)
 
     def _judge(self) -> tuple[Verdict, str]:
@@ -89,6 +100,8 @@ class _Verification:
         if self.compared.findings or self.request.noise or (wrong and self.outcomes["stock"].code):
             self._measure_noise(stock, patched)
             wrong = self._unless_stock_does_so_too(wrong)
+            if self.unsteady and self.compared.different and not wrong and not self.request.deterministic:
+                raise _Unsteady
         if (self.compared.different or wrong) and (outcome.applied or outcome.exercised):
             self._find_the_feature(stock)
             if wrong and any(one.row.name == ORDER for one in self.compared.different):
@@ -105,6 +118,18 @@ class _Verification:
         if self.compared.steps < self.request.steps:
             self.notes.append(f"The script ended by itself before step {self.request.steps}, for which --steps asks.")
         return (Verdict.NOISE if self.compared.findings else Verdict.BITWISE), self._describe_scope()
+
+    def _deterministic(self) -> Result:
+        """See [Note: scripts that do not repeat themselves]."""
+        out = self.request.out / "deterministic"
+        out.mkdir()
+        again = _Verification(replace(self.request, deterministic=True, out=out), self.progress)
+        count = len(self.compared.different)
+        again.notes.append(
+            f"{self.unsteady} The patched run differed in {count} value{'s' if count > 1 else ''} by more than that, "
+            "so all of them ran again with deterministic algorithms. This is the outcome of those."
+        )
+        return again.result()
 
     # ---------------------------------------------------------------- arms
 
@@ -160,11 +185,12 @@ class _Verification:
         self.noise = {"rerun": _amount(itself), "reordered": _amount(compare(stock, reordered))}
         if itself.findings:
             first = min(itself.findings, key=lambda one: (one.step, one.order))
-            self.notes.append(
+            self.unsteady = (
                 f"The script does not repeat itself: two stock runs differ from step {first.step} on, first in "
-                f"'{first.row.name}' on {first.process}. Differences of that size say nothing about ovpatch. Give it "
-                "seeds, or try --deterministic."
+                f"'{first.row.name}' on {first.process}."
             )
+            advice = "seeds" if self.request.deterministic else "seeds, or try --deterministic"
+            self.notes.append(f"{self.unsteady} Differences of that size say nothing about ovpatch. Give it {advice}.")
         self.compared = compare(stock, patched, **self.yardsticks)
 
     def _unless_stock_does_so_too(self, wrong: str) -> str:
