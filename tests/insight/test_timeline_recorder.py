@@ -260,7 +260,7 @@ def test_the_cost_is_of_the_slowest_rank_without_the_step_in_which_the_trace_is_
 
 @pytest.mark.parametrize(("recorded", "said"), [(102, False), (104, False), (112, True)])
 def test_a_cost_beyond_the_limit_is_said_if_it_is_beyond_the_steps_spread(tmp_path, recorded, said):
-    times = {3: recorded, 4: recorded, 6: 100, 7: 110, 8: 99}
+    times = {3: recorded, 4: recorded, 6: 92, 7: 108}
     remarks = collect("stock", left(tmp_path, facts(durations=times), traces=[0]), range(3, 5)).remarks
     assert [remark.startswith("stock: recording cost 12.0% of a step") for remark in remarks] == [True] * said
 
@@ -274,6 +274,12 @@ def test_hosts_that_run_ahead_in_turns_cost_nothing():
     one = facts(0, 2, (5, 6), {3: 100, 4: 100, 5: 10, 6: 190, 7: 1}, device="gpu")
     two = facts(1, 2, (5, 6), {3: 100, 4: 100, 5: 190, 6: 10, 7: 1}, device="gpu")
     assert cost_of([one, two]).share == pytest.approx(0)
+
+
+def test_a_device_that_gets_slower_as_it_gets_warm_is_no_cost():
+    times = {**dict.fromkeys(range(3, 11), 90), 11: 99, 12: 101, 13: 102, 14: 102, 15: 900, 16: 103, 17: 105}
+    cost = cost_of([facts(0, 1, (13, 14), times, device="gpu")])
+    assert (cost.recorded, cost.beside) == (pytest.approx(102e-9), pytest.approx(102e-9))
 
 
 def test_without_steps_beside_there_is_no_cost():

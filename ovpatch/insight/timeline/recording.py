@@ -125,7 +125,7 @@ def _missing(facts: Sequence[Mapping[str, Any]], run: Run, wanted: range) -> Ite
 
 
 def cost_of(facts: Sequence[Mapping[str, Any]]) -> Cost | None:
-    """Compare recorded steps with steps beside them, without the one in which the trace is written.
+    """Compare recorded steps with as many before and after them, without the one in which the trace is written.
 
     A host runs ahead of its GPU, so that single steps by its clock mean nothing and only the blocks between
     synchronisations count: their means, on each rank. On a CPU the median is fairer to one odd step.
@@ -134,12 +134,13 @@ def cost_of(facts: Sequence[Mapping[str, Any]]) -> Cost | None:
     if not recorded:
         return None
     middle: Callable[[list[float]], float] = fmean if facts[0]["device"] == "gpu" else median
-    near = {*recorded, max(recorded) + 1}
+    first, last, count = min(recorded), max(recorded), max(recorded) - min(recorded) + 1
+    around = {*range(first - count, first), *range(last + 2, last + 2 + count)}
     ranks = []
     for one in facts:
         seconds = {int(number): duration / 1e9 for number, duration in one["durations"].items()}
         inside = [time for number, time in seconds.items() if number in recorded]
-        beside = [time for number, time in seconds.items() if number not in near]
+        beside = [time for number, time in seconds.items() if number in around]
         if inside and beside:
             ranks.append((inside, beside))
     if not ranks:

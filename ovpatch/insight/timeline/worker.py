@@ -2,7 +2,8 @@
 
 Step n lies between the borders n-1 and n. Recording begins at the border before the first wanted step, whose own
 beginning is seen in full; the profiler is set up one step earlier, so that what that takes falls into no recorded step.
-As many steps as were recorded follow unrecorded: together with those before they tell what recording costs.
+As many steps as were recorded follow unrecorded: together with as many before they tell what recording costs. Steps
+that are further away do not: a device that gets warm gets slower.
 """
 
 from __future__ import annotations
@@ -38,6 +39,7 @@ class _Session:
         self._directory = orders.directory
         self._first, count = int(orders.details["step"]), int(orders.details["steps"])
         self._last, self._end = self._first + count - 1, self._first + 2 * count
+        self._timed = {COLD, self._first - 1 - count, self._first - 1, self._last, self._last + 1, self._end}
         self._stop = bool(orders.details["stop"])
         self._recorder = Recorder()
         self._arrived: dict[int, int] = {}  # nanoseconds at which each border was reached
@@ -54,7 +56,7 @@ class _Session:
             return
         if self._pid != os.getpid():  # noted now: at the end the script may have destroyed its process group
             self._pid, self._rank, self._world = os.getpid(), steps.rank(), steps.world()
-        if number in (COLD, self._first - 1, self._last, self._last + 1, self._end) and torch.cuda.is_initialized():
+        if number in self._timed and torch.cuda.is_initialized():
             torch.cuda.synchronize()  # blocks of steps are timed: their work shall be done
         self._arrived[number] = time.perf_counter_ns()
         self._recorder.mark(number)
