@@ -20,7 +20,7 @@ from torch.nn import Parameter
 from ovpatch.overlap.collectives import AllGather, Work
 from ovpatch.overlap.labels import label, span
 from ovpatch.overlap.memory import handles
-from ovpatch.overlap.pending import mark, plainly, refusal, unmark
+from ovpatch.overlap.pending import mark, plainly, unmark
 from ovpatch.overlap.slices import Slice, cut, flat
 
 
@@ -86,7 +86,7 @@ class ParamGather:
             reason = self._mark()
             try:
                 self._start()
-            except BaseException:
+            except BaseException:  # a KeyboardInterrupt, too: nobody would ever bring what is marked
                 self._unmark()
                 raise
             if reason:
@@ -110,9 +110,9 @@ class ParamGather:
     def _mark(self) -> str:
         self._owners = min(self._owners, *map(handles, self._params))
         for param in self._params:
-            if not mark(param, self.settle, owners=self._owners):
+            if reason := mark(param, self.settle, owners=self._owners):
                 self._unmark()
-                return refusal(param, owners=self._owners)
+                return reason
         return ""
 
     def _unmark(self) -> None:

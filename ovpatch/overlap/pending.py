@@ -31,6 +31,7 @@ from torch.nn import Parameter
 
 from ovpatch.overlap.memory import handles, references_of_one, storage_references
 from ovpatch.overlap.metadata import METADATA
+from ovpatch.overlap.nested import leaves
 
 # By id(): the parameter, which is thereby kept alive, and what settles it.
 _PENDING: dict[int, tuple[Parameter, Callable[[], None]]] = {}
@@ -87,7 +88,7 @@ def refusal(param: Tensor, *, aliases: int = 0, owners: int = OWNERS) -> str:
     return ""
 
 
-def mark(param: Tensor, settle: Callable[[], None], *, aliases: int = 0, owners: int = OWNERS) -> bool:
+def mark(param: Tensor, settle: Callable[[], None], *, aliases: int = 0, owners: int = OWNERS) -> str:
     """Make readers of a parameter call ``settle`` first.
 
     Args:
@@ -98,15 +99,16 @@ def mark(param: Tensor, settle: Callable[[], None], *, aliases: int = 0, owners:
         owners: Likewise.
 
     Returns:
-        Whether it is pending now. If not, the caller has to bring the values at once.
+        Nothing if it is pending now, else why not: then the caller has to bring the values at once. Another thread may
+        let go of the parameter at any time, so :func:`refusal` may say otherwise a moment later.
     """
-    if refusal(param, aliases=aliases, owners=owners):
-        return False
+    if reason := refusal(param, aliases=aliases, owners=owners):
+        return reason
     assert isinstance(param, Parameter)
     _settle_before_forks()
     _PENDING[id(param)] = (param, settle)  # [Note: order of class and entry]
     param.__class__ = PendingParameter
-    return True
+    return ""
 
 
 def unmark(param: Tensor) -> None:
@@ -148,21 +150,11 @@ def settle_within(values: Any, *, otherwise_all: bool = True) -> None:
         otherwise_all: Settle everything if there are none. If torch says that there is one, it is in a container that
             we do not know, and torch would ask again and again.
     """
-    found = [value for value in _leaves(values) if type(value) is PendingParameter]
+    found = [value for value in leaves(values) if type(value) is PendingParameter]
     if not found and otherwise_all:
         settle_all()
     for param in found:
         settle(param)
-
-
-def _leaves(values: Any) -> Iterator[Any]:
-    for value in values:
-        if isinstance(value, (tuple, list)):
-            yield from _leaves(value)
-        elif isinstance(value, Mapping):
-            yield from _leaves(value.values())
-        else:
-            yield value
 
 
 @contextlib.contextmanager

@@ -10,13 +10,14 @@ tensor) meets a tensor of stride 0, into which torch refuses to write.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from ovpatch.overlap.metadata import METADATA
+from ovpatch.overlap.nested import leaves
 
 
 class Source(Protocol):
@@ -55,10 +56,10 @@ class Placeholder(torch.Tensor):
         if func in _ABOUT_KIND:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
-        found = list(dict.fromkeys(_placeholders((args, kwargs))))
+        found = list(dict.fromkeys(leaf for leaf in leaves((args, kwargs)) if isinstance(leaf, Placeholder)))
         if func in _ZEROING:
             for placeholder in found:
-                _become(placeholder, torch.zeros_like)
+                _fill_with_zeros(placeholder)
         else:
             settle(found)
         return func(*args, **kwargs)
@@ -118,12 +119,11 @@ def _nothing(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Ten
 _zeros: dict[tuple[torch.dtype, torch.device], Tensor] = {}
 
 
-def _become(placeholder: Placeholder, made: Callable[[Tensor], Tensor]) -> None:
+def _fill_with_zeros(placeholder: Placeholder) -> None:
     with _lock, torch.inference_mode(False), torch.no_grad():
-        if isinstance(placeholder, Placeholder):
+        if isinstance(placeholder, Placeholder):  # still, now that the lock is ours
             with torch._C.DisableTorchFunctionSubclass():
-                # Contiguous: like the expanded zero, it would be a zero expanded.
-                content = made(torch.empty(placeholder.shape, dtype=placeholder.dtype, device=placeholder.device))
+                content = torch.zeros(placeholder.shape, dtype=placeholder.dtype, device=placeholder.device)
             _fill(placeholder, content)
 
 
@@ -133,17 +133,6 @@ def _fill(placeholder: Placeholder, content: Tensor) -> None:
         del placeholder.source, placeholder.key
         # Last: another thread looks at the class without the lock.
         placeholder.__class__ = torch.Tensor  # type: ignore[assignment]  # which is narrowed to Placeholder here
-
-
-def _placeholders(value: Any) -> Iterator[Placeholder]:
-    if isinstance(value, Placeholder):
-        yield value
-    elif isinstance(value, (list, tuple)):
-        for part in value:
-            yield from _placeholders(part)
-    elif isinstance(value, dict):
-        for part in value.values():
-            yield from _placeholders(part)
 
 
 _ABOUT_MEMORY = frozenset(

@@ -7,8 +7,7 @@ waited for when the first of its parameters is read.
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from ovpatch.overlap.gathering import ParamGather
@@ -61,29 +60,25 @@ class Gathers:
         return ParamGather([part.param for part in parts], shards.group, name=name)
 
     def _cut(self, parts: Sequence[Part]) -> Iterator[list[Part]]:
-        models = dict.fromkeys(part.shards for part in parts)
-        for shards in models:
-            ones = sorted((part for part in parts if part.shards is shards), key=lambda part: part.index)
-            for _, alike in _grouped(ones, self._kind):
-                yield from self._by_size(alike) if self._granularity == "size" else [alike]
+        alike: dict[Hashable, list[Part]] = {}  # each kind where the first of it stands
+        models = list(dict.fromkeys(part.shards for part in parts))
+        for part in sorted(parts, key=lambda part: (models.index(part.shards), part.index)):
+            alike.setdefault((part.shards, *self._kind(part)), []).append(part)
+        for ones in alike.values():
+            yield from self._by_size(ones) if self._granularity == "size" else [ones]
 
-    def _kind(self, part: Part) -> Hashable:
+    def _kind(self, part: Part) -> tuple[Hashable, ...]:
         layer = layer_of(part.shards.names[part.index]) if self._granularity == "layer" else ""
         return layer, part.param.dtype
 
     def _by_size(self, parts: Iterable[Part]) -> Iterator[list[Part]]:
         bucket: list[Part] = []
+        size = 0
         for part in parts:
-            if bucket and sum(one.param.nbytes for one in (*bucket, part)) > self._capacity:
+            if bucket and size + part.param.nbytes > self._capacity:
                 yield bucket
-                bucket = []
+                bucket, size = [], 0
             bucket.append(part)
+            size += part.param.nbytes
         if bucket:
             yield bucket
-
-
-def _grouped(parts: Sequence[Part], kind: Callable[[Part], Hashable]) -> Iterator[tuple[Hashable, list[Part]]]:
-    """Group by kind, each where the first of its kind stands."""
-    order = {key: place for place, key in reversed(list(enumerate(map(kind, parts))))}
-    ones = sorted(parts, key=lambda part: order[kind(part)])
-    return ((key, list(found)) for key, found in itertools.groupby(ones, key=kind))

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ovpatch.overlap.pending import is_pending, mark, plainly, refusal, unmark
+from ovpatch.overlap.pending import is_pending, mark, plainly, unmark
 from ovpatch.overlap.readers import ENTRANCES
 from ovpatch.patching import PatchManager
 
@@ -31,7 +31,7 @@ class Stale:
     def mark(self) -> Stale:
         for param in self.params:
             param.data.fill_(GARBAGE if param.is_floating_point() else 0)
-            assert mark(param, self.settle), refusal(param)
+            assert not mark(param, self.settle)
         return self
 
     def settle(self) -> None:

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from ovpatch.overlap import pending
 from ovpatch.overlap.gathering import ParamGather
 from ovpatch.overlap.pending import any_pending, is_pending, refusal, settle_all
 from ovpatch.overlap.slices import cut, flat
@@ -248,6 +249,29 @@ def refused() -> list[Any]:
     forget_the_others([model.weight])
     reason = gather.launch()
     return [reason, is_pending(model.weight), alias is None or torch.equal(alias, expected), any_pending()]
+
+
+def let_go_at_once() -> list[Any]:
+    """Somebody else, such as gloo's thread, shares a parameter's memory as it is looked at, and not a moment later."""
+    model = nn.Linear(8, 8)
+    expected = model.weight.detach().clone()
+    gather = ParamGather(list(model.parameters()), group())
+    quiet(gather._params)
+    forget_the_others(gather._params)
+    counted, extra = pending.storage_references, [1]
+    pending.storage_references = lambda tensor: counted(tensor) + (extra.pop() if extra else 0)
+    try:
+        if dist.get_rank() == 0:
+            time.sleep(LATE)
+        reason = gather.launch()
+    finally:
+        pending.storage_references = counted
+    return [reason, torch.equal(model.weight.data, expected), any_pending()]
+
+
+def test_who_lets_go_of_a_parameter_in_a_moment_is_still_waited_for(ranks):
+    for result in ranks(2)(let_go_at_once):
+        assert result == ["other tensors share its memory", True, False]
 
 
 def test_a_shared_memory_is_gathered_at_once(ranks):
