@@ -44,6 +44,7 @@ def test_json_has_the_agreed_keys():
             "options": {"size": {"value": 25, "source": "argument"}},
             "counters": {"steps": 3},
             "distribution": "ovpatch 1.0",
+            "requires": [],
         }
     ]
     assert data["patches"] == [patch().to_json()]
