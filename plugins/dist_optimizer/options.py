@@ -27,9 +27,8 @@ def _capacity(text: str) -> float:
 OPTIONS: Final = (
     Option(
         "overlap_param_gather",
-        False,
-        "Gather updated parameters while the next forward already computes; false: inside step(). Not for scripts that "
-        "read parameters in other threads.",
+        True,
+        "Gather updated parameters while the next forward already computes; false: inside step().",
         aliases=("overlap_param_sync",),
     ),
     Option(

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import time
+from datetime import timedelta
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
@@ -173,3 +176,40 @@ def local_steps(style: str) -> list[Record]:
 def test_steps_on_local_gradients_are_stocks(ranks, style):
     steps = 0 if style in ("all", "ends") else 1
     check_all(ranks(2)(all_cases, local_steps, {style: {"style": style}}), steps=steps, stock=1, by_parts=None)
+
+
+def stopping(before: str) -> tuple[str, float]:
+    """Rank 1 stops in its fifth step, before its backward or before its step; return what the other one gets."""
+    with ovpatch.applied("ddp", "dist_optimizer", options={"dist_optimizer": SMALL}):
+        group = dist.new_group(timeout=timedelta(seconds=2))
+        model = DistributedDataParallel(net(), process_group=group)
+        opt = OPTIMIZERS["adamw"](model.parameters())
+        begin, text = time.monotonic(), ""
+        try:
+            for step in range(6):
+                stops = step == 4 and dist.get_rank() == 1
+                loss = model(data(step, 5, 6)).square().mean()
+                opt.zero_grad()
+                begin = time.monotonic()
+                if stops and before == "backward":
+                    break
+                loss.backward()
+                if stops:
+                    break
+                opt.step()
+        except RuntimeError as error:
+            text = str(error)
+        waited = time.monotonic() - begin
+        if dist.get_rank() == 1:
+            time.sleep(4)
+        dist.barrier()
+        del model, opt  # they are not in step, so nobody can make their state whole
+    return text, waited
+
+
+@pytest.mark.parametrize("before", ["backward", "step"])
+def test_the_others_raise_when_a_rank_stops(ranks, before):
+    (text, waited), (nothing, _) = ranks(2)(stopping, before)
+    assert "imed out" in text, text
+    assert 1 < waited < 10
+    assert not nothing
