@@ -243,3 +243,22 @@ def test_main_measures_the_order_of_sums_on_more_than_two_ranks(main, report):
     status, _, calls = main(["--nproc=3"], {"stock": run_of("s"), "patched": nearly, "reordered": run_of("r")})
     assert (status, [name for name, *_ in calls]) == (0, ["stock", "patched", "reordered"])
     assert calls[2][2]["OVPATCH"] == "0"
+
+
+def test_main_with_optimizer_state_by_parts(main, report):
+    """Nothing is clipped in either run; losses are bitwise equal, and norms but for their last bits."""
+    nearly = run_of("patched")
+    nearly.entries[5] = {**nearly.entries[5], "grad_norm": nearly.entries[5]["grad_norm"] * (1 + 1e-7)}
+    runs = {"stock": run_of("stock"), "patched": nearly}
+    argv = ["--features=+dist_optimizer"]
+    status, text, _ = main(argv, runs)
+    assert status == 1
+    assert "FAILED: the feature dist_optimizer made no step" in text
+    report["features"].append({**report["features"][0], "name": "dist_optimizer", "counters": {"steps": 3}})
+    status, text, calls = main(argv, runs)
+    assert (status, [call[2].get("OVPATCH") for call in calls]) == (0, ["0", "+dist_optimizer"])
+    assert all("--clip=0" in command for _, command, _ in calls)
+    assert "OK: losses are bitwise equal" in text
+    assert main([], runs)[0] == 1, "without the feature norms are bitwise equal, too"
+    nearly.entries[5] = {**nearly.entries[5], "loss": nearly.entries[5]["loss"] * (1 + 1e-7)}
+    assert main(argv, runs)[0] == 1
