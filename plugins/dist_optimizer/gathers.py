@@ -2,12 +2,12 @@
 
 [Note: in forward order] Parameters are gathered in buckets, in the order in which the model registered them, which is
 mostly that in which forward uses them: the first layers can compute while the last are still on their way. A bucket is
-waited for when the first of its parameters is read.
+waited for when the first of its parameters is read. A small model is cut, too, else there is nothing to hide behind.
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from ovpatch.overlap.gathering import ParamGather
@@ -19,6 +19,9 @@ if TYPE_CHECKING:
 
 _MIB = 1024 * 1024
 
+_FEWEST = 16  # buckets of a model, as far as they hold more than _SMALLEST bytes
+_SMALLEST = _MIB
+
 
 class Gathers:
     """The gathers of one optimizer's parameters.
@@ -26,7 +29,7 @@ class Gathers:
     Args:
         overlap: Wait for a bucket when it is read; otherwise at once.
         granularity: What a bucket holds: ``size``, ``layer`` or ``module``.
-        bucket_mb: Capacity of a bucket in MiB, for ``size``.
+        bucket_mb: Capacity of a bucket in MiB, for ``size``; with overlap, at most a sixteenth of the model's size.
     """
 
     def __init__(self, *, overlap: bool, granularity: str, bucket_mb: float) -> None:
@@ -71,11 +74,14 @@ class Gathers:
         layer = layer_of(part.shards.names[part.index]) if self._granularity == "layer" else ""
         return layer, part.param.dtype
 
-    def _by_size(self, parts: Iterable[Part]) -> Iterator[list[Part]]:
+    def _by_size(self, parts: Sequence[Part]) -> Iterator[list[Part]]:
+        capacity = self._capacity
+        if self._overlap:
+            capacity = min(capacity, max(_SMALLEST, sum(part.param.nbytes for part in parts) / _FEWEST))
         bucket: list[Part] = []
         size = 0
         for part in parts:
-            if bucket and size + part.param.nbytes > self._capacity:
+            if bucket and size + part.param.nbytes > capacity:
                 yield bucket
                 bucket, size = [], 0
             bucket.append(part)

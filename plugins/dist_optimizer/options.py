@@ -41,7 +41,7 @@ OPTIONS: Final = (
     Option(
         "gather_bucket_mb",
         64.0,
-        "How many MiB of parameters are gathered together.",
+        "How many MiB of parameters are gathered together; with overlap, at most a sixteenth of them all, but 1 MiB.",
         parse=_capacity,
     ),
     Option(

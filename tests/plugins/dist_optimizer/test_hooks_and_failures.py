@@ -153,6 +153,42 @@ def test_training_goes_on_after_a_backward_that_failed_on_all_ranks(ranks):
     check_all(ranks(2)(failing_arms), steps=9)
 
 
+def failing_alone() -> tuple[str, int]:
+    """Rank 1 loses the backward of its fifth step; the gradients of which the other one has parts lack its share."""
+    with ovpatch.applied("ddp", "dist_optimizer", options={"dist_optimizer": SMALL}):
+        model = ddp(net())
+        opt = OPTIMIZERS["adamw"](model.parameters())
+        bad = [False]
+
+        def bomb(_grad: torch.Tensor) -> None:
+            if bad[0]:
+                raise ValueError("not really")
+
+        model.module[2].weight.register_hook(bomb)
+        step, text = 0, ""
+        for step in range(6):
+            bad[0] = step == 4 and dist.get_rank() == 1
+            opt.zero_grad()
+            loss = model(data(step, 5, 6)).square().mean()
+            try:
+                loss.backward()
+            except (ValueError, RuntimeError) as error:
+                text = str(error)
+                break
+            opt.step()
+        if dist.get_rank() == 1:
+            model(data(9, 5, 6))  # completes what its peer waits for
+        dist.barrier()
+        return text, step
+
+
+def test_a_rank_whose_peer_lost_a_backward_hears_of_it(ranks):
+    (heard, step), (own, _) = ranks(2)(failing_alone)
+    assert own == "not really"
+    assert "ended the backward of step 4 on another rank" in heard, heard
+    assert step == 4
+
+
 def local_steps(style: str) -> list[Record]:
     model = ddp(net())
     opt = OPTIMIZERS["adamw"](model.parameters())

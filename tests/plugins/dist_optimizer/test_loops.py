@@ -62,6 +62,13 @@ def test_optimizers(ranks, world, optimizer, read):
         assert reads >= 2 * 4 and by_parts == 0 if read else by_parts > 0 and reads <= 2 * 4
 
 
+@pytest.mark.parametrize("read", [False, True])
+def test_four_ranks(ranks, read):
+    for result in ranks(4)(both, train, "adamw", read=read):
+        compare(result["stock"], result["patched"]).assert_equal()
+        assert result["counters"]["steps"] == 20
+
+
 @pytest.mark.parametrize("clip", [0.05, 100.0])
 def test_clipping(ranks, clip):
     for result in ranks(2)(both, train, "adamw", clip=clip):
