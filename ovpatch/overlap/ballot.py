@@ -98,7 +98,7 @@ class _Ballot:
         # memory, or it would make the host wait.
         with torch.cuda.stream(_side_stream(vote.device)):
             work.wait()
-            host = torch.empty(1, dtype=vote.dtype, pin_memory=True).copy_(vote, non_blocking=True)
+            host = torch.empty(1, dtype=vote.dtype, device="cpu", pin_memory=True).copy_(vote, non_blocking=True)
             event = torch.cuda.Event()
             event.record()
         return _Ballot(steps, own, vote, work, host, event)

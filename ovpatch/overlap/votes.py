@@ -37,7 +37,9 @@ class Votes:
         """Start the sum, if one is due after this step. Every rank calls this after the same steps."""
         if step < PERIOD or (step + 1) % PERIOD == 0:
             self._wait()
-            votes = torch.tensor(flags, dtype=torch.int32).to(self._device)
+            # From pinned memory, or the host would wait for all that the device has to do.
+            cast = torch.tensor(flags, dtype=torch.int32, device="cpu", pin_memory=self._device.type == "cuda")
+            votes = cast.to(self._device, non_blocking=True)
             with span(self._label):
                 (work,) = self._all_reduce([votes])
             self._cast = (step, votes, work)

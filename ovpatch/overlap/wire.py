@@ -79,7 +79,7 @@ class Line:
         if length > _LONGEST:
             raise ConnectionError(f"a message that claims an envelope of {length} bytes")
         envelope = json.loads(self._take(length))
-        tensors = [torch.empty(shape, dtype=_dtype(name)) for name, shape in envelope["tensors"]]
+        tensors = [torch.empty(shape, dtype=_dtype(name), device="cpu") for name, shape in envelope["tensors"]]
         for tensor in tensors:
             if tensor.numel():
                 self._fill(_bytes_of(tensor))

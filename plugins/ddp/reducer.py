@@ -124,7 +124,7 @@ class GradReducer:
             return False
         missing = set(range(len(self.params))).difference(self._arrivals)
         self.shards.meet()
-        order = torch.tensor([*self._arrivals, *sorted(missing)], dtype=torch.int64).to(self._device)
+        order = torch.tensor([*self._arrivals, *sorted(missing)], dtype=torch.int64, device=self._device)
         dist.broadcast(order, src=dist.get_global_rank(self._group, 0), group=self._group)
         self._order = order.tolist()
         self._set_buckets(self._cut())

@@ -43,7 +43,7 @@ class UsageMap:
 
     def launch(self) -> None:
         """Start the sum over ranks."""
-        self._map = torch.tensor(self._used, dtype=torch.int32).to(self._device)
+        self._map = torch.tensor(self._used, dtype=torch.int32, device=self._device)
         with span(_LABEL):
             (self._work,) = self._all_reduce([self._map])
 

@@ -55,7 +55,7 @@ def mix(numbers: Tensor) -> Tensor:
 
 def _odd(number: int) -> int:
     """Return the weight of a chunk."""
-    seeds = torch.tensor([number * 0x1E3779B97F4A7C15 % (1 << 63)])
+    seeds = torch.tensor([number * 0x1E3779B97F4A7C15 % (1 << 63)], device="cpu")
     return int(mix(seeds).item()) | 1
 
 

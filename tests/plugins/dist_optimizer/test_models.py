@@ -261,6 +261,27 @@ def test_compiled(ranks, around):
     check_all(ranks(2)(all_cases, compiled, {"": {"around": around}}))
 
 
+def elsewhere() -> list[Record]:
+    """The script's default device is not that of the model."""
+    model = ddp(net())
+    opt = OPTIMIZERS["sgd"](model.parameters())
+    inputs = [data(step, 5, 6) for step in range(8)]
+    records: list[Any] = []
+    with torch.device("meta"):
+        for step, x in enumerate(inputs):
+            opt.zero_grad()
+            model(x).square().mean().backward()
+            if step == 6 and dist.get_rank() == 0:
+                records.append([p.grad.clone() for p in model.parameters()])
+            opt.step()
+        records.append(opt.state_dict()["state"] if dist.get_rank() == 0 else {})
+    return [*records, params(model)]
+
+
+def test_a_default_device_that_is_another(ranks):
+    check_all(ranks(2)(all_cases, elsewhere, {"": {}}))
+
+
 def wrapped_twice() -> list[Record]:
     raw = net()
     models = [ddp(raw)]
