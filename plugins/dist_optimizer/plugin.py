@@ -40,7 +40,7 @@ def ovpatch_register(patches: Registrar, options: Mapping[str, Any]) -> None:
     from ovpatch.overlap.readers import ENTRANCES
     from ovpatch_plugins.dist_optimizer.clipping import wrap_clip, wrap_norm
     from ovpatch_plugins.dist_optimizer.endings import wrap_destroy
-    from ovpatch_plugins.dist_optimizer.kinds import classes_with_a_step
+    from ovpatch_plugins.dist_optimizer.kinds import with_a_step
     from ovpatch_plugins.dist_optimizer.optimizers import Steps
     from ovpatch_plugins.dist_optimizer.scaling import wrap_unscale
 
@@ -53,7 +53,7 @@ def ovpatch_register(patches: Registrar, options: Mapping[str, Any]) -> None:
         lambda: register_optimizer_step_pre_hook(steps.notice),
         why="sees optimizers whose step is not patched, which are reported",
     )
-    for name in [*(f"{cls.__module__}.{cls.__qualname__}" for cls in classes_with_a_step()), *steps.named]:
+    for name in with_a_step(steps.named):
         patches.register_patch(
             f"{name}.step",
             wrap=steps.wrap_step,
