@@ -45,8 +45,10 @@ class ShardedState(Generic[_Model]):
         self._optimizer = weakref.ref(optimizer)
         self._of_model = of_model
         self._models: dict[int, _Model] = {}
-        optimizer.register_state_dict_post_hook(weakly(self._whole_state_dict), prepend=True)
-        optimizer.register_load_state_dict_post_hook(weakly(self._loaded))
+        self._hooks = (
+            optimizer.register_state_dict_post_hook(weakly(self._whole_state_dict), prepend=True),
+            optimizer.register_load_state_dict_post_hook(weakly(self._loaded)),
+        )
 
     @contextmanager
     def written(self, parts: Sequence[Part], stand_ins: StandIns) -> Iterator[None]:
@@ -68,7 +70,9 @@ class ShardedState(Generic[_Model]):
                 model.editions.end()
 
     def release(self) -> None:
-        """Put whole tensors into ``optimizer.state``, while there are peers to ask."""
+        """Put whole tensors into ``optimizer.state``, while there are peers to ask; nothing of it is cut any more."""
+        for hook in self._hooks:
+            hook.remove()
         optimizer = self._optimizer()
         if optimizer is not None:
             leaving: list[StateOfModel] = [model for model in self._models.values() if model.leave()]

@@ -166,7 +166,7 @@ def local_steps(style: str) -> list[Record]:
                     dist.all_reduce(p)
                     p /= dist.get_world_size()
         records.append(params(model))
-    return records
+    return [*records, {"steps": [float(state["step"]) for state in opt.state_dict()["state"].values()]}]
 
 
 @pytest.mark.parametrize("style", ["all", "begins", "ends", "average"])
