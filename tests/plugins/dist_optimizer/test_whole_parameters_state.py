@@ -160,7 +160,7 @@ def test_checkpoints_go_between_stock_and_patched(ranks, kind, first_patched):
         compare([mixed], [stock]).assert_bitwise()
 
 
-def by_dcp(kind: str, full: bool) -> list[Record]:
+def by_dcp(kind: str, full: bool, fresh: bool) -> list[Record]:
     options = dcp.StateDictOptions(full_state_dict=full, cpu_offload=full)
     model, opts = build(kind)
     for number in range(4):
@@ -169,7 +169,8 @@ def by_dcp(kind: str, full: bool) -> list[Record]:
     kept = copy.deepcopy(found)  # torch goes on with the tensors that it is given
     weights = copy.deepcopy(dcp.get_model_state_dict(model, options=options))
     other, others = build(kind)
-    step(other, others, 77)
+    if not fresh:
+        step(other, others, 77)
     given = dcp.StateDictOptions(full_state_dict=full, broadcast_from_rank0=full)
     dcp.set_model_state_dict(other, weights, options=given)
     dcp.set_optimizer_state_dict(other, others, found, options=given)
@@ -179,9 +180,10 @@ def by_dcp(kind: str, full: bool) -> list[Record]:
 
 
 @pytest.mark.parametrize("full", [False, True])
+@pytest.mark.parametrize("fresh", [False, True])
 @pytest.mark.parametrize("kind", KINDS[:2])
-def test_dcp_functions_give_and_take_stocks_dictionaries(ranks, kind, full):
-    for rank, result in enumerate(ranks(2)(both, by_dcp, kind, full)):
+def test_dcp_functions_give_and_take_stocks_dictionaries(ranks, kind, full, fresh):
+    for rank, result in enumerate(ranks(2)(both, by_dcp, kind, full, fresh)):
         compare(result["stock"], result["patched"]).assert_bitwise()
         assert result["counters"]["state_reads"] > 0 or (full and rank)
 
