@@ -107,18 +107,28 @@ class StateOfModel(abc.ABC):
         question = self._farewell.mark({"edition": self.editions.number, "entries": keys})
         answers = Peers.of(self._group).ask(self._topic, question)
         COUNTERS.state_reads += 1
-        wholes = []
-        for position, key in enumerate(keys):
-            whole, places = self._forms[key].empty(), self._places(key)
-            for rank, (header, tensors) in answers.items():
-                if position in header["positions"]:
-                    part = tensors[header["positions"].index(position)]
-                    COUNTERS.bytes_pulled += part.nbytes
-                    _fill(whole, places[rank], part)
+        parts: dict[Key, dict[int, Tensor]] = {key: {} for key in keys}
+        for rank, (header, tensors) in answers.items():
+            for position, part in zip(header["positions"], tensors, strict=True):
+                parts[keys[position]][rank] = part
+                COUNTERS.bytes_pulled += part.nbytes
+        for key in keys:
             if key in self._parts:
-                _fill(whole, places[self._group.rank()], _elements(self._parts[key]))
-            wholes.append(whole)
-        return wholes
+                parts[key][self._group.rank()] = _elements(self._parts[key])
+        return [self._assembled(key, parts[key]) for key in keys]
+
+    def _assembled(self, key: Key, parts: Mapping[int, Tensor]) -> Tensor:
+        places = self._places(key)
+        missing = [rank for rank in places if rank not in parts]
+        if missing:
+            raise RuntimeError(
+                f"ovpatch: rank {missing[0]} of the process group has no '{key[1]}' in the optimizer's state of "
+                f"{self._shards.names[key[0]]}; load the same state on all ranks"
+            )
+        whole = self._forms[key].empty()
+        for rank, part in parts.items():
+            flat(whole)[places[rank].begin : places[rank].end].copy_(part)
+        return whole
 
     def _answer(self, question: Mapping[str, Any]) -> tuple[dict[str, Any], list[Tensor]]:
         keys = [tuple(entry) for entry in question["entries"]]
@@ -134,7 +144,3 @@ class StateOfModel(abc.ABC):
 
 def _elements(part: Tensor) -> Tensor:
     return flat(part if is_dense(part) else part.contiguous())
-
-
-def _fill(whole: Tensor, place: Slice, part: Tensor) -> None:
-    flat(whole)[place.begin : place.end].copy_(part)

@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 import ovpatch
 from ovpatch.insight.equality import compare
 from ovpatch.overlap.placeholders import Placeholder
-from tests.plugins.ddp.arms import Record, data
+from tests.plugins.ddp.arms import Record, data, device
 from tests.plugins.dist_optimizer import test_hooks_and_failures, test_loop_styles, test_models
 from tests.plugins.dist_optimizer.arms import SMALL, both
 from tests.plugins.dist_optimizer.checks import all_cases, check_all, ddp, params
@@ -28,7 +28,7 @@ from tests.plugins.dist_optimizer.test_state import on_cpu
 class Lamb(Optimizer):
     """As many people have written it: a number of steps that is Python's, and a trust ratio over a whole parameter.
 
-    After a few steps it keeps more than before; all sorts of things besides tensors.
+    After a few steps it keeps more than before: a tensor with holes, and all sorts of things that are no tensors.
     """
 
     def __init__(self, params: Any, lr: float = 0.01) -> None:
@@ -48,7 +48,10 @@ class Lamb(Optimizer):
                     state |= {"step": 0, "m": torch.zeros_like(p), "v": torch.zeros_like(p), "seen": []}
                 state["step"] += 1
                 if state["step"] == 4:
-                    state["slow"], state["norms"] = p.clone(), {"last": (None, torch.ones(2)), 7: float("inf")}
+                    state["slow"], state["norms"] = (
+                        p.clone().flatten()[::2],
+                        {"last": (None, torch.ones(2)), 7: float("inf")},
+                    )
                 state["m"].lerp_(p.grad, 1 - first)
                 state["v"].lerp_(p.grad.square(), 1 - second)
                 update = state["m"] / (state["v"].sqrt() + group["eps"]) + group["decay"] * p
@@ -135,6 +138,15 @@ def test_optimizers(ranks, world, kind):
     if kind == "adafactor":
         kinds["foreach"] = {"kind": "adafactor, foreach", "states": True}
     check_each(ranks(world)(all_cases, train, kinds, options=NAMED))
+
+
+@pytest.mark.parametrize(("bucket_mb", "buckets"), [(0.0, 4), (4e-4, 2)])
+def test_parameters_alone_and_in_buckets(ranks, bucket_mb, buckets):
+    results = ranks(2)(all_cases, train, {"": {"kind": "lamb"}}, options=NAMED | {"gather_bucket_mb": bucket_mb})
+    check_each(results)
+    counters = results[0][""]["counters"]
+    assert counters["gathers"] == buckets * STEPS
+    assert counters["bytes_gathered"] == STEPS * 4 * (60 + 10 + 70 + 21)
 
 
 # --- who keeps what ---
@@ -338,7 +350,7 @@ def test_an_error_on_one_rank_leaves_the_parameters_the_same_on_all(ranks):
 def scaled(kind: str, clip: bool) -> list[Record]:
     model = ddp(net())
     opt = ONE[kind](model.parameters())
-    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=4)
+    scaler = torch.amp.GradScaler(device().type, init_scale=2.0**10, growth_interval=4)
     now = [0]
 
     def spoil(grad: Tensor) -> Tensor:
