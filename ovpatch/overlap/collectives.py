@@ -94,6 +94,31 @@ class AllGather:
         return [self._group._allgather_base(*pair, self._options) for pair in zip(to, of, strict=True)]
 
 
+class Broadcast:
+    """Copies of one rank's tensor to all ranks of a group.
+
+    Args:
+        group: The process group.
+        root: The rank in it that has the tensor.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, root: int) -> None:
+        self._group = group
+        self._options = dist.BroadcastOptions()
+        self._options.rootRank, self._options.rootTensor, self._options.asyncOp = root, 0, True
+
+    def __call__(self, tensor: Tensor) -> Work:
+        """Start the copy.
+
+        Args:
+            tensor: Contiguous, of the same size on all ranks; on the others than ``root`` it is written.
+
+        Returns:
+            The work; ``wait()`` makes the current stream (the host, without streams) wait for the result.
+        """
+        return self._group.broadcast([tensor], self._options)
+
+
 class ReduceScatter:
     """Sums of tensors over the ranks of a group, of which each rank gets its own part.
 

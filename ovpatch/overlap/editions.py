@@ -68,6 +68,16 @@ class Editions:
             self._record(self._ends, self.number)
             self._changed.notify_all()
 
+    def wait_for(self, number: int, timeout_s: float) -> None:
+        """Wait until the host has come to the end of edition ``number``; its device may be behind.
+
+        Raises:
+            TornReadError: The edition does not come.
+        """
+        with self._changed:
+            if not self._changed.wait_for(lambda: self.number >= number, timeout_s):
+                raise TornReadError(f"edition {number} did not come within {timeout_s:g} s; {self.number} is there")
+
     def read(self, number: int, copy: Callable[[], _T], timeout_s: float) -> _T:
         """Return what ``copy`` returns, taken from edition ``number``; may be called from any thread.
 
@@ -81,9 +91,8 @@ class Editions:
             TornReadError: The edition does not come, or has been changed.
         """
         deadline = time.monotonic() + timeout_s
+        self.wait_for(number, timeout_s)
         with self._changed:
-            if not self._changed.wait_for(lambda: self.number >= number, timeout_s):
-                raise TornReadError(f"edition {number} did not come within {timeout_s:g} s; {self.number} is there")
             end = self._ends.get(number)
         while end is not None and not end.query():
             if time.monotonic() > deadline:

@@ -13,9 +13,9 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -363,9 +363,12 @@ class Sharding:
     Attributes:
         minimum: Parameters with fewer elements stay whole; None keeps all whole. Set by the feature that can make use
             of parts, the same on all ranks.
+        terms: What else of that feature has to be the same on all ranks; empty where it is off.
     """
 
-    minimum: int | None = None
+    def __init__(self) -> None:
+        self.minimum: int | None = None
+        self.terms: Mapping[str, Any] = {}
 
 
 sharding = Sharding()

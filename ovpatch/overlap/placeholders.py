@@ -32,6 +32,22 @@ class Source(Protocol):
         """
 
 
+class Form(Protocol):
+    """What a placeholder shows; every tensor has one."""
+
+    @property
+    def shape(self) -> Sequence[int]:
+        """Shape of the content."""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Type of the content's elements."""
+
+    @property
+    def device(self) -> torch.device:
+        """Where the content will be."""
+
+
 class Placeholder(torch.Tensor):
     """A tensor without content; made by :func:`empty_out` and :func:`make`.
 
@@ -88,8 +104,8 @@ def peek(tensor: Tensor) -> Tensor:
         return tensor.source.fetch([tensor], noticed=False)[0] if isinstance(tensor, Placeholder) else tensor
 
 
-def make(like: Tensor, source: Source, key: Any, *, dtype: torch.dtype | None = None) -> Placeholder:
-    """Return a new placeholder of the shape and device of ``like``."""
+def make(like: Form, source: Source, key: Any, *, dtype: torch.dtype | None = None) -> Placeholder:
+    """Return a new placeholder of the shape and device of ``like``, and of its dtype by default."""
     with torch.inference_mode(False), torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
         tensor = _nothing(like.shape, dtype or like.dtype, like.device)
     return _mark(tensor, source, key)
@@ -109,7 +125,7 @@ def _mark(tensor: Tensor, source: Source, key: Any) -> Placeholder:
     return tensor
 
 
-def _nothing(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Tensor:
+def _nothing(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
     kind = (dtype, device)
     if kind not in _zeros:
         _zeros[kind] = torch.zeros((), dtype=dtype, device=device)

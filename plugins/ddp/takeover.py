@@ -297,6 +297,7 @@ def _identify(ddp: Wrapper) -> None:
     """Name a model whose ranks have just agreed, and so do this in the same order everywhere."""
     number = _agreements[ddp.process_group] = _agreements.get(ddp.process_group, 0) + 1
     ddp.reducer.identity = f"{model_name(ddp)}, model {number} of its process group"
+    ddp.reducer.shards.identity = ddp.reducer.identity  # an optimizer may step before the first forward
 
 
 def _terms(parameters: Sequence[torch.nn.Parameter], config: ReducerConfig, static_graph: bool) -> dict[str, Any]:
@@ -317,7 +318,7 @@ def _terms(parameters: Sequence[torch.nn.Parameter], config: ReducerConfig, stat
         "max_ctas": config.max_ctas,
         "reduce_late_gradients": config.late,
         "static_graph": bool(static_graph),
-        "dist_optimizer": sharding.minimum,
+        **{f"dist_optimizer.{name}": value for name, value in sharding.terms.items()},
     }
 
 

@@ -12,13 +12,14 @@ class Counters:
     """Totals since the process started.
 
     Attributes:
-        optimizers: Optimizers that updated by parts.
+        optimizers: Optimizers whose update was divided among ranks.
         stock_optimizers: Optimizers that were left stock.
-        steps: Optimizer steps by parts.
-        params_updated: Parameters updated by parts, summed over steps.
+        steps: Optimizer steps that were divided.
+        params_updated: Parameters updated by parts, or by one rank for all, summed over steps.
+        params_owned: Those of them that this rank updated whole, for all ranks.
         grads_by_parts: Gradients that were reduced and scattered and that nobody had read whole by the step.
         grads_read: Gradients by parts that this rank put together because somebody read them.
-        gathers: Buckets of parameters gathered after steps.
+        gathers: Buckets of parameters gathered, or sent by their owners, after steps.
         gathers_overlapped: Those of them that step() did not wait for.
         bytes_gathered: Size of the parameters gathered after steps, in bytes.
         norms: Gradient norms computed from parts.
@@ -30,6 +31,7 @@ class Counters:
     stock_optimizers: int = 0
     steps: int = 0
     params_updated: int = 0
+    params_owned: int = 0
     grads_by_parts: int = 0
     grads_read: int = 0
     gathers: int = 0

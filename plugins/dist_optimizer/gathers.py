@@ -7,7 +7,7 @@ waited for when the first of its parameters is read. A small model is cut, too, 
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from ovpatch.overlap.gathering import ParamGather
@@ -17,10 +17,10 @@ from ovpatch_plugins.dist_optimizer.counters import COUNTERS
 if TYPE_CHECKING:
     from ovpatch_plugins.dist_optimizer.parts import Part
 
-_MIB = 1024 * 1024
+MIB = 1024 * 1024
 
 _FEWEST = 16  # buckets of a model, as far as they hold more than _SMALLEST bytes
-_SMALLEST = _MIB
+_SMALLEST = MIB
 
 
 class Gathers:
@@ -33,7 +33,7 @@ class Gathers:
     """
 
     def __init__(self, *, overlap: bool, granularity: str, bucket_mb: float) -> None:
-        self._overlap, self._granularity, self._capacity = overlap, granularity, bucket_mb * _MIB
+        self._overlap, self._granularity, self._capacity = overlap, granularity, bucket_mb * MIB
         self._of: tuple[tuple[int, int], ...] = ()
         self._buckets: list[ParamGather] = []
 
@@ -63,28 +63,36 @@ class Gathers:
         return ParamGather([part.param for part in parts], shards.group, name=name)
 
     def _cut(self, parts: Sequence[Part]) -> Iterator[list[Part]]:
-        alike: dict[Hashable, list[Part]] = {}  # each kind where the first of it stands
-        models = list(dict.fromkeys(part.shards for part in parts))
-        for part in sorted(parts, key=lambda part: (models.index(part.shards), part.index)):
-            alike.setdefault((part.shards, *self._kind(part)), []).append(part)
-        for ones in alike.values():
-            yield from self._by_size(ones) if self._granularity == "size" else [ones]
+        for ones in alike(parts, self._kind):
+            yield from by_size(ones, self._capacity_for(ones)) if self._granularity == "size" else [ones]
+
+    def _capacity_for(self, parts: Sequence[Part]) -> float:
+        sixteenth = sum(part.param.nbytes for part in parts) / _FEWEST
+        return min(self._capacity, max(_SMALLEST, sixteenth)) if self._overlap else self._capacity
 
     def _kind(self, part: Part) -> tuple[Hashable, ...]:
         layer = layer_of(part.shards.names[part.index]) if self._granularity == "layer" else ""
         return layer, part.param.dtype
 
-    def _by_size(self, parts: Sequence[Part]) -> Iterator[list[Part]]:
-        capacity = self._capacity
-        if self._overlap:
-            capacity = min(capacity, max(_SMALLEST, sum(part.param.nbytes for part in parts) / _FEWEST))
-        bucket: list[Part] = []
-        size = 0
-        for part in parts:
-            if bucket and size + part.param.nbytes > capacity:
-                yield bucket
-                bucket, size = [], 0
-            bucket.append(part)
-            size += part.param.nbytes
-        if bucket:
+
+def alike(parts: Sequence[Part], kind: Callable[[Part], Hashable]) -> Iterable[list[Part]]:
+    """Return the parameters of each model and kind, in registration order, each kind where the first of it stands."""
+    ones: dict[Hashable, list[Part]] = {}
+    models = list(dict.fromkeys(part.shards for part in parts))
+    for part in sorted(parts, key=lambda part: (models.index(part.shards), part.index)):
+        ones.setdefault((part.shards, kind(part)), []).append(part)
+    return ones.values()
+
+
+def by_size(parts: Iterable[Part], capacity: float) -> Iterator[list[Part]]:
+    """Yield buckets of at most ``capacity`` bytes; a parameter that is larger is one by itself."""
+    bucket: list[Part] = []
+    size = 0
+    for part in parts:
+        if bucket and size + part.param.nbytes > capacity:
             yield bucket
+            bucket, size = [], 0
+        bucket.append(part)
+        size += part.param.nbytes
+    if bucket:
+        yield bucket

@@ -1,14 +1,17 @@
-"""Which optimizers can update a parameter by parts.
+"""Which optimizers can update a parameter by parts, or whole parameters on one rank each.
 
 [Note: only what is known] An element-wise optimizer computes each element's update from that element's gradient and
-state alone, so it can be given any slice of a parameter. Whether a class does so cannot be seen from outside; those of
-torch are known, and the user may name others. A subclass that has a ``step`` of its own may do anything there.
+state alone, so it can be given any slice of a parameter. Others need a whole parameter but no other one, so it can be
+updated by one rank for all. Whether a class does so cannot be seen from outside; those of torch are known, and the user
+may name others. A subclass that has a ``step`` of its own may do anything there.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection
-from typing import Final
+import enum
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
 
 import torch
 from torch.optim import Optimizer
@@ -27,34 +30,85 @@ ELEMENT_WISE: Final[tuple[type[Optimizer], ...]] = (
     torch.optim.Rprop,
 )
 
+# Not in every version of torch. Which names and tensors a parameter's state has does not change after its first step.
+PER_PARAMETER: Final[tuple[type[Optimizer], ...]] = tuple(
+    getattr(torch.optim, name) for name in ("Adafactor", "Muon") if hasattr(torch.optim, name)
+)
 
-def classes_with_a_step() -> list[type[Optimizer]]:
-    """Return the classes whose ``step`` the others inherit."""
-    return [cls for cls in ELEMENT_WISE if "step" in vars(cls)]
+
+class Kind(enum.Enum):
+    """How an optimizer's work is divided among ranks.
+
+    Attributes:
+        SLICES: Each rank updates a slice of every parameter.
+        WHOLE: Each rank updates some whole parameters; torch's classes.
+        WHOLE_NAMED: The same, for a class of which no more is known than that.
+    """
+
+    SLICES = enum.auto()
+    WHOLE = enum.auto()
+    WHOLE_NAMED = enum.auto()
 
 
-def objection(optimizer: Optimizer, named: Collection[str] = ()) -> str:
+@dataclass(frozen=True)
+class Named:
+    """Classes that the user has named, as ``module.Class``.
+
+    Attributes:
+        element_wise: They may be given slices.
+        per_parameter: They need whole parameters, one by one.
+    """
+
+    element_wise: Sequence[str] = ()
+    per_parameter: Sequence[str] = ()
+
+    @classmethod
+    def of(cls, options: Mapping[str, Any]) -> Named:
+        """Read the feature's options."""
+        return cls(_names(options["element_wise"]), _names(options["per_parameter"]))
+
+
+def with_a_step(named: Named) -> list[str]:
+    """Return the names of the classes whose ``step`` the others inherit."""
+    known = [cls for cls in (*ELEMENT_WISE, *PER_PARAMETER) if "step" in vars(cls)]
+    return list(dict.fromkeys([*map(_name, known), *named.element_wise, *named.per_parameter]))
+
+
+def kind_of(cls: type[Optimizer], named: Named) -> Kind | None:
+    """Return how the work of a class of optimizers can be divided, None if that is not known."""
+    for base in cls.__mro__:
+        if _name(base) in named.per_parameter:
+            return Kind.WHOLE_NAMED
+        if base in ELEMENT_WISE or _name(base) in named.element_wise:
+            return Kind.SLICES
+        if base in PER_PARAMETER:
+            return Kind.WHOLE
+        if {"step", "_init_group"} & set(vars(base)):
+            return None
+    return None
+
+
+def objection(optimizer: Optimizer, named: Named) -> str:
     """Return why an optimizer stays stock, or "".
 
     Args:
         optimizer: The optimizer.
-        named: Further element-wise classes, as ``module.Class``.
+        named: Further classes.
     """
     cls = type(optimizer)
-    if not _is_element_wise(cls, named):
+    if kind_of(cls, named) is None:
         return (
-            f"{cls.__module__}.{cls.__qualname__} is not known to be element-wise; if it is, name it in "
-            "OVPATCH_DIST_OPTIMIZER_ELEMENT_WISE"
+            f"{_name(cls)} is not known to be element-wise, nor to update each parameter by itself; if it is, name it "
+            "in OVPATCH_DIST_OPTIMIZER_ELEMENT_WISE, if it does, in OVPATCH_DIST_OPTIMIZER_PER_PARAMETER"
         )
     if any(group.get("differentiable") for group in optimizer.param_groups):
         return "differentiable=True differentiates through the update"
     return ""
 
 
-def _is_element_wise(cls: type[Optimizer], named: Collection[str]) -> bool:
-    for base in cls.__mro__:
-        if base in ELEMENT_WISE or f"{base.__module__}.{base.__qualname__}" in named:
-            return True
-        if {"step", "_init_group"} & set(vars(base)):
-            return False
-    return False
+def _name(cls: type) -> str:
+    return f"{cls.__module__}.{cls.__qualname__}"
+
+
+def _names(text: str) -> list[str]:
+    return [name.strip() for name in text.split(",") if name.strip()]

@@ -14,8 +14,11 @@ from torch.optim import Optimizer
 from ovpatch.overlap import grad_shards
 from ovpatch_plugins.dist_optimizer.counters import COUNTERS
 from ovpatch_plugins.dist_optimizer.gathers import Gathers
-from ovpatch_plugins.dist_optimizer.kinds import objection
+from ovpatch_plugins.dist_optimizer.handouts import Handouts
+from ovpatch_plugins.dist_optimizer.kinds import Kind, Named, kind_of, objection
+from ovpatch_plugins.dist_optimizer.slice_step import SlicedOptimizer
 from ovpatch_plugins.dist_optimizer.step import ShardedOptimizer
+from ovpatch_plugins.dist_optimizer.whole_step import WholeOptimizer
 
 _log = logging.getLogger("ovpatch.dist_optimizer")
 
@@ -30,12 +33,12 @@ class Steps:
         options: Resolved options of the feature.
 
     Attributes:
-        named: Classes that the user says are element-wise.
+        named: Classes that the user has named.
     """
 
     def __init__(self, options: Mapping[str, Any]) -> None:
         self._options = options
-        self.named = [name.strip() for name in options["element_wise"].split(",") if name.strip()]
+        self.named = Named.of(options)
 
     def wrap_step(self, original: Callable[..., Any]) -> Callable[..., Any]:
         """Wrap the ``step`` of a class of optimizers, inside of torch's own wrapper that calls step hooks."""
@@ -69,17 +72,22 @@ class Steps:
             if reason:
                 _leave(optimizer, reason)
             else:
-                _live[optimizer] = ShardedOptimizer(optimizer, self._gathers(), stand_down=_leave)
+                _live[optimizer] = self._sharded(optimizer)
                 COUNTERS.optimizers += 1
         return _live[optimizer]
 
-    def _gathers(self) -> Gathers:
+    def _sharded(self, optimizer: Optimizer) -> ShardedOptimizer:
         options = self._options
-        return Gathers(
-            overlap=options["overlap_param_gather"],
-            granularity=options["gather_granularity"],
-            bucket_mb=options["gather_bucket_mb"],
-        )
+        bucket_mb = options["gather_bucket_mb"]
+        kind = kind_of(type(optimizer), self.named)
+        if kind is Kind.SLICES:
+            gathers = Gathers(
+                overlap=options["overlap_param_gather"],
+                granularity=options["gather_granularity"],
+                bucket_mb=bucket_mb,
+            )
+            return SlicedOptimizer(optimizer, gathers, stand_down=_leave)
+        return WholeOptimizer(optimizer, Handouts(bucket_mb), stand_down=_leave, steady=kind is Kind.WHOLE)
 
 
 def sharded(optimizer: Optimizer) -> ShardedOptimizer | None:

@@ -55,4 +55,10 @@ OPTIONS: Final = (
         "",
         "Further optimizer classes that are element-wise and may be given slices, as module.Class,module.Class.",
     ),
+    Option(
+        "per_parameter",
+        "",
+        "Further optimizer classes whose update of a parameter needs that parameter alone, but the whole of it, as "
+        "module.Class,module.Class.",
+    ),
 )

@@ -1,4 +1,4 @@
-"""This rank's slices of parameters, in the place of the parameters.
+"""What a rank works on in a step, in the place of the parameters: its slices of them, or the whole ones that it owns.
 
 [Note: stand-ins] The parameters themselves stay as they are, for other threads may look at them at any time: a
 checkpoint that is saved in the background must not find slices. An optimizer is given other parameters for the time of
@@ -24,17 +24,24 @@ StandIns = Mapping[int, Parameter]
 
 @dataclass
 class Part:
-    """A parameter that is updated by parts.
+    """A parameter that is updated by parts, or by one rank for all.
 
     Attributes:
         param: The parameter.
         shards: Where its gradient's parts are.
         index: Its index there.
+        owner: The group rank that updates all of it, where one does.
     """
 
     param: torch.nn.Parameter
     shards: GradShards
     index: int
+    owner: int | None = None
+
+    @property
+    def is_own(self) -> bool:
+        """Whether this rank updates all of it."""
+        return self.owner == self.shards.group.rank()
 
     @property
     def delivered(self) -> bool:
@@ -50,11 +57,29 @@ def standing_in(optimizer: Optimizer, parts: Sequence[Part]) -> Iterator[StandIn
         The stand-ins, by ``id`` of the parameter.
     """
     stand_ins = {id(part.param): _stand_in(part) for part in parts}
+    with _replacing(optimizer, stand_ins):
+        yield stand_ins
+
+
+@contextmanager
+def leaving_out(optimizer: Optimizer, parts: Sequence[Part]) -> Iterator[StandIns]:
+    """Show an optimizer none of the parameters that other ranks own; groups stay, though they may be empty.
+
+    Yields:
+        Those that this rank owns, which stand in for themselves: what users' classes know of them stays true.
+    """
+    with _replacing(optimizer, {id(part.param): None for part in parts if not part.is_own}):
+        yield {id(part.param): part.param for part in parts if part.is_own}
+
+
+@contextmanager
+def _replacing(optimizer: Optimizer, by: Mapping[int, Parameter | None]) -> Iterator[None]:
     groups = [(group, group["params"]) for group in optimizer.param_groups]
     try:
         for group, params in groups:
-            group["params"] = [stand_ins.get(id(param), param) for param in params]
-        yield stand_ins
+            shown = [by.get(id(param), param) for param in params]
+            group["params"] = [param for param in shown if param is not None]
+        yield
     finally:
         for group, params in groups:
             group["params"] = params

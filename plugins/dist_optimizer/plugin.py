@@ -40,7 +40,7 @@ def ovpatch_register(patches: Registrar, options: Mapping[str, Any]) -> None:
     from ovpatch.overlap.readers import ENTRANCES
     from ovpatch_plugins.dist_optimizer.clipping import wrap_clip, wrap_norm
     from ovpatch_plugins.dist_optimizer.endings import wrap_destroy
-    from ovpatch_plugins.dist_optimizer.kinds import classes_with_a_step
+    from ovpatch_plugins.dist_optimizer.kinds import with_a_step
     from ovpatch_plugins.dist_optimizer.optimizers import Steps
     from ovpatch_plugins.dist_optimizer.scaling import wrap_unscale
 
@@ -53,7 +53,7 @@ def ovpatch_register(patches: Registrar, options: Mapping[str, Any]) -> None:
         lambda: register_optimizer_step_pre_hook(steps.notice),
         why="sees optimizers whose step is not patched, which are reported",
     )
-    for name in [*(f"{cls.__module__}.{cls.__qualname__}" for cls in classes_with_a_step()), *steps.named]:
+    for name in with_a_step(steps.named):
         patches.register_patch(
             f"{name}.step",
             wrap=steps.wrap_step,
@@ -83,7 +83,7 @@ def ovpatch_activate(options: Mapping[str, Any]) -> Sequence[str]:
     """Let models that are wrapped from now on keep gradients by parts."""
     from ovpatch.overlap.grad_shards import sharding
 
-    sharding.minimum = options["min_param_numel"]
+    sharding.minimum, sharding.terms = options["min_param_numel"], dict(options)
     return []
 
 
@@ -92,7 +92,7 @@ def ovpatch_deactivate() -> None:
     """Make all optimizers stock again."""
     from ovpatch.overlap.grad_shards import sharding
 
-    sharding.minimum = None
+    sharding.minimum, sharding.terms = None, {}
     optimizers = sys.modules.get("ovpatch_plugins.dist_optimizer.optimizers")
     if optimizers is not None:
         optimizers.release_all()

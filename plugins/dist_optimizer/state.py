@@ -11,78 +11,79 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
-import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
 from ovpatch.overlap import farewell, placeholders
-from ovpatch.overlap.editions import Editions
-from ovpatch.overlap.farewell import Farewell
 from ovpatch.overlap.grad_shards import GradShards
-from ovpatch.overlap.peers import Peers
 from ovpatch.overlap.placeholders import Placeholder
-from ovpatch.overlap.slices import assemble, flat
-from ovpatch.overlap.staging import to_host
 from ovpatch.overlap.weakly import weakly
-from ovpatch_plugins.dist_optimizer.counters import COUNTERS
+from ovpatch_plugins.dist_optimizer.model_state import StateOfModel
 
 if TYPE_CHECKING:
     from ovpatch_plugins.dist_optimizer.parts import Part, StandIns
 
+_Model = TypeVar("_Model", bound=StateOfModel)
+
 # How many optimizers have stepped over each model; the same on all ranks, which step in the same order.
 _optimizers_of: weakref.WeakKeyDictionary[GradShards, int] = weakref.WeakKeyDictionary()
 
-_PATIENCE_S = 600.0  # for a rank whose step comes later; the asker's own time-out comes first
 
-
-class ShardedState:
+class ShardedState(Generic[_Model]):
     """The parts of one optimizer's state.
 
     Args:
         optimizer: The optimizer; held weakly.
+        of_model: What keeps them, for one model.
     """
 
-    def __init__(self, optimizer: Optimizer) -> None:
+    def __init__(self, optimizer: Optimizer, of_model: Callable[[GradShards, int], _Model]) -> None:
         self._optimizer = weakref.ref(optimizer)
-        self._models: dict[int, _StateOfModel] = {}
-        optimizer.register_state_dict_post_hook(weakly(self._whole_state_dict), prepend=True)
-        optimizer.register_load_state_dict_post_hook(weakly(self._loaded))
+        self._of_model = of_model
+        self._models: dict[int, _Model] = {}
+        self._hooks = (
+            optimizer.register_state_dict_post_hook(weakly(self._whole_state_dict), prepend=True),
+            optimizer.register_load_state_dict_post_hook(weakly(self._loaded)),
+        )
 
     @contextmanager
     def written(self, parts: Sequence[Part], stand_ins: StandIns) -> Iterator[None]:
         """Put this rank's parts into ``optimizer.state``, as the stand-ins' state, for the time of a step."""
         optimizer = self._optimizer()
         assert optimizer is not None
-        by_model = [(part, self._model(part.shards)) for part in parts]
+        by_model = [(part, self.model(part.shards)) for part in parts]
         models = list({id(model): model for _, model in by_model}.values())
         for model in models:
             model.editions.begin()
         try:
             for part, model in by_model:
-                model.put_parts(part, stand_ins[id(part.param)], optimizer.state)
+                model.put_parts(part, optimizer.state, stand_ins.get(id(part.param)))
             yield
         finally:
             for part, model in by_model:
-                model.take_parts(part, stand_ins[id(part.param)], optimizer.state)
+                model.take_parts(part, optimizer.state, stand_ins.get(id(part.param)))
             for model in models:
                 model.editions.end()
 
     def release(self) -> None:
-        """Put whole tensors into ``optimizer.state``, while there are peers to ask."""
+        """Put whole tensors into ``optimizer.state``, while there are peers to ask; nothing of it is cut any more."""
+        for hook in self._hooks:
+            hook.remove()
         optimizer = self._optimizer()
         if optimizer is not None:
-            leaving = [model for model in self._models.values() if model.leave()]
+            leaving: list[StateOfModel] = [model for model in self._models.values() if model.leave()]
             values = [value for state in optimizer.state.values() for value in state.values()]
             placeholders.settle(v for v in values if isinstance(v, Placeholder) and v.source in leaving)
 
-    def _model(self, shards: GradShards) -> _StateOfModel:
+    def model(self, shards: GradShards) -> _Model:
+        """Return what keeps the parts of one model's parameters."""
         if id(shards) not in self._models:
             number = _optimizers_of[shards] = _optimizers_of.get(shards, 0) + 1
-            model = self._models[id(shards)] = _StateOfModel(shards, number)
+            model = self._models[id(shards)] = self._of_model(shards, number)
             # A slower peer may still ask when the script has dropped the optimizer here.
             weakref.finalize(self._optimizer(), farewell.keep, shards.group, model).atexit = False
         return self._models[id(shards)]
@@ -96,7 +97,7 @@ class ShardedState:
             (number, name, value)
             for number, state in state_dict["state"].items()
             for name, value in state.items()
-            if isinstance(value, Placeholder) and isinstance(value.source, _StateOfModel)
+            if isinstance(value, Placeholder) and isinstance(value.source, StateOfModel)
         ]
         if not wanted:
             return
@@ -104,7 +105,7 @@ class ShardedState:
         for _, group in itertools.groupby(sorted(wanted, key=_source), key=_source):
             ones = list(group)
             model = ones[0][2].source
-            assert isinstance(model, _StateOfModel)
+            assert isinstance(model, StateOfModel)
             wholes = model.whole([value for *_, value in ones])
             for (number, name, _), whole in zip(ones, wholes, strict=True):
                 copies[number][name] = whole
@@ -115,103 +116,6 @@ class ShardedState:
         for param, state in optimizer.state.items():
             for model in self._models.values():
                 model.cut_whole(param, state)
-
-
-class _StateOfModel:
-    """The parts of an optimizer's state for the parameters of one model; the source of their placeholders."""
-
-    def __init__(self, shards: GradShards, number: int) -> None:
-        self.editions = Editions(shards.params[0].device)
-        self._farewell = Farewell(shards.group)
-        self._shards = shards
-        self._index = {id(param): index for index, param in enumerate(shards.params)}
-        self._parts: dict[tuple[int, str], Tensor] = {}
-        self._placeholders: dict[tuple[int, str], Placeholder] = {}
-        self._topic = f"state of optimizer {number} of {shards.identity}"
-        weakref.finalize(self, Peers.of(shards.group).serve(self._topic, weakly(self._answer)))
-
-    # ---------------------------------------------------------------- around a step
-
-    def put_parts(self, part: Part, stand_in: Tensor, states: dict[Any, dict[str, Any]]) -> None:
-        """Make this rank's parts of a parameter's state its stand-in's."""
-        state = states.get(part.param)
-        if state is not None:
-            self.cut_whole(part.param, state)
-            states[stand_in] = {
-                name: self._parts[part.index, name] if self._is_ours(value) else value for name, value in state.items()
-            }
-
-    def take_parts(self, part: Part, stand_in: Tensor, states: dict[Any, dict[str, Any]]) -> None:
-        """Keep what a step has made of them, and leave placeholders."""
-        if stand_in not in states:
-            return
-        state = states.setdefault(part.param, {})
-        for name, value in states.pop(stand_in).items():
-            if isinstance(value, Tensor) and value.shape == stand_in.shape:
-                self._keep(part.index, name, value, state)
-            else:
-                state[name] = value
-
-    def cut_whole(self, param: Tensor, state: dict[str, Any]) -> None:
-        """Keep this rank's parts of state that is whole, and leave placeholders."""
-        index = self._index.get(id(param))
-        if index is None or not self._shards.can_be_cut(index):
-            return
-        own = self._shards.slice(index)
-        for name, value in state.items():
-            if isinstance(value, Tensor) and not self._is_ours(value) and value.shape == param.shape:
-                if value.stride() != param.stride():
-                    value = torch.empty_like(param, dtype=value.dtype).copy_(value)
-                self._keep(index, name, flat(value.detach())[own.begin : own.end].clone(), state)
-
-    def _keep(self, index: int, name: str, part: Tensor, state: dict[str, Any]) -> None:
-        key = (index, name)
-        self._parts[key] = part
-        mark = self._placeholders.get(key)
-        if mark is None or not self._is_ours(mark) or mark.dtype != part.dtype:
-            mark = self._placeholders[key] = placeholders.make(self._shards.params[index], self, key, dtype=part.dtype)
-        state[name] = mark
-
-    def _is_ours(self, value: Any) -> bool:
-        return isinstance(value, Placeholder) and value.source is self
-
-    # ---------------------------------------------------------------- reading
-
-    def leave(self) -> bool:
-        """Tell whether there are still peers to ask; this is the last time."""
-        there = not Peers.destroyed(self._shards.group)
-        if there:
-            self._farewell.say(self)
-        return there
-
-    def fetch(self, wanted: Sequence[Placeholder], *, noticed: bool) -> list[Tensor]:
-        """Return whole tensors where the parameters are."""
-        del noticed
-        return [whole.to(one.device) for one, whole in zip(wanted, self.whole(wanted), strict=True)]
-
-    def whole(self, wanted: Sequence[Placeholder]) -> list[Tensor]:
-        """Return whole tensors on the CPU, in new memory, of the edition that this rank has."""
-        entries = [one.key for one in wanted]
-        question = self._farewell.mark({"edition": self.editions.number, "entries": entries})
-        answers = Peers.of(self._shards.group).ask(self._topic, question)
-        COUNTERS.state_reads += 1
-        wholes = []
-        for position, (index, name) in enumerate(entries):
-            parts = {rank: tensors[position] for rank, (_, tensors) in answers.items()}
-            COUNTERS.bytes_pulled += sum(part.nbytes for part in parts.values())
-            own = self._parts[index, name]
-            parts[self._shards.group.rank()] = own
-            like = torch.empty_like(self._shards.params[index], dtype=own.dtype, device="cpu", requires_grad=False)
-            wholes.append(assemble(like, parts, self._shards.slices(index)))
-        return wholes
-
-    def _answer(self, question: Mapping[str, Any]) -> tuple[dict[str, Any], list[Tensor]]:
-        def copy() -> list[Tensor]:
-            return [to_host(self._parts[index, name]) for index, name in question["entries"]]
-
-        parts = self.editions.read(question["edition"], copy, _PATIENCE_S)
-        self._farewell.hear(question)
-        return {}, parts
 
 
 def put_in_order(optimizer: Optimizer, known: int) -> None:

@@ -1,26 +1,28 @@
-"""One optimizer whose parameters are updated by parts.
+"""One optimizer whose work is divided among the ranks.
 
 [Note: innermost] While torch's own ``step`` runs, the optimizer's parameters, their gradients and their state are this
-rank's slices, and it gets the whole ones back whatever happens. That is done around the class's own ``step`` function,
-inside of everything that others put around it: step hooks, LR schedulers, profilers and closures see whole parameters,
-as under stock.
+rank's share, and it gets all back whatever happens. That is done around the class's own ``step`` function, inside of
+everything that others put around it: step hooks, LR schedulers, profilers and closures see all parameters, whole, as
+under stock.
+
+[Note: also after an error] A step may raise on one rank and not on another, whose part is another. The others wait for
+the parameters, so a rank hands on what it has before the error goes up.
 """
 
 from __future__ import annotations
 
+import abc
 import functools
 import weakref
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, Protocol
 
 import torch
 from torch.optim import Optimizer
 
-from ovpatch.overlap import grad_shards
 from ovpatch_plugins.dist_optimizer.counters import COUNTERS
-from ovpatch_plugins.dist_optimizer.gathers import Gathers
-from ovpatch_plugins.dist_optimizer.parts import Part, standing_in
+from ovpatch_plugins.dist_optimizer.parts import Part
 from ovpatch_plugins.dist_optimizer.state import ShardedState, put_in_order
 
 Inner = Callable[..., Any]
@@ -31,30 +33,47 @@ LOCAL = (
 )
 
 
-class ShardedOptimizer:
+class Exchange(Protocol):
+    """What makes parameters the same on all ranks after a step."""
+
+    def launch(self, parts: Sequence[Part]) -> None:
+        """Start; all ranks do so for the same parameters."""
+
+    def settle(self) -> None:
+        """Wait for what is still on its way."""
+
+
+class ShardedOptimizer(abc.ABC):
     """What the feature knows of one optimizer.
 
     Args:
         optimizer: The optimizer; held weakly.
-        gathers: What gathers its parameters.
+        exchange: What gives its parameters to all ranks.
+        state: Its state.
         stand_down: Called with the optimizer and the reason when it has to go on as stock.
     """
 
-    def __init__(self, optimizer: Optimizer, gathers: Gathers, stand_down: Callable[[Optimizer, str], None]) -> None:
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        exchange: Exchange,
+        state: ShardedState[Any],
+        stand_down: Callable[[Optimizer, str], None],
+    ) -> None:
         self._optimizer = weakref.ref(optimizer)
         self._stand_down = stand_down
         self._inside = False
-        self._gathers = gathers
-        self.state = ShardedState(optimizer)
+        self._exchange = exchange
+        self._state = state
 
     def step(self, inner: Inner, *args: Any, **kwargs: Any) -> Any:
-        """Run ``inner``, the class's own step, on this rank's parts, and gather the parameters."""
+        """Run ``inner``, the class's own step, on this rank's share, and hand on the parameters."""
         optimizer = self._optimizer()
         assert optimizer is not None
         if self._inside:  # the class's step calls that of a base class
             return inner(optimizer, *args, **kwargs)
         args, kwargs = _with_loss(args, kwargs)
-        self._gathers.settle()  # a second step without a forward in between
+        self._exchange.settle()  # a second step without a forward in between
         parts = self.parts(optimizer)
         if any(part.shards.local for part in parts):
             self.release()
@@ -64,23 +83,27 @@ class ShardedOptimizer:
             return inner(optimizer, *args, **kwargs)
         COUNTERS.grads_by_parts += sum(part.shards.is_pending(part.index) for part in parts)
         result = self._update(parts, functools.partial(inner, optimizer, *args, **kwargs), optimizer)
-        self._gathers.launch(parts)
         COUNTERS.steps += 1
         COUNTERS.params_updated += len(parts)
         return result
 
     def _update(self, parts: list[Part], inner: Callable[[], Any], optimizer: Optimizer) -> Any:
         known = len(optimizer.state)
-        with (
-            standing_in(optimizer, parts) as stand_ins,
-            self.state.written(parts, stand_ins),
-            self._being_inside(),
-        ):
-            result = inner()
+        try:
+            with self._divided(optimizer, parts), self._being_inside():
+                result = inner()
+        except Exception:
+            self._hand_on(optimizer, parts)
+            raise
+        self._hand_on(optimizer, parts)
         put_in_order(optimizer, known)
+        return result
+
+    def _hand_on(self, optimizer: Optimizer, parts: Sequence[Part]) -> None:
+        del optimizer
         # They were changed behind their backs; a graph that still needs the old values must notice.
         torch.autograd.graph.increment_version([part.param for part in parts])
-        return result
+        self._exchange.launch(parts)
 
     @contextmanager
     def _being_inside(self) -> Iterator[None]:
@@ -90,25 +113,18 @@ class ShardedOptimizer:
         finally:
             self._inside = False
 
+    @abc.abstractmethod
     def parts(self, optimizer: Optimizer) -> list[Part]:
-        """Return the parameters with a gradient that are to be updated by parts, and ask for their gradients so."""
-        found = []
-        for group in optimizer.param_groups:
-            for param in group["params"]:
-                entry = grad_shards.find(param)
-                if entry is not None and entry[0].want(entry[1]) and param.grad is not None:
-                    found.append(Part(param, *entry))
-        return found
+        """Return the parameters with a gradient whose update is divided."""
+
+    @abc.abstractmethod
+    def _divided(self, optimizer: Optimizer, parts: Sequence[Part]) -> AbstractContextManager[None]:
+        """Show the optimizer nothing but this rank's share, for the time of a step."""
 
     def release(self) -> None:
         """Make everything whole again: the optimizer goes on as stock."""
-        self._gathers.settle()
-        optimizer = self._optimizer()
-        if optimizer is None:
-            return
-        for part in self.parts(optimizer):
-            part.shards.want(part.index, wanted=False)
-        self.state.release()
+        self._exchange.settle()
+        self._state.release()
 
 
 def _with_loss(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:

@@ -40,6 +40,29 @@ def test_dcp_functions_give_and_take_stocks_dictionaries(ranks):
             assert result["counters"]["state_reads"] > 0 or (full and rank)
 
 
+def into_several() -> list[dict[str, Any]]:
+    """Load into optimizers that have never stepped, of models that have never run; torch lets them step for that."""
+    model, opt = build()
+    for number in range(4):
+        step(model, opt, number)
+    found = copy.deepcopy(dcp.get_optimizer_state_dict(model, opt))
+    others = [build() for _ in range(2)]
+    for other, opt2 in others:
+        dcp.set_optimizer_state_dict(other, opt2, copy.deepcopy(found))
+    records = []
+    for other, opt2 in others:
+        step(other, opt2, 5)
+        state = copy.deepcopy(dcp.get_optimizer_state_dict(other, opt2))
+        records.append({"state": state, "after": {n: p.detach().clone() for n, p in other.named_parameters()}})
+    return records
+
+
+def test_dcp_functions_load_into_several_new_models(ranks):
+    for result in ranks(2)(both, into_several):
+        compare(result["stock"], result["patched"]).assert_bitwise()
+        assert result["counters"]["optimizers"] == 3
+
+
 def saved_last() -> Any:
     """Rank 1 destroys its group while rank 0 is still to save."""
     with ovpatch.applied("ddp", "dist_optimizer", options={"dist_optimizer": SMALL}):

@@ -23,9 +23,12 @@ from tests.plugins.dist_optimizer import (
     test_reads_of_parameters,
     test_scaler,
     test_state,
+    test_whole_parameters,
+    test_whole_parameters_state,
 )
 from tests.plugins.dist_optimizer.arms import both
 from tests.plugins.dist_optimizer.checks import all_cases, check_all, ddp, params
+from tests.plugins.dist_optimizer.test_whole_parameters import check_each
 
 pytestmark = pytest.mark.gpu(2)
 
@@ -45,6 +48,27 @@ def test_optimizers(ranks):
 def test_optimizers_in_low_precision(ranks):
     kinds = named("kind", test_optimizer_kinds.KINDS, without=CPU_ONLY, low_precision=True)
     check_all(ranks(2)(all_cases, test_optimizer_kinds.train, kinds, **NCCL), steps=8)
+
+
+@pytest.mark.parametrize("kind", test_whole_parameters.KINDS)
+def test_optimizers_that_need_whole_parameters(ranks, kind):
+    loops = {"": {"kind": kind}, "states": {"kind": kind, "states": True}}
+    for bucket_mb in (0.0, 64.0):
+        options = test_whole_parameters.NAMED | {"gather_bucket_mb": bucket_mb}
+        check_each(ranks(2)(all_cases, test_whole_parameters.train, loops, options=options, **NCCL))
+
+
+@pytest.mark.parametrize("kind", test_whole_parameters.KINDS)
+def test_state_of_whole_parameters(ranks, kind):
+    named = {"options": test_whole_parameters.NAMED, **NCCL}
+    for reader in test_state.READERS:
+        one = ranks(2)(both, test_whole_parameters.instead, kind, test_state.one_rank, reader, 0, **named)[0]
+        compare(one["stock"], one["patched"]).assert_bitwise()
+    for loop in (test_whole_parameters_state.resumed, test_whole_parameters_state.changed_by_hand):
+        args = (False,) if loop is test_whole_parameters_state.resumed else ()
+        for result in ranks(2)(both, loop, kind, *args, **named):
+            compare(result["stock"], result["patched"]).assert_bitwise()
+    check_each(ranks(2)(all_cases, test_whole_parameters.scaled, {"": {"kind": kind, "clip": True}}, **named))
 
 
 def test_capturable(ranks):

@@ -18,7 +18,7 @@ import ovpatch
 from tests.plugins.ddp.arms import Record, data
 from tests.plugins.dist_optimizer.arms import SMALL
 from tests.plugins.dist_optimizer.checks import all_cases, check_all, ddp, params
-from tests.plugins.dist_optimizer.test_loops import OPTIMIZERS, net
+from tests.plugins.dist_optimizer.test_loops import OPTIMIZERS, Signed, net
 
 
 def sight(opt: Optimizer) -> list[Any]:
@@ -205,7 +205,7 @@ def local_steps(style: str) -> list[Record]:
                     dist.all_reduce(p)
                     p /= dist.get_world_size()
         records.append(params(model))
-    return records
+    return [*records, {"steps": [float(state["step"]) for state in opt.state_dict()["state"].values()]}]
 
 
 @pytest.mark.parametrize("style", ["all", "begins", "ends", "average"])
@@ -249,3 +249,22 @@ def test_the_others_raise_when_a_rank_stops(ranks, before):
     assert "imed out" in text, text
     assert 1 < waited < 10
     assert not nothing
+
+
+SIGNED = f"{Signed.__module__}.{Signed.__qualname__}"
+
+
+def differently() -> str:
+    """Options that decide what ranks communicate differ; the wrap says so, where a step would hang."""
+    options = {"dist_optimizer": SMALL | {"element_wise": SIGNED if dist.get_rank() else ""}}
+    with (
+        ovpatch.applied("ddp", "dist_optimizer", options=options),
+        pytest.raises(RuntimeError) as raised,
+    ):
+        DistributedDataParallel(net())
+    return str(raised.value)
+
+
+def test_options_that_differ_between_ranks_are_named(ranks):
+    for text in ranks(2)(differently):
+        assert f'dist_optimizer.element_wise is "" on rank 0 but "{SIGNED}" on rank 1' in text

@@ -82,8 +82,6 @@ STRANGERS: dict[str, Callable[[nn.Module], Optimizer]] = {
     "own step": lambda m: OwnStep(m.parameters(), lr=0.01),
     "by hand": lambda m: Own(m.parameters(), lr=0.01),
     "lbfgs": lambda m: torch.optim.LBFGS(m.parameters(), lr=0.1, max_iter=3),
-    "adafactor": lambda m: torch.optim.Adafactor(m.parameters(), lr=0.01),
-    "muon": lambda m: torch.optim.Muon([p for p in m.parameters() if p.ndim == 2], lr=0.01),
 }
 
 

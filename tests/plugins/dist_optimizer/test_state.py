@@ -92,7 +92,7 @@ READERS: dict[str, Any] = {
     "save": lambda opt, p: saved(opt),
     "pickle": lambda opt, p: pickled(opt),
     "deepcopy": lambda opt, p: on_cpu(copy.deepcopy(opt).state_dict())["state"],
-    "state": lambda opt, p: {n: v.clone() for n, v in opt.state[p].items()},
+    "state": lambda opt, p: {n: v.clone() if torch.is_tensor(v) else v for n, v in opt.state[p].items()},
 }
 
 
@@ -206,6 +206,7 @@ def reverted() -> list[dict[str, Any]]:
     for number in range(8):
         if number == 4:
             ovpatch.revert()
+            records.append({"state": copy.deepcopy(opt.state_dict()["state"])})
         step(model, opt, number)
         records.append({"param": {n: p.detach().clone() for n, p in model.named_parameters()}})
     assert not any(isinstance(v, Placeholder) for s in opt.state.values() for v in s.values())
@@ -218,6 +219,8 @@ def plain() -> list[dict[str, Any]]:
     model, opt = build()
     records = []
     for number in range(8):
+        if number == 4:
+            records.append({"state": copy.deepcopy(opt.state_dict()["state"])})
         step(model, opt, number)
         records.append({"param": {n: p.detach().clone() for n, p in model.named_parameters()}})
     return records

@@ -1,0 +1,60 @@
+"""State of element-wise optimizers: each rank keeps a slice of every tensor that has its parameter's shape."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from ovpatch.overlap.slices import Slice, flat
+from ovpatch_plugins.dist_optimizer.forms import Form
+from ovpatch_plugins.dist_optimizer.model_state import Key, StateOfModel, States
+
+if TYPE_CHECKING:
+    from ovpatch_plugins.dist_optimizer.parts import Part
+
+
+class SlicesOfModel(StateOfModel):
+    """The slices; what has another shape, as the number of steps, is on all ranks."""
+
+    def put_parts(self, part: Part, states: States, stand_in: Tensor | None) -> None:
+        """Make this rank's slices the stand-in's state."""
+        state = states.get(part.param)
+        if state is not None:
+            self.cut_whole(part.param, state)
+            states[stand_in] = {
+                name: self._parts[part.index, name] if self._is_ours(value) else value for name, value in state.items()
+            }
+
+    def take_parts(self, part: Part, states: States, stand_in: Tensor | None) -> None:
+        """Keep what a step has made of them, and leave placeholders."""
+        if stand_in is None or stand_in not in states:
+            return
+        state = states.setdefault(part.param, {})
+        for name, value in states.pop(stand_in).items():
+            if isinstance(value, Tensor) and value.shape == stand_in.shape:
+                self._keep((part.index, name), value, state)
+            else:
+                state[name] = value
+
+    def cut_whole(self, param: Tensor, state: dict[Any, Any]) -> None:
+        """Keep this rank's slices of state that is whole, and leave placeholders."""
+        index = self._index.get(id(param))
+        if index is None or not self._shards.can_be_cut(index):
+            return
+        own = self._shards.slice(index)
+        for name, value in state.items():
+            if isinstance(value, Tensor) and not self._is_ours(value) and value.shape == param.shape:
+                if value.stride() != param.stride():
+                    value = torch.empty_like(param, dtype=value.dtype).copy_(value)
+                self._keep((index, name), flat(value.detach())[own.begin : own.end].clone(), state)
+
+    def _keep(self, key: Key, part: Tensor, state: dict[Any, Any]) -> None:
+        self._parts[key] = part
+        param = self._shards.params[key[0]]
+        self._leave_placeholder(key, Form(param.shape, param.stride(), part.dtype, param.device), state)
+
+    def _places(self, key: Key) -> Mapping[int, Slice]:
+        return dict(enumerate(self._shards.slices(key[0])))

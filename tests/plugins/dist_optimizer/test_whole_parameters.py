@@ -1,0 +1,378 @@
+"""Optimizers that need whole parameters: each rank updates some, keeps state for these, and nobody sees that."""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Callable
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+import ovpatch
+from ovpatch.insight.equality import compare
+from ovpatch.overlap.placeholders import Placeholder
+from tests.plugins.ddp.arms import Record, data, device
+from tests.plugins.dist_optimizer import test_hooks_and_failures, test_loop_styles, test_models
+from tests.plugins.dist_optimizer.arms import SMALL, both
+from tests.plugins.dist_optimizer.checks import all_cases, check_all, ddp, params
+from tests.plugins.dist_optimizer.test_loops import OPTIMIZERS, net
+from tests.plugins.dist_optimizer.test_state import on_cpu
+
+
+class Lamb(Optimizer):
+    """As many people have written it: a number of steps that is Python's, and a trust ratio over a whole parameter.
+
+    After a few steps it keeps more than before: a tensor with holes, and all sorts of things that are no tensors.
+    """
+
+    def __init__(self, params: Any, lr: float = 0.01) -> None:
+        super().__init__(params, {"lr": lr, "betas": (0.9, 0.99), "eps": 1e-6, "decay": 0.01})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        with torch.enable_grad():
+            loss = closure() if closure is not None else None
+        for group in self.param_groups:
+            first, second = group["betas"]
+            for p in group["params"]:
+                if p.grad is None:
+                    continue
+                state = self.state[p]
+                if not state:
+                    state |= {"step": 0, "m": torch.zeros_like(p), "v": torch.zeros_like(p), "seen": []}
+                state["step"] += 1
+                if state["step"] == 4:
+                    state["slow"], state["norms"] = (
+                        p.clone().flatten()[::2],
+                        {"last": (None, torch.ones(2)), 7: float("inf")},
+                    )
+                state["m"].lerp_(p.grad, 1 - first)
+                state["v"].lerp_(p.grad.square(), 1 - second)
+                update = state["m"] / (state["v"].sqrt() + group["eps"]) + group["decay"] * p
+                ratio = float(p.norm() / (update.norm() + 1e-6))
+                state["seen"] = [*state["seen"][-2:], ratio]
+                p.sub_(update, alpha=group["lr"] * ratio)
+        return loss
+
+
+NAMED = {"per_parameter": f"{__name__}.Lamb"}
+
+
+def muon(model: nn.Module) -> list[Optimizer]:
+    """Muon for matrices, and what its documentation advises for the rest."""
+    return [
+        torch.optim.Muon([p for p in model.parameters() if p.ndim == 2], lr=0.02),
+        torch.optim.AdamW([p for p in model.parameters() if p.ndim != 2], lr=0.01),
+    ]
+
+
+MAKERS: dict[str, Callable[[nn.Module], list[Optimizer]]] = {
+    "muon": muon,
+    "adafactor": lambda m: [torch.optim.Adafactor(m.parameters(), lr=0.01, weight_decay=0.1)],
+    "adafactor, foreach": lambda m: [torch.optim.Adafactor(m.parameters(), lr=0.01, foreach=True)],
+    "lamb": lambda m: [Lamb(m.parameters())],
+}
+KINDS = [
+    pytest.param(name, marks=pytest.mark.skipif(not hasattr(torch.optim, cls), reason=f"this torch has no {cls}"))
+    for name, cls in (("muon", "Muon"), ("adafactor", "Adafactor"), ("lamb", "Optimizer"))
+]
+STEPS = 10
+
+
+def build(kind: str) -> tuple[nn.Module, list[Optimizer]]:
+    model = ddp(net())
+    return model, MAKERS[kind](model)
+
+
+def step(model: nn.Module, opts: list[Optimizer], number: int) -> None:
+    for opt in opts:
+        opt.zero_grad()
+    model(data(number, 5, 6)).square().mean().backward()
+    for opt in opts:
+        opt.step()
+
+
+def train(kind: str, states: bool = False) -> list[Record]:
+    model, opts = build(kind)
+    records = []
+    for number in range(STEPS):
+        step(model, opts, number)
+        records.append(params(model))
+        if states or number == STEPS - 1:
+            records.append({str(i): copy.deepcopy(on_cpu(opt.state_dict())) for i, opt in enumerate(opts)})
+    return records
+
+
+def check(results: list[dict[str, Any]], *, steps: int = STEPS, stock: int = 0) -> None:
+    """Demand stock's values, and that each rank updated its share of the parameters and no more."""
+    for result in results:
+        compared = compare(result["stock"], result["patched"], reordered=result.get("reordered"))
+        (compared.assert_bitwise if len(results) == 2 else compared.assert_equal)()
+        assert result["counters"]["steps"] >= steps
+        assert result["counters"]["stock_optimizers"] == stock
+    owned = [result["counters"]["params_owned"] for result in results]
+    assert sum(owned) > 0
+    assert max(owned) < sum(owned) <= results[0]["counters"]["params_updated"], owned
+
+
+def check_each(results: list[dict[str, dict[str, Any]]], **demands: Any) -> None:
+    failures = []
+    for name in results[0]:
+        try:
+            check([result[name] for result in results], **demands)
+        except AssertionError as error:
+            failures.append(f"case {name}: {error}")
+    assert not failures, "\n\n".join(failures)
+
+
+@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("kind", KINDS)
+def test_optimizers(ranks, world, kind):
+    kinds = {kind: {"kind": kind}, "states": {"kind": kind, "states": True}}
+    if kind == "adafactor":
+        kinds["foreach"] = {"kind": "adafactor, foreach", "states": True}
+    check_each(ranks(world)(all_cases, train, kinds, options=NAMED))
+
+
+@pytest.mark.parametrize(("bucket_mb", "buckets"), [(0.0, 4), (4e-4, 2)])
+def test_parameters_alone_and_in_buckets(ranks, bucket_mb, buckets):
+    results = ranks(2)(all_cases, train, {"": {"kind": "lamb"}}, options=NAMED | {"gather_bucket_mb": bucket_mb})
+    check_each(results)
+    counters = results[0][""]["counters"]
+    assert counters["gathers"] == buckets * STEPS
+    assert counters["bytes_gathered"] == STEPS * 4 * (60 + 10 + 70 + 21)
+
+
+# --- who keeps what ---
+
+
+def shares(kind: str) -> tuple[list[int], int]:
+    """Return how many elements of state this rank keeps, and how many there are."""
+    with ovpatch.applied("ddp", "dist_optimizer", options={"dist_optimizer": SMALL | NAMED}):
+        torch.manual_seed(1)
+        model = ddp(nn.Sequential(*(nn.Linear(16, 16) for _ in range(12))))
+        opt = MAKERS[kind](model)[0]
+        for number in range(5):
+            opt.zero_grad()
+            model(data(number, 5, 16)).square().mean().backward()
+            opt.step()
+        values = [v for state in opt.state.values() for v in state.values() if isinstance(v, Tensor)]
+        assert all(isinstance(value, Placeholder) for value in values)
+        (source,) = {value.source for value in values}
+        kept, everything = sum(part.numel() for part in source._parts.values()), sum(v.numel() for v in values)
+        dist.barrier()
+        assert everything == sum(
+            v.numel() for s in opt.state_dict()["state"].values() for v in s.values() if isinstance(v, Tensor)
+        )
+        dist.barrier()
+    return kept, everything
+
+
+@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("kind", KINDS)
+def test_each_rank_keeps_its_share_of_the_state(ranks, world, kind):
+    results = ranks(world)(shares, kind)
+    assert sum(kept for kept, _ in results) == results[0][1]
+    for kept, everything in results:
+        assert kept == pytest.approx(everything / world, rel=0.1)
+
+
+def dealt(numels: list[int]) -> list[int]:
+    """Return how many elements each rank owns, when two optimizers share a model's parameters."""
+    from ovpatch_plugins.dist_optimizer.optimizers import sharded
+
+    with ovpatch.applied("ddp", "dist_optimizer", options={"dist_optimizer": SMALL | NAMED}):
+        model = ddp(nn.ParameterList(torch.ones(numel) for numel in numels))
+        model.forward = lambda: sum(p.sum() for p in model.module)  # type: ignore[method-assign]
+        opts = [Lamb([p]) for p in model.parameters()]
+        for p in model.parameters():
+            p.grad = torch.ones_like(p)
+        for opt in opts:
+            opt.step()
+        loads = [0] * dist.get_world_size()
+        for opt in opts:
+            for part in sharded(opt).parts(opt):
+                (owner,) = sharded(opt)._wholes.model(part.shards).owners([part.index])
+                loads[owner] += part.param.numel()
+        dist.barrier()
+    return loads
+
+
+def test_an_optimizer_for_each_parameter_is_dealt_out_like_one(ranks):
+    first, second = ranks(2)(dealt, [50, 40, 30, 20, 10])
+    assert first == second == [80, 70]
+
+
+# --- the loops, models and reads of the other files ---
+
+ONE: dict[str, Callable[[Any], Optimizer]] = {
+    "muon": lambda ps: torch.optim.Muon([p for p in ps if p.ndim == 2], lr=0.02),
+    "adafactor": lambda ps: torch.optim.Adafactor(ps, lr=0.01),
+    "lamb": lambda ps: Lamb(ps),
+}
+
+
+def instead(kind: str, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Run a loop of another file with this optimizer where it makes an AdamW."""
+    with mock.patch.dict(OPTIMIZERS, {"adamw": ONE[kind]}), mock.patch.dict(SMALL, NAMED):
+        return run(*args, **kwargs)
+
+
+def cases(kind: str, run: Callable[..., Any], of: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    return {name: {"kind": kind, "run": run, **kwargs} for name, kwargs in of.items()}
+
+
+@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("kind", KINDS)
+def test_styles(ranks, world, kind):
+    styles = {s: {"style": s} for s in test_loop_styles.STYLES if s != "group_added" or kind != "muon"}
+    loops = cases(kind, test_loop_styles.train, styles)
+    loops |= cases(kind, test_loop_styles.train, {"early": {"style": "closure", "early": True}})
+    check_each(ranks(world)(all_cases, instead, loops, options=NAMED), steps=6)
+
+
+def frozen_for_a_while(kind: str) -> list[Record]:
+    model = ddp(net(), find_unused_parameters=True)
+    opt = ONE[kind](model.parameters())
+    records = []
+    for number in range(9):
+        model.module[0].weight.requires_grad_(not 3 <= number < 6)
+        step(model, [opt], number)
+        records += [params(model), copy.deepcopy(on_cpu(opt.state_dict()))]
+    return records
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_parameter_that_is_frozen_for_a_while(ranks, kind):
+    check_each(ranks(2)(all_cases, frozen_for_a_while, {"": {"kind": kind}}, options=NAMED), steps=9)
+
+
+@pytest.mark.parametrize("kind", ["adafactor", "lamb"])
+def test_kinds_of_models(ranks, kind):
+    wanted = {"unused", "unused by rank, gradients stay", "frozen", "static graph", "double", "checkpointed, reentrant"}
+    wanted |= {"odd"} if kind == "lamb" else {"bfloat16"}  # Adafactor divides by the elements of an empty parameter
+    owners = {"owners": owners_of[kind]}
+    loops = {name: kwargs | owners for name, kwargs in test_models.CASES.items() if name in wanted}
+    check_each(ranks(2)(all_cases, test_models.train, loops, options=NAMED), steps=9)
+
+
+def by_groups(kind: str, model: nn.Module) -> list[Optimizer]:
+    ones = list(model.parameters())
+    groups = [{"params": ones[::2]}, {"params": ones[1::2], "lr": 0.03}, {"params": []}]
+    return [ONE[kind](groups)]
+
+
+def disjoint(kind: str, model: nn.Module) -> list[Optimizer]:
+    ones = list(model.parameters())
+    return [ONE[kind](ones[:2]), torch.optim.AdamW(ones[2:4]), ONE[kind](ones[4:])]
+
+
+def shared(kind: str, model: nn.Module) -> list[Optimizer]:
+    return [ONE[kind](model.parameters()), torch.optim.SGD(model.parameters(), lr=0.01)]
+
+
+owners_of = {kind: functools.partial(by_groups, kind) for kind in ONE}
+
+
+@pytest.mark.parametrize("kind", ["adafactor", "lamb"])
+def test_several_optimizers(ranks, kind):
+    loops = {f.__name__: {"owners": functools.partial(f, kind)} for f in (disjoint, shared)}
+    check_each(ranks(2)(all_cases, test_models.train, loops, options=NAMED), steps=9)
+
+
+def test_hooks_see_all_parameters(ranks):
+    loops = cases("adafactor", test_hooks_and_failures.hooked, {"look": {"look": True}, "glance": {"look": False}})
+    check_each(ranks(2)(all_cases, instead, loops), steps=8)
+
+
+@pytest.mark.parametrize("where", ["pre-hook", "post-hook", "step", "closure"])
+def test_after_a_step_that_raises_everything_is_whole(ranks, where):
+    loops = cases("lamb", test_hooks_and_failures.raising, {where: {"where": where}})
+    check_each(ranks(2)(all_cases, instead, loops, options=NAMED), steps=8)
+
+
+@pytest.mark.parametrize("style", ["all", "begins", "ends", "average"])
+@pytest.mark.parametrize("kind", ["adafactor", "lamb"])
+def test_steps_on_local_gradients_are_stocks(ranks, style, kind):
+    loops = cases(kind, test_hooks_and_failures.local_steps, {style: {"style": style}})
+    steps = 0 if style in ("all", "ends") else 1
+    check_all(ranks(2)(all_cases, instead, loops, options=NAMED), steps=steps, stock=1, by_parts=False)
+
+
+# --- one rank raises ---
+
+
+class Picky(Lamb):
+    """Raises for one parameter, in whose gradient it finds something."""
+
+    bad = False
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for p in group["params"]:
+                if self.bad and p.shape == (7, 10):
+                    raise ValueError("not really")
+        return super().step(closure)
+
+
+def raising_alone() -> list[Record]:
+    model = ddp(net())
+    opt = Picky(model.parameters())
+    records, raised = [], 0
+    for number in range(8):
+        opt.bad = number == 4
+        try:
+            step(model, [opt], number)
+        except ValueError:
+            raised += 1
+        records.append({name: p for name, p in params(model).items() if p.numel() >= 8})  # others have no owner
+    everybody = [None] * dist.get_world_size()
+    dist.all_gather_object(everybody, raised)
+    return [records, everybody]
+
+
+def test_an_error_on_one_rank_leaves_the_parameters_the_same_on_all(ranks):
+    first, second = ranks(2)(both, raising_alone, options={"per_parameter": f"{__name__}.Picky"})
+    assert sorted(first["patched"][1]) == [0, 1]
+    compare(first["patched"][0], second["patched"][0]).assert_bitwise()
+
+
+# --- scalers ---
+
+
+def scaled(kind: str, clip: bool) -> list[Record]:
+    model = ddp(net())
+    opt = ONE[kind](model.parameters())
+    scaler = torch.amp.GradScaler(device().type, init_scale=2.0**10, growth_interval=4)
+    now = [0]
+
+    def spoil(grad: Tensor) -> Tensor:
+        return grad * float("inf") if now[0] in (5, 9) and dist.get_rank() == 0 else grad
+
+    model.module[0].weight.register_hook(spoil)
+    records = []
+    for number in range(12):
+        now[0] = number
+        opt.zero_grad()
+        scaler.scale(model(data(number, 5, 6)).square().mean()).backward()
+        if clip:
+            scaler.unscale_(opt)
+            nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+        scaler.step(opt)
+        scaler.update()
+        records.append({"scale": scaler.get_scale(), **params(model)})
+    assert scaler.get_scale() != 2.0**10
+    return records
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_scalers(ranks, kind):
+    loops = {f"clip: {clip}": {"kind": kind, "clip": clip} for clip in (False, True)}
+    check_each(ranks(2)(all_cases, scaled, loops, options=NAMED), steps=10)

@@ -1,0 +1,255 @@
+"""State of optimizers that need whole parameters, as user code sees it: whole, on any rank alone, in stock's layout."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint import state_dict as dcp
+from torch.nn.parallel import DistributedDataParallel
+
+import ovpatch
+from ovpatch.insight.equality import compare
+from ovpatch.overlap.placeholders import Placeholder
+from tests.plugins.ddp.arms import Record
+from tests.plugins.dist_optimizer import test_checkpoints, test_state
+from tests.plugins.dist_optimizer.arms import SMALL, both
+from tests.plugins.dist_optimizer.checks import params
+from tests.plugins.dist_optimizer.test_loops import net
+from tests.plugins.dist_optimizer.test_state import READERS, on_cpu
+from tests.plugins.dist_optimizer.test_whole_parameters import KINDS, MAKERS, NAMED, build, instead, step
+
+each_kind = pytest.mark.parametrize("kind", KINDS)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("reader", READERS)
+@each_kind
+def test_one_rank_alone_reads_the_state(ranks, kind, reader, rank):
+    results = ranks(2)(both, instead, kind, test_state.one_rank, reader, rank, options=NAMED)
+    compare(results[rank]["stock"], results[rank]["patched"]).assert_bitwise()
+    assert len(results[rank]["patched"]) == 5
+    assert results[rank]["counters"]["state_reads"] >= 5
+    assert results[1 - rank]["counters"]["state_reads"] == 0
+    assert results[1 - rank]["counters"]["params_owned"] > 0
+
+
+def layouts(kind: str) -> list[Any]:
+    """Record what a state looks like without reading it."""
+    model, opts = build(kind)
+    records: list[Any] = []
+    for number in range(6):
+        step(model, opts, number)
+        for opt in opts:
+            for param, state in opt.state.items():
+                records.append(tuple(param.shape))
+                for name, value in state.items():
+                    is_tensor = isinstance(value, torch.Tensor)
+                    assert not isinstance(value, Placeholder) or value.numel() < 100
+                    records.append([name, (tuple(value.shape), str(value.dtype)) if is_tensor else repr(value)])
+    return records
+
+
+@pytest.mark.parametrize("world", [2, 3])
+@each_kind
+def test_the_state_looks_like_stocks_before_anybody_reads_it(ranks, world, kind):
+    for result in ranks(world)(both, layouts, kind, options=NAMED):
+        texts = [[str(one) for one in result[arm]] for arm in ("stock", "patched")]
+        if kind == "lamb" and world > 2:  # it shows ratios, whose last bits are noise
+            texts = [[text for text in ones if "seen" not in text] for ones in texts]
+        assert texts[0] == texts[1]
+        assert result["counters"]["state_reads"] == 0
+
+
+def changed_by_hand(kind: str) -> list[Record]:
+    """All ranks change the state, one long after the other; some of it is taken away."""
+    model, opts = build(kind)
+    records = []
+    for number in range(8):
+        step(model, opts, number)
+        for turn in range(dist.get_world_size()):
+            if turn == dist.get_rank():
+                for state in opts[0].state.values():
+                    for name in ("momentum_buffer", "row_var", "m"):
+                        if name in state:
+                            state[name].mul_(0.5)
+                if number == 4:
+                    for state in list(opts[0].state.values())[:2]:
+                        state.clear()
+                records.append(copy.deepcopy(on_cpu(opts[0].state_dict())["state"]))
+            dist.barrier()
+        records.append(params(model))
+    return records
+
+
+@each_kind
+def test_a_state_that_is_changed_by_hand(ranks, kind):
+    for result in ranks(2)(both, changed_by_hand, kind, options=NAMED):
+        compare(result["stock"], result["patched"]).assert_bitwise()
+        assert result["counters"]["steps"] >= 8
+
+
+# --- checkpoints ---
+
+
+def resumed(kind: str, load_before_wrap: bool) -> list[Record]:
+    model, (opt, *others) = build(kind)
+    for number in range(5):
+        step(model, [opt, *others], number)
+    checkpoint = copy.deepcopy((model.module.state_dict(), [one.state_dict() for one in (opt, *others)]))
+    raw = net()
+    raw.load_state_dict(checkpoint[0])
+    second = MAKERS[kind](raw)
+    if load_before_wrap:
+        for one, state in zip(second, checkpoint[1], strict=True):
+            one.load_state_dict(state)
+        again = DistributedDataParallel(raw)
+    else:
+        again = DistributedDataParallel(raw)
+        step(again, second, 99)
+        raw.load_state_dict(checkpoint[0])
+        for one, state in zip(second, checkpoint[1], strict=True):
+            one.load_state_dict(state)
+    records = [copy.deepcopy(on_cpu(second[0].state_dict()))]
+    for number in range(5, 9):
+        step(model, [opt, *others], number)
+        step(again, second, number)
+        records.append({"first": params(model), "second": params(again)})
+        assert [list(s) for s in opt.state.values()] == [list(s) for s in second[0].state.values()]
+    return records
+
+
+@pytest.mark.parametrize("load_before_wrap", [True, False])
+@each_kind
+def test_a_resumed_run_continues(ranks, kind, load_before_wrap):
+    for result in ranks(2)(both, resumed, kind, load_before_wrap, options=NAMED):
+        compare(result["stock"], result["patched"]).assert_bitwise()
+        for record in result["patched"][1:]:
+            compare(
+                [{n.removeprefix("module."): p for n, p in record["first"].items()}],
+                [{n.removeprefix("module."): p for n, p in record["second"].items()}],
+            ).assert_bitwise()
+        assert result["counters"]["params_owned"] > 0
+
+
+def dropped_at_once(kind: str) -> None:
+    with ovpatch.applied("ddp", "dist_optimizer", options={"dist_optimizer": SMALL | NAMED}):
+        model, opts = build(kind)
+        for number in range(3):
+            step(model, opts, number)
+        opts[0].load_state_dict(copy.deepcopy(opts[0].state_dict()))
+        for param, state in opts[0].state.items():
+            for value in state.values():
+                assert param.numel() < 8 or not isinstance(value, torch.Tensor) or isinstance(value, Placeholder)
+        dist.barrier()
+
+
+@each_kind
+def test_loaded_state_is_dropped_at_once(ranks, kind):
+    ranks(2)(dropped_at_once, kind)
+
+
+@pytest.mark.parametrize("first_patched", [True, False])
+@each_kind
+def test_checkpoints_go_between_stock_and_patched(ranks, kind, first_patched):
+    for mixed, stock in ranks(2)(instead, kind, test_state.handed_over, first_patched):
+        compare([mixed], [stock]).assert_bitwise()
+
+
+def by_dcp(kind: str, full: bool, fresh: bool) -> list[Record]:
+    options = dcp.StateDictOptions(full_state_dict=full, cpu_offload=full)
+    model, opts = build(kind)
+    for number in range(4):
+        step(model, opts, number)
+    found = dcp.get_optimizer_state_dict(model, opts, options=options)
+    kept = copy.deepcopy(found)  # torch goes on with the tensors that it is given
+    weights = copy.deepcopy(dcp.get_model_state_dict(model, options=options))
+    other, others = build(kind)
+    if not fresh:
+        step(other, others, 77)
+    given = dcp.StateDictOptions(full_state_dict=full, broadcast_from_rank0=full)
+    dcp.set_model_state_dict(other, weights, options=given)
+    dcp.set_optimizer_state_dict(other, others, found, options=given)
+    for number in range(4, 7):
+        step(other, others, number)
+    return [{"state": kept, "weights": weights, "after": params(other)}]
+
+
+@pytest.mark.parametrize("full", [False, True])
+@pytest.mark.parametrize("fresh", [False, True])
+@pytest.mark.parametrize("kind", KINDS[:2])
+def test_dcp_functions_give_and_take_stocks_dictionaries(ranks, kind, full, fresh):
+    for rank, result in enumerate(ranks(2)(both, by_dcp, kind, full, fresh)):
+        compare(result["stock"], result["patched"]).assert_bitwise()
+        assert result["counters"]["state_reads"] > 0 or (full and rank)
+
+
+def test_a_rank_that_has_finished_waits_for_one_that_still_saves(ranks):
+    found, nothing = ranks(2)(instead, "adafactor", test_checkpoints.saved_last)
+    assert nothing is None
+    compare([ranks(2)(instead, "adafactor", test_checkpoints.saved_by_stock)[0]], [found]).assert_bitwise()
+
+
+# --- going back to stock ---
+
+
+def reverted(kind: str, patched: bool) -> list[Record]:
+    if patched:
+        ovpatch.apply("ddp", "dist_optimizer", options={"dist_optimizer": SMALL | NAMED})
+    torch.manual_seed(0)
+    model, opts = build(kind)
+    records: list[Record] = []
+    for number in range(9):
+        if number == 5 and patched:
+            ovpatch.revert()
+            assert not any(isinstance(v, Placeholder) for opt in opts for s in opt.state.values() for v in s.values())
+        if number == 5:
+            records.append({str(i): copy.deepcopy(on_cpu(opt.state_dict())) for i, opt in enumerate(opts)})
+        step(model, opts, number)
+        records.append(params(model))
+    dist.barrier()
+    return records
+
+
+@each_kind
+def test_revert_in_mid_training(ranks, kind):
+    for stock, patched in zip(ranks(2)(reverted, kind, False), ranks(2)(reverted, kind, True), strict=True):
+        compare(stock, patched).assert_bitwise()
+
+
+# --- what cannot be told ---
+
+
+class Hoarder(torch.optim.SGD):
+    """Keeps something that is no data."""
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        result = super().step(closure)
+        for group in self.param_groups:
+            for p in group["params"]:
+                self.state[p]["lock"] = object()
+        return result
+
+
+def hoarding() -> str:
+    options = {"dist_optimizer": SMALL | {"per_parameter": f"{__name__}.Hoarder"}}
+    with ovpatch.applied("ddp", "dist_optimizer", options=options):
+        model = DistributedDataParallel(net())
+        opt = Hoarder(model.parameters(), lr=0.1)
+        try:
+            step(model, [opt], 0)
+        except RuntimeError as error:
+            return f"{error} {error.__cause__}"
+        finally:
+            dist.barrier()
+    return ""
+
+
+def test_a_state_that_cannot_be_told_is_an_error_that_says_what_to_do(ranks):
+    for text in ranks(2)(hoarding):
+        assert "keeps a object in its state" in text
+        assert "OVPATCH_DIST_OPTIMIZER_PER_PARAMETER" in text
