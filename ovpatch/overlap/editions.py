@@ -51,15 +51,19 @@ class Editions:
         self._begun = 0
         self._device = device
         self._changed = threading.Condition()
-        self._starts: dict[int, torch.cuda.Event] = {}
+        self._starts: dict[int, torch.cuda.Event] = {}  # of the change after an edition
         self._ends: dict[int, torch.cuda.Event] = {}
         self._staging = staging.prepare(device) if self.asynchronous else None
 
-    def begin(self) -> None:
-        """Say that a change begins with what the current stream does next."""
+    def begin(self, number: int | None = None) -> None:
+        """Say that a change begins with what the current stream does next.
+
+        Args:
+            number: Of the edition that it makes, above all before; the next one by default.
+        """
         with self._changed:
-            self._begun += 1
             self._record(self._starts, self._begun)
+            self._begun = self._begun + 1 if number is None else number
 
     def end(self) -> None:
         """Say that the change is complete with what the current stream has been given so far."""
@@ -78,7 +82,7 @@ class Editions:
             if not self._changed.wait_for(lambda: self.number >= number, timeout_s):
                 raise TornReadError(f"edition {number} did not come within {timeout_s:g} s; {self.number} is there")
 
-    def read(self, number: int, copy: Callable[[], _T], timeout_s: float) -> _T:
+    def read(self, number: int, copy: Callable[[], _T], timeout_s: float, *, kept: bool = False) -> _T:
         """Return what ``copy`` returns, taken from edition ``number``; may be called from any thread.
 
         Args:
@@ -86,6 +90,7 @@ class Editions:
             copy: Returns what is read, complete, on the CPU (:func:`ovpatch.overlap.staging.to_host`); on CUDA it is
                 called on a stream for such copies.
             timeout_s: How long to wait, in seconds.
+            kept: Whether ``copy`` reads tensors of that edition that nobody changes any more.
 
         Raises:
             TornReadError: The edition does not come, or has been changed.
@@ -100,15 +105,15 @@ class Editions:
             time.sleep(_PAUSE_S)
         with self._staging.beside() if self._staging is not None else nullcontext():
             copied = copy()
-        if self._overwritten(number):
-            raise TornReadError(f"edition {number} has been overwritten by edition {number + 1}")
+        if not kept and self._overwritten(number):
+            raise TornReadError(f"edition {number} has been overwritten by edition {self._begun}")
         return copied
 
     def _overwritten(self, number: int) -> bool:
         with self._changed:
             if not self.asynchronous:
                 return self._begun > number
-            start = self._starts.get(number + 1)
+            start = self._starts.get(number)
         return start.query() if start is not None else self._begun > number
 
     def _record(self, events: dict[int, torch.cuda.Event], number: int) -> None:
@@ -116,4 +121,5 @@ class Editions:
             event = torch.cuda.Event()
             event.record(torch.cuda.current_stream(self._device))
             events[number] = event
-            events.pop(number - _KEPT, None)
+            if len(events) > _KEPT:
+                events.pop(next(iter(events)))

@@ -25,6 +25,9 @@ class Counters:
         norms: Gradient norms computed from parts.
         state_reads: Times that somebody wanted whole optimizer state.
         bytes_pulled: Optimizer state that peers sent for that, in bytes.
+        state_read_ms: How long that took, in milliseconds.
+        state_bytes: Optimizer state that this rank keeps, of parameters whose update is divided, in bytes.
+        state_bytes_whole: What of that stock would keep here, in bytes.
     """
 
     optimizers: int = 0
@@ -40,6 +43,9 @@ class Counters:
     norms: int = 0
     state_reads: int = 0
     bytes_pulled: int = 0
+    state_read_ms: int = 0
+    state_bytes: int = 0
+    state_bytes_whole: int = 0
 
     def as_dict(self) -> dict[str, int]:
         """Return the counters by name."""

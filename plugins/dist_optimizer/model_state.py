@@ -1,8 +1,15 @@
-"""What this rank keeps of an optimizer's state for the parameters of one model, and how it gets the rest."""
+"""What this rank keeps of an optimizer's state for the parameters of one model, and how it gets the rest.
+
+[Note: numbers of editions] A step makes an edition, on all ranks, and so does ``load_state_dict()``, which ranks call
+one earlier than the other. Who still reads what was there before must get that, so a rank that loads keeps it for a
+while; and who reads what it has loaded waits until its peers have loaded it, too. Editions are numbered by steps first,
+so that ranks agree again after the next step even if only one of them has loaded.
+"""
 
 from __future__ import annotations
 
 import abc
+import time
 import weakref
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -10,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from ovpatch.overlap import placeholders
-from ovpatch.overlap.editions import Editions
+from ovpatch.overlap.editions import Editions, TornReadError
 from ovpatch.overlap.farewell import Farewell
 from ovpatch.overlap.grad_shards import GradShards
 from ovpatch.overlap.memory import is_dense
@@ -27,6 +34,8 @@ if TYPE_CHECKING:
 
 States = dict[Any, dict[Any, Any]]
 Key = tuple[int, Any]  # index of the parameter, and the optimizer's name of the tensor
+
+_LOADS = 1 << 20  # editions from one step to the next; all but the first are made by load_state_dict()
 
 PATIENCE_S = 600.0  # for a rank whose step comes later; the asker's own time-out comes first
 
@@ -50,10 +59,30 @@ class StateOfModel(abc.ABC):
         self._parts: dict[Key, Tensor] = {}
         self._forms: dict[Key, Form] = {}
         self._placeholders: dict[Key, Placeholder] = {}
+        self._counted = 0, 0  # bytes that this rank keeps, and bytes of the whole
+        self._steps = 0
+        self._earlier: dict[int, dict[Key, Tensor]] = {}  # what there was before state was loaded, by edition
         self._topic = f"state of optimizer {number} of {shards.identity}"
         weakref.finalize(self, Peers.of(shards.group).serve(self._topic, weakly(self._answer)))
 
     # ---------------------------------------------------------------- around a step
+
+    def begin_step(self) -> None:
+        """Say that a step begins to change the parts; all ranks came to the end of the last but one."""
+        self._steps += 1
+        oldest = (self._steps - 1) * _LOADS
+        self._earlier = {number: parts for number, parts in self._earlier.items() if number >= oldest}
+        self.editions.begin(self._steps * _LOADS)
+
+    def load(self, states: States) -> None:
+        """Cut what was loaded; see [Note: numbers of editions]."""
+        self._earlier[self.editions.number] = dict(self._parts)
+        self.editions.begin()
+        try:
+            for param, state in states.items():
+                self.cut_whole(param, state)
+        finally:
+            self.editions.end()
 
     @abc.abstractmethod
     def put_parts(self, part: Part, states: States, stand_in: Tensor | None) -> None:
@@ -87,6 +116,19 @@ class StateOfModel(abc.ABC):
     def _is_ours(self, value: Any) -> bool:
         return isinstance(value, Placeholder) and value.source is self
 
+    def count(self) -> None:
+        """Count what is kept, where more has come since the last time."""
+        kept = sum(part.nbytes for part in self._parts.values())
+        whole = sum(form.shape.numel() * form.dtype.itemsize for form in self._forms.values())
+        COUNTERS.state_bytes += max(0, kept - self._counted[0])
+        COUNTERS.state_bytes_whole += max(0, whole - self._counted[1])
+        self._counted = max(kept, self._counted[0]), max(whole, self._counted[1])
+
+    @property
+    def size(self) -> int:
+        """How many tensors of state there are."""
+        return len(self._forms)
+
     # ---------------------------------------------------------------- reading
 
     def leave(self) -> bool:
@@ -104,17 +146,19 @@ class StateOfModel(abc.ABC):
     def whole(self, wanted: Sequence[Placeholder]) -> list[Tensor]:
         """Return whole tensors on the CPU, in new memory, of the edition that this rank has."""
         keys: list[Key] = [one.key for one in wanted]
-        question = self._farewell.mark({"edition": self.editions.number, "entries": keys})
+        number = self.editions.number
+        question = self._farewell.mark({"edition": number, "entries": keys})
+        begin = time.monotonic()
         answers = Peers.of(self._group).ask(self._topic, question)
         COUNTERS.state_reads += 1
+        COUNTERS.state_read_ms += round(1e3 * (time.monotonic() - begin))
         parts: dict[Key, dict[int, Tensor]] = {key: {} for key in keys}
         for rank, (header, tensors) in answers.items():
             for position, part in zip(header["positions"], tensors, strict=True):
                 parts[keys[position]][rank] = part
                 COUNTERS.bytes_pulled += part.nbytes
-        for key in keys:
-            if key in self._parts:
-                parts[key][self._group.rank()] = _elements(self._parts[key])
+        for position, part in zip(*self._read(number, keys), strict=True):
+            parts[keys[position]][self._group.rank()] = part
         return [self._assembled(key, parts[key]) for key in keys]
 
     def _assembled(self, key: Key, parts: Mapping[int, Tensor]) -> Tensor:
@@ -131,15 +175,25 @@ class StateOfModel(abc.ABC):
         return whole
 
     def _answer(self, question: Mapping[str, Any]) -> tuple[dict[str, Any], list[Tensor]]:
-        keys = [tuple(entry) for entry in question["entries"]]
-
-        def copy() -> tuple[list[int], list[Tensor]]:
-            positions = [position for position, key in enumerate(keys) if key in self._parts]
-            return positions, [to_host(_elements(self._parts[keys[position]])) for position in positions]
-
-        positions, parts = self.editions.read(question["edition"], copy, PATIENCE_S)
+        positions, parts = self._read(question["edition"], [tuple(entry) for entry in question["entries"]])
         self._farewell.hear(question)
         return {"positions": positions}, parts
+
+    def _read(self, number: int, keys: Sequence[Key]) -> tuple[list[int], list[Tensor]]:
+        """Return copies of this rank's parts, of one edition, with the positions among ``keys`` of what it has."""
+
+        def copy(source: Mapping[Key, Tensor]) -> tuple[list[int], list[Tensor]]:
+            positions = [position for position, key in enumerate(keys) if key in source]
+            return positions, [to_host(_elements(source[keys[position]])) for position in positions]
+
+        if number not in self._earlier:
+            try:
+                return self.editions.read(number, lambda: copy(self._parts), PATIENCE_S)
+            except TornReadError:
+                if number not in self._earlier:  # else it was by loading
+                    raise
+        earlier = self._earlier[number]
+        return self.editions.read(number, lambda: copy(earlier), PATIENCE_S, kept=True)
 
 
 def _elements(part: Tensor) -> Tensor:

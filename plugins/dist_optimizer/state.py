@@ -56,9 +56,9 @@ class ShardedState(Generic[_Model]):
         optimizer = self._optimizer()
         assert optimizer is not None
         by_model = [(part, self.model(part.shards)) for part in parts]
-        models = list({id(model): model for _, model in by_model}.values())
+        models = {model: model.size for _, model in by_model}
         for model in models:
-            model.editions.begin()
+            model.begin_step()
         try:
             for part, model in by_model:
                 model.put_parts(part, optimizer.state, stand_ins.get(id(part.param)))
@@ -66,8 +66,10 @@ class ShardedState(Generic[_Model]):
         finally:
             for part, model in by_model:
                 model.take_parts(part, optimizer.state, stand_ins.get(id(part.param)))
-            for model in models:
+            for model, size in models.items():
                 model.editions.end()
+                if model.size > size:
+                    model.count()
 
     def release(self) -> None:
         """Put whole tensors into ``optimizer.state``, while there are peers to ask; nothing of it is cut any more."""
@@ -113,9 +115,8 @@ class ShardedState(Generic[_Model]):
 
     def _loaded(self, optimizer: Optimizer) -> None:
         """Cut what was loaded, at once: whole state takes the memory that this feature is there to spare."""
-        for param, state in optimizer.state.items():
-            for model in self._models.values():
-                model.cut_whole(param, state)
+        for model in self._models.values():
+            model.load(optimizer.state)
 
 
 def put_in_order(optimizer: Optimizer, known: int) -> None:

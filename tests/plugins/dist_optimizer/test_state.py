@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import io
 import pickle
+import time
 from typing import Any
 
 import pytest
@@ -60,7 +61,10 @@ def test_state_dict_is_stocks(ranks, world, optimizer):
             compared.assert_bitwise()
         else:
             compared.assert_equal()
-        assert result["counters"]["state_reads"] > 0
+        counters = result["counters"]
+        assert counters["state_reads"] > 0
+        share = counters["state_bytes"] / counters["state_bytes_whole"] if optimizer != "sgd" else 1 / world
+        assert 0.8 / world < share < 1.2 / world, counters
 
 
 def one_rank(reader: str, rank: int) -> list[dict[str, Any]]:
@@ -161,6 +165,52 @@ def test_a_resumed_run_continues(ranks, load_before_wrap):
         compare(result["stock"], result["patched"]).assert_bitwise()
         for record in result["patched"]:
             compare([record["first"]], [record["second"]]).assert_bitwise()
+
+
+def loaded_one_after_the_other(first: int) -> list[Any]:
+    """One rank loads, and reads what it has loaded, while the other still reads what there was before."""
+    model, opt = build()
+    step(model, opt, 0)
+    old = copy.deepcopy(on_cpu(opt.state_dict()))
+    for number in range(1, 4):
+        step(model, opt, number)
+    dist.barrier()
+    seen = []
+    if dist.get_rank() != first:
+        time.sleep(0.3)
+        seen.append(copy.deepcopy(on_cpu(opt.state_dict())))
+        time.sleep(0.3)
+    opt.load_state_dict(old)
+    seen.append(copy.deepcopy(on_cpu(opt.state_dict())))
+    for number in range(4, 7):
+        step(model, opt, number)
+    return [
+        *seen,
+        copy.deepcopy(on_cpu(opt.state_dict())),
+        {n: p.detach().clone() for n, p in model.named_parameters()},
+    ]
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_ranks_that_load_one_after_the_other_read_what_stock_shows(ranks, first):
+    for result in ranks(2)(both, loaded_one_after_the_other, first):
+        compare(result["stock"], result["patched"]).assert_bitwise()
+
+
+def loaded_on_one_rank_alone() -> list[Any]:
+    model, opt = build()
+    step(model, opt, 0)
+    old = copy.deepcopy(on_cpu(opt.state_dict()))
+    if dist.get_rank() == 0:
+        opt.load_state_dict(old)
+    for number in range(1, 4):
+        step(model, opt, number)
+    return [copy.deepcopy(on_cpu(opt.state_dict()))]
+
+
+def test_a_rank_that_loads_alone_finds_its_peers_after_the_next_step(ranks):
+    first, second = ranks(2)(both, loaded_on_one_rank_alone)
+    compare(first["patched"], second["patched"]).assert_bitwise()
 
 
 def handed_over(first_patched: bool) -> list[dict[str, torch.Tensor]]:
