@@ -257,6 +257,13 @@ def show_report(console: Console, report: Mapping[str, Any]) -> None:
     console.out(table_of(report, colour=colour), patches, sep="\n", highlight=False)
 
 
+def show_state(console: Console, report: Mapping[str, Any], nproc: int) -> None:
+    """Print how much optimizer state a process keeps by parts, and how much stock keeps of the same."""
+    counters = next(feature["counters"] for feature in report["features"] if feature["name"] == BY_PARTS)
+    kept, stock = (counters.get(name, 0) / nproc / 2**20 for name in ("state_bytes", "state_bytes_whole"))
+    console.print(f"optimizer state per process: {kept:.1f} MiB, where stock keeps {stock:.1f} MiB", highlight=False)
+
+
 # --- the demo ------------------------------------------------------------------------------------------------------
 
 
@@ -319,6 +326,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         problems += check_report(report, nproc, by_parts=by_parts)
         if report.get("processes"):
             show_report(console, report)
+            if by_parts and not problems:
+                show_state(console, report, nproc)
     for problem in problems:
         console.print(f"FAILED: {problem}", style="bold red", markup=False, highlight=False)
     if not problems:

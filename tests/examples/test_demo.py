@@ -254,11 +254,13 @@ def test_main_with_optimizer_state_by_parts(main, report):
     status, text, _ = main(argv, runs)
     assert status == 1
     assert "FAILED: the feature dist_optimizer made no step" in text
-    report["features"].append({**report["features"][0], "name": "dist_optimizer", "counters": {"steps": 3}})
+    counters = {"steps": 3, "state_bytes": 2**24, "state_bytes_whole": 2**25}
+    report["features"].append({**report["features"][0], "name": "dist_optimizer", "counters": counters})
     status, text, calls = main(argv, runs)
     assert (status, [call[2].get("OVPATCH") for call in calls]) == (0, ["0", "+dist_optimizer"])
     assert all("--clip=0" in command for _, command, _ in calls)
     assert "OK: losses are bitwise equal" in text
+    assert "optimizer state per process: 8.0 MiB, where stock keeps 16.0 MiB" in text
     assert main([], runs)[0] == 1, "without the feature norms are bitwise equal, too"
     nearly.entries[5] = {**nearly.entries[5], "loss": nearly.entries[5]["loss"] * (1 + 1e-7)}
     assert main(argv, runs)[0] == 1
