@@ -53,7 +53,7 @@ class Editions:
         self._changed = threading.Condition()
         self._starts: dict[int, torch.cuda.Event] = {}  # of the change after an edition
         self._ends: dict[int, torch.cuda.Event] = {}
-        self._staging = staging.prepare(device) if self.asynchronous else None
+        self._staging: staging.Staging | None = None  # made before the first edition, which peers may ask for
 
     def begin(self, number: int | None = None) -> None:
         """Say that a change begins with what the current stream does next.
@@ -61,6 +61,8 @@ class Editions:
         Args:
             number: Of the edition that it makes, above all before; the next one by default.
         """
+        if self.asynchronous and self._staging is None:
+            self._staging = staging.prepare(self._device)
         with self._changed:
             self._record(self._starts, self._begun)
             self._begun = self._begun + 1 if number is None else number

@@ -9,6 +9,7 @@ costs little: the device has its queue to work on, and the collective could not 
 
 from __future__ import annotations
 
+import threading
 import time
 import uuid
 import weakref
@@ -22,7 +23,8 @@ from ovpatch.overlap.peers import Peers, timeout_of
 
 _TOPIC: Final = "the gate's name"
 
-_LONGEST_PAUSE_S: Final = 0.002
+_PAUSE_S: Final = 0.002
+_PAUSE_PER_RANK_S: Final = 2e-5
 
 
 def needed(device: torch.device) -> bool:
@@ -40,7 +42,8 @@ class Gate:
         assert store is not None, "the process group was destroyed"
         self._store = store
         self._timeout_s = timeout_of(group)
-        self._number = 0
+        self._number, self._lock = 0, threading.Lock()
+        self._longest_pause_s = max(_PAUSE_S, _PAUSE_PER_RANK_S * self._world)  # all of them ask one store
         # The store may outlive the processes, with the keys of earlier ones in it, so nobody else may have this name.
         self._name = uuid.uuid4().hex if self._rank == 0 else ""
         if self._rank == 0:
@@ -62,13 +65,14 @@ class Gate:
         """
         if self._world == 1:
             return
-        key = self._key(self._number)
-        if self._store.add(key, 1) == self._world:
-            self._store.set(f"{key}/open", "")
-            self._clean(self._number - 1)
-        else:
-            self._wait(f"{key}/open")
-        self._number += 1
+        with self._lock:  # the backwards of two devices have a thread each
+            key = self._key(self._number)
+            if self._store.add(key, 1) == self._world:
+                self._store.set(f"{key}/open", "")
+                self._clean(self._number - 1)
+            else:
+                self._wait(f"{key}/open")
+            self._number += 1
 
     def _wait(self, key: str) -> None:
         begin, waited = time.monotonic(), 0.0
@@ -76,7 +80,7 @@ class Gate:
             waited = time.monotonic() - begin
             if waited > self._timeout_s:
                 raise RuntimeError(_MISSING.format(self._timeout_s))
-            time.sleep(min(waited / 4, _LONGEST_PAUSE_S))
+            time.sleep(min(waited / 4, self._longest_pause_s))
 
     def _clean(self, number: int) -> None:
         """Drop the keys of an earlier time, which nobody looks at any more: all have come here since."""

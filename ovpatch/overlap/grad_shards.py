@@ -31,6 +31,12 @@ from ovpatch.overlap.slices import Slice, assemble, can_be_cut, cut, flat
 from ovpatch.overlap.votes import Votes
 from ovpatch.overlap.weakly import Weakly, forget
 
+_LAID_OUT_ANEW = (
+    "ovpatch: parameter '{}' was laid out anew in memory (memory_format?) after its model was wrapped, and parts of "
+    "its gradient and of its optimizer's state are in the old order. Do that before DistributedDataParallel, or turn "
+    "dist_optimizer off."
+)
+
 
 class Arriving(Protocol):
     """Reductions under way, as :class:`ovpatch.overlap.reduction.Reduction`."""
@@ -62,6 +68,7 @@ class GradShards:
     Attributes:
         chosen: Parameters whose gradients are reduced and scattered now.
         editions: The editions of the parts; who changes them says so there.
+        retired: Whether the model has other shards by now.
         local: Whether gradients were added that were not reduced, as under ``no_sync()``.
         identity: Name of the model, the same on all ranks and no other's in the process group.
     """
@@ -71,7 +78,7 @@ class GradShards:
     ) -> None:
         self.params, self.names, self.group = Weakly(params), list(names), group
         self.chosen: frozenset[int] = frozenset()
-        self.local = False
+        self.local = self.retired = False
         device = params[0].device
         self.editions = Editions(device)
         self._votes = Votes(group, device, "dist_optimizer")
@@ -87,6 +94,7 @@ class GradShards:
         self._gate = Gate.of(group) if self._active and self._world > 1 and gate.needed(device) else None
         # Once and for all: during a step the parameters themselves are slices, and peers' questions come at any time.
         self._numels = [param.numel() for param in params]
+        self._strides = [param.stride() for param in params]
         self._peers = ShardPeers(group, self.editions, self._parts, self._numels)
         self._cuttable = [self._active and can_be_cut(param, self._world, minimum or 0) for param in params]
         if self._active:
@@ -118,8 +126,13 @@ class GradShards:
         """Return this rank's part of ``p.grad``, ``[slice.numel]``, of the parameter's dtype; None without a gradient.
 
         It is the memory that :meth:`part` reduces into, or a view of ``p.grad``, where its dtype is the parameter's.
+
+        Raises:
+            RuntimeError: The parameter's elements lie in another order than when the model was wrapped.
         """
         param, own = self.params[index], self.slice(index)
+        if param.stride() != self._strides[index]:
+            raise RuntimeError(_LAID_OUT_ANEW.format(self.names[index]))
         grad = param.grad
         if grad is None:
             return None

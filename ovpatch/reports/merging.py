@@ -65,7 +65,7 @@ def _merge_feature(name: str, reports: Sequence[_Json]) -> dict[str, Any]:
         "options": _merge_options(parts),
         "counters": counters,
         "distribution": parts[0][1]["distribution"],
-        "requires": parts[0][1]["requires"],
+        "requires": next((part["requires"] for _, part in parts if part["requires"]), []),
         "processes": [
             {"pid": who["pid"], "rank": who["rank"], **{k: part[k] for k in ("state", "reason", "counters")}}
             for who, part in parts

@@ -34,3 +34,8 @@ class ReducerConfig:
     max_ctas: int | None = None
     late: bool = True
     late_timeout_s: float = 20.0
+
+    @property
+    def layout(self) -> tuple[tuple[int, ...], str, bool, tuple[bool, ...]]:
+        """What :class:`ovpatch.overlap.layout.Layout` is told of it."""
+        return self.bucket_limits, self.granularity, self.in_fp32, self.sparse

@@ -49,7 +49,7 @@ class GradReducer:
         on_first_use: Called once, before the first forward that will be synchronised.
         armed: Whether the next backward is to be reduced.
         hands: Who may change gradients while backward runs; see [Note: foreign hands].
-        identity: Name of the model, the same on all ranks and no other's in the process group.
+        name: Of the model, the same on all ranks and no other's in the process group.
     """
 
     def __init__(
@@ -62,17 +62,15 @@ class GradReducer:
         self.params = list(params)
         self.names = list(names)
         self.config = config
-        self.static_graph = False
-        self.has_rebuilt_buckets = False
+        self.static_graph = self.has_rebuilt_buckets = False
         self.on_first_use: Callable[[], None] | None = None
         self.hands = ForeignHands(params)
-        self.identity = ""
+        self.name, self._attached = "", 0
         self._group = group
         self._lock = threading.RLock()
         self._static_counts: list[int] | None = None
         self._static_nowhere: frozenset[int] = frozenset()
-        self._steps = 0
-        self._ended = False
+        self._steps, self._ended = 0, False
         self.armed = self._began = self._voted = self._late = False
         self._task = BackwardTask()
         self._attach()
@@ -86,8 +84,7 @@ class GradReducer:
         self._finish_previous()
         self._raise_if_peers_lost_gradients()
         if self._hooks.lost():
-            self._hooks.remove()
-            self._attach()
+            self._attach_anew()
         if self.shards.choose(self._steps, self):
             self._hooks.watch_parts(self.shards)
             self._set_buckets(self._cut())
@@ -156,9 +153,8 @@ class GradReducer:
 
     def _reset_state(self) -> None:
         """Forget the running step and the order of gradients; the process group is about to change."""
-        self._hooks.remove()
         self._static_counts = None
-        self._attach()
+        self._attach_anew()
 
     def _update_process_group(self, group: dist.ProcessGroup) -> None:
         self._group = group
@@ -228,10 +224,20 @@ class GradReducer:
         self._lane: dist.ProcessGroup | None = None
         config = self.config
         self._order = []
+        self._attached += 1
         self.shards: GradShards = GradShards(self.params, self.names, self._group, sharding.minimum)
-        shape = config.bucket_limits, config.granularity, config.in_fp32, config.sparse
-        self._layout = Layout(self.params, self.names, *shape, self.shards)
+        self._layout = Layout(self.params, self.names, *config.layout, self.shards)
         self._set_buckets(self._cut())
+
+    def _attach_anew(self) -> None:
+        self._hooks.remove()
+        self.shards.retired = True
+        self._attach()
+
+    @property
+    def identity(self) -> str:
+        """The name, and how often the model was taken over, as after a cast: the same on all ranks."""
+        return f"{self.name}, {self._attached}" if self._attached > 1 else self.name
 
     def _cut(self) -> list[Bucket]:
         layout, order = self._layout, self._order

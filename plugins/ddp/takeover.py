@@ -296,7 +296,7 @@ def _agree_late(reference: weakref.ref[Wrapper], terms: Mapping[str, Any]) -> No
 def _identify(ddp: Wrapper) -> None:
     """Name a model whose ranks have just agreed, and so do this in the same order everywhere."""
     number = _agreements[ddp.process_group] = _agreements.get(ddp.process_group, 0) + 1
-    ddp.reducer.identity = f"{model_name(ddp)}, model {number} of its process group"
+    ddp.reducer.name = f"{model_name(ddp)}, model {number} of its process group"
     ddp.reducer.shards.identity = ddp.reducer.identity  # an optimizer may step before the first forward
 
 

@@ -78,7 +78,7 @@ def _packed(value: Any, tensors: list[Tensor]) -> Any:
     if type(value) is Form:
         return {"form": [list(value.shape), list(value.strides), _name(value.dtype), value.device.type == "cpu"]}
     if type(value) is Tensor and value.layout is torch.strided:
-        tensors.append(value.detach().contiguous())
+        tensors.append(value.detach())
         return {"tensor": [len(tensors) - 1, value.device.type == "cpu"]}
     raise TypeError(
         f"ovpatch: an optimizer keeps a {type(value).__name__} in its state, which other ranks cannot be told; take "

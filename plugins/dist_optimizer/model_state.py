@@ -37,6 +37,8 @@ Key = tuple[int, Any]  # index of the parameter, and the optimizer's name of the
 
 _LOADS = 1 << 20  # editions from one step to the next; all but the first are made by load_state_dict()
 
+_KEPT = 4  # editions that loading has replaced
+
 PATIENCE_S = 600.0  # for a rank whose step comes later; the asker's own time-out comes first
 
 
@@ -74,9 +76,18 @@ class StateOfModel(abc.ABC):
         self._earlier = {number: parts for number, parts in self._earlier.items() if number >= oldest}
         self.editions.begin(self._steps * _LOADS)
 
+    def end_step(self, size: int) -> None:
+        """Say that the parts are complete; there were ``size`` tensors before."""
+        self.editions.end()
+        if self.size > size:
+            self.count()
+
     def load(self, states: States) -> None:
         """Cut what was loaded; see [Note: numbers of editions]."""
-        self._earlier[self.editions.number] = dict(self._parts)
+        self._earlier[self.editions.number] = self._parts
+        self._parts = dict(self._parts)
+        while len(self._earlier) > _KEPT:
+            del self._earlier[next(iter(self._earlier))]
         self.editions.begin()
         try:
             for param, state in states.items():
@@ -123,6 +134,11 @@ class StateOfModel(abc.ABC):
         COUNTERS.state_bytes += max(0, kept - self._counted[0])
         COUNTERS.state_bytes_whole += max(0, whole - self._counted[1])
         self._counted = max(kept, self._counted[0]), max(whole, self._counted[1])
+
+    @property
+    def retired(self) -> bool:
+        """Whether the model has other shards now, as after a cast."""
+        return self._shards.retired
 
     @property
     def size(self) -> int:
@@ -186,9 +202,10 @@ class StateOfModel(abc.ABC):
             positions = [position for position, key in enumerate(keys) if key in source]
             return positions, [to_host(_elements(source[keys[position]])) for position in positions]
 
+        parts = self._parts  # before looking whether these are of an earlier edition by now
         if number not in self._earlier:
             try:
-                return self.editions.read(number, lambda: copy(self._parts), PATIENCE_S)
+                return self.editions.read(number, lambda: copy(parts), PATIENCE_S)
             except TornReadError:
                 if number not in self._earlier:  # else it was by loading
                     raise

@@ -12,7 +12,7 @@ from __future__ import annotations
 import itertools
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from torch import Tensor
@@ -56,20 +56,15 @@ class ShardedState(Generic[_Model]):
         optimizer = self._optimizer()
         assert optimizer is not None
         by_model = [(part, self.model(part.shards)) for part in parts]
-        models = {model: model.size for _, model in by_model}
-        for model in models:
-            model.begin_step()
-        try:
+        with ExitStack() as afterwards:  # all of it, whatever raises: peers wait for the end of what has begun
+            for model in dict.fromkeys(model for _, model in by_model):
+                afterwards.callback(model.end_step, model.size)
+                model.begin_step()
             for part, model in by_model:
-                model.put_parts(part, optimizer.state, stand_ins.get(id(part.param)))
+                stand_in = stand_ins.get(id(part.param))
+                afterwards.callback(model.take_parts, part, optimizer.state, stand_in)
+                model.put_parts(part, optimizer.state, stand_in)
             yield
-        finally:
-            for part, model in by_model:
-                model.take_parts(part, optimizer.state, stand_ins.get(id(part.param)))
-            for model, size in models.items():
-                model.editions.end()
-                if model.size > size:
-                    model.count()
 
     def release(self) -> None:
         """Put whole tensors into ``optimizer.state``, while there are peers to ask; nothing of it is cut any more."""
@@ -116,7 +111,8 @@ class ShardedState(Generic[_Model]):
     def _loaded(self, optimizer: Optimizer) -> None:
         """Cut what was loaded, at once: whole state takes the memory that this feature is there to spare."""
         for model in self._models.values():
-            model.load(optimizer.state)
+            if not model.retired:
+                model.load(optimizer.state)
 
 
 def put_in_order(optimizer: Optimizer, known: int) -> None:

@@ -123,7 +123,9 @@ class WholesOfModel(StateOfModel):
         wanted = [index for index in question["forms"] if index in self._owned]
         packed, inside = pack({index: self._form(index) for index in wanted})
         if inside:
-            inside = self.editions.read(question["edition"], lambda: [to_host(one) for one in inside], PATIENCE_S)
+            inside = self.editions.read(
+                question["edition"], lambda: [to_host(one.contiguous()) for one in inside], PATIENCE_S
+            )
         return {"forms": packed}, inside
 
     def _form(self, index: int) -> dict[Any, Any]:

@@ -162,7 +162,7 @@ def _side_by_side(
                 del others[name]  # from here on it is no yardstick
         compared.count(ours)
         yardsticks = {name: event.values for name, event in beside.items() if event is not None and name in others}
-        rows = compare_values(ours.values, theirs.values, yardsticks, partial(noise.of, step=ours.step))
+        rows = compare_values(ours.values, theirs.values, yardsticks, partial(noise.of, ours))
         compared.findings += [Finding(row, process, ours.step, order, str(ours)) for row in rows]
 
 

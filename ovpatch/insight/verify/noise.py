@@ -7,13 +7,15 @@ over the steps so far.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Hashable, Iterable
 from itertools import accumulate
 
 import torch
 
-from ovpatch.insight.verify.records import Run
+from ovpatch.insight.verify.records import Event, Run
 from ovpatch.insight.verify.values import Kept
+
+_Key = tuple[Hashable, str]  # which event, and the number's name
 
 
 class Noise:
@@ -25,7 +27,7 @@ class Noise:
     """
 
     def __init__(self, stock: Run, others: Iterable[Run]) -> None:
-        found: dict[str, dict[int, float]] = {}
+        found: dict[_Key, dict[int, float]] = {}
         for other in others:
             for process in stock.processes:
                 for ours, theirs in zip(stock.events(process), other.events(process), strict=False):
@@ -34,13 +36,14 @@ class Noise:
                     for name, value in ours.values.items():
                         difference = _difference(value, theirs.values.get(name))
                         if difference:
-                            steps = found.setdefault(name, {})
+                            steps = found.setdefault((ours.signature, name), {})
                             steps[ours.step] = max(difference, steps.get(ours.step, 0.0))
-        self._found = {name: _so_far(steps) for name, steps in found.items()}
+        self._found = {key: _so_far(steps) for key, steps in found.items()}
 
-    def of(self, name: str, step: int) -> float:
-        """Return how far stock was from itself in a number, in this step or an earlier one; 0 if it never was."""
-        return max((noise for at, noise in self._found.get(name, {}).items() if at <= step), default=0.0)
+    def of(self, event: Event, name: str) -> float:
+        """Return how far stock was from itself in a number of such an event, in its step or before; 0 if it was not."""
+        found = self._found.get((event.signature, name), {})
+        return max((noise for at, noise in found.items() if at <= event.step), default=0.0)
 
 
 def _so_far(steps: dict[int, float]) -> dict[int, float]:

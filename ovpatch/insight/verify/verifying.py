@@ -4,9 +4,9 @@ Stock and patched run first. Where every bit is equal, no yardstick is needed. O
 it was and once with its reductions in another order, and what differs by more than those do is different. Then each
 feature in turn is left out: one without which the difference is gone is to blame.
 
-[Note: scripts that do not repeat themselves] Where two stock runs differ and the patched one differs by more, that may
-be chance: two runs tell little of how far such a script strays. All arms run once more then, with deterministic
-algorithms, and the answer is theirs.
+[Note: scripts that do not repeat themselves] Where two stock runs differ and the patched one differs by somewhat more,
+that may be chance: two runs tell little of how far such a script strays. All arms run once more then, with
+deterministic algorithms, and the answer is theirs.
 """
 
 from __future__ import annotations
@@ -25,6 +25,9 @@ from ovpatch.insight.verify.records import Run
 from ovpatch.insight.verify.verdict import Result, Verdict
 
 WORKER: Final = "ovpatch.insight.verify.worker"
+
+#: How many times what is allowed a difference may be by chance, in a script that does not repeat itself.
+_CHANCE: Final = 100.0
 
 
 @dataclass(frozen=True)
@@ -100,7 +103,7 @@ class _Verification:
         if self.compared.findings or self.request.noise or (wrong and self.outcomes["stock"].code):
             self._measure_noise(stock, patched)
             wrong = self._unless_stock_does_so_too(wrong)
-            if self.unsteady and self.compared.different and not wrong and not self.request.deterministic:
+            if self._may_be_chance(wrong):
                 raise _Unsteady
         if (self.compared.different or wrong) and (outcome.applied or outcome.exercised):
             self._find_the_feature(stock)
@@ -118,6 +121,12 @@ class _Verification:
         if self.compared.steps < self.request.steps:
             self.notes.append(f"The script ended by itself before step {self.request.steps}, for which --steps asks.")
         return (Verdict.NOISE if self.compared.findings else Verdict.BITWISE), self._describe_scope()
+
+    def _may_be_chance(self, wrong: str) -> bool:
+        """Tell whether the script's own noise may explain all that differs."""
+        different = self.compared.different
+        steady = not self.unsteady or self.request.deterministic
+        return bool(different) and not (steady or wrong) and all(one.row.excess < _CHANCE for one in different)
 
     def _deterministic(self) -> Result:
         """See [Note: scripts that do not repeat themselves]."""

@@ -12,7 +12,10 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
+import ovpatch
+from ovpatch.insight.equality import compare
 from tests.plugins.ddp.arms import Record, data, device
+from tests.plugins.dist_optimizer.arms import SMALL
 from tests.plugins.dist_optimizer.checks import all_cases, check_all, ddp, params
 from tests.plugins.dist_optimizer.test_loops import OPTIMIZERS, net
 
@@ -317,3 +320,61 @@ def alone() -> list[Record]:
 
 def test_one_rank_stays_stock(ranks):
     check_all(ranks(1)(all_cases, alone, {"": {}}), steps=0)
+
+
+def cast_later(wrap_anew: bool) -> list[Record]:
+    """The model is cast after some steps by parts. Stock's reducer then has no hooks any more; ours makes new ones."""
+    raw = net()
+    model = ddp(raw)
+    opt = OPTIMIZERS["sgd"](model.parameters())
+    records: list[Any] = []
+    for step in range(12):
+        if step == 6:
+            raw.double()
+            model = ddp(raw) if wrap_anew else model
+        opt.zero_grad()
+        model(data(step, 5, 6).to(next(raw.parameters()).dtype)).square().mean().backward()
+        opt.step()
+        records.append(params(raw))
+    return [*records, {str(number): state for number, state in opt.state_dict()["state"].items()}]
+
+
+def cast_arms() -> dict[str, Any]:
+    torch.manual_seed(0)
+    stock = cast_later(wrap_anew=True)
+    with ovpatch.applied("ddp", "dist_optimizer", options={"dist_optimizer": SMALL}):
+        torch.manual_seed(0)
+        patched = cast_later(wrap_anew=False)
+        dist.barrier()
+    return {"stock": stock, "patched": patched}
+
+
+def test_a_model_that_is_cast_after_steps_by_parts(ranks):
+    for result in ranks(2)(cast_arms):
+        compare(result["stock"], result["patched"]).assert_bitwise()
+
+
+def laid_out_anew() -> str:
+    torch.manual_seed(3)
+    raw = nn.Sequential(nn.Conv2d(2, 8, 3), nn.ReLU(), nn.Conv2d(8, 8, 3))
+    model = ddp(raw)
+    opt = OPTIMIZERS["sgd"](model.parameters())
+    with ovpatch.applied("ddp", "dist_optimizer", options={"dist_optimizer": SMALL}):
+        model = ddp(raw)
+        for step in range(6):
+            if step == 4:
+                raw.to(memory_format=torch.channels_last)
+            opt.zero_grad()
+            try:
+                model(data(step, 2, 2, 8, 8)).square().mean().backward()
+                opt.step()
+            except RuntimeError as error:
+                dist.barrier()
+                return str(error)
+    return ""
+
+
+def test_a_model_that_is_laid_out_anew_is_an_error(ranks):
+    for text in ranks(2)(laid_out_anew):
+        assert "parameter '0.weight' was laid out anew" in text, text
+        assert "turn dist_optimizer off" in text

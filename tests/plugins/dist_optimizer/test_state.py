@@ -279,3 +279,34 @@ def plain() -> list[dict[str, Any]]:
 def test_revert_in_mid_training(ranks):
     for stock, patched in zip(ranks(2)(plain), ranks(2)(reverted), strict=True):
         compare(stock, patched).assert_bitwise()
+
+
+def unreadable() -> list[bool]:
+    """What raises while a step ends must not leave its edition open: peers would wait for its end."""
+    with ovpatch.applied("ddp", "dist_optimizer", options={"dist_optimizer": SMALL}):
+        model, opt = build()
+        for number in range(4):
+            step(model, opt, number)
+        (source,) = {v.source for s in opt.state.values() for v in s.values() if isinstance(v, Placeholder)}
+        takes, raising = source.take_parts, [True]
+
+        def take_parts(*args: Any) -> None:
+            takes(*args)
+            if raising:
+                raising.pop()
+                raise MemoryError("not really")
+
+        source.take_parts = take_parts
+        with pytest.raises(MemoryError):
+            step(model, opt, 4)
+        del source.take_parts
+        found = [v.clone() for s in opt.state.values() for v in s.values()]
+        step(model, opt, 5)
+        dist.barrier()
+    return [bool(value.isfinite().all()) for value in found]
+
+
+def test_a_step_that_ends_badly_ends(ranks):
+    for result in ranks(2)(unreadable, timeout=30):
+        assert result
+        assert all(result)
