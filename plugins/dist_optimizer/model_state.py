@@ -202,7 +202,8 @@ class StateOfModel(abc.ABC):
             positions = [position for position, key in enumerate(keys) if key in source]
             return positions, [to_host(_elements(source[keys[position]])) for position in positions]
 
-        parts = self._parts  # before looking whether these are of an earlier edition by now
+        self.editions.wait_for(number, PATIENCE_S)
+        parts = self._parts  # those of this edition or, if it is among the earlier ones by now, of a later
         if number not in self._earlier:
             try:
                 return self.editions.read(number, lambda: copy(parts), PATIENCE_S)
