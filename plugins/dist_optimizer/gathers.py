@@ -42,8 +42,6 @@ class Gathers:
         which = tuple((id(part.shards), part.index) for part in parts)
         if which != self._of:
             self._of, self._buckets = which, [self._gather(bucket) for bucket in self._cut(parts)]
-        for shards in {part.shards.group: part.shards for part in parts}.values():
-            shards.meet()
         for gather in self._buckets:
             gather.launch()
         COUNTERS.bytes_gathered += sum(part.param.nbytes for part in parts)

@@ -35,8 +35,6 @@ class Handouts:
         if which != self._of:
             kinds = alike(parts, _kind)
             self._of, self._buckets = which, [_handout(b) for ones in kinds for b in by_size(ones, self._capacity)]
-        for shards in {part.shards.group: part.shards for part in parts}.values():
-            shards.meet()
         for last, bucket in zip([None, *self._buckets], [*self._buckets, None], strict=True):
             if bucket is not None:
                 bucket.start()

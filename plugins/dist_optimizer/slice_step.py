@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 from torch.optim import Optimizer
 
-from ovpatch.overlap import grad_shards
+from ovpatch.overlap.grad_shards import GradShards
 from ovpatch_plugins.dist_optimizer.gathers import Gathers
 from ovpatch_plugins.dist_optimizer.parts import Part, standing_in
 from ovpatch_plugins.dist_optimizer.slice_state import SlicesOfModel
@@ -27,15 +27,8 @@ class SlicedOptimizer(ShardedOptimizer):
     def __init__(self, optimizer: Optimizer, gathers: Gathers, stand_down: Callable[[Optimizer, str], None]) -> None:
         super().__init__(optimizer, gathers, ShardedState(optimizer, SlicesOfModel), stand_down)
 
-    def parts(self, optimizer: Optimizer) -> list[Part]:
-        """Return the parameters with a gradient that are to be updated by parts, and ask for their gradients so."""
-        found = []
-        for group in optimizer.param_groups:
-            for param in group["params"]:
-                entry = grad_shards.find(param)
-                if entry is not None and entry[0].want(entry[1]) and param.grad is not None:
-                    found.append(Part(param, *entry))
-        return found
+    def _divides(self, shards: GradShards, index: int) -> bool:
+        return shards.want(index)
 
     @contextmanager
     def _divided(self, optimizer: Optimizer, parts: Sequence[Part]) -> Iterator[None]:

@@ -21,6 +21,8 @@ from typing import Any, Protocol
 import torch
 from torch.optim import Optimizer
 
+from ovpatch.overlap import grad_shards
+from ovpatch.overlap.grad_shards import GradShards
 from ovpatch_plugins.dist_optimizer.counters import COUNTERS
 from ovpatch_plugins.dist_optimizer.parts import Part
 from ovpatch_plugins.dist_optimizer.state import ShardedState, put_in_order
@@ -103,6 +105,8 @@ class ShardedOptimizer(abc.ABC):
         del optimizer
         # They were changed behind their backs; a graph that still needs the old values must notice.
         torch.autograd.graph.increment_version([part.param for part in parts])
+        for shards in {part.shards.group: part.shards for part in parts}.values():
+            shards.meet()
         self._exchange.launch(parts)
 
     @contextmanager
@@ -113,9 +117,19 @@ class ShardedOptimizer(abc.ABC):
         finally:
             self._inside = False
 
-    @abc.abstractmethod
     def parts(self, optimizer: Optimizer) -> list[Part]:
         """Return the parameters with a gradient whose update is divided."""
+        found = []
+        for group in optimizer.param_groups:
+            for param in group["params"]:
+                entry = grad_shards.find(param)
+                if entry is not None and self._divides(*entry) and param.grad is not None:
+                    found.append(Part(param, *entry))
+        return found
+
+    @abc.abstractmethod
+    def _divides(self, shards: GradShards, index: int) -> bool:
+        """Tell whether a parameter's update can be divided, and ask for what that takes of its gradient."""
 
     @abc.abstractmethod
     def _divided(self, optimizer: Optimizer, parts: Sequence[Part]) -> AbstractContextManager[None]:

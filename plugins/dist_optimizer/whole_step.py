@@ -12,7 +12,7 @@ from contextlib import contextmanager
 
 from torch.optim import Optimizer
 
-from ovpatch.overlap import grad_shards
+from ovpatch.overlap.grad_shards import GradShards
 from ovpatch_plugins.dist_optimizer.counters import COUNTERS
 from ovpatch_plugins.dist_optimizer.handouts import Handouts
 from ovpatch_plugins.dist_optimizer.parts import Part, leaving_out
@@ -38,15 +38,8 @@ class WholeOptimizer(ShardedOptimizer):
         self._steady = steady
         super().__init__(optimizer, handouts, self._wholes, stand_down)
 
-    def parts(self, optimizer: Optimizer) -> list[Part]:
-        """Return the parameters with a gradient that are to be updated by one rank each."""
-        found = []
-        for group in optimizer.param_groups:
-            for param in group["params"]:
-                entry = grad_shards.find(param)
-                if entry is not None and entry[0].can_be_cut(entry[1]) and param.grad is not None:
-                    found.append(Part(param, *entry))
-        return found
+    def _divides(self, shards: GradShards, index: int) -> bool:
+        return shards.can_be_cut(index)
 
     @contextmanager
     def _divided(self, optimizer: Optimizer, parts: Sequence[Part]) -> Iterator[None]:

@@ -8,7 +8,6 @@ over the steps so far.
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterable
-from itertools import accumulate
 
 import torch
 
@@ -38,17 +37,12 @@ class Noise:
                         if difference:
                             steps = found.setdefault((ours.signature, name), {})
                             steps[ours.step] = max(difference, steps.get(ours.step, 0.0))
-        self._found = {key: _so_far(steps) for key, steps in found.items()}
+        self._found = found
 
     def of(self, event: Event, name: str) -> float:
         """Return how far stock was from itself in a number of such an event, in its step or before; 0 if it was not."""
         found = self._found.get((event.signature, name), {})
         return max((noise for at, noise in found.items() if at <= event.step), default=0.0)
-
-
-def _so_far(steps: dict[int, float]) -> dict[int, float]:
-    ordered = sorted(steps)
-    return dict(zip(ordered, accumulate((steps[step] for step in ordered), max), strict=True))
 
 
 def _difference(one: Kept, other: Kept | None) -> float:

@@ -71,9 +71,8 @@ def _tensor(tensor: Tensor) -> Kept:
         return _unread(tensor)
     try:
         return _of(tensor.to_dense() if tensor.layout is not torch.strided else tensor)
-    except (RuntimeError, NotImplementedError, TypeError, ValueError):
-        # Not initialised yet, or of a class that has no plain values: there is no way to ask for either beforehand, and
-        # these are what torch raises.
+    except (RuntimeError, NotImplementedError, TypeError, ValueError):  # what torch raises where there are no values:
+        # not initialised yet, or of a class that has no plain ones. There is no way to ask for either beforehand.
         return _unread(tensor)
 
 

@@ -62,8 +62,8 @@ def check(
         assert counters["stock_optimizers"] == stock, (rank, counters)
 
 
-def check_all(results: list[dict[str, dict[str, Any]]], **demands: Any) -> None:
-    """Check every case, and name those that fail."""
+def check_all(results: list[dict[str, dict[str, Any]]], *, check: Callable[..., None] = check, **demands: Any) -> None:
+    """Check every case, by default by :func:`check`, and name those that fail."""
     failures = []
     for name in results[0]:
         try:

@@ -110,9 +110,8 @@ def test_after_a_step_that_raises_everything_is_whole(ranks, where):
     check_all(ranks(2)(all_cases, raising, {where: {"where": where}}))
 
 
-def failing_backward(steps: list[tuple[int, bool]]) -> list[Record]:
-    model = ddp(net())
-    opt = OPTIMIZERS["adamw"](model.parameters())
+def mined(model: torch.nn.Module) -> list[bool]:
+    """Have the backward fail for as long as the list that is returned says so."""
     bad = [False]
 
     def bomb(_grad: torch.Tensor) -> None:
@@ -120,6 +119,13 @@ def failing_backward(steps: list[tuple[int, bool]]) -> list[Record]:
             raise ValueError("not really")
 
     model.module[2].weight.register_hook(bomb)
+    return bad
+
+
+def failing_backward(steps: list[tuple[int, bool]]) -> list[Record]:
+    model = ddp(net())
+    opt = OPTIMIZERS["adamw"](model.parameters())
+    bad = mined(model)
     records = []
     for seed, fails in steps:
         bad[0] = fails
@@ -158,13 +164,7 @@ def failing_alone() -> tuple[str, int]:
     with ovpatch.applied("ddp", "dist_optimizer", options={"dist_optimizer": SMALL}):
         model = ddp(net())
         opt = OPTIMIZERS["adamw"](model.parameters())
-        bad = [False]
-
-        def bomb(_grad: torch.Tensor) -> None:
-            if bad[0]:
-                raise ValueError("not really")
-
-        model.module[2].weight.register_hook(bomb)
+        bad = mined(model)
         step, text = 0, ""
         for step in range(6):
             bad[0] = step == 4 and dist.get_rank() == 1

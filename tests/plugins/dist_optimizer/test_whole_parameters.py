@@ -121,14 +121,7 @@ def check(results: list[dict[str, Any]], *, steps: int = STEPS, stock: int = 0) 
     assert max(owned) < sum(owned) <= results[0]["counters"]["params_updated"], owned
 
 
-def check_each(results: list[dict[str, dict[str, Any]]], **demands: Any) -> None:
-    failures = []
-    for name in results[0]:
-        try:
-            check([result[name] for result in results], **demands)
-        except AssertionError as error:
-            failures.append(f"case {name}: {error}")
-    assert not failures, "\n\n".join(failures)
+check_each = functools.partial(check_all, check=check)
 
 
 @pytest.mark.parametrize("world", [2, 3])
