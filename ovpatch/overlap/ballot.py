@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from ovpatch.overlap.collectives import AllReduce
+from ovpatch.overlap.collectives import AllReduce, Work
 from ovpatch.overlap.labels import label, span
 
 # Steps per ballot where casting one is not free.
@@ -85,7 +85,7 @@ class _Ballot:
     steps: range
     own: int
     vote: torch.Tensor
-    work: dist.Work
+    work: Work
     host: torch.Tensor
     event: torch.cuda.Event | None = None
 

@@ -2,6 +2,11 @@
 
 ``torch.distributed.all_reduce`` costs about 10 µs of Python per call; a backward with many buckets on a fast device
 notices. Stock DDP, too, calls the process group itself.
+
+[Note: one tensor on gloo] Where a backend cannot group launches, tensors travel through one flat copy, which gloo's
+coalesced collectives would make as well. Those must not be used: gloo's two threads write the name of what they have
+completed into one string without a lock, and names of more than 15 letters, as "ALLREDUCE_COALESCED" is one, live on
+the heap. Sooner or later both free the same memory.
 """
 
 from __future__ import annotations
@@ -13,8 +18,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-# Backends that take several tensors in one call. Others get one call for each.
-_GROUPING = ("nccl", "gloo")
+# Backends that launch the collectives of several tensors as one.
+_GROUPING = ("nccl",)
 
 
 class Work(Protocol):
@@ -46,7 +51,7 @@ class AllReduce:
         for options in (self._one, self._many):
             options.reduceOp, options.asyncOp = operation, True
 
-    def __call__(self, tensors: Sequence[Tensor]) -> list[dist.Work]:
+    def __call__(self, tensors: Sequence[Tensor]) -> Sequence[Work]:
         """Start the sums.
 
         Args:
@@ -57,9 +62,12 @@ class AllReduce:
             The works; ``wait()`` makes the current stream (the host, without streams) wait for the results.
         """
         given = _as_reals(tensors)
-        if len(given) > 1 and self._groups:
+        if len(given) < 2:
+            return [self._group.allreduce([tensor], self._one) for tensor in given]
+        if self._groups:
             return [self._group.allreduce_coalesced(given, self._many)]
-        return [self._group.allreduce([tensor], self._one) for tensor in given]
+        together = _flattened(given)
+        return [CopyingOut(self._group.allreduce([together], self._one), given, _cut_up(together, given))]
 
 
 class AllGather:
@@ -83,15 +91,21 @@ class AllGather:
             outputs: Contiguous, of one dtype, each ``world`` times as long as its input. Complex numbers travel as
                 pairs of reals.
             inputs: This rank's parts. A part may be the very place in its output where it will be: NCCL gathers in
-                place then, gloo gathers into memory of its own and copies.
+                place then.
 
         Returns:
             The works; ``wait()`` makes the current stream (the host, without streams) wait for the results.
         """
         to, of = _as_reals(outputs), _as_reals(inputs)
-        if len(to) > 1 and self._groups:
+        if len(to) < 2:
+            return [self._group._allgather_base(*pair, self._options) for pair in zip(to, of, strict=True)]
+        if self._groups:
             return [self._group.allgather_into_tensor_coalesced(to, of, self._options)]
-        return [self._group._allgather_base(*pair, self._options) for pair in zip(to, of, strict=True)]
+        world, together = self._group.size(), _flattened(of)
+        gathered = together.new_empty(world * together.numel())
+        work = self._group._allgather_base(gathered, together, self._options)
+        parts = gathered.view(world, -1).split([tensor.numel() for tensor in of], dim=1)
+        return [CopyingOut(work, [tensor.view(world, -1) for tensor in to], parts)]
 
 
 class Broadcast:
@@ -122,8 +136,8 @@ class Broadcast:
 class ReduceScatter:
     """Sums of tensors over the ranks of a group, of which each rank gets its own part.
 
-    [Note: sums on gloo] gloo's own reduce-scatter all-reduces a copy of its input. All-reducing the input itself and
-    taking a part of it costs half of that, and nobody else needs the input.
+    [Note: sums on gloo] gloo's own reduce-scatter all-reduces a copy of its input. Where it is that or another backend
+    but NCCL, we do the same, once for all tensors, and take our parts of the sums.
 
     Args:
         group: The process group.
@@ -136,8 +150,8 @@ class ReduceScatter:
         self._options = dist.ReduceScatterOptions()
         self._options.reduceOp = dist.ReduceOp(dist.ReduceOp.AVG if average else dist.ReduceOp.SUM)
         self._options.asyncOp = True
-        by_parts = backend_name(group, device) != "nccl"
-        self._all_reduce = AllReduce(group, device, average=average) if by_parts else None
+        groups = backend_name(group, device) in _GROUPING
+        self._all_reduce = None if groups else AllReduce(group, device, average=average)
 
     def __call__(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> Sequence[Work]:
         """Start the sums.
@@ -150,27 +164,36 @@ class ReduceScatter:
             The works; ``wait()`` makes the current stream (the host, without streams) wait for the results.
         """
         if self._all_reduce is not None:
-            return [TakingParts(self._all_reduce(inputs), list(outputs), list(inputs), self._rank)]
+            together = _flattened(inputs) if len(inputs) > 1 else inputs[0]
+            (work,) = self._all_reduce([together])
+            wholes = zip(outputs, _cut_up(together, inputs), strict=True)
+            return [CopyingOut(work, outputs, [whole[self._rank * len(part) :][: len(part)] for part, whole in wholes])]
         return [self._group.reduce_scatter_tensor_coalesced(list(outputs), list(inputs), self._options)]
 
 
-class TakingParts:
-    """Sums under way, of which a part will be copied."""
+class CopyingOut:
+    """A collective under way whose results will be copied to where they belong.
 
-    def __init__(self, works: Sequence[Work], outputs: list[Tensor], inputs: list[Tensor], rank: int) -> None:
-        self._works, self._outputs, self._inputs, self._rank = works, outputs, inputs, rank
+    Args:
+        work: The collective.
+        targets: Where to.
+        results: What to copy, of the same shapes: views of what the collective writes.
+    """
 
-    def wait_for_sums(self) -> None:
-        """Wait for the sums; no part has been written yet."""
-        for work in self._works:
-            work.wait()
+    def __init__(self, work: Work, targets: Sequence[Tensor], results: Sequence[Tensor]) -> None:
+        self._work, self._targets, self._results = work, list(targets), list(results)
+
+    def wait_for_results(self) -> None:
+        """Wait for the collective; nothing has been copied yet."""
+        self._work.wait()
 
     def wait(self) -> None:
-        """Wait for the sums and copy this rank's parts."""
-        self.wait_for_sums()
-        parts = [whole[self._rank * len(o) :][: len(o)] for o, whole in zip(self._outputs, self._inputs, strict=True)]
-        with torch.no_grad():
-            torch._foreach_copy_(self._outputs, parts)
+        """Wait for the collective and copy its results, once: what is in the targets later is not ours."""
+        self._work.wait()
+        if self._targets:
+            with torch.no_grad():
+                torch._foreach_copy_(self._targets, self._results)
+        self._targets, self._results = [], []
 
 
 class Collectives:
@@ -189,3 +212,13 @@ class Collectives:
 
 def _as_reals(tensors: Sequence[Tensor]) -> list[Tensor]:
     return [torch.view_as_real(tensor) if tensor.is_complex() else tensor for tensor in tensors]
+
+
+def _flattened(tensors: Sequence[Tensor]) -> Tensor:
+    with torch.no_grad():
+        return torch.cat([tensor.reshape(-1) for tensor in tensors])
+
+
+def _cut_up(together: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
+    pieces = together.split([tensor.numel() for tensor in like])
+    return [piece.view(tensor.shape) for piece, tensor in zip(pieces, like, strict=True)]

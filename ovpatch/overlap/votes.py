@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
-from ovpatch.overlap.collectives import AllReduce
+from ovpatch.overlap.collectives import AllReduce, Work
 from ovpatch.overlap.labels import label, span
 
 PERIOD = 16
@@ -31,7 +31,7 @@ class Votes:
         self._device = device
         self._label = label(feature, "votes")
         self._all_reduce = AllReduce(group, device)
-        self._cast: tuple[int, torch.Tensor, dist.Work] | None = None
+        self._cast: tuple[int, torch.Tensor, Work] | None = None
 
     def cast(self, step: int, flags: Sequence[int]) -> None:
         """Start the sum, if one is due after this step. Every rank calls this after the same steps."""

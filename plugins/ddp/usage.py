@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch.autograd.graph import Node
 
-from ovpatch.overlap.collectives import AllReduce
+from ovpatch.overlap.collectives import AllReduce, Work
 from ovpatch.overlap.labels import label, span
 
 _LABEL = label("ddp", "usage")
@@ -31,7 +31,7 @@ class UsageMap:
         self._device = device
         self._all_reduce = AllReduce(group, device)
         self._map: torch.Tensor | None = None
-        self._work: dist.Work | None = None
+        self._work: Work | None = None
 
     def note(self, index: int) -> None:
         """Remember that this rank gave the parameter a gradient."""

@@ -1,4 +1,4 @@
-"""All-reduces, as features issue them."""
+"""Collectives, as features issue them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ovpatch.overlap.collectives import AllReduce, backend_name
+from ovpatch.overlap.collectives import AllGather, AllReduce, ReduceScatter, backend_name
 
 CPU = torch.device("cpu")
 DTYPES = [torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.complex64, torch.complex128, torch.int32]
@@ -70,3 +70,88 @@ def in_a_subgroup() -> torch.Tensor:
 
 def test_only_the_groups_ranks_take_part(ranks):
     assert ranks(3)(in_a_subgroup) == [torch.tensor([4.0]), torch.tensor([2.0]), torch.tensor([4.0])]
+
+
+def scattered(sizes: list[int], dtype: torch.dtype) -> list[torch.Tensor]:
+    world = dist.get_world_size()
+    given = tensors(dist.get_rank(), [(size * world,) for size in sizes], dtype)
+    parts = [torch.empty(size, dtype=dtype) for size in sizes]
+    for work in ReduceScatter(group(), CPU)(parts, given):
+        work.wait()
+    return parts
+
+
+@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("sizes", [[4], [5, 1, 300]])
+def test_each_rank_gets_its_parts_of_the_sums(ranks, world, dtype, sizes):
+    lengths = [(size * world,) for size in sizes]
+    wholes = [sum(ones) for ones in zip(*(tensors(r, lengths, dtype) for r in range(world)), strict=True)]
+    for rank, parts in enumerate(ranks(world)(scattered, sizes, dtype)):
+        for part, whole in zip(parts, wholes, strict=True):
+            assert torch.equal(part, whole.chunk(world)[rank])
+
+
+def gathered(sizes: list[int], dtype: torch.dtype) -> list[torch.Tensor]:
+    world, rank = dist.get_world_size(), dist.get_rank()
+    wholes = [torch.empty(size * world, dtype=dtype) for size in sizes]
+    parts = [whole.chunk(world)[rank] for whole in wholes]
+    for part, value in zip(parts, tensors(rank, [(size,) for size in sizes], dtype), strict=True):
+        part.copy_(value)
+    for work in AllGather(group(), CPU)(wholes, parts):
+        work.wait()
+    return wholes
+
+
+@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("sizes", [[4], [5, 1, 300]])
+def test_everybody_gets_all_parts(ranks, world, dtype, sizes):
+    values = [tensors(r, [(size,) for size in sizes], dtype) for r in range(world)]
+    for wholes in ranks(world)(gathered, sizes, dtype):
+        for whole, parts in zip(wholes, zip(*values, strict=True), strict=True):
+            assert torch.equal(whole, torch.cat(parts))
+
+
+def waited_for_twice() -> list[torch.Tensor]:
+    given = [torch.ones(3), torch.ones(2)]
+    (work,) = AllReduce(group(), CPU)(given)
+    work.wait()
+    given[0].fill_(7.0)
+    work.wait()
+    return given
+
+
+def test_a_second_wait_leaves_what_was_written_since(ranks):
+    for first, second in ranks(2)(waited_for_twice):
+        assert torch.equal(first, torch.full((3,), 7.0))
+        assert torch.equal(second, torch.full((2,), 2.0))
+
+
+class Recorder:
+    """A process group that remembers which of its methods were asked for."""
+
+    def __init__(self) -> None:
+        self.asked_for: set[str] = set()
+
+    def __getattr__(self, name: str) -> Any:
+        self.asked_for.add(name)
+        return getattr(group(), name)
+
+
+def launched() -> set[str]:
+    recorder: Any = Recorder()
+    many = [torch.ones(4), torch.ones(6)]
+    works = [
+        *AllReduce(recorder, CPU)(many),
+        *ReduceScatter(recorder, CPU)([torch.empty(2), torch.empty(3)], many),
+        *AllGather(recorder, CPU)(many, [torch.ones(2), torch.ones(3)]),
+    ]
+    for work in works:
+        work.wait()
+    return recorder.asked_for - {"rank", "size", "_get_backend"}
+
+
+def test_gloo_launches_nothing_with_a_long_name(ranks):
+    """See [Note: one tensor on gloo]: gloo calls these ALLREDUCE and _ALLGATHER_BASE, which has 15 letters."""
+    assert ranks(2)(launched) == [{"allreduce", "_allgather_base"}] * 2
