@@ -6,7 +6,7 @@ notices. Stock DDP, too, calls the process group itself.
 [Note: one tensor on gloo] Where a backend cannot group launches, tensors travel through one flat copy, which gloo's
 coalesced collectives would make as well. Those must not be used: gloo's two threads write the name of what they have
 completed into one string without a lock, and names of more than 15 letters, as "ALLREDUCE_COALESCED" is one, live on
-the heap. Sooner or later both free the same memory.
+the heap. Sooner or later both free the same memory. (_ALLREDUCE_SPARSE is another one; there stock does the same.)
 """
 
 from __future__ import annotations
@@ -190,9 +190,10 @@ class CopyingOut:
     def wait(self) -> None:
         """Wait for the collective and copy its results, once: what is in the targets later is not ours."""
         self._work.wait()
-        if self._targets:
+        targets, results = self._targets, self._results  # a signal handler may come to wait here as well
+        if targets:
             with torch.no_grad():
-                torch._foreach_copy_(self._targets, self._results)
+                torch._foreach_copy_(targets, results)
         self._targets, self._results = [], []
 
 

@@ -17,10 +17,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import Parameter
 
-from ovpatch.overlap.collectives import AllGather, Work
+from ovpatch.overlap.collectives import AllGather, CopyingOut, Work
 from ovpatch.overlap.labels import label, span
 from ovpatch.overlap.memory import handles
-from ovpatch.overlap.pending import mark, plainly, unmark
+from ovpatch.overlap.pending import is_pending, lose, mark, plainly, unmark
 from ovpatch.overlap.slices import Slice, cut, flat
 
 
@@ -101,8 +101,14 @@ class ParamGather:
         with self._lock:
             if not self._works:
                 return
-            with plainly(), span(self._labels[1]):
-                self._wait()
+            try:
+                with plainly(), span(self._labels[1]):
+                    self._wait()
+            except RuntimeError as error:  # of the collective
+                for param in self._params:
+                    if is_pending(param):
+                        lose(param, error)
+                raise
             self._unmark()
             self._works = []
             self._padded.clear()
@@ -148,7 +154,7 @@ class ParamGather:
             self._take()
         if reader == self._stream:
             return
-        if self._padded:  # copied on the launch stream
+        if self._padded or any(isinstance(work, CopyingOut) for work in self._works):  # copied on the launch stream
             reader.wait_stream(self._stream)
         else:  # without waiting for what else was queued there
             for work in self._works:

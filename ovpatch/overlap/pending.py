@@ -19,7 +19,9 @@ tensor C++ holds (a scripted or traced module, a graph that is to be run backwar
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import cache
 from multiprocessing.reduction import ForkingPickler
@@ -32,9 +34,10 @@ from torch.nn import Parameter
 from ovpatch.overlap.memory import handles, references_of_one, storage_references
 from ovpatch.overlap.metadata import METADATA
 from ovpatch.overlap.nested import leaves
+from ovpatch.overlap.weakly import forget
 
-# By id(): the parameter, which is thereby kept alive, and what settles it.
-_PENDING: dict[int, tuple[Parameter, Callable[[], None]]] = {}
+# By id(): the parameter, which is thereby kept alive unless its values are lost, and what settles it.
+_PENDING: dict[int, tuple[Callable[[], Parameter | None], Callable[[], None]]] = {}
 
 # Owners of a parameter's tensor without DDP: all of Python, and the AccumulateGrad node.
 OWNERS = 2
@@ -106,7 +109,7 @@ def mark(param: Tensor, settle: Callable[[], None], *, aliases: int = 0, owners:
         return reason
     assert isinstance(param, Parameter)
     _settle_before_forks()
-    _PENDING[id(param)] = (param, settle)  # [Note: order of class and entry]
+    _PENDING[id(param)] = (lambda: param, settle)  # [Note: order of class and entry]
     param.__class__ = PendingParameter
     return ""
 
@@ -116,6 +119,18 @@ def unmark(param: Tensor) -> None:
     if is_pending(param):
         param.__class__ = Parameter
     _PENDING.pop(id(param), None)
+
+
+def lose(param: Tensor, error: Exception) -> None:
+    """Let everybody who reads a pending parameter fail: its values will never come. It is kept alive no longer."""
+    assert isinstance(param, Parameter)
+    # Only the text: an error holds the frames that it went through, and they hold the model.
+    message = f"ovpatch: the values of this parameter did not arrive after optimizer.step(): {error}"
+
+    def fail() -> None:
+        raise RuntimeError(message)
+
+    _PENDING[id(param)] = (weakref.ref(param, functools.partial(forget, _PENDING, id(param))), fail)
 
 
 def is_pending(param: Tensor) -> bool:
@@ -137,9 +152,21 @@ def settle(param: Tensor) -> None:
 
 
 def settle_all() -> None:
-    """Bring the values of everything that is pending in this process."""
-    for param, _ in list(_PENDING.values()):
-        settle(param)
+    """Bring the values of everything that is pending in this process.
+
+    Raises:
+        RuntimeError: Some did not come; all others did.
+    """
+    failures = []
+    for reference, _ in list(_PENDING.values()):
+        param = reference()
+        if param is not None:
+            try:
+                settle(param)
+            except RuntimeError as error:  # of its collective
+                failures.append(error)
+    if failures:
+        raise failures[0]
 
 
 def settle_within(values: Any, *, otherwise_all: bool = True) -> None:

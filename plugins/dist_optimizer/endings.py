@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -11,6 +12,8 @@ import torch.distributed as dist
 from ovpatch.overlap import pending
 from ovpatch.overlap.leaving import failing
 from ovpatch.overlap.peers import Peers
+
+_log = logging.getLogger("ovpatch.dist_optimizer")
 
 
 def wrap_destroy(original: Callable[..., None]) -> Callable[..., None]:
@@ -22,7 +25,10 @@ def wrap_destroy(original: Callable[..., None]) -> Callable[..., None]:
 
     @functools.wraps(original)
     def destroy_process_group(group: Any = None) -> None:
-        pending.settle_all()
+        try:
+            pending.settle_all()
+        except RuntimeError as error:
+            _log.warning("parameters did not arrive, and who reads them will be told again: %s", error)
         if not failing():
             everything = group is None or group is dist.group.WORLD
             Peers.drain_all(None if everything else group)

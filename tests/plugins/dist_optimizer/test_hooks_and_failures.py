@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import time
 from datetime import timedelta
 from typing import Any
@@ -15,6 +16,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 import ovpatch
+from ovpatch.overlap.pending import any_pending
 from tests.plugins.ddp.arms import Record, data
 from tests.plugins.dist_optimizer.arms import SMALL
 from tests.plugins.dist_optimizer.checks import all_cases, check_all, ddp, params
@@ -249,6 +251,39 @@ def test_the_others_raise_when_a_rank_stops(ranks, before):
     assert "imed out" in text, text
     assert 1 < waited < 10
     assert not nothing
+
+
+def told(param: torch.Tensor) -> str:
+    try:
+        param.sum()
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
+def lost() -> tuple[list[str], bool, bool]:
+    """Parameters of rank 0 never arrive; return what it is told when it reads, and whether that ends with the model."""
+    said = []
+    with ovpatch.applied("ddp", "dist_optimizer", options={"dist_optimizer": SMALL}):
+        model = DistributedDataParallel(net(), process_group=dist.new_group(timeout=timedelta(seconds=1)))
+        opt = OPTIMIZERS["adamw"](model.parameters())
+        model(data(0, 5, 6)).square().mean().backward()
+        if dist.get_rank() == 0:
+            opt.step()
+            said = [told(model.module[0].weight), told(model.module[0].weight)]
+        while_it_lives = any_pending()
+        del model, opt
+        dist.barrier()
+    gc.collect()
+    return said, while_it_lives, any_pending()
+
+
+def test_parameters_that_never_arrive_are_an_error_for_their_readers_only(ranks):
+    (said, while_it_lives, afterwards), _ = ranks(2)(lost)
+    assert len(said) == 2
+    assert all("imed out" in text for text in said), said
+    assert while_it_lives
+    assert not afterwards
 
 
 SIGNED = f"{Signed.__module__}.{Signed.__qualname__}"
