@@ -192,8 +192,7 @@ def train(style: str, optimizer: str = "adamw", wrap: str = "plain", early: bool
     return records
 
 
-@pytest.mark.parametrize("world", [2, 3])
-@pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
+@pytest.mark.parametrize(("optimizer", "world"), [("adamw", 2), ("adamw", 3), ("sgd", 2)])
 def test_styles(ranks, world, optimizer):
     check_all(ranks(world)(all_cases, train, {s: {"style": s, "optimizer": optimizer} for s in STYLES}))
 

@@ -221,13 +221,18 @@ def cases(kind: str, run: Callable[..., Any], of: dict[str, dict[str, Any]]) -> 
     return {name: {"kind": kind, "run": run, **kwargs} for name, kwargs in of.items()}
 
 
-@pytest.mark.parametrize("world", [2, 3])
+def styles(kind: str) -> dict[str, dict[str, Any]]:
+    ones = {s: {"style": s} for s in test_loop_styles.STYLES if s != "group_added" or kind != "muon"}
+    return cases(kind, test_loop_styles.train, ones | {"early": {"style": "closure", "early": True}})
+
+
 @pytest.mark.parametrize("kind", KINDS)
-def test_styles(ranks, world, kind):
-    styles = {s: {"style": s} for s in test_loop_styles.STYLES if s != "group_added" or kind != "muon"}
-    loops = cases(kind, test_loop_styles.train, styles)
-    loops |= cases(kind, test_loop_styles.train, {"early": {"style": "closure", "early": True}})
-    check_each(ranks(world)(all_cases, instead, loops, options=NAMED), steps=6)
+def test_styles(ranks, kind):
+    check_each(ranks(2)(all_cases, instead, styles(kind), options=NAMED), steps=6)
+
+
+def test_styles_on_three_ranks(ranks):
+    check_each(ranks(3)(all_cases, instead, styles("lamb"), options=NAMED), steps=6)
 
 
 def frozen_for_a_while(kind: str) -> list[Record]:
