@@ -107,7 +107,7 @@ class ParamGather:
             except RuntimeError as error:  # of the collective
                 for param in self._params:
                     if is_pending(param):
-                        lose(param, error)
+                        lose(param, self.settle, error)
                 raise
             self._unmark()
             self._works = []

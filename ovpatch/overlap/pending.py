@@ -19,11 +19,10 @@ tensor C++ holds (a scripted or traced module, a graph that is to be run backwar
 from __future__ import annotations
 
 import contextlib
-import functools
 import os
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from functools import cache
+from functools import cache, partial
 from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
@@ -121,16 +120,26 @@ def unmark(param: Tensor) -> None:
     _PENDING.pop(id(param), None)
 
 
-def lose(param: Tensor, error: Exception) -> None:
-    """Let everybody who reads a pending parameter fail: its values will never come. It is kept alive no longer."""
+def lose(param: Tensor, settle: Callable[[], None], error: Exception) -> None:
+    """Keep a pending parameter alive no longer: its values did not come, and who reads it is told so.
+
+    Args:
+        param: The parameter.
+        settle: The bound method that was given to :func:`mark`. It is tried again as long as its object exists.
+        error: Why they did not come.
+    """
     assert isinstance(param, Parameter)
     # Only the text: an error holds the frames that it went through, and they hold the model.
     message = f"ovpatch: the values of this parameter did not arrive after optimizer.step(): {error}"
+    method = weakref.WeakMethod(settle)
 
-    def fail() -> None:
-        raise RuntimeError(message)
+    def settle_or_fail() -> None:
+        again = method()
+        if again is None:
+            raise RuntimeError(message)
+        again()
 
-    _PENDING[id(param)] = (weakref.ref(param, functools.partial(forget, _PENDING, id(param))), fail)
+    _PENDING[id(param)] = (weakref.ref(param, partial(forget, _PENDING, id(param))), settle_or_fail)
 
 
 def is_pending(param: Tensor) -> bool:

@@ -6,6 +6,7 @@ import copy
 import threading
 import time
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -193,6 +194,27 @@ def alone_on_rank_0() -> bool:
 
 def test_one_rank_reads_alone(ranks):
     assert ranks(2)(alone_on_rank_0) == [True] * 2
+
+
+def failing_once() -> tuple[bool, bool, bool]:
+    """A wait that raises is tried again by the next reader, who finds the values if they come then."""
+    model = nn.Linear(6, 7)
+    dist.broadcast(model.weight.data, 0)
+    expected = model.weight.detach().clone()
+    gather = ParamGather([model.weight], group())
+    quiet([model.weight])
+    forget_the_others([model.weight])
+    gather.launch()
+    with mock.patch.object(gather, "_wait", side_effect=RuntimeError("not now")):
+        for _ in range(2):
+            with pytest.raises(RuntimeError, match="not now"):
+                model.weight.sum()
+    still = is_pending(model.weight)
+    return still, torch.equal(model.weight, expected), is_pending(model.weight)
+
+
+def test_a_wait_that_raises_is_tried_again(ranks):
+    assert ranks(2)(failing_once) == [(True, True, False)] * 2
 
 
 def communicated(name: str) -> list[bool]:
