@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol
 
@@ -36,6 +36,9 @@ _LAID_OUT_ANEW = (
     "its gradient and of its optimizer's state are in the old order. Do that before DistributedDataParallel, or turn "
     "dist_optimizer off."
 )
+
+
+Minimum = Callable[[Tensor], int] | None
 
 
 class Arriving(Protocol):
@@ -63,7 +66,7 @@ class GradShards:
         params: The parameters, the same on all ranks, in registration order.
         names: Their fully qualified names.
         group: The process group over which they are reduced.
-        minimum: Parameters with fewer elements stay whole; None keeps all whole, and costs nothing.
+        minimum: With how many elements a parameter is worth to be cut; None keeps all whole, and costs nothing.
 
     Attributes:
         chosen: Parameters whose gradients are reduced and scattered now.
@@ -74,7 +77,7 @@ class GradShards:
     """
 
     def __init__(
-        self, params: Sequence[torch.nn.Parameter], names: Sequence[str], group: dist.ProcessGroup, minimum: int | None
+        self, params: Sequence[torch.nn.Parameter], names: Sequence[str], group: dist.ProcessGroup, minimum: Minimum
     ) -> None:
         self.params, self.names, self.group = Weakly(params), list(names), group
         self.chosen: frozenset[int] = frozenset()
@@ -96,7 +99,9 @@ class GradShards:
         self._numels = [param.numel() for param in params]
         self._strides = [param.stride() for param in params]
         self._peers = ShardPeers(group, self.editions, self._parts, self._numels)
-        self._cuttable = [self._active and can_be_cut(param, self._world, minimum or 0) for param in params]
+        self._cuttable = [
+            minimum is not None and self._active and can_be_cut(param, self._world, minimum(param)) for param in params
+        ]
         if self._active:
             for index, param in enumerate(params):
                 reference = weakref.ref(param, functools.partial(forget, _owners, id(param)))
@@ -374,13 +379,12 @@ class Sharding:
     """Whether models that are wrapped in this process may keep gradients by parts.
 
     Attributes:
-        minimum: Parameters with fewer elements stay whole; None keeps all whole. Set by the feature that can make use
-            of parts, the same on all ranks.
+        minimum: See :class:`GradShards`. Set by the feature that can make use of parts, the same on all ranks.
         terms: What else of that feature has to be the same on all ranks; empty where it is off.
     """
 
     def __init__(self) -> None:
-        self.minimum: int | None = None
+        self.minimum: Minimum = None
         self.terms: Mapping[str, Any] = {}
 
 

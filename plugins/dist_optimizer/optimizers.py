@@ -86,7 +86,7 @@ class Steps:
                 granularity=options["gather_granularity"],
                 bucket_mb=bucket_mb,
             )
-            return SlicedOptimizer(optimizer, gathers, stand_down=_leave)
+            return SlicedOptimizer(optimizer, gathers, stand_down=_leave, in_fp32=options["main_params_in_fp32"])
         return WholeOptimizer(optimizer, Handouts(bucket_mb), stand_down=_leave, steady=kind is Kind.WHOLE)
 
 

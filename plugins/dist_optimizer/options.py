@@ -51,6 +51,12 @@ OPTIONS: Final = (
         parse=_count,
     ),
     Option(
+        "main_params_in_fp32",
+        False,
+        "Update parameters of half precision in fp32, with fp32 state, of which each rank keeps its slices; parameters "
+        "are the roundings. Not what stock computes, but closer to fp32. Element-wise optimizers only.",
+    ),
+    Option(
         "element_wise",
         "",
         "Further optimizer classes that are element-wise and may be given slices, as module.Class,module.Class.",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -41,6 +42,7 @@ def ovpatch_register(patches: Registrar, options: Mapping[str, Any]) -> None:
     from ovpatch_plugins.dist_optimizer.clipping import wrap_clip, wrap_norm
     from ovpatch_plugins.dist_optimizer.endings import wrap_destroy
     from ovpatch_plugins.dist_optimizer.kinds import with_a_step
+    from ovpatch_plugins.dist_optimizer.main_params import wrap_load
     from ovpatch_plugins.dist_optimizer.optimizers import Steps
     from ovpatch_plugins.dist_optimizer.scaling import wrap_unscale
 
@@ -53,6 +55,12 @@ def ovpatch_register(patches: Registrar, options: Mapping[str, Any]) -> None:
         lambda: register_optimizer_step_pre_hook(steps.notice),
         why="sees optimizers whose step is not patched, which are reported",
     )
+    if options["main_params_in_fp32"]:
+        patches.register_patch(
+            "torch.optim.optimizer.Optimizer.load_state_dict",
+            wrap=functools.partial(wrap_load, named=steps.named),
+            why="casts fp32 state to the dtype of half-precision parameters",
+        )
     for name in with_a_step(steps.named):
         patches.register_patch(
             f"{name}.step",
@@ -82,8 +90,9 @@ def ovpatch_register(patches: Registrar, options: Mapping[str, Any]) -> None:
 def ovpatch_activate(options: Mapping[str, Any]) -> Sequence[str]:
     """Let models that are wrapped from now on keep gradients by parts."""
     from ovpatch.overlap.grad_shards import sharding
+    from ovpatch_plugins.dist_optimizer.main_params import smallest
 
-    sharding.minimum, sharding.terms = options["min_param_numel"], dict(options)
+    sharding.minimum, sharding.terms = functools.partial(smallest, dict(options)), dict(options)
     return []
 
 

@@ -9,6 +9,7 @@ from torch.optim import Optimizer
 
 from ovpatch.overlap.grad_shards import GradShards
 from ovpatch_plugins.dist_optimizer.gathers import Gathers
+from ovpatch_plugins.dist_optimizer.main_params import MainSlicesOfModel
 from ovpatch_plugins.dist_optimizer.parts import Part, standing_in
 from ovpatch_plugins.dist_optimizer.slice_state import SlicesOfModel
 from ovpatch_plugins.dist_optimizer.state import ShardedState
@@ -22,10 +23,19 @@ class SlicedOptimizer(ShardedOptimizer):
         optimizer: The optimizer; held weakly.
         gathers: What gathers its parameters.
         stand_down: Called with the optimizer and the reason when it has to go on as stock.
+        in_fp32: Update parameters of half precision in fp32.
     """
 
-    def __init__(self, optimizer: Optimizer, gathers: Gathers, stand_down: Callable[[Optimizer, str], None]) -> None:
-        super().__init__(optimizer, gathers, ShardedState(optimizer, SlicesOfModel), stand_down)
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        gathers: Gathers,
+        stand_down: Callable[[Optimizer, str], None],
+        *,
+        in_fp32: bool = False,
+    ) -> None:
+        state = ShardedState(optimizer, MainSlicesOfModel if in_fp32 else SlicesOfModel)
+        super().__init__(optimizer, gathers, state, stand_down)
 
     def _divides(self, shards: GradShards, index: int) -> bool:
         return shards.want(index)

@@ -1,0 +1,117 @@
+"""Parameters of half precision that are updated in fp32, each rank its slices.
+
+[Note: main parameters] A bfloat16 weight loses every update below 1/512 of itself. So each rank keeps its slice in
+fp32, the main parameter, and updates that; the parameter is its rounding. It is kept and saved as one more tensor of
+the optimizer's state, which is fp32, too. Where a parameter is not the rounding of its main parameter any more, the
+script has written to it since, and the main parameter follows.
+
+[Note: loaded in fp32] ``Optimizer.load_state_dict`` casts state to the dtype of its parameter, here to half precision.
+What was saved in fp32 is put back before anybody else sees what was loaded.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, Final
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from ovpatch.overlap import grad_shards
+from ovpatch.overlap.slices import flat
+from ovpatch_plugins.dist_optimizer.kinds import Kind, Named, kind_of, objection
+from ovpatch_plugins.dist_optimizer.model_state import States
+from ovpatch_plugins.dist_optimizer.slice_state import SlicesOfModel
+
+if TYPE_CHECKING:
+    from ovpatch_plugins.dist_optimizer.parts import Part
+
+#: The name of the main parameter in the optimizer's state.
+MAIN: Final = "main_param"
+
+_LOW: Final = (torch.bfloat16, torch.float16)
+
+
+def is_low(param: Tensor) -> bool:
+    """Tell whether a parameter is of half precision."""
+    return param.dtype in _LOW
+
+
+def smallest(options: Mapping[str, Any], param: Tensor) -> int:
+    """Return how many elements make it worth to cut a parameter; with a main parameter, any number is."""
+    return 1 if options["main_params_in_fp32"] and is_low(param) else int(options["min_param_numel"])
+
+
+class MainSlicesOfModel(SlicesOfModel):
+    """Slices of state, fp32 where the parameter is of half precision, and with its slice of the main parameter."""
+
+    def put_parts(self, part: Part, states: States, stand_in: Tensor | None) -> None:
+        """Make the slices the stand-in's state, and the stand-in the main parameter."""
+        super().put_parts(part, states, stand_in)
+        if stand_in is None or not is_low(part.param):
+            return
+        main = states[stand_in].pop(MAIN, None) if stand_in in states else None
+        with torch.inference_mode(False), torch.no_grad():
+            rounded = stand_in.detach()
+            stand_in.grad = None
+            stand_in.data = rounded.float() if main is None else _followed(main, rounded)
+            stand_in.grad = part.shards.current_part(part.index).to(torch.float32)
+
+    def take_parts(self, part: Part, states: States, stand_in: Tensor | None) -> None:
+        """Keep what a step has made of them, and round the main parameter."""
+        if stand_in is not None and stand_in.dtype != part.param.dtype:
+            own = self._shards.slice(part.index)
+            with torch.inference_mode(False), torch.no_grad():
+                flat(part.param.data)[own.begin : own.end].copy_(stand_in)
+            states.setdefault(stand_in, {})[MAIN] = stand_in.detach()
+        super().take_parts(part, states, stand_in)
+
+    def cut_whole(self, param: Tensor, state: dict[Any, Any]) -> None:
+        """Keep this rank's slices of state that is whole; what a stock run has saved is of half precision."""
+        if is_low(param):
+            for name, value in state.items():
+                if isinstance(value, Tensor) and not self._is_ours(value) and value.shape == param.shape:
+                    state[name] = value.float() if is_low(value) else value
+        super().cut_whole(param, state)
+
+    def let_go(self, param: Tensor, state: dict[Any, Any]) -> None:
+        """Make a parameter's state, whole by now, what stock would have."""
+        if is_low(param) and state.pop(MAIN, None) is not None:
+            for name, value in state.items():
+                if isinstance(value, Tensor) and value.shape == param.shape:
+                    state[name] = value.to(param.dtype)
+
+
+def wrap_load(original: Callable[..., None], *, named: Named) -> Callable[..., None]:
+    """Wrap ``Optimizer.load_state_dict``; see [Note: loaded in fp32]."""
+
+    @functools.wraps(original)
+    def load_state_dict(optimizer: Optimizer, state_dict: Mapping[str, Any]) -> None:
+        if objection(optimizer, named) or kind_of(type(optimizer), named) is not Kind.SLICES:
+            return original(optimizer, state_dict)
+        hook = optimizer.register_load_state_dict_post_hook(lambda _: _put_back(optimizer, state_dict), prepend=True)
+        try:
+            return original(optimizer, state_dict)
+        finally:
+            hook.remove()
+
+    return load_state_dict
+
+
+def _followed(main: Tensor, rounded: Tensor) -> Tensor:
+    return torch.where(main.to(rounded.dtype) == rounded, main, rounded.float())
+
+
+def _put_back(optimizer: Optimizer, state_dict: Mapping[str, Any]) -> None:
+    saved = [number for group in state_dict["param_groups"] for number in group["params"]]
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    for number, param in zip(saved, params, strict=True):
+        entry = grad_shards.find(param)
+        if entry is None or not is_low(param) or not entry[0].can_be_cut(entry[1]) or param not in optimizer.state:
+            continue
+        state = optimizer.state[param]
+        for name, value in state_dict["state"][number].items():
+            if isinstance(value, Tensor) and value.dtype is torch.float32 and value.shape == param.shape:
+                state[name] = value.to(param.device)

@@ -1,0 +1,283 @@
+"""Half-precision parameters that are updated in fp32: what a script with main parameters of its own would compute."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+import ovpatch
+from ovpatch.insight.equality import compare
+from ovpatch.overlap.grad_shards import sharding
+from ovpatch.overlap.placeholders import Placeholder
+from tests.plugins.ddp.arms import Record, data, device
+from tests.plugins.dist_optimizer.arms import SMALL
+from tests.plugins.dist_optimizer.checks import all_cases, check_all, ddp, params
+from tests.plugins.dist_optimizer.test_state import on_cpu
+
+IN_FP32 = {"main_params_in_fp32": True, "min_param_numel": 1000}
+HALVES = [torch.bfloat16, torch.float16]
+STEPS = 8
+
+OPTIMIZERS: dict[str, Callable[[Any], Optimizer]] = {
+    "sgd": lambda ps: torch.optim.SGD(ps, lr=0.01),
+    "momentum": lambda ps: torch.optim.SGD(ps, lr=0.01, momentum=0.9, weight_decay=0.1),
+    "adamw": lambda ps: torch.optim.AdamW(ps, lr=1e-3, weight_decay=0.1),
+    "adamw, foreach": lambda ps: torch.optim.AdamW(ps, lr=1e-3, foreach=True, amsgrad=True),
+    "adagrad": lambda ps: torch.optim.Adagrad(ps, lr=0.01),
+    "rmsprop": lambda ps: torch.optim.RMSprop(ps, lr=1e-3, momentum=0.9, centered=True),
+}
+
+
+def net(dtype: torch.dtype) -> nn.Module:
+    """No parameter is so small that a rank of three would have no part of it."""
+    torch.manual_seed(1)
+    layers = [nn.Linear(6, 10), nn.ReLU(), nn.Linear(10, 13), nn.LayerNorm(13), nn.Linear(13, 9)]
+    return nn.Sequential(*layers).to(device(), dtype)
+
+
+class ByHand:
+    """An optimizer over fp32 copies, as scripts have it without the feature.
+
+    Args:
+        make: Makes the optimizer.
+        ones: The parameters of half precision.
+    """
+
+    def __init__(self, make: Callable[[Any], Optimizer], ones: Any) -> None:
+        self._params = list(ones)
+        self.mains = [nn.Parameter(p.detach().float()) for p in self._params]
+        self.inner = make(self.mains)
+
+    def zero_grad(self) -> None:
+        for param in self._params:
+            param.grad = None
+
+    @torch.no_grad()
+    def step(self) -> None:
+        for param, main in zip(self._params, self.mains, strict=True):
+            main.copy_(torch.where(main.to(param.dtype) == param, main, param.float()))
+            main.grad = None if param.grad is None else param.grad.float()
+        self.inner.step()
+        for param, main in zip(self._params, self.mains, strict=True):
+            if main.grad is not None:
+                param.copy_(main)
+
+    def state_dict(self) -> dict[str, Any]:
+        whole = copy.deepcopy(self.inner.state_dict())
+        for number, main in enumerate(self.mains):
+            if main.grad is not None:
+                whole["state"].setdefault(number, {})["main_param"] = main.detach().clone()
+        return whole
+
+
+def step(model: nn.Module, opt: Any, number: int, clip: bool = False) -> None:
+    opt.zero_grad()
+    dtype = next(model.parameters()).dtype
+    model(data(number, 5, 6).to(dtype)).square().mean().backward()
+    if clip:
+        nn.utils.clip_grad_value_(model.parameters(), 0.01)
+    opt.step()
+
+
+def by_hand() -> bool:
+    return sharding.minimum is None
+
+
+def train(kind: str, dtype: torch.dtype, style: str = "plain") -> list[Record]:
+    model = ddp(net(dtype), find_unused_parameters=style == "frozen")
+    opt: Any = (ByHand if by_hand() else lambda make, ones: make(ones))(OPTIMIZERS[kind], model.parameters())
+    records: list[Record] = []
+    for number in range(STEPS):
+        if style == "frozen":
+            model.module[0].bias.requires_grad_(not 2 <= number < 5)
+        step(model, opt, number, clip=style == "clip")
+        if style == "clamp":
+            with torch.no_grad():
+                model.module[2].weight.clamp_(-0.2, 0.2)
+        if dist.get_world_size() == 2:  # on more, sums in another order round one or another parameter otherwise
+            records.append(params(model))
+        if number in (1, STEPS - 1):
+            state = on_cpu(copy.deepcopy(opt.state_dict()))["state"]
+            records += [{f"{i}.{name}": v for i, ones in sorted(state.items()) for name, v in ones.items()}]
+            mains = [ones["main_param"] for _, ones in sorted(state.items())]
+            pairs = zip(params(model).values(), mains, strict=True)
+            records.append([bool((param == main.to(dtype)).all()) for param, main in pairs])
+    return records
+
+
+@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("dtype", HALVES)
+def test_updates_are_those_of_main_parameters_kept_by_hand(ranks, world, dtype):
+    cases = {kind: {"kind": kind, "dtype": dtype} for kind in OPTIMIZERS}
+    check_all(ranks(world)(all_cases, train, cases, options=IN_FP32), steps=STEPS)
+
+
+@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("style", ["clamp", "clip", "frozen"])
+def test_what_scripts_do_between_steps(ranks, style, world):
+    cases = {style: {"kind": "adamw", "dtype": torch.bfloat16, "style": style}}
+    check_all(ranks(world)(all_cases, train, cases, options=IN_FP32), steps=STEPS, by_parts=None)
+
+
+# --- where the gradients' sums are fp32, too ---
+
+
+def summed_in_fp32() -> list[dict[int, Tensor]]:
+    """Return what each step adds to the main parameters, with gradients that have been reduced and scattered."""
+    model = ddp(net(torch.bfloat16))
+    opt: Any = (ByHand if by_hand() else lambda make, ones: make(ones))(OPTIMIZERS["sgd"], model.parameters())
+    updates = []
+    for number in range(STEPS):
+        model.module.load_state_dict(net(torch.bfloat16).state_dict())  # all ranks and arms begin at the same numbers
+        if not by_hand():
+            opt.state.clear()  # else main parameters stay what these are the roundings of
+            step(model, opt, number)
+            updates.append({i: state["main_param"] for i, state in opt.state_dict()["state"].items()})
+        else:
+            model.zero_grad()
+            with model.no_sync():
+                model(data(number, 5, 6).bfloat16()).square().mean().backward()
+            sums = [p.grad.float() / dist.get_world_size() for p in model.parameters()]
+            for total in sums:
+                dist.all_reduce(total)
+            ones = enumerate(zip(model.parameters(), sums, strict=True))
+            updates.append({i: param.detach().float().add(total, alpha=-0.01) for i, (param, total) in ones})
+    return updates
+
+
+def both_in_fp32() -> tuple[list[Record], list[Record]]:
+    expected = summed_in_fp32()
+    options = {"ddp": {"grad_reduce_in_fp32": True}, "dist_optimizer": SMALL | IN_FP32}
+    with ovpatch.applied("ddp", "dist_optimizer", options=options):
+        return expected, summed_in_fp32()
+
+
+def test_sums_in_fp32_are_not_rounded_before_the_update(ranks):
+    for expected, ours in ranks(2)(both_in_fp32):
+        compare(expected[4:], ours[4:]).assert_bitwise()  # gradients are whole before, which is the parameters' dtype
+
+
+# --- saving and loading ---
+
+
+def in_pieces(kind: str, stop: int, *, own_dtype: bool) -> list[Record]:
+    """Train, and in the middle go on with a new model and optimizer that load what the old ones saved."""
+    model = ddp(net(torch.bfloat16))
+    opt = OPTIMIZERS[kind](model.parameters())
+    records = []
+    for number in range(STEPS):
+        if number == stop:
+            saved = copy.deepcopy((model.state_dict(), opt.state_dict()))
+            dist.barrier()
+            model = ddp(net(torch.bfloat16))
+            opt = OPTIMIZERS[kind](model.parameters())
+            if not own_dtype:
+                step(model, opt, 50)  # a model and state that are known already
+            model.load_state_dict(saved[0])
+            opt.load_state_dict(saved[1])
+        step(model, opt, number)
+        records.append(params(model))
+    return [*records, on_cpu(copy.deepcopy(opt.state_dict()))["state"]]
+
+
+def resumed(kind: str, stops: list[int], own_dtype: bool) -> list[list[Record]]:
+    with ovpatch.applied("ddp", "dist_optimizer", options={"dist_optimizer": SMALL | IN_FP32}):
+        return [in_pieces(kind, stop, own_dtype=own_dtype) for stop in stops]
+
+
+@pytest.mark.parametrize("fresh", [True, False])
+@pytest.mark.parametrize("kind", ["momentum", "adamw"])
+def test_a_resumed_run_goes_on_as_one_that_was_not_interrupted(ranks, kind, fresh):
+    for whole, *pieces in ranks(2)(resumed, kind, [STEPS, 1, 4], fresh):
+        for piece in pieces:
+            compare(whole, piece).assert_bitwise()
+
+
+def across() -> dict[str, Any]:
+    """Go from stock to the feature and back."""
+    model = ddp(net(torch.bfloat16))
+    opt = OPTIMIZERS["adamw"](model.parameters())
+    step(model, opt, 0)
+    stock = copy.deepcopy(opt.state_dict())
+    with ovpatch.applied("ddp", "dist_optimizer", options={"dist_optimizer": SMALL | IN_FP32}):
+        model = ddp(model.module)
+        opt = OPTIMIZERS["adamw"](model.parameters())
+        opt.load_state_dict(stock)
+        step(model, opt, 1)
+        step(model, opt, 2)
+        first = next(iter(model.parameters()))
+        assert isinstance(opt.state[first]["exp_avg"], Placeholder)
+        ours = copy.deepcopy(opt.state_dict())
+        live = copy.deepcopy(opt).state_dict()
+        dist.barrier()
+    reverted = {name: value.dtype for name, value in opt.state[first].items()}
+    step(model, opt, 3)
+    model = ddp(model.module)
+    opt = OPTIMIZERS["adamw"](model.parameters())
+    opt.load_state_dict(copy.deepcopy(ours))
+    step(model, opt, 4)
+    back = {name: value.dtype for name, value in opt.state_dict()["state"][0].items()}
+    return {"stock": stock, "ours": ours, "live": live, "reverted": reverted, "back": back}
+
+
+def test_from_stock_and_back(ranks):
+    wide, low = torch.float32, torch.bfloat16
+    moments = ("exp_avg", "exp_avg_sq")
+    for result in ranks(2)(across):
+        assert [result["stock"]["state"][0][name].dtype for name in moments] == [low, low]
+        state = result["ours"]["state"][0]
+        assert {state[name].dtype for name in (*moments, "main_param")} == {wide}
+        assert state["main_param"].shape == state["exp_avg"].shape == (10, 6)
+        compare(result["ours"], result["live"]).assert_bitwise()
+        assert result["reverted"] == {"step": wide, "exp_avg": low, "exp_avg_sq": low}
+        assert {name: result["back"][name] for name in moments} == {"exp_avg": low, "exp_avg_sq": low}
+
+
+def raising() -> list[Record]:
+    model = ddp(net(torch.bfloat16))
+    opt = OPTIMIZERS["adamw"](model.parameters())
+    records = []
+    for number in range(STEPS):
+        if number == 3:
+            kept, opt.param_groups[0]["betas"] = opt.param_groups[0]["betas"], None
+            with pytest.raises(TypeError):
+                step(model, opt, number)
+            opt.param_groups[0]["betas"] = kept
+        else:
+            step(model, opt, number)
+        records.append(params(model))
+    return [*records, on_cpu(copy.deepcopy(opt.state_dict()))["state"]]
+
+
+def raising_with_the_feature() -> list[Record]:
+    with ovpatch.applied("ddp", "dist_optimizer", options={"dist_optimizer": SMALL | IN_FP32}):
+        return raising()
+
+
+def test_a_step_that_raises_leaves_everything_whole(ranks):
+    first, second = ranks(2)(raising_with_the_feature)
+    compare(first, second).assert_bitwise()
+    compare([first[2]], [first[3]]).assert_bitwise()
+    assert all(value.dtype == torch.bfloat16 for value in first[-2].values() if isinstance(value, Tensor))
+
+
+def of_full_precision() -> dict[str, torch.dtype]:
+    with ovpatch.applied("ddp", "dist_optimizer", options={"dist_optimizer": SMALL | IN_FP32 | {"min_param_numel": 8}}):
+        model = ddp(net(torch.float32))
+        opt = OPTIMIZERS["momentum"](model.parameters())
+        step(model, opt, 0)
+        step(model, opt, 1)
+        state = {name: value.dtype for name, value in opt.state_dict()["state"][0].items()}
+        dist.barrier()
+    return state
+
+
+def test_fp32_parameters_have_none(ranks):
+    assert ranks(2)(of_full_precision) == [{"momentum_buffer": torch.float32}] * 2
