@@ -11,7 +11,6 @@ What was saved in fp32 is put back before anybody else sees what was loaded.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Final
 
@@ -20,8 +19,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from ovpatch.overlap import grad_shards
+from ovpatch.overlap.placeholders import Placeholder
 from ovpatch.overlap.slices import flat
-from ovpatch_plugins.dist_optimizer.kinds import Kind, Named, kind_of, objection
 from ovpatch_plugins.dist_optimizer.model_state import States
 from ovpatch_plugins.dist_optimizer.slice_state import SlicesOfModel
 
@@ -50,13 +49,13 @@ class MainSlicesOfModel(SlicesOfModel):
     def put_parts(self, part: Part, states: States, stand_in: Tensor | None) -> None:
         """Make the slices the stand-in's state, and the stand-in the main parameter."""
         super().put_parts(part, states, stand_in)
+        main = states[stand_in].pop(MAIN, None) if stand_in in states else None
         if stand_in is None or not is_low(part.param):
             return
-        main = states[stand_in].pop(MAIN, None) if stand_in in states else None
         with torch.inference_mode(False), torch.no_grad():
             rounded = stand_in.detach()
             stand_in.grad = None
-            stand_in.data = rounded.float() if main is None else _followed(main, rounded)
+            stand_in.data = _followed(main, rounded) if isinstance(main, Tensor) else rounded.float()
             stand_in.grad = part.shards.current_part(part.index).to(torch.float32)
 
     def take_parts(self, part: Part, states: States, stand_in: Tensor | None) -> None:
@@ -70,48 +69,68 @@ class MainSlicesOfModel(SlicesOfModel):
 
     def cut_whole(self, param: Tensor, state: dict[Any, Any]) -> None:
         """Keep this rank's slices of state that is whole; what a stock run has saved is of half precision."""
-        if is_low(param):
+        index = self._index.get(id(param))
+        if index is not None and self._shards.can_be_cut(index) and is_low(param):
             for name, value in state.items():
                 if isinstance(value, Tensor) and not self._is_ours(value) and value.shape == param.shape:
                     state[name] = value.float() if is_low(value) else value
         super().cut_whole(param, state)
 
-    def let_go(self, param: Tensor, state: dict[Any, Any]) -> None:
-        """Make a parameter's state, whole by now, what stock would have."""
-        if is_low(param) and state.pop(MAIN, None) is not None:
+
+def load_in_fp32(optimizer: Optimizer, load: Callable[[], None]) -> None:
+    """Load state and keep what was saved in fp32; see [Note: loaded in fp32].
+
+    Args:
+        optimizer: An element-wise optimizer.
+        load: Calls ``Optimizer.load_state_dict``.
+    """
+    given: list[Mapping[str, Any]] = []  # as the script's own hooks leave it
+    hooks = (
+        optimizer.register_load_state_dict_pre_hook(lambda _, state_dict: given.append(state_dict)),
+        optimizer.register_load_state_dict_post_hook(lambda _: _put_back(optimizer, given[-1]), prepend=True),
+    )
+    try:
+        load()
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def round_state(optimizer: Optimizer) -> None:
+    """Make an optimizer's whole state what stock would have, which goes on with it."""
+    for param, state in optimizer.state.items():
+        if is_low(param) and _has_main(param):
+            state.pop(MAIN, None)
             for name, value in state.items():
-                if isinstance(value, Tensor) and value.shape == param.shape:
+                if isinstance(value, Tensor) and not isinstance(value, Placeholder) and value.shape == param.shape:
                     state[name] = value.to(param.dtype)
 
 
-def wrap_load(original: Callable[..., None], *, named: Named) -> Callable[..., None]:
-    """Wrap ``Optimizer.load_state_dict``; see [Note: loaded in fp32]."""
+def forget_mains(optimizer: Optimizer) -> None:
+    """Drop an optimizer's main parameters."""
+    for param, state in optimizer.state.items():
+        if is_low(param):
+            state.pop(MAIN, None)
 
-    @functools.wraps(original)
-    def load_state_dict(optimizer: Optimizer, state_dict: Mapping[str, Any]) -> None:
-        if objection(optimizer, named) or kind_of(type(optimizer), named) is not Kind.SLICES:
-            return original(optimizer, state_dict)
-        hook = optimizer.register_load_state_dict_post_hook(lambda _: _put_back(optimizer, state_dict), prepend=True)
-        try:
-            return original(optimizer, state_dict)
-        finally:
-            hook.remove()
 
-    return load_state_dict
+def _has_main(param: Tensor) -> bool:
+    entry = grad_shards.find(param)
+    return entry is not None and entry[0].can_be_cut(entry[1])
 
 
 def _followed(main: Tensor, rounded: Tensor) -> Tensor:
-    return torch.where(main.to(rounded.dtype) == rounded, main, rounded.float())
+    return torch.where(main.to(rounded.dtype) == rounded, main, rounded.float(), out=main)
 
 
 def _put_back(optimizer: Optimizer, state_dict: Mapping[str, Any]) -> None:
     saved = [number for group in state_dict["param_groups"] for number in group["params"]]
     params = [param for group in optimizer.param_groups for param in group["params"]]
     for number, param in zip(saved, params, strict=True):
-        entry = grad_shards.find(param)
-        if entry is None or not is_low(param) or not entry[0].can_be_cut(entry[1]) or param not in optimizer.state:
-            continue
-        state = optimizer.state[param]
-        for name, value in state_dict["state"][number].items():
-            if isinstance(value, Tensor) and value.dtype is torch.float32 and value.shape == param.shape:
-                state[name] = value.to(param.device)
+        if is_low(param) and param in optimizer.state:
+            state = optimizer.state[param]
+            if not _has_main(param):
+                state.pop(MAIN, None)
+                continue
+            for name, value in state_dict["state"][number].items():
+                if isinstance(value, Tensor) and value.dtype is torch.float32 and value.shape == param.shape:
+                    state[name] = value.to(param.device)

@@ -113,10 +113,6 @@ class StateOfModel(abc.ABC):
     def cut_whole(self, param: Tensor, state: dict[Any, Any]) -> None:
         """Keep this rank's parts of a parameter's state that is whole, and leave placeholders."""
 
-    def let_go(self, param: Tensor, state: dict[Any, Any]) -> None:
-        """Make a parameter's state, whole by now, what stock would have; mostly it is that."""
-        del param, state
-
     @abc.abstractmethod
     def _places(self, key: Key) -> Mapping[int, Slice]:
         """Return which of a tensor's elements each rank keeps."""

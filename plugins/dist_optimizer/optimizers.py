@@ -16,6 +16,7 @@ from ovpatch_plugins.dist_optimizer.counters import COUNTERS
 from ovpatch_plugins.dist_optimizer.gathers import Gathers
 from ovpatch_plugins.dist_optimizer.handouts import Handouts
 from ovpatch_plugins.dist_optimizer.kinds import Kind, Named, kind_of, objection
+from ovpatch_plugins.dist_optimizer.main_params import load_in_fp32
 from ovpatch_plugins.dist_optimizer.slice_step import SlicedOptimizer
 from ovpatch_plugins.dist_optimizer.step import ShardedOptimizer
 from ovpatch_plugins.dist_optimizer.whole_step import WholeOptimizer
@@ -58,6 +59,19 @@ class Steps:
         hooked: Any = Optimizer.profile_hook_step(step)
         hooked.hooked = True
         return hooked  # type: ignore[no-any-return]
+
+    def wrap_load(self, original: Callable[..., None]) -> Callable[..., None]:
+        """Wrap ``Optimizer.load_state_dict``: state that was saved in fp32 stays so where parameters have main ones."""
+
+        @functools.wraps(original)
+        def load_state_dict(optimizer: Optimizer, *args: Any, **kwargs: Any) -> None:
+            load = functools.partial(original, optimizer, *args, **kwargs)
+            if isinstance(self._find(optimizer), SlicedOptimizer):
+                load_in_fp32(optimizer, load)
+            else:
+                load()
+
+        return load_state_dict
 
     def notice(self, optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
         """Look at an optimizer before its step, as a global step hook: those whose step is not patched are reported."""

@@ -42,7 +42,6 @@ def ovpatch_register(patches: Registrar, options: Mapping[str, Any]) -> None:
     from ovpatch_plugins.dist_optimizer.clipping import wrap_clip, wrap_norm
     from ovpatch_plugins.dist_optimizer.endings import wrap_destroy
     from ovpatch_plugins.dist_optimizer.kinds import with_a_step
-    from ovpatch_plugins.dist_optimizer.main_params import wrap_load
     from ovpatch_plugins.dist_optimizer.optimizers import Steps
     from ovpatch_plugins.dist_optimizer.scaling import wrap_unscale
 
@@ -58,7 +57,7 @@ def ovpatch_register(patches: Registrar, options: Mapping[str, Any]) -> None:
     if options["main_params_in_fp32"]:
         patches.register_patch(
             "torch.optim.optimizer.Optimizer.load_state_dict",
-            wrap=functools.partial(wrap_load, named=steps.named),
+            wrap=steps.wrap_load,
             why="casts fp32 state to the dtype of half-precision parameters",
         )
     for name in with_a_step(steps.named):

@@ -9,7 +9,7 @@ from torch.optim import Optimizer
 
 from ovpatch.overlap.grad_shards import GradShards
 from ovpatch_plugins.dist_optimizer.gathers import Gathers
-from ovpatch_plugins.dist_optimizer.main_params import MainSlicesOfModel
+from ovpatch_plugins.dist_optimizer.main_params import MainSlicesOfModel, forget_mains, round_state
 from ovpatch_plugins.dist_optimizer.parts import Part, standing_in
 from ovpatch_plugins.dist_optimizer.slice_state import SlicesOfModel
 from ovpatch_plugins.dist_optimizer.state import ShardedState
@@ -36,6 +36,7 @@ class SlicedOptimizer(ShardedOptimizer):
     ) -> None:
         state = ShardedState(optimizer, MainSlicesOfModel if in_fp32 else SlicesOfModel)
         super().__init__(optimizer, gathers, state, stand_down)
+        self._in_fp32 = in_fp32
 
     def _divides(self, shards: GradShards, index: int) -> bool:
         return shards.want(index)
@@ -47,7 +48,13 @@ class SlicedOptimizer(ShardedOptimizer):
 
     def release(self) -> None:
         """Make everything whole again, and ask for no parts of gradients any more."""
-        super().release()
         optimizer = self._optimizer()
-        for part in self.parts(optimizer) if optimizer is not None else []:
+        if optimizer is None:
+            return super().release()
+        if self._in_fp32:
+            forget_mains(optimizer)
+        super().release()
+        if self._in_fp32:
+            round_state(optimizer)
+        for part in self.parts(optimizer):
             part.shards.want(part.index, wanted=False)

@@ -75,9 +75,6 @@ class ShardedState(Generic[_Model]):
             leaving: list[StateOfModel] = [model for model in self._models.values() if model.leave()]
             values = [value for state in optimizer.state.values() for value in state.values()]
             placeholders.settle(v for v in values if isinstance(v, Placeholder) and v.source in leaving)
-            for model in leaving:
-                for param, state in optimizer.state.items():
-                    model.let_go(param, state)
 
     def model(self, shards: GradShards) -> _Model:
         """Return what keeps the parts of one model's parameters."""

@@ -268,6 +268,114 @@ def test_a_step_that_raises_leaves_everything_whole(ranks):
     assert all(value.dtype == torch.bfloat16 for value in first[-2].values() if isinstance(value, Tensor))
 
 
+class WithSmall(nn.Module):
+    """One parameter has too few elements to be cut, and one is not the wrapper's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = net(torch.bfloat16)
+        self.scale = nn.Parameter(torch.ones((), dtype=torch.bfloat16, device=device()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x) * self.scale
+
+
+def with_a_gradient(ones: list[nn.Parameter], other: nn.Parameter) -> Optimizer:
+    opt = OPTIMIZERS["adamw"](ones)
+    opt.register_step_pre_hook(lambda *_: setattr(other, "grad", torch.ones_like(other)))
+    return opt
+
+
+def loaded_and_left(how: str) -> list[Any]:
+    """Load into an optimizer that then goes on as stock, or has parameters without main ones."""
+    said: list[Any] = []
+    with ovpatch.applied("ddp", "dist_optimizer", options={"dist_optimizer": SMALL | IN_FP32}):
+        torch.manual_seed(0)
+        model = ddp(WithSmall())
+        other = nn.Parameter(torch.ones(7, dtype=torch.bfloat16, device=device()))
+        ones = [*model.parameters(), other]
+        opt = with_a_gradient(ones, other)
+        step(model, opt, 0)
+        step(model, opt, 1)
+        saved = copy.deepcopy(opt.state_dict())
+        said.append(sorted(i for i, state in saved["state"].items() if "main_param" in state))
+        dist.barrier()
+        if how.startswith("fresh"):
+            opt = with_a_gradient(ones, other)
+        if how == "local, then loaded":
+            local_step(model, opt)
+        opt.load_state_dict(saved)
+        if how == "fresh, local":
+            local_step(model, opt)
+        elif how != "fresh, reverted":
+            step(model, opt, 2)
+            step(model, opt, 3)
+        dist.barrier()
+    step(model, opt, 4)
+    said.append({str(v.dtype) for state in opt.state_dict()["state"].values() for n, v in state.items() if n != "step"})
+    said.append(any("main_param" in state for state in opt.state_dict()["state"].values()))
+    return said
+
+
+def emptied(opt: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+    """Return a state as a user's hook changes it: the first moments are zero."""
+    del opt
+    state = {i: one | {"exp_avg": torch.zeros_like(one["exp_avg"])} for i, one in state_dict["state"].items()}
+    return {**state_dict, "state": state}
+
+
+def local_step(model: nn.Module, opt: Optimizer) -> None:
+    opt.zero_grad()
+    with model.no_sync():
+        model(data(5, 5, 6).bfloat16()).square().mean().backward()
+    opt.step()
+
+
+@pytest.mark.parametrize("how", ["known", "fresh, local", "fresh, reverted", "local, then loaded"])
+def test_what_has_no_main_parameter_goes_on_as_stock(ranks, how):
+    for mains, dtypes, any_main in ranks(2)(loaded_and_left, how):
+        assert mains == list(range(1, 9))  # not the scale, which is the first, nor the stranger
+        assert dtypes == {"torch.bfloat16"}
+        assert any_main == (how == "local, then loaded")  # as under stock, which keeps what it does not know
+
+
+def hooked() -> list[float]:
+    with ovpatch.applied("ddp", "dist_optimizer", options={"dist_optimizer": SMALL | IN_FP32}):
+        model = ddp(net(torch.bfloat16))
+        opt = OPTIMIZERS["adamw"](model.parameters())
+        step(model, opt, 0)
+        saved = copy.deepcopy(opt.state_dict())
+        dist.barrier()
+        opt.register_load_state_dict_pre_hook(emptied)
+        opt.load_state_dict(saved)
+        left = [float(state["exp_avg"].abs().max()) for state in opt.state_dict()["state"].values()]
+        dist.barrier()
+    return left
+
+
+def test_hooks_of_the_script_decide_what_is_loaded(ranks):
+    assert ranks(2)(hooked) == [[0.0] * 8] * 2
+
+
+def stocks_checkpoint() -> set[str]:
+    """Load what stock saved into an optimizer that has stepped, and revert."""
+    model = ddp(net(torch.bfloat16))
+    opt = OPTIMIZERS["adamw"](model.parameters())
+    step(model, opt, 0)
+    stock = copy.deepcopy(opt.state_dict())
+    with ovpatch.applied("ddp", "dist_optimizer", options={"dist_optimizer": SMALL | IN_FP32}):
+        model = ddp(model.module)
+        opt = OPTIMIZERS["adamw"](model.parameters())
+        step(model, opt, 1)
+        opt.load_state_dict(stock)
+    step(model, opt, 2)
+    return {str(v.dtype) for state in opt.state_dict()["state"].values() for n, v in state.items() if n != "step"}
+
+
+def test_a_stock_checkpoint_and_revert(ranks):
+    assert ranks(2)(stocks_checkpoint) == [{"torch.bfloat16"}] * 2
+
+
 def of_full_precision() -> dict[str, torch.dtype]:
     with ovpatch.applied("ddp", "dist_optimizer", options={"dist_optimizer": SMALL | IN_FP32 | {"min_param_numel": 8}}):
         model = ddp(net(torch.float32))
