@@ -12,6 +12,7 @@ import torch
 from torch.optim import Optimizer
 
 from ovpatch.overlap import grad_shards
+from ovpatch_plugins.dist_optimizer import orphans
 from ovpatch_plugins.dist_optimizer.counters import COUNTERS
 from ovpatch_plugins.dist_optimizer.gathers import Gathers
 from ovpatch_plugins.dist_optimizer.handouts import Handouts
@@ -49,6 +50,7 @@ class Steps:
         def step(optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
             if torch.compiler.is_compiling():
                 return inner(optimizer, *args, **kwargs)
+            orphans.settle()
             sharded = self._find(optimizer)
             if sharded is None:
                 return inner(optimizer, *args, **kwargs)
@@ -100,6 +102,7 @@ class Steps:
                 granularity=options["gather_granularity"],
                 bucket_mb=bucket_mb,
             )
+            orphans.after(optimizer, gathers)
             return SlicedOptimizer(optimizer, gathers, stand_down=_leave, in_fp32=options["main_params_in_fp32"])
         return WholeOptimizer(optimizer, Handouts(bucket_mb), stand_down=_leave, steady=kind is Kind.WHOLE)
 
@@ -115,6 +118,7 @@ def release_all() -> None:
         if one is not None:
             one.release()
     _live.clear()
+    orphans.settle()
 
 
 def remarks() -> list[str]:

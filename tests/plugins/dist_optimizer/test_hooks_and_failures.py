@@ -288,6 +288,33 @@ def test_parameters_that_never_arrive_are_an_error_for_their_readers_only(ranks)
     assert not afterwards
 
 
+def dropped() -> tuple[bool, bool, bool]:
+    """Drop model and optimizer right after a step; return whether parameters were pending, then, and are alive."""
+    with ovpatch.applied("ddp", "dist_optimizer", options={"dist_optimizer": SMALL}):
+        model, other = ddp(net()), ddp(net())
+        opt, others = OPTIMIZERS["adamw"](model.parameters()), OPTIMIZERS["adamw"](other.parameters())
+        for step in range(3):
+            model(data(step, 5, 6)).square().mean().backward()
+            opt.step()
+            opt.zero_grad()
+        weight = weakref.ref(model.module[0].weight)
+        was_pending = is_pending(model.module[0].weight)
+        del model, opt
+        gc.collect()
+        at_once = weight() is not None
+        other(data(0, 5, 6)).square().mean().backward()
+        others.step()
+        gc.collect()
+        return was_pending, at_once, weight() is not None
+
+
+def test_parameters_whose_optimizer_is_gone_are_freed_at_the_next_step_of_any_other(ranks):
+    for was_pending, at_once, afterwards in ranks(2)(dropped):
+        assert was_pending
+        assert at_once  # or this would test nothing
+        assert not afterwards
+
+
 SIGNED = f"{Signed.__module__}.{Signed.__qualname__}"
 
 
