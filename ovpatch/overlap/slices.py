@@ -4,7 +4,7 @@
 parts, one per rank. So what a rank owns depends on the parameter's size and the number of ranks alone: not on buckets,
 which are cut anew after the first backward, nor on other parameters; and a large gradient can be reduced, and a
 parameter gathered, where it lies, without a copy into a flat buffer. Small parameters are not cut: together they are a
-per mille of a model, and a launch for each would cost more than it saves.
+per mille of a model, and a launch for each would cost more than it saves (unless parts are what the user asks for).
 """
 
 from __future__ import annotations

@@ -17,6 +17,7 @@ from tests.plugins.dist_optimizer import (
     test_hooks_and_failures,
     test_loop_styles,
     test_loops,
+    test_main_params,
     test_models,
     test_optimizer_kinds,
     test_reads_of_gradients,
@@ -69,6 +70,18 @@ def test_state_of_whole_parameters(ranks, kind):
         for result in ranks(2)(both, loop, kind, *args, **named):
             compare(result["stock"], result["patched"]).assert_bitwise()
     check_each(ranks(2)(all_cases, test_whole_parameters.scaled, {"": {"kind": kind, "clip": True}}, **named))
+
+
+@pytest.mark.parametrize("dtype", test_main_params.HALVES)
+def test_main_params_in_fp32(ranks, dtype):
+    kinds = named("kind", test_main_params.OPTIMIZERS, dtype=dtype)
+    named_options = {"options": test_main_params.IN_FP32, **NCCL}
+    check_all(ranks(2)(all_cases, test_main_params.train, kinds, **named_options), steps=test_main_params.STEPS)
+    for expected, ours in ranks(2)(test_main_params.both_in_fp32, **NCCL):
+        compare(expected[4:], ours[4:]).assert_bitwise()
+    for kind in ("momentum", "adamw, fused"):
+        for whole, piece in ranks(2)(test_main_params.resumed, kind, [test_main_params.STEPS, 4], True, **NCCL):
+            compare(whole, piece).assert_bitwise()
 
 
 def test_capturable(ranks):
