@@ -263,4 +263,4 @@ def test_a_whole_program_on_gpus(tmp_path):
 
 
 def test_the_recorded_traces_are_there():
-    assert len(list(DATA.iterdir())) == 4
+    assert len(list(DATA.iterdir())) == 8

@@ -4,6 +4,12 @@ Renew the recorded ones, in ``tests/insight/data``, on two CPU ranks with
 
     ovpatch timeline --compare --steps 2 --out DIR -- torchrun --nproc-per-node 2 tests/insight/small.py
     python -m tests.insight.traces DIR
+
+and those whose names begin with ``gpu-`` on two GPUs with
+
+    ovpatch timeline --compare --step 12 --steps 1 --out DIR -- \
+        torchrun --nproc-per-node 2 benchmarks/train_plain.py --size 1b
+    python -m tests.insight.traces DIR gpu-
 """
 
 from __future__ import annotations
@@ -11,7 +17,6 @@ from __future__ import annotations
 import gzip
 import json
 import sys
-from collections.abc import Sequence
 from decimal import Decimal
 from pathlib import Path
 
@@ -116,11 +121,11 @@ def _exactly(value: Decimal) -> str:
     return f"<{value}>"
 
 
-def main(arguments: Sequence[str]) -> None:
+def main(folder: str, prefix: str = "") -> None:
     for arm in ("stock", "patched"):
-        for path in sorted((Path(arguments[0]) / arm).glob("trace-rank*.json.gz")):
-            slim(path, DATA / path.name.replace("trace", arm))
+        for path in sorted((Path(folder) / arm).glob("trace-rank*.json.gz")):
+            slim(path, DATA / path.name.replace("trace", prefix + arm))
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    main(*sys.argv[1:])

@@ -26,7 +26,7 @@ class Cost:
         recorded: Of the recorded steps.
         beside: Of steps before and after them.
         counts: How many steps each of the two is from.
-        spread: The shortest and the longest step beside: what differs less than these two says nothing.
+        spread: The shortest and the longest step beside, on a GPU block of steps: what differs less says nothing.
     """
 
     recorded: float
@@ -47,7 +47,7 @@ class Cost:
     def __str__(self) -> str:
         shortest, longest = (f"{time * 1e3:.1f}" for time in self.spread)
         recorded = f"{self.recorded * 1e3:.1f} ms recorded ({self.counts[0]} steps)"
-        beside = f"{self.beside * 1e3:.1f} ms beside ({self.counts[1]} steps of {shortest} to {longest} ms)"
+        beside = f"{self.beside * 1e3:.1f} ms beside ({self.counts[1]} steps, {shortest} to {longest} ms)"
         return f"recording cost {self.share:+.1%}: a step took {recorded}, {beside}"
 
 
@@ -125,7 +125,7 @@ def _missing(facts: Sequence[Mapping[str, Any]], run: Run, wanted: range) -> Ite
 
 
 def cost_of(facts: Sequence[Mapping[str, Any]]) -> Cost | None:
-    """Compare recorded steps with as many before and after them, without the one in which the trace is written.
+    """Compare recorded steps with as many before and after, but for those between: in them our own work is done.
 
     A host runs ahead of its GPU, so that single steps by its clock mean nothing and only the blocks between
     synchronisations count: their means, on each rank. On a CPU the median is fairer to one odd step.
@@ -133,22 +133,25 @@ def cost_of(facts: Sequence[Mapping[str, Any]]) -> Cost | None:
     recorded = {number for one in facts for number in one["recorded"]}
     if not recorded:
         return None
-    middle: Callable[[list[float]], float] = fmean if facts[0]["device"] == "gpu" else median
+    on_gpu = facts[0]["device"] == "gpu"
+    middle: Callable[[list[float]], float] = fmean if on_gpu else median
     first, last, count = min(recorded), max(recorded), max(recorded) - min(recorded) + 1
-    around = {*range(first - count, first), *range(last + 2, last + 2 + count)}
+    blocks = range(first - 1 - count, first - 1), range(last + 2, last + 2 + count)
     ranks = []
+    singles = []
     for one in facts:
         seconds = {int(number): duration / 1e9 for number, duration in one["durations"].items()}
         inside = [time for number, time in seconds.items() if number in recorded]
-        beside = [time for number, time in seconds.items() if number in around]
+        around = [[seconds[number] for number in block if number in seconds] for block in blocks]
+        beside = [time for times in around for time in times]
         if inside and beside:
             ranks.append((inside, beside))
+            singles += [fmean(times) for times in around if times] if on_gpu else beside
     if not ranks:
         return None
-    every = [time for _, beside in ranks for time in beside]
     return Cost(
         max(middle(inside) for inside, _ in ranks),
         max(middle(beside) for _, beside in ranks),
         (max(len(inside) for inside, _ in ranks), max(len(beside) for _, beside in ranks)),
-        (min(every), max(every)),
+        (min(singles), max(singles)),
     )

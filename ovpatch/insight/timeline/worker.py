@@ -2,8 +2,9 @@
 
 Step n lies between the borders n-1 and n. Recording begins at the border before the first wanted step, whose own
 beginning is seen in full; the profiler is set up one step earlier, so that what that takes falls into no recorded step.
-As many steps as were recorded follow unrecorded: together with as many before they tell what recording costs. Steps
-that are further away do not: a device that gets warm gets slower.
+As many steps as were recorded follow unrecorded: together with as many before the set-up they tell what recording
+costs. Steps that are further away do not: a device that gets warm gets slower. Each of these blocks begins and ends
+with an empty queue of the device, and nothing of ours comes in between: the device would catch up meanwhile.
 """
 
 from __future__ import annotations
@@ -39,7 +40,8 @@ class _Session:
         self._directory = orders.directory
         self._first, count = int(orders.details["step"]), int(orders.details["steps"])
         self._last, self._end = self._first + count - 1, self._first + 2 * count
-        self._timed = {COLD, self._first - 1 - count, self._first - 1, self._last, self._last + 1, self._end}
+        before, after = self._first - 2, self._last + 1
+        self._timed = {COLD, before - count, before, self._first - 1, self._last, after, self._end}
         self._stop = bool(orders.details["stop"])
         self._recorder = Recorder()
         self._arrived: dict[int, int] = {}  # nanoseconds at which each border was reached

@@ -109,7 +109,7 @@ def train(kind: str, dtype: torch.dtype, style: str = "plain") -> list[Record]:
             state = on_cpu(copy.deepcopy(opt.state_dict()))["state"]
             records += [{f"{i}.{name}": v for i, ones in sorted(state.items()) for name, v in ones.items()}]
             mains = [ones["main_param"] for _, ones in sorted(state.items())]
-            pairs = zip(params(model).values(), mains, strict=True)
+            pairs = zip((param.cpu() for param in params(model).values()), mains, strict=True)
             records.append([bool((param == main.to(dtype)).all()) for param, main in pairs])
     return records
 
