@@ -138,7 +138,7 @@ def cost_of(facts: Sequence[Mapping[str, Any]]) -> Cost | None:
     first, last, count = min(recorded), max(recorded), max(recorded) - min(recorded) + 1
     blocks = range(first - 1 - count, first - 1), range(last + 2, last + 2 + count)
     ranks = []
-    singles = []
+    singles: list[float] = []
     for one in facts:
         seconds = {int(number): duration / 1e9 for number, duration in one["durations"].items()}
         inside = [time for number, time in seconds.items() if number in recorded]
