@@ -43,6 +43,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     asking.add_features(parser)
     add("--out", type=Path, default=Path("ovpatch-timeline"), metavar="DIR", help="default: ./ovpatch-timeline")
     add("--no-stop", action="store_true", help="let the command run to its end after the last recorded step")
+    add("--operators", action="store_true", help="on GPUs, record torch's operators beside kernels; costs more")
     add("--no-picture", action="store_true", help="draw no picture, which needs matplotlib")
     asking.add_timeout(parser)
     add("--communication", metavar="REGEX", help="kernels whose names match communicate, beside those that are known")
@@ -179,7 +180,12 @@ def _wanted(arguments: argparse.Namespace) -> range:
 def _arms(arguments: argparse.Namespace, wanted: range) -> list[Arm]:
     from ovpatch.insight.arms import STOCK, Arm
 
-    details = {"step": wanted[0], "steps": len(wanted), "stop": not arguments.no_stop}
+    details = {
+        "step": wanted[0],
+        "steps": len(wanted),
+        "stop": not arguments.no_stop,
+        "operators": arguments.operators,
+    }
     patched = Arm("patched", arguments.features, details)
     environment = asking.environment_of(arguments.features)
     asking.check_settings(environment)

@@ -135,6 +135,11 @@ class Outcome:
         """Processes in which ovpatch, or the tool, could not do its work: pid, rank and error."""
         return workers.read_all(self.folder, "failed")
 
+    def says(self, words: str) -> bool:
+        """Tell whether the log has these words."""
+        with self.log.open(encoding="utf-8", errors="replace") as lines:
+            return any(words in line for line in lines)
+
     def tail(self, lines: int = 20) -> str:
         """Return the last lines of the log."""
         return "\n".join(self.log.read_text(encoding="utf-8", errors="replace").splitlines()[-lines:])

@@ -137,7 +137,9 @@ class Comparison:
             raise AssertionError(f"{values} {'is' if len(bad) == 1 else 'are'} {complaint}{shown}:\n\n{self.table()}")
 
 
-def compare(stock: Any, patched: Any, *, reordered: Any = None, rerun: Any = None, floor: float = FLOOR) -> Comparison:
+def compare(
+    stock: Any, patched: Any, *, reordered: Any = None, reruns: Sequence[Any] = (), floor: float = FLOOR
+) -> Comparison:
     """Compare a patched run with a stock one.
 
     Args:
@@ -145,7 +147,7 @@ def compare(stock: Any, patched: Any, *, reordered: Any = None, rerun: Any = Non
         patched: What the patched run computed.
         reordered: What stock computes with another order of reductions, for example another ``bucket_cap_mb``. It is
             the yardstick of noise; without it only differences up to 1e-6 are noise.
-        rerun: What stock computed once more, for scripts that are not deterministic.
+        reruns: What stock computed once more, or several times, for scripts that are not deterministic.
         floor: Absolute difference that is always allowed.
 
     Raises:
@@ -153,7 +155,7 @@ def compare(stock: Any, patched: Any, *, reordered: Any = None, rerun: Any = Non
         ValueError: If two values have one name.
     """
     expected, actual = flatten(stock), flatten(patched)
-    yardsticks = [flatten(run) for run in (reordered, rerun) if run is not None]
+    yardsticks = [flatten(run) for run in (reordered, *reruns) if run is not None]
     rows = [_row(name, leaf, actual, yardsticks, floor) for name, leaf in expected.items()]
     rows += [_different(name, "extra: stock has no such value") for name in actual if name not in expected]
     return Comparison(tuple(rows))

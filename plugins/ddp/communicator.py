@@ -10,6 +10,7 @@ collectives with others.
 from __future__ import annotations
 
 import weakref
+from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -23,22 +24,26 @@ from ovpatch_plugins.ddp import messages
 _budgeted: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[int, dist.ProcessGroup]] = weakref.WeakKeyDictionary()
 
 
-def averages(group: dist.ProcessGroup, device: torch.device, wanted: bool | None) -> bool:
+def averages(
+    group: dist.ProcessGroup, device: torch.device, wanted: bool | None, dtypes: Collection[torch.dtype] = ()
+) -> bool:
     """Tell whether the collective is to divide by the number of ranks.
 
     Args:
         group: The process group.
         device: Where the gradients are.
-        wanted: What the user says; ``None`` leaves it to the backend.
+        wanted: What the user says; ``None`` leaves it to the backend and the dtypes.
+        dtypes: What is summed. NCCL multiplies each rank's part before it adds, as one does by hand, but rounds once
+            where there are two roundings by hand. Halves of bfloat16 and float32 are exact, so the bits are the same;
+            a half of a small float16 (below 2^-13) is not.
 
     Raises:
         ValueError: The user wants it and the backend cannot.
     """
-    # NCCL multiplies each rank's part before it adds, as one does by hand, so the bits are the same.
     able = backend_name(group, device) == "nccl"
     if wanted and not able:
         raise ValueError(messages.needs_nccl("average_in_collective", backend_name(group, device)))
-    return able if wanted is None else wanted
+    return able and torch.float16 not in dtypes if wanted is None else wanted
 
 
 def check_budget(group: dist.ProcessGroup, device: torch.device, max_ctas: int | None) -> None:

@@ -87,7 +87,8 @@ OPTIONS: Final = (
         "average_in_collective",
         None,
         "Let the collective divide by the number of ranks, which saves a pass over the gradients; false: divide before "
-        "it. none: where the backend can (NCCL).",
+        "it. none: where the backend can (NCCL) and that gives stock's bits (not for float16, which it rounds "
+        "otherwise).",
         parse=_or_none(_flag),
     ),
     Option(

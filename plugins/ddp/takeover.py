@@ -162,6 +162,8 @@ class Takeover:
                 wanted = _bucket_mb(parameters)
             cap = ddp.bucket_bytes_cap if wanted is None else wanted * _MIB
             limits = (dist._DEFAULT_FIRST_BUCKET_BYTES, int(cap))
+        in_fp32: bool = options["grad_reduce_in_fp32"]
+        summed = set() if in_fp32 else {param.dtype for param in parameters}
         check_budget(ddp.process_group, ddp.device, options["max_ctas"])
         return ReducerConfig(
             bucket_limits=limits,
@@ -170,8 +172,8 @@ class Takeover:
             find_unused_parameters=ddp.find_unused_parameters,
             skip_unused=ddp.find_unused_parameters and getattr(ddp, "skip_all_reduce_unused_params", False),
             overlap=options["overlap_grad_reduce"],
-            in_fp32=options["grad_reduce_in_fp32"],
-            average=averages(ddp.process_group, ddp.device, options["average_in_collective"]),
+            in_fp32=in_fp32,
+            average=averages(ddp.process_group, ddp.device, options["average_in_collective"], summed),
             max_ctas=options["max_ctas"],
             late=options["reduce_late_gradients"],
             late_timeout_s=options["agreement_timeout_s"],

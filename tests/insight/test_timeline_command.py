@@ -12,6 +12,7 @@ import pytest
 
 from ovpatch import cli
 from ovpatch.insight.timeline import picture
+from ovpatch.insight.timeline.trace import read
 from tests.insight.programs import ALONE, ROOT, TORCHRUN
 from tests.insight.traces import DATA, Synthetic, recorded
 from tests.support import scripts
@@ -247,9 +248,13 @@ def test_an_arm_that_recorded_nothing_does_not_take_the_other_with_it(tmp_path):
 
 @pytest.mark.gpu(2)
 @pytest.mark.slow
-def test_a_whole_program_on_gpus(tmp_path):
+@pytest.mark.parametrize("operators", [True, False])
+def test_a_whole_program_on_gpus(tmp_path, operators):
     command = [*TORCHRUN, str(ROOT / "examples" / "train_gpt.py"), "--eval-every=0", "--steps=30"]
-    run(tmp_path, "--compare", "--", *command, timeout=280).check()
+    options = ("--operators",) if operators else ()
+    run(tmp_path, "--compare", *options, "--", *command, timeout=280).check()
+    for path in (tmp_path / "ovpatch-timeline").glob("*/trace-rank*.json.gz"):
+        assert any(read(path).of("cpu_op")) == operators
     summary = json.loads((tmp_path / "ovpatch-timeline" / "summary.json").read_text())
     for one in summary["runs"]:
         assert [rank["device"] for rank in one["ranks"]] == ["gpu 0", "gpu 1"]

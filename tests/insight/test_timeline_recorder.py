@@ -12,6 +12,7 @@ from types import SimpleNamespace
 
 import pytest
 from torch.autograd.profiler import profile as Session
+from torch.profiler import ProfilerActivity
 
 from ovpatch.insight.timeline.building import read_run
 from ovpatch.insight.timeline.recorder import Recorder
@@ -71,9 +72,9 @@ def server():
 def run(server, tmp_path):
     """Run a script under orders; returns its exit code, stdout and stderr, what it left, and what is said of rank 0."""
 
-    def run(body, first=3, count=2, stop=True):
+    def run(body, first=3, count=2, stop=True, operators=False):
         (tmp_path / "left").mkdir()
-        details = {"step": first, "steps": count, "stop": stop}
+        details = {"step": first, "steps": count, "stop": stop, "operators": operators}
         order = {"folder": str(tmp_path), "details": details, "code": HEAD + textwrap.dedent(body)}
         server.stdin.write(json.dumps(order) + "\n")
         server.stdin.flush()
@@ -97,6 +98,21 @@ def test_the_ordered_steps_are_recorded_and_the_process_leaves(run):
     for step in one.steps:
         assert 0 < one.compute.within(step.start, step.end).total < step.end - step.start
     assert not one.compute.within(one.steps[-1].end + 100_000_000, one.steps[-1].end + 10**12)
+
+
+def test_without_operators_only_ours_is_told_to_leave_them_out():
+    asked = []
+    recorder = Recorder(operators=False)
+    try:
+        enable = recorder._wrap_enable(lambda config, activities, scopes=(): asked.append([s.name for s in scopes]))
+        both = {ProfilerActivity.CPU, ProfilerActivity.CUDA}
+        enable(None, both)  # somebody else's
+        recorder._running = True
+        enable(None, {ProfilerActivity.CPU})
+        enable(None, both)
+    finally:
+        recorder.patches.revert()
+    assert asked == [[], [], ["USER_SCOPE"]]
 
 
 @pytest.mark.slow
@@ -198,7 +214,7 @@ def test_a_profiler_that_has_ended_before_is_no_reason(run):
 
 def test_what_shows_the_scripts_profilers_can_be_taken_back():
     stock = Session._prepare_trace, Session.__exit__
-    recorder = Recorder()
+    recorder = Recorder(operators=True)
     with Session():
         recorder.start()
     recorder.patches.revert()

@@ -165,21 +165,21 @@ def test_what_stock_itself_does_not_repeat_is_noise(record):
 
     stock, near, far = arm("a", 0.0), arm("b", 1.9e-3), arm("c", 2.1e-3)
     yardstick = arm("d", 1e-3)
-    allowed = compare(stock, near, reordered=yardstick)
+    allowed = compare(stock, near, {"reordered": yardstick})
     assert [one.row.verdict for one in allowed.findings] == [Verdict.WITHIN_NOISE] * 2
     assert allowed.different == []
     assert {one.row.name for one in compare(stock, near).different} == {"gradient a", "random.python"}
-    assert {one.row.name for one in compare(stock, far, rerun=yardstick).different} == {"gradient a"}
-    gone = compare(stock, arm("e", 0.0, shorter=True), rerun=arm("f", 0.0, shorter=True))
+    assert {one.row.name for one in compare(stock, far, {"rerun": yardstick}).different} == {"gradient a"}
+    gone = compare(stock, arm("e", 0.0, shorter=True), {"rerun": arm("f", 0.0, shorter=True)})
     assert [one.row.verdict for one in gone.findings] == [Verdict.WITHIN_NOISE]
 
 
 def test_a_yardstick_that_went_another_way_allows_nothing(record):
     stock, patched = record("a", turns(3)), record("b", turns(3, **{"gradient a": value(more=1e-3)}))
     wild = turns(3, **{"gradient a": value(more=1.0)})
-    assert not compare(stock, patched, rerun=record("c", wild)).different
+    assert not compare(stock, patched, {"rerun": record("c", wild)}).different
     wild[:2] = wild[1::-1]  # what follows stands where stock's does, but is not known to be the same
-    assert compare(stock, patched, rerun=record("d", wild)).different
+    assert compare(stock, patched, {"rerun": record("d", wild)}).different
 
 
 def test_large_tensors_are_judged_by_their_sums():
@@ -238,5 +238,5 @@ def losses(*numbers):
 def test_the_noise_of_a_loss_is_that_of_all_ranks_so_far(record, patched, different):
     stock = record("a", *[losses(1.0, 1.0, 1.0)] * 2)
     rerun = record("b", losses(1.0, 1.01, 1.0), losses(1.0, 1.0, 1.0))
-    compared = compare(stock, record("c", *(losses(*numbers) for numbers in patched)), rerun=rerun)
+    compared = compare(stock, record("c", *(losses(*numbers) for numbers in patched)), {"rerun": rerun})
     assert [(one.process, one.step) for one in compared.different] == different

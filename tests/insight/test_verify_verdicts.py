@@ -40,7 +40,8 @@ def verify(tmp_path, monkeypatch):
             _record(folder, value_of(f"{arm.name}-deterministic" if arm.details["deterministic"] else arm.name))
             if arm.name in (beats or {}):
                 (folder / "beat-1").write_text(str(beats[arm.name]))
-            return Outcome(arm, folder, log, **{"code": 0, "seconds": 1.0, **(ends or {}).get(arm.name, {})})
+            name = f"{arm.name}-strict" if arm.details["deterministic"] and arm.details["strict"] else arm.name
+            return Outcome(arm, folder, log, **{"code": 0, "seconds": 1.0, **(ends or {}).get(name, {})})
 
         monkeypatch.setattr(arms, "run", run)
         out = tmp_path / f"out-{len(list(tmp_path.iterdir()))}"
@@ -150,6 +151,30 @@ def test_what_differs_with_deterministic_algorithms_too_is_different(verify):
     result, text = verify(["a"], values(patched=2.0, rerun=1.1, patched_deterministic=2.0, rerun_deterministic=1.1))
     assert result.verdict is Verdict.DIFFERENT
     assert "Give it seeds." in " ".join(text.split())
+
+
+def test_what_stays_unsteady_is_judged_by_more_stock_runs(verify):
+    moving = {"patched": 2.0, "rerun": 1.1, "patched_deterministic": 1.5, "rerun_deterministic": 1.1}
+    result, _ = verify(["a"], values(**moving, rerun_2_deterministic=1.2, rerun_3_deterministic=1.3))
+    assert result.verdict is Verdict.NOISE
+    assert list(result.outcomes) == ["stock", "patched", "rerun", "reordered", "rerun-2", "rerun-3"]
+    result, _ = verify(["a"], values(**moving, rerun_2_deterministic=1.2, rerun_3_deterministic=1.2))
+    assert (result.verdict, result.blamed) == (Verdict.DIFFERENT, ["a"])
+    assert [name for name in result.outcomes if name.startswith("rerun")] == [
+        f"rerun{n}" for n in ("", *("-2", "-3", "-4", "-5"))
+    ]
+
+
+def test_operations_without_a_deterministic_form_are_warned_of(verify):
+    """An error of torch's is the script's own only if it raises under other circumstances, too."""
+    logs = {"stock": "RuntimeError: cumsum_cuda_kernel does not have a deterministic implementation, but you set"}
+    ends = {"stock-strict": {"code": 1}}
+    result, text = verify(["a"], values(patched=2.0, rerun=1.1), logs=logs, ends=ends)
+    assert result.verdict is Verdict.BITWISE
+    assert result.outcomes["patched"].folder.parent.name == "warned"
+    assert "operations of which torch has no such form" in " ".join(text.split())
+    result, _ = verify(["a"], values(patched=2.0, rerun=1.1), ends=ends)
+    assert result.outcomes["stock"].folder.parent.name == "deterministic", "it failed for another reason"
 
 
 def test_nothing_that_was_on_means_not_exercised_whatever_differs(verify):

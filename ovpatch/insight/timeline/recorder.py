@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, Final
 
 import torch
+from torch._C._profiler import RecordScope
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from ovpatch.overlap.labels import label
@@ -24,13 +25,18 @@ BORDER: Final = label("timeline", "border")
 class Recorder:
     """Records one stretch of steps.
 
+    Args:
+        operators: Record torch's operators, too, which costs host time. On the CPU they are what computes, so there
+            they are recorded in any case.
+
     Attributes:
         yielded: Why there is no recording, "" if there is no reason.
         patches: What shows the script's own profilers; in force from the start.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, operators: bool) -> None:
         self.yielded = ""
+        self._operators = operators
         self._profile: profile | None = None
         self._running = self._ended = False
         self._foreign: set[int] = set()
@@ -56,8 +62,8 @@ class Recorder:
             self.yielded = "the script's own profiler was on"
         self.prepare()
         if self._profile is not None and not self.yielded:
-            self._profile.start_trace()
             self._running = True
+            self._profile.start_trace()
 
     def mark(self, step: int) -> None:
         """Note that a step ends here."""
@@ -89,6 +95,9 @@ class Recorder:
         why = "all kinds of profilers come through this class, and torch has no hook for them"
         for name, wrap in (("_prepare_trace", self._wrap_prepare), ("__exit__", self._wrap_exit)):
             self.patches.register_patch(f"torch.autograd.profiler.profile.{name}", wrap=wrap, why=why)
+        if not self._operators:
+            why = "the profiler chooses by scope what it records, and torch.profiler does not hand that on"
+            self.patches.register_patch("torch.autograd.profiler._enable_profiler", wrap=self._wrap_enable, why=why)
         self.patches.apply()
 
     def _wrap_prepare(self, original: Callable[..., Any]) -> Callable[..., Any]:
@@ -102,6 +111,16 @@ class Recorder:
             return original(session)
 
         return prepare
+
+    def _wrap_enable(self, original: Callable[..., None]) -> Callable[..., None]:
+        @wraps(original)
+        def enable(config: Any, activities: Any, *scopes: Any) -> None:
+            ours = self._running and not self._foreign and not scopes
+            if ours and ProfilerActivity.CUDA in activities:
+                scopes = ({RecordScope.USER_SCOPE},)
+            original(config, activities, *scopes)
+
+        return enable
 
     def _wrap_exit(self, original: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(original)

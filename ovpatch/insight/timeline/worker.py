@@ -43,7 +43,7 @@ class _Session:
         before, after = self._first - 2, self._last + 1
         self._timed = {COLD, before - count, before, self._first - 1, self._last, after, self._end}
         self._stop = bool(orders.details["stop"])
-        self._recorder = Recorder()
+        self._recorder = Recorder(operators=bool(orders.details["operators"]))
         self._arrived: dict[int, int] = {}  # nanoseconds at which each border was reached
         self._left: dict[int, int] = {}  # and left, after what we do there
         self._recorded: list[int] = []

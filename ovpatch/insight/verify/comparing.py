@@ -116,18 +116,16 @@ def _is_finite(value: Kept) -> bool:
     return not value.not_finite and (value.values is None or bool(torch.as_tensor(value.values).isfinite().all()))
 
 
-def compare(stock: Run, patched: Run, *, rerun: Run | None = None, reordered: Run | None = None) -> Compared:
+def compare(stock: Run, patched: Run, yardsticks: Mapping[str, Run] | None = None) -> Compared:
     """Compare a patched run with a stock one, see [Note: side by side].
 
     Args:
         stock: What stock recorded.
         patched: What the patched run recorded.
-        rerun: What stock recorded once more.
-        reordered: What stock recorded with its reductions in another order.
+        yardsticks: What stock recorded once more, as it was or with its reductions in another order, by a name.
     """
     compared = Compared()
-    yardsticks = {"rerun": rerun, "reordered": reordered}
-    runs = {name: run for name, run in yardsticks.items() if run is not None}
+    runs = yardsticks or {}
     noise = Noise(stock, runs.values())
     cut = stock.cut or patched.cut
     for process in dict.fromkeys([*stock.processes, *patched.processes]):
@@ -190,7 +188,7 @@ def compare_values(
     Args:
         stock: Stock's values.
         patched: The patched run's.
-        yardsticks: Those of further stock runs, called ``rerun`` and ``reordered``.
+        yardsticks: Those of further stock runs, by a name.
         noise_of: What else is known of the noise in a value, by name.
     """
     unequal = [
@@ -238,9 +236,9 @@ def _row(name: str, stock: Kept, patched: Kept | None, yardsticks: Mapping[str, 
         return missing(name, "missing in the patched run")
     if stock.form != patched.form or stock.form in _EXACT or stock.not_finite != patched.not_finite:
         return _exact(name, stock, patched, list(yardsticks.values()))
-    comparable = {arm: value for arm, value in yardsticks.items() if value is not None and value.form == stock.form}
-    leaves = {arm: {name: value.values} for arm, value in comparable.items()}
-    (row,) = equality.compare({name: stock.values}, {name: patched.values}, floor=floor, **leaves).rows
+    comparable = [value for value in yardsticks.values() if value is not None and value.form == stock.form]
+    leaves = [{name: value.values} for value in comparable]
+    (row,) = equality.compare({name: stock.values}, {name: patched.values}, floor=floor, reruns=leaves).rows
     return _of_sums(row) if stock.folded else row
 
 

@@ -16,11 +16,11 @@ def begin(orders: Orders) -> None:
 
     Args:
         orders: In their details, ``steps`` is that number, ``reorder`` asks for the reordered arm, and
-            ``deterministic`` for deterministic algorithms where there are any.
+            ``deterministic`` for deterministic algorithms, and ``strict`` for errors where there are none.
     """
     seeds.seed()
     if orders.details.get("deterministic"):
-        torch.use_deterministic_algorithms(True, warn_only=True)
+        torch.use_deterministic_algorithms(True, warn_only=not orders.details["strict"])
     recorder = Recorder(orders.directory)
 
     def at_border(number: int) -> None:

@@ -34,7 +34,8 @@ class Mixed(nn.Module):
 def loop_mixed(*, dtype: torch.dtype = torch.float32, accumulate: int = 1, **ddp: Any) -> list[Record]:
     model = Mixed().to(device(), dtype)
     wrapped = DDP(model, **ddp)
-    optimizer = torch.optim.AdamW(wrapped.parameters(), 1e-3)
+    cls = torch.optim.SGD if dtype is torch.float16 else torch.optim.AdamW  # whose eps is zero in float16
+    optimizer = cls(wrapped.parameters(), 1e-3)
     records = []
     for step in range(6):
         for micro in range(accumulate):
@@ -60,10 +61,14 @@ def loop_mixed(*, dtype: torch.dtype = torch.float32, accumulate: int = 1, **ddp
     ],
     ids=str,
 )
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_every_option_gives_stocks_bits(ranks, options, dtype):
     for result in ranks(2)(both, loop_mixed, backend="nccl", dtype=dtype, options=options):
-        compare(result["stock"], result["patched"]).assert_bitwise()
+        compared = compare(result["stock"], result["patched"])
+        if dtype is torch.float16 and options.get("average_in_collective"):  # NCCL rounds small ones otherwise
+            compared.assert_equal()
+        else:
+            compared.assert_bitwise()
         assert result["counters"]["backwards"] == 6
         assert result["counters"]["stock_models"] == 0
 
