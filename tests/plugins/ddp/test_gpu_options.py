@@ -64,11 +64,10 @@ def loop_mixed(*, dtype: torch.dtype = torch.float32, accumulate: int = 1, **ddp
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_every_option_gives_stocks_bits(ranks, options, dtype):
     for result in ranks(2)(both, loop_mixed, backend="nccl", dtype=dtype, options=options):
-        compared = compare(result["stock"], result["patched"])
-        if dtype is torch.float16 and options.get("average_in_collective"):  # NCCL rounds small ones otherwise
-            compared.assert_equal()
+        if dtype is torch.float16 and options.get("average_in_collective"):  # NCCL rounds it otherwise
+            compare(result["stock"], result["patched"], floor=1e-5).assert_equal()
         else:
-            compared.assert_bitwise()
+            compare(result["stock"], result["patched"]).assert_bitwise()
         assert result["counters"]["backwards"] == 6
         assert result["counters"]["stock_models"] == 0
 

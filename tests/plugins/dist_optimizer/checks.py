@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -22,6 +23,11 @@ Cases = Mapping[str, Mapping[str, Any]]
 def ddp(model: nn.Module, **kwargs: Any) -> DistributedDataParallel:
     """Wrap a model; in the run that measures stock's noise, with other buckets."""
     return DistributedDataParallel(model, **({"bucket_cap_mb": 1e-4} | kwargs if _reordered else kwargs))
+
+
+def on(world: int, cases: Cases) -> Cases:
+    """Return what to run on so many ranks: all cases on two; on more every third, or with ALL_CASES=1 all as well."""
+    return cases if world == 2 or os.environ.get("ALL_CASES") else dict(list(cases.items())[::3])
 
 
 def all_cases(loop: Callable[..., list[Any]], cases: Cases, **options: Any) -> dict[str, dict[str, Any]]:

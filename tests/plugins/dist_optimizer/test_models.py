@@ -16,7 +16,7 @@ import ovpatch
 from ovpatch.insight.equality import compare
 from tests.plugins.ddp.arms import Record, data, device
 from tests.plugins.dist_optimizer.arms import SMALL
-from tests.plugins.dist_optimizer.checks import all_cases, check_all, ddp, params
+from tests.plugins.dist_optimizer.checks import all_cases, check_all, ddp, on, params
 from tests.plugins.dist_optimizer.test_loops import OPTIMIZERS, net
 
 Optimizers = list[torch.optim.Optimizer]
@@ -187,7 +187,7 @@ def train(
 def test_models_and_optimizers(ranks, world):
     # On three ranks parts end within a vector, whose rest torch rounds otherwise in half precision.
     cases = {name: case for name, case in CASES.items() if world == 2 or "16" not in name}
-    check_all(ranks(world)(all_cases, train, cases), steps=9)
+    check_all(ranks(world)(all_cases, train, on(world, cases)), steps=9)
 
 
 def test_clipping_over_models(ranks):

@@ -11,7 +11,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from tests.plugins.ddp.arms import Record, data, device
-from tests.plugins.dist_optimizer.checks import all_cases, check_all, ddp, params
+from tests.plugins.dist_optimizer.checks import all_cases, check_all, ddp, on, params
 from tests.plugins.dist_optimizer.test_loops import net
 
 KINDS: dict[str, tuple[type[Optimizer], dict[str, Any]]] = {
@@ -122,7 +122,7 @@ def train(kind: str, low_precision: bool = False) -> list[Record]:
 @pytest.mark.parametrize("world", [2, 3])
 def test_element_wise_optimizers_update_by_parts(ranks, world):
     kinds = {kind: {"kind": kind} for kind in [*KINDS, "plain subclass"] if "fused" not in kind}
-    check_all(ranks(world)(all_cases, train, kinds), steps=8)
+    check_all(ranks(world)(all_cases, train, on(world, kinds)), steps=8)
 
 
 @pytest.mark.parametrize("world", [2, 3])

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_, clip_grads_with_norm_, get_total_norm
 
 from tests.plugins.ddp.arms import Record, data
-from tests.plugins.dist_optimizer.checks import all_cases, check_all, ddp, params
+from tests.plugins.dist_optimizer.checks import all_cases, check_all, ddp, on, params
 from tests.plugins.dist_optimizer.test_loops import OPTIMIZERS, net
 
 
@@ -128,17 +128,17 @@ def cases(uses: dict[str, Any]) -> dict[str, dict[str, Any]]:
 
 @pytest.mark.parametrize("world", [2, 3])
 def test_every_reader_sees_the_whole_reduced_gradient(ranks, world):
-    check_all(ranks(world)(all_cases, train, cases(READS)))
+    check_all(ranks(world)(all_cases, train, on(world, cases(READS))))
 
 
 @pytest.mark.parametrize("world", [2, 3])
 def test_norms_are_of_the_whole_gradients(ranks, world):
-    check_all(ranks(world)(all_cases, train, cases(NORMS)), bitwise=False)
+    check_all(ranks(world)(all_cases, train, on(world, cases(NORMS))), bitwise=False)
 
 
 @pytest.mark.parametrize("world", [2, 3])
 def test_what_is_written_into_gradients_is_kept(ranks, world):
-    check_all(ranks(world)(all_cases, train, cases(WRITES)))
+    check_all(ranks(world)(all_cases, train, on(world, cases(WRITES))))
 
 
 def test_writes_with_gradients_that_stay(ranks):

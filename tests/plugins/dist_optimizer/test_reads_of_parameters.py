@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import nn
 
 from tests.plugins.ddp.arms import Record, data
-from tests.plugins.dist_optimizer.checks import all_cases, check_all, ddp, params
+from tests.plugins.dist_optimizer.checks import all_cases, check_all, ddp, on, params
 from tests.plugins.dist_optimizer.test_loops import OPTIMIZERS, net
 
 
@@ -159,7 +159,7 @@ def train(how: str, optimizer: str = "adamw") -> list[Record]:
 
 @pytest.mark.parametrize("world", [2, 3])
 def test_parameters_are_new_after_step_for_every_reader(ranks, world):
-    check_all(ranks(world)(all_cases, train, {how: {"how": how} for how in HOWS}))
+    check_all(ranks(world)(all_cases, train, on(world, {how: {"how": how} for how in HOWS})))
 
 
 def watched(steps: int = 30) -> list[Record]:

@@ -20,7 +20,7 @@ from ovpatch.overlap.placeholders import Placeholder
 from tests.plugins.ddp.arms import Record, data, device
 from tests.plugins.dist_optimizer import test_hooks_and_failures, test_loop_styles, test_models
 from tests.plugins.dist_optimizer.arms import SMALL, both
-from tests.plugins.dist_optimizer.checks import all_cases, check_all, ddp, params
+from tests.plugins.dist_optimizer.checks import all_cases, check_all, ddp, on, params
 from tests.plugins.dist_optimizer.test_loops import OPTIMIZERS, net
 from tests.plugins.dist_optimizer.test_state import on_cpu
 
@@ -232,7 +232,7 @@ def test_styles(ranks, kind):
 
 
 def test_styles_on_three_ranks(ranks):
-    check_each(ranks(3)(all_cases, instead, styles("lamb"), options=NAMED), steps=6)
+    check_each(ranks(3)(all_cases, instead, on(3, styles("lamb")), options=NAMED), steps=6)
 
 
 def frozen_for_a_while(kind: str) -> list[Record]:
