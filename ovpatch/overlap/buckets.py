@@ -20,6 +20,7 @@ from collections.abc import Collection, Iterable, Sequence
 import torch
 from torch import Tensor
 
+from ovpatch.overlap import main_grads
 from ovpatch.overlap.collectives import Collectives, Work
 from ovpatch.overlap.memory import contiguous_strides, is_dense, is_sole_owner, same_layout
 
@@ -110,6 +111,8 @@ class GradBucket:
                     (own if in_place else foreign).append(i)
             self._copy(foreign, scale)
             grads = [grad for i in own if (grad := self.params[i].grad) is not None]
+            for grad in grads:
+                main_grads.take(grad)
             _multiply(grads, scale)
             self._pieces.update(zip(own, grads, strict=True))
             flat = [self._flat] if self._flat is not None and self._flat_numel else []
@@ -172,7 +175,8 @@ class GradBucket:
                 target.zero_()
             else:
                 targets.append(target)
-                grads.append(grad)
+                source = main_grads.take(grad)
+                grads.append(source if self.dtype is torch.float32 else grad)
         if targets:
             torch._foreach_copy_(targets, grads)
             _multiply(targets, scale)

@@ -17,6 +17,7 @@ class ReducerConfig:
         skip_unused: Launch nothing for buckets whose parameters are all left out.
         overlap: Whether buckets are reduced while backward still computes.
         in_fp32: Whether half-precision gradients are reduced in float32.
+        sums_in_fp32: Whether they are added up in float32 over several backwards.
         average: Whether the collective divides by the number of ranks.
         max_ctas: How many thread blocks the collectives may take; ``None`` for as many as the script's communicator.
         late: Whether a further backward through a synchronised forward is reduced, too.
@@ -30,6 +31,7 @@ class ReducerConfig:
     skip_unused: bool = False
     overlap: bool = True
     in_fp32: bool = False
+    sums_in_fp32: bool = False
     average: bool = False
     max_ctas: int | None = None
     late: bool = True

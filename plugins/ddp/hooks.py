@@ -18,6 +18,7 @@ from torch.autograd.graph import Node
 from torch.nn.parallel.distributed import _find_tensors
 from torch.utils.hooks import RemovableHandle
 
+from ovpatch.overlap import main_grads
 from ovpatch.overlap.grad_shards import GradShards
 
 _DTYPE = operator.attrgetter("dtype")
@@ -39,9 +40,10 @@ class GradientHooks:
     Args:
         params: The parameters.
         listener: Told of every accumulated gradient.
+        sums_in_fp32: Add gradients of half precision up in fp32, see :mod:`ovpatch.overlap.main_grads`.
     """
 
-    def __init__(self, params: Sequence[torch.nn.Parameter], listener: Listener) -> None:
+    def __init__(self, params: Sequence[torch.nn.Parameter], listener: Listener, *, sums_in_fp32: bool = False) -> None:
         self._params = params
         self._kinds = self._current_kinds()
         self.nodes: list[Node] = []
@@ -51,6 +53,9 @@ class GradientHooks:
         for index, param in enumerate(params):
             node = _accumulate_node(param)
             self.nodes.append(node)
+            if sums_in_fp32 and param.dtype in main_grads.LOW_PRECISION:
+                before, after = main_grads.hooks_of(param)
+                self._handles += [node.register_prehook(before), node.register_hook(after)]
             self._handles.append(node.register_hook(_hook(reference, index)))
 
     def lost(self) -> bool:

@@ -84,6 +84,12 @@ OPTIONS: Final = (
         "Average fp16 and bf16 gradients in float32. More precise with many ranks; twice the traffic.",
     ),
     Option(
+        "grad_accumulate_in_fp32",
+        False,
+        "Add fp16 and bf16 gradients up in float32 over the microbatches of a step; p.grad is the rounding of the sum, "
+        "and grad_reduce_in_fp32 averages the sum itself. Takes 4 bytes a parameter until the gradient is reduced.",
+    ),
+    Option(
         "average_in_collective",
         None,
         "Let the collective divide by the number of ranks, which saves a pass over the gradients; false: divide before "

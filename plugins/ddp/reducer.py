@@ -212,7 +212,7 @@ class GradReducer:
 
     def _attach(self) -> None:
         self._device = self.params[0].device
-        self._hooks = GradientHooks(self.params, self)
+        self._hooks = GradientHooks(self.params, self, sums_in_fp32=self.config.sums_in_fp32)
         self._ledger = GradLedger(self.params, self.names, self._gradient_complete)
         self._usage = UsageMap(len(self.params), self._group, self._device)
         self._ballots = Ballots(self._group, self._device, "ddp")

@@ -173,6 +173,7 @@ class Takeover:
             skip_unused=ddp.find_unused_parameters and getattr(ddp, "skip_all_reduce_unused_params", False),
             overlap=options["overlap_grad_reduce"],
             in_fp32=in_fp32,
+            sums_in_fp32=options["grad_accumulate_in_fp32"],
             average=averages(ddp.process_group, ddp.device, options["average_in_collective"], summed),
             max_ctas=options["max_ctas"],
             late=options["reduce_late_gradients"],

@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from ovpatch.overlap import grad_shards
+from ovpatch.overlap.main_grads import LOW_PRECISION
 from ovpatch.overlap.placeholders import Placeholder
 from ovpatch.overlap.slices import flat
 from ovpatch_plugins.dist_optimizer.model_state import States
@@ -30,12 +31,10 @@ if TYPE_CHECKING:
 #: The name of the main parameter in the optimizer's state.
 MAIN: Final = "main_param"
 
-_LOW: Final = (torch.bfloat16, torch.float16)
-
 
 def is_low(param: Tensor) -> bool:
     """Tell whether a parameter is of half precision."""
-    return param.dtype in _LOW
+    return param.dtype in LOW_PRECISION
 
 
 def smallest(options: Mapping[str, Any], param: Tensor) -> int:

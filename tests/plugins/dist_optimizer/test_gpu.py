@@ -77,7 +77,7 @@ def test_main_params_in_fp32(ranks, dtype):
     kinds = named("kind", test_main_params.OPTIMIZERS, dtype=dtype)
     named_options = {"options": test_main_params.IN_FP32, **NCCL}
     check_all(ranks(2)(all_cases, test_main_params.train, kinds, **named_options), steps=test_main_params.STEPS)
-    for expected, ours in ranks(2)(test_main_params.both_in_fp32, **NCCL):
+    for expected, ours in ranks(2)(test_main_params.both_in_fp32, 4, **NCCL):
         compare(expected[4:], ours[4:]).assert_bitwise()
     for kind in ("momentum", "adamw, fused"):
         for whole, piece in ranks(2)(test_main_params.resumed, kind, [test_main_params.STEPS, 4], True, **NCCL):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -131,7 +132,7 @@ def test_what_scripts_do_between_steps(ranks, style, world):
 # --- where the gradients' sums are fp32, too ---
 
 
-def summed_in_fp32() -> list[dict[int, Tensor]]:
+def summed_in_fp32(micros: int) -> list[dict[int, Tensor]]:
     """Return what each step adds to the main parameters, with gradients that have been reduced and scattered."""
     model = ddp(net(torch.bfloat16))
     opt: Any = (ByHand if by_hand() else lambda make, ones: make(ones))(OPTIMIZERS["sgd"], model.parameters())
@@ -140,29 +141,43 @@ def summed_in_fp32() -> list[dict[int, Tensor]]:
         model.module.load_state_dict(net(torch.bfloat16).state_dict())  # all ranks and arms begin at the same numbers
         if not by_hand():
             opt.state.clear()  # else main parameters stay what these are the roundings of
-            step(model, opt, number)
+            opt.zero_grad()
+            for micro in range(micros):
+                with nullcontext() if micro == micros - 1 else model.no_sync():
+                    backward(model, number, micro)
+            opt.step()
             updates.append({i: state["main_param"] for i, state in opt.state_dict()["state"].items()})
         else:
-            model.zero_grad()
-            with model.no_sync():
-                model(data(number, 5, 6).bfloat16()).square().mean().backward()
-            sums = [p.grad.float() / dist.get_world_size() for p in model.parameters()]
+            sums = [torch.zeros_like(p, dtype=torch.float32) for p in model.parameters()]
+            for micro in range(micros):
+                model.zero_grad()
+                with model.no_sync():
+                    backward(model, number, micro)
+                for total, p in zip(sums, model.parameters(), strict=True):
+                    total.add_(p.grad)
             for total in sums:
+                total.div_(dist.get_world_size())
                 dist.all_reduce(total)
             ones = enumerate(zip(model.parameters(), sums, strict=True))
             updates.append({i: param.detach().float().add(total, alpha=-0.01) for i, (param, total) in ones})
     return updates
 
 
-def both_in_fp32() -> tuple[list[Record], list[Record]]:
-    expected = summed_in_fp32()
-    options = {"ddp": {"grad_reduce_in_fp32": True}, "dist_optimizer": SMALL | IN_FP32}
+def backward(model: nn.Module, number: int, micro: int) -> None:
+    model(data(number, 5, 6, micro=micro).bfloat16()).square().mean().backward()
+
+
+def both_in_fp32(micros: int) -> tuple[list[Record], list[Record]]:
+    expected = summed_in_fp32(micros)
+    in_fp32 = {"grad_reduce_in_fp32": True, "grad_accumulate_in_fp32": True}
+    options = {"ddp": in_fp32, "dist_optimizer": SMALL | IN_FP32}
     with ovpatch.applied("ddp", "dist_optimizer", options=options):
-        return expected, summed_in_fp32()
+        return expected, summed_in_fp32(micros)
 
 
-def test_sums_in_fp32_are_not_rounded_before_the_update(ranks):
-    for expected, ours in ranks(2)(both_in_fp32):
+@pytest.mark.parametrize("micros", [1, 4])
+def test_sums_in_fp32_are_not_rounded_before_the_update(ranks, micros):
+    for expected, ours in ranks(2)(both_in_fp32, micros):
         compare(expected[4:], ours[4:]).assert_bitwise()  # gradients are whole before, which is the parameters' dtype
 
 

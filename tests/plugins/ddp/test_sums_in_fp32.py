@@ -1,0 +1,175 @@
+"""Gradients of half precision that are added up in fp32: what a script with main gradients of its own would compute."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+import ovpatch
+from ovpatch.insight.equality import compare
+from ovpatch.overlap import main_grads
+from tests.plugins.ddp.arms import Record, data, device
+
+MICRO, STEPS = 6, 3
+IN_FP32 = {"grad_accumulate_in_fp32": True, "grad_reduce_in_fp32": True}
+HALVES = [torch.bfloat16, torch.float16]
+
+
+def net(dtype: torch.dtype) -> nn.Module:
+    torch.manual_seed(1)
+    return nn.Sequential(nn.Linear(6, 10), nn.Tanh(), nn.Linear(10, 13), nn.Linear(13, 3)).to(device(), dtype)
+
+
+def gradients(model: nn.Module) -> dict[str, Tensor]:
+    return {name: p.grad.detach().clone() for name, p in model.named_parameters()}
+
+
+def touch(how: str, model: nn.Module) -> None:
+    """What a script does to gradients between two microbatches."""
+    with torch.no_grad():
+        if how == "scaled":
+            for p in model.parameters():
+                p.grad.mul_(0.75)
+        elif how == "zeroed":
+            next(model.parameters()).grad.zero_()
+        elif how == "dropped":
+            next(model.parameters()).grad = None
+        elif how == "replaced":
+            first = next(model.parameters())
+            first.grad = torch.ones_like(first)
+
+
+def by_hand(dtype: torch.dtype, how: str, reduced: bool) -> list[Record]:
+    """Sum in fp32 over microbatches and ranks; ``p.grad`` is the rounding, and where a script changes it, it counts."""
+    model = net(dtype)
+    named = dict(model.named_parameters())
+    records: list[Record] = []
+    for step in range(STEPS):
+        sums: dict[str, Tensor | None] = dict.fromkeys(named)
+        for micro in range(MICRO):
+            for p in named.values():
+                p.grad = None
+            model(data(step, 5, 6, micro=micro).to(dtype)).square().mean().backward()
+            for name, p in named.items():
+                before = sums[name]
+                sums[name] = p.grad.float() if before is None else before + p.grad.float()
+                p.grad = sums[name].to(dtype)
+            if micro == 2:
+                kept = gradients(model)
+                touch(how, model)
+                for name, p in named.items():
+                    if p.grad is None or not torch.equal(p.grad, kept[name]):
+                        sums[name] = None if p.grad is None else p.grad.float()
+            if micro < MICRO - 1:
+                records.append({name: p.grad for name, p in named.items()})
+        for name, p in named.items():
+            total = (sums[name] if reduced else sums[name].to(dtype)) / dist.get_world_size()
+            dist.all_reduce(total)
+            p.grad = total.to(dtype)
+        records.append(gradients(model))
+        stepped(model)
+    return records
+
+
+def stepped(model: nn.Module) -> None:
+    with torch.no_grad():
+        for p in model.parameters():
+            p.add_(p.grad, alpha=-0.05)
+
+
+def by_the_feature(dtype: torch.dtype, how: str, set_to_none: bool, views: bool) -> list[Record]:
+    model = net(dtype)
+    wrapped = DDP(model, gradient_as_bucket_view=views)
+    records: list[Record] = []
+    for step in range(STEPS):
+        model.zero_grad(set_to_none=set_to_none)
+        for micro in range(MICRO):
+            last = micro == MICRO - 1
+            with contextlib.nullcontext() if last else wrapped.no_sync():
+                wrapped(data(step, 5, 6, micro=micro).to(dtype)).square().mean().backward()
+            if micro == 2:
+                touch(how, model)
+            records.append({name: None if p.grad is None else p.grad.clone() for name, p in model.named_parameters()})
+        stepped(model)
+    return records
+
+
+def arms(
+    dtype: torch.dtype, how: str, *, set_to_none: bool = True, views: bool = False, reduced: bool = True
+) -> dict[str, Any]:
+    expected = by_hand(dtype, how, reduced)
+    with ovpatch.applied("ddp", options={"ddp": IN_FP32 | {"grad_reduce_in_fp32": reduced}}):
+        ours = by_the_feature(dtype, how, set_to_none, views)
+    stock = by_the_feature(dtype, how, set_to_none, views)
+    return {"expected": expected, "ours": ours, "stock": stock, "left": len(main_grads._sums)}
+
+
+@pytest.mark.parametrize("reduced", [True, False])
+@pytest.mark.parametrize("dtype", HALVES, ids=str)
+def test_sums_are_those_of_main_gradients_kept_by_hand(ranks, dtype, reduced):
+    for result in ranks(2)(arms, dtype, "", reduced=reduced):
+        compare(result["expected"], result["ours"]).assert_bitwise()
+        with pytest.raises(AssertionError):  # stock rounds each sum
+            compare(result["expected"], result["stock"]).assert_bitwise()
+        assert result["left"] == 0
+
+
+@pytest.mark.parametrize("how", ["scaled", "zeroed", "dropped", "replaced"])
+def test_what_the_script_does_to_gradients_counts(ranks, how):
+    for result in ranks(2)(arms, torch.bfloat16, how):
+        compare(result["expected"], result["ours"]).assert_bitwise()
+
+
+@pytest.mark.parametrize("views", [True, False])
+def test_gradients_that_stay_and_bucket_views(ranks, views):
+    for result in ranks(2)(arms, torch.bfloat16, "", set_to_none=False, views=views):
+        compare(result["expected"], result["ours"]).assert_bitwise()
+
+
+def never_zeroed(dtype: torch.dtype) -> list[Record]:
+    """Each backward is reduced and adds to what was reduced before; the reducer averages that once more."""
+    model = net(dtype)
+    wrapped = DDP(model)
+    records = []
+    for step in range(5):
+        wrapped(data(step, 5, 6).to(dtype)).square().mean().backward()
+        records.append(gradients(model))
+    return records
+
+
+def never_zeroed_in_both() -> tuple[list[Record], list[Record]]:
+    wide = never_zeroed(torch.float32)
+    with ovpatch.applied("ddp", options={"ddp": IN_FP32}):
+        return wide, never_zeroed(torch.bfloat16)
+
+
+def test_a_sum_ends_with_its_reduction(ranks):
+    for wide, ours in ranks(2)(never_zeroed_in_both):
+        compare(wide, [{n: g.float() for n, g in one.items()} for one in ours], floor=0.05).assert_equal()
+
+
+def test_a_sum_is_forgotten_with_its_gradient():
+    param = nn.Parameter(torch.ones(3, dtype=torch.bfloat16))
+    before, after = main_grads.hooks_of(param)
+    param.grad = torch.ones_like(param)
+    before(None)
+    param.grad.add_(1)  # as the node does
+    after(None, (torch.ones_like(param),))
+    grad = param.grad
+    assert main_grads.take(grad).dtype is torch.float32
+    assert main_grads.take(grad) is grad, "taken once"
+    before(None)
+    grad.add_(1)
+    after(None, (torch.ones_like(param),))
+    grad.mul_(2)
+    assert main_grads.take(grad) is grad, "the script has changed it"
+    before(None)
+    param.grad = None
+    del grad
+    assert not main_grads._sums
