@@ -89,7 +89,6 @@ class Steps:
                 _leave(optimizer, reason)
             else:
                 _live[optimizer] = self._sharded(optimizer)
-                COUNTERS.optimizers += 1
         return _live[optimizer]
 
     def _sharded(self, optimizer: Optimizer) -> ShardedOptimizer:

@@ -23,6 +23,7 @@ from torch.optim import Optimizer
 
 from ovpatch.overlap import grad_shards
 from ovpatch.overlap.grad_shards import GradShards
+from ovpatch_plugins.dist_optimizer import same_work
 from ovpatch_plugins.dist_optimizer.counters import COUNTERS
 from ovpatch_plugins.dist_optimizer.parts import Part
 from ovpatch_plugins.dist_optimizer.state import ShardedState, put_in_order
@@ -64,7 +65,7 @@ class ShardedOptimizer(abc.ABC):
     ) -> None:
         self._optimizer = weakref.ref(optimizer)
         self._stand_down = stand_down
-        self._inside = False
+        self._inside = self._agreed = False
         self._exchange = exchange
         self._state = state
 
@@ -77,9 +78,9 @@ class ShardedOptimizer(abc.ABC):
         args, kwargs = _with_loss(args, kwargs)
         self._exchange.settle()  # a second step without a forward in between
         parts = self.parts(optimizer)
-        if any(part.shards.local for part in parts):
+        if reason := self._objection(optimizer, parts):
             self.release()
-            self._stand_down(optimizer, LOCAL)
+            self._stand_down(optimizer, reason)
             parts = []
         if not parts:
             return inner(optimizer, *args, **kwargs)
@@ -88,6 +89,17 @@ class ShardedOptimizer(abc.ABC):
         COUNTERS.steps += 1
         COUNTERS.params_updated += len(parts)
         return result
+
+    def _objection(self, optimizer: Optimizer, parts: Sequence[Part]) -> str:
+        """Return why the optimizer has to go on as stock from now on, the same on all ranks; "" if it has not."""
+        if any(part.shards.local for part in parts):
+            return LOCAL
+        if not parts or self._agreed:
+            return ""
+        self._agreed = True
+        reason = same_work.objection(optimizer)
+        COUNTERS.optimizers += not reason
+        return reason
 
     def _update(self, parts: list[Part], inner: Callable[[], Any], optimizer: Optimizer) -> Any:
         known = len(optimizer.state)

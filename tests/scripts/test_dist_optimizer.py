@@ -54,6 +54,15 @@ def test_bitwise(runner, name):
     assert_same(*both(runner, name))
 
 
+def test_what_a_script_shards_itself_stays_stock(runner):
+    stock, patched = runner.both("zero", env=ON)
+    assert_applied(patched.report)
+    assert_same(stock, patched)
+    (parts,) = (one for one in patched.report["features"] if one["name"] == "dist_optimizer")
+    assert (parts["counters"]["optimizers"], parts["counters"]["steps"]) == (0, 0)
+    assert any("ZeroRedundancyOptimizer does, nothing is wrong" in remark for remark in parts["remarks"])
+
+
 @pytest.mark.parametrize("name", cases(CLIPPING))
 def test_within_the_last_bits_of_a_norm(runner, name):
     stock, patched = both(runner, name)
