@@ -2,8 +2,11 @@
 
 [Note: main gradients] bfloat16 has 8 bits, so a sum of 64 microbatches loses a part of most of them. While a
 parameter's gradient is accumulated, an fp32 sum is kept beside ``p.grad``, which is its rounding after each backward.
-Whoever reduces gradients in fp32 takes the sum (:func:`take`). A sum holds as long as ``p.grad`` is what we have left
-there: if the script changes it, clips it say, or drops it, the next sum begins at what is there then.
+Whoever reduces dense gradients in fp32 takes the sum (:func:`take`).
+
+[Note: by value] Scripts write to gradients: they clip them, zero them through ``.data``, reduce them. Not all of that
+can be noticed when it happens; versions of tensors do not change with ``.data`` nor with collectives. So an element of
+the sum counts as long as its rounding is what stands in ``p.grad``; otherwise what stands there does.
 
 [Note: before and after] A hook before the AccumulateGrad node begins the sum with what ``p.grad`` is until then, which
 is exact, as one microbatch's gradient is; a hook after it adds what the node was given. Hooks of the script's on the
@@ -13,7 +16,7 @@ parameter run between the two and see what stock shows them. A gradient that com
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final
@@ -27,13 +30,12 @@ from ovpatch.overlap.weakly import forget
 LOW_PRECISION: Final = (torch.bfloat16, torch.float16)
 
 
-@dataclass
+@dataclass(frozen=True)
 class _Sum:
-    """An fp32 sum, the gradient whose sum it is, and the version of it that is the sum's rounding."""
+    """An fp32 sum, and the gradient that is its rounding."""
 
     total: Tensor
     grad: weakref.ref[Tensor]
-    version: int
 
 
 _sums: dict[int, _Sum] = {}  # by id() of the gradient
@@ -42,10 +44,15 @@ _sums: dict[int, _Sum] = {}  # by id() of the gradient
 def take(grad: Tensor) -> Tensor:
     """Return the fp32 sum of which a gradient is the rounding, which is forgotten here; else the gradient itself.
 
-    Whoever reduces a gradient calls it, even to reduce the rounding: a collective changes it without a trace.
+    Whoever reduces a gradient calls it, even to reduce the rounding: the sum takes memory.
     """
+    if not _sums:
+        return grad
     found = _sums.pop(id(grad), None)
-    return found.total if found is not None and _holds(found, grad) else grad
+    if found is None or not _is_of(found, grad):
+        return grad
+    with torch.no_grad():
+        return _following(found.total, grad)
 
 
 def hooks_of(param: torch.nn.Parameter) -> tuple[Callable[..., None], Callable[..., None]]:
@@ -58,10 +65,12 @@ def hooks_of(param: torch.nn.Parameter) -> tuple[Callable[..., None], Callable[.
         if grad is None or not _can_be_summed(grad):
             return
         found = _sums.get(id(grad))
-        if found is None or not _holds(found, grad):
-            with torch.inference_mode(False), torch.no_grad():
+        with torch.inference_mode(False), torch.no_grad():
+            if found is not None and _is_of(found, grad):
+                _following(found.total, grad)
+            else:
                 total = grad.to(torch.float32)
-            _sums[id(grad)] = _Sum(total, weakref.ref(grad, partial(forget, _sums, id(grad))), grad._version)
+                _sums[id(grad)] = _Sum(total, weakref.ref(grad, partial(forget, _sums, id(grad))))
 
     def after(_nothing: Any, given: tuple[Tensor | None]) -> None:
         param = reference()
@@ -70,21 +79,35 @@ def hooks_of(param: torch.nn.Parameter) -> tuple[Callable[..., None], Callable[.
         if grad is None or found is None:
             return
         added = given[0]
-        # The node has added, and nobody else has written.
-        if added is not None and _can_be_summed(added) and _holds(found, grad, later=1):
-            with torch.inference_mode(False), torch.no_grad():
-                grad.copy_(found.total.add_(added))
-            found.version = grad._version
-        else:
+        if added is None or not _can_be_summed(added) or not _is_of(found, grad):
             del _sums[id(grad)]
+            return
+        with torch.inference_mode(False), torch.no_grad():
+            expected = found.total.to(grad.dtype).add_(added)  # as the node does
+            found.total.add_(added)
+            torch.where(expected == grad, found.total, grad.to(torch.float32), out=found.total)
+            grad.copy_(found.total)
 
     return before, after
 
 
+def drop(params: Iterable[torch.nn.Parameter]) -> None:
+    """Forget the sums of parameters' gradients."""
+    for param in params:
+        if param.grad is not None:
+            _sums.pop(id(param.grad), None)
+
+
 def _can_be_summed(grad: Tensor) -> bool:
     """Tell whether it is a plain gradient: dense, with no graph of its own, and all there."""
-    return type(grad) is Tensor and grad.layout is torch.strided and not grad.requires_grad
+    plain = type(grad) is Tensor and grad.layout is torch.strided
+    return plain and not (grad.requires_grad or grad.is_inference())
 
 
-def _holds(found: _Sum, grad: Tensor, *, later: int = 0) -> bool:
-    return found.grad() is grad and grad._version == found.version + later
+def _is_of(found: _Sum, grad: Tensor) -> bool:
+    return found.grad() is grad and found.total.shape == grad.shape and _can_be_summed(grad)
+
+
+def _following(total: Tensor, grad: Tensor) -> Tensor:
+    """Make a sum what its gradient says where that is not its rounding any more; see [Note: by value]."""
+    return torch.where(total.to(grad.dtype) == grad, total, grad.to(torch.float32), out=total)

@@ -77,6 +77,7 @@ class GradientHooks:
 
     def remove(self) -> None:
         """Take the hooks away."""
+        main_grads.drop(self._params)
         for handle in (*self._handles, *self._before):
             handle.remove()
         self._handles.clear()

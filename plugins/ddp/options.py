@@ -93,8 +93,8 @@ OPTIONS: Final = (
         "average_in_collective",
         None,
         "Let the collective divide by the number of ranks, which saves a pass over the gradients; false: divide before "
-        "it. none: where the backend can (NCCL) and that gives stock's bits (not for float16, which it rounds "
-        "otherwise).",
+        "it. none: where the backend can (NCCL) and rounds as stock does (not float16, and bfloat16 only on 2, 4, 8, "
+        "... ranks).",
         parse=_or_none(_flag),
     ),
     Option(

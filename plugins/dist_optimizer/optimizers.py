@@ -12,7 +12,7 @@ import torch
 from torch.optim import Optimizer
 
 from ovpatch.overlap import grad_shards
-from ovpatch_plugins.dist_optimizer import orphans
+from ovpatch_plugins.dist_optimizer import orphans, same_work
 from ovpatch_plugins.dist_optimizer.counters import COUNTERS
 from ovpatch_plugins.dist_optimizer.gathers import Gathers
 from ovpatch_plugins.dist_optimizer.handouts import Handouts
@@ -77,8 +77,12 @@ class Steps:
 
     def notice(self, optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
         """Look at an optimizer before its step, as a global step hook: those whose step is not patched are reported."""
-        if not torch.compiler.is_compiling():
-            self._find(optimizer)
+        if torch.compiler.is_compiling():
+            return
+        inner = same_work.recognised(optimizer)
+        if inner is not None and inner not in _live and _has_parts(inner):
+            _leave(inner, f"it is inside a {type(optimizer).__name__}, which shares the work out itself")
+        self._find(optimizer)
 
     def _find(self, optimizer: Optimizer) -> ShardedOptimizer | None:
         if optimizer not in _live:

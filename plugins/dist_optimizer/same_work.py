@@ -2,22 +2,28 @@
 
 [Note: the same everywhere] An optimizer may have other parameters on other ranks: ZeroRedundancyOptimizer has such a
 one inside, and so have scripts that share the work out by hand. What one rank alone updates cannot be gathered from
-all. So ranks compare, through the store, before an optimizer's first step by parts; where they differ, it stays stock.
+all. So ranks compare, through the store, before an optimizer's first step; where they differ, it stays stock.
+
+[Note: twice] An optimizer may have parameters in several process groups. If it stays stock for what was found in one,
+the others' ranks must know: a second round tells them.
 """
 
 from __future__ import annotations
 
 import hashlib
-from typing import Final
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
 
 import torch.distributed as dist
 from torch.optim import Optimizer
 
 from ovpatch.overlap import grad_shards
 from ovpatch.overlap.agreement import DisagreementError, agree
+from ovpatch.overlap.grad_shards import GradShards
 
-#: How long a rank waits for the others, in seconds; one may save a checkpoint first.
-PATIENCE_S = 60.0
+#: How long a rank waits for the others at most, in seconds; one may save a checkpoint first.
+PATIENCE_S = 300.0
 
 _REMEDY: Final = (
     "If the script shares the work out itself, as ZeroRedundancyOptimizer does, nothing is wrong; otherwise make the "
@@ -26,24 +32,48 @@ _REMEDY: Final = (
 
 
 def objection(optimizer: Optimizer) -> str:
-    """Return why the ranks cannot divide an optimizer's work, the same on all of them; "" if they can.
+    """Return why the ranks cannot divide an optimizer's work; "" if they can, then on all ranks of its groups.
 
-    Every rank calls it at the optimizer's first step.
+    Every rank calls it at the optimizer's first step, also one that has nothing to divide.
     """
-    names: dict[dist.ProcessGroup, list[str]] = {}
-    for param in (param for group in optimizer.param_groups for param in group["params"]):
-        entry = grad_shards.find(param)
-        if entry is not None:
-            shards, index = entry
-            names.setdefault(shards.group, []).append(f"{shards.identity}: {shards.names[index]}")
-    for group, ones in names.items():
-        digest = hashlib.sha256("\n".join(ones).encode()).hexdigest()[:12]
-        terms = {
-            "class": f"{type(optimizer).__module__}.{type(optimizer).__qualname__}",
-            "parameters": f"{len(ones)} from {ones[0]} to {ones[-1]} (digest {digest})",
-        }
-        try:
-            agree(group, "dist_optimizer", terms, timeout_s=PATIENCE_S, remedy=_REMEDY)
-        except DisagreementError as error:
-            return str(error)
-    return ""
+    found = [grad_shards.find(param) for group in optimizer.param_groups for param in group["params"]]
+    entries = [entry for entry in found if entry is not None]
+    reasons: dict[dist.ProcessGroup, str] = {}
+    patience = {shards.group: _patience(shards) for shards, _ in entries}
+    for group in patience:
+        ones = [entry for entry in entries if entry[0].group is group]
+        reasons[group] = _ask(group, _terms(optimizer, ones), patience[group])
+    reason = next(filter(None, reasons.values()), "")
+    for group in [group for group, failed in reasons.items() if not failed]:
+        reason = _ask(group, {"round": 2}, patience[group], objection=reason) or reason
+    return reason
+
+
+def recognised(optimizer: Optimizer) -> Optimizer | None:
+    """Return the optimizer inside of a ``ZeroRedundancyOptimizer``, which needs no comparison."""
+    module = sys.modules.get("torch.distributed.optim.zero_redundancy_optimizer")
+    if module is not None and isinstance(optimizer, module.ZeroRedundancyOptimizer):
+        return optimizer.optim  # type: ignore[no-any-return]
+    return None
+
+
+def _terms(optimizer: Optimizer, entries: Sequence[tuple[GradShards, int]]) -> dict[str, str]:
+    names = sorted(f"{shards.identity}: {shards.names[index]}" for shards, index in entries)
+    digest = hashlib.sha256("\n".join(names).encode()).hexdigest()[:12]
+    return {
+        "class": f"{type(optimizer).__module__}.{type(optimizer).__qualname__}",
+        "parameters": f"{len(names)} from {names[0]} to {names[-1]} (digest {digest})",
+    }
+
+
+def _ask(group: dist.ProcessGroup, terms: Mapping[str, Any], patience: float, *, objection: str = "") -> str:
+    try:
+        return agree(group, "dist_optimizer", terms, objection=objection, timeout_s=patience, remedy=_REMEDY)
+    except DisagreementError as error:
+        return str(error)
+
+
+def _patience(shards: GradShards) -> float:
+    """Half of the group's time-out at most: who waits in a collective for a rank that waits here must not fail."""
+    backend = shards.group._get_backend(shards.params[0].device)
+    return min(PATIENCE_S, backend.options._timeout.total_seconds() / 2)

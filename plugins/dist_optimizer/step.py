@@ -94,7 +94,7 @@ class ShardedOptimizer(abc.ABC):
         """Return why the optimizer has to go on as stock from now on, the same on all ranks; "" if it has not."""
         if any(part.shards.local for part in parts):
             return LOCAL
-        if not parts or self._agreed:
+        if self._agreed:
             return ""
         self._agreed = True
         reason = same_work.objection(optimizer)

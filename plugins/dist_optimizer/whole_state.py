@@ -42,7 +42,8 @@ class WholesOfModel(StateOfModel):
     def owners(self, indices: Iterable[int]) -> list[int]:
         """Return the ranks that own some parameters, which get one now if they have none; the same on all ranks."""
         ones = list(indices)
-        self._owners |= deal_out(self._shards, [index for index in ones if index not in self._owners])
+        new = sorted(index for index in ones if index not in self._owners)
+        self._owners |= deal_out(self._shards, new)
         return [self._owners[index] for index in ones]
 
     # ---------------------------------------------------------------- around a step

@@ -107,7 +107,7 @@ def test_without_operators_only_ours_is_told_to_leave_them_out():
         enable = recorder._wrap_enable(lambda config, activities, scopes=(): asked.append([s.name for s in scopes]))
         both = {ProfilerActivity.CPU, ProfilerActivity.CUDA}
         enable(None, both)  # somebody else's
-        recorder._running = True
+        recorder._starting = True
         enable(None, {ProfilerActivity.CPU})
         enable(None, both)
     finally:

@@ -38,7 +38,7 @@ class Recorder:
         self.yielded = ""
         self._operators = operators
         self._profile: profile | None = None
-        self._running = self._ended = False
+        self._starting = self._running = self._ended = False
         self._foreign: set[int] = set()
         self.patches = PatchManager()
         self._watch()
@@ -62,8 +62,12 @@ class Recorder:
             self.yielded = "the script's own profiler was on"
         self.prepare()
         if self._profile is not None and not self.yielded:
+            self._starting = True
+            try:
+                self._profile.start_trace()
+            finally:
+                self._starting = False
             self._running = True
-            self._profile.start_trace()
 
     def mark(self, step: int) -> None:
         """Note that a step ends here."""
@@ -115,8 +119,7 @@ class Recorder:
     def _wrap_enable(self, original: Callable[..., None]) -> Callable[..., None]:
         @wraps(original)
         def enable(config: Any, activities: Any, *scopes: Any) -> None:
-            ours = self._running and not self._foreign and not scopes
-            if ours and ProfilerActivity.CUDA in activities:
+            if self._starting and ProfilerActivity.CUDA in activities:
                 scopes = ({RecordScope.USER_SCOPE},)
             original(config, activities, *scopes)
 

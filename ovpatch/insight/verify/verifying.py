@@ -148,8 +148,8 @@ class _Verification:
         for number in range(2, _DRAWS + 2):
             if not self._may_be_chance(wrong):
                 break
-            name = f"rerun-{number}"
-            self.yardsticks[name] = self._run(self.request.arm(name))
+            again = self._yardstick(f"rerun-{number}")
+            self.noise[f"rerun {number}"] = _amount(compare(stock, again))
             self.compared = compare(stock, patched, self.yardsticks)
 
     def _deterministic(self) -> Result:
@@ -214,11 +214,8 @@ class _Verification:
         return run
 
     def _measure_noise(self, stock: Run, patched: Run) -> None:
-        rerun = self.yardsticks["rerun"] = self._run(self.request.arm("rerun"))
-        reordered = self.yardsticks["reordered"] = self._run(self.request.arm("reordered", reorder=True))
-        for name in self.yardsticks:
-            if self.outcomes[name].code != self.outcomes["stock"].code:
-                self.notes.append(f"The arm '{name}' ended with exit code {self.outcomes[name].code}, stock did not.")
+        rerun = self._yardstick("rerun")
+        reordered = self._yardstick("reordered", reorder=True)
         itself = compare(stock, rerun)
         self.noise = {"rerun": _amount(itself), "reordered": _amount(compare(stock, reordered))}
         if itself.findings:
@@ -230,6 +227,13 @@ class _Verification:
             advice = "seeds" if self.request.deterministic else "seeds, or try --deterministic"
             self.notes.append(f"{self.unsteady} Differences of that size say nothing about ovpatch. Give it {advice}.")
         self.compared = compare(stock, patched, self.yardsticks)
+
+    def _yardstick(self, name: str, **details: Any) -> Run:
+        """Run stock once more, and note if it ends otherwise."""
+        run = self.yardsticks[name] = self._run(self.request.arm(name, **details))
+        if self.outcomes[name].code != self.outcomes["stock"].code:
+            self.notes.append(f"The arm '{name}' ended with exit code {self.outcomes[name].code}, stock did not.")
+        return run
 
     def _unless_stock_does_so_too(self, wrong: str) -> str:
         """Return nothing if stock fails now here, now there: another end of the patched run means nothing."""

@@ -25,9 +25,14 @@ def ddp(model: nn.Module, **kwargs: Any) -> DistributedDataParallel:
     return DistributedDataParallel(model, **({"bucket_cap_mb": 1e-4} | kwargs if _reordered else kwargs))
 
 
+def some(cases: Cases) -> Cases:
+    """Return every third case, for variants of what is tested as a whole elsewhere; with ALL_CASES=1 all of them."""
+    return cases if os.environ.get("ALL_CASES") else dict(list(cases.items())[::3])
+
+
 def on(world: int, cases: Cases) -> Cases:
-    """Return what to run on so many ranks: all cases on two; on more every third, or with ALL_CASES=1 all as well."""
-    return cases if world == 2 or os.environ.get("ALL_CASES") else dict(list(cases.items())[::3])
+    """Return what to run on so many ranks: all cases on two, some on more."""
+    return cases if world == 2 else some(cases)
 
 
 def all_cases(loop: Callable[..., list[Any]], cases: Cases, **options: Any) -> dict[str, dict[str, Any]]:

@@ -9,7 +9,6 @@ import time
 import weakref
 from datetime import timedelta
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -19,9 +18,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 import ovpatch
-from ovpatch.insight.equality import compare
 from ovpatch.overlap.pending import is_pending
-from ovpatch_plugins.dist_optimizer import same_work
 from tests.plugins.ddp.arms import Record, data
 from tests.plugins.dist_optimizer.arms import SMALL
 from tests.plugins.dist_optimizer.checks import all_cases, check_all, ddp, params
@@ -295,33 +292,6 @@ def test_parameters_that_never_arrive_are_an_error_for_their_readers_only(ranks)
     assert all(TIMED_OUT.search(text) for text in said), said
     assert while_it_lives
     assert not afterwards
-
-
-def shared_out(who: str) -> list[Any]:
-    """The script shares the work out itself: each rank has an optimizer over other parameters, or none at all."""
-    model = ddp(net())
-    mine = [p for i, p in enumerate(model.parameters()) if i % 2 == dist.get_rank()]
-    opt = torch.optim.AdamW(mine if who == "all" else list(model.parameters()), 0.01)
-    records: list[Any] = []
-    for step in range(5):
-        model.zero_grad()
-        model(data(step, 5, 6)).square().mean().backward()
-        if who == "all" or dist.get_rank() == 0:
-            with mock.patch.object(same_work, "PATIENCE_S", 60.0 if who == "all" else 1.0):
-                opt.step()
-        for index, param in enumerate(model.parameters()):
-            dist.broadcast(param.data, src=index % 2 if who == "all" else 0)
-        records.append(params(model))
-    return records
-
-
-@pytest.mark.parametrize("who", ["all", "rank 0"])
-def test_scripts_that_share_the_work_out_stay_stock(ranks, who):
-    results = ranks(2)(all_cases, shared_out, {"": {"who": who}})
-    for rank, result in enumerate(results):
-        compare(result[""]["stock"], result[""]["patched"]).assert_bitwise()
-        assert result[""]["counters"]["stock_optimizers"] == (who == "all" or rank == 0)
-        assert result[""]["counters"]["steps"] == result[""]["counters"]["optimizers"] == 0
 
 
 def dropped() -> tuple[bool, bool, bool]:

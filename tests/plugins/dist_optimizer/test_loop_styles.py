@@ -12,7 +12,7 @@ from torch import nn
 from torch.optim.lr_scheduler import LambdaLR, OneCycleLR, ReduceLROnPlateau, StepLR
 
 from tests.plugins.ddp.arms import Record, data
-from tests.plugins.dist_optimizer.checks import all_cases, check_all, ddp, on, params
+from tests.plugins.dist_optimizer.checks import all_cases, check_all, ddp, on, params, some
 from tests.plugins.dist_optimizer.test_loops import OPTIMIZERS, net
 
 STEPS = 9
@@ -199,11 +199,11 @@ def test_styles(ranks, world, optimizer):
 
 @pytest.mark.parametrize("wrap", ["views", "unused"])
 def test_styles_under_options_of_ddp(ranks, wrap):
-    check_all(ranks(2)(all_cases, train, {s: {"style": s, "wrap": wrap} for s in STYLES}))
+    check_all(ranks(2)(all_cases, train, some({s: {"style": s, "wrap": wrap} for s in STYLES})))
 
 
 def test_an_optimizer_made_before_the_wrap(ranks):
-    check_all(ranks(2)(all_cases, train, {s: {"style": s, "early": True} for s in STYLES}))
+    check_all(ranks(2)(all_cases, train, some({s: {"style": s, "early": True} for s in STYLES})))
 
 
 SCHEDULERS: dict[str, Callable[[torch.optim.Optimizer], Any]] = {
