@@ -13,6 +13,7 @@ VARIABLES = {
     "BUCKET_CAP_MB": ("12.5", 12.5),
     "BUCKET_GRANULARITY": ("layer", "layer"),
     "GRAD_REDUCE_IN_FP32": ("1", True),
+    "GRAD_ACCUMULATE_IN_FP32": ("1", True),
     "AVERAGE_IN_COLLECTIVE": ("0", False),
     "MAX_CTAS": ("8", 8),
     "REDUCE_LATE_GRADIENTS": ("0", False),
