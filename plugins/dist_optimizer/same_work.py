@@ -78,4 +78,5 @@ def _patience(shards: GradShards) -> float:
     backend: Any = shards.group._get_backend(shards.params[0].device)
     if backend.name() not in ("gloo", "nccl"):  # others need not tell
         return PATIENCE_S
-    return min(PATIENCE_S, backend.options._timeout.total_seconds() / 2)
+    seconds: float = backend.options._timeout.total_seconds()
+    return min(PATIENCE_S, seconds / 2)
