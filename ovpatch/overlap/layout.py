@@ -17,11 +17,10 @@ import torch.distributed as dist
 
 from ovpatch.overlap.buckets import GradBucket
 from ovpatch.overlap.grad_shards import GradShards
+from ovpatch.overlap.halves import HALVES
 from ovpatch.overlap.reduction import Bucket
 from ovpatch.overlap.shard_bucket import ShardBucket
 from ovpatch.overlap.sparse import SparseBucket
-
-_HALVES = (torch.float16, torch.bfloat16)
 
 
 @dataclass(frozen=True)
@@ -89,7 +88,7 @@ class Layout:
         params = [self.params[i] for i in indices]
         if self._is_sparse(indices[0]):
             return SparseBucket(indices[0], params[0])
-        wide = self.in_fp32 and params[0].dtype in _HALVES
+        wide = self.in_fp32 and params[0].dtype in HALVES
         dtype = torch.float32 if wide else None
         if self.shards is not None and not self.shards.chosen.isdisjoint(indices):
             return ShardBucket(indices, params, self.shards, dtype=dtype)

@@ -2,11 +2,8 @@
 
 [Note: main gradients] bfloat16 has 8 bits, so a sum of 64 microbatches loses a part of most of them. While a
 parameter's gradient is accumulated, an fp32 sum is kept beside ``p.grad``, which is its rounding after each backward.
-Whoever reduces dense gradients in fp32 takes the sum (:func:`take`).
-
-[Note: by value] Scripts write to gradients: they clip them, zero them through ``.data``, reduce them. Not all of that
-can be noticed when it happens; versions of tensors do not change with ``.data`` nor with collectives. So an element of
-the sum counts as long as its rounding is what stands in ``p.grad``; otherwise what stands there does.
+Whoever reduces dense gradients in fp32 takes the sum (:func:`take`). What a script writes to ``p.grad`` counts; see
+[Note: by value] in ``halves.py``.
 
 [Note: before and after] A hook before the AccumulateGrad node begins the sum with what ``p.grad`` is until then, which
 is exact, as one microbatch's gradient is; a hook after it adds what the node was given. Hooks of the script's on the
@@ -19,15 +16,13 @@ import weakref
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Final
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from ovpatch.overlap.halves import followed
 from ovpatch.overlap.weakly import forget
-
-#: Dtypes whose gradients are worth a sum in fp32.
-LOW_PRECISION: Final = (torch.bfloat16, torch.float16)
 
 
 @dataclass(frozen=True)
@@ -52,7 +47,7 @@ def take(grad: Tensor) -> Tensor:
     if found is None or not _is_of(found, grad):
         return grad
     with torch.no_grad():
-        return _following(found.total, grad)
+        return followed(found.total, grad)
 
 
 def hooks_of(param: torch.nn.Parameter) -> tuple[Callable[..., None], Callable[..., None]]:
@@ -67,7 +62,7 @@ def hooks_of(param: torch.nn.Parameter) -> tuple[Callable[..., None], Callable[.
         found = _sums.get(id(grad))
         with torch.inference_mode(False), torch.no_grad():
             if found is not None and _is_of(found, grad):
-                _following(found.total, grad)
+                followed(found.total, grad)
             else:
                 total = grad.to(torch.float32)
                 _sums[id(grad)] = _Sum(total, weakref.ref(grad, partial(forget, _sums, id(grad))))
@@ -106,8 +101,3 @@ def _can_be_summed(grad: Tensor) -> bool:
 
 def _is_of(found: _Sum, grad: Tensor) -> bool:
     return found.grad() is grad and found.total.shape == grad.shape and _can_be_summed(grad)
-
-
-def _following(total: Tensor, grad: Tensor) -> Tensor:
-    """Make a sum what its gradient says where that is not its rounding any more; see [Note: by value]."""
-    return torch.where(total.to(grad.dtype) == grad, total, grad.to(torch.float32), out=total)

@@ -20,6 +20,7 @@ from torch.utils.hooks import RemovableHandle
 
 from ovpatch.overlap import main_grads
 from ovpatch.overlap.grad_shards import GradShards
+from ovpatch.overlap.halves import HALVES
 
 _DTYPE = operator.attrgetter("dtype")
 
@@ -53,7 +54,7 @@ class GradientHooks:
         for index, param in enumerate(params):
             node = _accumulate_node(param)
             self.nodes.append(node)
-            if sums_in_fp32 and param.dtype in main_grads.LOW_PRECISION:
+            if sums_in_fp32 and param.dtype in HALVES:
                 before, after = main_grads.hooks_of(param)
                 self._handles += [node.register_prehook(before), node.register_hook(after)]
             self._handles.append(node.register_hook(_hook(reference, index)))

@@ -71,15 +71,15 @@ class Named:
 def with_a_step(named: Named) -> list[str]:
     """Return the names of the classes whose ``step`` the others inherit."""
     known = [cls for cls in (*ELEMENT_WISE, *PER_PARAMETER) if "step" in vars(cls)]
-    return list(dict.fromkeys([*map(_name, known), *named.element_wise, *named.per_parameter]))
+    return list(dict.fromkeys([*map(name_of, known), *named.element_wise, *named.per_parameter]))
 
 
 def kind_of(cls: type[Optimizer], named: Named) -> Kind | None:
     """Return how the work of a class of optimizers can be divided, None if that is not known."""
     for base in cls.__mro__:
-        if _name(base) in named.per_parameter:
+        if name_of(base) in named.per_parameter:
             return Kind.WHOLE_NAMED
-        if base in ELEMENT_WISE or _name(base) in named.element_wise:
+        if base in ELEMENT_WISE or name_of(base) in named.element_wise:
             return Kind.SLICES
         if base in PER_PARAMETER:
             return Kind.WHOLE
@@ -98,15 +98,16 @@ def objection(optimizer: Optimizer, named: Named) -> str:
     cls = type(optimizer)
     if kind_of(cls, named) is None:
         return (
-            f"{_name(cls)} is not known to be element-wise, nor to update each parameter by itself; if it is, name it "
-            "in OVPATCH_DIST_OPTIMIZER_ELEMENT_WISE, if it does, in OVPATCH_DIST_OPTIMIZER_PER_PARAMETER"
+            f"{name_of(cls)} is not known to be element-wise, nor to update each parameter by itself; if it is, name "
+            "it in OVPATCH_DIST_OPTIMIZER_ELEMENT_WISE, if it does, in OVPATCH_DIST_OPTIMIZER_PER_PARAMETER"
         )
     if any(group.get("differentiable") for group in optimizer.param_groups):
         return "differentiable=True differentiates through the update"
     return ""
 
 
-def _name(cls: type) -> str:
+def name_of(cls: type) -> str:
+    """Return a class's module and name."""
     return f"{cls.__module__}.{cls.__qualname__}"
 
 

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from ovpatch.overlap import grad_shards
-from ovpatch.overlap.main_grads import LOW_PRECISION
+from ovpatch.overlap.halves import HALVES, followed
 from ovpatch.overlap.placeholders import Placeholder
 from ovpatch.overlap.slices import flat
 from ovpatch_plugins.dist_optimizer.model_state import States
@@ -34,7 +34,7 @@ MAIN: Final = "main_param"
 
 def is_low(param: Tensor) -> bool:
     """Tell whether a parameter is of half precision."""
-    return param.dtype in LOW_PRECISION
+    return param.dtype in HALVES
 
 
 def smallest(options: Mapping[str, Any], param: Tensor) -> int:
@@ -54,7 +54,7 @@ class MainSlicesOfModel(SlicesOfModel):
         with torch.inference_mode(False), torch.no_grad():
             rounded = stand_in.detach()
             stand_in.grad = None
-            stand_in.data = _followed(main, rounded) if isinstance(main, Tensor) else rounded.float()
+            stand_in.data = followed(main, rounded) if isinstance(main, Tensor) else rounded.float()
             stand_in.grad = part.shards.current_part(part.index).to(torch.float32)
 
     def take_parts(self, part: Part, states: States, stand_in: Tensor | None) -> None:
@@ -115,10 +115,6 @@ def forget_mains(optimizer: Optimizer) -> None:
 def _has_main(param: Tensor) -> bool:
     entry = grad_shards.find(param)
     return entry is not None and entry[0].can_be_cut(entry[1])
-
-
-def _followed(main: Tensor, rounded: Tensor) -> Tensor:
-    return torch.where(main.to(rounded.dtype) == rounded, main, rounded.float(), out=main)
 
 
 def _put_back(optimizer: Optimizer, state_dict: Mapping[str, Any]) -> None:

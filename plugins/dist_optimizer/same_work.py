@@ -21,6 +21,7 @@ from torch.optim import Optimizer
 from ovpatch.overlap import grad_shards
 from ovpatch.overlap.agreement import DisagreementError, agree
 from ovpatch.overlap.grad_shards import GradShards
+from ovpatch_plugins.dist_optimizer.kinds import name_of
 
 #: How long a rank waits for the others at most, in seconds; one may save a checkpoint first.
 PATIENCE_S = 300.0
@@ -61,7 +62,7 @@ def _terms(optimizer: Optimizer, entries: Sequence[tuple[GradShards, int]]) -> d
     names = sorted(f"{shards.identity}: {shards.names[index]}" for shards, index in entries)
     digest = hashlib.sha256("\n".join(names).encode()).hexdigest()[:12]
     return {
-        "class": f"{type(optimizer).__module__}.{type(optimizer).__qualname__}",
+        "class": name_of(type(optimizer)),
         "parameters": f"{len(names)} from {names[0]} to {names[-1]} (digest {digest})",
     }
 

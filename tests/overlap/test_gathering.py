@@ -174,8 +174,8 @@ def test_training_goes_on_over_gathers(ranks, world):
     assert results[0][1] == [True] * 3
 
 
-def alone_on_rank_0() -> bool:
-    """No collective settles: one rank may read while the others do something else."""
+def under_way() -> tuple[nn.Linear, torch.Tensor, ParamGather]:
+    """Return a model whose weight is being gathered, what it will be, and the gather."""
     model = nn.Linear(6, 7)
     dist.broadcast(model.weight.data, 0)
     expected = model.weight.detach().clone()
@@ -183,6 +183,12 @@ def alone_on_rank_0() -> bool:
     quiet([model.weight])
     forget_the_others([model.weight])
     gather.launch()
+    return model, expected, gather
+
+
+def alone_on_rank_0() -> bool:
+    """No collective settles: one rank may read while the others do something else."""
+    model, expected, _ = under_way()
     if dist.get_rank() == 0:
         right = torch.equal(model.weight, expected)
         dist.barrier()
@@ -198,13 +204,7 @@ def test_one_rank_reads_alone(ranks):
 
 def failing_once() -> tuple[bool, bool, bool]:
     """A wait that raises is tried again by the next reader, who finds the values if they come then."""
-    model = nn.Linear(6, 7)
-    dist.broadcast(model.weight.data, 0)
-    expected = model.weight.detach().clone()
-    gather = ParamGather([model.weight], group())
-    quiet([model.weight])
-    forget_the_others([model.weight])
-    gather.launch()
+    model, expected, gather = under_way()
     with mock.patch.object(gather, "_wait", side_effect=RuntimeError("not now")):
         for _ in range(2):
             with pytest.raises(RuntimeError, match="not now"):

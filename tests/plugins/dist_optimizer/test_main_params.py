@@ -217,12 +217,17 @@ def test_a_resumed_run_goes_on_as_one_that_was_not_interrupted(ranks, kind, fres
             compare(whole, piece).assert_bitwise()
 
 
-def across() -> dict[str, Any]:
-    """Go from stock to the feature and back."""
+def by_stock() -> tuple[Any, dict[str, Any]]:
+    """Return a model that has stepped under stock, and its optimizer's state."""
     model = ddp(net(torch.bfloat16))
     opt = OPTIMIZERS["adamw"](model.parameters())
     step(model, opt, 0)
-    stock = copy.deepcopy(opt.state_dict())
+    return model, copy.deepcopy(opt.state_dict())
+
+
+def across() -> dict[str, Any]:
+    """Go from stock to the feature and back."""
+    model, stock = by_stock()
     with ovpatch.applied("ddp", "dist_optimizer", options={"dist_optimizer": SMALL | IN_FP32}):
         model = ddp(model.module)
         opt = OPTIMIZERS["adamw"](model.parameters())
@@ -376,10 +381,7 @@ def test_hooks_of_the_script_decide_what_is_loaded(ranks):
 
 def stocks_checkpoint() -> set[str]:
     """Load what stock saved into an optimizer that has stepped, and revert."""
-    model = ddp(net(torch.bfloat16))
-    opt = OPTIMIZERS["adamw"](model.parameters())
-    step(model, opt, 0)
-    stock = copy.deepcopy(opt.state_dict())
+    model, stock = by_stock()
     with ovpatch.applied("ddp", "dist_optimizer", options={"dist_optimizer": SMALL | IN_FP32}):
         model = ddp(model.module)
         opt = OPTIMIZERS["adamw"](model.parameters())
