@@ -13,6 +13,7 @@ from ovpatch.overlap.buckets import GradBucket
 from ovpatch.overlap.reduction import Bucket, Reduction
 from ovpatch.overlap.sparse import SparseBucket
 from tests.overlap.gradients import backward, params
+from tests.support.gloo import one_thread_group
 
 LAYOUT = ((4, 5), (2, 3), (0, 1))  # the buckets' indices: gradients come from the last parameter to the first
 
@@ -229,8 +230,7 @@ def test_nothing_is_divided_before_a_collective_that_averages(ranks):
 
 
 def of_many_kinds() -> None:
-    rank = dist.get_rank()
-    group = dist.distributed_c10d._get_default_group()
+    rank, group = dist.get_rank(), one_thread_group()
     embedding = nn.Embedding(5, 2, sparse=True)
     low, wide = params((3, 3), dtype=torch.bfloat16)[0], params((3, 3), dtype=torch.float64)[0]
     buckets: list[Bucket] = [SparseBucket(0, embedding.weight), GradBucket([1], [low], dtype=torch.float32)]

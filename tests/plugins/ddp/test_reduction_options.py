@@ -78,7 +78,7 @@ def test_without_overlap_nothing_is_launched_during_backward(ranks):
             assert early == (result["counters"]["collectives"] if overlap else 0)
 
 
-def contents(granularity: str, sparse: bool = False) -> dict[str, list[list[str]]]:
+def contents(granularity: str) -> dict[str, list[list[str]]]:
     with ovpatch.applied("ddp", options={"ddp": {"bucket_granularity": granularity}}):
         wrapped = DDP(Stack(), bucket_cap_mb=TINY)
         found = {}
