@@ -18,8 +18,9 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from ovpatch.overlap.collectives import AllReduce, Work
+from ovpatch.overlap.collectives import AllReduce
 from ovpatch.overlap.labels import label, span
+from ovpatch.overlap.works import Work
 
 # Steps per ballot where casting one is not free.
 PERIOD = 16

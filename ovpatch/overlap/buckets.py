@@ -21,8 +21,9 @@ import torch
 from torch import Tensor
 
 from ovpatch.overlap import main_grads
-from ovpatch.overlap.collectives import Collectives, Work
+from ovpatch.overlap.collectives import Collectives
 from ovpatch.overlap.memory import contiguous_strides, is_dense, is_sole_owner, same_layout
+from ovpatch.overlap.works import Work
 
 # Gradients below this number of elements go through the flat tensor. On a GPU a launch takes as long as several hundred
 # kilobytes of traffic; elsewhere backends make one flat tensor of what they are given.

@@ -17,11 +17,12 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import Parameter
 
-from ovpatch.overlap.collectives import AllGather, CopyingOut, Work
+from ovpatch.overlap.collectives import AllGather
 from ovpatch.overlap.labels import label, span
 from ovpatch.overlap.memory import handles
 from ovpatch.overlap.pending import is_pending, lose, mark, plainly, unmark
 from ovpatch.overlap.slices import Slice, cut, flat
+from ovpatch.overlap.works import Unpacked, Work
 
 
 class _Padded(NamedTuple):
@@ -154,7 +155,7 @@ class ParamGather:
             self._take()
         if reader == self._stream:
             return
-        if self._padded or any(isinstance(work, CopyingOut) for work in self._works):  # copied on the launch stream
+        if self._padded or any(isinstance(work, Unpacked) for work in self._works):  # copied on the launch stream
             reader.wait_stream(self._stream)
         else:  # without waiting for what else was queued there
             for work in self._works:

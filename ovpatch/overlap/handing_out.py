@@ -9,10 +9,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import Parameter
 
-from ovpatch.overlap.collectives import Broadcast, Work
+from ovpatch.overlap.collectives import Broadcast
 from ovpatch.overlap.labels import label, span
 from ovpatch.overlap.pending import plainly
 from ovpatch.overlap.slices import flat
+from ovpatch.overlap.works import Work
 
 
 class ParamHandout:

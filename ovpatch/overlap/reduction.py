@@ -14,10 +14,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ovpatch.overlap.buckets import GradBucket
-from ovpatch.overlap.collectives import Collectives, CopyingOut, Work
+from ovpatch.overlap.collectives import Collectives
 from ovpatch.overlap.labels import label, span
 from ovpatch.overlap.lanes import Producers
 from ovpatch.overlap.sparse import SparseBucket
+from ovpatch.overlap.works import Unpacked, Work
 
 Bucket: TypeAlias = GradBucket | SparseBucket
 
@@ -119,7 +120,7 @@ class Reduction:
     def wait_for_peers(self) -> None:
         """Have the host wait until all ranks have taken part; parts of gradients are not written yet."""
         for work in self._works:
-            (work.wait_for_results if isinstance(work, CopyingOut) else work.wait)()
+            (work.wait_for_results if isinstance(work, Unpacked) else work.wait)()
 
     def wait(self) -> None:
         """Make the current stream (the host, without streams) wait for everything launched."""

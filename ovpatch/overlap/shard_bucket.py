@@ -8,9 +8,10 @@ import torch
 from torch import Tensor
 
 from ovpatch.overlap.buckets import GradBucket
-from ovpatch.overlap.collectives import Collectives, Work
+from ovpatch.overlap.collectives import Collectives
 from ovpatch.overlap.grad_shards import GradShards
 from ovpatch.overlap.slices import flat
+from ovpatch.overlap.works import Work
 
 
 class ShardBucket(GradBucket):

@@ -7,7 +7,8 @@ from collections.abc import Collection, Sequence
 import torch
 from torch import Tensor
 
-from ovpatch.overlap.collectives import Collectives, Work
+from ovpatch.overlap.collectives import Collectives
+from ovpatch.overlap.works import Work
 
 
 class SparseBucket:

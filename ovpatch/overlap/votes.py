@@ -12,8 +12,9 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
-from ovpatch.overlap.collectives import AllReduce, Work
+from ovpatch.overlap.collectives import AllReduce
 from ovpatch.overlap.labels import label, span
+from ovpatch.overlap.works import Work
 
 PERIOD = 16
 

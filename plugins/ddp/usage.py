@@ -8,8 +8,9 @@ import torch
 import torch.distributed as dist
 from torch.autograd.graph import Node
 
-from ovpatch.overlap.collectives import AllReduce, Work
+from ovpatch.overlap.collectives import AllReduce
 from ovpatch.overlap.labels import label, span
+from ovpatch.overlap.works import Work
 
 _LABEL = label("ddp", "usage")
 

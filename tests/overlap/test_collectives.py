@@ -153,5 +153,5 @@ def launched() -> set[str]:
 
 
 def test_gloo_launches_nothing_with_a_long_name(ranks):
-    """See [Note: one tensor on gloo]: gloo calls these ALLREDUCE and _ALLGATHER_BASE, which has 15 letters."""
-    assert ranks(2)(launched) == [{"allreduce", "_allgather_base"}] * 2
+    """See [Note: one tensor on gloo]: gloo calls these ALLREDUCE, BROADCAST and ALLTOALL_BASE."""
+    assert ranks(2)(launched) == [{"allreduce", "alltoall_base", "broadcast"}] * 2

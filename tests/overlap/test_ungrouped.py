@@ -1,0 +1,140 @@
+"""Collectives where a backend launches each tensor alone: large ones where they are, small ones through one copy."""
+
+from __future__ import annotations
+
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from ovpatch.overlap import ungrouped
+from ovpatch.overlap.collectives import AllGather, AllReduce, ReduceScatter
+from ovpatch.overlap.ungrouped import Spare
+from ovpatch.overlap.works import Unpacked, Work
+
+CPU = torch.device("cpu")
+DTYPES = [torch.float32, torch.float16, torch.bfloat16, torch.complex64, torch.int32]
+
+# Elements per rank, for tensors that travel through one copy, where they are, and in both ways.
+SIZES = [[3, 5, 1], [300, 200], [3, 300, 5, 200], [300, 3]]
+
+
+def group() -> dist.ProcessGroup:
+    return dist.distributed_c10d._get_default_group()
+
+
+def drawn(rank: int, size: int, dtype: torch.dtype) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(100 * rank + size)
+    return torch.randint(-8, 8, (size,), generator=generator).to(dtype)  # sums are exact in any order
+
+
+def finish(works: Any) -> list[type]:
+    for work in works:
+        work.wait()
+    return [type(work) for work in works]
+
+
+def three_times(sizes: list[int], dtype: torch.dtype) -> list[dict[str, Any]]:
+    """Run all collectives three times, the last two with memory that was used before."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    wholes = [size * world for size in sizes]
+    found = []
+    with mock.patch.object(ungrouped, "_ALONE", 200 * world * dtype.itemsize):
+        all_reduce, scatter, gather = AllReduce(group(), CPU), ReduceScatter(group(), CPU), AllGather(group(), CPU)
+        for _ in range(3):
+            summed = [drawn(rank, size, dtype) for size in wholes]
+            parts = [torch.empty(size, dtype=dtype) for size in sizes]
+            gathered = [torch.empty(size, dtype=dtype) for size in wholes]
+            kinds = finish(all_reduce(summed))
+            finish(scatter(parts, [drawn(rank, size, dtype) for size in wholes]))
+            finish(gather(gathered, [drawn(rank, size, dtype) for size in sizes]))
+            found.append({"summed": summed, "parts": parts, "gathered": gathered, "kinds": kinds})
+    return found
+
+
+@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("sizes", SIZES, ids=str)
+def test_what_everybody_gets(ranks, world, dtype, sizes):
+    sums = [sum(drawn(rank, size * world, dtype) for rank in range(world)) for size in sizes]
+    wholes = [torch.cat([drawn(rank, size, dtype) for rank in range(world)]) for size in sizes]
+    small = sum(size < 200 for size in sizes)
+    through_one = Unpacked if small > 1 else None
+    for rank, results in enumerate(ranks(world)(three_times, sizes, dtype)):
+        for result in results:
+            for whole, part, total in zip(result["summed"], result["parts"], sums, strict=True):
+                assert torch.equal(whole, total)
+                assert torch.equal(part, total.chunk(world)[rank])
+            assert all(torch.equal(a, b) for a, b in zip(result["gathered"], wholes, strict=True))
+            assert (through_one in result["kinds"]) == (through_one is not None)
+            assert len(result["kinds"]) == len(sizes) - (small - 1 if small > 1 else 0)
+
+
+def test_memory_is_used_again_when_it_has_been_given_back():
+    spare, like = Spare(), torch.empty(0)
+    first = spare.take(4, like)
+    assert spare.take(4, like) is not first, "it is still in use"
+    spare.give_back(first)
+    spare.give_back(first)
+    assert spare.take(4, like) is first
+    assert spare.take(4, like) is not first, "given back twice, there once"
+    spare.give_back(first)
+    assert spare.take(5, like).numel() == 5
+    assert spare.take(4, like.double()).dtype == torch.float64
+
+
+def failing(how: str) -> dict[str, Any]:
+    """A collective that has been started, and never waited for, keeps its memory."""
+    all_reduce = AllReduce(group(), CPU)
+    forgotten = all_reduce([torch.ones(2), torch.ones(3)])
+    values = [torch.full((2,), 2.0), torch.full((3,), 3.0)]
+    works = all_reduce(values)
+    if how == "the later one first":
+        finish(works)
+        finish(forgotten)
+    else:
+        finish(works)
+    return {"values": values}
+
+
+@pytest.mark.parametrize("how", ["never waited for", "the later one first"])
+def test_several_under_way_do_not_share_memory(ranks, how):
+    for result in ranks(2)(failing, how):
+        assert torch.equal(result["values"][0], torch.full((2,), 4.0))
+        assert torch.equal(result["values"][1], torch.full((3,), 6.0))
+
+
+class Interrupted:
+    """A work in whose wait a signal handler comes to wait for the same."""
+
+    def __init__(self, work: Work) -> None:
+        self._work = work
+        self.outer: Any = None
+
+    def wait(self) -> None:
+        outer, self.outer = self.outer, None
+        if outer is not None:
+            outer.wait()
+        self._work.wait()
+
+
+def waited_for_within() -> dict[str, Any]:
+    scatter = ReduceScatter(group(), CPU)
+    parts = [torch.zeros(2), torch.zeros(3)]
+    (unpacked,) = scatter(parts, [torch.ones(4), torch.full((6,), 2.0)])
+    assert isinstance(unpacked, Unpacked)
+    interrupted = Interrupted(unpacked._works[0])
+    unpacked._works = [interrupted]
+    interrupted.outer = unpacked
+    unpacked.wait()
+    first, second = scatter._ungrouped._spare.take(4, parts[0]), scatter._ungrouped._spare.take(4, parts[0])
+    return {"parts": parts, "shared": first is second}
+
+
+def test_a_signal_handler_may_wait_for_the_same(ranks):
+    for result in ranks(2)(waited_for_within):
+        assert not result["shared"]
+        assert torch.equal(result["parts"][0], torch.full((2,), 2.0))
+        assert torch.equal(result["parts"][1], torch.full((3,), 4.0))
