@@ -25,7 +25,7 @@ from torch import Tensor
 
 from ovpatch.overlap.works import Unpacked, Work
 
-_ALONE = 2 * 1024 * 1024  # bytes; below it, a launch takes longer than the copies that it saves
+_ALONE = 1024 * 1024  # bytes; below it, a launch takes longer than the copies that it saves
 
 
 class Spare:

@@ -1,0 +1,388 @@
+"""Tensor-parallel linears on local tensors, with gradients; they know no DTensor and stand alone.
+
+Activations are ``[.., s, .., k]``, of which one dimension is the sequence, cut evenly over the ranks of a process
+group; weights are a rank's part of a linear's weight, laid out as ``nn.Linear``'s.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from ovpatch_plugins.tp_linear import wires as wires_of
+from ovpatch_plugins.tp_linear.products import linear, weight_grad
+from ovpatch_plugins.tp_linear.rows import from_rows, to_rows
+from ovpatch_plugins.tp_linear.schedules import Schedule, named
+from ovpatch_plugins.tp_linear.weights import accumulates, like, local
+from ovpatch_plugins.tp_linear.wires import Wires
+
+CHUNKS = 4
+
+
+@dataclass(frozen=True)
+class How:
+    """How an operator is computed.
+
+    Attributes:
+        schedule: In which order.
+        fuse: Add weights' gradients to what is there already, where nobody would notice.
+    """
+
+    schedule: Schedule
+    fuse: bool = False
+
+
+class _Call(NamedTuple):
+    """What an autograd function is told beside tensors."""
+
+    how: How
+    wires: Wires
+    dim: int
+    weights: int  # how many
+    whole: bool = False  # also return the gathered input
+
+
+def all_gather_linear(
+    x: Tensor,
+    weights: Sequence[Tensor],
+    group: dist.ProcessGroup,
+    *,
+    biases: Sequence[Tensor | None] | None = None,
+    dim: int = 0,
+    schedule: str = "bulk",
+    chunks: int = CHUNKS,
+) -> tuple[Tensor, ...]:
+    """Gather a sequence over the ranks, and feed it to several linears, whose features are cut over the ranks.
+
+    One gather for all of them; in backward, one reduce-scatter of the sum of their input gradients.
+
+    Args:
+        x: This rank's part of the sequence, ``[.., s, .., k]``.
+        weights: This rank's rows of each weight, ``[n_i, k]``.
+        group: The ranks.
+        biases: This rank's part of each bias, ``[n_i]``, or None.
+        dim: Which dimension of ``x`` is the sequence.
+        schedule: ``stock``, ``bulk``, ``ring`` or ``chunk``.
+        chunks: Into how many parts ``chunk`` cuts.
+
+    Returns:
+        An output ``[.., world * s, .., n_i]`` for each weight.
+
+    Raises:
+        ValueError: The schedule, the dimension, or the number of biases is wrong.
+    """
+    how = How(_schedule(schedule, chunks))
+    given = list(biases) if biases is not None else [None] * len(weights)
+    if len(given) != len(weights):
+        raise ValueError(f"got {len(weights)} weights and {len(given)} biases: give one bias, or None, for each weight")
+    return gather_linear(x, weights, given, wires_of.of(group, x.device), _dim(x, dim), how)
+
+
+def linear_reduce_scatter(
+    x: Tensor,
+    weight: Tensor,
+    group: dist.ProcessGroup,
+    *,
+    bias: Tensor | None = None,
+    dim: int = 0,
+    schedule: str = "bulk",
+    chunks: int = CHUNKS,
+) -> Tensor:
+    """Apply a linear whose input features are cut over the ranks, and give each rank its part of the sequence.
+
+    Args:
+        x: This rank's features, ``[.., world * s, .., k]``.
+        weight: This rank's columns of the weight, ``[n, k]``.
+        group: The ranks.
+        bias: The whole bias, ``[n]``, the same on all ranks; added once.
+        dim: Which dimension of ``x`` is the sequence.
+        schedule: ``stock``, ``bulk``, ``ring`` or ``chunk``.
+        chunks: Into how many parts ``chunk`` cuts.
+
+    Returns:
+        ``[.., s, .., n]``.
+
+    Raises:
+        ValueError: The schedule or the dimension is wrong, or the sequence does not divide by the number of ranks.
+    """
+    how = How(_schedule(schedule, chunks))
+    dim, wires = _dim(x, dim), wires_of.of(group, x.device)
+    if x.shape[dim] % wires.world:
+        raise ValueError(
+            f"dimension {dim} of the input has size {x.shape[dim]}, which does not divide by {wires.world} ranks: pad "
+            "the sequence"
+        )
+    return linear_scatter(x, weight, bias, wires, dim, how)
+
+
+def gather_linear(
+    x: Tensor,
+    weights: Sequence[Tensor],
+    biases: Sequence[Tensor | None],
+    wires: Wires,
+    dim: int,
+    how: How,
+    *,
+    whole: bool = False,
+) -> tuple[Tensor, ...]:
+    """Return an output for each weight, and, behind them, the gathered input if ``whole``."""
+    results: tuple[Tensor, ...] = _apply(
+        _GatherLinear, _Call(how, wires, dim, len(weights), whole), x, *weights, *biases
+    )
+    return results
+
+
+def linear_scatter(x: Tensor, weight: Tensor, bias: Tensor | None, wires: Wires, dim: int, how: How) -> Tensor:
+    """Return this rank's part of the sequence."""
+    result: Tensor = _apply(_LinearScatter, _Call(how, wires, dim, 1), x, weight, bias)
+    return result
+
+
+def linear_reduce(x: Tensor, weight: Tensor, bias: Tensor | None, wires: Wires, how: How) -> Tensor:
+    """Return the whole sequence, on all ranks, of a linear whose input features are cut over the ranks."""
+    result: Tensor = _apply(_LinearReduce, _Call(how, wires, 0, 1), x, weight, bias)
+    return result
+
+
+def replicated_linear(
+    x: Tensor, weight: Tensor, bias: Tensor | None, wires: Wires, how: How, *, partial: bool = False
+) -> Tensor:
+    """Apply a linear whose output features are cut over the ranks to an input that all ranks have.
+
+    Args:
+        x: ``[.., k]``, the same on all ranks.
+        weight: This rank's rows, ``[n, k]``.
+        bias: This rank's part, ``[n]``, or None.
+        wires: The ranks.
+        how: How.
+        partial: The input's gradient is this rank's term only; somebody else adds them up.
+    """
+    result: Tensor = _apply(_ReplicatedLinear, _Call(how, wires, -1 if partial else 0, 1), x, weight, bias)
+    return result
+
+
+class _GatherLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, call: _Call, x: Tensor, *params: Tensor | None) -> tuple[Tensor, ...]:
+        weights, biases = params[: call.weights], params[call.weights :]
+        given = to_rows(x, call.dim)
+        rows, used, added = _cast(given, weights, biases)
+        schedule = call.how.schedule
+        whole: Tensor | None
+        if call.whole and rows.dtype != given.dtype:  # autocast rounds for linears, and not for who else reads it
+            gathered = whole = _gathered(given, call.wires)
+            rounded = gathered.to(rows.dtype)
+            outs = [linear(rounded, *params) for params in zip(used, added, strict=True)]
+            kept = rounded if schedule.keeps_gathered else rows
+        else:
+            needs_whole = call.whole or schedule.keeps_gathered
+            outs, whole = schedule.gather_linear(call.wires, rows, used, added, needs_whole)
+            kept = whole if whole is not None and schedule.keeps_gathered else rows
+        ctx.call, ctx.shape, ctx.dtype = call, x.shape, x.dtype
+        ctx.biases = biases
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(kept, *weights)
+        results = [*outs, whole] if call.whole and whole is not None else outs
+        return tuple(from_rows(result, x.shape, call.dim) for result in results)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
+        call: _Call = ctx.call
+        kept, *weights = ctx.saved_tensors
+        outs, rest = grads[: call.weights], grads[call.weights :]
+        rows = [None if grad is None else to_rows(grad.to(kept.dtype), call.dim) for grad in outs]
+        more = None if not rest or rest[0] is None else _own_rows(to_rows(rest[0], call.dim), call.wires)
+        collector = _Collector(ctx, weights, kept.dtype)
+        if all(grad is None for grad in rows):
+            mine = more
+        else:
+            mine = call.how.schedule.gather_linear_backward(
+                call.wires,
+                rows,
+                kept,
+                [local(weight).to(kept.dtype) for weight in weights],
+                collector.take if collector.needs_weights else None,
+                ctx.dtype if ctx.needs_input_grad[1] else None,
+                more,
+            )
+            collector.take_biases(rows)
+        dx = None if mine is None or not ctx.needs_input_grad[1] else from_rows(mine, ctx.shape, call.dim)
+        return (None, dx, *collector.weights, *collector.biases)
+
+
+class _LinearScatter(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, call: _Call, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        rows, (used,), (added,) = _cast(to_rows(x, call.dim), (weight,), (bias,))
+        result = call.how.schedule.linear_scatter(call.wires, rows, used)
+        if added is not None:
+            result += added
+        ctx.call, ctx.shape, ctx.dtype = call, x.shape, x.dtype
+        ctx.biases = (bias,)
+        ctx.save_for_backward(rows, weight)
+        return from_rows(result, x.shape, call.dim)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        call: _Call = ctx.call
+        rows, weight = ctx.saved_tensors
+        collector = _Collector(ctx, [weight], rows.dtype)
+
+        def take(whole: Tensor, _: Any) -> None:
+            if ctx.needs_input_grad[2]:
+                collector.take(rows, [whole])
+            collector.take_biases([whole])
+
+        dx = call.how.schedule.linear_scatter_backward(
+            call.wires,
+            to_rows(grad.to(rows.dtype), call.dim),
+            local(weight).to(rows.dtype),
+            take if ctx.needs_input_grad[2] or ctx.needs_input_grad[3] else None,
+            ctx.needs_input_grad[1],
+        )
+        dx = None if dx is None else from_rows(dx.to(ctx.dtype), ctx.shape, call.dim)
+        return (None, dx, *collector.weights, *collector.biases)
+
+
+class _LinearReduce(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, call: _Call, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        rows, (used,), (added,) = _cast(to_rows(x, 0), (weight,), (bias,))
+        result = call.how.schedule.linear_reduce(call.wires, rows, used)
+        if added is not None:
+            result += added
+        ctx.call, ctx.shape, ctx.dtype = call, x.shape, x.dtype
+        ctx.biases = (bias,)
+        ctx.save_for_backward(rows, weight)
+        return result.view(*x.shape[:-1], result.shape[-1])
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        rows, weight = ctx.saved_tensors
+        grads = [to_rows(grad.to(rows.dtype), 0)]
+        collector = _Collector(ctx, [weight], rows.dtype)
+        dx = None
+        if ctx.needs_input_grad[1]:
+            dx = (grads[0] @ local(weight).to(rows.dtype)).to(ctx.dtype).view(ctx.shape)
+        if collector.needs_weights:
+            collector.take(rows, grads)
+        collector.take_biases(grads)
+        return (None, dx, *collector.weights, *collector.biases)
+
+
+class _ReplicatedLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, call: _Call, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        rows, (used,), (added,) = _cast(to_rows(x, 0), (weight,), (bias,))
+        ctx.call, ctx.shape, ctx.dtype = call, x.shape, x.dtype
+        ctx.biases = (bias,)
+        ctx.save_for_backward(rows, weight)
+        result = torch.nn.functional.linear(rows, used, added)
+        return result.view(*x.shape[:-1], result.shape[-1])
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        call: _Call = ctx.call
+        rows, weight = ctx.saved_tensors
+        grads = [to_rows(grad.to(rows.dtype), 0)]
+        used = local(weight).to(rows.dtype)
+        collector = _Collector(ctx, [weight], rows.dtype)
+        take = collector.take if collector.needs_weights else None
+        if call.dim < 0 or not ctx.needs_input_grad[1]:  # nothing to send
+            dx = (grads[0] @ used).to(ctx.dtype) if ctx.needs_input_grad[1] else None
+            if take is not None:
+                take(rows, grads)
+        else:
+            dx = call.how.schedule.replicated_linear_backward(call.wires, grads, rows, [used], take, ctx.dtype)
+        collector.take_biases(grads)
+        return (None, None if dx is None else dx.view(ctx.shape), *collector.weights, *collector.biases)
+
+
+class _Collector:
+    """Gathers the gradients of an operator's weights and biases, each as what the parameter is."""
+
+    def __init__(self, ctx: Any, weights: Sequence[Tensor], dtype: torch.dtype) -> None:
+        self._given_biases, self._fuse = ctx.biases, ctx.call.how.fuse
+        self._wanted = ctx.needs_input_grad[2:]
+        self.weights: list[Tensor | None] = [None] * len(weights)
+        self.biases: list[Tensor | None] = [None] * len(weights)
+        self._given = weights
+
+    @property
+    def needs_weights(self) -> bool:
+        """Whether any weight needs a gradient."""
+        return any(self._wanted[: len(self.weights)])
+
+    def take(self, x: Tensor, grads: Sequence[Tensor | None]) -> None:
+        """Compute the weights' gradients from the whole input and the outputs' gradients."""
+        for i, grad in enumerate(grads):
+            if grad is not None and self._wanted[i]:
+                self.weights[i] = self._weight(self._given[i], grad, x)
+
+    def take_biases(self, grads: Sequence[Tensor | None]) -> None:
+        """Compute the biases' gradients from the outputs' gradients."""
+        for i, grad in enumerate(grads):
+            bias = self._given_biases[i]
+            if bias is not None and grad is not None and self._wanted[len(self.weights) + i]:
+                self.biases[i] = like(grad.sum(0).to(bias.dtype), bias)
+
+    def _weight(self, weight: Tensor, grad: Tensor, x: Tensor) -> Tensor | None:
+        target = accumulates(weight) if self._fuse else None
+        if target is not None:
+            if target.dtype == grad.dtype:
+                target.addmm_(grad.t(), x)
+            else:
+                target.add_(weight_grad(grad, x))
+            return None
+        return like(weight_grad(grad, x).to(weight.dtype), weight)
+
+
+def _apply(function: Any, *args: Any) -> Any:
+    return function.apply(*args)
+
+
+def _gathered(rows: Tensor, wires: Wires) -> Tensor:
+    whole, pending = wires.all_gather(rows)
+    pending.wait()
+    return whole
+
+
+def _own_rows(rows: Tensor, wires: Wires) -> Tensor:
+    return rows.view(wires.world, -1, rows.shape[1])[wires.rank]
+
+
+def _cast(
+    rows: Tensor, weights: Sequence[Any], biases: Sequence[Any]
+) -> tuple[Tensor, list[Tensor], list[Tensor | None]]:
+    """Return local tensors, as autocast would have them for a linear."""
+    kind = rows.device.type
+    if torch.is_autocast_enabled(kind) and rows.dtype != torch.float64:
+        dtype = torch.get_autocast_dtype(kind)
+        rows = rows.to(dtype)
+        used = [local(weight).to(dtype) for weight in weights]
+        return rows, used, [None if bias is None else local(bias).to(dtype) for bias in biases]
+    return rows, [local(weight) for weight in weights], [None if bias is None else local(bias) for bias in biases]
+
+
+def _dim(x: Tensor, dim: int) -> int:
+    if not -x.dim() <= dim < x.dim() or dim % x.dim() == x.dim() - 1:
+        raise ValueError(
+            f"dim={dim} is no sequence dimension of an input of shape {tuple(x.shape)}: the last one holds features"
+        )
+    return dim % x.dim()
+
+
+def _schedule(name: str, chunks: int) -> Schedule:
+    if name not in ("stock", "bulk", "ring", "chunk") or chunks < 1:
+        raise ValueError(f"schedule={name!r} with chunks={chunks}: expected stock, bulk, ring or chunk, and 1 or more")
+    return named(name, chunks)

@@ -1,0 +1,45 @@
+"""Options of the feature."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from ovpatch.hookspecs import Option
+
+SCHEDULES: Final = ("stock", "bulk", "ring", "chunk")
+
+
+def _chunks(text: str) -> int:
+    if not text.strip().isdecimal() or int(text) == 0:
+        raise ValueError("expected a number of chunks, 1 or more")
+    return int(text)
+
+
+OPTIONS: Final = (
+    Option(
+        "schedule",
+        "bulk",
+        "How products and collectives are ordered: stock, one after the other; bulk, in backward each collective under "
+        "the product that does not need it; ring, rows handed on from rank to rank under products of those that are "
+        "there; chunk, products in parts, each part's collective under the next part.",
+        choices=SCHEDULES,
+    ),
+    Option(
+        "chunks",
+        4,
+        "Into how many parts schedule chunk cuts a product, as far as rows divide.",
+        parse=_chunks,
+        aliases=("num_splits",),
+    ),
+    Option(
+        "shared_gather",
+        True,
+        "Where PrepareModuleInput gathers for several linears, gather once, together with their products.",
+    ),
+    Option(
+        "gradient_accumulation_fusion",
+        False,
+        "Add a weight's gradient to weight.main_grad, or to what earlier microbatches left in weight.grad, as part of "
+        "the product. Hooks of the weight are not called then, so it is not done for weights that have any.",
+    ),
+)

@@ -1,0 +1,38 @@
+"""Matrix products that linears and their gradients are made of."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, out: Tensor | None = None) -> Tensor:
+    """Return ``x @ weight.t() + bias``, in ``out`` if given.
+
+    Shapes ``[m, k]``, ``[n, k]``, ``[n]`` -> ``[m, n]``.
+    """
+    if out is None:
+        return torch.nn.functional.linear(x, weight, bias)
+    if bias is None:
+        return torch.mm(x, weight.t(), out=out)
+    return torch.addmm(bias, x, weight.t(), out=out)
+
+
+def input_grad(grads: Sequence[Tensor | None], weights: Sequence[Tensor]) -> Tensor:
+    """Return the gradient of the input that several linears share, summed without a pass of its own.
+
+    Shapes ``[m, n_i]``, ``[n_i, k]`` -> ``[m, k]``.
+    """
+    total: Tensor | None = None
+    for grad, weight in zip(grads, weights, strict=True):
+        if grad is not None:
+            total = grad @ weight if total is None else total.addmm_(grad, weight)
+    assert total is not None
+    return total
+
+
+def weight_grad(grad: Tensor, x: Tensor) -> Tensor:
+    """Return the gradient of a weight: ``[m, n]``, ``[m, k]`` -> ``[n, k]``."""
+    return grad.t() @ x

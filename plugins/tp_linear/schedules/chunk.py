@@ -1,0 +1,99 @@
+"""Schedule ``chunk``: a product in several parts, each part's collective under the next part's product."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from torch import Tensor
+
+from ovpatch_plugins.tp_linear.products import linear
+from ovpatch_plugins.tp_linear.schedules.bulk import Bulk
+from ovpatch_plugins.tp_linear.schedules.stock import WeightGrads
+from ovpatch_plugins.tp_linear.wires import Wires
+
+
+class Chunk(Bulk):
+    """Rows are cut into chunks, of which each holds some rows of every rank.
+
+    Args:
+        chunks: How many; fewer where rows do not divide.
+    """
+
+    def __init__(self, chunks: int) -> None:
+        self.chunks = chunks
+        self.name = self.named(chunks)
+
+    @staticmethod
+    def named(chunks: int) -> str:
+        """Return the name of the schedule with so many chunks."""
+        return f"chunk{chunks}"
+
+    def gather_linear(
+        self, wires: Wires, x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None], needs_whole: bool
+    ) -> tuple[list[Tensor], Tensor | None]:
+        """See :meth:`Schedule.gather_linear`."""
+        outs = [x.new_empty((wires.world * len(x), len(weight))) for weight in weights]
+        whole = x.new_empty((wires.world * len(x), x.shape[1])) if needs_whole else None
+        for rows, gathered in self._gathered(wires, x):
+            if whole is not None:
+                _put(whole, gathered, rows, wires.world)
+            for out, weight, bias in zip(outs, weights, biases, strict=True):
+                _put(out, linear(gathered, weight, bias), rows, wires.world)
+        return outs, whole
+
+    def linear_scatter(self, wires: Wires, x: Tensor, weight: Tensor) -> Tensor:
+        """See :meth:`Schedule.linear_scatter`."""
+        by_rank = x.view(wires.world, -1, x.shape[1])
+        result = x.new_empty((by_rank.shape[1], len(weight)))
+        under_way = []
+        for rows in self._cut(by_rank.shape[1]):
+            terms = linear(by_rank[:, rows].reshape(-1, x.shape[1]), weight)
+            under_way.append((rows, *wires.reduce_scatter(terms)))
+        for rows, part, pending in under_way:
+            pending.wait()
+            result[rows] = part
+        return result
+
+    def linear_scatter_backward(
+        self, wires: Wires, grad: Tensor, weight: Tensor, weight_grads: WeightGrads | None, needs_input: bool
+    ) -> Tensor | None:
+        """See :meth:`Schedule.linear_scatter_backward`."""
+        if not needs_input:
+            return super().linear_scatter_backward(wires, grad, weight, weight_grads, needs_input)
+        (result,), whole = self.gather_linear(wires, grad, [weight.t()], [None], weight_grads is not None)
+        if weight_grads is not None and whole is not None:
+            weight_grads(whole, ())
+        return result
+
+    def linear_reduce(self, wires: Wires, x: Tensor, weight: Tensor) -> Tensor:
+        """See :meth:`Schedule.linear_reduce`."""
+        result = x.new_empty((len(x), len(weight)))
+        under_way = []
+        for rows in self._cut(len(x)):
+            linear(x[rows], weight, out=result[rows])
+            under_way.append(wires.all_reduce(result[rows]))
+        for pending in under_way:
+            pending.wait()
+        return result
+
+    def _cut(self, rows: int) -> list[slice]:
+        count = max((count for count in range(1, self.chunks + 1) if rows % count == 0), default=1)
+        return [slice(i * (rows // count), (i + 1) * (rows // count)) for i in range(count)]
+
+    def _gathered(self, wires: Wires, x: Tensor) -> Iterator[tuple[slice, Tensor]]:
+        """Yield rows of every rank, ``[world * rows, k]``, while the next ones are on their way."""
+        ahead = None
+        for rows in self._cut(len(x)):
+            now = (rows, *wires.all_gather(x[rows]))
+            if ahead is not None:
+                ahead[2].wait()
+                yield ahead[0], ahead[1]
+            ahead = now
+        assert ahead is not None
+        ahead[2].wait()
+        yield ahead[0], ahead[1]
+
+
+def _put(target: Tensor, source: Tensor, rows: slice, world: int) -> None:
+    """Copy rows of every rank to where they belong."""
+    target.view(world, -1, target.shape[1])[:, rows] = source.view(world, -1, source.shape[1])

@@ -1,0 +1,129 @@
+"""Schedule ``stock``: one after the other, as stock does it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from ovpatch_plugins.tp_linear.products import input_grad, linear
+from ovpatch_plugins.tp_linear.wires import Wires
+
+WeightGrads = Callable[[Tensor, Sequence[Tensor | None]], None]
+"""Takes the whole input, ``[M, k]``, and the outputs' gradients, ``[M, n_i]``; computes what weights are to get."""
+
+
+class Schedule:
+    """How four operators are computed; this class itself does one thing after the other.
+
+    All on rows: ``m`` is a rank's number of rows, ``M = world * m``.
+
+    Attributes:
+        name: How it is selected.
+        keeps_gathered: Whether backward gets the gathered input; else this rank's rows are kept, and gathered anew.
+    """
+
+    name = "stock"
+    keeps_gathered = True
+
+    def gather_linear(
+        self, wires: Wires, x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None], needs_whole: bool
+    ) -> tuple[list[Tensor], Tensor | None]:
+        """Gather the input, and feed it to several linears.
+
+        Args:
+            wires: The ranks.
+            x: This rank's rows, ``[m, k]``.
+            weights: ``[n_i, k]`` each.
+            biases: ``[n_i]`` each, or None.
+            needs_whole: Whether somebody wants the gathered input.
+
+        Returns:
+            Outputs ``[M, n_i]``, and the gathered input ``[M, k]``, which may be None if nobody wants it.
+        """
+        whole, pending = wires.all_gather(x)
+        pending.wait()
+        return [linear(whole, weight, bias) for weight, bias in zip(weights, biases, strict=True)], whole
+
+    def gather_linear_backward(
+        self,
+        wires: Wires,
+        grads: Sequence[Tensor | None],
+        kept: Tensor,
+        weights: Sequence[Tensor],
+        weight_grads: WeightGrads | None,
+        input_dtype: torch.dtype | None,
+        more: Tensor | None = None,
+    ) -> Tensor | None:
+        """Return the input's gradient ``[m, k]``.
+
+        Args:
+            wires: The ranks.
+            grads: Of the outputs, ``[M, n_i]`` each; None where an output was not used.
+            kept: The input as kept, ``[M, k]`` or ``[m, k]``; see :attr:`keeps_gathered`.
+            weights: ``[n_i, k]`` each.
+            weight_grads: Computes the weights' gradients; None if none needs one.
+            input_dtype: In which the input's gradient is summed over the ranks; None if it needs no gradient.
+            more: Of the gathered input, ``[m, k]``, this rank's rows of a gradient that came otherwise.
+        """
+        result: Tensor | None = None
+        if input_dtype is not None:
+            result, pending = wires.reduce_scatter(input_grad(grads, weights).to(input_dtype))
+            pending.wait()
+        if weight_grads is not None:
+            weight_grads(kept, grads)
+        return result if result is None or more is None else result + more
+
+    def linear_scatter(self, wires: Wires, x: Tensor, weight: Tensor) -> Tensor:
+        """Return this rank's rows of a product whose terms are on all ranks: ``[M, k]``, ``[n, k]`` -> ``[m, n]``."""
+        result, pending = wires.reduce_scatter(linear(x, weight))
+        pending.wait()
+        return result
+
+    def linear_scatter_backward(
+        self, wires: Wires, grad: Tensor, weight: Tensor, weight_grads: WeightGrads | None, needs_input: bool
+    ) -> Tensor | None:
+        """Return the input's gradient: of ``[m, n]``, ``[n, k]`` -> ``[M, k]``.
+
+        Args:
+            wires: The ranks.
+            grad: Of this rank's rows of the output, ``[m, n]``.
+            weight: ``[n, k]``.
+            weight_grads: Computes what needs the gathered gradient, ``[M, n]``, which is its first argument.
+            needs_input: Whether the input needs a gradient.
+        """
+        whole, pending = wires.all_gather(grad)
+        pending.wait()
+        result = whole @ weight if needs_input else None
+        if weight_grads is not None:
+            weight_grads(whole, ())
+        return result
+
+    def linear_reduce(self, wires: Wires, x: Tensor, weight: Tensor) -> Tensor:
+        """Return a product whose terms are on all ranks, on all ranks: ``[M, k]``, ``[n, k]`` -> ``[M, n]``."""
+        result = linear(x, weight)
+        wires.all_reduce(result).wait()
+        return result
+
+    def replicated_linear_backward(
+        self,
+        wires: Wires,
+        grads: Sequence[Tensor | None],
+        x: Tensor,
+        weights: Sequence[Tensor],
+        weight_grads: WeightGrads | None,
+        input_dtype: torch.dtype | None,
+    ) -> Tensor | None:
+        """Return the gradient, ``[M, k]``, of an input that is the same on all ranks; arguments as above."""
+        result: Tensor | None = None
+        if input_dtype is not None:
+            result = input_grad(grads, weights).to(input_dtype)
+            wires.all_reduce(result).wait()
+        if weight_grads is not None:
+            weight_grads(x, grads)
+        return result
+
+
+class Stock(Schedule):
+    """One after the other."""

@@ -1,0 +1,34 @@
+"""Whether the feature is on in this process, and how it computes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from ovpatch_plugins.tp_linear.operators import How
+from ovpatch_plugins.tp_linear.schedules import named
+
+
+@dataclass
+class State:
+    """What taken-over modules look up at every call.
+
+    Attributes:
+        on: Off, they do what stock does; copies of them, of which nobody knows, included.
+        how: How operators are computed.
+        shares: Whether gathers for several linears are taken over.
+    """
+
+    on: bool = False
+    how: How = field(default_factory=lambda: How(named("bulk", 4)))
+    shares: bool = True
+
+    def turn_on(self, options: Mapping[str, Any]) -> None:
+        """Compute as the feature's options say."""
+        schedule = named(options["schedule"], options["chunks"])
+        self.how = How(schedule, options["gradient_accumulation_fusion"])
+        self.shares, self.on = options["shared_gather"], True
+
+
+STATE = State()

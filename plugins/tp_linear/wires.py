@@ -1,0 +1,97 @@
+"""The collectives of one process group, on rows of matrices.
+
+``[rows, columns]`` of all ranks lie one behind the other, by rank, in what is gathered and in what is scattered.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ovpatch.overlap.collectives import AllGather, AllReduce, ReduceScatter
+from ovpatch.overlap.works import Work
+
+# Where a backend tells messages apart by tags (gloo), ours must not be taken for the script's, nor for each other.
+_TAGS = range(1 << 20, 1 << 21)
+
+
+class Wires:
+    """What one process group's ranks send each other.
+
+    Args:
+        group: The process group.
+        device: Where the tensors are.
+
+    Attributes:
+        world: Number of ranks.
+        rank: This rank.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
+        self.group, self.world, self.rank = group, group.size(), group.rank()
+        self._gather = AllGather(group, device)
+        self._scatter = ReduceScatter(group, device)
+        self._reduce = AllReduce(group, device)
+        self._tags = itertools.cycle(_TAGS)  # of this group: other ranks may be in other groups as well
+
+    def all_gather(self, rows: Tensor) -> tuple[Tensor, Pending]:
+        """Start to gather ``[m, k]`` into ``[world * m, k]``; there when the second result has been waited for."""
+        whole = rows.new_empty((self.world * rows.shape[0], rows.shape[1]))
+        return whole, Pending(self._gather([whole], [rows]))
+
+    def reduce_scatter(self, rows: Tensor) -> tuple[Tensor, Pending]:
+        """Start to sum ``[world * m, n]`` over the ranks, and give each its ``[m, n]``."""
+        part = rows.new_empty((rows.shape[0] // self.world, rows.shape[1]))
+        return part, Pending(self._scatter([part], [rows]), (rows,))
+
+    def all_reduce(self, rows: Tensor) -> Pending:
+        """Start to sum over the ranks, in place."""
+        return Pending(self._reduce([rows]))
+
+    def exchange(self, sent: Tensor, to: int, received: Tensor, source: int) -> Pending:
+        """Start to send one tensor to a rank and to receive one from another; all ranks do so in the same order."""
+        tag = next(self._tags)
+        operations = [
+            dist.P2POp(dist.isend, sent, group=self.group, tag=tag, group_peer=to),
+            dist.P2POp(dist.irecv, received, group=self.group, tag=tag, group_peer=source),
+        ]
+        return Pending(dist.batch_isend_irecv(operations), (sent,))
+
+
+class Pending:
+    """Collectives under way.
+
+    Args:
+        works: The collectives.
+        inputs: What they read, kept until then.
+    """
+
+    __slots__ = ("_inputs", "_works")
+
+    def __init__(self, works: Sequence[Work], inputs: tuple[Tensor, ...] = ()) -> None:
+        self._works, self._inputs = works, inputs
+
+    def wait(self) -> None:
+        """Make the current stream (the host, without streams) wait for the results."""
+        for work in self._works:
+            work.wait()
+
+
+_wires: dict[tuple[int, torch.device], tuple[dist.ProcessGroup, Wires]] = {}
+
+
+def of(group: dist.ProcessGroup, device: torch.device) -> Wires:
+    """Return the wires of a group; made once."""
+    found = _wires.get((id(group), device))
+    if found is None or found[0] is not group:
+        found = _wires[id(group), device] = (group, Wires(group, device))
+    return found[1]
+
+
+def forget() -> None:
+    """Let go of all groups."""
+    _wires.clear()

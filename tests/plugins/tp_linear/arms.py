@@ -1,0 +1,76 @@
+"""Runs a function twice in one worker, stock and patched, and what such functions share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor
+
+import ovpatch
+
+Record = dict[str, Any]
+SCHEDULES = ["stock", "bulk", "ring", "chunk"]
+
+
+def both(function: Callable[..., Any], *args: Any, options: dict[str, Any] | None = None, **kwargs: Any) -> Record:
+    """Return what ``function`` returns stock and patched, and what the feature counted."""
+    torch.manual_seed(0)
+    stock = function(*args, **kwargs)
+    before = counters()
+    with ovpatch.applied("tp_linear", options={"tp_linear": options or {}}):
+        torch.manual_seed(0)
+        patched = function(*args, **kwargs)
+        counted = {name: value - before[name] for name, value in counters().items()}
+    return {"stock": stock, "patched": patched, "counters": counted}
+
+
+def counters() -> dict[str, int]:
+    from ovpatch_plugins.tp_linear.counters import COUNTERS
+
+    return COUNTERS.as_dict()
+
+
+def mesh(*sizes: int, names: tuple[str, ...] = ("tp",)) -> DeviceMesh:
+    """Return a mesh of all ranks, of one dimension if no sizes are given."""
+    return init_device_mesh(device().type, sizes or (dist.get_world_size(),), mesh_dim_names=names)
+
+
+def device() -> torch.device:
+    """Return where this rank computes."""
+    return torch.device("cuda", torch.cuda.current_device()) if dist.get_backend() == "nccl" else torch.device("cpu")
+
+
+def whole(tensor: Tensor | None) -> Tensor | None:
+    """Return a copy of a tensor; of a DTensor all of it."""
+    if tensor is None:
+        return None
+    tensor = tensor.detach()
+    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).clone()
+
+
+def seen(model: nn.Module) -> Record:
+    """Return all gradients and parameters, whole, and how they are laid out."""
+    named = dict(model.named_parameters())
+    return {
+        "grad": {name: whole(param.grad) for name, param in named.items()},
+        "param": {name: whole(param) for name, param in named.items()},
+        "layout": {name: (layout(param), layout(param.grad)) for name, param in named.items()},
+    }
+
+
+def layout(tensor: Tensor | None) -> str:
+    """Return what a tensor is, in words."""
+    if isinstance(tensor, DTensor):
+        return f"{tensor.dtype} {tuple(tensor.shape)} {tensor.placements}"
+    return "None" if tensor is None else f"{tensor.dtype} {tuple(tensor.shape)}"
+
+
+def draw(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Return random numbers, the same on all ranks."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(*shape, generator=generator, dtype=torch.float64).to(dtype).to(device())

@@ -1,0 +1,106 @@
+"""Models under ``parallelize_module``, trained stock and patched, and on one process."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+from ovpatch.insight.equality import compare
+from tests.plugins.tp_linear.arms import SCHEDULES, Record, both, draw, mesh, seen, whole
+from tests.plugins.tp_linear.models import MLP, WIDTH
+
+LENGTH = 24  # divides by 2, 3 and 4
+
+
+def trained(model: torch.nn.Module, run: Any, steps: int) -> list[Record]:
+    """Train with AdamW and clipping; ``run(step)`` returns the loss of a step, and what else is to be seen."""
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], 0.01, foreach=False)
+    records = []
+    for step in range(steps):
+        loss, more = run(step)
+        loss.backward()
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5, foreach=False)
+        records.append({"loss": whole(loss), "norm": whole(norm), **seen(model), **{k: v() for k, v in more.items()}})
+        optimizer.step()
+        optimizer.zero_grad()
+    return [*records, seen(model)]
+
+
+def mlp(
+    layouts: tuple[Any, Any],
+    shape: tuple[int, ...],
+    *,
+    bias: bool = True,
+    steps: int = 3,
+    tp: bool = True,
+    dtype: torch.dtype = torch.float64,
+) -> list[Record]:
+    """Train an MLP whose input and output are laid out as told; the loss is the sum of the ranks'."""
+    given, handed_out = layouts
+    model = MLP(bias=bias).to(dtype)
+    group = mesh()
+    rank, world = group.get_local_rank(), group.size()
+    if tp:
+        plan = {"up": ColwiseParallel(input_layouts=given), "down": RowwiseParallel(output_layouts=handed_out)}
+        parallelize_module(model, group, plan)
+
+    def part(tensor: Tensor, layout: Any) -> Tensor:
+        return tensor.chunk(world, layout.dim)[rank].contiguous() if isinstance(layout, Shard) and tp else tensor
+
+    def run(step: int) -> tuple[Tensor, dict[str, Any]]:
+        x, target = draw(*shape, WIDTH, seed=step, dtype=dtype), draw(*shape, WIDTH, seed=100 + step, dtype=dtype)
+        mine = part(x, given).requires_grad_()
+        y = model(mine)
+        assert y.is_contiguous()
+        loss = (y - part(target, handed_out)).square().sum()
+        if not tp:  # what this rank would see
+            return loss, {"x": lambda: part_of(mine.grad, given), "y": lambda: part_of(y, handed_out)}
+        return loss, {"x": lambda: whole(mine.grad), "y": lambda: y.detach() * 1.0}
+
+    def part_of(tensor: Tensor, layout: Any) -> Tensor:
+        tensor = tensor.detach()
+        return tensor.chunk(world, layout.dim)[rank] if isinstance(layout, Shard) else tensor.clone()
+
+    return trained(model, run, steps)
+
+
+LAYOUTS = {
+    "first": ((Shard(0), Shard(0)), (LENGTH,)),
+    "first of three": ((Shard(0), Shard(0)), (LENGTH, 2)),
+    "second, one sample": ((Shard(1), Shard(1)), (1, LENGTH)),
+    "second": ((Shard(1), Shard(1)), (2, LENGTH)),
+    "from the end": ((Shard(-2), Shard(-2)), (2, LENGTH)),
+    "replicated": ((Replicate(), Replicate()), (2, LENGTH)),
+    "gathered, all-reduced": ((Shard(1), Replicate()), (2, LENGTH)),
+    "replicated, scattered": ((Replicate(), Shard(0)), (LENGTH, 3)),
+}
+
+
+def equal(expected: list[Record], found: list[Record], names: tuple[str, ...] = (), floor: float = 1e-11) -> None:
+    """Hold two runs in float64 against each other; the order of sums may differ."""
+    keep = [{n: v for n, v in record.items() if not names or n in names} for record in expected]
+    other = [{n: v for n, v in record.items() if not names or n in names} for record in found]
+    compare(keep, other, floor=floor).assert_equal()
+
+
+@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("layouts", LAYOUTS)
+def test_an_mlp(ranks, world, schedule, layouts):
+    for result in ranks(world)(both, mlp, *LAYOUTS[layouts], bias=layouts != "second", options={"schedule": schedule}):
+        equal(result["stock"], result["patched"])
+        counted = result["counters"]
+        assert (counted["linears"], counted["calls"], counted["stock_calls"]) == (2, 6, 0)
+
+
+@pytest.mark.parametrize("layouts", LAYOUTS)
+def test_stock_is_what_one_process_computes(ranks, layouts):
+    """The tests above compare with stock; this one tells that stock's numbers are those of the model."""
+    alone = ranks(2)(mlp, *LAYOUTS[layouts], tp=False)
+    for single, cut in zip(alone, ranks(2)(mlp, *LAYOUTS[layouts]), strict=True):
+        equal(single, cut, ("x", "y", "grad", "param"), 1e-10)
