@@ -93,7 +93,11 @@ class SharedGather:
     def _gathered(self, module: nn.Module, x: Any, layout: Any) -> Any:
         """Return the gathered input with the products of the linears that read it, or None if stock has to gather."""
         linears = readers(module, self._mesh)
-        if len(linears) == 0 or type(x) is not Tensor or not x.numel() or traced():
+        if not linears or traced():
+            return None
+        if isinstance(x, DTensor) and x.device_mesh == self._mesh and x.placements == (layout,):
+            x = x.to_local()
+        if type(x) is not Tensor or not x.numel():
             return None
         dim = sequence_dim(layout, x)
         if dim is None:
