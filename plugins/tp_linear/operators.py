@@ -6,6 +6,7 @@ group; weights are a rank's part of a linear's weight, laid out as ``nn.Linear``
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -38,6 +39,19 @@ class How:
     fuse: bool = False
 
 
+class Whole(enum.Enum):
+    """What a gathered input is taken for, which decides what a gradient of it means; see [Note: other readers].
+
+    [Note: other readers] What reads a gathered input beside the linears has a gradient on each rank. Under stock, a
+    DTensor
+    that is said to be replicated has the mean of them, where it meets the linears' terms of a sum; a local tensor has
+    this rank's own. They differ where the ranks' gradients do.
+    """
+
+    LOCAL = "local"
+    DTENSOR = "DTensor"
+
+
 class _Call(NamedTuple):
     """What an autograd function is told beside tensors."""
 
@@ -45,7 +59,7 @@ class _Call(NamedTuple):
     wires: Wires
     dim: int
     weights: int  # how many
-    whole: bool = False  # also return the gathered input
+    whole: Whole | None = None  # whether to return the gathered input as well
 
 
 def all_gather_linear(
@@ -129,9 +143,9 @@ def gather_linear(
     dim: int,
     how: How,
     *,
-    whole: bool = False,
+    whole: Whole | None = None,
 ) -> tuple[Tensor, ...]:
-    """Return an output for each weight, and, behind them, the gathered input if ``whole``."""
+    """Return an output for each weight, and, behind them, the gathered input if ``whole`` says as what."""
     results: tuple[Tensor, ...] = _apply(
         _GatherLinear, _Call(how, wires, dim, len(weights), whole), x, *weights, *biases
     )
@@ -181,7 +195,7 @@ class _GatherLinear(torch.autograd.Function):
             outs = [linear(rounded, *params) for params in zip(used, added, strict=True)]
             kept = rounded if schedule.keeps_gathered else rows
         else:
-            needs_whole = call.whole or schedule.keeps_gathered
+            needs_whole = call.whole is not None or schedule.keeps_gathered
             outs, whole = schedule.gather_linear(call.wires, rows, used, added, needs_whole)
             kept = whole if whole is not None and schedule.keeps_gathered else rows
         ctx.call, ctx.shape, ctx.dtype = call, x.shape, x.dtype
@@ -198,11 +212,11 @@ class _GatherLinear(torch.autograd.Function):
         kept, *weights = ctx.saved_tensors
         outs, rest = grads[: call.weights], grads[call.weights :]
         rows = [None if grad is None else to_rows(grad.to(kept.dtype), call.dim) for grad in outs]
-        more = None if not rest or rest[0] is None else _own_rows(to_rows(rest[0], call.dim), call.wires)
+        other = None if not rest or rest[0] is None else to_rows(rest[0], call.dim)
+        summed = call.whole is Whole.DTENSOR and other is not None
         collector = _Collector(ctx, weights, kept.dtype)
-        if all(grad is None for grad in rows):
-            mine = more
-        else:
+        mine: Tensor | None = None
+        if any(grad is not None for grad in rows):
             mine = call.how.schedule.gather_linear_backward(
                 call.wires,
                 rows,
@@ -210,9 +224,12 @@ class _GatherLinear(torch.autograd.Function):
                 [local(weight).to(kept.dtype) for weight in weights],
                 collector.take if collector.needs_weights else None,
                 ctx.dtype if ctx.needs_input_grad[1] else None,
-                more,
+                (other / call.wires.world).to(kept.dtype) if other is not None and summed else None,
             )
             collector.take_biases(rows)
+        if other is not None and not (summed and mine is not None):
+            own = _own_rows(other, call.wires)
+            mine = own if mine is None else mine + own
         dx = None if mine is None or not ctx.needs_input_grad[1] else from_rows(mine, ctx.shape, call.dim)
         return (None, dx, *collector.weights, *collector.biases)
 

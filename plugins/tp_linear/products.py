@@ -20,12 +20,12 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, out: Tensor | 
     return torch.addmm(bias, x, weight.t(), out=out)
 
 
-def input_grad(grads: Sequence[Tensor | None], weights: Sequence[Tensor]) -> Tensor:
+def input_grad(grads: Sequence[Tensor | None], weights: Sequence[Tensor], extra: Tensor | None = None) -> Tensor:
     """Return the gradient of the input that several linears share, summed without a pass of its own.
 
-    Shapes ``[m, n_i]``, ``[n_i, k]`` -> ``[m, k]``.
+    Shapes ``[m, n_i]``, ``[n_i, k]``, and a further term ``[m, k]`` -> ``[m, k]``.
     """
-    total: Tensor | None = None
+    total = None if extra is None else extra.clone()
     for grad, weight in zip(grads, weights, strict=True):
         if grad is not None:
             total = grad @ weight if total is None else total.addmm_(grad, weight)

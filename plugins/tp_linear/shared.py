@@ -102,6 +102,7 @@ class SharedGather:
         dim = sequence_dim(layout, x)
         if dim is None:
             return None
+        local = self._style.use_local_output
         *outputs, whole = operators.gather_linear(
             x,
             [linear.weight for linear in linears],
@@ -109,10 +110,10 @@ class SharedGather:
             wires_of.of(self._mesh.get_group(), x.device),
             dim,
             STATE.how,
-            whole=True,
+            whole=operators.Whole.LOCAL if local else operators.Whole.DTENSOR,
         )
         given: Any = whole
-        if not self._style.use_local_output:
+        if not local:
             given = DTensor.from_local(whole, self._mesh, (Replicate(),), run_check=False)
         outs = {id(linear): output for linear, output in zip(linears, outputs, strict=True)}
         setattr(given, _ATTRIBUTE, Products(outs, _conditions(given)))

@@ -32,18 +32,18 @@ class Bulk(Schedule):
         weights: Sequence[Tensor],
         weight_grads: WeightGrads | None,
         input_dtype: torch.dtype | None,
-        more: Tensor | None = None,
+        extra: Tensor | None = None,
     ) -> Tensor | None:
         """See :meth:`Schedule.gather_linear_backward`."""
         whole, gathering = wires.all_gather(kept) if weight_grads is not None else (kept, Pending(()))
         result, scattering = None, Pending(())
         if input_dtype is not None:
-            result, scattering = wires.reduce_scatter(input_grad(grads, weights).to(input_dtype))
+            result, scattering = wires.reduce_scatter(input_grad(grads, weights, extra).to(input_dtype))
         gathering.wait()
         if weight_grads is not None:
             weight_grads(whole, grads)
         scattering.wait()
-        return result if result is None or more is None else result + more
+        return result
 
     def replicated_linear_backward(
         self,

@@ -54,7 +54,7 @@ class Schedule:
         weights: Sequence[Tensor],
         weight_grads: WeightGrads | None,
         input_dtype: torch.dtype | None,
-        more: Tensor | None = None,
+        extra: Tensor | None = None,
     ) -> Tensor | None:
         """Return the input's gradient ``[m, k]``.
 
@@ -65,15 +65,15 @@ class Schedule:
             weights: ``[n_i, k]`` each.
             weight_grads: Computes the weights' gradients; None if none needs one.
             input_dtype: In which the input's gradient is summed over the ranks; None if it needs no gradient.
-            more: Of the gathered input, ``[m, k]``, this rank's rows of a gradient that came otherwise.
+            extra: A further term of the gathered input's gradient, ``[M, k]``.
         """
         result: Tensor | None = None
         if input_dtype is not None:
-            result, pending = wires.reduce_scatter(input_grad(grads, weights).to(input_dtype))
+            result, pending = wires.reduce_scatter(input_grad(grads, weights, extra).to(input_dtype))
             pending.wait()
         if weight_grads is not None:
             weight_grads(kept, grads)
-        return result if result is None or more is None else result + more
+        return result
 
     def linear_scatter(self, wires: Wires, x: Tensor, weight: Tensor) -> Tensor:
         """Return this rank's rows of a product whose terms are on all ranks: ``[M, k]``, ``[n, k]`` -> ``[m, n]``."""

@@ -1,0 +1,410 @@
+"""What a script can see of a linear that was taken over."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import io
+import itertools
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict, set_model_state_dict
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.parallel import ColwiseParallel, PrepareModuleInput, RowwiseParallel, parallelize_module
+
+import ovpatch
+from tests.plugins.tp_linear.arms import Record, both, counters, draw, layout, mesh, seen, whole
+from tests.plugins.tp_linear.models import MLP, WIDTH, Llama, parallel_llama
+from tests.plugins.tp_linear.training import equal
+
+CUT = Shard(0)
+PLAN = {"up": ColwiseParallel(input_layouts=CUT), "down": RowwiseParallel(output_layouts=CUT)}
+
+
+def made(seed: int = 0) -> MLP:
+    torch.manual_seed(seed)
+    return parallelize_module(MLP().double(), mesh(), PLAN)
+
+
+def step(model: nn.Module, optimizer: torch.optim.Optimizer, number: int) -> Record:
+    x = draw(3, WIDTH, seed=10 * number + dist.get_rank(), dtype=torch.float64)
+    model(x).square().sum().backward()
+    optimizer.step()
+    record = seen(model)
+    optimizer.zero_grad()
+    return record
+
+
+def arm(patched: bool) -> Any:
+    return ovpatch.applied("tp_linear") if patched else contextlib.nullcontext()
+
+
+def adamw(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), 0.01, foreach=False)
+
+
+# ---------------------------------------------------------------- the object
+
+
+def objects() -> Record:
+    model = made()
+    up = model.up
+    again = copy.deepcopy(model)
+    x = draw(3, WIDTH, seed=dist.get_rank(), dtype=torch.float64)
+    seen_by_hooks: list[str] = []
+    up.register_forward_pre_hook(lambda m, args: seen_by_hooks.append(layout(args[0])))
+    up.register_forward_hook(lambda m, args, out: seen_by_hooks.append(layout(out)))
+    return {
+        "linear": isinstance(up, nn.Linear),
+        "repr": repr(model),
+        "keys": sorted(model.state_dict()),
+        "layouts": {name: layout(value) for name, value in model.state_dict().items()},
+        "attributes": [up.in_features, up.out_features],
+        "y": model(x),
+        "copy": again(x),
+        "hooks": seen_by_hooks,
+    }
+
+
+def test_the_object_is_what_it_was(ranks):
+    for result in ranks(2)(both, objects):
+        stock, ours = result["stock"], result["patched"]
+        hooks = stock.pop("hooks"), ours.pop("hooks")
+        equal([stock], [ours])
+        assert hooks[1] == ["torch.float64 (3, 24)", "torch.float64 (6, 24)"], "the shard, and the local output"
+
+
+def pickled() -> dict[str, Any]:
+    with ovpatch.applied("tp_linear"):
+        model = made()
+        buffer = io.BytesIO()
+        torch.save(model, buffer)
+        buffer.seek(0)
+        again = torch.load(buffer, weights_only=False)
+        x = draw(3, WIDTH, seed=dist.get_rank(), dtype=torch.float64)
+        return {"same": torch.equal(model(x), again(x)), "calls": counters()["calls"]}
+
+
+def test_a_module_can_be_saved_whole(ranks):
+    """Stock's cannot: its hooks are local functions."""
+    for result in ranks(2)(pickled):
+        assert result["same"]
+
+
+def exchanged(folder: str, saved: str, loaded: str) -> Record:
+    """Save with one arm, load with the other, and train on."""
+    torch.distributed.barrier()
+    with arm(saved == "patched"):
+        model = made()
+        optimizer = adamw(model)
+        step(model, optimizer, 0)
+        dcp.save(
+            {"m": get_model_state_dict(model), "o": get_optimizer_state_dict(model, optimizer)}, checkpoint_id=folder
+        )
+    with arm(loaded == "patched"):
+        model = made(seed=1)
+        state = {"m": get_model_state_dict(model)}
+        dcp.load(state, checkpoint_id=folder)
+        set_model_state_dict(model, state["m"])
+        return step(model, adamw(model), 1)
+
+
+def test_checkpoints_go_both_ways(ranks, tmp_path: Path):
+    arms = ["stock", "patched"]
+    found = [ranks(2)(exchanged, str(tmp_path / (a + b)), a, b) for a, b in itertools.product(arms, arms)]
+    for rank in range(2):
+        for other in found[1:]:
+            equal([found[0][rank]], [other[rank]])
+
+
+# ---------------------------------------------------------------- on and off
+
+
+def interrupted(patched: bool) -> Record:
+    """Train one step each: patched, reverted, patched again."""
+    model = None
+    records = []
+    for number, on in enumerate((patched, False, patched)):
+        with arm(on):
+            if model is None:
+                model, other = made(), parallel_llama(Llama(layers=1).double(), mesh())
+                optimizer = adamw(model)
+            classes = {type(model.up) is nn.Linear, type(other.layers[0].mlp.w1) is nn.Linear}
+            assert classes == {not on}
+            records.append(step(model, optimizer, number))
+            other(torch.arange(24).view(2, 12)).sum().backward()
+            records.append(seen(other))
+    hooks = [*model.up._forward_pre_hooks, *model.up._forward_hooks]
+    return {"records": records, "hooks": len(hooks) if not patched else 2}
+
+
+def test_revert_in_the_middle_of_training(ranks):
+    for stock, ours in zip(ranks(2)(interrupted, False), ranks(2)(interrupted, True), strict=True):
+        equal([stock], [ours])
+
+
+def made_before(*, user_hook: bool = False) -> Record:
+    model = made()
+    attention = parallel_llama(Llama(layers=1).double(), mesh())
+    if user_hook:
+        model.up.register_forward_hook(lambda m, args, out: out * 2)
+    before = counters()
+    with ovpatch.applied("tp_linear"):
+        linears = counters()["linears"] - before["linears"], counters()["gathers"] - before["gathers"]
+        record = step(model, adamw(model), 0)
+        attention(torch.arange(24).view(2, 12)).sum().backward()
+        assert counters()["shared_calls"] > before["shared_calls"]
+    after = step(model, adamw(model), 1)
+    return {"records": [record, seen(attention), after], "linears": linears}
+
+
+def without(**kwargs: Any) -> list[Record]:
+    model = made()
+    attention = parallel_llama(Llama(layers=1).double(), mesh())
+    if kwargs.get("user_hook"):
+        model.up.register_forward_hook(lambda m, args, out: out * 2)
+    record = step(model, adamw(model), 0)
+    attention(torch.arange(24).view(2, 12)).sum().backward()
+    return [record, seen(attention), step(model, adamw(model), 1)]
+
+
+@pytest.mark.parametrize("user_hook", [False, True])
+def test_models_that_were_made_before_are_recovered(ranks, user_hook):
+    stock = ranks(2)(without, user_hook=user_hook)
+    for expected, result in zip(stock, ranks(2)(made_before, user_hook=user_hook), strict=True):
+        assert result["linears"] == (10, 2)
+        equal(expected, result["records"])
+
+
+class Odd(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * 2
+
+
+class OwnStyle(ColwiseParallel):
+    @staticmethod
+    def _prepare_input_fn(input_layouts, desired_input_layouts, mod, inputs, device_mesh):
+        return ColwiseParallel._prepare_input_fn(
+            input_layouts, desired_input_layouts, mod, (inputs[0] * 3,), device_mesh
+        )
+
+
+def foreign() -> Record:
+    torch.manual_seed(0)
+    model = nn.Sequential(Odd(WIDTH, 24), nn.Linear(12, 24))
+    attention = nn.MultiheadAttention(WIDTH, 2)
+    parallelize_module(model, mesh(), {"0": ColwiseParallel(), "1": RowwiseParallel(input_layouts=Shard(-1))})
+    styled = parallelize_module(nn.Linear(WIDTH, 24), mesh(), OwnStyle())
+    parallelize_module(attention, mesh(), {"out_proj": RowwiseParallel(input_layouts=Replicate())})
+    x = draw(4, WIDTH)
+    features = " ".join(" ".join(map(str, one.remarks)) for one in ovpatch.report().features if one.name == "tp_linear")
+    return {"y": whole(styled(x)), "odd": whole(model[0](x)), "classes": [type(model[0]).__name__], "remarks": features}
+
+
+def test_classes_and_styles_of_their_own_are_left_alone(ranks):
+    for result in ranks(2)(both, foreign):
+        remarks = result["stock"].pop("remarks"), result["patched"].pop("remarks")
+        equal([result["stock"]], [result["patched"]])
+        assert "Odd is left to stock: a class of its own may have a forward of its own" in remarks[1]
+        assert "OwnStyle does not do what ColwiseParallel does" in remarks[1]
+        assert result["counters"]["linears"] == 1, "the stock linear behind the odd one"
+
+
+# ---------------------------------------------------------------- uses
+
+
+class Uses(nn.Module):
+    """Uses a gathered input in other ways than by its linears alone."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how = how
+        self.a, self.b = nn.Linear(WIDTH, 24), nn.Linear(WIDTH, 24)
+
+    def forward(self, x: Any) -> Tensor:
+        if self.how == "one not called":
+            return self.a(x)
+        if self.how == "one called twice":
+            return self.a(x) + self.a(x) * 2 + self.b(x)
+        if self.how == "with another input":
+            return self.a(x) + self.b(x * 2)
+        if self.how == "without gradients":
+            with torch.no_grad():
+                return self.b(x) + torch.zeros_like(self.b(x))
+        if self.how == "read by others":
+            mine = x.to_local() if isinstance(x, DTensor) else x
+            return self.a(x) + self.b(x) + mine[..., : self.a(x).shape[-1]] * 3
+        if self.how == "routed":  # by operations on DTensors
+            gate = (x * 0.5).sum(-1, keepdim=True)
+            gate = gate.to_local() if isinstance(gate, DTensor) else gate
+            return self.a(x) * gate + self.b(x)
+        assert self.how == "nested autocast"
+        with torch.autocast("cpu", torch.bfloat16):
+            return self.a(x).float() + self.b(x).float()
+
+
+USES = [
+    "one not called",
+    "one called twice",
+    "with another input",
+    "without gradients",
+    "read by others",
+    "routed",
+    "nested autocast",
+]
+
+
+def used(how: str, local: bool) -> Record:
+    torch.manual_seed(0)
+    model = Uses(how)
+    if how != "nested autocast":
+        model.double()
+    gather = PrepareModuleInput(input_layouts=(Shard(0),), desired_input_layouts=(Replicate(),), use_local_output=local)
+    parallelize_module(model, mesh(), {"": gather, "a": ColwiseParallel(), "b": ColwiseParallel()})
+    dtype = torch.float32 if how == "nested autocast" else torch.float64
+    x = draw(3, WIDTH, seed=dist.get_rank(), dtype=dtype).requires_grad_()
+    y = model(x)
+    if y.requires_grad:
+        y.square().sum().backward()
+    return {"y": y.detach() * 1.0, "x": whole(x.grad), **seen(model)}
+
+
+@pytest.mark.parametrize("local", [False, True])
+@pytest.mark.parametrize("how", USES)
+def test_a_gathered_input_may_be_used_in_any_way(ranks, how, local):
+    floor = 1e-11 if how != "nested autocast" else 2e-2
+    for result in ranks(2)(both, used, how, local):
+        equal([result["stock"]], [result["patched"]], floor=floor)
+        assert result["counters"]["unused"] == {"one not called": 1, "with another input": 1}.get(
+            how, {"nested autocast": 2, "without gradients": 2}.get(how, 0)
+        )
+
+
+def accumulated(kind: str) -> Record:
+    """Three microbatches; weights may have hooks, or main gradients."""
+    model = made()
+    told: list[str] = []
+    if kind == "hooks":
+        model.up.weight.register_post_accumulate_grad_hook(lambda p: told.append("up"))
+        model.down.weight.register_hook(lambda g: told.append("down"))
+    if kind == "main_grad" and type(model.up) is not nn.Linear:
+        for linear in (model.up, model.down):
+            linear.weight.main_grad = torch.zeros_like(linear.weight._local_tensor, dtype=torch.float32)
+    for micro in range(3):
+        model(draw(3, WIDTH, seed=10 * micro + dist.get_rank(), dtype=torch.float64)).square().sum().backward()
+    record = seen(model)
+    if kind == "main_grad" and type(model.up) is not nn.Linear:
+        for name, linear in {"up": model.up, "down": model.down}.items():
+            assert linear.weight.grad is None
+            grad = DTensor.from_local(linear.weight.main_grad.double(), mesh(), linear.weight.placements)
+            record["grad"][f"{name}.weight"] = whole(grad)
+            record["layout"][f"{name}.weight"] = None
+    return {**record, "told": told}
+
+
+@pytest.mark.parametrize("kind", ["plain", "hooks", "main_grad"])
+def test_gradient_accumulation_fusion(ranks, kind):
+    for result in ranks(2)(both, accumulated, kind, options={"gradient_accumulation_fusion": True}):
+        floor = 1e-11
+        if kind == "main_grad":
+            floor = 1e-5
+            result["stock"]["layout"], result["patched"]["layout"] = {}, {}
+        equal([result["stock"]], [result["patched"]], floor=floor)
+        assert len(result["patched"]["told"]) == (6 if kind == "hooks" else 0)
+
+
+def failing_backward() -> list[Record]:
+    """The third of five backwards raises half-way; the others must not notice."""
+
+    class Stop(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, grad):
+            raise ValueError("no more memory")
+
+    model = made()
+    optimizer = adamw(model)
+    records = []
+    for number in range(5):
+        x = draw(3, WIDTH, seed=number, dtype=torch.float64)
+        h = torch.nn.functional.gelu(model.up(x))
+        try:
+            model.down(Stop.apply(h) if number == 2 else h).square().sum().backward()
+        except ValueError:
+            optimizer.zero_grad()
+            continue
+        optimizer.step()
+        records.append(seen(model))
+        optimizer.zero_grad()
+    return records
+
+
+def test_a_backward_that_raises(ranks):
+    for result in ranks(2)(both, failing_backward):
+        equal(result["stock"], result["patched"])
+
+
+def within_func() -> Record:
+    """torch.func sees stock's path."""
+    model = made()
+    x = draw(3, WIDTH, seed=dist.get_rank(), dtype=torch.float64)
+    with torch.no_grad():
+        y = model(x)
+    params = {name: param.detach() for name, param in model.named_parameters()}
+    return {"y": y * 1.0, "functional": torch.func.functional_call(model, params, (x,)) * 1.0}
+
+
+def test_functional_calls_and_no_grad(ranks):
+    for result in ranks(2)(both, within_func):
+        equal([result["stock"]], [result["patched"]])
+
+
+# ---------------------------------------------------------------- two dimensions
+
+
+def two_dimensions(kind: str) -> list[Record]:
+    from torch.distributed.fsdp import fully_shard
+    from torch.nn.parallel import DistributedDataParallel as DDP
+
+    torch.manual_seed(0)
+    both_ways = mesh(2, 2, names=("dp", "tp"))
+    model: nn.Module = parallel_llama(Llama(layers=1).double(), both_ways["tp"])
+    if kind == "fsdp2":
+        for layer in model.layers:
+            fully_shard(layer, mesh=both_ways["dp"])
+        fully_shard(model, mesh=both_ways["dp"])
+        wrapped = model
+    else:
+        wrapped = DDP(model, device_mesh=both_ways["dp"])
+
+    def run(number: int) -> tuple[Tensor, dict[str, Any]]:
+        generator = torch.Generator().manual_seed(10 * number + both_ways["dp"].get_local_rank())
+        given = torch.randint(48, (2, 12), generator=generator)
+        return torch.nn.functional.cross_entropy(wrapped(given).flatten(0, 1), given.flatten()), {}
+
+    optimizer = torch.optim.AdamW(wrapped.parameters(), 0.01, foreach=False)
+    records = []
+    for number in range(2):
+        loss, _ = run(number)
+        loss.backward()
+        optimizer.step()
+        records.append({"loss": whole(loss), **seen(wrapped)})
+        optimizer.zero_grad()
+    return records
+
+
+@pytest.mark.parametrize("kind", ["fsdp2", "ddp"])
+def test_two_dimensional_meshes(ranks, kind):
+    for result in ranks(4)(both, two_dimensions, kind):
+        equal(result["stock"], result["patched"])
+        assert result["counters"]["stock_calls"] == 0
+        assert result["counters"]["calls"] == 16
