@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.distributed import distributed_c10d
 
 from ovpatch_plugins.tp_linear import wires as wires_of
+from ovpatch_plugins.tp_linear.counters import COUNTERS
 from ovpatch_plugins.tp_linear.products import weight_grad
 from ovpatch_plugins.tp_linear.rows import from_rows, to_rows
 from ovpatch_plugins.tp_linear.schedules import Schedule, named
@@ -88,6 +89,11 @@ def _or_none(biases: Sequence[Tensor], count: int) -> list[Tensor | None]:
     return list(biases) if biases else [None] * count
 
 
+def _count() -> None:
+    COUNTERS.calls += 1
+    COUNTERS.compiled_calls += 1
+
+
 class _Sums:
     """Weights' gradients, as a schedule has them computed."""
 
@@ -105,6 +111,7 @@ class _Sums:
 def _gather_linear(
     x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor], group: str, schedule: str, dtype: str
 ) -> list[Tensor]:
+    _count()
     outs, _ = _at(schedule).gather_linear(_of(group, x), x, weights, _or_none(biases, len(weights)), False)
     return outs
 
@@ -187,6 +194,7 @@ _gather_linear.register_autograd(_gather_grads, setup_context=_keep_gather)
 
 @torch.library.custom_op("ovpatch::linear_scatter", mutates_args=())
 def _linear_scatter(x: Tensor, weight: Tensor, biases: Sequence[Tensor], group: str, schedule: str) -> Tensor:
+    _count()
     result = _at(schedule).linear_scatter(_of(group, x), x, weight)
     return result.add_(biases[0]) if biases else result
 
@@ -241,6 +249,7 @@ _linear_scatter.register_autograd(_scatter_grads, setup_context=_keep_scatter)
 
 @torch.library.custom_op("ovpatch::linear_reduce", mutates_args=())
 def _linear_reduce(x: Tensor, weight: Tensor, group: str, schedule: str) -> Tensor:
+    _count()
     return _at(schedule).linear_reduce(_of(group, x), x, weight)
 
 
@@ -268,6 +277,7 @@ _linear_reduce.register_autograd(_reduce_grads, setup_context=_keep)
 def _replicated_linear(
     x: Tensor, weight: Tensor, biases: Sequence[Tensor], group: str, schedule: str, dtype: str
 ) -> Tensor:
+    _count()
     return torch.nn.functional.linear(x, weight, biases[0] if biases else None)
 
 

@@ -14,7 +14,7 @@ class Counters:
         gathers: Gathers for several linears (PrepareModuleInput) that were taken over.
         calls: Forward passes through taken-over linears that our operators computed.
         shared_calls: Those of them whose product was computed together with a gather for several.
-        compiled_calls: Those that were traced into a compiled graph, counted when traced.
+        compiled_calls: Those that were part of a compiled graph.
         stock_calls: Forward passes through taken-over linears that were left to stock.
         unused: Products computed together with a gather that no linear asked for.
     """

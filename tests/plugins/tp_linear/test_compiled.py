@@ -1,0 +1,87 @@
+"""``torch.compile`` around models whose linears were taken over."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+from tests.plugins.tp_linear.arms import SCHEDULES, Record, both, draw, mesh, whole
+from tests.plugins.tp_linear.models import MLP, WIDTH, Llama, parallel_llama
+from tests.plugins.tp_linear.test_models import LAYOUTS
+from tests.plugins.tp_linear.training import equal, trained
+
+
+def compiled_mlp(layouts: Any, shape: tuple[int, ...], bias: bool, backend: str, autocast: bool = False) -> Record:
+    torch._dynamo.reset()
+    given, handed_out = layouts
+    dtype = torch.float32 if autocast else torch.float64
+    model = MLP(bias=bias).to(dtype)
+    plan = {"up": ColwiseParallel(input_layouts=given), "down": RowwiseParallel(output_layouts=handed_out)}
+    parallelize_module(model, mesh(), plan)
+    compiled = torch.compile(model, backend=backend, fullgraph=True)
+    world, rank = dist.get_world_size(), dist.get_rank()
+
+    def run(step: int) -> tuple[Tensor, dict[str, Any]]:
+        x = draw(*shape, WIDTH, seed=step, dtype=dtype)
+        x = (x.chunk(world, given.dim)[rank].contiguous() if hasattr(given, "dim") else x).requires_grad_()
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            y = compiled(x)
+        return y.float().square().mean() if autocast else y.square().sum(), {"x": lambda: whole(x.grad)}
+
+    return trained(model, run, 2)
+
+
+@pytest.mark.parametrize("layouts", [*LAYOUTS])
+def test_an_mlp(ranks, layouts):
+    schedule = SCHEDULES[list(LAYOUTS).index(layouts) % len(SCHEDULES)]
+    bias = layouts != "second"
+    for result in ranks(2)(both, compiled_mlp, *LAYOUTS[layouts], bias, "aot_eager", options={"schedule": schedule}):
+        equal(result["stock"], result["patched"])
+        counted = result["counters"]
+        assert counted["compiled_calls"] == counted["calls"] > 0
+        assert counted["stock_calls"] == 0
+
+
+def test_inductor(ranks):
+    for result in ranks(2)(both, compiled_mlp, *LAYOUTS["second"], True, "inductor", timeout=180):
+        equal(result["stock"], result["patched"])
+        assert result["counters"]["compiled_calls"] == 4
+
+
+def llama(compiling: str) -> list[Record]:
+    """Stock cannot compile a block whose neighbours are eager, so that its eager run is what counts."""
+    torch._dynamo.reset()
+    model = parallel_llama(Llama(layers=1).double(), mesh())
+    on = type(model.head) is not torch.nn.Linear
+    if on and compiling == "block":
+        model.layers[0].compile(backend="aot_eager", fullgraph=True)
+    called = torch.compile(model, backend="aot_eager", fullgraph=True) if on and compiling == "model" else model
+
+    def run(step: int) -> tuple[Tensor, dict[str, Any]]:
+        given = torch.randint(48, (2, 12), generator=torch.Generator().manual_seed(step))
+        return torch.nn.functional.cross_entropy(called(given).flatten(0, 1), given.flatten()), {}
+
+    return trained(model, run, 2)
+
+
+@pytest.mark.parametrize("compiling", ["model", "block"])
+def test_shared_gathers(ranks, compiling):
+    for result in ranks(2)(both, llama, compiling, timeout=120):
+        equal(result["stock"], result["patched"])
+        assert result["counters"]["compiled_calls"] == (6 if compiling == "model" else 4)
+        assert result["counters"]["stock_calls"] == 0
+
+
+def test_autocast_in_a_compiled_graph(ranks):
+    for result in ranks(2)(both, compiled_mlp, *LAYOUTS["first"], True, "aot_eager", True):
+        stock, ours = (
+            [{name: record[name] for name in ("loss", "grad", "x")} for record in result[arm][:1]]
+            for arm in ("stock", "patched")
+        )
+        equal(stock, ours, floor=2e-3)
+        assert result["counters"]["compiled_calls"] > 0
