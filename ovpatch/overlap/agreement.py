@@ -22,6 +22,7 @@ from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
@@ -80,6 +81,18 @@ def agree(
     if "error" in verdict:
         raise DisagreementError(verdict["error"])
     return str(verdict["objection"])
+
+
+def patience(group: dist.ProcessGroup, device: torch.device, most: float) -> float:
+    """Return how long to wait for others that are not known to be near, in seconds.
+
+    Half of the group's time-out at most: who waits in a collective for a rank that waits here must not fail.
+    """
+    backend: Any = group._get_backend(device)
+    if backend.name() not in ("gloo", "nccl"):  # others need not tell
+        return most
+    seconds: float = backend.options._timeout.total_seconds()
+    return min(most, seconds / 2)
 
 
 def _collect(

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch.optim import Optimizer
 
 from ovpatch.overlap import grad_shards
-from ovpatch.overlap.agreement import DisagreementError, agree
+from ovpatch.overlap.agreement import DisagreementError, agree, patience
 from ovpatch.overlap.grad_shards import GradShards
 from ovpatch_plugins.dist_optimizer.kinds import name_of
 
@@ -40,13 +40,13 @@ def objection(optimizer: Optimizer) -> str:
     found = [grad_shards.find(param) for group in optimizer.param_groups for param in group["params"]]
     entries = [entry for entry in found if entry is not None]
     reasons: dict[dist.ProcessGroup, str] = {}
-    patience = {shards.group: _patience(shards) for shards, _ in entries}
-    for group in patience:
+    waits = {shards.group: patience(shards.group, shards.params[0].device, PATIENCE_S) for shards, _ in entries}
+    for group in waits:
         ones = [entry for entry in entries if entry[0].group is group]
-        reasons[group] = _ask(group, _terms(optimizer, ones), patience[group])
+        reasons[group] = _ask(group, _terms(optimizer, ones), waits[group])
     reason = next(filter(None, reasons.values()), "")
     for group in [group for group, failed in reasons.items() if not failed]:
-        reason = _ask(group, {"round": 2}, patience[group], objection=reason) or reason
+        reason = _ask(group, {"round": 2}, waits[group], objection=reason) or reason
     return reason
 
 
@@ -72,12 +72,3 @@ def _ask(group: dist.ProcessGroup, terms: Mapping[str, Any], patience: float, *,
         return agree(group, "dist_optimizer", terms, objection=objection, timeout_s=patience, remedy=_REMEDY)
     except DisagreementError as error:
         return str(error)
-
-
-def _patience(shards: GradShards) -> float:
-    """Half of the group's time-out at most: who waits in a collective for a rank that waits here must not fail."""
-    backend: Any = shards.group._get_backend(shards.params[0].device)
-    if backend.name() not in ("gloo", "nccl"):  # others need not tell
-        return PATIENCE_S
-    seconds: float = backend.options._timeout.total_seconds()
-    return min(PATIENCE_S, seconds / 2)

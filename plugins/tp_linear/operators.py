@@ -6,60 +6,26 @@ group; weights are a rank's part of a linear's weight, laid out as ``nn.Linear``
 
 from __future__ import annotations
 
-import enum
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from ovpatch_plugins.tp_linear import wires as wires_of
-from ovpatch_plugins.tp_linear.products import linear, weight_grad
-from ovpatch_plugins.tp_linear.rows import from_rows, to_rows
+from ovpatch_plugins.tp_linear.functions import (
+    Call,
+    GatherLinear,
+    How,
+    LinearReduce,
+    LinearScatter,
+    ReplicatedLinear,
+    Whole,
+)
 from ovpatch_plugins.tp_linear.schedules import Schedule, named
-from ovpatch_plugins.tp_linear.weights import accumulates, like, local
 from ovpatch_plugins.tp_linear.wires import Wires
 
 CHUNKS = 4
-
-
-@dataclass(frozen=True)
-class How:
-    """How an operator is computed.
-
-    Attributes:
-        schedule: In which order.
-        fuse: Add weights' gradients to what is there already, where nobody would notice.
-    """
-
-    schedule: Schedule
-    fuse: bool = False
-
-
-class Whole(enum.Enum):
-    """What a gathered input is taken for, which decides what a gradient of it means; see [Note: other readers].
-
-    [Note: other readers] What reads a gathered input beside the linears has a gradient on each rank. Under stock, a
-    DTensor
-    that is said to be replicated has the mean of them, where it meets the linears' terms of a sum; a local tensor has
-    this rank's own. They differ where the ranks' gradients do.
-    """
-
-    LOCAL = "local"
-    DTENSOR = "DTensor"
-
-
-class _Call(NamedTuple):
-    """What an autograd function is told beside tensors."""
-
-    how: How
-    wires: Wires
-    dim: int
-    weights: int  # how many
-    whole: Whole | None = None  # whether to return the gathered input as well
 
 
 def all_gather_linear(
@@ -146,21 +112,19 @@ def gather_linear(
     whole: Whole | None = None,
 ) -> tuple[Tensor, ...]:
     """Return an output for each weight, and, behind them, the gathered input if ``whole`` says as what."""
-    results: tuple[Tensor, ...] = _apply(
-        _GatherLinear, _Call(how, wires, dim, len(weights), whole), x, *weights, *biases
-    )
+    results: tuple[Tensor, ...] = _apply(GatherLinear, Call(how, wires, dim, len(weights), whole), x, *weights, *biases)
     return results
 
 
 def linear_scatter(x: Tensor, weight: Tensor, bias: Tensor | None, wires: Wires, dim: int, how: How) -> Tensor:
     """Return this rank's part of the sequence."""
-    result: Tensor = _apply(_LinearScatter, _Call(how, wires, dim, 1), x, weight, bias)
+    result: Tensor = _apply(LinearScatter, Call(how, wires, dim, 1), x, weight, bias)
     return result
 
 
 def linear_reduce(x: Tensor, weight: Tensor, bias: Tensor | None, wires: Wires, how: How) -> Tensor:
     """Return the whole sequence, on all ranks, of a linear whose input features are cut over the ranks."""
-    result: Tensor = _apply(_LinearReduce, _Call(how, wires, 0, 1), x, weight, bias)
+    result: Tensor = _apply(LinearReduce, Call(how, wires, 0, 1), x, weight, bias)
     return result
 
 
@@ -177,218 +141,12 @@ def replicated_linear(
         how: How.
         partial: The input's gradient is this rank's term only; somebody else adds them up.
     """
-    result: Tensor = _apply(_ReplicatedLinear, _Call(how, wires, -1 if partial else 0, 1), x, weight, bias)
+    result: Tensor = _apply(ReplicatedLinear, Call(how, wires, -1 if partial else 0, 1), x, weight, bias)
     return result
-
-
-class _GatherLinear(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, call: _Call, x: Tensor, *params: Tensor | None) -> tuple[Tensor, ...]:
-        weights, biases = params[: call.weights], params[call.weights :]
-        given = to_rows(x, call.dim)
-        rows, used, added = _cast(given, weights, biases)
-        schedule = call.how.schedule
-        whole: Tensor | None
-        if call.whole and rows.dtype != given.dtype:  # autocast rounds for linears, and not for who else reads it
-            gathered = whole = _gathered(given, call.wires)
-            rounded = gathered.to(rows.dtype)
-            outs = [linear(rounded, *params) for params in zip(used, added, strict=True)]
-            kept = rounded if schedule.keeps_gathered else rows
-        else:
-            needs_whole = call.whole is not None or schedule.keeps_gathered
-            outs, whole = schedule.gather_linear(call.wires, rows, used, added, needs_whole)
-            kept = whole if whole is not None and schedule.keeps_gathered else rows
-        ctx.call, ctx.shape, ctx.dtype = call, x.shape, x.dtype
-        ctx.biases = biases
-        ctx.set_materialize_grads(False)
-        ctx.save_for_backward(kept, *weights)
-        results = [*outs, whole] if call.whole and whole is not None else outs
-        return tuple(from_rows(result, x.shape, call.dim) for result in results)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
-        call: _Call = ctx.call
-        kept, *weights = ctx.saved_tensors
-        outs, rest = grads[: call.weights], grads[call.weights :]
-        rows = [None if grad is None else to_rows(grad.to(kept.dtype), call.dim) for grad in outs]
-        other = None if not rest or rest[0] is None else to_rows(rest[0], call.dim)
-        summed = call.whole is Whole.DTENSOR and other is not None
-        collector = _Collector(ctx, weights, kept.dtype)
-        mine: Tensor | None = None
-        if any(grad is not None for grad in rows):
-            mine = call.how.schedule.gather_linear_backward(
-                call.wires,
-                rows,
-                kept,
-                [local(weight).to(kept.dtype) for weight in weights],
-                collector.take if collector.needs_weights else None,
-                ctx.dtype if ctx.needs_input_grad[1] else None,
-                (other / call.wires.world).to(kept.dtype) if other is not None and summed else None,
-            )
-            collector.take_biases(rows)
-        if other is not None and not (summed and mine is not None):
-            own = _own_rows(other, call.wires)
-            mine = own if mine is None else mine + own
-        dx = None if mine is None or not ctx.needs_input_grad[1] else from_rows(mine, ctx.shape, call.dim)
-        return (None, dx, *collector.weights, *collector.biases)
-
-
-class _LinearScatter(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, call: _Call, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        rows, (used,), (added,) = _cast(to_rows(x, call.dim), (weight,), (bias,))
-        result = call.how.schedule.linear_scatter(call.wires, rows, used)
-        if added is not None:
-            result += added
-        ctx.call, ctx.shape, ctx.dtype = call, x.shape, x.dtype
-        ctx.biases = (bias,)
-        ctx.save_for_backward(rows, weight)
-        return from_rows(result, x.shape, call.dim)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-        call: _Call = ctx.call
-        rows, weight = ctx.saved_tensors
-        collector = _Collector(ctx, [weight], rows.dtype)
-
-        def take(whole: Tensor, _: Any) -> None:
-            if ctx.needs_input_grad[2]:
-                collector.take(rows, [whole])
-            collector.take_biases([whole])
-
-        dx = call.how.schedule.linear_scatter_backward(
-            call.wires,
-            to_rows(grad.to(rows.dtype), call.dim),
-            local(weight).to(rows.dtype),
-            take if ctx.needs_input_grad[2] or ctx.needs_input_grad[3] else None,
-            ctx.needs_input_grad[1],
-        )
-        dx = None if dx is None else from_rows(dx.to(ctx.dtype), ctx.shape, call.dim)
-        return (None, dx, *collector.weights, *collector.biases)
-
-
-class _LinearReduce(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, call: _Call, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        rows, (used,), (added,) = _cast(to_rows(x, 0), (weight,), (bias,))
-        result = call.how.schedule.linear_reduce(call.wires, rows, used)
-        if added is not None:
-            result += added
-        ctx.call, ctx.shape, ctx.dtype = call, x.shape, x.dtype
-        ctx.biases = (bias,)
-        ctx.save_for_backward(rows, weight)
-        return result.view(*x.shape[:-1], result.shape[-1])
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-        rows, weight = ctx.saved_tensors
-        grads = [to_rows(grad.to(rows.dtype), 0)]
-        collector = _Collector(ctx, [weight], rows.dtype)
-        dx = None
-        if ctx.needs_input_grad[1]:
-            dx = (grads[0] @ local(weight).to(rows.dtype)).to(ctx.dtype).view(ctx.shape)
-        if collector.needs_weights:
-            collector.take(rows, grads)
-        collector.take_biases(grads)
-        return (None, dx, *collector.weights, *collector.biases)
-
-
-class _ReplicatedLinear(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, call: _Call, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        rows, (used,), (added,) = _cast(to_rows(x, 0), (weight,), (bias,))
-        ctx.call, ctx.shape, ctx.dtype = call, x.shape, x.dtype
-        ctx.biases = (bias,)
-        ctx.save_for_backward(rows, weight)
-        result = torch.nn.functional.linear(rows, used, added)
-        return result.view(*x.shape[:-1], result.shape[-1])
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-        call: _Call = ctx.call
-        rows, weight = ctx.saved_tensors
-        grads = [to_rows(grad.to(rows.dtype), 0)]
-        used = local(weight).to(rows.dtype)
-        collector = _Collector(ctx, [weight], rows.dtype)
-        take = collector.take if collector.needs_weights else None
-        if call.dim < 0 or not ctx.needs_input_grad[1]:  # nothing to send
-            dx = (grads[0] @ used).to(ctx.dtype) if ctx.needs_input_grad[1] else None
-            if take is not None:
-                take(rows, grads)
-        else:
-            dx = call.how.schedule.replicated_linear_backward(call.wires, grads, rows, [used], take, ctx.dtype)
-        collector.take_biases(grads)
-        return (None, None if dx is None else dx.view(ctx.shape), *collector.weights, *collector.biases)
-
-
-class _Collector:
-    """Gathers the gradients of an operator's weights and biases, each as what the parameter is."""
-
-    def __init__(self, ctx: Any, weights: Sequence[Tensor], dtype: torch.dtype) -> None:
-        self._given_biases, self._fuse = ctx.biases, ctx.call.how.fuse
-        self._wanted = ctx.needs_input_grad[2:]
-        self.weights: list[Tensor | None] = [None] * len(weights)
-        self.biases: list[Tensor | None] = [None] * len(weights)
-        self._given = weights
-
-    @property
-    def needs_weights(self) -> bool:
-        """Whether any weight needs a gradient."""
-        return any(self._wanted[: len(self.weights)])
-
-    def take(self, x: Tensor, grads: Sequence[Tensor | None]) -> None:
-        """Compute the weights' gradients from the whole input and the outputs' gradients."""
-        for i, grad in enumerate(grads):
-            if grad is not None and self._wanted[i]:
-                self.weights[i] = self._weight(self._given[i], grad, x)
-
-    def take_biases(self, grads: Sequence[Tensor | None]) -> None:
-        """Compute the biases' gradients from the outputs' gradients."""
-        for i, grad in enumerate(grads):
-            bias = self._given_biases[i]
-            if bias is not None and grad is not None and self._wanted[len(self.weights) + i]:
-                self.biases[i] = like(grad.sum(0).to(bias.dtype), bias)
-
-    def _weight(self, weight: Tensor, grad: Tensor, x: Tensor) -> Tensor | None:
-        target = accumulates(weight) if self._fuse else None
-        if target is not None:
-            if target.dtype == grad.dtype:
-                target.addmm_(grad.t(), x)
-            else:
-                target.add_(weight_grad(grad, x))
-            return None
-        return like(weight_grad(grad, x).to(weight.dtype), weight)
 
 
 def _apply(function: Any, *args: Any) -> Any:
     return function.apply(*args)
-
-
-def _gathered(rows: Tensor, wires: Wires) -> Tensor:
-    whole, pending = wires.all_gather(rows)
-    pending.wait()
-    return whole
-
-
-def _own_rows(rows: Tensor, wires: Wires) -> Tensor:
-    return rows.view(wires.world, -1, rows.shape[1])[wires.rank]
-
-
-def _cast(
-    rows: Tensor, weights: Sequence[Any], biases: Sequence[Any]
-) -> tuple[Tensor, list[Tensor], list[Tensor | None]]:
-    """Return local tensors, as autocast would have them for a linear."""
-    kind = rows.device.type
-    if torch.is_autocast_enabled(kind) and rows.dtype != torch.float64:
-        dtype = torch.get_autocast_dtype(kind)
-        rows = rows.to(dtype)
-        used = [local(weight).to(dtype) for weight in weights]
-        return rows, used, [None if bias is None else local(bias).to(dtype) for bias in biases]
-    return rows, [local(weight) for weight in weights], [None if bias is None else local(bias) for bias in biases]
 
 
 def _dim(x: Tensor, dim: int) -> int:

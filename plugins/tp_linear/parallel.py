@@ -10,12 +10,13 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 from torch.distributed.tensor.parallel.style import ColwiseParallel, RowwiseParallel
 
-from ovpatch_plugins.tp_linear import compiled, operators
+from ovpatch_plugins.tp_linear import agreed, compiled, operators
 from ovpatch_plugins.tp_linear import wires as wires_of
 from ovpatch_plugins.tp_linear.counters import COUNTERS
 from ovpatch_plugins.tp_linear.layouts import sequence_dim, traced
@@ -42,6 +43,7 @@ class Parallel:
         self.output_layouts: tuple[Placement, ...] = style.output_layouts
         self.use_local_output = style.use_local_output
         self._world = mesh.size()
+        self._group: dist.ProcessGroup | None = None
         self._known: Any = None  # the layout of the weight that was found right last
 
     @property
@@ -54,11 +56,26 @@ class Parallel:
         """Whether the style takes an input that all ranks have."""
         return self.input_layouts == (Replicate(),)
 
+    def has_agreed(self, group: dist.ProcessGroup) -> None:
+        """Be told the ranks over which the linear is cut."""
+        self._group = group
+
     def __deepcopy__(self, memo: dict[int, Any]) -> Parallel:
         return self  # never changed, and a mesh is not copied either
 
     def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"_known": None}
+        return self.__dict__ | {"_known": None, "_group": None}
+
+    @property
+    def group(self) -> dist.ProcessGroup:
+        """The ranks over which the linear is cut, which have agreed on how to compute."""
+        if self._group is None:
+            group = self.mesh.get_group()
+            if torch.compiler.is_compiling():
+                return group  # nothing to trace; ranks agreed when the linear was cut, or in an eager forward
+            agreed.ensure(group, torch.device(self.mesh.device_type), near=False)
+            self._group = group
+        return self._group
 
     # ---------------------------------------------------------------- stock
 
@@ -128,7 +145,7 @@ class Parallel:
             x = x.to_local(grad_placements=[Partial()] if partial else None)
         elif type(x) is not Tensor and type(x) is not nn.Parameter and not compiling:
             return None
-        group = self.mesh.get_group()
+        group = self.group
         if layout == Replicate():
             if compiling:
                 return compiled.replicated_linear(
@@ -157,7 +174,7 @@ class Parallel:
             x = x.to_local()
         elif type(x) is not Tensor and type(x) is not nn.Parameter and not compiling:
             return None
-        group, layout = self.mesh.get_group(), self.output_layouts[0]
+        group, layout = self.group, self.output_layouts[0]
         if layout == Replicate():
             if compiling:
                 return compiled.linear_reduce(x, weight.to_local(), _to_local(bias), group, STATE.how.schedule)

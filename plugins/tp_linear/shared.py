@@ -23,6 +23,7 @@ from torch.distributed.tensor.parallel.style import PrepareModuleInput
 from ovpatch_plugins.tp_linear import operators
 from ovpatch_plugins.tp_linear import wires as wires_of
 from ovpatch_plugins.tp_linear.counters import COUNTERS
+from ovpatch_plugins.tp_linear.functions import Whole
 from ovpatch_plugins.tp_linear.layouts import sequence_dim, traced
 from ovpatch_plugins.tp_linear.state import STATE
 
@@ -107,10 +108,10 @@ class SharedGather:
             x,
             [linear.weight for linear in linears],
             [linear.bias for linear in linears],
-            wires_of.of(self._mesh.get_group(), x.device),
+            wires_of.of(vars(linears[0])["_ovpatch_parallel"].group, x.device),
             dim,
             STATE.how,
-            whole=operators.Whole.LOCAL if local else operators.Whole.DTENSOR,
+            whole=Whole.LOCAL if local else operators.Whole.DTENSOR,
         )
         given: Any = whole
         if not local:

@@ -11,10 +11,12 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel.style import ColwiseParallel, PrepareModuleInput
 
+from ovpatch_plugins.tp_linear import agreed
 from ovpatch_plugins.tp_linear.counters import COUNTERS
 from ovpatch_plugins.tp_linear.linear import Linear
 from ovpatch_plugins.tp_linear.parallel import Parallel, Style
@@ -30,15 +32,20 @@ _left: dict[str, str] = {}
 
 def apply_to_linear(apply: Callable[..., nn.Module], style: Style, module: nn.Module, mesh: DeviceMesh) -> nn.Module:
     """Do what ``ColwiseParallel._apply`` or ``RowwiseParallel._apply`` does, and take the module over."""
+    ours = type(module) is nn.Linear and mesh.ndim == 1 and mesh.get_coordinate() is not None
+    if ours:
+        agreed.ensure(mesh.get_group(), torch.device(mesh.device_type), near=True)
     before = {*module._forward_pre_hooks, *module._forward_hooks}
     made = apply(style, module, mesh)
     if made is module and isinstance(module, nn.Linear):
-        take_over(module, style, mesh, lambda key: key not in before)
+        parallel = take_over(module, style, mesh, lambda key: key not in before)
+        if parallel is not None and ours:
+            parallel.has_agreed(mesh.get_group())
     return made
 
 
-def take_over(linear: nn.Linear, style: Style, mesh: DeviceMesh, ours: Callable[[int], bool]) -> None:
-    """Make a linear compute by our operators, unless something speaks against it.
+def take_over(linear: nn.Linear, style: Style, mesh: DeviceMesh, ours: Callable[[int], bool]) -> Parallel | None:
+    """Make a linear compute by our operators, unless something speaks against it; return what it knows then.
 
     Args:
         linear: Cut already.
@@ -48,12 +55,13 @@ def take_over(linear: nn.Linear, style: Style, mesh: DeviceMesh, ours: Callable[
     """
     if reason := objection(style, linear, mesh.ndim):
         _left[type(linear).__name__] = reason
-        return
+        return None
     _taken[linear] = _put_aside(linear._forward_pre_hooks, ours), _put_aside(linear._forward_hooks, ours)
     parallel = Parallel(isinstance(style, ColwiseParallel), mesh, style)
     object.__setattr__(linear, "_ovpatch_parallel", parallel)
     linear.__class__ = Linear
     COUNTERS.linears += 1
+    return parallel
 
 
 def apply_to_module(
@@ -105,6 +113,7 @@ def give_all_back() -> None:
                 module._forward_pre_hooks[key] = hook.stock
     _gathers.clear()
     _left.clear()
+    agreed.forget()
 
 
 def left_alone() -> Mapping[str, str]:

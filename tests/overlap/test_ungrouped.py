@@ -129,7 +129,7 @@ def waited_for_within() -> dict[str, Any]:
     unpacked._works = [interrupted]
     interrupted.outer = unpacked
     unpacked.wait()
-    first, second = scatter._ungrouped._spare.take(4, parts[0]), scatter._ungrouped._spare.take(4, parts[0])
+    first, second = (scatter._ungrouped._exchange._spare.take(4, parts[0]) for _ in range(2))
     return {"parts": parts, "shared": first is second}
 
 

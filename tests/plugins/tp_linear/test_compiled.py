@@ -53,27 +53,43 @@ def test_inductor(ranks):
         assert result["counters"]["compiled_calls"] == 4
 
 
-def llama(compiling: str) -> list[Record]:
-    """Stock cannot compile a block whose neighbours are eager, so that its eager run is what counts."""
+def compiled_llama() -> list[Record]:
     torch._dynamo.reset()
     model = parallel_llama(Llama(layers=1).double(), mesh())
-    on = type(model.head) is not torch.nn.Linear
-    if on and compiling == "block":
-        model.layers[0].compile(backend="aot_eager", fullgraph=True)
-    called = torch.compile(model, backend="aot_eager", fullgraph=True) if on and compiling == "model" else model
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
 
     def run(step: int) -> tuple[Tensor, dict[str, Any]]:
         given = torch.randint(48, (2, 12), generator=torch.Generator().manual_seed(step))
-        return torch.nn.functional.cross_entropy(called(given).flatten(0, 1), given.flatten()), {}
+        return torch.nn.functional.cross_entropy(compiled(given).flatten(0, 1), given.flatten()), {}
 
     return trained(model, run, 2)
 
 
-@pytest.mark.parametrize("compiling", ["model", "block"])
-def test_shared_gathers(ranks, compiling):
-    for result in ranks(2)(both, llama, compiling, timeout=120):
+def test_shared_gathers(ranks):
+    for result in ranks(2)(both, compiled_llama, timeout=120):
         equal(result["stock"], result["patched"])
-        assert result["counters"]["compiled_calls"] == (6 if compiling == "model" else 4)
+        assert result["counters"]["compiled_calls"] == 6
+        assert result["counters"]["stock_calls"] == 0
+
+
+def compiled_blocks() -> list[Record]:
+    """Blocks alone: in torch 2.13, stock's eager head raises in backward where the blocks before it are compiled."""
+    torch._dynamo.reset()
+    model = parallel_llama(Llama().double(), mesh()).layers
+    for block in model:
+        block.compile(backend="aot_eager", fullgraph=True)
+
+    def run(step: int) -> tuple[Tensor, dict[str, Any]]:
+        x = draw(2, 6, WIDTH, seed=step, dtype=torch.float64).requires_grad_()
+        return model[1](model[0](x)).square().sum(), {"x": lambda: x.grad}
+
+    return trained(model, run, 2)
+
+
+def test_blocks_compiled_one_by_one(ranks):
+    for result in ranks(2)(both, compiled_blocks, timeout=120):
+        equal(result["stock"], result["patched"])
+        assert result["counters"]["compiled_calls"] == 2 * 2 * 2
         assert result["counters"]["stock_calls"] == 0
 
 

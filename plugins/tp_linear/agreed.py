@@ -1,0 +1,51 @@
+"""Whether the ranks of a group compute in the same way; see :mod:`ovpatch.overlap.agreement`.
+
+Ranks agree when ``parallelize_module`` first cuts a linear over a group, where stock, too, needs them all. Models
+that were made parallel before ``ovpatch.apply()`` have their ranks agree in their first forward.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import weakref
+
+import torch
+import torch.distributed as dist
+
+from ovpatch.overlap.agreement import agree, patience
+from ovpatch_plugins.tp_linear.state import STATE
+
+NEAR_S = 20.0
+FAR_S = 300.0
+
+_REMEDY = (
+    "Either ovpatch is not active there, or that rank does not build the same model. Call ovpatch.apply() with the "
+    "same arguments on every rank before parallelize_module, and give every rank the same OVPATCH variables; "
+    "OVPATCH_TP_LINEAR=0 on all ranks leaves linears to stock."
+)
+
+_groups: weakref.WeakSet[dist.ProcessGroup] = weakref.WeakSet()
+
+
+def ensure(group: dist.ProcessGroup, device: torch.device, *, near: bool) -> None:
+    """Have the ranks agree on how linears compute, once for each group.
+
+    Args:
+        group: Over which linears are cut.
+        device: Where they are.
+        near: Whether the other ranks are known to be at the same place.
+
+    Raises:
+        DisagreementError: They differ, or a rank did not answer in time.
+    """
+    if group in _groups:
+        return
+    terms = {"version of ovpatch": importlib.metadata.version("ovpatch"), **STATE.terms}
+    seconds = NEAR_S if near else patience(group, device, FAR_S)
+    agree(group, "tp_linear", terms, timeout_s=seconds, remedy=_REMEDY)
+    _groups.add(group)
+
+
+def forget() -> None:
+    """Let ranks agree anew: settings may change."""
+    _groups.clear()

@@ -1,0 +1,43 @@
+"""Ranks that are not patched alike."""
+
+from __future__ import annotations
+
+import pytest
+import torch.distributed as dist
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+
+import ovpatch
+from ovpatch_plugins.tp_linear import agreed
+from tests.plugins.tp_linear.arms import mesh
+from tests.plugins.tp_linear.models import MLP
+
+
+def differing(how: str) -> str:
+    group = mesh()
+    first = dist.get_rank() == 0
+    if how == "one is stock" and first:
+        return ""  # it would go on to a collective, in which it finds nobody
+    schedule = "ring" if how == "schedules" and first else "bulk"
+    agreed.NEAR_S = 1.0
+    try:
+        with ovpatch.applied("tp_linear", options={"tp_linear": {"schedule": schedule}}):
+            model = MLP()
+            try:
+                parallelize_module(model, group, {"up": ColwiseParallel()})
+            except RuntimeError as error:
+                assert type(model.up.weight).__name__ == "Parameter", "nothing is half-applied"
+                return str(error)
+    finally:
+        agreed.NEAR_S = 20.0
+    return "no error"
+
+
+@pytest.mark.parametrize("how", ["schedules", "one is stock"])
+def test_differences_are_named(ranks, how):
+    errors = ranks(2)(differing, how)
+    if how == "schedules":
+        assert errors[0] == errors[1]
+        assert 'schedule is "ring" on rank 0 but "bulk" on rank 1' in errors[0]
+    else:
+        assert "feature 'tp_linear' got no answer from rank 0 within 1 s" in errors[1]
+        assert errors[1].endswith("OVPATCH_TP_LINEAR=0 on all ranks leaves linears to stock.")
