@@ -111,7 +111,7 @@ class SharedGather:
             wires_of.of(vars(linears[0])["_ovpatch_parallel"].group, x.device),
             dim,
             STATE.how,
-            whole=Whole.LOCAL if local else operators.Whole.DTENSOR,
+            whole=Whole.LOCAL if local else Whole.DTENSOR,
         )
         given: Any = whole
         if not local:
