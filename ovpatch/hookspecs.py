@@ -56,6 +56,8 @@ class Feature:
         default: Whether a plain ``apply()`` turns it on.
         torch: Versions of torch it was tested with, as a PEP 440 specifier. Other versions are said to be untested in
             the report; they are not refused.
+        reorders_products: Whether it adds up matrix products in another order than stock, which rounds otherwise;
+            ``ovpatch verify`` then measures how much that may be.
     """
 
     name: str
@@ -65,6 +67,7 @@ class Feature:
     conflicts: tuple[str, ...] = ()
     default: bool = True
     torch: str = ">=2.11,<2.16"
+    reorders_products: bool = False
 
 
 class Removable(Protocol):

@@ -45,6 +45,7 @@ def test_json_has_the_agreed_keys():
             "counters": {"steps": 3},
             "distribution": "ovpatch 1.0",
             "requires": [],
+            "reorders_products": False,
         }
     ]
     assert data["patches"] == [patch().to_json()]

@@ -122,6 +122,11 @@ class Outcome:
         return {one["name"]: one["requires"] for one in self._features}
 
     @property
+    def reorders_products(self) -> bool:
+        """Whether a feature that was on adds up matrix products in another order than stock."""
+        return any(one["reorders_products"] for one in self._features if one["state"] == "applied")
+
+    @property
     def exercised(self) -> list[str]:
         """Features of which a counter moved."""
         return [one["name"] for one in self._features if any(one["counters"].values())]

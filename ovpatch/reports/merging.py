@@ -66,6 +66,7 @@ def _merge_feature(name: str, reports: Sequence[_Json]) -> dict[str, Any]:
         "counters": counters,
         "distribution": parts[0][1]["distribution"],
         "requires": next((part["requires"] for _, part in parts if part["requires"]), []),
+        "reorders_products": any(part["reorders_products"] for _, part in parts),
         "processes": [
             {"pid": who["pid"], "rank": who["rank"], **{k: part[k] for k in ("state", "reason", "counters")}}
             for who, part in parts

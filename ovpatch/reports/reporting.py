@@ -45,6 +45,7 @@ class FeatureReport:
         summary: One line; empty while the plugin is not imported.
         default: Whether a plain ``apply()`` turns it on; None while the plugin is not imported.
         requires: Features without which it cannot run; empty while the plugin is not imported.
+        reorders_products: Whether it adds up matrix products in another order than stock.
     """
 
     name: str
@@ -57,6 +58,7 @@ class FeatureReport:
     summary: str = ""
     default: bool | None = None
     requires: tuple[str, ...] = ()
+    reorders_products: bool = False
 
     def to_json(self) -> dict[str, Any]:
         """Return the feature as it stands in the report's JSON."""
@@ -69,6 +71,7 @@ class FeatureReport:
             "counters": dict(self.counters),
             "distribution": self.distribution,
             "requires": list(self.requires),
+            "reorders_products": self.reorders_products,
         }
 
 

@@ -111,6 +111,7 @@ def _row(entry: Entry, state: str, reason: str, remarks: tuple[str, ...], counte
         summary=feature.summary if feature is not None else "",
         default=feature.default if feature is not None else None,
         requires=tuple(feature.requires) if feature is not None else (),
+        reorders_products=feature is not None and feature.reorders_products,
     )
 
 

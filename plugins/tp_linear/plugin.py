@@ -21,6 +21,7 @@ def ovpatch_feature() -> Feature:
         summary="Linears under parallelize_module whose gathers and reduce-scatters hide under their products.",
         options=OPTIONS,
         default=False,
+        reorders_products=True,
     )
 
 

@@ -65,7 +65,13 @@ class Machine:
 
     def report(self):
         def feature(name, count):
-            rest = {"remarks": ["a remark"], "options": {}, "distribution": "d", "requires": []}
+            rest = {
+                "remarks": ["a remark"],
+                "options": {},
+                "distribution": "d",
+                "requires": [],
+                "reorders_products": False,
+            }
             return {"name": name, "state": "applied", "reason": "", "counters": {"done": count}, **rest}
 
         return {

@@ -62,6 +62,7 @@ def _report(folder, features, calls, states):
         "options": {},
         "distribution": "d",
         "requires": [],
+        "reorders_products": "products" in features,
         "counters": {"calls": calls},
     }
     listed = [{"name": name, "state": states.get(name, "applied"), **common} for name in features]
@@ -163,6 +164,30 @@ def test_what_stays_unsteady_is_judged_by_more_stock_runs(verify):
     assert [name for name in result.outcomes if name.startswith("rerun")] == [
         f"rerun{n}" for n in ("", *("-2", "-3", "-4", "-5"))
     ]
+
+
+def test_matrix_products_are_reordered_for_features_that_reorder_them(verify):
+    result, _ = verify(["products"], values(patched=1.9, reordered=1.5))
+    assert result.verdict is Verdict.NOISE
+    assert [outcome.arm.details.get("pieces") for outcome in result.outcomes.values()] == [None, None, None, 2]
+    result, _ = verify(["a"], values(patched=1.9, reordered=1.5))
+    assert result.outcomes["reordered"].arm.details["pieces"] == 0
+
+
+def test_they_are_reordered_more_often_as_long_as_chance_may_explain_a_difference(verify):
+    result, _ = verify(["products"], values(patched=1.9, reordered=1.1, reordered_2=1.2, reordered_3=1.5))
+    assert (result.verdict, list(result.outcomes)[-1]) == (Verdict.NOISE, "reordered-3")
+    assert not any(outcome.arm.details["deterministic"] for outcome in result.outcomes.values())
+    assert list(result.noise) == ["rerun", "reordered", "reordered 2", "reordered 3"]
+    pieces = [outcome.arm.details.get("pieces", 0) for outcome in result.outcomes.values()]
+    assert pieces == [0, 0, 0, 2, 3, 4]
+    result, _ = verify(["products"], values(patched=1.9, reordered=1.1))
+    assert (result.verdict, list(result.outcomes)[-1]) == (Verdict.DIFFERENT, "reordered-5")
+
+
+def test_a_difference_that_chance_cannot_explain_needs_no_more_runs(verify):
+    result, _ = verify(["products"], values(patched=1.9, reordered=1.001))
+    assert (result.verdict, list(result.outcomes)[-1]) == (Verdict.DIFFERENT, "reordered")
 
 
 def test_operations_without_a_deterministic_form_are_warned_of(verify):

@@ -31,10 +31,10 @@ from ovpatch.insight.verify.verdict import Result, Verdict
 
 WORKER: Final = "ovpatch.insight.verify.worker"
 
-#: How many times what is allowed a difference may be by chance, in a script that does not repeat itself.
+#: How many times what is allowed a difference may be by chance, where there is more noise than that of sums over ranks.
 _CHANCE: Final = 100.0
 
-#: How often stock runs once more where it does not repeat itself, as long as chance may explain what differs.
+#: How often stock runs once more, as long as chance may explain what differs.
 _DRAWS: Final = 4
 
 #: What torch says of an operation, after its name.
@@ -117,7 +117,7 @@ class _Verification:
         if self.compared.findings or self.request.noise or (wrong and self.outcomes["stock"].code):
             self._measure_noise(stock, patched)
             wrong = self._unless_stock_does_so_too(wrong)
-            if self._may_be_chance(wrong) and not self.request.deterministic:
+            if self.unsteady and self._may_be_chance(wrong) and not self.request.deterministic:
                 raise _Unsteady
             self._draw_more(stock, patched, wrong)
         if (self.compared.different or wrong) and (outcome.applied or outcome.exercised):
@@ -138,18 +138,19 @@ class _Verification:
         return (Verdict.NOISE if self.compared.findings else Verdict.BITWISE), self._describe_scope()
 
     def _may_be_chance(self, wrong: str) -> bool:
-        """Tell whether the script's own noise may explain all that differs."""
+        """Tell whether noise, of which too little was seen, may explain all that differs."""
         different = self.compared.different
-        may_be = bool(self.unsteady) and not wrong and all(one.row.excess < _CHANCE for one in different)
-        return bool(different) and may_be
+        noisy = bool(self.unsteady) or self.outcomes["patched"].reorders_products
+        return bool(different) and noisy and not wrong and all(one.row.excess < _CHANCE for one in different)
 
     def _draw_more(self, stock: Run, patched: Run, wrong: str) -> None:
         """Run stock again as long as that may show a difference to be noise."""
         for number in range(2, _DRAWS + 2):
             if not self._may_be_chance(wrong):
                 break
-            again = self._yardstick(f"rerun-{number}")
-            self.noise[f"rerun {number}"] = _amount(compare(stock, again))
+            name, details = ("rerun", {}) if self.unsteady else ("reordered", self._reordering(number))
+            again = self._yardstick(f"{name}-{number}", **details)
+            self.noise[f"{name} {number}"] = _amount(compare(stock, again))
             self.compared = compare(stock, patched, self.yardsticks)
 
     def _deterministic(self) -> Result:
@@ -215,7 +216,7 @@ class _Verification:
 
     def _measure_noise(self, stock: Run, patched: Run) -> None:
         rerun = self._yardstick("rerun")
-        reordered = self._yardstick("reordered", reorder=True)
+        reordered = self._yardstick("reordered", **self._reordering(1))
         itself = compare(stock, rerun)
         self.noise = {"rerun": _amount(itself), "reordered": _amount(compare(stock, reordered))}
         if itself.findings:
@@ -227,6 +228,10 @@ class _Verification:
             advice = "seeds" if self.request.deterministic else "seeds, or try --deterministic"
             self.notes.append(f"{self.unsteady} Differences of that size say nothing about ovpatch. Give it {advice}.")
         self.compared = compare(stock, patched, self.yardsticks)
+
+    def _reordering(self, number: int) -> dict[str, Any]:
+        """Return what the worker of the reordered arm is to do, the ``number``-th time."""
+        return {"reorder": True, "pieces": number + 1 if self.outcomes["patched"].reorders_products else 0}
 
     def _yardstick(self, name: str, **details: Any) -> Run:
         """Run stock once more, and note if it ends otherwise."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from ovpatch.insight import steps
-from ovpatch.insight.verify import reordering, seeds
+from ovpatch.insight.verify import products, reordering, seeds
 from ovpatch.insight.verify.recording import Recorder
 from ovpatch.insight.verify.watching import Watch
 from ovpatch.jobs.orders import Orders
@@ -16,7 +16,8 @@ def begin(orders: Orders) -> None:
 
     Args:
         orders: In their details, ``steps`` is that number, ``reorder`` asks for the reordered arm, and
-            ``deterministic`` for deterministic algorithms, and ``strict`` for errors where there are none.
+            ``deterministic`` for deterministic algorithms, and ``strict`` for errors where there are none. ``pieces``
+            says into how many the reordered arm cuts the sums of matrix products; 0 leaves them.
     """
     seeds.seed()
     if orders.details.get("deterministic"):
@@ -32,6 +33,8 @@ def begin(orders: Orders) -> None:
     watch = Watch(recorder, counter)
     if orders.details.get("reorder"):
         reordering.reorder(watch.patches)
+    if orders.details.get("pieces"):
+        products.reorder(orders.details["pieces"])
     watch.begin()
     counter.watch()  # after ours: a step is recorded before it can be the last
     recorder.keep_to_the_end()
