@@ -8,6 +8,7 @@ it has a launcher that forks. Most of the time of these tests was the import of 
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import sys
 from collections.abc import Callable, Sequence
@@ -55,11 +56,12 @@ class Runner:
     Args:
         folder: For all output.
         server: Forks the ranks of stock runs.
+        preloaded: What a launcher that forks imports once for all ranks.
     """
 
-    def __init__(self, folder: Path, server: Server) -> None:
+    def __init__(self, folder: Path, server: Server, preloaded: Sequence[str] = ()) -> None:
         self.folder = folder
-        self._server = server
+        self._server, self._preload = server, {"PRELOAD": ",".join(preloaded)}
 
     def torchrun(self, name: str, *args: str, patched: bool, to: str, **more: Any) -> Arm:
         """Run it on two ranks; output folder, report and the like are named ``to``.
@@ -77,8 +79,9 @@ class Runner:
         def run() -> scripts.Result:
             if not patched:
                 return self._server.torchrun(WORLD, *line, env={**env, "OVPATCH": "0"}, timeout=TIMEOUT)
-            how = {"forked": True} if launcher is None else {"launcher": launcher}
-            return scripts.torchrun(WORLD, *line, env=env, ovpatch=self._report(to), timeout=TIMEOUT, **how)
+            forked = launcher is None
+            how = {"forked": True, "env": {**env, **self._preload}} if forked else {"launcher": launcher, "env": env}
+            return scripts.torchrun(WORLD, *line, ovpatch=self._report(to), timeout=TIMEOUT, **how)
 
         return self._arm(run, patched=patched, to=to)
 
@@ -122,6 +125,10 @@ class Runner:
         done = run() if patched else self._stock(run, to)
         report = self.folder / f"{to}.report"
         return Arm(self.folder / to, done.check(), json.loads(report.read_text()) if report.exists() else None)
+
+
+#: For programs whose like runs elsewhere in the same way: with ALL_CASES=1 alone, as they take half a minute each.
+RARELY = pytest.mark.skipif(not os.environ.get("ALL_CASES"), reason="runs with ALL_CASES=1")
 
 
 def needs(*libraries: str) -> pytest.MarkDecorator:

@@ -37,13 +37,13 @@ def compatibility(request: pytest.FixtureRequest) -> Callable[..., None]:
 
 @pytest.fixture(scope="module")
 def runner(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runner]:
-    """``runner.both("plain")``; what its stock runs shall not import each time is in the module's ``PRELOADED``."""
+    """``runner.both("plain")``; what its runs shall not import each time is in the module's ``PRELOADED``."""
     from tests.scripts.arms import Runner
     from tests.support.forked import Server
 
     preloaded = getattr(request.module, "PRELOADED", ())
     server = Server(*preloaded) if preloaded else request.getfixturevalue("forks")
-    yield Runner(tmp_path_factory.mktemp("programs"), server)
+    yield Runner(tmp_path_factory.mktemp("programs"), server, preloaded)
     if preloaded:
         server.close()
 

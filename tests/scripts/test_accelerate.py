@@ -7,6 +7,7 @@ import pytest
 from ovpatch.insight.equality import compare
 from tests.scripts.arms import (
     PROGRAMS,
+    RARELY,
     WORLD,
     assert_applied,
     assert_same,
@@ -92,6 +93,7 @@ def test_load_state_resumes_the_other_ways_state(runner, accumulated, compatibil
     )
 
 
+@RARELY
 def test_compiled_outside_the_wrapper(runner, compatibility):
     stock, patched = both(runner, "accelerated.py", to="compiled", dynamo="aot_eager", by_accelerate=True)
     assert {rank["class"] for rank in stock.ranks} == {"OptimizedModule"}

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from ovpatch.insight.equality import compare
-from tests.scripts.arms import PROGRAMS, WORLD, Arm, assert_applied, assert_same, needs
+from tests.scripts.arms import PROGRAMS, RARELY, WORLD, Arm, assert_applied, assert_same, needs
 from tests.support import scripts
 
 pytestmark = pytest.mark.slow
@@ -25,14 +25,14 @@ BITWISE = {"dcgan": {}, "wgan_gp": {}}
 # They clip, and a norm that is summed from parts differs in its last bit.
 CLIPPING = {
     "nano": {},
-    "accelerated": {"marks": needs("accelerate")},
-    "lora": {"marks": needs("transformers", "peft")},
+    "accelerated": {"marks": [needs("accelerate"), RARELY]},
+    "lora": {"marks": [needs("transformers", "peft"), RARELY]},
     "lightning_fit": {"marks": needs("lightning")},
     "hf_trainer": {"marks": needs("transformers")},
 }
 
 # They clip, and have parameters without a true gradient, in which Adam makes much of that bit.
-SENSITIVE = {"classifier": {}}
+SENSITIVE = {"classifier": {"marks": RARELY}}
 
 
 def cases(programs: dict[str, dict[str, Any]]) -> list[Any]:

@@ -1,6 +1,7 @@
 """Starts ranks as torchrun does, at half of the cost: it imports torch once and forks them.
 
     python forking_launcher.py 2 train.py --its=arguments
+    PRELOAD=lightning,peft python forking_launcher.py 2 train.py    # these are imported once, too
 
 In a rank ovpatch is loaded where torch's import would have loaded it, after torch and before the program, and the
 program ends with the interpreter. Not torchrun's are restarts, and processes that begin without torch.
@@ -8,6 +9,7 @@ program ends with the interpreter. Not torchrun's are restarts, and processes th
 
 from __future__ import annotations
 
+import importlib
 import os
 import runpy
 import signal
@@ -40,6 +42,9 @@ if __name__ == "__main__":
     os.environ[SWITCH] = "0"
     import torch
     import torch._dynamo  # the first optimizer imports it
+
+    for module in filter(None, os.environ.pop("PRELOAD", "").split(",")):
+        importlib.import_module(module)
 
     if wanted is None:
         del os.environ[SWITCH]

@@ -29,7 +29,7 @@ from typing import Final
 from tests.support.environment import clean, updated
 
 _MARK: Final = "TEST_RUN_MARK"
-_FORKING: Final = Path(__file__).with_name("forking_launcher.py")
+FORKING: Final = Path(__file__).with_name("forking_launcher.py")
 
 
 @dataclass(frozen=True)
@@ -111,7 +111,7 @@ def torchrun(
     head = [str(Path(sys.executable).with_name("ovpatch")), "run", *_options(ovpatch), "--"] if ovpatch else []
     if forked:
         where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-        line = [*head, sys.executable, os.fspath(_FORKING), str(processes), os.fspath(script), *args]
+        line = [*head, sys.executable, os.fspath(FORKING), str(processes), os.fspath(script), *args]
         return run(line, timeout=timeout, env={**where, **(env or {})}, cwd=cwd)
     head += [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={processes}", *launcher]
     tail = [os.fspath(script), *args]
