@@ -35,6 +35,10 @@ class Parallel:
         column: Whether its output features are cut; else its input features are.
         mesh: Over which it is cut, of one dimension.
         style: The style that cut it.
+
+    Attributes:
+        desired: How stock lays the input out for the product.
+        takes_replicated: Whether the style takes an input that all ranks have.
     """
 
     def __init__(self, column: bool, mesh: DeviceMesh, style: Style) -> None:
@@ -42,19 +46,13 @@ class Parallel:
         self.input_layouts: tuple[Placement, ...] = style.input_layouts
         self.output_layouts: tuple[Placement, ...] = style.output_layouts
         self.use_local_output = style.use_local_output
+        # Comparing placements takes microseconds.
+        self.desired: tuple[Placement, ...] = (Replicate(),) if column else (_FEATURES,)
+        self.takes_replicated = self.input_layouts == (Replicate(),)
+        self._returns_features = self.use_local_output and self.output_layouts == (_FEATURES,)
         self._world = mesh.size()
         self._group: dist.ProcessGroup | None = None
         self._known: Any = None  # the layout of the weight that was found right last
-
-    @property
-    def desired(self) -> tuple[Placement, ...]:
-        """How stock lays the input out for the product."""
-        return (Replicate(),) if self.column else (_FEATURES,)
-
-    @property
-    def takes_replicated(self) -> bool:
-        """Whether the style takes an input that all ranks have."""
-        return self.input_layouts == (Replicate(),)
 
     def has_agreed(self, group: dist.ProcessGroup) -> None:
         """Be told the ranks over which the linear is cut."""
@@ -146,7 +144,7 @@ class Parallel:
         elif type(x) is not Tensor and type(x) is not nn.Parameter and not compiling:
             return None
         group = self.group
-        if layout == Replicate():
+        if layout.is_replicate():
             if compiling:
                 return compiled.replicated_linear(
                     x, weight.to_local(), _to_local(bias), group, STATE.how.schedule, partial=partial
@@ -165,17 +163,16 @@ class Parallel:
     def _row(self, weight: Any, bias: Any, x: Any, compiling: bool) -> Tensor | None:
         if not self.divides(weight, 1) or not isinstance(x, Tensor) or not x.numel():
             return None
-        features = (Shard(x.dim() - 1),)
-        if self.input_layouts not in ((_FEATURES,), features):
+        if self.input_layouts != self.desired and self.input_layouts != (Shard(x.dim() - 1),):
             return None
         if isinstance(x, DTensor):
-            if x.device_mesh != self.mesh or x.placements != features:
+            if x.device_mesh != self.mesh or x.placements != (Shard(x.dim() - 1),):
                 return None
             x = x.to_local()
         elif type(x) is not Tensor and type(x) is not nn.Parameter and not compiling:
             return None
         group, layout = self.group, self.output_layouts[0]
-        if layout == Replicate():
+        if layout.is_replicate():
             if compiling:
                 return compiled.linear_reduce(x, weight.to_local(), _to_local(bias), group, STATE.how.schedule)
             return operators.linear_reduce(x, weight, bias, wires_of.of(group, x.device), STATE.how)
@@ -188,9 +185,11 @@ class Parallel:
 
     def _finished(self, linear: nn.Linear, output: Tensor) -> Any:
         """Return a column's output, of which this rank has some features, as the style says."""
-        if self.use_local_output and self.output_layouts[0] in (_FEATURES, Shard(output.dim() - 1)):
+        if self._returns_features:
             return output
         features = (Shard(output.dim() - 1),)
+        if self.use_local_output and self.output_layouts == features:
+            return output
         return self.stock_output(linear, DTensor.from_local(output, self.mesh, features, run_check=False))
 
     def _handed_out(self, output: Tensor) -> Any:
