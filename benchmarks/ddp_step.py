@@ -13,11 +13,7 @@ import argparse
 import contextlib
 import gc
 import json
-import os
-import platform
 import statistics
-import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -28,8 +24,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import ovpatch
 from benchmarks.models import GPT, SIZES, flops_per_step
-
-CUDA = torch.cuda.is_available()
+from benchmarks.runs import CUDA, described, device, merged, start, timed
 
 ARMS: dict[str, dict[str, Any]] = {
     "no sync": {"sync": False},
@@ -55,11 +50,6 @@ ARMS: dict[str, dict[str, Any]] = {
 
 # Dense bf16 tensor-core peak by the data sheet, TFLOP/s; for MFU.
 PEAK_TFLOPS = {"NVIDIA H200": 989.0, "NVIDIA H100 80GB HBM3": 989.0}
-
-
-def device() -> torch.device:
-    """Return this rank's device."""
-    return torch.device("cuda", int(os.environ["LOCAL_RANK"])) if CUDA else torch.device("cpu")
 
 
 def build(arm: dict[str, Any], args: argparse.Namespace) -> tuple[Callable[[], None], GPT]:
@@ -88,23 +78,6 @@ def build(arm: dict[str, Any], args: argparse.Namespace) -> tuple[Callable[[], N
         optimizer.zero_grad()
 
     return step, model
-
-
-def timed(step: Callable[[], None], steps: int) -> list[float]:
-    """Return the times of ``steps`` steps in ms, those of the slowest rank."""
-    times = []
-    for _ in range(steps):
-        if CUDA:
-            torch.cuda.synchronize()
-        dist.barrier()
-        begin = time.perf_counter()
-        step()
-        if CUDA:
-            torch.cuda.synchronize()
-        times.append((time.perf_counter() - begin) * 1e3)
-    slowest = torch.tensor(times, device=device())
-    dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
-    return slowest.tolist()
 
 
 @contextlib.contextmanager
@@ -140,26 +113,22 @@ def measure(name: str, args: argparse.Namespace) -> dict[str, Any]:
 def summary(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Merge the rounds of each arm: median and worst step time, peak memory, TFLOP/s per device and MFU."""
     peak = PEAK_TFLOPS.get(torch.cuda.get_device_name()) if CUDA else None
-    merged = []
+    found = []
     for name in dict.fromkeys(row["arm"] for row in rows):
         mine = [row for row in rows if row["arm"] == name]
-        times = [ms for row in mine for ms in row["ms"]]
-        median = statistics.median(times)
-        tflops = mine[0]["flops"] / median / 1e9
-        merged.append(
+        one = merged(rows, name)
+        tflops = mine[0]["flops"] / one["median_ms"] / 1e9
+        steady = len(mine[0]["first_ms"]) * one["median_ms"]
+        found.append(
             {
-                "arm": name,
-                "median_ms": round(median, 2),
-                "round_medians_ms": [round(statistics.median(row["ms"]), 2) for row in mine],
-                "worst_ms": round(max(times), 2),
-                "peak_gib": round(max(row["peak_gib"] for row in mine), 2),
+                **one,
                 "tflops": round(tflops, 1),
                 "mfu": round(tflops / peak, 3) if peak else None,
                 # What the warm-up steps took beyond as many steady ones: compilation, communicators, first buckets.
-                "start_ms": round(min(sum(row["first_ms"]) - len(row["first_ms"]) * median for row in mine), 1),
+                "start_ms": round(min(sum(row["first_ms"]) for row in mine) - steady, 1),
             }
         )
-    return merged
+    return found
 
 
 def main() -> None:
@@ -176,9 +145,7 @@ def main() -> None:
     parser.add_argument("--fp32", action="store_true", help="no autocast")
     parser.add_argument("--json", type=Path, help="append the result to this file, one JSON object a line")
     args = parser.parse_args()
-    if CUDA:
-        torch.cuda.set_device(device())
-    dist.init_process_group("nccl" if CUDA else "gloo", device_id=device() if CUDA else None)
+    start()
     rows = []
     for _ in range(args.rounds):
         for name in args.arms:
@@ -190,28 +157,16 @@ def main() -> None:
     dist.destroy_process_group()
 
 
-def report(args: argparse.Namespace, merged: list[dict[str, Any]], rows: list[dict[str, Any]]) -> None:
+def report(args: argparse.Namespace, found: list[dict[str, Any]], rows: list[dict[str, Any]]) -> None:
     """Print the table and append the raw result."""
     columns = ["median_ms", "worst_ms", "peak_gib", "tflops", "mfu", "start_ms"]
     print(f"\n{'arm':32}" + "".join(f"{column:>11}" for column in columns))
-    for row in merged:
+    for row in found:
         print(f"{row['arm']:32}" + "".join(f"{row[column]!s:>11}" for column in columns))
     if args.json:
         settings = {k: v for k, v in vars(args).items() if k not in ("json", "arms")}
-        result = {
-            "benchmark": "ddp_step",
-            "date": time.strftime("%Y-%m-%d"),
-            "command": " ".join(sys.argv[1:]),
-            "world": dist.get_world_size(),
-            "device": torch.cuda.get_device_name() if CUDA else platform.processor() or "cpu",
-            "torch": torch.__version__,
-            "ovpatch": ovpatch.__version__,
-            "settings": settings,
-            "summary": merged,
-            "rows": rows,
-        }
         with args.json.open("a") as file:
-            file.write(json.dumps(result) + "\n")
+            file.write(json.dumps({**described("ddp_step", settings), "summary": found, "rows": rows}) + "\n")
 
 
 if __name__ == "__main__":

@@ -1,0 +1,74 @@
+"""What benchmarks share: where they run, how a step is timed, and what their results say of the run."""
+
+from __future__ import annotations
+
+import os
+import platform
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import ovpatch
+
+CUDA = torch.cuda.is_available()
+
+
+def start() -> None:
+    """Join the process group, over NCCL where there are GPUs."""
+    if CUDA:
+        torch.cuda.set_device(device())
+    dist.init_process_group("nccl" if CUDA else "gloo", device_id=device() if CUDA else None)
+
+
+def device() -> torch.device:
+    """Return this rank's device."""
+    return torch.device("cuda", int(os.environ["LOCAL_RANK"])) if CUDA else torch.device("cpu")
+
+
+def timed(step: Callable[[], object], steps: int) -> list[float]:
+    """Return the times of ``steps`` steps in ms, those of the slowest rank."""
+    times = []
+    for _ in range(steps):
+        if CUDA:
+            torch.cuda.synchronize()
+        dist.barrier()
+        begin = time.perf_counter()
+        step()
+        if CUDA:
+            torch.cuda.synchronize()
+        times.append((time.perf_counter() - begin) * 1e3)
+    slowest = torch.tensor(times, device=device())
+    dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
+    return slowest.tolist()
+
+
+def merged(rows: list[dict[str, Any]], name: str) -> dict[str, Any]:
+    """Merge the rounds of one arm: its median, each round's, the worst step time, and the peak of memory."""
+    mine = [row for row in rows if row["arm"] == name]
+    times = [ms for row in mine for ms in row["ms"]]
+    return {
+        "arm": name,
+        "median_ms": round(statistics.median(times), 2),
+        "round_medians_ms": [round(statistics.median(row["ms"]), 2) for row in mine],
+        "worst_ms": round(max(times), 2),
+        "peak_gib": round(max(row["peak_gib"] for row in mine), 2),
+    }
+
+
+def described(benchmark: str, settings: dict[str, Any]) -> dict[str, Any]:
+    """Return what a result says of its run."""
+    return {
+        "benchmark": benchmark,
+        "date": time.strftime("%Y-%m-%d"),
+        "command": " ".join(sys.argv[1:]),
+        "world": dist.get_world_size(),
+        "device": torch.cuda.get_device_name() if CUDA else platform.processor() or "cpu",
+        "torch": torch.__version__,
+        "ovpatch": ovpatch.__version__,
+        "settings": settings,
+    }

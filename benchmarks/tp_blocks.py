@@ -1,0 +1,257 @@
+"""Transformer blocks under tensor and sequence parallelism, forward and backward: stock, compiled, and ``tp_linear``.
+
+    torchrun --nproc-per-node 8 benchmarks/tp_blocks.py --size 8b --json benchmarks/results/tp_blocks.jsonl
+
+One stack of blocks, cut by stock ``parallelize_module`` over all ranks, on random data in bf16. Arms alternate; each is
+built anew, warmed up and timed; the slowest rank counts. The arm ``limit`` computes what a rank computes, without any
+communication. ``graphed`` arms replay a CUDA graph of forward and backward. Without CUDA it runs on gloo
+(``--size tiny``).
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import gc
+import json
+import statistics
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    PrepareModuleInput,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
+
+import ovpatch
+from benchmarks.runs import CUDA, described, device, merged, start, timed
+
+SIZES = {
+    "8b": {"width": 4096, "heads": 32, "hidden": 14336, "layers": 8, "tokens": 8192},
+    "70b": {"width": 8192, "heads": 64, "hidden": 28672, "layers": 4, "tokens": 8192},
+    "gpt": {"width": 3072, "heads": 32, "hidden": 12288, "layers": 8, "tokens": 4096},
+    "tiny": {"width": 64, "heads": 8, "hidden": 128, "layers": 2, "tokens": 64},
+}
+
+STOCK: dict[str, dict[str, Any]] = {
+    "limit": {"limit": True},
+    "stock": {},
+    "stock, compiled": {"compile": True},
+    "stock, compiled, micro pipeline": {"compile": True, "micro_pipeline": True},
+    "stock, graphed": {"graph": True},
+}
+OURS: dict[str, dict[str, Any]] = {
+    **{f"ovpatch, {name}": {"options": {"schedule": name}} for name in ("stock", "bulk", "ring")},
+    **{f"ovpatch, chunk {n}": {"options": {"schedule": "chunk", "chunks": n}} for n in (2, 4)},
+    "ovpatch, bulk, compiled": {"options": {"schedule": "bulk"}, "compile": True},
+    "ovpatch, bulk, graphed": {"options": {"schedule": "bulk"}, "graph": True},
+    "ovpatch, chunk 2, graphed": {"options": {"schedule": "chunk", "chunks": 2}, "graph": True},
+}
+ARMS = STOCK | OURS
+
+
+class Attention(nn.Module):
+    """Causal self-attention; how many heads a rank has follows from its features."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.head_width = width // heads
+        self.q, self.k, self.v, self.out = (nn.Linear(width, width, bias=False) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map ``[batch, length, width]`` to the same shape."""
+        q, k, v = (w(x).unflatten(-1, (-1, self.head_width)).transpose(1, 2) for w in (self.q, self.k, self.v))
+        return self.out(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(-2))
+
+
+class MLP(nn.Module):
+    """Two linears around a GELU."""
+
+    def __init__(self, width: int, hidden: int) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(width, hidden, bias=False), nn.Linear(hidden, width, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map ``[batch, length, width]`` to the same shape."""
+        return self.down(F.gelu(self.up(x)))
+
+
+class Block(nn.Module):
+    """Pre-norm transformer block."""
+
+    def __init__(self, width: int, heads: int, hidden: int) -> None:
+        super().__init__()
+        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.attention, self.mlp = Attention(width, heads), MLP(width, hidden)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map ``[batch, length, width]`` to the same shape."""
+        x = x + self.attention(self.norm1(x))
+        return x + self.mlp(self.norm2(x))
+
+
+class Alone(nn.Module):
+    """A block's computation on one rank: norms on its part of the sequence, linears on all of it."""
+
+    def __init__(self, block: Block, world: int) -> None:
+        super().__init__()
+        self.block, self.world = block, world
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map ``[batch, length, width]`` to the same shape."""
+        block, part = self.block, x.shape[1]
+        x = x + block.attention(block.norm1(x).repeat(1, self.world, 1))[:, :part]
+        return x + block.mlp(block.norm2(x).repeat(1, self.world, 1))[:, :part]
+
+
+def cut(block: Block, mesh: DeviceMesh, local: bool) -> None:
+    """Cut a block as sequence-parallel plans do; ``local``: plain tensors between modules instead of DTensors."""
+    sequence, whole = Shard(1), Replicate()
+    gathered = PrepareModuleInput(input_layouts=(sequence,), desired_input_layouts=(whole,))
+    scattered = RowwiseParallel(output_layouts=sequence, use_local_output=local)
+    plan: dict[str, Any] = {
+        "norm1": SequenceParallel(),
+        "norm2": SequenceParallel(),
+        "attention": gathered,
+        **{f"attention.{name}": ColwiseParallel() for name in "qkv"},
+        "attention.out": scattered,
+        "mlp": gathered,
+        "mlp.up": ColwiseParallel(),
+        "mlp.down": scattered,
+    }
+    parallelize_module(block, mesh, plan)
+
+
+def shrink(block: Block, world: int) -> None:
+    """Give each linear the part of its weight that a rank has."""
+    for name, dim in {"q": 0, "k": 0, "v": 0, "out": 1, "up": 0, "down": 1}.items():
+        linear = getattr(block.attention if name in ("q", "k", "v", "out") else block.mlp, name)
+        linear.weight = nn.Parameter(linear.weight.detach().chunk(world, dim)[0].contiguous())
+
+
+def build(arm: dict[str, Any], args: argparse.Namespace, mesh: DeviceMesh) -> Callable[[], object]:
+    """Return forward and backward of one arm."""
+    size, world = SIZES[args.size], dist.get_world_size()
+    torch.manual_seed(0)
+    dtype = torch.bfloat16 if CUDA else torch.float32
+    with torch.device(device()):
+        made = [Block(size["width"], size["heads"], size["hidden"]).to(dtype) for _ in range(size["layers"])]
+        given = torch.randn(args.batch, size["tokens"] // args.batch // world, size["width"], dtype=dtype)
+    for block in made:
+        shrink(block, world) if arm.get("limit") else cut(block, mesh, args.local)
+    blocks: list[Any] = [Alone(block, world) for block in made] if arm.get("limit") else list(made)
+    if arm.get("compile"):
+        blocks = [torch.compile(block, fullgraph=True) for block in blocks]
+    params = [param for block in made for param in block.parameters()]
+    distributed = not arm.get("limit") and not args.local
+
+    def step() -> None:
+        x: Any = DTensor.from_local(given, mesh, (Shard(1),), run_check=False) if distributed else given.detach()
+        x.requires_grad_()
+        for block in blocks:
+            x = block(x)
+        (x.to_local() if distributed else x).float().mean().backward()
+        for param in params:
+            param.grad = None
+
+    return graphed(step) if arm.get("graph") else step
+
+
+def graphed(step: Callable[[], object]) -> Callable[[], object]:
+    """Return the replay of a CUDA graph of a step."""
+    side = torch.cuda.Stream()
+    with torch.cuda.stream(side):
+        for _ in range(3):
+            step()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step()
+    return graph.replay
+
+
+@contextlib.contextmanager
+def settings(arm: dict[str, Any], mesh: DeviceMesh) -> Iterator[None]:
+    """Turn on what an arm wants."""
+    with contextlib.ExitStack() as stack:
+        if "options" in arm:
+            stack.enter_context(ovpatch.applied("tp_linear", options={"tp_linear": arm["options"]}))
+        if arm.get("micro_pipeline"):
+            from torch.distributed._symmetric_memory import enable_symm_mem_for_group
+
+            enable_symm_mem_for_group(mesh.get_group().group_name)
+            stack.enter_context(torch._inductor.config.patch(_micro_pipeline_tp=True))
+        yield
+
+
+def measure(name: str, args: argparse.Namespace, mesh: DeviceMesh) -> dict[str, Any]:
+    """Run one arm once."""
+    if CUDA:
+        torch.cuda.reset_peak_memory_stats()
+    with settings(ARMS[name], mesh):
+        step = build(ARMS[name], args, mesh)
+        timed(step, args.warmup)
+        times = timed(step, args.steps)
+        peak = torch.cuda.max_memory_allocated() / 2**30 if CUDA else 0.0
+        del step
+        torch._dynamo.reset()
+        gc.collect()
+    if CUDA:
+        torch.cuda.empty_cache()
+    return {"arm": name, "ms": times, "peak_gib": peak}
+
+
+def main() -> None:
+    """Run all arms and print a table on rank 0."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--size", choices=SIZES, default="8b")
+    parser.add_argument("--arms", nargs="*", default=[*ARMS], choices=[*ARMS])
+    parser.add_argument("--batch", type=int, default=1, help="sequences, which share the tokens")
+    parser.add_argument("--local", action="store_true", help="plain tensors between modules instead of DTensors")
+    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--warmup", type=int, default=4)
+    parser.add_argument("--steps", type=int, default=10)
+    parser.add_argument("--json", type=Path, help="append the result to this file, one JSON object a line")
+    args = parser.parse_args()
+    start()
+    mesh = init_device_mesh(device().type, (dist.get_world_size(),), mesh_dim_names=("tp",))
+    rows, failed = [], {}
+    for _ in range(args.rounds):
+        for name in [arm for arm in args.arms if arm not in failed and (CUDA or not ARMS[arm].get("graph"))]:
+            try:
+                rows.append(measure(name, args, mesh))
+            except (RuntimeError, AssertionError, NotImplementedError) as error:  # a peer that cannot is a result
+                failed[name] = f"{type(error).__name__}: {str(error)[:300]}"
+            if dist.get_rank() == 0:
+                print(f"{name:34}", failed.get(name) or f"{statistics.median(rows[-1]['ms']):9.2f} ms", flush=True)
+    if dist.get_rank() == 0:
+        report(args, rows, failed)
+    dist.destroy_process_group()
+
+
+def report(args: argparse.Namespace, rows: list[dict[str, Any]], failed: dict[str, str]) -> None:
+    """Print the table and append the raw result."""
+    columns = ["median_ms", "worst_ms", "peak_gib"]
+    found = [merged(rows, name) for name in dict.fromkeys(row["arm"] for row in rows)]
+    print(f"\n{'arm':34}" + "".join(f"{column:>11}" for column in columns))
+    for row in found:
+        print(f"{row['arm']:34}" + "".join(f"{row[column]!s:>11}" for column in columns))
+    if args.json:
+        given = {k: v for k, v in vars(args).items() if k not in ("json", "arms")}
+        result = {**described("tp_blocks", given), "summary": found, "failed": failed, "rows": rows}
+        with args.json.open("a") as file:
+            file.write(json.dumps(result) + "\n")
+
+
+if __name__ == "__main__":
+    main()
