@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from tests.plugins.tp_linear.arms import SCHEDULES, Record, both, draw, mesh, whole
+from tests.plugins.tp_linear.arms import SCHEDULES, Record, both, device, draw, mesh, whole
 from tests.plugins.tp_linear.models import MLP, WIDTH, Llama, parallel_llama
 from tests.plugins.tp_linear.test_models import LAYOUTS
 from tests.plugins.tp_linear.training import equal, trained
@@ -20,7 +20,7 @@ def compiled_mlp(layouts: Any, shape: tuple[int, ...], bias: bool, backend: str,
     torch._dynamo.reset()
     given, handed_out = layouts
     dtype = torch.float32 if autocast else torch.float64
-    model = MLP(bias=bias).to(dtype)
+    model = MLP(bias=bias).to(device(), dtype)
     plan = {"up": ColwiseParallel(input_layouts=given), "down": RowwiseParallel(output_layouts=handed_out)}
     parallelize_module(model, mesh(), plan)
     compiled = torch.compile(model, backend=backend, fullgraph=True)
@@ -29,7 +29,7 @@ def compiled_mlp(layouts: Any, shape: tuple[int, ...], bias: bool, backend: str,
     def run(step: int) -> tuple[Tensor, dict[str, Any]]:
         x = draw(*shape, WIDTH, seed=step, dtype=dtype)
         x = (x.chunk(world, given.dim)[rank].contiguous() if hasattr(given, "dim") else x).requires_grad_()
-        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        with torch.autocast(device().type, torch.bfloat16, enabled=autocast):
             y = compiled(x)
         return y.float().square().mean() if autocast else y.square().sum(), {"x": lambda: whole(x.grad)}
 
@@ -55,11 +55,11 @@ def test_inductor(ranks):
 
 def compiled_llama() -> list[Record]:
     torch._dynamo.reset()
-    model = parallel_llama(Llama(layers=1).double(), mesh())
+    model = parallel_llama(Llama(layers=1).to(device(), torch.float64), mesh())
     compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
 
     def run(step: int) -> tuple[Tensor, dict[str, Any]]:
-        given = torch.randint(48, (2, 12), generator=torch.Generator().manual_seed(step))
+        given = torch.randint(48, (2, 12), generator=torch.Generator().manual_seed(step)).to(device())
         return torch.nn.functional.cross_entropy(compiled(given).flatten(0, 1), given.flatten()), {}
 
     return trained(model, run, 2)
@@ -75,7 +75,7 @@ def test_shared_gathers(ranks):
 def compiled_blocks() -> list[Record]:
     """Blocks alone: in torch 2.13, stock's eager head raises in backward where the blocks before it are compiled."""
     torch._dynamo.reset()
-    model = parallel_llama(Llama().double(), mesh()).layers
+    model = parallel_llama(Llama().to(device(), torch.float64), mesh()).layers
     for block in model:
         block.compile(backend="aot_eager", fullgraph=True)
 

@@ -13,7 +13,7 @@ from torch.distributed.tensor import Shard
 from torch.distributed.tensor.parallel import loss_parallel
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from tests.plugins.tp_linear.arms import SCHEDULES, Record, both, mesh, whole
+from tests.plugins.tp_linear.arms import SCHEDULES, Record, both, device, mesh, whole
 from tests.plugins.tp_linear.models import Llama, parallel_llama
 from tests.plugins.tp_linear.training import equal, trained
 
@@ -22,7 +22,7 @@ Wrapping = Callable[[nn.Module], None]
 
 
 def tokens(step: int, batch: int, length: int) -> Tensor:
-    return torch.randint(WORDS, (batch, length), generator=torch.Generator().manual_seed(step))
+    return torch.randint(WORDS, (batch, length), generator=torch.Generator().manual_seed(step)).to(device())
 
 
 def llama(
@@ -41,7 +41,7 @@ def llama(
     micro: int = 1,
 ) -> list[Record]:
     """Train a small model."""
-    model = Llama(layers=layers, words=WORDS, bias=bias).to(dtype)
+    model = Llama(layers=layers, words=WORDS, bias=bias).to(device(), dtype)
     if tp:
         parallel_llama(model, mesh(), loss_parallel=losses_cut, local=local)
     for name, param in model.named_parameters():
@@ -49,10 +49,10 @@ def llama(
     wrap_checkpoints(model, checkpointing)
 
     def run(step: int) -> tuple[Tensor, dict[str, Any]]:
-        total = torch.zeros((), dtype=dtype)
+        total = torch.zeros((), dtype=dtype, device=device())
         for part in range(micro):
             given = tokens(10 * step + part, *shape)
-            with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            with torch.autocast(device().type, torch.bfloat16, enabled=autocast):
                 logits = model(given)
             with loss_parallel() if losses_cut else contextlib.nullcontext():
                 loss = nn.functional.cross_entropy(logits.flatten(0, 1), given.roll(-1, 1).flatten()) / micro

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from tests.plugins.tp_linear.arms import SCHEDULES, Record, both, draw, mesh, whole
+from tests.plugins.tp_linear.arms import SCHEDULES, Record, both, device, draw, mesh, whole
 from tests.plugins.tp_linear.models import MLP, WIDTH
 from tests.plugins.tp_linear.training import equal, trained
 
@@ -28,7 +28,7 @@ def mlp(
 ) -> list[Record]:
     """Train an MLP whose input and output are laid out as told; the loss is the sum of the ranks'."""
     given, handed_out = layouts
-    model = MLP(bias=bias).to(dtype)
+    model = MLP(bias=bias).to(device(), dtype)
     group = mesh()
     rank, world = group.get_local_rank(), group.size()
     if tp:
