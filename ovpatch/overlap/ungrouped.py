@@ -26,28 +26,33 @@ from torch import Tensor
 
 from ovpatch.overlap.works import Unpacked, Work
 
+_KEPT = 16  # idle tensors for one collective of one group
+
 _ALONE = 1024 * 1024  # bytes; below it, a launch takes longer than the copies that it saves
 
 
 class Spare:
-    """Flat tensors on the CPU that are used again; see [Note: large tensors alone]. Elsewhere torch keeps memory."""
+    """Flat tensors on the CPU that are used again; see [Note: large tensors alone]. Elsewhere torch keeps memory.
+
+    Those that were used last are kept, since sizes may change from step to step.
+    """
 
     def __init__(self) -> None:
-        self._idle: dict[tuple[torch.dtype, int], list[Tensor]] = {}
+        self._idle: list[Tensor] = []
 
     def take(self, numel: int, like: Tensor) -> Tensor:
         """Return a flat tensor of ``numel`` elements, whatever is in them."""
-        idle = self._idle.get((like.dtype, numel))
-        if idle:
-            return idle.pop()
+        for i, idle in enumerate(self._idle):
+            if idle.numel() == numel and idle.dtype == like.dtype:
+                return self._idle.pop(i)
         with torch.inference_mode(False):
             return like.new_empty(numel)
 
     def give_back(self, flat: Tensor) -> None:
         """Keep a tensor of which nobody else knows any more. A second time does nothing."""
-        idle = self._idle.setdefault((flat.dtype, flat.numel()), [])
-        if flat.device.type == "cpu" and not any(one is flat for one in idle):
-            idle.append(flat)
+        if flat.device.type == "cpu" and not any(idle is flat for idle in self._idle):
+            self._idle.append(flat)
+            del self._idle[:-_KEPT]
 
 
 class UngroupedAllReduce:

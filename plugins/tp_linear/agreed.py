@@ -15,8 +15,7 @@ import torch.distributed as dist
 from ovpatch.overlap.agreement import agree, patience
 from ovpatch_plugins.tp_linear.state import STATE
 
-NEAR_S = 20.0
-FAR_S = 300.0
+PATIENCE_S = 300.0  # ranks may load or make their models at different speeds
 
 _REMEDY = (
     "Either ovpatch is not active there, or that rank does not build the same model. Call ovpatch.apply() with the "
@@ -27,13 +26,12 @@ _REMEDY = (
 _groups: weakref.WeakSet[dist.ProcessGroup] = weakref.WeakSet()
 
 
-def ensure(group: dist.ProcessGroup, device: torch.device, *, near: bool) -> None:
+def ensure(group: dist.ProcessGroup, device: torch.device) -> None:
     """Have the ranks agree on how linears compute, once for each group.
 
     Args:
         group: Over which linears are cut.
         device: Where they are.
-        near: Whether the other ranks are known to be at the same place.
 
     Raises:
         DisagreementError: They differ, or a rank did not answer in time.
@@ -41,8 +39,7 @@ def ensure(group: dist.ProcessGroup, device: torch.device, *, near: bool) -> Non
     if group in _groups:
         return
     terms = {"version of ovpatch": importlib.metadata.version("ovpatch"), **STATE.terms}
-    seconds = NEAR_S if near else patience(group, device, FAR_S)
-    agree(group, "tp_linear", terms, timeout_s=seconds, remedy=_REMEDY)
+    agree(group, "tp_linear", terms, timeout_s=patience(group, device, PATIENCE_S), remedy=_REMEDY)
     _groups.add(group)
 
 

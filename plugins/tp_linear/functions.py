@@ -1,12 +1,17 @@
 """The operators' autograd functions.
 
 Each computes on rows, ``[sequence, features]``; forward and backward are one schedule's.
+
+[Note: what is kept for backward] Rows are mostly a view of the input. Kept is the input itself, then, so that autograd
+notices if somebody writes into it before backward. An input that needs no gradient is kept gathered, as stock keeps it:
+its backward would be the only reason to communicate, and one rank alone may run that.
 """
 
 from __future__ import annotations
 
 import enum
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -15,7 +20,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from ovpatch_plugins.tp_linear.products import linear, weight_grad
-from ovpatch_plugins.tp_linear.rows import from_rows, to_rows
+from ovpatch_plugins.tp_linear.rows import arrived, from_rows, to_rows
 from ovpatch_plugins.tp_linear.schedules import Schedule
 from ovpatch_plugins.tp_linear.weights import accumulates, like, local
 from ovpatch_plugins.tp_linear.wires import Wires
@@ -55,6 +60,21 @@ class Call(NamedTuple):
     dim: int
     weights: int  # how many
     whole: Whole | None = None  # whether to return the gathered input as well
+    check: Callable[[], None] | None = None  # called before backward
+    keeps_gathered: bool = False  # because the input needs no gradient
+
+
+def _without_autocast(backward: Callable[..., Any]) -> Any:
+    """Compute in the dtypes of forward, also where a script calls backward under autocast."""
+
+    @functools.wraps(backward)
+    def run(ctx: Any, *grads: Any) -> Any:
+        if not torch.is_autocast_enabled(ctx.kind):
+            return backward(ctx, *grads)
+        with torch.autocast(ctx.kind, enabled=False):
+            return backward(ctx, *grads)
+
+    return run
 
 
 class GatherLinear(torch.autograd.Function):
@@ -64,39 +84,55 @@ class GatherLinear(torch.autograd.Function):
     def forward(ctx: Any, call: Call, x: Tensor, *params: Tensor | None) -> tuple[Tensor, ...]:
         """Return the outputs."""
         weights, biases = params[: call.weights], params[call.weights :]
+        x = arrived(x)
         given = to_rows(x, call.dim)
         rows, used, added = _cast(given, weights, biases)
         schedule = call.how.schedule
+        keeps = call.keeps_gathered or schedule.keeps_gathered
         whole: Tensor | None
         if call.whole and rows.dtype != given.dtype:  # autocast rounds for linears, and not for who else reads it
             gathered = whole = _gathered(given, call.wires)
             rounded = gathered.to(rows.dtype)
             outs = [linear(rounded, *params) for params in zip(used, added, strict=True)]
-            kept = rounded if schedule.keeps_gathered else rows
         else:
-            needs_whole = call.whole is not None or schedule.keeps_gathered
-            outs, whole = schedule.gather_linear(call.wires, rows, used, added, needs_whole)
-            kept = whole if whole is not None and schedule.keeps_gathered else rows
-        ctx.call, ctx.shape, ctx.dtype = call, x.shape, x.dtype
+            rounded = None
+            outs, whole = schedule.gather_linear(call.wires, rows, used, added, call.whole is not None or keeps)
+        given_out = [*outs, whole] if call.whole and whole is not None else outs
+        results = [from_rows(result, x.shape, call.dim) for result in given_out]
+        kept: Tensor | None = _as_given(rows, x)
+        if keeps:
+            kept = whole if rounded is None else rounded
+        if kept is whole and call.whole:
+            kept = results[-1]  # itself, since whoever gets it may write into it
+        if call.whole and call.keeps_gathered:
+            ctx.mark_non_differentiable(results[-1])
+        ctx.call, ctx.shape, ctx.dtype, ctx.kind = call, x.shape, x.dtype, x.device.type
         ctx.biases = biases
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(kept, *weights)
-        results = [*outs, whole] if call.whole and whole is not None else outs
-        return tuple(from_rows(result, x.shape, call.dim) for result in results)
+        return tuple(results)
 
     @staticmethod
+    @_without_autocast
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
         """Return the gradients of what forward was given."""
         call: Call = ctx.call
+        if call.check is not None:
+            call.check()
         kept, *weights = ctx.saved_tensors
+        kept = _rows(kept, call.dim)
         outs, rest = grads[: call.weights], grads[call.weights :]
         rows = [None if grad is None else to_rows(grad.to(kept.dtype), call.dim) for grad in outs]
         other = None if not rest or rest[0] is None else to_rows(rest[0], call.dim)
         summed = call.whole is Whole.DTENSOR and other is not None
         collector = _Collector(ctx, weights, kept.dtype)
         mine: Tensor | None = None
-        if any(grad is not None for grad in rows):
+        if call.keeps_gathered:
+            if collector.needs_weights:
+                collector.take(kept, rows)
+            collector.take_biases(rows)
+        elif any(grad is not None for grad in rows):
             mine = call.how.schedule.gather_linear_backward(
                 call.wires,
                 rows,
@@ -109,7 +145,7 @@ class GatherLinear(torch.autograd.Function):
             collector.take_biases(rows)
         if other is not None and not (summed and mine is not None):
             own = _own_rows(other, call.wires)
-            mine = own if mine is None else mine + own
+            mine = own.clone() if mine is None else mine + own  # not a view, which would keep all of it
         dx = None if mine is None or not ctx.needs_input_grad[1] else from_rows(mine, ctx.shape, call.dim)
         return (None, dx, *collector.weights, *collector.biases)
 
@@ -120,21 +156,24 @@ class LinearScatter(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, call: Call, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """Return the outputs."""
+        x = arrived(x)
         rows, (used,), (added,) = _cast(to_rows(x, call.dim), (weight,), (bias,))
         result = call.how.schedule.linear_scatter(call.wires, rows, used)
         if added is not None:
             result += added
-        ctx.call, ctx.shape, ctx.dtype = call, x.shape, x.dtype
+        ctx.call, ctx.shape, ctx.dtype, ctx.kind = call, x.shape, x.dtype, x.device.type
         ctx.biases = (bias,)
-        ctx.save_for_backward(rows, weight)
+        ctx.save_for_backward(_as_given(rows, x), weight)
         return from_rows(result, x.shape, call.dim)
 
     @staticmethod
+    @_without_autocast
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         """Return the gradients of what forward was given."""
         call: Call = ctx.call
         rows, weight = ctx.saved_tensors
+        rows = _rows(rows, ctx.call.dim)
         collector = _Collector(ctx, [weight], rows.dtype)
 
         def take(whole: Tensor, _: Any) -> None:
@@ -159,20 +198,23 @@ class LinearReduce(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, call: Call, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """Return the outputs."""
+        x = arrived(x)
         rows, (used,), (added,) = _cast(to_rows(x, 0), (weight,), (bias,))
         result = call.how.schedule.linear_reduce(call.wires, rows, used)
         if added is not None:
             result += added
-        ctx.call, ctx.shape, ctx.dtype = call, x.shape, x.dtype
+        ctx.call, ctx.shape, ctx.dtype, ctx.kind = call, x.shape, x.dtype, x.device.type
         ctx.biases = (bias,)
-        ctx.save_for_backward(rows, weight)
+        ctx.save_for_backward(_as_given(rows, x), weight)
         return result.view(*x.shape[:-1], result.shape[-1])
 
     @staticmethod
+    @_without_autocast
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         """Return the gradients of what forward was given."""
         rows, weight = ctx.saved_tensors
+        rows = _rows(rows, ctx.call.dim)
         grads = [to_rows(grad.to(rows.dtype), 0)]
         collector = _Collector(ctx, [weight], rows.dtype)
         dx = None
@@ -190,19 +232,22 @@ class ReplicatedLinear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, call: Call, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """Return the outputs."""
+        x = arrived(x)
         rows, (used,), (added,) = _cast(to_rows(x, 0), (weight,), (bias,))
-        ctx.call, ctx.shape, ctx.dtype = call, x.shape, x.dtype
+        ctx.call, ctx.shape, ctx.dtype, ctx.kind = call, x.shape, x.dtype, x.device.type
         ctx.biases = (bias,)
-        ctx.save_for_backward(rows, weight)
+        ctx.save_for_backward(_as_given(rows, x), weight)
         result = torch.nn.functional.linear(rows, used, added)
         return result.view(*x.shape[:-1], result.shape[-1])
 
     @staticmethod
+    @_without_autocast
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         """Return the gradients of what forward was given."""
         call: Call = ctx.call
         rows, weight = ctx.saved_tensors
+        rows = _rows(rows, ctx.call.dim)
         grads = [to_rows(grad.to(rows.dtype), 0)]
         used = local(weight).to(rows.dtype)
         collector = _Collector(ctx, [weight], rows.dtype)
@@ -254,6 +299,15 @@ class _Collector:
                 target.add_(weight_grad(grad, x))
             return None
         return like(weight_grad(grad, x).to(weight.dtype), weight)
+
+
+def _as_given(rows: Tensor, x: Tensor) -> Tensor:
+    """Return what to keep of an input; see [Note: what is kept for backward]."""
+    return x if rows.data_ptr() == x.data_ptr() and rows.dtype == x.dtype else rows
+
+
+def _rows(kept: Tensor, dim: int) -> Tensor:
+    return kept if kept.dim() == 2 else to_rows(kept, max(dim, 0))
 
 
 def _gathered(rows: Tensor, wires: Wires) -> Tensor:

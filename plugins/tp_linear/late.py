@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor.parallel.style import ColwiseParallel, PrepareModuleInput, RowwiseParallel
 
+from ovpatch_plugins.tp_linear.linear import Linear
 from ovpatch_plugins.tp_linear.parallel import Style
 from ovpatch_plugins.tp_linear.styles import take_over, take_over_gather
 
@@ -34,11 +35,22 @@ def recover() -> list[str]:
                 "an nn.Linear was made parallel before ovpatch.apply(), in a way that cannot be recovered, and stays "
                 "stock: move the line ovpatch.apply() above parallelize_module"
             )
+        elif _is_cut_and_changed(module):
+            remarks.append(
+                f"an nn.Linear was made parallel before ovpatch.apply() and is a {type(module).__name__} now; it stays "
+                "stock: move the line ovpatch.apply() above parallelize_module"
+            )
         for key, hook in list(state.get("_forward_pre_hooks", {}).items()):
             style, mesh = (found := _closure(hook)).get("self"), found.get("device_mesh")
             if isinstance(style, PrepareModuleInput) and mesh is not None:
                 take_over_gather(module, key, style, mesh)
     return list(dict.fromkeys(remarks))
+
+
+def _is_cut_and_changed(module: nn.Module) -> bool:
+    """Whether it is of a class that was made of nn.Linear after parallelize_module, as by fully_shard."""
+    kind = type(module)
+    return kind is not Linear and nn.Linear in kind.__bases__ and bool(vars(module).get("_distribute_module_applied"))
 
 
 def _recover_linear(linear: nn.Linear) -> bool:
@@ -66,4 +78,8 @@ def _style(prepare: Any, finish: Any) -> Style | None:
 
 
 def _closure(hook: Any) -> dict[str, Any]:
-    return dict(inspect.getclosurevars(hook).nonlocals) if inspect.isfunction(hook) else {}
+    """Return what a function of torch's styles has closed over."""
+    if not inspect.isfunction(hook) or not hook.__module__.startswith("torch.distributed.tensor"):
+        return {}
+    cells = zip(hook.__code__.co_freevars, hook.__closure__ or (), strict=True)
+    return {name: cell.cell_contents for name, cell in cells}

@@ -1,10 +1,13 @@
-"""What stock's placements say about an activation, and whether anybody looks at single operations."""
+"""What stock's placements say about an activation, and whether single operations are recorded."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import Placement, Shard
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 
 def sequence_dim(layout: Placement, x: Tensor) -> int | None:
@@ -16,9 +19,15 @@ def sequence_dim(layout: Placement, x: Tensor) -> int | None:
 
 
 def traced() -> bool:
-    """Tell whether somebody looks at single operations: a mode, as selective checkpointing is, or torch.func."""
-    return bool(
-        torch._C._len_torch_dispatch_stack()
-        or torch._C._functorch.peek_interpreter_stack() is not None
-        or torch.jit.is_tracing()
-    )
+    """Tell whether single operations are recorded, to be kept, changed or repeated: there stock's have to be seen.
+
+    Selective checkpointing does so, torch.func, and whatever traces graphs; not so modes that only watch, as those that
+    count: they may be on one rank alone, which must not issue other collectives then.
+    """
+    if torch._C._len_torch_dispatch_stack() and any(map(_records, _get_current_dispatch_mode_stack())):
+        return True
+    return torch._C._functorch.peek_interpreter_stack() is not None or bool(torch.jit.is_tracing())
+
+
+def _records(mode: Any) -> bool:
+    return getattr(mode, "_mode_key", None) is not None or type(mode).__module__ == "torch.utils.checkpoint"

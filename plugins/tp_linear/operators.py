@@ -6,9 +6,10 @@ group; weights are a rank's part of a linear's weight, laid out as ``nn.Linear``
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -55,12 +56,13 @@ def all_gather_linear(
         An output ``[.., world * s, .., n_i]`` for each weight.
 
     Raises:
-        ValueError: The schedule, the dimension, or the number of biases is wrong.
+        ValueError: The schedule, the dimension, or the number of biases is wrong, or a tensor is complex.
     """
     how = How(_schedule(schedule, chunks))
     given = list(biases) if biases is not None else [None] * len(weights)
     if len(given) != len(weights):
         raise ValueError(f"got {len(weights)} weights and {len(given)} biases: give one bias, or None, for each weight")
+    _refuse_complex(x, *weights)
     return gather_linear(x, weights, given, wires_of.of(group, x.device), _dim(x, dim), how)
 
 
@@ -89,9 +91,11 @@ def linear_reduce_scatter(
         ``[.., s, .., n]``.
 
     Raises:
-        ValueError: The schedule or the dimension is wrong, or the sequence does not divide by the number of ranks.
+        ValueError: The schedule or the dimension is wrong, a tensor is complex, or the sequence does not divide by the
+            number of ranks.
     """
     how = How(_schedule(schedule, chunks))
+    _refuse_complex(x, weight)
     dim, wires = _dim(x, dim), wires_of.of(group, x.device)
     if x.shape[dim] % wires.world:
         raise ValueError(
@@ -110,9 +114,15 @@ def gather_linear(
     how: How,
     *,
     whole: Whole | None = None,
+    check: Callable[[], None] | None = None,
 ) -> tuple[Tensor, ...]:
-    """Return an output for each weight, and, behind them, the gathered input if ``whole`` says as what."""
-    results: tuple[Tensor, ...] = _apply(GatherLinear, Call(how, wires, dim, len(weights), whole), x, *weights, *biases)
+    """Return an output for each weight, and, behind them, the gathered input if ``whole`` says as what.
+
+    ``check`` is called before backward.
+    """
+    keeps = not x.requires_grad and torch.is_grad_enabled()
+    call = Call(how, wires, dim, len(weights), whole, check, keeps)
+    results: tuple[Tensor, ...] = _apply(GatherLinear, call, x, *weights, *biases)
     return results
 
 
@@ -155,6 +165,12 @@ def _dim(x: Tensor, dim: int) -> int:
             f"dim={dim} is no sequence dimension of an input of shape {tuple(x.shape)}: the last one holds features"
         )
     return dim % x.dim()
+
+
+def _refuse_complex(*tensors: Tensor) -> None:
+    for tensor in tensors:
+        if tensor.is_complex():
+            raise ValueError(f"complex numbers ({tensor.dtype}) are not supported: compute on real and imaginary parts")
 
 
 def _schedule(name: str, chunks: int) -> Schedule:

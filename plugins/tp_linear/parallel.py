@@ -71,7 +71,7 @@ class Parallel:
             group = self.mesh.get_group()
             if torch.compiler.is_compiling():
                 return group  # nothing to trace; ranks agreed when the linear was cut, or in an eager forward
-            agreed.ensure(group, torch.device(self.mesh.device_type), near=False)
+            agreed.ensure(group, torch.device(self.mesh.device_type))
             self._group = group
         return self._group
 
@@ -106,6 +106,8 @@ class Parallel:
                 COUNTERS.stock_calls += 1
                 return self.stock(linear, x)
         weight = linear.weight
+        if not weight.is_floating_point():  # nobody has tested complex ones
+            return self.stock(linear, x)
         output = (self._column if self.column else self._row)(weight, linear.bias, x, compiling)
         if output is None:
             if not compiling:
@@ -128,12 +130,18 @@ class Parallel:
                 self._known = spec
         return True
 
+    def _is_uneven(self, x: DTensor) -> bool:
+        placement = x.placements[0]
+        return isinstance(placement, Shard) and x.shape[placement.dim] % self._world != 0
+
     def _column(self, weight: Any, bias: Any, x: Any, compiling: bool) -> Tensor | None:
         if not self.divides(weight, 0) or not isinstance(x, Tensor) or not x.numel():
             return None
         layout, partial = self.input_layouts[0], False
         if isinstance(x, DTensor):
             if x.device_mesh != self.mesh or x.placements not in (self.input_layouts, self.desired):
+                return None
+            if x.placements != self.desired and self._is_uneven(x):
                 return None
             layout, partial = x.placements[0], x.placements == self.desired
             if partial and self.input_layouts != self.desired:

@@ -12,13 +12,20 @@ from math import prod
 
 import torch
 from torch import Tensor
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
 
 
 def to_rows(x: Tensor, dim: int) -> Tensor:
     """Return ``[.., s, .., k]`` as contiguous ``[s * .., k]``, dimension ``dim`` first."""
+    x = arrived(x)
     if not _in_front(x.shape, dim):
         x = x.movedim(dim, 0)
     return x.reshape(-1, x.shape[-1]).contiguous()
+
+
+def arrived(x: Tensor) -> Tensor:
+    """Return a tensor that one of torch's functional collectives writes, when it is there."""
+    return x.trigger_wait() if isinstance(x, AsyncCollectiveTensor) else x
 
 
 def from_rows(rows: Tensor, shape: torch.Size, dim: int) -> Tensor:

@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel.style import ColwiseParallel, PrepareModuleInput
 
-from ovpatch_plugins.tp_linear import agreed
+from ovpatch_plugins.tp_linear import agreed, wires
 from ovpatch_plugins.tp_linear.counters import COUNTERS
 from ovpatch_plugins.tp_linear.linear import Linear
 from ovpatch_plugins.tp_linear.parallel import Parallel, Style
@@ -25,7 +25,15 @@ from ovpatch_plugins.tp_linear.support import objection
 
 Hooks = dict[int, Any]
 
-_taken: weakref.WeakKeyDictionary[nn.Module, tuple[Hooks, Hooks]] = weakref.WeakKeyDictionary()
+
+class _Aside(NamedTuple):
+    """Hooks that were put aside, and the order of all hooks before."""
+
+    hooks: Hooks
+    order: list[int]
+
+
+_taken: weakref.WeakKeyDictionary[nn.Module, tuple[_Aside, _Aside]] = weakref.WeakKeyDictionary()
 _gathers: weakref.WeakKeyDictionary[nn.Module, None] = weakref.WeakKeyDictionary()
 _left: dict[str, str] = {}
 
@@ -34,7 +42,7 @@ def apply_to_linear(apply: Callable[..., nn.Module], style: Style, module: nn.Mo
     """Do what ``ColwiseParallel._apply`` or ``RowwiseParallel._apply`` does, and take the module over."""
     ours = type(module) is nn.Linear and mesh.ndim == 1 and mesh.get_coordinate() is not None
     if ours:
-        agreed.ensure(mesh.get_group(), torch.device(mesh.device_type), near=True)
+        agreed.ensure(mesh.get_group(), torch.device(mesh.device_type))
     before = {*module._forward_pre_hooks, *module._forward_hooks}
     made = apply(style, module, mesh)
     if made is module and isinstance(module, nn.Linear):
@@ -114,6 +122,7 @@ def give_all_back() -> None:
     _gathers.clear()
     _left.clear()
     agreed.forget()
+    wires.forget()
 
 
 def left_alone() -> Mapping[str, str]:
@@ -127,13 +136,17 @@ def _layouts(style: PrepareModuleInput) -> Iterator[tuple[Any, Any]]:
         yield layout, style.desired_input_kwarg_layouts.get(name)
 
 
-def _put_aside(hooks: Hooks, ours: Callable[[int], bool]) -> Hooks:
-    return {key: hooks.pop(key) for key in list(hooks) if ours(key)}
+def _put_aside(hooks: Hooks, ours: Callable[[int], bool]) -> _Aside:
+    order = list(hooks)
+    return _Aside({key: hooks.pop(key) for key in order if ours(key)}, order)
 
 
-def _put_back(hooks: Hooks, kept: Hooks) -> None:
-    """Put hooks back where they were: keys rise in the order of registration."""
-    later = [key for key in hooks if key > max(kept, default=0)]
-    hooks.update(kept)
-    for key in later:
-        hooks[key] = hooks.pop(key)
+def _put_back(hooks: Hooks, aside: _Aside) -> None:
+    """Put hooks back where they were; what was registered meanwhile comes behind, or in front if it was put there."""
+    now = {**hooks, **aside.hooks}
+    later = list(hooks)
+    first = next((i for i, key in enumerate(later) if key in aside.order), 0)
+    known = [key for key in aside.order if key in now]
+    order = [*later[:first], *known, *(key for key in later[first:] if key not in aside.order)]
+    hooks.clear()
+    hooks.update({key: now[key] for key in order})

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import distributed_c10d
 
 from ovpatch.overlap.collectives import AllGather, AllReduce, ReduceScatter
 from ovpatch.overlap.works import Work
@@ -88,6 +89,8 @@ def of(group: dist.ProcessGroup, device: torch.device) -> Wires:
     """Return the wires of a group; made once."""
     found = _wires.get((id(group), device))
     if found is None or found[0] is not group:
+        for key in [key for key, (other, _) in _wires.items() if other not in distributed_c10d._world.pg_map]:
+            del _wires[key]  # destroyed
         found = _wires[id(group), device] = (group, Wires(group, device))
     return found[1]
 

@@ -82,6 +82,9 @@ def test_memory_is_used_again_when_it_has_been_given_back():
     assert spare.take(4, like) is not first, "given back twice, there once"
     spare.give_back(first)
     assert spare.take(5, like).numel() == 5
+    for numel in range(100, 200):
+        spare.give_back(torch.empty(numel))
+    assert len(spare._idle) == ungrouped._KEPT, "sizes may change from step to step"
     assert spare.take(4, like.double()).dtype == torch.float64
 
 

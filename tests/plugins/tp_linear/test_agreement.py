@@ -18,7 +18,7 @@ def differing(how: str) -> str:
     if how == "one is stock" and first:
         return ""  # it would go on to a collective, in which it finds nobody
     schedule = "ring" if how == "schedules" and first else "bulk"
-    agreed.NEAR_S = 1.0
+    patience, agreed.PATIENCE_S = agreed.PATIENCE_S, 1.0
     try:
         with ovpatch.applied("tp_linear", options={"tp_linear": {"schedule": schedule}}):
             model = MLP()
@@ -28,7 +28,7 @@ def differing(how: str) -> str:
                 assert type(model.up.weight).__name__ == "Parameter", "nothing is half-applied"
                 return str(error)
     finally:
-        agreed.NEAR_S = 20.0
+        agreed.PATIENCE_S = patience
     return "no error"
 
 
