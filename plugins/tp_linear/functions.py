@@ -62,6 +62,7 @@ class Call(NamedTuple):
     whole: Whole | None = None  # whether to return the gathered input as well
     check: Callable[[], None] | None = None  # called before backward
     keeps_gathered: bool = False  # because the input needs no gradient
+    partial: bool = False  # the input's gradient is this rank's term only
 
 
 def _without_autocast(backward: Callable[..., Any]) -> Any:
@@ -126,11 +127,10 @@ class GatherLinear(torch.autograd.Function):
         rows = [None if grad is None else to_rows(grad.to(kept.dtype), call.dim) for grad in outs]
         other = None if not rest or rest[0] is None else to_rows(rest[0], call.dim)
         summed = call.whole is Whole.DTENSOR and other is not None
-        collector = _Collector(ctx, weights, kept.dtype)
+        collector = _Collector(ctx, weights)
         mine: Tensor | None = None
         if call.keeps_gathered:
-            if collector.needs_weights:
-                collector.take(kept, rows)
+            collector.take(kept, rows)
             collector.take_biases(rows)
         elif any(grad is not None for grad in rows):
             mine = call.how.schedule.gather_linear_backward(
@@ -146,8 +146,7 @@ class GatherLinear(torch.autograd.Function):
         if other is not None and not (summed and mine is not None):
             own = _own_rows(other, call.wires)
             mine = own.clone() if mine is None else mine + own  # not a view, which would keep all of it
-        dx = None if mine is None or not ctx.needs_input_grad[1] else from_rows(mine, ctx.shape, call.dim)
-        return (None, dx, *collector.weights, *collector.biases)
+        return _grads(ctx, mine if ctx.needs_input_grad[1] else None, collector)
 
 
 class LinearScatter(torch.autograd.Function):
@@ -156,15 +155,11 @@ class LinearScatter(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, call: Call, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """Return the outputs."""
-        x = arrived(x)
-        rows, (used,), (added,) = _cast(to_rows(x, call.dim), (weight,), (bias,))
+        rows, used, added = _begin(ctx, call, x, weight, bias)
         result = call.how.schedule.linear_scatter(call.wires, rows, used)
         if added is not None:
             result += added
-        ctx.call, ctx.shape, ctx.dtype, ctx.kind = call, x.shape, x.dtype, x.device.type
-        ctx.biases = (bias,)
-        ctx.save_for_backward(_as_given(rows, x), weight)
-        return from_rows(result, x.shape, call.dim)
+        return from_rows(result, ctx.shape, call.dim)
 
     @staticmethod
     @_without_autocast
@@ -172,24 +167,20 @@ class LinearScatter(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         """Return the gradients of what forward was given."""
         call: Call = ctx.call
-        rows, weight = ctx.saved_tensors
-        rows = _rows(rows, ctx.call.dim)
-        collector = _Collector(ctx, [weight], rows.dtype)
+        rows, used, collector = _resume(ctx)
 
         def take(whole: Tensor, _: Any) -> None:
-            if ctx.needs_input_grad[2]:
-                collector.take(rows, [whole])
+            collector.take(rows, [whole])
             collector.take_biases([whole])
 
         dx = call.how.schedule.linear_scatter_backward(
             call.wires,
             to_rows(grad.to(rows.dtype), call.dim),
-            local(weight).to(rows.dtype),
-            take if ctx.needs_input_grad[2] or ctx.needs_input_grad[3] else None,
+            used,
+            take if collector.needs_any else None,
             ctx.needs_input_grad[1],
         )
-        dx = None if dx is None else from_rows(dx.to(ctx.dtype), ctx.shape, call.dim)
-        return (None, dx, *collector.weights, *collector.biases)
+        return _grads(ctx, dx, collector)
 
 
 class LinearReduce(torch.autograd.Function):
@@ -198,47 +189,32 @@ class LinearReduce(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, call: Call, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """Return the outputs."""
-        x = arrived(x)
-        rows, (used,), (added,) = _cast(to_rows(x, 0), (weight,), (bias,))
+        rows, used, added = _begin(ctx, call, x, weight, bias)
         result = call.how.schedule.linear_reduce(call.wires, rows, used)
         if added is not None:
             result += added
-        ctx.call, ctx.shape, ctx.dtype, ctx.kind = call, x.shape, x.dtype, x.device.type
-        ctx.biases = (bias,)
-        ctx.save_for_backward(_as_given(rows, x), weight)
-        return result.view(*x.shape[:-1], result.shape[-1])
+        return from_rows(result, ctx.shape, 0)
 
     @staticmethod
     @_without_autocast
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         """Return the gradients of what forward was given."""
-        rows, weight = ctx.saved_tensors
-        rows = _rows(rows, ctx.call.dim)
+        rows, used, collector = _resume(ctx)
         grads = [to_rows(grad.to(rows.dtype), 0)]
-        collector = _Collector(ctx, [weight], rows.dtype)
-        dx = None
-        if ctx.needs_input_grad[1]:
-            dx = (grads[0] @ local(weight).to(rows.dtype)).to(ctx.dtype).view(ctx.shape)
-        if collector.needs_weights:
-            collector.take(rows, grads)
+        dx = grads[0] @ used if ctx.needs_input_grad[1] else None
+        collector.take(rows, grads)
         collector.take_biases(grads)
-        return (None, dx, *collector.weights, *collector.biases)
+        return _grads(ctx, dx, collector)
 
 
 class ReplicatedLinear(torch.autograd.Function):
-    """Applies a linear to what all ranks have; the input's gradient is added up over them."""
+    """Applies a linear to what all ranks have; the input's gradient is added up over them, unless it stays partial."""
 
     @staticmethod
     def forward(ctx: Any, call: Call, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """Return the outputs."""
-        x = arrived(x)
-        rows, (used,), (added,) = _cast(to_rows(x, 0), (weight,), (bias,))
-        ctx.call, ctx.shape, ctx.dtype, ctx.kind = call, x.shape, x.dtype, x.device.type
-        ctx.biases = (bias,)
-        ctx.save_for_backward(_as_given(rows, x), weight)
-        result = torch.nn.functional.linear(rows, used, added)
-        return result.view(*x.shape[:-1], result.shape[-1])
+        return from_rows(torch.nn.functional.linear(*_begin(ctx, call, x, weight, bias)), ctx.shape, 0)
 
     @staticmethod
     @_without_autocast
@@ -246,31 +222,56 @@ class ReplicatedLinear(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         """Return the gradients of what forward was given."""
         call: Call = ctx.call
-        rows, weight = ctx.saved_tensors
-        rows = _rows(rows, ctx.call.dim)
+        rows, used, collector = _resume(ctx)
         grads = [to_rows(grad.to(rows.dtype), 0)]
-        used = local(weight).to(rows.dtype)
-        collector = _Collector(ctx, [weight], rows.dtype)
-        take = collector.take if collector.needs_weights else None
-        if call.dim < 0 or not ctx.needs_input_grad[1]:  # nothing to send
-            dx = (grads[0] @ used).to(ctx.dtype) if ctx.needs_input_grad[1] else None
-            if take is not None:
-                take(rows, grads)
+        if call.partial or not ctx.needs_input_grad[1]:  # nothing to send
+            dx = grads[0] @ used if ctx.needs_input_grad[1] else None
+            collector.take(rows, grads)
         else:
+            take = collector.take if collector.needs_weights else None
             dx = call.how.schedule.replicated_linear_backward(call.wires, grads, rows, [used], take, ctx.dtype)
         collector.take_biases(grads)
-        return (None, None if dx is None else dx.view(ctx.shape), *collector.weights, *collector.biases)
+        return _grads(ctx, dx, collector)
+
+
+def _begin(
+    ctx: Any, call: Call, x: Tensor, weight: Tensor, bias: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Return rows, weight and bias as they are computed with, of a linear alone; keep what backward needs."""
+    x = arrived(x)
+    rows, (used,), (added,) = _cast(to_rows(x, call.dim), (weight,), (bias,))
+    ctx.call, ctx.shape, ctx.dtype, ctx.kind = call, x.shape, x.dtype, x.device.type
+    ctx.biases = (bias,)
+    ctx.save_for_backward(_as_given(rows, x), weight)
+    return rows, used, added
+
+
+def _resume(ctx: Any) -> tuple[Tensor, Tensor, _Collector]:
+    """Return rows and weight as they were computed with, and what collects the gradients of weight and bias."""
+    kept, weight = ctx.saved_tensors
+    rows = _rows(kept, ctx.call.dim)
+    return rows, local(weight).to(rows.dtype), _Collector(ctx, [weight])
+
+
+def _grads(ctx: Any, dx: Tensor | None, collector: _Collector) -> tuple[Any, ...]:
+    dx = None if dx is None else from_rows(dx.to(ctx.dtype), ctx.shape, ctx.call.dim)
+    return (None, dx, *collector.weights, *collector.biases)
 
 
 class _Collector:
     """Gathers the gradients of an operator's weights and biases, each as what the parameter is."""
 
-    def __init__(self, ctx: Any, weights: Sequence[Tensor], dtype: torch.dtype) -> None:
+    def __init__(self, ctx: Any, weights: Sequence[Tensor]) -> None:
         self._given_biases, self._fuse = ctx.biases, ctx.call.how.fuse
         self._wanted = ctx.needs_input_grad[2:]
         self.weights: list[Tensor | None] = [None] * len(weights)
         self.biases: list[Tensor | None] = [None] * len(weights)
         self._given = weights
+
+    @property
+    def needs_any(self) -> bool:
+        """Whether any weight or bias needs a gradient."""
+        return any(self._wanted)
 
     @property
     def needs_weights(self) -> bool:
@@ -307,7 +308,7 @@ def _as_given(rows: Tensor, x: Tensor) -> Tensor:
 
 
 def _rows(kept: Tensor, dim: int) -> Tensor:
-    return kept if kept.dim() == 2 else to_rows(kept, max(dim, 0))
+    return kept if kept.dim() == 2 else to_rows(kept, dim)
 
 
 def _gathered(rows: Tensor, wires: Wires) -> Tensor:

@@ -151,7 +151,7 @@ def replicated_linear(
         how: How.
         partial: The input's gradient is this rank's term only; somebody else adds them up.
     """
-    result: Tensor = _apply(ReplicatedLinear, Call(how, wires, -1 if partial else 0, 1), x, weight, bias)
+    result: Tensor = _apply(ReplicatedLinear, Call(how, wires, 0, 1, partial=partial), x, weight, bias)
     return result
 
 

@@ -36,6 +36,8 @@ def from_rows(rows: Tensor, shape: torch.Size, dim: int) -> Tensor:
         shape: Of an activation of which only dimension ``dim`` and the last may have other sizes.
         dim: The dimension that comes first in the rows.
     """
+    if len(shape) == 1:
+        return rows.view(rows.shape[-1])
     others = [size for i, size in enumerate(shape[:-1]) if i != dim]
     first = rows.shape[0] // max(prod(others), 1)
     if _in_front(shape, dim):

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.support import scripts
+from tests.support.rarely import RARELY
 
 SCRIPT = Path(__file__).resolve().parents[2] / "examples" / "train_tp.py"
 SMALL = ["--layers=2", "--width=64", "--context=32", "--batch-size=2", "--device=cpu"]
@@ -39,6 +40,7 @@ def test_verify_passes(tmp_path):
     assert "values moved" in found["noise"]["reordered"]
 
 
+@RARELY
 def test_each_goes_on_from_the_checkpoint_of_the_other(tmp_path, forks):
     saved, copied = tmp_path / "saved", tmp_path / "copied"
     first = train(scripts.torchrun, f"--checkpoint={saved}", "--steps=2", features="+tp_linear")

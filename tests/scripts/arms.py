@@ -8,7 +8,6 @@ it has a launcher that forks. Most of the time of these tests was the import of 
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import sys
 from collections.abc import Callable, Sequence
@@ -125,10 +124,6 @@ class Runner:
         done = run() if patched else self._stock(run, to)
         report = self.folder / f"{to}.report"
         return Arm(self.folder / to, done.check(), json.loads(report.read_text()) if report.exists() else None)
-
-
-#: For programs whose like runs elsewhere in the same way: with ALL_CASES=1 alone, as they take half a minute each.
-RARELY = pytest.mark.skipif(not os.environ.get("ALL_CASES"), reason="runs with ALL_CASES=1")
 
 
 def needs(*libraries: str) -> pytest.MarkDecorator:

@@ -7,7 +7,6 @@ import pytest
 from ovpatch.insight.equality import compare
 from tests.scripts.arms import (
     PROGRAMS,
-    RARELY,
     WORLD,
     assert_applied,
     assert_same,
@@ -18,6 +17,7 @@ from tests.scripts.arms import (
     together,
 )
 from tests.support import scripts
+from tests.support.rarely import RARELY
 
 pytestmark = [pytest.mark.slow, needs("accelerate")]
 
@@ -107,6 +107,7 @@ def test_compiled_outside_the_wrapper(runner, compatibility):
     )
 
 
+@RARELY
 def test_sync_triggered_in_backward(runner, compatibility):
     stock, patched = both(runner, "trigger_sync.py", to="trigger")
     assert stock.ranks[0]["gradients"] == stock.ranks[1]["gradients"], "gradients were synchronized"
@@ -119,6 +120,7 @@ def test_sync_triggered_in_backward(runner, compatibility):
     )
 
 
+@RARELY
 def test_a_communication_hook_keeps_the_stock_reducer(runner, accumulated, compatibility):
     stock, patched = both(runner, "accelerated.py", "--comm-hook", to="hook")
     assert stock.ranks[0]["norms"] != accumulated[0].ranks[0]["norms"], "the hook rounds"

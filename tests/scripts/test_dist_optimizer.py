@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 
 from ovpatch.insight.equality import compare
-from tests.scripts.arms import PROGRAMS, RARELY, WORLD, Arm, assert_applied, assert_same, needs
+from tests.scripts.arms import PROGRAMS, WORLD, Arm, assert_applied, assert_same, needs
 from tests.support import scripts
+from tests.support.rarely import RARELY
 
 pytestmark = pytest.mark.slow
 
@@ -20,14 +21,14 @@ PRELOADED = ("transformers.trainer", "accelerate", "peft")
 # The programs' models are small; all but the smallest parameters are to be cut.
 ON = {"OVPATCH": "+dist_optimizer", "OVPATCH_DIST_OPTIMIZER_MIN_PARAM_NUMEL": "16"}
 
-BITWISE = {"dcgan": {}, "wgan_gp": {}}
+BITWISE = {"dcgan": {}, "wgan_gp": {"marks": RARELY}}
 
 # They clip, and a norm that is summed from parts differs in its last bit.
 CLIPPING = {
     "nano": {},
     "accelerated": {"marks": [needs("accelerate"), RARELY]},
     "lora": {"marks": [needs("transformers", "peft"), RARELY]},
-    "lightning_fit": {"marks": needs("lightning")},
+    "lightning_fit": {"marks": [needs("lightning"), RARELY]},
     "hf_trainer": {"marks": needs("transformers")},
 }
 

@@ -8,6 +8,7 @@ import torch
 from ovpatch.insight.equality import compare
 from tests.scripts.arms import PROGRAMS, assert_applied, assert_same, crosswise, needs, together
 from tests.support import scripts
+from tests.support.rarely import RARELY
 
 pytestmark = [pytest.mark.slow, needs("lightning")]
 
@@ -72,6 +73,7 @@ def test_resumes_the_other_ways_checkpoint_under_torchrun(runner, fitted, compat
     )
 
 
+@RARELY
 def test_unused_parameters(runner, compatibility):
     stock, patched = launched(runner, "lightning_fit.py", "--strategy=ddp_find_unused_parameters_true", to="unused")
     assert_same(stock, patched)
@@ -85,6 +87,7 @@ def test_unused_parameters(runner, compatibility):
     )
 
 
+@RARELY
 def test_manual_optimization_with_two_optimizers(runner, compatibility):
     stock, patched = launched(runner, "lightning_gan.py", to="gan")
     assert len(stock.ranks[0]["losses"]) == 6

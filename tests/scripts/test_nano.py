@@ -6,6 +6,7 @@ import pytest
 
 from ovpatch.insight.equality import compare
 from tests.scripts.arms import assert_applied, assert_same, crosswise
+from tests.support.rarely import RARELY
 
 pytestmark = pytest.mark.slow
 
@@ -35,6 +36,7 @@ def test_compiled_inside_of_the_wrapper(compiled, compatibility):
     compatibility("nanoGPT, torch.compile inside the wrapper", patched, compared="losses, norms, graphs, checkpoints")
 
 
+@RARELY
 def test_compiled_outside_of_the_wrapper(runner, compatibility):
     stock, patched = runner.both("nano", f"--compile_wrapper={BACKEND}", to="outside")
     assert all(rank["graphs"] > 0 for rank in stock.ranks)

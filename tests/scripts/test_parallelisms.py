@@ -8,6 +8,7 @@ from __future__ import annotations
 import pytest
 
 from tests.scripts.arms import assert_applied, assert_same, assert_stood_down
+from tests.support.rarely import RARELY
 
 pytestmark = pytest.mark.slow
 
@@ -27,6 +28,7 @@ def test_zero_redundancy_optimizer(runner, compatibility):
     compatibility("ZeroRedundancyOptimizer", patched, compared="losses, parameters, consolidated checkpoints")
 
 
+@RARELY
 def test_replicate_has_a_wrapper_inside(runner, compatibility):
     stock, patched = runner.both("replicated")
     assert_same(stock, patched)

@@ -7,6 +7,7 @@ import pytest
 from ovpatch.insight.equality import compare
 from tests.scripts.arms import PROGRAMS, Arm, assert_applied, assert_same, feature, together
 from tests.support import scripts
+from tests.support.rarely import RARELY
 
 pytestmark = pytest.mark.slow
 
@@ -75,6 +76,7 @@ def assert_continues(arm, whole):
 # --- other styles ---
 
 
+@RARELY
 def test_nanogpt_style(runner, compatibility):
     stock, patched = runner.both("nano")
     assert [len(rank["eval"]) for rank in stock.ranks] == [2, 0], "rank 0 evaluates alone"

@@ -6,6 +6,7 @@ import pytest
 
 from ovpatch.insight.equality import compare
 from tests.scripts.arms import assert_applied, assert_same, crosswise, needs, saved_folders
+from tests.support.rarely import RARELY
 
 pytestmark = [pytest.mark.slow, needs("transformers", "accelerate")]
 
@@ -71,6 +72,7 @@ def test_trainer_resumes_the_other_ways_checkpoint(runner, defaults, compatibili
     )
 
 
+@RARELY
 def test_trainer_that_accumulates_and_checkpoints_activations(runner, compatibility):
     args = ("--gradient-accumulation-steps=2", "--gradient-checkpointing")
     stock, patched = both(runner, *args, to="accumulate")
@@ -85,6 +87,7 @@ def test_trainer_that_accumulates_and_checkpoints_activations(runner, compatibil
     )
 
 
+@RARELY
 def test_trainer_that_finds_its_batch_size(runner, compatibility):
     stock, patched = both(runner, "--auto-find-batch-size", to="batch-size")
     assert [rank["batch_size"] for rank in stock.ranks] == [7, 7], "8 did not fit"

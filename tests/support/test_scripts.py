@@ -8,6 +8,7 @@ import sys
 import pytest
 
 from tests.support import scripts
+from tests.support.rarely import RARELY
 
 WORKER = """
 import os, sys, time
@@ -116,6 +117,7 @@ def test_torchrun(worker):
 
 
 @pytest.mark.slow
+@RARELY
 def test_two_nodes_that_hang_show_every_rank(worker, tmp_path):
     for timeout in (6, 12, 24):  # a busy machine may not have come that far
         result = scripts.torchrun(1, worker, "hang", nnodes=2, timeout=timeout, env={"HANG_TEST": str(tmp_path)})

@@ -94,8 +94,9 @@ def linears(result: Record, steps: int = 2, layers: int = 1) -> None:
     assert counted["shared_calls"] == 5 * layers * steps
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
-@pytest.mark.parametrize(("world", "local"), [(2, False), (4, True)])
+@pytest.mark.parametrize(
+    ("world", "local", "schedule"), [*((2, False, name) for name in SCHEDULES), (4, True, "ring"), (4, True, "chunk")]
+)
 def test_all_schedules(ranks, world, local, schedule):
     for result in ranks(world)(both, llama, local=local, options={"schedule": schedule}):
         equal(result["stock"], result["patched"])

@@ -62,6 +62,21 @@ def test_uneven_dtensors_are_left_to_stock(ranks):
         compare(result["stock"], result["patched"], floor=1e-10).assert_equal()
 
 
+def vectors() -> Record:
+    """Inputs without a sequence."""
+    up, down = linear(ColwiseParallel()), linear(RowwiseParallel())
+    x = draw(WIDTH, seed=1, dtype=DOUBLE).requires_grad_()
+    y = down(up(x))
+    y.square().sum().backward()
+    return {"y": whole(y), "x": x.grad, "grads": [grads(up), grads(down)]}
+
+
+def test_vectors(ranks):
+    for result in ranks(2)(both, vectors):
+        compare(result["stock"], result["patched"], floor=1e-10).assert_equal()
+        assert result["counters"]["calls"] == 2
+
+
 def complex_numbers() -> Record:
     style = ColwiseParallel(input_layouts=Shard(0))
     model = linear(style, dtype=torch.complex128)
