@@ -2,7 +2,7 @@
 
     torchrun --nproc-per-node 8 benchmarks/ddp_step.py --size 3.8b --rounds 2 --json benchmarks/results/ddp_step.json
 
-Arms alternate (A B C A B C …); each is built anew, warmed up and timed with device events; the slowest rank counts.
+Arms alternate (A B C A B C …); each is built anew, warmed up and timed; the slowest rank counts.
 Stock runs with several bucket sizes and with gradient_as_bucket_view, so that its best is in the table. The arm
 ``no sync`` is the same step without any gradient communication. Without CUDA it runs on gloo (use ``--size tiny``).
 """

@@ -53,6 +53,7 @@ STOCK: dict[str, dict[str, Any]] = {
 OURS: dict[str, dict[str, Any]] = {
     **{f"ovpatch, {name}": {"options": {"schedule": name}} for name in ("stock", "bulk", "ring")},
     **{f"ovpatch, chunk {n}": {"options": {"schedule": "chunk", "chunks": n}} for n in (2, 4)},
+    "ovpatch, bulk, stock's gathers": {"options": {"schedule": "bulk", "shared_gather": False}},
     "ovpatch, bulk, compiled": {"options": {"schedule": "bulk"}, "compile": True},
     "ovpatch, bulk, graphed": {"options": {"schedule": "bulk"}, "graph": True},
     "ovpatch, chunk 2, graphed": {"options": {"schedule": "chunk", "chunks": 2}, "graph": True},
@@ -170,6 +171,7 @@ def build(arm: dict[str, Any], args: argparse.Namespace, mesh: DeviceMesh) -> Ca
 def graphed(step: Callable[[], object]) -> Callable[[], object]:
     """Return the replay of a CUDA graph of a step."""
     side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
         for _ in range(3):
             step()
@@ -177,7 +179,11 @@ def graphed(step: Callable[[], object]) -> Callable[[], object]:
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         step()
-    return graph.replay
+
+    def replay(of: Callable[[], object] = step) -> None:  # whose tensors the graph reads
+        graph.replay()
+
+    return replay
 
 
 @contextlib.contextmanager
@@ -185,7 +191,9 @@ def settings(arm: dict[str, Any], mesh: DeviceMesh) -> Iterator[None]:
     """Turn on what an arm wants."""
     with contextlib.ExitStack() as stack:
         if "options" in arm:
-            stack.enter_context(ovpatch.applied("tp_linear", options={"tp_linear": arm["options"]}))
+            stack.enter_context(
+                ovpatch.applied("tp_linear", options={"tp_linear": {"shared_gather": True, **arm["options"]}})
+            )
         if arm.get("micro_pipeline"):
             from torch.distributed._symmetric_memory import enable_symm_mem_for_group
 
@@ -198,16 +206,19 @@ def measure(name: str, args: argparse.Namespace, mesh: DeviceMesh) -> dict[str, 
     """Run one arm once."""
     if CUDA:
         torch.cuda.reset_peak_memory_stats()
-    with settings(ARMS[name], mesh):
-        step = build(ARMS[name], args, mesh)
-        timed(step, args.warmup)
-        times = timed(step, args.steps)
-        peak = torch.cuda.max_memory_allocated() / 2**30 if CUDA else 0.0
+    step = None
+    try:
+        with settings(ARMS[name], mesh):
+            step = build(ARMS[name], args, mesh)
+            timed(step, args.warmup)
+            times = timed(step, args.steps)
+            peak = torch.cuda.max_memory_allocated() / 2**30 if CUDA else 0.0
+    finally:
         del step
         torch._dynamo.reset()
         gc.collect()
-    if CUDA:
-        torch.cuda.empty_cache()
+        if CUDA:
+            torch.cuda.empty_cache()
     return {"arm": name, "ms": times, "peak_gib": peak}
 
 

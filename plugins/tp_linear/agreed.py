@@ -24,6 +24,7 @@ _REMEDY = (
 )
 
 _groups: weakref.WeakSet[dist.ProcessGroup] = weakref.WeakSet()
+_era = 0
 
 
 def ensure(group: dist.ProcessGroup, device: torch.device) -> None:
@@ -43,6 +44,13 @@ def ensure(group: dist.ProcessGroup, device: torch.device) -> None:
     _groups.add(group)
 
 
+def era() -> int:
+    """Return a number that changes when ranks have to agree anew."""
+    return _era
+
+
 def forget() -> None:
     """Let ranks agree anew: settings may change."""
+    global _era
+    _era += 1
     _groups.clear()

@@ -107,6 +107,7 @@ class GatherLinear(torch.autograd.Function):
             kept = results[-1]  # itself, since whoever gets it may write into it
         if call.whole and call.keeps_gathered:
             ctx.mark_non_differentiable(results[-1])
+            kept = None if kept is None else kept.detach()  # itself, it would stay alive for as long as the graph
         ctx.call, ctx.shape, ctx.dtype, ctx.kind = call, x.shape, x.dtype, x.device.type
         ctx.biases = biases
         ctx.set_materialize_grads(False)
@@ -140,7 +141,7 @@ class GatherLinear(torch.autograd.Function):
                 [local(weight).to(kept.dtype) for weight in weights],
                 collector.take if collector.needs_weights else None,
                 ctx.dtype if ctx.needs_input_grad[1] else None,
-                (other / call.wires.world).to(kept.dtype) if other is not None and summed else None,
+                other / call.wires.world if other is not None and summed else None,
             )
             collector.take_biases(rows)
         if other is not None and not (summed and mine is not None):

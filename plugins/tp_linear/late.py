@@ -79,7 +79,7 @@ def _style(prepare: Any, finish: Any) -> Style | None:
 
 def _closure(hook: Any) -> dict[str, Any]:
     """Return what a function of torch's styles has closed over."""
-    if not inspect.isfunction(hook) or not hook.__module__.startswith("torch.distributed.tensor"):
+    if not inspect.isfunction(hook) or not (hook.__module__ or "").startswith("torch.distributed.tensor"):
         return {}
     cells = zip(hook.__code__.co_freevars, hook.__closure__ or (), strict=True)
     return {name: cell.cell_contents for name, cell in cells}

@@ -33,8 +33,9 @@ OPTIONS: Final = (
     ),
     Option(
         "shared_gather",
-        True,
-        "Where PrepareModuleInput gathers for several linears, gather once, together with their products.",
+        False,
+        "Where PrepareModuleInput gathers for several linears, compute their products together with the gather. Hooks, "
+        "profilers and the like must then be on all ranks or on none.",
     ),
     Option(
         "gradient_accumulation_fusion",

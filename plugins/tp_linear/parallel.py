@@ -52,11 +52,12 @@ class Parallel:
         self._returns_features = self.use_local_output and self.output_layouts == (_FEATURES,)
         self._world = mesh.size()
         self._group: dist.ProcessGroup | None = None
+        self._era = -1  # when the group agreed
         self._known: Any = None  # the layout of the weight that was found right last
 
     def has_agreed(self, group: dist.ProcessGroup) -> None:
         """Be told the ranks over which the linear is cut."""
-        self._group = group
+        self._group, self._era = group, agreed.era()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Parallel:
         return self  # never changed, and a mesh is not copied either
@@ -67,12 +68,13 @@ class Parallel:
     @property
     def group(self) -> dist.ProcessGroup:
         """The ranks over which the linear is cut, which have agreed on how to compute."""
-        if self._group is None:
+        if self._group is None or self._era != agreed.era():
             group = self.mesh.get_group()
             if torch.compiler.is_compiling():
                 return group  # nothing to trace; ranks agreed when the linear was cut, or in an eager forward
             agreed.ensure(group, torch.device(self.mesh.device_type))
-            self._group = group
+            self.has_agreed(group)
+            return group
         return self._group
 
     # ---------------------------------------------------------------- stock

@@ -25,12 +25,13 @@ def input_grad(grads: Sequence[Tensor | None], weights: Sequence[Tensor], extra:
 
     Shapes ``[m, n_i]``, ``[n_i, k]``, and a further term ``[m, k]`` -> ``[m, k]``.
     """
-    total = None if extra is None else extra.clone()
+    dtype = weights[0].dtype
+    total = extra.clone() if extra is not None and extra.dtype == dtype else None
     for grad, weight in zip(grads, weights, strict=True):
         if grad is not None:
             total = grad @ weight if total is None else total.addmm_(grad, weight)
     assert total is not None
-    return total
+    return total if extra is None or extra.dtype == dtype else total.to(extra.dtype) + extra
 
 
 def weight_grad(grad: Tensor, x: Tensor) -> Tensor:

@@ -140,6 +140,7 @@ def claim(x: Any, linear: nn.Linear) -> Tensor | None:
         return None
     output = products.take(gathered, linear)
     if output is not None:
+        COUNTERS.calls += 1
         COUNTERS.shared_calls += 1
     return output
 
@@ -155,6 +156,9 @@ class SharedGather:
 
     def __init__(self, stock: Callable[..., Any], style: PrepareModuleInput, mesh: DeviceMesh) -> None:
         self.stock, self._style, self._mesh = stock, style, mesh
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> SharedGather:
+        return self  # never changed
 
     def __call__(self, module: nn.Module, *args: Any) -> Any:
         """Prepare the inputs; ``args`` are the positional ones and, if the style wants them, those by keyword."""
@@ -204,7 +208,6 @@ class SharedGather:
         if not keep_local:
             given = DTensor.from_local(whole, self._mesh, (Replicate(),), run_check=False)
         _products[id(given)] = Products(given, linears, outputs, watch)
-        COUNTERS.calls += len(linears)
         return given
 
 
@@ -249,4 +252,5 @@ def _conditions(x: Tensor) -> tuple[Any, ...]:
     enabled = torch.is_autocast_enabled(kind)
     keeping = torch._C._autograd._top_saved_tensors_default_hooks(False)
     dtype = torch.get_autocast_dtype(kind) if enabled else None
-    return torch.is_grad_enabled(), dtype, keeping, x.requires_grad, _version(x)
+    stream = torch._C._cuda_getCurrentRawStream(x.device.index) if kind == "cuda" else None  # owns an output's memory
+    return torch.is_grad_enabled(), dtype, keeping, stream, x.requires_grad, _version(x)

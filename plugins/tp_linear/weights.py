@@ -39,7 +39,7 @@ def accumulates(weight: Tensor) -> Tensor | None:
     main: Tensor | None = getattr(weight, "main_grad", None)
     if main is None and (not weight.is_leaf or weight.grad is None):
         return None
-    if main is None and (weight._backward_hooks or weight._post_accumulate_grad_hooks):
+    if weight._backward_hooks or weight._post_accumulate_grad_hooks:
         return None
     if not _is_accumulated(weight):
         return None

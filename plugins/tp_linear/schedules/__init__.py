@@ -19,7 +19,7 @@ def named(name: str, chunks: int) -> Schedule:
 
     Args:
         name: ``stock``, ``bulk``, ``ring`` or ``chunk``.
-        chunks: Into how many parts ``chunk`` and ``ring`` cut rows; ``ring`` does where it has to all-reduce.
+        chunks: Into how many parts ``chunk`` cuts rows.
     """
     made = SCHEDULES.get(key := Chunk.named(chunks) if name == "chunk" else name)
     if made is None:

@@ -155,7 +155,7 @@ def made_before(*, user_hook: bool = False) -> Record:
     if user_hook:
         model.up.register_forward_hook(lambda m, args, out: out * 2)
     before = counters()
-    with ovpatch.applied("tp_linear"):
+    with ovpatch.applied("tp_linear", options={"tp_linear": {"shared_gather": True}}):
         linears = counters()["linears"] - before["linears"], counters()["gathers"] - before["gathers"]
         record = step(model, adamw(model), 0)
         attention(torch.arange(24).view(2, 12)).sum().backward()

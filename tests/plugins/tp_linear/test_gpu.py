@@ -102,6 +102,7 @@ def replayed() -> Record:
         model(x).square().sum().backward()
 
     side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
         for _ in range(3):
             step()

@@ -103,6 +103,14 @@ def test_all_schedules(ranks, world, local, schedule):
         linears(result)
 
 
+@pytest.mark.parametrize("local", [False, True])
+def test_gathers_for_several_left_to_stock(ranks, local):
+    for result in ranks(2)(both, llama, local=local, options={"shared_gather": False}):
+        equal(result["stock"], result["patched"])
+        assert result["counters"]["calls"] == 8 * 2
+        assert result["counters"]["shared_calls"] == result["counters"]["stock_calls"] == 0
+
+
 def test_ten_steps_against_one_process(ranks):
     alone = ranks(2)(llama, tp=False, steps=10, layers=2)
     for single, result in zip(alone, ranks(2)(both, llama, steps=10, layers=2), strict=True):

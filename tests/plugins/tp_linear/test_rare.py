@@ -174,21 +174,29 @@ def test_a_backward_on_one_rank_alone_where_stock_needs_no_other(ranks, schedule
 
 def counted() -> Record:
     """One rank counts operations."""
+    torch.manual_seed(0)
     model, x = made(), rows()
+    prepare = PrepareModuleInput(input_layouts=(Shard(0),), desired_input_layouts=(Replicate(),))
+    gathered = nn.Sequential(nn.Linear(WIDTH, WIDTH, dtype=DOUBLE))
+    parallelize_module(gathered, mesh(), {"": prepare, "0": ColwiseParallel()})
+    hook = gathered[0].register_full_backward_hook(lambda *args: None) if dist.get_rank() == 0 else None
+    (gathered(x).square().sum()).backward()
     flops = 0
     if dist.get_rank() == 0:
         with FlopCounterMode(display=False) as counter:
             model(x).square().sum().backward()
+            gathered(x).square().sum().backward()
         flops = counter.get_total_flops()
     else:
         model(x).square().sum().backward()
-    return {"x": x.grad, "grads": grads(model), "counted": flops > 0}
+        gathered(x).square().sum().backward()
+    return {"x": x.grad, "grads": [grads(model), grads(gathered)], "counted": flops > 0, "hook": hook is not None}
 
 
 def test_operations_counted_on_one_rank(ranks):
-    for result in ranks(2)(both, counted):
+    for result in ranks(2)(both, counted, options={"shared_gather": False}):
         compare(result["stock"], result["patched"], floor=1e-10).assert_equal()
-        assert result["counters"]["calls"] == 2
+        assert result["counters"]["calls"] == 4
 
 
 # ---------------------------------------------------------------- functions and hooks
