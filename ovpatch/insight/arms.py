@@ -123,8 +123,8 @@ class Outcome:
 
     @property
     def reorders_products(self) -> bool:
-        """Whether a feature that was on adds up matrix products in another order than stock."""
-        return any(one["reorders_products"] for one in self._features if one["state"] == "applied")
+        """Whether a feature that did something adds up matrix products in another order than stock."""
+        return any(one["reorders_products"] for one in self._features if one["name"] in self.exercised)
 
     @property
     def exercised(self) -> list[str]:

@@ -172,6 +172,8 @@ def test_matrix_products_are_reordered_for_features_that_reorder_them(verify):
     assert [outcome.arm.details.get("pieces") for outcome in result.outcomes.values()] == [None, None, None, 2]
     result, _ = verify(["a"], values(patched=1.9, reordered=1.5))
     assert result.outcomes["reordered"].arm.details["pieces"] == 0
+    result, _ = verify(["products"], values(), calls=0)
+    assert not result.outcomes["patched"].reorders_products, "it was on, and had nothing to do"
 
 
 def test_they_are_reordered_more_often_as_long_as_chance_may_explain_a_difference(verify):

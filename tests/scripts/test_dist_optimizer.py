@@ -29,7 +29,7 @@ CLIPPING = {
     "accelerated": {"marks": [needs("accelerate"), RARELY]},
     "lora": {"marks": [needs("transformers", "peft"), RARELY]},
     "lightning_fit": {"marks": [needs("lightning"), RARELY]},
-    "hf_trainer": {"marks": needs("transformers")},
+    "hf_trainer": {"marks": [needs("transformers"), RARELY]},
 }
 
 # They clip, and have parameters without a true gradient, in which Adam makes much of that bit.

@@ -101,6 +101,7 @@ def test_manual_optimization_with_two_optimizers(runner, compatibility):
     )
 
 
+@RARELY
 def test_fabric(runner, compatibility):
     stock, patched = launched(runner, "fabric.py", to="fabric")
     assert [len(stock.ranks[0][name]) for name in ("losses", "norms")] == [8, 4]

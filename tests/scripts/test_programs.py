@@ -32,6 +32,7 @@ def test_a_plain_loop(plain, compatibility):
     compatibility("plain loop", patched, compared="losses, norms, parameters, checkpoints")
 
 
+@RARELY
 def test_checkpoints_resume_the_other_way_round_and_on_two_nodes(runner, plain):
     stock, patched = plain
     out = runner.folder / "resumed-patched"

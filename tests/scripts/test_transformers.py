@@ -50,6 +50,7 @@ def test_trainer_with_its_defaults(defaults, compatibility):
     )
 
 
+@RARELY
 def test_trainer_resumes_the_other_ways_checkpoint(runner, defaults, compatibility):
     whole_stock, whole_patched = defaults
 
