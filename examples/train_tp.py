@@ -7,7 +7,7 @@
 
 It is written as people write such scripts: stock ``parallelize_module`` with a plan of its styles, DTensors, loss
 parallel, distributed checkpoints. The import of ovpatch and the call of ``apply()`` below it are all that ovpatch adds.
-Its feature ``tp_linear`` is off by default: ``OVPATCH=+tp_linear`` turns it on.
+``OVPATCH=-tp_linear`` turns its feature ``tp_linear`` off.
 
 The text is ``pydoc_data.topics``, which every Python brings along: nothing is downloaded.
 """

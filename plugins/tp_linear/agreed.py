@@ -11,6 +11,7 @@ import weakref
 
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 
 from ovpatch.overlap.agreement import agree, patience
 from ovpatch_plugins.tp_linear.state import STATE
@@ -25,6 +26,7 @@ _REMEDY = (
 
 _groups: weakref.WeakSet[dist.ProcessGroup] = weakref.WeakSet()
 _era = 0
+_world: dist.ProcessGroup | None = None  # the default group of that era
 
 
 def ensure(group: dist.ProcessGroup, device: torch.device) -> None:
@@ -45,7 +47,11 @@ def ensure(group: dist.ProcessGroup, device: torch.device) -> None:
 
 
 def era() -> int:
-    """Return a number that changes when ranks have to agree anew."""
+    """Return a number that changes when ranks have to agree anew, or process groups have."""
+    global _world
+    if distributed_c10d.GroupMember.WORLD is not _world:
+        _world = distributed_c10d.GroupMember.WORLD
+        forget()
     return _era
 
 

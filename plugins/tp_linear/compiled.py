@@ -1,15 +1,16 @@
-"""The operators as ``torch.library`` custom operators, for torch.compile.
+"""The operators as operators of a ``torch.library``, for torch.compile.
 
 [Note: opaque to the compiler] A traced collective becomes a node that waits where the next node reads it, and the
 overlap inside of an operator would be lost; handles of collectives cannot be traced at all. So graphs get opaque
-operators, which do at run time what the eager ones do. They take the group by name and lists of tensors, as operators
-must, and keep this rank's rows for backward whatever the schedule.
+operators, which do at run time what the eager ones do. They take the group by name, as operators must, and keep this
+rank's rows for backward, to be gathered anew.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, Final
 
 import torch
 import torch.distributed as dist
@@ -17,56 +18,41 @@ from torch import Tensor
 from torch.distributed import distributed_c10d
 
 from ovpatch_plugins.tp_linear import wires as wires_of
+from ovpatch_plugins.tp_linear.autocast import cast
 from ovpatch_plugins.tp_linear.counters import COUNTERS
 from ovpatch_plugins.tp_linear.products import weight_grad
 from ovpatch_plugins.tp_linear.rows import from_rows, to_rows
 from ovpatch_plugins.tp_linear.schedules import Schedule, named
+from ovpatch_plugins.tp_linear.schedules.stock import WeightGrads
 from ovpatch_plugins.tp_linear.wires import Wires
 
 
-def gather_linear(
-    x: Tensor, weights: list[Tensor], biases: list[Tensor], group: dist.ProcessGroup, dim: int, schedule: Schedule
-) -> list[Tensor]:
-    """Return an output for each weight; as :func:`ovpatch_plugins.tp_linear.operators.gather_linear`."""
-    rows, weights, biases = _cast(to_rows(x, dim), weights, biases)
-    outs = _gather_linear(rows, weights, biases, group.group_name, schedule.name, str(x.dtype)[6:])
-    return [from_rows(out, x.shape, dim) for out in outs]
-
-
-def linear_scatter(
-    x: Tensor, weight: Tensor, bias: Tensor | None, group: dist.ProcessGroup, dim: int, schedule: Schedule
+def run(
+    operator: str,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    group: dist.ProcessGroup,
+    dim: int,
+    schedule: Schedule,
+    *,
+    partial: bool,
 ) -> Tensor:
-    """Return this rank's part of the sequence."""
-    rows, (weight,), biases = _cast(to_rows(x, dim), [weight], [] if bias is None else [bias])
-    return from_rows(_linear_scatter(rows, weight, biases, group.group_name, schedule.name), x.shape, dim)
-
-
-def linear_reduce(
-    x: Tensor, weight: Tensor, bias: Tensor | None, group: dist.ProcessGroup, schedule: Schedule
-) -> Tensor:
-    """Return the whole sequence on all ranks."""
-    rows, (weight,), biases = _cast(to_rows(x, 0), [weight], [] if bias is None else [bias])
-    result = _linear_reduce(rows, weight, group.group_name, schedule.name)
-    return from_rows(result + biases[0] if biases else result, x.shape, 0)
-
-
-def replicated_linear(
-    x: Tensor, weight: Tensor, bias: Tensor | None, group: dist.ProcessGroup, schedule: Schedule, *, partial: bool
-) -> Tensor:
-    """Apply a linear to an input that all ranks have."""
+    """Do what an autograd function does; see :data:`ovpatch_plugins.tp_linear.functions.FUNCTIONS`."""
     if partial:
         return torch.nn.functional.linear(x, weight, bias)
-    rows, (weight,), biases = _cast(to_rows(x, 0), [weight], [] if bias is None else [bias])
-    result = _replicated_linear(rows, weight, biases, group.group_name, schedule.name, str(x.dtype)[6:])
-    return from_rows(result, x.shape, 0)
-
-
-def _cast(rows: Tensor, weights: list[Tensor], biases: list[Tensor]) -> tuple[Tensor, list[Tensor], list[Tensor]]:
-    kind = rows.device.type
-    if torch.is_autocast_enabled(kind) and rows.dtype != torch.float64:
-        dtype = torch.get_autocast_dtype(kind)
-        return rows.to(dtype), [one.to(dtype) for one in weights], [one.to(dtype) for one in biases]
-    return rows, weights, biases
+    rows, used, added = cast(x.device.type, to_rows(x, dim), weight, bias)
+    name, how = group.group_name, schedule.name
+    if operator == "gather_linear":
+        result = _gather_linear(rows, used, added, name, how, str(x.dtype)[6:])
+    elif operator == "linear_scatter":
+        result = _linear_scatter(rows, used, added, name, how)
+    elif operator == "linear_reduce":
+        result = _linear_reduce(rows, used, name, how)
+        result = result if added is None else result + added
+    else:
+        result = _replicated_linear(rows, used, added, name, how, str(x.dtype)[6:])
+    return from_rows(result, x.shape, dim)
 
 
 def _group(name: Any) -> dist.ProcessGroup:
@@ -85,126 +71,129 @@ def _at(name: str) -> Schedule:
     return named("chunk", int(name[5:])) if name.startswith("chunk") else named(name, 1)
 
 
-def _or_none(biases: Sequence[Tensor], count: int) -> list[Tensor | None]:
-    return list(biases) if biases else [None] * count
-
-
 def _count() -> None:
     COUNTERS.calls += 1
     COUNTERS.compiled_calls += 1
 
 
-class _Sums:
-    """Weights' gradients, as a schedule has them computed."""
-
-    def __init__(self, count: int) -> None:
-        self.found: list[Tensor | None] = [None] * count
-
-    def take(self, x: Tensor, grads: Sequence[Tensor | None]) -> None:
-        self.found = [None if grad is None else weight_grad(grad, x) for grad in grads]
+_LIBRARY: Final = torch.library.Library("ovpatch", "FRAGMENT")  # operators go with it
 
 
-# ---------------------------------------------------------------- gather, then linears
+def _operator(function: Callable[..., Any]) -> Any:
+    """Make an operator of a function; ``torch.library.custom_op`` would check results at each call, for 10 µs."""
+    name = function.__name__[1:]
+    _LIBRARY.define(name + torch.library.infer_schema(function, mutates_args=()))
+    _LIBRARY.impl(name, function, "CompositeExplicitAutograd")
+    return getattr(torch.ops.ovpatch, name).default
 
 
-@torch.library.custom_op("ovpatch::gather_linear", mutates_args=())
-def _gather_linear(
-    x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor], group: str, schedule: str, dtype: str
-) -> list[Tensor]:
-    _count()
-    outs, _ = _at(schedule).gather_linear(_of(group, x), x, weights, _or_none(biases, len(weights)), False)
-    return outs
-
-
-@_gather_linear.register_fake
-def _(
-    x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor], group: str, schedule: str, dtype: str
-) -> list[Tensor]:
-    return [x.new_empty((x.shape[0] * _world(group), weight.shape[0])) for weight in weights]
-
-
-@torch.library.custom_op("ovpatch::gather_linear_backward", mutates_args=())
-def _gather_linear_backward(
-    grads: Sequence[Tensor],
-    x: Tensor,
-    weights: Sequence[Tensor],
-    group: str,
-    schedule: str,
-    dtype: str,
-    needs_x: bool,
-    needs_weights: bool,
-) -> list[Tensor]:
-    at, wires, sums = _at(schedule), _of(group, x), _Sums(len(weights))
-    if at.keeps_gathered and needs_weights:
-        kept, pending = wires.all_gather(x)
-        pending.wait()
-    else:
-        kept = x
-    dx = at.gather_linear_backward(
-        wires,
-        [grad.contiguous() for grad in grads],
-        kept,
-        weights,
-        sums.take if needs_weights else None,
-        getattr(torch, dtype) if needs_x else None,
+def _fake(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Say by a function of which shapes an operator's results are."""
+    found: Callable[[Callable[..., Any]], Callable[..., Any]] = torch.library.register_fake(
+        f"ovpatch::{name}", lib=_LIBRARY
     )
-    return [one for one in (dx, *sums.found) if one is not None]
+    return found
 
 
-@_gather_linear_backward.register_fake
-def _(
-    grads: Sequence[Tensor],
-    x: Tensor,
-    weights: Sequence[Tensor],
-    group: str,
-    schedule: str,
-    dtype: str,
-    needs_x: bool,
-    needs_weights: bool,
+def _differentiate(name: str, backward: Callable[..., Any], keep: Callable[..., None]) -> None:
+    """Say how an operator is differentiated, and that the operator which does so is not."""
+    torch.library.register_autograd(f"ovpatch::{name}", backward, setup_context=keep, lib=_LIBRARY)
+    torch.library.register_autograd(f"ovpatch::{name}_backward", _refuse, lib=_LIBRARY)
+
+
+def _refuse(ctx: Any, *grads: Any) -> Any:
+    raise RuntimeError(
+        "a tensor-parallel linear of a compiled graph cannot be differentiated twice: set OVPATCH_TP_LINEAR_COMPILED=0"
+    )
+
+
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    x, weight, bias, *ctx.rest = inputs
+    ctx.save_for_backward(x, weight)
+    ctx.biased = bias is not None and bias.requires_grad
+    ctx.needs = x.requires_grad, weight.requires_grad
+
+
+def _dtype(name: str) -> torch.dtype:
+    found: torch.dtype = getattr(torch, name)
+    return found
+
+
+def _column_grads(backward: Any, ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+    """Return the gradients of a linear whose features are cut, which an operator computes."""
+    found = list(backward(grad, *ctx.saved_tensors, *ctx.rest, *ctx.needs)) if any(ctx.needs) else []
+    dx = found.pop(0).to(ctx.saved_tensors[0].dtype) if ctx.needs[0] else None
+    return dx, found[0] if found else None, grad.sum(0) if ctx.biased else None, None, None, None
+
+
+def _shapes_of_column_grads(
+    grad: Tensor, x: Tensor, weight: Tensor, group: str, schedule: str, dtype: str, needs_x: bool, needs_weight: bool
 ) -> list[Tensor]:
-    found = [x.new_empty(x.shape, dtype=getattr(torch, dtype))] if needs_x else []
-    return found + ([torch.empty_like(weight) for weight in weights] if needs_weights else [])
+    found = [torch.empty_like(x, dtype=_dtype(dtype))] if needs_x else []
+    return [*found, torch.empty_like(weight)] if needs_weight else found
 
 
-def _keep_gather(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    x, weights, biases, *ctx.rest = inputs
-    ctx.save_for_backward(x, *weights)
-    ctx.dtype, ctx.biased = x.dtype, len(biases)
-    ctx.needs = x.requires_grad, any(weight.requires_grad for weight in weights)
+def _into(found: list[Tensor]) -> WeightGrads:
+    """Return what puts weights' gradients into a list."""
+
+    def take(x: Tensor, grads: Sequence[Tensor | None]) -> None:
+        found.extend(weight_grad(grad, x) for grad in grads if grad is not None)
+
+    return take
 
 
-def _gather_grads(ctx: Any, grads: list[Tensor | None]) -> tuple[Any, ...]:
-    x, *weights = ctx.saved_tensors
-    rows = len(x) * _world(ctx.rest[0])
-    given = [
-        weight.new_zeros((rows, len(weight))) if grad is None else grad
-        for grad, weight in zip(grads, weights, strict=True)
-    ]
-    found = list(_gather_linear_backward(given, x, weights, *ctx.rest, *ctx.needs))
-    dx = found.pop(0).to(ctx.dtype) if ctx.needs[0] else None
-    biases = [grad.sum(0) for grad in given] if ctx.biased else []
-    return dx, found or [None] * len(weights), biases, None, None, None
+# ---------------------------------------------------------------- gather, then linear
 
 
-_gather_linear.register_autograd(_gather_grads, setup_context=_keep_gather)
+@_operator
+def _gather_linear(x: Tensor, weight: Tensor, bias: Tensor | None, group: str, schedule: str, dtype: str) -> Tensor:
+    _count()
+    (out,), _ = _at(schedule).gather_linear(_of(group, x), x, [weight], [bias], False)
+    return out
+
+
+@_fake("gather_linear")
+def _(x: Tensor, weight: Tensor, bias: Tensor | None, group: str, schedule: str, dtype: str) -> Tensor:
+    return x.new_empty((x.shape[0] * _world(group), weight.shape[0]))
+
+
+@_operator
+def _gather_linear_backward(
+    grad: Tensor, x: Tensor, weight: Tensor, group: str, schedule: str, dtype: str, needs_x: bool, needs_weight: bool
+) -> list[Tensor]:
+    found: list[Tensor] = []
+    dx = _at(schedule).gather_linear_backward(
+        _of(group, x),
+        [grad.contiguous()],
+        x,
+        [weight],
+        _into(found) if needs_weight else None,
+        _dtype(dtype) if needs_x else None,
+        anew=True,
+    )
+    return found if dx is None else [dx, *found]
+
+
+_fake("gather_linear_backward")(_shapes_of_column_grads)
+_differentiate("gather_linear", functools.partial(_column_grads, _gather_linear_backward), _keep)
 
 
 # ---------------------------------------------------------------- linear, then reduce-scatter
 
 
-@torch.library.custom_op("ovpatch::linear_scatter", mutates_args=())
-def _linear_scatter(x: Tensor, weight: Tensor, biases: Sequence[Tensor], group: str, schedule: str) -> Tensor:
+@_operator
+def _linear_scatter(x: Tensor, weight: Tensor, bias: Tensor | None, group: str, schedule: str) -> Tensor:
     _count()
     result = _at(schedule).linear_scatter(_of(group, x), x, weight)
-    return result.add_(biases[0]) if biases else result
+    return result if bias is None else result.add_(bias)
 
 
-@_linear_scatter.register_fake
-def _(x: Tensor, weight: Tensor, biases: Sequence[Tensor], group: str, schedule: str) -> Tensor:
+@_fake("linear_scatter")
+def _(x: Tensor, weight: Tensor, bias: Tensor | None, group: str, schedule: str) -> Tensor:
     return x.new_empty((x.shape[0] // _world(group), weight.shape[0]))
 
 
-@torch.library.custom_op("ovpatch::linear_scatter_backward", mutates_args=())
+@_operator
 def _linear_scatter_backward(
     grad: Tensor, x: Tensor, weight: Tensor, group: str, schedule: str, needs_x: bool, needs_params: bool
 ) -> list[Tensor]:
@@ -216,10 +205,10 @@ def _linear_scatter_backward(
     dx = _at(schedule).linear_scatter_backward(
         _of(group, x), grad.contiguous(), weight, take if needs_params else None, needs_x
     )
-    return [one for one in (dx, *found) if one is not None]
+    return found if dx is None else [dx, *found]
 
 
-@_linear_scatter_backward.register_fake
+@_fake("linear_scatter_backward")
 def _(
     grad: Tensor, x: Tensor, weight: Tensor, group: str, schedule: str, needs_x: bool, needs_params: bool
 ) -> list[Tensor]:
@@ -227,100 +216,81 @@ def _(
     return ([torch.empty_like(x)] if needs_x else []) + params
 
 
-def _keep_scatter(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    x, weight, biases, *ctx.rest = inputs
-    ctx.save_for_backward(x, weight)
-    ctx.biased = len(biases)
-    ctx.needs = x.requires_grad, weight.requires_grad or any(bias.requires_grad for bias in biases)
-
-
 def _scatter_grads(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-    found: list[Any] = list(_linear_scatter_backward(grad, *ctx.saved_tensors, *ctx.rest, *ctx.needs))
-    dx = found.pop(0) if ctx.needs[0] else None
+    needs_x, needs_params = ctx.needs[0], ctx.needs[1] or ctx.biased
+    found: list[Any] = list(_linear_scatter_backward(grad, *ctx.saved_tensors, *ctx.rest, needs_x, needs_params))
+    dx = found.pop(0) if needs_x else None
     dw, db = found or (None, None)
-    return dx, dw, [db] * ctx.biased, None, None
+    return dx, dw, db if ctx.biased else None, None, None
 
 
-_linear_scatter.register_autograd(_scatter_grads, setup_context=_keep_scatter)
+_differentiate("linear_scatter", _scatter_grads, _keep)
 
 
 # ---------------------------------------------------------------- linear, then all-reduce
 
 
-@torch.library.custom_op("ovpatch::linear_reduce", mutates_args=())
+@_operator
 def _linear_reduce(x: Tensor, weight: Tensor, group: str, schedule: str) -> Tensor:
     _count()
     return _at(schedule).linear_reduce(_of(group, x), x, weight)
 
 
-@_linear_reduce.register_fake
+@_fake("linear_reduce")
 def _(x: Tensor, weight: Tensor, group: str, schedule: str) -> Tensor:
     return x.new_empty((x.shape[0], weight.shape[0]))
 
 
-def _keep(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    ctx.save_for_backward(inputs[0], inputs[1])
+@_operator
+def _linear_reduce_backward(grad: Tensor, x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    return grad @ weight, weight_grad(grad, x)
+
+
+@_fake("linear_reduce_backward")
+def _(grad: Tensor, x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(x), torch.empty_like(weight)
+
+
+def _keep_reduce(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    ctx.save_for_backward(*inputs[:2])
 
 
 def _reduce_grads(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-    x, weight = ctx.saved_tensors
-    return grad @ weight, weight_grad(grad, x), None, None
+    return *_linear_reduce_backward(grad, *ctx.saved_tensors), None, None
 
 
-_linear_reduce.register_autograd(_reduce_grads, setup_context=_keep)
+_differentiate("linear_reduce", _reduce_grads, _keep_reduce)
 
 
 # ---------------------------------------------------------------- linear of what all ranks have
 
 
-@torch.library.custom_op("ovpatch::replicated_linear", mutates_args=())
-def _replicated_linear(
-    x: Tensor, weight: Tensor, biases: Sequence[Tensor], group: str, schedule: str, dtype: str
-) -> Tensor:
+@_operator
+def _replicated_linear(x: Tensor, weight: Tensor, bias: Tensor | None, group: str, schedule: str, dtype: str) -> Tensor:
     _count()
-    return torch.nn.functional.linear(x, weight, biases[0] if biases else None)
+    return torch.nn.functional.linear(x, weight, bias)
 
 
-@_replicated_linear.register_fake
-def _(x: Tensor, weight: Tensor, biases: Sequence[Tensor], group: str, schedule: str, dtype: str) -> Tensor:
+@_fake("replicated_linear")
+def _(x: Tensor, weight: Tensor, bias: Tensor | None, group: str, schedule: str, dtype: str) -> Tensor:
     return x.new_empty((x.shape[0], weight.shape[0]))
 
 
-@torch.library.custom_op("ovpatch::replicated_linear_backward", mutates_args=())
+@_operator
 def _replicated_linear_backward(
     grad: Tensor, x: Tensor, weight: Tensor, group: str, schedule: str, dtype: str, needs_x: bool, needs_weight: bool
 ) -> list[Tensor]:
-    sums = _Sums(1)
+    found: list[Tensor] = []
     dx = _at(schedule).replicated_linear_backward(
         _of(group, x),
         [grad.contiguous()],
         x,
         [weight],
-        sums.take if needs_weight else None,
-        getattr(torch, dtype) if needs_x else None,
+        _into(found) if needs_weight else None,
+        _dtype(dtype) if needs_x else None,
     )
-    return [one for one in (dx, *sums.found) if one is not None]
+    return found if dx is None else [dx, *found]
 
 
-@_replicated_linear_backward.register_fake
-def _(
-    grad: Tensor, x: Tensor, weight: Tensor, group: str, schedule: str, dtype: str, needs_x: bool, needs_weight: bool
-) -> list[Tensor]:
-    found = [torch.empty_like(x, dtype=getattr(torch, dtype))] if needs_x else []
-    return found + ([torch.empty_like(weight)] if needs_weight else [])
-
-
-def _keep_replicated(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    x, weight, biases, *ctx.rest = inputs
-    ctx.save_for_backward(x, weight)
-    ctx.biased, ctx.needs = len(biases), (x.requires_grad, weight.requires_grad)
-
-
-def _replicated_grads(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-    x, weight = ctx.saved_tensors
-    found: list[Any] = list(_replicated_linear_backward(grad, x, weight, *ctx.rest, *ctx.needs))
-    dx = found.pop(0).to(x.dtype) if ctx.needs[0] else None
-    return dx, found[0] if found else None, [grad.sum(0)] * ctx.biased, None, None, None
-
-
-_replicated_linear.register_autograd(_replicated_grads, setup_context=_keep_replicated)
+_fake("replicated_linear_backward")(_shapes_of_column_grads)
+_differentiate("replicated_linear", functools.partial(_column_grads, _replicated_linear_backward), _keep)

@@ -1,182 +1,177 @@
 """The operators' autograd functions.
 
-Each computes on rows, ``[sequence, features]``; forward and backward are one schedule's.
+Each computes on rows, ``[sequence, features]``; forward and backward are one schedule's. Inputs and outputs may be
+DTensors, as a :class:`Call` says.
 
 [Note: what is kept for backward] Rows are mostly a view of the input. Kept is the input itself, then, so that autograd
-notices if somebody writes into it before backward. An input that needs no gradient is kept gathered, as stock keeps it:
-its backward would be the only reason to communicate, and one rank alone may run that.
+notices if somebody writes into it before backward: a DTensor's version is not that of its local tensor. What is
+gathered is kept gathered, as stock keeps it, unless it is to be gathered anew; of an input that needs no gradient in
+any case, since that would be the only reason to communicate, and one rank alone may run that backward.
 """
 
 from __future__ import annotations
 
-import enum
 import functools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, Final
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
-from ovpatch_plugins.tp_linear.products import linear, weight_grad
-from ovpatch_plugins.tp_linear.rows import arrived, from_rows, to_rows
-from ovpatch_plugins.tp_linear.schedules import Schedule
-from ovpatch_plugins.tp_linear.weights import accumulates, like, local
-from ovpatch_plugins.tp_linear.wires import Wires
+from ovpatch_plugins.tp_linear.autocast import autocast_dtype, cast
+from ovpatch_plugins.tp_linear.call import Call
+from ovpatch_plugins.tp_linear.collector import Collector
+from ovpatch_plugins.tp_linear.dtensors import arrived, is_partial, local, unwrapped, wrapped
+from ovpatch_plugins.tp_linear.layouts import is_transformed
+from ovpatch_plugins.tp_linear.products import linear
+from ovpatch_plugins.tp_linear.rows import from_rows, place, to_rows
+from ovpatch_plugins.tp_linear.weights import executes
 
 
-@dataclass(frozen=True)
-class How:
-    """How an operator is computed.
+def _once(backward: Callable[..., Any]) -> Any:
+    """Refuse a second derivative; compute in the dtypes of forward, also where a script calls backward under autocast.
 
-    Attributes:
-        schedule: In which order.
-        fuse: Add weights' gradients to what is there already, where nobody would notice.
+    torch's ``once_differentiable`` turns gradients off in every backward, which mostly runs without them anyway.
     """
-
-    schedule: Schedule
-    fuse: bool = False
-
-
-class Whole(enum.Enum):
-    """What a gathered input is taken for, which decides what a gradient of it means; see [Note: other readers].
-
-    [Note: other readers] What reads a gathered input beside the linears has a gradient on each rank. Under stock, a
-    DTensor
-    that is said to be replicated has the mean of them, where it meets the linears' terms of a sum; a local tensor has
-    this rank's own. They differ where the ranks' gradients do.
-    """
-
-    LOCAL = "local"
-    DTENSOR = "DTensor"
-
-
-class Call(NamedTuple):
-    """What an autograd function is told beside tensors."""
-
-    how: How
-    wires: Wires
-    dim: int
-    weights: int  # how many
-    whole: Whole | None = None  # whether to return the gathered input as well
-    check: Callable[[], None] | None = None  # called before backward
-    keeps_gathered: bool = False  # because the input needs no gradient
-    partial: bool = False  # the input's gradient is this rank's term only
-
-
-def _without_autocast(backward: Callable[..., Any]) -> Any:
-    """Compute in the dtypes of forward, also where a script calls backward under autocast."""
+    differentiated = torch.autograd.function.once_differentiable(backward)
 
     @functools.wraps(backward)
     def run(ctx: Any, *grads: Any) -> Any:
-        if not torch.is_autocast_enabled(ctx.kind):
-            return backward(ctx, *grads)
-        with torch.autocast(ctx.kind, enabled=False):
-            return backward(ctx, *grads)
+        chosen = differentiated if torch.is_grad_enabled() else backward
+        kind = ctx.call.wires.kind
+        if not torch.is_autocast_enabled(kind):
+            return chosen(ctx, *grads)
+        with torch.autocast(kind, enabled=False):
+            return chosen(ctx, *grads)
 
     return run
 
 
 class GatherLinear(torch.autograd.Function):
-    """Gathers a sequence and applies linears to it; returns the gathered rows, too, where asked to."""
+    """Gathers a sequence and applies linears to it; returns the gathered input, too, where asked to."""
+
+    @staticmethod
+    def compute(
+        call: Call, x: Tensor, *params: Tensor | None, keeps: bool = False
+    ) -> tuple[tuple[Tensor, ...], Tensor]:
+        """Return the outputs, and what is to be kept for backward."""
+        weights, biases = params[: call.count], params[call.count :]
+        here = arrived(local(x))
+        given = to_rows(here, call.dim)
+        rows, used, added = _cast(call, given, weights, biases)
+        schedule = call.how.schedule
+        keeps = keeps and not call.anew and any(weight is not None and weight.requires_grad for weight in weights)
+        gathered: Tensor | None
+        whole: Tensor | None
+        if call.later is None and (call.whole is None or rows is given):
+            outs, whole = schedule.gather_linear(call.wires, rows, used, added, call.whole is not None or keeps)
+            gathered = whole
+            results = [from_rows(out, here.shape, call.dim) for out in outs]
+        else:  # autocast rounds for linears, and not for who else reads what is gathered
+            gathered = call.wires.gathered(given)
+            whole = gathered if rows is given else gathered.to(rows.dtype)
+            if call.later is None:
+                outs = [linear(whole, *params) for params in zip(used, added, strict=True)]
+                results = [from_rows(out, here.shape, call.dim) for out in outs]
+            else:
+                results = [place(whole, len(weight), here.shape, call.dim) for weight in used]
+                call.later(whole, [result.detach() for result in results])
+        kept = whole if keeps and whole is not None else _as_given(rows, here, x)
+        results = [_returned(call, result) for result in results]
+        if call.whole is not None and gathered is not None:
+            results.append(wrapped(from_rows(gathered, here.shape, call.dim), call.mesh, call.whole))
+            if kept is gathered:
+                kept = results[-1]  # which tells if somebody writes into it
+        return tuple(results), kept
 
     @staticmethod
     def forward(ctx: Any, call: Call, x: Tensor, *params: Tensor | None) -> tuple[Tensor, ...]:
         """Return the outputs."""
-        weights, biases = params[: call.weights], params[call.weights :]
-        x = arrived(x)
-        given = to_rows(x, call.dim)
-        rows, used, added = _cast(given, weights, biases)
-        schedule = call.how.schedule
-        keeps = call.keeps_gathered or schedule.keeps_gathered
-        whole: Tensor | None
-        if call.whole and rows.dtype != given.dtype:  # autocast rounds for linears, and not for who else reads it
-            gathered = whole = _gathered(given, call.wires)
-            rounded = gathered.to(rows.dtype)
-            outs = [linear(rounded, *params) for params in zip(used, added, strict=True)]
-        else:
-            rounded = None
-            outs, whole = schedule.gather_linear(call.wires, rows, used, added, call.whole is not None or keeps)
-        given_out = [*outs, whole] if call.whole and whole is not None else outs
-        results = [from_rows(result, x.shape, call.dim) for result in given_out]
-        kept: Tensor | None = _as_given(rows, x)
-        if keeps:
-            kept = whole if rounded is None else rounded
-        if kept is whole and call.whole:
-            kept = results[-1]  # itself, since whoever gets it may write into it
-        if call.whole and call.keeps_gathered:
-            ctx.mark_non_differentiable(results[-1])
-            kept = None if kept is None else kept.detach()  # itself, it would stay alive for as long as the graph
-        ctx.call, ctx.shape, ctx.dtype, ctx.kind = call, x.shape, x.dtype, x.device.type
-        ctx.biases = biases
+        results, kept = GatherLinear.compute(call, x, *params, keeps=True)
+        if call.constant:  # then outputs differ in whether they need gradients
+            ctx.mark_non_differentiable(*_constant(call, results, params))
+        if kept is results[-1]:  # itself, it would stay alive as long as the graph, or be taken apart and put together
+            kept = kept.detach()
+        ctx.call, ctx.shape, ctx.dtype = call, local(x).shape, x.dtype
+        ctx.biases = params[call.count :]
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(kept, *weights)
-        return tuple(results)
+        # Who checks before backward knows from when on a weight must not change; outputs may be nobody's, or empty yet.
+        weights = params[: call.count]
+        ctx.weights, saved = ((), weights) if call.check is None else (weights, ())
+        ctx.save_for_backward(kept, *saved)
+        return results
 
     @staticmethod
-    @_without_autocast
-    @once_differentiable
+    @_once
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
         """Return the gradients of what forward was given."""
         call: Call = ctx.call
         if call.check is not None:
             call.check()
-        kept, *weights = ctx.saved_tensors
-        kept = _rows(kept, call.dim)
-        outs, rest = grads[: call.weights], grads[call.weights :]
-        rows = [None if grad is None else to_rows(grad.to(kept.dtype), call.dim) for grad in outs]
-        other = None if not rest or rest[0] is None else to_rows(rest[0], call.dim)
-        summed = call.whole is Whole.DTENSOR and other is not None
-        collector = _Collector(ctx, weights)
-        mine: Tensor | None = None
-        if call.keeps_gathered:
-            collector.take(kept, rows)
-            collector.take_biases(rows)
-        elif any(grad is not None for grad in rows):
-            mine = call.how.schedule.gather_linear_backward(
-                call.wires,
-                rows,
-                kept,
-                [local(weight).to(kept.dtype) for weight in weights],
-                collector.take if collector.needs_weights else None,
-                ctx.dtype if ctx.needs_input_grad[1] else None,
-                other / call.wires.world if other is not None and summed else None,
-            )
-            collector.take_biases(rows)
-        if other is not None and not (summed and mine is not None):
-            own = _own_rows(other, call.wires)
-            mine = own.clone() if mine is None else mine + own  # not a view, which would keep all of it
-        return _grads(ctx, mine if ctx.needs_input_grad[1] else None, collector)
+        others, terms = _of_other_readers(call, grads[-1]) if call.whole is not None else (None, None)
+        used = any(grad is not None for grad in grads[: call.count])
+        if others is not None and (used or terms is not None):
+            share = others / call.wires.world
+            others, terms = None, share if terms is None else terms + share
+        wants = _wants_input(ctx)
+        dtype = ctx.dtype if wants else None
+        backward = call.how.schedule.gather_linear_backward
+        if used or (terms is not None and call.anew and call.trains):  # other ranks gather
+            kept, *saved = ctx.saved_tensors
+            kept, weights = _rows(kept, call.dim), [*saved, *ctx.weights]
+            outs = [None if grad is None else _grad(grad, call, kept.dtype) for grad in grads[: call.count]]
+            collector = Collector(call.how.fuse, weights, ctx.biases, ctx.needs_input_grad[2:])
+            mine = None
+            if call.constant:
+                collector.take(kept, outs)
+            else:
+                take = collector.take if collector.needs_weights or (call.anew and call.trains) else None
+                used_weights = [_used(weight, kept) for weight in weights]
+                mine = backward(call.wires, outs, kept, used_weights, take, dtype, terms, anew=call.anew)
+            collector.take_biases(outs)
+            return _grads(ctx, mine if wants else None, collector)
+        mine = None  # the linears have computed for themselves: nobody minds if the input has changed since
+        if terms is not None and wants:
+            mine = backward(call.wires, [], terms, [], None, dtype, terms)
+        if others is not None:
+            own = others.view(call.wires.world, -1, others.shape[1])[call.wires.rank]
+            mine = own.clone()  # not a view, which would keep all of it
+        return None, _input_grad(ctx, mine if wants else None), *[None] * (2 * call.count)
 
 
 class LinearScatter(torch.autograd.Function):
     """Applies a linear and adds up over the ranks; each keeps its part of the sequence."""
 
     @staticmethod
-    def forward(ctx: Any, call: Call, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """Return the outputs."""
-        rows, used, added = _begin(ctx, call, x, weight, bias)
+    def compute(call: Call, x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Return the output, and what is to be kept for backward."""
+        here = arrived(local(x))
+        rows, used, added = _cast_one(call, to_rows(here, call.dim), weight, bias)
         result = call.how.schedule.linear_scatter(call.wires, rows, used)
         if added is not None:
             result += added
-        return from_rows(result, ctx.shape, call.dim)
+        return _returned(call, from_rows(result, here.shape, call.dim)), _as_given(rows, here, x)
 
     @staticmethod
-    @_without_autocast
-    @once_differentiable
+    def forward(ctx: Any, call: Call, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """Return the output."""
+        result, kept = LinearScatter.compute(call, x, weight, bias)
+        return _keep(ctx, call, x, weight, bias, kept, result)
+
+    @staticmethod
+    @_once
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         """Return the gradients of what forward was given."""
         call: Call = ctx.call
         rows, used, collector = _resume(ctx)
 
         def take(whole: Tensor, _: Any) -> None:
-            collector.take(rows, [whole])
-            collector.take_biases([whole])
+            collector.take(rows, (whole,))
+            collector.take_biases((whole,))
 
         dx = call.how.schedule.linear_scatter_backward(
             call.wires,
-            to_rows(grad.to(rows.dtype), call.dim),
+            _grad(grad, call, rows.dtype),
             used,
             take if collector.needs_any else None,
             ctx.needs_input_grad[1],
@@ -188,21 +183,27 @@ class LinearReduce(torch.autograd.Function):
     """Applies a linear and adds up over the ranks."""
 
     @staticmethod
-    def forward(ctx: Any, call: Call, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """Return the outputs."""
-        rows, used, added = _begin(ctx, call, x, weight, bias)
+    def compute(call: Call, x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Return the output, and what is to be kept for backward."""
+        here = arrived(local(x))
+        rows, used, added = _cast_one(call, to_rows(here, 0), weight, bias)
         result = call.how.schedule.linear_reduce(call.wires, rows, used)
         if added is not None:
             result += added
-        return from_rows(result, ctx.shape, 0)
+        return _returned(call, from_rows(result, here.shape, 0)), _as_given(rows, here, x)
 
     @staticmethod
-    @_without_autocast
-    @once_differentiable
+    def forward(ctx: Any, call: Call, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """Return the output."""
+        result, kept = LinearReduce.compute(call, x, weight, bias)
+        return _keep(ctx, call, x, weight, bias, kept, result)
+
+    @staticmethod
+    @_once
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         """Return the gradients of what forward was given."""
         rows, used, collector = _resume(ctx)
-        grads = [to_rows(grad.to(rows.dtype), 0)]
+        grads = (_grad(grad, ctx.call, rows.dtype),)
         dx = grads[0] @ used if ctx.needs_input_grad[1] else None
         collector.take(rows, grads)
         collector.take_biases(grads)
@@ -213,20 +214,29 @@ class ReplicatedLinear(torch.autograd.Function):
     """Applies a linear to what all ranks have; the input's gradient is added up over them, unless it stays partial."""
 
     @staticmethod
-    def forward(ctx: Any, call: Call, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """Return the outputs."""
-        return from_rows(torch.nn.functional.linear(*_begin(ctx, call, x, weight, bias)), ctx.shape, 0)
+    def compute(call: Call, x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Return the output, and what is to be kept for backward."""
+        here = arrived(local(x))
+        rows, used, added = _cast_one(call, to_rows(here, 0), weight, bias)
+        result = from_rows(torch.nn.functional.linear(rows, used, added), here.shape, 0)
+        return _returned(call, result), _as_given(rows, here, x)
 
     @staticmethod
-    @_without_autocast
-    @once_differentiable
+    def forward(ctx: Any, call: Call, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """Return the output."""
+        result, kept = ReplicatedLinear.compute(call, x, weight, bias)
+        return _keep(ctx, call, x, weight, bias, kept, result)
+
+    @staticmethod
+    @_once
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         """Return the gradients of what forward was given."""
         call: Call = ctx.call
         rows, used, collector = _resume(ctx)
-        grads = [to_rows(grad.to(rows.dtype), 0)]
-        if call.partial or not ctx.needs_input_grad[1]:  # nothing to send
-            dx = grads[0] @ used if ctx.needs_input_grad[1] else None
+        grads = (_grad(grad, call, rows.dtype),)
+        wants = _wants_input(ctx)
+        if call.partial or not wants:  # nothing to send
+            dx = grads[0] @ used if wants else None
             collector.take(rows, grads)
         else:
             take = collector.take if collector.needs_weights else None
@@ -235,101 +245,116 @@ class ReplicatedLinear(torch.autograd.Function):
         return _grads(ctx, dx, collector)
 
 
-def _begin(
-    ctx: Any, call: Call, x: Tensor, weight: Tensor, bias: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Return rows, weight and bias as they are computed with, of a linear alone; keep what backward needs."""
-    x = arrived(x)
-    rows, (used,), (added,) = _cast(to_rows(x, call.dim), (weight,), (bias,))
-    ctx.call, ctx.shape, ctx.dtype, ctx.kind = call, x.shape, x.dtype, x.device.type
+FUNCTIONS: Final[dict[str, Any]] = {
+    "gather_linear": GatherLinear,
+    "linear_scatter": LinearScatter,
+    "linear_reduce": LinearReduce,
+    "replicated_linear": ReplicatedLinear,
+}
+
+
+def run(function: Any, call: Call, x: Tensor, *params: Tensor | None) -> Any:
+    """Apply one of the functions above."""
+    if not torch.is_grad_enabled():
+        return function.compute(call, x, *params)[0]
+    if is_transformed():
+        return function.apply(call, x, *params)  # which says what torch.func would need
+    return super(torch.autograd.Function, function).apply(call, x, *params)  # spares 2 µs of asking what is known
+
+
+def _keep(ctx: Any, call: Call, x: Tensor, weight: Tensor, bias: Tensor | None, kept: Tensor, result: Tensor) -> Tensor:
+    """Keep what backward needs of a linear alone; return its result."""
+    ctx.call, ctx.shape, ctx.dtype = call, local(x).shape, x.dtype
     ctx.biases = (bias,)
-    ctx.save_for_backward(_as_given(rows, x), weight)
-    return rows, used, added
+    ctx.save_for_backward(kept, weight)
+    return result
 
 
-def _resume(ctx: Any) -> tuple[Tensor, Tensor, _Collector]:
+def _resume(ctx: Any) -> tuple[Tensor, Tensor, Collector]:
     """Return rows and weight as they were computed with, and what collects the gradients of weight and bias."""
     kept, weight = ctx.saved_tensors
-    rows = _rows(kept, ctx.call.dim)
-    return rows, local(weight).to(rows.dtype), _Collector(ctx, [weight])
+    call = ctx.call
+    rows = _rows(kept, call.dim)
+    collector = Collector(call.how.fuse, (weight,), ctx.biases, ctx.needs_input_grad[2:])
+    return rows, _used(weight, rows), collector
 
 
-def _grads(ctx: Any, dx: Tensor | None, collector: _Collector) -> tuple[Any, ...]:
-    dx = None if dx is None else from_rows(dx.to(ctx.dtype), ctx.shape, ctx.call.dim)
-    return (None, dx, *collector.weights, *collector.biases)
+def _wants_input(ctx: Any) -> bool:
+    """Tell whether this backward goes on to the input: where only weights' gradients are asked for, it does not."""
+    return ctx.needs_input_grad[1] and executes(ctx.next_functions[0][0])
 
 
-class _Collector:
-    """Gathers the gradients of an operator's weights and biases, each as what the parameter is."""
-
-    def __init__(self, ctx: Any, weights: Sequence[Tensor]) -> None:
-        self._given_biases, self._fuse = ctx.biases, ctx.call.how.fuse
-        self._wanted = ctx.needs_input_grad[2:]
-        self.weights: list[Tensor | None] = [None] * len(weights)
-        self.biases: list[Tensor | None] = [None] * len(weights)
-        self._given = weights
-
-    @property
-    def needs_any(self) -> bool:
-        """Whether any weight or bias needs a gradient."""
-        return any(self._wanted)
-
-    @property
-    def needs_weights(self) -> bool:
-        """Whether any weight needs a gradient."""
-        return any(self._wanted[: len(self.weights)])
-
-    def take(self, x: Tensor, grads: Sequence[Tensor | None]) -> None:
-        """Compute the weights' gradients from the whole input and the outputs' gradients."""
-        for i, grad in enumerate(grads):
-            if grad is not None and self._wanted[i]:
-                self.weights[i] = self._weight(self._given[i], grad, x)
-
-    def take_biases(self, grads: Sequence[Tensor | None]) -> None:
-        """Compute the biases' gradients from the outputs' gradients."""
-        for i, grad in enumerate(grads):
-            bias = self._given_biases[i]
-            if bias is not None and grad is not None and self._wanted[len(self.weights) + i]:
-                self.biases[i] = like(grad.sum(0).to(bias.dtype), bias)
-
-    def _weight(self, weight: Tensor, grad: Tensor, x: Tensor) -> Tensor | None:
-        target = accumulates(weight) if self._fuse else None
-        if target is not None:
-            if target.dtype == grad.dtype:
-                target.addmm_(grad.t(), x)
-            else:
-                target.add_(weight_grad(grad, x))
-            return None
-        return like(weight_grad(grad, x).to(weight.dtype), weight)
+def _grads(ctx: Any, dx: Tensor | None, collector: Collector) -> tuple[Any, ...]:
+    return (None, _input_grad(ctx, dx), *collector.weights, *collector.biases)
 
 
-def _as_given(rows: Tensor, x: Tensor) -> Tensor:
-    """Return what to keep of an input; see [Note: what is kept for backward]."""
-    return x if rows.data_ptr() == x.data_ptr() and rows.dtype == x.dtype else rows
+def _input_grad(ctx: Any, dx: Tensor | None) -> Tensor | None:
+    """Return rows as what the input was."""
+    if dx is None:
+        return None
+    call = ctx.call
+    dx = from_rows(dx if dx.dtype is ctx.dtype else dx.to(ctx.dtype), ctx.shape, call.dim)
+    return dx if call.given is None else wrapped(dx, call.mesh, call.given)
+
+
+def _grad(grad: Tensor, call: Call, dtype: torch.dtype) -> Tensor:
+    """Return the gradient of an output as rows."""
+    grad = unwrapped(grad, call.returned)
+    return to_rows(grad if grad.dtype is dtype else grad.to(dtype), call.dim)
+
+
+def _of_other_readers(call: Call, grad: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
+    """Return the gathered input's gradient, as rows: as it is on all ranks, or as this rank's term of a sum.
+
+    [Note: other readers] What reads a gathered input beside the linears whose products were computed with the gather
+    has a gradient of it: that of other linears is a term of a sum on each rank, that of operations on the DTensor is
+    said to be the same on all. Where both meet, stock adds to each rank's term its share; so is it done here.
+    """
+    if grad is None:
+        return None, None
+    if is_partial(grad):
+        return None, to_rows(arrived(local(grad)), call.dim)
+    return to_rows(unwrapped(grad, call.whole), call.dim), None
+
+
+def _constant(call: Call, results: Sequence[Tensor], params: Sequence[Tensor | None]) -> list[Tensor]:
+    """Return what needs no gradient of the results of an input that needs none."""
+    needs = [param is not None and param.requires_grad for param in params]
+    return [result for i, result in enumerate(results) if i == call.count or not (needs[i] or needs[call.count + i])]
+
+
+def _returned(call: Call, result: Tensor) -> Tensor:
+    return result if call.returned is None else wrapped(result, call.mesh, call.returned)
+
+
+def _as_given(rows: Tensor, here: Tensor, x: Tensor) -> Tensor:
+    """Return what to keep of an input, of which ``here`` is the local part; see [Note: what is kept for backward]."""
+    return x if rows is here or (rows.data_ptr() == here.data_ptr() and rows.dtype == here.dtype) else rows
 
 
 def _rows(kept: Tensor, dim: int) -> Tensor:
-    return kept if kept.dim() == 2 else to_rows(kept, dim)
+    here = arrived(local(kept))
+    return here if here.dim() == 2 else to_rows(here, dim)
 
 
-def _gathered(rows: Tensor, wires: Wires) -> Tensor:
-    whole, pending = wires.all_gather(rows)
-    pending.wait()
-    return whole
-
-
-def _own_rows(rows: Tensor, wires: Wires) -> Tensor:
-    return rows.view(wires.world, -1, rows.shape[1])[wires.rank]
+def _used(weight: Tensor, rows: Tensor) -> Tensor:
+    found = local(weight)
+    return found if found.dtype is rows.dtype else found.to(rows.dtype)
 
 
 def _cast(
-    rows: Tensor, weights: Sequence[Any], biases: Sequence[Any]
+    call: Call, rows: Tensor, weights: Sequence[Any], biases: Sequence[Any]
 ) -> tuple[Tensor, list[Tensor], list[Tensor | None]]:
+    """Return local tensors, as autocast would have them for linears."""
+    used = [local(weight) for weight in weights]
+    added = [None if bias is None else local(bias) for bias in biases]
+    dtype = autocast_dtype(call.wires.kind, rows.dtype)
+    if dtype is None:
+        return rows, used, added
+    biased = [None if bias is None else bias.to(dtype) for bias in added]
+    return rows.to(dtype), [weight.to(dtype) for weight in used], biased
+
+
+def _cast_one(call: Call, rows: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
     """Return local tensors, as autocast would have them for a linear."""
-    kind = rows.device.type
-    if torch.is_autocast_enabled(kind) and rows.dtype != torch.float64:
-        dtype = torch.get_autocast_dtype(kind)
-        rows = rows.to(dtype)
-        used = [local(weight).to(dtype) for weight in weights]
-        return rows, used, [None if bias is None else local(bias).to(dtype) for bias in biases]
-    return rows, [local(weight) for weight in weights], [None if bias is None else local(bias) for bias in biases]
+    return cast(call.wires.kind, rows, local(weight), None if bias is None else local(bias))

@@ -26,7 +26,12 @@ def traced() -> bool:
     """
     if torch._C._len_torch_dispatch_stack() and any(map(_records, _get_current_dispatch_mode_stack())):
         return True
-    return torch._C._functorch.peek_interpreter_stack() is not None or bool(torch.jit.is_tracing())
+    return is_transformed() or bool(torch._C._is_tracing())
+
+
+def is_transformed() -> bool:
+    """Tell whether torch.func sees operations first."""
+    return bool(torch._C._are_functorch_transforms_active())
 
 
 def _records(mode: Any) -> bool:

@@ -6,25 +6,15 @@ group; weights are a rank's part of a linear's weight, laid out as ``nn.Linear``
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from ovpatch_plugins.tp_linear import wires as wires_of
-from ovpatch_plugins.tp_linear.functions import (
-    Call,
-    GatherLinear,
-    How,
-    LinearReduce,
-    LinearScatter,
-    ReplicatedLinear,
-    Whole,
-)
+from ovpatch_plugins.tp_linear.call import Call, How
+from ovpatch_plugins.tp_linear.functions import GatherLinear, LinearScatter, run
 from ovpatch_plugins.tp_linear.schedules import Schedule, named
-from ovpatch_plugins.tp_linear.wires import Wires
 
 CHUNKS = 4
 
@@ -38,6 +28,7 @@ def all_gather_linear(
     dim: int = 0,
     schedule: str = "bulk",
     chunks: int = CHUNKS,
+    regather: bool = False,
 ) -> tuple[Tensor, ...]:
     """Gather a sequence over the ranks, and feed it to several linears, whose features are cut over the ranks.
 
@@ -51,6 +42,7 @@ def all_gather_linear(
         dim: Which dimension of ``x`` is the sequence.
         schedule: ``stock``, ``bulk``, ``ring`` or ``chunk``.
         chunks: Into how many parts ``chunk`` cuts.
+        regather: Keep this rank's part of ``x`` for backward, and gather it anew there; else it is kept gathered.
 
     Returns:
         An output ``[.., world * s, .., n_i]`` for each weight.
@@ -58,12 +50,19 @@ def all_gather_linear(
     Raises:
         ValueError: The schedule, the dimension, or the number of biases is wrong, or a tensor is complex.
     """
-    how = How(_schedule(schedule, chunks))
     given = list(biases) if biases is not None else [None] * len(weights)
     if len(given) != len(weights):
         raise ValueError(f"got {len(weights)} weights and {len(given)} biases: give one bias, or None, for each weight")
     _refuse_complex(x, *weights)
-    return gather_linear(x, weights, given, wires_of.of(group, x.device), _dim(x, dim), how)
+    call = Call(
+        How(_schedule(schedule, chunks), regather=regather),
+        wires_of.of(group, x.device),
+        _dim(x, dim),
+        len(weights),
+        constant=not x.requires_grad,
+    )
+    results: tuple[Tensor, ...] = run(GatherLinear, call, x, *weights, *given)
+    return results
 
 
 def linear_reduce_scatter(
@@ -102,61 +101,8 @@ def linear_reduce_scatter(
             f"dimension {dim} of the input has size {x.shape[dim]}, which does not divide by {wires.world} ranks: pad "
             "the sequence"
         )
-    return linear_scatter(x, weight, bias, wires, dim, how)
-
-
-def gather_linear(
-    x: Tensor,
-    weights: Sequence[Tensor],
-    biases: Sequence[Tensor | None],
-    wires: Wires,
-    dim: int,
-    how: How,
-    *,
-    whole: Whole | None = None,
-    check: Callable[[], None] | None = None,
-) -> tuple[Tensor, ...]:
-    """Return an output for each weight, and, behind them, the gathered input if ``whole`` says as what.
-
-    ``check`` is called before backward.
-    """
-    keeps = not x.requires_grad and torch.is_grad_enabled()
-    call = Call(how, wires, dim, len(weights), whole, check, keeps)
-    results: tuple[Tensor, ...] = _apply(GatherLinear, call, x, *weights, *biases)
-    return results
-
-
-def linear_scatter(x: Tensor, weight: Tensor, bias: Tensor | None, wires: Wires, dim: int, how: How) -> Tensor:
-    """Return this rank's part of the sequence."""
-    result: Tensor = _apply(LinearScatter, Call(how, wires, dim, 1), x, weight, bias)
+    result: Tensor = run(LinearScatter, Call(how, wires, dim), x, weight, bias)
     return result
-
-
-def linear_reduce(x: Tensor, weight: Tensor, bias: Tensor | None, wires: Wires, how: How) -> Tensor:
-    """Return the whole sequence, on all ranks, of a linear whose input features are cut over the ranks."""
-    result: Tensor = _apply(LinearReduce, Call(how, wires, 0, 1), x, weight, bias)
-    return result
-
-
-def replicated_linear(
-    x: Tensor, weight: Tensor, bias: Tensor | None, wires: Wires, how: How, *, partial: bool = False
-) -> Tensor:
-    """Apply a linear whose output features are cut over the ranks to an input that all ranks have.
-
-    Args:
-        x: ``[.., k]``, the same on all ranks.
-        weight: This rank's rows, ``[n, k]``.
-        bias: This rank's part, ``[n]``, or None.
-        wires: The ranks.
-        how: How.
-        partial: The input's gradient is this rank's term only; somebody else adds them up.
-    """
-    result: Tensor = _apply(ReplicatedLinear, Call(how, wires, 0, 1, partial=partial), x, weight, bias)
-    return result
-
-
-def _apply(function: Any, *args: Any) -> Any:
-    return function.apply(*args)
 
 
 def _dim(x: Tensor, dim: int) -> int:

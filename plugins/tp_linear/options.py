@@ -32,10 +32,20 @@ OPTIONS: Final = (
         aliases=("num_splits",),
     ),
     Option(
-        "shared_gather",
+        "regather",
         False,
-        "Where PrepareModuleInput gathers for several linears, compute their products together with the gather. Hooks, "
-        "profilers and the like must then be on all ranks or on none.",
+        "Keep this rank's part of a gathered input for backward, and gather it anew there, to save memory; all ranks "
+        "have to run backward then.",
+    ),
+    Option(
+        "shared_gather",
+        True,
+        "Where PrepareModuleInput gathers for several linears, compute their products together with the gather.",
+    ),
+    Option(
+        "compiled",
+        False,
+        "Compute with the feature's operators under torch.compile as well, opaque to it; else it sees what stock does.",
     ),
     Option(
         "gradient_accumulation_fusion",

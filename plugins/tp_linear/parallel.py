@@ -3,6 +3,9 @@
 [Note: stock's path] Stock gathers in a forward pre-hook and scatters in a forward hook. Taken over, a linear has
 neither; where our operators do not apply, its forward calls what the hooks called, in between the product of
 DTensors.
+
+[Note: decided once] Comparing placements, and looking up groups, takes microseconds. So what follows from an input's
+layout is decided once and kept as a :class:`_Way`; what depends on the very tensors is asked at each call.
 """
 
 from __future__ import annotations
@@ -16,9 +19,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 from torch.distributed.tensor.parallel.style import ColwiseParallel, RowwiseParallel
 
-from ovpatch_plugins.tp_linear import agreed, compiled, operators
+from ovpatch_plugins.tp_linear import agreed, compiled
 from ovpatch_plugins.tp_linear import wires as wires_of
+from ovpatch_plugins.tp_linear.call import Call
 from ovpatch_plugins.tp_linear.counters import COUNTERS
+from ovpatch_plugins.tp_linear.functions import FUNCTIONS, run
 from ovpatch_plugins.tp_linear.layouts import sequence_dim, traced
 from ovpatch_plugins.tp_linear.shared import claim
 from ovpatch_plugins.tp_linear.state import STATE
@@ -26,6 +31,32 @@ from ovpatch_plugins.tp_linear.state import STATE
 Style = ColwiseParallel | RowwiseParallel
 
 _FEATURES = Shard(-1)
+_PLAIN = (Tensor, nn.Parameter)
+
+
+class _Way:
+    """How inputs of one layout are computed.
+
+    Args:
+        operator: Its name, which compilers understand better than a function: see :data:`FUNCTIONS`.
+        dim: Which dimension of the input, or of the output, is the sequence.
+        given: How the gradient of an input is laid out that is a DTensor.
+        returned: How the operator's output is laid out, if it is to be a DTensor.
+        finish: Whether stock still has to lay the output out.
+    """
+
+    __slots__ = ("calls", "dim", "finish", "given", "operator", "returned")
+
+    def __init__(
+        self, operator: str, dim: int, given: Placement | None, returned: Placement | None, finish: bool
+    ) -> None:
+        self.operator, self.dim, self.given, self.returned, self.finish = operator, dim, given, returned, finish
+        self.calls: dict[bool, Call] = {}  # by whether the input needs a gradient
+
+    @property
+    def partial(self) -> bool:
+        """Whether the input's gradient is this rank's term of a sum."""
+        return self.given is not None and self.given.is_partial()
 
 
 class Parallel:
@@ -46,14 +77,17 @@ class Parallel:
         self.input_layouts: tuple[Placement, ...] = style.input_layouts
         self.output_layouts: tuple[Placement, ...] = style.output_layouts
         self.use_local_output = style.use_local_output
-        # Comparing placements takes microseconds.
         self.desired: tuple[Placement, ...] = (Replicate(),) if column else (_FEATURES,)
         self.takes_replicated = self.input_layouts == (Replicate(),)
-        self._returns_features = self.use_local_output and self.output_layouts == (_FEATURES,)
-        self._world = mesh.size()
+        self._world, self._on_cpu = mesh.size(), mesh.device_type == "cpu"
         self._group: dist.ProcessGroup | None = None
         self._era = -1  # when the group agreed
-        self._known: Any = None  # the layout of the weight that was found right last
+        self._forget()
+
+    def _forget(self) -> None:
+        self._known: Any = (None, None)  # the layouts of weight and bias that were found right last
+        self._ways: dict[int, _Way | None] = {}  # of plain tensors, by their number of dimensions
+        self._last: tuple[Any, _Way | None] = (None, None)  # the last DTensor's layout, and its way
 
     def has_agreed(self, group: dist.ProcessGroup) -> None:
         """Be told the ranks over which the linear is cut."""
@@ -63,7 +97,7 @@ class Parallel:
         return self  # never changed, and a mesh is not copied either
 
     def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"_known": None, "_group": None}
+        return self.__dict__ | {"_known": (None, None), "_group": None, "_ways": {}, "_last": (None, None), "_era": -1}
 
     @property
     def group(self) -> dist.ProcessGroup:
@@ -98,115 +132,159 @@ class Parallel:
 
     def forward(self, linear: nn.Linear, x: Any) -> Any:
         """Compute the linear."""
-        if not STATE.on:
-            return self.stock(linear, x)
-        compiling = torch.compiler.is_compiling()
-        if not compiling:
-            if (output := claim(x, linear)) is not None:
-                return self._finished(linear, output)
-            if traced():
-                COUNTERS.stock_calls += 1
-                return self.stock(linear, x)
-        weight = linear.weight
-        if not weight.is_floating_point():  # nobody has tested complex ones
-            return self.stock(linear, x)
-        output = (self._column if self.column else self._row)(weight, linear.bias, x, compiling)
-        if output is None:
-            if not compiling:
-                COUNTERS.stock_calls += 1
-            return self.stock(linear, x)
-        if not compiling:
-            COUNTERS.calls += 1
-        return self._finished(linear, output) if self.column else self._handed_out(output)
+        if STATE.on:
+            output = self._compiled(linear, x) if torch.compiler.is_compiling() else self._eager(linear, x)
+            if output is not None:
+                return output
+        return self.stock(linear, x)
 
-    def divides(self, weight: Any, cut: int) -> bool:
-        """Tell whether a weight is cut evenly, along its dimension ``cut``, as the style left it."""
-        spec = getattr(weight, "_spec", None)
-        if spec is None:
-            return False
-        if spec is not self._known:
-            even = spec.mesh == self.mesh and spec.placements == (Shard(cut),) and spec.shape[cut] % self._world == 0
-            if not even:
-                return False
-            if not torch.compiler.is_compiling():
-                self._known = spec
-        return True
-
-    def _is_uneven(self, x: DTensor) -> bool:
-        placement = x.placements[0]
-        return isinstance(placement, Shard) and x.shape[placement.dim] % self._world != 0
-
-    def _column(self, weight: Any, bias: Any, x: Any, compiling: bool) -> Tensor | None:
-        if not self.divides(weight, 0) or not isinstance(x, Tensor) or not x.numel():
+    def _eager(self, linear: nn.Linear, x: Any) -> Any:
+        """Return the output, or None if stock has to compute it."""
+        if (claimed := claim(x, linear)) is not None:
+            return self._claimed(linear, claimed)
+        if self._era != agreed.era():
+            self._forget()
+        weight, bias = _params(linear)
+        way = self._way(x) if isinstance(x, Tensor) and not traced() and self.fits(weight, bias) else None
+        if way is None or not self._takes(way, x):
+            COUNTERS.stock_calls += 1
             return None
-        layout, partial = self.input_layouts[0], False
+        needs = x.requires_grad
+        call = way.calls.get(needs)
+        if call is None:
+            call = way.calls[needs] = Call(
+                STATE.how,
+                wires_of.of(self.group, x.device),
+                way.dim,
+                constant=not needs,
+                mesh=self.mesh,
+                given=way.given,
+                returned=way.returned,
+            )
+        COUNTERS.calls += 1
+        output = run(FUNCTIONS[way.operator], call, x, weight, bias)
+        if way.operator == "gather_linear":
+            output = output[0]
+        return self.stock_output(linear, output) if way.finish else output
+
+    def _compiled(self, linear: Any, x: Any) -> Any:
+        """Return the output, as part of a graph, or None if stock has to compute it."""
+        weight, bias = linear.weight, linear.bias
+        if not STATE.compiles or not isinstance(x, Tensor) or not self.fits(weight, bias):
+            return None
+        way = self._way(x)
+        if way is None or not self._takes(way, x):
+            return None
+        if self.column and way.returned is not None:
+            return None  # torch 2.13 fails to compile it for a second shape if it is an output of the graph
         if isinstance(x, DTensor):
-            if x.device_mesh != self.mesh or x.placements not in (self.input_layouts, self.desired):
-                return None
-            if x.placements != self.desired and self._is_uneven(x):
-                return None
-            layout, partial = x.placements[0], x.placements == self.desired
-            if partial and self.input_layouts != self.desired:
-                return None  # stock takes it for what the style says
             # [Note: a replicated input's gradient] is a term of a sum on each rank. Taken for replicated, it would lose
             # the other ranks' terms, silently.
-            x = x.to_local(grad_placements=[Partial()] if partial else None)
-        elif type(x) is not Tensor and type(x) is not nn.Parameter and not compiling:
+            x = x.to_local(grad_placements=[Partial()] if way.partial else None)
+        output = compiled.run(
+            way.operator,
+            x,
+            weight.to_local(),
+            None if bias is None else bias.to_local(),
+            self.group,
+            way.dim,
+            STATE.how.schedule,
+            partial=way.partial,
+        )
+        if way.returned is not None:
+            output = DTensor.from_local(output, self.mesh, (way.returned,), run_check=False)
+        return self.stock_output(linear, output) if way.finish else output
+
+    def fits(self, weight: Any, bias: Any) -> bool:
+        """Tell whether weight and bias are as the style left them, cut evenly."""
+        spec, other = getattr(weight, "_spec", None), getattr(bias, "_spec", None)
+        if spec is None or (bias is None) is not (other is None):
+            return False
+        if spec is not self._known[0] or other is not self._known[1]:
+            cut = 0 if self.column else 1
+            even = spec.mesh == self.mesh and spec.placements == (Shard(cut),) and spec.shape[cut] % self._world == 0
+            if not even or not weight.is_floating_point():  # nobody has tested complex ones
+                return False
+            along = (Shard(0),) if self.column else (Replicate(),)
+            if other is not None and (other.mesh != self.mesh or other.placements != along):
+                return False
+            if not torch.compiler.is_compiling():
+                self._known = spec, other
+        return True
+
+    def _takes(self, way: _Way, x: Tensor) -> bool:
+        """Tell whether a tensor of a known layout can be computed."""
+        if not x.numel() or (way.operator == "linear_scatter" and x.shape[way.dim] % self._world):
+            return False
+        return way.given is not None or (x.get_device() < 0) is self._on_cpu  # stock moves it
+
+    def _way(self, x: Tensor) -> _Way | None:
+        """Return how a tensor's layout is computed, or None if stock has to."""
+        if torch.compiler.is_compiling():  # where nothing is to be kept
+            return self._way_of_dtensor(x) if isinstance(x, DTensor) else self._way_of_plain(x)
+        if isinstance(x, DTensor):
+            if self._last[0] is not x._spec:
+                self._last = x._spec, self._way_of_dtensor(x)
+            return self._last[1]
+        if type(x) not in _PLAIN:
             return None
-        group = self.group
+        dims = x.dim()
+        if dims not in self._ways:
+            self._ways[dims] = self._way_of_plain(x)
+        return self._ways[dims]
+
+    def _way_of_plain(self, x: Tensor) -> _Way | None:
+        if self.column:
+            return self._column_way(x, self.input_layouts[0], None)
+        if self.input_layouts != self.desired and self.input_layouts != (Shard(x.dim() - 1),):
+            return None
+        return self._row_way(x, None)
+
+    def _way_of_dtensor(self, x: DTensor) -> _Way | None:
+        if x.device_mesh != self.mesh:
+            return None
+        if not self.column:
+            features = (Shard(x.dim() - 1),)
+            as_said = self.input_layouts in (self.desired, features)
+            return self._row_way(x, features[0]) if as_said and x.placements == features else None
+        if x.placements != self.input_layouts:
+            return None  # stock takes it for what the style says, or moves it
+        if x.placements == self.desired:
+            return self._column_way(x, x.placements[0], Partial())
+        placement = x.placements[0]
+        if isinstance(placement, Shard) and x.shape[placement.dim] % self._world:
+            return None
+        return self._column_way(x, placement, placement)
+
+    def _column_way(self, x: Tensor, layout: Placement, given: Placement | None) -> _Way | None:
+        features = Shard(x.dim() - 1)
+        as_computed = self.output_layouts in ((_FEATURES,), (features,))
+        local = as_computed and self.use_local_output
+        returned, finish = None if local else features, not as_computed
         if layout.is_replicate():
-            if compiling:
-                return compiled.replicated_linear(
-                    x, weight.to_local(), _to_local(bias), group, STATE.how.schedule, partial=partial
-                )
-            return operators.replicated_linear(
-                x, weight, bias, wires_of.of(group, x.device), STATE.how, partial=partial
-            )
+            return _Way("replicated_linear", 0, given, returned, finish)
+        dim = sequence_dim(layout, x)
+        return None if dim is None else _Way("gather_linear", dim, given, returned, finish)
+
+    def _row_way(self, x: Tensor, given: Placement | None) -> _Way | None:
+        layout = self.output_layouts[0]
+        if layout.is_replicate():
+            return _Way("linear_reduce", 0, given, None if self.use_local_output else layout, False)
         dim = sequence_dim(layout, x)
         if dim is None:
             return None
-        if compiling:
-            biases = [] if bias is None else [bias.to_local()]
-            return compiled.gather_linear(x, [weight.to_local()], biases, group, dim, STATE.how.schedule)[0]
-        return operators.gather_linear(x, (weight,), (bias,), wires_of.of(group, x.device), dim, STATE.how)[0]
+        return _Way("linear_scatter", dim, given, None if self.use_local_output else Shard(dim), False)
 
-    def _row(self, weight: Any, bias: Any, x: Any, compiling: bool) -> Tensor | None:
-        if not self.divides(weight, 1) or not isinstance(x, Tensor) or not x.numel():
-            return None
-        if self.input_layouts != self.desired and self.input_layouts != (Shard(x.dim() - 1),):
-            return None
-        if isinstance(x, DTensor):
-            if x.device_mesh != self.mesh or x.placements != (Shard(x.dim() - 1),):
-                return None
-            x = x.to_local()
-        elif type(x) is not Tensor and type(x) is not nn.Parameter and not compiling:
-            return None
-        group, layout = self.group, self.output_layouts[0]
-        if layout.is_replicate():
-            if compiling:
-                return compiled.linear_reduce(x, weight.to_local(), _to_local(bias), group, STATE.how.schedule)
-            return operators.linear_reduce(x, weight, bias, wires_of.of(group, x.device), STATE.how)
-        dim = sequence_dim(layout, x)
-        if dim is None or x.shape[dim] % self._world:
-            return None
-        if compiling:
-            return compiled.linear_scatter(x, weight.to_local(), _to_local(bias), group, dim, STATE.how.schedule)
-        return operators.linear_scatter(x, weight, bias, wires_of.of(group, x.device), dim, STATE.how)
-
-    def _finished(self, linear: nn.Linear, output: Tensor) -> Any:
-        """Return a column's output, of which this rank has some features, as the style says."""
-        if self._returns_features:
+    def _claimed(self, linear: nn.Linear, output: Tensor) -> Any:
+        """Return an output that was computed with a gather, as the style says."""
+        features = Shard(output.dim() - 1)
+        if self.use_local_output and self.output_layouts in ((_FEATURES,), (features,)):
             return output
-        features = (Shard(output.dim() - 1),)
-        if self.use_local_output and self.output_layouts == features:
-            return output
-        return self.stock_output(linear, DTensor.from_local(output, self.mesh, features, run_check=False))
-
-    def _handed_out(self, output: Tensor) -> Any:
-        if self.use_local_output:
-            return output
-        return DTensor.from_local(output, self.mesh, self.output_layouts, run_check=False)
+        return self.stock_output(linear, DTensor.from_local(output, self.mesh, (features,), run_check=False))
 
 
-def _to_local(bias: Any) -> Tensor | None:
-    return None if bias is None else bias.to_local()
+def _params(linear: nn.Linear) -> tuple[Any, Any]:
+    params = linear._parameters
+    if "weight" in params and "bias" in params:  # spares nn.Module.__getattr__
+        return params["weight"], params["bias"]
+    return linear.weight, linear.bias

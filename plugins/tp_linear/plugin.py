@@ -20,7 +20,7 @@ def ovpatch_feature() -> Feature:
         name="tp_linear",
         summary="Linears under parallelize_module whose gathers and reduce-scatters hide under their products.",
         options=OPTIONS,
-        default=False,
+        default=True,
         reorders_products=True,
     )
 

@@ -25,11 +25,14 @@ def input_grad(grads: Sequence[Tensor | None], weights: Sequence[Tensor], extra:
 
     Shapes ``[m, n_i]``, ``[n_i, k]``, and a further term ``[m, k]`` -> ``[m, k]``.
     """
-    dtype = weights[0].dtype
+    used = [(grad, weight) for grad, weight in zip(grads, weights, strict=True) if grad is not None]
+    if not used:
+        assert extra is not None
+        return extra.clone()  # it may be written into
+    dtype = used[0][1].dtype
     total = extra.clone() if extra is not None and extra.dtype == dtype else None
-    for grad, weight in zip(grads, weights, strict=True):
-        if grad is not None:
-            total = grad @ weight if total is None else total.addmm_(grad, weight)
+    for grad, weight in used:
+        total = grad @ weight if total is None else total.addmm_(grad, weight)
     assert total is not None
     return total if extra is None or extra.dtype == dtype else total.to(extra.dtype) + extra
 

@@ -12,20 +12,17 @@ from math import prod
 
 import torch
 from torch import Tensor
-from torch.distributed._functional_collectives import AsyncCollectiveTensor
+
+from ovpatch_plugins.tp_linear.products import linear
 
 
 def to_rows(x: Tensor, dim: int) -> Tensor:
     """Return ``[.., s, .., k]`` as contiguous ``[s * .., k]``, dimension ``dim`` first."""
-    x = arrived(x)
-    if not _in_front(x.shape, dim):
-        x = x.movedim(dim, 0)
-    return x.reshape(-1, x.shape[-1]).contiguous()
-
-
-def arrived(x: Tensor) -> Tensor:
-    """Return a tensor that one of torch's functional collectives writes, when it is there."""
-    return x.trigger_wait() if isinstance(x, AsyncCollectiveTensor) else x
+    if x.dim() != 2:
+        if not _in_front(x.shape, dim):
+            x = x.movedim(dim, 0)
+        x = x.reshape(-1, x.shape[-1])
+    return x.contiguous()
 
 
 def from_rows(rows: Tensor, shape: torch.Size, dim: int) -> Tensor:
@@ -36,14 +33,30 @@ def from_rows(rows: Tensor, shape: torch.Size, dim: int) -> Tensor:
         shape: Of an activation of which only dimension ``dim`` and the last may have other sizes.
         dim: The dimension that comes first in the rows.
     """
+    if len(shape) == 2:
+        return rows
     if len(shape) == 1:
         return rows.view(rows.shape[-1])
-    others = [size for i, size in enumerate(shape[:-1]) if i != dim]
-    first = rows.shape[0] // max(prod(others), 1)
+    before, behind = shape[:dim], shape[dim + 1 : -1]
+    first = rows.shape[0] // max(prod(before) * prod(behind), 1)
     if _in_front(shape, dim):
-        return rows.view(*shape[:dim], first, *shape[dim + 1 : -1], rows.shape[-1])
-    return rows.view(first, *others, rows.shape[-1]).movedim(0, dim).contiguous()
+        return rows.view(*before, first, *behind, rows.shape[-1])
+    return rows.view(first, *before, *behind, rows.shape[-1]).movedim(0, dim).contiguous()
+
+
+def place(rows: Tensor, features: int, shape: torch.Size, dim: int) -> Tensor:
+    """Return memory for what a linear makes of rows: an activation, contiguous; arguments as of :func:`from_rows`."""
+    others = prod(shape[:dim]) * prod(shape[dim + 1 : -1])
+    return rows.new_empty((*shape[:dim], len(rows) // max(others, 1), *shape[dim + 1 : -1], features))
+
+
+def fill(activation: Tensor, rows: Tensor, weight: Tensor, bias: Tensor | None, dim: int) -> None:
+    """Compute a linear of rows into an activation."""
+    if _in_front(activation.shape, dim):
+        linear(rows, weight, bias, out=activation.view(-1, activation.shape[-1]))
+    else:
+        activation.copy_(from_rows(linear(rows, weight, bias), activation.shape, dim))
 
 
 def _in_front(shape: torch.Size, dim: int) -> bool:
-    return all(size == 1 for size in shape[:dim])
+    return not dim or all(size == 1 for size in shape[:dim])

@@ -1,14 +1,22 @@
 """One gather for several linears, computed together with their products.
 
-[Note: products ahead] ``PrepareModuleInput`` gathers an attention's or a gated feed-forward's input once, in a
-forward pre-hook of the parent, and the linears in it get the gathered tensor. To hide the gather under products,
-these have to be computed in the hook. Which they are can be told from the parent: its own children that are cut by
-columns and take a replicated input. The outputs wait until each linear is called with that very tensor.
+[Note: products behind one gather] ``PrepareModuleInput`` gathers an attention's or a gated feed-forward's input once,
+in a forward pre-hook of the parent, and the linears in it get the gathered DTensor. Which they are can be told from the
+parent: its own children that are cut by columns and take a replicated input. Gather and products are one autograd node
+then, whose backward adds up their input gradients before it sends them, and hides that under the weights' gradients.
+Its outputs wait until each linear is called with that very tensor. Where the schedule cuts the gather to hide it, they
+are computed with it; else they are empty until then, and the linear computes into its own.
 
-[Note: nothing has changed since] A product computed ahead is what the linear would compute only if nothing has changed
-since: its weight and bias, the gathered tensor's values, autocast, grad mode, and what keeps tensors for backward (a
-region of a checkpoint must keep what it will compute again). Where something has, the linear computes for itself. Nor
-is anything computed ahead for linears whose hooks may change what they compute, or would notice a gradient too many.
+[Note: nothing has changed since] An output is handed out only if nothing has changed since the gather: the weight, the
+gathered tensor's values, autocast, grad mode, and what keeps tensors for backward (a region of a checkpoint must keep
+what it will compute again). Where something has, the linear computes for itself. What is computed ahead needs more: the
+weight's values must be the same, which a version tells, but not for writes through ``.data``; so nothing is where hooks
+will still run that could write.
+
+[Note: same collectives on all ranks] Hooks, profilers and counters may be on one rank alone. So what is sent does not
+depend on what is computed ahead: forward gathers once; backward adds up over the ranks once, the gradients of products
+computed ahead and the terms of linears that computed for themselves, whose DTensors say that they are terms; and it
+gathers anew if any of the linears, by how they are cut, has a weight to train.
 
 [Note: whose gradient it is] The products' gradients go to the input of the gather, past the gathered tensor. Who looks
 at that tensor's gradient, by a hook or ``retain_grad()``, gets no products from it; who begins to after a product has
@@ -26,24 +34,30 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel.style import PrepareModuleInput
 
-from ovpatch_plugins.tp_linear import operators
 from ovpatch_plugins.tp_linear import wires as wires_of
+from ovpatch_plugins.tp_linear.autocast import autocast_dtype
+from ovpatch_plugins.tp_linear.call import Call
 from ovpatch_plugins.tp_linear.counters import COUNTERS
-from ovpatch_plugins.tp_linear.functions import Whole
+from ovpatch_plugins.tp_linear.dtensors import local
+from ovpatch_plugins.tp_linear.functions import GatherLinear, run
 from ovpatch_plugins.tp_linear.layouts import sequence_dim, traced
+from ovpatch_plugins.tp_linear.rows import fill
 from ovpatch_plugins.tp_linear.state import STATE
-from ovpatch_plugins.tp_linear.weights import local
 
 if TYPE_CHECKING:
     from ovpatch_plugins.tp_linear.parallel import Parallel
 
+_WHOLE = Replicate()
+
 
 class _Product(NamedTuple):
     output: Tensor
-    params: tuple[Tensor | None, ...]
+    place: Tensor | None  # the memory of an output that is still to be computed
+    weight: Tensor
+    bias: Tensor | None
     versions: tuple[Any, ...]
 
 
@@ -51,11 +65,11 @@ class Watch:
     """Tells backward whether somebody looks at the gathered tensor's gradient; see [Note: whose gradient it is].
 
     Attributes:
-        handed_out: Whether a product was.
+        handed_out: Weights of products that were, and their versions then.
     """
 
     def __init__(self) -> None:
-        self.handed_out = False
+        self.handed_out: list[tuple[Tensor, int]] = []
         self._gathered: Callable[[], Any] = lambda: None
         self._hooks: dict[int, Any] = {}
 
@@ -71,8 +85,14 @@ class Watch:
         """Be called before backward.
 
         Raises:
-            RuntimeError: Somebody looks.
+            RuntimeError: Somebody looks, or has written into a weight meanwhile.
         """
+        for weight, version in self.handed_out:
+            if weight._version != version:
+                raise RuntimeError(
+                    f"a weight {tuple(weight.shape)} needed for gradient computation has been modified by an inplace "
+                    "operation since its linear was called: change weights behind backward"
+                )
         gathered = self._gathered() if self.handed_out else None
         if gathered is not None:
             gathered._fix_weakref()  # its Python object may have been about to go
@@ -92,32 +112,81 @@ class Products:
         linears: The linears.
         outputs: Of each.
         watch: Told when an output is handed out.
+        later: What linears need that have to compute their products themselves; None if all are there.
     """
 
-    def __init__(self, gathered: Tensor, linears: Sequence[nn.Linear], outputs: Sequence[Tensor], watch: Watch) -> None:
+    def __init__(
+        self,
+        gathered: Tensor,
+        linears: Sequence[nn.Linear],
+        outputs: Sequence[Tensor],
+        watch: Watch,
+        later: _Later | None,
+    ) -> None:
         self.gathered = watch.begin(gathered)
         self._watch, self._conditions = watch, _conditions(gathered)
+        self._dim, (self._rows, places) = (0, (None, ())) if later is None else (later.dim, later.taken())
         self._waiting: dict[int, _Product] = {}
-        for linear, output in zip(linears, outputs, strict=True):
-            params = linear.weight, linear.bias
-            self._waiting[id(linear)] = _Product(output, params, tuple(map(_version, params)))
+        for i, (linear, output) in enumerate(zip(linears, outputs, strict=True)):
+            weight, bias = linear.weight, linear.bias
+            versions, place = (_version(weight), _version(bias)), places[i] if places else None
+            self._waiting[id(linear)] = _Product(output, place, weight, bias, versions)
 
     def take(self, x: Tensor, linear: nn.Linear) -> Tensor | None:
-        """Return a linear's output, once, unless it has to be computed now."""
+        """Return a linear's output, once, unless it has to be computed apart."""
         found = self._waiting.get(id(linear))
-        if found is None:
+        if found is None or linear.weight is not found.weight or linear.bias is not found.bias:
             return None
-        weight, bias = params = linear.weight, linear.bias
-        if weight is not found.params[0] or bias is not found.params[1]:
+        if _conditions(x) != self._conditions or _observed(x):
             return None
-        if tuple(map(_version, params)) != found.versions or _conditions(x) != self._conditions or _observed(x):
+        if found.place is None:
+            if (_version(found.weight), _version(found.bias)) != found.versions:
+                return None
+        elif not self._compute(found):
             return None
         del self._waiting[id(linear)]
-        self._watch.handed_out = True
+        if not self._waiting:
+            self._rows = None
+        self._watch.handed_out.append((found.weight, found.weight._version))
         return found.output
 
+    def _compute(self, found: _Product) -> bool:
+        """Compute a product into its place, unless the weight does not fit into it any more."""
+        place, rows = found.place, self._rows
+        weight, bias = local(found.weight), None if found.bias is None else local(found.bias)
+        if place is None or rows is None or len(weight) != place.shape[-1]:
+            return False
+        with torch.no_grad():
+            fill(place, rows, weight.to(rows.dtype), None if bias is None else bias.to(rows.dtype), self._dim)
+        return True
+
     def __del__(self) -> None:
-        COUNTERS.unused += len(self._waiting)
+        COUNTERS.unused += sum(product.place is None for product in self._waiting.values())
+
+
+class _Later:
+    """What is needed for products that are computed behind the gather.
+
+    The autograd node knows of it for as long as the graph lives: it must not hold memory.
+
+    Args:
+        dim: Which dimension of activations comes first in rows.
+    """
+
+    def __init__(self, dim: int) -> None:
+        self.dim = dim
+        self._rows: Tensor | None = None
+        self._places: Sequence[Tensor] = ()
+
+    def __call__(self, rows: Tensor, places: list[Tensor]) -> None:
+        """Be told the gathered rows, ``[M, k]``, and the outputs' memory, of each linear."""
+        self._rows, self._places = rows, places
+
+    def taken(self) -> tuple[Tensor | None, Sequence[Tensor]]:
+        """Return them, and let go of them."""
+        found = self._rows, self._places
+        self._rows, self._places = None, ()
+        return found
 
 
 # By the id of the gathered tensor. Not an attribute of it, which would be saved with it.
@@ -155,7 +224,9 @@ class SharedGather:
     """
 
     def __init__(self, stock: Callable[..., Any], style: PrepareModuleInput, mesh: DeviceMesh) -> None:
-        self.stock, self._style, self._mesh = stock, style, mesh
+        self.stock, self._style, self._mesh, self._world = stock, style, mesh, mesh.size()
+        layouts = style.input_layouts or ()
+        self._is_alone = len(layouts) == 1 and gathers(layouts[0], (style.desired_input_layouts or (None,))[0])
 
     def __deepcopy__(self, memo: dict[int, Any]) -> SharedGather:
         return self  # never changed
@@ -164,6 +235,9 @@ class SharedGather:
         """Prepare the inputs; ``args`` are the positional ones and, if the style wants them, those by keyword."""
         if not STATE.on or not STATE.shares or torch.compiler.is_compiling():
             return self.stock(module, *args)
+        if self._is_alone and len(args) == 1 and len(args[0]) == 1:  # as mostly
+            layouts: Any = self._style.input_layouts, self._style.desired_input_layouts
+            return (self._argument(module, args[0][0], self._mesh, layouts[0][0], layouts[1][0]),)
         style: Any = copy.copy(self._style)  # stock walks the arguments, and asks this copy for each
         style._prepare_input_arg = functools.partial(self._argument, module)
         prepare = style._prepare_input_kwarg_fn if len(args) > 1 else style._prepare_input_fn
@@ -183,32 +257,36 @@ class SharedGather:
         dim = sequence_dim(layout, x) if isinstance(x, Tensor) else None
         if dim is None or not x.numel():
             return None
+        given = None
         if isinstance(x, DTensor):
-            if x.device_mesh != self._mesh or x.placements != (layout,) or x.shape[dim] % self._mesh.size():
+            given = Shard(dim)
+            if x.device_mesh != self._mesh or x.placements != (given,) or x.shape[dim] % self._world:
                 return None
-            x = x.to_local()
-        elif type(x) is not Tensor:
+        elif type(x) is not Tensor or x.device.type != self._mesh.device_type:
             return None
         linears = readers(module, self._mesh, x)
         if not linears:
             return None
-        keep_local = self._style.use_local_output
+        later = None if STATE.how.schedule.ahead else _Later(dim)
+        ahead = [linear for linear in linears if is_plain(linear, module if later is None else None)]
         watch = Watch()
-        *outputs, whole = operators.gather_linear(
-            x,
-            [linear.weight for linear in linears],
-            [linear.bias for linear in linears],
+        call = Call(
+            STATE.how,
             wires_of.of(vars(linears[0])["_ovpatch_parallel"].group, x.device),
             dim,
-            STATE.how,
-            whole=Whole.LOCAL if keep_local else Whole.DTENSOR,
+            len(ahead),
+            constant=not x.requires_grad,
+            mesh=self._mesh,
+            given=given,
+            whole=_WHOLE,
             check=watch.check,
+            later=later,
+            trains=any(linear.weight.requires_grad for linear in linears),
         )
-        given: Any = whole
-        if not keep_local:
-            given = DTensor.from_local(whole, self._mesh, (Replicate(),), run_check=False)
-        _products[id(given)] = Products(given, linears, outputs, watch)
-        return given
+        weights = [linear.weight for linear in ahead]
+        *outputs, whole = run(GatherLinear, call, x, *weights, *[linear.bias for linear in ahead])
+        _products[id(whole)] = Products(whole, ahead, outputs, watch, later)
+        return whole
 
 
 def gathers(layout: Any, desired: Any) -> bool:
@@ -217,26 +295,41 @@ def gathers(layout: Any, desired: Any) -> bool:
 
 
 def readers(module: nn.Module, mesh: DeviceMesh, x: Tensor) -> list[nn.Linear]:
-    """Return a module's own linears whose products can be computed ahead, from an input that has been gathered.
+    """Return a module's own linears that read its gathered input: the same on all ranks.
 
     They are cut by columns, over ``mesh``, and take a replicated input, of the features and the dtype of ``x``.
     """
-    if torch.nn.modules.module._global_forward_pre_hooks:
-        return []
-    autocast = torch.is_autocast_enabled(x.device.type) and x.dtype != torch.float64
-    found = []
-    for child in module.children():
+    casts = autocast_dtype(x.device.type, x.dtype) is not None
+    features, found = x.shape[-1], []
+    for child in module._modules.values():
         parallel: Parallel | None = vars(child).get("_ovpatch_parallel")
         if parallel is None or not parallel.column or not parallel.takes_replicated or parallel.mesh != mesh:
             continue
-        if not isinstance(child, nn.Linear) or child._forward_pre_hooks or child.in_features != x.shape[-1]:
-            continue
-        weight, bias = child.weight, child.bias
-        fits = weight.dtype == x.dtype or (autocast and weight.dtype != torch.float64)
-        plain = not weight._backward_hooks and not weight.is_inference() and (bias is None or not bias._backward_hooks)
-        if fits and plain and parallel.divides(weight, 0):
+        if not isinstance(child, nn.Linear) or "weight" not in child._parameters or child.in_features != features:
+            continue  # a parametrized weight is computed anew at every look
+        weight = child.weight
+        of_dtype = weight.dtype == x.dtype or (casts and weight.dtype != torch.float64)
+        if of_dtype and parallel.fits(weight, child.bias):
             found.append(child)
     return found
+
+
+def is_plain(linear: nn.Linear, parent: nn.Module | None) -> bool:
+    """Tell whether nothing on this rank speaks against a linear's product being one of the gather's node.
+
+    Args:
+        linear: The linear.
+        parent: The module for which is gathered, if the product is to be computed ahead; that could then be for nobody.
+    """
+    weight, bias = linear.weight, linear.bias
+    if weight.is_inference() or weight._backward_hooks or (bias is not None and bias._backward_hooks):
+        return False
+    if parent is None:
+        return True
+    if torch.nn.modules.module._global_forward_pre_hooks or linear._forward_pre_hooks:
+        return False
+    replaced = parent._backward_hooks or parent._backward_pre_hooks  # the gathered tensor, by a view of it
+    return not replaced and isinstance(next(reversed(parent._forward_pre_hooks.values())), SharedGather)
 
 
 def _observed(gathered: Tensor) -> bool:

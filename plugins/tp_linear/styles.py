@@ -16,7 +16,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel.style import ColwiseParallel, PrepareModuleInput
 
-from ovpatch_plugins.tp_linear import agreed, wires
+from ovpatch_plugins.tp_linear import agreed, dtensors, wires
 from ovpatch_plugins.tp_linear.counters import COUNTERS
 from ovpatch_plugins.tp_linear.linear import Linear
 from ovpatch_plugins.tp_linear.parallel import Parallel, Style
@@ -97,8 +97,10 @@ def take_over_gather(module: nn.Module, key: int, style: PrepareModuleInput, mes
         getattr(type(style), name) is not getattr(PrepareModuleInput, name)
         for name in ("_prepare_input_fn", "_prepare_input_kwarg_fn", "_prepare_input_arg")
     )
-    # With several gathers it cannot be told which linear reads which.
-    if of_its_own or mesh.ndim != 1 or sum(gathers(*pair) for pair in _layouts(style)) != 1:
+    # With several gathers it cannot be told which linear reads which. A gathered tensor that is no DTensor has, under
+    # stock, a gradient that each linear adds up over the ranks.
+    several = sum(gathers(*pair) for pair in _layouts(style)) != 1
+    if of_its_own or several or mesh.ndim != 1 or style.use_local_output:
         return
     module._forward_pre_hooks[key] = SharedGather(module._forward_pre_hooks[key], style, mesh)
     _gathers[module] = None
@@ -122,6 +124,7 @@ def give_all_back() -> None:
     _gathers.clear()
     _left.clear()
     agreed.forget()
+    dtensors.forget()
     wires.forget()
 
 

@@ -1,33 +1,13 @@
-"""Weights as they come: plain tensors, or DTensors, of which the operators take the local part.
-
-[Note: weights stay DTensors] ``DTensor.to_local()`` costs an autograd node and 20 µs, for every use of every weight.
-An autograd function that takes the parameter itself, and looks at the local tensor inside, costs nothing; its
-gradient then has to be a DTensor of the same placements, as stock's is.
-"""
+"""What the backward that runs does with gradients, and weights to whose gradients it can add."""
 
 from __future__ import annotations
 
-import sys
 from typing import Any
 
 import torch
 from torch import Tensor
 
-
-def local(weight: Tensor) -> Tensor:
-    """Return a weight's memory on this rank."""
-    found: Tensor | None = getattr(weight, "_local_tensor", None)
-    return weight if found is None else found
-
-
-def like(grad: Tensor, weight: Tensor) -> Tensor:
-    """Return a local gradient as what the weight is."""
-    spec = getattr(weight, "_spec", None)
-    if spec is None:
-        return grad
-    dtensor: Any = sys.modules["torch.distributed.tensor"]
-    made: Tensor = dtensor.DTensor(grad, spec, requires_grad=False)
-    return made
+from ovpatch_plugins.tp_linear.dtensors import local
 
 
 def accumulates(weight: Tensor) -> Tensor | None:
@@ -57,3 +37,11 @@ def _is_accumulated(weight: Tensor) -> bool:
         return torch._C._will_engine_execute_node(node)
     except RuntimeError:  # torch.autograd.grad() returns this very gradient
         return False
+
+
+def executes(node: Any) -> bool:
+    """Tell whether the backward that runs wants the gradient that a node takes."""
+    try:
+        return torch._C._will_engine_execute_node(node)
+    except RuntimeError:  # torch.autograd.grad() returns this very gradient
+        return True

@@ -30,10 +30,12 @@ class Wires:
     Attributes:
         world: Number of ranks.
         rank: This rank.
+        kind: Type of the device.
     """
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
         self.group, self.world, self.rank = group, group.size(), group.rank()
+        self.kind = device.type
         self._gather = AllGather(group, device)
         self._scatter = ReduceScatter(group, device)
         self._reduce = AllReduce(group, device)
@@ -43,6 +45,12 @@ class Wires:
         """Start to gather ``[m, k]`` into ``[world * m, k]``; there when the second result has been waited for."""
         whole = rows.new_empty((self.world * rows.shape[0], rows.shape[1]))
         return whole, Pending(self._gather([whole], [rows]))
+
+    def gathered(self, rows: Tensor) -> Tensor:
+        """Gather ``[m, k]`` into ``[world * m, k]``."""
+        whole, pending = self.all_gather(rows)
+        pending.wait()
+        return whole
 
     def reduce_scatter(self, rows: Tensor) -> tuple[Tensor, Pending]:
         """Start to sum ``[world * m, n]`` over the ranks, and give each its ``[m, n]``."""
@@ -77,9 +85,10 @@ class Pending:
         self._works, self._inputs = works, inputs
 
     def wait(self) -> None:
-        """Make the current stream (the host, without streams) wait for the results."""
+        """Make the current stream (the host, without streams) wait for the results, and let go of the inputs."""
         for work in self._works:
             work.wait()
+        self._works = self._inputs = ()
 
 
 _wires: dict[tuple[int, torch.device], tuple[dist.ProcessGroup, Wires]] = {}

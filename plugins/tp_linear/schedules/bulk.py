@@ -16,13 +16,12 @@ class Bulk(Schedule):
     """Products stay whole.
 
     [Note: weight gradients last] The input's gradient is what others wait for, so its product comes first, under which
-    the input is gathered anew for the weights' gradients; and their product is launched behind the input gradient's
-    reduce-scatter, which it hides. Both products and both collectives are of one autograd node, so no order of nodes
-    can pull them apart; hooks of gradients and of parameters fire as ever.
+    the input is gathered anew for the weights' gradients if it has not been kept; and their product is launched behind
+    the input gradient's reduce-scatter, which it hides. Both products and both collectives are of one autograd node, so
+    no order of nodes can pull them apart; hooks of gradients and of parameters fire as ever.
     """
 
     name = "bulk"
-    keeps_gathered = False
 
     def gather_linear_backward(
         self,
@@ -33,9 +32,11 @@ class Bulk(Schedule):
         weight_grads: WeightGrads | None,
         input_dtype: torch.dtype | None,
         extra: Tensor | None = None,
+        *,
+        anew: bool = False,
     ) -> Tensor | None:
         """See :meth:`Schedule.gather_linear_backward`."""
-        whole, gathering = wires.all_gather(kept) if weight_grads is not None else (kept, Pending(()))
+        whole, gathering = wires.all_gather(kept) if anew and weight_grads is not None else (kept, Pending(()))
         result, scattering = None, Pending(())
         if input_dtype is not None:
             result, scattering = wires.reduce_scatter(input_grad(grads, weights, extra).to(input_dtype))

@@ -19,6 +19,8 @@ class Chunk(Bulk):
         chunks: How many; fewer where rows do not divide.
     """
 
+    ahead = True
+
     def __init__(self, chunks: int) -> None:
         self.chunks = chunks
         self.name = self.named(chunks)

@@ -21,11 +21,11 @@ class Schedule:
 
     Attributes:
         name: How it is selected.
-        keeps_gathered: Whether backward gets the gathered input; else this rank's rows are kept, and gathered anew.
+        ahead: Whether products of a gathered input have to be computed where it is gathered, to hide that.
     """
 
     name = "stock"
-    keeps_gathered = True
+    ahead = False
 
     def gather_linear(
         self, wires: Wires, x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None], needs_whole: bool
@@ -42,8 +42,7 @@ class Schedule:
         Returns:
             Outputs ``[M, n_i]``, and the gathered input ``[M, k]``, which may be None if nobody wants it.
         """
-        whole, pending = wires.all_gather(x)
-        pending.wait()
+        whole = wires.gathered(x)
         return [linear(whole, weight, bias) for weight, bias in zip(weights, biases, strict=True)], whole
 
     def gather_linear_backward(
@@ -55,24 +54,27 @@ class Schedule:
         weight_grads: WeightGrads | None,
         input_dtype: torch.dtype | None,
         extra: Tensor | None = None,
+        *,
+        anew: bool = False,
     ) -> Tensor | None:
         """Return the input's gradient ``[m, k]``.
 
         Args:
             wires: The ranks.
             grads: Of the outputs, ``[M, n_i]`` each; None where an output was not used.
-            kept: The input as kept, ``[M, k]`` or ``[m, k]``; see :attr:`keeps_gathered`.
+            kept: The input: all of it, ``[M, k]``, or this rank's rows, ``[m, k]``, if ``anew``.
             weights: ``[n_i, k]`` each.
             weight_grads: Computes the weights' gradients; None if none needs one.
             input_dtype: In which the input's gradient is summed over the ranks; None if it needs no gradient.
             extra: A further term of the gathered input's gradient, ``[M, k]``.
+            anew: The input has to be gathered anew for the weights' gradients.
         """
         result: Tensor | None = None
         if input_dtype is not None:
             result, pending = wires.reduce_scatter(input_grad(grads, weights, extra).to(input_dtype))
             pending.wait()
         if weight_grads is not None:
-            weight_grads(kept, grads)
+            weight_grads(wires.gathered(kept) if anew else kept, grads)
         return result
 
     def linear_scatter(self, wires: Wires, x: Tensor, weight: Tensor) -> Tensor:
@@ -93,8 +95,7 @@ class Schedule:
             weight_grads: Computes what needs the gathered gradient, ``[M, n]``, which is its first argument.
             needs_input: Whether the input needs a gradient.
         """
-        whole, pending = wires.all_gather(grad)
-        pending.wait()
+        whole = wires.gathered(grad)
         result = whole @ weight if needs_input else None
         if weight_grads is not None:
             weight_grads(whole, ())

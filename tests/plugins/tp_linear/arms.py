@@ -18,11 +18,11 @@ SCHEDULES = ["stock", "bulk", "ring", "chunk"]
 
 
 def both(function: Callable[..., Any], *args: Any, options: dict[str, Any] | None = None, **kwargs: Any) -> Record:
-    """Return what ``function`` returns stock and patched, and what it counted; gathers are shared by default."""
+    """Return what ``function`` returns stock and patched, and what it counted."""
     torch.manual_seed(0)
     stock = function(*args, **kwargs)
     before = counters()
-    with ovpatch.applied("tp_linear", options={"tp_linear": {"shared_gather": True, **(options or {})}}):
+    with ovpatch.applied("tp_linear", options={"tp_linear": options or {}}):
         torch.manual_seed(0)
         patched = function(*args, **kwargs)
         counted = {name: value - before[name] for name, value in counters().items()}

@@ -16,8 +16,10 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from tests.plugins.tp_linear.arms import SCHEDULES, Record, both, device, mesh, whole
 from tests.plugins.tp_linear.models import Llama, parallel_llama
 from tests.plugins.tp_linear.training import equal, trained
+from tests.support.rarely import RARELY
 
 WORDS = 48
+LIKE_THEM = ("stock", "ring")
 Wrapping = Callable[[nn.Module], None]
 
 
@@ -84,14 +86,14 @@ def wrap_checkpoints(model: Llama, kind: str) -> None:
         layer.forward = lambda x, forward=forward, options=options: checkpoint(forward, x, **options)
 
 
-def linears(result: Record, steps: int = 2, layers: int = 1) -> None:
-    """Every linear of every forward was ours, and those behind a shared gather were computed with it."""
+def linears(result: Record, steps: int = 2, layers: int = 1, local: bool = False) -> None:
+    """Every linear of every forward was ours, and those behind a gather of DTensors were computed with it."""
     counted = result["counters"]
     assert counted["linears"] == 7 * layers + 1
-    assert counted["gathers"] == 2 * layers
     assert counted["stock_calls"] == counted["unused"] == 0
     assert counted["calls"] == (7 * layers + 1) * steps
-    assert counted["shared_calls"] == 5 * layers * steps
+    assert counted["gathers"] == (0 if local else 2 * layers)
+    assert counted["shared_calls"] == (0 if local else 5 * layers * steps)
 
 
 @pytest.mark.parametrize(
@@ -100,7 +102,17 @@ def linears(result: Record, steps: int = 2, layers: int = 1) -> None:
 def test_all_schedules(ranks, world, local, schedule):
     for result in ranks(world)(both, llama, local=local, options={"schedule": schedule}):
         equal(result["stock"], result["patched"])
-        linears(result)
+        linears(result, local=local)
+
+
+@pytest.mark.parametrize(
+    "schedule", ["bulk", "chunk", *(pytest.param(name, marks=RARELY) for name in ("stock", "ring"))]
+)
+def test_inputs_gathered_anew(ranks, schedule):
+    for case in ({}, {"checkpointing": "not reentrant"}, {"frozen": "attention"}, {"micro": 2}):
+        for result in ranks(2)(both, llama, **case, options={"schedule": schedule, "regather": True}):
+            equal(result["stock"], result["patched"])
+            assert result["counters"]["stock_calls"] == 0
 
 
 @pytest.mark.parametrize("local", [False, True])

@@ -11,8 +11,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import Replicate, Shard
-from torch.distributed.tensor.parallel import ColwiseParallel, PrepareModuleInput, RowwiseParallel, parallelize_module
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    PrepareModuleInput,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
 from torch.utils.flop_counter import FlopCounterMode
 
 import ovpatch
@@ -111,7 +117,7 @@ def test_inputs_that_are_on_their_way(ranks):
         assert result["counters"]["calls"] == 1
 
 
-def added_to_itself(schedule: str) -> Any:
+def added_to_itself() -> Any:
     model, x = made(), rows()
     y = x * 1
     y += model(y)
@@ -123,9 +129,9 @@ def added_to_itself(schedule: str) -> Any:
 
 
 def test_an_input_that_changes_before_backward(ranks):
-    for result in ranks(2)(both, added_to_itself, "stock", options={"schedule": "stock"}):
+    for result in ranks(2)(both, added_to_itself):
         compare(result["stock"], result["patched"], floor=1e-10).assert_equal()
-    for result in ranks(2)(both, added_to_itself, "bulk"):
+    for result in ranks(2)(both, added_to_itself, options={"regather": True}):
         assert "modified by an inplace operation" in result["patched"]
 
 
@@ -169,6 +175,25 @@ def test_a_backward_on_one_rank_alone_where_stock_needs_no_other(ranks, schedule
         compare(result["stock"], result["patched"], floor=1e-10).assert_equal()
 
 
+def weights_on_one_rank(style: Any) -> Record:
+    """One rank looks at a gradient of a weight, whose input needs one, too."""
+    model, x = linear(style), rows(4)
+    y = model(x)
+    alone = None
+    if dist.get_rank() == 0:
+        (alone,) = torch.autograd.grad(y.square().sum(), [model.weight], retain_graph=True)
+    dist.barrier()
+    (y * 2).sum().backward()
+    return {"alone": None if alone is None else alone.to_local(), "x": x.grad, "grads": grads(model)}
+
+
+@pytest.mark.parametrize("schedule", ["stock", "bulk", "ring", "chunk"])
+def test_a_weights_gradient_on_one_rank_alone(ranks, schedule):
+    for style in (ColwiseParallel(input_layouts=Shard(0)), ColwiseParallel()):
+        for result in ranks(2)(both, weights_on_one_rank, style, options={"schedule": schedule}):
+            compare(result["stock"], result["patched"], floor=1e-10).assert_equal()
+
+
 # ---------------------------------------------------------------- who watches
 
 
@@ -193,8 +218,9 @@ def counted() -> Record:
     return {"x": x.grad, "grads": [grads(model), grads(gathered)], "counted": flops > 0, "hook": hook is not None}
 
 
-def test_operations_counted_on_one_rank(ranks):
-    for result in ranks(2)(both, counted, options={"shared_gather": False}):
+@pytest.mark.parametrize("shares", [False, True])
+def test_operations_counted_on_one_rank(ranks, shares):
+    for result in ranks(2)(both, counted, options={"shared_gather": shares}):
         compare(result["stock"], result["patched"], floor=1e-10).assert_equal()
         assert result["counters"]["calls"] == 4
 
@@ -303,3 +329,101 @@ def test_process_groups_are_let_go(ranks):
     for others, held, after in ranks(2)(kept_after_revert):
         assert others > 0
         assert held == after == 0
+
+
+# ---------------------------------------------------------------- what has changed since
+
+
+class Sum(nn.Module):
+    """``h += down(gelu(up(h)))`` on DTensors, as SequenceParallel hands them out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.up, self.down = nn.Linear(WIDTH, 48), nn.Linear(48, WIDTH)
+
+    def forward(self, x: Tensor) -> Any:
+        h = self.norm(x)
+        h += self.down(nn.functional.gelu(self.up(h)))
+        return h
+
+
+def added_in_place(kind: str) -> Any:
+    torch.manual_seed(0)
+    if kind == "sum":
+        up = ColwiseParallel(input_layouts=Shard(0))
+        down = RowwiseParallel(output_layouts=Shard(0), use_local_output=False)
+        model = parallelize_module(
+            Sum().to(DOUBLE), mesh(), {"norm": SequenceParallel(sequence_dim=0), "up": up, "down": down}
+        )
+        y = model(rows())
+    else:
+        style, placement = {
+            "replicated": (ColwiseParallel(), Replicate()),
+            "features": (RowwiseParallel(), Shard(1)),
+        }[kind]
+        model = linear(style)
+        x = torch.distributed.tensor.distribute_tensor(draw(4, WIDTH, dtype=DOUBLE), mesh(), (placement,))
+        h = x.requires_grad_() * 2
+        y = model(h)
+        with torch.no_grad():
+            h.mul_(2)
+    try:
+        whole(y)
+        (y.to_local() if isinstance(y, DTensor) else y).square().sum().backward()
+    except RuntimeError as error:
+        return "modified by an inplace operation" in str(error)
+    return grads(model)
+
+
+@pytest.mark.parametrize("kind", ["replicated", "features"])
+def test_dtensors_that_are_written_into(ranks, kind):
+    for result in ranks(2)(both, added_in_place, kind):
+        assert result["stock"] is result["patched"] is True
+
+
+@pytest.mark.parametrize("schedule", ["stock", "bulk", "ring", "chunk"])
+def test_a_dtensor_that_is_added_to(ranks, schedule):
+    for result in ranks(2)(both, added_in_place, "sum", options={"schedule": schedule}):
+        compare(result["stock"], result["patched"], floor=1e-10).assert_equal()
+    for result in ranks(2)(both, added_in_place, "sum", options={"schedule": schedule, "regather": True}):
+        assert result["patched"] is True, "not kept gathered, it must not change"
+
+
+def other_biases() -> list[Any]:
+    """Biases that are not laid out as the style left them."""
+    found: list[Any] = []
+    for style, placement in ((ColwiseParallel(), Replicate()), (RowwiseParallel(), Shard(0))):
+        model = linear(style, bias=False)
+        bias = torch.distributed.tensor.distribute_tensor(draw(WIDTH, dtype=DOUBLE), mesh(), (placement,))
+        model.bias = nn.Parameter(bias)
+        x = draw(4, WIDTH, dtype=DOUBLE).chunk(2 if placement.is_shard() else 1, -1)
+        found.append(whole(model(x[dist.get_rank() % len(x)].contiguous())))
+    return found
+
+
+def test_other_biases_are_left_to_stock(ranks):
+    for result in ranks(2)(both, other_biases):
+        compare(result["stock"], result["patched"], floor=1e-10).assert_equal()
+        assert result["counters"]["stock_calls"] == 2
+
+
+def groups_made_anew() -> list[bool]:
+    """Process groups are destroyed and made again; the model stays."""
+    found = []
+    with ovpatch.applied("tp_linear"):
+        model, x = linear(ColwiseParallel(input_layouts=Shard(0))), rows()
+        first = model(x).detach()
+        store = dist.distributed_c10d._get_default_store()
+        world, rank = dist.get_world_size(), dist.get_rank()
+        dist.destroy_process_group()
+        dist.init_process_group("gloo", store=dist.PrefixStore("anew", store), world_size=world, rank=rank)
+        found.append(torch.equal(model(x), first))
+        calls = [call for way in model._ovpatch_parallel._ways.values() for call in way.calls.values()]
+        found += [call.wires.group is dist.group.WORLD for call in calls]
+    return found
+
+
+def test_groups_that_are_made_anew(ranks):
+    for found in ranks(2)(groups_made_anew):
+        assert found == [True, True]
