@@ -1,6 +1,6 @@
 """One training step under stock DistributedDataParallel and under feature ``ddp``, in one run.
 
-    torchrun --nproc-per-node 8 benchmarks/ddp_step.py --size 3.8b --rounds 2 --json benchmarks/results/ddp_step.json
+    torchrun --nproc-per-node 8 -m benchmarks.ddp_step --size 3.8b --rounds 2 --json benchmarks/results/ddp_step.json
 
 Arms alternate (A B C A B C …); each is built anew, warmed up and timed; the slowest rank counts.
 Stock runs with several bucket sizes and with gradient_as_bucket_view, so that its best is in the table. The arm

@@ -15,7 +15,17 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
-PAGES = [ROOT / "README.md", ROOT / "plugins" / "ddp" / "README.md"]
+PAGES = [ROOT / "README.md", ROOT / "plugins" / "ddp" / "README.md", ROOT / "plugins" / "tp_linear" / "README.md"]
+
+TP_ARMS = {
+    "limit": "no communication",
+    "stock": "stock",
+    "stock, compiled": "stock, compiled",
+    "stock, graphed": "stock, graphed",
+    "ovpatch, bulk": "**ovpatch**",
+    "ovpatch, bulk, regather": "and regather",
+    "ovpatch, bulk, graphed": "ovpatch, graphed",
+}
 
 
 def ddp_step() -> str:
@@ -57,6 +67,42 @@ def _ddp_row(result: dict[str, Any]) -> str:
     )
 
 
+def tp_blocks() -> str:
+    """Return the table of ``benchmarks/tp_blocks.py``: one row per run."""
+    results = _results("tp_blocks")
+    header = ["blocks", "GPUs", *TP_ARMS.values(), "peak GiB, stock → ovpatch → regather"]
+    lines = [_row(header), _row(["---"] * len(header))]
+    for result in results:
+        arms, settings = {row["arm"]: row for row in result["summary"]}, result["settings"]
+        name = {"8b": "h 4096, 8 layers", "70b": "h 8192, 4 layers", "gpt": "h 3072, 8 layers"}[settings["size"]]
+        name += ", local residuals" if settings["plain"] else ""
+        times = [_ms(arms[arm]) if arm in arms else "" for arm in TP_ARMS]
+        peaks = " → ".join(
+            f"{arms[arm]['peak_gib']:.2f}" for arm in ("stock", "ovpatch, bulk", "ovpatch, bulk, regather")
+        )
+        lines.append(_row([name, str(result["world"]), *times, peaks]))
+    newest = results[-1]
+    return "\n".join(lines) + (
+        f"\n\nMilliseconds, forward and backward of a stack of blocks, bf16, median, the slowest rank counts; "
+        f"{newest['device']}, torch {newest['torch']}, random data, 8192 tokens (h 3072: 4096), {newest['date']}. "
+        "ovpatch: schedule bulk. Raw data, with worst cases: `benchmarks/results/tp_blocks.jsonl`."
+    )
+
+
+def tp_host() -> str:
+    """Return the table of ``benchmarks/tp_host.py``."""
+    result = json.loads((RESULTS / "tp_host.json").read_text())
+    header = ["linear", "gradients", "`F.linear`", "stock", "ovpatch", "without launches", "over `F.linear`"]
+    lines = [_row(header), _row(["---"] * len(header))]
+    for row in result["rows"]:
+        times = [f"{row[name]:.0f}" for name in ("F.linear", "stock", "ovpatch", "bare", "over")]
+        lines.append(_row([row["kind"], "with" if row["grad"] else "without", *times]))
+    return "\n".join(lines) + (
+        f"\n\nMicroseconds of host time for a forward, median; {result['world']} x {result['device']}, torch "
+        f"{result['torch']}, {result['date']}."
+    )
+
+
 def _row(cells: list[str]) -> str:
     return f"| {' | '.join(cells)} |"
 
@@ -72,7 +118,7 @@ def _ddp_name(settings: dict[str, Any]) -> str:
     return ", ".join([size, *more])
 
 
-TABLES = {"ddp_step": ddp_step}
+TABLES = {"ddp_step": ddp_step, "tp_blocks": tp_blocks, "tp_host": tp_host}
 
 
 def _results(name: str) -> list[dict[str, Any]]:

@@ -1,6 +1,6 @@
 """Transformer blocks under tensor and sequence parallelism, forward and backward: stock, compiled, and ``tp_linear``.
 
-    torchrun --nproc-per-node 8 benchmarks/tp_blocks.py --size 8b --json benchmarks/results/tp_blocks.jsonl
+    torchrun --nproc-per-node 8 -m benchmarks.tp_blocks --size 8b --json benchmarks/results/tp_blocks.jsonl
 
 One stack of blocks, cut by stock ``parallelize_module`` over all ranks, on random data in bf16. Arms alternate; each is
 built anew, warmed up and timed; the slowest rank counts. The arm ``limit`` computes what a rank computes, without any
@@ -54,7 +54,8 @@ OURS: dict[str, dict[str, Any]] = {
     **{f"ovpatch, {name}": {"options": {"schedule": name}} for name in ("stock", "bulk", "ring")},
     **{f"ovpatch, chunk {n}": {"options": {"schedule": "chunk", "chunks": n}} for n in (2, 4)},
     "ovpatch, bulk, stock's gathers": {"options": {"schedule": "bulk", "shared_gather": False}},
-    "ovpatch, bulk, compiled": {"options": {"schedule": "bulk"}, "compile": True},
+    "ovpatch, bulk, regather": {"options": {"schedule": "bulk", "regather": True}},
+    "ovpatch, bulk, compiled": {"options": {"schedule": "bulk", "compiled": True}, "compile": True},
     "ovpatch, bulk, graphed": {"options": {"schedule": "bulk"}, "graph": True},
     "ovpatch, chunk 2, graphed": {"options": {"schedule": "chunk", "chunks": 2}, "graph": True},
 }
@@ -145,16 +146,18 @@ def build(arm: dict[str, Any], args: argparse.Namespace, mesh: DeviceMesh) -> Ca
     size, world = SIZES[args.size], dist.get_world_size()
     torch.manual_seed(0)
     dtype = torch.bfloat16 if CUDA else torch.float32
+    made = []
     with torch.device(device()):
-        made = [Block(size["width"], size["heads"], size["hidden"]).to(dtype) for _ in range(size["layers"])]
         given = torch.randn(args.batch, size["tokens"] // args.batch // world, size["width"], dtype=dtype)
-    for block in made:
-        shrink(block, world) if arm.get("limit") else cut(block, mesh, args.local)
+        for _ in range(size["layers"]):
+            block = Block(size["width"], size["heads"], size["hidden"]).to(dtype)
+            shrink(block, world) if arm.get("limit") else cut(block, mesh, args.plain)
+            made.append(block)
     blocks: list[Any] = [Alone(block, world) for block in made] if arm.get("limit") else list(made)
     if arm.get("compile"):
         blocks = [torch.compile(block, fullgraph=True) for block in blocks]
     params = [param for block in made for param in block.parameters()]
-    distributed = not arm.get("limit") and not args.local
+    distributed = not arm.get("limit") and not args.plain
 
     def step() -> None:
         x: Any = DTensor.from_local(given, mesh, (Shard(1),), run_check=False) if distributed else given.detach()
@@ -191,9 +194,7 @@ def settings(arm: dict[str, Any], mesh: DeviceMesh) -> Iterator[None]:
     """Turn on what an arm wants."""
     with contextlib.ExitStack() as stack:
         if "options" in arm:
-            stack.enter_context(
-                ovpatch.applied("tp_linear", options={"tp_linear": {"shared_gather": True, **arm["options"]}})
-            )
+            stack.enter_context(ovpatch.applied("tp_linear", options={"tp_linear": arm["options"]}))
         if arm.get("micro_pipeline"):
             from torch.distributed._symmetric_memory import enable_symm_mem_for_group
 
@@ -204,15 +205,16 @@ def settings(arm: dict[str, Any], mesh: DeviceMesh) -> Iterator[None]:
 
 def measure(name: str, args: argparse.Namespace, mesh: DeviceMesh) -> dict[str, Any]:
     """Run one arm once."""
-    if CUDA:
-        torch.cuda.reset_peak_memory_stats()
     step = None
+    before = torch.cuda.memory_allocated() if CUDA else 0  # a graph's stream leaves workspaces of cuBLAS behind
     try:
         with settings(ARMS[name], mesh):
             step = build(ARMS[name], args, mesh)
             timed(step, args.warmup)
+            if CUDA:
+                torch.cuda.reset_peak_memory_stats()
             times = timed(step, args.steps)
-            peak = torch.cuda.max_memory_allocated() / 2**30 if CUDA else 0.0
+            peak = (torch.cuda.max_memory_allocated() - before) / 2**30 if CUDA else 0.0
     finally:
         del step
         torch._dynamo.reset()
@@ -228,7 +230,7 @@ def main() -> None:
     parser.add_argument("--size", choices=SIZES, default="8b")
     parser.add_argument("--arms", nargs="*", default=[*ARMS], choices=[*ARMS])
     parser.add_argument("--batch", type=int, default=1, help="sequences, which share the tokens")
-    parser.add_argument("--local", action="store_true", help="plain tensors between modules instead of DTensors")
+    parser.add_argument("--plain", action="store_true", help="plain tensors between modules instead of DTensors")
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--warmup", type=int, default=4)
     parser.add_argument("--steps", type=int, default=10)
