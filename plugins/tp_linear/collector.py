@@ -39,15 +39,10 @@ class Collector:
         """Whether any weight or bias needs a gradient."""
         return any(self._wanted)
 
-    @property
-    def needs_weights(self) -> bool:
-        """Whether any weight needs a gradient."""
-        return any(self._wanted[: len(self.weights)])
-
-    def take(self, x: Tensor, grads: Sequence[Tensor | None]) -> None:
-        """Compute the weights' gradients from the whole input and the outputs' gradients."""
+    def take(self, x: Tensor | None, grads: Sequence[Tensor | None]) -> None:
+        """Compute the weights' gradients from the whole input, which frozen ones do not need, and the outputs'."""
         for i, grad in enumerate(grads):
-            if grad is not None and self._wanted[i]:
+            if x is not None and grad is not None and self._wanted[i]:
                 self.weights[i] = self._weight(self._weights[i], grad, x)
 
     def take_biases(self, grads: Sequence[Tensor | None]) -> None:

@@ -6,7 +6,8 @@ DTensors, as a :class:`Call` says.
 [Note: what is kept for backward] Rows are mostly a view of the input. Kept is the input itself, then, so that autograd
 notices if somebody writes into it before backward: a DTensor's version is not that of its local tensor. What is
 gathered is kept gathered, as stock keeps it, unless it is to be gathered anew; of an input that needs no gradient in
-any case, since that would be the only reason to communicate, and one rank alone may run that backward.
+any case, since that would be the only reason to communicate, and one rank alone may run that backward. Nothing is kept
+that stock does not keep: no input of a frozen weight, no weight of an input that needs no gradient.
 """
 
 from __future__ import annotations
@@ -92,13 +93,8 @@ class GatherLinear(torch.autograd.Function):
             ctx.mark_non_differentiable(*_constant(call, results, params))
         if kept is results[-1]:  # itself, it would stay alive as long as the graph, or be taken apart and put together
             kept = kept.detach()
-        ctx.call, ctx.shape, ctx.dtype = call, local(x).shape, x.dtype
-        ctx.biases = params[call.count :]
         ctx.set_materialize_grads(False)
-        # Who checks before backward knows from when on a weight must not change; outputs may be nobody's, or empty yet.
-        weights = params[: call.count]
-        ctx.weights, saved = ((), weights) if call.check is None else (weights, ())
-        ctx.save_for_backward(kept, *saved)
+        _keep(ctx, call, x, params[: call.count], params[call.count :], kept)
         return results
 
     @staticmethod
@@ -117,22 +113,19 @@ class GatherLinear(torch.autograd.Function):
         dtype = ctx.dtype if wants else None
         backward = call.how.schedule.gather_linear_backward
         if used or (terms is not None and call.anew and call.trains):  # other ranks gather
-            kept, *saved = ctx.saved_tensors
-            kept, weights = _rows(kept, call.dim), [*saved, *ctx.weights]
-            outs = [None if grad is None else _grad(grad, call, kept.dtype) for grad in grads[: call.count]]
-            collector = Collector(call.how.fuse, weights, ctx.biases, ctx.needs_input_grad[2:])
+            kept, weights, collector = _resume(ctx)
+            outs = [None if grad is None else _grad(grad, call, ctx.computed) for grad in grads[: call.count]]
             mine = None
             if call.constant:
                 collector.take(kept, outs)
             else:
-                take = collector.take if collector.needs_weights or (call.anew and call.trains) else None
-                used_weights = [_used(weight, kept) for weight in weights]
-                mine = backward(call.wires, outs, kept, used_weights, take, dtype, terms, anew=call.anew)
+                take = None if kept is None else collector.take
+                mine = backward(call.wires, outs, kept, weights, take, dtype, terms, anew=call.anew)
             collector.take_biases(outs)
             return _grads(ctx, mine if wants else None, collector)
         mine = None  # the linears have computed for themselves: nobody minds if the input has changed since
         if terms is not None and wants:
-            mine = backward(call.wires, [], terms, [], None, dtype, terms)
+            mine = backward(call.wires, [], None, [], None, dtype, terms)
         if others is not None:
             own = others.view(call.wires.world, -1, others.shape[1])[call.wires.rank]
             mine = own.clone()  # not a view, which would keep all of it
@@ -156,14 +149,15 @@ class LinearScatter(torch.autograd.Function):
     def forward(ctx: Any, call: Call, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """Return the output."""
         result, kept = LinearScatter.compute(call, x, weight, bias)
-        return _keep(ctx, call, x, weight, bias, kept, result)
+        _keep(ctx, call, x, (weight,), (bias,), kept)
+        return result
 
     @staticmethod
     @_once
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         """Return the gradients of what forward was given."""
         call: Call = ctx.call
-        rows, used, collector = _resume(ctx)
+        rows, (used,), collector = _resume(ctx)
 
         def take(whole: Tensor, _: Any) -> None:
             collector.take(rows, (whole,))
@@ -171,7 +165,7 @@ class LinearScatter(torch.autograd.Function):
 
         dx = call.how.schedule.linear_scatter_backward(
             call.wires,
-            _grad(grad, call, rows.dtype),
+            _grad(grad, call, ctx.computed),
             used,
             take if collector.needs_any else None,
             ctx.needs_input_grad[1],
@@ -196,14 +190,15 @@ class LinearReduce(torch.autograd.Function):
     def forward(ctx: Any, call: Call, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """Return the output."""
         result, kept = LinearReduce.compute(call, x, weight, bias)
-        return _keep(ctx, call, x, weight, bias, kept, result)
+        _keep(ctx, call, x, (weight,), (bias,), kept)
+        return result
 
     @staticmethod
     @_once
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         """Return the gradients of what forward was given."""
-        rows, used, collector = _resume(ctx)
-        grads = (_grad(grad, ctx.call, rows.dtype),)
+        rows, (used,), collector = _resume(ctx)
+        grads = (_grad(grad, ctx.call, ctx.computed),)
         dx = grads[0] @ used if ctx.needs_input_grad[1] else None
         collector.take(rows, grads)
         collector.take_biases(grads)
@@ -225,21 +220,22 @@ class ReplicatedLinear(torch.autograd.Function):
     def forward(ctx: Any, call: Call, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """Return the output."""
         result, kept = ReplicatedLinear.compute(call, x, weight, bias)
-        return _keep(ctx, call, x, weight, bias, kept, result)
+        _keep(ctx, call, x, (weight,), (bias,), kept)
+        return result
 
     @staticmethod
     @_once
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         """Return the gradients of what forward was given."""
         call: Call = ctx.call
-        rows, used, collector = _resume(ctx)
-        grads = (_grad(grad, call, rows.dtype),)
+        rows, (used,), collector = _resume(ctx)
+        grads = (_grad(grad, call, ctx.computed),)
         wants = _wants_input(ctx)
         if call.partial or not wants:  # nothing to send
             dx = grads[0] @ used if wants else None
             collector.take(rows, grads)
         else:
-            take = collector.take if collector.needs_weights else None
+            take = None if rows is None else collector.take
             dx = call.how.schedule.replicated_linear_backward(call.wires, grads, rows, [used], take, ctx.dtype)
         collector.take_biases(grads)
         return _grads(ctx, dx, collector)
@@ -262,21 +258,25 @@ def run(function: Any, call: Call, x: Tensor, *params: Tensor | None) -> Any:
     return super(torch.autograd.Function, function).apply(call, x, *params)  # spares 2 µs of asking what is known
 
 
-def _keep(ctx: Any, call: Call, x: Tensor, weight: Tensor, bias: Tensor | None, kept: Tensor, result: Tensor) -> Tensor:
-    """Keep what backward needs of a linear alone; return its result."""
-    ctx.call, ctx.shape, ctx.dtype = call, local(x).shape, x.dtype
-    ctx.biases = (bias,)
-    ctx.save_for_backward(kept, weight)
-    return result
+def _keep(
+    ctx: Any, call: Call, x: Tensor, weights: Sequence[Any], biases: Sequence[Tensor | None], kept: Tensor
+) -> None:
+    """Keep what backward needs; see [Note: what is kept for backward]."""
+    ctx.call, ctx.shape, ctx.dtype, ctx.computed = call, local(x).shape, x.dtype, kept.dtype
+    ctx.biases = biases
+    # Who checks before backward knows from when on a weight must not change; outputs may be nobody's, or empty yet.
+    ctx.weights, saved = ((), weights) if x.requires_grad and call.check is None else (weights, ())
+    needed = any(weight.requires_grad for weight in weights) or (call.anew and call.trains)
+    ctx.save_for_backward(kept if needed else None, *saved)
 
 
-def _resume(ctx: Any) -> tuple[Tensor, Tensor, Collector]:
-    """Return rows and weight as they were computed with, and what collects the gradients of weight and bias."""
-    kept, weight = ctx.saved_tensors
-    call = ctx.call
-    rows = _rows(kept, call.dim)
-    collector = Collector(call.how.fuse, (weight,), ctx.biases, ctx.needs_input_grad[2:])
-    return rows, _used(weight, rows), collector
+def _resume(ctx: Any) -> tuple[Tensor | None, list[Tensor], Collector]:
+    """Return rows, if kept, and weights as they were computed with, and what collects gradients."""
+    kept, *saved = ctx.saved_tensors
+    call, weights = ctx.call, [*saved, *ctx.weights]
+    collector = Collector(call.how.fuse, weights, ctx.biases, ctx.needs_input_grad[2:])
+    rows = None if kept is None else _rows(kept, call.dim)
+    return rows, [_used(weight, ctx.computed) for weight in weights], collector
 
 
 def _wants_input(ctx: Any) -> bool:
@@ -337,9 +337,9 @@ def _rows(kept: Tensor, dim: int) -> Tensor:
     return here if here.dim() == 2 else to_rows(here, dim)
 
 
-def _used(weight: Tensor, rows: Tensor) -> Tensor:
+def _used(weight: Tensor, dtype: torch.dtype) -> Tensor:
     found = local(weight)
-    return found if found.dtype is rows.dtype else found.to(rows.dtype)
+    return found if found.dtype is dtype else found.to(dtype)
 
 
 def _cast(

@@ -279,7 +279,7 @@ class SharedGather:
             mesh=self._mesh,
             given=given,
             whole=_WHOLE,
-            check=watch.check,
+            check=watch.check if x.requires_grad else None,  # else backward needs no weights, and no one hooks
             later=later,
             trains=any(linear.weight.requires_grad for linear in linears),
         )

@@ -27,7 +27,7 @@ class Bulk(Schedule):
         self,
         wires: Wires,
         grads: Sequence[Tensor | None],
-        kept: Tensor,
+        kept: Tensor | None,
         weights: Sequence[Tensor],
         weight_grads: WeightGrads | None,
         input_dtype: torch.dtype | None,
@@ -36,12 +36,14 @@ class Bulk(Schedule):
         anew: bool = False,
     ) -> Tensor | None:
         """See :meth:`Schedule.gather_linear_backward`."""
-        whole, gathering = wires.all_gather(kept) if anew and weight_grads is not None else (kept, Pending(()))
+        whole, gathering = kept, Pending(())
+        if anew and kept is not None and weight_grads is not None:
+            whole, gathering = wires.all_gather(kept)
         result, scattering = None, Pending(())
         if input_dtype is not None:
             result, scattering = wires.reduce_scatter(input_grad(grads, weights, extra).to(input_dtype))
         gathering.wait()
-        if weight_grads is not None:
+        if whole is not None and weight_grads is not None:
             weight_grads(whole, grads)
         scattering.wait()
         return result
@@ -50,7 +52,7 @@ class Bulk(Schedule):
         self,
         wires: Wires,
         grads: Sequence[Tensor | None],
-        x: Tensor,
+        x: Tensor | None,
         weights: Sequence[Tensor],
         weight_grads: WeightGrads | None,
         input_dtype: torch.dtype | None,
@@ -60,7 +62,7 @@ class Bulk(Schedule):
         if input_dtype is not None:
             result = input_grad(grads, weights).to(input_dtype)
             reducing = wires.all_reduce(result)
-        if weight_grads is not None:
+        if x is not None and weight_grads is not None:
             weight_grads(x, grads)
         reducing.wait()
         return result

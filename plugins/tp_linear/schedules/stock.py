@@ -49,7 +49,7 @@ class Schedule:
         self,
         wires: Wires,
         grads: Sequence[Tensor | None],
-        kept: Tensor,
+        kept: Tensor | None,
         weights: Sequence[Tensor],
         weight_grads: WeightGrads | None,
         input_dtype: torch.dtype | None,
@@ -62,9 +62,10 @@ class Schedule:
         Args:
             wires: The ranks.
             grads: Of the outputs, ``[M, n_i]`` each; None where an output was not used.
-            kept: The input: all of it, ``[M, k]``, or this rank's rows, ``[m, k]``, if ``anew``.
+            kept: The input: all of it, ``[M, k]``, or this rank's rows, ``[m, k]``, if ``anew``; None if no weight
+                needs a gradient.
             weights: ``[n_i, k]`` each.
-            weight_grads: Computes the weights' gradients; None if none needs one.
+            weight_grads: Computes the weights' gradients; None if no weight needs one.
             input_dtype: In which the input's gradient is summed over the ranks; None if it needs no gradient.
             extra: A further term of the gathered input's gradient, ``[M, k]``.
             anew: The input has to be gathered anew for the weights' gradients.
@@ -73,7 +74,7 @@ class Schedule:
         if input_dtype is not None:
             result, pending = wires.reduce_scatter(input_grad(grads, weights, extra).to(input_dtype))
             pending.wait()
-        if weight_grads is not None:
+        if kept is not None and weight_grads is not None:
             weight_grads(wires.gathered(kept) if anew else kept, grads)
         return result
 
@@ -111,17 +112,17 @@ class Schedule:
         self,
         wires: Wires,
         grads: Sequence[Tensor | None],
-        x: Tensor,
+        x: Tensor | None,
         weights: Sequence[Tensor],
         weight_grads: WeightGrads | None,
         input_dtype: torch.dtype | None,
     ) -> Tensor | None:
-        """Return the gradient, ``[M, k]``, of an input that is the same on all ranks; arguments as above."""
+        """Return the gradient, ``[M, k]``, of an input that all ranks have; ``x`` is it, else as above."""
         result: Tensor | None = None
         if input_dtype is not None:
             result = input_grad(grads, weights).to(input_dtype)
             wires.all_reduce(result).wait()
-        if weight_grads is not None:
+        if x is not None and weight_grads is not None:
             weight_grads(x, grads)
         return result
 
