@@ -37,6 +37,16 @@ def on_rank_0(read: Callable[[nn.Module], Any]) -> Callable[[nn.Module], Any]:
     return lambda model: read(model) if dist.get_rank() == 0 else None
 
 
+def printed(grad: torch.Tensor) -> torch.Tensor:
+    """Return the values in a gradient's text: with all digits, or a last bit could be another text."""
+    torch.set_printoptions(precision=9, threshold=grad.numel())
+    try:
+        found: torch.Tensor = eval(repr(grad), {"tensor": torch.tensor})
+    finally:
+        torch.set_printoptions(profile="default")
+    return found
+
+
 READS: dict[str, Callable[[nn.Module], Any]] = {
     "clone": lambda m: [g.clone() for g in grads(m)],
     "norms": lambda m: torch.stack([g.norm() for g in grads(m)]).norm(),
@@ -47,7 +57,7 @@ READS: dict[str, Callable[[nn.Module], Any]] = {
     "dlpack": lambda m: torch.from_dlpack(first(m).grad).clone(),
     "tolist": lambda m: first(m).grad.tolist(),
     "item": lambda m: first(m).grad[2, 3].item(),
-    "repr": lambda m: repr(first(m).grad),
+    "repr": lambda m: printed(first(m).grad),
     "flat": lambda m: torch.cat([g.view(-1) for g in grads(m)]),
     "flattened by C++": lambda m: torch._utils._flatten_dense_tensors(grads(m)).clone(),
     "as vector": lambda m: nn.utils.parameters_to_vector(grads(m)),
