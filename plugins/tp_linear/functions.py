@@ -19,14 +19,15 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from ovpatch_plugins.tp_linear.autocast import autocast_dtype, cast
+from ovpatch.overlap.autocast import autocast_dtype
+from ovpatch.overlap.engine import executes
+from ovpatch_plugins.tp_linear.autocast import cast
 from ovpatch_plugins.tp_linear.call import Call
 from ovpatch_plugins.tp_linear.collector import Collector
 from ovpatch_plugins.tp_linear.dtensors import arrived, is_partial, local, unwrapped, wrapped
 from ovpatch_plugins.tp_linear.layouts import is_transformed
 from ovpatch_plugins.tp_linear.products import linear
 from ovpatch_plugins.tp_linear.rows import from_rows, place, to_rows
-from ovpatch_plugins.tp_linear.weights import executes
 
 
 def _once(backward: Callable[..., Any]) -> Any:

@@ -37,8 +37,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel.style import PrepareModuleInput
 
+from ovpatch.overlap.autocast import autocast_dtype
 from ovpatch_plugins.tp_linear import wires as wires_of
-from ovpatch_plugins.tp_linear.autocast import autocast_dtype
 from ovpatch_plugins.tp_linear.call import Call
 from ovpatch_plugins.tp_linear.counters import COUNTERS
 from ovpatch_plugins.tp_linear.dtensors import local

@@ -1,8 +1,6 @@
-"""What the backward that runs does with gradients, and weights to whose gradients it can add."""
+"""Weights to whose gradients an operator can add."""
 
 from __future__ import annotations
-
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -37,11 +35,3 @@ def _is_accumulated(weight: Tensor) -> bool:
         return torch._C._will_engine_execute_node(node)
     except RuntimeError:  # torch.autograd.grad() returns this very gradient
         return False
-
-
-def executes(node: Any) -> bool:
-    """Tell whether the backward that runs wants the gradient that a node takes."""
-    try:
-        return torch._C._will_engine_execute_node(node)
-    except RuntimeError:  # torch.autograd.grad() returns this very gradient
-        return True

@@ -1,0 +1,45 @@
+"""Whether the ranks of a group compute a layer in the same parts; see :mod:`ovpatch.overlap.agreement`.
+
+They agree in the first call of a layer, where stock, too, needs them all.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import weakref
+from dataclasses import asdict
+
+import torch
+import torch.distributed as dist
+
+from ovpatch.overlap.agreement import agree, patience
+from ovpatch_plugins.pipe_experts.how import How
+
+PATIENCE_S = 300.0  # ranks may load or make their models at different speeds
+
+_REMEDY = (
+    "Give every rank the same number of experts, the same OVPATCH variables and the same `how`, and call "
+    "ovpatch.apply() with the same arguments on every rank; OVPATCH_PIPE_EXPERTS=0 on all ranks leaves layers to stock."
+)
+
+_agreed: weakref.WeakKeyDictionary[dist.ProcessGroup, set[tuple[How, int]]] = weakref.WeakKeyDictionary()
+
+
+def ensure(group: dist.ProcessGroup, device: torch.device, how: How, local: int) -> None:
+    """Have the ranks agree on how layers with so many experts are computed, once.
+
+    Args:
+        group: The ranks.
+        device: Where tokens are.
+        how: How this rank computes.
+        local: How many experts it has.
+
+    Raises:
+        DisagreementError: They differ, or a rank did not answer in time.
+    """
+    known = _agreed.setdefault(group, set())
+    if (how, local) in known:
+        return
+    terms = {"version of ovpatch": importlib.metadata.version("ovpatch"), "experts of a rank": local, **asdict(how)}
+    agree(group, "pipe_experts", terms, timeout_s=patience(group, device, PATIENCE_S), remedy=_REMEDY)
+    known.add((how, local))

@@ -1,0 +1,142 @@
+"""Experts as a layer calls them: parts of stacked weights, or a script's own function."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Final, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from ovpatch_plugins.pipe_experts.counters import COUNTERS
+from ovpatch_plugins.pipe_experts.parts import Counts, Plan
+from ovpatch_plugins.pipe_experts.weights import Weights
+
+Activation = Callable[[Tensor], Tensor]
+"""What is between two products: ``[rows, n]`` -> ``[rows, k]``, row by row."""
+
+
+class Experts(Protocol):
+    """Computes the parts of one call."""
+
+    def begin(self, part: int) -> None:
+        """Be told that a part's rows will be waited for next."""
+
+    def __call__(self, part: int, rows: Tensor) -> Tensor:
+        """Return a part's outputs: ``[rows, h]`` -> ``[rows, h]``, rows by rank and then by expert."""
+
+
+Maker = Callable[[Plan, Counts], Experts]
+"""Makes what computes the parts of one call."""
+
+
+def swiglu(h: Tensor) -> Tensor:
+    """Return ``silu(gate) * up`` of ``[rows, 2 k]``, whose halves they are."""
+    gate, up = h.chunk(2, dim=-1)
+    return nn.functional.silu(gate) * up
+
+
+ACTIVATIONS: Final[dict[str, Activation]] = {
+    "swiglu": swiglu,
+    "gelu": nn.functional.gelu,
+    "relu": nn.functional.relu,
+    "silu": nn.functional.silu,
+}
+
+
+class StackedFFN:
+    """Feed-forward networks, their weights stacked: a product, the activation, a product.
+
+    Args:
+        plan: Which parts there are.
+        counts: Rows of each.
+        weights: ``[e, n, h]`` and ``[e, h, k]``, in the dtype in which is computed.
+        activation: Between the products.
+        delays: See :class:`Weights`.
+    """
+
+    def __init__(
+        self, plan: Plan, counts: Counts, weights: Sequence[Tensor], activation: Activation, *, delays: bool
+    ) -> None:
+        self._parts, self._counts, self._activation = plan.parts, counts, activation
+        self._weights = Weights(weights, delays=delays)
+        COUNTERS.stacked_calls += 1
+
+    def begin(self, part: int) -> None:
+        """See :meth:`Experts.begin`."""
+        self._weights.begin(part)
+
+    def __call__(self, part: int, rows: Tensor) -> Tensor:
+        """See :meth:`Experts.__call__`."""
+        arriving, experts = self._counts.arriving[part], self._parts[part][1]
+        by_expert = [list(sizes) for sizes in zip(*arriving, strict=True)]
+        sizes = [sum(of_ranks) for of_ranks in by_expert]
+        h = self._weights.product(0, transposed(rows, arriving), experts, sizes)
+        out = self._weights.product(1, self._activation(h), experts, sizes)
+        return transposed(out, by_expert)
+
+
+class Separate:
+    """Experts that are modules, or functions, one each.
+
+    Args:
+        plan: Which parts there are.
+        counts: Rows of each.
+        modules: This rank's experts, ``[rows, h]`` -> ``[rows, h]`` each. One without rows is called with none, so that
+            its parameters have a gradient on every rank.
+    """
+
+    def __init__(self, plan: Plan, counts: Counts, modules: Sequence[Callable[[Tensor], Tensor]]) -> None:
+        self._parts, self._counts, self._modules = plan.parts, counts, modules
+
+    def begin(self, part: int) -> None:
+        """See :meth:`Experts.begin`."""
+
+    def __call__(self, part: int, rows: Tensor) -> Tensor:
+        """See :meth:`Experts.__call__`."""
+        arriving, experts = self._counts.arriving[part], self._parts[part][1]
+        by_expert = [list(sizes) for sizes in zip(*arriving, strict=True)]
+        split = transposed(rows, arriving).split([sum(sizes) for sizes in by_expert])
+        outs = [self._modules[i](some) for i, some in zip(experts, split, strict=True)]
+        return transposed(torch.cat(outs), by_expert)
+
+
+class Numbered:
+    """Experts that one function computes, which is told each row's expert.
+
+    Args:
+        plan: Which parts there are.
+        counts: Rows of each.
+        function: ``[rows, h]`` and local experts ``[rows]`` -> ``[rows, h]``.
+    """
+
+    def __init__(self, plan: Plan, counts: Counts, function: Callable[[Tensor, Tensor], Tensor]) -> None:
+        self._parts, self._counts, self._function = plan.parts, counts, function
+        self._needed = not any(sum(counts.received(part)) for part in range(len(self._parts)))
+
+    def begin(self, part: int) -> None:
+        """See :meth:`Experts.begin`."""
+
+    def __call__(self, part: int, rows: Tensor) -> Tensor:
+        """See :meth:`Experts.__call__`."""
+        if not len(rows):
+            return self._of_none(part, rows)
+        experts = self._parts[part][1]
+        sizes = torch.tensor(self._counts.arriving[part], device=rows.device).view(-1)
+        numbers = torch.arange(experts.start, experts.stop, device=rows.device).repeat(len(self._counts.arriving[part]))
+        return self._function(rows, numbers.repeat_interleave(sizes, output_size=len(rows)))
+
+    def _of_none(self, part: int, rows: Tensor) -> Tensor:
+        """Return no rows; if this rank gets none at all, of a row without effect, so that parameters get gradients."""
+        if not self._needed or part:
+            return rows
+        return self._function(rows.sum(dim=0, keepdim=True), torch.zeros(1, dtype=torch.long, device=rows.device))[:0]
+
+
+def transposed(rows: Tensor, sizes: Sequence[Sequence[int]]) -> Tensor:
+    """Return blocks of rows that lie by the first index of ``sizes`` and then by the second, the other way round."""
+    first, second = len(sizes), len(sizes[0])
+    if first == 1 or second == 1:
+        return rows
+    blocks = rows.split([size for some in sizes for size in some])
+    return torch.cat([blocks[i * second + j] for j in range(second) for i in range(first)])

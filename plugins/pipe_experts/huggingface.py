@@ -1,0 +1,99 @@
+"""The expert-parallel layers of transformers, computed by the feature.
+
+transformers hands the experts of a model with ``ep_size > 1`` to one of the implementations of a registry. Those that
+exchange tokens, ``all_to_all`` and in training ``auto``, all come by ``AllToAllEP``, which is computed here while the
+feature is on; ``ovpatch`` is an implementation of the registry's as well, for those who want to name it.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, Final
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+from ovpatch_plugins.pipe_experts.counters import COUNTERS
+from ovpatch_plugins.pipe_experts.experts import Activation, Maker, Numbered, StackedFFN
+from ovpatch_plugins.pipe_experts.layer import run
+from ovpatch_plugins.pipe_experts.state import STATE
+
+NAME: Final = "ovpatch"
+
+# Implementations of transformers' that compute two products of stacked weights; others may be more than that.
+_PLAIN: Final = (None, "eager", "grouped_mm", "batched_mm")
+
+
+def register() -> None:
+    """Make the feature one of the registry's implementations, where it has none of that name."""
+    from transformers.distributed.expert_parallel import AllToAllEP, EPImplementationInterface
+
+    if NAME not in EPImplementationInterface():
+        EPImplementationInterface.register(NAME, type("OvpatchEP", (AllToAllEP,), {"__doc__": "See ``AllToAllEP``."}))
+
+
+def compute(implementation: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+    """Do what ``AllToAllEP.__call__`` does.
+
+    Args:
+        implementation: The ``AllToAllEP``.
+        hidden_states: Tokens, ``[tokens, h]``; the ranks of the tensor-parallel mesh hold the same.
+        top_k_index: Their experts, numbered over all ranks, ``[tokens, k]``.
+        top_k_weights: ``[tokens, k]``.
+    """
+    mesh, tokens = implementation.tp_mesh, len(hidden_states)
+    x, index, weights = hidden_states, top_k_index, top_k_weights
+    if mesh.size() > 1:
+        x, index, weights = (_own(tensor, mesh) for tensor in (x, index, weights))
+    maker, group = _maker(implementation), implementation.ep_mesh.get_group()
+    out = run(x, index, weights, maker, implementation.num_local_experts, group, STATE.how)
+    COUNTERS.taken_over += 1
+    if mesh.size() == 1:
+        return out
+    shape = (tokens, out.shape[1])
+    own = DTensor.from_local(out.contiguous(), mesh, [Shard(0)], shape=shape, stride=(shape[1], 1))
+    whole: Tensor = own.full_tensor()
+    return whole
+
+
+def _own(tensor: Tensor, mesh: Any) -> Tensor:
+    """Return this rank's slice of what all ranks of a mesh hold; its gradient is gathered."""
+    cut = DTensor.from_local(tensor, mesh, [Replicate()], run_check=False).redistribute(mesh, [Shard(0)])
+    found: Tensor = cut.to_local()
+    return found
+
+
+def _maker(implementation: Any) -> Maker:
+    forward = implementation.experts_forward
+    experts = getattr(forward, "__self__", None)
+    if isinstance(experts, nn.Module):
+        stacked = _stacked(experts, forward)
+        if stacked is not None:
+            weights, activation = stacked
+            return functools.partial(StackedFFN, weights=weights, activation=activation, delays=STATE.how.delay_wgrad)
+    return functools.partial(Numbered, function=functools.partial(_numbered, forward))
+
+
+def _numbered(forward: Callable[..., Tensor], rows: Tensor, experts: Tensor) -> Tensor:
+    """Call transformers' experts as its own all-to-all does: one expert for each row, with weight 1."""
+    index = experts.unsqueeze(-1)
+    return forward(rows, index, torch.ones_like(index, dtype=rows.dtype))
+
+
+def _stacked(experts: nn.Module, forward: Any) -> tuple[tuple[Tensor, Tensor], Activation] | None:
+    """Return weights and activation of experts that are two products of stacked weights, or None."""
+    facts = vars(experts)
+    if forward.__func__ is not type(experts).forward or facts.get("has_gate") is None:
+        return None
+    if facts.get("has_bias") or facts.get("is_transposed") or facts.get("has_post_expert_norm"):
+        return None
+    if getattr(facts.get("config"), "_experts_implementation", None) not in _PLAIN:
+        return None
+    first = "gate_up_proj" if facts["has_gate"] else "up_proj"
+    up, down = experts._parameters.get(first), experts._parameters.get("down_proj")
+    activation: Any = getattr(experts, "_apply_gate" if facts["has_gate"] else "act_fn", None)
+    if up is None or down is None or up.dim() != 3 or down.dim() != 3 or activation is None:
+        return None
+    return (up, down), activation

@@ -1,0 +1,134 @@
+"""Expert-parallel layers: from routed tokens to the weighted sum of what their experts return."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+
+import torch.distributed as dist
+from torch import Tensor
+
+from ovpatch.overlap.autocast import autocast_dtype
+from ovpatch_plugins.pipe_experts import agreed
+from ovpatch_plugins.pipe_experts.counters import COUNTERS
+from ovpatch_plugins.pipe_experts.exchange import Arriving, all_to_all
+from ovpatch_plugins.pipe_experts.experts import Activation, Maker, Separate, StackedFFN
+from ovpatch_plugins.pipe_experts.how import How
+from ovpatch_plugins.pipe_experts.memory import Memory, cut, join
+from ovpatch_plugins.pipe_experts.pipeline import pipelined
+from ovpatch_plugins.pipe_experts.routing import route
+
+DEFAULT = How()
+
+
+def expert_parallel_ffn(
+    x: Tensor,
+    top_k_index: Tensor,
+    top_k_weights: Tensor,
+    weights: Sequence[Tensor],
+    activation: Activation,
+    group: dist.ProcessGroup,
+    how: How = DEFAULT,
+    meanwhile: Callable[[], Tensor] | None = None,
+) -> Tensor:
+    """Apply experts that are feed-forward networks to the tokens that are routed to them.
+
+    Args:
+        x: This rank's tokens, ``[tokens, h]``.
+        top_k_index: Their experts, numbered over all ranks, ``[tokens, k]``; -1 where there is none.
+        top_k_weights: With what each expert's output is weighted, ``[tokens, k]``.
+        weights: This rank's experts': ``[e, n, h]`` and ``[e, h, m]``.
+        activation: Between the two products, ``[rows, n]`` -> ``[rows, m]``.
+        group: The ranks, each of which has ``e`` experts, the first rank the first ones.
+        how: How to compute.
+        meanwhile: Computes what is added, ``[tokens, h]``, such as shared experts, while the first rows are under way.
+
+    Returns:
+        ``[tokens, h]``.
+
+    Raises:
+        ValueError: A token is routed to an expert that no rank has.
+    """
+    used = [_as_computed(weight) for weight in weights]
+    maker = functools.partial(StackedFFN, weights=used, activation=activation, delays=how.delay_wgrad)
+    return run(_as_computed(x), top_k_index, top_k_weights, maker, len(used[0]), group, how, meanwhile)
+
+
+def run_experts(
+    experts: Sequence[Callable[[Tensor], Tensor]],
+    x: Tensor,
+    top_k_index: Tensor,
+    top_k_weights: Tensor,
+    group: dist.ProcessGroup,
+    how: How = DEFAULT,
+    meanwhile: Callable[[], Tensor] | None = None,
+) -> Tensor:
+    """Apply experts that are modules, such as those of an ``nn.ModuleList``, to the tokens that are routed to them.
+
+    Args:
+        experts: This rank's, ``[rows, h]`` -> ``[rows, h]`` each; all ranks have equally many.
+        x: This rank's tokens, ``[tokens, h]``.
+        top_k_index: Their experts, ``[tokens, k]``; see :func:`expert_parallel_ffn`.
+        top_k_weights: With what each expert's output is weighted, ``[tokens, k]``.
+        group: The ranks.
+        how: How to compute.
+        meanwhile: Computes what is added; see :func:`expert_parallel_ffn`.
+
+    Returns:
+        ``[tokens, h]``.
+    """
+    maker = functools.partial(Separate, modules=experts)
+    return run(x, top_k_index, top_k_weights, maker, len(experts), group, how, meanwhile)
+
+
+def run(
+    x: Tensor,
+    top_k_index: Tensor,
+    top_k_weights: Tensor,
+    maker: Maker,
+    local: int,
+    group: dist.ProcessGroup,
+    how: How = DEFAULT,
+    meanwhile: Callable[[], Tensor] | None = None,
+) -> Tensor:
+    """Send tokens to experts, have these computed, and return the weighted sums.
+
+    Args:
+        x: This rank's tokens, ``[tokens, h]``.
+        top_k_index: Their experts, ``[tokens, k]``; see :func:`expert_parallel_ffn`.
+        top_k_weights: With what each expert's output is weighted, ``[tokens, k]``.
+        maker: Makes what computes the parts.
+        local: How many experts a rank has.
+        group: The ranks.
+        how: How to compute.
+        meanwhile: Computes what is added; see :func:`expert_parallel_ffn`.
+
+    Returns:
+        ``[tokens, h]``.
+    """
+    agreed.ensure(group, x.device, how, local)
+    plan, back = how.plan(group.size(), local), how.way_back(group)
+    found = route(top_k_index, plan, group)
+    counts, experts, sizes = found.counts, maker(plan, found.counts), found.counts.sizes()
+    returned, gradient = Memory(sizes), Memory(sizes)
+    rows = cut(found.rows(x), gradient)
+
+    def dispatch(part: int) -> Arriving:
+        place = functools.partial(gradient.part, part)
+        return all_to_all(rows[part], counts.sent[part], counts.received(part), group, place_gradient=place)
+
+    def combine(part: int, outs: Tensor) -> Arriving:
+        place = functools.partial(returned.part, part)
+        return all_to_all(outs, counts.received(part), counts.sent[part], back, place=place)
+
+    arrived, other = pipelined(dispatch, experts, combine, len(sizes), before=experts.begin, meanwhile=meanwhile)
+    COUNTERS.calls += 1
+    COUNTERS.parts += len(sizes)
+    out = found.combined(join(arrived, returned), top_k_weights)
+    return out if other is None else out + other
+
+
+def _as_computed(tensor: Tensor) -> Tensor:
+    """Return a tensor in the dtype in which autocast has products computed."""
+    dtype = autocast_dtype(tensor.device.type, tensor.dtype)
+    return tensor if dtype is None else tensor.to(dtype)

@@ -1,0 +1,43 @@
+"""Options of the feature."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from ovpatch.hookspecs import Option
+from ovpatch_plugins.pipe_experts.parts import CUTS
+
+
+def _count(text: str) -> int:
+    if not text.strip().isdecimal():
+        raise ValueError("expected a number of parts, or 0 for as many as the cut thinks best")
+    return int(text)
+
+
+OPTIONS: Final = (
+    Option(
+        "cut",
+        "auto",
+        "How a layer's rows are cut into parts: experts, by groups of a rank's experts, so that each weight is used "
+        "once; tokens, by chunks of the batch; none, not at all; auto, by experts if a rank has several, else none.",
+        choices=CUTS,
+    ),
+    Option(
+        "parts",
+        0,
+        "Into how many parts; 0 for up to 4 groups of experts, or 2 chunks of tokens.",
+        parse=_count,
+        aliases=("multi_data", "pipeline_degree"),
+    ),
+    Option(
+        "delay_wgrad",
+        True,
+        "Compute weight gradients behind the launch of a part's all-to-all, where the feature computes the experts.",
+        aliases=("delay_wgrad_compute",),
+    ),
+    Option(
+        "multi_stream",
+        False,
+        "Send rows back on a communicator of their own, so that they do not queue behind rows that are still to come.",
+    ),
+)

@@ -1,0 +1,118 @@
+"""Into which parts the rows of an expert-parallel layer are cut.
+
+Parts are the same on all ranks, since each is a pair of collectives: they depend on how many experts a rank has and on
+options, and not on how many rows there are, of which a part may have none.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+CUTS = ("auto", "none", "experts", "tokens")
+"""How rows can be cut: as :func:`plan` thinks best, not at all, by groups of experts, by chunks of tokens."""
+
+_MOST_GROUPS = 4
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Which parts there are.
+
+    Attributes:
+        world: Number of ranks.
+        groups: Ranges of local experts.
+        chunks: Into how many chunks tokens are cut; each chunk has a part for every group.
+    """
+
+    world: int
+    groups: tuple[range, ...]
+    chunks: int = 1
+
+    @property
+    def local(self) -> int:
+        """Number of experts of a rank."""
+        return self.groups[-1].stop
+
+    @property
+    def experts(self) -> int:
+        """Number of experts of all ranks."""
+        return self.world * self.local
+
+    @property
+    def parts(self) -> list[tuple[int, range]]:
+        """The parts in the order in which they are sent: a chunk, and which local experts."""
+        return [(chunk, group) for chunk in range(self.chunks) for group in self.groups]
+
+    def positions(self) -> list[int]:
+        """Return at which place the rows of each expert are sent, within a chunk: by group, then by rank."""
+        places = [0] * self.experts
+        order = [rank * self.local + i for group in self.groups for rank in range(self.world) for i in group]
+        for place, expert in enumerate(order):
+            places[expert] = place
+        return places
+
+
+def plan(world: int, local: int, cut: str = "auto", parts: int = 0) -> Plan:
+    """Return the parts of a layer.
+
+    By groups of experts each weight is used once, and rows of a single expert need no sorting where they arrive. Chunks
+    of tokens use every weight in every part.
+
+    Args:
+        world: Number of ranks.
+        local: Number of experts of a rank.
+        cut: One of :data:`CUTS`; ``auto`` is ``experts`` if a rank has several, else ``none``.
+        parts: How many; 0 for as many as ``cut`` thinks best. There are never more groups than experts.
+
+    Raises:
+        ValueError: A name that is none.
+    """
+    if cut not in CUTS:
+        raise ValueError(f"cut={cut!r}: choose one of {', '.join(CUTS)}")
+    if cut == "auto":
+        cut = "experts" if local > 1 else "none"
+    if cut == "tokens":
+        return Plan(world, (range(local),), parts or 2)
+    count = 1 if cut == "none" else min(parts or _MOST_GROUPS, local)
+    return Plan(world, tuple(range(local * i // count, local * (i + 1) // count) for i in range(count)))
+
+
+@functools.lru_cache(maxsize=64)
+def positions_on(plan: Plan, device: torch.device) -> torch.Tensor:
+    """Return :meth:`Plan.positions` as a tensor, ``[experts]``."""
+    return torch.tensor(plan.positions(), device=device)
+
+
+@dataclass(frozen=True)
+class Counts:
+    """How many rows go where, in one layer's call on one rank.
+
+    Attributes:
+        sent: ``[part][rank]``.
+        arriving: ``[part][rank][expert of the part's group]``.
+    """
+
+    sent: list[list[int]]
+    arriving: list[list[list[int]]]
+
+    @classmethod
+    def of(
+        cls, plan: Plan, sent: Sequence[Sequence[Sequence[int]]], arriving: Sequence[Sequence[Sequence[int]]]
+    ) -> Counts:
+        """Arrange by parts what is given by ``[rank][chunk][local expert]``."""
+        return cls(
+            [[sum(by_rank[chunk][i] for i in group) for by_rank in sent] for chunk, group in plan.parts],
+            [[[by_rank[chunk][i] for i in group] for by_rank in arriving] for chunk, group in plan.parts],
+        )
+
+    def received(self, part: int) -> list[int]:
+        """Return how many rows each rank sends here in a part."""
+        return [sum(by_expert) for by_expert in self.arriving[part]]
+
+    def sizes(self) -> list[int]:
+        """Return how many rows this rank sends in each part."""
+        return [sum(by_rank) for by_rank in self.sent]

@@ -1,0 +1,113 @@
+"""What is patched for feature ``pipe_experts``, and why there."""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from ovpatch.hookspecs import Feature, Registrar, hookimpl
+from ovpatch_plugins.pipe_experts.options import OPTIONS
+
+_EP = "transformers.distributed.expert_parallel"
+
+
+@hookimpl
+def ovpatch_feature() -> Feature:
+    """Describe the feature."""
+    return Feature(
+        name="pipe_experts",
+        summary="Expert-parallel layers in parts, whose all-to-alls hide under their experts.",
+        options=OPTIONS,
+        default=False,
+        reorders_products=True,
+    )
+
+
+@hookimpl
+def ovpatch_reasons_against() -> Sequence[str]:
+    """Return why the feature cannot run here."""
+    from ovpatch_plugins.pipe_experts.support import reasons_against
+
+    return reasons_against()
+
+
+@hookimpl
+def ovpatch_register(patches: Registrar, options: Mapping[str, Any]) -> None:
+    """Register the patches; they wait until somebody imports transformers' expert parallelism."""
+    patches.register_patch(
+        f"{_EP}.AllToAllEP.__call__",
+        wrap=_wrap_call,
+        optional=True,
+        why="is where an experts module's tokens are sent, computed and brought back, whatever the model; the registry "
+        "alone would ask scripts to name an implementation",
+    )
+    patches.register_patch(
+        f"{_EP}.EpDispatchExpertsParallel.install_forward",
+        wrap=_wrap_install,
+        optional=True,
+        why="looks the implementation's name up; 'ovpatch' becomes one of the registry's by then",
+    )
+
+
+@hookimpl
+def ovpatch_activate(options: Mapping[str, Any]) -> Sequence[str]:
+    """Compute as the options say."""
+    from ovpatch_plugins.pipe_experts.state import STATE
+
+    STATE.turn_on(options)
+    return []
+
+
+@hookimpl
+def ovpatch_deactivate() -> None:
+    """Give all layers back to their library."""
+    from ovpatch_plugins.pipe_experts.state import STATE
+
+    STATE.on = False
+
+
+@hookimpl
+def ovpatch_counters() -> Mapping[str, int]:
+    """Return what the feature did so far."""
+    from ovpatch_plugins.pipe_experts.counters import COUNTERS
+
+    return COUNTERS.as_dict()
+
+
+@hookimpl
+def ovpatch_remarks() -> Sequence[str]:
+    """Say if there was nothing to take over."""
+    from ovpatch_plugins.pipe_experts.counters import COUNTERS
+
+    if COUNTERS.calls:
+        return []
+    where = "" if _EP in sys.modules else " (transformers' expert parallelism was not imported)"
+    return [
+        f"no expert-parallel layer was found{where}: for layers of your own, call "
+        "ovpatch_plugins.pipe_experts.run_experts() or expert_parallel_ffn()"
+    ]
+
+
+def _wrap_call(call: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(call)
+    def __call__(self: Any, hidden_states: Any, top_k_index: Any, top_k_weights: Any) -> Any:
+        from ovpatch_plugins.pipe_experts import huggingface
+        from ovpatch_plugins.pipe_experts.state import STATE
+
+        compute = huggingface.compute if STATE.on else call
+        return compute(self, hidden_states, top_k_index, top_k_weights)
+
+    return __call__
+
+
+def _wrap_install(install: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(install)
+    def install_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        from ovpatch_plugins.pipe_experts import huggingface
+
+        huggingface.register()
+        return install(self, *args, **kwargs)
+
+    return install_forward

@@ -1,0 +1,153 @@
+"""Weight gradients that are computed while a part's rows are on their way back.
+
+[Note: weight gradients behind the launch] A product's backward computes the gradient of its rows, which others wait
+for, and leaves that of its weight to a node that is made just before the part's rows are waited for. So in backward
+that node runs right after their gradient's all-to-all was launched, and hides it. All parts of a layer add to one
+gradient per weight, which a node that is made before all parts hands on to autograd, once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from ovpatch.overlap.engine import executes
+from ovpatch_plugins.pipe_experts.products import add_weight_grads, grouped, grouped_back
+
+
+class Weights:
+    """The experts' weights in one call of a layer.
+
+    Args:
+        weights: ``[e, n, k]`` each, in the dtype in which is computed.
+        delays: Compute their gradients behind the launch of a part's all-to-all; else with those of the rows.
+    """
+
+    def __init__(self, weights: Sequence[Tensor], *, delays: bool = True) -> None:
+        self._delays = delays
+        self.totals = [_Total(weight) for weight in weights]
+        self._task = -1
+        self._deferred: dict[int, list[Callable[[], None]]] = {}
+        self._whole: tuple[Tensor, ...] = _Collect.apply(self, *weights)
+        self._part, self._of_part = 0, self._whole
+
+    def begin(self, part: int) -> None:
+        """Be told that a part's rows will be waited for next."""
+        self._part, self._of_part = part, _Behind.apply(self, part, *self._whole)
+
+    def product(self, which: int, x: Tensor, experts: range, sizes: Sequence[int]) -> Tensor:
+        """Return each expert's rows times its weight, transposed: ``[rows, k]`` -> ``[rows, n]``.
+
+        Args:
+            which: Which of the weights.
+            x: Rows, by expert.
+            experts: Whose rows.
+            sizes: Rows of each.
+        """
+        found: Tensor = _Product.apply(self, self._part, which, experts, list(sizes), x, self._of_part[which])
+        return found
+
+    def take(self, part: int, compute: Callable[[], None]) -> None:
+        """Compute a part of a weight's gradient, now or behind the launch."""
+        task = torch._C._current_graph_task_id()
+        if task != self._task:  # what is there is of a backward that an exception ended
+            self._task, self._deferred = task, {}
+            for total in self.totals:
+                total.clear()
+        if self._delays:
+            self._deferred.setdefault(part, []).append(compute)
+        else:
+            compute()
+
+    def compute_deferred(self, part: int) -> None:
+        """Compute what was left of a part."""
+        for compute in self._deferred.pop(part, ()):
+            compute()
+
+
+class _Total:
+    """The gradient of a weight, ``[e, n, k]``, to which parts add."""
+
+    def __init__(self, like: Tensor) -> None:
+        self._shape, self._dtype, self._device = like.shape, like.dtype, like.device
+        self.clear()
+
+    def clear(self) -> None:
+        self._sum: Tensor | None = None
+        self._fresh = [True] * self._shape[0]
+
+    def add(self, grad: Tensor, x: Tensor, experts: range, sizes: Sequence[int]) -> None:
+        here = slice(experts.start, experts.stop)
+        add_weight_grads(self._memory()[here], grad, x, sizes, self._fresh[here])
+        self._fresh[here] = [False] * len(experts)
+
+    def taken(self) -> Tensor:
+        found = self._memory()
+        for expert, is_fresh in enumerate(self._fresh):
+            if is_fresh:
+                found[expert].zero_()
+        self.clear()
+        return found
+
+    def _memory(self) -> Tensor:
+        if self._sum is None:
+            self._sum = torch.empty(self._shape, dtype=self._dtype, device=self._device)
+        return self._sum
+
+
+class _Collect(torch.autograd.Function):
+    """The weights; hands their gradients on."""
+
+    @staticmethod
+    def forward(ctx: Any, weights: Weights, *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.weights = weights
+        ctx.set_materialize_grads(False)
+        return tuple(tensor.detach() for tensor in tensors)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *_: Any) -> tuple[Any, ...]:
+        totals = zip(ctx.needs_input_grad[1:], ctx.weights.totals, strict=True)
+        return None, *[total.taken() if needed else None for needed, total in totals]
+
+
+class _Behind(torch.autograd.Function):
+    """The weights as one part uses them; computes what was left of their gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, weights: Weights, part: int, *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.weights, ctx.part, ctx.count = weights, part, len(tensors)
+        ctx.set_materialize_grads(False)
+        return tuple(tensor.detach() for tensor in tensors)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *_: Any) -> tuple[Any, ...]:
+        ctx.weights.compute_deferred(ctx.part)
+        return None, None, *[None] * ctx.count
+
+
+class _Product(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, weights: Weights, part: int, which: int, experts: range, sizes: list[int], x: Tensor, weight: Tensor
+    ) -> Tensor:
+        ctx.place = weights, part, which, experts, sizes
+        ctx.save_for_backward(x if weight.requires_grad else None, weight if x.requires_grad else None)
+        return grouped(x, weight[experts.start : experts.stop], sizes)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        weights, part, which, experts, sizes = ctx.place
+        x, weight = ctx.saved_tensors
+        grad, dx = grad.contiguous(), None
+        if weight is not None:
+            dx = grouped_back(grad, weight[experts.start : experts.stop], sizes)
+        if x is not None and executes(ctx.next_functions[1][0]):
+            weights.take(part, lambda: weights.totals[which].add(grad, x, experts, sizes))
+        return *[None] * 5, dx, None

@@ -1,0 +1,227 @@
+"""Layers with experts, in one process and over several, and what is seen of their training."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from ovpatch_plugins.pipe_experts.experts import ACTIVATIONS
+from ovpatch_plugins.pipe_experts.how import How
+from ovpatch_plugins.pipe_experts.layer import run_experts
+from ovpatch_plugins.pipe_experts.module import ExpertParallelFFN
+from ovpatch_plugins.pipe_experts.routing import drop_surplus
+
+HIDDEN, FFN = 6, 5
+DOUBLE = torch.float64
+Record = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Case:
+    """What is computed.
+
+    Attributes:
+        local: Experts of a rank.
+        top_k: Experts of a token.
+        tokens: Of each rank, by turns.
+        favourites: Tokens of every rank go to these experts only; to any if there are none.
+        activation: Between the products.
+        shared: Whether there are shared experts.
+        capacity: Tokens of a rank that an expert takes; None for any number.
+        frozen: Parameters whose names begin so are frozen; ``x`` stands for the input.
+        module: Which layer: of stacked weights, or of separate modules.
+        steps: Of the optimizer.
+        seed: Of everything.
+    """
+
+    local: int = 2
+    top_k: int = 2
+    tokens: tuple[int, ...] = (7, 4, 9)
+    favourites: tuple[int, ...] = ()
+    activation: str = "swiglu"
+    shared: bool = False
+    capacity: int | None = None
+    frozen: tuple[str, ...] = ()
+    module: str = "stacked"
+    steps: int = 2
+    seed: int = 0
+    how: How = field(default_factory=How)
+
+    def tokens_of(self, rank: int) -> int:
+        return self.tokens[rank % len(self.tokens)]
+
+    def weights(self, world: int) -> dict[str, Tensor]:
+        """Return all weights: of all experts, of the router, of shared experts."""
+        generator = torch.Generator().manual_seed(self.seed)
+        experts, wide = world * self.local, FFN * (2 if self.activation == "swiglu" else 1)
+        shapes = {
+            "up": (experts, wide, HIDDEN),
+            "down": (experts, HIDDEN, FFN),
+            "router": (experts, HIDDEN),
+            "shared": (HIDDEN, HIDDEN),
+        }
+        return {name: torch.randn(shape, generator=generator, dtype=DOUBLE) for name, shape in shapes.items()}
+
+    def x(self, rank: int, step: int) -> Tensor:
+        generator = torch.Generator().manual_seed(1000 * self.seed + 100 * step + rank)
+        return torch.randn(self.tokens_of(rank), HIDDEN, generator=generator, dtype=DOUBLE)
+
+    def routed(self, x: Tensor, router: Tensor) -> tuple[Tensor, Tensor]:
+        """Return each token's experts and their weights, ``[tokens, k]`` both."""
+        logits = x @ router.t()
+        if self.favourites:
+            others = torch.ones(len(router), dtype=torch.bool)
+            others[list(self.favourites)] = False
+            logits = logits.masked_fill(others, -1e9)
+        probabilities, index = logits.softmax(-1).topk(self.top_k, dim=-1)
+        return index, probabilities
+
+
+class OneProcess(nn.Module):
+    """All experts, on all tokens, one after the other."""
+
+    def __init__(self, case: Case, world: int) -> None:
+        super().__init__()
+        self.case, self.world = case, world
+        for name, weight in case.weights(world).items():
+            self.register_parameter(name, nn.Parameter(weight))
+
+    def forward(self, x: Tensor) -> Tensor:
+        index, weights = self.case.routed(x, self.router)
+        if self.case.capacity is not None:
+            index = drop_surplus(index, len(self.router), self.case.capacity)
+        out = torch.zeros_like(x)
+        for expert in range(len(self.router)):
+            token, slot = torch.where(index == expert)
+            h = ACTIVATIONS[self.case.activation](x[token] @ self.up[expert].t()) @ self.down[expert].t()
+            out = out.index_add(0, token, h * weights[token, slot, None])
+        return out + x @ self.shared.t() if self.case.shared else out
+
+
+class Separate(nn.Module):
+    """A module with a list of experts, as home-made layers have it."""
+
+    def __init__(self, case: Case, up: Tensor, down: Tensor) -> None:
+        super().__init__()
+        self.case = case
+        self.experts = nn.ModuleList(_Expert(case.activation, a, b) for a, b in zip(up, down, strict=True))
+
+    def forward(self, x: Tensor, index: Tensor, weights: Tensor) -> Tensor:
+        return run_experts(self.experts, x, index, weights, dist.group.WORLD, self.case.how)
+
+
+class _Expert(nn.Module):
+    def __init__(self, activation: str, up: Tensor, down: Tensor) -> None:
+        super().__init__()
+        self.activation = activation
+        self.up, self.down = nn.Parameter(up.clone()), nn.Parameter(down.clone())
+
+    def forward(self, rows: Tensor) -> Tensor:
+        return ACTIVATIONS[self.activation](rows @ self.up.t()) @ self.down.t()
+
+
+class OverRanks(nn.Module):
+    """The same, each rank with its own tokens and experts."""
+
+    def __init__(self, case: Case) -> None:
+        super().__init__()
+        self.case = case
+        world, rank = dist.get_world_size(), dist.get_rank()
+        weights = case.weights(world)
+        own = slice(rank * case.local, (rank + 1) * case.local)
+        self.router = nn.Parameter(weights["router"])
+        self.shared = nn.Parameter(weights["shared"])
+        if case.module == "separate":
+            self.layer: nn.Module = Separate(case, weights["up"][own], weights["down"][own])
+        else:
+            self.layer = made_layer(case, world)
+            with torch.no_grad():
+                self.layer.up.copy_(weights["up"][own])
+                self.layer.down.copy_(weights["down"][own])
+
+    def forward(self, x: Tensor) -> Tensor:
+        index, weights = self.case.routed(x, self.router)
+        if self.case.capacity is not None:
+            index = drop_surplus(index, len(self.router), self.case.capacity)
+        return self.layer(x, index, weights)
+
+    def stacked(self, name: str, of: Callable[[nn.Parameter], Tensor | None]) -> Tensor | None:
+        """Return something of this rank's experts' parameters, stacked."""
+        if self.case.module != "separate":
+            return of(getattr(self.layer, name))
+        found = [of(getattr(expert, name)) for expert in self.layer.experts]
+        return None if found[0] is None else torch.stack(found)
+
+
+class _Shared(nn.Module):
+    """A linear whose weight belongs to another module."""
+
+    def __init__(self, owner: list[nn.Module]) -> None:
+        super().__init__()
+        self.owner = owner
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ self.owner[0].shared.t()
+
+
+def made_layer(case: Case, world: int) -> ExpertParallelFFN:
+    return ExpertParallelFFN(HIDDEN, FFN, world * case.local, activation=case.activation, how=case.how, dtype=DOUBLE)
+
+
+def train(case: Case, *, forward: Callable[[nn.Module, Tensor], Tensor] | None = None) -> list[Record]:
+    """Train over the ranks, dense parameters' gradients summed; return what this rank sees."""
+    model = OverRanks(case)
+    if case.shared and case.module == "stacked":
+        model.layer.shared = _Shared([model])
+    for name, param in model.named_parameters():
+        param.requires_grad_(not name.split(".")[-1].startswith(case.frozen or "-"))
+    optimizer = torch.optim.AdamW(model.parameters(), 0.01, foreach=False)
+    records = []
+    for step in range(case.steps):
+        x = case.x(dist.get_rank(), step).requires_grad_("x" not in case.frozen)
+        out = (forward or nn.Module.__call__)(model, x)
+        out.square().sum().backward()
+        for dense in (model.router, model.shared):
+            if dense.grad is not None:
+                dist.all_reduce(dense.grad)
+        records.append({"out": out.detach(), "x": x.grad, **_gradients(model)})
+        optimizer.step()
+        optimizer.zero_grad()
+    return [*records, {name: model.stacked(name, lambda param: param.detach().clone()) for name in ("up", "down")}]
+
+
+def _gradients(model: OverRanks) -> Record:
+    found = {name: model.stacked(name, lambda p: None if p.grad is None else p.grad.clone()) for name in ("up", "down")}
+    return {**found, "router": model.router.grad.clone() if model.router.grad is not None else None}
+
+
+def expected(case: Case, world: int) -> list[list[Record]]:
+    """Train in one process, the tokens of all ranks together; return what each rank should see."""
+    model = OneProcess(case, world)
+    for name, param in model.named_parameters():
+        param.requires_grad_(not name.startswith(case.frozen or "-"))
+    optimizer = torch.optim.AdamW(model.parameters(), 0.01, foreach=False)
+    records: list[list[Record]] = [[] for _ in range(world)]
+    own = [slice(rank * case.local, (rank + 1) * case.local) for rank in range(world)]
+    for step in range(case.steps):
+        xs = [case.x(rank, step).requires_grad_("x" not in case.frozen) for rank in range(world)]
+        outs = [model(x) for x in xs]  # capacity is a rank's own
+        torch.cat(outs).square().sum().backward()
+        for rank in range(world):
+            grads = {name: _of(getattr(model, name).grad, own[rank]) for name in ("up", "down")}
+            router = None if model.router.grad is None else model.router.grad.clone()
+            records[rank].append({"out": outs[rank].detach(), "x": xs[rank].grad, **grads, "router": router})
+        optimizer.step()
+        optimizer.zero_grad()
+    for rank in range(world):
+        records[rank].append({name: getattr(model, name).detach()[own[rank]].clone() for name in ("up", "down")})
+    return records
+
+
+def _of(grad: Tensor | None, own: slice) -> Tensor | None:
+    return None if grad is None else grad[own].clone()

@@ -1,0 +1,226 @@
+"""Expert-parallel models of transformers, trained stock and patched."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+import ovpatch
+from ovpatch.insight.equality import compare
+from ovpatch_plugins.pipe_experts.counters import COUNTERS
+
+pytest.importorskip("transformers.distributed.expert_parallel", reason="needs transformers with expert parallelism")
+
+Record = dict[str, Any]
+WORDS = 64
+TINY = {
+    "vocab_size": WORDS,
+    "hidden_size": 16,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "num_experts_per_tok": 2,
+    "max_position_embeddings": 64,
+}
+MODELS = {
+    "mixtral": {"intermediate_size": 24, "num_local_experts": 4},
+    "qwen3_moe": {"intermediate_size": 24, "moe_intermediate_size": 8, "num_experts": 8, "head_dim": 8},
+    "qwen2_moe": {
+        "intermediate_size": 24,
+        "moe_intermediate_size": 8,
+        "shared_expert_intermediate_size": 12,
+        "num_experts": 8,
+    },
+}
+OVER = {"data": {"fsdp_size": 2, "ep_size": 2}, "tensor": {"tp_size": 2, "tp_plan": "auto", "ep_size": 2}}
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """Return where a tiny model of each kind is saved."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    folder = tmp_path_factory.mktemp("models")
+    for name, more in MODELS.items():
+        torch.manual_seed(0)
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(name, **TINY, **more))
+        model.save_pretrained(folder / name)
+    return {name: str(folder / name) for name in MODELS}
+
+
+def loaded(path: str, over: str = "data", implementation: str = "auto", experts: str = "eager") -> nn.Module:
+    from transformers import AutoModelForCausalLM
+    from transformers.distributed import DistributedConfig
+
+    config = DistributedConfig(**OVER[over], ep_implementation=implementation)
+    arguments = {"distributed_config": config, "dtype": dtype_for(experts), "experts_implementation": experts}
+    model = AutoModelForCausalLM.from_pretrained(path, **arguments)
+    vars(nn.Module).get("smart_apply") and delattr(nn.Module, "smart_apply")  # which transformers leaves there
+    return model
+
+
+def train(
+    path: str, over: str = "data", implementation: str = "auto", experts: str = "eager", steps: int = 3
+) -> list[Record]:
+    model = loaded(path, over, implementation, experts)
+    kind = torch.optim.SGD if dtype_for(experts) == torch.float32 else torch.optim.AdamW
+    optimizer = kind(model.parameters(), 0.01, foreach=False)
+    return [step(model, optimizer, number, over) for number in range(steps)]
+
+
+def dtype_for(experts: str) -> torch.dtype:
+    """Return the most precise dtype that an implementation of experts knows."""
+    return torch.float64 if experts in ("eager", "batched_mm") else torch.float32
+
+
+def step(model: nn.Module, optimizer: torch.optim.Optimizer, number: int, over: str) -> Record:
+    rank = dist.get_rank() if over == "data" else 0
+    tokens = torch.randint(WORDS, (2, 9), generator=torch.Generator().manual_seed(10 * number + rank))
+    loss = model(input_ids=tokens, labels=tokens).loss
+    loss.backward()
+    grads = {name: local(param.grad) for name, param in model.named_parameters()}
+    optimizer.step()
+    optimizer.zero_grad()
+    params = {name: local(param) for name, param in model.named_parameters()}
+    model.eval()
+    with torch.no_grad():
+        logits = model(input_ids=tokens).logits
+    model.train()
+    return {"loss": loss.detach(), "grads": grads, "params": params, "logits": local(logits)}
+
+
+def local(tensor: Tensor | None) -> Tensor | None:
+    if tensor is None:
+        return None
+    tensor = tensor.detach()
+    return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).clone()
+
+
+def patched(options: dict[str, Any], *args: Any, **kwargs: Any) -> Record:
+    before = COUNTERS.as_dict()
+    with ovpatch.applied("pipe_experts", options={"pipe_experts": options}):
+        found = train(*args, **kwargs)
+    return {"records": found, **{name: value - before[name] for name, value in COUNTERS.as_dict().items()}}
+
+
+def floor(arguments: dict[str, Any]) -> float:
+    return 1e-9 if dtype_for(arguments.get("experts", "eager")) == torch.float64 else 1e-6
+
+
+def check(
+    ranks: Any, options: dict[str, Any], *args: Any, stock: dict[str, Any] | None = None, **kwargs: Any
+) -> list[Record]:
+    results = ranks(2)(patched, options, *args, **kwargs)
+    for right, result in zip(ranks(2)(train, *args, **(kwargs if stock is None else stock)), results, strict=True):
+        compare(right, result["records"], floor=floor(kwargs)).assert_equal()
+        assert result["taken_over"] == result["calls"] > 0
+    return results
+
+
+@pytest.mark.parametrize("over", OVER)
+@pytest.mark.parametrize("name", MODELS)
+def test_models_train_as_under_stock(ranks, saved, name, over):
+    for options in ({}, {"cut": "tokens", "parts": 3}):
+        for result in check(ranks, options, saved[name], over):
+            assert result["stacked_calls"] == result["calls"]
+
+
+@pytest.mark.parametrize("experts", ["eager", "grouped_mm", "batched_mm"])
+def test_however_transformers_would_compute_experts(ranks, saved, experts):
+    for result in check(ranks, {}, saved["mixtral"], experts=experts):
+        assert result["stacked_calls"] > 0
+
+
+def of_its_own(self: nn.Module, *args: Any) -> Tensor:
+    """An implementation of experts that a script has registered."""
+    from transformers.integrations.moe import grouped_mm_experts_forward
+
+    return 2 * grouped_mm_experts_forward(self, *args)
+
+
+def with_own_experts(function: Any, *args: Any, **kwargs: Any) -> Any:
+    from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+
+    ALL_EXPERTS_FUNCTIONS.register("of_its_own", of_its_own)
+    return function(*args, **kwargs, experts="of_its_own")
+
+
+def test_experts_that_a_script_computes(ranks, saved):
+    for cut in ("experts", "tokens"):
+        right = ranks(2)(with_own_experts, train, saved["mixtral"])
+        results = ranks(2)(with_own_experts, patched, {"cut": cut}, saved["mixtral"])
+        for stock, ours in zip(right, results, strict=True):
+            compare(stock, ours["records"], floor=1e-6).assert_equal()
+            assert ours["taken_over"] > 0
+            assert ours["stacked_calls"] == 0
+
+
+def test_it_can_be_named(ranks, saved):
+    check(ranks, {}, saved["mixtral"], implementation="ovpatch", stock={"implementation": "all_to_all"})
+
+
+def reverted(path: str) -> Record:
+    """Train on after the feature was turned off, in the same model."""
+    calls = []
+    with ovpatch.applied("pipe_experts"):
+        model = loaded(path)
+        optimizer = torch.optim.AdamW(model.parameters(), 0.01, foreach=False)
+        records = [step(model, optimizer, 0, "data")]
+        calls.append(COUNTERS.calls)
+    records += [step(model, optimizer, number, "data") for number in (1, 2)]
+    calls.append(COUNTERS.calls)
+    return {"records": records, "calls": calls, "keys": sorted(model.state_dict())}
+
+
+def test_it_can_be_turned_off_in_the_middle(ranks, saved):
+    for right, result in zip(ranks(2)(train, saved["mixtral"]), ranks(2)(reverted, saved["mixtral"]), strict=True):
+        compare(right, result["records"], floor=1e-9).assert_equal()
+        assert result["calls"][0] == result["calls"][1]
+
+
+def disagreeing(path: str) -> str:
+    """Ranks that would cut layers in different ways."""
+    cut = ["experts", "tokens"][dist.get_rank()]
+    try:
+        with ovpatch.applied("pipe_experts", options={"pipe_experts": {"cut": cut}}):
+            train(path, steps=1)
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
+def test_ranks_that_differ_are_told(ranks, saved):
+    for error in ranks(2)(disagreeing, saved["mixtral"]):
+        assert "cut" in error
+        assert error.rstrip().endswith("leaves layers to stock.")
+
+
+def checkpoints(path: str, folder: str, first: bool, second: bool) -> Record:
+    """Save with one arm, load with the other, and go on."""
+    model = None
+    for number, on in enumerate((first, second)):
+        if on:
+            ovpatch.apply("pipe_experts")
+        model = loaded(path if number == 0 else folder)
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        record = step(model, optimizer, number, "data")
+        if number == 0:
+            model.save_pretrained(folder)
+            dist.barrier()
+        if on:
+            ovpatch.revert()
+    return record
+
+
+def test_checkpoints_go_both_ways(ranks, saved, tmp_path: Path):
+    right = ranks(2)(checkpoints, saved["qwen3_moe"], str(tmp_path / "stock"), False, False)
+    for first, second in ((True, False), (False, True)):
+        found = ranks(2)(checkpoints, saved["qwen3_moe"], str(tmp_path / f"{first}"), first, second)
+        for stock, ours in zip(right, found, strict=True):
+            compare(stock, ours, floor=1e-9).assert_equal()
