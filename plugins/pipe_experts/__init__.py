@@ -18,6 +18,7 @@ _HOMES: Final = {
     "expert_parallel_ffn": "layer",
     "pipelined": "pipeline",
     "run_experts": "layer",
+    "run_grouped_experts": "layer",
 }
 
 __all__ = list(_HOMES)

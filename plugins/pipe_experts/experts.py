@@ -133,6 +133,32 @@ class Numbered:
         return self._function(rows.sum(dim=0, keepdim=True), torch.zeros(1, dtype=torch.long, device=rows.device))[:0]
 
 
+class Grouped:
+    """Experts that one function computes, which is told how many rows each has, as torchtitan's are.
+
+    Args:
+        plan: Which parts there are.
+        counts: Rows of each.
+        function: Rows by expert, ``[rows, h]``, and the number of rows of each of this rank's experts, ``[e]``, ->
+            ``[rows, h]``. It is called in every part, also without rows.
+    """
+
+    def __init__(self, plan: Plan, counts: Counts, function: Callable[[Tensor, Tensor], Tensor]) -> None:
+        self._parts, self._counts, self._function, self._local = plan.parts, counts, function, plan.local
+
+    def begin(self, part: int) -> None:
+        """See :meth:`Experts.begin`."""
+
+    def __call__(self, part: int, rows: Tensor) -> Tensor:
+        """See :meth:`Experts.__call__`."""
+        arriving, experts = self._counts.arriving[part], self._parts[part][1]
+        by_expert = [list(sizes) for sizes in zip(*arriving, strict=True)]
+        numbers = [0] * self._local
+        numbers[experts.start : experts.stop] = [sum(sizes) for sizes in by_expert]
+        found = self._function(transposed(rows, arriving), torch.tensor(numbers, device=rows.device))
+        return transposed(found, by_expert)
+
+
 def transposed(rows: Tensor, sizes: Sequence[Sequence[int]]) -> Tensor:
     """Return blocks of rows that lie by the first index of ``sizes`` and then by the second, the other way round."""
     first, second = len(sizes), len(sizes[0])

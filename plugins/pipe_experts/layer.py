@@ -12,7 +12,7 @@ from ovpatch.overlap.autocast import autocast_dtype
 from ovpatch_plugins.pipe_experts import agreed
 from ovpatch_plugins.pipe_experts.counters import COUNTERS
 from ovpatch_plugins.pipe_experts.exchange import Arriving, all_to_all
-from ovpatch_plugins.pipe_experts.experts import Activation, Maker, Separate, StackedFFN
+from ovpatch_plugins.pipe_experts.experts import Activation, Grouped, Maker, Separate, StackedFFN
 from ovpatch_plugins.pipe_experts.how import How
 from ovpatch_plugins.pipe_experts.memory import Memory, cut, join
 from ovpatch_plugins.pipe_experts.pipeline import pipelined
@@ -79,6 +79,38 @@ def run_experts(
     """
     maker = functools.partial(Separate, modules=experts)
     return run(x, top_k_index, top_k_weights, maker, len(experts), group, how, meanwhile)
+
+
+def run_grouped_experts(
+    experts: Callable[[Tensor, Tensor], Tensor],
+    local: int,
+    x: Tensor,
+    top_k_index: Tensor,
+    top_k_weights: Tensor,
+    group: dist.ProcessGroup,
+    how: How = DEFAULT,
+    meanwhile: Callable[[], Tensor] | None = None,
+) -> Tensor:
+    """Apply experts that one function computes, such as torchtitan's, to the tokens that are routed to them.
+
+    Stands for a dispatcher's ``dispatch``, the experts, and its ``combine``.
+
+    Args:
+        experts: Rows by expert, ``[rows, h]``, and how many rows each of this rank's experts has, ``[local]``, ->
+            ``[rows, h]``. Called in every part, for the experts of that part; the others have no rows then.
+        local: How many experts a rank has.
+        x: This rank's tokens, ``[tokens, h]``.
+        top_k_index: Their experts, ``[tokens, k]``; see :func:`expert_parallel_ffn`.
+        top_k_weights: With what each expert's output is weighted, ``[tokens, k]``.
+        group: The ranks.
+        how: How to compute.
+        meanwhile: Computes what is added; see :func:`expert_parallel_ffn`.
+
+    Returns:
+        ``[tokens, h]``.
+    """
+    maker = functools.partial(Grouped, function=experts)
+    return run(x, top_k_index, top_k_weights, maker, local, group, how, meanwhile)
 
 
 def run(

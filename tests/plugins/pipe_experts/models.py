@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -10,9 +11,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from ovpatch_plugins.pipe_experts import experts
 from ovpatch_plugins.pipe_experts.experts import ACTIVATIONS
 from ovpatch_plugins.pipe_experts.how import How
-from ovpatch_plugins.pipe_experts.layer import run_experts
+from ovpatch_plugins.pipe_experts.layer import run, run_experts, run_grouped_experts
 from ovpatch_plugins.pipe_experts.module import ExpertParallelFFN
 from ovpatch_plugins.pipe_experts.routing import drop_surplus
 
@@ -34,7 +36,7 @@ class Case:
         shared: Whether there are shared experts.
         capacity: Tokens of a rank that an expert takes; None for any number.
         frozen: Parameters whose names begin so are frozen; ``x`` stands for the input.
-        module: Which layer: of stacked weights, or of separate modules.
+        module: Which layer: of stacked weights, or of :data:`KINDS`.
         steps: Of the optimizer.
         seed: Of everything.
     """
@@ -58,11 +60,11 @@ class Case:
     def weights(self, world: int) -> dict[str, Tensor]:
         """Return all weights: of all experts, of the router, of shared experts."""
         generator = torch.Generator().manual_seed(self.seed)
-        experts, wide = world * self.local, FFN * (2 if self.activation == "swiglu" else 1)
+        count, wide = world * self.local, FFN * (2 if self.activation == "swiglu" else 1)
         shapes = {
-            "up": (experts, wide, HIDDEN),
-            "down": (experts, HIDDEN, FFN),
-            "router": (experts, HIDDEN),
+            "up": (count, wide, HIDDEN),
+            "down": (count, HIDDEN, FFN),
+            "router": (count, HIDDEN),
             "shared": (HIDDEN, HIDDEN),
         }
         return {name: torch.randn(shape, generator=generator, dtype=DOUBLE) for name, shape in shapes.items()}
@@ -125,6 +127,55 @@ class _Expert(nn.Module):
         return ACTIVATIONS[self.activation](rows @ self.up.t()) @ self.down.t()
 
 
+class Grouped(nn.Module):
+    """Experts that one function computes, of rows by expert and their numbers."""
+
+    def __init__(self, case: Case, up: Tensor, down: Tensor) -> None:
+        super().__init__()
+        self.case = case
+        self.up, self.down = nn.Parameter(up.clone()), nn.Parameter(down.clone())
+
+    def compute(self, rows: Tensor, numbers: Tensor) -> Tensor:
+        assert len(numbers) == self.case.local
+        split = rows.split(numbers.tolist())
+        parts = [
+            ACTIVATIONS[self.case.activation](some @ up.t()) @ down.t()
+            for some, up, down in zip(split, self.up, self.down, strict=True)
+        ]
+        return torch.cat(parts)
+
+    def forward(self, x: Tensor, index: Tensor, weights: Tensor) -> Tensor:
+        return run_grouped_experts(self.compute, self.case.local, x, index, weights, dist.group.WORLD, self.case.how)
+
+
+class Numbered(nn.Module):
+    """Experts that one function computes, which is told each row's, and looks at those only that have any."""
+
+    def __init__(self, case: Case, up: Tensor, down: Tensor) -> None:
+        super().__init__()
+        self.case = case
+        self.up, self.down = nn.Parameter(up.clone()), nn.Parameter(down.clone())
+
+    def compute(self, rows: Tensor, numbers: Tensor) -> Tensor:
+        out = torch.zeros_like(rows)
+        for expert in numbers.unique().tolist():
+            (here,) = torch.where(numbers == expert)
+            h = ACTIVATIONS[self.case.activation](rows[here] @ self.up[expert].t()) @ self.down[expert].t()
+            out = out.index_add(0, here, h)
+        return out
+
+    def forward(self, x: Tensor, index: Tensor, weights: Tensor) -> Tensor:
+        maker = functools.partial(experts.Numbered, function=self.compute)
+        return run(x, index, weights, maker, self.case.local, dist.group.WORLD, self.case.how)
+
+
+KINDS: dict[str, Callable[[Case, Tensor, Tensor], nn.Module]] = {
+    "separate": Separate,
+    "grouped": Grouped,
+    "numbered": Numbered,
+}
+
+
 class OverRanks(nn.Module):
     """The same, each rank with its own tokens and experts."""
 
@@ -136,8 +187,8 @@ class OverRanks(nn.Module):
         own = slice(rank * case.local, (rank + 1) * case.local)
         self.router = nn.Parameter(weights["router"])
         self.shared = nn.Parameter(weights["shared"])
-        if case.module == "separate":
-            self.layer: nn.Module = Separate(case, weights["up"][own], weights["down"][own])
+        if case.module != "stacked":
+            self.layer: nn.Module = KINDS[case.module](case, weights["up"][own], weights["down"][own])
         else:
             self.layer = made_layer(case, world)
             with torch.no_grad():

@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from ovpatch.insight.equality import compare
 from ovpatch_plugins.pipe_experts.how import How
-from tests.plugins.pipe_experts.models import Case, expected, train
+from tests.plugins.pipe_experts.models import KINDS, Case, expected, train
 
 HOWS = {
     "none": How("none"),
@@ -32,6 +32,9 @@ CASES = {
     "gelu": Case(activation="gelu"),
     "relu, shared": Case(activation="relu", shared=True),
     "separate": Case(module="separate"),
+    "grouped": Case(module="grouped"),
+    "numbered": Case(module="numbered"),
+    "numbered, all tokens to one expert": Case(module="numbered", top_k=1, favourites=(1,)),
     "capacity": Case(capacity=2),
     "all tokens to one expert": Case(local=2, top_k=1, favourites=(1,)),
     "a rank without tokens": Case(tokens=(5, 0)),
@@ -66,7 +69,7 @@ def test_any_layer_may_be_cut(ranks, how, case):
     check(ranks, 2, dataclasses.replace(CASES[case], how=HOWS[how]))
 
 
-@pytest.mark.parametrize("module", ["stacked", "separate"])
+@pytest.mark.parametrize("module", ["stacked", *KINDS])
 @pytest.mark.parametrize("frozen", FROZEN)
 def test_what_is_frozen(ranks, frozen, module):
     tokens = (5, 0) if "without" in frozen else (7, 4)
@@ -79,7 +82,7 @@ def test_ten_steps_on_three_ranks(ranks):
         check(ranks, 3, Case(steps=10, how=HOWS[how]))
 
 
-@pytest.mark.parametrize("module", ["stacked", "separate"])
+@pytest.mark.parametrize("module", ["stacked", *KINDS])
 def test_groups_of_experts_leave_all_bits_as_they_are(ranks, module):
     for local in (2, 4):
         case = Case(local=local, module=module, how=HOWS["none"])
@@ -111,7 +114,7 @@ def twice(model: nn.Module, x: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("forward", [not_reentrant, reentrant, twice])
 def test_checkpoints_and_graphs_that_are_kept(ranks, forward):
-    for module in ("stacked", "separate"):
+    for module in ("stacked", "separate", "numbered"):
         for how in ("experts", "2 chunks"):
             check(ranks, 2, Case(module=module, how=HOWS[how], tokens=(6, 0)), forward=forward)
 

@@ -1,0 +1,126 @@
+"""The module: what it refuses, how it is copied, saved and compiled; and what the report says."""
+
+from __future__ import annotations
+
+import copy
+import io
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import ovpatch
+from ovpatch.insight.equality import compare
+from ovpatch_plugins import pipe_experts
+from ovpatch_plugins.pipe_experts import ExpertParallelFFN, How
+
+TOKENS, HIDDEN = 6, 4
+
+
+def made(**kwargs: Any) -> ExpertParallelFFN:
+    torch.manual_seed(dist.get_rank())
+    return ExpertParallelFFN(HIDDEN, 3, 2 * dist.get_world_size(), how=How("experts"), **kwargs)
+
+
+def routing() -> tuple[Tensor, Tensor]:
+    return torch.arange(2 * TOKENS).view(TOKENS, 2) % (2 * dist.get_world_size()), torch.rand(TOKENS, 2)
+
+
+def copied() -> list[bool]:
+    layer, (index, top) = made(shared=nn.Linear(HIDDEN, HIDDEN)), routing()
+    x = torch.randn(2, TOKENS // 2, HIDDEN)
+    index, top = index.view(2, -1, 2), top.view(2, -1, 2)
+    right = layer(x, index, top)
+    assert right.shape == x.shape
+    buffer = io.BytesIO()
+    torch.save(layer, buffer)
+    buffer.seek(0)
+    others = [copy.deepcopy(layer), torch.load(buffer, weights_only=False), made(shared=nn.Linear(HIDDEN, HIDDEN))]
+    others[2].load_state_dict(layer.state_dict())
+    assert sorted(layer.state_dict()) == ["down", "shared.bias", "shared.weight", "up"]
+    return [torch.equal(right, other(x, index, top)) for other in others]
+
+
+def test_copies_pickles_and_checkpoints(ranks):
+    for found in ranks(2)(copied):
+        assert found == [True, True, True]
+
+
+def capacity() -> list[Tensor]:
+    """All tokens to one expert, which takes two of them."""
+    layer = made(capacity_factor=1.0, activation="relu")
+    x, index = torch.ones(8, HIDDEN), torch.zeros(8, 1, dtype=torch.long)
+    out = layer(x, index, torch.ones(8, 1))
+    return [out.abs().sum(1) > 0, layer(x[:0], index[:0], torch.ones(0, 1))]
+
+
+def test_capacity_factor(ranks):
+    for kept, none in ranks(2)(capacity):
+        assert kept.tolist() == [True] * 2 + [False] * 6
+        assert none.shape == (0, HIDDEN)
+
+
+def compiled() -> list[Any]:
+    """A compiled model with the layer in it, and an eager one."""
+    results = []
+    for compiles in (False, True):
+        torch.manual_seed(7)
+        layer, (index, top) = made(), routing()
+        model: Any = lambda x: layer(x.tanh(), index, top).sin()  # noqa: E731, B023
+        if compiles:
+            torch._dynamo.reset()
+            model = torch.compile(model, backend="aot_eager")
+        x = torch.randn(TOKENS, HIDDEN, requires_grad=True)
+        out = model(x)
+        out.sum().backward()
+        results.append({"out": out.detach(), "x": x.grad, "up": layer.up.grad})
+    return results
+
+
+def test_a_compiled_call_equals_an_eager_one(ranks):
+    for eager, graph in ranks(2)(compiled):
+        compare(eager, graph).assert_equal()
+
+
+def refused() -> list[str]:
+    found = []
+    for kwargs in ({"experts": 3}, {"experts": 4, "activation": "swish"}):
+        with pytest.raises(ValueError, match="choose") as caught:
+            ExpertParallelFFN(HIDDEN, 3, **kwargs)
+        found.append(str(caught.value))
+    return found
+
+
+def test_what_is_refused(ranks):
+    for shared, activation in ranks(2)(refused):
+        assert "3 experts cannot be shared evenly by 2 ranks" in shared
+        assert "choose one of swiglu, gelu, relu, silu" in activation
+    with pytest.raises(ValueError, match="init_process_group"):
+        ExpertParallelFFN(HIDDEN, 3, 2)
+    with pytest.raises(AttributeError, match="nonsense"):
+        _ = pipe_experts.nonsense
+
+
+def reported() -> Any:
+    with ovpatch.applied("pipe_experts"):
+        layer, (index, top) = made(), routing()
+        layer(torch.randn(TOKENS, HIDDEN), index, top)
+        return ovpatch.report()["pipe_experts"]
+
+
+def test_the_report(ranks):
+    for found in ranks(2)(reported):
+        assert not found.remarks
+        assert found.counters["calls"] >= 1
+        assert found.counters["parts"] >= 2
+
+
+def test_nothing_to_take_over_is_said(monkeypatch):
+    from ovpatch_plugins.pipe_experts import counters, plugin
+
+    monkeypatch.setattr(counters, "COUNTERS", counters.Counters())
+    (remark,) = plugin.ovpatch_remarks()
+    assert "no expert-parallel layer was found" in remark
+    assert "run_experts()" in remark

@@ -1,0 +1,267 @@
+"""In which order things are launched, waited for and computed: what is to hide what."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ovpatch_plugins.pipe_experts import exchange, experts, weights
+from ovpatch_plugins.pipe_experts.how import How
+from ovpatch_plugins.pipe_experts.module import ExpertParallelFFN
+from ovpatch_plugins.pipe_experts.pipeline import pipelined
+
+
+@contextlib.contextmanager
+def recorded() -> Iterator[list[str]]:
+    """Record what the feature launches, waits for and computes."""
+    found: list[str] = []
+    watched = [
+        (exchange._Transfer, "launch", "launch"),
+        (exchange._Transfer, "wait", "wait"),
+        (exchange._Transfer, "launch_back", "launch back"),
+        (exchange._Transfer, "wait_back", "wait back"),
+        (weights, "grouped", "product"),
+        (weights, "grouped_back", "input gradient"),
+        (weights, "add_weight_grads", "weight gradient"),
+    ]
+    before = [(owner, name, getattr(owner, name)) for owner, name, _ in watched]
+    for (owner, name, function), (_, _, said) in zip(before, watched, strict=True):
+        setattr(owner, name, recording(found, said, function))
+    try:
+        yield found
+    finally:
+        for owner, name, function in before:
+            setattr(owner, name, function)
+
+
+def recording(found: list[str], said: str, function: Any) -> Any:
+    def record(*args: Any, **kwargs: Any) -> Any:
+        found.append(said)
+        return function(*args, **kwargs)
+
+    return record
+
+
+class Shared(torch.autograd.Function):
+    """Stands for shared experts, and says when they are computed."""
+
+    @staticmethod
+    def forward(ctx: Any, found: list[str], x: Tensor) -> Tensor:
+        found.append("shared")
+        ctx.found = found
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        ctx.found.append("shared back")
+        return None, grad * 2
+
+
+def run(how: How, frozen: bool = False) -> tuple[list[str], list[str]]:
+    world = dist.get_world_size()
+    layer = ExpertParallelFFN(4, 3, 2 * world, how=how, activation="relu")
+    layer.requires_grad_(not frozen)
+    x = torch.randn(6, 4, requires_grad=True)
+    index = torch.arange(12).view(6, 2) % (2 * world)
+    with recorded() as found:
+        layer.shared = lambda tokens: Shared.apply(found, tokens)
+        out = layer(x, index, torch.rand(6, 2))
+        forward = found.copy()
+        found.clear()
+        out.sum().backward()
+    return forward, found
+
+
+PART = ["wait", "product", "product", "launch"]
+PART_BACK = ["wait back", "input gradient", "input gradient", "launch back"]
+GRADS = ["weight gradient", "weight gradient"]
+
+
+def test_every_part_hides_what_it_can(ranks):
+    for forward, backward in ranks(2)(run, How("experts")):
+        assert forward == ["launch", "launch", "shared", *PART, *PART, "wait", "wait"]
+        assert backward == [
+            "launch back",
+            "launch back",
+            *[*PART_BACK, *GRADS],
+            *[*PART_BACK, *GRADS],
+            "shared back",
+            "wait back",
+            "wait back",
+        ]
+
+
+def test_weight_gradients_at_once(ranks):
+    for _, backward in ranks(2)(run, How("tokens", 2, delay_wgrad=False)):
+        at_once = ["wait back", *["input gradient", "weight gradient"] * 2, "launch back"]
+        assert backward == ["launch back"] * 2 + at_once * 2 + ["shared back", "wait back", "wait back"]
+
+
+def test_frozen_experts_have_no_weight_gradients(ranks):
+    for _, backward in ranks(2)(run, How("experts"), frozen=True):
+        assert "weight gradient" not in backward
+        assert backward.count("launch back") == 4
+
+
+def for_the_input_alone() -> list[str]:
+    world = dist.get_world_size()
+    layer = ExpertParallelFFN(4, 3, 2 * world, how=How("experts", delay_wgrad=False))
+    x = torch.randn(6, 4, requires_grad=True)
+    out = layer(x, torch.arange(12).view(6, 2) % (2 * world), torch.rand(6, 2))
+    with recorded() as found:
+        torch.autograd.grad(out.sum(), [x])
+    return found
+
+
+def test_weight_gradients_that_nobody_asked_for(ranks):
+    for backward in ranks(2)(for_the_input_alone):
+        assert "weight gradient" not in backward
+        assert backward.count("input gradient") == 4
+
+
+def of_own(count: int) -> list[str]:
+    """The schedule alone, with communication of one's own."""
+    found: list[str] = []
+
+    class Under:
+        def __init__(self, name: str, rows: Tensor) -> None:
+            found.append(f"launch {name}")
+            self.name, self.rows = name, rows
+
+        def wait(self) -> Tensor:
+            found.append(f"wait {self.name}")
+            return self.rows
+
+    def compute(part: int, rows: Tensor) -> Tensor:
+        found.append(f"experts {part}")
+        return rows * 3
+
+    x = torch.ones(count, 2, requires_grad=True)
+    outs, other = pipelined(
+        lambda part: Under(f"there {part}", x[part]),
+        compute,
+        lambda part, rows: Under(f"back {part}", rows),
+        count,
+        before=lambda part: found.append(f"before {part}"),
+        meanwhile=lambda: "other",
+    )
+    assert other == "other"
+    assert torch.equal(torch.stack(outs), x * 3)
+    torch.stack(outs).sum().backward()
+    assert torch.equal(x.grad, torch.full_like(x, 3))
+    return found
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_the_schedule_alone(count):
+    parts = [[f"before {i}", f"wait there {i}", f"experts {i}", f"launch back {i}"] for i in range(count)]
+    launches = [f"launch there {i}" for i in range(count)]
+    waits = [f"wait back {i}" for i in range(count)]
+    assert of_own(count) == [*launches, *sum(parts, []), *waits]
+
+
+def indifferent() -> Tensor | None:
+    """Experts of the last rank return what has nothing to do with what arrived."""
+    world, rank, group = dist.get_world_size(), dist.get_rank(), dist.group.WORLD
+    sizes = [1] * world
+    x = torch.full((2, world, 3), float(rank), requires_grad=True)
+    outs, _ = pipelined(
+        lambda part: exchange.all_to_all(x[part], sizes, sizes, group),
+        lambda part, rows: rows * 2 if rank < world - 1 else torch.zeros_like(rows),
+        lambda part, rows: exchange.all_to_all(rows, sizes, sizes, group),
+        2,
+    )
+    torch.stack(outs).sum().backward()
+    return x.grad
+
+
+def test_ranks_whose_experts_ignore_what_arrives_take_part_in_backward(ranks):
+    for grad in ranks(2)(indifferent):
+        assert grad.tolist() == [[[2.0] * 3, [0.0] * 3]] * 2
+
+
+def hooks_and_graphs() -> dict[str, Any]:
+    """What hooks of weights that several parts use see; gradients for some alone; a second derivative."""
+    world = dist.get_world_size()
+    torch.manual_seed(dist.get_rank())
+    layer = ExpertParallelFFN(4, 3, 2 * world, how=How("tokens", 3))
+    fired: list[str] = []
+    layer.up.register_hook(lambda grad: fired.append("hook"))
+    layer.up.register_post_accumulate_grad_hook(lambda param: fired.append("accumulated"))
+    x = torch.randn(6, 4, requires_grad=True)
+    index, top = torch.arange(12).view(6, 2) % (2 * world), torch.rand(6, 2)
+    layer(x, index, top).square().sum().backward()
+    whole = {"x": x.grad, "up": layer.up.grad, "down": layer.down.grad}
+    out = layer(x, index, top).square().sum()
+    (of_x,) = torch.autograd.grad(out, [x], retain_graph=True)
+    (of_up,) = torch.autograd.grad(out, [layer.up])
+    try:
+        (first,) = torch.autograd.grad(layer(x, index, top).square().sum(), [x], create_graph=True)
+        first.sum().backward()
+        refused = ""
+    except RuntimeError as error:
+        refused = str(error)
+    return {"fired": fired, "whole": whole, "x": of_x, "up": of_up, "refused": refused}
+
+
+def test_hooks_fire_once_and_gradients_can_be_asked_for(ranks):
+    for found in ranks(2)(hooks_and_graphs):
+        assert found["fired"] == ["hook", "accumulated", "hook"]
+        assert torch.equal(found["x"], found["whole"]["x"])
+        assert torch.equal(found["up"], found["whole"]["up"])
+        assert "once_differentiable" in found["refused"]
+
+
+def interrupted() -> list[bool]:
+    """An exception in the second part's backward, on all ranks, and then a step without one."""
+    world = dist.get_world_size()
+    torch.manual_seed(dist.get_rank())
+    layer = ExpertParallelFFN(4, 3, 2 * world, how=How("tokens", 3))
+    x = torch.randn(6, 4, requires_grad=True)
+    index, top = torch.arange(12).view(6, 2) % (2 * world), torch.rand(6, 2)
+
+    def gradients() -> list[Tensor]:
+        layer.zero_grad()
+        x.grad = None
+        layer(x, index, top).square().sum().backward()
+        return [x.grad.clone(), layer.up.grad.clone(), layer.down.grad.clone()]
+
+    right = gradients()
+    calls = []
+
+    def failing(*args: Any) -> None:
+        calls.append(1)
+        if len(calls) == 3:
+            raise ValueError("on purpose")
+        return before(*args)
+
+    before = weights.add_weight_grads
+    weights.add_weight_grads = failing
+    out = layer(x, index, top).square().sum()
+    with pytest.raises(ValueError, match="on purpose"):
+        out.backward(retain_graph=True)
+    weights.add_weight_grads = before
+    layer.zero_grad()
+    x.grad = None
+    out.backward()  # through the graph that is left
+    again = [x.grad.clone(), layer.up.grad.clone(), layer.down.grad.clone()]
+    return [torch.equal(a, b) for found in (again, gradients()) for a, b in zip(right, found, strict=True)]
+
+
+def test_a_backward_that_raises(ranks):
+    for found in ranks(2)(interrupted):
+        assert all(found)
+
+
+def test_transposed():
+    sizes = [[1, 0, 2], [3, 1, 0]]
+    rows = torch.arange(7).view(7, 1)
+    there = experts.transposed(rows, sizes)
+    assert there.flatten().tolist() == [0, 3, 4, 5, 6, 1, 2]
+    assert torch.equal(experts.transposed(there, [list(s) for s in zip(*sizes, strict=True)]), rows)

@@ -1,0 +1,127 @@
+"""Parts, routes and memory: the arithmetic, without communication but for counts."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ovpatch_plugins.pipe_experts.memory import Memory, cut, join
+from ovpatch_plugins.pipe_experts.parts import CUTS, Counts, Plan, plan
+from ovpatch_plugins.pipe_experts.routing import capacity_of, drop_surplus, route
+
+SIZES = st.integers(1, 6)
+
+
+@given(world=SIZES, local=SIZES, cut=st.sampled_from(CUTS), parts=st.integers(0, 8))
+def test_every_expert_is_in_one_group(world, local, cut, parts):
+    found = plan(world, local, cut, parts)
+    assert [expert for group in found.groups for expert in group] == list(range(local))
+    assert all(len(group) > 0 for group in found.groups)
+    assert len(found.parts) == len(found.groups) * found.chunks
+    assert sorted(found.positions()) == list(range(world * local))
+
+
+def test_how_many_parts():
+    shapes = {("auto", 0, 8): 4, ("auto", 0, 1): 1, ("auto", 2, 8): 2, ("experts", 9, 3): 3, ("none", 5, 8): 1}
+    for (cut, parts, local), count in shapes.items():
+        assert len(plan(2, local, cut, parts).parts) == count, (cut, parts, local)
+    assert len(plan(2, 8, "tokens").parts) == 2
+    assert len(plan(2, 8, "tokens", 5).parts) == 5
+    with pytest.raises(ValueError, match="choose one of auto, none, experts, tokens"):
+        plan(2, 2, "expert")
+
+
+def test_positions_are_by_group_and_then_by_rank():
+    assert Plan(2, (range(1), range(1, 3))).positions() == [0, 2, 3, 1, 4, 5]
+
+
+def test_counts_by_part():
+    by_rank = [[[1, 2, 3], [4, 5, 6]], [[0, 1, 0], [7, 0, 9]]]  # [rank][chunk][expert]
+    found = Counts.of(Plan(2, (range(1), range(1, 3)), 2), by_rank, by_rank)
+    assert found.sent == [[1, 0], [5, 1], [4, 7], [11, 9]]
+    assert found.arriving[1] == [[2, 3], [1, 0]]
+    assert found.received(3) == [11, 9]
+    assert found.sizes() == [1, 6, 11, 20]
+
+
+@given(
+    tokens=st.integers(0, 12),
+    top_k=st.integers(1, 3),
+    experts=st.integers(1, 5),
+    capacity=st.integers(0, 6),
+    seed=st.integers(0, 99),
+)
+def test_capacity(tokens, top_k, experts, capacity, seed):
+    generator = torch.Generator().manual_seed(seed)
+    index = torch.randint(-1, experts, (tokens, top_k), generator=generator)
+    found = drop_surplus(index, experts, capacity).flatten().tolist()
+    left = [capacity] * experts
+    for before, after in zip(index.flatten().tolist(), found, strict=True):
+        stays = before >= 0 and left[before] > 0
+        assert after == (before if stays else -1)
+        if stays:
+            left[before] -= 1
+
+
+def test_capacity_of():
+    assert capacity_of(10, 2, 8, 1.0) == 3
+    assert capacity_of(16, 2, 8, 1.25) == 5
+    assert capacity_of(0, 2, 8, 1.0) == 0
+
+
+def routed(index: list[list[int]], local: int, cut: str, parts: int) -> tuple[list[int], list[list[int]]]:
+    world = dist.get_world_size()
+    found = route(torch.tensor(index), plan(world, local, cut, parts), dist.group.WORLD)
+    return found.order.tolist(), found.counts.sent
+
+
+def test_rows_are_sent_by_part_then_by_rank_then_by_expert(ranks):
+    index = [[3, 0], [1, -1], [0, 2], [2, 1]]
+    for order, sent in ranks(2)(routed, index, 2, "experts", 2):
+        assert order == [1, 4, 5, 6, 2, 7, 0]
+        assert sent == [[2, 2], [2, 1]]
+    for order, sent in ranks(2)(routed, index, 2, "tokens", 2):
+        assert order == [1, 2, 0, 4, 7, 5, 6]
+        assert sent == [[2, 1], [2, 2]]
+    for order, sent in ranks(2)(routed, index, 2, "none", 0):
+        assert order == [1, 4, 2, 7, 5, 6, 0]
+        assert sent == [[4, 3]]
+
+
+def misrouted() -> str:
+    with pytest.raises(ValueError, match="route to 0 to 3, or -1 for none") as caught:
+        route(torch.tensor([[4]]), plan(2, 2), dist.group.WORLD)
+    return str(caught.value)
+
+
+def test_an_expert_that_is_none(ranks):
+    for error in ranks(2)(misrouted):
+        assert "expert 4, but 2 ranks with 2 experts each have 4" in error
+
+
+def test_memory_is_shared_and_let_go_of():
+    memory = Memory([2, 0, 3])
+    like = torch.empty(1, 4)
+    parts = [memory.part(i, like).fill_(i) for i in range(3)]
+    whole = memory.joined(parts)
+    assert whole.data_ptr() == parts[0].data_ptr()
+    assert whole[:, 0].tolist() == [0, 0, 2, 2, 2]
+    assert memory.part(0, like).data_ptr() != whole.data_ptr(), "what was handed out is not written into again"
+    memory.joined([memory.part(i, like) for i in range(3)])
+    elsewhere = [torch.full((size, 4), float(i)) for i, size in enumerate((2, 0, 3))]
+    assert torch.equal(memory.joined(elsewhere), whole)
+    mixed = [memory.part(0, like).fill_(0), elsewhere[1], elsewhere[2]]
+    assert torch.equal(memory.joined(mixed), whole)
+
+
+def test_cut_and_join_are_their_own_gradients():
+    rows = torch.randn(5, 2, dtype=torch.float64, requires_grad=True)
+
+    def through(rows: torch.Tensor) -> torch.Tensor:
+        parts = cut(rows, Memory([2, 0, 3]))
+        return join([part * (i + 1) for i, part in enumerate(parts)], Memory([2, 0, 3]))
+
+    assert torch.autograd.gradcheck(through, (rows,))
