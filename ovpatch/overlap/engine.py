@@ -13,3 +13,13 @@ def executes(node: Any) -> bool:
         return torch._C._will_engine_execute_node(node)
     except RuntimeError:  # torch.autograd.grad() returns this very gradient
         return True
+
+
+def apply_function(function: Any, *args: Any) -> Any:
+    """Apply a ``torch.autograd.Function``, whose own ``apply`` has no types.
+
+    Args:
+        function: The class.
+        *args: What its ``forward`` takes behind the context.
+    """
+    return function.apply(*args)

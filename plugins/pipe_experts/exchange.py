@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from ovpatch.overlap.engine import apply_function
 from ovpatch.overlap.labels import label, span
 
 Place = Callable[[Tensor], Tensor]
@@ -47,7 +48,7 @@ def all_to_all(
         What to wait for.
     """
     transfer = _Transfer(group, list(sent), list(received), place, place_gradient)
-    return Arriving(transfer, _Launch.apply(transfer, rows))
+    return Arriving(transfer, apply_function(_Launch, transfer, rows))
 
 
 class Arriving:
@@ -59,7 +60,7 @@ class Arriving:
     def wait(self) -> Tensor:
         """Return the rows, ``[sum(received), h]``; once."""
         rows, self._rows = self._rows, self._rows[:0]
-        found: Tensor = _Wait.apply(self._transfer, rows)
+        found: Tensor = apply_function(_Wait, self._transfer, rows)
         return found
 
 
@@ -162,5 +163,5 @@ def tie(rows: Tensor, *others: Tensor) -> Tensor:
     A rank whose part is empty may compute its rows without reading what arrived. Its backward must launch what that of
     the other ranks does.
     """
-    found: Tensor = _Tie.apply(rows, *others)
+    found: Tensor = apply_function(_Tie, rows, *others)
     return found

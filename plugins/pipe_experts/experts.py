@@ -107,7 +107,8 @@ class Numbered:
     Args:
         plan: Which parts there are.
         counts: Rows of each.
-        function: ``[rows, h]`` and local experts ``[rows]`` -> ``[rows, h]``.
+        function: ``[rows, h]`` and local experts ``[rows]`` -> ``[rows, h]``. Not called without rows, unless no part has
+            any; what it returns becomes of the rows' dtype, as it is on ranks where it is not called.
     """
 
     def __init__(self, plan: Plan, counts: Counts, function: Callable[[Tensor, Tensor], Tensor]) -> None:
@@ -124,13 +125,14 @@ class Numbered:
         experts = self._parts[part][1]
         sizes = torch.tensor(self._counts.arriving[part], device=rows.device).view(-1)
         numbers = torch.arange(experts.start, experts.stop, device=rows.device).repeat(len(self._counts.arriving[part]))
-        return self._function(rows, numbers.repeat_interleave(sizes, output_size=len(rows)))
+        return self._function(rows, numbers.repeat_interleave(sizes, output_size=len(rows))).to(rows.dtype)
 
     def _of_none(self, part: int, rows: Tensor) -> Tensor:
         """Return no rows; if this rank gets none at all, of a row without effect, so that parameters get gradients."""
         if not self._needed or part:
             return rows
-        return self._function(rows.sum(dim=0, keepdim=True), torch.zeros(1, dtype=torch.long, device=rows.device))[:0]
+        some = rows.sum(dim=0, keepdim=True)
+        return self._function(some, torch.zeros(1, dtype=torch.long, device=rows.device))[:0].to(rows.dtype)
 
 
 class Grouped:

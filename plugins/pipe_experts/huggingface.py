@@ -15,9 +15,10 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
+from ovpatch.overlap.autocast import autocast_dtype
 from ovpatch_plugins.pipe_experts.counters import COUNTERS
-from ovpatch_plugins.pipe_experts.experts import Activation, Maker, Numbered, StackedFFN
-from ovpatch_plugins.pipe_experts.layer import run
+from ovpatch_plugins.pipe_experts.experts import Activation, Maker, Numbered
+from ovpatch_plugins.pipe_experts.layer import run, stacked
 from ovpatch_plugins.pipe_experts.state import STATE
 
 NAME: Final = "ovpatch"
@@ -28,10 +29,11 @@ _PLAIN: Final = (None, "eager", "grouped_mm", "batched_mm")
 
 def register() -> None:
     """Make the feature one of the registry's implementations, where it has none of that name."""
-    from transformers.distributed.expert_parallel import AllToAllEP, EPImplementationInterface
+    from transformers.distributed import expert_parallel
 
-    if NAME not in EPImplementationInterface():
-        EPImplementationInterface.register(NAME, type("OvpatchEP", (AllToAllEP,), {"__doc__": "See ``AllToAllEP``."}))
+    registry: Any = expert_parallel.EPImplementationInterface
+    if NAME not in registry():
+        registry.register(NAME, type("OvpatchEP", (expert_parallel.AllToAllEP,), {}))
 
 
 def compute(implementation: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
@@ -47,12 +49,13 @@ def compute(implementation: Any, hidden_states: Tensor, top_k_index: Tensor, top
     x, index, weights = hidden_states, top_k_index, top_k_weights
     if mesh.size() > 1:
         x, index, weights = (_own(tensor, mesh) for tensor in (x, index, weights))
-    maker, group = _maker(implementation), implementation.ep_mesh.get_group()
-    out = run(x, index, weights, maker, implementation.num_local_experts, group, STATE.how)
+    group, local = implementation.ep_mesh.get_group(), implementation.num_local_experts
+    dtype, maker = _maker(implementation, x)
+    out = run(x, index, weights, maker, local, group, STATE.how, dtype=dtype)
     COUNTERS.taken_over += 1
     if mesh.size() == 1:
         return out
-    shape = (tokens, out.shape[1])
+    shape = torch.Size((tokens, out.shape[1]))
     own = DTensor.from_local(out.contiguous(), mesh, [Shard(0)], shape=shape, stride=(shape[1], 1))
     whole: Tensor = own.full_tensor()
     return whole
@@ -65,15 +68,17 @@ def _own(tensor: Tensor, mesh: Any) -> Tensor:
     return found
 
 
-def _maker(implementation: Any) -> Maker:
+def _maker(implementation: Any, x: Tensor) -> tuple[torch.dtype | None, Maker]:
+    """Return what makes the experts, and the dtype in which tokens are sent to them if it is not their own."""
     forward = implementation.experts_forward
     experts = getattr(forward, "__self__", None)
-    if isinstance(experts, nn.Module):
-        stacked = _stacked(experts, forward)
-        if stacked is not None:
-            weights, activation = stacked
-            return functools.partial(StackedFFN, weights=weights, activation=activation, delays=STATE.how.delay_wgrad)
-    return functools.partial(Numbered, function=functools.partial(_numbered, forward))
+    found = _stacked(experts, forward) if isinstance(experts, nn.Module) else None
+    if found is None:
+        return None, functools.partial(Numbered, function=functools.partial(_numbered, forward))
+    weights, activation, name = found
+    # Autocast knows no grouped product, which is computed in the dtype of its weights.
+    dtype = weights[0].dtype if name == "grouped_mm" else autocast_dtype(x.device.type, x.dtype)
+    return dtype, stacked(weights, activation, dtype, STATE.how)
 
 
 def _numbered(forward: Callable[..., Tensor], rows: Tensor, experts: Tensor) -> Tensor:
@@ -82,18 +87,19 @@ def _numbered(forward: Callable[..., Tensor], rows: Tensor, experts: Tensor) -> 
     return forward(rows, index, torch.ones_like(index, dtype=rows.dtype))
 
 
-def _stacked(experts: nn.Module, forward: Any) -> tuple[tuple[Tensor, Tensor], Activation] | None:
-    """Return weights and activation of experts that are two products of stacked weights, or None."""
+def _stacked(experts: nn.Module, forward: Any) -> tuple[tuple[Tensor, Tensor], Activation, str | None] | None:
+    """Return weights, activation and implementation of experts that are two products of stacked weights, or None."""
     facts = vars(experts)
     if forward.__func__ is not type(experts).forward or facts.get("has_gate") is None:
         return None
     if facts.get("has_bias") or facts.get("is_transposed") or facts.get("has_post_expert_norm"):
         return None
-    if getattr(facts.get("config"), "_experts_implementation", None) not in _PLAIN:
+    name = getattr(facts.get("config"), "_experts_implementation", None)
+    if name not in _PLAIN:
         return None
     first = "gate_up_proj" if facts["has_gate"] else "up_proj"
     up, down = experts._parameters.get(first), experts._parameters.get("down_proj")
     activation: Any = getattr(experts, "_apply_gate" if facts["has_gate"] else "act_fn", None)
     if up is None or down is None or up.dim() != 3 or down.dim() != 3 or activation is None:
         return None
-    return (up, down), activation
+    return (up, down), activation, name

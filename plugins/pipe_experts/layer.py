@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Sequence
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -44,14 +45,27 @@ def expert_parallel_ffn(
         meanwhile: Computes what is added, ``[tokens, h]``, such as shared experts, while the first rows are under way.
 
     Returns:
-        ``[tokens, h]``.
+        ``[tokens, h]``. Under autocast products are of its dtype; outputs are weighted and summed in that of ``x``.
 
     Raises:
         ValueError: A token is routed to an expert that no rank has.
     """
-    used = [_as_computed(weight) for weight in weights]
-    maker = functools.partial(StackedFFN, weights=used, activation=activation, delays=how.delay_wgrad)
-    return run(_as_computed(x), top_k_index, top_k_weights, maker, len(used[0]), group, how, meanwhile)
+    dtype = autocast_dtype(x.device.type, x.dtype)
+    maker = stacked(weights, activation, dtype, how)
+    return run(x, top_k_index, top_k_weights, maker, len(weights[0]), group, how, meanwhile, dtype)
+
+
+def stacked(weights: Sequence[Tensor], activation: Activation, dtype: torch.dtype | None, how: How) -> Maker:
+    """Return what makes a :class:`StackedFFN`.
+
+    Args:
+        weights: ``[e, n, h]`` and ``[e, h, m]``.
+        activation: Between the two products.
+        dtype: Of the products, if it is not the weights' own.
+        how: How to compute.
+    """
+    used = [weight if dtype is None else weight.to(dtype) for weight in weights]
+    return functools.partial(StackedFFN, weights=used, activation=activation, delays=how.delay_wgrad)
 
 
 def run_experts(
@@ -113,6 +127,7 @@ def run_grouped_experts(
     return run(x, top_k_index, top_k_weights, maker, local, group, how, meanwhile)
 
 
+@torch._disable_dynamo
 def run(
     x: Tensor,
     top_k_index: Tensor,
@@ -122,6 +137,7 @@ def run(
     group: dist.ProcessGroup,
     how: How = DEFAULT,
     meanwhile: Callable[[], Tensor] | None = None,
+    dtype: torch.dtype | None = None,
 ) -> Tensor:
     """Send tokens to experts, have these computed, and return the weighted sums.
 
@@ -134,6 +150,7 @@ def run(
         group: The ranks.
         how: How to compute.
         meanwhile: Computes what is added; see :func:`expert_parallel_ffn`.
+        dtype: In which tokens are sent; that of ``x`` by default.
 
     Returns:
         ``[tokens, h]``.
@@ -143,7 +160,7 @@ def run(
     found = route(top_k_index, plan, group)
     counts, experts, sizes = found.counts, maker(plan, found.counts), found.counts.sizes()
     returned, gradient = Memory(sizes), Memory(sizes)
-    rows = cut(found.rows(x), gradient)
+    rows = cut(found.rows(x, dtype or x.dtype), gradient)
 
     def dispatch(part: int) -> Arriving:
         place = functools.partial(gradient.part, part)
@@ -156,11 +173,5 @@ def run(
     arrived, other = pipelined(dispatch, experts, combine, len(sizes), before=experts.begin, meanwhile=meanwhile)
     COUNTERS.calls += 1
     COUNTERS.parts += len(sizes)
-    out = found.combined(join(arrived, returned), top_k_weights)
+    out = found.combined(join(arrived, returned).to(x.dtype), top_k_weights)
     return out if other is None else out + other
-
-
-def _as_computed(tensor: Tensor) -> Tensor:
-    """Return a tensor in the dtype in which autocast has products computed."""
-    dtype = autocast_dtype(tensor.device.type, tensor.dtype)
-    return tensor if dtype is None else tensor.to(dtype)

@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from ovpatch.overlap.engine import apply_function
+
 
 class Memory:
     """Memory for the rows of several parts, one behind the other; made when the first is asked for.
@@ -47,13 +49,13 @@ class Memory:
 
 def cut(rows: Tensor, gradient: Memory) -> tuple[Tensor, ...]:
     """Return rows in parts of the memory's sizes; their gradients are joined in the memory."""
-    found: tuple[Tensor, ...] = _Cut.apply(gradient, rows)
+    found: tuple[Tensor, ...] = apply_function(_Cut, gradient, rows)
     return found
 
 
 def join(parts: Sequence[Tensor], memory: Memory) -> Tensor:
     """Return what :meth:`Memory.joined` returns, differentiably."""
-    found: Tensor = _Join.apply(memory, *parts)
+    found: Tensor = apply_function(_Join, memory, *parts)
     return found
 
 
@@ -61,7 +63,7 @@ class _Cut(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, memory: Memory, rows: Tensor) -> tuple[Tensor, ...]:
         ctx.memory = memory
-        return rows.detach().split(memory.sizes)
+        return tuple(rows.detach().split(memory.sizes))
 
     @staticmethod
     @once_differentiable

@@ -20,7 +20,7 @@ class Awaitable(Protocol):
         """Return the rows."""
 
 
-@torch.compiler.disable
+@torch._disable_dynamo
 def pipelined(
     dispatch: Callable[[int], Awaitable],
     experts: Callable[[int, Tensor], Tensor],

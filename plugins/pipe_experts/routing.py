@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from ovpatch.overlap.engine import apply_function
 from ovpatch_plugins.pipe_experts.parts import Counts, Plan, positions_on
 
 DROPPED = -1
@@ -55,9 +56,9 @@ class Route:
     top_k: int
     counts: Counts
 
-    def rows(self, x: Tensor) -> Tensor:
-        """Return what is sent: tokens ``[tokens, h]`` -> ``[rows, h]``."""
-        found: Tensor = _Rows.apply(self, x)
+    def rows(self, x: Tensor, dtype: torch.dtype) -> Tensor:
+        """Return what is sent, in a dtype: tokens ``[tokens, h]`` -> ``[rows, h]``."""
+        found: Tensor = apply_function(_Rows, self, x, dtype)
         return found
 
     def combined(self, rows: Tensor, top_k_weights: Tensor) -> Tensor:
@@ -73,15 +74,16 @@ class Route:
 
 class _Rows(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, route: Route, x: Tensor) -> Tensor:
-        ctx.route = route
-        return x.index_select(0, route.order // route.top_k)
+    def forward(ctx: Any, route: Route, x: Tensor, dtype: torch.dtype) -> Tensor:
+        ctx.route, ctx.dtype = route, x.dtype
+        return x.to(dtype).index_select(0, route.order // route.top_k)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         route: Route = ctx.route  # each token's slots are added up in one order, which an index_add would not promise
-        return None, route.spread(grad).view(-1, route.top_k, grad.shape[1]).sum(dim=1)
+        dx = route.spread(grad).view(-1, route.top_k, grad.shape[1]).sum(dim=1, dtype=ctx.dtype)
+        return None, dx, None
 
 
 def route(top_k_index: Tensor, plan: Plan, group: dist.ProcessGroup) -> Route:

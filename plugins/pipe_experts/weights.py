@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from ovpatch.overlap.engine import executes
+from ovpatch.overlap.engine import apply_function, executes
 from ovpatch_plugins.pipe_experts.products import add_weight_grads, grouped, grouped_back
 
 
@@ -32,12 +32,12 @@ class Weights:
         self.totals = [_Total(weight) for weight in weights]
         self._task = -1
         self._deferred: dict[int, list[Callable[[], None]]] = {}
-        self._whole: tuple[Tensor, ...] = _Collect.apply(self, *weights)
+        self._whole: tuple[Tensor, ...] = apply_function(_Collect, self, *weights)
         self._part, self._of_part = 0, self._whole
 
     def begin(self, part: int) -> None:
         """Be told that a part's rows will be waited for next."""
-        self._part, self._of_part = part, _Behind.apply(self, part, *self._whole)
+        self._part, self._of_part = part, apply_function(_Behind, self, part, *self._whole)
 
     def product(self, which: int, x: Tensor, experts: range, sizes: Sequence[int]) -> Tensor:
         """Return each expert's rows times its weight, transposed: ``[rows, k]`` -> ``[rows, n]``.
@@ -48,7 +48,7 @@ class Weights:
             experts: Whose rows.
             sizes: Rows of each.
         """
-        found: Tensor = _Product.apply(self, self._part, which, experts, list(sizes), x, self._of_part[which])
+        found: Tensor = apply_function(_Product, self, self._part, which, experts, list(sizes), x, self._of_part[which])
         return found
 
     def take(self, part: int, compute: Callable[[], None]) -> None:

@@ -165,6 +165,43 @@ def test_it_can_be_named(ranks, saved):
     check(ranks, {}, saved["mixtral"], implementation="ovpatch", stock={"implementation": "all_to_all"})
 
 
+def mixed(path: str, experts: str, dtype: torch.dtype, autocast: bool) -> Record:
+    """One backward in half precision, or under autocast."""
+    from transformers import AutoModelForCausalLM
+    from transformers.distributed import DistributedConfig
+
+    config = DistributedConfig(**OVER["data"])
+    arguments = {"distributed_config": config, "dtype": dtype, "experts_implementation": experts}
+    model = AutoModelForCausalLM.from_pretrained(path, **arguments)
+    vars(nn.Module).get("smart_apply") and delattr(nn.Module, "smart_apply")
+    tokens = torch.randint(WORDS, (2, 9), generator=torch.Generator().manual_seed(dist.get_rank()))
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        loss = model(input_ids=tokens, labels=tokens).loss
+    loss.backward()
+    return {"loss": loss.detach(), "grads": {name: local(param.grad) for name, param in model.named_parameters()}}
+
+
+def mixed_and_patched(*args: Any) -> Record:
+    before = COUNTERS.stacked_calls
+    with ovpatch.applied("pipe_experts"):
+        found = mixed(*args)
+    assert COUNTERS.stacked_calls > before
+    return found
+
+
+@pytest.mark.parametrize("experts", ["eager", "grouped_mm"])
+@pytest.mark.parametrize(
+    ("dtype", "autocast"), [(torch.bfloat16, False), (torch.float32, True), (torch.bfloat16, True)]
+)
+def test_products_are_of_the_dtype_that_they_are_of_under_stock(ranks, saved, experts, dtype, autocast):
+    arguments = (saved["mixtral"], experts, dtype, autocast)
+    for stock, ours in zip(ranks(2)(mixed, *arguments), ranks(2)(mixed_and_patched, *arguments), strict=True):
+        if experts == "grouped_mm" and dtype == torch.float32:  # summed up in another order
+            compare(stock, ours, floor=1e-8).assert_equal()
+        else:
+            compare(stock, ours).assert_bitwise()
+
+
 def reverted(path: str) -> Record:
     """Train on after the feature was turned off, in the same model."""
     calls = []

@@ -163,7 +163,7 @@ def test_the_schedule_alone(count):
     parts = [[f"before {i}", f"wait there {i}", f"experts {i}", f"launch back {i}"] for i in range(count)]
     launches = [f"launch there {i}" for i in range(count)]
     waits = [f"wait back {i}" for i in range(count)]
-    assert of_own(count) == [*launches, *sum(parts, []), *waits]
+    assert of_own(count) == [*launches, *(step for part in parts for step in part), *waits]
 
 
 def indifferent() -> Tensor | None:

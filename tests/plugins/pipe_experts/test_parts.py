@@ -15,9 +15,9 @@ from ovpatch_plugins.pipe_experts.routing import capacity_of, drop_surplus, rout
 SIZES = st.integers(1, 6)
 
 
-@given(world=SIZES, local=SIZES, cut=st.sampled_from(CUTS), parts=st.integers(0, 8))
-def test_every_expert_is_in_one_group(world, local, cut, parts):
-    found = plan(world, local, cut, parts)
+@given(world=SIZES, local=SIZES, how=st.sampled_from(CUTS), parts=st.integers(0, 8))
+def test_every_expert_is_in_one_group(world, local, how, parts):
+    found = plan(world, local, how, parts)
     assert [expert for group in found.groups for expert in group] == list(range(local))
     assert all(len(group) > 0 for group in found.groups)
     assert len(found.parts) == len(found.groups) * found.chunks
@@ -26,8 +26,8 @@ def test_every_expert_is_in_one_group(world, local, cut, parts):
 
 def test_how_many_parts():
     shapes = {("auto", 0, 8): 4, ("auto", 0, 1): 1, ("auto", 2, 8): 2, ("experts", 9, 3): 3, ("none", 5, 8): 1}
-    for (cut, parts, local), count in shapes.items():
-        assert len(plan(2, local, cut, parts).parts) == count, (cut, parts, local)
+    for (how, parts, local), count in shapes.items():
+        assert len(plan(2, local, how, parts).parts) == count, (how, parts, local)
     assert len(plan(2, 8, "tokens").parts) == 2
     assert len(plan(2, 8, "tokens", 5).parts) == 5
     with pytest.raises(ValueError, match="choose one of auto, none, experts, tokens"):
@@ -72,9 +72,9 @@ def test_capacity_of():
     assert capacity_of(0, 2, 8, 1.0) == 0
 
 
-def routed(index: list[list[int]], local: int, cut: str, parts: int) -> tuple[list[int], list[list[int]]]:
+def routed(index: list[list[int]], local: int, how: str, parts: int) -> tuple[list[int], list[list[int]]]:
     world = dist.get_world_size()
-    found = route(torch.tensor(index), plan(world, local, cut, parts), dist.group.WORLD)
+    found = route(torch.tensor(index), plan(world, local, how, parts), dist.group.WORLD)
     return found.order.tolist(), found.counts.sent
 
 
