@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import argparse
+import json
 import os
 import platform
 import statistics
@@ -72,3 +74,17 @@ def described(benchmark: str, settings: dict[str, Any]) -> dict[str, Any]:
         "ovpatch": ovpatch.__version__,
         "settings": settings,
     }
+
+
+def report(benchmark: str, args: argparse.Namespace, rows: list[dict[str, Any]], failed: dict[str, str]) -> None:
+    """Print a table of all arms, and append the raw result to ``args.json``, one JSON object a line."""
+    columns = ["median_ms", "worst_ms", "peak_gib"]
+    found = [merged(rows, name) for name in dict.fromkeys(row["arm"] for row in rows)]
+    print(f"\n{'arm':34}" + "".join(f"{column:>11}" for column in columns))
+    for row in found:
+        print(f"{row['arm']:34}" + "".join(f"{row[column]!s:>11}" for column in columns))
+    if args.json:
+        given = {k: v for k, v in vars(args).items() if k not in ("json", "arms")}
+        result = {**described(benchmark, given), "summary": found, "failed": failed, "rows": rows}
+        with args.json.open("a") as file:
+            file.write(json.dumps(result) + "\n")

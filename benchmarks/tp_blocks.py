@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import gc
-import json
 import statistics
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -34,7 +33,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 import ovpatch
-from benchmarks.runs import CUDA, described, device, merged, start, timed
+from benchmarks.runs import CUDA, device, report, start, timed
 
 SIZES = {
     "8b": {"width": 4096, "heads": 32, "hidden": 14336, "layers": 8, "tokens": 8192},
@@ -248,22 +247,8 @@ def main() -> None:
             if dist.get_rank() == 0:
                 print(f"{name:34}", failed.get(name) or f"{statistics.median(rows[-1]['ms']):9.2f} ms", flush=True)
     if dist.get_rank() == 0:
-        report(args, rows, failed)
+        report("tp_blocks", args, rows, failed)
     dist.destroy_process_group()
-
-
-def report(args: argparse.Namespace, rows: list[dict[str, Any]], failed: dict[str, str]) -> None:
-    """Print the table and append the raw result."""
-    columns = ["median_ms", "worst_ms", "peak_gib"]
-    found = [merged(rows, name) for name in dict.fromkeys(row["arm"] for row in rows)]
-    print(f"\n{'arm':34}" + "".join(f"{column:>11}" for column in columns))
-    for row in found:
-        print(f"{row['arm']:34}" + "".join(f"{row[column]!s:>11}" for column in columns))
-    if args.json:
-        given = {k: v for k, v in vars(args).items() if k not in ("json", "arms")}
-        result = {**described("tp_blocks", given), "summary": found, "failed": failed, "rows": rows}
-        with args.json.open("a") as file:
-            file.write(json.dumps(result) + "\n")
 
 
 if __name__ == "__main__":

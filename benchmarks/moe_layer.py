@@ -1,0 +1,250 @@
+"""An expert-parallel feed-forward layer: in sequence, cut naively, as transformers computes it, and by ``pipe_experts``.
+
+    torchrun --nproc-per-node 8 -m benchmarks.moe_layer --shape dsv3 --json benchmarks/results/moe_layer.jsonl
+
+Tokens are routed at random, evenly, or by ``--skew`` with one expert that gets so many times its share. Arms alternate;
+each is warmed up and timed, forward and, with ``--backward``, backward as well; the slowest rank counts. All arms must
+compute what ``in sequence`` does, but for ``experts`` and ``all-to-alls``, the limits: the layer without communication,
+and nothing but communication, of balanced routing. Without CUDA it runs on gloo (``--shape tiny``).
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import statistics
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed._functional_collectives import all_to_all_single_autograd
+from torch.distributed.device_mesh import init_device_mesh
+
+from benchmarks.runs import CUDA, device, report, start, timed
+from ovpatch_plugins.pipe_experts import How, expert_parallel_ffn
+from ovpatch_plugins.pipe_experts.experts import swiglu
+from ovpatch_plugins.pipe_experts.products import grouped
+
+SHAPES = {  # tokens of a rank, experts of a token, features, those between, experts of a rank
+    "mixtral": (4096, 2, 4096, 14336, 1),
+    "dsv3": (4096, 8, 7168, 2048, 8),
+    "qwen3": (4096, 8, 2048, 768, 16),
+    "tiny": (64, 2, 32, 48, 4),
+}
+OURS = {
+    "ovpatch, none": How("none"),
+    **{f"ovpatch, experts {n}": How("experts", n) for n in (2, 4, 8)},
+    "ovpatch, experts 4, at once": How("experts", 4, delay_wgrad=False),
+    "ovpatch, experts 4, 2 communicators": How("experts", 4, multi_stream=True),
+    **{f"ovpatch, tokens {n}": How("tokens", n) for n in (2, 4)},
+    "ovpatch, tokens 2, 2 communicators": How("tokens", 2, multi_stream=True),
+}
+LIMITS = ("experts", "all-to-alls")
+Layer = Callable[[], Tensor]
+
+
+class Problem:
+    """A layer's weights, tokens and routing.
+
+    Args:
+        args: The command line.
+    """
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        tokens, top_k, hidden, ffn, local = SHAPES[args.shape]
+        tokens = args.tokens or tokens
+        world, rank = dist.get_world_size(), dist.get_rank()
+        self.local, self.experts, self.top_k = local, local * world, top_k
+        dtype = torch.bfloat16 if CUDA else torch.float32
+        generator = torch.Generator(device()).manual_seed(rank)
+
+        def draw(*shape: int, scale: float = 1.0) -> Tensor:
+            drawn = torch.randn(*shape, generator=generator, device=device(), dtype=dtype) * scale
+            return drawn.requires_grad_(args.backward)
+
+        self.x = draw(tokens, hidden)
+        self.up, self.down = draw(local, 2 * ffn, hidden, scale=hidden**-0.5), draw(local, hidden, ffn, scale=ffn**-0.5)
+        self.weights = torch.rand(tokens, top_k, generator=generator, device=device(), dtype=dtype)
+        self.weights.requires_grad_(args.backward)
+        chances = torch.rand(tokens, self.experts, generator=generator, device=device())
+        if args.skew > 1:
+            share = min(args.skew * top_k / self.experts, 1.0)
+            favoured = torch.rand(tokens, generator=generator, device=device()) < share
+            chances[:, 0] = torch.where(favoured, 2.0, -1.0)
+        self.index = chances.topk(top_k, dim=-1).indices
+        self.group = dist.group.WORLD
+
+    def ours(self, how: How) -> Tensor:
+        """Compute by the feature."""
+        return expert_parallel_ffn(self.x, self.index, self.weights, (self.up, self.down), swiglu, self.group, how)
+
+    def in_sequence(self) -> Tensor:
+        """Compute with torch's own operations, one after the other."""
+        rows, order, sent, received, numbers = self.dispatched(self.x, self.index)
+        return self.combined(self.computed(rows, numbers), order, sent, received, self.weights)
+
+    def naive(self, chunks: int) -> Tensor:
+        """Compute chunks of tokens, each in sequence; their all-to-alls are launched ahead and waited for when read."""
+        parts = list(zip(*(t.chunk(chunks) for t in (self.x, self.index, self.weights)), strict=True))
+        under_way = [(self.dispatched(x, index), weights) for x, index, weights in parts]
+        outs = [
+            self.combined(self.computed(rows, numbers), order, sent, received, weights)
+            for (rows, order, sent, received, numbers), weights in under_way
+        ]
+        return torch.cat(outs)
+
+    def dispatched(self, x: Tensor, index: Tensor) -> tuple[Tensor, Tensor, list[int], list[int], Tensor]:
+        """Sort tokens by expert and send them; also return what is needed to bring them back."""
+        chosen = index.reshape(-1)
+        order = chosen.argsort()
+        counts = torch.bincount(chosen, minlength=self.experts).view(-1, self.local)
+        arriving = torch.empty_like(counts)
+        dist.all_to_all_single(arriving, counts, group=self.group)
+        sent, received = torch.stack([counts.sum(1), arriving.sum(1)]).tolist()
+        rows = all_to_all_single_autograd(x[order // self.top_k], received, sent, self.group)
+        return rows, order, sent, received, arriving
+
+    def computed(self, rows: Tensor, arriving: Tensor) -> Tensor:
+        """Apply this rank's experts to rows that lie by rank."""
+        rows = torch.ops._c10d_functional.wait_tensor(rows) if not rows.requires_grad else rows * 1
+        numbers = torch.arange(self.local, device=rows.device).repeat(len(arriving))
+        order = numbers.repeat_interleave(arriving.reshape(-1), output_size=len(rows)).argsort(stable=True)
+        ends = arriving.sum(0).cumsum(0, dtype=torch.int32)
+        h = torch.nn.functional.grouped_mm(rows[order], self.up.transpose(-2, -1), offs=ends)
+        h = torch.nn.functional.grouped_mm(swiglu(h), self.down.transpose(-2, -1), offs=ends)
+        return torch.empty_like(h).index_copy(0, order, h)
+
+    def combined(self, rows: Tensor, order: Tensor, sent: list[int], received: list[int], weights: Tensor) -> Tensor:
+        """Send rows back, and sum them up by token."""
+        back = all_to_all_single_autograd(rows, sent, received, self.group)
+        slots = torch.zeros_like(back).index_copy(0, order, back).view(*weights.shape, -1)
+        return (slots * weights.unsqueeze(-1)).sum(1)
+
+    def experts_alone(self) -> Tensor:
+        """Compute as many rows as a rank sends, by its own experts evenly, without communication."""
+        rows = self.x.repeat_interleave(self.top_k, 0)
+        sizes = [len(part) for part in rows.tensor_split(self.local)]
+        if CUDA:
+            ends = torch.tensor(sizes, device=rows.device).cumsum(0, dtype=torch.int32)
+            h = torch.nn.functional.grouped_mm(rows, self.up.transpose(-2, -1), offs=ends)
+            return torch.nn.functional.grouped_mm(swiglu(h), self.down.transpose(-2, -1), offs=ends)
+        return grouped(swiglu(grouped(rows.detach(), self.up.detach(), sizes)), self.down.detach(), sizes)
+
+    def all_to_alls(self) -> Tensor:
+        """Send as many rows as a rank does, there and back, of balanced routing."""
+        rows = self.x.detach().repeat_interleave(self.top_k, 0)
+        received = torch.empty_like(rows)
+        for _ in range(2):
+            dist.all_to_all_single(received, rows, group=self.group)
+        return received
+
+
+def transformers_layer(problem: Problem) -> Layer:
+    """Return transformers' own expert-parallel layer."""
+    from transformers.distributed.expert_parallel import AllToAllEP
+    from transformers.integrations.moe import grouped_mm_experts_forward
+
+    world = dist.get_world_size()
+    mesh = init_device_mesh(device().type, (world, 1), mesh_dim_names=("ep", "tp"))
+
+    class Experts(nn.Module):
+        """What transformers' grouped experts read."""
+
+        has_gate, has_bias, is_transposed, has_post_expert_norm, _is_expert_parallel = True, False, False, False, True
+        num_experts, gate_up_proj, down_proj = problem.local, problem.up, problem.down
+
+        def _apply_gate(self, h: Tensor) -> Tensor:
+            return swiglu(h)
+
+        def forward(self, *args: Tensor) -> Tensor:
+            return grouped_mm_experts_forward(self, *args)
+
+    layer = AllToAllEP(Experts(), mesh["ep"], mesh["tp"])
+    return lambda: layer(problem.x, problem.index, problem.weights)
+
+
+def arms(problem: Problem) -> dict[str, Callable[[], Layer]]:
+    """Return the arms, each to be made when it is run."""
+    return {
+        "experts": lambda: problem.experts_alone,
+        "all-to-alls": lambda: problem.all_to_alls,
+        "in sequence": lambda: problem.in_sequence,
+        "naive, 2 chunks": lambda: lambda: problem.naive(2),
+        "naive, 4 chunks": lambda: lambda: problem.naive(4),
+        "transformers": lambda: transformers_layer(problem),
+        **{name: (lambda how=how: lambda: problem.ours(how)) for name, how in OURS.items()},
+    }
+
+
+def check(name: str, layer: Layer, problem: Problem) -> None:
+    """Demand what the layer in sequence computes, but for rounding.
+
+    Raises:
+        RuntimeError: It is something else.
+    """
+    with torch.no_grad():
+        right, found = problem.in_sequence().float(), layer().float()
+    worst = (right - found).abs().max() / right.abs().max()
+    dist.all_reduce(worst, op=dist.ReduceOp.MAX)
+    if worst > 0.02:
+        raise RuntimeError(f"{name} computes something else: it is off by {worst:.1%} of the largest output")
+
+
+def measure(name: str, problem: Problem, args: argparse.Namespace) -> dict[str, Any]:
+    """Run one arm once."""
+    layer = arms(problem)[name]()
+    if name not in LIMITS:
+        check(name, layer, problem)
+    before = torch.cuda.memory_allocated() if CUDA else 0
+
+    def step() -> None:
+        out = layer()
+        if out.requires_grad:
+            out.backward(torch.ones_like(out))
+        for tensor in (problem.x, problem.up, problem.down, problem.weights):
+            tensor.grad = None
+
+    timed(step, args.warmup)
+    if CUDA:
+        torch.cuda.reset_peak_memory_stats()
+    times = timed(step, args.steps)
+    peak = (torch.cuda.max_memory_allocated() - before) / 2**30 if CUDA else 0.0
+    gc.collect()
+    return {"arm": name, "ms": times, "peak_gib": peak}
+
+
+def main() -> None:
+    """Run all arms and print a table on rank 0."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", choices=SHAPES, default="dsv3")
+    parser.add_argument("--tokens", type=int, help="of a rank; 4096 by default")
+    parser.add_argument("--skew", type=float, default=1.0, help="how many times its share one expert gets")
+    parser.add_argument("--backward", action="store_true", help="forward and backward, instead of forward alone")
+    parser.add_argument("--arms", nargs="*", help="only these")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--warmup", type=int, default=4)
+    parser.add_argument("--steps", type=int, default=10)
+    parser.add_argument("--json", type=Path, help="append the result to this file, one JSON object a line")
+    args = parser.parse_args()
+    start()
+    problem = Problem(args)
+    rows: list[dict[str, Any]] = []
+    failed: dict[str, str] = {}
+    for _ in range(args.rounds):
+        for name in [name for name in args.arms or arms(problem) if name not in failed]:
+            try:
+                rows.append(measure(name, problem, args))
+            except (RuntimeError, ImportError, NotImplementedError) as error:  # a peer that cannot is a result
+                failed[name] = f"{type(error).__name__}: {str(error)[:300]}"
+            if dist.get_rank() == 0:
+                print(f"{name:36}", failed.get(name) or f"{statistics.median(rows[-1]['ms']):9.3f} ms", flush=True)
+    if dist.get_rank() == 0:
+        report("moe_layer", args, rows, failed)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
