@@ -1,4 +1,4 @@
-"""An expert-parallel feed-forward layer: in sequence, cut naively, as transformers computes it, and by ``pipe_experts``.
+"""An expert-parallel layer: in sequence, cut naively, as transformers computes it, and by ``pipe_experts``.
 
     torchrun --nproc-per-node 8 -m benchmarks.moe_layer --shape dsv3 --json benchmarks/results/moe_layer.jsonl
 
