@@ -55,11 +55,18 @@ class Arriving:
     """Rows on their way."""
 
     def __init__(self, transfer: _Transfer, rows: Tensor) -> None:
-        self._transfer, self._rows = transfer, rows
+        self._transfer = transfer
+        self._rows: Tensor | None = rows
 
     def wait(self) -> Tensor:
-        """Return the rows, ``[sum(received), h]``; once."""
-        rows, self._rows = self._rows, self._rows[:0]
+        """Return the rows, ``[sum(received), h]``.
+
+        Raises:
+            RuntimeError: They have been returned before.
+        """
+        rows, self._rows = self._rows, None  # whoever has them now may let go of them
+        if rows is None:
+            raise RuntimeError("these rows have been waited for: keep what wait() returned the first time")
         found: Tensor = apply_function(_Wait, self._transfer, rows)
         return found
 

@@ -107,8 +107,8 @@ class Numbered:
     Args:
         plan: Which parts there are.
         counts: Rows of each.
-        function: ``[rows, h]`` and local experts ``[rows]`` -> ``[rows, h]``. Not called without rows, unless no part has
-            any; what it returns becomes of the rows' dtype, as it is on ranks where it is not called.
+        function: ``[rows, h]`` and local experts ``[rows]`` -> ``[rows, h]``. Not called without rows, unless no part
+            has any; what it returns becomes of the rows' dtype, as it is on ranks where it is not called.
     """
 
     def __init__(self, plan: Plan, counts: Counts, function: Callable[[Tensor, Tensor], Tensor]) -> None:

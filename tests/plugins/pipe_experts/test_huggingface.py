@@ -38,7 +38,11 @@ MODELS = {
         "num_experts": 8,
     },
 }
-OVER = {"data": {"fsdp_size": 2, "ep_size": 2}, "tensor": {"tp_size": 2, "tp_plan": "auto", "ep_size": 2}}
+OVER = {
+    "data": {"fsdp_size": 2, "ep_size": 2},
+    "tensor": {"tp_size": 2, "tp_plan": "auto", "ep_size": 2},
+    "copies": {"fsdp_size": 4, "ep_size": 2},
+}
 
 
 @pytest.fixture(scope="module")
@@ -80,7 +84,7 @@ def dtype_for(experts: str) -> torch.dtype:
 
 
 def step(model: nn.Module, optimizer: torch.optim.Optimizer, number: int, over: str) -> Record:
-    rank = dist.get_rank() if over == "data" else 0
+    rank = 0 if over == "tensor" else dist.get_rank()
     tokens = torch.randint(WORDS, (2, 9), generator=torch.Generator().manual_seed(10 * number + rank))
     loss = model(input_ids=tokens, labels=tokens).loss
     loss.backward()
@@ -116,19 +120,24 @@ def floor(arguments: dict[str, Any]) -> float:
 def check(
     ranks: Any, options: dict[str, Any], *args: Any, stock: dict[str, Any] | None = None, **kwargs: Any
 ) -> list[Record]:
-    results = ranks(2)(patched, options, *args, **kwargs)
-    for right, result in zip(ranks(2)(train, *args, **(kwargs if stock is None else stock)), results, strict=True):
+    run = ranks(4 if "copies" in args else 2)
+    results = run(patched, options, *args, **kwargs)
+    for right, result in zip(run(train, *args, **(kwargs if stock is None else stock)), results, strict=True):
         compare(right, result["records"], floor=floor(kwargs)).assert_equal()
         assert result["taken_over"] == result["calls"] > 0
     return results
 
 
-@pytest.mark.parametrize("over", OVER)
+@pytest.mark.parametrize("over", ["data", "tensor"])
 @pytest.mark.parametrize("name", MODELS)
 def test_models_train_as_under_stock(ranks, saved, name, over):
     for options in ({}, {"cut": "tokens", "parts": 3}):
         for result in check(ranks, options, saved[name], over):
             assert result["stacked_calls"] == result["calls"]
+
+
+def test_experts_of_which_there_are_two_copies(ranks, saved):
+    check(ranks, {}, saved["mixtral"], "copies")
 
 
 @pytest.mark.parametrize("experts", ["eager", "grouped_mm", "batched_mm"])

@@ -186,6 +186,19 @@ def test_ranks_whose_experts_ignore_what_arrives_take_part_in_backward(ranks):
         assert grad.tolist() == [[[2.0] * 3, [0.0] * 3]] * 2
 
 
+def waited_for_twice() -> str:
+    sizes = [1] * dist.get_world_size()
+    arriving = exchange.all_to_all(torch.ones(len(sizes), 2), sizes, sizes, dist.group.WORLD)
+    arriving.wait()
+    with pytest.raises(RuntimeError, match="keep what wait") as caught:
+        arriving.wait()
+    return str(caught.value)
+
+
+def test_rows_are_waited_for_once(ranks):
+    assert all(ranks(2)(waited_for_twice))
+
+
 def hooks_and_graphs() -> dict[str, Any]:
     """What hooks of weights that several parts use see; gradients for some alone; a second derivative."""
     world = dist.get_world_size()
