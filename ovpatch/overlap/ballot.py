@@ -13,6 +13,7 @@ when it has come.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -76,6 +77,16 @@ class Ballots:
             if ballot.own == 0 and ballot.total() > 0:
                 steps.append(ballot.steps)
         return steps
+
+    def raise_for_losses(self, text: Callable[[range], str]) -> None:
+        """Raise an error, worded by ``text``, if :meth:`losses` returns steps.
+
+        Raises:
+            RuntimeError: Another rank's part is missing in this rank's results.
+        """
+        losses = self.losses()
+        if losses:
+            raise RuntimeError(text(losses[0]))
 
     def _capturing(self) -> bool:
         return self._device.type == "cuda" and torch.cuda.is_current_stream_capturing()

@@ -11,13 +11,13 @@ global counts lose contributions when the number changes; here the number is dec
 
 from __future__ import annotations
 
-import functools
 import sys
 import weakref
-from collections.abc import Callable, Sequence
-from typing import Final
+from collections.abc import MutableMapping, Sequence
+from typing import Final, Protocol
 
 import torch
+from torch.utils.weak import WeakTensorKeyDictionary
 
 
 class SurplusGradientError(RuntimeError):
@@ -28,27 +28,46 @@ ANY: Final = sys.maxsize
 """Number of expected marks that is never reached: contributions are counted, nothing becomes complete."""
 
 
+class Counter(Protocol):
+    """Who counts contributions, with a ledger of its own."""
+
+    def gradients_declared(self, index: int, marks: int) -> None:
+        """Parameter ``index`` will be marked ``marks`` times; calls :meth:`GradLedger.declare`."""
+
+    def gradient_marked(self, index: int, key: str) -> None:
+        """Parameter ``index`` is marked; calls :meth:`GradLedger.marked`."""
+
+
 class GradLedger:
     """Counts contributions per parameter within one backward.
 
     Args:
         params: The parameters, in the index order that all methods use.
         names: Their fully qualified names, for messages.
-        on_complete: Method called with a parameter's index when its last declared contribution is marked.
-            Held weakly: its owner normally holds the ledger, and buckets should be freed with their last user.
+        owner: Told of declarations and marks. Held weakly: it normally holds the ledger, and buckets should be freed
+            with their last user.
+        remedy: What else helps against a second contribution; ends an error's text.
     """
 
     def __init__(
-        self, params: Sequence[torch.nn.Parameter], names: Sequence[str], on_complete: Callable[[int], None]
+        self,
+        params: Sequence[torch.nn.Parameter],
+        names: Sequence[str],
+        owner: Counter,
+        *,
+        remedy: str = "turn the feature off with OVPATCH_DDP=0",
     ) -> None:
-        self._names = names
-        self._on_complete = weakref.WeakMethod(on_complete)
+        self._names, self._remedy = names, remedy
+        self._is_open = False
         self._expected = [1] * len(params)
         self._seen = [0] * len(params)
         self._declared: set[int] = set()
+        self._late: set[int] = set()
+        reference = weakref.ref(owner)
         for index, param in enumerate(params):
-            forget = functools.partial(_forget, id(param))
-            _ledgers[id(param)] = (weakref.ref(param, forget), weakref.ref(self), index)
+            entries = _counters.setdefault(param, [])
+            entries[:] = [entry for entry in entries if entry[0]() is not None]
+            entries.append((reference, index))
 
     def open(self, expected: Sequence[int] | None = None) -> None:
         """Start a backward: nothing is complete.
@@ -56,51 +75,101 @@ class GradLedger:
         Args:
             expected: Number of marks per parameter, 1 each by default. :data:`ANY` only counts.
         """
+        self._is_open = True
         self._expected = list(expected) if expected is not None else [1] * len(self._seen)
         self._seen = [0] * len(self._seen)
         self._declared.clear()
+        self._late.clear()
 
     def close(self) -> None:
-        """End the backward; declarations do not outlive it."""
-        self._declared.clear()
+        """End the backward. Until the next is opened, nothing is counted, and nothing declared counts then."""
+        self._late = set(self.overdue())
+        self._is_open = False
 
     def declare(self, index: int, marks: int) -> None:
-        """Expect ``marks`` explicit marks for this parameter in this backward, instead of the autograd hook's one."""
-        self._declared.add(index)
-        self._expected[index] = marks
+        """Expect ``marks`` explicit marks for this parameter in this backward, instead of the autograd hook's one.
 
-    def hook_fired(self, index: int) -> bool:
+        Who declares again, before the parameter is complete, adds to that.
+
+        Raises:
+            ValueError: There are to be no marks at all.
+            SurplusGradientError: The parameter has had all declared contributions, or undeclared ones.
+        """
+        if marks < 1:
+            raise ValueError(
+                f"ovpatch: {marks} contributions were declared for parameter '{self._names[index]}'. Declare at least "
+                "one, and mark it also where there is nothing to add."
+            )
+        self._late.discard(index)
+        if not self._is_open:
+            return
+        before = self._expected[index] if index in self._declared else 0
+        if self._seen[index] >= max(before, 1):
+            raise self._surplus(index, "declared after the others", before + marks)
+        self._declared.add(index)
+        self._expected[index] = before + marks
+
+    def hook_fired(self, index: int, *, adds: bool = True) -> bool:
         """Count a contribution seen by the parameter's autograd hook, unless its marks are declared.
 
+        Args:
+            index: The parameter.
+            adds: Whether there was a gradient; a hook also fires for the None of a function that adds by itself.
+
         Returns:
-            Whether the parameter is complete now; its owner is the caller, so it is not called back.
+            Whether the parameter is complete now.
 
         Raises:
             SurplusGradientError: The parameter was already complete.
         """
-        return index not in self._declared and self._count(index, "its autograd hook")
+        if index not in self._declared:
+            return self._count(index, "its autograd hook")
+        if adds and self._seen[index] >= self._expected[index]:
+            raise self._surplus(index, "its autograd hook", self._seen[index] + 1)
+        return False
 
-    def mark(self, index: int, key: str) -> None:
-        """Mark one declared contribution, named ``key``.
+    def marked(self, index: int, key: str) -> bool:
+        """Count a declared contribution, named ``key``; nothing is counted between backwards.
+
+        Returns:
+            Whether the parameter is complete now.
 
         Raises:
-            SurplusGradientError: The parameter was already complete.
+            SurplusGradientError: The parameter was already complete, or the backward is over.
         """
-        on_complete = self._on_complete()
-        if self._count(index, key) and on_complete is not None:
-            on_complete(index)
+        if self._is_open:
+            return self._count(index, key)
+        if index in self._late:
+            raise SurplusGradientError(
+                f"ovpatch: a declared contribution to parameter '{self._names[index]}' ({key}) came after the "
+                "backward, when the gradient had been reduced without it. Add and mark all contributions before "
+                "backward() returns, or do not declare that one."
+            )
+        return False
 
     def _count(self, index: int, key: str) -> bool:
         seen = self._seen[index] = self._seen[index] + 1
         if seen > self._expected[index]:
-            raise SurplusGradientError(
-                f"ovpatch: parameter '{self._names[index]}' got contribution {seen} ({key}) in one "
-                f"backward where {self._expected[index]} was expected, after its gradient may have been reduced. "
-                "Expected to mark a variable ready only once: this happens with reentrant activation checkpointing, "
-                "or when the graph changes under static_graph=True. Use checkpoint(..., use_reentrant=False), or "
-                "turn the feature off with OVPATCH_DDP=0."
-            )
+            raise self._surplus(index, key, seen)
         return seen == self._expected[index]
+
+    def _surplus(self, index: int, key: str, number: int) -> SurplusGradientError:
+        expected = self._expected[index]
+        text = (
+            f"ovpatch: parameter '{self._names[index]}' got contribution {number} ({key}) in one backward where "
+            f"{expected} {'were declared' if index in self._declared else 'was expected'}, after its gradient may have "
+            "been reduced. "
+        )
+        if index in self._declared:
+            return SurplusGradientError(
+                f"{text}Declare all contributions before the first (expect_gradients) and mark each once; use a module "
+                "that works in chunks once per forward, and its weights nowhere else, or turn that way of working off."
+            )
+        return SurplusGradientError(
+            f"{text}Expected to mark a variable ready only once: this happens with reentrant activation "
+            "checkpointing, when the graph changes under static_graph=True, or when contributions are not declared "
+            f"before the first (expect_gradients). Use checkpoint(..., use_reentrant=False), or {self._remedy}."
+        )
 
     def seen(self, index: int) -> int:
         """Return how many contributions the parameter has had in this backward."""
@@ -110,36 +179,50 @@ class GradLedger:
         """Return the parameters that still lack a contribution."""
         return [i for i, (seen, want) in enumerate(zip(self._seen, self._expected, strict=True)) if seen < want]
 
+    def overdue(self) -> list[int]:
+        """Return those of them whose contributions were declared."""
+        return sorted(i for i in self._declared if self._seen[i] < self._expected[i])
 
-_ledgers: dict[int, tuple[weakref.ref[torch.nn.Parameter], weakref.ref[GradLedger], int]] = {}
+    def unforeseen(self) -> list[int]:
+        """Return those of them whose contributions were not declared."""
+        return [i for i in self.incomplete() if i not in self._declared]
 
 
-def _forget(key: int, _dead: object) -> None:
-    _ledgers.pop(key, None)
+# By the parameter's identity: a parameter may be in several models, of which the one whose backward runs counts.
+_counters: MutableMapping[torch.Tensor, list[tuple[weakref.ref[Counter], int]]] = WeakTensorKeyDictionary()
 
 
-def _find(param: torch.nn.Parameter) -> tuple[GradLedger, int] | None:
-    entry = _ledgers.get(id(param))
-    if entry is None or entry[0]() is not param:
-        return None
-    ledger = entry[1]()
-    return None if ledger is None else (ledger, entry[2])
+def _find(param: torch.nn.Parameter) -> list[tuple[Counter, int]]:
+    entries = _counters.get(param, ())
+    return [(counter, index) for reference, index in entries if (counter := reference()) is not None]
 
 
 def expect_gradients(param: torch.nn.Parameter, marks: int) -> bool:
     """Declare that ``param`` will be marked ``marks`` times in this backward.
 
+    Called in that backward, where autograd calls the function that is going to add: in the graph task that is around
+    all contributions, and before the first of them.
+
     Returns:
         Whether somebody counts this parameter's gradients; if not, nothing needs to be marked either.
+
+    Raises:
+        ValueError: ``marks`` is less than 1.
+        SurplusGradientError: The gradient was complete already.
     """
     found = _find(param)
-    if found is not None:
-        found[0].declare(found[1], marks)
-    return found is not None
+    for counter, index in found:
+        counter.gradients_declared(index, marks)
+    return bool(found)
 
 
 def mark_gradient(param: torch.nn.Parameter, key: str) -> None:
-    """Mark that the contribution ``key`` has been added to ``param.grad``; needs :func:`expect_gradients` before."""
-    found = _find(param)
-    if found is not None:
-        found[0].mark(found[1], key)
+    """Mark that the contribution ``key`` has been added to ``param.grad``; needs :func:`expect_gradients` before.
+
+    A contribution that adds nothing, such as an empty chunk's, is marked as well.
+
+    Raises:
+        SurplusGradientError: All declared contributions had been marked.
+    """
+    for counter, index in _find(param):
+        counter.gradient_marked(index, key)

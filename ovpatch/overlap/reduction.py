@@ -70,6 +70,24 @@ class Reduction:
             self.absent.add(index)
             self._waiting[self._bucket_of[index]] -= 1
 
+    def leave_out(self, counts: Sequence[int]) -> None:
+        """Do not wait for those parameters for which there is a count, and it is 0."""
+        for index, count in enumerate(counts):
+            if count == 0:
+                self.without(index)
+
+    def expect(self, index: int) -> bool:
+        """Wait for a parameter after all; undoes :meth:`without`.
+
+        Returns:
+            Whether that is in time: its bucket has not been launched.
+        """
+        bucket = self._bucket_of[index]
+        if index in self.absent:
+            self.absent.discard(index)
+            self._waiting[bucket] += 1
+        return bucket >= self.launched
+
     def produced(self, index: int) -> None:
         """Note on which stream something was just added to a gradient. Called for every gradient."""
         device = self._cuda.get(index)

@@ -22,6 +22,8 @@ class Counters:
         bytes_reduced: Size of all reduced buckets, in bytes.
         late_backwards: Further backward passes through a forward whose first one had been reduced; reduced as well.
         recovered: Backward passes that an exception cut short and whose collectives were completed later.
+        shortfalls: Backward passes in which fewer contributions to a gradient were marked than were declared; reduced
+            at their end.
     """
 
     models: int = 0
@@ -32,6 +34,7 @@ class Counters:
     bytes_reduced: int = 0
     late_backwards: int = 0
     recovered: int = 0
+    shortfalls: int = 0
 
     def launched(self, bucket: Bucket) -> None:
         """Count a bucket that is being reduced."""

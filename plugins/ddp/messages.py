@@ -9,13 +9,16 @@ _SHOWN = 10
 
 def unfinished(names: Sequence[str]) -> str:
     """Say which parameters got no gradient. Begins as stock DDP's error does, which scripts look for."""
-    shown = ", ".join(names[:_SHOWN]) + (f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else "")
     return (
         "Expected to have finished reduction in the prior iteration before starting a new one. "
-        f"ovpatch: these parameters got no gradient in the last backward: {shown}. Make sure that all outputs of "
-        "forward take part in the loss, or, if a forward may leave parameters out, pass find_unused_parameters=True "
+        f"ovpatch: these parameters got no gradient in the last backward: {_listed(names)}. Make sure that all outputs "
+        "of forward take part in the loss, or, if a forward may leave parameters out, pass find_unused_parameters=True "
         "to DistributedDataParallel."
     )
+
+
+def _listed(names: Sequence[str]) -> str:
+    return ", ".join(names[:_SHOWN]) + (f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else "")
 
 
 def late(name: str) -> str:
@@ -24,6 +27,25 @@ def late(name: str) -> str:
         f"ovpatch: parameter '{name}' got a gradient after its bucket had been reduced: it is used only inside a "
         "reentrant checkpoint, where find_unused_parameters=True cannot see it. Use "
         "checkpoint(..., use_reentrant=False), or turn the feature off with OVPATCH_DDP=0."
+    )
+
+
+def late_declaration(name: str) -> str:
+    """Say that contributions were declared for a parameter whose bucket was reduced without waiting for them."""
+    return (
+        f"ovpatch: contributions to parameter '{name}' were declared after its bucket had been reduced: it takes part "
+        "in this backward for the first time, inside a module that works in chunks, where find_unused_parameters=True "
+        "and static_graph=True cannot see it. Use all such modules in the first step, or set "
+        "OVPATCH_DDP_OVERLAP_GRAD_REDUCE=0."
+    )
+
+
+def shortfall(names: Sequence[str]) -> str:
+    """Say of which parameters fewer contributions were marked than were declared."""
+    return (
+        f"fewer contributions than declared were marked for {_listed(names)}: such gradients are reduced at the end of "
+        "backward, without overlap. Have the module that declares them (expect_gradients) mark each, also those of "
+        "empty chunks"
     )
 
 

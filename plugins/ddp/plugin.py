@@ -113,17 +113,17 @@ def ovpatch_counters() -> Mapping[str, int]:
 
 @hookimpl
 def ovpatch_remarks() -> Sequence[str]:
-    """Return which models were left to the stock reducer, or why there was none."""
+    """Return which models were left to the stock reducer, or why there was none, and what else was odd."""
     from ovpatch_plugins.ddp import bystanders
     from ovpatch_plugins.ddp.counters import COUNTERS
+    from ovpatch_plugins.ddp.remarks import REMARKS
 
-    takeover = sys.modules.get("ovpatch_plugins.ddp.takeover")
-    if takeover is None:
+    if "ovpatch_plugins.ddp.takeover" not in sys.modules:
         return []
     if not (COUNTERS.models or COUNTERS.stock_models):
         text = bystanders.remark()
         return [text] if text else []
-    return list(takeover.remarks())
+    return list(REMARKS)
 
 
 def _has_stock_reducer(ddp: Any) -> bool:

@@ -19,8 +19,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ovpatch.overlap.backward_task import BackwardTask
 from ovpatch.overlap.ballot import Ballots
+from ovpatch.overlap.engine import accumulates
 from ovpatch.overlap.grad_shards import GradShards, sharding
+from ovpatch.overlap.gradient_hooks import GradientHooks, watch_outputs
 from ovpatch.overlap.labels import label, span
 from ovpatch.overlap.layout import Layout
 from ovpatch.overlap.ledger import ANY, GradLedger
@@ -29,11 +32,11 @@ from ovpatch_plugins.ddp import messages
 from ovpatch_plugins.ddp.communicator import meet_for_late_backward, with_budget
 from ovpatch_plugins.ddp.config import ReducerConfig
 from ovpatch_plugins.ddp.counters import COUNTERS
+from ovpatch_plugins.ddp.cutting import Cutting
 from ovpatch_plugins.ddp.hands import ForeignHands
-from ovpatch_plugins.ddp.hooks import GradientHooks, watch_outputs
 from ovpatch_plugins.ddp.mode import Mode
-from ovpatch_plugins.ddp.task import BackwardTask
-from ovpatch_plugins.ddp.usage import UsageMap, accumulates, executed
+from ovpatch_plugins.ddp.remarks import fell_short
+from ovpatch_plugins.ddp.usage import Search, UsageMap
 
 
 class GradReducer:
@@ -80,19 +83,17 @@ class GradReducer:
     @torch._disable_dynamo
     def prepare_for_forward(self) -> None:
         """Called before a forward that will be synchronised."""
-        self._meet()
         self._finish_previous()
-        self._raise_if_peers_lost_gradients()
+        self._ballots.raise_for_losses(messages.peer_lost_backward)
         if self._hooks.lost():
             self._attach_anew()
         if self.shards.choose(self._steps, self):
             self._hooks.watch_parts(self.shards)
-            self._set_buckets(self._cut())
+            self._set_buckets()
 
     @torch._disable_dynamo
     def prepare_for_backward(self, _outputs: Sequence[Tensor]) -> None:
         """Arm the reducer for the next backward. The outputs come by :meth:`watch`."""
-        self._meet()
         self._finish_previous()
         if self._began:
             return  # a checkpoint recomputes the forward inside the backward that this would arm
@@ -119,12 +120,9 @@ class GradReducer:
         # Not by what arrived: a rank whose first backward failed takes part in the broadcast as well.
         if self.has_rebuilt_buckets or not self._ordered or self._began or self._mode.searches:
             return False
-        missing = set(range(len(self.params))).difference(self._arrivals)
         self.shards.meet()
-        order = torch.tensor([*self._arrivals, *sorted(missing)], dtype=torch.int64, device=self._device)
-        dist.broadcast(order, src=dist.get_global_rank(self._group, 0), group=self._group)
-        self._order = order.tolist()
-        self._set_buckets(self._cut())
+        self._cutting.agree()
+        self._set_buckets()
         self.has_rebuilt_buckets = True
         return True
 
@@ -140,7 +138,7 @@ class GradReducer:
             if not self.armed:
                 raise RuntimeError(messages.STATIC_GRAPH_UNSYNCHRONISED)
             counts = [self._ledger.seen(i) for i in range(len(self.params))]
-            self._leave_out(counts)
+            self._reduction.leave_out(counts)
             self._finish(launch_usage=True)
             self._static_counts = counts
 
@@ -168,18 +166,43 @@ class GradReducer:
     def gradient_accumulated(self, index: int, given: Tensor | None) -> None:
         """The gradient ``given`` has been added to ``grad`` of parameter ``index``; called on an engine thread."""
         with self._lock:
+            reduced = self._takes_part()
             if self._mode.tracks_usage and self.params[index].grad is not None:
                 self._usage.note(index)  # also under no_sync: the accumulated gradient is reduced later
-            if not self.armed:
-                if not (self._revisited and self._task.alive()):
-                    self.shards.local = True
-                    return
-                self._arm_late()
-            if not (self._began and self._task.queued):
-                self._begin()
+            if reduced:
+                self._reduction.produced(index)
+                if self._ledger.hook_fired(index, adds=given is not None):
+                    self._gradient_complete(index, given)
+
+    def gradients_declared(self, index: int, marks: int) -> None:
+        """Parameter ``index`` will be marked ``marks`` times in this backward."""
+        with self._lock:
+            reduced = self._takes_part()
+            if self._mode.tracks_usage:
+                self._usage.note(index)  # whoever works on it without autograd is not seen to add anything
+            self._ledger.declare(index, marks)
+            if reduced:
+                self._search.came(index)
+                if not self._reduction.expect(index):
+                    raise RuntimeError(messages.late_declaration(self.names[index]))
+
+    def gradient_marked(self, index: int, key: str) -> None:
+        """The declared contribution ``key`` has been added to ``grad`` of parameter ``index``."""
+        with self._lock:
             self._reduction.produced(index)
-            if self._ledger.hook_fired(index):
-                self._gradient_complete(index, given)
+            if self._ledger.marked(index, key):
+                self._gradient_complete(index)
+
+    def _takes_part(self) -> bool:
+        """Begin the step, unless this backward is not reduced, as under no_sync."""
+        if not self.armed:
+            if not (self._revisited and self._task.alive()):
+                self.shards.local = True
+                return False
+            self._arm_late()
+        if not (self._began and self._task.queued):
+            self._begin()
+        return True
 
     def _output_reached(self) -> None:
         with self._lock:
@@ -191,16 +214,14 @@ class GradReducer:
                 self._revisited = True
             self._task.queue(self._backward_ended, self._backward_died)
             if accumulates(self._hooks.nodes):
-                if not self.armed:
-                    self._arm_late()
-                self._begin()
+                self._takes_part()
 
     def _backward_ended(self) -> None:
         with self._lock:
             self._revisited = False
             if not self._began or self.learns_static_graph():
                 return
-            if self._mode.searches or not self._ledger.incomplete():
+            if self._mode.searches or not self._ledger.unforeseen():
                 self._finish(launch_usage=self._mode.searches)
 
     def _backward_died(self) -> None:
@@ -213,21 +234,19 @@ class GradReducer:
     def _attach(self) -> None:
         self._device = self.params[0].device
         self._hooks = GradientHooks(self.params, self, sums_in_fp32=self.config.sums_in_fp32)
-        self._ledger = GradLedger(self.params, self.names, self._gradient_complete)
+        self._ledger = GradLedger(self.params, self.names, self)
         self._usage = UsageMap(len(self.params), self._group, self._device)
         self._ballots = Ballots(self._group, self._device, "ddp")
-        self._arrivals: list[int] = []
+        self._search = Search()
         self.armed = self._began = self._task.queued = self._ordered = self._late = self._revisited = False
-        self._nested: set[int] = set()
         self.has_rebuilt_buckets = False
         self._set_mode()
         self._lane: dist.ProcessGroup | None = None
-        config = self.config
-        self._order = []
         self._attached += 1
         self.shards: GradShards = GradShards(self.params, self.names, self._group, sharding.minimum)
-        self._layout = Layout(self.params, self.names, *config.layout, self.shards)
-        self._set_buckets(self._cut())
+        layout = Layout(self.params, self.names, *self.config.layout, self.shards)
+        self._cutting = Cutting(layout, self._group)
+        self._set_buckets()
 
     def _attach_anew(self) -> None:
         self._hooks.remove()
@@ -239,10 +258,6 @@ class GradReducer:
         """The name, and how often the model was taken over, as after a cast: the same on all ranks."""
         return f"{self.name}, {self._attached}" if self._attached > 1 else self.name
 
-    def _cut(self) -> list[Bucket]:
-        layout, order = self._layout, self._order
-        return layout.along(order) if order else layout.initial(bucketed=self._mode.searches)
-
     def _meet(self) -> None:
         """What is left to be done together with the other ranks before the first collective."""
         if self.on_first_use is not None:
@@ -251,10 +266,11 @@ class GradReducer:
         if self._lane is None:
             self._lane = with_budget(self._group, self.config.max_ctas)
             if self._lane is not self._group:
-                self._set_buckets(self.buckets)
+                self._set_buckets()
 
-    def _set_buckets(self, buckets: list[Bucket]) -> None:
+    def _set_buckets(self) -> None:
         config, group = self.config, self._lane or self._group
+        buckets = self._cutting.buckets(bucketed=self._mode.searches)
         self._reduction = Reduction(
             buckets, group, feature="ddp", average=config.average, skip_absent=config.skip_unused, meet=self.shards.meet
         )
@@ -278,15 +294,11 @@ class GradReducer:
         COUNTERS.late_backwards += 1
 
     def _open(self, expected: Sequence[int] | None) -> None:
-        self._ledger.open(expected)
+        if self.armed:
+            self._ledger.open(expected)
         self._began = self._voted = False
         self._reduction.open()
-        self._leave_out(expected or ())
-
-    def _leave_out(self, counts: Sequence[int]) -> None:
-        for index, count in enumerate(counts):
-            if count == 0:
-                self._reduction.without(index)
+        self._reduction.leave_out(expected or ())
 
     def _begin(self) -> None:
         self._task.queue(self._backward_ended, self._backward_died)
@@ -294,27 +306,17 @@ class GradReducer:
             self._began, self._copies_at_once = True, self.hands.present()
             self.shards.rescue()
             if not self.has_rebuilt_buckets and not self._late:
-                self._arrivals = []
-            if self._mode.searches:
-                self._find_absent()
-
-    def _find_absent(self) -> None:
-        """Do not wait for parameters that this backward will not reach.
-
-        In the first step nothing is launched before the end, and a parameter that came although it was not to be
-        reached (it is inside a reentrant checkpoint) is waited for from then on.
-        """
-        for index, will_come in enumerate(executed(self._hooks.nodes)):
-            if not will_come and index not in self._nested:
+                self._cutting.backward_begins()
+            for index in self._search.left_out(self._hooks.nodes) if self._mode.searches else ():
                 self._reduction.without(index)
 
     def _gradient_complete(self, index: int, given: Tensor | None = None) -> None:
         if index in self._reduction.absent:
-            self._nested.add(index)
+            self._search.came(index)
         if not self._reduction.arrived(index):
             raise RuntimeError(messages.late(self.names[index]))
         if not self.has_rebuilt_buckets and not self._late:
-            self._arrivals.append(index)
+            self._cutting.came(index)
         if self._copies_at_once:
             self._reduction.stage(index)
         if self._mode.launches_early:
@@ -323,6 +325,7 @@ class GradReducer:
     def _finish(self, *, launch_usage: bool) -> None:
         """End the step: every gradient of this backward has come."""
         self._task.queued = True  # until closed: what raises from here on leaves a step to recover
+        fell_short([self.names[i] for i in self._ledger.overdue()])
         self._reduction.launch_rest(COUNTERS.launched)
         if launch_usage:
             self._usage.launch()
@@ -337,7 +340,7 @@ class GradReducer:
         self._close()
         COUNTERS.backwards += 1
         if self._device.type != "cuda":
-            self._raise_if_peers_lost_gradients()
+            self._ballots.raise_for_losses(messages.peer_lost_backward)
 
     def _vote(self, *, failed: bool) -> None:
         self._voted = True
@@ -355,6 +358,7 @@ class GradReducer:
     # ---------------------------------------------------------------- what can go wrong
 
     def _finish_previous(self) -> None:
+        self._meet()
         if self._began and not self._task.queued:
             raise RuntimeError(self._unfinished())
         self.recover()
@@ -381,13 +385,8 @@ class GradReducer:
         """Tell whether gradients are being reduced by a backward that will still end, here or in another thread."""
         return self._began and self._task.queued and self._task.running()
 
-    def _raise_if_peers_lost_gradients(self) -> None:
-        losses = self._ballots.losses()
-        if losses:
-            raise RuntimeError(messages.peer_lost_backward(losses[0]))
-
     def _unfinished(self) -> str:
-        return messages.unfinished([self.names[i] for i in self._ledger.incomplete()])
+        return messages.unfinished([self.names[i] for i in self._ledger.unforeseen()])
 
     # ---------------------------------------------------------------- modes
 

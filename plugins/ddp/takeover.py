@@ -12,7 +12,6 @@ import atexit
 import functools
 import importlib.metadata
 import inspect
-import logging
 import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
@@ -31,12 +30,11 @@ from ovpatch_plugins.ddp.counters import COUNTERS
 from ovpatch_plugins.ddp.hands import stop_watching
 from ovpatch_plugins.ddp.logger import ReducerLogger
 from ovpatch_plugins.ddp.reducer import GradReducer
+from ovpatch_plugins.ddp.remarks import remark
 from ovpatch_plugins.ddp.support import objection
 
 # A ``DistributedDataParallel`` object; its own annotations know the C++ reducer only.
 Wrapper: TypeAlias = Any
-
-_log = logging.getLogger("ovpatch.ddp")
 
 _MIB = 1024 * 1024
 
@@ -49,7 +47,6 @@ _live: weakref.WeakKeyDictionary[Wrapper, InitHelper] = weakref.WeakKeyDictionar
 _parameters: weakref.WeakKeyDictionary[Wrapper, frozenset[int]] = weakref.WeakKeyDictionary()
 # How many models the ranks of a process group have agreed on.
 _agreements: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()
-_remarks: list[str] = []
 _ranks_are_together: ContextVar[bool] = ContextVar("ovpatch_ddp_ranks_are_together", default=False)
 
 
@@ -249,11 +246,6 @@ def model_name(ddp: Wrapper) -> str:
     return type(ddp.module).__name__
 
 
-def remarks() -> list[str]:
-    """Return which models were left to the stock reducer, and why."""
-    return list(_remarks)
-
-
 def _install(ddp: Wrapper, parameters: Sequence[torch.nn.Parameter], config: ReducerConfig) -> None:
     by_id = {id(param): name for name, param in ddp.module.named_parameters()}
     names = [by_id[id(param)] for param in parameters]
@@ -327,7 +319,4 @@ def _terms(parameters: Sequence[torch.nn.Parameter], config: ReducerConfig, stat
 
 def _report_stock(ddp: Wrapper, reason: str) -> None:
     COUNTERS.stock_models += 1
-    text = f"{model_name(ddp)} keeps the stock reducer: {reason}"
-    if text not in _remarks:
-        _remarks.append(text)
-        _log.warning("%s", text)
+    remark(f"{model_name(ddp)} keeps the stock reducer: {reason}")

@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch.autograd.graph import Node
 
 from ovpatch.overlap.collectives import AllReduce
+from ovpatch.overlap.engine import executed
 from ovpatch.overlap.labels import label, span
 from ovpatch.overlap.works import Work
 
@@ -67,22 +68,20 @@ class UsageMap:
         return nowhere
 
 
-def executed(nodes: Sequence[Node]) -> list[bool]:
-    """Tell which AccumulateGrad nodes the running backward will reach. Only valid inside a backward.
+class Search:
+    """Which parameters a backward leaves out, as far as autograd knows when it begins.
 
-    Nodes inside reentrant checkpoints belong to a backward of their own and show as not reached.
+    A parameter that came although it was not to be reached (its gradient is made by a backward inside the backward) is
+    waited for from then on.
     """
-    return [torch._C._will_engine_execute_node(node) for node in nodes]
 
+    def __init__(self) -> None:
+        self._nested: set[int] = set()
 
-def accumulates(nodes: Sequence[Node]) -> bool:
-    """Tell whether the running backward adds to any parameter's ``grad``, which ``torch.autograd.grad`` does not.
+    def came(self, index: int) -> None:
+        """Remember a parameter that :meth:`left_out` has not foreseen."""
+        self._nested.add(index)
 
-    Only valid inside a backward.
-    """
-    try:
-        return any(torch._C._will_engine_execute_node(node) for node in nodes)
-    except RuntimeError as error:
-        if "autograd.grad()" not in str(error):
-            raise
-        return False  # torch refuses to answer for a parameter whose gradient is asked for
+    def left_out(self, nodes: Sequence[Node]) -> list[int]:
+        """Return the parameters not to wait for. Only valid inside a backward; nothing was launched in the first."""
+        return [i for i, comes in enumerate(executed(nodes)) if not comes and i not in self._nested]

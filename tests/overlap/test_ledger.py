@@ -12,17 +12,27 @@ from ovpatch.overlap.ledger import ANY, GradLedger, SurplusGradientError, expect
 
 
 class Owner:
-    def __init__(self, count: int = 3) -> None:
-        self.params = [nn.Parameter(torch.zeros(2)) for _ in range(count)]
+    def __init__(self, count: int = 3, params: list[nn.Parameter] | None = None) -> None:
+        self.params = params or [nn.Parameter(torch.zeros(2)) for _ in range(count)]
         self.complete: list[int] = []
-        self.ledger = GradLedger(self.params, [f"p{i}" for i in range(count)], self.done)
+        self.ledger = GradLedger(self.params, [f"p{i}" for i in range(count)], self)
 
-    def fire(self, index: int) -> None:
-        if self.ledger.hook_fired(index):
-            self.done(index)
+    def fire(self, index: int, *, adds: bool = True) -> None:
+        if self.ledger.hook_fired(index, adds=adds):
+            self.complete.append(index)
 
-    def done(self, index: int) -> None:
-        self.complete.append(index)
+    def gradients_declared(self, index: int, marks: int) -> None:
+        self.ledger.declare(index, marks)
+
+    def gradient_marked(self, index: int, key: str) -> None:
+        if self.ledger.marked(index, key):
+            self.complete.append(index)
+
+
+def opened() -> Owner:
+    owner = Owner()
+    owner.ledger.open()
+    return owner
 
 
 def test_one_mark_completes_a_parameter_and_open_starts_anew():
@@ -48,10 +58,9 @@ def test_expected_counts_complete_at_the_last_contribution():
 
 
 def test_a_surplus_contribution_names_the_parameter_and_the_remedy():
-    owner = Owner()
-    owner.ledger.open()
+    owner = opened()
     owner.fire(1)
-    with pytest.raises(SurplusGradientError, match=r"'p1'.*use_reentrant=False"):
+    with pytest.raises(SurplusGradientError, match=r"'p1'.*use_reentrant=False.*OVPATCH_DDP=0\.$"):
         owner.fire(1)
 
 
@@ -65,27 +74,107 @@ def test_any_only_counts():
 
 
 def test_declared_marks_replace_the_hook():
-    owner = Owner()
+    owner = opened()
     param = owner.params[0]
-    owner.ledger.open()
     assert expect_gradients(param, 2)
-    owner.fire(0)  # the chunked function returns None for the weight, and the hook still fires
+    owner.fire(0)  # of the chunk's own backward
     mark_gradient(param, "chunk 0")
     assert owner.complete == []
     mark_gradient(param, "chunk 1")
     assert owner.complete == [0]
-    with pytest.raises(SurplusGradientError, match="chunk 2"):
+    with pytest.raises(
+        SurplusGradientError, match=r"'p0'.*contribution 3 \(chunk 2\).*2 were declared.*mark each once"
+    ):
         mark_gradient(param, "chunk 2")
 
 
+def test_a_declared_parameter_may_get_nothing_more_from_autograd_once_it_is_complete():
+    owner = opened()
+    expect_gradients(owner.params[0], 1)
+    mark_gradient(owner.params[0], "chunk 0")
+    owner.fire(0, adds=False)  # the chunked function returns None for the weight, and the hook still fires
+    with pytest.raises(SurplusGradientError, match=r"'p0'.*autograd hook.*weights nowhere else"):
+        owner.fire(0)
+
+
+def test_two_declarations_add_up_until_the_parameter_is_complete():
+    owner = opened()
+    param = owner.params[1]
+    for _ in range(2):
+        expect_gradients(param, 2)
+    for chunk in range(4):
+        assert owner.complete == []
+        mark_gradient(param, f"chunk {chunk}")
+    assert owner.complete == [1]
+    with pytest.raises(SurplusGradientError, match=r"once per forward"):
+        expect_gradients(param, 2)
+
+
+def test_a_declaration_after_an_undeclared_contribution_is_an_error():
+    owner = opened()
+    owner.fire(2)
+    with pytest.raises(SurplusGradientError, match=r"'p2'.*not declared before the first"):
+        expect_gradients(owner.params[2], 2)
+
+
+@pytest.mark.parametrize("marks", [0, -1])
+def test_there_is_at_least_one_mark(marks):
+    owner = opened()
+    with pytest.raises(ValueError, match=r"'p0'.*at least one"):
+        expect_gradients(owner.params[0], marks)
+
+
 def test_a_declaration_holds_for_one_backward():
-    owner = Owner()
-    owner.ledger.open()
+    owner = opened()
     expect_gradients(owner.params[0], 2)
     owner.ledger.close()
     owner.ledger.open()
     owner.fire(0)
     assert owner.complete == [0]
+
+
+def test_declared_and_undeclared_parameters_that_lack_something_are_told_apart():
+    owner = opened()
+    expect_gradients(owner.params[0], 2)
+    expect_gradients(owner.params[1], 1)
+    mark_gradient(owner.params[0], "chunk 0")
+    mark_gradient(owner.params[1], "chunk 0")
+    assert owner.ledger.overdue() == [0]
+    assert owner.ledger.unforeseen() == [2]
+
+
+def test_between_backwards_nothing_is_counted_and_nothing_stays():
+    owner = Owner()
+    param = owner.params[0]
+    for _ in range(2):  # microbatches under no_sync
+        expect_gradients(param, 2)
+        for chunk in range(2):
+            mark_gradient(param, f"chunk {chunk}")
+    assert owner.complete == []
+    owner.ledger.open()
+    assert owner.ledger.seen(0) == 0
+    owner.fire(0)
+    assert owner.complete == [0]
+
+
+def test_a_mark_that_comes_after_its_backward_is_an_error():
+    owner = opened()
+    param = owner.params[0]
+    expect_gradients(param, 2)
+    mark_gradient(param, "chunk 0")
+    owner.ledger.close()
+    with pytest.raises(SurplusGradientError, match=r"'p0' \(chunk 1\) came after.*before backward\(\) returns"):
+        mark_gradient(param, "chunk 1")
+    expect_gradients(param, 1)  # of the next backward, which nobody reduces
+    mark_gradient(param, "chunk 0")
+
+
+def test_of_several_owners_each_is_told():
+    first = opened()
+    second = Owner(params=first.params)  # not open: its model is not the one whose backward runs
+    expect_gradients(first.params[0], 1)
+    mark_gradient(first.params[0], "chunk 0")
+    assert (first.complete, second.complete) == ([0], [])
 
 
 def test_parameters_that_nobody_counts_need_no_marks():

@@ -71,11 +71,11 @@ def test_what_needs_the_stock_reducer_gets_it_and_the_report_says_so(ranks, worl
 
 
 def both_with_remarks(loop: Any) -> dict[str, Any]:
-    from ovpatch_plugins.ddp import takeover
+    from ovpatch_plugins.ddp.remarks import REMARKS
 
-    takeover._remarks.clear()
+    REMARKS.clear()
     result = both(loop)
-    return {**result, "remarks": takeover.remarks()}
+    return {**result, "remarks": list(REMARKS)}
 
 
 def copied() -> dict[str, Any]:
@@ -259,13 +259,14 @@ def test_a_rank_without_ovpatch_is_named(ranks, who):
 def objecting_alone() -> dict[str, Any]:
     """One rank cannot take part: all of them keep the stock reducer."""
     from ovpatch_plugins.ddp import takeover
+    from ovpatch_plugins.ddp.remarks import REMARKS
 
     original = takeover.objection
     takeover.objection = lambda *a: "planted" if dist.get_rank() == 1 else original(*a)
     try:
         with ovpatch.applied("ddp"):
             wrapped = DDP(net())
-            return {"ours": is_ours(wrapped), "records": steps(wrapped, 2), "remarks": takeover.remarks()}
+            return {"ours": is_ours(wrapped), "records": steps(wrapped, 2), "remarks": list(REMARKS)}
     finally:
         takeover.objection = original
 

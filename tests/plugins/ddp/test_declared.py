@@ -1,0 +1,527 @@
+"""Contributions that are declared and marked: modules that work in chunks, each with a backward of its own."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel as DDP
+from torch.utils.checkpoint import checkpoint
+
+import ovpatch
+from ovpatch.insight.equality import compare
+from ovpatch.overlap.ledger import SurplusGradientError, expect_gradients, mark_gradient
+from tests.plugins.ddp.arms import Record, data, seen
+from tests.plugins.ddp.test_failures import Bomb
+
+WORLDS = [2, 3]
+CHUNKS = 4
+TINY = {"bucket_cap_mb": 0.0001}  # each parameter is a bucket, which is launched when the parameter is complete
+
+
+class Chunked(torch.autograd.Function):
+    """Runs a module chunk by chunk; its backward runs one backward per chunk. The weights are no inputs of it."""
+
+    @staticmethod
+    def forward(ctx: Any, owner: InChunks, x: torch.Tensor) -> torch.Tensor:
+        ctx.owner = owner
+        ctx.save_for_backward(x)
+        with torch.no_grad():
+            return torch.cat([owner.inner(chunk) for chunk in x.tensor_split(CHUNKS)])
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[None, torch.Tensor]:
+        (x,) = ctx.saved_tensors
+        owner: InChunks = ctx.owner
+        owner.marks.declare(CHUNKS)
+        grads = []
+        for number, (chunk, above) in enumerate(zip(x.tensor_split(CHUNKS), grad.tensor_split(CHUNKS), strict=True)):
+            chunk = chunk.detach().requires_grad_()
+            if len(chunk):  # an empty one runs nothing, and marks
+                with torch.enable_grad():
+                    owner.inner(chunk).backward(above)
+            owner.marks.mark(number)
+            grads.append(chunk.grad if len(chunk) else torch.empty_like(chunk))
+        return None, torch.cat(grads)
+
+
+class Marks:
+    """What a module in chunks tells: how many contributions to expect, and each; or, to see what then happens, others.
+
+    Args:
+        params: The parameters.
+        told: Whether they are told at all.
+        more: How many contributions are marked more than declared, or, negative, less.
+    """
+
+    def __init__(self, params: list[nn.Parameter], told: bool = True, more: int = 0) -> None:
+        self.params, self.told, self.more = params, told, more
+
+    def declare(self, chunks: int) -> None:
+        for param in self.params if self.told else ():
+            expect_gradients(param, chunks)
+
+    def mark(self, number: int) -> None:
+        times = 1 + (self.more if number == CHUNKS - 1 else 0)
+        for param in self.params if self.told else ():
+            for _ in range(times):
+                mark_gradient(param, f"chunk {number}")
+
+
+class InChunks(nn.Module):
+    function: type[torch.autograd.Function] = Chunked
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner, self.marks = inner, Marks(list(inner.parameters()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.function.apply(self, x)
+
+
+class Deferred(torch.autograd.Function):
+    """A linear layer that adds to its weights' gradients itself: no hook of theirs sees anything of that."""
+
+    @staticmethod
+    def forward(ctx: Any, owner: InChunks, x: torch.Tensor) -> torch.Tensor:
+        ctx.owner = owner
+        ctx.save_for_backward(x)
+        return owner.inner(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[None, torch.Tensor]:
+        (x,), owner = ctx.saved_tensors, ctx.owner
+        linear: nn.Linear = owner.inner
+        owner.marks.declare(CHUNKS)
+        for number, (chunk, above) in enumerate(zip(x.tensor_split(CHUNKS), grad.tensor_split(CHUNKS), strict=True)):
+            for param, piece in ((linear.weight, above.t() @ chunk), (linear.bias, above.sum(0))):
+                param.grad = piece if param.grad is None else param.grad + piece
+            owner.marks.mark(number)
+        return None, grad @ linear.weight
+
+
+class Whole(nn.Module):
+    """Runs a module as a whole or, to measure what another order of sums does, in chunks that autograd sees."""
+
+    def __init__(self, inner: nn.Module, chunks: int) -> None:
+        super().__init__()
+        self.inner, self.chunks = inner, chunks
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.cat([self.inner(chunk) for chunk in x.tensor_split(self.chunks)])
+
+
+class Net(nn.Module):
+    """A dense layer, a module in chunks, a dense layer, and another module in chunks that may be left out.
+
+    Args:
+        chunked: Whether they work in chunks; else what ``Whole`` does with ``chunks``.
+        reentrant: The kind of checkpoint around the first of them, if any.
+        bomb: Whether it can fail.
+    """
+
+    def __init__(self, *, chunked: bool, chunks: int = 1, reentrant: bool | None = None, bomb: bool = False) -> None:
+        super().__init__()
+        self.first = nn.Linear(6, 8)
+        inner = [nn.Linear(8, 12), Mine() if bomb else nn.Tanh(), nn.Linear(12, 8)]
+        middle, spare = nn.Sequential(*inner), nn.Linear(8, 8)
+        self.middle = InChunks(middle) if chunked else Whole(middle, chunks)
+        self.last = nn.Linear(8, 3)
+        self.spare = InChunks(spare) if chunked else Whole(spare, chunks)
+        self.reentrant = reentrant
+
+    def forward(self, x: torch.Tensor, spare: bool = True) -> torch.Tensor:
+        h = self.first(x)
+        h = self.middle(h) if self.reentrant is None else checkpoint(self.middle, h, use_reentrant=self.reentrant)
+        return self.last(self.spare(h) if spare else h)
+
+
+class Mine(nn.Tanh):
+    """Lets the backward of its second non-empty chunk from the left fail, when armed."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        Mine.calls += 1
+        return Bomb.apply(super().forward(x)) if torch.is_grad_enabled() and Mine.calls % 4 == 3 else super().forward(x)
+
+    calls = 0
+
+
+def rows(step: int, micro: int = 0) -> int:
+    """Return a batch size that differs by step and rank; some have fewer rows than there are chunks, one has one."""
+    return [8, 3, 5, 1, 7][(step + micro + dist.get_rank()) % 5]
+
+
+SPARE = {
+    "always": lambda step, rank: True,
+    "never": lambda step, rank: False,
+    "by step": lambda step, rank: step != 1,
+    "by rank": lambda step, rank: step == 0 or (step + rank) % 2 == 0,
+}
+
+
+def train(
+    chunked: bool,
+    ddp: dict[str, Any],
+    *,
+    reentrant: bool | None = None,
+    spare: str = "always",
+    micro: int = 1,
+    keep: bool = False,
+    prepare: Callable[[Net], None] = lambda net: None,
+    chunks: int = 1,
+) -> list[Record]:
+    """Train five steps of ``micro`` microbatches, of which the last is reduced; with ``keep``, never zero gradients."""
+    torch.manual_seed(0)
+    net = Net(chunked=chunked, chunks=chunks, reentrant=reentrant)
+    prepare(net)
+    wrapped = DDP(net, **ddp)
+    optimizer = torch.optim.SGD(wrapped.parameters(), 0.05, momentum=0.9)
+    records = []
+    for step in range(5):
+        for number in range(micro):
+            with wrapped.no_sync() if number < micro - 1 else contextlib.nullcontext():
+                out = wrapped(data(step, rows(step, number), 6, micro=number), SPARE[spare](step, dist.get_rank()))
+                loss = out.square().mean()
+                loss.backward()
+        records.append({"out": out.detach().clone(), **seen(net, loss)})
+        optimizer.step()
+        if not keep:
+            optimizer.zero_grad()
+    return [{**record, **{key: _named(record[key]) for key in ("grad", "param")}} for record in records]
+
+
+def _named(values: dict[str, Any]) -> dict[str, Any]:
+    return {name.replace("inner.", ""): value for name, value in values.items()}
+
+
+def both(ddp: dict[str, Any], features: tuple[str, ...] = ("ddp",), **kwargs: Any) -> dict[str, Any]:
+    """Train without chunks under stock DDP, and with them, patched; also stock with sums in another order."""
+    from ovpatch_plugins.ddp.counters import COUNTERS
+    from ovpatch_plugins.dist_optimizer.counters import COUNTERS as DIVIDED
+
+    plain = {name: value for name, value in kwargs.items() if name != "prepare"}
+    stock, reordered = (train(False, ddp, **plain, chunks=chunks) for chunks in (1, CHUNKS))
+    options = {"dist_optimizer": {"min_param_numel": 8}} if "dist_optimizer" in features else {}
+    before, divided = COUNTERS.as_dict(), DIVIDED.steps
+    with ovpatch.applied(*features, options=options):
+        patched = train(True, ddp, **kwargs)
+    counters = {name: value - before[name] for name, value in COUNTERS.as_dict().items()}
+    counters["divided"] = DIVIDED.steps - divided
+    return {"stock": stock, "reordered": reordered, "patched": patched, "counters": counters}
+
+
+def check(results: list[dict[str, Any]], *, early: bool | None = True, shortfalls: int = 0) -> None:
+    """Demand stock's values, the same parameters on all ranks, and that collectives were launched under backward."""
+    for result in results:
+        compare(result["stock"], result["patched"], reordered=result["reordered"]).assert_equal()
+        compare([r["param"] for r in results[0]["patched"]], [r["param"] for r in result["patched"]]).assert_bitwise()
+        counters = result["counters"]
+        assert early is None or (counters["collectives_in_backward"] > 0) == early
+        assert counters["models"] == 1
+        assert counters["stock_models"] == counters["recovered"] == 0
+        assert counters["shortfalls"] == shortfalls
+
+
+MODES = {
+    "plain": {},
+    "small buckets": TINY,
+    "search": {"find_unused_parameters": True, **TINY},
+    "static": {"static_graph": True, **TINY},
+}
+
+
+@pytest.mark.parametrize("world", WORLDS)
+@pytest.mark.parametrize("mode", MODES)
+def test_chunks_compute_what_stock_computes_without(ranks, world, mode):
+    check(ranks(world)(both, MODES[mode]))
+
+
+# Stock cannot search inside reentrant checkpoints.
+@pytest.mark.parametrize(
+    ("mode", "reentrant"), [*((mode, False) for mode in MODES), *((mode, True) for mode in MODES if mode != "search")]
+)
+def test_inside_checkpoints(ranks, mode, reentrant):
+    check(ranks(2)(both, MODES[mode], reentrant=reentrant))
+
+
+# Stock does not allow no_sync() in the first step of a static graph.
+@pytest.mark.parametrize("mode", [mode for mode in MODES if mode != "static"])
+@pytest.mark.parametrize("keep", [False, True])
+def test_microbatches_under_no_sync(ranks, mode, keep):
+    check(ranks(2)(both, MODES[mode], micro=3, keep=keep))
+
+
+@pytest.mark.parametrize("world", WORLDS)
+@pytest.mark.parametrize("spare", ["never", "by step", "by rank"])
+def test_modules_in_chunks_that_are_left_out(ranks, world, spare):
+    results = ranks(world)(both, MODES["search"], spare=spare)
+    check(results)
+
+
+@pytest.mark.parametrize("world", WORLDS)
+@pytest.mark.parametrize("mode", ["plain", "small buckets", "search"])
+@pytest.mark.parametrize("micro", [1, 2])
+def test_with_the_optimizer_divided(ranks, world, mode, micro):
+    results = ranks(world)(both, MODES[mode], ("ddp", "dist_optimizer"), micro=micro)
+    check(results)
+    assert all(result["counters"]["divided"] == 5 for result in results)
+
+
+def deferred(net: Net) -> None:
+    net.spare.function = Deferred  # type: ignore[assignment]
+    net.first.weight.register_hook(lambda grad: grad)  # has every gradient be copied, and not reduced where it is
+
+
+@pytest.mark.parametrize("world", WORLDS)
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("keep", [False, True])
+def test_gradients_that_autograd_does_not_see(ranks, world, mode, keep):
+    micro = 2 if keep and mode != "static" else 1
+    check(ranks(world)(both, MODES[mode], prepare=deferred, keep=keep, micro=micro))
+
+
+class Opaque:
+    """An output in which nobody finds tensors, so that only parameters tell of the backward."""
+
+    def __init__(self, value: torch.Tensor) -> None:
+        self.value = value
+
+
+class LastInChunks(nn.Module):
+    def __init__(self, chunked: bool) -> None:
+        super().__init__()
+        inner = nn.Linear(8, 3)
+        self.first, self.second = nn.Linear(6, 8), InChunks(inner) if chunked else Whole(inner, 1)
+
+    def forward(self, x: torch.Tensor) -> Opaque:
+        return Opaque(self.second(self.first(x)))
+
+
+def opaque(search: bool) -> list[Any]:
+    records = []
+    for chunked in (False, True):
+        with ovpatch.applied("ddp") if chunked else contextlib.nullcontext():
+            torch.manual_seed(0)
+            model = LastInChunks(chunked)
+            wrapped = DDP(model, find_unused_parameters=search and chunked, **TINY)
+            for step in range(3):
+                wrapped(data(step, 8, 6)).value.square().mean().backward()
+                records.append(_named(seen(model)["grad"]))
+                wrapped.zero_grad()
+    return records
+
+
+@pytest.mark.parametrize("search", [False, True])
+def test_a_backward_that_begins_in_a_chunk(ranks, search):
+    for records in ranks(2)(opaque, search):
+        compare(records[:3], records[3:]).assert_equal()
+
+
+# ---------------------------------------------------------------- that the marks matter
+
+
+def silent(net: Net) -> None:
+    net.middle.marks.told = False
+
+
+def undeclared() -> str:
+    try:
+        both(TINY, prepare=silent)
+    except RuntimeError as error:
+        return str(error)
+    return "no error"
+
+
+def test_without_a_declaration_the_second_chunk_is_too_much(ranks):
+    for text in ranks(2)(undeclared):
+        assert "ready only once" in text
+        assert "middle." in text
+
+
+def one_mark(net: Net) -> None:
+    """Declare a single contribution and mark it after the first chunk, so that its bucket is launched at once."""
+    marks = net.middle.marks
+    marks.declare = lambda chunks: [expect_gradients(param, 1) for param in marks.params]  # type: ignore[method-assign]
+    marks.mark = lambda number: None if number else [mark_gradient(p, "all") for p in marks.params]  # type: ignore
+
+
+def marked_too_early() -> str:
+    try:
+        both(TINY, prepare=one_mark)
+    except SurplusGradientError as error:
+        return str(error)
+    return "no error"
+
+
+def test_marks_that_come_before_the_gradient_is_complete_are_noticed(ranks):
+    for text in ranks(2)(marked_too_early):
+        assert "contribution 2 (its autograd hook)" in text
+        assert "1 were declared" in text
+
+
+# ---------------------------------------------------------------- what can go wrong
+
+
+def short(net: Net) -> None:
+    net.middle.marks.more = -1
+
+
+def short_on_one_rank(net: Net) -> None:
+    net.middle.marks.more = -dist.get_rank()
+
+
+def falling_short(*args: Any, **kwargs: Any) -> dict[str, Any]:
+    from ovpatch_plugins.ddp.counters import COUNTERS
+    from ovpatch_plugins.ddp.remarks import REMARKS
+
+    REMARKS.clear()
+    COUNTERS.shortfalls = 0
+    return {**both(*args, **kwargs), "remarks": list(REMARKS)}
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("prepare", [short, short_on_one_rank])
+def test_a_shortfall_is_reduced_at_the_end_and_told_once(ranks, mode, prepare):
+    results = ranks(2)(falling_short, MODES[mode], prepare=prepare)
+    for rank, result in enumerate(results):
+        fell = prepare is short or rank == 1
+        check([result], early=None, shortfalls=5 if fell else 0)
+        texts = [text for text in result["remarks"] if "fewer contributions than declared" in text]
+        assert len(texts) == fell
+        assert all("middle.inner.0.weight" in text and "first" not in text for text in texts)
+    compare([r["param"] for r in results[0]["patched"]], [r["param"] for r in results[1]["patched"]]).assert_bitwise()
+
+
+def steps_around(ddp: dict[str, Any], fault: Callable[[Net, bool], None], expected: str) -> dict[str, Any]:
+    """Two clean steps, a faulty one that is skipped, two clean steps; stock does without the faulty one."""
+
+    def run(chunked: bool) -> tuple[list[Record], str]:
+        torch.manual_seed(0)
+        net = Net(chunked=chunked, bomb=True)
+        wrapped = DDP(net, **ddp)
+        optimizer = torch.optim.SGD(wrapped.parameters(), 0.05)
+        records, text = [], "no error"
+        for step in range(5):
+            optimizer.zero_grad()
+            faulty = chunked and step == 2
+            if step == 2 and not chunked:
+                continue
+            Mine.calls = 0
+            fault(net, faulty)
+            try:
+                wrapped(data(step, 8, 6)).square().mean().backward()
+            except RuntimeError as error:
+                if not faulty or not any(part in str(error) for part in expected.split("|")):
+                    raise
+                text = f"{type(error).__name__}: {error}"
+                continue
+            finally:
+                fault(net, False)
+            optimizer.step()
+            records.append(seen(net))
+        return [{**r, "grad": _named(r["grad"]), "param": _named(r["param"])} for r in records], text
+
+    stock, _ = run(False)
+    with ovpatch.applied("ddp"):
+        patched, text = run(True)
+    return {"stock": stock, "patched": patched, "text": text}
+
+
+def bomb(net: Net, armed: bool) -> None:
+    Bomb.armed = armed
+
+
+def surplus_everywhere(net: Net, armed: bool) -> None:
+    if isinstance(net.middle, InChunks):
+        net.middle.marks.more = int(armed)
+
+
+def surplus_on_rank_1(net: Net, armed: bool) -> None:
+    surplus_everywhere(net, armed and dist.get_rank() == 1)
+
+
+def check_steps(results: list[dict[str, Any]]) -> None:
+    for result in results:
+        assert len(result["patched"]) == len(result["stock"]) == 4
+        for mine, stock in zip(result["patched"], result["stock"], strict=True):
+            for kind in ("grad", "param"):
+                torch.testing.assert_close(mine[kind], stock[kind], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("world", WORLDS)
+@pytest.mark.parametrize("mode", MODES)
+def test_an_exception_in_a_chunk_and_a_clean_step_after_it(ranks, world, mode):
+    results = ranks(world)(steps_around, MODES[mode], bomb, "not really", timeout=30)
+    assert all("not really" in result["text"] for result in results)
+    check_steps(results)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_surplus_on_all_ranks(ranks, mode):
+    results = ranks(2)(steps_around, MODES[mode], surplus_everywhere, "were declared", timeout=30)
+    for result in results:
+        assert result["text"].startswith("SurplusGradientError: ovpatch: parameter 'middle.inner.")
+        assert f"contribution {CHUNKS + 1} (chunk {CHUNKS - 1})" in result["text"]
+        assert result["text"].endswith("or turn that way of working off.")
+        assert "checkpoint" not in result["text"]
+    check_steps(results)
+
+
+@pytest.mark.parametrize("world", WORLDS)
+@pytest.mark.parametrize("mode", MODES)
+def test_a_surplus_on_one_rank_is_an_error_on_all(ranks, world, mode):
+    expected = "were declared|ended the backward of"
+    results = ranks(world)(steps_around, MODES[mode], surplus_on_rank_1, expected, timeout=30)
+    for rank, result in enumerate(results):
+        wanted = "SurplusGradientError" if rank == 1 else "ended the backward of step 2 on another rank"
+        assert wanted in result["text"], rank
+    check_steps(results)
+
+
+def left_out_at_first() -> str:
+    """A module in chunks takes part for the first time in a later step, in front of what has been launched."""
+    try:
+        with ovpatch.applied("ddp"):
+            wrapped = DDP(Net(chunked=True), find_unused_parameters=True, **TINY)
+            for step in range(3):
+                wrapped(data(step, 8, 6), step == 2).square().mean().backward()
+    except RuntimeError as error:
+        return str(error)
+    return "no error"
+
+
+def test_what_was_taken_for_unused_and_comes_too_late_is_told(ranks):
+    for text in ranks(2)(left_out_at_first):
+        assert "'spare.inner.weight'" in text or "'spare.inner.bias'" in text
+        assert text.endswith("OVPATCH_DDP_OVERLAP_GRAD_REDUCE=0.")
+
+
+def twice_through_one_forward() -> dict[str, Any]:
+    """Two backwards through one forward: the second is reduced, too, and declares while it has not begun."""
+    from ovpatch_plugins.ddp.counters import COUNTERS
+
+    records = {}
+    with ovpatch.applied("ddp"):
+        for chunked in (False, True):
+            torch.manual_seed(0)
+            net = Net(chunked=chunked)
+            wrapped = DDP(net, **TINY)
+            before = COUNTERS.late_backwards
+            loss = wrapped(data(0, 5, 6)).square().mean()
+            loss.backward(retain_graph=True)
+            loss.backward()
+            assert COUNTERS.late_backwards == before + 1
+            records[chunked] = _named(seen(net)["grad"])
+    return records
+
+
+def test_a_further_backward_through_one_forward(ranks):
+    first, second = ranks(2)(twice_through_one_forward, timeout=30)
+    for result in (first, second):
+        torch.testing.assert_close(result[True], result[False], rtol=1e-4, atol=1e-6)
+    compare(first[True], second[True]).assert_bitwise()
