@@ -1,0 +1,527 @@
+"""Experts that differ from rank to rank get the gradients that one process with all experts computes."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import io
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.nn.functional import all_to_all_single
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
+
+import ovpatch
+from ovpatch.insight.equality import compare
+from ovpatch.overlap.agreement import DisagreementError
+from ovpatch_plugins.pipe_experts import How, expert_data_parallel, run_experts
+from tests.plugins.ddp.test_declared import InChunks
+from tests.plugins.ddp.test_failures import Bomb
+
+LOCAL = 2  # experts per rank
+TOKENS = 12
+FEATURES = {"stock": (), "ddp": ("ddp",), "divided": ("ddp", "dist_optimizer")}
+
+
+class Model(nn.Module):
+    """A dense layer, top-1 experts, a dense layer.
+
+    Args:
+        count: How many experts there are on all ranks.
+        group: The ranks among which they are shared out, ``LOCAL`` each; None: all are here.
+    """
+
+    def __init__(self, count: int, group: dist.ProcessGroup | None = None) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(6, 8), nn.Linear(8, 3)
+        self.router = nn.Linear(8, count, bias=False)
+        self.experts = nn.ModuleList(
+            nn.Sequential(nn.Linear(8, 10), nn.Tanh(), nn.Linear(10, 8, bias=False)) for _ in range(count)
+        )
+        self.group, self.reentrant, self.bombs = group, False, ""
+        self.how: How | None = None
+
+    def forward(self, x: torch.Tensor, closed: tuple[int, ...] = ()) -> torch.Tensor:
+        h = self._bomb("late", torch.tanh(self.first(x)))
+        logits = self.router(h)
+        mask = logits.new_zeros(logits.shape[1]).index_fill(0, torch.tensor(closed, dtype=torch.long), -1e9)
+        weights, chosen = (logits + mask).softmax(-1).max(-1)
+        # As functions of two tensors, so that a checkpoint sees all that has gradients.
+        mixed = checkpoint(self._mix, h, weights, chosen, use_reentrant=True) if self.reentrant else None
+        h = h + (self._mix(h, weights, chosen) if mixed is None else mixed)
+        return self.last(self._bomb("early", h))
+
+    def _mix(self, h: torch.Tensor, weights: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
+        if self.how is not None:
+            return run_experts(self.experts, h, chosen[:, None], weights[:, None], self.group, self.how)
+        order = chosen.argsort(stable=True)
+        counts = chosen.bincount(minlength=self.router.out_features)
+        tokens = h[order]
+        out = self._here(tokens, counts) if self.group is None else self._elsewhere(tokens, counts, self.group)
+        return weights[:, None] * torch.zeros_like(h).index_copy(0, order, out)
+
+    def _here(self, tokens: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+        """Run the experts that are here; one without tokens gets no gradient."""
+        parts = tokens.split(counts.tolist())
+        return torch.cat(
+            [expert(part) if len(part) else part for expert, part in zip(self.experts, parts, strict=True)]
+        )
+
+    def _elsewhere(self, tokens: torch.Tensor, counts: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+        ranks = group.size()
+        arriving = torch.empty_like(counts)
+        dist.all_to_all_single(arriving, counts, group=group)
+        sent, got = counts.view(ranks, LOCAL).sum(1).tolist(), arriving.view(ranks, LOCAL).sum(1).tolist()
+        here = all_to_all_single(tokens.new_empty(sum(got), 8), tokens, got, sent, group=group)
+        # By sender, then by expert; the experts want it the other way round.
+        expert = torch.arange(LOCAL).repeat(ranks).repeat_interleave(arriving)
+        order = expert.argsort(stable=True)
+        out = self._here(here[order], expert.bincount(minlength=LOCAL))
+        back = torch.zeros_like(out).index_copy(0, order, out)
+        return all_to_all_single(torch.empty_like(tokens), back, sent, got, group=group)
+
+    def _bomb(self, place: str, h: torch.Tensor) -> torch.Tensor:
+        return Bomb.apply(h) if self.bombs == place else h
+
+
+class Setup:
+    """This rank's part of a model whose experts are shared out among ``ep`` ranks, and the model of one process."""
+
+    def __init__(self, ep: int, *, chunked: bool = False, spoil: bool = True, **ddp: Any) -> None:
+        self.rank, self.world = dist.get_rank(), dist.get_world_size()
+        self.ep, count = ep, LOCAL * ep
+        blocks = [list(range(first, first + ep)) for first in range(0, self.world, ep)]
+        copies = [list(range(first, self.world, ep)) for first in range(ep)]
+        (tokens_group,) = (g for ranks in blocks if (g := _group(ranks)) is not None)
+        (self.copies,) = (g for ranks in copies if (g := _group(ranks)) is not None)
+        if ep == 1:
+            self.copies = dist.distributed_c10d._get_default_group()  # also that of the dense parameters
+        torch.manual_seed(0)
+        self.reference = Model(count)
+        self.model = Model(count, tokens_group)
+        self.offset = LOCAL * (self.rank % ep)
+        self.model.load_state_dict(self.reference.state_dict())
+        self.model.experts = self.model.experts[self.offset : self.offset + LOCAL]
+        if spoil and self.rank >= ep:  # not the first copy: gets the first one's values
+            for param in self.model.experts.parameters():
+                param.data.add_(1)
+        if chunked:
+            self.model.experts = nn.ModuleList(InChunks(expert) for expert in self.model.experts)
+        self.ddp = expert_data_parallel(self.model, self.model.experts, self.copies if ep < self.world else None, **ddp)
+
+    def data(self, step: int, rank: int) -> torch.Tensor:
+        data = torch.randn(TOKENS, 6, generator=torch.Generator().manual_seed(100 * step + rank))
+        return data.to(self.model.last.weight.dtype)
+
+    def loss(self, step: int, closed: int = 0) -> torch.Tensor:
+        return self.ddp(self.data(step, self.rank), self.closed(closed, self.rank)).square().mean()
+
+    def reference_loss(self, step: int, closed: int = 0) -> torch.Tensor:
+        outs = [self.reference(self.data(step, r), self.closed(closed, r)) for r in range(self.world)]
+        return torch.stack([out.square().mean() for out in outs]).mean()
+
+    def closed(self, kind: int, rank: int) -> tuple[int, ...]:
+        """Return which experts get no token from a rank: none; other ones in each expert-parallel group.
+
+        Args:
+            kind: 0: all get some; 1: all of one rank, so that its copies elsewhere get some and it gets none; 2: one in
+                each group; 3: all but one, the same in all groups.
+            rank: The rank.
+        """
+        block, count = rank // self.ep, LOCAL * self.ep
+        there = LOCAL * (block % self.ep)
+        whole = (there, there + 1) if self.ep > 1 else (block % LOCAL,)
+        return ((), whole, (block % count,), tuple(range(1, count)))[kind]
+
+    def seen(self, model: nn.Module | None = None, *, grads: bool = True) -> dict[str, Any]:
+        """Record gradients, None as zeros, and parameters, under their names in the model of one process."""
+        named = {}
+        for name, param in (model or self.model).named_parameters():
+            parts = name.replace("inner.", "").split(".")
+            if parts[0] == "experts" and model is not self.reference:
+                parts[1] = str(int(parts[1]) + self.offset)
+            named[".".join(parts)] = param
+        values = {n: torch.zeros_like(p) if p.grad is None else p.grad.clone() for n, p in named.items() if grads}
+        return {"grad": values, "param": {n: p.detach().clone() for n, p in named.items()}}
+
+    def both(self, *, grads: bool = True) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Record what is wanted, the part of this rank in the model of one process, and what there is."""
+        mine, everything = self.seen(grads=grads), self.seen(self.reference, grads=grads)
+        return {kind: {name: everything[kind][name] for name in mine[kind]} for kind in mine}, mine
+
+
+def _group(ranks: list[int]) -> dist.ProcessGroup | None:
+    group = dist.new_group(ranks)
+    return group if dist.get_rank() in ranks else None
+
+
+@contextlib.contextmanager
+def features(arm: str) -> Iterator[None]:
+    names = FEATURES[arm]
+    options = {"dist_optimizer": {"min_param_numel": 8}} if "dist_optimizer" in names else {}
+    with ovpatch.applied(*names, options=options) if names else contextlib.nullcontext():
+        yield
+
+
+def train(
+    arm: str,
+    ep: int,
+    *,
+    micro: int = 1,
+    keep: bool = False,
+    closed: bool = False,
+    reentrant: bool = False,
+    how: How | None = None,
+    **kw: Any,
+) -> list[Any]:
+    """Train four steps of ``micro`` microbatches, of which the last is reduced; with ``keep``, never zero gradients."""
+    setup = Setup(ep, **kw)
+    setup.model.reentrant, setup.model.how = reentrant, how
+    optimizers = [torch.optim.SGD(model.parameters(), 0.3) for model in (setup.ddp, setup.reference)]
+    records = []
+    for step in range(4):
+        shut = step if closed else 0
+        for number in range(micro):
+            with setup.ddp.no_sync() if number < micro - 1 else contextlib.nullcontext():
+                setup.loss(10 * step + number, closed=shut).backward()
+            setup.reference_loss(10 * step + number, closed=shut).backward()
+        records.append(setup.both(grads=arm != "divided"))  # one that is looked at is not reduced and scattered
+        for optimizer in optimizers:
+            optimizer.step()
+            if not keep:
+                optimizer.zero_grad()
+    return [*records, setup.both(grads=False)]
+
+
+WORLDS = [(4, 2), (2, 2), (2, 1)]  # ranks, and among how many of them experts are shared out
+
+CASES: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "no_sync": {"micro": 3},
+    "gradients kept": {"keep": True},
+    "kept, no_sync": {"micro": 2, "keep": True},
+    "experts without tokens": {"closed": True},
+    "without tokens, kept": {"closed": True, "keep": True, "micro": 2},
+    "reentrant checkpoint": {"reentrant": True},
+    "in chunks": {"chunked": True, "closed": True},
+    "in chunks, no_sync": {"chunked": True, "micro": 2, "keep": True},
+    "in parts": {"how": How("tokens", 3), "closed": True},
+    "in parts, no_sync": {"how": How("experts"), "micro": 2, "keep": True},
+    "in parts, reentrant": {"how": How("experts"), "reentrant": True},
+}
+
+
+def all_cases(arm: str, ep: int) -> dict[str, Any]:
+    from ovpatch_plugins.ddp.counters import COUNTERS as REDUCED
+    from ovpatch_plugins.dist_optimizer.counters import COUNTERS as DIVIDED
+
+    before = REDUCED.backwards, DIVIDED.steps, DIVIDED.grads_by_parts
+    with features(arm):
+        results: dict[str, Any] = {name: train(arm, ep, **case) for name, case in CASES.items()}
+    after = REDUCED.backwards, DIVIDED.steps, DIVIDED.grads_by_parts
+    return results | {"ran": [now > then for now, then in zip(after, before, strict=True)]}
+
+
+@pytest.mark.parametrize(("world", "ep"), WORLDS)
+@pytest.mark.parametrize("arm", FEATURES)
+def test_training(ranks, world, ep, arm):
+    for result in ranks(world)(all_cases, arm, ep):
+        assert result.pop("ran") == [arm != "stock", arm == "divided", arm == "divided"]
+        for name, records in result.items():
+            for step, (wanted, mine) in enumerate(records):
+                try:
+                    compare(wanted, mine).assert_equal()
+                except AssertionError as error:
+                    raise AssertionError(f"case {name}, step {step}: {error}") from None
+
+
+def without_synchronisation() -> dict[str, Any]:
+    setup = Setup(1)
+    with setup.ddp.no_sync():
+        setup.loss(0).backward()
+        inside = setup.seen()["grad"]
+    setup.ddp.zero_grad()
+    with setup.ddp.no_sync():
+        loss = setup.loss(0)
+    loss.backward()  # as under stock, the forward decides
+    after = setup.seen()["grad"]
+    compare(inside, after).assert_bitwise()
+    return inside
+
+
+def test_no_sync_leaves_gradients_local(ranks):
+    first, second = ranks(2)(without_synchronisation)
+    assert all(not torch.equal(first[name], second[name]) for name in first)
+
+
+# ---------------------------------------------------------------- exceptions
+
+
+def around_an_exception(arm: str, ep: int, place: str, search: bool) -> list[Any]:
+    """Two clean steps around one whose backward fails, before or after the experts have their gradients."""
+    with features(arm):
+        setup = Setup(ep, **({"find_unused_parameters": True} if search else {}))
+        setup.model.bombs = setup.reference.bombs = place
+        records = []
+        for step in range(4):
+            Bomb.armed = step in (0, 2)
+            with pytest.raises(RuntimeError, match="not really") if Bomb.armed else contextlib.nullcontext():
+                setup.loss(step).backward()
+            if not Bomb.armed:
+                setup.reference_loss(step).backward()
+                records.append(setup.both())
+            setup.ddp.zero_grad()
+            setup.reference.zero_grad()
+        return records
+
+
+@pytest.mark.parametrize(("world", "ep"), WORLDS)
+@pytest.mark.parametrize("place", ["early", "late"])
+def test_an_exception_in_backward_and_a_clean_step(ranks, world, ep, place):
+    for result in ranks(world)(around_an_exception, "ddp", ep, place, False, timeout=30):
+        assert len(result) == 2
+        for wanted, mine in result:
+            compare(wanted, mine).assert_equal()
+
+
+def failing_alone() -> tuple[str, list[Any]]:
+    """Rank 1 fails, where no all-to-all ties it to rank 0, which would otherwise wait for its experts' gradients."""
+    with features("ddp"):
+        setup = Setup(1)
+        setup.model.bombs = "early"
+        setup.loss(0).backward()
+        setup.ddp.zero_grad()
+        Bomb.armed, text = setup.rank == 1, ""
+        try:
+            setup.loss(1, closed=1).backward()  # one expert's collective is launched at the end only
+        except RuntimeError as error:
+            text = str(error)
+        Bomb.armed = False
+        setup.ddp.zero_grad()
+        setup.loss(2).backward()
+        setup.reference_loss(2).backward()
+        return text, [setup.both()]
+
+
+def test_an_exception_on_one_rank_keeps_nobody_waiting(ranks):
+    (there, clean), (here, also_clean) = ranks(2)(failing_alone, timeout=30)
+    assert "on another rank" in there
+    assert "not really" in here
+    for wanted, mine in clean + also_clean:
+        compare(wanted, mine).assert_equal()
+
+
+# ---------------------------------------------------------------- other backwards
+
+
+def other_backwards() -> list[Any]:
+    """A gradient that is only asked for; a forward without a backward; a second backward through one forward."""
+    with features("ddp"):
+        setup = Setup(2)
+        loss = setup.loss(0)
+        torch.autograd.grad(loss, list(setup.model.last.parameters()), retain_graph=True)
+        assert all(param.grad is None for param in setup.model.parameters())
+        loss.backward(retain_graph=True)
+        setup.reference_loss(0).backward()
+        records = [setup.both()]
+        loss.backward()
+        setup.reference_loss(0).backward()
+        records.append(setup.both())
+        setup.loss(1)
+        with torch.no_grad():
+            setup.loss(1)
+        setup.loss(2).backward()
+        setup.reference_loss(2).backward()
+        return [*records, setup.both()]
+
+
+def test_further_backwards_and_those_that_add_nothing(ranks):
+    for result in ranks(4)(other_backwards, timeout=30):
+        for wanted, mine in result:
+            compare(wanted, mine).assert_equal()
+
+
+def hooked(ep: int) -> list[Any]:
+    """Hooks of the script, made after the wrap, change gradients before they are averaged, as of dense parameters."""
+
+    def halve(param: torch.Tensor) -> None:
+        assert param.grad is not None
+        param.grad.mul_(0.5)
+
+    setup = Setup(ep)
+    for model in (setup.model, setup.reference):
+        for param in model.parameters():
+            param.register_post_accumulate_grad_hook(halve)
+    records = []
+    for step in range(2):
+        setup.loss(step).backward()
+        setup.reference_loss(step).backward()
+        records.append(setup.both())
+        setup.ddp.zero_grad()
+        setup.reference.zero_grad()
+    return records
+
+
+@pytest.mark.parametrize(("world", "ep"), [(4, 2), (2, 1)])
+def test_hooks_of_the_script_come_before_the_average(ranks, world, ep):
+    for result in ranks(world)(hooked, ep):
+        for wanted, mine in result:
+            compare(wanted, mine).assert_equal()
+
+
+# ---------------------------------------------------------------- copies and further wrappers
+
+
+def copies(arm: str, ep: int) -> list[Any]:
+    """The wrapper, a copy, one out of a file, and one that was cast to fp64, as stock cannot, each for a step."""
+    with features(arm):
+        setup = Setup(ep)
+        group = setup.model.group
+        setup.model.group = None  # which cannot be copied, here as under stock
+        buffer = io.BytesIO()
+        torch.save(setup.ddp, buffer)
+        buffer.seek(0)
+        twins = [setup.ddp, copy.deepcopy(setup.ddp), torch.load(buffer, weights_only=False)]
+        twins += [setup.ddp] if arm == "ddp" else []
+        records = []
+        for step, twin in enumerate(twins):
+            assert type(twin) is DistributedDataParallel
+            setup.ddp, setup.model = twin, twin.module
+            setup.model.group = group if ep > 1 else None
+            if step == 3:
+                setup.model.double()
+                setup.reference.double()
+            for model in (setup.ddp, setup.reference):
+                model.zero_grad()
+            setup.loss(step).backward()
+            setup.reference_loss(step).backward()
+            records.append(setup.both())
+        return records
+
+
+@pytest.mark.parametrize(("world", "ep"), WORLDS)
+@pytest.mark.parametrize("arm", ["stock", "ddp"])
+def test_copies_average_their_experts_too(ranks, world, ep, arm):
+    for result in ranks(world)(copies, arm, ep):
+        for wanted, mine in result:
+            compare(wanted, mine).assert_equal()
+
+
+def lost_group() -> str:
+    setup = Setup(1)
+    setup.model.group = None
+    twin = copy.deepcopy(setup.ddp)
+    gradients = next(iter(twin._forward_hooks.values())).__self__
+    gradients._place = ("another one", [0, 1])
+    try:
+        twin(setup.data(0, 0))
+    except RuntimeError as error:
+        return str(error)
+    return "no error"
+
+
+def test_a_copy_without_its_group_says_so(ranks):
+    for text in ranks(2)(lost_group):
+        assert "the ranks [0, 1]" in text
+        assert text.endswith("expert_data_parallel(ddp.module, ...).")
+
+
+def wrapped_again(ep: int) -> tuple[list[Any], str]:
+    setup = Setup(ep)
+    first = setup.ddp
+    setup.ddp = expert_data_parallel(setup.model, setup.model.experts, setup.copies if ep < setup.world else None)
+    setup.loss(0).backward()
+    setup.reference_loss(0).backward()
+    with pytest.raises(RuntimeError) as caught:
+        first(setup.data(0, 0))
+    return [setup.both()], str(caught.value)
+
+
+@pytest.mark.parametrize(("world", "ep"), WORLDS)
+def test_of_two_wrappers_the_later_one_has_the_experts(ranks, world, ep):
+    for records, text in ranks(world)(wrapped_again, ep):
+        for wanted, mine in records:
+            compare(wanted, mine).assert_equal()
+        assert "belong to a later wrapper" in text
+
+
+# ---------------------------------------------------------------- what is ignored, and what is refused
+
+
+class Stacked(nn.Module):
+    """Experts' weights that are the model's own, and known by two names; a buffer and a module that DDP ignores."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        rank = float(dist.get_rank())
+        self.stacked = nn.Parameter(torch.full((2, 3, 3), rank))
+        self.frozen = nn.Parameter(torch.full((2,), rank), requires_grad=False)
+        self.expert = nn.Linear(3, 3)
+        self.expert.weight.data.fill_(rank)
+        self.expert.register_buffer("seen", torch.full((1,), rank))
+        self.tied = self.expert.weight
+        self.dense, self.other = nn.Linear(3, 3), nn.Linear(3, 3)
+        self.other.weight.data.fill_(rank)
+        self._ddp_params_and_buffers_to_ignore = ["other.weight"]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.other(self.dense(self.expert(x @ self.stacked[0])))
+
+
+def ignored() -> dict[str, Any]:
+    model = Stacked()
+    ddp = expert_data_parallel(model, iter([model.stacked, model.frozen, model.expert]), None)
+    ddp(torch.full((2, 3), 1.0 + dist.get_rank())).sum().backward()
+    values = {name: value.detach().flatten()[0].item() for name, value in model.state_dict().items()}
+    assert model.stacked.grad is not None
+    assert model.expert.weight.grad is not None
+    mine = [model.stacked.grad.flatten()[0].item(), model.expert.weight.grad.flatten()[0].item()]
+    return {**values, "grads": mine}
+
+
+def test_what_is_the_experts_is_left_alone_whatever_its_name(ranks):
+    results = ranks(2)(ignored)
+    assert results[0]["grads"] != results[1]["grads"]
+    for rank, values in enumerate(results):
+        for name in ("stacked", "frozen", "expert.weight", "expert.seen", "tied", "other.weight"):
+            assert values[name] == rank, name
+
+
+def refused(what: str) -> str:
+    model = Model(2)
+    experts: list[Any] = list(model.experts)
+    group = _group([0]) if what == "group" else dist.new_group([0, 1])
+    if what == "group" and group is None:
+        group = dist.GroupMember.NON_GROUP_MEMBER
+    if what == "stranger":
+        experts.append(nn.Parameter(torch.zeros(4, 2)))
+    if what == "device":
+        model.experts[1].to("meta")
+    if what == "other experts" and dist.get_rank() == 1:
+        model.experts[1] = experts[1] = nn.Linear(5, 5)
+    try:
+        if what != "group" or dist.get_rank() == 1:
+            expert_data_parallel(model, experts, group)
+    except (ValueError, DisagreementError) as error:
+        return str(error)
+    return "no error"
+
+
+TEXTS = {
+    "stranger": ("(4, 2), is no parameter of Model", "as they are in it now."),
+    "device": ("'experts.1.0.weight' is on meta", "before expert_data_parallel()."),
+    "other experts": ("experts.1.0.weight (10, 8) torch.float32", "so do 2 and 3."),
+    "group": ("rank 1 is not in the group", "so do 2 and 3."),
+}
+
+
+@pytest.mark.parametrize("what", TEXTS)
+def test_errors_end_with_the_remedy(ranks, what):
+    for rank, text in enumerate(ranks(2)(refused, what)):
+        wanted, end = TEXTS[what]
+        assert (wanted in text and text.endswith(end)) or (what == "group" and rank == 0), text
