@@ -12,9 +12,7 @@ from __future__ import annotations
 
 import argparse
 import gc
-import statistics
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,7 +21,7 @@ from torch import Tensor, nn
 from torch.distributed._functional_collectives import all_to_all_single_autograd
 from torch.distributed.device_mesh import init_device_mesh
 
-from benchmarks.runs import CUDA, device, report, start, timed
+from benchmarks.runs import CUDA, add_timing, alternate, device, start, timed
 from ovpatch_plugins.pipe_experts import How, expert_parallel_ffn
 from ovpatch_plugins.pipe_experts.experts import swiglu
 from ovpatch_plugins.pipe_experts.products import grouped
@@ -224,25 +222,14 @@ def main() -> None:
     parser.add_argument("--skew", type=float, default=1.0, help="how many times its share one expert gets")
     parser.add_argument("--backward", action="store_true", help="forward and backward, instead of forward alone")
     parser.add_argument("--arms", nargs="*", help="only these")
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--warmup", type=int, default=4)
-    parser.add_argument("--steps", type=int, default=10)
-    parser.add_argument("--json", type=Path, help="append the result to this file, one JSON object a line")
+    add_timing(parser, rounds=3)
     args = parser.parse_args()
     start()
     problem = Problem(args)
-    rows: list[dict[str, Any]] = []
-    failed: dict[str, str] = {}
-    for _ in range(args.rounds):
-        for name in [name for name in args.arms or arms(problem) if name not in failed]:
-            try:
-                rows.append(measure(name, problem, args))
-            except (RuntimeError, ImportError, NotImplementedError) as error:  # a peer that cannot is a result
-                failed[name] = f"{type(error).__name__}: {str(error)[:300]}"
-            if dist.get_rank() == 0:
-                print(f"{name:36}", failed.get(name) or f"{statistics.median(rows[-1]['ms']):9.3f} ms", flush=True)
-    if dist.get_rank() == 0:
-        report("moe_layer", args, rows, failed)
+    known = [*arms(problem)]
+    if unknown := set(args.arms or ()) - set(known):
+        parser.error(f"no such arms: {', '.join(sorted(unknown))}; choose from: {', '.join(known)}")
+    alternate("moe_layer", args.arms or known, lambda name: measure(name, problem, args), args)
     dist.destroy_process_group()
 
 

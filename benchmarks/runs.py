@@ -9,7 +9,8 @@ import platform
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -76,13 +77,37 @@ def described(benchmark: str, settings: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+def add_timing(parser: argparse.ArgumentParser, *, rounds: int) -> None:
+    """Add the options of how often is run and timed, and where the result goes."""
+    parser.add_argument("--rounds", type=int, default=rounds)
+    parser.add_argument("--warmup", type=int, default=4)
+    parser.add_argument("--steps", type=int, default=10)
+    parser.add_argument("--json", type=Path, help="append the result to this file, one JSON object a line")
+
+
+def alternate(benchmark: str, arms: Sequence[str], measure: Callable[[str], dict[str, Any]], args: Any) -> None:
+    """Run all arms in turn, ``args.rounds`` times, and report on rank 0."""
+    rows: list[dict[str, Any]] = []
+    failed: dict[str, str] = {}
+    for _ in range(args.rounds):
+        for name in [arm for arm in arms if arm not in failed]:
+            try:
+                rows.append(measure(name))
+            except (RuntimeError, AssertionError, ImportError) as error:  # a peer that cannot is a result
+                failed[name] = f"{type(error).__name__}: {str(error)[:300]}"
+            if dist.get_rank() == 0:
+                print(f"{name:36}", failed.get(name) or f"{statistics.median(rows[-1]['ms']):9.3f} ms", flush=True)
+    if dist.get_rank() == 0:
+        report(benchmark, args, rows, failed)
+
+
 def report(benchmark: str, args: argparse.Namespace, rows: list[dict[str, Any]], failed: dict[str, str]) -> None:
     """Print a table of all arms, and append the raw result to ``args.json``, one JSON object a line."""
     columns = ["median_ms", "worst_ms", "peak_gib"]
     found = [merged(rows, name) for name in dict.fromkeys(row["arm"] for row in rows)]
-    print(f"\n{'arm':34}" + "".join(f"{column:>11}" for column in columns))
+    print(f"\n{'arm':36}" + "".join(f"{column:>11}" for column in columns))
     for row in found:
-        print(f"{row['arm']:34}" + "".join(f"{row[column]!s:>11}" for column in columns))
+        print(f"{row['arm']:36}" + "".join(f"{row[column]!s:>11}" for column in columns))
     if args.json:
         given = {k: v for k, v in vars(args).items() if k not in ("json", "arms")}
         result = {**described(benchmark, given), "summary": found, "failed": failed, "rows": rows}

@@ -13,9 +13,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import gc
-import statistics
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -33,7 +31,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 import ovpatch
-from benchmarks.runs import CUDA, device, report, start, timed
+from benchmarks.runs import CUDA, add_timing, alternate, device, start, timed
 
 SIZES = {
     "8b": {"width": 4096, "heads": 32, "hidden": 14336, "layers": 8, "tokens": 8192},
@@ -230,24 +228,12 @@ def main() -> None:
     parser.add_argument("--arms", nargs="*", default=[*ARMS], choices=[*ARMS])
     parser.add_argument("--batch", type=int, default=1, help="sequences, which share the tokens")
     parser.add_argument("--plain", action="store_true", help="plain tensors between modules instead of DTensors")
-    parser.add_argument("--rounds", type=int, default=2)
-    parser.add_argument("--warmup", type=int, default=4)
-    parser.add_argument("--steps", type=int, default=10)
-    parser.add_argument("--json", type=Path, help="append the result to this file, one JSON object a line")
+    add_timing(parser, rounds=2)
     args = parser.parse_args()
     start()
     mesh = init_device_mesh(device().type, (dist.get_world_size(),), mesh_dim_names=("tp",))
-    rows, failed = [], {}
-    for _ in range(args.rounds):
-        for name in [arm for arm in args.arms if arm not in failed and (CUDA or not ARMS[arm].get("graph"))]:
-            try:
-                rows.append(measure(name, args, mesh))
-            except (RuntimeError, AssertionError, NotImplementedError) as error:  # a peer that cannot is a result
-                failed[name] = f"{type(error).__name__}: {str(error)[:300]}"
-            if dist.get_rank() == 0:
-                print(f"{name:34}", failed.get(name) or f"{statistics.median(rows[-1]['ms']):9.2f} ms", flush=True)
-    if dist.get_rank() == 0:
-        report("tp_blocks", args, rows, failed)
+    arms = [arm for arm in args.arms if CUDA or not ARMS[arm].get("graph")]
+    alternate("tp_blocks", arms, lambda name: measure(name, args, mesh), args)
     dist.destroy_process_group()
 
 
