@@ -144,7 +144,7 @@ class _Wait(torch.autograd.Function):
     def forward(ctx: Any, transfer: _Transfer, rows: Tensor) -> Tensor:
         ctx.transfer = transfer
         transfer.wait()
-        return rows.detach()
+        return rows.data  # no view: experts may compute in place
 
     @staticmethod
     @once_differentiable
@@ -157,7 +157,7 @@ class _Tie(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rows: Tensor, *others: Tensor) -> Tensor:
         ctx.count = len(others)
-        return rows.detach()
+        return rows.data
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Final, Protocol
 
@@ -96,8 +97,9 @@ class Separate:
         """See :meth:`Experts.__call__`."""
         arriving, experts = self._counts.arriving[part], self._parts[part][1]
         by_expert = [list(sizes) for sizes in zip(*arriving, strict=True)]
-        split = transposed(rows, arriving).split([sum(sizes) for sizes in by_expert])
-        outs = [self._modules[i](some) for i, some in zip(experts, split, strict=True)]
+        ends = [0, *itertools.accumulate(sum(sizes) for sizes in by_expert)]
+        sorted_rows = transposed(rows, arriving)  # cut by slices, which may be written into: split()'s may not
+        outs = [self._modules[i](sorted_rows[ends[n] : ends[n + 1]]) for n, i in enumerate(experts)]
         return transposed(torch.cat(outs), by_expert)
 
 

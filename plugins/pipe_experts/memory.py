@@ -29,7 +29,8 @@ class Memory:
         """Return a part's memory, ``[sizes[index], h]``, of the features, dtype and device of a tensor."""
         if self._whole is None:
             self._whole = like.new_empty((self._begins[-1], *like.shape[1:]))
-        return self._whole[self._begins[index] : self._begins[index + 1]]
+        # Not a view to autograd, which minds that its neighbours are written into.
+        return self._whole[self._begins[index] : self._begins[index + 1]].data
 
     def joined(self, parts: Sequence[Tensor]) -> Tensor:
         """Return the parts one behind the other, ``[sum(sizes), h]``: in this memory, if they are, else copied.

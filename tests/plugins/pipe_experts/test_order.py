@@ -13,6 +13,7 @@ from torch import Tensor
 
 from ovpatch_plugins.pipe_experts import exchange, experts, weights
 from ovpatch_plugins.pipe_experts.how import How
+from ovpatch_plugins.pipe_experts.layer import run_experts
 from ovpatch_plugins.pipe_experts.module import ExpertParallelFFN
 from ovpatch_plugins.pipe_experts.pipeline import pipelined
 
@@ -184,6 +185,30 @@ def indifferent() -> Tensor | None:
 def test_ranks_whose_experts_ignore_what_arrives_take_part_in_backward(ranks):
     for grad in ranks(2)(indifferent):
         assert grad.tolist() == [[[2.0] * 3, [0.0] * 3]] * 2
+
+
+def in_place() -> list[Tensor]:
+    """Experts that compute in what has arrived."""
+    found = []
+    for inside in (True, False):
+        torch.manual_seed(dist.get_rank())
+        weight = torch.randn(4, 4, requires_grad=True)
+        x = torch.randn(5, 4, requires_grad=True)
+
+        def expert(rows: Tensor, weight: Tensor = weight, inside: bool = inside) -> Tensor:
+            return (rows.mul_(2) if inside else rows * 2) @ weight
+
+        index = torch.arange(5)[:, None] % (2 * dist.get_world_size())
+        out = run_experts([expert, expert], x, index, torch.ones(5, 1), dist.group.WORLD, How("tokens", 2))
+        out.square().sum().backward()
+        found += [x.grad, weight.grad]
+    return found
+
+
+def test_experts_may_compute_in_place(ranks):
+    for x, weight, right_x, right_weight in ranks(2)(in_place):
+        assert torch.equal(x, right_x)
+        assert torch.equal(weight, right_weight)
 
 
 def waited_for_twice() -> str:
