@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Sequence
 from typing import Final, Protocol
 
@@ -10,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from ovpatch_plugins.pipe_experts.counters import COUNTERS
+from ovpatch_plugins.pipe_experts.memory import Memory, cut
 from ovpatch_plugins.pipe_experts.parts import Counts, Plan
 from ovpatch_plugins.pipe_experts.weights import Weights
 
@@ -97,9 +97,8 @@ class Separate:
         """See :meth:`Experts.__call__`."""
         arriving, experts = self._counts.arriving[part], self._parts[part][1]
         by_expert = [list(sizes) for sizes in zip(*arriving, strict=True)]
-        ends = [0, *itertools.accumulate(sum(sizes) for sizes in by_expert)]
-        sorted_rows = transposed(rows, arriving)  # cut by slices, which may be written into: split()'s may not
-        outs = [self._modules[i](sorted_rows[ends[n] : ends[n + 1]]) for n, i in enumerate(experts)]
+        split = cut(transposed(rows, arriving), Memory([sum(sizes) for sizes in by_expert]))
+        outs = [self._modules[i](some) for i, some in zip(experts, split, strict=True)]
         return transposed(torch.cat(outs), by_expert)
 
 

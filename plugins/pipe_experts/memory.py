@@ -49,7 +49,10 @@ class Memory:
 
 
 def cut(rows: Tensor, gradient: Memory) -> tuple[Tensor, ...]:
-    """Return rows in parts of the memory's sizes; their gradients are joined in the memory."""
+    """Return rows in parts of the memory's sizes; their gradients are joined in the memory.
+
+    To autograd they are no views of each other's memory: one may be written into without another's being noticed.
+    """
     found: tuple[Tensor, ...] = apply_function(_Cut, gradient, rows)
     return found
 
@@ -64,7 +67,7 @@ class _Cut(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, memory: Memory, rows: Tensor) -> tuple[Tensor, ...]:
         ctx.memory = memory
-        return tuple(rows.detach().split(memory.sizes))
+        return tuple(part.data for part in rows.split(memory.sizes))
 
     @staticmethod
     @once_differentiable
