@@ -65,7 +65,8 @@ def plan(world: int, local: int, cut: str = "auto", parts: int = 0) -> Plan:
     Args:
         world: Number of ranks.
         local: Number of experts of a rank.
-        cut: One of :data:`CUTS`; ``auto`` is ``experts`` if a rank has several, else ``none``.
+        cut: One of :data:`CUTS`; ``auto`` is ``experts`` if there are several ranks and each has several, else
+            ``none``.
         parts: How many; 0 for as many as ``cut`` thinks best. There are never more groups than experts.
 
     Raises:
@@ -74,7 +75,7 @@ def plan(world: int, local: int, cut: str = "auto", parts: int = 0) -> Plan:
     if cut not in CUTS:
         raise ValueError(f"cut={cut!r}: choose one of {', '.join(CUTS)}")
     if cut == "auto":
-        cut = "experts" if local > 1 else "none"
+        cut = "experts" if local > 1 and world > 1 else "none"
     if cut == "tokens":
         return Plan(world, (range(local),), parts or 2)
     count = 1 if cut == "none" else min(parts or _MOST_GROUPS, local)

@@ -28,6 +28,7 @@ def test_how_many_parts():
     shapes = {("auto", 0, 8): 4, ("auto", 0, 1): 1, ("auto", 2, 8): 2, ("experts", 9, 3): 3, ("none", 5, 8): 1}
     for (how, parts, local), count in shapes.items():
         assert len(plan(2, local, how, parts).parts) == count, (how, parts, local)
+    assert len(plan(1, 8).parts) == 1
     assert len(plan(2, 8, "tokens").parts) == 2
     assert len(plan(2, 8, "tokens", 5).parts) == 5
     with pytest.raises(ValueError, match="choose one of auto, none, experts, tokens"):
