@@ -14,12 +14,14 @@ class Counters:
         parts: Parts in which they were computed.
         stacked_calls: Those of them whose experts' products are the feature's, with delayed weight gradients.
         taken_over: Those that a library's layer made, transformers' for one.
+        library_experts: Those of them whose experts the library computed itself, part by part.
     """
 
     calls: int = 0
     parts: int = 0
     stacked_calls: int = 0
     taken_over: int = 0
+    library_experts: int = 0
 
     def as_dict(self) -> dict[str, int]:
         """Return the counters by name."""

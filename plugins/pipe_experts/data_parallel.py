@@ -13,6 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ovpatch.overlap.agreement import agree
 from ovpatch_plugins.pipe_experts.expert_gradients import ExpertGradients
+from ovpatch_plugins.pipe_experts.module import ExpertParallelFFN
 
 _BROADCAST_BYTES = 250 * 1024 * 1024  # at a time, as DistributedDataParallel does
 
@@ -42,8 +43,9 @@ def expert_data_parallel(
 
     Args:
         model: The model, with this rank's experts.
-        experts: Parameters, or modules all of whose parameters are meant, in any order. Frozen ones are only
-            initialised alike.
+        experts: Parameters, or modules all of whose parameters are meant, in any order; of an
+            :class:`ExpertParallelFFN` all but those of its shared experts, which are dense. Those frozen now are only
+            initialised alike, and stay each rank's own if they are trained later.
         group: The ranks that hold copies of this rank's experts, and this rank itself; None where there is one of each.
         **ddp_arguments: As for ``DistributedDataParallel``. With ``init_sync=False`` experts are not broadcast, nor
             compared, either.
@@ -81,10 +83,7 @@ def expert_data_parallel(
 
 def _parameters(chosen: Iterable[nn.Parameter | nn.Module]) -> Iterator[nn.Parameter]:
     for one in chosen:
-        if isinstance(one, nn.Module):
-            yield from one.parameters()
-        else:
-            yield one
+        yield from (tensor for tensor in _tensors(one) if isinstance(tensor, nn.Parameter))
 
 
 def _named(model: nn.Module, params: list[nn.Parameter]) -> dict[str, nn.Parameter]:
@@ -117,6 +116,8 @@ def _all_names(model: nn.Module, chosen: Iterable[nn.Parameter | nn.Module]) -> 
 
 
 def _tensors(one: nn.Parameter | nn.Module) -> list[torch.Tensor]:
+    if isinstance(one, ExpertParallelFFN):
+        return [one.up, one.down]
     return [*one.parameters(), *one.buffers()] if isinstance(one, nn.Module) else [one]
 
 

@@ -109,7 +109,7 @@ class _Transfer:
         return grad
 
     def _start(self, rows: Tensor, sent: list[int], received: list[int], place: Place | None) -> tuple[Tensor, Any]:
-        rows = rows.contiguous()
+        rows = rows.data.contiguous()  # a backend's thread may keep it for a moment, which is not to keep the graph
         found = rows.new_empty((sum(received), *rows.shape[1:])) if place is None else place(rows)
         with span(label("pipe_experts", "all_to_all")):
             work = dist.all_to_all_single(found, rows, received, sent, group=self._group, async_op=True)

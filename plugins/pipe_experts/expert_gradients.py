@@ -103,7 +103,7 @@ class ExpertGradients:
         assert self._group is not None
         # A bucket for each: weights of many experts are stacked, and large.
         buckets = [GradBucket([i], [param]) for i, param in enumerate(self._params)]
-        return Reduction(buckets, self._group, feature="pipe_experts")
+        return Reduction(buckets, self._group, feature="pipe_experts", skip_absent=True)
 
     def retire(self) -> None:
         """Leave the parameters to the wrapper that comes after this one."""
@@ -173,6 +173,7 @@ class ExpertGradients:
         self._armed, self._began = True, False
         self._ledger.open()
         self._reduction.open()
+        self._reduction.leave_out([int(param.requires_grad) for param in self._params])  # frozen since, on all ranks
 
     def _takes_part(self) -> bool:
         if self._armed and not (self._began and self._task.queued):

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
-from typing import Final, Protocol
+from typing import Any, Final, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +20,10 @@ Activation = Callable[[Tensor], Tensor]
 
 class Experts(Protocol):
     """Computes the parts of one call."""
+
+    @property
+    def trains(self) -> bool:
+        """Whether they have a weight that needs a gradient, as far as can be told: the same on all ranks."""
 
     def begin(self, part: int) -> None:
         """Be told that a part's rows will be waited for next."""
@@ -61,6 +66,7 @@ class StackedFFN:
     ) -> None:
         self._parts, self._counts, self._activation = plan.parts, counts, activation
         self._weights = Weights(weights, delays=delays)
+        self.trains = self._weights.trained
         COUNTERS.stacked_calls += 1
 
     def begin(self, part: int) -> None:
@@ -73,7 +79,8 @@ class StackedFFN:
         by_expert = [list(sizes) for sizes in zip(*arriving, strict=True)]
         sizes = [sum(of_ranks) for of_ranks in by_expert]
         h = self._weights.product(0, transposed(rows, arriving), experts, sizes)
-        out = self._weights.product(1, self._activation(h), experts, sizes)
+        between = self._activation(h).to(h.dtype)  # autocast has some operations computed in float32
+        out = self._weights.product(1, between, experts, sizes)
         return transposed(out, by_expert)
 
 
@@ -89,6 +96,7 @@ class Separate:
 
     def __init__(self, plan: Plan, counts: Counts, modules: Sequence[Callable[[Tensor], Tensor]]) -> None:
         self._parts, self._counts, self._modules = plan.parts, counts, modules
+        self.trains = any(_trains(module) for module in modules)
 
     def begin(self, part: int) -> None:
         """See :meth:`Experts.begin`."""
@@ -114,6 +122,7 @@ class Numbered:
 
     def __init__(self, plan: Plan, counts: Counts, function: Callable[[Tensor, Tensor], Tensor]) -> None:
         self._parts, self._counts, self._function = plan.parts, counts, function
+        self.trains = _trains(function)
         self._needed = not any(sum(counts.received(part)) for part in range(len(self._parts)))
 
     def begin(self, part: int) -> None:
@@ -148,6 +157,7 @@ class Grouped:
 
     def __init__(self, plan: Plan, counts: Counts, function: Callable[[Tensor, Tensor], Tensor]) -> None:
         self._parts, self._counts, self._function, self._local = plan.parts, counts, function, plan.local
+        self.trains = _trains(function)
 
     def begin(self, part: int) -> None:
         """See :meth:`Experts.begin`."""
@@ -160,6 +170,14 @@ class Grouped:
         numbers[experts.start : experts.stop] = [sum(sizes) for sizes in by_expert]
         found = self._function(transposed(rows, arriving), torch.tensor(numbers, device=rows.device))
         return transposed(found, by_expert)
+
+
+def _trains(function: Any) -> bool:
+    """Tell whether a module, or a module's method, has anything to train; other functions are said to have."""
+    while isinstance(function, functools.partial):
+        function = function.args[0] if function.args else function.func
+    module = function if isinstance(function, nn.Module) else getattr(function, "__self__", None)
+    return not isinstance(module, nn.Module) or any(param.requires_grad for param in module.parameters())
 
 
 def transposed(rows: Tensor, sizes: Sequence[Sequence[int]]) -> Tensor:

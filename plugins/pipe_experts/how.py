@@ -39,5 +39,6 @@ class How:
         if not self.multi_stream:
             return group
         if group not in _lanes:
-            _lanes[group] = dist.new_group(dist.get_process_group_ranks(group), use_local_synchronization=True)
+            ranks, backend = dist.get_process_group_ranks(group), dist.get_backend(group)
+            _lanes[group] = dist.new_group(ranks, backend=backend, use_local_synchronization=True)
         return _lanes[group]

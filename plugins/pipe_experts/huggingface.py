@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from types import CodeType
 from typing import Any, Final
 
 import torch
@@ -23,8 +24,8 @@ from ovpatch_plugins.pipe_experts.state import STATE
 
 NAME: Final = "ovpatch"
 
-# Implementations of transformers' that compute two products of stacked weights; others may be more than that.
-_PLAIN: Final = (None, "eager", "grouped_mm", "batched_mm")
+# What computes two products of stacked weights in transformers, by implementation; others may compute more than that.
+_PLAIN: Final = {"grouped_mm": "grouped_mm_experts_forward", "batched_mm": "batched_mm_experts_forward"}
 
 
 def register() -> None:
@@ -34,6 +35,15 @@ def register() -> None:
     registry: Any = expert_parallel.EPImplementationInterface
     if NAME not in registry():
         registry.register(NAME, type("OvpatchEP", (expert_parallel.AllToAllEP,), {}))
+
+
+def is_stock(implementation: Any) -> bool:
+    """Tell whether an ``AllToAllEP`` sends tokens and brings them back as transformers' own does."""
+    from transformers.distributed.expert_parallel import AllToAllEP
+
+    kind = type(implementation)
+    names = ("_dispatch_tokens", "_combine_tokens")
+    return all(getattr(kind, name) is getattr(AllToAllEP, name) for name in names)
 
 
 def compute(implementation: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
@@ -74,10 +84,11 @@ def _maker(implementation: Any, x: Tensor) -> tuple[torch.dtype | None, Maker]:
     experts = getattr(forward, "__self__", None)
     found = _stacked(experts, forward) if isinstance(experts, nn.Module) else None
     if found is None:
+        COUNTERS.library_experts += 1
         return None, functools.partial(Numbered, function=functools.partial(_numbered, forward))
-    weights, activation, name = found
+    weights, activation, is_grouped = found
     # Autocast knows no grouped product, which is computed in the dtype of its weights.
-    dtype = weights[0].dtype if name == "grouped_mm" else autocast_dtype(x.device.type, x.dtype)
+    dtype = weights[0].dtype if is_grouped else autocast_dtype(x.device.type, x.dtype)
     return dtype, stacked(weights, activation, dtype, STATE.how)
 
 
@@ -87,19 +98,41 @@ def _numbered(forward: Callable[..., Tensor], rows: Tensor, experts: Tensor) -> 
     return forward(rows, index, torch.ones_like(index, dtype=rows.dtype))
 
 
-def _stacked(experts: nn.Module, forward: Any) -> tuple[tuple[Tensor, Tensor], Activation, str | None] | None:
-    """Return weights, activation and implementation of experts that are two products of stacked weights, or None."""
+def _stacked(experts: nn.Module, forward: Any) -> tuple[tuple[Tensor, Tensor], Activation, bool] | None:
+    """Return weights and activation of experts that are two products of stacked weights, or None.
+
+    And whether these are grouped ones. Anything that a script has put in the place of transformers' own says None.
+    """
+    from transformers.integrations import moe
+
     facts = vars(experts)
-    if forward.__func__ is not type(experts).forward or facts.get("has_gate") is None:
+    if forward.__func__.__code__ is not _decorated_forward() or facts.get("has_gate") is None:
         return None
     if facts.get("has_bias") or facts.get("is_transposed") or facts.get("has_post_expert_norm"):
         return None
     name = getattr(facts.get("config"), "_experts_implementation", None)
-    if name not in _PLAIN:
+    registry: Any = moe.ALL_EXPERTS_FUNCTIONS
+    if name in _PLAIN:
+        if registry.get(name) is not getattr(moe, _PLAIN[name]):
+            return None
+    elif name not in (None, "eager") or name in registry:
         return None
     first = "gate_up_proj" if facts["has_gate"] else "up_proj"
     up, down = experts._parameters.get(first), experts._parameters.get("down_proj")
     activation: Any = getattr(experts, "_apply_gate" if facts["has_gate"] else "act_fn", None)
     if up is None or down is None or up.dim() != 3 or down.dim() != 3 or activation is None:
         return None
-    return (up, down), activation, name
+    return (up, down), activation, name == "grouped_mm"
+
+
+@functools.cache
+def _decorated_forward() -> Any:
+    """Return the code of the forward that transformers gives to classes of experts that have implementations."""
+    from transformers.integrations.moe import use_experts_implementation
+
+    wrapper = _nested(use_experts_implementation.__code__, "wrapper")
+    return None if wrapper is None else _nested(wrapper, "forward")
+
+
+def _nested(code: CodeType, name: str) -> CodeType | None:
+    return next((one for one in code.co_consts if isinstance(one, CodeType) and one.co_name == name), None)

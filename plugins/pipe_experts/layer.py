@@ -155,6 +155,11 @@ def run(
     Returns:
         ``[tokens, h]``.
     """
+    if len(x) != len(top_k_index) or top_k_index.shape != top_k_weights.shape:
+        raise ValueError(
+            f"tokens {tuple(x.shape)}, experts {tuple(top_k_index.shape)} and weights {tuple(top_k_weights.shape)} do "
+            "not fit: give [tokens, h], [tokens, k] and [tokens, k]"
+        )
     agreed.ensure(group, x.device, how, local)
     plan, back = how.plan(group.size(), local), how.way_back(group)
     found = route(top_k_index, plan, group)
@@ -170,7 +175,9 @@ def run(
         place = functools.partial(returned.part, part)
         return all_to_all(outs, counts.received(part), counts.sent[part], back, place=place)
 
-    arrived, other = pipelined(dispatch, experts, combine, len(sizes), before=experts.begin, meanwhile=meanwhile)
+    arrived, other = pipelined(
+        dispatch, experts, combine, len(sizes), before=experts.begin, meanwhile=meanwhile, trains=experts.trains
+    )
     COUNTERS.calls += 1
     COUNTERS.parts += len(sizes)
     out = found.combined(join(arrived, returned).to(x.dtype), top_k_weights)

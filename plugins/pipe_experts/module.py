@@ -99,11 +99,20 @@ class ExpertParallelFFN(nn.Module):
             weights,
             (self.up, self.down),
             ACTIVATIONS[self.activation],
-            distributed_c10d._resolve_process_group(self.group_name),
+            self._group(),
             self.how,
             meanwhile,
         )
         return out.view(*x.shape[:-1], out.shape[-1])
+
+    def _group(self) -> dist.ProcessGroup:
+        try:
+            return distributed_c10d._resolve_process_group(self.group_name)
+        except RuntimeError as error:
+            raise RuntimeError(
+                f"the process group '{self.group_name}', over which this layer's experts are shared, does not exist "
+                "here: make it before the layer is copied or loaded, or make the layer anew"
+            ) from error
 
     def extra_repr(self) -> str:
         """Describe the layer."""

@@ -74,6 +74,8 @@ def plan(world: int, local: int, cut: str = "auto", parts: int = 0) -> Plan:
     """
     if cut not in CUTS:
         raise ValueError(f"cut={cut!r}: choose one of {', '.join(CUTS)}")
+    if parts < 0:
+        raise ValueError(f"parts={parts}: expected a number of parts, or 0 for as many as the cut thinks best")
     if cut == "auto":
         cut = "experts" if local > 1 and world > 1 else "none"
     if cut == "tokens":

@@ -29,6 +29,7 @@ def pipelined(
     *,
     before: Callable[[int], object] | None = None,
     meanwhile: Callable[[], T] | None = None,
+    trains: bool = False,
 ) -> tuple[list[Tensor], T | None]:
     """Run the parts of an expert-parallel layer so that their communication hides under their experts.
 
@@ -44,10 +45,13 @@ def pipelined(
         before: Called with a part before its rows are waited for. The nodes that it makes run, in backward, while the
             gradients of the part's rows are on their way: weight gradients belong there.
         meanwhile: Computed while the first rows are on their way, such as shared experts.
+        trains: Whether the experts have a weight that needs a gradient, the same on all ranks. Then every part takes
+            part in backward, also one of tokens that need no gradient, in which no weight was used for want of rows.
 
     Returns:
         What came back of each part, and what ``meanwhile`` returned.
     """
+    anchor = torch.empty(0, requires_grad=trains and torch.is_grad_enabled())
     under_way = [dispatch(part) for part in range(parts)]
     other = None if meanwhile is None else meanwhile()
     leaving = []
@@ -55,5 +59,5 @@ def pipelined(
         if before is not None:
             before(part)
         rows = arriving.wait()
-        leaving.append(combine(part, tie(experts(part, rows), rows)))
+        leaving.append(combine(part, tie(experts(part, rows), rows, anchor)))
     return [rows.wait() for rows in leaving], other

@@ -78,9 +78,14 @@ def ovpatch_counters() -> Mapping[str, int]:
 
 @hookimpl
 def ovpatch_remarks() -> Sequence[str]:
-    """Say if there was nothing to take over."""
+    """Say if there was nothing to take over, or less than all of it."""
     from ovpatch_plugins.pipe_experts.counters import COUNTERS
 
+    if COUNTERS.library_experts:
+        return [
+            f"in {COUNTERS.library_experts} of {COUNTERS.taken_over} calls transformers computed its experts itself, "
+            "part by part: they are not two products of stacked weights, or a script has put something in their place"
+        ]
     if COUNTERS.calls:
         return []
     where = "" if _EP in sys.modules else " (transformers' expert parallelism was not imported)"
@@ -96,7 +101,7 @@ def _wrap_call(call: Callable[..., Any]) -> Callable[..., Any]:
         from ovpatch_plugins.pipe_experts import huggingface
         from ovpatch_plugins.pipe_experts.state import STATE
 
-        compute = huggingface.compute if STATE.on else call
+        compute = huggingface.compute if STATE.on and huggingface.is_stock(self) else call
         return compute(self, hidden_states, top_k_index, top_k_weights)
 
     return __call__

@@ -96,10 +96,10 @@ def route(top_k_index: Tensor, plan: Plan, group: dist.ProcessGroup) -> Route:
         group: The ranks.
 
     Raises:
-        ValueError: An expert that no rank has.
+        ValueError: An expert that no rank has; on all ranks.
     """
     tokens, top_k = top_k_index.shape
-    chosen, experts = top_k_index.reshape(-1), plan.experts
+    chosen, experts = top_k_index.reshape(-1).long(), plan.experts
     bins = plan.chunks * experts
     chunk: Tensor | int = 0
     if plan.chunks > 1:
@@ -111,24 +111,29 @@ def route(top_k_index: Tensor, plan: Plan, group: dist.ProcessGroup) -> Route:
     order = (place + chunk).masked_fill(nowhere, bins).argsort(stable=True)
     counts = torch.zeros(bins + 1, dtype=torch.long, device=chosen.device)
     counts.scatter_add_(0, of_expert.clamp(max=bins), torch.ones_like(of_expert))
-    sent = counts[:bins].view(plan.chunks, plan.world, plan.local).transpose(0, 1).contiguous()
+    sent = counts[:bins].view(plan.chunks, plan.world, plan.local).transpose(0, 1).reshape(plan.world, -1)
+    sent = torch.cat([sent, _wrong(chosen, experts).expand(plan.world, 1)], dim=1)  # all ranks are to raise
     arriving = torch.empty_like(sent)
     dist.all_to_all_single(arriving, sent, group=group)
-    highest = chosen.max().expand(1) if len(chosen) else chosen.new_zeros(1)
-    *flat, top = torch.cat([sent.reshape(-1), arriving.reshape(-1), highest]).tolist()
-    if top >= experts:
-        raise ValueError(
-            f"a token is routed to expert {top}, but {plan.world} ranks with {plan.local} experts each have "
-            f"{experts}: route to 0 to {experts - 1}, or {DROPPED} for none"
-        )
-    nested = [_nested(part, plan) for part in (flat[: sent.numel()], flat[sent.numel() :])]
-    found = Counts.of(plan, *nested)
+    table = torch.stack([sent, arriving]).tolist()
+    for rank, row in enumerate(table[1]):
+        if row[-1]:
+            raise ValueError(
+                f"rank {rank} of the group routes a token to expert {row[-1]}, but {plan.world} ranks with "
+                f"{plan.local} experts each have {experts}: route to 0 to {experts - 1}, or {DROPPED} for none"
+            )
+    found = Counts.of(plan, *[[_by_chunk(row, plan) for row in rows] for rows in table])
     return Route(order[: sum(found.sizes())], tokens * top_k, top_k, found)
 
 
-def _nested(flat: list[int], plan: Plan) -> list[list[list[int]]]:
-    """Return ``[rank][chunk][local expert]``."""
-    local, by_rank = plan.local, plan.chunks * plan.local
-    return [
-        [flat[rank * by_rank + chunk * local :][:local] for chunk in range(plan.chunks)] for rank in range(plan.world)
-    ]
+def _by_chunk(row: list[int], plan: Plan) -> list[list[int]]:
+    """Return ``[chunk][local expert]``."""
+    return [row[chunk * plan.local :][: plan.local] for chunk in range(plan.chunks)]
+
+
+def _wrong(chosen: Tensor, experts: int) -> Tensor:
+    """Return an expert that is none, or 0 if all are some, as a tensor of one element."""
+    if not len(chosen):
+        return chosen.new_zeros(1)
+    low, high = chosen.aminmax()
+    return torch.where(high >= experts, high, torch.where(low < DROPPED, low, 0)).view(1)

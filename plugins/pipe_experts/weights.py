@@ -9,7 +9,7 @@ gradient per weight, which a node that is made before all parts hands on to auto
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,22 +22,27 @@ from ovpatch_plugins.pipe_experts.products import add_weight_grads, grouped, gro
 class Weights:
     """The experts' weights in one call of a layer.
 
+    The graph must not refer to it, since it refers to the graph, and no garbage collector sees cycles through nodes.
+
     Args:
         weights: ``[e, n, k]`` each, in the dtype in which is computed.
         delays: Compute their gradients behind the launch of a part's all-to-all; else with those of the rows.
     """
 
     def __init__(self, weights: Sequence[Tensor], *, delays: bool = True) -> None:
-        self._delays = delays
-        self.totals = [_Total(weight) for weight in weights]
-        self._task = -1
-        self._deferred: dict[int, list[Callable[[], None]]] = {}
-        self._whole: tuple[Tensor, ...] = apply_function(_Collect, self, *weights)
+        self._gradients = _Gradients(weights, delays)
+        self._trained = [weight.requires_grad for weight in weights]
+        self._whole: tuple[Tensor, ...] = apply_function(_Collect, self._gradients, *weights)
         self._part, self._of_part = 0, self._whole
+
+    @property
+    def trained(self) -> bool:
+        """Whether any weight needs a gradient."""
+        return any(self._trained)
 
     def begin(self, part: int) -> None:
         """Be told that a part's rows will be waited for next."""
-        self._part, self._of_part = part, apply_function(_Behind, self, part, *self._whole)
+        self._part, self._of_part = part, apply_function(_Behind, self._gradients, part, *self._whole)
 
     def product(self, which: int, x: Tensor, experts: range, sizes: Sequence[int]) -> Tensor:
         """Return each expert's rows times its weight, transposed: ``[rows, k]`` -> ``[rows, n]``.
@@ -48,8 +53,19 @@ class Weights:
             experts: Whose rows.
             sizes: Rows of each.
         """
-        found: Tensor = apply_function(_Product, self, self._part, which, experts, list(sizes), x, self._of_part[which])
+        place = _Place(self._gradients, self._part, which, experts, list(sizes), self._trained[which])
+        found: Tensor = apply_function(_Product, place, x, self._of_part[which])
         return found
+
+
+class _Gradients:
+    """What backward knows of the weights: no tensor that has a graph."""
+
+    def __init__(self, weights: Sequence[Tensor], delays: bool) -> None:
+        self._delays = delays
+        self.totals = [_Total(weight) for weight in weights]
+        self._task = -1
+        self._deferred: dict[int, list[Callable[[], None]]] = {}
 
     def take(self, part: int, compute: Callable[[], None]) -> None:
         """Compute a part of a weight's gradient, now or behind the launch."""
@@ -69,6 +85,22 @@ class Weights:
             compute()
 
 
+class _Place(NamedTuple):
+    """Where a product is in its layer."""
+
+    gradients: _Gradients
+    part: int
+    which: int
+    experts: range
+    sizes: list[int]
+    trained: bool
+
+    @property
+    def here(self) -> slice:
+        """Which of the weight's experts."""
+        return slice(self.experts.start, self.experts.stop)
+
+
 class _Total:
     """The gradient of a weight, ``[e, n, k]``, to which parts add."""
 
@@ -80,36 +112,35 @@ class _Total:
         self._sum: Tensor | None = None
         self._fresh = [True] * self._shape[0]
 
-    def add(self, grad: Tensor, x: Tensor, experts: range, sizes: Sequence[int]) -> None:
-        here = slice(experts.start, experts.stop)
-        add_weight_grads(self._memory()[here], grad, x, sizes, self._fresh[here])
-        self._fresh[here] = [False] * len(experts)
-
-    def taken(self) -> Tensor:
-        assert not any(self._fresh), "each part has a share in the graph, if only of no rows"
-        found = self._memory()
-        self.clear()
-        return found
-
-    def _memory(self) -> Tensor:
+    def add(self, grad: Tensor, x: Tensor, here: slice, sizes: Sequence[int]) -> None:
         if self._sum is None:
             self._sum = torch.empty(self._shape, dtype=self._dtype, device=self._device)
-        return self._sum
+        add_weight_grads(self._sum[here], grad, x, sizes, self._fresh[here])
+        self._fresh[here] = [False] * len(sizes)
+
+    def taken(self) -> Tensor | None:
+        """Return the gradient; None if nothing was added, zero for experts to which nothing was."""
+        found = self._sum
+        for expert, is_fresh in enumerate(self._fresh):
+            if is_fresh and found is not None:
+                found[expert].zero_()
+        self.clear()
+        return found
 
 
 class _Collect(torch.autograd.Function):
     """The weights; hands their gradients on."""
 
     @staticmethod
-    def forward(ctx: Any, weights: Weights, *tensors: Tensor) -> tuple[Tensor, ...]:
-        ctx.weights = weights
+    def forward(ctx: Any, gradients: _Gradients, *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.gradients = gradients
         ctx.set_materialize_grads(False)
         return tuple(tensor.detach() for tensor in tensors)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *_: Any) -> tuple[Any, ...]:
-        totals = zip(ctx.needs_input_grad[1:], ctx.weights.totals, strict=True)
+        totals = zip(ctx.needs_input_grad[1:], ctx.gradients.totals, strict=True)
         return None, *[total.taken() if needed else None for needed, total in totals]
 
 
@@ -117,35 +148,34 @@ class _Behind(torch.autograd.Function):
     """The weights as one part uses them; computes what was left of their gradients."""
 
     @staticmethod
-    def forward(ctx: Any, weights: Weights, part: int, *tensors: Tensor) -> tuple[Tensor, ...]:
-        ctx.weights, ctx.part, ctx.count = weights, part, len(tensors)
+    def forward(ctx: Any, gradients: _Gradients, part: int, *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.gradients, ctx.part, ctx.count = gradients, part, len(tensors)
         ctx.set_materialize_grads(False)
         return tuple(tensor.detach() for tensor in tensors)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *_: Any) -> tuple[Any, ...]:
-        ctx.weights.compute_deferred(ctx.part)
+        ctx.gradients.compute_deferred(ctx.part)
         return None, None, *[None] * ctx.count
 
 
 class _Product(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, weights: Weights, part: int, which: int, experts: range, sizes: list[int], x: Tensor, weight: Tensor
-    ) -> Tensor:
-        ctx.place = weights, part, which, experts, sizes
-        ctx.save_for_backward(x if weight.requires_grad else None, weight if x.requires_grad else None)
-        return grouped(x, weight[experts.start : experts.stop], sizes)
+    def forward(ctx: Any, place: _Place, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.place = place
+        ctx.save_for_backward(x if place.trained else None, weight if x.requires_grad else None)
+        return grouped(x, weight[place.here], place.sizes)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-        weights, part, which, experts, sizes = ctx.place
+        place: _Place = ctx.place
         x, weight = ctx.saved_tensors
         grad, dx = grad.contiguous(), None
         if weight is not None:
-            dx = grouped_back(grad, weight[experts.start : experts.stop], sizes)
+            dx = grouped_back(grad, weight[place.here], place.sizes)
         if x is not None and executes(ctx.next_functions[1][0]):
-            weights.take(part, lambda: weights.totals[which].add(grad, x, experts, sizes))
-        return *[None] * 5, dx, None
+            total = place.gradients.totals[place.which]
+            place.gradients.take(place.part, lambda: total.add(grad, x, place.here, place.sizes))
+        return None, dx, None

@@ -73,6 +73,12 @@ class Case:
         generator = torch.Generator().manual_seed(1000 * self.seed + 100 * step + rank)
         return torch.randn(self.tokens_of(rank), HIDDEN, generator=generator, dtype=DOUBLE)
 
+    def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
+        """Return one; for lazy experts, of which some have no gradient instead of zero, one that treats both alike."""
+        return torch.optim.AdamW(
+            model.parameters(), 0.01, foreach=False, weight_decay=0.0 if self.module == "lazy" else 0.01
+        )
+
     def routed(self, x: Tensor, router: Tensor) -> tuple[Tensor, Tensor]:
         """Return each token's experts and their weights, ``[tokens, k]`` both."""
         logits = x @ router.t()
@@ -115,6 +121,23 @@ class Separate(nn.Module):
 
     def forward(self, x: Tensor, index: Tensor, weights: Tensor) -> Tensor:
         return run_experts(self.experts, x, index, weights, dist.group.WORLD, self.case.how)
+
+
+class Lazy(Separate):
+    """The same, of experts that return what they get if that is nothing."""
+
+    def forward(self, x: Tensor, index: Tensor, weights: Tensor) -> Tensor:
+        lazy = [_Lazy(expert) for expert in self.experts]
+        return run_experts(lazy, x, index, weights, dist.group.WORLD, self.case.how)
+
+
+class _Lazy(nn.Module):
+    def __init__(self, expert: nn.Module) -> None:
+        super().__init__()
+        self.expert = expert
+
+    def forward(self, rows: Tensor) -> Tensor:
+        return self.expert(rows) if len(rows) else rows
 
 
 class _Expert(nn.Module):
@@ -171,6 +194,7 @@ class Numbered(nn.Module):
 
 KINDS: dict[str, Callable[[Case, Tensor, Tensor], nn.Module]] = {
     "separate": Separate,
+    "lazy": Lazy,
     "grouped": Grouped,
     "numbered": Numbered,
 }
@@ -203,10 +227,13 @@ class OverRanks(nn.Module):
 
     def stacked(self, name: str, of: Callable[[nn.Parameter], Tensor | None]) -> Tensor | None:
         """Return something of this rank's experts' parameters, stacked."""
-        if self.case.module != "separate":
+        if self.case.module not in ("separate", "lazy"):
             return of(getattr(self.layer, name))
-        found = [of(getattr(expert, name)) for expert in self.layer.experts]
-        return None if found[0] is None else torch.stack(found)
+        params = [getattr(expert, name) for expert in self.layer.experts]
+        found = [of(param) for param in params]
+        if all(one is None for one in found) and not params[0].requires_grad:
+            return None
+        return torch.stack([torch.zeros_like(p) if one is None else one for one, p in zip(found, params, strict=True)])
 
 
 class _Shared(nn.Module):
@@ -231,7 +258,7 @@ def train(case: Case, *, forward: Callable[[nn.Module, Tensor], Tensor] | None =
         model.layer.shared = _Shared([model])
     for name, param in model.named_parameters():
         param.requires_grad_(not name.split(".")[-1].startswith(case.frozen or "-"))
-    optimizer = torch.optim.AdamW(model.parameters(), 0.01, foreach=False)
+    optimizer = case.optimizer(model)
     records = []
     for step in range(case.steps):
         x = case.x(dist.get_rank(), step).requires_grad_("x" not in case.frozen)
@@ -256,7 +283,7 @@ def expected(case: Case, world: int) -> list[list[Record]]:
     model = OneProcess(case, world)
     for name, param in model.named_parameters():
         param.requires_grad_(not name.startswith(case.frozen or "-"))
-    optimizer = torch.optim.AdamW(model.parameters(), 0.01, foreach=False)
+    optimizer = case.optimizer(model)
     records: list[list[Record]] = [[] for _ in range(world)]
     own = [slice(rank * case.local, (rank + 1) * case.local) for rank in range(world)]
     for step in range(case.steps):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import pytest
 import torch
@@ -14,6 +15,8 @@ from torch.utils.checkpoint import checkpoint
 
 from ovpatch.insight.equality import compare
 from ovpatch_plugins.pipe_experts.how import How
+from ovpatch_plugins.pipe_experts.layer import expert_parallel_ffn
+from ovpatch_plugins.pipe_experts.module import ExpertParallelFFN
 from tests.plugins.pipe_experts.models import KINDS, Case, expected, train
 
 HOWS = {
@@ -67,6 +70,14 @@ def test_it_computes_what_one_process_does(ranks, world, how):
 @pytest.mark.parametrize("how", ["none", "experts", "2 chunks", "5 chunks"])
 def test_any_layer_may_be_cut(ranks, how, case):
     check(ranks, 2, dataclasses.replace(CASES[case], how=HOWS[how]))
+
+
+@pytest.mark.parametrize("module", ["stacked", *KINDS])
+def test_frozen_tokens_and_parts_without_rows_on_one_rank(ranks, module):
+    for how in ("experts", "5 chunks"):
+        for favourites in ((0,), (0, 3)):
+            case = Case(top_k=1, favourites=favourites, frozen=("x",), module=module, tokens=(3, 0), how=HOWS[how])
+            check(ranks, 2, case)
 
 
 @pytest.mark.parametrize("module", ["stacked", *KINDS])
@@ -132,26 +143,78 @@ def test_any_numbers_of_tokens(ranks, tokens, local, top_k, how, favourites, see
     check(ranks, 2, Case(local, top_k, tuple(tokens), favourites, steps=1, seed=seed, how=HOWS[how]))
 
 
-def of_dtype(dtype: torch.dtype, how: How) -> dict[str, Tensor]:
-    """A layer under autocast, or all in one dtype: outputs and gradients, to be held against the layer not cut."""
-    from ovpatch_plugins.pipe_experts.module import ExpertParallelFFN
+def autocast_layer(activation: str, how: How | None) -> dict[str, Any]:
+    """A layer under autocast; without ``how`` one after the other, by linears."""
+    world, rank = dist.get_world_size(), dist.get_rank()
+    generator = torch.Generator().manual_seed(1)
+    up, down = torch.randn(4, 8, 6, generator=generator), torch.randn(4, 6, 8, generator=generator)
+    local = 4 // world
+    own = slice(rank * local, (rank + 1) * local)
+    up, down = (up, down) if how is None else (up[own].clone(), down[own].clone())
+    up.requires_grad_()
+    down.requires_grad_()
+    generator.manual_seed(rank)
+    x, top = torch.randn(9, 6, generator=generator).requires_grad_(), torch.rand(9, 2, generator=generator)
+    index = torch.stack([torch.randperm(4, generator=generator)[:2] for _ in range(9)])
+    function = {"relu": nn.functional.relu, "square": lambda h: h.float().square()}[activation]
+    with torch.autocast("cpu", torch.bfloat16):
+        if how is None:
+            linear = nn.functional.linear
+            slots = torch.zeros(9, 2, 6)
+            for expert in range(4):
+                token, slot = torch.where(index == expert)
+                rows = linear(function(linear(x[token], up[expert])), down[expert])
+                slots = slots.index_put((token, slot), rows.float())
+            out = (slots * top.unsqueeze(-1)).sum(1)
+        else:
+            out = expert_parallel_ffn(x, index, top, (up, down), function, dist.group.WORLD, how)
+    out.square().sum().backward()
+    grads = [up.grad, down.grad]
+    if how is None:
+        for grad in grads:
+            dist.all_reduce(grad)
+        grads = [grad[own] for grad in grads]
+    return {"out": out.detach(), "x": x.grad, "up": grads[0], "down": grads[1]}
 
-    torch.manual_seed(dist.get_rank())
-    layer = ExpertParallelFFN(16, 24, 4 * dist.get_world_size(), how=how)
-    x = torch.randn(20, 16, requires_grad=True)
-    index = torch.stack([torch.randperm(4 * dist.get_world_size())[:2] for _ in range(20)])
-    weights = torch.rand(20, 2, requires_grad=True)
-    with torch.autocast("cpu", dtype, enabled=dtype != torch.float32):
-        out = layer(x, index, weights)
-    out.float().square().sum().backward()
-    assert layer.up.grad.dtype == layer.up.dtype
-    return {"out": out.detach(), "x": x.grad, "weights": weights.grad, "up": layer.up.grad, "down": layer.down.grad}
+
+@pytest.mark.parametrize("activation", ["relu", "square"])
+def test_autocast(ranks, activation):
+    for how in ("none", "experts"):
+        pairs = zip(*(ranks(2)(autocast_layer, activation, h) for h in (None, HOWS[how])), strict=True)
+        for right, found in pairs:
+            assert found["out"].dtype == right["out"].dtype == torch.float32
+            assert torch.equal(right["out"], found["out"]), "the same products, in bfloat16"
+            assert torch.equal(right["x"], found["x"])
+            for name in ("up", "down"):
+                assert (found[name] - right[name]).abs().max() < 0.02 * right[name].abs().max()
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_autocast(ranks, dtype):
-    for whole, cut in zip(
-        ranks(2)(of_dtype, dtype, How("none")), ranks(2)(of_dtype, dtype, How("experts")), strict=True
-    ):
-        assert whole["out"].dtype == cut["out"].dtype
-        compare(whole, cut).assert_bitwise()
+def step_function() -> list[Any]:
+    """An activation that passes no gradient on: nothing reaches the first weight, as in any graph."""
+    found: list[Any] = []
+    for delay in (True, False):
+        layer = ExpertParallelFFN(4, 3, 2 * dist.get_world_size(), activation="relu", how=How("experts", 0, delay))
+        x = torch.randn(6, 4, requires_grad=True)
+        index = torch.arange(12).view(6, 2) % (2 * dist.get_world_size())
+        group = dist.group.WORLD
+        weights = (layer.up, layer.down)
+        out = expert_parallel_ffn(x, index, torch.ones(6, 2), weights, lambda h: (h > 0).to(h.dtype), group, layer.how)
+        out.sum().backward()
+        found += [layer.up.grad is None, layer.down.grad is None]
+    return found
+
+
+def test_an_activation_without_a_gradient(ranks):
+    for found in ranks(2)(step_function):
+        assert found == [True, False, True, False]
+
+
+def misfit() -> str:
+    layer = ExpertParallelFFN(4, 3, 2 * dist.get_world_size())
+    with pytest.raises(ValueError, match="do not fit") as caught:
+        layer(torch.randn(6, 4), torch.zeros(5, 2, dtype=torch.long), torch.rand(5, 2))
+    return str(caught.value)
+
+
+def test_tables_of_other_lengths_are_refused(ranks):
+    assert all("give [tokens, h], [tokens, k]" in text for text in ranks(2)(misfit))

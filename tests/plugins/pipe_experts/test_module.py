@@ -103,18 +103,18 @@ def test_what_is_refused(ranks):
         _ = pipe_experts.nonsense
 
 
-def reported() -> Any:
+def reported() -> dict[str, int]:
     with ovpatch.applied("pipe_experts"):
+        before = ovpatch.report()["pipe_experts"].counters
         layer, (index, top) = made(), routing()
         layer(torch.randn(TOKENS, HIDDEN), index, top)
-        return ovpatch.report()["pipe_experts"]
+        after = ovpatch.report()["pipe_experts"].counters
+    return {name: value - before[name] for name, value in after.items()}
 
 
 def test_the_report(ranks):
     for found in ranks(2)(reported):
-        assert not found.remarks
-        assert found.counters["calls"] >= 1
-        assert found.counters["parts"] >= 2
+        assert found == {"calls": 1, "parts": 2, "stacked_calls": 1, "taken_over": 0, "library_experts": 0}
 
 
 def test_nothing_to_take_over_is_said(monkeypatch):
@@ -124,3 +124,21 @@ def test_nothing_to_take_over_is_said(monkeypatch):
     (remark,) = plugin.ovpatch_remarks()
     assert "no expert-parallel layer was found" in remark
     assert "run_experts()" in remark
+    counters.COUNTERS.calls = counters.COUNTERS.taken_over = 4
+    assert not plugin.ovpatch_remarks()
+    counters.COUNTERS.library_experts = 3
+    (remark,) = plugin.ovpatch_remarks()
+    assert "in 3 of 4 calls transformers computed its experts itself" in remark
+
+
+def without_its_group() -> str:
+    group = dist.new_group([0, 1])
+    layer = ExpertParallelFFN(HIDDEN, 3, 4, group)
+    dist.destroy_process_group(group)
+    with pytest.raises(RuntimeError, match="make the layer anew") as caught:
+        layer(torch.randn(2, HIDDEN), torch.zeros(2, 1, dtype=torch.long), torch.ones(2, 1))
+    return str(caught.value)
+
+
+def test_a_layer_whose_group_is_gone(ranks):
+    assert all("does not exist here" in text for text in ranks(2)(without_its_group))

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import gc
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -12,8 +14,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ovpatch_plugins.pipe_experts import exchange, experts, weights
+from ovpatch_plugins.pipe_experts.experts import swiglu
 from ovpatch_plugins.pipe_experts.how import How
-from ovpatch_plugins.pipe_experts.layer import run_experts
+from ovpatch_plugins.pipe_experts.layer import expert_parallel_ffn, run_experts
 from ovpatch_plugins.pipe_experts.module import ExpertParallelFFN
 from ovpatch_plugins.pipe_experts.pipeline import pipelined
 
@@ -165,6 +168,90 @@ def test_the_schedule_alone(count):
     launches = [f"launch there {i}" for i in range(count)]
     waits = [f"wait back {i}" for i in range(count)]
     assert of_own(count) == [*launches, *(step for part in parts for step in part), *waits]
+
+
+def partly_frozen() -> list[str]:
+    world = dist.get_world_size()
+    layer = ExpertParallelFFN(4, 3, 2 * world, how=How("experts"))
+    layer.up.requires_grad_(False)
+    x = torch.randn(6, 4, requires_grad=True)
+    out = layer(x, torch.arange(12).view(6, 2) % (2 * world), torch.rand(6, 2))
+    with recorded() as found:
+        out.sum().backward()
+    return found
+
+
+def test_frozen_weights_cost_nothing(ranks):
+    for backward in ranks(2)(partly_frozen):
+        assert backward.count("weight gradient") == 2
+
+
+def ways_back(multi_stream: bool) -> list[bool]:
+    """Over which communicators parts are sent: whether each is the layer's own group."""
+    world, found, own = dist.get_world_size(), [], dist.group.WORLD
+    layer = ExpertParallelFFN(4, 3, 2 * world, how=How("experts", multi_stream=multi_stream))
+    before = dist.all_to_all_single
+
+    def record(*args: Any, group: Any, **kwargs: Any) -> Any:
+        found.append(group is own)
+        return before(*args, group=group, **kwargs)
+
+    dist.all_to_all_single = record
+    try:
+        layer(torch.randn(6, 4), torch.arange(12).view(6, 2) % (2 * world), torch.rand(6, 2))
+    finally:
+        dist.all_to_all_single = before
+    return found
+
+
+def test_rows_come_back_on_a_communicator_of_their_own(ranks):
+    assert ranks(2)(ways_back, False) == [[True] * 5] * 2, "counts, there and back"
+    assert ranks(2)(ways_back, True) == [[True] * 3 + [False] * 2] * 2
+
+
+def left_alive(what: str) -> list[bool]:
+    """Whether weights that were computed, and what is known of them, outlive a step."""
+    world = dist.get_world_size()
+    source = torch.randn(2, 6, 4, requires_grad=True)
+    x, index = torch.randn(6, 4, requires_grad=True), torch.arange(12).view(6, 2) % (2 * world)
+    made: list[Any] = []
+    before = weights._Gradients.__init__
+
+    def note(self: Any, *args: Any) -> None:
+        made.append(weakref.ref(self))
+        before(self, *args)
+
+    weights._Gradients.__init__ = note  # type: ignore[method-assign]
+    calls: list[int] = []
+    grads = weights.add_weight_grads
+
+    def failing(*args: Any) -> None:
+        calls.append(1)
+        if what == "an exception" and len(calls) == 2:
+            raise ValueError("on purpose")
+        grads(*args)
+
+    weights.add_weight_grads = failing
+    try:
+        up, down = source * 2, torch.randn(2, 4, 3, requires_grad=True)
+        made.append(weakref.ref(up))
+        out = expert_parallel_ffn(x, index, torch.rand(6, 2), (up, down), swiglu, dist.group.WORLD, How("experts"))
+        if what == "a backward":
+            out.sum().backward()
+        elif what == "an exception":
+            with contextlib.suppress(ValueError):
+                out.sum().backward()
+            torch.ones((), requires_grad=True).backward()  # until then the engine keeps what it had still to do
+    finally:
+        weights._Gradients.__init__, weights.add_weight_grads = before, grads  # type: ignore[method-assign]
+    del out, up, down
+    gc.collect()
+    return [reference() is not None for reference in made]
+
+
+@pytest.mark.parametrize("what", ["no backward", "a backward", "an exception"])
+def test_nothing_outlives_a_step(ranks, what):
+    assert ranks(2)(left_alive, what) == [[False, False]] * 2
 
 
 def indifferent() -> Tensor | None:

@@ -33,6 +33,8 @@ def test_how_many_parts():
     assert len(plan(2, 8, "tokens", 5).parts) == 5
     with pytest.raises(ValueError, match="choose one of auto, none, experts, tokens"):
         plan(2, 2, "expert")
+    with pytest.raises(ValueError, match="expected a number of parts"):
+        plan(2, 2, "tokens", -1)
 
 
 def test_positions_are_by_group_and_then_by_rank():
@@ -92,15 +94,18 @@ def test_rows_are_sent_by_part_then_by_rank_then_by_expert(ranks):
         assert sent == [[4, 3]]
 
 
-def misrouted() -> str:
+def misrouted(expert: int) -> str:
+    """Only the last rank is wrong."""
+    index = torch.tensor([[expert if dist.get_rank() == 1 else 0]], dtype=torch.int32)
     with pytest.raises(ValueError, match="route to 0 to 3, or -1 for none") as caught:
-        route(torch.tensor([[4]]), plan(2, 2), dist.group.WORLD)
+        route(index, plan(2, 2), dist.group.WORLD)
     return str(caught.value)
 
 
-def test_an_expert_that_is_none(ranks):
-    for error in ranks(2)(misrouted):
-        assert "expert 4, but 2 ranks with 2 experts each have 4" in error
+@pytest.mark.parametrize("expert", [4, -2])
+def test_an_expert_that_is_none_is_an_error_on_all_ranks(ranks, expert):
+    for error in ranks(2)(misrouted, expert):
+        assert f"rank 1 of the group routes a token to expert {expert}, but 2 ranks with 2 experts" in error
 
 
 def test_memory_is_shared_and_let_go_of():
