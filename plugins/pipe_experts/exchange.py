@@ -90,7 +90,7 @@ class _Transfer:
     def launch(self, rows: Tensor) -> Tensor:
         """Start; return the memory in which the rows will be."""
         received, self._forward = self._start(rows, self._sent, self._received, self._place)
-        return received
+        return received.data
 
     def wait(self) -> None:
         """Make the current stream (the host, without streams) wait for the rows."""
@@ -109,7 +109,8 @@ class _Transfer:
         return grad
 
     def _start(self, rows: Tensor, sent: list[int], received: list[int], place: Place | None) -> tuple[Tensor, Any]:
-        rows = rows.data.contiguous()  # a backend's thread may keep it for a moment, which is not to keep the graph
+        """Start; a backend's thread may keep both tensors for a moment longer, so neither must be one with a graph."""
+        rows = rows.data.contiguous()
         found = rows.new_empty((sum(received), *rows.shape[1:])) if place is None else place(rows)
         with span(label("pipe_experts", "all_to_all")):
             work = dist.all_to_all_single(found, rows, received, sent, group=self._group, async_op=True)

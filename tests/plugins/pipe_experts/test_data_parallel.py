@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 import ovpatch
 from ovpatch.insight.equality import compare
 from ovpatch.overlap.agreement import DisagreementError
-from ovpatch_plugins.pipe_experts import How, expert_data_parallel, run_experts
+from ovpatch_plugins.pipe_experts import ExpertParallelFFN, How, expert_data_parallel, run_experts
 from tests.plugins.ddp.test_declared import InChunks
 from tests.plugins.ddp.test_failures import Bomb
 
@@ -238,6 +238,52 @@ def test_training(ranks, world, ep, arm):
                     compare(wanted, mine).assert_equal()
                 except AssertionError as error:
                     raise AssertionError(f"case {name}, step {step}: {error}") from None
+
+
+def with_shared_experts(arm: str) -> list[Any]:
+    """A ready layer's shared experts are dense: the same on all ranks, and averaged over all."""
+    with features(arm):
+        torch.manual_seed(0)
+        layer = ExpertParallelFFN(6, 5, 2 * dist.get_world_size(), shared=nn.Linear(6, 6))
+        model = nn.Sequential()
+        model.layer = layer
+        layer.shared.weight.data.add_(dist.get_rank())
+        model.forward = lambda x: layer(x, torch.zeros(len(x), 1, dtype=torch.long), torch.ones(len(x), 1))
+        ddp = expert_data_parallel(model, [layer], None)
+        x = torch.full((3, 6), 1.0 + dist.get_rank())
+        ddp(x).sum().backward()
+        return [layer.shared.weight.detach(), layer.shared.weight.grad]
+
+
+@pytest.mark.parametrize("arm", ["stock", "ddp"])
+def test_shared_experts_are_dense(ranks, arm):
+    (weight, grad), (other_weight, other_grad) = ranks(2)(with_shared_experts, arm)
+    assert torch.equal(weight, other_weight)
+    assert torch.equal(grad, other_grad)
+    assert torch.equal(grad, torch.full((6, 6), 3 * 1.5)), "the mean of three tokens of ones and three of twos"
+
+
+def frozen_later() -> list[bool]:
+    """An expert that is frozen after the wrap has no gradient, and does not move."""
+    setup = Setup(2)
+    optimizer = torch.optim.AdamW(setup.ddp.parameters(), 0.1)
+    setup.loss(0).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    frozen = setup.model.experts[0][0].weight
+    frozen.requires_grad_(False)
+    before = frozen.detach().clone()
+    for step in (1, 2):
+        setup.loss(step).backward()
+        found = [frozen.grad is None, setup.model.experts[0][2].weight.grad is not None]
+        optimizer.step()
+        optimizer.zero_grad()
+    return [*found, torch.equal(before, frozen)]
+
+
+def test_experts_that_are_frozen_later_stay_as_they_are(ranks):
+    for found in ranks(4)(frozen_later, timeout=30):
+        assert found == [True, True, True]
 
 
 def without_synchronisation() -> dict[str, Any]:

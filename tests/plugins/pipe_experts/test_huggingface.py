@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 import ovpatch
-from ovpatch.insight.equality import compare
+from ovpatch.insight.equality import Verdict, compare
 from ovpatch_plugins.pipe_experts.counters import COUNTERS
 
 pytest.importorskip("transformers.distributed.expert_parallel", reason="needs transformers with expert parallelism")
@@ -38,6 +38,7 @@ MODELS = {
         "num_experts": 8,
     },
 }
+OTHERS = {"gpt_oss": {"intermediate_size": 24, "num_local_experts": 8, "head_dim": 8}}
 OVER = {
     "data": {"fsdp_size": 2, "ep_size": 2},
     "tensor": {"tp_size": 2, "tp_plan": "auto", "ep_size": 2},
@@ -51,11 +52,11 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     folder = tmp_path_factory.mktemp("models")
-    for name, more in MODELS.items():
+    for name, more in (MODELS | OTHERS).items():
         torch.manual_seed(0)
         model = AutoModelForCausalLM.from_config(AutoConfig.for_model(name, **TINY, **more))
         model.save_pretrained(folder / name)
-    return {name: str(folder / name) for name in MODELS}
+    return {name: str(folder / name) for name in MODELS | OTHERS}
 
 
 def loaded(path: str, over: str = "data", implementation: str = "auto", experts: str = "eager") -> nn.Module:
@@ -168,6 +169,75 @@ def test_experts_that_a_script_computes(ranks, saved):
             compare(stock, ours["records"], floor=1e-6).assert_equal()
             assert ours["taken_over"] > 0
             assert ours["stacked_calls"] == 0
+
+
+def overriding_class(path: str) -> list[Record]:
+    """A script's implementation, which weighs what comes back, is transformers' class but for that."""
+    from transformers.distributed.expert_parallel import AllToAllEP, EPImplementationInterface
+
+    class Weighing(AllToAllEP):
+        def _combine_tokens(self, *args: Any) -> Tensor:
+            return 3 * super()._combine_tokens(*args)
+
+    EPImplementationInterface.register("weighing", Weighing)
+    return train(path, implementation="weighing", steps=1)
+
+
+def replaced_forward(path: str) -> list[Record]:
+    """A script replaces the experts' forward, as libraries of kernels do."""
+    from transformers.models.mixtral.modeling_mixtral import MixtralExperts
+
+    before = MixtralExperts.forward
+    MixtralExperts.forward = lambda self, *args: 3 * before(self, *args)
+    try:
+        return train(path, steps=1)
+    finally:
+        MixtralExperts.forward = before
+
+
+def replaced_in_the_registry(path: str) -> list[Record]:
+    from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+
+    before = ALL_EXPERTS_FUNCTIONS["batched_mm"]
+    ALL_EXPERTS_FUNCTIONS["batched_mm"] = lambda *args: 3 * before(*args)
+    try:
+        return train(path, experts="batched_mm", steps=1)
+    finally:
+        del ALL_EXPERTS_FUNCTIONS["batched_mm"]
+
+
+def turned_on(function: Any, *args: Any) -> Any:
+    with ovpatch.applied("pipe_experts"):
+        return function(*args)
+
+
+@pytest.mark.parametrize("change", [overriding_class, replaced_forward, replaced_in_the_registry])
+def test_what_a_script_has_put_in_the_place_of_transformers_is_called(ranks, saved, change):
+    plain = ranks(2)(train, saved["mixtral"], steps=1)[0]
+    right, found = ranks(2)(change, saved["mixtral"]), ranks(2)(turned_on, change, saved["mixtral"])
+    assert compare(plain, right[0], floor=1e-9).verdict is Verdict.DIFFERENT, "it does something"
+    for stock, ours in zip(right, found, strict=True):
+        compare(stock, ours, floor=1e-9).assert_equal()
+
+
+def experts_alone(path: str) -> list[Record]:
+    """Train the experts alone, on tokens of which one rank's part gets none."""
+    model = loaded(path)
+    for name, param in model.named_parameters():
+        if "router.bias" in name:
+            with torch.no_grad():
+                whole = torch.zeros(8).index_fill(0, torch.tensor([1, 2, 3]), -1e4).to(param.dtype)
+                here = param.to_local() if isinstance(param, DTensor) else param
+                here.copy_(whole.chunk(2)[dist.get_rank()] if len(here) < 8 else whole)
+        param.requires_grad_("experts" in name)
+    optimizer = torch.optim.SGD([param for param in model.parameters() if param.requires_grad], 0.1)
+    return [step(model, optimizer, number, "data") for number in range(2)]
+
+
+def test_experts_with_biases_trained_alone(ranks, saved):
+    right, found = ranks(2)(experts_alone, saved["gpt_oss"]), ranks(2)(turned_on, experts_alone, saved["gpt_oss"])
+    for stock, ours in zip(right, found, strict=True):
+        compare(stock, ours, floor=1e-9).assert_equal()
 
 
 def test_it_can_be_named(ranks, saved):
