@@ -23,6 +23,12 @@ DOUBLE = torch.float64
 Record = dict[str, Any]
 
 
+def device() -> torch.device:
+    """Return where this rank computes; a process without ranks computes on the CPU."""
+    on_gpu = dist.is_initialized() and dist.get_backend() == "nccl"
+    return torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
+
+
 @dataclass(frozen=True)
 class Case:
     """What is computed.
@@ -67,11 +73,12 @@ class Case:
             "router": (count, HIDDEN),
             "shared": (HIDDEN, HIDDEN),
         }
-        return {name: torch.randn(shape, generator=generator, dtype=DOUBLE) for name, shape in shapes.items()}
+        drawn = {name: torch.randn(shape, generator=generator, dtype=DOUBLE) for name, shape in shapes.items()}
+        return {name: weight.to(device()) for name, weight in drawn.items()}
 
     def x(self, rank: int, step: int) -> Tensor:
         generator = torch.Generator().manual_seed(1000 * self.seed + 100 * step + rank)
-        return torch.randn(self.tokens_of(rank), HIDDEN, generator=generator, dtype=DOUBLE)
+        return torch.randn(self.tokens_of(rank), HIDDEN, generator=generator, dtype=DOUBLE).to(device())
 
     def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
         """Return one; for lazy experts, of which some have no gradient instead of zero, one that treats both alike."""
@@ -83,7 +90,7 @@ class Case:
         """Return each token's experts and their weights, ``[tokens, k]`` both."""
         logits = x @ router.t()
         if self.favourites:
-            others = torch.ones(len(router), dtype=torch.bool)
+            others = torch.ones(len(router), dtype=torch.bool, device=x.device)
             others[list(self.favourites)] = False
             logits = logits.masked_fill(others, -1e9)
         probabilities, index = logits.softmax(-1).topk(self.top_k, dim=-1)
@@ -248,7 +255,8 @@ class _Shared(nn.Module):
 
 
 def made_layer(case: Case, world: int) -> ExpertParallelFFN:
-    return ExpertParallelFFN(HIDDEN, FFN, world * case.local, activation=case.activation, how=case.how, dtype=DOUBLE)
+    arguments = {"activation": case.activation, "how": case.how, "dtype": DOUBLE, "device": device()}
+    return ExpertParallelFFN(HIDDEN, FFN, world * case.local, **arguments)
 
 
 def train(case: Case, *, forward: Callable[[nn.Module, Tensor], Tensor] | None = None) -> list[Record]:
@@ -267,10 +275,15 @@ def train(case: Case, *, forward: Callable[[nn.Module, Tensor], Tensor] | None =
         for dense in (model.router, model.shared):
             if dense.grad is not None:
                 dist.all_reduce(dense.grad)
-        records.append({"out": out.detach(), "x": x.grad, **_gradients(model)})
+        records.append(_on_cpu({"out": out.detach(), "x": x.grad, **_gradients(model)}))
         optimizer.step()
         optimizer.zero_grad()
-    return [*records, {name: model.stacked(name, lambda param: param.detach().clone()) for name in ("up", "down")}]
+    params = {name: model.stacked(name, lambda param: param.detach().clone()) for name in ("up", "down")}
+    return [*records, _on_cpu(params)]
+
+
+def _on_cpu(record: Record) -> Record:
+    return {name: None if value is None else value.cpu() for name, value in record.items()}
 
 
 def _gradients(model: OverRanks) -> Record:

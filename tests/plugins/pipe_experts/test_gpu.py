@@ -1,0 +1,126 @@
+"""The feature on GPUs over NCCL: the cases of the other files, and what streams and half precision can get wrong."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ovpatch.insight.equality import compare
+from ovpatch_plugins.pipe_experts.experts import swiglu
+from ovpatch_plugins.pipe_experts.how import How
+from ovpatch_plugins.pipe_experts.layer import expert_parallel_ffn
+from tests.plugins.pipe_experts import test_layer, test_order
+from tests.plugins.pipe_experts.models import Case, device, expected, train
+
+pytestmark = pytest.mark.gpu(2)
+
+NCCL = {"backend": "nccl", "timeout": 120}
+
+
+def check(ranks: Any, case: Case) -> None:
+    for right, found in zip(expected(case, 2), ranks(2)(train, case, **NCCL), strict=True):
+        compare(right, found, floor=1e-10).assert_equal()
+
+
+@pytest.mark.parametrize("how", test_layer.HOWS)
+def test_any_layer_may_be_cut(ranks, how):
+    for case in test_layer.CASES.values():
+        check(ranks, dataclasses.replace(case, how=test_layer.HOWS[how]))
+
+
+@pytest.mark.parametrize("frozen", test_layer.FROZEN)
+def test_what_is_frozen(ranks, frozen):
+    for module in ("stacked", "numbered"):
+        check(ranks, Case(frozen=test_layer.FROZEN[frozen], module=module, tokens=(5, 0), how=How("experts")))
+
+
+def on_gpu(function: Callable[..., Any], *args: Any) -> Any:
+    """Run a function with all that it makes on the GPU."""
+    with torch.device(device()):
+        return function(*args)
+
+
+def test_every_part_hides_what_it_can(ranks):
+    part, back = test_order.PART, test_order.PART_BACK + test_order.GRADS
+    for forward, backward in ranks(2)(on_gpu, test_order.run, How("experts"), **NCCL):
+        assert forward == ["launch", "launch", "shared", *part, *part, "wait", "wait"]
+        assert backward == ["launch back"] * 2 + back * 2 + ["shared back", "wait back", "wait back"]
+
+
+@pytest.mark.parametrize("what", ["no backward", "a backward"])
+def test_nothing_outlives_a_step(ranks, what):
+    assert ranks(2)(on_gpu, test_order.left_alive, what, **NCCL) == [[False, False]] * 2
+
+
+def wide(dtype: torch.dtype, how: How | None, delay: float = 0.0) -> dict[str, Tensor]:
+    """A layer wide enough for torch's grouped kernel; without ``how``, all experts on all ranks, one after the other.
+
+    With ``delay``, ranks and streams are late by chance.
+    """
+    world, rank = dist.get_world_size(), dist.get_rank()
+    generator = torch.Generator().manual_seed(0)
+    experts, hidden, ffn, tokens = 4 * world, 64, 96, 200
+    up, down = (
+        (torch.randn(experts, *shape, generator=generator) * shape[1] ** -0.5).to(dtype).to(device())
+        for shape in ((2 * ffn, hidden), (hidden, ffn))
+    )
+    own = slice(4 * rank, 4 * rank + 4)
+    up, down = (up, down) if how is None else (up[own].clone(), down[own].clone())
+    up.requires_grad_()
+    down.requires_grad_()
+    generator.manual_seed(1 + rank)
+    x = torch.randn(tokens, hidden, generator=generator).to(dtype).to(device()).requires_grad_()
+    index = torch.rand(tokens, experts, generator=generator).topk(2).indices.to(device())
+    top = torch.rand(tokens, 2, generator=generator).to(dtype).to(device())
+    if delay:
+        time.sleep(delay * torch.rand(()).item())
+        torch.cuda._sleep(int(1e6 * torch.rand(()).item()))
+    if how is None:
+        slots = torch.zeros(tokens, 2, hidden, dtype=dtype, device=device())
+        for expert in range(experts):
+            token, slot = torch.where(index == expert)
+            slots = slots.index_put((token, slot), swiglu(x[token] @ up[expert].t()) @ down[expert].t())
+        out = (slots * top.unsqueeze(-1)).sum(1)
+    else:
+        out = expert_parallel_ffn(x, index, top, (up, down), swiglu, dist.group.WORLD, how)
+    if delay:
+        torch.cuda._sleep(int(1e6 * torch.rand(()).item()))
+    out.square().sum().backward()
+    grads = [up.grad, down.grad]
+    if how is None:
+        for grad in grads:
+            dist.all_reduce(grad)
+        grads = [grad[own] for grad in grads]
+    found = {"out": out.detach(), "x": x.grad, "up": grads[0], "down": grads[1]}
+    return {name: value.double().cpu() for name, value in found.items()}
+
+
+def test_bfloat16_is_hardly_farther_from_the_truth_than_one_expert_after_the_other(ranks):
+    truth, one_by_one = (ranks(2)(wide, dtype, None, **NCCL) for dtype in (torch.float64, torch.bfloat16))
+    for how in (How("none"), How("experts", 2), How("experts", 4), How("tokens", 3)):
+        for right, peer, ours in zip(truth, one_by_one, ranks(2)(wide, torch.bfloat16, how, **NCCL), strict=True):
+            for name, value in right.items():
+                error, allowed = ((found[name] - value).norm() / value.norm() for found in (ours, peer))
+                assert error <= 1.25 * allowed + 1e-4, (how, name)
+
+
+def repeated(how: How, times: int) -> bool:
+    """Whether a layer computes the same bits every time, whoever is late."""
+    first = wide(torch.bfloat16, how)
+    torch.manual_seed(dist.get_rank())
+    return all(
+        all(torch.equal(first[name], value) for name, value in wide(torch.bfloat16, how, 0.002).items())
+        for _ in range(times)
+    )
+
+
+@pytest.mark.parametrize("how", ["experts", "2 chunks", "experts, 2 communicators"])
+def test_delays_change_nothing(ranks, how):
+    assert ranks(2)(repeated, test_layer.HOWS[how], 200, **NCCL) == [True, True]
