@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch
+from torch import Tensor
 
 
 class Work(Protocol):
@@ -13,6 +14,26 @@ class Work(Protocol):
 
     def wait(self) -> Any:
         """Make the current stream (the host, without streams) wait for the result."""
+
+
+class Pending:
+    """Collectives under way.
+
+    Args:
+        works: The collectives.
+        inputs: What they read, kept until then.
+    """
+
+    __slots__ = ("_inputs", "_works")
+
+    def __init__(self, works: Sequence[Work], inputs: tuple[Tensor, ...] = ()) -> None:
+        self._works, self._inputs = works, inputs
+
+    def wait(self) -> None:
+        """Make the current stream (the host, without streams) wait for the results, and let go of the inputs."""
+        for work in self._works:
+            work.wait()
+        self._works = self._inputs = ()
 
 
 class Unpacked:

@@ -20,6 +20,7 @@ from torch.autograd.function import once_differentiable
 
 from ovpatch.overlap.engine import apply_function
 from ovpatch.overlap.labels import label, span
+from ovpatch.overlap.works import Pending
 
 Place = Callable[[Tensor], Tensor]
 """Returns memory for received rows, ``[n, h]``, of the dtype and device of a tensor."""
@@ -84,8 +85,8 @@ class _Transfer:
     ) -> None:
         self._group, self._sent, self._received = group, sent, received
         self._place, self._place_gradient = place, place_gradient
-        self._forward: Any = None
-        self._backward: tuple[Tensor, Any] | None = None
+        self._forward = Pending(())
+        self._backward: tuple[Tensor, Pending] | None = None
 
     def launch(self, rows: Tensor) -> Tensor:
         """Start; return the memory in which the rows will be."""
@@ -95,7 +96,6 @@ class _Transfer:
     def wait(self) -> None:
         """Make the current stream (the host, without streams) wait for the rows."""
         self._forward.wait()
-        self._forward = None
 
     def launch_back(self, grad: Tensor) -> None:
         """Start to send the received rows' gradient back."""
@@ -104,27 +104,17 @@ class _Transfer:
     def wait_back(self) -> Tensor:
         """Return the gradient of the rows that were sent."""
         assert self._backward is not None, "the node that waited runs before the one that launched"
-        (grad, work), self._backward = self._backward, None
-        work.wait()
+        (grad, pending), self._backward = self._backward, None
+        pending.wait()
         return grad
 
-    def _start(self, rows: Tensor, sent: list[int], received: list[int], place: Place | None) -> tuple[Tensor, Any]:
+    def _start(self, rows: Tensor, sent: list[int], received: list[int], place: Place | None) -> tuple[Tensor, Pending]:
         """Start; a backend's thread may keep both tensors for a moment longer, so neither must be one with a graph."""
         rows = rows.data.contiguous()
         found = rows.new_empty((sum(received), *rows.shape[1:])) if place is None else place(rows)
         with span(label("pipe_experts", "all_to_all")):
             work = dist.all_to_all_single(found, rows, received, sent, group=self._group, async_op=True)
-        return found, _Kept(work, rows)
-
-
-class _Kept:
-    """A collective under way, and what it reads."""
-
-    def __init__(self, work: Any, rows: Tensor) -> None:
-        self._work, self._rows = work, rows
-
-    def wait(self) -> None:
-        self._work.wait()
+        return found, Pending((work,), (rows,))
 
 
 class _Launch(torch.autograd.Function):

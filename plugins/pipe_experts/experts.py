@@ -50,7 +50,37 @@ ACTIVATIONS: Final[dict[str, Activation]] = {
 }
 
 
-class StackedFFN:
+class _Parts:
+    """The parts of one call.
+
+    Args:
+        plan: Which there are.
+        counts: Rows of each.
+        trains: See :attr:`Experts.trains`.
+    """
+
+    def __init__(self, plan: Plan, counts: Counts, trains: bool) -> None:
+        self._parts, self._counts, self.trains = plan.parts, counts, trains
+
+    def begin(self, part: int) -> None:
+        """See :meth:`Experts.begin`."""
+
+
+class _ByExpert(_Parts):
+    """Sorts a part's rows by expert, and what is made of them by rank again."""
+
+    def __call__(self, part: int, rows: Tensor) -> Tensor:
+        """See :meth:`Experts.__call__`."""
+        arriving = self._counts.arriving[part]
+        by_expert = [list(sizes) for sizes in zip(*arriving, strict=True)]
+        sizes = [sum(of_ranks) for of_ranks in by_expert]
+        return transposed(self._computed(transposed(rows, arriving), self._parts[part][1], sizes), by_expert)
+
+    def _computed(self, rows: Tensor, experts: range, sizes: list[int]) -> Tensor:
+        raise NotImplementedError
+
+
+class StackedFFN(_ByExpert):
     """Feed-forward networks, their weights stacked: a product, the activation, a product.
 
     Args:
@@ -64,27 +94,21 @@ class StackedFFN:
     def __init__(
         self, plan: Plan, counts: Counts, weights: Sequence[Tensor], activation: Activation, *, delays: bool
     ) -> None:
-        self._parts, self._counts, self._activation = plan.parts, counts, activation
-        self._weights = Weights(weights, delays=delays)
-        self.trains = self._weights.trained
+        self._weights, self._activation = Weights(weights, delays=delays), activation
+        super().__init__(plan, counts, self._weights.trained)
         COUNTERS.stacked_calls += 1
 
     def begin(self, part: int) -> None:
         """See :meth:`Experts.begin`."""
         self._weights.begin(part)
 
-    def __call__(self, part: int, rows: Tensor) -> Tensor:
-        """See :meth:`Experts.__call__`."""
-        arriving, experts = self._counts.arriving[part], self._parts[part][1]
-        by_expert = [list(sizes) for sizes in zip(*arriving, strict=True)]
-        sizes = [sum(of_ranks) for of_ranks in by_expert]
-        h = self._weights.product(0, transposed(rows, arriving), experts, sizes)
+    def _computed(self, rows: Tensor, experts: range, sizes: list[int]) -> Tensor:
+        h = self._weights.product(0, rows, experts, sizes)
         between = self._activation(h).to(h.dtype)  # autocast has some operations computed in float32
-        out = self._weights.product(1, between, experts, sizes)
-        return transposed(out, by_expert)
+        return self._weights.product(1, between, experts, sizes)
 
 
-class Separate:
+class Separate(_ByExpert):
     """Experts that are modules, or functions, one each.
 
     Args:
@@ -95,57 +119,15 @@ class Separate:
     """
 
     def __init__(self, plan: Plan, counts: Counts, modules: Sequence[Callable[[Tensor], Tensor]]) -> None:
-        self._parts, self._counts, self._modules = plan.parts, counts, modules
-        self.trains = any(_trains(module) for module in modules)
+        super().__init__(plan, counts, any(_trains(module) for module in modules))
+        self._modules = modules
 
-    def begin(self, part: int) -> None:
-        """See :meth:`Experts.begin`."""
-
-    def __call__(self, part: int, rows: Tensor) -> Tensor:
-        """See :meth:`Experts.__call__`."""
-        arriving, experts = self._counts.arriving[part], self._parts[part][1]
-        by_expert = [list(sizes) for sizes in zip(*arriving, strict=True)]
-        split = cut(transposed(rows, arriving), Memory([sum(sizes) for sizes in by_expert]))
-        outs = [self._modules[i](some) for i, some in zip(experts, split, strict=True)]
-        return transposed(torch.cat(outs), by_expert)
+    def _computed(self, rows: Tensor, experts: range, sizes: list[int]) -> Tensor:
+        split = cut(rows, Memory(sizes))
+        return torch.cat([self._modules[i](some) for i, some in zip(experts, split, strict=True)])
 
 
-class Numbered:
-    """Experts that one function computes, which is told each row's expert.
-
-    Args:
-        plan: Which parts there are.
-        counts: Rows of each.
-        function: ``[rows, h]`` and local experts ``[rows]`` -> ``[rows, h]``. Not called without rows, unless no part
-            has any; what it returns becomes of the rows' dtype, as it is on ranks where it is not called.
-    """
-
-    def __init__(self, plan: Plan, counts: Counts, function: Callable[[Tensor, Tensor], Tensor]) -> None:
-        self._parts, self._counts, self._function = plan.parts, counts, function
-        self.trains = _trains(function)
-        self._needed = not any(sum(counts.received(part)) for part in range(len(self._parts)))
-
-    def begin(self, part: int) -> None:
-        """See :meth:`Experts.begin`."""
-
-    def __call__(self, part: int, rows: Tensor) -> Tensor:
-        """See :meth:`Experts.__call__`."""
-        if not len(rows):
-            return self._of_none(part, rows)
-        experts = self._parts[part][1]
-        sizes = torch.tensor(self._counts.arriving[part], device=rows.device).view(-1)
-        numbers = torch.arange(experts.start, experts.stop, device=rows.device).repeat(len(self._counts.arriving[part]))
-        return self._function(rows, numbers.repeat_interleave(sizes, output_size=len(rows))).to(rows.dtype)
-
-    def _of_none(self, part: int, rows: Tensor) -> Tensor:
-        """Return no rows; if this rank gets none at all, of a row without effect, so that parameters get gradients."""
-        if not self._needed or part:
-            return rows
-        some = rows.sum(dim=0, keepdim=True)
-        return self._function(some, torch.zeros(1, dtype=torch.long, device=rows.device))[:0].to(rows.dtype)
-
-
-class Grouped:
+class Grouped(_ByExpert):
     """Experts that one function computes, which is told how many rows each has, as torchtitan's are.
 
     Args:
@@ -156,20 +138,45 @@ class Grouped:
     """
 
     def __init__(self, plan: Plan, counts: Counts, function: Callable[[Tensor, Tensor], Tensor]) -> None:
-        self._parts, self._counts, self._function, self._local = plan.parts, counts, function, plan.local
-        self.trains = _trains(function)
+        super().__init__(plan, counts, _trains(function))
+        self._function, self._local = function, plan.local
 
-    def begin(self, part: int) -> None:
-        """See :meth:`Experts.begin`."""
+    def _computed(self, rows: Tensor, experts: range, sizes: list[int]) -> Tensor:
+        numbers = [0] * self._local
+        numbers[experts.start : experts.stop] = sizes
+        return self._function(rows, torch.tensor(numbers, device=rows.device))
+
+
+class Numbered(_Parts):
+    """Experts that one function computes, which is told each row's expert.
+
+    Args:
+        plan: Which parts there are.
+        counts: Rows of each.
+        function: ``[rows, h]`` and local experts ``[rows]`` -> ``[rows, h]``. Not called without rows, unless no part
+            has any; what it returns becomes of the rows' dtype, as it is on ranks where it is not called.
+    """
+
+    def __init__(self, plan: Plan, counts: Counts, function: Callable[[Tensor, Tensor], Tensor]) -> None:
+        super().__init__(plan, counts, _trains(function))
+        self._function = function
+        self._gets_none = not any(sum(counts.received(part)) for part in range(len(self._parts)))
 
     def __call__(self, part: int, rows: Tensor) -> Tensor:
         """See :meth:`Experts.__call__`."""
+        if not len(rows):
+            return self._of_none(part, rows)
         arriving, experts = self._counts.arriving[part], self._parts[part][1]
-        by_expert = [list(sizes) for sizes in zip(*arriving, strict=True)]
-        numbers = [0] * self._local
-        numbers[experts.start : experts.stop] = [sum(sizes) for sizes in by_expert]
-        found = self._function(transposed(rows, arriving), torch.tensor(numbers, device=rows.device))
-        return transposed(found, by_expert)
+        numbers = torch.arange(experts.start, experts.stop, device=rows.device).repeat(len(arriving))
+        sizes = torch.tensor(arriving, device=rows.device).view(-1)
+        return self._function(rows, numbers.repeat_interleave(sizes, output_size=len(rows))).to(rows.dtype)
+
+    def _of_none(self, part: int, rows: Tensor) -> Tensor:
+        """Return no rows; if this rank gets none at all, of a row without effect, so that parameters get gradients."""
+        if part or not self._gets_none:
+            return rows
+        some = rows.sum(dim=0, keepdim=True)
+        return self._function(some, torch.zeros(1, dtype=torch.long, device=rows.device))[:0].to(rows.dtype)
 
 
 def _trains(function: Any) -> bool:

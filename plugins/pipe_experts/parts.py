@@ -42,7 +42,7 @@ class Plan:
         """Number of experts of all ranks."""
         return self.world * self.local
 
-    @property
+    @functools.cached_property
     def parts(self) -> list[tuple[int, range]]:
         """The parts in the order in which they are sent: a chunk, and which local experts."""
         return [(chunk, group) for chunk in range(self.chunks) for group in self.groups]
@@ -56,6 +56,7 @@ class Plan:
         return places
 
 
+@functools.lru_cache(maxsize=64)
 def plan(world: int, local: int, cut: str = "auto", parts: int = 0) -> Plan:
     """Return the parts of a layer.
 

@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
@@ -14,7 +13,7 @@ from torch import Tensor
 from torch.distributed import distributed_c10d
 
 from ovpatch.overlap.collectives import AllGather, AllReduce, ReduceScatter
-from ovpatch.overlap.works import Work
+from ovpatch.overlap.works import Pending
 
 # Where a backend tells messages apart by tags (gloo), ours must not be taken for the script's, nor for each other.
 _TAGS = range(1 << 20, 1 << 21)
@@ -69,26 +68,6 @@ class Wires:
             dist.P2POp(dist.irecv, received, group=self.group, tag=tag, group_peer=source),
         ]
         return Pending(dist.batch_isend_irecv(operations), (sent,))
-
-
-class Pending:
-    """Collectives under way.
-
-    Args:
-        works: The collectives.
-        inputs: What they read, kept until then.
-    """
-
-    __slots__ = ("_inputs", "_works")
-
-    def __init__(self, works: Sequence[Work], inputs: tuple[Tensor, ...] = ()) -> None:
-        self._works, self._inputs = works, inputs
-
-    def wait(self) -> None:
-        """Make the current stream (the host, without streams) wait for the results, and let go of the inputs."""
-        for work in self._works:
-            work.wait()
-        self._works = self._inputs = ()
 
 
 _wires: dict[tuple[int, torch.device], tuple[dist.ProcessGroup, Wires]] = {}

@@ -7,9 +7,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from ovpatch.overlap.works import Pending
 from ovpatch_plugins.tp_linear.products import input_grad
 from ovpatch_plugins.tp_linear.schedules.stock import Schedule, WeightGrads
-from ovpatch_plugins.tp_linear.wires import Pending, Wires
+from ovpatch_plugins.tp_linear.wires import Wires
 
 
 class Bulk(Schedule):
