@@ -316,3 +316,25 @@ def expected(case: Case, world: int) -> list[list[Record]]:
 
 def _of(grad: Tensor | None, own: slice) -> Tensor | None:
     return None if grad is None else grad[own].clone()
+
+
+def one_by_one(x: Tensor, index: Tensor, top: Tensor, up: Tensor, down: Tensor, activation: Any) -> Tensor:
+    """Return what a layer should, computed in one process by linears, one expert after the other."""
+    linear = nn.functional.linear
+    slots = x.new_zeros(*index.shape, x.shape[1])
+    for expert in range(len(up)):
+        token, slot = torch.where(index == expert)
+        rows = linear(activation(linear(x[token], up[expert])), down[expert])
+        slots = slots.index_put((token, slot), rows.to(x.dtype))
+    return (slots * top.unsqueeze(-1)).sum(1)
+
+
+def differentiated(out: Tensor, x: Tensor, up: Tensor, down: Tensor, own: slice | None = None) -> Record:
+    """Return a layer's output and gradients; with ``own``, those experts' of gradients that are summed over ranks."""
+    out.square().sum().backward()
+    grads = {"up": up.grad, "down": down.grad}
+    if own is not None:
+        for grad in grads.values():
+            dist.all_reduce(grad)
+        grads = {name: grad[own] for name, grad in grads.items()}
+    return {"out": out.detach(), "x": x.grad, **grads}

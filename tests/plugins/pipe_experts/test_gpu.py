@@ -17,7 +17,7 @@ from ovpatch_plugins.pipe_experts.experts import swiglu
 from ovpatch_plugins.pipe_experts.how import How
 from ovpatch_plugins.pipe_experts.layer import expert_parallel_ffn
 from tests.plugins.pipe_experts import test_layer, test_order
-from tests.plugins.pipe_experts.models import Case, device, expected, train
+from tests.plugins.pipe_experts.models import Case, device, differentiated, expected, one_by_one, train
 
 pytestmark = pytest.mark.gpu(2)
 
@@ -83,22 +83,12 @@ def wide(dtype: torch.dtype, how: How | None, delay: float = 0.0) -> dict[str, T
         time.sleep(delay * torch.rand(()).item())
         torch.cuda._sleep(int(1e6 * torch.rand(()).item()))
     if how is None:
-        slots = torch.zeros(tokens, 2, hidden, dtype=dtype, device=device())
-        for expert in range(experts):
-            token, slot = torch.where(index == expert)
-            slots = slots.index_put((token, slot), swiglu(x[token] @ up[expert].t()) @ down[expert].t())
-        out = (slots * top.unsqueeze(-1)).sum(1)
+        out = one_by_one(x, index, top, up, down, swiglu)
     else:
         out = expert_parallel_ffn(x, index, top, (up, down), swiglu, dist.group.WORLD, how)
     if delay:
         torch.cuda._sleep(int(1e6 * torch.rand(()).item()))
-    out.square().sum().backward()
-    grads = [up.grad, down.grad]
-    if how is None:
-        for grad in grads:
-            dist.all_reduce(grad)
-        grads = [grad[own] for grad in grads]
-    found = {"out": out.detach(), "x": x.grad, "up": grads[0], "down": grads[1]}
+    found = differentiated(out, x, up, down, own if how is None else None)
     return {name: value.double().cpu() for name, value in found.items()}
 
 

@@ -17,7 +17,7 @@ from ovpatch.insight.equality import compare
 from ovpatch_plugins.pipe_experts.how import How
 from ovpatch_plugins.pipe_experts.layer import expert_parallel_ffn
 from ovpatch_plugins.pipe_experts.module import ExpertParallelFFN
-from tests.plugins.pipe_experts.models import KINDS, Case, expected, train
+from tests.plugins.pipe_experts.models import KINDS, Case, differentiated, expected, one_by_one, train
 
 HOWS = {
     "none": How("none"),
@@ -159,22 +159,10 @@ def autocast_layer(activation: str, how: How | None) -> dict[str, Any]:
     function = {"relu": nn.functional.relu, "square": lambda h: h.float().square()}[activation]
     with torch.autocast("cpu", torch.bfloat16):
         if how is None:
-            linear = nn.functional.linear
-            slots = torch.zeros(9, 2, 6)
-            for expert in range(4):
-                token, slot = torch.where(index == expert)
-                rows = linear(function(linear(x[token], up[expert])), down[expert])
-                slots = slots.index_put((token, slot), rows.float())
-            out = (slots * top.unsqueeze(-1)).sum(1)
+            out = one_by_one(x, index, top, up, down, function)
         else:
             out = expert_parallel_ffn(x, index, top, (up, down), function, dist.group.WORLD, how)
-    out.square().sum().backward()
-    grads = [up.grad, down.grad]
-    if how is None:
-        for grad in grads:
-            dist.all_reduce(grad)
-        grads = [grad[own] for grad in grads]
-    return {"out": out.detach(), "x": x.grad, "up": grads[0], "down": grads[1]}
+    return differentiated(out, x, up, down, own if how is None else None)
 
 
 @pytest.mark.parametrize("activation", ["relu", "square"])
