@@ -93,7 +93,7 @@ def alternate(benchmark: str, arms: Sequence[str], measure: Callable[[str], dict
         for name in [arm for arm in arms if arm not in failed]:
             try:
                 rows.append(measure(name))
-            except (RuntimeError, AssertionError, ImportError) as error:  # a peer that cannot is a result
+            except (RuntimeError, ValueError, AssertionError, ImportError) as error:  # a peer that cannot is a result
                 failed[name] = f"{type(error).__name__}: {str(error)[:300]}"
             if dist.get_rank() == 0:
                 print(f"{name:36}", failed.get(name) or f"{statistics.median(rows[-1]['ms']):9.3f} ms", flush=True)
