@@ -172,6 +172,15 @@ def test_strict_unset_is_told_from_off():
 def test_cache_dir(tmp_path):
     assert settings.read({"OVPATCH_CACHE_DIR": str(tmp_path)}).cache_dir == tmp_path
     assert settings.read({"XDG_CACHE_HOME": str(tmp_path)}).cache_dir == tmp_path / "ovpatch"
+    assert settings.read({"XDG_CACHE_HOME": "cache"}).cache_dir == Path.home() / ".cache" / "ovpatch"
+
+
+def test_a_user_without_a_home_has_no_cache(monkeypatch):
+    def expanduser(path):
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.setattr(Path, "expanduser", expanduser)
+    assert settings.read({}).cache_dir is None
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
+from ovpatch.settings.cache import cache_dir
 from ovpatch.settings.selection import (
     Selection,
     SettingsError,
@@ -73,7 +74,13 @@ VARIABLES: Final = (
     Variable("OVPATCH_AUTO", "`0` `1`", "`0`", "Apply at the end of `import torch`, without a line in the script."),
     Variable("OVPATCH_STRICT", "`0` `1`", "`0`", "Any feature that is on and cannot run is an error."),
     Variable("OVPATCH_LOG", "`debug` `info` `warning` `error`", "unset", "Log to stderr from this level on."),
-    Variable("OVPATCH_CACHE_DIR", "a path", "the user's cache", "Reserved for measurements that features will keep."),
+    Variable(
+        "OVPATCH_CACHE_DIR",
+        "a path",
+        "the user's cache",
+        "Where options that choose by measurement (`auto`) keep what they measured; a directory that cannot be written "
+        "to is left alone.",
+    ),
     Variable("OVPATCH_THIRD_PARTY", "`0` `1`", "`1`", "`0` leaves out every plugin that ovpatch does not ship."),
     Variable("OVPATCH_REPORT_DIR", "a path", "unset", "Internal: `ovpatch run` sets it, workers report there."),
     Variable("OVPATCH_INSIGHT", "JSON", "unset", "Internal: what `verify`, `bench` and `timeline` want of workers."),
@@ -90,7 +97,7 @@ class Environment:
         auto: ``OVPATCH_AUTO``.
         strict: ``OVPATCH_STRICT``, or None where it is unset.
         log: ``OVPATCH_LOG``, or an empty string.
-        cache_dir: ``OVPATCH_CACHE_DIR``, or the user's cache directory.
+        cache_dir: ``OVPATCH_CACHE_DIR``, or the user's cache directory; None for a user without a home.
         third_party: ``OVPATCH_THIRD_PARTY``.
         report_dir: ``OVPATCH_REPORT_DIR``, or an empty string.
         features: The remaining variables as text; each must belong to a feature.
@@ -100,7 +107,7 @@ class Environment:
     auto: bool
     strict: bool | None
     log: str
-    cache_dir: Path
+    cache_dir: Path | None
     third_party: bool
     report_dir: str
     features: Mapping[str, str]
@@ -140,7 +147,7 @@ def read(environ: Mapping[str, str] | None = None) -> Environment:
         auto=_flag(ours, "OVPATCH_AUTO") or False,
         strict=_flag(ours, "OVPATCH_STRICT"),
         log=_level(ours.get("OVPATCH_LOG", "")),
-        cache_dir=_cache_dir(ours.get("OVPATCH_CACHE_DIR", ""), source),
+        cache_dir=cache_dir(source),
         third_party=_flag(ours, "OVPATCH_THIRD_PARTY") is not False,
         report_dir=ours.get("OVPATCH_REPORT_DIR", ""),
         features={k: v for k, v in ours.items() if k not in RESERVED},
@@ -166,13 +173,6 @@ def _level(text: str) -> str:
         near = did_you_mean(text.lower(), LOG_LEVELS)
         raise SettingsError(f"OVPATCH_LOG={text} is no level{near}. Write one of {', '.join(LOG_LEVELS)}.")
     return text.lower()
-
-
-def _cache_dir(text: str, environ: Mapping[str, str]) -> Path:
-    if text:
-        return Path(text).expanduser()
-    base = environ.get("XDG_CACHE_HOME") or environ.get("LOCALAPPDATA") or os.path.join("~", ".cache")
-    return Path(base).expanduser() / "ovpatch"
 
 
 def switch(environment: Environment, name: str, known: Collection[str] = ()) -> bool | None:

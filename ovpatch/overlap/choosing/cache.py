@@ -1,0 +1,94 @@
+"""Measurements in a file, from one run to the next.
+
+One file for a feature in one environment. Only a group's first rank reads or writes it; what it could not is measured
+anew. Of several that write at once one is the last, whose entries stay; each writes what it found there, too.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Final
+
+FORMAT: Final = 1
+Times = dict[str, float]
+
+
+class Cache:
+    """The measurements of one feature in one environment.
+
+    Args:
+        directory: Where the file is, or will be; None to keep nothing.
+        feature: Whose.
+        environment: What they depend on beside their keys.
+
+    Attributes:
+        path: The file.
+        problem: What is wrong with the file; empty if nothing is, or it cannot be read.
+    """
+
+    def __init__(self, directory: Path | None, feature: str, environment: Mapping[str, str]) -> None:
+        self._environment = dict(environment)
+        digest = hashlib.sha256(json.dumps(self._environment, sort_keys=True).encode()).hexdigest()[:16]
+        self.path = None if directory is None else directory / "choices" / f"{feature}-{digest}.json"
+        self.problem = ""
+
+    def read(self) -> dict[str, Times]:
+        """Return the times of each key's arms, in ms; nothing if there is no file, or none that makes sense."""
+        if self.path is None:
+            return {}
+        try:
+            text = self.path.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            self.problem = "" if isinstance(error, OSError) else self._damaged("it is no text")
+            return {}
+        try:
+            found = _checked(json.loads(text), self._environment)
+        except ValueError as error:  # of which JSON's errors are some
+            self.problem = self._damaged(str(error))
+            return {}
+        self.problem = ""
+        return found
+
+    def write(self, key: str, times: Mapping[str, float]) -> None:
+        """Add the times of a key's arms, if the file can be written; readers see all of it or nothing."""
+        if self.path is None:
+            return
+        choices = self.read() | {key: dict(times)}
+        data = {"format": FORMAT, "environment": self._environment, "choices": choices}
+        temporary = self.path.with_name(f".{self.path.name}.{os.getpid()}")
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            temporary.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
+            os.replace(temporary, self.path)
+        except OSError:  # read-only, full, or no directory: what was measured is known in memory
+            _removed(temporary)
+
+    def _damaged(self, why: str) -> str:
+        return f"{self.path} is damaged and was not used ({why}): it is written anew if something is measured"
+
+
+def _checked(data: Any, environment: Mapping[str, str]) -> dict[str, Times]:
+    if not isinstance(data, dict) or data.get("format") != FORMAT or data.get("environment") != environment:
+        raise ValueError("its head is of another format or environment")
+    choices = data.get("choices")
+    if not isinstance(choices, dict) or not all(_are_times(times) for times in choices.values()):
+        raise ValueError("its choices are no times by arm")
+    return choices
+
+
+def _are_times(times: Any) -> bool:
+    return isinstance(times, dict) and all(
+        isinstance(ms, (int, float)) and math.isfinite(ms) and ms > 0 for ms in times.values()
+    )
+
+
+def _removed(path: Path) -> None:
+    try:
+        path.unlink(missing_ok=True)
+    except OSError:  # what cannot be written to cannot be tidied either
+        return

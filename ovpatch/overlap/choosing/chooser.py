@@ -1,0 +1,178 @@
+"""A group's choices; see the notes of :mod:`ovpatch.overlap.choosing`."""
+
+from __future__ import annotations
+
+import functools
+import importlib.metadata
+import platform
+import socket
+import weakref
+import zlib
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from ovpatch.overlap.agreement import agree, patience
+from ovpatch.overlap.choosing.apart import apart
+from ovpatch.overlap.choosing.budget import BUDGET, Budget
+from ovpatch.overlap.choosing.cache import Cache
+from ovpatch.overlap.choosing.numbers import Numbers
+from ovpatch.overlap.choosing.race import Arms, Choice, Race, fastest
+from ovpatch.overlap.choosing.records import record
+from ovpatch.overlap.choosing.timing import measured
+from ovpatch.overlap.collectives import backend_name
+
+PATIENCE_S = 300.0  # ranks may reach a first call at different times
+_SPARE = 1.25  # of memory, for what the allocator cannot use
+
+_REMEDY = (
+    "Ranks that choose by measurement must make the same calls, with the same shapes and settings; or set the option "
+    "to one of its other values, which are not measured."
+)
+
+
+class Chooser:
+    """What a group of ranks has chosen for a feature.
+
+    It does not keep the group alive.
+
+    Args:
+        device: Where is computed.
+        feature: For whom.
+        directory: Where measurements are kept from run to run; None to keep none.
+        budget: How long may be measured.
+    """
+
+    def __init__(self, device: torch.device, feature: str, directory: Path | None, budget: Budget) -> None:
+        self._device, self._feature, self._directory, self._budget = device, feature, directory, budget
+        self._choices: dict[tuple[bool, str], Choice] = {}
+        self._cache: Cache | None = None
+
+    def choose(self, group: dist.ProcessGroup, race: Race) -> Choice:
+        """Return which arm all ranks take.
+
+        A collective if the key is new to the group, and one may be issued here; see [Note: when to measure].
+
+        Args:
+            group: The ranks, always the same.
+            race: The arms.
+
+        Raises:
+            DisagreementError: Ranks ask for different keys, or a rank does not come.
+        """
+        fixed = torch.are_deterministic_algorithms_enabled()
+        known = self._choices.get((fixed, race.key))
+        if known is not None:
+            return known
+        if _is_hindered(self._device):
+            return Choice(race.default, "nothing can be measured here", final=False)
+        choice = self._choices[fixed, race.key] = self._settled(group, race, fixed)
+        if choice.why:
+            record(self._feature, choice.text(race.key))
+        return choice
+
+    def _settled(self, group: dist.ProcessGroup, race: Race, fixed: bool) -> Choice:
+        if group.size() == 1 or dist.get_backend(group) == "fake" or len(race.arms) == 1:
+            return Choice(race.arms[0], "")
+        terms = {"what is computed": race.key, "arms": list(race.arms), "deterministic algorithms": fixed}
+        limit = patience(group, self._device, PATIENCE_S)
+        agree(group, f"{self._feature}: choice", terms, timeout_s=limit, remedy=_REMEDY)
+        if fixed:
+            return Choice(race.default, "not measured, since algorithms must be deterministic")
+        return apart(functools.partial(self._found, group, race), self._device)
+
+    def _found(self, group: dist.ProcessGroup, race: Race) -> Choice:
+        """Return the choice by what was measured earlier, or now."""
+        numbers = Numbers(group, self._device)
+        cache = self._cache
+        if cache is None:
+            cache = self._cache = Cache(self._directory, self._feature, self._environment(group, numbers))
+        first = group.rank() == 0
+        earlier = cache.read().get(race.key, {}) if first else {}
+        if cache.problem:
+            record(self._feature, cache.problem)
+        usable = set(earlier) == set(race.arms)
+        given = [earlier[name] for name in race.arms] if usable else [0.0] * len(race.arms)
+        found = numbers.of_first(given)
+        if all(found):
+            times = dict(zip(race.arms, found, strict=True))
+            return Choice(fastest(times), "measured in an earlier run", times)
+        if numbers.largest([-self._budget.left()])[0] >= 0:
+            return self._unmeasured(race)
+        with self._budget.spending():
+            return self._measured(group, race, numbers, cache)
+
+    def _measured(self, group: dist.ProcessGroup, race: Race, numbers: Numbers, cache: Cache) -> Choice:
+        arms = self._made(race)
+        (lacking,) = numbers.largest([float(arms is None)])
+        if lacking or arms is None:
+            return Choice(race.default, f"not measured, which takes {race.needs / 2**30:.2g} GiB of memory")
+        times = measured(arms, numbers, self._device, self._budget.left)
+        if times is None:
+            return self._unmeasured(race)
+        if group.rank() == 0:
+            cache.write(race.key, times)
+        return Choice(fastest(times), "measured", times)
+
+    def _made(self, race: Race) -> Arms | None:
+        """Return the arms, the baseline first; None if there is not memory enough."""
+        if race.needs * _SPARE > _free(self._device):
+            return None
+        try:
+            arms = race.make(torch.Generator(self._device).manual_seed(0))
+        except torch.OutOfMemoryError:
+            return None
+        return {name: arms[name] for name in race.arms}
+
+    def _unmeasured(self, race: Race) -> Choice:
+        return Choice(race.default, f"not measured, since measuring has taken its {self._budget.seconds:g} s")
+
+    def _environment(self, group: dist.ProcessGroup, numbers: Numbers) -> dict[str, str]:
+        """Return what times depend on, beside what is computed."""
+        hosts = numbers.of_all(zlib.crc32(socket.gethostname().encode()))
+        on_gpu = self._device.type == "cuda"
+        return {
+            "device": torch.cuda.get_device_name(self._device) if on_gpu else platform.machine(),
+            "ranks": str(group.size()),
+            "hosts": str(len(set(hosts))),
+            "backend": backend_name(group, self._device),
+            "torch": str(torch.__version__),
+            "ovpatch": importlib.metadata.version("ovpatch"),
+        }
+
+
+_choosers: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[tuple[str, torch.device], Chooser]] = (
+    weakref.WeakKeyDictionary()
+)
+
+
+def chooser_of(group: dist.ProcessGroup, device: torch.device, feature: str, directory: Path | None) -> Chooser:
+    """Return what chooses for a feature on a group; made once.
+
+    Args:
+        group: The ranks.
+        device: Where is computed.
+        feature: Its name.
+        directory: Where measurements are kept from run to run; None to keep none.
+    """
+    made = _choosers.setdefault(group, {})
+    key = (feature, device)
+    if key not in made:
+        made[key] = Chooser(device, feature, directory, BUDGET)
+    return made[key]
+
+
+def _is_hindered(device: torch.device) -> bool:
+    """Tell whether nothing can be measured here; see [Note: when to measure]."""
+    if torch.compiler.is_compiling() or torch._C._current_graph_task_id() != -1:
+        return True
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+
+def _free(device: torch.device) -> float:
+    """Return how many bytes could be allocated."""
+    if device.type != "cuda":
+        return float("inf")
+    free, _ = torch.cuda.mem_get_info(device)
+    return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)

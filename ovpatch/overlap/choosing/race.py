@@ -1,0 +1,63 @@
+"""What is chosen between, and what came of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Final
+
+import torch
+
+Arms = dict[str, Callable[[], object]]
+"""Ways to compute the same, by name; each call is one computation, launched if not awaited."""
+
+TIE: Final = 0.02
+"""By how much, relatively, the baseline must be beaten: what is measured is no more precise."""
+
+
+@dataclass(frozen=True)
+class Race:
+    """Ways to compute the same.
+
+    Attributes:
+        key: What is computed, in words: operator, shapes, dtype, direction. The same on all ranks.
+        arms: Names of the ways. The first is the baseline, what would be computed without the feature, and wins ties.
+        default: Which to take where nothing is measured.
+        make: Makes the arms, on data drawn from a generator.
+        needs: Bytes of memory that they take, at most.
+    """
+
+    key: str
+    arms: tuple[str, ...]
+    default: str
+    make: Callable[[torch.Generator], Arms]
+    needs: int = 0
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What is taken, and why.
+
+    Attributes:
+        arm: Its name.
+        why: How it came about, in words.
+        times: What each arm takes, in ms: the median, of the slowest rank. Empty if nothing is known.
+        final: Whether it holds for all later calls.
+    """
+
+    arm: str
+    why: str
+    times: Mapping[str, float] = field(default_factory=dict)
+    final: bool = True
+
+    def text(self, key: str) -> str:
+        """Return a line for the report."""
+        times = ", ".join(f"{name} {ms:.3g} ms" for name, ms in self.times.items())
+        return f"{key}: {self.arm} ({'; '.join(filter(None, (times, self.why)))})"
+
+
+def fastest(times: Mapping[str, float]) -> str:
+    """Return the arm that takes the least time, or the baseline, the first, if that takes hardly more."""
+    baseline = next(iter(times))
+    best = min(times, key=times.__getitem__)
+    return best if times[best] < (1 - TIE) * times[baseline] else baseline

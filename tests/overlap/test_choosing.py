@@ -1,0 +1,313 @@
+"""Choosing by measurement: alike on all ranks, within a budget, kept from one run to the next."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.utils.flop_counter import FlopCounterMode
+
+from ovpatch.overlap.agreement import DisagreementError
+from ovpatch.overlap.choosing import Budget, Chooser, Race, chooser_of, remarks
+from ovpatch.overlap.choosing import chooser as chooser_module
+from ovpatch.overlap.choosing.cache import Cache
+from ovpatch.overlap.choosing.race import fastest
+
+CPU = torch.device("cpu")
+ENVIRONMENT = {"device": "a", "ranks": "2"}
+SLEEPS = {"first": 4e-3, "second": 2e-3, "third": 1e-3}
+
+
+# --- by one process ---
+
+
+@pytest.mark.parametrize(
+    ("times", "expected"),
+    [
+        ({"base": 1.0, "a": 0.5, "b": 0.4}, "b"),
+        ({"base": 1.0, "a": 0.99}, "base"),
+        ({"base": 1.0, "a": 0.97}, "a"),
+        ({"base": 1.0, "a": 0.97, "b": 0.969}, "b"),
+        ({"base": 1.0, "a": 2.0}, "base"),
+        ({"base": 1.0}, "base"),
+    ],
+)
+def test_the_baseline_wins_ties(times, expected):
+    assert fastest(times) == expected
+
+
+def test_what_is_written_is_read_by_the_next(tmp_path):
+    Cache(tmp_path, "f", ENVIRONMENT).write("key", {"a": 1.5, "b": 2.0})
+    Cache(tmp_path, "f", ENVIRONMENT).write("other", {"a": 1.0})
+    assert Cache(tmp_path, "f", ENVIRONMENT).read() == {"key": {"a": 1.5, "b": 2.0}, "other": {"a": 1.0}}
+    assert Cache(tmp_path, "f", ENVIRONMENT | {"ranks": "3"}).read() == {}
+    assert Cache(tmp_path, "g", ENVIRONMENT).read() == {}
+    assert [path.suffix for path in (tmp_path / "choices").iterdir()] == [".json"], "no temporary file is left"
+
+
+def head(**changes: Any) -> str:
+    return json.dumps({"format": 1, "environment": ENVIRONMENT, "choices": {}} | changes)
+
+
+DAMAGE: dict[str, Any] = {
+    "cut short": head()[:20],
+    "empty": "",
+    "no object": "[]",
+    "no text": b"\xff\xfe\x00",
+    "another format": head(format=0),
+    "another environment": head(environment={}),
+    "no times": head(choices={"key": {"a": "fast"}}),
+    "no finite time": head(choices={"key": {"a": float("nan")}}),
+    "a time that is none": head(choices={"key": {"a": 0}}),
+    "a list of choices": head(choices=[1]),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_a_damaged_file_is_ignored_said_and_written_anew(tmp_path, damage):
+    cache = Cache(tmp_path, "f", ENVIRONMENT)
+    cache.write("key", {"a": 1.0})
+    assert not cache.problem
+    content = DAMAGE[damage]
+    cache.path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    assert cache.read() == {}
+    assert str(cache.path) in cache.problem
+    assert "is damaged and was not used" in cache.problem
+    cache.write("key", {"a": 2.0})
+    assert Cache(tmp_path, "f", ENVIRONMENT).read() == {"key": {"a": 2.0}}
+
+
+def test_a_directory_that_cannot_be_made_or_written_to_is_left_alone(tmp_path):
+    (tmp_path / "file").write_text("")
+    (tmp_path / "choices").mkdir()
+    blocked = Cache(tmp_path, "f", ENVIRONMENT)
+    blocked.path.mkdir()  # also for root, whom no permission keeps from writing
+    for cache in (Cache(tmp_path / "file", "f", ENVIRONMENT), Cache(None, "f", ENVIRONMENT), blocked):
+        cache.write("key", {"a": 1.0})
+        assert cache.read() == {}
+        assert not cache.problem
+    assert [path.name for path in (tmp_path / "choices").iterdir()] == [blocked.path.name]
+
+
+def test_a_budget_counts_what_is_spent():
+    now = [100.0]
+    budget = Budget(10, lambda: now[0])
+    assert budget.left() == 10
+    with budget.spending():
+        now[0] += 4
+        assert budget.left() == 6
+    now[0] += 50
+    assert budget.left() == 6
+    with budget.spending():
+        now[0] += 7
+    assert budget.left() == -1
+
+
+# --- by several ranks ---
+
+
+class Sleepers:
+    """Arms that sleep, and what was seen while they did."""
+
+    def __init__(self, sleeps: dict[str, float], default: str = "first") -> None:
+        self.sleeps, self.default, self.made, self.calls = sleeps, default, 0, 0
+        self.seen: set[Any] = set()
+
+    def race(self, key: str = "key", **changes: Any) -> Race:
+        return Race(**{"key": key, "arms": tuple(self.sleeps), "default": self.default, "make": self.make} | changes)
+
+    def make(self, generator: torch.Generator) -> dict[str, Callable[[], object]]:
+        self.made += 1
+        torch.randn(3, generator=generator)
+        return {name: (lambda seconds=seconds: self.call(seconds)) for name, seconds in self.sleeps.items()}
+
+    def call(self, seconds: float) -> None:
+        self.calls += 1
+        modes = torch.is_grad_enabled(), torch.is_autocast_enabled("cpu"), torch._C._len_torch_dispatch_stack()
+        self.seen.add((threading.current_thread() is threading.main_thread(), *modes))
+        time.sleep(seconds)
+
+
+def group() -> dist.ProcessGroup:
+    return dist.distributed_c10d._get_default_group()
+
+
+def chooser(directory: Path | None = None, budget: Budget | None = None) -> Chooser:
+    return Chooser(CPU, "f", directory, budget or Budget(30))
+
+
+def measuring() -> dict[str, Any]:
+    """Ranks find other arms fast: the slowest rank's times count, on all of them."""
+    rank = dist.get_rank()
+    arms = Sleepers({"first": 4e-3, "second": 1e-3 if rank else 9e-3, "third": 2e-3})
+    state = torch.get_rng_state()
+    choose = chooser()
+    with FlopCounterMode(display=False), torch.autocast("cpu", torch.bfloat16):
+        chosen = choose.choose(group(), arms.race())
+        calls = arms.calls
+        again = choose.choose(group(), arms.race())
+    other = choose.choose(group(), Sleepers({"first": 1e-3, "second": 1e-3}).race("another"))
+    return {
+        "chosen": chosen,
+        "again": again is chosen and arms.calls == calls,
+        "other": other.arm,
+        "seen": arms.seen,
+        "rng": torch.equal(state, torch.get_rng_state()),
+        "said": [line for line in remarks("f") if line.startswith("key: ")][-1],
+    }
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_ranks_choose_alike_by_the_slowest(ranks, world):
+    results = ranks(world)(measuring)
+    for result in results:
+        assert result["chosen"] == results[0]["chosen"]
+        assert result["chosen"].arm == "third"
+        assert result["chosen"].times["second"] > 8
+        assert result["again"]
+        assert result["other"] == results[0]["other"]
+        assert result["seen"] == {(False, False, False, 0)}, "in a thread of its own, without the caller's modes"
+        assert result["rng"]
+        assert result["said"].startswith("key: third (first 4")
+        assert result["said"].endswith("; measured)")
+
+
+def kept(directory: Path, spoil: bool, sleeps: dict[str, float] = SLEEPS) -> tuple[str, str, int, list[str], list[str]]:
+    arms = Sleepers(sleeps if dist.get_rank() == 0 else dict.fromkeys(sleeps, 1e-4))
+    if spoil and dist.get_rank() == 0:
+        for path in (directory / "choices").iterdir():
+            path.write_text(path.read_text()[:-9])
+    dist.barrier()
+    chosen = chooser(directory if dist.get_rank() == 0 else directory / "elsewhere").choose(group(), arms.race())
+    problems = [line for line in remarks("f") if "damaged" in line]
+    return chosen.arm, chosen.why, arms.calls, problems, sorted(path.name for path in directory.iterdir())
+
+
+def test_the_next_run_reads_what_one_has_written(ranks, tmp_path):
+    for arm, why, calls, _, names in ranks(2)(kept, tmp_path, False):
+        assert (arm, why, names) == ("third", "measured", ["choices"]), "the first rank alone writes"
+        assert calls > 0
+    for arm, why, calls, _, _ in ranks(2)(kept, tmp_path, False, dict(reversed(SLEEPS.items()))):
+        assert (arm, why, calls) == ("third", "measured in an earlier run", 0), "the first rank alone reads"
+    for _, why, _, _, _ in ranks(2)(kept, tmp_path, False, SLEEPS | {"fourth": 1e-3}):
+        assert why == "measured", "other arms are another question"
+    first, second = ranks(2)(kept, tmp_path, True)
+    assert first[1] == second[1] == "measured"
+    assert str(tmp_path) in first[3][-1]
+    assert "is damaged and was not used" in first[3][-1]
+    assert ranks(2)(kept, tmp_path, False)[1][1] == "measured in an earlier run"
+
+
+def spending(world: int) -> list[tuple[str, str, int]]:
+    """The last rank's clock runs away while the second race is measured."""
+    now = [0.0]
+    choose = chooser(budget=Budget(10, lambda: now[0]))
+    slow = Sleepers(SLEEPS, default="second")
+    found = []
+    for key, cost in (("cheap", 0.0), ("dear", 6.0 if dist.get_rank() == world - 1 else 0.0), ("late", 0.0)):
+
+        def make(generator: torch.Generator, cost: float = cost) -> dict[str, Callable[[], object]]:
+            now[0] += cost
+            return {name: lambda arm=arm: (arm(), now.__setitem__(0, now[0] + cost)) for name, arm in made(generator)}
+
+        def made(generator: torch.Generator) -> Any:
+            return slow.make(generator).items()
+
+        chosen = choose.choose(group(), slow.race(key, make=make))
+        found.append((chosen.arm, chosen.why, slow.made))
+    return found
+
+
+def test_once_the_budget_is_spent_the_default_is_taken(ranks):
+    for cheap, dear, late in ranks(2)(spending, 2):
+        assert cheap == ("third", "measured", 1)
+        assert dear == ("second", "not measured, since measuring has taken its 10 s", 2)
+        assert late == ("second", "not measured, since measuring has taken its 10 s", 2), "no arms are made any more"
+
+
+class InBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, choose: Callable[[], Any]) -> torch.Tensor:
+        ctx.choose = choose
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        ctx.choose()
+        return grad, None
+
+
+def not_measured() -> dict[str, Any]:
+    arms = Sleepers(SLEEPS, default="second")
+    choose = chooser()
+    found: dict[str, Any] = {}
+
+    def ask(name: str, **changes: Any) -> None:
+        chosen = choose.choose(group(), arms.race(**changes))
+        found[name] = chosen.arm, chosen.final, arms.calls
+
+    if dist.get_rank() == 0:  # alone
+        InBackward.apply(torch.ones(1, requires_grad=True), lambda: ask("in a backward")).sum().backward()
+    torch.use_deterministic_algorithms(True)
+    try:
+        ask("deterministic")
+    finally:
+        torch.use_deterministic_algorithms(False)
+    alone = dist.new_group([dist.get_rank()], use_local_synchronization=True)
+    found["alone"] = choose.choose(alone, arms.race("alone")).arm, arms.calls
+    memory, chooser_module._free = chooser_module._free, lambda device: 100.0 * (1 - dist.get_rank())
+    try:
+        ask("without memory", key="big", needs=80)
+    finally:
+        chooser_module._free = memory
+    ask("at last")
+    found["same"] = chooser_of(group(), CPU, "f", None) is chooser_of(group(), CPU, "f", None)
+    return found
+
+
+def test_where_nothing_is_measured(ranks):
+    for rank, found in enumerate(ranks(2)(not_measured)):
+        if rank == 0:
+            assert found["in a backward"] == ("second", False, 0)
+        assert found["deterministic"] == ("second", True, 0)
+        assert found["alone"] == ("first", 0), "one rank has nothing to choose"
+        assert found["without memory"] == ("second", True, 0), "for want of memory on one rank"
+        arm, final, calls = found["at last"]
+        assert (arm, final) == ("third", True)
+        assert calls > 0
+        assert found["same"]
+
+
+def differing() -> list[str]:
+    found = []
+    for key, arms in (
+        (f"rows {dist.get_rank()}", SLEEPS),
+        ("key", SLEEPS if dist.get_rank() else {"first": 0.0, "x": 0.0}),
+    ):
+        with pytest.raises(DisagreementError) as caught:
+            chooser().choose(group(), Sleepers(arms).race(key))
+        found.append(str(caught.value))
+    return found
+
+
+def failing() -> str:
+    arms = Sleepers(SLEEPS)
+    arms.call = lambda seconds: [][1]
+    with pytest.raises(IndexError) as caught:
+        chooser().choose(group(), arms.race())
+    return str(caught.value)
+
+
+def test_ranks_that_ask_for_something_else_are_named_and_errors_come_through(ranks):
+    for keys, arms in ranks(2)(differing):
+        assert 'what is computed is "rows 0" on rank 0 but "rows 1" on rank 1' in keys
+        assert keys.endswith("which are not measured.")
+        assert "arms is" in arms
+    assert ranks(2)(failing) == ["list index out of range"] * 2
