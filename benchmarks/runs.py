@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import platform
@@ -34,7 +35,7 @@ def device() -> torch.device:
 
 
 def timed(step: Callable[[], object], steps: int) -> list[float]:
-    """Return the times of ``steps`` steps in ms, those of the slowest rank."""
+    """Return the times of ``steps`` steps in ms, each from standstill to standstill; those of the slowest rank."""
     times = []
     for _ in range(steps):
         if CUDA:
@@ -45,6 +46,28 @@ def timed(step: Callable[[], object], steps: int) -> list[float]:
         if CUDA:
             torch.cuda.synchronize()
         times.append((time.perf_counter() - begin) * 1e3)
+    return _of_slowest(times)
+
+
+def running(step: Callable[[], object], steps: int) -> list[float]:
+    """Return the times of ``steps`` steps in ms as they follow each other in training; those of the slowest rank.
+
+    Nobody waits between steps, so that what one leaves under way comes under the next; the step before is not timed.
+    """
+    if not CUDA:
+        return timed(step, steps)
+    torch.cuda.synchronize()
+    dist.barrier()
+    marks = [torch.cuda.Event(enable_timing=True) for _ in range(steps + 1)]
+    for mark in marks:
+        step()
+        mark.record()
+    torch.cuda.synchronize()
+    times = [begin.elapsed_time(end) for begin, end in itertools.pairwise(marks)]
+    return _of_slowest(times)
+
+
+def _of_slowest(times: list[float]) -> list[float]:
     slowest = torch.tensor(times, device=device())
     dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
     return slowest.tolist()

@@ -2,7 +2,8 @@
 
     torchrun --nproc-per-node 8 -m benchmarks.zero_step --size 3.8b --json benchmarks/results/zero_step.jsonl
 
-Arms alternate (A B C A B C …); each is built anew, warmed up and timed; the slowest rank counts. Arms named ``limit``
+Arms alternate (A B C A B C …); each is built anew, warmed up and timed, step after step without a stop, so that gathers
+may come under the next forward; the slowest rank counts. Arms named ``limit``
 do the same forward and backward and the update of a rank's share, and communicate nothing: one with fp32 weights under
 autocast, one with bf16 weights. Megatron-Core is a peer where it is installed. Without CUDA it runs on gloo
 (``--size tiny``).
@@ -24,7 +25,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import ovpatch
 from benchmarks.models import GPT, SIZES, flops_per_step
-from benchmarks.runs import CUDA, add_timing, alternate, device, start, timed
+from benchmarks.runs import CUDA, add_timing, alternate, device, running, start, timed
 
 Step = Callable[[], None]
 LR = 1e-4
@@ -238,9 +239,10 @@ def measure(name: str, args: argparse.Namespace) -> dict[str, Any]:
     try:
         with built(name, Problem(args)) as step:
             timed(step, args.warmup)
-            times = timed(step, args.steps)
+            times = running(step, args.steps)
             peak = torch.cuda.max_memory_allocated() / 2**30 if CUDA else 0.0
             del step
+            gc.collect()  # or what is taken back would be made whole for nobody
     finally:
         torch._dynamo.reset()
         gc.collect()

@@ -65,7 +65,7 @@ def loop_mixed(*, dtype: torch.dtype = torch.float32, accumulate: int = 1, **ddp
 def test_every_option_gives_stocks_bits(ranks, options, dtype):
     for result in ranks(2)(both, loop_mixed, backend="nccl", dtype=dtype, options=options):
         if dtype is torch.float16 and options.get("average_in_collective"):  # NCCL rounds it otherwise
-            compare(result["stock"], result["patched"], floor=1e-5).assert_equal()
+            compare(result["stock"], result["patched"], floor=1e-4).assert_equal()
         else:
             compare(result["stock"], result["patched"]).assert_bitwise()
         assert result["counters"]["backwards"] == 6
