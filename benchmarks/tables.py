@@ -15,7 +15,8 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
-PAGES = [ROOT / "README.md", ROOT / "plugins" / "ddp" / "README.md", ROOT / "plugins" / "tp_linear" / "README.md"]
+FEATURES = ("ddp", "dist_optimizer", "tp_linear", "pipe_experts")
+PAGES = [ROOT / "README.md", *(ROOT / "plugins" / name / "README.md" for name in FEATURES)]
 
 TP_ARMS = {
     "limit": "no communication",
@@ -25,6 +26,19 @@ TP_ARMS = {
     "ovpatch, bulk": "**ovpatch**",
     "ovpatch, bulk, regather": "and regather",
     "ovpatch, bulk, graphed": "ovpatch, graphed",
+}
+
+ZERO_ARMS = {
+    "limit, fp32": "no communication",
+    "stock": "stock DDP",
+    "ZeroRedundancyOptimizer": "ZeroRedundancy-Optimizer",
+    "ovpatch, no overlap": "ovpatch, no overlap",
+    "ovpatch": "**ovpatch**",
+    "limit, bf16": "no communication, bf16",
+    "FSDP2, ZeRO-2": "FSDP2",
+    "Megatron-Core": "Megatron-Core",
+    "ovpatch, param_dtype=bf16": "**ovpatch, param_dtype=bf16**",
+    "ovpatch, bf16 weights": "ovpatch, bf16 weights",
 }
 
 
@@ -64,6 +78,36 @@ def _ddp_row(result: dict[str, Any]) -> str:
             f"{ours['mfu']:.0%}",
             f"{min(row['peak_gib'] for row in stock):.1f} → {ours['peak_gib']:.1f}",
         ]
+    )
+
+
+def zero_step() -> str:
+    """Return the table of ``benchmarks/zero_step.py``: one row per run, with the ratios to the limit and to stock."""
+    results = _results("zero_step")
+    header = ["run", "GPUs", *ZERO_ARMS.values(), "ovpatch / limit", "stock / ovpatch", "peak GiB, stock → ovpatch"]
+    lines = [_row(header), _row(["---"] * len(header))]
+    for result in results:
+        arms = {row["arm"]: row for row in result["summary"]}
+        ours, limit = arms["ovpatch"], arms["limit, fp32"]
+        stock = min((row for name, row in arms.items() if name.startswith("stock")), key=lambda row: row["median_ms"])
+        lines.append(
+            _row(
+                [
+                    _ddp_name(result["settings"]),
+                    str(result["world"]),
+                    *(_ms(arms[arm]) if arm in arms else "" for arm in ZERO_ARMS),
+                    f"{ours['median_ms'] / limit['median_ms']:.2f}",
+                    f"{stock['median_ms'] / ours['median_ms']:.2f}",
+                    f"{stock['peak_gib']:.1f} → {ours['peak_gib']:.1f}",
+                ]
+            )
+        )
+    newest = results[-1]
+    return "\n".join(lines) + (
+        f"\n\nMilliseconds per training step, median, the slowest rank counts; {newest['device']}, torch "
+        f"{newest['torch']}, fused AdamW, 4 sequences of 1024 tokens per GPU and microbatch, random data, arms "
+        f"alternating in one run, {newest['date']}. Stock in the ratios is the best of its settings in the run. Raw "
+        "data, with worst cases and more arms: `benchmarks/results/zero_step.jsonl`."
     )
 
 
@@ -114,11 +158,12 @@ def _ms(row: dict[str, Any]) -> str:
 def _ddp_name(settings: dict[str, Any]) -> str:
     size = {"3.8b": "GPT 3.8B", "1b": "GPT 1B", "tiny": "tiny GPT, host-bound"}[settings["size"]]
     more = [f"{settings['accumulate']} microbatches"] if settings["accumulate"] > 1 else []
+    more += ["clipped"] if settings.get("clip") else []
     more += ["torch.compile"] if settings["compile"] else []
     return ", ".join([size, *more])
 
 
-TABLES = {"ddp_step": ddp_step, "tp_blocks": tp_blocks, "tp_host": tp_host}
+TABLES = {"ddp_step": ddp_step, "zero_step": zero_step, "tp_blocks": tp_blocks, "tp_host": tp_host}
 
 
 def _results(name: str) -> list[dict[str, Any]]:
