@@ -68,7 +68,10 @@ def _world(group: str) -> int:
 
 
 def _at(name: str) -> Schedule:
-    return named("chunk", int(name[5:])) if name.startswith("chunk") else named(name, 1)
+    for kind in ("chunk", "auto"):
+        if name.startswith(kind):
+            return named(kind, int(name.removeprefix(kind)), anew=True)
+    return named(name, 1)
 
 
 def _count() -> None:

@@ -14,6 +14,7 @@ from torch import Tensor
 from ovpatch_plugins.tp_linear import wires as wires_of
 from ovpatch_plugins.tp_linear.call import Call, How
 from ovpatch_plugins.tp_linear.functions import GatherLinear, LinearScatter, run
+from ovpatch_plugins.tp_linear.options import DEFAULT, SCHEDULES
 from ovpatch_plugins.tp_linear.schedules import Schedule, named
 
 CHUNKS = 4
@@ -26,7 +27,7 @@ def all_gather_linear(
     *,
     biases: Sequence[Tensor | None] | None = None,
     dim: int = 0,
-    schedule: str = "bulk",
+    schedule: str = DEFAULT,
     chunks: int = CHUNKS,
     regather: bool = False,
 ) -> tuple[Tensor, ...]:
@@ -40,7 +41,8 @@ def all_gather_linear(
         group: The ranks.
         biases: This rank's part of each bias, ``[n_i]``, or None.
         dim: Which dimension of ``x`` is the sequence.
-        schedule: ``stock``, ``bulk``, ``ring`` or ``chunk``.
+        schedule: ``stock``, ``bulk``, ``ring``, ``chunk`` or ``auto``, which measures, and needs the same shapes on all
+            ranks.
         chunks: Into how many parts ``chunk`` cuts.
         regather: Keep this rank's part of ``x`` for backward, and gather it anew there; else it is kept gathered.
 
@@ -55,7 +57,7 @@ def all_gather_linear(
         raise ValueError(f"got {len(weights)} weights and {len(given)} biases: give one bias, or None, for each weight")
     _refuse_complex(x, *weights)
     call = Call(
-        How(_schedule(schedule, chunks), regather=regather),
+        How(_schedule(schedule, chunks, anew=regather), regather=regather),
         wires_of.of(group, x.device),
         _dim(x, dim),
         len(weights),
@@ -72,7 +74,7 @@ def linear_reduce_scatter(
     *,
     bias: Tensor | None = None,
     dim: int = 0,
-    schedule: str = "bulk",
+    schedule: str = DEFAULT,
     chunks: int = CHUNKS,
 ) -> Tensor:
     """Apply a linear whose input features are cut over the ranks, and give each rank its part of the sequence.
@@ -83,7 +85,8 @@ def linear_reduce_scatter(
         group: The ranks.
         bias: The whole bias, ``[n]``, the same on all ranks; added once.
         dim: Which dimension of ``x`` is the sequence.
-        schedule: ``stock``, ``bulk``, ``ring`` or ``chunk``.
+        schedule: ``stock``, ``bulk``, ``ring``, ``chunk`` or ``auto``, which measures, and needs the same shapes on all
+            ranks.
         chunks: Into how many parts ``chunk`` cuts.
 
     Returns:
@@ -119,7 +122,8 @@ def _refuse_complex(*tensors: Tensor) -> None:
             raise ValueError(f"complex numbers ({tensor.dtype}) are not supported: compute on real and imaginary parts")
 
 
-def _schedule(name: str, chunks: int) -> Schedule:
-    if name not in ("stock", "bulk", "ring", "chunk") or chunks < 1:
-        raise ValueError(f"schedule={name!r} with chunks={chunks}: expected stock, bulk, ring or chunk, and 1 or more")
-    return named(name, chunks)
+def _schedule(name: str, chunks: int, *, anew: bool = False) -> Schedule:
+    if name not in SCHEDULES or chunks < 1:
+        expected = f"{', '.join(SCHEDULES[:-1])} or {SCHEDULES[-1]}"
+        raise ValueError(f"schedule={name!r} with chunks={chunks}: expected {expected}, and 1 or more")
+    return named(name, chunks, anew=anew)

@@ -6,7 +6,14 @@ from typing import Final
 
 from ovpatch.hookspecs import Option
 
-SCHEDULES: Final = ("stock", "bulk", "ring", "chunk")
+SCHEDULES: Final = ("stock", "bulk", "ring", "chunk", "auto")
+DEFAULT: Final = "bulk"
+
+MEASURED: Final = tuple(name for name in SCHEDULES if name != "auto")
+"""What ``auto`` chooses between; the first is what the others are held against."""
+
+FIXED: Final = "bulk"
+"""What ``auto`` takes where it does not measure."""
 
 
 def _chunks(text: str) -> int:
@@ -18,10 +25,11 @@ def _chunks(text: str) -> int:
 OPTIONS: Final = (
     Option(
         "schedule",
-        "bulk",
+        DEFAULT,
         "How products and collectives are ordered: stock, one after the other; bulk, in backward each collective under "
         "the product that does not need it; ring, rows handed on from rank to rank under products of those that are "
-        "there; chunk, products in parts, each part's collective under the next part.",
+        "there; chunk, products in parts, each part's collective under the next part; auto, whichever of these is the "
+        "fastest for an operator and its shape, measured once by all ranks and kept in OVPATCH_CACHE_DIR.",
         choices=SCHEDULES,
     ),
     Option(

@@ -84,10 +84,11 @@ def ovpatch_counters() -> Mapping[str, int]:
 
 @hookimpl
 def ovpatch_remarks() -> Sequence[str]:
-    """Return what was left to stock, and what was computed for nothing."""
+    """Return what was chosen by measurement, what was left to stock, and what was computed for nothing."""
     from ovpatch_plugins.tp_linear.counters import COUNTERS
 
-    remarks = []
+    choosing = sys.modules.get("ovpatch.overlap.choosing")
+    remarks = [] if choosing is None else choosing.remarks("tp_linear")
     styles = sys.modules.get("ovpatch_plugins.tp_linear.styles")
     if styles is not None:
         remarks += [f"{name} is left to stock: {reason}" for name, reason in styles.left_alone().items()]

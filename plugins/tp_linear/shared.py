@@ -26,6 +26,7 @@ been handed out is told so in backward.
 from __future__ import annotations
 
 import copy
+import dataclasses
 import functools
 import weakref
 from collections.abc import Callable, Sequence
@@ -39,13 +40,14 @@ from torch.distributed.tensor.parallel.style import PrepareModuleInput
 
 from ovpatch.overlap.autocast import autocast_dtype
 from ovpatch_plugins.tp_linear import wires as wires_of
-from ovpatch_plugins.tp_linear.call import Call
+from ovpatch_plugins.tp_linear.call import Call, How
 from ovpatch_plugins.tp_linear.counters import COUNTERS
 from ovpatch_plugins.tp_linear.dtensors import local
 from ovpatch_plugins.tp_linear.functions import GatherLinear, run
 from ovpatch_plugins.tp_linear.layouts import sequence_dim, traced
 from ovpatch_plugins.tp_linear.rows import fill
 from ovpatch_plugins.tp_linear.state import STATE
+from ovpatch_plugins.tp_linear.wires import Wires
 
 if TYPE_CHECKING:
     from ovpatch_plugins.tp_linear.parallel import Parallel
@@ -267,12 +269,14 @@ class SharedGather:
         linears = readers(module, self._mesh, x)
         if not linears:
             return None
-        later = None if STATE.how.schedule.ahead else _Later(dim)
+        wires = wires_of.of(vars(linears[0])["_ovpatch_parallel"].group, x.device)
+        how = _how(wires, linears, x)
+        later = None if how.schedule.ahead else _Later(dim)
         ahead = [linear for linear in linears if is_plain(linear, module if later is None else None)]
         watch = Watch()
         call = Call(
-            STATE.how,
-            wires_of.of(vars(linears[0])["_ovpatch_parallel"].group, x.device),
+            how,
+            wires,
             dim,
             len(ahead),
             constant=not x.requires_grad,
@@ -287,6 +291,16 @@ class SharedGather:
         *outputs, whole = run(GatherLinear, call, x, *weights, *[linear.bias for linear in ahead])
         _products[id(whole)] = Products(whole, ahead, outputs, watch, later)
         return whole
+
+
+def _how(wires: Wires, linears: Sequence[nn.Linear], x: Tensor) -> How:
+    """Return how a gather for linears is computed; see [Note: readers of a shared gather]."""
+    here, how = local(x), STATE.how
+    dtype = autocast_dtype(wires.kind, x.dtype) or x.dtype
+    features = [len(local(linear.weight)) for linear in linears]
+    rows = here.numel() // here.shape[-1]
+    schedule = how.schedule.together(wires, here.device, rows, here.shape[-1], features, dtype)
+    return how if schedule is how.schedule else dataclasses.replace(how, schedule=schedule)
 
 
 def gathers(layout: Any, desired: Any) -> bool:

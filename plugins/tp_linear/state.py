@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ovpatch_plugins.tp_linear.call import How
+from ovpatch_plugins.tp_linear.options import DEFAULT
 from ovpatch_plugins.tp_linear.schedules import named
 
 
@@ -23,14 +24,14 @@ class State:
     """
 
     on: bool = False
-    how: How = field(default_factory=lambda: How(named("bulk", 4)))
+    how: How = field(default_factory=lambda: How(named(DEFAULT, 4)))
     shares: bool = True
     compiles: bool = False
     terms: dict[str, Any] = field(default_factory=dict)
 
     def turn_on(self, options: Mapping[str, Any]) -> None:
         """Compute as the feature's options say."""
-        schedule = named(options["schedule"], options["chunks"])
+        schedule = named(options["schedule"], options["chunks"], anew=options["regather"])
         self.how = How(schedule, options["gradient_accumulation_fusion"], options["regather"])
         self.terms = dict(options)
         self.shares, self.compiles, self.on = options["shared_gather"], options["compiled"], True

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Final
 
+from ovpatch_plugins.tp_linear.options import FIXED, MEASURED
+from ovpatch_plugins.tp_linear.schedules.auto import Auto
 from ovpatch_plugins.tp_linear.schedules.bulk import Bulk
 from ovpatch_plugins.tp_linear.schedules.chunk import Chunk
 from ovpatch_plugins.tp_linear.schedules.ring import Ring
@@ -14,17 +17,26 @@ SCHEDULES: Final[dict[str, Schedule]] = {
 }
 
 
-def named(name: str, chunks: int) -> Schedule:
+def named(name: str, chunks: int, *, anew: bool = False) -> Schedule:
     """Return a schedule.
 
     Args:
-        name: ``stock``, ``bulk``, ``ring`` or ``chunk``.
+        name: One of the option's values.
         chunks: Into how many parts ``chunk`` cuts rows.
+        anew: Whether inputs are gathered anew for the weights' gradients, which ``auto`` measures then.
     """
+    if name == "auto":
+        return _auto(chunks, anew)
     made = SCHEDULES.get(key := Chunk.named(chunks) if name == "chunk" else name)
     if made is None:
         made = SCHEDULES[key] = Chunk(chunks)
     return made
+
+
+@functools.cache
+def _auto(chunks: int, anew: bool) -> Auto:
+    arms = {schedule.name: schedule for schedule in (named(name, chunks) for name in MEASURED)}
+    return Auto(f"auto{chunks}", arms, FIXED, anew=anew)
 
 
 __all__ = ["SCHEDULES", "Schedule", "named"]

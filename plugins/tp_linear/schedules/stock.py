@@ -45,6 +45,21 @@ class Schedule:
         whole = wires.gathered(x)
         return [linear(whole, weight, bias) for weight, bias in zip(weights, biases, strict=True)], whole
 
+    def together(
+        self, wires: Wires, device: torch.device, rows: int, k: int, features: Sequence[int], dtype: torch.dtype
+    ) -> Schedule:
+        """Return the schedule by which a gather for several linears is computed: here this very one.
+
+        Args:
+            wires: The ranks.
+            device: Where.
+            rows: Of a rank, m.
+            k: Input features.
+            features: Output features of each linear, n_i.
+            dtype: In which is computed.
+        """
+        return self
+
     def gather_linear_backward(
         self,
         wires: Wires,

@@ -1,0 +1,139 @@
+"""What schedules are measured on: an operator's products and collectives, of random rows and weights."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ovpatch.overlap.choosing import Arms, Race
+from ovpatch_plugins.tp_linear.products import weight_grad
+from ovpatch_plugins.tp_linear.schedules.bulk import Bulk
+from ovpatch_plugins.tp_linear.schedules.stock import Schedule
+from ovpatch_plugins.tp_linear.wires import Wires
+
+Call = Callable[[Schedule], object]
+
+
+class Shape(NamedTuple):
+    """What schedules are chosen by; the same on all ranks.
+
+    Attributes:
+        operator: ``gather_linear``, ``linear_scatter`` or ``linear_reduce``.
+        rows: Of a rank; for ``linear_reduce`` all of them.
+        k: Input features of this rank.
+        features: Output features of this rank, of each weight.
+        dtype: In which is computed.
+    """
+
+    operator: str
+    rows: int
+    k: int
+    features: tuple[int, ...]
+    dtype: torch.dtype
+
+    def text(self) -> str:
+        """Return the shape in words."""
+        outputs = " + ".join(map(str, self.features))
+        return f"{self.rows} x {self.k} -> {outputs}, {str(self.dtype).removeprefix('torch.')}"
+
+    def needs(self, world: int) -> int:
+        """Return how many bytes of memory its arms take, at most: inputs, outputs and gradients, with copies."""
+        total = sum(self.features)
+        return 3 * (world * self.rows * (self.k + total) + self.k * total) * self.dtype.itemsize
+
+
+def race(
+    wires: Wires, shape: Shape, direction: str, schedules: Mapping[str, Schedule], default: str, *, anew: bool
+) -> Race:
+    """Return the schedules that differ for an operator and a direction.
+
+    Args:
+        wires: The ranks.
+        shape: The operator, and of which shape.
+        direction: ``forward`` or ``backward``.
+        schedules: By name, stock first.
+        default: Which is taken where nothing is measured.
+        anew: Whether inputs are gathered anew for the weights' gradients.
+    """
+    method = shape.operator if direction == "forward" else f"{shape.operator}_backward"
+    gathers = anew and method == "gather_linear_backward"
+
+    def make(generator: torch.Generator) -> Arms:
+        call = _CALLS[method](wires, shape, _Drawing(generator, shape.dtype), gathers)
+        return {name: functools.partial(call, schedules[name]) for name in names}
+
+    names = _distinct(schedules, method)
+    key = f"{shape.operator} {direction}, {shape.text()}{', gathered anew' if gathers else ''}, {wires.world} ranks"
+    taken = default if default in names else names[0]
+    return Race(key, names, taken, make, shape.needs(wires.world))
+
+
+def _distinct(schedules: Mapping[str, Schedule], method: str) -> tuple[str, ...]:
+    """Return the schedules that do not compute a method just as another one does, which stands before them."""
+    found: dict[Any, str] = {}
+    for name, schedule in schedules.items():
+        function = getattr(type(schedule), method, None)
+        plain = function in (getattr(Schedule, method, None), getattr(Bulk, method, None))
+        found.setdefault(function if plain else name, name)
+    return tuple(found.values())
+
+
+class _Drawing:
+    def __init__(self, generator: torch.Generator, dtype: torch.dtype) -> None:
+        self._generator, self._dtype = generator, dtype
+
+    def __call__(self, *shape: int) -> Tensor:
+        return torch.randn(*shape, generator=self._generator, dtype=self._dtype, device=self._generator.device)
+
+    def weights(self, shape: Shape) -> list[Tensor]:
+        return [self(n, shape.k) * shape.k**-0.5 for n in shape.features]
+
+
+def _gather_linear(wires: Wires, shape: Shape, draw: _Drawing, _: bool) -> Call:
+    x, weights = draw(shape.rows, shape.k), draw.weights(shape)
+    biases = [None] * len(weights)
+    return lambda schedule: schedule.gather_linear(wires, x, weights, biases, True)
+
+
+def _gather_linear_backward(wires: Wires, shape: Shape, draw: _Drawing, anew: bool) -> Call:
+    rows = wires.world * shape.rows
+    kept, weights = draw(shape.rows if anew else rows, shape.k), draw.weights(shape)
+    grads = [draw(rows, n) for n in shape.features]
+
+    def take(whole: Tensor, of_outputs: Sequence[Tensor | None]) -> None:
+        _ = [weight_grad(grad, whole) for grad in of_outputs if grad is not None]
+
+    return lambda schedule: schedule.gather_linear_backward(wires, grads, kept, weights, take, shape.dtype, anew=anew)
+
+
+def _linear_scatter(wires: Wires, shape: Shape, draw: _Drawing, _: bool) -> Call:
+    x, (weight,) = draw(wires.world * shape.rows, shape.k), draw.weights(shape)
+    return lambda schedule: schedule.linear_scatter(wires, x, weight)
+
+
+def _linear_scatter_backward(wires: Wires, shape: Shape, draw: _Drawing, _: bool) -> Call:
+    x, (weight,) = draw(wires.world * shape.rows, shape.k), draw.weights(shape)
+    grad = draw(shape.rows, shape.features[0])
+
+    def take(whole: Tensor, _: Any) -> None:
+        weight_grad(whole, x)
+
+    return lambda schedule: schedule.linear_scatter_backward(wires, grad, weight, take, True)
+
+
+def _linear_reduce(wires: Wires, shape: Shape, draw: _Drawing, _: bool) -> Call:
+    x, (weight,) = draw(shape.rows, shape.k), draw.weights(shape)
+    return lambda schedule: schedule.linear_reduce(wires, x, weight)
+
+
+_CALLS: Final[dict[str, Callable[[Wires, Shape, _Drawing, bool], Call]]] = {
+    "gather_linear": _gather_linear,
+    "gather_linear_backward": _gather_linear_backward,
+    "linear_scatter": _linear_scatter,
+    "linear_scatter_backward": _linear_scatter_backward,
+    "linear_reduce": _linear_reduce,
+}

@@ -1,0 +1,219 @@
+"""Schedule ``auto``: what it chooses, and that whatever it chooses computes what stock does."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+import ovpatch
+from ovpatch.overlap.agreement import DisagreementError
+from ovpatch.overlap.choosing import chooser as chooser_module
+from ovpatch_plugins.tp_linear import all_gather_linear, linear_reduce_scatter
+from ovpatch_plugins.tp_linear import wires as wires_of
+from ovpatch_plugins.tp_linear.options import MEASURED
+from ovpatch_plugins.tp_linear.schedules import named
+from ovpatch_plugins.tp_linear.schedules.racing import Shape, race
+from tests.plugins.tp_linear import test_compiled, test_llama, test_operators, test_shared
+from tests.plugins.tp_linear.arms import Record, both, draw, mesh
+from tests.plugins.tp_linear.models import MLP, WIDTH
+from tests.plugins.tp_linear.training import equal
+
+AUTO = {"schedule": "auto"}
+NOWHERE = {"OVPATCH_CACHE_DIR": os.path.join(os.devnull, "none")}  # as on a machine whose homes are read-only
+
+
+@contextlib.contextmanager
+def forced(first: int) -> Iterator[list[str]]:
+    """Let no arm be measured: races are won by one arm after the other. Yields who has won, of each race."""
+    turns, won = itertools.count(first), []
+
+    def measured(arms: dict[str, Any], *args: Any) -> dict[str, float]:
+        for arm in arms.values():
+            arm()
+        winner = list(arms)[next(turns) % len(arms)]
+        won.append(winner)
+        return {name: 1.0 if name == winner else 2.0 for name in arms}
+
+    stock, chooser_module.measured = chooser_module.measured, measured
+    chooser_module._choosers.clear()
+    wires_of.forget()
+    try:
+        yield won
+    finally:
+        chooser_module.measured = stock
+
+
+def won_by(first: int, function: Any, *args: Any, **kwargs: Any) -> tuple[Record, list[str]]:
+    with forced(first) as won:
+        return both(function, *args, **kwargs), won
+
+
+# --- the operators alone ---
+
+
+def wrong() -> tuple[list[str], set[str]]:
+    """What operators compute wrongly whichever schedule wins, and which ones have won."""
+    found, winners = [], set()
+    for first in range(len(MEASURED)):
+        with forced(first) as won:
+            for operator, cases in test_operators.CASES.items():
+                for name, case in cases.items():
+                    regather = {"regather": True} if operator is test_operators.gathered and first % 2 else {}
+                    for value, ours, theirs in operator(case, AUTO | regather):
+                        same = ours is theirs is None or torch.allclose(ours, theirs, 1e-12, 1e-11)
+                        found += [] if same else [f"{name}: {value}"]
+            winners.update(won)
+    return found, winners
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_operators_compute_the_same_whoever_wins(ranks, world):
+    for found, winners in ranks(world)(wrong, env=NOWHERE):
+        assert not found
+        assert {"stock", "bulk", "ring", "chunk4"} <= winners
+
+
+def measuring(sizes: list[int]) -> Record:
+    """Call two operators, forward and backward, and say what is in the report then."""
+    world, group = dist.get_world_size(), dist.group.WORLD
+    before = len(chooser_module_remarks())
+    for size in sizes:
+        x, weight = draw(size, 32, seed=1).requires_grad_(), draw(16, 32, seed=2).requires_grad_()
+        (y,) = all_gather_linear(x, [weight], group, schedule="auto")
+        linear_reduce_scatter(y, draw(8, 16, seed=3).requires_grad_(), group, schedule="auto").sum().backward()
+        assert x.grad is not None
+        assert y.shape == (size * world, 16)
+    return {"lines": chooser_module_remarks()[before:]}
+
+
+def chooser_module_remarks() -> list[str]:
+    from ovpatch.overlap import choosing
+
+    return choosing.remarks("tp_linear")
+
+
+def test_each_shape_is_measured_once_and_kept(ranks, tmp_path):
+    env = {"OVPATCH_CACHE_DIR": str(tmp_path)}
+    first, second = ranks(2)(measuring, [64, 96, 64], env=env)
+    assert first == second
+    lines = first["lines"]
+    assert len(lines) == 2 * 2 * 2, "two shapes, two operators, two directions"
+    assert lines[0].startswith("gather_linear forward, 64 x 32 -> 16, float32, 2 ranks: ")
+    assert all(name in lines[0] for name in ("stock 0", "ring ", "chunk4 ", "; measured)"))
+    assert "bulk" not in lines[0], "which computes this forward as stock does"
+    assert lines[1].startswith("gather_linear backward, 64 x 32 -> 16, float32, 2 ranks: ")
+    assert lines[3].startswith("linear_scatter backward, 64 x 16 -> 8, float32, 2 ranks: ")
+    (again,) = {tuple(result["lines"]) for result in ranks(2)(measuring, [96, 128], env=env)}
+    assert [line.endswith("measured in an earlier run)") for line in again] == [True] * 4 + [False] * 4
+
+
+def shapes_that_differ() -> str:
+    with pytest.raises(DisagreementError) as caught:
+        all_gather_linear(torch.ones(4, 8), [torch.ones(2 + dist.get_rank(), 8)], dist.group.WORLD, schedule="auto")
+    return str(caught.value)
+
+
+def test_shapes_that_differ_between_ranks_are_named(ranks):
+    for text in ranks(2)(shapes_that_differ):
+        assert "4 x 8 -> 2, float32, 2 ranks" in text
+        assert "4 x 8 -> 3, float32, 2 ranks" in text
+
+
+def test_only_what_differs_is_measured():
+    arms = {name: named(name, 4) for name in MEASURED}
+    wires: Any = type("Wires", (), {"world": 2})()
+
+    def names(operator: str, direction: str) -> tuple[str, ...]:
+        shape = Shape(operator, 8, 4, (4,), torch.float32)
+        found = race(wires, shape, direction, arms, "bulk", anew=True)
+        assert found.arms[0] == "stock"
+        assert found.default in found.arms
+        return tuple(name for name in found.arms if name in ("stock", "bulk", "ring", "chunk"))
+
+    assert names("gather_linear", "forward") == ("stock", "ring", "chunk")
+    assert names("gather_linear", "backward") == ("stock", "bulk")
+    assert names("linear_scatter", "forward") == ("stock", "ring", "chunk")
+    assert names("linear_scatter", "backward") == ("stock", "ring", "chunk")
+    assert names("linear_reduce", "forward") == ("stock", "ring", "chunk")
+    assert names("linear_reduce", "backward") == ("stock",), "nothing is sent"
+
+
+# --- models ---
+
+
+def test_a_model_computes_the_same_whoever_wins(ranks):
+    for first, options in ((0, {}), (1, {"regather": True}), (2, {}), (3, {"chunks": 2})):
+        for case in ({}, {"checkpointing": "reentrant"}):
+            for result, won in ranks(2)(
+                won_by, first, test_llama.llama, steps=1, options={**AUTO, **options}, **case, env=NOWHERE
+            ):
+                equal(result["stock"], result["patched"])
+                assert result["counters"]["stock_calls"] == 0
+                assert result["counters"]["shared_calls"] > 0
+                assert len(won) > 4
+
+
+@pytest.mark.parametrize("watch", test_shared.WATCHES, ids=lambda watch: watch.__name__)
+def test_one_rank_alone_may_watch(ranks, watch):
+    for first in (0, 1, 2):
+        for body in (test_shared.both_called, test_shared.read_by_others):
+            for result, _ in ranks(2)(
+                won_by, first, test_shared.watched, watch, body, "a", True, options=AUTO, env=NOWHERE
+            ):
+                equal([result["stock"]], [result["patched"]], ("y", "x", "grads"))
+
+
+def test_a_compiled_model(ranks):
+    layouts, shape = test_compiled.LAYOUTS["second"]
+    options = {**AUTO, **test_compiled.OPAQUE}
+    for first in (1, 2):
+        for result, won in ranks(2)(
+            won_by, first, test_compiled.compiled_mlp, layouts, shape, True, "aot_eager", options=options, env=NOWHERE
+        ):
+            equal(result["stock"], result["patched"])
+            assert result["counters"]["compiled_calls"] == result["counters"]["calls"] > 0
+            assert len(won) == 4
+
+
+class Replicated(nn.Module):
+    """A linear of what all ranks have, and one whose terms are added up: the first has nothing to choose by."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mlp = MLP()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.mlp(x)
+
+
+def reported(deterministic: bool) -> list[str]:
+    torch.manual_seed(0)
+    torch.use_deterministic_algorithms(deterministic)
+    state = torch.get_rng_state()
+    try:
+        with ovpatch.applied("tp_linear", options={"tp_linear": AUTO}):
+            model = Replicated()
+            parallelize_module(model, mesh(), {"mlp.up": ColwiseParallel(), "mlp.down": RowwiseParallel()})
+            state = torch.get_rng_state()
+            for _ in range(2):
+                model(draw(64, WIDTH).requires_grad_()).sum().backward()
+            assert torch.equal(state, torch.get_rng_state())
+            return [line for line in ovpatch.report()["tp_linear"].remarks if line.startswith("linear_reduce forward")]
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def test_the_report_shows_what_was_chosen(ranks, tmp_path):
+    for deterministic, why in ((False, "; measured)"), (True, "not measured, since algorithms must be deterministic)")):
+        for lines in ranks(2)(reported, deterministic, env={"OVPATCH_CACHE_DIR": str(tmp_path)}):
+            assert lines[-1].startswith("linear_reduce forward, 64 x 24 -> 24, float32, 2 ranks: ")
+            assert lines[-1].endswith(why)
