@@ -1,7 +1,7 @@
 """Into which parts the rows of an expert-parallel layer are cut.
 
-Parts are the same on all ranks, since each is a pair of collectives: they depend on how many experts a rank has and on
-options, and not on how many rows there are, of which a part may have none.
+Parts are the same on all ranks, since each is a pair of collectives: they depend on how many experts a rank has, on
+options and on what all ranks know of each other, and not on how many rows this one has; a part may have none.
 """
 
 from __future__ import annotations
@@ -9,13 +9,16 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Final, Protocol
 
 import torch
+import torch.distributed as dist
 
-CUTS = ("auto", "none", "experts", "tokens")
-"""How rows can be cut: as :func:`plan` thinks best, not at all, by groups of experts, by chunks of tokens."""
+CUTS: Final = ("auto", "none", "experts", "tokens")
+"""How rows can be cut: as is measured, not at all, by groups of experts, by chunks of tokens."""
 
-_MOST_GROUPS = 4
+_MOST_GROUPS: Final = 4
+_MEASURED: Final = (2, 4, 8)
 
 
 @dataclass(frozen=True)
@@ -47,6 +50,15 @@ class Plan:
         """The parts in the order in which they are sent: a chunk, and which local experts."""
         return [(chunk, group) for chunk in range(self.chunks) for group in self.groups]
 
+    @property
+    def expected(self) -> Plan:
+        """See :class:`Plans`."""
+        return self
+
+    def chosen(self, group: dist.ProcessGroup, tokens: int, trains: bool) -> Plan:
+        """See :class:`Plans`."""
+        return self
+
     def positions(self) -> list[int]:
         """Return at which place the rows of each expert are sent, within a chunk: by group, then by rank."""
         places = [0] * self.experts
@@ -54,6 +66,38 @@ class Plan:
         for place, expert in enumerate(order):
             places[expert] = place
         return places
+
+
+class Plans(Protocol):
+    """Plans of which one is chosen when all ranks know how many tokens there are.
+
+    A single plan is one of these, too.
+    """
+
+    @property
+    def world(self) -> int:
+        """Number of ranks."""
+
+    @property
+    def local(self) -> int:
+        """Number of experts of a rank."""
+
+    @property
+    def chunks(self) -> int:
+        """A number of chunks which every plan's number divides."""
+
+    @property
+    def expected(self) -> Plan:
+        """The plan that is probably chosen; ranks may expect different ones."""
+
+    def chosen(self, group: dist.ProcessGroup, tokens: int, trains: bool) -> Plan:
+        """Return a plan, the same on all ranks.
+
+        Args:
+            group: The ranks, all of which call this.
+            tokens: Of the rank that has the most.
+            trains: Whether gradients are on there.
+        """
 
 
 @functools.lru_cache(maxsize=64)
@@ -66,8 +110,8 @@ def plan(world: int, local: int, cut: str = "auto", parts: int = 0) -> Plan:
     Args:
         world: Number of ranks.
         local: Number of experts of a rank.
-        cut: One of :data:`CUTS`; ``auto`` is ``experts`` if there are several ranks and each has several, else
-            ``none``.
+        cut: One of :data:`CUTS`; ``auto``, where nothing is measured, is ``experts`` if there are several ranks and
+            each has several, else ``none``.
         parts: How many; 0 for as many as ``cut`` thinks best. There are never more groups than experts.
 
     Raises:
@@ -83,6 +127,22 @@ def plan(world: int, local: int, cut: str = "auto", parts: int = 0) -> Plan:
         return Plan(world, (range(local),), parts or 2)
     count = 1 if cut == "none" else min(parts or _MOST_GROUPS, local)
     return Plan(world, tuple(range(local * i // count, local * (i + 1) // count) for i in range(count)))
+
+
+def candidates(world: int, local: int, parts: int = 0) -> dict[str, Plan]:
+    """Return the plans between which can be chosen, each once, by name; the one that does not cut comes first.
+
+    Args:
+        world: Number of ranks.
+        local: Number of experts of a rank.
+        parts: How many; 0 for 2, 4 and 8.
+    """
+    found = {plan(world, local, "none"): "none"}
+    for cut in ("experts", "tokens"):
+        for count in (parts,) if parts else _MEASURED:
+            made = plan(world, local, cut, count)
+            found.setdefault(made, f"{cut} {len(made.parts)}")
+    return {name: made for made, name in found.items()}
 
 
 @functools.lru_cache(maxsize=64)
