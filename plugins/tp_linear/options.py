@@ -6,7 +6,7 @@ from typing import Final
 
 from ovpatch.hookspecs import Option
 
-SCHEDULES: Final = ("stock", "bulk", "ring", "chunk", "auto")
+SCHEDULES: Final = ("stock", "bulk", "ring", "chunk", "fused", "auto")
 DEFAULT: Final = "bulk"
 
 MEASURED: Final = tuple(name for name in SCHEDULES if name != "auto")
@@ -28,7 +28,8 @@ OPTIONS: Final = (
         DEFAULT,
         "How products and collectives are ordered: stock, one after the other; bulk, in backward each collective under "
         "the product that does not need it; ring, rows handed on from rank to rank under products of those that are "
-        "there; chunk, products in parts, each part's collective under the next part; auto, whichever of these is the "
+        "there; chunk, products in parts, each part's collective under the next part; fused, kernels that compute and "
+        "move rows at the same time, on the GPUs of one host, and bulk elsewhere; auto, whichever of these is the "
         "fastest for an operator and its shape, measured once by all ranks and kept in OVPATCH_CACHE_DIR.",
         choices=SCHEDULES,
     ),

@@ -89,6 +89,9 @@ def ovpatch_remarks() -> Sequence[str]:
 
     choosing = sys.modules.get("ovpatch.overlap.choosing")
     remarks = [] if choosing is None else choosing.remarks("tp_linear")
+    sharing = sys.modules.get("ovpatch_plugins.tp_linear.sharing")
+    if sharing is not None:
+        remarks += [f"schedule fused computes as bulk does: {reason}" for reason in sharing.objections()]
     styles = sys.modules.get("ovpatch_plugins.tp_linear.styles")
     if styles is not None:
         remarks += [f"{name} is left to stock: {reason}" for name, reason in styles.left_alone().items()]

@@ -16,7 +16,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel.style import ColwiseParallel, PrepareModuleInput
 
-from ovpatch_plugins.tp_linear import agreed, dtensors, wires
+from ovpatch_plugins.tp_linear import agreed, dtensors, sharing, wires
 from ovpatch_plugins.tp_linear.counters import COUNTERS
 from ovpatch_plugins.tp_linear.linear import Linear
 from ovpatch_plugins.tp_linear.parallel import Parallel, Style
@@ -126,6 +126,7 @@ def give_all_back() -> None:
     agreed.forget()
     dtensors.forget()
     wires.forget()
+    sharing.forget()
 
 
 def left_alone() -> Mapping[str, str]:

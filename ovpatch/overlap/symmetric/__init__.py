@@ -1,0 +1,1 @@
+"""Memory that all ranks of a group can write to, and kernels that use it."""

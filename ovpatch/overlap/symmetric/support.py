@@ -1,0 +1,75 @@
+"""Whether the ranks of a group can reach each other's memory from kernels."""
+
+from __future__ import annotations
+
+import importlib.util
+import socket
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+import torch.distributed as dist
+
+from ovpatch.overlap import kernel_support
+
+MOST_RANKS: Final = 8
+_HOPPER: Final = (9, 0)
+
+
+def objection(group: dist.ProcessGroup, device: torch.device) -> str:
+    """Return why the ranks of a group cannot use symmetric memory, the same text on all of them, or "".
+
+    A collective, by which ranks tell each other where they are.
+
+    Args:
+        group: The ranks.
+        device: Where this rank's tensors are.
+    """
+    found: list[Any] = [None] * group.size()
+    dist.all_gather_object(found, _told(device), group=group)
+    hosts = [told["host"] for told in found]
+    reasons: dict[str, list[int]] = {}
+    for rank, told in enumerate(found):
+        for reason in (told["reason"], "" if told["host"] == hosts[0] else "it runs on another host than rank 0"):
+            if reason:
+                reasons.setdefault(reason, []).append(dist.get_global_rank(group, rank))
+    if group.size() > MOST_RANKS:
+        return f"{group.size()} ranks, and kernels are made for {MOST_RANKS} at most"
+    if reasons:
+        return "; ".join(f"{text} (rank {', '.join(map(str, ranks))})" for text, ranks in reasons.items())
+    return _without_access([told["uuid"] for told in found])
+
+
+def reason_against(device: torch.device) -> str:
+    """Return why this process cannot use symmetric memory, or ""."""
+    if device.type != "cuda":
+        return f"tensors are on {device.type}, not on CUDA devices"
+    if importlib.util.find_spec("torch.distributed._symmetric_memory") is None:
+        return "this build of torch has no symmetric memory"
+    capability = torch.cuda.get_device_capability(device)
+    if capability < _HOPPER:
+        return "the GPU has compute capability {}.{}, and kernels need 9.0".format(*capability)
+    return kernel_support.objection()
+
+
+def _told(device: torch.device) -> dict[str, str]:
+    uuid = str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else ""
+    return {"host": _host(), "reason": reason_against(device), "uuid": uuid}
+
+
+def _host() -> str:
+    """Return what tells hosts apart; containers on one host may share a name, and hosts started alike, too."""
+    boot = Path("/proc/sys/kernel/random/boot_id")
+    return boot.read_text().strip() if boot.exists() else socket.gethostname()
+
+
+def _without_access(uuids: list[str]) -> str:
+    """Return which devices cannot reach each other, as far as this process sees them."""
+    seen = {str(torch.cuda.get_device_properties(i).uuid): i for i in range(torch.cuda.device_count())}
+    for one in uuids:
+        for other in uuids:
+            if one == other or one not in seen or other not in seen:
+                continue
+            if not torch.cuda.can_device_access_peer(seen[one], seen[other]):
+                return f"GPU {one} cannot reach the memory of GPU {other}"
+    return ""

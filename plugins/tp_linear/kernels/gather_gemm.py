@@ -1,0 +1,190 @@
+"""All-gather and product in two launches: own rows are laid out for the others, then tiles as rows arrive."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from ovpatch.overlap.symmetric.signals import (
+    DONE,
+    FIRST_OUT,
+    READY,
+    SECOND_OUT,
+    SEQUENCE,
+    add_here,
+    before_descriptors,
+    half_of,
+    is_last_out,
+    signals_of,
+    tell_all,
+    wait_for,
+    wait_for_all,
+    wait_here,
+)
+from ovpatch_plugins.tp_linear.kernels.tiles import tile, tile_in, weight_descriptor
+
+
+@triton.jit(do_not_specialize=["rank"])
+def stage_kernel(
+    x, whole, peers, state, arrived, counts, rank, size, half_bytes, WORLD: tl.constexpr, BLOCK: tl.constexpr
+):
+    """Lay a rank's rows out for the others, and where they belong in what is gathered.
+
+    Args:
+        x: This rank's rows; ``size`` numbers.
+        whole: All rows, ``world * size`` numbers.
+        peers: Addresses of all ranks' buffers.
+        state: What only this rank sees, see :mod:`ovpatch.overlap.symmetric.signals`.
+        arrived: Counts of what has arrived, of which ``counts`` are set back.
+        counts: How many.
+        rank: This rank.
+        size: Numbers of a rank's rows.
+        half_bytes: Bytes of one half of a buffer.
+        WORLD: Number of ranks.
+        BLOCK: Numbers that a program copies at a time.
+    """
+    pid, programs = tl.program_id(0), tl.num_programs(0)
+    sequence = tl.load(state + SEQUENCE)
+    wait_for_all(signals_of(peers, rank) + DONE, sequence - 2, WORLD)
+    staged = half_of(peers, rank, sequence, half_bytes, x)
+    own = whole + tl.cast(rank, tl.int64) * size
+    for block in range(pid, tl.cdiv(size, BLOCK), programs):
+        at = tl.cast(block, tl.int64) * BLOCK + tl.arange(0, BLOCK)
+        rows = tl.load(x + at, at < size)
+        tl.store(staged + at, rows, at < size)
+        tl.store(own + at, rows, at < size)
+    for first in range(pid * BLOCK, counts, programs * BLOCK):
+        at = first + tl.arange(0, BLOCK)
+        tl.store(arrived + at, tl.zeros_like(at), at < counts)
+    if is_last_out(state + FIRST_OUT, programs):
+        tell_all(peers, READY, rank, sequence, WORLD)
+
+
+@triton.jit
+def _pull(
+    whole, peers, state, arrived, rank, m, K, half_bytes, WORLD: tl.constexpr, BM: tl.constexpr, PC: tl.constexpr,
+    PULLERS: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """Fetch the other ranks' rows, block by block; all ranks' first, the next rank's first."""
+    pid = tl.program_id(0)
+    sequence = tl.load(state + SEQUENCE)
+    blocks, columns = tl.cdiv(m, BM), tl.cdiv(K, PC)
+    for step in range(1, WORLD):
+        source = (rank + step) % WORLD
+        wait_for(signals_of(peers, rank) + READY + source, sequence)
+        staged = half_of(peers, source, sequence, half_bytes, whole)
+        target = whole + tl.cast(source, tl.int64) * m * K
+        if STAGES:
+            before_descriptors()
+            staged_d = tl.make_tensor_descriptor(staged, [m, K], [K, 1], [BM, PC])
+            for unit in tl.range(pid, blocks * columns, PULLERS, num_stages=STAGES):
+                row, column = unit // columns * BM, unit % columns * PC
+                rows = staged_d.load([row, column])
+                _put(target, rows, row, column, m, K, BM, PC)
+                add_here(arrived + source * blocks + unit // columns)
+        else:
+            for unit in range(pid, blocks * columns, PULLERS):
+                row, column = unit // columns * BM, unit % columns * PC
+                rows = _get(staged, row, column, m, K, BM, PC)
+                _put(target, rows, row, column, m, K, BM, PC)
+                add_here(arrived + source * blocks + unit // columns)
+    if is_last_out(state + SECOND_OUT, PULLERS):
+        tl.store(state + SEQUENCE, sequence + 1)
+        tell_all(peers, DONE, rank, sequence, WORLD)
+
+
+@triton.jit
+def _get(source, row, column, m, K, BM: tl.constexpr, PC: tl.constexpr):
+    rows, columns = row + tl.arange(0, BM)[:, None], column + tl.arange(0, PC)[None, :]
+    return tl.load(source + rows.to(tl.int64) * K + columns, (rows < m) & (columns < K))
+
+
+@triton.jit
+def _put(target, values, row, column, m, K, BM: tl.constexpr, PC: tl.constexpr):
+    rows, columns = row + tl.arange(0, BM)[:, None], column + tl.arange(0, PC)[None, :]
+    tl.store(target + rows.to(tl.int64) * K + columns, values, (rows < m) & (columns < K))
+
+
+@triton.jit(do_not_specialize=["rank", "m"])
+def gather_gemm_kernel(
+    whole, peers, state, arrived, w0, w1, w2, bias0, bias1, bias2, out0, out1, out2, rank, m, K, n0, n1, n2, half_bytes,
+    COUNT: tl.constexpr, KN: tl.constexpr, WORLD: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr,
+    PULLERS: tl.constexpr, PC: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """Fetch the other ranks' rows with the first programs, and multiply with the others, own rows first.
+
+    Args:
+        whole: All rows, ``[world * m, K]``, of which this rank's are there.
+        peers: Addresses of all ranks' buffers.
+        state: What only this rank sees.
+        arrived: Counts of blocks that have arrived, ``[world, blocks of BM rows]``, all 0.
+        w0: A weight, ``[n, K]`` or ``[K, n]``.
+        w1: A further one, or None, as what follows of it.
+        w2: A further one, or None.
+        bias0: ``[n]``, or None.
+        bias1: Of the second weight.
+        bias2: Of the third.
+        out0: A product, ``[world * m, n]``.
+        out1: Of the second weight.
+        out2: Of the third.
+        rank: This rank.
+        m: Rows of a rank.
+        K: Features of the input, a multiple of 8.
+        n0: Features of an output, a multiple of 8.
+        n1: Of the second one, or 0.
+        n2: Of the third one, or 0.
+        half_bytes: Bytes of one half of a buffer.
+        COUNT: Number of weights.
+        KN: Whether weights are ``[K, n]``.
+        WORLD: Number of ranks.
+        BM: Rows of a tile.
+        BN: Columns of a tile.
+        BK: Features that are multiplied at a time.
+        GROUP: Blocks of rows whose tiles take turns.
+        PULLERS: Programs that fetch rows.
+        PC: Columns that are fetched at a time.
+        STAGES: Of the pipeline by which they are fetched; 0 for plain loads.
+    """
+    if tl.program_id(0) < PULLERS:
+        _pull(whole, peers, state, arrived, rank, m, K, half_bytes, WORLD, BM, PC, PULLERS, STAGES)
+    else:
+        a_d = tl.make_tensor_descriptor(whole, [WORLD, m, K], [tl.cast(m, tl.int64) * K, K, 1], [1, BM, BK])
+        b0_d = weight_descriptor(w0, n0, K, KN, BN, BK)
+        o0_d = tl.make_tensor_descriptor(out0, [WORLD, m, n0], [tl.cast(m, tl.int64) * n0, n0, 1], [1, BM, BN])
+        if COUNT > 1:
+            b1_d = weight_descriptor(w1, n1, K, KN, BN, BK)
+            o1_d = tl.make_tensor_descriptor(out1, [WORLD, m, n1], [tl.cast(m, tl.int64) * n1, n1, 1], [1, BM, BN])
+        if COUNT > 2:
+            b2_d = weight_descriptor(w2, n2, K, KN, BN, BK)
+            o2_d = tl.make_tensor_descriptor(out2, [WORLD, m, n2], [tl.cast(m, tl.int64) * n2, n2, 1], [1, BM, BN])
+        blocks, columns = tl.cdiv(m, BM), tl.cdiv(K, PC)
+        across0, across1 = tl.cdiv(n0, BN), tl.cdiv(n1, BN)
+        across = across0 + across1 + tl.cdiv(n2, BN)
+        tiles = blocks * across
+        first, step = tl.program_id(0) - PULLERS, tl.num_programs(0) - PULLERS
+        for t in tl.range(first, WORLD * tiles, step):
+            source = (rank + t // tiles) % WORLD
+            i, j = tile_in(t % tiles, blocks, across, GROUP)
+            if source != rank:
+                wait_here(arrived + source * blocks + i, columns)
+                before_descriptors()
+            if COUNT == 1 or j < across0:
+                acc = tile(a_d, b0_d, source, i * BM, j * BN, K, KN, BM, BN, BK)
+                _store(o0_d, acc, bias0, source, i * BM, j * BN, n0, out0, BM, BN)
+            elif COUNT == 2 or j < across0 + across1:
+                c = j - across0
+                acc = tile(a_d, b1_d, source, i * BM, c * BN, K, KN, BM, BN, BK)
+                _store(o1_d, acc, bias1, source, i * BM, c * BN, n1, out1, BM, BN)
+            else:
+                c = j - across0 - across1
+                acc = tile(a_d, b2_d, source, i * BM, c * BN, K, KN, BM, BN, BK)
+                _store(o2_d, acc, bias2, source, i * BM, c * BN, n2, out2, BM, BN)
+
+
+@triton.jit
+def _store(out_d, acc, bias, source, row, column, n, out, BM: tl.constexpr, BN: tl.constexpr):
+    if bias is not None:
+        columns = column + tl.arange(0, BN)
+        acc += tl.load(bias + columns, columns < n, 0.0).to(tl.float32)[None, :]
+    out_d.store([source, row, column], acc.to(out.dtype.element_ty).reshape(1, BM, BN))

@@ -1,0 +1,140 @@
+"""Product and reduce-scatter in two launches: tiles are stored to who owns them, who adds up what has come."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from ovpatch.overlap.symmetric.signals import (
+    DONE,
+    FIRST_OUT,
+    READY,
+    SECOND_OUT,
+    SEQUENCE,
+    after_descriptors,
+    half_of,
+    is_last_out,
+    signals_of,
+    tell_all,
+    wait_for_all,
+)
+from ovpatch_plugins.tp_linear.kernels.tiles import add_tile, tile_in, weight_descriptor
+
+
+@triton.jit(do_not_specialize=["rank", "m"])
+def gemm_scatter_kernel(
+    x0, x1, x2, w0, w1, w2, peers, state, rank, m, n, K0, K1, K2, half_bytes,
+    COUNT: tl.constexpr, KN: tl.constexpr, WORLD: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr,
+):  # fmt: skip
+    """Multiply, and store each tile straight to the rank that owns its rows, the next rank's first, own ones last.
+
+    Args:
+        x0: An input, ``[world * m, K]``.
+        x1: A further one, whose product is added, or None, as what follows of it.
+        x2: A further one, or None.
+        w0: A weight, ``[n, K]`` or ``[K, n]``.
+        w1: Of the second input.
+        w2: Of the third.
+        peers: Addresses of all ranks' buffers, of which a half holds ``[world, m, n]``, by the rank it comes from.
+        state: What only this rank sees.
+        rank: This rank.
+        m: Rows of a rank.
+        n: Features of the output, a multiple of 8.
+        K0: Features of an input, a multiple of 8.
+        K1: Of the second one, or 0.
+        K2: Of the third one, or 0.
+        half_bytes: Bytes of one half of a buffer.
+        COUNT: Number of products.
+        KN: Whether weights are ``[K, n]``.
+        WORLD: Number of ranks.
+        BM: Rows of a tile.
+        BN: Columns of a tile.
+        BK: Features that are multiplied at a time.
+        GROUP: Blocks of rows whose tiles take turns.
+    """
+    sequence = tl.load(state + SEQUENCE)
+    a0_d = tl.make_tensor_descriptor(x0, [WORLD, m, K0], [tl.cast(m, tl.int64) * K0, K0, 1], [1, BM, BK])
+    b0_d = weight_descriptor(w0, n, K0, KN, BN, BK)
+    if COUNT > 1:
+        a1_d = tl.make_tensor_descriptor(x1, [WORLD, m, K1], [tl.cast(m, tl.int64) * K1, K1, 1], [1, BM, BK])
+        b1_d = weight_descriptor(w1, n, K1, KN, BN, BK)
+    if COUNT > 2:
+        a2_d = tl.make_tensor_descriptor(x2, [WORLD, m, K2], [tl.cast(m, tl.int64) * K2, K2, 1], [1, BM, BK])
+        b2_d = weight_descriptor(w2, n, K2, KN, BN, BK)
+    blocks, across = tl.cdiv(m, BM), tl.cdiv(n, BN)
+    tiles = blocks * across
+    wait_for_all(signals_of(peers, rank) + DONE, sequence - 2, WORLD)
+    for t in tl.range(tl.program_id(0), WORLD * tiles, tl.num_programs(0)):
+        owner = (rank + 1 + t // tiles) % WORLD
+        i, j = tile_in(t % tiles, blocks, across, GROUP)
+        acc = tl.zeros((BM, BN), tl.float32)
+        acc = add_tile(acc, a0_d, b0_d, owner, i * BM, j * BN, K0, KN, BM, BN, BK)
+        if COUNT > 1:
+            acc = add_tile(acc, a1_d, b1_d, owner, i * BM, j * BN, K1, KN, BM, BN, BK)
+        if COUNT > 2:
+            acc = add_tile(acc, a2_d, b2_d, owner, i * BM, j * BN, K2, KN, BM, BN, BK)
+        slot = half_of(peers, owner, sequence, half_bytes, x0) + tl.cast(rank, tl.int64) * m * n
+        slot_d = tl.make_tensor_descriptor(slot, [m, n], [n, 1], [BM, BN])
+        slot_d.store([i * BM, j * BN], acc.to(x0.dtype.element_ty))
+    after_descriptors()
+    if is_last_out(state + FIRST_OUT, tl.num_programs(0)):
+        tell_all(peers, READY, rank, sequence, WORLD)
+
+
+@triton.jit(do_not_specialize=["rank"])
+def scatter_kernel(x, peers, state, rank, size, half_bytes, WORLD: tl.constexpr, BLOCK: tl.constexpr):
+    """Store rows that are there already to the ranks that own them; in the place of a product.
+
+    Args:
+        x: ``world * size`` numbers, by owner.
+        peers: Addresses of all ranks' buffers.
+        state: What only this rank sees.
+        rank: This rank.
+        size: Numbers of a rank's rows.
+        half_bytes: Bytes of one half of a buffer.
+        WORLD: Number of ranks.
+        BLOCK: Numbers that a program copies at a time.
+    """
+    sequence = tl.load(state + SEQUENCE)
+    wait_for_all(signals_of(peers, rank) + DONE, sequence - 2, WORLD)
+    for step in range(WORLD):
+        owner = (rank + 1 + step) % WORLD
+        rows = x + tl.cast(owner, tl.int64) * size
+        slot = half_of(peers, owner, sequence, half_bytes, x) + tl.cast(rank, tl.int64) * size
+        for block in range(tl.program_id(0), tl.cdiv(size, BLOCK), tl.num_programs(0)):
+            at = tl.cast(block, tl.int64) * BLOCK + tl.arange(0, BLOCK)
+            tl.store(slot + at, tl.load(rows + at, at < size), at < size)
+    if is_last_out(state + FIRST_OUT, tl.num_programs(0)):
+        tell_all(peers, READY, rank, sequence, WORLD)
+
+
+@triton.jit(do_not_specialize=["rank"])
+def reduce_kernel(
+    out, peers, state, rank, size, half_bytes, WORLD: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
+    """Wait for the others' tiles, and add up all of them in float32, by rank.
+
+    Args:
+        out: This rank's rows of the sum; ``size`` numbers.
+        peers: Addresses of all ranks' buffers.
+        state: What only this rank sees.
+        rank: This rank.
+        size: Numbers of a rank's rows.
+        half_bytes: Bytes of one half of a buffer.
+        WORLD: Number of ranks.
+        BLOCK: Numbers that a program adds up at a time.
+    """
+    pid, programs = tl.program_id(0), tl.num_programs(0)
+    sequence = tl.load(state + SEQUENCE)
+    wait_for_all(signals_of(peers, rank) + READY, sequence, WORLD)
+    slots = half_of(peers, rank, sequence, half_bytes, out)
+    for block in range(pid, tl.cdiv(size, BLOCK), programs):
+        at = tl.cast(block, tl.int64) * BLOCK + tl.arange(0, BLOCK)
+        total = tl.load(slots + at, at < size).to(tl.float32)
+        for source in tl.static_range(1, WORLD):
+            total += tl.load(slots + tl.cast(size, tl.int64) * source + at, at < size).to(tl.float32)
+        tl.store(out + at, total.to(out.dtype.element_ty), at < size)
+    if is_last_out(state + SECOND_OUT, programs):
+        tl.store(state + SEQUENCE, sequence + 1)
+        tell_all(peers, DONE, rank, sequence, WORLD)

@@ -1,0 +1,127 @@
+"""Schedule ``fused``: kernels that compute and move rows at the same time, over memory that ranks share."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from ovpatch.overlap.works import Pending
+from ovpatch_plugins.tp_linear import sharing
+from ovpatch_plugins.tp_linear.products import input_grad, linear
+from ovpatch_plugins.tp_linear.schedules.bulk import Bulk
+from ovpatch_plugins.tp_linear.schedules.stock import WeightGrads
+from ovpatch_plugins.tp_linear.wires import Wires
+
+
+class Fused(Bulk):
+    """Tiles are multiplied in the order in which rows arrive, and stored to the ranks that own them.
+
+    Where kernels cannot be used, for a group or for the shapes of a call, this is :class:`Bulk`.
+    """
+
+    name = "fused"
+    ahead = True
+
+    def gather_linear(
+        self, wires: Wires, x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None], needs_whole: bool
+    ) -> tuple[list[Tensor], Tensor | None]:
+        """See :meth:`Schedule.gather_linear`."""
+        found = _gathered(wires, x, weights, biases)
+        return super().gather_linear(wires, x, weights, biases, needs_whole) if found is None else found
+
+    def linear_scatter(self, wires: Wires, x: Tensor, weight: Tensor) -> Tensor:
+        """See :meth:`Schedule.linear_scatter`."""
+        found = _scattered(wires, [x], [weight])
+        return super().linear_scatter(wires, x, weight) if found is None else found
+
+    def gather_linear_backward(
+        self,
+        wires: Wires,
+        grads: Sequence[Tensor | None],
+        kept: Tensor | None,
+        weights: Sequence[Tensor],
+        weight_grads: WeightGrads | None,
+        input_dtype: torch.dtype | None,
+        extra: Tensor | None = None,
+        *,
+        anew: bool = False,
+    ) -> Tensor | None:
+        """See :meth:`Schedule.gather_linear_backward`."""
+        whole, gathering = kept, Pending(())
+        if anew and kept is not None and weight_grads is not None:
+            whole, gathering = wires.all_gather(kept)
+        result, scattering = None, Pending(())
+        if input_dtype is not None:
+            result = _input_scattered(wires, grads, weights, input_dtype, extra)
+            if result is None:
+                result, scattering = wires.reduce_scatter(input_grad(grads, weights, extra).to(input_dtype))
+        gathering.wait()
+        if whole is not None and weight_grads is not None:
+            weight_grads(whole, grads)
+        scattering.wait()
+        return result
+
+    def linear_scatter_backward(
+        self, wires: Wires, grad: Tensor, weight: Tensor, weight_grads: WeightGrads | None, needs_input: bool
+    ) -> Tensor | None:
+        """See :meth:`Schedule.linear_scatter_backward`."""
+        found = _gathered(wires, grad, [weight.t()], [None]) if needs_input else None
+        if found is None:
+            return super().linear_scatter_backward(wires, grad, weight, weight_grads, needs_input)
+        (result,), whole = found
+        if weight_grads is not None:
+            weight_grads(whole, ())
+        return result
+
+
+def _gathered(
+    wires: Wires, x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None]
+) -> tuple[list[Tensor], Tensor] | None:
+    """Return outputs and all rows; None where kernels cannot be used."""
+    workspace = sharing.workspace_of(wires, x.dtype, x.device, [x.shape[1], *map(len, weights)])
+    if workspace is None or not weights:
+        return None
+    from ovpatch_plugins.tp_linear.kernels import launch
+
+    most = launch.MOST
+    used = sharing.laid_out(weights[:most])
+    found = launch.gather_linear(workspace, sharing.aligned(x), used, biases[:most])
+    if found is None:
+        return None
+    outs, whole = found
+    rest = zip(weights[most:], biases[most:], strict=True)
+    return [*outs, *(linear(whole, weight, bias) for weight, bias in rest)], whole
+
+
+def _scattered(wires: Wires, xs: Sequence[Tensor], weights: Sequence[Tensor]) -> Tensor | None:
+    """Return this rank's rows of a sum of products; None where kernels cannot be used."""
+    workspace = sharing.workspace_of(wires, xs[0].dtype, xs[0].device, [len(weights[0]), *(x.shape[1] for x in xs)])
+    if workspace is None:
+        return None
+    from ovpatch_plugins.tp_linear.kernels import launch
+
+    return launch.linear_scatter(workspace, [sharing.aligned(x) for x in xs], sharing.laid_out(weights))
+
+
+def _input_scattered(
+    wires: Wires, grads: Sequence[Tensor | None], weights: Sequence[Tensor], dtype: torch.dtype, extra: Tensor | None
+) -> Tensor | None:
+    """Return this rank's rows of an input's gradient; None where kernels cannot be used.
+
+    [Note: terms of one rank] Which linears have gradients, and whether other readers of a gathered input add a term,
+    may differ between ranks. So this does not decide whether ranks use their shared memory, but only what for.
+    """
+    used = [(grad, weight) for grad, weight in zip(grads, weights, strict=True) if grad is not None]
+    like = used[0][1] if extra is None else extra
+    workspace = sharing.workspace_of(wires, dtype, like.device, [like.shape[1]])
+    if workspace is None:
+        return None
+    from ovpatch_plugins.tp_linear.kernels import launch
+
+    alike = all(sharing.suits(dtype, grad.shape[1]) and weight.dtype == dtype for grad, weight in used)
+    if extra is not None or not alike or len(used) > launch.MOST:
+        return launch.scatter(workspace, sharing.aligned(input_grad(grads, weights, extra).to(dtype)))
+    xs = [sharing.aligned(grad) for grad, _ in used]
+    return launch.linear_scatter(workspace, xs, sharing.laid_out([weight.t() for _, weight in used]))
