@@ -26,6 +26,8 @@ _TOPIC: Final = "the gate's name"
 _PAUSE_S: Final = 0.002
 _PAUSE_PER_RANK_S: Final = 2e-5
 
+_FLAG: Final = 1 << 32  # ranks are counted below it, raised flags above
+
 
 def needed(device: torch.device) -> bool:
     """Tell whether hosts run ahead of this kind of device."""
@@ -57,22 +59,31 @@ class Gate:
             _gates[group] = cls(group)
         return _gates[group]
 
-    def meet(self) -> None:
+    def meet(self, flag: bool | None = None) -> bool:
         """Wait until every rank has come here as often as this one.
+
+        Args:
+            flag: Something to tell the others; None if they are not told, nor this rank.
+
+        Returns:
+            Whether any rank has told the others that something is true.
 
         Raises:
             RuntimeError: Not all came within the process group's time-out.
         """
         if self._world == 1:
-            return
+            return bool(flag)
         with self._lock:  # the backwards of two devices have a thread each
             key = self._key(self._number)
-            if self._store.add(key, 1) == self._world:
+            count = self._store.add(key, 1 + bool(flag) * _FLAG)
+            if count % _FLAG == self._world:
                 self._store.set(f"{key}/open", "")
                 self._clean(self._number - 1)
             else:
                 self._wait(f"{key}/open")
+                count = 0 if flag is None else self._store.add(key, 0)
             self._number += 1
+            return bool(count >= _FLAG)
 
     def _wait(self, key: str) -> None:
         begin, waited = time.monotonic(), 0.0

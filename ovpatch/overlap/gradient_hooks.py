@@ -65,7 +65,8 @@ class GradientHooks:
 
     def _current_kinds(self) -> tuple[list[torch.dtype], list[int]]:
         # Before every forward: map() asks all parameters in a tenth of the time that a comprehension takes.
-        return list(map(_DTYPE, self._params)), list(map(Tensor.get_device, self._params))
+        with torch._C.DisableTorchFunctionSubclass():  # which a parameter may be that waits for a reader
+            return list(map(_DTYPE, self._params)), list(map(Tensor.get_device, self._params))
 
     def watch_parts(self, shards: GradShards) -> None:
         """Put gradients together before a backward adds to one of which there are only parts."""

@@ -11,6 +11,11 @@ first and drops the entry last. So whoever sees the class finds the entry, or th
 The other way round, a reader between the two would call the function again with a parameter that is still marked, and
 again, until the interpreter's recursion limit.
 
+[Note: kinds of pending] Derived classes are for parameters that stay unread for longer than a gather takes, perhaps for
+ever, and whose values it costs more to bring: :mod:`ovpatch.overlap.mixed`, :mod:`ovpatch.overlap.watching`. Who finds
+such a parameter among what it reads brings its values, too (:func:`settle`); but they are not under way, so waiting for
+all that is (:func:`settle_all`) leaves them alone.
+
 [Note: who else reads] Not marked, so gathered at once, is what can be read without any of this: a parameter whose
 memory other tensors share (``detach()``, a view kept by a live graph, weights that cuDNN flattened), and one whose
 tensor C++ holds (a scripted or traced module, a graph that is to be run backward).
@@ -38,12 +43,15 @@ from ovpatch.overlap.weakly import forget
 # By id(): the parameter, which is thereby kept alive unless its values are lost, and what settles it.
 _PENDING: dict[int, tuple[Callable[[], Parameter | None], Callable[[], None]]] = {}
 
+#: Parameters of derived classes, by id(); their modules keep it.
+DERIVED: set[int] = set()
+
 # Owners of a parameter's tensor without DDP: all of Python, and the AccumulateGrad node.
 OWNERS = 2
 
 
 class PendingParameter(Parameter):
-    """The class of a parameter while its values are on their way."""
+    """The class of a parameter while its values are on their way; see [Note: kinds of pending]."""
 
     @classmethod
     def __torch_function__(
@@ -60,6 +68,12 @@ class PendingParameter(Parameter):
                 return func(*args, **kwargs)
         settle_within((args, kwargs))
         return func(*args, **kwargs)
+
+    def _bring(self) -> None:
+        """Bring the values, and make the parameter a plain one."""
+        entry = _PENDING.get(id(self))
+        if entry is not None:  # else another thread has just done it
+            entry[1]()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         """Copy the settled parameter; the copy is a plain one."""
@@ -152,12 +166,15 @@ def any_pending() -> bool:
     return bool(_PENDING)
 
 
+def any_unread() -> bool:
+    """Tell whether there is any parameter to settle before it is read, of whatever kind."""
+    return bool(_PENDING) or bool(DERIVED)
+
+
 def settle(param: Tensor) -> None:
-    """Bring a parameter's values, if they are still on their way."""
-    if type(param) is PendingParameter:
-        entry = _PENDING.get(id(param))
-        if entry is not None:  # else another thread has just done it
-            entry[1]()
+    """Bring a parameter's values, if they are not there."""
+    if isinstance(param, PendingParameter):
+        param._bring()
 
 
 def settle_all() -> None:
@@ -186,7 +203,7 @@ def settle_within(values: Any, *, otherwise_all: bool = True) -> None:
         otherwise_all: Settle everything if there are none. If torch says that there is one, it is in a container that
             we do not know, and torch would ask again and again.
     """
-    found = [value for value in leaves(values) if type(value) is PendingParameter]
+    found = [value for value in leaves(values) if isinstance(value, PendingParameter)]
     if not found and otherwise_all:
         settle_all()
     for param in found:
@@ -217,7 +234,8 @@ def _settle_before_forks() -> None:
         os.register_at_fork(before=settle_all)
 
 
-def _reduce_between_processes(param: Parameter) -> Any:
+def reduce_between_processes(param: Parameter) -> Any:
+    """Return how a parameter travels to another process: settled, as the plain one that it is then."""
     from torch.multiprocessing.reductions import reduce_tensor
 
     settle(param)
@@ -225,4 +243,4 @@ def _reduce_between_processes(param: Parameter) -> Any:
 
 
 # torch registers how tensors travel to other processes by exact type.
-ForkingPickler.register(PendingParameter, _reduce_between_processes)
+ForkingPickler.register(PendingParameter, reduce_between_processes)

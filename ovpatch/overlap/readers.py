@@ -27,20 +27,18 @@ from typing import Any, Final, NamedTuple
 import torch
 from torch import nn
 
-from ovpatch.overlap.pending import any_pending, settle, settle_all, settle_within
+from ovpatch.overlap.pending import any_pending, any_unread, is_pending, settle, settle_all, settle_within
 
 # How far up the caller may be: patches put frames of their own between.
 _FRAMES = 8
 
 # They read their children's parameters without calling them: C++ interprets the first and broadcasts those of the
-# second; the others take their fast path only if no parameter has a class that wants to be asked.
-_READ_ALL = (
-    torch.jit.ScriptModule,
-    nn.DataParallel,
-    nn.MultiheadAttention,
-    nn.TransformerEncoderLayer,
-    nn.TransformerEncoder,
-)
+# second.
+_READ_ALL = (torch.jit.ScriptModule, nn.DataParallel)
+
+# They take their fast path, where there is no gradient to compute and no autocast on CUDA, only if no parameter has a
+# class that wants to be asked.
+_FAST = (nn.MultiheadAttention, nn.TransformerEncoderLayer, nn.TransformerEncoder)
 
 
 class Entrance(NamedTuple):
@@ -61,13 +59,13 @@ def settle_module(module: nn.Module) -> None:
     """Settle what a call of this module may read without asking.
 
     That is its own parameters; those of the children as well if they are not called by Python, or decide by their
-    classes.
+    classes. Which are not on their way (pending.py, [Note: kinds of pending]) have to be whole only where nobody asks.
     """
-    if isinstance(module, _READ_ALL) or "forward" in module.__dict__:
-        settle_tree(module)
-        return
-    for param in module._parameters.values():
-        if param is not None:
+    fast = isinstance(module, _FAST)
+    whole = isinstance(module, _READ_ALL) or (fast and not torch.is_grad_enabled() and not torch.is_autocast_enabled())
+    tree = whole or fast or "forward" in module.__dict__
+    for param in module.parameters() if tree else module._parameters.values():
+        if param is not None and (whole or is_pending(param)):
             settle(param)
 
 
@@ -81,7 +79,7 @@ def settling_arguments(original: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap a function so that pending parameters among its arguments are settled first."""
 
     def settled(*args: Any, **kwargs: Any) -> Any:
-        if not torch.compiler.is_compiling() and any_pending():
+        if not torch.compiler.is_compiling() and any_unread():
             settle_within((args, kwargs), otherwise_all=False)
         return original(*args, **kwargs)
 
@@ -94,7 +92,7 @@ def settling_module_calls(original: Callable[..., Any]) -> Callable[..., Any]:
     def settled() -> Any:
         if torch.compiler.is_compiling():
             return None  # as Dynamo takes it to be; it knows the original by its place, where it no longer is
-        if any_pending():
+        if any_pending() or (any_unread() and not torch.is_grad_enabled()):
             module = _of_a_caller("_call_impl", "self")
             if isinstance(module, nn.Module):
                 settle_module(module)
@@ -107,7 +105,7 @@ def settling_compiled_calls(original: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap what every call of compiled code calls first. See [Note: compiled code]."""
 
     def settled(callback: Any) -> Any:
-        if callback is not None and any_pending():  # None: code that is not to be compiled
+        if callback is not None and any_unread():  # None: code that is not to be compiled
             _settle_for(_of_a_caller("compile_wrapper", "fn"))
         return original(callback)
 
@@ -180,6 +178,11 @@ ENTRANCES: Final = (
         "torch.distributed.distributed_c10d._check_tensor_list",
         settling_arguments,
         "sees the lists of tensors of torch.distributed's collectives before C++ does",
+    ),
+    Entrance(
+        "torch.distributed.utils._verify_param_shape_across_processes",
+        settling_arguments,
+        "sees the parameters of a module that is wrapped; below it C++ compares their strides",
     ),
     Entrance(
         "torch.nn.parameter.Parameter.__new__",

@@ -28,6 +28,10 @@ class Weakly(Sequence[torch.nn.Parameter]):
     def __len__(self) -> int:
         return len(self._references)
 
+    def find(self, index: int) -> torch.nn.Parameter | None:
+        """Return a parameter, if it still exists."""
+        return self._references[index]()
+
 
 def weakly(method: Callable[..., Any]) -> Callable[..., Any]:
     """Return a function that calls a bound method without keeping its object alive."""

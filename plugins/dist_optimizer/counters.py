@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass
 
-from ovpatch.overlap import grad_shards
+from ovpatch.overlap import grad_shards, main_shards
 
 
 @dataclass
@@ -22,6 +22,9 @@ class Counters:
         gathers: Buckets of parameters gathered, or sent by their owners, after steps.
         gathers_overlapped: Those of them that step() did not wait for.
         bytes_gathered: Size of the parameters gathered after steps, in bytes.
+        params_in_param_dtype: Parameters that are kept and gathered in ``param_dtype`` now.
+        params_read_whole: Times that such a parameter was made whole in fp32 because somebody read it.
+        bytes_read_whole: What peers sent for that, in bytes.
         norms: Gradient norms computed from parts.
         state_reads: Times that somebody wanted whole optimizer state.
         bytes_pulled: Optimizer state that peers sent for that, in bytes.
@@ -40,6 +43,9 @@ class Counters:
     gathers: int = 0
     gathers_overlapped: int = 0
     bytes_gathered: int = 0
+    params_in_param_dtype: int = 0
+    params_read_whole: int = 0
+    bytes_read_whole: int = 0
     norms: int = 0
     state_reads: int = 0
     bytes_pulled: int = 0
@@ -50,6 +56,7 @@ class Counters:
     def as_dict(self) -> dict[str, int]:
         """Return the counters by name."""
         self.grads_read = grad_shards.reads.total
+        self.params_read_whole, self.bytes_read_whole = main_shards.reads.total, main_shards.reads.nbytes
         return asdict(self)
 
 

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from ovpatch.overlap import pending
 from ovpatch.overlap.leaving import failing
 from ovpatch.overlap.peers import Peers
+from ovpatch_plugins.dist_optimizer import mixed_params
 
 _log = logging.getLogger("ovpatch.dist_optimizer")
 
@@ -31,6 +32,7 @@ def wrap_destroy(original: Callable[..., None]) -> Callable[..., None]:
             _log.warning("parameters did not arrive, and who reads them will be told again: %s", error)
         if not failing():
             everything = group is None or group is dist.group.WORLD
+            mixed_params.leave(None if everything else group)
             Peers.drain_all(None if everything else group)
         original(group)
 

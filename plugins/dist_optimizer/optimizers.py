@@ -12,7 +12,7 @@ import torch
 from torch.optim import Optimizer
 
 from ovpatch.overlap import grad_shards
-from ovpatch_plugins.dist_optimizer import orphans, same_work
+from ovpatch_plugins.dist_optimizer import mixed_params, orphans, same_work
 from ovpatch_plugins.dist_optimizer.counters import COUNTERS
 from ovpatch_plugins.dist_optimizer.gathers import Gathers
 from ovpatch_plugins.dist_optimizer.handouts import Handouts
@@ -106,7 +106,13 @@ class Steps:
                 bucket_mb=bucket_mb,
             )
             orphans.after(optimizer, gathers)
-            return SlicedOptimizer(optimizer, gathers, stand_down=_leave, in_fp32=options["main_params_in_fp32"])
+            return SlicedOptimizer(
+                optimizer,
+                gathers,
+                stand_down=_leave,
+                in_fp32=options["main_params_in_fp32"],
+                param_dtype=mixed_params.DTYPES.get(options["param_dtype"]),
+            )
         return WholeOptimizer(optimizer, Handouts(bucket_mb), stand_down=_leave, steady=kind is Kind.WHOLE)
 
 
@@ -121,12 +127,13 @@ def release_all() -> None:
         if one is not None:
             one.release()
     _live.clear()
+    mixed_params.leave()
     orphans.settle()
 
 
 def remarks() -> list[str]:
-    """Return which optimizers were left stock, and why."""
-    return list(_remarks)
+    """Return which optimizers were left stock, and why; and what is kept in ``param_dtype``."""
+    return [*_remarks, *mixed_params.remarks()]
 
 
 def _has_parts(optimizer: Optimizer) -> bool:

@@ -15,7 +15,7 @@ import torch
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
-from ovpatch.overlap import grad_shards
+from ovpatch.overlap import grad_shards, mixed
 from ovpatch.overlap.grad_shards import GradShards
 from ovpatch.overlap.slices import flat
 
@@ -31,12 +31,19 @@ class Part:
         shards: Where its gradient's parts are.
         index: Its index there.
         owner: The group rank that updates all of it, where one does.
+        copy: What is gathered in the parameter's place, where that is in another dtype.
     """
 
     param: torch.nn.Parameter
     shards: GradShards
     index: int
     owner: int | None = None
+    copy: torch.nn.Parameter | None = None
+
+    @property
+    def gathered(self) -> torch.nn.Parameter:
+        """What is gathered after the step."""
+        return self.param if self.copy is None else self.copy
 
     @property
     def is_own(self) -> bool:
@@ -86,8 +93,12 @@ def _replacing(optimizer: Optimizer, by: Mapping[int, Parameter | None]) -> Iter
 
 
 def _stand_in(part: Part) -> Parameter:
-    own = part.shards.slice(part.index)
+    own, kept = part.shards.slice(part.index), mixed.find(part.param)
     with torch.inference_mode(False), torch.no_grad():
-        stand_in = Parameter(flat(part.param.data)[own.begin : own.end], requires_grad=part.param.requires_grad)
+        if kept is None:
+            elements = flat(part.param.data)[own.begin : own.end]
+        else:
+            elements = kept.source.main(kept.index)[: own.numel]
+        stand_in = Parameter(elements, requires_grad=part.param.requires_grad)
         stand_in.grad = part.shards.own_part(part.index)
     return stand_in

@@ -38,6 +38,7 @@ def ovpatch_register(patches: Registrar, options: Mapping[str, Any]) -> None:
     """Register the patches."""
     from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+    from ovpatch.overlap.mixed import forgetting_casts
     from ovpatch.overlap.readers import ENTRANCES
     from ovpatch_plugins.dist_optimizer.clipping import wrap_clip, wrap_norm
     from ovpatch_plugins.dist_optimizer.endings import wrap_destroy
@@ -45,9 +46,15 @@ def ovpatch_register(patches: Registrar, options: Mapping[str, Any]) -> None:
     from ovpatch_plugins.dist_optimizer.optimizers import Steps
     from ovpatch_plugins.dist_optimizer.scaling import wrap_unscale
 
-    if options["overlap_param_gather"]:
+    if options["overlap_param_gather"] or options["param_dtype"]:
         for target, wrap, why in ENTRANCES:
             patches.register_patch(target, wrap=wrap, why=why)
+    if options["param_dtype"]:
+        patches.register_patch(
+            "torch.clear_autocast_cache",
+            wrap=forgetting_casts,
+            why="is called where autocast forgets its casts of parameters, of which one kept in that dtype has its own",
+        )
     steps = Steps(options)
     patches.register_hook(
         "optimizer step",

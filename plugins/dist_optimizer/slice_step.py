@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
+import torch
 from torch.optim import Optimizer
 
 from ovpatch.overlap.grad_shards import GradShards
 from ovpatch_plugins.dist_optimizer.gathers import Gathers
 from ovpatch_plugins.dist_optimizer.main_params import MainSlicesOfModel, forget_mains, round_state
+from ovpatch_plugins.dist_optimizer.mixed_params import by_model, leave_models
 from ovpatch_plugins.dist_optimizer.parts import Part, standing_in
 from ovpatch_plugins.dist_optimizer.slice_state import SlicesOfModel
 from ovpatch_plugins.dist_optimizer.state import ShardedState
@@ -24,6 +27,7 @@ class SlicedOptimizer(ShardedOptimizer):
         gathers: What gathers its parameters.
         stand_down: Called with the optimizer and the reason when it has to go on as stock.
         in_fp32: Update parameters of half precision in fp32.
+        param_dtype: What to keep parameters of fp32 in that are read through autocast's cast alone; None for fp32.
     """
 
     def __init__(
@@ -33,13 +37,27 @@ class SlicedOptimizer(ShardedOptimizer):
         stand_down: Callable[[Optimizer, str], None],
         *,
         in_fp32: bool = False,
+        param_dtype: torch.dtype | None = None,
     ) -> None:
         state = ShardedState(optimizer, MainSlicesOfModel if in_fp32 else SlicesOfModel)
         super().__init__(optimizer, gathers, state, stand_down)
-        self._in_fp32 = in_fp32
+        self._in_fp32, self._param_dtype = in_fp32, param_dtype
 
     def _divides(self, shards: GradShards, index: int) -> bool:
         return shards.want(index)
+
+    def _update(self, parts: list[Part], inner: Callable[[], Any], optimizer: Optimizer) -> Any:
+        for model, ones in by_model(parts, self._param_dtype).items():
+            model.begin(ones)
+        return super()._update(parts, inner, optimizer)
+
+    def _hand_on(self, optimizer: Optimizer, parts: Sequence[Part]) -> None:
+        mixed = by_model(parts, self._param_dtype)
+        for model, ones in mixed.items():
+            model.lower(ones)
+        super()._hand_on(optimizer, parts)
+        for model, ones in mixed.items():
+            model.after(ones)
 
     @contextmanager
     def _divided(self, optimizer: Optimizer, parts: Sequence[Part]) -> Iterator[None]:
@@ -51,6 +69,7 @@ class SlicedOptimizer(ShardedOptimizer):
         optimizer = self._optimizer()
         if optimizer is None:
             return super().release()
+        leave_models(optimizer)
         if self._in_fp32:
             forget_mains(optimizer)
         super().release()

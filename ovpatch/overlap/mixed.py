@@ -1,0 +1,273 @@
+"""Parameters of fp32 in mixed precision: whole in half precision, and in fp32 by slices, one on each rank.
+
+[Note: mixed by type] A forward under autocast reads a Linear's weight in half precision and nothing else of it. So the
+whole in fp32 need not be there: the parameter's class is :class:`MixedParameter`, its memory one NaN expanded to its
+shape, and beside it there is a copy in half precision. A function all of whose operands autocast casts gets the copy
+(:func:`ovpatch.overlap.autocast.casts_operands`); who asks for metadata is answered; for anybody else the whole is put
+together from the ranks' slices (:mod:`ovpatch.overlap.main_shards`), and the parameter is a plain one from then on.
+Code in C++ that asks no class meets NaN, so that nothing is silently wrong.
+
+[Note: as autocast casts] What a function gets is what autocast's own cast would have made, with a gradient that is cast
+to fp32. Autocast keeps its casts until the outermost context ends: a weight that is used twice in it has its gradients
+added up in half precision, and cast once. So what was handed out is kept as long, and forgotten with autocast's own
+(:func:`forgetting_casts`).
+
+[Note: copies in graphs] A graph keeps the copy for its backward, as it keeps autocast's cast. Who writes new values
+looks first whether somebody else holds the copy's memory (:func:`writable_copy`), and takes new memory then.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from multiprocessing.reduction import ForkingPickler
+from typing import Any, Final, Protocol
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from ovpatch.overlap.autocast import casts_operands
+from ovpatch.overlap.memory import references_of_one, storage_references
+from ovpatch.overlap.metadata import LIKE, METADATA
+from ovpatch.overlap.nested import leaves
+from ovpatch.overlap.pending import DERIVED, PendingParameter, plainly, reduce_between_processes, settle
+
+_CAPTURED: Final = (
+    "ovpatch: a CUDA graph cannot be captured over parameters that param_dtype of dist_optimizer keeps in half "
+    "precision, for their memory may move. Set OVPATCH_DIST_OPTIMIZER_PARAM_DTYPE to nothing."
+)
+
+
+class Source(Protocol):
+    """Who has the slices in fp32."""
+
+    lock: threading.RLock
+
+    def make_whole(self, indices: Sequence[int], reader: str) -> None:
+        """Make parameters plain ones again, for a reader who is reported."""
+
+    def main(self, index: int) -> Tensor:
+        """Return this rank's slice in fp32, padded to the same size on all ranks."""
+
+
+@dataclass(eq=False)
+class Mixed:
+    """What there is of a parameter in mixed precision.
+
+    Attributes:
+        source: Who has the slices in fp32.
+        index: The parameter's index there.
+        copy: The whole, in half precision.
+        form: A tensor on the meta device that is laid out as the whole in fp32 would be.
+        stream: The CUDA stream on which the copy was allocated.
+    """
+
+    source: Source
+    index: int
+    copy: Parameter
+    form: Tensor
+    stream: torch.cuda.Stream | None = None
+
+
+class MixedParameter(PendingParameter):
+    """The class of a parameter in mixed precision; see [Note: mixed by type]."""
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Iterable[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        """Give ``func`` the copy in half precision, or metadata, or else the whole."""
+        kwargs = kwargs or {}
+        mixed = next((find(value) for value in (*args, *kwargs.values()) if type(value) is MixedParameter), None)
+        if mixed is not None:
+            kind = mixed.copy.device.type
+            if casts_operands(func, kwargs, kind, mixed.copy.dtype) and not _transformed():
+                return func(*map(_lowered, args), **{name: _lowered(value) for name, value in kwargs.items()})
+            if func in _ABOUT_MEMORY or func in LIKE:
+                return _answered(mixed, func, args, kwargs)
+        if func in METADATA:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **kwargs)
+        make_whole((args, kwargs), reader=name_of(func))
+        return func(*args, **kwargs)
+
+    def _bring(self) -> None:
+        make_whole([self], reader="code that does not ask for its class")
+
+
+def find(param: Any) -> Mixed | None:
+    """Return what there is of a parameter, if it is in mixed precision."""
+    entry = _mixed.get(id(param)) if type(param) is MixedParameter else None
+    return None if entry is None else entry[1]
+
+
+def make_whole(values: Any, *, reader: str) -> None:
+    """Make parameters among nested values plain ones again; all there are, if there is none, as ``settle_within``."""
+    found = [value for value in leaves(values) if isinstance(value, PendingParameter)]
+    for one in found:
+        if type(one) is not MixedParameter:
+            settle(one)
+    by_source: dict[Source, list[int]] = {}
+    ones = [find(one) for one in found] if found else [mixed for _, mixed in list(_mixed.values())]
+    for mixed in ones:
+        if mixed is not None:
+            by_source.setdefault(mixed.source, []).append(mixed.index)
+    for source, indices in by_source.items():
+        source.make_whole(indices, reader)
+
+
+def lower(param: Parameter, mixed: Mixed) -> None:
+    """Release a parameter's memory in fp32. Nobody else may hold it; see :func:`ovpatch.overlap.pending.refusal`."""
+    key = id(param)
+    # The class after it, as in pending.py, [Note: order of class and entry].
+    _mixed[key] = (weakref.ref(param, functools.partial(_forget, key)), mixed)
+    DERIVED.add(key)
+    param.__class__ = MixedParameter
+    with plainly():
+        param.data = _nothing(param.device).expand(param.shape)
+
+
+def give_back(param: Tensor, whole: Tensor) -> None:
+    """Make a parameter a plain one again, of these values, whose memory becomes its own."""
+    with plainly():
+        param.data = whole
+    param.__class__ = Parameter
+    _forget(id(param))
+
+
+def writable_copy(mixed: Mixed) -> Tensor:
+    """Return the copy's elements, to write to; in new memory if there is none, or somebody holds it."""
+    copy = mixed.copy
+    with plainly():
+        if not copy.numel() or storage_references(copy) != references_of_one():
+            copy.data = torch.empty_like(mixed.form, dtype=copy.dtype, device=copy.device)
+            mixed.stream = torch.cuda.current_stream(copy.device) if copy.is_cuda else None
+        return copy.data.view(-1)
+
+
+def drop_copy(mixed: Mixed) -> None:
+    """Release the copy's memory, when those that hold it have let go."""
+    with plainly():
+        mixed.copy.data = mixed.copy.new_empty(0)
+
+
+def lowered(param: Parameter) -> Tensor:
+    """Return what autocast's cast of a parameter would be; the parameter itself if it is a plain one by now.
+
+    Raises:
+        RuntimeError: A CUDA graph is being captured, or the values did not arrive.
+    """
+    mixed = find(param)
+    if mixed is None:
+        return param
+    with mixed.source.lock:
+        if find(param) is not mixed:
+            return param
+        settle(mixed.copy)
+        _use_on_this_stream(mixed)
+        with torch._C.DisableTorchFunctionSubclass():
+            differentiable = param.requires_grad and torch.is_grad_enabled()
+        if not differentiable:
+            return mixed.copy
+        found = _casts.get(id(param))
+        if found is None:
+            found = _cast(param, (mixed.copy,))
+            if torch.is_autocast_cache_enabled():
+                _casts[id(param)] = found
+        return found
+
+
+def forgetting_casts(original: Callable[[], None]) -> Callable[[], None]:
+    """Wrap ``torch.clear_autocast_cache``; see [Note: as autocast casts]."""
+
+    @functools.wraps(original)
+    def clear_autocast_cache() -> None:
+        _casts.clear()
+        original()
+
+    return clear_autocast_cache
+
+
+def name_of(func: Any) -> str:
+    """Return a short name of what ``__torch_function__`` is given, for reports."""
+    owner = getattr(func, "__self__", None)
+    if getattr(func, "__name__", "") in ("__get__", "__set__", "__delete__") and owner is not None:
+        return f".{getattr(owner, '__name__', owner)}"
+    return str(getattr(func, "__name__", func))
+
+
+class _Cast(torch.autograd.Function):
+    """Autocast's cast of a parameter whose result is there already."""
+
+    @staticmethod
+    def forward(ctx: Any, param: Tensor, copy: tuple[Tensor]) -> Tensor:
+        """Return the copy in half precision, without copying it."""
+        del param
+        ctx.set_materialize_grads(False)
+        return copy[0].detach()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        """Cast the gradient to fp32."""
+        (grad,) = grads
+        return None if grad is None else grad.to(torch.float32), None
+
+
+# Without the Python around it, through which readers pass that must find the whole (readers.py).
+_cast: Final[Any] = super(torch.autograd.Function, _Cast).apply
+
+_mixed: dict[int, tuple[weakref.ref[Parameter], Mixed]] = {}  # by id() of the parameter
+_casts: dict[int, Tensor] = {}  # by id() of the parameter, which the graph keeps alive
+
+_ABOUT_MEMORY: Final = frozenset(
+    getattr(Tensor, name) for name in ("stride", "storage_offset", "is_contiguous", "dim_order")
+)
+
+
+def _lowered(value: Any) -> Any:
+    return lowered(value) if type(value) is MixedParameter else value
+
+
+def _answered(mixed: Mixed, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    """Answer what the form of the parameter says."""
+    if func in LIKE and kwargs.get("device") is None:
+        kwargs = {**kwargs, "device": mixed.copy.device}
+    answered = [mixed.form if type(value) is MixedParameter else value for value in args]
+    named = {name: mixed.form if type(value) is MixedParameter else value for name, value in kwargs.items()}
+    return func(*answered, **named)
+
+
+def _transformed() -> bool:
+    """Tell whether functions are being transformed or traced, which want the parameter itself."""
+    return torch._C._are_functorch_transforms_active() or torch._C._is_tracing()
+
+
+def _use_on_this_stream(mixed: Mixed) -> None:
+    if mixed.stream is None:
+        return
+    if torch.cuda.is_current_stream_capturing():
+        raise RuntimeError(_CAPTURED)
+    current = torch.cuda.current_stream(mixed.copy.device)
+    if current != mixed.stream:
+        mixed.copy.record_stream(current)
+
+
+@functools.cache
+def _nothing(device: torch.device) -> Tensor:
+    return torch.full((), float("nan"), dtype=torch.float32, device=device)
+
+
+def _forget(key: int, _dead: object = None) -> None:
+    _mixed.pop(key, None)
+    DERIVED.discard(key)
+
+
+ForkingPickler.register(MixedParameter, reduce_between_processes)
