@@ -180,5 +180,5 @@ def run(
     )
     COUNTERS.calls += 1
     COUNTERS.parts += len(sizes)
-    out = found.combined(join(arrived, returned).to(x.dtype), top_k_weights)
+    out = found.combined(join(arrived, returned), top_k_weights, x.dtype)
     return out if other is None else out + other

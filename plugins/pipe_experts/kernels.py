@@ -1,0 +1,93 @@
+"""Triton kernels that put tokens together from their rows; imported only where Triton is there.
+
+Each reads a row where it lies and writes its result once. torch's own operations spread the rows by token first, weight
+them in a second pass, and add them up in a third.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+_BLOCK = 1024  # features that a program holds at a time
+
+
+@triton.jit
+def weighted_sum_kernel(rows, weights, place, out, features, K: tl.constexpr, BLOCK: tl.constexpr):
+    """Program (t, b): the features of block b of token t; without ``weights`` each counts once."""
+    token = tl.program_id(0)
+    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = columns < features
+    total = tl.zeros((BLOCK,), tl.float32)
+    for slot in tl.static_range(K):
+        row = tl.load(place + token * K + slot)
+        value = tl.load(rows + row * features + columns, mask=inside & (row >= 0), other=0.0).to(tl.float32)
+        if weights is not None:
+            value *= tl.load(weights + token * K + slot).to(tl.float32)
+        total += value
+    tl.store(out + token.to(tl.int64) * features + columns, total, mask=inside)
+
+
+@triton.jit
+def weighted_sum_back_kernel(
+    rows, weights, order, grad, drows, dweights, FEATURES: tl.constexpr, K: tl.constexpr, BLOCK: tl.constexpr
+):
+    """Program r: the gradients of row r and of its weight, of which ``drows`` or ``dweights`` may not be wanted."""
+    row = tl.program_id(0).to(tl.int64)
+    slot = tl.load(order + row)
+    weight = tl.load(weights + slot).to(tl.float32)
+    dot = tl.zeros((BLOCK,), tl.float32)
+    for begin in range(0, FEATURES, BLOCK):
+        columns = begin + tl.arange(0, BLOCK)
+        inside = columns < FEATURES
+        given = tl.load(grad + slot // K * FEATURES + columns, mask=inside, other=0.0).to(tl.float32)
+        if drows is not None:
+            tl.store(drows + row * FEATURES + columns, given * weight, mask=inside)
+        if dweights is not None:
+            dot += given * tl.load(rows + row * FEATURES + columns, mask=inside, other=0.0).to(tl.float32)
+    if dweights is not None:
+        tl.store(dweights + slot, tl.sum(dot, 0))
+
+
+def weighted_sum(rows: Tensor, weights: Tensor | None, place: Tensor, top_k: int, dtype: torch.dtype) -> Tensor:
+    """Return each token's sum of its rows.
+
+    Args:
+        rows: ``[rows, h]``, contiguous.
+        weights: What each slot counts, ``[tokens, k]``, contiguous; 1 by default.
+        place: The row of each slot, ``[tokens * k]`` of int64; -1 for none.
+        top_k: Slots of a token, k.
+        dtype: Of the result; sums are in float32.
+
+    Returns:
+        ``[tokens, h]``.
+    """
+    features = rows.shape[1]
+    out = rows.new_empty((len(place) // top_k, features), dtype=dtype)
+    if out.numel():
+        grid = len(out), triton.cdiv(features, _BLOCK)
+        weighted_sum_kernel[grid](rows, weights, place, out, features, top_k, _BLOCK)
+    return out
+
+
+def weighted_sum_back(
+    rows: Tensor, weights: Tensor, order: Tensor, grad: Tensor, *, of_rows: bool, of_weights: bool
+) -> tuple[Tensor | None, Tensor | None]:
+    """Return the gradients of rows and of weights.
+
+    Args:
+        rows: ``[rows, h]``, contiguous.
+        weights: ``[tokens, k]``, contiguous.
+        order: The slot of each row, ``[rows]`` of int64.
+        grad: Of the sums, ``[tokens, h]``, contiguous.
+        of_rows: Whether that of rows is wanted.
+        of_weights: Whether that of weights is wanted.
+    """
+    drows = torch.empty_like(rows) if of_rows else None
+    dweights = torch.zeros_like(weights) if of_weights else None
+    if rows.numel() and (of_rows or of_weights):
+        args = rows, weights, order, grad, drows, dweights, rows.shape[1], weights.shape[1], _BLOCK
+        weighted_sum_back_kernel[(len(rows),)](*args)
+    return drows, dweights
