@@ -267,6 +267,9 @@ def not_measured() -> dict[str, Any]:
         ask("without memory", key="big", needs=80)
     finally:
         chooser_module._free = memory
+    ask("with one that is usable", key="one", usable=lambda name: name == "first")
+    ask("with two that are usable", key="two", usable=lambda name: name != "third")
+    found["of them"] = choose.choose(group(), arms.race("two")).times
     ask("at last")
     found["same"] = chooser_of(group(), CPU, "f", None) is chooser_of(group(), CPU, "f", None)
     return found
@@ -279,6 +282,9 @@ def test_where_nothing_is_measured(ranks):
         assert found["deterministic"] == ("second", True, 0)
         assert found["alone"] == ("first", 0), "one rank has nothing to choose"
         assert found["without memory"] == ("second", True, 0), "for want of memory on one rank"
+        assert found["with one that is usable"] == ("first", True, 0)
+        assert found["with two that are usable"][0] == "second"
+        assert list(found["of them"]) == ["first", "second"]
         arm, final, calls = found["at last"]
         assert (arm, final) == ("third", True)
         assert calls > 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import importlib.metadata
 import platform
@@ -88,12 +89,15 @@ class Chooser:
         cache = self._cache
         if cache is None:
             cache = self._cache = Cache(self._directory, self._feature, self._environment(group, numbers))
+        race = dataclasses.replace(race, arms=tuple(name for name in race.arms if race.usable(name)))
+        if len(race.arms) == 1:
+            return Choice(race.arms[0], "")
         first = group.rank() == 0
         earlier = cache.read().get(race.key, {}) if first else {}
         if cache.problem:
             record(self._feature, cache.problem)
-        usable = set(earlier) == set(race.arms)
-        given = [earlier[name] for name in race.arms] if usable else [0.0] * len(race.arms)
+        alike = set(earlier) == set(race.arms)
+        given = [earlier[name] for name in race.arms] if alike else [0.0] * len(race.arms)
         found = numbers.of_first(given)
         if all(found):
             times = dict(zip(race.arms, found, strict=True))

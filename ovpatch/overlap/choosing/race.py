@@ -25,6 +25,8 @@ class Race:
         default: Which to take where nothing is measured.
         make: Makes the arms, on data drawn from a generator.
         needs: Bytes of memory that they take, at most.
+        usable: Tells whether an arm can be used at all, the same on all ranks, which all call it: it may have them ask
+            each other.
     """
 
     key: str
@@ -32,6 +34,7 @@ class Race:
     default: str
     make: Callable[[torch.Generator], Arms]
     needs: int = 0
+    usable: Callable[[str], bool] = lambda name: True
 
 
 @dataclass(frozen=True)

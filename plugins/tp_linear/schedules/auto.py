@@ -143,7 +143,9 @@ class Auto(Bulk):
     def _asked(self, wires: Wires, device: torch.device, shape: Shape) -> tuple[Pair, bool]:
         chooser = chooser_of(wires.group, device, "tp_linear", cache_dir())
         forward, backward = (
-            chooser.choose(wires.group, race(wires, shape, direction, self._arms, self._default, anew=self._anew))
+            chooser.choose(
+                wires.group, race(wires, device, shape, direction, self._arms, self._default, anew=self._anew)
+            )
             for direction in ("forward", "backward")
         )
         return Pair(self._arms[forward.arm], self._arms[backward.arm]), forward.final and backward.final

@@ -24,6 +24,10 @@ class Fused(Bulk):
     name = "fused"
     ahead = True
 
+    def serves(self, wires: Wires, device: torch.device, dtype: torch.dtype, features: Sequence[int]) -> bool:
+        """See :meth:`Schedule.serves`."""
+        return sharing.workspace_of(wires, dtype, device, features) is not None
+
     def gather_linear(
         self, wires: Wires, x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None], needs_whole: bool
     ) -> tuple[list[Tensor], Tensor | None]:

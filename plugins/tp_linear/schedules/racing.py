@@ -47,12 +47,20 @@ class Shape(NamedTuple):
 
 
 def race(
-    wires: Wires, shape: Shape, direction: str, schedules: Mapping[str, Schedule], default: str, *, anew: bool
+    wires: Wires,
+    device: torch.device,
+    shape: Shape,
+    direction: str,
+    schedules: Mapping[str, Schedule],
+    default: str,
+    *,
+    anew: bool,
 ) -> Race:
     """Return the schedules that differ for an operator and a direction.
 
     Args:
         wires: The ranks.
+        device: Where.
         shape: The operator, and of which shape.
         direction: ``forward`` or ``backward``.
         schedules: By name, stock first.
@@ -66,10 +74,13 @@ def race(
         call = _CALLS[method](wires, shape, _Drawing(generator, shape.dtype), gathers)
         return {name: functools.partial(call, schedules[name]) for name in names}
 
+    def usable(name: str) -> bool:
+        return schedules[name].serves(wires, device, shape.dtype, (shape.k, *shape.features))
+
     names = _distinct(schedules, method)
     key = f"{shape.operator} {direction}, {shape.text()}{', gathered anew' if gathers else ''}, {wires.world} ranks"
     taken = default if default in names else names[0]
-    return Race(key, names, taken, make, shape.needs(wires.world))
+    return Race(key, names, taken, make, shape.needs(wires.world), usable)
 
 
 def _distinct(schedules: Mapping[str, Schedule], method: str) -> tuple[str, ...]:

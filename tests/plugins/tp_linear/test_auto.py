@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
-import os
 from collections.abc import Iterator
 from typing import Any
 
@@ -16,7 +14,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 import ovpatch
 from ovpatch.overlap.agreement import DisagreementError
-from ovpatch.overlap.choosing import chooser as chooser_module
+from ovpatch.overlap.choosing import remarks
 from ovpatch_plugins.tp_linear import all_gather_linear, linear_reduce_scatter
 from ovpatch_plugins.tp_linear import wires as wires_of
 from ovpatch_plugins.tp_linear.options import MEASURED
@@ -26,30 +24,19 @@ from tests.plugins.tp_linear import test_compiled, test_llama, test_operators, t
 from tests.plugins.tp_linear.arms import Record, both, draw, mesh
 from tests.plugins.tp_linear.models import MLP, WIDTH
 from tests.plugins.tp_linear.training import equal
+from tests.support import races
+from tests.support.races import NOWHERE
 
 AUTO = {"schedule": "auto"}
-NOWHERE = {"OVPATCH_CACHE_DIR": os.path.join(os.devnull, "none")}  # as on a machine whose homes are read-only
 
 
 @contextlib.contextmanager
 def forced(first: int) -> Iterator[list[str]]:
-    """Let no arm be measured: races are won by one arm after the other. Yields who has won, of each race."""
-    turns, won = itertools.count(first), []
-
-    def measured(arms: dict[str, Any], *args: Any) -> dict[str, float]:
-        for arm in arms.values():
-            arm()
-        winner = list(arms)[next(turns) % len(arms)]
-        won.append(winner)
-        return {name: 1.0 if name == winner else 2.0 for name in arms}
-
-    stock, chooser_module.measured = chooser_module.measured, measured
-    chooser_module._choosers.clear()
+    """Let schedules win in turn; wires know what they have chosen before."""
     wires_of.forget()
-    try:
+    with races.forced(first) as won:
         yield won
-    finally:
-        chooser_module.measured = stock
+    wires_of.forget()
 
 
 def won_by(first: int, function: Any, *args: Any, **kwargs: Any) -> tuple[Record, list[str]]:
@@ -85,20 +72,14 @@ def test_operators_compute_the_same_whoever_wins(ranks, world):
 def measuring(sizes: list[int]) -> Record:
     """Call two operators, forward and backward, and say what is in the report then."""
     world, group = dist.get_world_size(), dist.group.WORLD
-    before = len(chooser_module_remarks())
+    before = len(remarks("tp_linear"))
     for size in sizes:
         x, weight = draw(size, 32, seed=1).requires_grad_(), draw(16, 32, seed=2).requires_grad_()
         (y,) = all_gather_linear(x, [weight], group, schedule="auto")
         linear_reduce_scatter(y, draw(8, 16, seed=3).requires_grad_(), group, schedule="auto").sum().backward()
         assert x.grad is not None
         assert y.shape == (size * world, 16)
-    return {"lines": chooser_module_remarks()[before:]}
-
-
-def chooser_module_remarks() -> list[str]:
-    from ovpatch.overlap import choosing
-
-    return choosing.remarks("tp_linear")
+    return {"lines": remarks("tp_linear")[before:]}
 
 
 def test_each_shape_is_measured_once_and_kept(ranks, tmp_path):
@@ -108,7 +89,8 @@ def test_each_shape_is_measured_once_and_kept(ranks, tmp_path):
     lines = first["lines"]
     assert len(lines) == 2 * 2 * 2, "two shapes, two operators, two directions"
     assert lines[0].startswith("gather_linear forward, 64 x 32 -> 16, float32, 2 ranks: ")
-    assert all(name in lines[0] for name in ("stock 0", "ring ", "chunk4 ", "; measured)"))
+    assert "fused" not in lines[0], "which computes as bulk does on the CPU"
+    assert all(name in lines[0] for name in ("stock ", "ring ", "chunk4 ", "; measured)"))
     assert "bulk" not in lines[0], "which computes this forward as stock does"
     assert lines[1].startswith("gather_linear backward, 64 x 32 -> 16, float32, 2 ranks: ")
     assert lines[3].startswith("linear_scatter backward, 64 x 16 -> 8, float32, 2 ranks: ")
@@ -130,14 +112,15 @@ def test_shapes_that_differ_between_ranks_are_named(ranks):
 
 def test_only_what_differs_is_measured():
     arms = {name: named(name, 4) for name in MEASURED}
+    assert "fused" in arms
     wires: Any = type("Wires", (), {"world": 2})()
 
     def names(operator: str, direction: str) -> tuple[str, ...]:
         shape = Shape(operator, 8, 4, (4,), torch.float32)
-        found = race(wires, shape, direction, arms, "bulk", anew=True)
+        found = race(wires, torch.device("cpu"), shape, direction, arms, "bulk", anew=True)
         assert found.arms[0] == "stock"
         assert found.default in found.arms
-        return tuple(name for name in found.arms if name in ("stock", "bulk", "ring", "chunk"))
+        return tuple(name for name in found.arms if name != "fused")
 
     assert names("gather_linear", "forward") == ("stock", "ring", "chunk")
     assert names("gather_linear", "backward") == ("stock", "bulk")
