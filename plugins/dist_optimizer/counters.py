@@ -22,7 +22,7 @@ class Counters:
         gathers: Buckets of parameters gathered, or sent by their owners, after steps.
         gathers_overlapped: Those of them that step() did not wait for.
         bytes_gathered: Size of the parameters gathered after steps, in bytes.
-        params_in_param_dtype: Parameters that are kept and gathered in ``param_dtype`` now.
+        params_in_param_dtype: Parameters gathered in ``param_dtype``, summed over steps.
         params_read_whole: Times that such a parameter was made whole in fp32 because somebody read it.
         bytes_read_whole: What peers sent for that, in bytes.
         norms: Gradient norms computed from parts.

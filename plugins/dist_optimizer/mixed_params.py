@@ -90,15 +90,13 @@ class MixedParams:
             return
         try:
             for part in parts:
-                kept = self._mains.has(part.index)
                 if part.index in self._agreed:
-                    COUNTERS.params_in_param_dtype += not kept
+                    COUNTERS.params_in_param_dtype += 1
                     part.copy, reason = self._mains.lower(part.index)
                     if reason:
                         self._refused.append(part.index)
                         self._note(part.index, reason)
-                elif kept:
-                    COUNTERS.params_in_param_dtype -= 1
+                elif self._mains.has(part.index):
                     self._mains.raise_(part.index)
         finally:
             self._mains.end()
@@ -121,7 +119,6 @@ class MixedParams:
         self._closed = True
         for index in list(self._watched):
             self._end_watch(index)
-        COUNTERS.params_in_param_dtype -= sum(map(self._mains.has, range(len(self._names))))
         self._mains.leave()
 
     # ---------------------------------------------------------------- what is known

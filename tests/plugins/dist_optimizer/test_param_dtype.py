@@ -1,0 +1,77 @@
+"""Parameters that are kept and gathered in bf16: values are those of fp32 parameters under autocast, for every reader."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from tests.plugins.ddp.arms import Record, data
+from tests.plugins.dist_optimizer import test_loop_styles, test_models
+from tests.plugins.dist_optimizer.checks import all_cases, check, check_all, ddp, on, params, some
+from tests.plugins.dist_optimizer.test_loops import OPTIMIZERS
+from tests.plugins.dist_optimizer.test_reads_of_parameters import HOWS, Follower
+from tests.plugins.dist_optimizer.under_autocast import OPTIONS, cast_net, read_at_the_end
+
+
+def check_kept(results: list[dict[str, Any]], **demands: Any) -> None:
+    """Check a case, and that there were parameters in bf16."""
+    check(results, **demands)
+    for result in results:
+        assert result["counters"]["params_in_param_dtype"] > 0, result["counters"]
+
+
+def styled(style: str) -> list[Record]:
+    return read_at_the_end(test_loop_styles, "train", style=style)
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_styles(ranks, world):
+    styles = [style for style in test_loop_styles.STYLES if style != "weights_set_before_forward"]
+    cases = on(world, {style: {"style": style} for style in styles})
+    check_all(ranks(world)(all_cases, styled, cases, options=OPTIONS), check=check_kept)
+
+
+def modelled(case: str, clip: float = 0.0) -> list[Record]:
+    return read_at_the_end(test_models, "train", clip=clip, **test_models.CASES[case])
+
+
+IN_HALF = ("double", "float16", "bfloat16")
+
+
+def test_models_and_optimizers(ranks):
+    cases = {case: {"case": case} for case in test_models.CASES if case not in IN_HALF}
+    check_all(ranks(2)(all_cases, modelled, cases, options=OPTIONS), check=check_kept, steps=9)
+    clipped = {case: {"case": case, "clip": 0.1} for case in ("groups", "tied", "disjoint optimizers")}
+    check_all(ranks(2)(all_cases, modelled, clipped, options=OPTIONS), check=check_kept, steps=9, bitwise=False)
+
+
+def followed(how: str, at: tuple[int, ...] = (4, 7)) -> list[Record]:
+    model = ddp(cast_net())
+    opt = OPTIMIZERS["adamw"](model.parameters())
+    follow = Follower(how, model, opt)
+    records = []
+    for step in range(10):
+        opt.zero_grad()
+        loss = model(data(step, 5, 6)).square().mean()
+        loss.backward()
+        opt.step()
+        records.append({"loss": loss.detach(), "found": follow(step) if step in at else None})
+    records.append(params(model))
+    return records
+
+
+HELD = ("state_dict held", "views held")  # whose memory is never released
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_parameters_are_new_after_step_for_every_reader(ranks, world):
+    cases = {how: {"how": how} for how in HOWS if how not in HELD}
+    check_all(ranks(world)(all_cases, followed, on(world, cases), options=OPTIONS), check=check_kept)
+    if world == 2:
+        held = {how: {"how": how, "at": range(10)} for how in HELD}
+        check_all(ranks(world)(all_cases, followed, held, options=OPTIONS))
+        often = {how: {"how": how, "at": range(10)} for how in some(cases)}
+        check_all(ranks(world)(all_cases, followed, often, options=OPTIONS))

@@ -1,0 +1,48 @@
+"""Parameters that are kept and gathered in bf16, on GPUs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.plugins.dist_optimizer import test_gpu
+from tests.plugins.dist_optimizer.checks import all_cases, check_all
+from tests.plugins.dist_optimizer.test_gpu import NCCL
+from tests.plugins.dist_optimizer.test_param_dtype import HELD, HOWS, check_kept, followed, modelled, styled
+from tests.plugins.dist_optimizer.under_autocast import OPTIONS
+
+pytestmark = pytest.mark.gpu(2)
+
+WIDE: dict[str, dict[str, Any]] = {name: kwargs for name, kwargs in test_gpu.WIDE.items() if name != "fp32"}
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("granularity", ["size", "layer", "module"])
+def test_streams(ranks, overlap, granularity):
+    options = OPTIONS | {"overlap_param_gather": overlap, "gather_granularity": granularity, "gather_bucket_mb": 3.0}
+    cases = WIDE if granularity == "size" else {"autocast": {}}
+    check_all(ranks(2)(all_cases, test_gpu.wide, cases, options=options, **NCCL), check=check_kept, steps=12)
+
+
+def test_parameters_read(ranks):
+    cases = {how: {"how": how} for how in HOWS if how not in HELD}
+    check_all(ranks(2)(all_cases, followed, cases, options=OPTIONS, **NCCL), check=check_kept)
+
+
+def test_loops(ranks):
+    styles = {style: {"style": style} for style in ("zero_between", "never_zeroed", "skipped", "closure")}
+    styles = {name: kwargs for name, kwargs in styles.items() if name in test_gpu.test_loop_styles.STYLES} | {
+        "accumulated": {"style": "accumulated, quiet: True, None: True"}
+    }
+    check_all(ranks(2)(all_cases, styled, styles, options=OPTIONS, **NCCL), check=check_kept)
+    names = ("tied", "unused", "checkpointed", "checkpointed, reentrant", "disjoint optimizers", "static graph")
+    models = {name: {"case": name} for name in names}
+    check_all(ranks(2)(all_cases, modelled, models, options=OPTIONS, **NCCL), check=check_kept, steps=9)
+
+
+@pytest.mark.parametrize("around", ["model", "wrapper"])
+def test_compiled_models_stay_in_fp32(ranks, around):
+    results = ranks(2)(all_cases, test_gpu.wide, {"": {"compiled": around}}, options=OPTIONS, **NCCL)
+    check_all(results, steps=12)
+    assert all(result[""]["counters"]["params_in_param_dtype"] == 0 for result in results)
