@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, Final, Protocol
 
 import torch
 from torch import Tensor, nn
 
-from ovpatch_plugins.pipe_experts.counters import COUNTERS
 from ovpatch_plugins.pipe_experts.memory import Memory, cut
 from ovpatch_plugins.pipe_experts.parts import Counts, Plan
 from ovpatch_plugins.pipe_experts.weights import Weights
@@ -96,7 +96,6 @@ class StackedFFN(_ByExpert):
     ) -> None:
         self._weights, self._activation = Weights(weights, delays=delays), activation
         super().__init__(plan, counts, self._weights.trained)
-        COUNTERS.stacked_calls += 1
 
     def begin(self, part: int) -> None:
         """See :meth:`Experts.begin`."""
@@ -106,6 +105,19 @@ class StackedFFN(_ByExpert):
         h = self._weights.product(0, rows, experts, sizes)
         between = self._activation(h).to(h.dtype)  # autocast has some operations computed in float32
         return self._weights.product(1, between, experts, sizes)
+
+
+@dataclass(frozen=True)
+class Stacked:
+    """Makes a :class:`StackedFFN`, of whose arguments it is told all but the first two."""
+
+    weights: Sequence[Tensor]
+    activation: Activation
+    delays: bool
+
+    def __call__(self, plan: Plan, counts: Counts) -> Experts:
+        """Make what computes the parts of one call."""
+        return StackedFFN(plan, counts, self.weights, self.activation, delays=self.delays)
 
 
 class Separate(_ByExpert):

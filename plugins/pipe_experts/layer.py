@@ -11,13 +11,11 @@ from torch import Tensor
 
 from ovpatch.overlap.autocast import autocast_dtype
 from ovpatch_plugins.pipe_experts import agreed
+from ovpatch_plugins.pipe_experts.choosing import plans_of
+from ovpatch_plugins.pipe_experts.computing import computed
 from ovpatch_plugins.pipe_experts.counters import COUNTERS
-from ovpatch_plugins.pipe_experts.exchange import Arriving, all_to_all
-from ovpatch_plugins.pipe_experts.experts import Activation, Grouped, Maker, Separate, StackedFFN
+from ovpatch_plugins.pipe_experts.experts import Activation, Grouped, Maker, Separate, Stacked
 from ovpatch_plugins.pipe_experts.how import How
-from ovpatch_plugins.pipe_experts.memory import Memory, cut, join
-from ovpatch_plugins.pipe_experts.pipeline import pipelined
-from ovpatch_plugins.pipe_experts.routing import route
 
 DEFAULT = How()
 
@@ -55,8 +53,8 @@ def expert_parallel_ffn(
     return run(x, top_k_index, top_k_weights, maker, len(weights[0]), group, how, meanwhile, dtype)
 
 
-def stacked(weights: Sequence[Tensor], activation: Activation, dtype: torch.dtype | None, how: How) -> Maker:
-    """Return what makes a :class:`StackedFFN`.
+def stacked(weights: Sequence[Tensor], activation: Activation, dtype: torch.dtype | None, how: How) -> Stacked:
+    """Return what makes experts whose weights are stacked.
 
     Args:
         weights: ``[e, n, h]`` and ``[e, h, m]``.
@@ -65,7 +63,7 @@ def stacked(weights: Sequence[Tensor], activation: Activation, dtype: torch.dtyp
         how: How to compute.
     """
     used = [weight if dtype is None else weight.to(dtype) for weight in weights]
-    return functools.partial(StackedFFN, weights=used, activation=activation, delays=how.delay_wgrad)
+    return Stacked(used, activation, how.delay_wgrad)
 
 
 def run_experts(
@@ -161,24 +159,11 @@ def run(
             "not fit: give [tokens, h], [tokens, k] and [tokens, k]"
         )
     agreed.ensure(group, x.device, how, local)
-    plan, back = how.plan(group.size(), local), how.way_back(group)
-    found = route(top_k_index, plan, group)
-    counts, experts, sizes = found.counts, maker(plan, found.counts), found.counts.sizes()
-    returned, gradient = Memory(sizes), Memory(sizes)
-    rows = cut(found.rows(x, dtype or x.dtype), gradient)
-
-    def dispatch(part: int) -> Arriving:
-        place = functools.partial(gradient.part, part)
-        return all_to_all(rows[part], counts.sent[part], counts.received(part), group, place_gradient=place)
-
-    def combine(part: int, outs: Tensor) -> Arriving:
-        place = functools.partial(returned.part, part)
-        return all_to_all(outs, counts.received(part), counts.sent[part], back, place=place)
-
-    arrived, other = pipelined(
-        dispatch, experts, combine, len(sizes), before=experts.begin, meanwhile=meanwhile, trains=experts.trains
-    )
+    sent = dtype or x.dtype
+    plans = plans_of(how, maker, group, local, x, top_k_index.shape[1], sent)
+    back = how.way_back(group)
+    out, parts = computed(x, top_k_index, top_k_weights, maker, plans, group, back, sent, meanwhile)
     COUNTERS.calls += 1
-    COUNTERS.parts += len(sizes)
-    out = found.combined(join(arrived, returned), top_k_weights, x.dtype)
-    return out if other is None else out + other
+    COUNTERS.parts += parts
+    COUNTERS.stacked_calls += isinstance(maker, Stacked)
+    return out

@@ -19,13 +19,14 @@ OPTIONS: Final = (
         "cut",
         "auto",
         "How a layer's rows are cut into parts: experts, by groups of a rank's experts, so that each weight is used "
-        "once; tokens, by chunks of the batch; none, not at all; auto, by experts if a rank has several, else none.",
+        "once; tokens, by chunks of the batch; none, not at all; auto, in whichever of these ways is the fastest for a "
+        "layer and its tokens, measured once by all ranks and kept in OVPATCH_CACHE_DIR.",
         choices=CUTS,
     ),
     Option(
         "parts",
         0,
-        "Into how many parts; 0 for up to 4 groups of experts, or 2 chunks of tokens.",
+        "Into how many parts; 0 for up to 4 groups of experts, or 2 chunks of tokens; auto measures 2, 4 and 8.",
         parse=_count,
         aliases=("multi_data", "pipeline_degree"),
     ),

@@ -78,16 +78,19 @@ def ovpatch_counters() -> Mapping[str, int]:
 
 @hookimpl
 def ovpatch_remarks() -> Sequence[str]:
-    """Say if there was nothing to take over, or less than all of it."""
+    """Say what was chosen by measurement, and if there was nothing to take over, or less than all of it."""
     from ovpatch_plugins.pipe_experts.counters import COUNTERS
 
+    choosing = sys.modules.get("ovpatch.overlap.choosing")
+    chosen = [] if choosing is None else choosing.remarks("pipe_experts")
     if COUNTERS.library_experts:
         return [
+            *chosen,
             f"in {COUNTERS.library_experts} of {COUNTERS.taken_over} calls transformers computed its experts itself, "
-            "part by part: they are not two products of stacked weights, or a script has put something in their place"
+            "part by part: they are not two products of stacked weights, or a script has put something in their place",
         ]
     if COUNTERS.calls:
-        return []
+        return chosen
     where = "" if _EP in sys.modules else " (transformers' expert parallelism was not imported)"
     return [
         f"no expert-parallel layer was found{where}: for layers of your own, call "

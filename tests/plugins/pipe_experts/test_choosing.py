@@ -1,0 +1,146 @@
+"""Layers that are cut as measured: what is chosen, and that any plan that wins computes what one process does."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import ovpatch
+from ovpatch.insight.equality import compare
+from ovpatch.overlap.choosing import remarks
+from ovpatch_plugins.pipe_experts import choosing
+from ovpatch_plugins.pipe_experts.counters import COUNTERS
+from ovpatch_plugins.pipe_experts.how import How
+from ovpatch_plugins.pipe_experts.layer import expert_parallel_ffn
+from ovpatch_plugins.pipe_experts.parts import candidates
+from tests.plugins.pipe_experts.models import KINDS, Case, Record, expected, train
+from tests.plugins.pipe_experts.test_layer import reentrant
+from tests.support.races import NOWHERE, forced
+
+PLANS = ["none", "experts 2", "experts 4", "tokens 2", "tokens 4", "tokens 8"]
+CASE = Case(local=4, tokens=(160, 0, 37), steps=1, how=How("auto"))
+
+
+def test_what_is_chosen_between():
+    assert list(candidates(2, 4)) == PLANS
+    assert list(candidates(2, 8))[:4] == ["none", "experts 2", "experts 4", "experts 8"]
+    assert list(candidates(2, 3))[:3] == ["none", "experts 2", "experts 3"]
+    assert list(candidates(2, 1)) == ["none", "tokens 2", "tokens 4", "tokens 8"]
+    assert list(candidates(2, 4, 3)) == ["none", "experts 3", "tokens 3"]
+    assert len(candidates(2, 4)["tokens 8"].parts) == 8
+
+
+def won_by(first: int, case: Case, **kwargs: Any) -> tuple[list[Record], list[str], int]:
+    choosing._made.clear()
+    before = COUNTERS.as_dict()
+    with forced(first) as won:
+        found = train(case, **kwargs)
+    now = COUNTERS.as_dict()
+    return found, won, (now["parts"] - before["parts"]) // max(now["calls"] - before["calls"], 1)
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_it_computes_what_one_process_does_whichever_plan_wins(ranks, world):
+    right = expected(CASE, world)
+    for first in range(len(PLANS)) if world == 2 else (1, 3):
+        for rank, (found, won, parts) in enumerate(ranks(world)(won_by, first, CASE, env=NOWHERE)):
+            compare(right[rank], found, floor=1e-10).assert_equal()
+            assert won == [PLANS[first], PLANS[(first + 1) % len(PLANS)]], "forward; forward and backward"
+            assert parts == len(candidates(world, 4)[won[1]].parts)
+
+
+def test_a_checkpoint_without_gradients_first(ranks):
+    case = dataclasses.replace(CASE, steps=2, module="stacked", activation="gelu")
+    right = expected(case, 2)
+    for rank, (found, won, _) in enumerate(ranks(2)(won_by, 2, case, forward=reentrant, env=NOWHERE)):
+        compare(right[rank], found, floor=1e-10).assert_equal()
+        assert won == ["experts 4", "tokens 2"]
+
+
+@pytest.mark.parametrize("module", KINDS)
+def test_other_experts_are_cut_by_the_fixed_rule(ranks, module):
+    for _, won, parts in ranks(2)(won_by, 0, dataclasses.replace(CASE, module=module), env=NOWHERE):
+        assert not won
+        assert parts == 4
+
+
+@pytest.mark.parametrize("tokens", [(0,), (3, 60)])
+def test_few_tokens_are_computed_in_sequence(ranks, tokens):
+    case = dataclasses.replace(CASE, tokens=tokens)
+    for _, won, parts in ranks(2)(won_by, 1, case, env=NOWHERE):
+        assert not won
+        assert parts == 1
+
+
+def layer(tokens: int) -> Tensor:
+    """Compute a layer; its tokens and weights are the same whatever was chosen."""
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    x = torch.randn(tokens, 16, generator=generator)
+    up, down = torch.randn(2, 24, 16, generator=generator), torch.randn(2, 16, 24, generator=generator)
+    index = torch.stack([torch.randperm(4, generator=generator)[:2] for _ in range(tokens)])
+    return expert_parallel_ffn(x, index, torch.ones(tokens, 2), (up, down), torch.nn.functional.gelu, dist.group.WORLD)
+
+
+def one_without_gradients() -> tuple[Tensor, Tensor, list[str]]:
+    """Plans for training and for evaluation differ; ranks take the same, though one has gradients off."""
+    with forced(1) as won, torch.set_grad_enabled(dist.get_rank() == 1):
+        found = layer(200)
+        return layer(200), found, won
+
+
+def test_ranks_need_not_have_the_same_gradient_mode(ranks):
+    for again, found, won in ranks(2)(one_without_gradients, env=NOWHERE):
+        assert won == ["experts 2", "tokens 2"]
+        assert torch.equal(again, found)
+
+
+def measuring() -> Record:
+    """Tokens differ from step to step, and between ranks."""
+    before = len(remarks("pipe_experts"))
+    state = torch.get_rng_state()
+    rank = dist.get_rank()
+    for tokens in ((200, 256), (300, 100), (600, 5), (200, 200), (7, 5)):
+        layer(tokens[rank])
+    assert torch.equal(state, torch.get_rng_state())
+    with ovpatch.applied("pipe_experts"):
+        shown = ovpatch.report()["pipe_experts"].remarks
+    lines = remarks("pipe_experts")[before:]
+    return {"lines": lines, "shown": set(lines) <= set(shown)}
+
+
+def test_each_number_of_tokens_is_measured_once(ranks, tmp_path):
+    env = {"OVPATCH_CACHE_DIR": str(tmp_path)}
+    first, second = ranks(2)(measuring, env=env)
+    assert first == second
+    assert first["shown"]
+    assert len(first["lines"]) == 2 * 2, "two powers of two, two directions"
+    layer = "256 tokens of 16, 2 experts each, 2 experts of 24 a rank, float32, 2 ranks: "
+    assert first["lines"][0].startswith(f"forward, {layer}")
+    assert first["lines"][1].startswith(f"forward and backward, {layer}")
+    assert all(name in first["lines"][0] for name in ("none ", "experts 2 ", "tokens 8 ", "; measured)"))
+    assert first["lines"][2].startswith("forward, 512 tokens of 16")
+    for found in ranks(2)(measuring, env=env):
+        assert all(line.endswith("; measured in an earlier run)") for line in found["lines"])
+        assert len(found["lines"]) == 4
+
+
+def deterministic() -> tuple[list[str], int]:
+    before = COUNTERS.parts
+    torch.use_deterministic_algorithms(True)
+    try:
+        with forced(3) as won:
+            layer(256)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    return won, COUNTERS.parts - before
+
+
+def test_deterministic_algorithms_are_cut_by_the_fixed_rule(ranks):
+    for won, parts in ranks(2)(deterministic, env=NOWHERE):
+        assert not won
+        assert parts == 2
