@@ -7,10 +7,13 @@ So an fp32 number counts as long as its rounding is what stands there; otherwise
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Final
 
 import torch
 from torch import Tensor
+
+from ovpatch.overlap import kernel_support
 
 #: Dtypes of half precision.
 HALVES: Final = (torch.bfloat16, torch.float16)
@@ -24,3 +27,38 @@ def followed(wide: Tensor, rounded: Tensor) -> Tensor:
         rounded: What should be their rounding, of the same shape.
     """
     return torch.where(wide.to(rounded.dtype) == rounded, wide, rounded.to(torch.float32), out=wide)
+
+
+class Following:
+    """:func:`followed` of many tensors, on GPUs by one kernel, which reads each number once.
+
+    The addresses are kept on the device from one call to the next, as long as they are the same.
+    """
+
+    def __init__(self) -> None:
+        self._tables: dict[torch.dtype, tuple[list[tuple[int, int, int]], Tensor]] = {}
+
+    def __call__(self, wides: Sequence[Tensor], rounded: Sequence[Tensor]) -> None:
+        """Make fp32 numbers, in place, what stands where they are not what is rounded any more.
+
+        Args:
+            wides: The fp32 numbers, contiguous.
+            rounded: What should be their roundings, contiguous, of the same shapes and on the same device.
+        """
+        if not wides or not wides[0].is_cuda or kernel_support.objection():
+            for wide, half in zip(wides, rounded, strict=True):
+                followed(wide, half)
+            return
+        for dtype in dict.fromkeys(half.dtype for half in rounded):
+            self._follow([(wide, half) for wide, half in zip(wides, rounded, strict=True) if half.dtype is dtype])
+
+    def _follow(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
+        from ovpatch.overlap.following import follow
+
+        dtype = pairs[0][1].dtype
+        places = [(wide.data_ptr(), half.data_ptr(), wide.numel()) for wide, half in pairs]
+        known, table = self._tables.get(dtype, ([], None))
+        if table is None or known != places:
+            table = torch.tensor(places, dtype=torch.int64, device=pairs[0][0].device)
+            self._tables[dtype] = places, table
+        follow(table, dtype, max(numel for *_, numel in places))

@@ -12,21 +12,19 @@ What was saved in fp32 is put back before anybody else sees what was loaded.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
 from ovpatch.overlap import grad_shards
-from ovpatch.overlap.halves import HALVES, followed
+from ovpatch.overlap.grad_shards import GradShards
+from ovpatch.overlap.halves import HALVES, Following
 from ovpatch.overlap.placeholders import Placeholder
 from ovpatch.overlap.slices import flat
-from ovpatch_plugins.dist_optimizer.model_state import States
+from ovpatch_plugins.dist_optimizer.model_state import States, Updated
 from ovpatch_plugins.dist_optimizer.slice_state import SlicesOfModel
-
-if TYPE_CHECKING:
-    from ovpatch_plugins.dist_optimizer.parts import Part
 
 #: The name of the main parameter in the optimizer's state.
 MAIN: Final = "main_param"
@@ -45,26 +43,37 @@ def smallest(options: Mapping[str, Any], param: Tensor) -> int:
 class MainSlicesOfModel(SlicesOfModel):
     """Slices of state, fp32 where the parameter is of half precision, and with its slice of the main parameter."""
 
-    def put_parts(self, part: Part, states: States, stand_in: Tensor | None) -> None:
-        """Make the slices the stand-in's state, and the stand-in the main parameter."""
-        super().put_parts(part, states, stand_in)
-        main = states[stand_in].pop(MAIN, None) if stand_in in states else None
-        if stand_in is None or not is_low(part.param):
-            return
-        with torch.inference_mode(False), torch.no_grad():
-            rounded = stand_in.detach()
-            stand_in.grad = None
-            stand_in.data = followed(main, rounded) if isinstance(main, Tensor) else rounded.float()
-            stand_in.grad = part.shards.current_part(part.index).to(torch.float32)
+    def __init__(self, shards: GradShards, number: int) -> None:
+        self._follow = Following()
+        super().__init__(shards, number)  # from here on peers ask
 
-    def take_parts(self, part: Part, states: States, stand_in: Tensor | None) -> None:
-        """Keep what a step has made of them, and round the main parameter."""
-        if stand_in is not None and stand_in.dtype != part.param.dtype:
-            own = self._shards.slice(part.index)
-            with torch.inference_mode(False), torch.no_grad():
-                flat(part.param.data)[own.begin : own.end].copy_(stand_in)
-            states.setdefault(stand_in, {})[MAIN] = stand_in.detach()
-        super().take_parts(part, states, stand_in)
+    def begin_update(self, updated: Updated, states: States) -> None:
+        """Make stand-ins of half precision the main parameters."""
+        with torch.inference_mode(False), torch.no_grad():
+            low = [(part, stand_in) for part, stand_in in updated if is_low(part.param)]
+            known: list[tuple[Tensor, Tensor]] = []
+            for part, stand_in in low:
+                main, rounded = states.get(stand_in, {}).pop(MAIN, None), stand_in.detach()
+                stand_in.grad = None
+                if isinstance(main, Tensor):
+                    known.append((main, rounded))
+                else:
+                    main = rounded.float()
+                stand_in.data = main
+                stand_in.grad = part.shards.current_part(part.index).to(torch.float32)
+            self._follow([main for main, _ in known], [rounded for _, rounded in known])
+
+    def end_update(self, updated: Updated, states: States) -> None:
+        """Round the main parameters, and keep them."""
+        low = [(part, stand_in) for part, stand_in in updated if stand_in.dtype != part.param.dtype]
+        slices = []
+        with torch.inference_mode(False), torch.no_grad():
+            for part, stand_in in low:
+                own = self._shards.slice(part.index)
+                slices.append(flat(part.param.data)[own.begin : own.end])
+                states.setdefault(stand_in, {})[MAIN] = stand_in.detach()
+            if slices:
+                torch._foreach_copy_(slices, [stand_in.detach() for _, stand_in in low])
 
     def cut_whole(self, param: Tensor, state: dict[Any, Any]) -> None:
         """Keep this rank's slices of state that is whole; what a stock run has saved is of half precision."""

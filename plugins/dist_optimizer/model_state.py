@@ -15,6 +15,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
+from torch.nn import Parameter
 
 from ovpatch.overlap import placeholders
 from ovpatch.overlap.editions import Editions, TornReadError
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
     from ovpatch_plugins.dist_optimizer.parts import Part
 
 States = dict[Any, dict[Any, Any]]
+Updated = Sequence[tuple["Part", Parameter]]  # each with what stands in for it
 Key = tuple[int, Any]  # index of the parameter, and the optimizer's name of the tensor
 
 _LOADS = 1 << 20  # editions from one step to the next; all but the first are made by load_state_dict()
@@ -108,6 +110,14 @@ class StateOfModel(abc.ABC):
     @abc.abstractmethod
     def take_parts(self, part: Part, states: States, stand_in: Tensor | None) -> None:
         """Keep what a step has made of them, and leave placeholders; arguments as in :meth:`put_parts`."""
+
+    def begin_update(self, updated: Updated, states: States) -> None:
+        """Prepare stand-ins for the update, all at once; their state has been put."""
+        del updated, states
+
+    def end_update(self, updated: Updated, states: States) -> None:
+        """Take from stand-ins what the update has made of them, all at once; their state will be taken."""
+        del updated, states
 
     @abc.abstractmethod
     def cut_whole(self, param: Tensor, state: dict[Any, Any]) -> None:

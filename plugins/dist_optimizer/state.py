@@ -16,6 +16,7 @@ from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from torch import Tensor
+from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from ovpatch.overlap import farewell, placeholders
@@ -60,10 +61,16 @@ class ShardedState(Generic[_Model]):
             for model in dict.fromkeys(model for _, model in by_model):
                 afterwards.callback(model.end_step, model.size)
                 model.begin_step()
+            updated: dict[_Model, list[tuple[Part, Parameter]]] = {}
             for part, model in by_model:
                 stand_in = stand_ins.get(id(part.param))
                 afterwards.callback(model.take_parts, part, optimizer.state, stand_in)
                 model.put_parts(part, optimizer.state, stand_in)
+                if stand_in is not None:
+                    updated.setdefault(model, []).append((part, stand_in))
+            for model, ones in updated.items():
+                afterwards.callback(model.end_update, ones, optimizer.state)
+                model.begin_update(ones, optimizer.state)
             yield
 
     def release(self) -> None:
