@@ -33,6 +33,7 @@ SHAPES = {  # tokens of a rank, experts of a token, features, those between, exp
     "tiny": (64, 2, 32, 48, 4),
 }
 OURS = {
+    "ovpatch, auto": How("auto"),
     "ovpatch, none": How("none"),
     **{f"ovpatch, experts {n}": How("experts", n) for n in (2, 4, 8)},
     "ovpatch, experts 4, at once": How("experts", 4, delay_wgrad=False),

@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 
 import ovpatch
+from ovpatch.overlap import choosing
 
 CUDA = torch.cuda.is_available()
 
@@ -131,8 +132,10 @@ def report(benchmark: str, args: argparse.Namespace, rows: list[dict[str, Any]],
     print(f"\n{'arm':36}" + "".join(f"{column:>11}" for column in columns))
     for row in found:
         print(f"{row['arm']:36}" + "".join(f"{row[column]!s:>11}" for column in columns))
+    chosen = [line for feature in ("tp_linear", "pipe_experts") for line in choosing.remarks(feature)]
+    print("".join(f"\nchosen: {line}" for line in chosen))
     if args.json:
         given = {k: v for k, v in vars(args).items() if k not in ("json", "arms")}
-        result = {**described(benchmark, given), "summary": found, "failed": failed, "rows": rows}
+        result = {**described(benchmark, given), "summary": found, "failed": failed, "chosen": chosen, "rows": rows}
         with args.json.open("a") as file:
             file.write(json.dumps(result) + "\n")

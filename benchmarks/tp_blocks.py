@@ -49,6 +49,8 @@ STOCK: dict[str, dict[str, Any]] = {
 }
 OURS: dict[str, dict[str, Any]] = {
     **{f"ovpatch, {name}": {"options": {"schedule": name}} for name in ("stock", "bulk", "ring")},
+    "ovpatch, auto": {"options": {"schedule": "auto"}},
+    "ovpatch, auto, graphed": {"options": {"schedule": "auto"}, "graph": True},
     **{f"ovpatch, chunk {n}": {"options": {"schedule": "chunk", "chunks": n}} for n in (2, 4)},
     "ovpatch, bulk, stock's gathers": {"options": {"schedule": "bulk", "shared_gather": False}},
     "ovpatch, bulk, regather": {"options": {"schedule": "bulk", "regather": True}},

@@ -1,8 +1,8 @@
 """Into which parts a layer is cut, by measurement.
 
-[Note: by the most tokens] Ranks learn in the exchange of counts, which is there anyhow, how many tokens there are on the
-rank that has the most; all choose by that, rounded to a power of two. So a layer whose tokens differ from call to call
-is measured a few times in all, and one that a checkpoint computes again is cut as before. What the routing does to the
+[Note: by the most tokens] Ranks learn in the exchange of counts, which is there anyhow, how many tokens the rank with
+the most has; all choose by that, rounded to a power of two. So a layer whose tokens differ from call to call is
+measured a few times in all, and one that a checkpoint computes again is cut as before. What the routing does to the
 experts is not looked at: the layers that are measured have random tokens and a balanced routing.
 """
 

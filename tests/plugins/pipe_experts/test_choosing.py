@@ -144,3 +144,12 @@ def test_deterministic_algorithms_are_cut_by_the_fixed_rule(ranks):
     for won, parts in ranks(2)(deterministic, env=NOWHERE):
         assert not won
         assert parts == 2
+
+
+@pytest.mark.gpu(2)
+def test_any_plan_may_win_on_gpus(ranks):
+    right = expected(CASE, 2)
+    for first in range(len(PLANS)):
+        for rank, (found, won, _) in enumerate(ranks(2)(won_by, first, CASE, env=NOWHERE, backend="nccl", timeout=120)):
+            compare(right[rank], found, floor=1e-10).assert_equal()
+            assert won[0] == PLANS[first]

@@ -20,7 +20,7 @@ from ovpatch_plugins.tp_linear import wires as wires_of
 from ovpatch_plugins.tp_linear.options import MEASURED
 from ovpatch_plugins.tp_linear.schedules import named
 from ovpatch_plugins.tp_linear.schedules.racing import Shape, race
-from tests.plugins.tp_linear import test_compiled, test_llama, test_operators, test_shared
+from tests.plugins.tp_linear import test_compiled, test_gpu, test_llama, test_operators, test_shared
 from tests.plugins.tp_linear.arms import Record, both, draw, mesh
 from tests.plugins.tp_linear.models import MLP, WIDTH
 from tests.plugins.tp_linear.training import equal
@@ -200,3 +200,57 @@ def test_the_report_shows_what_was_chosen(ranks, tmp_path):
         for lines in ranks(2)(reported, deterministic, env={"OVPATCH_CACHE_DIR": str(tmp_path)}):
             assert lines[-1].startswith("linear_reduce forward, 64 x 24 -> 24, float32, 2 ranks: ")
             assert lines[-1].endswith(why)
+
+
+# --- on GPUs ---
+
+NCCL = {"backend": "nccl", "timeout": 120, "env": NOWHERE}
+
+
+@pytest.mark.gpu(2)
+def test_models_and_graphs_on_gpus(ranks):
+    for result in ranks(2)(both, test_llama.llama, steps=1, options=AUTO, **NCCL):
+        equal(result["stock"], result["patched"])
+        assert result["counters"]["shared_calls"] > 0
+    for result in ranks(2)(both, test_gpu.replayed, options=AUTO, **NCCL):
+        for of_graph, eager in result["patched"]["steps"]:
+            equal([{"": eager}], [{"": of_graph}])
+
+
+def left_behind() -> Record:
+    """What a first call leaves of memory and of a generator's state, and what a capture does with an unknown shape."""
+    group, width = dist.group.WORLD, 1024
+    weight = torch.randn(width, width, device="cuda", dtype=torch.bfloat16)
+    allocated, reserved = [], []
+    state = torch.cuda.get_rng_state()
+    for rows in (256, 2048, 4096, 8192):
+        x = torch.ones(rows, width, device="cuda", dtype=torch.bfloat16)
+        with torch.no_grad():
+            all_gather_linear(x, [weight], group, schedule="auto")
+        del x
+        allocated.append(torch.cuda.memory_allocated())
+        torch.cuda.empty_cache()
+        reserved.append(torch.cuda.memory_reserved())
+    x, before = torch.ones(512, width, device="cuda", dtype=torch.bfloat16), len(remarks("tp_linear"))
+    graph = torch.cuda.CUDAGraph()
+    with torch.no_grad(), torch.cuda.graph(graph):
+        (y,) = all_gather_linear(x, [weight], group, schedule="auto")
+    graph.replay()
+    right = torch.allclose(y, torch.ones_like(x).repeat(2, 1) @ weight.t(), rtol=0.02, atol=0.5)
+    return {
+        "allocated": allocated,
+        "reserved": reserved,
+        "rng": torch.equal(state, torch.cuda.get_rng_state()),
+        "captured": len(remarks("tp_linear")) - before,
+        "right": right,
+    }
+
+
+@pytest.mark.gpu(2)
+def test_measuring_leaves_nothing_behind(ranks):
+    for result in ranks(2)(left_behind, **NCCL):
+        assert result["rng"]
+        assert result["right"]
+        assert not result["captured"], "nothing is measured under a capture"
+        assert len(set(result["allocated"][1:])) == 1, result
+        assert result["reserved"][-1] <= result["reserved"][1], result
