@@ -15,6 +15,7 @@ class Counters:
         calls: Forward passes through taken-over linears that our operators computed.
         shared_calls: Those of them whose product was computed together with a gather for several.
         compiled_calls: Those that were part of a compiled graph.
+        fused: Products that kernels of schedule ``fused`` computed, forward and backward.
         stock_calls: Forward passes through taken-over linears that were left to stock.
         unused: Products computed together with a gather that no linear asked for.
     """
@@ -24,6 +25,7 @@ class Counters:
     calls: int = 0
     shared_calls: int = 0
     compiled_calls: int = 0
+    fused: int = 0
     stock_calls: int = 0
     unused: int = 0
 

@@ -27,7 +27,7 @@ class Workspace:
     Args:
         group: The ranks.
         device: Where.
-        allocate: Makes the memory.
+        allocate: Makes the memory, as :func:`.memory.allocate` does.
 
     Attributes:
         world: Number of ranks.
@@ -38,11 +38,9 @@ class Workspace:
         counts: Counts of what has arrived, int32; as the state.
     """
 
-    def __init__(
-        self, group: dist.ProcessGroup, device: torch.device, allocate: memory.Allocate = memory.allocate
-    ) -> None:
+    def __init__(self, group: dist.ProcessGroup, device: torch.device, allocate: memory.Allocate | None = None) -> None:
         self.group, self.device, self.world, self.rank = group, device, group.size(), group.rank()
-        self._allocate = allocate
+        self._allocate = allocate or memory.allocate
         self.half_bytes = 0
         self.peers = self.state = torch.empty(0, dtype=torch.int64, device=device)
         self.counts = torch.empty(0, dtype=torch.int32, device=device)

@@ -32,7 +32,7 @@ def gather_linear(
     Args:
         workspace: Of the ranks.
         x: This rank's rows, ``[m, k]``, contiguous.
-        weights: ``[n_i, k]`` each, at most :data:`MOST`, all contiguous or all transposed.
+        weights: ``[n_i, k]`` each, at most :data:`MOST`, or none; all contiguous or all transposed.
         biases: ``[n_i]`` each, or None.
         tiles: How the products are cut.
 
@@ -53,13 +53,15 @@ def gather_linear(
             x, whole, *common, world * blocks, workspace.rank, x.numel(), workspace.half_bytes, world, _COPIED,
             num_warps=8,
         )  # fmt: skip
+        pullers = min(cut.pullers, programs - 1)
+        used, made = (weights, outs) if weights else ([whole], [whole])  # which no program touches
         _with_scratch(
             x.device,
-            gather_gemm_kernel[(programs,)],
-            whole, *common, *_three(weights), *_three(biases), *_three(outs), workspace.rank, m, k,
+            gather_gemm_kernel[(programs if weights else pullers,)],
+            whole, *common, *_three(used), *_three(biases), *_three(made), workspace.rank, m, k,
             *_three([len(weight) for weight in weights], 0), workspace.half_bytes,
-            len(weights), _is_transposed(weights[0]), world, cut.rows, cut.columns, cut.depth, cut.group,
-            min(cut.pullers, programs - 1), cut.width, cut.pull_stages,
+            len(used), _is_transposed(used[0]), world, cut.rows, cut.columns, cut.depth, cut.group,
+            pullers, cut.width, cut.pull_stages,
             num_warps=cut.warps, num_stages=cut.stages,
         )  # fmt: skip
     return outs, whole

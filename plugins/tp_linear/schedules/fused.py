@@ -9,6 +9,7 @@ from torch import Tensor
 
 from ovpatch.overlap.works import Pending
 from ovpatch_plugins.tp_linear import sharing
+from ovpatch_plugins.tp_linear.counters import COUNTERS
 from ovpatch_plugins.tp_linear.products import input_grad, linear
 from ovpatch_plugins.tp_linear.schedules.bulk import Bulk
 from ovpatch_plugins.tp_linear.schedules.stock import WeightGrads
@@ -83,20 +84,25 @@ class Fused(Bulk):
 def _gathered(
     wires: Wires, x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None]
 ) -> tuple[list[Tensor], Tensor] | None:
-    """Return outputs and all rows; None where kernels cannot be used."""
-    workspace = sharing.workspace_of(wires, x.dtype, x.device, [x.shape[1], *map(len, weights)])
-    if workspace is None or not weights:
+    """Return outputs and all rows; None where kernels cannot be used.
+
+    Which linears are computed with a gather may differ between ranks, so that their weights do not decide either: what
+    the kernel does not take is computed behind it.
+    """
+    workspace = sharing.workspace_of(wires, x.dtype, x.device, [x.shape[1]])
+    if workspace is None:
         return None
     from ovpatch_plugins.tp_linear.kernels import launch
 
-    most = launch.MOST
-    used = sharing.laid_out(weights[:most])
-    found = launch.gather_linear(workspace, sharing.aligned(x), used, biases[:most])
+    taken = [i for i, weight in enumerate(weights) if sharing.suits(x.dtype, len(weight))][: launch.MOST]
+    used = sharing.laid_out([weights[i] for i in taken])
+    found = launch.gather_linear(workspace, sharing.aligned(x), used, [biases[i] for i in taken])
     if found is None:
         return None
-    outs, whole = found
-    rest = zip(weights[most:], biases[most:], strict=True)
-    return [*outs, *(linear(whole, weight, bias) for weight, bias in rest)], whole
+    COUNTERS.fused += len(taken)
+    outs, whole = dict(zip(taken, found[0], strict=True)), found[1]
+    every = enumerate(zip(weights, biases, strict=True))
+    return [outs[i] if i in outs else linear(whole, *params) for i, params in every], whole
 
 
 def _scattered(wires: Wires, xs: Sequence[Tensor], weights: Sequence[Tensor]) -> Tensor | None:
@@ -106,7 +112,9 @@ def _scattered(wires: Wires, xs: Sequence[Tensor], weights: Sequence[Tensor]) ->
         return None
     from ovpatch_plugins.tp_linear.kernels import launch
 
-    return launch.linear_scatter(workspace, [sharing.aligned(x) for x in xs], sharing.laid_out(weights))
+    found = launch.linear_scatter(workspace, [sharing.aligned(x) for x in xs], sharing.laid_out(weights))
+    COUNTERS.fused += found is not None
+    return found
 
 
 def _input_scattered(
@@ -114,8 +122,8 @@ def _input_scattered(
 ) -> Tensor | None:
     """Return this rank's rows of an input's gradient; None where kernels cannot be used.
 
-    [Note: terms of one rank] Which linears have gradients, and whether other readers of a gathered input add a term,
-    may differ between ranks. So this does not decide whether ranks use their shared memory, but only what for.
+    Which linears have gradients, and whether other readers of a gathered input add a term, may differ between ranks,
+    too. To the others, rows that are stored as they are look like a product.
     """
     used = [(grad, weight) for grad, weight in zip(grads, weights, strict=True) if grad is not None]
     like = used[0][1] if extra is None else extra
@@ -127,5 +135,4 @@ def _input_scattered(
     alike = all(sharing.suits(dtype, grad.shape[1]) and weight.dtype == dtype for grad, weight in used)
     if extra is not None or not alike or len(used) > launch.MOST:
         return launch.scatter(workspace, sharing.aligned(input_grad(grads, weights, extra).to(dtype)))
-    xs = [sharing.aligned(grad) for grad, _ in used]
-    return launch.linear_scatter(workspace, xs, sharing.laid_out([weight.t() for _, weight in used]))
+    return _scattered(wires, [grad for grad, _ in used], [weight.t() for _, weight in used])

@@ -1,0 +1,99 @@
+"""Schedule ``fused`` on two and three ranks: its kernels interpreted, over files that the processes share."""
+
+from __future__ import annotations
+
+import random
+import time
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ovpatch.overlap.symmetric import memory, support
+from ovpatch_plugins.tp_linear import all_gather_linear, linear_reduce_scatter, sharing
+from ovpatch_plugins.tp_linear.counters import COUNTERS
+from tests.plugins.tp_linear import test_llama, test_operators
+from tests.plugins.tp_linear.arms import both, draw
+from tests.support.interpreter import allocate, interpreted
+
+FUSED = {"schedule": "fused"}
+
+
+def allow() -> None:
+    """Let this process use the kernels, in a type that the interpreter multiplies exactly enough."""
+    sharing.DTYPES = (torch.float32,)
+    support.objection = lambda group, device: ""
+    memory.allocate = allocate
+
+
+def single(*shape: int, seed: int) -> Tensor:
+    return draw(*shape, seed=seed)
+
+
+def operators() -> list[str]:
+    """Names of values and gradients that are not those of the whole product."""
+    allow()
+    test_operators.drawn, test_operators.K, test_operators.N = single, 12, 8
+    found = []
+    for operator, cases in test_operators.CASES.items():
+        for name, case in cases.items():
+            for regather in (False, True) if operator is test_operators.gathered else (None,):
+                way = FUSED if regather is None else FUSED | {"regather": regather}
+                for value, ours, theirs in operator(case, way):
+                    if (ours is None) != (theirs is None):
+                        found.append(f"{name}, {way}: {value} is {ours}, expected {theirs}")
+                    elif ours is not None and not torch.allclose(ours, theirs, 1e-4, 1e-4):
+                        found.append(f"{name}, {way}: {value} differs by {(ours - theirs).abs().max()}")
+    if not COUNTERS.fused:
+        found.append("no kernel was used")
+    return found
+
+
+def delayed(rounds: int) -> list[str]:
+    """Operators that grow and shrink, on ranks that come late at random."""
+    allow()
+    chance, world, rank, found = random.Random(dist.get_rank()), dist.get_world_size(), dist.get_rank(), []
+    for i in range(rounds):
+        m, k = 4 + 28 * (i % 3), 8 + 4 * (i % 5)
+        time.sleep(chance.random() / 20)
+        xs, weight = single(world * m, k, seed=i), single(8, k, seed=-i)
+        (gathered,) = all_gather_linear(xs[rank * m :][:m], [weight], dist.group.WORLD, **FUSED)
+        time.sleep(chance.random() / 20)
+        scattered = linear_reduce_scatter(gathered, weight.t(), dist.group.WORLD, **FUSED)
+        wanted = world * (xs @ weight.t() @ weight)[rank * m :][:m]
+        if not torch.allclose(scattered, wanted, 1e-4, 1e-3):
+            found.append(f"round {i}: {(scattered - wanted).abs().max()}")
+    return found
+
+
+def blocks() -> list[dict[str, Any]]:
+    """Stock and patched, of blocks with a shared gather, with checkpoints and without."""
+    allow()
+    return [both(test_llama.llama, options=FUSED, steps=1, dtype=torch.float32, **case) for case in CASES]
+
+
+CASES: list[dict[str, Any]] = [{}, {"checkpointing": "not reentrant"}, {"frozen": "attention"}]
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_operators_alone(world):
+    assert interpreted(operators, world=world) == [[]] * world
+
+
+def test_ranks_that_come_late():
+    assert interpreted(delayed, 12, world=2) == [[]] * 2
+
+
+def test_blocks():
+    for results in interpreted(blocks, world=2):
+        for result in results:
+            stock, patched = result["stock"][0], result["patched"][0]
+            assert stock["grad"].keys() == patched["grad"].keys()
+            for name, grad in stock["grad"].items():  # float32, in another order
+                ours = patched["grad"][name]
+                assert (ours is None) is (grad is None)
+                assert grad is None or torch.allclose(ours, grad, 1e-3, 1e-6), (name, ours - grad)
+            assert result["counters"]["stock_calls"] == 0
+            assert result["counters"]["fused"] > 0

@@ -1,0 +1,194 @@
+"""The kernels of schedule ``fused``, interpreted, with all ranks in one process: which numbers go where, and when."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ovpatch.overlap.symmetric.memory import Memory
+from ovpatch.overlap.symmetric.workspace import Workspace
+from ovpatch_plugins.tp_linear.kernels import launch
+from ovpatch_plugins.tp_linear.kernels.gather_gemm import gather_gemm_kernel, stage_kernel
+from ovpatch_plugins.tp_linear.kernels.gemm_scatter import gemm_scatter_kernel, reduce_kernel, scatter_kernel
+from ovpatch_plugins.tp_linear.kernels.tuning import Tiles
+from tests.support.interpreter import interpreted
+
+SMALL = Tiles(rows=16, columns=16, depth=16, group=2, pullers=2, width=32)
+CUTS = (SMALL, Tiles(rows=32, columns=16, depth=32, group=1, pullers=3, width=16, pull_stages=2))
+
+
+class Group:
+    """What a workspace asks a process group."""
+
+    def __init__(self, rank: int, world: int) -> None:
+        self._rank, self._world = rank, world
+
+    def rank(self) -> int:
+        return self._rank
+
+    def size(self) -> int:
+        return self._world
+
+
+def workspaces(world: int) -> list[Workspace]:
+    """One workspace a rank, over buffers that are full of what no kernel may use."""
+    buffers: dict[int, list[Tensor]] = {}
+
+    def allocate(size: int, group: Any, device: torch.device, prepare: Any) -> Memory:
+        made = buffers.setdefault(size, [torch.full((size,), 255, dtype=torch.uint8) for _ in range(world)])
+        prepare(made[group.rank()])
+        return Memory(made[group.rank()], [buffer.data_ptr() for buffer in made])
+
+    found = [Workspace(Group(rank, world), torch.device("cpu"), allocate) for rank in range(world)]
+    for workspace in found:
+        assert workspace.begin(1 << 16, 256)
+    return found
+
+
+def drawn(*shape: int) -> Tensor:
+    return torch.randint(-4, 5, shape).half()  # sums are exact
+
+
+def nothing(*shape: int) -> Tensor:
+    return torch.full(shape, torch.nan, dtype=torch.float16)
+
+
+def stage(workspace: Workspace, x: Tensor, whole: Tensor, cut: Tiles) -> None:
+    blocks = workspace.world * -(-len(x) // cut.rows)
+    common = (workspace.peers, workspace.state, workspace.counts)
+    stage_kernel[(3,)](
+        x, whole, *common, blocks, workspace.rank, x.numel(), workspace.half_bytes, workspace.world, 64
+    )  # fmt: skip
+
+
+def multiply(
+    workspace: Workspace, whole: Tensor, weights: list[Tensor], biases: list[Tensor | None], cut: Tiles
+) -> list[Tensor]:
+    three, (rows, k) = launch._three, whole.shape
+    outs = [nothing(rows, len(weight)) for weight in weights]
+    gather_gemm_kernel[(cut.pullers + 3,)](
+        whole, workspace.peers, workspace.state, workspace.counts, *three(weights), *three(biases), *three(outs),
+        workspace.rank, rows // workspace.world, k, *three([len(weight) for weight in weights], 0),
+        workspace.half_bytes, len(weights), launch._is_transposed(weights[0]), workspace.world,
+        cut.rows, cut.columns, cut.depth, cut.group, cut.pullers, cut.width, cut.pull_stages,
+    )  # fmt: skip
+    return outs
+
+
+def send(workspace: Workspace, xs: list[Tensor], weights: list[Tensor], cut: Tiles) -> None:
+    three, m = launch._three, len(xs[0]) // workspace.world
+    gemm_scatter_kernel[(4,)](
+        *three(xs), *three(weights), workspace.peers, workspace.state, workspace.rank, m, len(weights[0]),
+        *three([x.shape[1] for x in xs], 0), workspace.half_bytes, len(xs), launch._is_transposed(weights[0]),
+        workspace.world, cut.rows, cut.columns, cut.depth, cut.group,
+    )  # fmt: skip
+
+
+def send_as_is(workspace: Workspace, x: Tensor) -> None:
+    size = x.numel() // workspace.world
+    scatter_kernel[(4,)](
+        x, workspace.peers, workspace.state, workspace.rank, size, workspace.half_bytes, workspace.world, 64
+    )  # fmt: skip
+
+
+def add_up(workspace: Workspace, m: int, n: int) -> Tensor:
+    out = nothing(m, n)
+    reduce_kernel[(3,)](
+        out, workspace.peers, workspace.state, workspace.rank, m * n, workspace.half_bytes, workspace.world, 64
+    )  # fmt: skip
+    return out
+
+
+def turned(weights: list[Tensor], transposed: bool) -> list[Tensor]:
+    return [weight.t().contiguous().t() for weight in weights] if transposed else weights
+
+
+class Problem:
+    """Rows and weights of all ranks, and what is to come out."""
+
+    def __init__(self, world: int, m: int, k: int, features: tuple[int, ...], transposed: bool) -> None:
+        self.m, self.k = m, k
+        self.xs = [drawn(m, k) for _ in range(world)]
+        self.weights = [turned([drawn(n, k) for n in features], transposed) for _ in range(world)]
+        self.biases = [[drawn(n) if i % 2 else None for i, n in enumerate(features)] for _ in range(world)]
+        self.inputs = [[drawn(world * m, n) for n in features] for _ in range(world)]
+        self.backs = [turned([drawn(k, n) for n in features], transposed) for _ in range(world)]
+        self.whole = torch.cat(self.xs)
+        every = zip(self.inputs, self.backs, strict=True)
+        self.sum = sum(x.float() @ w.float().t() for xs, ws in every for x, w in zip(xs, ws, strict=True))
+        self.wholes = [nothing(world * m, k) for _ in range(world)]
+
+
+def is_gathered(problem: Problem, rank: int, outs: list[Tensor]) -> bool:
+    right = torch.equal(problem.wholes[rank], problem.whole)
+    for out, weight, bias in zip(outs, problem.weights[rank], problem.biases[rank], strict=True):
+        wanted = torch.nn.functional.linear(problem.whole.float(), weight.float())
+        right &= torch.equal(out, (wanted if bias is None else wanted + bias.float()).half())
+    return right
+
+
+def is_sum(problem: Problem, rank: int, out: Tensor) -> bool:
+    return bool(((out.float() - problem.sum[rank * problem.m :][: problem.m]).abs() < 1).all())  # terms are rounded
+
+
+SHAPES = ((20, 40, (24,)), (16, 16, (8, 24, 40)), (1, 8, (16, 8)), (35, 24, (48,)), (17, 32, (24, 8)))
+
+
+def wrong(world: int, cases: int) -> list[str]:
+    """Names of what comes out wrong: operators in turn, over the same two halves, ranks in many orders."""
+    found, spaces = [], workspaces(world)
+    torch.manual_seed(world)
+    orders = itertools.cycle(list(itertools.permutations(range(world)))[:: max(1, world - 2) ** 3])
+    for i, ((m, k, features), cut) in enumerate(itertools.islice(zip(SHAPES, itertools.cycle(CUTS)), cases)):
+        problem = Problem(world, m, k, features, transposed=i % 2 == 1)
+        name = f"world {world}, {m} x {k} -> {features}, {cut}"
+        for rank in next(orders):
+            stage(spaces[rank], problem.xs[rank], problem.wholes[rank], cut)
+        for rank in next(orders):
+            outs = multiply(spaces[rank], problem.wholes[rank], problem.weights[rank], problem.biases[rank], cut)
+            if not is_gathered(problem, rank, outs):
+                found.append(f"gathered on rank {rank}: {name}")
+        for rank in next(orders):
+            if rank == 0 and i % 3 == 0:
+                terms = zip(problem.inputs[rank], problem.backs[rank], strict=True)
+                send_as_is(spaces[rank], sum(x.float() @ w.float().t() for x, w in terms).half())
+            else:
+                send(spaces[rank], problem.inputs[rank], problem.backs[rank], cut)
+        for rank in next(orders):
+            if not is_sum(problem, rank, add_up(spaces[rank], m, k)):
+                found.append(f"summed on rank {rank}: {name}")
+    states = {tuple(space.state.tolist()) for space in spaces}
+    if states != {(1 + 2 * cases, *[0] * 7)}:
+        found.append(f"states {states}")
+    return found
+
+
+def ahead(world: int) -> list[str]:
+    """Names of what comes out wrong where one rank is an operator ahead of the others, in the other half."""
+    found, spaces = [], workspaces(world)
+    first, second = (Problem(world, 20, 24, (16,), transposed=False) for _ in range(2))
+    for space, x, whole in zip(spaces, first.xs, first.wholes, strict=True):
+        stage(space, x, whole, SMALL)
+    for rank in range(world):
+        outs = multiply(spaces[rank], first.wholes[rank], first.weights[rank], first.biases[rank], SMALL)
+        found += [] if is_gathered(first, rank, outs) else [f"first on rank {rank}"]
+        # the ranks behind this one still have to fetch what it laid out before
+        stage(spaces[rank], second.xs[rank], second.wholes[rank], SMALL)
+    for rank in reversed(range(world)):
+        outs = multiply(spaces[rank], second.wholes[rank], second.weights[rank], second.biases[rank], SMALL)
+        found += [] if is_gathered(second, rank, outs) else [f"second on rank {rank}"]
+        send(spaces[rank], second.inputs[rank], second.backs[rank], SMALL)
+    for rank in range(world):
+        found += [] if is_sum(second, rank, add_up(spaces[rank], 20, 24)) else [f"third on rank {rank}"]
+    return found
+
+
+def every_case() -> list[str]:
+    return [*wrong(2, 5), *wrong(3, 5), *wrong(8, 1), *ahead(2), *ahead(3)]
+
+
+def test_every_number_goes_where_it_belongs():
+    assert interpreted(every_case) == []

@@ -1,0 +1,113 @@
+"""Triton's interpreter, for kernels that ranks run over memory that they share.
+
+Triton decides when it is first imported whether it interprets, and the pool's workers have imported it. So such tests
+run in a process of their own, which forks into ranks if it is to have any:
+
+    interpreted(cases, 5)            # cases(5), in one process
+    interpreted(cases, 5, world=2)   # on each of two ranks in a gloo group; the results by rank
+"""
+
+from __future__ import annotations
+
+import importlib
+import multiprocessing
+import os
+import pickle
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ovpatch.overlap.symmetric.memory import Memory
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+
+
+def interpreted(function: Callable[..., Any], *args: Any, world: int = 0, timeout: float = 100) -> Any:
+    """Run a module-level function where kernels are interpreted, and return what it returns."""
+    with tempfile.TemporaryDirectory() as folder:
+        call = pickle.dumps((function.__module__, function.__qualname__, args, world))
+        Path(folder, "call").write_bytes(call)
+        env = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+        command = [sys.executable, "-m", "tests.support.interpreter", folder]
+        done = subprocess.run(
+            command, cwd=ROOT, env=env, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=timeout
+        )
+        assert done.returncode == 0, done.stdout[-6000:]
+        return pickle.loads(Path(folder, "result").read_bytes())
+
+
+def allocate(size: int, group: Any, device: torch.device, prepare: Callable[[Tensor], None]) -> Memory:
+    """Stand for :func:`ovpatch.overlap.symmetric.memory.allocate` among processes on one CPU."""
+    _allocations[0] += 1
+    rank, paths = group.rank(), [f"{_allocations[0]}-{group.group_name}-{rank}" for rank in range(group.size())]
+    folder = Path(os.environ["INTERPRETED_FOLDER"])
+    (folder / paths[rank]).write_bytes(bytes(size))
+    own = _mapped(folder / paths[rank], size)
+    prepare(own)
+    dist.barrier(group)
+    mapped = [own if path == paths[rank] else _mapped(folder / path, size) for path in paths]
+    return Memory(own, [tensor.data_ptr() for tensor in mapped], mapped)
+
+
+_allocations = [0]
+
+
+def _mapped(path: Path, size: int) -> Tensor:
+    return torch.from_file(str(path), shared=True, size=size, dtype=torch.uint8)
+
+
+def _mend_triton() -> None:
+    """Let scalars be indices: Triton 3.6 calls int() of arrays of one element, which numpy 2.4 refuses."""
+    from triton.runtime import interpreter
+
+    patch = interpreter._patch_lang_tensor
+
+    def _patch_lang_tensor(tensor: Any, scope: Any) -> None:
+        patch(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
+
+    interpreter._patch_lang_tensor = _patch_lang_tensor
+
+
+def _rank(rank: int, world: int, folder: str, function: Callable[..., Any], args: Any) -> None:
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world)
+    torch.manual_seed(rank)
+    result = function(*args)
+    dist.barrier()
+    Path(folder, f"result-{rank}").write_bytes(pickle.dumps(result))
+
+
+def _forked(world: int, folder: str, function: Callable[..., Any], args: Any) -> list[Any]:
+    fork = multiprocessing.get_context("fork")
+    processes = [fork.Process(target=_rank, args=(rank, world, folder, function, args)) for rank in range(world)]
+    for process in processes:
+        process.start()
+    while any(process.is_alive() for process in processes) and not any(process.exitcode for process in processes):
+        time.sleep(0.02)
+    for process in processes:
+        if process.exitcode is None:
+            process.kill()  # it waits for the one that failed
+        process.join()
+    assert not any(process.exitcode for process in processes), "a rank failed, see above"
+    return [pickle.loads(Path(folder, f"result-{rank}").read_bytes()) for rank in range(world)]
+
+
+def main(folder: str) -> None:
+    _mend_triton()
+    module, name, args, world = pickle.loads(Path(folder, "call").read_bytes())
+    os.environ["INTERPRETED_FOLDER"] = folder
+    function = getattr(importlib.import_module(module), name)
+    result = _forked(world, folder, function, args) if world else function(*args)
+    Path(folder, "result").write_bytes(pickle.dumps(result))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])
