@@ -99,6 +99,15 @@ def test_doctor_as_json(command, site, monkeypatch):
     assert features["a"]["options"]["n"] == {"value": 5, "source": "environment OVPATCH_A_N"}
 
 
+def test_doctor_says_where_measurements_are_kept(command, site, monkeypatch, tmp_path):
+    for path, kept in ((tmp_path / "new" / "er", True), (Path(os.devnull) / "none", False)):
+        monkeypatch.setenv("OVPATCH_CACHE_DIR", str(path))
+        text = f"measurements {'are' if kept else 'cannot be'} kept in {path} (OVPATCH_CACHE_DIR)"
+        assert text in command("doctor")[1]
+        assert json.loads(command("doctor", "--json")[1])["measurements"] == {"path": str(path), "writable": kept}
+    assert not (tmp_path / "new").exists()
+
+
 def test_doctor_tells_what_apply_would_raise(command, site, monkeypatch):
     site.plugin("a", extra="@hookimpl\ndef ovpatch_reasons_against():\n    return ['no such machine']")
     monkeypatch.setenv("OVPATCH", "+a")

@@ -19,6 +19,7 @@ from ovpatch.reports.reporting import TROUBLE, Report, plain, render
 from ovpatch.session import discovery
 from ovpatch.session.plan import Entry
 from ovpatch.settings import settings
+from ovpatch.settings.cache import cache_dir
 from ovpatch.settings.options import variables_of
 
 OK: Final = 0
@@ -109,6 +110,7 @@ def examine(entries: Mapping[str, Entry], report: Report) -> dict[str, Any]:
             for entry in entries.values()
         ],
         "autoload": {"possible": not autoload, "reason": autoload},
+        "measurements": _measurements(),
         "settings": _settings(entries),
         "report": report.to_json(),
         "problems": _problems(entries, report, autoload),
@@ -135,6 +137,22 @@ def _autoload() -> str:
     if all(not one.value.startswith("ovpatch.autoload") for one in entry_points(group="torch.backends")):
         return "the entry point torch.backends is not installed; install the package instead of using PYTHONPATH"
     return ""
+
+
+def _measurements() -> dict[str, Any]:
+    """Return where features keep what they measure, and whether they can."""
+    path = cache_dir()
+    if path is None:
+        return {"path": None, "writable": False}
+    nearest = next((parent for parent in (path, *path.parents) if parent.exists()), path)
+    return {"path": str(path), "writable": nearest.is_dir() and os.access(nearest, os.W_OK | os.X_OK)}
+
+
+def _kept(measurements: Mapping[str, Any]) -> str:
+    if measurements["path"] is None:
+        return "measurements are not kept: this user has no home (OVPATCH_CACHE_DIR names another place)"
+    where = f"in {measurements['path']} (OVPATCH_CACHE_DIR)"
+    return f"measurements are kept {where}" if measurements["writable"] else f"measurements cannot be kept {where}"
 
 
 def _settings(entries: Mapping[str, Entry]) -> list[dict[str, str]]:
@@ -173,6 +191,7 @@ def _text(data: Mapping[str, Any], report: Report) -> str:
         render("versions", ("what", "version"), list(data["versions"].items()), colour=colour),
         render("plugins", ("feature", "distribution", "version", "target", "path"), _plugin_rows(data), colour=colour),
         f"ovpatch run and OVPATCH_AUTO=1: {auto}",
+        _kept(data["measurements"]),
         render("settings", ("variable", "value", "meaning"), _setting_rows(data), colour=colour),
         render("options", ("option", "value", "source"), _option_rows(report), colour=colour),
         report.table(colour=colour),

@@ -186,6 +186,7 @@ def kept(directory: Path, spoil: bool, sleeps: dict[str, float] = SLEEPS) -> tup
             path.write_text(path.read_text()[:-9])
     dist.barrier()
     chosen = chooser(directory if dist.get_rank() == 0 else directory / "elsewhere").choose(group(), arms.race())
+    dist.barrier()
     problems = [line for line in remarks("f") if "damaged" in line]
     return chosen.arm, chosen.why, arms.calls, problems, sorted(path.name for path in directory.iterdir())
 

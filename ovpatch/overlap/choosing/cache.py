@@ -10,6 +10,7 @@ import hashlib
 import json
 import math
 import os
+import uuid
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
@@ -60,7 +61,7 @@ class Cache:
             return
         choices = self.read() | {key: dict(times)}
         data = {"format": FORMAT, "environment": self._environment, "choices": choices}
-        temporary = self.path.with_name(f".{self.path.name}.{os.getpid()}")
+        temporary = self.path.with_name(f".{self.path.name}.{uuid.uuid4().hex}")
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             temporary.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")

@@ -19,7 +19,7 @@ from torch import Tensor
 from ovpatch.hookspecs import cache_dir
 from ovpatch.overlap.choosing import chooser_of
 from ovpatch_plugins.tp_linear.schedules.bulk import Bulk
-from ovpatch_plugins.tp_linear.schedules.racing import Shape, race
+from ovpatch_plugins.tp_linear.schedules.racing import Shape, race, rounded
 from ovpatch_plugins.tp_linear.schedules.stock import Schedule, WeightGrads
 from ovpatch_plugins.tp_linear.wires import Wires
 
@@ -80,13 +80,13 @@ class Auto(Bulk):
         self, wires: Wires, device: torch.device, rows: int, k: int, features: Sequence[int], dtype: torch.dtype
     ) -> Schedule:
         """See :meth:`Schedule.together`."""
-        return self._chosen(wires, device, Shape("gather_linear", rows, k, tuple(features), dtype))
+        return self._chosen(wires, device, Shape("gather_linear", rounded(rows), k, tuple(features), dtype))
 
     def gather_linear(
         self, wires: Wires, x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None], needs_whole: bool
     ) -> tuple[list[Tensor], Tensor | None]:
         """See :meth:`Schedule.gather_linear`."""
-        shape = Shape("gather_linear", len(x), x.shape[1], tuple(map(len, weights)), x.dtype)
+        shape = Shape("gather_linear", rounded(len(x)), x.shape[1], tuple(map(len, weights)), x.dtype)
         forward = self._chosen(wires, x.device, shape).forward
         return forward.gather_linear(wires, x, weights, biases, needs_whole)
 
@@ -105,26 +105,28 @@ class Auto(Bulk):
         """See :meth:`Schedule.gather_linear_backward`."""
         grad = next(grad for grad in grads if grad is not None)
         features = tuple(map(len, weights))
-        shape = Shape("gather_linear", len(grad) // wires.world, weights[0].shape[1], features, weights[0].dtype)
+        shape = Shape(
+            "gather_linear", rounded(len(grad) // wires.world), weights[0].shape[1], features, weights[0].dtype
+        )
         backward = self._chosen(wires, grad.device, shape).backward
         return backward.gather_linear_backward(wires, grads, kept, weights, weight_grads, input_dtype, extra, anew=anew)
 
     def linear_scatter(self, wires: Wires, x: Tensor, weight: Tensor) -> Tensor:
         """See :meth:`Schedule.linear_scatter`."""
-        shape = Shape("linear_scatter", len(x) // wires.world, x.shape[1], (len(weight),), x.dtype)
+        shape = Shape("linear_scatter", rounded(len(x) // wires.world), x.shape[1], (len(weight),), x.dtype)
         return self._chosen(wires, x.device, shape).forward.linear_scatter(wires, x, weight)
 
     def linear_scatter_backward(
         self, wires: Wires, grad: Tensor, weight: Tensor, weight_grads: WeightGrads | None, needs_input: bool
     ) -> Tensor | None:
         """See :meth:`Schedule.linear_scatter_backward`."""
-        shape = Shape("linear_scatter", len(grad), weight.shape[1], (len(weight),), weight.dtype)
+        shape = Shape("linear_scatter", rounded(len(grad)), weight.shape[1], (len(weight),), weight.dtype)
         backward = self._chosen(wires, grad.device, shape).backward
         return backward.linear_scatter_backward(wires, grad, weight, weight_grads, needs_input)
 
     def linear_reduce(self, wires: Wires, x: Tensor, weight: Tensor) -> Tensor:
         """See :meth:`Schedule.linear_reduce`."""
-        shape = Shape("linear_reduce", len(x), x.shape[1], (len(weight),), x.dtype)
+        shape = Shape("linear_reduce", rounded(len(x)), x.shape[1], (len(weight),), x.dtype)
         return self._chosen(wires, x.device, shape).forward.linear_reduce(wires, x, weight)
 
     def _chosen(self, wires: Wires, device: torch.device, shape: Shape) -> Pair:

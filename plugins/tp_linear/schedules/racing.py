@@ -23,7 +23,7 @@ class Shape(NamedTuple):
 
     Attributes:
         operator: ``gather_linear``, ``linear_scatter`` or ``linear_reduce``.
-        rows: Of a rank; for ``linear_reduce`` all of them.
+        rows: Of a rank, for ``linear_reduce`` all of them; rounded, see :func:`rounded`.
         k: Input features of this rank.
         features: Output features of this rank, of each weight.
         dtype: In which is computed.
@@ -44,6 +44,15 @@ class Shape(NamedTuple):
         """Return how many bytes of memory its arms take, at most: inputs, outputs and gradients, with copies."""
         total = sum(self.features)
         return 3 * (world * self.rows * (self.k + total) + self.k * total) * self.dtype.itemsize
+
+
+def rounded(rows: int) -> int:
+    """Return a number of rows to three significant bits, four numbers between a power of two and the next.
+
+    Where sequences differ from step to step, schedules are measured for some lengths, which stand for those near them.
+    """
+    step = 1 << max(rows.bit_length() - 3, 0)
+    return max((rows + step // 2) // step * step, 1)
 
 
 def race(

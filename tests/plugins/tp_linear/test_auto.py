@@ -19,7 +19,7 @@ from ovpatch_plugins.tp_linear import all_gather_linear, linear_reduce_scatter
 from ovpatch_plugins.tp_linear import wires as wires_of
 from ovpatch_plugins.tp_linear.options import MEASURED
 from ovpatch_plugins.tp_linear.schedules import named
-from ovpatch_plugins.tp_linear.schedules.racing import Shape, race
+from ovpatch_plugins.tp_linear.schedules.racing import Shape, race, rounded
 from tests.plugins.tp_linear import test_compiled, test_gpu, test_llama, test_operators, test_shared
 from tests.plugins.tp_linear.arms import Record, both, draw, mesh
 from tests.plugins.tp_linear.models import MLP, WIDTH
@@ -82,9 +82,16 @@ def measuring(sizes: list[int]) -> Record:
     return {"lines": remarks("tp_linear")[before:]}
 
 
+def test_rows_are_rounded_to_four_numbers_between_powers_of_two():
+    assert [rounded(rows) for rows in (0, 1, 7, 8, 9, 11, 2048, 2200, 2304, 4000)] == [
+        *(1, 1, 7, 8, 10, 12, 2048, 2048, 2560, 4096),
+    ]
+    assert {rounded(rows) for rows in range(1024, 2049)} == {1024, 1280, 1536, 1792, 2048}
+
+
 def test_each_shape_is_measured_once_and_kept(ranks, tmp_path):
     env = {"OVPATCH_CACHE_DIR": str(tmp_path)}
-    first, second = ranks(2)(measuring, [64, 96, 64], env=env)
+    first, second = ranks(2)(measuring, [64, 96, 95, 64], env=env)
     assert first == second
     lines = first["lines"]
     assert len(lines) == 2 * 2 * 2, "two shapes, two operators, two directions"
