@@ -48,7 +48,7 @@ STOCK: dict[str, dict[str, Any]] = {
     "stock, graphed": {"graph": True},
 }
 OURS: dict[str, dict[str, Any]] = {
-    **{f"ovpatch, {name}": {"options": {"schedule": name}} for name in ("stock", "bulk", "ring")},
+    **{f"ovpatch, {name}": {"options": {"schedule": name}} for name in ("stock", "bulk", "ring", "fused")},
     "ovpatch, auto": {"options": {"schedule": "auto"}},
     "ovpatch, auto, graphed": {"options": {"schedule": "auto"}, "graph": True},
     **{f"ovpatch, chunk {n}": {"options": {"schedule": "chunk", "chunks": n}} for n in (2, 4)},
@@ -56,6 +56,9 @@ OURS: dict[str, dict[str, Any]] = {
     "ovpatch, bulk, regather": {"options": {"schedule": "bulk", "regather": True}},
     "ovpatch, bulk, compiled": {"options": {"schedule": "bulk", "compiled": True}, "compile": True},
     "ovpatch, bulk, graphed": {"options": {"schedule": "bulk"}, "graph": True},
+    "ovpatch, fused, regather": {"options": {"schedule": "fused", "regather": True}},
+    "ovpatch, fused, compiled": {"options": {"schedule": "fused", "compiled": True}, "compile": True},
+    "ovpatch, fused, graphed": {"options": {"schedule": "fused"}, "graph": True},
     "ovpatch, chunk 2, graphed": {"options": {"schedule": "chunk", "chunks": 2}, "graph": True},
 }
 ARMS = STOCK | OURS

@@ -122,7 +122,7 @@ def gather_gemm_kernel(
         w0: A weight, ``[n, K]`` or ``[K, n]``.
         w1: A further one, or None, as what follows of it.
         w2: A further one, or None.
-        bias0: ``[n]``, or None.
+        bias0: ``[n]``, or None, as the others then.
         bias1: Of the second weight.
         bias2: Of the third.
         out0: A product, ``[world * m, n]``.
@@ -150,17 +150,13 @@ def gather_gemm_kernel(
         _pull(whole, peers, state, arrived, rank, m, K, half_bytes, WORLD, BM, PC, PULLERS, STAGES)
     else:
         a_d = tl.make_tensor_descriptor(whole, [WORLD, m, K], [tl.cast(m, tl.int64) * K, K, 1], [1, BM, BK])
-        b0_d = weight_descriptor(w0, n0, K, KN, BN, BK)
-        o0_d = tl.make_tensor_descriptor(out0, [WORLD, m, n0], [tl.cast(m, tl.int64) * n0, n0, 1], [1, BM, BN])
-        if COUNT > 1:
-            b1_d = weight_descriptor(w1, n1, K, KN, BN, BK)
-            o1_d = tl.make_tensor_descriptor(out1, [WORLD, m, n1], [tl.cast(m, tl.int64) * n1, n1, 1], [1, BM, BN])
-        if COUNT > 2:
-            b2_d = weight_descriptor(w2, n2, K, KN, BN, BK)
-            o2_d = tl.make_tensor_descriptor(out2, [WORLD, m, n2], [tl.cast(m, tl.int64) * n2, n2, 1], [1, BM, BN])
+        if COUNT == 1:
+            w_d = weight_descriptor(w0, n0, K, KN, BN, BK)
+            out_d = tl.make_tensor_descriptor(out0, [WORLD, m, n0], [tl.cast(m, tl.int64) * n0, n0, 1], [1, BM, BN])
         blocks, columns = tl.cdiv(m, BM), tl.cdiv(K, PC)
-        across0, across1 = tl.cdiv(n0, BN), tl.cdiv(n1, BN)
-        across = across0 + across1 + tl.cdiv(n2, BN)
+        end0 = tl.cdiv(n0, BN)
+        end1 = end0 + tl.cdiv(n1, BN)
+        across = end1 + tl.cdiv(n2, BN)
         tiles = blocks * across
         first, step = tl.program_id(0) - PULLERS, tl.num_programs(0) - PULLERS
         for t in tl.range(first, WORLD * tiles, step):
@@ -169,22 +165,39 @@ def gather_gemm_kernel(
             if source != rank:
                 wait_here(arrived + source * blocks + i, columns)
                 before_descriptors()
-            if COUNT == 1 or j < across0:
-                acc = tile(a_d, b0_d, source, i * BM, j * BN, K, KN, BM, BN, BK)
-                _store(o0_d, acc, bias0, source, i * BM, j * BN, n0, out0, BM, BN)
-            elif COUNT == 2 or j < across0 + across1:
-                c = j - across0
-                acc = tile(a_d, b1_d, source, i * BM, c * BN, K, KN, BM, BN, BK)
-                _store(o1_d, acc, bias1, source, i * BM, c * BN, n1, out1, BM, BN)
+            if COUNT == 1:
+                column = j * BN
+                acc = tile(a_d, w_d, source, i * BM, column, K, KN, BM, BN, BK)
+                if bias0 is not None:
+                    acc += _row(bias0, column, n0, BN)
+                out_d.store([source, i * BM, column], acc.to(out0.dtype.element_ty).reshape(1, BM, BN))
             else:
-                c = j - across0 - across1
-                acc = tile(a_d, b2_d, source, i * BM, c * BN, K, KN, BM, BN, BK)
-                _store(o2_d, acc, bias2, source, i * BM, c * BN, n2, out2, BM, BN)
+                column = (j - _pick(j, end0, end1, 0, end0, end1, COUNT)) * BN
+                n = _pick(j, end0, end1, n0, n1, n2, COUNT)
+                one_w_d = weight_descriptor(_pick(j, end0, end1, w0, w1, w2, COUNT), n, K, KN, BN, BK)
+                acc = tile(a_d, one_w_d, source, i * BM, column, K, KN, BM, BN, BK)
+                if bias0 is not None:
+                    acc += _row(_pick(j, end0, end1, bias0, bias1, bias2, COUNT), column, n, BN)
+                out = _pick(j, end0, end1, out0, out1, out2, COUNT)
+                one_out_d = tl.make_tensor_descriptor(
+                    out, [WORLD, m, n], [tl.cast(m, tl.int64) * n, n, 1], [1, BM, BN]
+                )  # fmt: skip
+                one_out_d.store([source, i * BM, column], acc.to(out0.dtype.element_ty).reshape(1, BM, BN))
 
 
 @triton.jit
-def _store(out_d, acc, bias, source, row, column, n, out, BM: tl.constexpr, BN: tl.constexpr):
-    if bias is not None:
-        columns = column + tl.arange(0, BN)
-        acc += tl.load(bias + columns, columns < n, 0.0).to(tl.float32)[None, :]
-    out_d.store([source, row, column], acc.to(out.dtype.element_ty).reshape(1, BM, BN))
+def _pick(j, end0, end1, of0, of1, of2, COUNT: tl.constexpr):
+    """Return what belongs to the weight of the ``j``-th column of tiles."""
+    found = of0
+    if j >= end0:
+        found = of1
+    if COUNT > 2:
+        if j >= end1:
+            found = of2
+    return found
+
+
+@triton.jit
+def _row(bias, column, n, BN: tl.constexpr):
+    columns = column + tl.arange(0, BN)
+    return tl.load(bias + columns, columns < n, 0.0).to(tl.float32)[None, :]

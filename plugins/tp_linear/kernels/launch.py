@@ -54,6 +54,8 @@ def gather_linear(
             num_warps=8,
         )  # fmt: skip
         pullers = min(cut.pullers, programs - 1)
+        if any(bias is not None for bias in biases):
+            biases = [x.new_zeros(len(w)) if b is None else b for w, b in zip(weights, biases, strict=True)]
         used, made = (weights, outs) if weights else ([whole], [whole])  # which no program touches
         _with_scratch(
             x.device,

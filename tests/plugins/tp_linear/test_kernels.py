@@ -113,7 +113,7 @@ class Problem:
         self.m, self.k = m, k
         self.xs = [drawn(m, k) for _ in range(world)]
         self.weights = [turned([drawn(n, k) for n in features], transposed) for _ in range(world)]
-        self.biases = [[drawn(n) if i % 2 else None for i, n in enumerate(features)] for _ in range(world)]
+        self.biases = [[drawn(n) if transposed else None for n in features] for _ in range(world)]
         self.inputs = [[drawn(world * m, n) for n in features] for _ in range(world)]
         self.backs = [turned([drawn(k, n) for n in features], transposed) for _ in range(world)]
         self.whole = torch.cat(self.xs)

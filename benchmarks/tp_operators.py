@@ -1,0 +1,257 @@
+"""One tensor-parallel linear: all-gather and product, product and reduce-scatter, by all that can compute them.
+
+    torchrun --nproc-per-node 8 -m benchmarks.tp_operators --shape 8b --json benchmarks/results/tp_operators.jsonl
+
+Forward only, bf16, random data. Arms alternate; a step is ``--inner`` calls one behind the other, of which the time of
+one is reported; the slowest rank counts. ``graphed`` arms replay a CUDA graph of such a step. All arms must compute
+what cuBLAS and NCCL do in sequence, but for ``product`` and ``collective``, the limits. ``--tp`` cuts features for more
+ranks than there are, so that a product's share is that of a larger group. Without CUDA it runs on gloo (``--shape
+tiny``).
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import functools
+import gc
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from benchmarks.runs import CUDA, add_timing, alternate, device, start, timed
+from ovpatch_plugins.tp_linear import wires
+from ovpatch_plugins.tp_linear.schedules import SCHEDULES
+
+SHAPES = {  # tokens, features outside, features between, over all ranks
+    "gpt": (4096, 3072, 12288),
+    "8b": (8192, 4096, 14336),
+    "70b": (8192, 8192, 28672),
+    "8b, 2k tokens": (2048, 4096, 14336),
+    "8b, 16k tokens": (16384, 4096, 14336),
+    "70b, 2k tokens": (2048, 8192, 28672),
+    "70b, 4k tokens": (4096, 8192, 28672),
+    "70b, attention": (8192, 8192, 8192),
+    "8b, attention": (8192, 4096, 4096),
+    "tiny": (64, 32, 128),
+}
+LIMITS = ("product", "collective")
+Operator = Callable[[], Tensor]
+
+
+class Gather:
+    """All-gather, then a product.
+
+    Args:
+        tokens: Over all ranks.
+        outside: Features of the input.
+        between: Features of the output, of this rank.
+    """
+
+    method = "gather_linear"
+
+    def __init__(self, tokens: int, outside: int, between: int) -> None:
+        self.group, world = dist.group.WORLD, dist.get_world_size()
+        dtype = torch.bfloat16 if CUDA else torch.float32
+        draw = functools.partial(torch.randn, dtype=dtype, device=device())
+        self.x, self.weight = draw(tokens // world, outside), draw(between, outside) * outside**-0.5
+        self.whole = draw(tokens, outside)
+        self.wires = wires.of(self.group, device())
+
+    def product(self) -> Tensor:
+        """Multiply rows that are there already."""
+        return self.whole @ self.weight.t()
+
+    def collective(self) -> Tensor:
+        """Gather only."""
+        dist.all_gather_into_tensor(self.whole, self.x, group=self.group)
+        return self.whole
+
+    def in_sequence(self) -> Tensor:
+        """Gather by NCCL, then multiply by cuBLAS."""
+        return self.collective() @ self.weight.t()
+
+    def torch_fused(self) -> Tensor:
+        """Compute by torch's operator on symmetric memory."""
+        name = self.group.group_name
+        (out,) = torch.ops.symm_mem.fused_all_gather_matmul(self.x, [self.weight.t()], 0, name)[1]
+        return out
+
+    def ours(self, schedule: str) -> Tensor:
+        """Compute by a schedule of the feature."""
+        (out,), _ = SCHEDULES[schedule].gather_linear(self.wires, self.x, [self.weight], [None], True)
+        return out
+
+    def kernels(self, tiles: Any) -> Tensor:
+        """Compute by the kernels of ``fused``, with tiles as given."""
+        from ovpatch.overlap.symmetric import workspace
+        from ovpatch_plugins.tp_linear.kernels import launch
+
+        found = launch.gather_linear(workspace.of(self.group, device()), self.x, [self.weight], [None], tiles=tiles)
+        if found is None:
+            raise RuntimeError("the workspace cannot be made")
+        return found[0][0]
+
+
+class Scatter:
+    """A product, then reduce-scatter.
+
+    Args:
+        tokens: Over all ranks.
+        outside: Features of the output.
+        between: Features of the input, of this rank.
+    """
+
+    method = "linear_scatter"
+
+    def __init__(self, tokens: int, outside: int, between: int) -> None:
+        self.group, self.world = dist.group.WORLD, dist.get_world_size()
+        dtype = torch.bfloat16 if CUDA else torch.float32
+        draw = functools.partial(torch.randn, dtype=dtype, device=device())
+        self.x, self.weight = draw(tokens, between), draw(outside, between) * (between * self.world) ** -0.5
+        self.terms, self.part = draw(tokens, outside), draw(tokens // self.world, outside)
+        self.wires = wires.of(self.group, device())
+
+    def product(self) -> Tensor:
+        """Multiply only."""
+        return self.x @ self.weight.t()
+
+    def collective(self) -> Tensor:
+        """Reduce terms that are there already."""
+        dist.reduce_scatter_tensor(self.part, self.terms, group=self.group)
+        return self.part
+
+    def in_sequence(self) -> Tensor:
+        """Multiply by cuBLAS, then reduce by NCCL."""
+        part = torch.empty_like(self.part)
+        dist.reduce_scatter_tensor(part, self.product(), group=self.group)
+        return part
+
+    def torch_fused(self) -> Tensor:
+        """Compute by torch's operator on symmetric memory."""
+        name = self.group.group_name
+        return torch.ops.symm_mem.fused_matmul_reduce_scatter(self.x, self.weight.t(), "sum", 0, name)
+
+    def ours(self, schedule: str) -> Tensor:
+        """Compute by a schedule of the feature."""
+        return SCHEDULES[schedule].linear_scatter(self.wires, self.x, self.weight)
+
+    def kernels(self, tiles: Any) -> Tensor:
+        """Compute by the kernels of ``fused``, with tiles as given."""
+        from ovpatch.overlap.symmetric import workspace
+        from ovpatch_plugins.tp_linear.kernels import launch
+
+        found = launch.linear_scatter(workspace.of(self.group, device()), [self.x], [self.weight], tiles=tiles)
+        if found is None:
+            raise RuntimeError("the workspace cannot be made")
+        return found
+
+
+def variants() -> dict[str, Any]:
+    """Return what of the kernels' tiles is tried one by one."""
+    if not CUDA:
+        return {}
+    from ovpatch_plugins.tp_linear.kernels.tuning import Tiles
+
+    wide, square = Tiles(), Tiles(columns=128, warps=4, stages=4)
+    return {
+        **{f"128x256, {n} pull": dataclasses.replace(wide, pullers=n) for n in (8, 16, 24, 32)},
+        **{f"128x256, groups of {n}": dataclasses.replace(wide, group=n) for n in (1, 4, 16)},
+        "128x128": square,
+        "256x128": Tiles(rows=256, columns=128),
+    }
+
+
+def arms(operator: Any) -> dict[str, Operator]:
+    """Return what is timed, by name."""
+    found: dict[str, Operator] = {
+        "product": operator.product,
+        "collective": operator.collective,
+        "in sequence": operator.in_sequence,
+        **({"torch symm_mem": operator.torch_fused} if CUDA else {}),
+        **{f"ovpatch, {name}": functools.partial(operator.ours, name) for name in ("bulk", "fused")},
+        **{f"kernels, {name}": functools.partial(operator.kernels, tiles) for name, tiles in variants().items()},
+    }
+    captured = [name for name in found if name not in ("torch symm_mem", "ovpatch, bulk")] if CUDA else []
+    return found | {f"{name}, graphed": found[name] for name in captured}
+
+
+def check(name: str, compute: Operator, operator: Any) -> None:
+    """Demand what cuBLAS and NCCL compute, but for rounding.
+
+    Raises:
+        RuntimeError: It is something else.
+    """
+    right, found = operator.in_sequence().float(), compute().float()
+    worst = (right - found).norm() / right.norm()
+    dist.all_reduce(worst, op=dist.ReduceOp.MAX)
+    if not worst < 0.01:
+        raise RuntimeError(f"{name} computes something else: it is off by {worst:.1%}")
+
+
+def graphed(step: Callable[[], object]) -> Callable[[], object]:
+    """Return the replay of a CUDA graph of a step."""
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        step()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step()
+
+    def replay(of: Callable[[], object] = step) -> None:  # whose tensors the graph reads
+        graph.replay()
+
+    return replay
+
+
+def measure(name: str, operator: Any, args: argparse.Namespace) -> dict[str, Any]:
+    """Run one arm once."""
+    compute = arms(operator)[name]
+    if name.removesuffix(", graphed") not in LIMITS:
+        check(name, compute, operator)
+
+    def calls() -> None:
+        for _ in range(args.inner):
+            compute()
+
+    step = graphed(calls) if name.endswith(", graphed") else calls
+    timed(step, args.warmup)
+    if CUDA:
+        torch.cuda.reset_peak_memory_stats()
+    times = [ms / args.inner for ms in timed(step, args.steps)]
+    peak = torch.cuda.max_memory_allocated() / 2**30 if CUDA else 0.0
+    del step
+    gc.collect()
+    return {"arm": name, "ms": times, "peak_gib": peak}
+
+
+def main() -> None:
+    """Run all arms of one operator and one shape, and print a table on rank 0."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", choices=SHAPES, default="8b")
+    parser.add_argument("--operator", choices=("gather", "scatter"), default="gather")
+    parser.add_argument("--tokens", type=int, help="instead of the shape's")
+    parser.add_argument("--tp", type=int, help="over how many ranks features are cut; by default as many as there are")
+    parser.add_argument("--inner", type=int, default=10, help="calls of a step")
+    parser.add_argument("--arms", nargs="*", help="by default all")
+    add_timing(parser, rounds=2)
+    args = parser.parse_args()
+    start()
+    torch.manual_seed(dist.get_rank())
+    tokens, outside, between = SHAPES[args.shape]
+    kind = Gather if args.operator == "gather" else Scatter
+    operator = kind(args.tokens or tokens, outside, between // (args.tp or dist.get_world_size()))
+    names = list(args.arms or arms(operator))
+    if unknown := set(names) - set(arms(operator)):
+        raise SystemExit(f"unknown arms {sorted(unknown)}: choose from {', '.join(arms(operator))}")
+    alternate("tp_operators", names, lambda name: measure(name, operator, args), args)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

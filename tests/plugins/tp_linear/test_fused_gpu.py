@@ -1,0 +1,183 @@
+"""Schedule ``fused`` on GPUs: its numbers, and what streams, graphs, growing buffers and late ranks can get wrong."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ovpatch_plugins.tp_linear import all_gather_linear, linear_reduce_scatter, sharing
+from ovpatch_plugins.tp_linear.counters import COUNTERS
+from tests.plugins.tp_linear import test_llama
+from tests.plugins.tp_linear.arms import both, device
+
+pytestmark = pytest.mark.gpu(2)
+
+NCCL = {"backend": "nccl", "timeout": 180}
+SHAPES = ((512, 1024, (2048,)), (300, 520, (264, 136, 512)), (1, 64, (8,)), (77, 72, (12, 16)), (40, 64, (8,) * 5))
+
+
+def whole_numbers(*shape: int, seed: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    """Numbers of which small sums of products are exact."""
+    generator = torch.Generator(device()).manual_seed(seed)
+    return torch.randint(-2, 3, shape, generator=generator, device=device()).to(dtype)
+
+
+def column(x: Tensor, weights: list[Tensor], schedule: str) -> list[Tensor]:
+    """Outputs and gradients of a gather for several linears."""
+    leaves = [tensor.detach().clone().requires_grad_() for tensor in (x, *weights)]
+    outs = all_gather_linear(leaves[0], leaves[1:], dist.group.WORLD, schedule=schedule)
+    torch.autograd.backward(outs, [torch.ones_like(out) for out in outs])
+    return [*outs, *(leaf.grad for leaf in leaves)]
+
+
+def row(x: Tensor, weight: Tensor, schedule: str) -> list[Tensor]:
+    """Output and gradients of a linear that is reduced."""
+    leaves = [tensor.detach().clone().requires_grad_() for tensor in (x, weight)]
+    out = linear_reduce_scatter(*leaves, dist.group.WORLD, schedule=schedule)
+    out.backward(torch.ones_like(out))
+    return [out, *(leaf.grad for leaf in leaves)]
+
+
+def numbers() -> list[str]:
+    """Names of what differs from the schedule ``stock``, of which all numbers are exact."""
+    found, world, rank = [], dist.get_world_size(), dist.get_rank()
+    for dtype in (torch.bfloat16, torch.float16):
+        for i, (m, k, features) in enumerate(SHAPES):
+            used = COUNTERS.fused
+            x = whole_numbers(m, k, seed=100 * i + rank, dtype=dtype)
+            weights = [whole_numbers(n, k, seed=7 * i + rank, dtype=dtype) for n in features]
+            y = whole_numbers(world * m, features[0], seed=rank, dtype=dtype)
+            back = whole_numbers(k, features[0], seed=3 + rank, dtype=dtype)
+            for name, compute in {
+                "column": lambda schedule, x=x, weights=weights: column(x, weights, schedule),
+                "row": lambda schedule, y=y, back=back: row(y, back, schedule),
+            }.items():
+                for which, (ours, stock) in enumerate(zip(compute("fused"), compute("stock"), strict=True)):
+                    if not (ours.float() - stock.float()).norm() <= 1e-2 * stock.float().norm():
+                        found.append(f"{name} {which}, {m} x {k} -> {features}, {dtype}")
+            if COUNTERS.fused == used:
+                found.append(f"no kernel for {m} x {k} -> {features}")
+    return found + sharing.objections()
+
+
+def test_numbers(ranks):
+    for found in ranks(2)(numbers, **NCCL):
+        assert not found
+
+
+def test_blocks_are_no_farther_from_the_truth_than_stock(ranks):
+    exact = ranks(2)(test_llama.llama, dtype=torch.float64, tp=False, steps=1, **NCCL)
+    options = {"schedule": "fused"}
+    for checkpointing in ("", "not reentrant"):
+        case = {"dtype": torch.bfloat16, "steps": 1, "checkpointing": checkpointing}
+        for single, result in zip(
+            exact, ranks(2)(both, test_llama.llama, options=options, **case, **NCCL), strict=True
+        ):
+            assert result["counters"]["fused"] > 0
+            truth, error = single[0]["grad"], {}
+            for arm in ("stock", "patched"):
+                grads = result[arm][0]["grad"].items()
+                terms = [
+                    (g.double() - truth[n]).square().sum() / truth[n].square().sum().clamp(1e-30) for n, g in grads
+                ]
+                error[arm] = float(sum(terms))
+            assert 0 < error["patched"] <= 1.1**2 * error["stock"], (checkpointing, error)
+
+
+def pair(seed: int, m: int = 256, k: int = 512, n: int = 384) -> tuple[Callable[[], Tensor], Tensor]:
+    """A column and a row linear, as one call without gradients; and their input, which may be overwritten."""
+    rank = dist.get_rank()
+    x, up = whole_numbers(m, k, seed=seed + rank), whole_numbers(n, k, seed=seed + 10)
+    down = whole_numbers(k, n, seed=seed + 20)
+
+    def call(schedule: str = "fused") -> Tensor:
+        with torch.no_grad():
+            (h,) = all_gather_linear(x, [up], dist.group.WORLD, schedule=schedule)
+            return linear_reduce_scatter(h.clamp(-4, 4), down, dist.group.WORLD, schedule=schedule)
+
+    return call, x
+
+
+def late(rounds: int) -> int:
+    """How many results differ, on two streams, of ranks and streams that are late at random."""
+    calls = [pair(seed)[0] for seed in (1, 2)]
+    wanted = [call() for call in calls]
+    streams, wrong = [torch.cuda.Stream() for _ in calls], torch.zeros((), dtype=torch.int64, device=device())
+    chance = torch.Generator().manual_seed(dist.get_rank())
+    counts = [torch.zeros_like(wrong) for _ in calls]
+    torch.cuda.synchronize()
+    for i in range(rounds):
+        for call, stream, right, count in zip(calls, streams, wanted, counts, strict=True):
+            with torch.cuda.stream(stream):
+                torch.cuda._sleep(int(torch.randint(300_000, (), generator=chance)))
+                count += (call() != right).sum()
+        if i % 7 == 0:
+            time.sleep(float(torch.rand((), generator=chance)) / 500)
+    torch.cuda.synchronize()
+    return int(sum(counts))
+
+
+def test_late_ranks_and_streams_change_nothing(ranks):
+    assert ranks(2)(late, 1000, **NCCL) == [0, 0]
+
+
+def replayed() -> list[bool]:
+    """Whether a graph of three operators and eager calls between its replays give what eager calls give."""
+    call, x = pair(1)
+    other, _ = pair(5, m=96)
+    wanted_other, found = other(), []
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        call()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    up = whole_numbers(384, 512, seed=3)
+    with torch.cuda.graph(graph):
+        out = call()
+        with torch.no_grad():
+            (third,) = all_gather_linear(x, [up], dist.group.WORLD, schedule="fused")
+    for step in range(5):
+        x.copy_(whole_numbers(*x.shape, seed=50 + step + dist.get_rank()))
+        graph.replay()
+        kept, gathered = out.clone(), third.clone()
+        found.append(torch.equal(kept, call()) and torch.equal(other(), wanted_other))
+        with torch.no_grad():
+            (eager,) = all_gather_linear(x, [up], dist.group.WORLD, schedule="fused")
+        found.append(torch.equal(gathered, eager))
+    big = pair(9, m=4096)[0]  # outgrows the workspace that the graph holds
+    found.append(torch.equal(big(), big()))
+    graph.replay()
+    found.append(torch.equal(out, call()))
+    return found
+
+
+def test_graphs_and_eager_calls_take_turns(ranks):
+    for found in ranks(2)(replayed, **NCCL):
+        assert all(found), found
+
+
+def regrouped() -> list[Any]:
+    """What groups that come and go compute."""
+    rank, found = dist.get_rank(), []
+    x, weight = whole_numbers(64, 128, seed=rank), whole_numbers(256, 128, seed=9)
+    for _ in range(3):
+        group = dist.new_group(list(range(dist.get_world_size())))
+        used = COUNTERS.fused
+        (out,) = all_gather_linear(x, [weight], group, schedule="fused")
+        (stock,) = all_gather_linear(x, [weight], group, schedule="stock")
+        found.append(torch.equal(out, stock) and COUNTERS.fused == used + 1)
+        torch.cuda.synchronize()
+        dist.destroy_process_group(group)
+    return found
+
+
+def test_groups_come_and_go(ranks):
+    for found in ranks(2)(regrouped, **NCCL):
+        assert all(found), found
