@@ -24,7 +24,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from benchmarks.runs import CUDA, add_timing, alternate, device, start, timed
 from ovpatch_plugins.pipe_experts import How, expert_parallel_ffn
 from ovpatch_plugins.pipe_experts.experts import swiglu
-from ovpatch_plugins.pipe_experts.products import grouped
+from ovpatch_plugins.pipe_experts.products import Groups, grouped
 
 SHAPES = {  # tokens of a rank, experts of a token, features, those between, experts of a rank
     "mixtral": (4096, 2, 4096, 14336, 1),
@@ -130,7 +130,8 @@ class Problem:
             ends = torch.tensor(sizes, device=rows.device).cumsum(0, dtype=torch.int32)
             h = torch.nn.functional.grouped_mm(rows, self.up.transpose(-2, -1), offs=ends)
             return torch.nn.functional.grouped_mm(swiglu(h), self.down.transpose(-2, -1), offs=ends)
-        return grouped(swiglu(grouped(rows.detach(), self.up.detach(), sizes)), self.down.detach(), sizes)
+        groups = Groups(sizes)
+        return grouped(swiglu(grouped(rows.detach(), self.up.detach(), groups)), self.down.detach(), groups)
 
     def all_to_alls(self) -> Tensor:
         """Send as many rows as a rank does, there and back, of balanced routing."""

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from ovpatch_plugins.pipe_experts.memory import Memory, cut
 from ovpatch_plugins.pipe_experts.parts import Counts, Plan
+from ovpatch_plugins.pipe_experts.products import Groups
 from ovpatch_plugins.pipe_experts.weights import Weights
 
 Activation = Callable[[Tensor], Tensor]
@@ -102,9 +103,10 @@ class StackedFFN(_ByExpert):
         self._weights.begin(part)
 
     def _computed(self, rows: Tensor, experts: range, sizes: list[int]) -> Tensor:
-        h = self._weights.product(0, rows, experts, sizes)
+        groups = Groups(sizes)
+        h = self._weights.product(0, rows, experts, groups)
         between = self._activation(h).to(h.dtype)  # autocast has some operations computed in float32
-        return self._weights.product(1, between, experts, sizes)
+        return self._weights.product(1, between, experts, groups)
 
 
 @dataclass(frozen=True)

@@ -11,33 +11,59 @@ from torch import Tensor
 _ALIGNED = 16  # bytes, what the grouped kernel asks of a row
 
 
-def grouped(x: Tensor, weight: Tensor, sizes: Sequence[int]) -> Tensor:
+class Groups:
+    """How many rows each expert has.
+
+    Args:
+        sizes: Rows of each.
+    """
+
+    def __init__(self, sizes: Sequence[int]) -> None:
+        self.sizes = list(sizes)
+        self._ends: Tensor | None = None
+
+    def ends(self, device: torch.device) -> Tensor:
+        """Return where each expert's rows end, ``[e]`` of int32; copied to the device once."""
+        if self._ends is None:
+            ends = torch.tensor(list(itertools.accumulate(self.sizes)), dtype=torch.int32)
+            self._ends = ends.pin_memory().to(device, non_blocking=True)
+        return self._ends
+
+
+def grouped(x: Tensor, weight: Tensor, groups: Groups) -> Tensor:
     """Return each expert's rows times its weight, transposed: ``[rows, k]``, ``[e, n, k]`` -> ``[rows, n]``.
 
     Args:
         x: Rows, those of an expert one behind the other.
         weight: Of each expert.
-        sizes: Rows of each expert.
+        groups: Whose rows.
     """
-    return _grouped(x, weight.transpose(-2, -1), sizes)
+    return _grouped(x, weight.transpose(-2, -1), groups)
 
 
-def grouped_back(grad: Tensor, weight: Tensor, sizes: Sequence[int]) -> Tensor:
+def grouped_back(grad: Tensor, weight: Tensor, groups: Groups) -> Tensor:
     """Return the gradient of what :func:`grouped` was given: ``[rows, n]``, ``[e, n, k]`` -> ``[rows, k]``."""
-    return _grouped(grad, weight, sizes)
+    return _grouped(grad, weight, groups)
 
 
-def add_weight_grads(total: Tensor, grad: Tensor, x: Tensor, sizes: Sequence[int], fresh: Sequence[bool]) -> None:
+def add_weight_grads(total: Tensor | None, grad: Tensor, x: Tensor, groups: Groups, fresh: Sequence[bool]) -> Tensor:
     """Add the weights' gradients to what is there: ``[rows, n]``, ``[rows, k]`` -> ``[e, n, k]``.
 
     Args:
-        total: Where, ``[e, n, k]``.
+        total: What is there, ``[e, n, k]``; None for nothing.
         grad: Gradient of what :func:`grouped` returned.
         x: What it was given.
-        sizes: Rows of each expert.
+        groups: Whose rows.
         fresh: Of each expert, whether nothing is there yet; then its memory is written, not read.
+
+    Returns:
+        The sums, in the memory of ``total`` if there is any.
     """
-    split = zip(grad.split(list(sizes)), x.split(list(sizes)), total, fresh, strict=True)
+    if total is None:
+        if min(groups.sizes) and _has_kernel(grad, x, groups):
+            return torch.nn.functional.grouped_mm(grad.t(), x, offs=groups.ends(x.device))
+        total = x.new_empty((len(groups.sizes), grad.shape[1], x.shape[1]))
+    split = zip(grad.split(groups.sizes), x.split(groups.sizes), total, fresh, strict=True)
     for of_output, rows, into, is_fresh in split:
         if not len(rows):
             if is_fresh:
@@ -46,27 +72,24 @@ def add_weight_grads(total: Tensor, grad: Tensor, x: Tensor, sizes: Sequence[int
             torch.mm(of_output.t(), rows, out=into)
         else:
             into.addmm_(of_output.t(), rows)
+    return total
 
 
-def _grouped(x: Tensor, weight: Tensor, sizes: Sequence[int]) -> Tensor:
+def _grouped(x: Tensor, weight: Tensor, groups: Groups) -> Tensor:
     """Return each expert's rows times its matrix: ``[rows, k]``, ``[e, k, n]`` -> ``[rows, n]``."""
-    if _has_kernel(x, weight, sizes):
-        return torch.nn.functional.grouped_mm(x, weight, offs=_ends(sizes, x.device))
+    if _has_kernel(x, weight, groups):
+        return torch.nn.functional.grouped_mm(x, weight, offs=groups.ends(x.device))
     found = x.new_empty((len(x), weight.shape[2]))
-    for rows, matrix, out in zip(x.split(list(sizes)), weight, found.split(list(sizes)), strict=True):
+    for rows, matrix, out in zip(x.split(groups.sizes), weight, found.split(groups.sizes), strict=True):
         if len(rows):
             torch.mm(rows, matrix, out=out)
     return found
 
 
-def _has_kernel(x: Tensor, weight: Tensor, sizes: Sequence[int]) -> bool:
-    """Tell whether torch's grouped kernel takes it; a single expert's product needs none."""
-    if x.device.type != "cuda" or x.dtype != torch.bfloat16 or len(sizes) == 1 or not len(x):
+def _has_kernel(x: Tensor, other: Tensor, groups: Groups) -> bool:
+    """Tell whether torch's grouped kernel takes two factors; a single expert's product needs none."""
+    if x.device.type != "cuda" or x.dtype != torch.bfloat16 or len(groups.sizes) == 1 or not len(x):
         return False
-    aligned = all(size * x.element_size() % _ALIGNED == 0 for size in weight.shape[1:])
+    features = x.shape[1], *other.shape[1:]
+    aligned = all(size * x.element_size() % _ALIGNED == 0 for size in features)
     return aligned and hasattr(torch.nn.functional, "grouped_mm")
-
-
-def _ends(sizes: Sequence[int], device: torch.device) -> Tensor:
-    ends = torch.tensor(list(itertools.accumulate(sizes)), dtype=torch.int32)
-    return ends.pin_memory().to(device, non_blocking=True)

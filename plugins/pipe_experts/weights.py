@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from ovpatch.overlap.engine import apply_function, executes
-from ovpatch_plugins.pipe_experts.products import add_weight_grads, grouped, grouped_back
+from ovpatch_plugins.pipe_experts.products import Groups, add_weight_grads, grouped, grouped_back
 
 
 class Weights:
@@ -44,16 +44,16 @@ class Weights:
         """Be told that a part's rows will be waited for next."""
         self._part, self._of_part = part, apply_function(_Behind, self._gradients, part, *self._whole)
 
-    def product(self, which: int, x: Tensor, experts: range, sizes: Sequence[int]) -> Tensor:
+    def product(self, which: int, x: Tensor, experts: range, groups: Groups) -> Tensor:
         """Return each expert's rows times its weight, transposed: ``[rows, k]`` -> ``[rows, n]``.
 
         Args:
             which: Which of the weights.
             x: Rows, by expert.
             experts: Whose rows.
-            sizes: Rows of each.
+            groups: How many each has.
         """
-        place = _Place(self._gradients, self._part, which, experts, list(sizes), self._trained[which])
+        place = _Place(self._gradients, self._part, which, experts, groups, self._trained[which])
         found: Tensor = apply_function(_Product, place, x, self._of_part[which])
         return found
 
@@ -92,7 +92,7 @@ class _Place(NamedTuple):
     part: int
     which: int
     experts: range
-    sizes: list[int]
+    groups: Groups
     trained: bool
 
     @property
@@ -112,11 +112,15 @@ class _Total:
         self._sum: Tensor | None = None
         self._fresh = [True] * self._shape[0]
 
-    def add(self, grad: Tensor, x: Tensor, here: slice, sizes: Sequence[int]) -> None:
-        if self._sum is None:
-            self._sum = torch.empty(self._shape, dtype=self._dtype, device=self._device)
-        add_weight_grads(self._sum[here], grad, x, sizes, self._fresh[here])
-        self._fresh[here] = [False] * len(sizes)
+    def add(self, grad: Tensor, x: Tensor, here: slice, groups: Groups) -> None:
+        fresh = self._fresh[here]
+        if self._sum is None and len(fresh) == len(self._fresh):
+            self._sum = add_weight_grads(None, grad, x, groups, fresh)
+        else:
+            if self._sum is None:
+                self._sum = torch.empty(self._shape, dtype=self._dtype, device=self._device)
+            add_weight_grads(self._sum[here], grad, x, groups, fresh)
+        self._fresh[here] = [False] * len(fresh)
 
     def taken(self) -> Tensor | None:
         """Return the gradient; None if nothing was added, zero for experts to which nothing was."""
@@ -165,7 +169,7 @@ class _Product(torch.autograd.Function):
     def forward(ctx: Any, place: _Place, x: Tensor, weight: Tensor) -> Tensor:
         ctx.place = place
         ctx.save_for_backward(x if place.trained else None, weight if x.requires_grad else None)
-        return grouped(x, weight[place.here], place.sizes)
+        return grouped(x, weight[place.here], place.groups)
 
     @staticmethod
     @once_differentiable
@@ -174,8 +178,8 @@ class _Product(torch.autograd.Function):
         x, weight = ctx.saved_tensors
         grad, dx = grad.contiguous(), None
         if weight is not None:
-            dx = grouped_back(grad, weight[place.here], place.sizes)
+            dx = grouped_back(grad, weight[place.here], place.groups)
         if x is not None and executes(ctx.next_functions[1][0]):
             total = place.gradients.totals[place.which]
-            place.gradients.take(place.part, lambda: total.add(grad, x, place.here, place.sizes))
+            place.gradients.take(place.part, lambda: total.add(grad, x, place.here, place.groups))
         return None, dx, None
