@@ -26,6 +26,7 @@ from torch.nn.parallel import DistributedDataParallel
 import ovpatch
 from benchmarks.models import GPT, SIZES, flops_per_step
 from benchmarks.runs import CUDA, add_timing, alternate, device, running, start, timed
+from ovpatch.overlap import farewell
 
 Step = Callable[[], None]
 LR = 1e-4
@@ -192,6 +193,7 @@ def megatron(problem: Problem) -> Step:
 BOTH = ("ddp", "dist_optimizer")
 SERIAL = {"ddp": {"overlap_grad_reduce": False}, "dist_optimizer": {"overlap_param_gather": False}}
 BF16 = {"dtype": torch.bfloat16}
+GATHERED = {"param_dtype": "bf16"}
 IN_FP32 = {"ddp": {"grad_reduce_in_fp32": True, "grad_accumulate_in_fp32": True}}
 MAIN = {**IN_FP32, "dist_optimizer": {"main_params_in_fp32": True}}
 
@@ -215,6 +217,12 @@ OURS: dict[str, tuple[tuple[str, ...], dict[str, dict[str, Any]], dict[str, Any]
     **{f"ovpatch, gather {mb} MiB": (BOTH, {"dist_optimizer": {"gather_bucket_mb": mb}}, {}) for mb in (128, 256, 512)},
     **{f"ovpatch, bucket {mb} MiB": (BOTH, {}, {"bucket_cap_mb": mb}) for mb in (50, 100, 200, 400)},
     **{f"ovpatch, max_ctas {n}": (BOTH, {"ddp": {"max_ctas": n}}, {}) for n in (8, 16)},
+    "ovpatch, param_dtype=bf16": (BOTH, {"dist_optimizer": GATHERED}, {}),
+    "ovpatch, param_dtype=bf16, no overlap": (
+        BOTH,
+        {**SERIAL, "dist_optimizer": SERIAL["dist_optimizer"] | GATHERED},
+        {},
+    ),
     "ovpatch, bf16 weights": (BOTH, MAIN, BF16),
     "ovpatch, bf16 weights, no overlap": (BOTH, {name: SERIAL[name] | MAIN[name] for name in BOTH}, BF16),
 }
@@ -234,11 +242,11 @@ def built(name: str, problem: Problem) -> Iterator[Step]:
 
 def measure(name: str, args: argparse.Namespace) -> dict[str, Any]:
     """Run one arm once."""
-    if CUDA:
-        torch.cuda.reset_peak_memory_stats()
     try:
         with built(name, Problem(args)) as step:
             timed(step, args.warmup)
+            if CUDA:
+                torch.cuda.reset_peak_memory_stats()
             times = running(step, args.steps)
             peak = torch.cuda.max_memory_allocated() / 2**30 if CUDA else 0.0
             del step
@@ -246,6 +254,8 @@ def measure(name: str, args: argparse.Namespace) -> dict[str, Any]:
     finally:
         torch._dynamo.reset()
         gc.collect()
+        dist.barrier()
+        farewell.met(dist.group.WORLD)  # nobody asks for what an arm has kept for slower ranks
         if CUDA:
             torch.cuda.empty_cache()
     return {"arm": name, "ms": times, "peak_gib": peak}
