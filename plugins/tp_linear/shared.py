@@ -296,11 +296,13 @@ class SharedGather:
 def _how(wires: Wires, linears: Sequence[nn.Linear], x: Tensor) -> How:
     """Return how a gather for linears is computed; see [Note: readers of a shared gather]."""
     here, how = local(x), STATE.how
+    if not how.schedule.chooses:
+        return how
     dtype = autocast_dtype(wires.kind, x.dtype) or x.dtype
     features = [len(local(linear.weight)) for linear in linears]
     rows = here.numel() // here.shape[-1]
     schedule = how.schedule.together(wires, here.device, rows, here.shape[-1], features, dtype)
-    return how if schedule is how.schedule else dataclasses.replace(how, schedule=schedule)
+    return dataclasses.replace(how, schedule=schedule)
 
 
 def gathers(layout: Any, desired: Any) -> bool:

@@ -72,6 +72,8 @@ class Auto(Bulk):
         anew: Whether inputs are gathered anew for the weights' gradients.
     """
 
+    chooses = True
+
     def __init__(self, name: str, arms: Mapping[str, Schedule], default: str, *, anew: bool) -> None:
         self.name, self._arms, self._default, self._anew = name, dict(arms), default, anew
         self._known: weakref.WeakKeyDictionary[Wires, _Known] = weakref.WeakKeyDictionary()

@@ -22,10 +22,12 @@ class Schedule:
     Attributes:
         name: How it is selected.
         ahead: Whether products of a gathered input have to be computed where it is gathered, to hide that.
+        chooses: Whether it is another schedule for each shape, so that :meth:`together` has to be asked.
     """
 
     name = "stock"
     ahead = False
+    chooses = False
 
     def gather_linear(
         self, wires: Wires, x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None], needs_whole: bool
