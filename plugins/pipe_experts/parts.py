@@ -9,10 +9,12 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Final, Protocol
+from typing import TYPE_CHECKING, Final, Protocol
 
 import torch
-import torch.distributed as dist
+
+if TYPE_CHECKING:
+    import torch.distributed as dist  # options need this module, and not that
 
 CUTS: Final = ("auto", "none", "experts", "tokens")
 """How rows can be cut: as is measured, not at all, by groups of experts, by chunks of tokens."""
