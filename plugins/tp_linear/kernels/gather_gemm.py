@@ -21,7 +21,7 @@ from ovpatch.overlap.symmetric.signals import (
     wait_for_all,
     wait_here,
 )
-from ovpatch_plugins.tp_linear.kernels.tiles import tile, tile_in, weight_descriptor
+from ovpatch_plugins.tp_linear.kernels.tiles import store_by_rank, tile, tile_in, weight_descriptor
 
 
 @triton.jit(do_not_specialize=["rank"])
@@ -109,7 +109,7 @@ def _put(target, values, row, column, m, K, BM: tl.constexpr, PC: tl.constexpr):
 def gather_gemm_kernel(
     whole, peers, state, arrived, w0, w1, w2, bias0, bias1, bias2, out0, out1, out2, rank, m, K, n0, n1, n2, half_bytes,
     COUNT: tl.constexpr, KN: tl.constexpr, WORLD: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr, SPLIT: tl.constexpr,
     PULLERS: tl.constexpr, PC: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Fetch the other ranks' rows with the first programs, and multiply with the others, own rows first.
@@ -142,6 +142,7 @@ def gather_gemm_kernel(
         BN: Columns of a tile.
         BK: Features that are multiplied at a time.
         GROUP: Blocks of rows whose tiles take turns.
+        SPLIT: Whether tiles are stored in halves, for which less memory is kept.
         PULLERS: Programs that fetch rows.
         PC: Columns that are fetched at a time.
         STAGES: Of the pipeline by which they are fetched; 0 for plain loads.
@@ -152,7 +153,9 @@ def gather_gemm_kernel(
         a_d = tl.make_tensor_descriptor(whole, [WORLD, m, K], [tl.cast(m, tl.int64) * K, K, 1], [1, BM, BK])
         if COUNT == 1:
             w_d = weight_descriptor(w0, n0, K, KN, BN, BK)
-            out_d = tl.make_tensor_descriptor(out0, [WORLD, m, n0], [tl.cast(m, tl.int64) * n0, n0, 1], [1, BM, BN])
+            out_d = tl.make_tensor_descriptor(
+                out0, [WORLD, m, n0], [tl.cast(m, tl.int64) * n0, n0, 1], [1, BM, BN // (1 + SPLIT)]
+            )
         blocks, columns = tl.cdiv(m, BM), tl.cdiv(K, PC)
         end0 = tl.cdiv(n0, BN)
         end1 = end0 + tl.cdiv(n1, BN)
@@ -170,7 +173,7 @@ def gather_gemm_kernel(
                 acc = tile(a_d, w_d, source, i * BM, column, K, KN, BM, BN, BK)
                 if bias0 is not None:
                     acc += _row(bias0, column, n0, BN)
-                out_d.store([source, i * BM, column], acc.to(out0.dtype.element_ty).reshape(1, BM, BN))
+                store_by_rank(out_d, acc, source, i * BM, column, BM, BN, SPLIT)
             else:
                 column = (j - _pick(j, end0, end1, 0, end0, end1, COUNT)) * BN
                 n = _pick(j, end0, end1, n0, n1, n2, COUNT)
@@ -180,9 +183,9 @@ def gather_gemm_kernel(
                     acc += _row(_pick(j, end0, end1, bias0, bias1, bias2, COUNT), column, n, BN)
                 out = _pick(j, end0, end1, out0, out1, out2, COUNT)
                 one_out_d = tl.make_tensor_descriptor(
-                    out, [WORLD, m, n], [tl.cast(m, tl.int64) * n, n, 1], [1, BM, BN]
+                    out, [WORLD, m, n], [tl.cast(m, tl.int64) * n, n, 1], [1, BM, BN // (1 + SPLIT)]
                 )  # fmt: skip
-                one_out_d.store([source, i * BM, column], acc.to(out0.dtype.element_ty).reshape(1, BM, BN))
+                store_by_rank(one_out_d, acc, source, i * BM, column, BM, BN, SPLIT)
 
 
 @triton.jit

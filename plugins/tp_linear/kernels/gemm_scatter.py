@@ -18,14 +18,14 @@ from ovpatch.overlap.symmetric.signals import (
     tell_all,
     wait_for_all,
 )
-from ovpatch_plugins.tp_linear.kernels.tiles import add_tile, tile_in, weight_descriptor
+from ovpatch_plugins.tp_linear.kernels.tiles import add_tile, store_plain, tile_in, weight_descriptor
 
 
 @triton.jit(do_not_specialize=["rank", "m"])
 def gemm_scatter_kernel(
     x0, x1, x2, w0, w1, w2, peers, state, rank, m, n, K0, K1, K2, half_bytes,
     COUNT: tl.constexpr, KN: tl.constexpr, WORLD: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr, SPLIT: tl.constexpr,
 ):  # fmt: skip
     """Multiply, and store each tile straight to the rank that owns its rows, the next rank's first, own ones last.
 
@@ -52,6 +52,7 @@ def gemm_scatter_kernel(
         BN: Columns of a tile.
         BK: Features that are multiplied at a time.
         GROUP: Blocks of rows whose tiles take turns.
+        SPLIT: Whether tiles are stored in halves, for which less memory is kept.
     """
     sequence = tl.load(state + SEQUENCE)
     a0_d = tl.make_tensor_descriptor(x0, [WORLD, m, K0], [tl.cast(m, tl.int64) * K0, K0, 1], [1, BM, BK])
@@ -75,8 +76,8 @@ def gemm_scatter_kernel(
         if COUNT > 2:
             acc = add_tile(acc, a2_d, b2_d, owner, i * BM, j * BN, K2, KN, BM, BN, BK)
         slot = half_of(peers, owner, sequence, half_bytes, x0) + tl.cast(rank, tl.int64) * m * n
-        slot_d = tl.make_tensor_descriptor(slot, [m, n], [n, 1], [BM, BN])
-        slot_d.store([i * BM, j * BN], acc.to(x0.dtype.element_ty))
+        slot_d = tl.make_tensor_descriptor(slot, [m, n], [n, 1], [BM, BN // (1 + SPLIT)])
+        store_plain(slot_d, acc, i * BM, j * BN, BM, BN, SPLIT)
     after_descriptors()
     if is_last_out(state + FIRST_OUT, tl.num_programs(0)):
         tell_all(peers, READY, rank, sequence, WORLD)

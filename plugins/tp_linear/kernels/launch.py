@@ -62,7 +62,7 @@ def gather_linear(
             gather_gemm_kernel[(programs if weights else pullers,)],
             whole, *common, *_three(used), *_three(biases), *_three(made), workspace.rank, m, k,
             *_three([len(weight) for weight in weights], 0), workspace.half_bytes,
-            len(used), _is_transposed(used[0]), world, cut.rows, cut.columns, cut.depth, cut.group,
+            len(used), _is_transposed(used[0]), world, cut.rows, cut.columns, cut.depth, cut.group, cut.split,
             pullers, cut.width, cut.pull_stages,
             num_warps=cut.warps, num_stages=cut.stages,
         )  # fmt: skip
@@ -94,7 +94,7 @@ def linear_scatter(
             gemm_scatter_kernel[(_programs(x.device),)],
             *_three(xs), *_three(weights), workspace.peers, workspace.state, workspace.rank, m, n,
             *_three([x.shape[1] for x in xs], 0), workspace.half_bytes,
-            len(xs), _is_transposed(weights[0]), world, cut.rows, cut.columns, cut.depth, cut.group,
+            len(xs), _is_transposed(weights[0]), world, cut.rows, cut.columns, cut.depth, cut.group, cut.split,
             num_warps=cut.warps, num_stages=cut.stages,
         )  # fmt: skip
         return _reduced(workspace, x.new_empty((m, n)))

@@ -25,6 +25,30 @@ def weight_descriptor(weight, n, K, KN: tl.constexpr, BN: tl.constexpr, BK: tl.c
 
 
 @triton.jit
+def store_plain(descriptor, acc, row, column, BM: tl.constexpr, BN: tl.constexpr, SPLIT: tl.constexpr):
+    """Store a tile of float32 by a descriptor of ``[rows, columns]``, in halves if the descriptor's are such."""
+    if SPLIT:
+        halves = tl.permute(tl.reshape(acc, (BM, 2, BN // 2)), (0, 2, 1))
+        left, right = tl.split(halves)
+        descriptor.store([row, column], left.to(descriptor.dtype))
+        descriptor.store([row, column + BN // 2], right.to(descriptor.dtype))
+    else:
+        descriptor.store([row, column], acc.to(descriptor.dtype))
+
+
+@triton.jit
+def store_by_rank(descriptor, acc, source, row, column, BM: tl.constexpr, BN: tl.constexpr, SPLIT: tl.constexpr):
+    """Store a tile as :func:`store_plain` does, by a descriptor of ``[ranks, rows, columns]``."""
+    if SPLIT:
+        halves = tl.permute(tl.reshape(acc, (BM, 2, BN // 2)), (0, 2, 1))
+        left, right = tl.split(halves)
+        descriptor.store([source, row, column], left.to(descriptor.dtype).reshape(1, BM, BN // 2))
+        descriptor.store([source, row, column + BN // 2], right.to(descriptor.dtype).reshape(1, BM, BN // 2))
+    else:
+        descriptor.store([source, row, column], acc.to(descriptor.dtype).reshape(1, BM, BN))
+
+
+@triton.jit
 def tile(
     a_d, b_d, source, row, column, K, KN: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr
 ):  # fmt: skip

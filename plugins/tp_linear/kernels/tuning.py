@@ -16,6 +16,7 @@ class Tiles:
         warps: Of a program.
         stages: Of the pipeline of loads.
         group: Blocks of rows whose tiles take turns.
+        split: Whether tiles are stored in halves.
         pullers: Programs that fetch rows.
         width: Columns that are fetched at a time.
         pull_stages: Of the pipeline by which they are fetched; 0 for plain loads.
@@ -27,6 +28,7 @@ class Tiles:
     warps: int = 8
     stages: int = 3
     group: int = 8
+    split: bool = False
     pullers: int = 16
     width: int = 256
     pull_stages: int = 0

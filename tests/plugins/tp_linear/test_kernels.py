@@ -17,7 +17,7 @@ from ovpatch_plugins.tp_linear.kernels.tuning import Tiles
 from tests.support.interpreter import interpreted
 
 SMALL = Tiles(rows=16, columns=16, depth=16, group=2, pullers=2, width=32)
-CUTS = (SMALL, Tiles(rows=32, columns=16, depth=32, group=1, pullers=3, width=16, pull_stages=2))
+CUTS = (SMALL, Tiles(rows=32, columns=32, depth=32, group=1, split=True, pullers=3, width=16, pull_stages=2))
 
 
 class Group:
@@ -73,7 +73,7 @@ def multiply(
         whole, workspace.peers, workspace.state, workspace.counts, *three(weights), *three(biases), *three(outs),
         workspace.rank, rows // workspace.world, k, *three([len(weight) for weight in weights], 0),
         workspace.half_bytes, len(weights), launch._is_transposed(weights[0]), workspace.world,
-        cut.rows, cut.columns, cut.depth, cut.group, cut.pullers, cut.width, cut.pull_stages,
+        cut.rows, cut.columns, cut.depth, cut.group, cut.split, cut.pullers, cut.width, cut.pull_stages,
     )  # fmt: skip
     return outs
 
@@ -83,7 +83,7 @@ def send(workspace: Workspace, xs: list[Tensor], weights: list[Tensor], cut: Til
     gemm_scatter_kernel[(4,)](
         *three(xs), *three(weights), workspace.peers, workspace.state, workspace.rank, m, len(weights[0]),
         *three([x.shape[1] for x in xs], 0), workspace.half_bytes, len(xs), launch._is_transposed(weights[0]),
-        workspace.world, cut.rows, cut.columns, cut.depth, cut.group,
+        workspace.world, cut.rows, cut.columns, cut.depth, cut.group, cut.split,
     )  # fmt: skip
 
 
