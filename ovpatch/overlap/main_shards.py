@@ -102,30 +102,39 @@ class MainShards:
         """Return this rank's slice in fp32, ``[slice.size]``."""
         return self._mains[index]
 
-    def lower(self, index: int) -> tuple[Parameter, str]:
-        """Make a parameter mixed: round this rank's slice into the copy, and release the whole.
+    def lower(self, indices: Sequence[int]) -> list[tuple[Parameter, str]]:
+        """Make parameters mixed: round this rank's slices into the copies, and release the wholes.
 
         Returns:
-            The copy, which is to be gathered; and why the whole could not be released, if it could not. Then it has to
-            be brought up to date (:meth:`refresh`), once this step has ended on this rank.
+            For each parameter, the copy, which is to be gathered; and why the whole could not be released, if it could
+            not. Then it has to be brought up to date (:meth:`refresh`), once this step has ended on this rank.
         """
-        param, own = self._params[index], self._slice(index)
+        lowered: list[tuple[Parameter, str]] = []
+        slices: list[Tensor] = []
+        mains: list[Tensor] = []
         with self.lock, pending.plainly():
-            if index not in self._mains:
-                self._mains[index] = torch.zeros(own.size, device=param.device)
-                self._mixed[index] = self._nothing_yet(index)
-            main, mixed = self._mains[index], self._mixed[index]
-            whole = mixing.find(param) is None
-            if whole:  # [Note: followed]
-                main[: own.numel].copy_(flat(param.data)[own.begin : own.end])
-            mixing.writable_copy(mixed)[own.begin : own.end].copy_(main[: own.numel])
-            reason = ""
-            if whole:
-                self._owners = min(self._owners, handles(param))
-                reason = pending.refusal(param, owners=self._owners)
-            if whole and not reason:
-                mixing.lower(param, mixed)
-            return mixed.copy, reason
+            for index in indices:
+                param, own, mixed = self._params[index], self._slice(index), self._mixed_of(index)
+                main, reason = self._mains[index][: own.numel], ""
+                rounded = mixing.writable_copy(mixed)[own.begin : own.end]
+                if mixing.find(param) is not None:
+                    slices.append(rounded)
+                    mains.append(main)
+                else:  # [Note: followed]; one by one, or there would be wholes and copies of all at the same time
+                    main.copy_(flat(param.data)[own.begin : own.end])
+                    rounded.copy_(main)
+                    reason = self._release(param, mixed)
+                lowered.append((mixed.copy, reason))
+            if slices:
+                torch._foreach_copy_(slices, mains)
+        return lowered
+
+    def _release(self, param: Parameter, mixed: Mixed) -> str:
+        self._owners = min(self._owners, handles(param))
+        reason = pending.refusal(param, owners=self._owners)
+        if not reason:
+            mixing.lower(param, mixed)
+        return reason
 
     def raise_(self, index: int) -> None:
         """Make a parameter one of fp32 alone, with this rank's slice in its place; the others are to be gathered."""
@@ -234,11 +243,13 @@ class MainShards:
     def _slice(self, index: int) -> Slice:
         return cut(self._numels[index], self._world, self._rank)
 
-    def _nothing_yet(self, index: int) -> Mixed:
-        param = self._params[index]
-        copy = Parameter(torch.empty(0, dtype=self._dtype, device=param.device), requires_grad=False)
-        form = torch.empty_like(param.data, device="meta")
-        return Mixed(self, index, copy, form)
+    def _mixed_of(self, index: int) -> Mixed:
+        if index not in self._mixed:
+            param = self._params[index]
+            copy = Parameter(torch.empty(0, dtype=self._dtype, device=param.device), requires_grad=False)
+            self._mixed[index] = Mixed(self, index, copy, torch.empty_like(param.data, device="meta"))
+            self._mains[index] = torch.zeros(self._slice(index).size, device=param.device)
+        return self._mixed[index]
 
 
 class Reads:

@@ -88,16 +88,17 @@ class MixedParams:
         """Say what is to be gathered in the place of parameters of which this rank has updated its slices."""
         if self._closed:
             return
+        low = [part for part in parts if part.index in self._agreed]
         try:
+            for part, (copy, reason) in zip(low, self._mains.lower([part.index for part in low]), strict=True):
+                part.copy = copy
+                if reason:
+                    self._refused.append(part.index)
+                    self._note(part.index, reason)
             for part in parts:
-                if part.index in self._agreed:
-                    COUNTERS.params_in_param_dtype += 1
-                    part.copy, reason = self._mains.lower(part.index)
-                    if reason:
-                        self._refused.append(part.index)
-                        self._note(part.index, reason)
-                elif self._mains.has(part.index):
+                if part.index not in self._agreed and self._mains.has(part.index):
                     self._mains.raise_(part.index)
+            COUNTERS.params_in_param_dtype += len(low)
         finally:
             self._mains.end()
 

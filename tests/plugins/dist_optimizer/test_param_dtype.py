@@ -1,12 +1,10 @@
-"""Parameters that are kept and gathered in bf16: values are those of fp32 parameters under autocast, for every reader."""
+"""Parameters that are kept and gathered in bf16 have the values of fp32 parameters, in every loop, for every reader."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import pytest
-import torch
-from torch import nn
 
 from tests.plugins.ddp.arms import Record, data
 from tests.plugins.dist_optimizer import test_loop_styles, test_models
