@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ovpatch.overlap.symmetric import memory, support
-from ovpatch_plugins.tp_linear import all_gather_linear, linear_reduce_scatter, sharing
+from ovpatch.overlap.symmetric import memory, support, workspace
+from ovpatch_plugins.tp_linear import all_gather_linear, linear_reduce_scatter, plugin, sharing
 from ovpatch_plugins.tp_linear.counters import COUNTERS
 from tests.plugins.tp_linear import test_llama, test_operators
 from tests.plugins.tp_linear.arms import both, draw
@@ -52,8 +52,9 @@ def operators() -> list[str]:
 
 
 def delayed(rounds: int) -> list[str]:
-    """Operators that grow and shrink, on ranks that come late at random."""
+    """Operators that grow and shrink, and their buffers with them, on ranks that come late at random."""
     allow()
+    workspace._GRAIN, sizes = 64, set()
     chance, world, rank, found = random.Random(dist.get_rank()), dist.get_world_size(), dist.get_rank(), []
     for i in range(rounds):
         m, k = 4 + 28 * (i % 3), 8 + 4 * (i % 5)
@@ -62,10 +63,11 @@ def delayed(rounds: int) -> list[str]:
         (gathered,) = all_gather_linear(xs[rank * m :][:m], [weight], dist.group.WORLD, **FUSED)
         time.sleep(chance.random() / 20)
         scattered = linear_reduce_scatter(gathered, weight.t(), dist.group.WORLD, **FUSED)
+        sizes.add(workspace.of(dist.group.WORLD, xs.device).half_bytes)
         wanted = world * (xs @ weight.t() @ weight)[rank * m :][:m]
         if not torch.allclose(scattered, wanted, 1e-4, 1e-3):
             found.append(f"round {i}: {(scattered - wanted).abs().max()}")
-    return found
+    return found if len(sizes) > 3 else [*found, f"buffers have not grown: {sizes}"]
 
 
 def blocks() -> list[dict[str, Any]]:
@@ -97,3 +99,21 @@ def test_blocks():
                 assert grad is None or torch.allclose(ours, grad, 1e-3, 1e-6), (name, ours - grad)
             assert result["counters"]["stock_calls"] == 0
             assert result["counters"]["fused"] > 0
+
+
+def stood_down() -> tuple[bool, Any, list[str]]:
+    """Whether a model on the CPU computes as with ``bulk``, what was counted, and what the report says."""
+    x = torch.ones(4, 8, dtype=torch.bfloat16)
+    weight = torch.ones(16, 8, dtype=torch.bfloat16)
+    found = [all_gather_linear(x, [weight], dist.group.WORLD, schedule=name)[0] for name in ("fused", "bulk")]
+    remarks = list(plugin.ovpatch_remarks())
+    sharing.forget()
+    return torch.equal(*found), COUNTERS.fused, remarks
+
+
+def test_without_gpus_it_is_bulk_and_says_so(ranks):
+    for equal, count, remarks in ranks(2)(stood_down):
+        assert equal
+        assert count == 0
+        wanted = "schedule fused computes as bulk does: tensors are on cpu, not on CUDA devices (rank 0, 1)"
+        assert wanted in remarks

@@ -1,0 +1,98 @@
+"""Why ranks cannot share memory, and how a workspace follows what is asked of it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ovpatch.overlap.symmetric import support, workspace
+from ovpatch.overlap.symmetric.memory import Memory
+
+CPU = torch.device("cpu")
+
+
+def objections() -> list[str]:
+    group, rank = dist.group.WORLD, dist.get_rank()
+    found = [support.objection(group, CPU)]
+    support.reason_against = lambda device: "it has a cold" if rank == 1 else ""
+    found.append(support.objection(group, CPU))
+    support.reason_against = lambda device: ""
+    found.append(support.objection(group, CPU))
+    support._host = lambda: f"host {rank}"
+    found.append(support.objection(group, CPU))
+    support.MOST_RANKS = 1
+    found.append(support.objection(group, CPU))
+    return found
+
+
+def test_all_ranks_hear_the_same_reasons(ranks):
+    first, second = ranks(2)(in_a_copy, "objections")
+    assert first == second
+    on_cpu, cold, none, hosts, many = first
+    assert on_cpu == "tensors are on cpu, not on CUDA devices (rank 0, 1)"
+    assert cold == "it has a cold (rank 1)"
+    assert none == ""
+    assert hosts == "it runs on another host than rank 0 (rank 1)"
+    assert many == "2 ranks, and kernels are made for 1 at most"
+
+
+def in_a_copy(name: str) -> Any:
+    """Run one of the functions above, and leave the module as it was."""
+    before = dict(vars(support))
+    try:
+        return globals()[name]()
+    finally:
+        vars(support).update(before)
+
+
+class Group:
+    def rank(self) -> int:
+        return 0
+
+    def size(self) -> int:
+        return 1
+
+
+def test_a_workspace_grows_and_starts_counting_anew():
+    made = []
+
+    def allocate(size: int, group: Any, device: torch.device, prepare: Any) -> Memory:
+        own = torch.full((size,), 255, dtype=torch.uint8)
+        prepare(own)
+        made.append(own)
+        return Memory(own, [own.data_ptr()])
+
+    space = workspace.Workspace(Group(), CPU, allocate)
+    assert space.begin(1000, 10)
+    first = space.half_bytes
+    assert first >= 1000
+    assert first % 512 == 0, "halves have to be aligned as descriptors want them"
+    assert not made[0][: workspace.HEADER].any(), "nobody may take for a signal what was there before"
+    space.state[0] = 7
+    assert space.begin(first, 1024)
+    assert len(made) == 1
+    assert space.begin(first + 1, 10)
+    assert space.half_bytes > first
+    assert space.peers.tolist() == [made[1].data_ptr()]
+    assert space.state.tolist()[0] == 1
+    assert space.begin(10, 100_000)
+    assert len(space.counts) >= 100_000
+    assert space.half_bytes > first, "what is there already is enough"
+
+
+def test_groups_that_are_gone_are_forgotten(ranks):
+    assert ranks(2)(regrouped) == [True, True]
+
+
+def regrouped() -> bool:
+    first = dist.new_group([0, 1])
+    one = workspace.of(first, CPU)
+    again = workspace.of(first, CPU) is one
+    dist.destroy_process_group(first)
+    second = dist.new_group([0, 1])
+    other = workspace.of(second, CPU)
+    kept = list(workspace._workspaces.values())
+    workspace.forget()
+    return again and other is not one and kept == [other] and not workspace._workspaces
