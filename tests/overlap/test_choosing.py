@@ -22,7 +22,7 @@ from ovpatch.overlap.choosing.race import fastest
 
 CPU = torch.device("cpu")
 ENVIRONMENT = {"device": "a", "ranks": "2"}
-SLEEPS = {"first": 4e-3, "second": 2e-3, "third": 1e-3}
+SLEEPS = {"first": 8e-3, "second": 5e-3, "third": 1e-3}
 
 
 # --- by one process ---
@@ -119,6 +119,7 @@ class Sleepers:
     def __init__(self, sleeps: dict[str, float], default: str = "first") -> None:
         self.sleeps, self.default, self.made, self.calls = sleeps, default, 0, 0
         self.seen: set[Any] = set()
+        self.before: Callable[[], object] = int
 
     def race(self, key: str = "key", **changes: Any) -> Race:
         return Race(**{"key": key, "arms": tuple(self.sleeps), "default": self.default, "make": self.make} | changes)
@@ -130,6 +131,7 @@ class Sleepers:
 
     def call(self, seconds: float) -> None:
         self.calls += 1
+        self.before()
         modes = torch.is_grad_enabled(), torch.is_autocast_enabled("cpu"), torch._C._len_torch_dispatch_stack()
         self.seen.add((threading.current_thread() is threading.main_thread(), *modes))
         time.sleep(seconds)
@@ -146,7 +148,7 @@ def chooser(directory: Path | None = None, budget: Budget | None = None) -> Choo
 def measuring() -> dict[str, Any]:
     """Ranks find other arms fast: the slowest rank's times count, on all of them."""
     rank = dist.get_rank()
-    arms = Sleepers({"first": 4e-3, "second": 1e-3 if rank else 9e-3, "third": 2e-3})
+    arms = Sleepers({"first": 6e-3, "second": 1e-3 if rank else 9e-3, "third": 2e-3})
     state = torch.get_rng_state()
     choose = chooser()
     with FlopCounterMode(display=False), torch.autocast("cpu", torch.bfloat16):
@@ -175,7 +177,7 @@ def test_ranks_choose_alike_by_the_slowest(ranks, world):
         assert result["other"] == results[0]["other"]
         assert result["seen"] == {(False, False, False, 0)}, "in a thread of its own, without the caller's modes"
         assert result["rng"]
-        assert result["said"].startswith("key: third (first 4")
+        assert result["said"].startswith("key: third (first ")
         assert result["said"].endswith("; measured)")
 
 
@@ -206,28 +208,21 @@ def test_the_next_run_reads_what_one_has_written(ranks, tmp_path):
     assert ranks(2)(kept, tmp_path, False)[1][1] == "measured in an earlier run"
 
 
-def spending(world: int) -> list[tuple[str, str, int]]:
+def spending() -> list[tuple[str, str, int]]:
     """The last rank's clock runs away while the second race is measured."""
-    now = [0.0]
+    now, last = [0.0], dist.get_rank() == dist.get_world_size() - 1
     choose = chooser(budget=Budget(10, lambda: now[0]))
-    slow = Sleepers(SLEEPS, default="second")
+    arms = Sleepers(SLEEPS, default="second")
     found = []
-    for key, cost in (("cheap", 0.0), ("dear", 6.0 if dist.get_rank() == world - 1 else 0.0), ("late", 0.0)):
-
-        def make(generator: torch.Generator, cost: float = cost) -> dict[str, Callable[[], object]]:
-            now[0] += cost
-            return {name: lambda arm=arm: (arm(), now.__setitem__(0, now[0] + cost)) for name, arm in made(generator)}
-
-        def made(generator: torch.Generator) -> Any:
-            return slow.make(generator).items()
-
-        chosen = choose.choose(group(), slow.race(key, make=make))
-        found.append((chosen.arm, chosen.why, slow.made))
+    for key, seconds in (("cheap", 0.0), ("dear", 6.0), ("late", 0.0)):
+        arms.before = lambda seconds=seconds: now.append(now.pop() + seconds * last)
+        chosen = choose.choose(group(), arms.race(key))
+        found.append((chosen.arm, chosen.why, arms.made))
     return found
 
 
 def test_once_the_budget_is_spent_the_default_is_taken(ranks):
-    for cheap, dear, late in ranks(2)(spending, 2):
+    for cheap, dear, late in ranks(2)(spending):
         assert cheap == ("third", "measured", 1)
         assert dear == ("second", "not measured, since measuring has taken its 10 s", 2)
         assert late == ("second", "not measured, since measuring has taken its 10 s", 2), "no arms are made any more"
