@@ -133,6 +133,47 @@ def tp_blocks() -> str:
     )
 
 
+MOE_ARMS = {
+    "experts": "experts alone",
+    "all-to-alls": "two all-to-alls alone",
+    "in sequence": "in sequence",
+    "transformers": "transformers",
+    "ovpatch, none": "ovpatch, uncut",
+    "ovpatch, auto": "**ovpatch**",
+}
+MOE_SHAPES = {"mixtral": "Mixtral-like", "dsv3": "DeepSeek-V3-like", "qwen3": "Qwen3-30B-A3B-like"}
+
+
+def moe_layer() -> str:
+    """Return the table of ``benchmarks/moe_layer.py``: one row per run."""
+    results = _results("moe_layer")
+    header = ["layer", "GPUs", *MOE_ARMS.values(), "in sequence / ovpatch", "peak GiB, in sequence → ovpatch"]
+    lines = [_row(header), _row(["---"] * len(header))]
+    for result in results:
+        arms, settings = {row["arm"]: row for row in result["summary"]}, result["settings"]
+        name = MOE_SHAPES[settings["shape"]] + (", forward and backward" if settings["backward"] else ", forward")
+        name += f", one expert with {settings['skew']:g} times its share" if settings["skew"] > 1 else ""
+        name += f", {settings['tokens']} tokens" if settings["tokens"] else ""
+        before, ours = arms["in sequence"], arms["ovpatch, auto"]
+        lines.append(
+            _row(
+                [
+                    name,
+                    str(result["world"]),
+                    *(f"{arms[arm]['median_ms']:.2f}" if arm in arms else "" for arm in MOE_ARMS),
+                    f"{before['median_ms'] / ours['median_ms']:.2f}",
+                    f"{before['peak_gib']:.2f} → {ours['peak_gib']:.2f}",
+                ]
+            )
+        )
+    newest = results[-1]
+    return "\n".join(lines) + (
+        f"\n\nMilliseconds, median, the slowest rank counts; {newest['device']}, torch {newest['torch']}, bf16, random "
+        f"data, 4096 tokens a rank unless said, balanced routing unless said, {newest['date']}. Raw data, with worst "
+        "cases and more arms: `benchmarks/results/moe_layer.jsonl`."
+    )
+
+
 def tp_host() -> str:
     """Return the table of ``benchmarks/tp_host.py``."""
     result = json.loads((RESULTS / "tp_host.json").read_text())
@@ -163,7 +204,13 @@ def _ddp_name(settings: dict[str, Any]) -> str:
     return ", ".join([size, *more])
 
 
-TABLES = {"ddp_step": ddp_step, "zero_step": zero_step, "tp_blocks": tp_blocks, "tp_host": tp_host}
+TABLES = {
+    "ddp_step": ddp_step,
+    "zero_step": zero_step,
+    "moe_layer": moe_layer,
+    "tp_blocks": tp_blocks,
+    "tp_host": tp_host,
+}
 
 
 def _results(name: str) -> list[dict[str, Any]]:
