@@ -44,14 +44,22 @@ def won_by(first: int, case: Case, **kwargs: Any) -> tuple[list[Record], list[st
     return found, won, (now["parts"] - before["parts"]) // max(now["calls"] - before["calls"], 1)
 
 
-@pytest.mark.parametrize("world", [2, 3])
-def test_it_computes_what_one_process_does_whichever_plan_wins(ranks, world):
+def won_by_each(firsts: list[int], case: Case) -> list[tuple[list[Record], list[str], int]]:
+    return [won_by(first, case) for first in firsts]
+
+
+def check_all(ranks: Any, world: int, firsts: list[int], **kwargs: Any) -> None:
     right = expected(CASE, world)
-    for first in range(len(PLANS)) if world == 2 else (1, 3):
-        for rank, (found, won, parts) in enumerate(ranks(world)(won_by, first, CASE, env=NOWHERE)):
+    for rank, results in enumerate(ranks(world)(won_by_each, firsts, CASE, env=NOWHERE, **kwargs)):
+        for first, (found, won, parts) in zip(firsts, results, strict=True):
             compare(right[rank], found, floor=1e-10).assert_equal()
             assert won == [PLANS[first], PLANS[(first + 1) % len(PLANS)]], "forward; forward and backward"
-            assert parts == len(candidates(world, 4)[won[1]].parts)
+            assert parts == len(candidates(world, CASE.local)[won[1]].parts)
+
+
+@pytest.mark.parametrize(("world", "firsts"), [(2, [*range(len(PLANS))]), (3, [1, 3])])
+def test_it_computes_what_one_process_does_whichever_plan_wins(ranks, world, firsts):
+    check_all(ranks, world, firsts)
 
 
 def test_a_checkpoint_without_gradients_first(ranks):
@@ -148,8 +156,4 @@ def test_deterministic_algorithms_are_cut_by_the_fixed_rule(ranks):
 
 @pytest.mark.gpu(2)
 def test_any_plan_may_win_on_gpus(ranks):
-    right = expected(CASE, 2)
-    for first in range(len(PLANS)):
-        for rank, (found, won, _) in enumerate(ranks(2)(won_by, first, CASE, env=NOWHERE, backend="nccl", timeout=120)):
-            compare(right[rank], found, floor=1e-10).assert_equal()
-            assert won[0] == PLANS[first]
+    check_all(ranks, 2, [*range(len(PLANS))], backend="nccl", timeout=120)
