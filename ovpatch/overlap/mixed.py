@@ -176,7 +176,7 @@ def lowered(param: Parameter) -> Tensor:
         with torch._C.DisableTorchFunctionSubclass():
             differentiable = param.requires_grad and torch.is_grad_enabled()
         if not differentiable:
-            return mixed.copy
+            return mixed.copy.detach()  # which is seen by who looks for others that hold the memory
         found = _casts.get(id(param))
         if found is None:
             found = _cast(param, (mixed.copy,))
@@ -218,7 +218,7 @@ class _Cast(torch.autograd.Function):
     def backward(ctx: Any, *grads: Any) -> Any:
         """Cast the gradient to fp32."""
         (grad,) = grads
-        return None if grad is None else grad.to(torch.float32), None
+        return None if grad is None else _widened(grad), None
 
 
 # Without the Python around it, through which readers pass that must find the whole (readers.py).
@@ -230,6 +230,15 @@ _casts: dict[int, Tensor] = {}  # by id() of the parameter, which the graph keep
 _ABOUT_MEMORY: Final = frozenset(
     getattr(Tensor, name) for name in ("stride", "storage_offset", "is_contiguous", "dim_order")
 )
+
+
+def _widened(grad: Tensor) -> Tensor:
+    """Return a gradient in fp32. What torch does for lists reads half precision in vectors; ``to()`` does not."""
+    if not grad.is_cuda or torch.is_grad_enabled():
+        return grad.to(torch.float32)
+    wide = torch.empty_like(grad, dtype=torch.float32)
+    torch._foreach_copy_([wide], [grad])
+    return wide
 
 
 def _lowered(value: Any) -> Any:
