@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -251,6 +252,8 @@ def not_measured() -> dict[str, Any]:
 
     if dist.get_rank() == 0:  # alone
         InBackward.apply(torch.ones(1, requires_grad=True), lambda: ask("in a backward")).sum().backward()
+        with mock.patch("torch.compiler.is_compiling", return_value=True):
+            ask("traced")
     torch.use_deterministic_algorithms(True)
     try:
         ask("deterministic")
@@ -274,7 +277,7 @@ def not_measured() -> dict[str, Any]:
 def test_where_nothing_is_measured(ranks):
     for rank, found in enumerate(ranks(2)(not_measured)):
         if rank == 0:
-            assert found["in a backward"] == ("second", False, 0)
+            assert found["in a backward"] == found["traced"] == ("second", False, 0)
         assert found["deterministic"] == ("second", True, 0)
         assert found["alone"] == ("first", 0), "one rank has nothing to choose"
         assert found["without memory"] == ("second", True, 0), "for want of memory on one rank"
