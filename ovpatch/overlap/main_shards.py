@@ -56,14 +56,14 @@ class MainShards:
     Attributes:
         lock: Held while a parameter becomes whole or mixed.
         editions: The editions of the slices.
-        reads: Parameters that were made whole for a reader, with its name; who looks takes them away.
+        reads: Parameters that were made whole for a reader, with its name and thread; who looks takes them away.
     """
 
     def __init__(
         self, params: Weakly, names: Sequence[str], group: dist.ProcessGroup, identity: str, dtype: torch.dtype
     ) -> None:
         self.lock = threading.RLock()
-        self.reads: list[tuple[int, str]] = []
+        self.reads: list[tuple[int, str, int]] = []
         self._params, self._names, self._group, self._dtype = params, names, group, dtype
         self._rank, self._world = group.rank(), group.size()
         self._numels = [param.numel() for param in params]
@@ -165,7 +165,7 @@ class MainShards:
                 with pending.plainly():
                     contents = self._pull(number, wanted)
                 if contents is not None and self._put(number, wanted, contents):
-                    self.reads += [(index, reader) for index in wanted]
+                    self.reads += [(index, reader, threading.get_ident()) for index in wanted]
                     reads.total += len(wanted)
                     return
             if time.monotonic() > deadline:

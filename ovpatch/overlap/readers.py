@@ -9,7 +9,8 @@ and of code compiled before ``apply()``, is the function ``compile_wrapper`` tha
 makes. It is a closure, but right before the call it looks up ``_callback_from_stance``, a function of the module,
 outside of any tracing and before any guard. If what it calls belongs to a module, the parameters of that module are
 settled, so that blocks that are compiled one by one keep their overlap; otherwise everything is. A block that reads
-parameters that are not its own is right as well, because Dynamo breaks the graph there, but not fast.
+parameters that are not its own is right as well, because Dynamo breaks the graph there, but not fast. Of parameters
+that are not under way, a function settles those that it may read, as far as can be seen (:mod:`.reachable`).
 
 [Note: module calls] A pre-hook on all modules would do for kernels that read raw memory: scripted functions,
 extensions in C++. But torch warns about global hooks whenever a compiled module is called, Dynamo guards on their
@@ -19,6 +20,7 @@ number, and takes another way through ``Module.__call__`` if there are any. ``Mo
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Callable, Iterator
 from types import FrameType
@@ -27,7 +29,10 @@ from typing import Any, Final, NamedTuple
 import torch
 from torch import nn
 
+from ovpatch.overlap.mixed import MixedParameter
 from ovpatch.overlap.pending import any_pending, any_unread, is_pending, settle, settle_all, settle_within
+from ovpatch.overlap.reachable import params_within
+from ovpatch.overlap.watching import WatchedParameter
 
 # How far up the caller may be: patches put frames of their own between.
 _FRAMES = 8
@@ -106,18 +111,30 @@ def settling_compiled_calls(original: Callable[..., Any]) -> Callable[..., Any]:
 
     def settled(callback: Any) -> Any:
         if callback is not None and any_unread():  # None: code that is not to be compiled
-            _settle_for(_of_a_caller("compile_wrapper", "fn"))
+            _uncompiled()
+            _settle_for(*(_of_a_caller("compile_wrapper", name) for name in ("fn", "args", "kwargs")))
         return original(callback)
 
     return settled
 
 
-def _settle_for(function: Any) -> None:
+@functools.cache
+def _uncompiled() -> None:
+    """Have graphs end where a compiled function meets a parameter that stays unread, instead of looking into it."""
+    for kind in (MixedParameter, WatchedParameter):
+        asked: Any = kind.__torch_function__
+        kind.__torch_function__ = classmethod(torch.compiler.disable(asked.__func__))  # type: ignore[assignment]
+
+
+def _settle_for(function: Any, args: Any, kwargs: Any) -> None:
     module = getattr(function, "__wrapped__", getattr(function, "__self__", function))
     if isinstance(module, nn.Module):
         settle_tree(module)
-    else:
-        settle_all()
+        return
+    settle_all()
+    if any_unread():
+        for param in params_within(function, args, kwargs):
+            settle(param)
 
 
 def _of_a_caller(name: str, variable: str) -> Any:

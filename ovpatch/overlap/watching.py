@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -34,11 +35,13 @@ class Uses:
         dtype: What autocast should cast it to.
         casts: In how many uses it did.
         reader: Who read it otherwise, which ended the watch; "" if nobody did.
+        thread: On which thread.
     """
 
     dtype: torch.dtype
     casts: int = 0
     reader: str = ""
+    thread: int = 0
 
 
 class WatchedParameter(PendingParameter):
@@ -118,7 +121,7 @@ def _end(key: int, reader: str) -> None:
     param = entry[0]()
     if is_watched(param):
         param.__class__ = Parameter
-    entry[1].reader = entry[1].reader or reader
+    entry[1].reader, entry[1].thread = reader, threading.get_ident()
     _forget(key)
 
 

@@ -6,6 +6,10 @@ watched once more, for it may have been a checkpoint that was saved. Who reads i
 steps does so by habit: it stays in fp32 from then on. Reads of a parameter that is kept in half precision count alike,
 so a script that begins to read one in every step pays for two of them.
 
+[Note: threads that read] To release a parameter's memory while another thread is inside of a function on it is not
+safe, and whether one is cannot be seen. A thread of the script's own that reads a parameter once will do so again, so
+what was read on another thread than that of the steps stays in fp32 from then on, and its memory where it is.
+
 [Note: agreed at once] What is gathered has to be the same on all ranks. Their hosts come together before the update
 (``ovpatch/overlap/main_shards.py``, [Note: read by edition]), and a rank that proposes something new says so there;
 then, and only then, proposals are compared, and what all ranks propose holds for the gathers of this very step.
@@ -13,6 +17,7 @@ then, and only then, proposals are compared, and what all ranks propose holds fo
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Final
@@ -94,7 +99,7 @@ class MixedParams:
                 part.copy = copy
                 if reason:
                     self._refused.append(part.index)
-                    self._note(part.index, reason)
+                    self._note(part.index, reason, threading.get_ident())
             for part in parts:
                 if part.index not in self._agreed and self._mains.has(part.index):
                     self._mains.raise_(part.index)
@@ -141,20 +146,22 @@ class MixedParams:
             unwatch(param)
         self._waited[index] = self._waited.get(index, 0) + 1
         if uses.reader:
-            self._note(index, f"read by {uses.reader}")
+            self._note(index, f"read by {uses.reader}", uses.thread)
         elif not uses.casts and self._waited[index] >= _LONGEST:
             self._left[index] = "no use of it under autocast was seen"
         return bool(uses.casts) and not uses.reader
 
     def _take_reads(self) -> None:
         reads, self._mains.reads = self._mains.reads, []
-        for index, reader in reads:
-            self._note(index, f"read by {reader}")
+        for index, reader, thread in reads:
+            self._note(index, f"read by {reader}", thread)
 
-    def _note(self, index: int, reason: str) -> None:
+    def _note(self, index: int, reason: str, thread: int) -> None:
         """Note that a whole in fp32 is needed, and conclude from the second time that it is again and again."""
         last = self._read.get(index)
-        if last is not None and last < self._step <= last + _SELDOM:
+        if thread != threading.get_ident():
+            self._left[index] = f"{reason} on another thread"  # [Note: threads that read]
+        elif last is not None and last < self._step <= last + _SELDOM:
             self._left[index] = reason
         self._read[index] = self._step
 
