@@ -17,9 +17,8 @@ class Tiles:
         stages: Of the pipeline of loads.
         group: Blocks of rows whose tiles take turns.
         split: Whether tiles are stored in halves.
-        pullers: Programs that fetch rows.
-        width: Columns that are fetched at a time.
-        pull_stages: Of the pipeline by which they are fetched; 0 for plain loads.
+        pushers: Programs that push rows to other ranks.
+        width: Columns that are pushed at a time.
     """
 
     rows: int = 128
@@ -29,9 +28,8 @@ class Tiles:
     stages: int = 3
     group: int = 8
     split: bool = False
-    pullers: int = 16
+    pushers: int = 8
     width: int = 256
-    pull_stages: int = 0
 
 
 def tiles_of(m: int, n: int, k: int, world: int) -> Tiles:

@@ -11,13 +11,13 @@ from torch import Tensor
 from ovpatch.overlap.symmetric.memory import Memory
 from ovpatch.overlap.symmetric.workspace import Workspace
 from ovpatch_plugins.tp_linear.kernels import launch
-from ovpatch_plugins.tp_linear.kernels.gather_gemm import gather_gemm_kernel, stage_kernel
+from ovpatch_plugins.tp_linear.kernels.gather_gemm import _push, gather_gemm_kernel
 from ovpatch_plugins.tp_linear.kernels.gemm_scatter import gemm_scatter_kernel, reduce_kernel, scatter_kernel
 from ovpatch_plugins.tp_linear.kernels.tuning import Tiles
 from tests.support.interpreter import interpreted
 
-SMALL = Tiles(rows=16, columns=16, depth=16, group=2, pullers=2, width=32)
-CUTS = (SMALL, Tiles(rows=32, columns=32, depth=32, group=1, split=True, pullers=3, width=16, pull_stages=2))
+SMALL = Tiles(rows=16, columns=16, depth=16, group=2, pushers=2, width=32)
+CUTS = (SMALL, Tiles(rows=32, columns=32, depth=32, group=1, split=True, pushers=3, width=16))
 
 
 class Group:
@@ -56,24 +56,31 @@ def nothing(*shape: int) -> Tensor:
     return torch.full(shape, torch.nan, dtype=torch.float16)
 
 
-def stage(workspace: Workspace, x: Tensor, whole: Tensor, cut: Tiles) -> None:
-    blocks = workspace.world * -(-len(x) // cut.rows)
-    common = (workspace.peers, workspace.state, workspace.counts)
-    stage_kernel[(3,)](
-        x, whole, *common, blocks, workspace.rank, x.numel(), workspace.half_bytes, workspace.world, 64
+def push(workspace: Workspace, x: Tensor, cut: Tiles) -> None:
+    """What the first programs of the kernel do, before any program waits for what they do on other ranks."""
+    (m, k), sequence = x.shape, int(workspace.state[0])
+    _push[(cut.pushers,)](
+        x, workspace.peers, sequence, workspace.rank, m, k, workspace.half_bytes, workspace.world,
+        cut.rows, cut.width, cut.pushers,
     )  # fmt: skip
 
 
 def multiply(
-    workspace: Workspace, whole: Tensor, weights: list[Tensor], biases: list[Tensor | None], cut: Tiles
+    workspace: Workspace,
+    x: Tensor,
+    whole: Tensor | None,
+    weights: list[Tensor],
+    biases: list[Tensor | None],
+    cut: Tiles,
 ) -> list[Tensor]:
-    three, (rows, k) = launch._three, whole.shape
-    outs = [nothing(rows, len(weight)) for weight in weights]
-    gather_gemm_kernel[(cut.pullers + 3,)](
-        whole, workspace.peers, workspace.state, workspace.counts, *three(weights), *three(biases), *three(outs),
-        workspace.rank, rows // workspace.world, k, *three([len(weight) for weight in weights], 0),
-        workspace.half_bytes, len(weights), launch._is_transposed(weights[0]), workspace.world,
-        cut.rows, cut.columns, cut.depth, cut.group, cut.split, cut.pullers, cut.width, cut.pull_stages,
+    """What the other programs do."""
+    three, (m, k) = launch._three, x.shape
+    outs = [nothing(workspace.world * m, len(weight)) for weight in weights]
+    gather_gemm_kernel[(3,)](
+        x, whole, workspace.peers, workspace.state, *three(weights), *three(biases), *three(outs),
+        workspace.rank, m, k, *three([len(weight) for weight in weights], 0), workspace.half_bytes,
+        len(weights), bool(weights) and launch._is_transposed(weights[0]), workspace.world,
+        cut.rows, cut.columns, cut.depth, cut.group, cut.split, 0, cut.width,
     )  # fmt: skip
     return outs
 
@@ -122,12 +129,23 @@ class Problem:
         self.wholes = [nothing(world * m, k) for _ in range(world)]
 
 
-def is_gathered(problem: Problem, rank: int, outs: list[Tensor]) -> bool:
-    right = torch.equal(problem.wholes[rank], problem.whole)
+def is_gathered(problem: Problem, rank: int, outs: list[Tensor], kept: bool = True) -> bool:
+    right = not kept or torch.equal(problem.wholes[rank], problem.whole)
     for out, weight, bias in zip(outs, problem.weights[rank], problem.biases[rank], strict=True):
         wanted = torch.nn.functional.linear(problem.whole.float(), weight.float())
         right &= torch.equal(out, (wanted if bias is None else wanted + bias.float()).half())
     return right
+
+
+def gathered(problem: Problem, space: Workspace, cut: Tiles, way: int) -> bool:
+    """Whether a rank gathers and multiplies right: with all rows kept, without, or nothing but rows."""
+    rank = space.rank
+    x, whole = problem.xs[rank], problem.wholes[rank]
+    if way == 2:
+        multiply(space, x, whole, [], [], cut)
+        return torch.equal(whole, problem.whole)
+    outs = multiply(space, x, None if way else whole, problem.weights[rank], problem.biases[rank], cut)
+    return is_gathered(problem, rank, outs, kept=not way)
 
 
 def is_sum(problem: Problem, rank: int, out: Tensor) -> bool:
@@ -146,10 +164,9 @@ def wrong(world: int, cases: int) -> list[str]:
         problem = Problem(world, m, k, features, transposed=i % 2 == 1)
         name = f"world {world}, {m} x {k} -> {features}, {cut}"
         for rank in next(orders):
-            stage(spaces[rank], problem.xs[rank], problem.wholes[rank], cut)
+            push(spaces[rank], problem.xs[rank], cut)
         for rank in next(orders):
-            outs = multiply(spaces[rank], problem.wholes[rank], problem.weights[rank], problem.biases[rank], cut)
-            if not is_gathered(problem, rank, outs):
+            if not gathered(problem, spaces[rank], cut, (i + rank) % 3):
                 found.append(f"gathered on rank {rank}: {name}")
         for rank in next(orders):
             if rank == 0 and i % 3 == 0:
@@ -170,16 +187,13 @@ def ahead(world: int) -> list[str]:
     """Names of what comes out wrong where one rank is an operator ahead of the others, in the other half."""
     found, spaces = [], workspaces(world)
     first, second = (Problem(world, 20, 24, (16,), transposed=False) for _ in range(2))
-    for space, x, whole in zip(spaces, first.xs, first.wholes, strict=True):
-        stage(space, x, whole, SMALL)
+    for space, x in zip(spaces, first.xs, strict=True):
+        push(space, x, SMALL)
     for rank in range(world):
-        outs = multiply(spaces[rank], first.wholes[rank], first.weights[rank], first.biases[rank], SMALL)
-        found += [] if is_gathered(first, rank, outs) else [f"first on rank {rank}"]
-        # the ranks behind this one still have to fetch what it laid out before
-        stage(spaces[rank], second.xs[rank], second.wholes[rank], SMALL)
+        found += [] if gathered(first, spaces[rank], SMALL, 0) else [f"first on rank {rank}"]
+        push(spaces[rank], second.xs[rank], SMALL)  # the ranks behind this one still need what it pushed before
     for rank in reversed(range(world)):
-        outs = multiply(spaces[rank], second.wholes[rank], second.weights[rank], second.biases[rank], SMALL)
-        found += [] if is_gathered(second, rank, outs) else [f"second on rank {rank}"]
+        found += [] if gathered(second, spaces[rank], SMALL, 0) else [f"second on rank {rank}"]
         send(spaces[rank], second.inputs[rank], second.backs[rank], SMALL)
     for rank in range(world):
         found += [] if is_sum(second, rank, add_up(spaces[rank], 20, 24)) else [f"third on rank {rank}"]
