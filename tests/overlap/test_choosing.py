@@ -268,7 +268,8 @@ def not_measured() -> dict[str, Any]:
         chooser_module._free = memory
     ask("with one that is usable", key="one", usable=lambda name: name == "first")
     ask("with two that are usable", key="two", usable=lambda name: name != "third")
-    found["of them"] = choose.choose(group(), arms.race("two")).times
+    found["of them"] = choose.choose(group(), arms.race("two", usable=lambda name: name != "third")).times
+    found["others"] = choose.choose(group(), Sleepers({"first": 1e-3, "another": 0.0}).race("two")).arm
     ask("at last")
     found["same"] = chooser_of(group(), CPU, "f", None) is chooser_of(group(), CPU, "f", None)
     return found
@@ -284,6 +285,7 @@ def test_where_nothing_is_measured(ranks):
         assert found["with one that is usable"] == ("first", True, 0)
         assert found["with two that are usable"][0] == "second"
         assert list(found["of them"]) == ["first", "second"]
+        assert found["others"] == "another", "the same question of other arms is another one"
         arm, final, calls = found["at last"]
         assert (arm, final) == ("third", True)
         assert calls > 0

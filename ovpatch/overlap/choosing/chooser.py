@@ -47,7 +47,7 @@ class Chooser:
 
     def __init__(self, device: torch.device, feature: str, directory: Path | None, budget: Budget) -> None:
         self._device, self._feature, self._directory, self._budget = device, feature, directory, budget
-        self._choices: dict[tuple[bool, str], Choice] = {}
+        self._choices: dict[tuple[bool, str, tuple[str, ...]], Choice] = {}
         self._cache: Cache | None = None
 
     def choose(self, group: dist.ProcessGroup, race: Race) -> Choice:
@@ -63,12 +63,13 @@ class Chooser:
             DisagreementError: Ranks ask for different keys, or a rank does not come.
         """
         fixed = torch.are_deterministic_algorithms_enabled()
-        known = self._choices.get((fixed, race.key))
+        question = (fixed, race.key, race.arms)
+        known = self._choices.get(question)
         if known is not None:
             return known
         if _is_hindered(self._device):
             return Choice(race.default, "nothing can be measured here", final=False)
-        choice = self._choices[fixed, race.key] = self._settled(group, race, fixed)
+        choice = self._choices[question] = self._settled(group, race, fixed)
         if choice.why:
             record(self._feature, choice.text(race.key))
         return choice
