@@ -15,6 +15,7 @@ from ovpatch.overlap.choosing.race import Arms
 
 _SAMPLE_MS: Final = 2.0  # calls are timed together until they take so long, since a launch alone takes microseconds
 _MOST_CALLS: Final = 20
+_LEAST_MS: Final = 1e-3  # what a clock may take for no time at all
 _ALL_MS: Final = 300.0  # for all samples of all arms, if that leaves the fewest rounds
 _FEWEST_ROUNDS, _MOST_ROUNDS = 3, 9
 
@@ -34,10 +35,10 @@ def measured(arms: Arms, numbers: Numbers, device: torch.device, left: Callable[
     once = {}
     for name, arm in arms.items():
         arm()  # compiles, connects, and takes memory
-        once[name], late = numbers.largest([_sample(arm, 1, device), -left()])
+        once[name], late = numbers.largest([max(_sample(arm, 1, device), _LEAST_MS), -left()])
         if late >= 0:
             return None
-    calls = {name: min(math.ceil(_SAMPLE_MS / max(ms, 1e-3)), _MOST_CALLS) for name, ms in once.items()}
+    calls = {name: min(math.ceil(_SAMPLE_MS / ms), _MOST_CALLS) for name, ms in once.items()}
     round_ms = sum(once[name] * calls[name] for name in arms)
     rounds = min(max(int(_ALL_MS / round_ms), _FEWEST_ROUNDS), _MOST_ROUNDS)
     if _FEWEST_ROUNDS * round_ms / 1e3 > -numbers.largest([-left()])[0]:
@@ -46,7 +47,7 @@ def measured(arms: Arms, numbers: Numbers, device: torch.device, left: Callable[
     for index in range(rounds):
         for name in arms if index % 2 == 0 else reversed(arms):
             numbers.largest([0.0])  # all ranks begin together
-            samples[name].append(_sample(arms[name], calls[name], device))
+            samples[name].append(max(_sample(arms[name], calls[name], device), _LEAST_MS))
     slowest = {name: numbers.largest(times) for name, times in samples.items()}
     return {name: statistics.median(times) for name, times in slowest.items()}
 
