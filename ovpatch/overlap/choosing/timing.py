@@ -16,7 +16,7 @@ from ovpatch.overlap.choosing.race import Arms
 _SAMPLE_MS: Final = 2.0  # calls are timed together until they take so long, since a launch alone takes microseconds
 _MOST_CALLS: Final = 20
 _LEAST_MS: Final = 1e-3  # what a clock may take for no time at all
-_ALL_MS: Final = 300.0  # for all samples of all arms, if that leaves the fewest rounds
+_ALL_MS: Final = 800.0  # for all samples of all arms, if that leaves the fewest rounds
 _FEWEST_ROUNDS, _MOST_ROUNDS = 3, 9
 
 
