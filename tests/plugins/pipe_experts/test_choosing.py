@@ -17,7 +17,8 @@ from ovpatch_plugins.pipe_experts import choosing
 from ovpatch_plugins.pipe_experts.counters import COUNTERS
 from ovpatch_plugins.pipe_experts.how import How
 from ovpatch_plugins.pipe_experts.layer import expert_parallel_ffn
-from ovpatch_plugins.pipe_experts.parts import candidates
+from ovpatch_plugins.pipe_experts.parts import Plan, candidates, plan
+from ovpatch_plugins.pipe_experts.routing import route
 from tests.plugins.pipe_experts.models import KINDS, Case, Record, expected, train
 from tests.plugins.pipe_experts.test_layer import reentrant
 from tests.support.races import NOWHERE, forced
@@ -33,6 +34,40 @@ def test_what_is_chosen_between():
     assert list(candidates(2, 1)) == ["none", "tokens 2", "tokens 4", "tokens 8"]
     assert list(candidates(2, 4, 3)) == ["none", "experts 3", "tokens 3"]
     assert len(candidates(2, 4)["tokens 8"].parts) == 8
+
+
+class Finest:
+    """Expects another plan than is chosen, of counts that are finer than that needs."""
+
+    def __init__(self, wanted: Plan) -> None:
+        self.world, self.local, self.chunks, self.wanted = wanted.world, wanted.local, 8, wanted
+        self.expected = plan(wanted.world, wanted.local, "experts")
+        self.told: list[tuple[int, bool]] = []
+
+    def chosen(self, group: dist.ProcessGroup, tokens: int, trains: bool) -> Plan:
+        self.told.append((tokens, trains))
+        return self.wanted
+
+
+def routed(tokens: list[int]) -> tuple[list[str], list[tuple[int, bool]]]:
+    rank, wrong, told = dist.get_rank(), [], []
+    generator = torch.Generator().manual_seed(rank)
+    index = torch.randint(-1, 8, (tokens[rank], 3), generator=generator)
+    for name, wanted in candidates(2, 4).items():
+        plans = Finest(wanted)
+        with torch.set_grad_enabled(rank == 0):
+            found, right = route(index, plans, dist.group.WORLD), route(index, wanted, dist.group.WORLD)
+        told += plans.told
+        same = torch.equal(found.order, right.order) and found.counts == right.counts and found.plan == wanted
+        wrong += [] if same else [name]
+    return wrong, told
+
+
+@pytest.mark.parametrize("tokens", [(37, 20), (5, 0), (0, 0), (3, 64)])
+def test_counts_that_are_finer_than_a_plan_needs_are_those_of_the_plan(ranks, tokens):
+    for wrong, told in ranks(2)(routed, tokens):
+        assert not wrong
+        assert set(told) == {(max(tokens), tokens[0] >= tokens[1])}, "the mode of the rank that has the most"
 
 
 def won_by(first: int, case: Case, **kwargs: Any) -> tuple[list[Record], list[str], int]:
