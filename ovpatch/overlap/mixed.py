@@ -171,6 +171,8 @@ def lowered(param: Parameter) -> Tensor:
     with mixed.source.lock:
         if find(param) is not mixed:
             return param
+        if mixed.stream is not None and torch.cuda.is_current_stream_capturing():
+            raise RuntimeError(_CAPTURED)
         settle(mixed.copy)
         _use_on_this_stream(mixed)
         with torch._C.DisableTorchFunctionSubclass():
@@ -262,8 +264,6 @@ def _transformed() -> bool:
 def _use_on_this_stream(mixed: Mixed) -> None:
     if mixed.stream is None:
         return
-    if torch.cuda.is_current_stream_capturing():
-        raise RuntimeError(_CAPTURED)
     current = torch.cuda.current_stream(mixed.copy.device)
     if current != mixed.stream:
         mixed.copy.record_stream(current)

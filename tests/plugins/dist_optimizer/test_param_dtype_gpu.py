@@ -5,11 +5,23 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 
-from tests.plugins.dist_optimizer import test_gpu
+from tests.plugins.ddp.arms import data
+from tests.plugins.dist_optimizer import test_gpu, test_reads_of_parameters
 from tests.plugins.dist_optimizer.checks import all_cases, check_all
 from tests.plugins.dist_optimizer.test_gpu import NCCL
-from tests.plugins.dist_optimizer.test_param_dtype import HELD, HOWS, check_kept, followed, modelled, styled
+from tests.plugins.dist_optimizer.test_param_dtype import (
+    HELD,
+    MODELS,
+    STYLES,
+    check_kept,
+    followed,
+    modelled,
+    styled,
+)
+from tests.plugins.dist_optimizer.test_param_dtype_state import made, patched, train
+from tests.plugins.dist_optimizer.test_param_dtype_uses import HOWS, NEVER, used
 from tests.plugins.dist_optimizer.under_autocast import OPTIONS
 
 pytestmark = pytest.mark.gpu(2)
@@ -26,19 +38,37 @@ def test_streams(ranks, overlap, granularity):
 
 
 def test_parameters_read(ranks):
-    cases = {how: {"how": how} for how in HOWS if how not in HELD}
+    cases = {how: {"how": how} for how in test_reads_of_parameters.HOWS if how not in HELD}
     check_all(ranks(2)(all_cases, followed, cases, options=OPTIONS, **NCCL), check=check_kept)
 
 
 def test_loops(ranks):
-    styles = {style: {"style": style} for style in ("zero_between", "never_zeroed", "skipped", "closure")}
-    styles = {name: kwargs for name, kwargs in styles.items() if name in test_gpu.test_loop_styles.STYLES} | {
-        "accumulated": {"style": "accumulated, quiet: True, None: True"}
-    }
+    styles = {style: {"style": style} for style in STYLES}
     check_all(ranks(2)(all_cases, styled, styles, options=OPTIONS, **NCCL), check=check_kept)
-    names = ("tied", "unused", "checkpointed", "checkpointed, reentrant", "disjoint optimizers", "static graph")
-    models = {name: {"case": name} for name in names}
+    models = {name: {"case": name} for name in MODELS}
     check_all(ranks(2)(all_cases, modelled, models, options=OPTIONS, **NCCL), check=check_kept, steps=9)
+
+
+def test_uses(ranks):
+    cases = {how: {"how": how} for how in HOWS if how not in (*NEVER, "recurrent")}
+    check_all(ranks(2)(all_cases, used, cases, options=OPTIONS, **NCCL), check=check_kept)
+
+
+def captured() -> str:
+    with patched():
+        model, opt = made()
+        train(model, opt, range(4))
+        with pytest.raises(RuntimeError) as caught, torch.cuda.graph(torch.cuda.CUDAGraph()), torch.no_grad():
+            model.module(data(0, 5, 6))
+        raised: BaseException | None = caught.value
+        while raised is not None and "OVPATCH_DIST_OPTIMIZER_PARAM_DTYPE" not in str(raised):
+            raised = raised.__context__  # torch's own, of the capture that ended early
+        return str(raised)
+
+
+def test_a_cuda_graph_is_refused(ranks):
+    for message in ranks(2)(captured, **NCCL):
+        assert message.startswith("ovpatch: a CUDA graph cannot be captured")
 
 
 @pytest.mark.parametrize("around", ["model", "wrapper"])

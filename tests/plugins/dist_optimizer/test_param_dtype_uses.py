@@ -177,7 +177,8 @@ def used(how: str, evaluate: bool = False, steps: int = 20) -> list[Record]:
 
 @pytest.mark.parametrize("world", [2, 3])
 def test_uses(ranks, world):
-    cases = on(world, {how: {"how": how} for how in HOWS if how not in NEVER})
+    steps = 20 if world == 2 else 8
+    cases = on(world, {how: {"how": how, "steps": steps} for how in HOWS if how not in NEVER})
     check_all(ranks(world)(all_cases, used, cases, options=OPTIONS), check=check_kept)
     if world == 2:
         others = {how: {"how": how, "steps": 8} for how in NEVER}
