@@ -1,11 +1,11 @@
 """One tensor-parallel linear: all-gather and product, product and reduce-scatter, by all that can compute them.
 
-    torchrun --nproc-per-node 8 -m benchmarks.tp_operators --shape 8b --json benchmarks/results/tp_operators.jsonl
+    torchrun --nproc-per-node 8 -m benchmarks.tp_operators --shapes 8b 70b --json benchmarks/results/tp_operators.jsonl
 
 Forward only, bf16, random data. Arms alternate; a step is ``--inner`` calls one behind the other, of which the time of
 one is reported; the slowest rank counts. ``graphed`` arms replay a CUDA graph of such a step. All arms must compute
 what cuBLAS and NCCL do in sequence, but for ``product`` and ``collective``, the limits. ``--tp`` cuts features for more
-ranks than there are, so that a product's share is that of a larger group. Without CUDA it runs on gloo (``--shape
+ranks than there are, so that a product's share is that of a larger group. Without CUDA it runs on gloo (``--shapes
 tiny``).
 """
 
@@ -15,6 +15,7 @@ import argparse
 import dataclasses
 import functools
 import gc
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -150,18 +151,22 @@ class Scatter:
         return found
 
 
+OPERATORS = {"gather": Gather, "scatter": Scatter}
+
+
 def variants() -> dict[str, Any]:
     """Return what of the kernels' tiles is tried one by one."""
     if not CUDA:
         return {}
     from ovpatch_plugins.tp_linear.kernels.tuning import Tiles
 
-    wide, square = Tiles(), Tiles(columns=128, warps=4, stages=4)
+    wide, halves = Tiles(), Tiles(split=True, stages=4)
     return {
-        **{f"128x256, {n} pull": dataclasses.replace(wide, pullers=n) for n in (8, 16, 24, 32)},
-        **{f"128x256, groups of {n}": dataclasses.replace(wide, group=n) for n in (1, 4, 16)},
-        "128x128": square,
-        "256x128": Tiles(rows=256, columns=128),
+        "128x256": wide,
+        "128x256 in halves": halves,
+        "128x128": Tiles(columns=128, stages=4),
+        **{f"groups of {n}": dataclasses.replace(halves, group=n) for n in (4, 16)},
+        **{f"{n} push": dataclasses.replace(halves, pushers=n) for n in (4, 16)},
     }
 
 
@@ -231,10 +236,10 @@ def measure(name: str, operator: Any, args: argparse.Namespace) -> dict[str, Any
 
 
 def main() -> None:
-    """Run all arms of one operator and one shape, and print a table on rank 0."""
+    """Run all arms of operators and shapes, and print tables on rank 0."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shape", choices=SHAPES, default="8b")
-    parser.add_argument("--operator", choices=("gather", "scatter"), default="gather")
+    parser.add_argument("--shapes", nargs="*", choices=SHAPES, default=["8b"])
+    parser.add_argument("--operators", nargs="*", choices=OPERATORS, default=[*OPERATORS])
     parser.add_argument("--tokens", type=int, help="instead of the shape's")
     parser.add_argument("--tp", type=int, help="over how many ranks features are cut; by default as many as there are")
     parser.add_argument("--inner", type=int, default=10, help="calls of a step")
@@ -243,13 +248,16 @@ def main() -> None:
     args = parser.parse_args()
     start()
     torch.manual_seed(dist.get_rank())
-    tokens, outside, between = SHAPES[args.shape]
-    kind = Gather if args.operator == "gather" else Scatter
-    operator = kind(args.tokens or tokens, outside, between // (args.tp or dist.get_world_size()))
-    names = list(args.arms or arms(operator))
-    if unknown := set(names) - set(arms(operator)):
-        raise SystemExit(f"unknown arms {sorted(unknown)}: choose from {', '.join(arms(operator))}")
-    alternate("tp_operators", names, lambda name: measure(name, operator, args), args)
+    for shape, kind in itertools.product(args.shapes, args.operators):
+        tokens, outside, between = SHAPES[shape]
+        operator = OPERATORS[kind](args.tokens or tokens, outside, between // (args.tp or dist.get_world_size()))
+        names = list(args.arms or arms(operator))
+        if unknown := set(names) - set(arms(operator)):
+            raise SystemExit(f"unknown arms {sorted(unknown)}: choose from {', '.join(arms(operator))}")
+        settings = argparse.Namespace(**{**vars(args), "shapes": shape, "operators": kind})
+        if dist.get_rank() == 0:
+            print(f"\n{kind}, {shape}")
+        alternate("tp_operators", names, functools.partial(measure, operator=operator, args=args), settings)
     dist.destroy_process_group()
 
 

@@ -17,6 +17,7 @@ from ovpatch_plugins.tp_linear.kernels.tuning import Tiles, tiles_of
 
 MOST = 3  # weights that one kernel takes
 _COPIED, _SUMMED = 8192, 4096  # numbers that a program copies, or adds up, at a time
+_DENSE = 4  # programs of a multiprocessor that only add up
 
 
 def gather_linear(
@@ -116,7 +117,7 @@ def scatter(workspace: Workspace, x: Tensor) -> Tensor | None:
 
 
 def _reduced(workspace: Workspace, out: Tensor) -> Tensor:
-    reduce_kernel[(_programs(out.device),)](
+    reduce_kernel[(_DENSE * _programs(out.device),)](
         out, workspace.peers, workspace.state, workspace.rank, out.numel(), workspace.half_bytes, workspace.world,
         _SUMMED, num_warps=8,
     )  # fmt: skip

@@ -44,11 +44,11 @@ def row(x: Tensor, weight: Tensor, schedule: str) -> list[Tensor]:
     return [out, *(leaf.grad for leaf in leaves)]
 
 
-def numbers() -> list[str]:
-    """Names of what differs from the schedule ``stock``, of which all numbers are exact."""
+def numbers(dtypes: tuple[torch.dtype, ...] = (torch.bfloat16, torch.float16), most: int = len(SHAPES)) -> list[str]:
+    """Names of what differs from the schedule ``stock``."""
     found, world, rank = [], dist.get_world_size(), dist.get_rank()
-    for dtype in (torch.bfloat16, torch.float16):
-        for i, (m, k, features) in enumerate(SHAPES):
+    for dtype in dtypes:
+        for i, (m, k, features) in enumerate(SHAPES[:most]):
             used = COUNTERS.fused
             x = whole_numbers(m, k, seed=100 * i + rank, dtype=dtype)
             weights = [whole_numbers(n, k, seed=7 * i + rank, dtype=dtype) for n in features]
