@@ -304,17 +304,39 @@ def differing() -> list[str]:
     return found
 
 
-def failing() -> str:
-    arms = Sleepers(SLEEPS)
-    arms.call = lambda seconds: [][1]
-    with pytest.raises(IndexError) as caught:
-        chooser().choose(group(), arms.race())
-    return str(caught.value)
+def failing() -> dict[str, Any]:
+    """Arms that raise in their first call: one on all ranks, the baseline, and one on this rank alone."""
+    arms, found = Sleepers(SLEEPS), {}
+
+    def fail(at: float) -> Any:
+        return lambda seconds: [][1] if seconds == at else time.sleep(seconds)
+
+    arms.call = fail(SLEEPS["third"])
+    chosen = chooser().choose(group(), arms.race("third fails"))
+    found["left out"] = chosen.arm, list(chosen.times), remarks("f")[-2]
+    arms.call = fail(SLEEPS["first"])
+    with pytest.raises(IndexError):
+        chooser().choose(group(), arms.race("first fails"))
+    if dist.get_rank() == 0:
+        arms.call = fail(SLEEPS["third"])
+        choose, race = chooser(), arms.race("third fails here")
+        with mock.patch.object(chooser_module, "FAILURE_S", 0.5), pytest.raises(IndexError) as caught:
+            choose._works(group(), race, "third", race.make(torch.Generator())["third"])
+        found["alone"] = str(caught.value)
+    return found
 
 
-def test_ranks_that_ask_for_something_else_are_named_and_errors_come_through(ranks):
+def test_ranks_that_ask_for_something_else_are_named(ranks):
     for keys, arms in ranks(2)(differing):
         assert 'what is computed is "rows 0" on rank 0 but "rows 1" on rank 1' in keys
         assert keys.endswith("which are not measured.")
         assert "arms is" in arms
-    assert ranks(2)(failing) == ["list index out of range"] * 2
+
+
+def test_an_arm_that_fails_on_all_ranks_is_left_out(ranks):
+    first, second = ranks(2)(failing)
+    assert first.pop("alone") == "list index out of range"
+    assert first == second
+    arm, times, said = first["left out"]
+    assert (arm, times) == ("second", ["first", "second"])
+    assert said == "third was left out for third fails: IndexError: list index out of range"

@@ -10,6 +10,11 @@ that are new to the group, since its forward needs all ranks there anyhow. It is
 may run alone or in another order; under CUDA graph capture, where nothing can be waited for; nor by a compiler's
 tracing. There a fixed arm is taken, and the next call asks again.
 
+[Note: arms that fail] A kernel that a compiler refuses must not end a training that could do without it. An arm that
+fails in its first call is left out, but for the baseline, if it fails on all ranks, which they tell each other by the
+store. If others do not come there, they are in the middle of the arm, and nothing could bring them back: then the error
+is raised, as it would be had the arm been taken.
+
 [Note: a thread of its own] The operator may be called under modes that change, count or keep what is computed: a
 checkpoint's, autocast, inference mode, a profiler's, a default device. All of these belong to a thread. So the arms run
 in a new thread, which has none of them, on tensors made for it from a generator of its own; the caller waits. What they

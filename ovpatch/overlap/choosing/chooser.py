@@ -9,12 +9,13 @@ import platform
 import socket
 import weakref
 import zlib
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
-from ovpatch.overlap.agreement import agree, patience
+from ovpatch.overlap.agreement import DisagreementError, agree, patience
 from ovpatch.overlap.choosing.apart import apart
 from ovpatch.overlap.choosing.budget import BUDGET, Budget
 from ovpatch.overlap.choosing.cache import Cache
@@ -25,6 +26,7 @@ from ovpatch.overlap.choosing.timing import measured
 from ovpatch.overlap.collectives import backend_name
 
 PATIENCE_S = 300.0  # ranks may reach a first call at different times
+FAILURE_S = 20.0  # ranks whose arm fails alike do so at about the same time
 _SPARE = 1.25  # of memory, for what the allocator cannot use
 
 _REMEDY = (
@@ -113,7 +115,8 @@ class Chooser:
         (lacking,) = numbers.largest([float(arms is None)])
         if lacking or arms is None:
             return Choice(race.default, f"not measured, which takes {race.needs / 2**30:.2g} GiB of memory")
-        times = measured(arms, numbers, self._device, self._budget.left)
+        works = functools.partial(self._works, group, race)
+        times = measured(arms, numbers, self._device, self._budget.left, works)
         if times is None:
             return self._unmeasured(race)
         if group.rank() == 0:
@@ -129,6 +132,17 @@ class Chooser:
         except torch.OutOfMemoryError:
             return None
         return {name: arms[name] for name in race.arms}
+
+    def _works(self, group: dist.ProcessGroup, race: Race, name: str, arm: Callable[[], object]) -> bool:
+        """Call an arm; see [Note: arms that fail]."""
+        try:
+            arm()
+        except Exception as error:  # kernels' compilers have errors of their own
+            if name == race.arms[0] or not _fails_everywhere(group, f"{self._feature}: {name}", race.key):
+                raise
+            record(self._feature, f"{name} was left out for {race.key}: {type(error).__name__}: {_line(error)}")
+            return False
+        return True
 
     def _unmeasured(self, race: Race) -> Choice:
         return Choice(race.default, f"not measured, since measuring has taken its {self._budget.seconds:g} s")
@@ -166,6 +180,19 @@ def chooser_of(group: dist.ProcessGroup, device: torch.device, feature: str, dir
     if key not in made:
         made[key] = Chooser(device, feature, directory, BUDGET)
     return made[key]
+
+
+def _fails_everywhere(group: dist.ProcessGroup, topic: str, key: str) -> bool:
+    """Tell whether all ranks call this."""
+    try:
+        agree(group, topic, {"what fails": key}, timeout_s=FAILURE_S)
+    except DisagreementError:
+        return False
+    return True
+
+
+def _line(error: Exception) -> str:
+    return " ".join(str(error).split())[:300]
 
 
 def _is_hindered(device: torch.device) -> bool:

@@ -20,7 +20,13 @@ _ALL_MS: Final = 800.0  # for all samples of all arms, if that leaves the fewest
 _FEWEST_ROUNDS, _MOST_ROUNDS = 3, 9
 
 
-def measured(arms: Arms, numbers: Numbers, device: torch.device, left: Callable[[], float]) -> dict[str, float] | None:
+def measured(
+    arms: Arms,
+    numbers: Numbers,
+    device: torch.device,
+    left: Callable[[], float],
+    works: Callable[[str, Callable[[], object]], bool],
+) -> dict[str, float] | None:
     """Return the median time of each arm, in ms, the same on all ranks.
 
     Args:
@@ -28,24 +34,27 @@ def measured(arms: Arms, numbers: Numbers, device: torch.device, left: Callable[
         numbers: Of the ranks.
         device: Where the arms compute.
         left: Returns how many seconds may still be spent, by this rank's clock.
+        works: Calls an arm for the first time, which compiles, connects, and takes memory; tells whether it can be
+            measured, the same on all ranks.
 
     Returns:
-        The times; None if that takes longer than a rank has left.
+        The times of those that can; None if that takes longer than a rank has left.
     """
     once = {}
     for name, arm in arms.items():
-        arm()  # compiles, connects, and takes memory
+        if not works(name, arm):
+            continue
         once[name], late = numbers.largest([max(_sample(arm, 1, device), _LEAST_MS), -left()])
         if late >= 0:
             return None
     calls = {name: min(math.ceil(_SAMPLE_MS / ms), _MOST_CALLS) for name, ms in once.items()}
-    round_ms = sum(once[name] * calls[name] for name in arms)
+    round_ms = sum(once[name] * calls[name] for name in once)
     rounds = min(max(int(_ALL_MS / round_ms), _FEWEST_ROUNDS), _MOST_ROUNDS)
     if _FEWEST_ROUNDS * round_ms / 1e3 > -numbers.largest([-left()])[0]:
         return None
-    samples: dict[str, list[float]] = {name: [] for name in arms}
+    samples: dict[str, list[float]] = {name: [] for name in once}
     for index in range(rounds):
-        for name in arms if index % 2 == 0 else reversed(arms):
+        for name in once if index % 2 == 0 else reversed(once):
             numbers.largest([0.0])  # all ranks begin together
             samples[name].append(max(_sample(arms[name], calls[name], device), _LEAST_MS))
     slowest = {name: numbers.largest(times) for name, times in samples.items()}
