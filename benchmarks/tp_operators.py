@@ -154,34 +154,35 @@ class Scatter:
 OPERATORS = {"gather": Gather, "scatter": Scatter}
 
 
-def variants() -> dict[str, Any]:
+def variants(operator: Any) -> dict[str, Any]:
     """Return what of the kernels' tiles is tried one by one."""
     if not CUDA:
         return {}
-    from ovpatch_plugins.tp_linear.kernels.tuning import Tiles
+    from ovpatch_plugins.tp_linear.kernels.tuning import NARROW, WIDE
 
-    wide, halves = Tiles(), Tiles(split=True, stages=4)
-    return {
-        "128x256": wide,
-        "128x256 in halves": halves,
-        "128x128": Tiles(columns=128, stages=4),
-        **{f"groups of {n}": dataclasses.replace(halves, group=n) for n in (4, 16)},
-        **{f"{n} push": dataclasses.replace(halves, pushers=n) for n in (4, 16)},
-    }
+    halves = dataclasses.replace(WIDE, split=True, stages=4)
+    found = {"128x256": WIDE, "128x128": NARROW, "128x256 in halves": halves}
+    found |= {f"groups of {n}": dataclasses.replace(WIDE, group=n) for n in (2, 16)}
+    if isinstance(operator, Gather):
+        found |= {f"{n} push": dataclasses.replace(WIDE, pushers=n) for n in (4, 16)}
+    return found
 
 
 def arms(operator: Any) -> dict[str, Operator]:
     """Return what is timed, by name."""
-    found: dict[str, Operator] = {
+    eager: dict[str, Operator] = {
         "product": operator.product,
         "collective": operator.collective,
         "in sequence": operator.in_sequence,
-        **({"torch symm_mem": operator.torch_fused} if CUDA else {}),
         **{f"ovpatch, {name}": functools.partial(operator.ours, name) for name in ("bulk", "fused")},
-        **{f"kernels, {name}": functools.partial(operator.kernels, tiles) for name, tiles in variants().items()},
     }
-    captured = [name for name in found if name not in ("torch symm_mem", "ovpatch, bulk")] if CUDA else []
-    return found | {f"{name}, graphed": found[name] for name in captured}
+    if not CUDA:
+        return eager
+    captured = {name: call for name, call in eager.items() if name != "ovpatch, bulk"}
+    captured |= {
+        f"kernels, {name}": functools.partial(operator.kernels, tiles) for name, tiles in variants(operator).items()
+    }
+    return eager | {"torch symm_mem": operator.torch_fused} | {f"{name}, graphed": c for name, c in captured.items()}
 
 
 def check(name: str, compute: Operator, operator: Any) -> None:

@@ -13,7 +13,7 @@ from torch import Tensor
 from ovpatch.overlap.symmetric.workspace import Workspace
 from ovpatch_plugins.tp_linear.kernels.gather_gemm import gather_gemm_kernel
 from ovpatch_plugins.tp_linear.kernels.gemm_scatter import gemm_scatter_kernel, reduce_kernel, scatter_kernel
-from ovpatch_plugins.tp_linear.kernels.tuning import Tiles, tiles_of
+from ovpatch_plugins.tp_linear.kernels.tuning import Tiles, tiles_beside_pushers, tiles_of
 
 MOST = 3  # weights that one kernel takes
 _COPIED, _SUMMED = 8192, 4096  # numbers that a program copies, or adds up, at a time
@@ -42,15 +42,14 @@ def gather_linear(
     Returns:
         Outputs ``[world * m, n_i]``, and all rows ``[world * m, k]`` if wanted; None if the workspace cannot be used.
     """
-    world, (m, k) = workspace.world, x.shape
-    cut = tiles or tiles_of(m, sum(map(len, weights)), k, world)
+    world, (m, k), programs = workspace.world, x.shape, _programs(x.device)
+    cut = tiles or tiles_beside_pushers(m, [len(weight) for weight in weights], world, programs)
     if not workspace.begin(world * x.numel() * x.element_size(), world * -(-m // cut.rows)):
         return None
     whole = x.new_empty((world * m, k)) if needs_whole or not weights else None
     outs = [x.new_empty((world * m, len(weight))) for weight in weights]
     if any(bias is not None for bias in biases):
         biases = [x.new_zeros(len(w)) if b is None else b for w, b in zip(weights, biases, strict=True)]
-    programs = _programs(x.device)
     with torch.cuda.device_of(x):
         _with_scratch(
             x.device,
@@ -58,7 +57,7 @@ def gather_linear(
             x, whole, workspace.peers, workspace.state, *_three(weights), *_three(biases), *_three(outs),
             workspace.rank, m, k, *_three([len(weight) for weight in weights], 0), workspace.half_bytes,
             len(weights), bool(weights) and _is_transposed(weights[0]), world,
-            cut.rows, cut.columns, cut.depth, cut.group, cut.split, min(cut.pushers, programs - 1), cut.width,
+            cut.rows, cut.columns, cut.depth, cut.group, cut.split, cut.pushers, cut.width,
             num_warps=cut.warps, num_stages=cut.stages,
         )  # fmt: skip
     return outs, whole
@@ -80,7 +79,7 @@ def linear_scatter(
     """
     world, n, x = workspace.world, len(weights[0]), xs[0]
     m = len(x) // world
-    cut = tiles or tiles_of(m, n, sum(x.shape[1] for x in xs), world)
+    cut = tiles or tiles_of(m, [n], world, _programs(x.device))
     if not workspace.begin(world * m * n * x.element_size()):
         return None
     with torch.cuda.device_of(x):

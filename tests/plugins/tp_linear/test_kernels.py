@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ovpatch.overlap.symmetric.memory import Memory
 from ovpatch.overlap.symmetric.workspace import Workspace
-from ovpatch_plugins.tp_linear.kernels import launch
+from ovpatch_plugins.tp_linear.kernels import launch, tuning
 from ovpatch_plugins.tp_linear.kernels.gather_gemm import _push, gather_gemm_kernel
 from ovpatch_plugins.tp_linear.kernels.gemm_scatter import gemm_scatter_kernel, reduce_kernel, scatter_kernel
 from ovpatch_plugins.tp_linear.kernels.tuning import Tiles
@@ -206,3 +206,12 @@ def every_case() -> list[str]:
 
 def test_every_number_goes_where_it_belongs():
     assert interpreted(every_case) == []
+
+
+def test_tiles_are_chosen_by_how_many_turns_they_take():
+    assert tuning.tiles_of(1024, [4096], 8, 132) == tuning.WIDE
+    assert tuning.tiles_of(512, [1536], 8, 132) == tuning.NARROW, "3 short turns instead of 2 long ones"
+    for world, programs in ((2, 132), (8, 132), (8, 3)):
+        cut = tuning.tiles_beside_pushers(1024, [512, 512], world, programs)
+        assert 0 < cut.pushers < programs
+    assert tuning.tiles_beside_pushers(1024, [], 2, 132).pushers > 0, "rows alone are pushed, too"
