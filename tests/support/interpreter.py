@@ -64,8 +64,24 @@ def _mapped(path: Path, size: int) -> Tensor:
     return torch.from_file(str(path), shared=True, size=size, dtype=torch.uint8)
 
 
+class _Everything:
+    """Stands for a function that sees all that the interpreter replaces."""
+
+    __globals__: dict[str, Any] = {}
+
+
+class _Lasting:
+    def restore(self) -> None:
+        """Leave the language as it is, for the next kernel."""
+
+
 def _mend_triton() -> None:
-    """Let scalars be indices: Triton 3.6 calls int() of arrays of one element, which numpy 2.4 refuses."""
+    """Let scalars be indices, which Triton 3.6 makes of arrays by int(), and numpy 2.4 refuses; and save time.
+
+    The interpreter replaces the language anew for every function that a kernel calls. Here it is replaced once: this
+    process does nothing else with it.
+    """
+    import triton.language as tl
     from triton.runtime import interpreter
 
     patch = interpreter._patch_lang_tensor
@@ -75,6 +91,9 @@ def _mend_triton() -> None:
         scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
 
     interpreter._patch_lang_tensor = _patch_lang_tensor
+    _Everything.__globals__.update(tl=tl, core=tl.core)
+    interpreter._patch_lang(_Everything)
+    interpreter._patch_lang = lambda function: _Lasting()
 
 
 def _rank(rank: int, world: int, folder: str, function: Callable[..., Any], args: Any) -> None:
