@@ -32,13 +32,13 @@ def single(*shape: int, seed: int) -> Tensor:
     return draw(*shape, seed=seed)
 
 
-def operators() -> list[str]:
+def operators(most: int) -> list[str]:
     """Names of values and gradients that are not those of the whole product."""
     allow()
     test_operators.drawn, test_operators.K, test_operators.N = single, 12, 8
     found = []
     for operator, cases in test_operators.CASES.items():
-        for name, case in cases.items():
+        for name, case in list(cases.items())[:most]:
             for regather in (False, True) if operator is test_operators.gathered else (None,):
                 way = FUSED if regather is None else FUSED | {"regather": regather}
                 for value, ours, theirs in operator(case, way):
@@ -76,16 +76,16 @@ def blocks() -> list[dict[str, Any]]:
     return [both(test_llama.llama, options=FUSED, steps=1, dtype=torch.float32, **case) for case in CASES]
 
 
-CASES: list[dict[str, Any]] = [{}, {"checkpointing": "not reentrant"}, {"frozen": "attention"}]
+CASES: list[dict[str, Any]] = [{}, {"checkpointing": "not reentrant", "frozen": "attention"}]
 
 
-@pytest.mark.parametrize("world", [2, 3])
-def test_operators_alone(world):
-    assert interpreted(operators, world=world) == [[]] * world
+@pytest.mark.parametrize(("world", "most"), [(2, 99), (3, 3)])
+def test_operators_alone(world, most):
+    assert interpreted(operators, most, world=world) == [[]] * world
 
 
 def test_ranks_that_come_late():
-    assert interpreted(delayed, 12, world=2) == [[]] * 2
+    assert interpreted(delayed, 9, world=2) == [[]] * 2
 
 
 def test_blocks():
