@@ -1,4 +1,4 @@
-"""The kernels of schedule ``fused``, compiled for an H200 without one: whether they fit, and use what makes them fast."""
+"""The kernels of schedule ``fused``, compiled for an H200 without one: whether they fit, and use what is fast there."""
 
 from __future__ import annotations
 
