@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import json
 import re
+import statistics
 import sys
 from pathlib import Path
 from typing import Any
@@ -174,6 +175,46 @@ def moe_layer() -> str:
     )
 
 
+OPERATOR_ARMS = {
+    "product, graphed": "product",
+    "collective, graphed": "collective",
+    "in sequence": "in sequence",
+    "in sequence, graphed": "graphed",
+    "torch symm_mem": "torch's fused operator",
+    "ovpatch, fused": "**ovpatch, fused**",
+    "ovpatch, fused, graphed": "**graphed**",
+}
+
+
+def tp_operators() -> str:
+    """Return the table of ``benchmarks/tp_operators.py``: one row per operator and shape."""
+    results = _results("tp_operators")
+    header = ["linear", "GPUs", *OPERATOR_ARMS.values(), "in sequence / fused", "graphed", "speed of light"]
+    lines = [_row(header), _row(["---"] * len(header))]
+    for result in results:
+        settings = result["settings"]
+        arms = {
+            row["arm"]: statistics.median([ms for r in result["rows"] if r["arm"] == row["arm"] for ms in r["ms"]])
+            for row in result["summary"]
+        }
+        kind = {"gather": "gather and product", "scatter": "product and reduce-scatter"}[settings["operators"]]
+        fused, graphed = arms["ovpatch, fused"], arms["ovpatch, fused, graphed"]
+        limit = max(arms["product, graphed"], arms["collective, graphed"])
+        ratios = [arms["in sequence"] / fused, arms["in sequence, graphed"] / graphed, limit / graphed]
+        cut = f", cut for {settings['tp']}" if settings["tp"] else ""
+        times = [f"{arms[arm]:.3f}" if arm in arms else "" for arm in OPERATOR_ARMS]
+        lines.append(
+            _row([f"{settings['shapes']}{cut}: {kind}", str(result["world"]), *times, *(f"{r:.2f}" for r in ratios)])
+        )
+    newest = results[-1]
+    return "\n".join(lines) + (
+        f"\n\nMilliseconds of one call, forward, bf16, median, the slowest rank counts; {newest['device']}, torch "
+        f"{newest['torch']}, NCCL without NVLink multicast, random data, {newest['date']}. Speed of light: the longer one "
+        "of cuBLAS's product and NCCL's collective, over ours, both graphed. Raw data, with other tiles and worst cases: "
+        "`benchmarks/results/tp_operators.jsonl`."
+    )
+
+
 def tp_host() -> str:
     """Return the table of ``benchmarks/tp_host.py``."""
     result = json.loads((RESULTS / "tp_host.json").read_text())
@@ -210,6 +251,7 @@ TABLES = {
     "moe_layer": moe_layer,
     "tp_blocks": tp_blocks,
     "tp_host": tp_host,
+    "tp_operators": tp_operators,
 }
 
 
