@@ -36,6 +36,15 @@ def test_nobody_leaves_before_the_last_has_come(ranks, world, late):
     assert max(came for came, _ in (result[2] for result in results)) > results[1 - late][2][0] + 0.1, "nobody was late"
 
 
+def told(flags: list[list[bool]]) -> list[bool]:
+    return [Gate.of(dist.group.WORLD).meet(mine[dist.get_rank()]) for mine in flags]
+
+
+def test_all_ranks_hear_what_any_of_them_tells(ranks):
+    flags = [[False, False, False], [True, False, False], [False, False, True], [True, True, True], [False] * 3]
+    assert ranks(3)(told, flags) == 3 * [[False, True, True, True, False]]
+
+
 def keys_left() -> int:
     store = dist.distributed_c10d._get_default_store()
     one = Gate.of(dist.group.WORLD)
