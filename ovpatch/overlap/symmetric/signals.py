@@ -7,9 +7,9 @@ into anybody's half waits until all ranks are through with operator ``s - 2``, w
 too, to which other ranks add; they are set back before their rank says that it is through.
 
 [Note: who waits for whom] A program that waits holds its multiprocessor, and the programs behind it in its own grid, or
-another library's kernel, may need just that one. So a program waits only for what kernels launched before its own have
-done, on any rank, or programs in front of it in its own grid that wait for nothing but such kernels. Then some rank can
-always go on.
+another library's kernel, may need just that one. So a program waits only for kernels that were launched before its own,
+on any rank, or for the first programs of its own operator's kernel, which wait for nothing but such kernels and are the
+first to get a multiprocessor. Then some rank can always go on.
 
 [Note: made visible] What a program has stored is made visible by a barrier among its threads and a release by one of
 them. Tensor memory accelerators read past the caches that an acquire is about: after one, a proxy fence is needed.
@@ -21,11 +21,13 @@ import triton
 import triton.language as tl
 from triton import knobs
 
+from ovpatch.overlap.symmetric import workspace
+
 READY = tl.constexpr(0)  # offsets in a rank's signals, in numbers
 DONE = tl.constexpr(32)
-FLAGS = tl.constexpr(1024)  # bytes in front of the flags, and of the halves
-HEADER = tl.constexpr(1024 + 2 * 4096 * 4)
-FLAGS_OF_A_HALF = tl.constexpr(4096)
+FLAGS = tl.constexpr(1024)  # bytes in front of the flags
+FLAGS_OF_A_HALF = tl.constexpr(workspace.MOST_FLAGS)
+HEADER = tl.constexpr(workspace.HEADER)
 RANKS = tl.constexpr(8)  # the next power of two to the most ranks
 
 SEQUENCE = tl.constexpr(0)  # offsets in the state that only this rank sees
