@@ -15,7 +15,8 @@ from ovpatch.overlap.symmetric import memory, support, workspace
 from ovpatch_plugins.tp_linear import all_gather_linear, linear_reduce_scatter, plugin, sharing
 from ovpatch_plugins.tp_linear.counters import COUNTERS
 from tests.plugins.tp_linear import test_llama, test_operators
-from tests.plugins.tp_linear.arms import both, draw
+from tests.plugins.tp_linear.arms import both, draw, mesh, seen
+from tests.plugins.tp_linear.models import Llama, parallel_llama
 from tests.support.interpreter import allocate, interpreted
 
 FUSED = {"schedule": "fused"}
@@ -70,10 +71,22 @@ def delayed(rounds: int) -> list[str]:
     return found if len(sizes) > 3 else [*found, f"buffers have not grown: {sizes}"]
 
 
+def watched() -> list[dict[str, Any]]:
+    """Gradients of blocks of which one rank has fewer products computed with a gather than the other."""
+    model = Llama(layers=1, words=test_llama.WORDS)
+    parallel_llama(model, mesh())
+    if dist.get_rank() == 1:
+        for name in "qkv":
+            getattr(model.layers[0].attention, name).register_forward_pre_hook(lambda module, inputs: None)
+    model(test_llama.tokens(1, 2, 12)).square().sum().backward()
+    return [seen(model)]
+
+
 def blocks() -> list[dict[str, Any]]:
     """Stock and patched, of blocks with a shared gather, with checkpoints and without."""
     allow()
-    return [both(test_llama.llama, options=FUSED, steps=1, dtype=torch.float32, **case) for case in CASES]
+    runs = [both(test_llama.llama, options=FUSED, steps=1, dtype=torch.float32, **case) for case in CASES]
+    return [both(watched, options=FUSED), *runs]
 
 
 CASES: list[dict[str, Any]] = [{}, {"checkpointing": "not reentrant", "frozen": "attention"}]
