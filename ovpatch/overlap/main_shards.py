@@ -84,6 +84,7 @@ class MainShards:
 
     def begin(self) -> None:
         """Say that a step begins to change the slices; every rank's host has come to it."""
+        mixing.end_lingering()
         with self.lock:
             self._changing = threading.get_ident()
             self.editions.begin()

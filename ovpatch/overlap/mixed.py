@@ -10,7 +10,8 @@ Code in C++ that asks no class meets NaN, so that nothing is silently wrong.
 [Note: as autocast casts] What a function gets is what autocast's own cast would have made, with a gradient that is cast
 to fp32. Autocast keeps its casts until the outermost context ends: a weight that is used twice in it has its gradients
 added up in half precision, and cast once. So what was handed out is kept as long, and forgotten with autocast's own
-(:func:`forgetting_casts`).
+(:func:`forgetting_casts`). A parameter that is made whole meanwhile keeps its class until then, for its next use under
+autocast gets the same cast; anything else is called with it as the plain parameter that it is.
 
 [Note: copies in graphs] A graph keeps the copy for its backward, as it keeps autocast's cast. Who writes new values
 looks first whether somebody else holds the copy's memory (:func:`writable_copy`), and takes new memory then.
@@ -86,21 +87,25 @@ class MixedParameter(PendingParameter):
     ) -> Any:
         """Give ``func`` the copy in half precision, or metadata, or else the whole."""
         kwargs = kwargs or {}
-        mixed = next((find(value) for value in (*args, *kwargs.values()) if type(value) is MixedParameter), None)
-        if mixed is not None:
-            kind = mixed.copy.device.type
-            if casts_operands(func, kwargs, kind, mixed.copy.dtype) and not _transformed():
+        first = next((value for value in (*args, *kwargs.values()) if type(value) is MixedParameter), None)
+        mixed, cast = find(first), _casts.get(id(first))
+        low = cast if mixed is None else mixed.copy
+        if low is not None:
+            if casts_operands(func, kwargs, low.device.type, low.dtype) and not _transformed():
                 return func(*map(_lowered, args), **{name: _lowered(value) for name, value in kwargs.items()})
-            if func in _ABOUT_MEMORY or func in LIKE:
+            if mixed is not None and (func in _ABOUT_MEMORY or func in LIKE):
                 return _answered(mixed, func, args, kwargs)
         if func in METADATA:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
         make_whole((args, kwargs), reader=name_of(func))
+        if _lingering:
+            return _called_plainly(func, args, kwargs)
         return func(*args, **kwargs)
 
     def _bring(self) -> None:
         make_whole([self], reader="code that does not ask for its class")
+        _make_plain(id(self))
 
 
 def find(param: Any) -> Mixed | None:
@@ -135,12 +140,16 @@ def lower(param: Parameter, mixed: Mixed) -> None:
         param.data = _nothing(param.device).expand(param.shape)
 
 
-def give_back(param: Tensor, whole: Tensor) -> None:
+def give_back(param: Parameter, whole: Tensor) -> None:
     """Make a parameter a plain one again, of these values, whose memory becomes its own."""
+    key = id(param)
     with plainly():
         param.data = whole
-    param.__class__ = Parameter
-    _forget(id(param))
+    if key in _casts:  # [Note: as autocast casts]
+        _lingering[key] = weakref.ref(param)
+    else:
+        param.__class__ = Parameter
+    _forget(key)
 
 
 def writable_copy(mixed: Mixed) -> Tensor:
@@ -160,17 +169,17 @@ def drop_copy(mixed: Mixed) -> None:
 
 
 def lowered(param: Parameter) -> Tensor:
-    """Return what autocast's cast of a parameter would be; the parameter itself if it is a plain one by now.
+    """Return what autocast's cast of a parameter is; the parameter itself if it is whole by now and was not cast yet.
 
     Raises:
         RuntimeError: A CUDA graph is being captured, or the values did not arrive.
     """
     mixed = find(param)
     if mixed is None:
-        return param
+        return _casts.get(id(param), param)
     with mixed.source.lock:
         if find(param) is not mixed:
-            return param
+            return _casts.get(id(param), param)
         if mixed.stream is not None and torch.cuda.is_current_stream_capturing():
             raise RuntimeError(_CAPTURED)
         settle(mixed.copy)
@@ -192,10 +201,22 @@ def forgetting_casts(original: Callable[[], None]) -> Callable[[], None]:
 
     @functools.wraps(original)
     def clear_autocast_cache() -> None:
-        _casts.clear()
+        forget_casts()
         original()
 
     return clear_autocast_cache
+
+
+def forget_casts() -> None:
+    """Forget what was handed out as autocast's casts: what is whole is plain from now on."""
+    _casts.clear()
+    end_lingering()
+
+
+def end_lingering() -> None:
+    """Make parameters plain ones that are whole and have kept their class; a step is about to work on them."""
+    for key in list(_lingering):
+        _make_plain(key)
 
 
 def name_of(func: Any) -> str:
@@ -228,6 +249,8 @@ _cast: Final[Any] = super(torch.autograd.Function, _Cast).apply
 
 _mixed: dict[int, tuple[weakref.ref[Parameter], Mixed]] = {}  # by id() of the parameter
 _casts: dict[int, Tensor] = {}  # by id() of the parameter, which the graph keeps alive
+_lingering: dict[int, weakref.ref[Parameter]] = {}  # whole, and of their class only while there is a cast
+_lingering_lock = threading.Lock()
 
 _ABOUT_MEMORY: Final = frozenset(
     getattr(Tensor, name) for name in ("stride", "storage_offset", "is_contiguous", "dim_order")
@@ -241,6 +264,29 @@ def _widened(grad: Tensor) -> Tensor:
     wide = torch.empty_like(grad, dtype=torch.float32)
     torch._foreach_copy_([wide], [grad])
     return wide
+
+
+def _called_plainly(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    """Call a function with parameters that are whole, and only keep their class, as plain ones."""
+    ones: list[Any] = [value for value in leaves((args, kwargs)) if id(value) in _lingering]
+    for one in ones:
+        one.__class__ = Parameter
+    try:
+        return func(*args, **kwargs)
+    finally:
+        with _lingering_lock:
+            for one in ones:
+                if id(one) in _lingering:
+                    one.__class__ = MixedParameter
+
+
+def _make_plain(key: int) -> None:
+    with _lingering_lock:
+        reference = _lingering.get(key)
+        param: Any = None if reference is None else reference()
+        if param is not None:
+            param.__class__ = Parameter  # first, as in pending.py, [Note: order of class and entry]
+        _lingering.pop(key, None)
 
 
 def _lowered(value: Any) -> Any:
