@@ -12,7 +12,6 @@ tiny``).
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import functools
 import gc
 import itertools
@@ -158,13 +157,12 @@ def variants(operator: Any) -> dict[str, Any]:
     """Return what of the kernels' tiles is tried one by one."""
     if not CUDA:
         return {}
-    from ovpatch_plugins.tp_linear.kernels.tuning import NARROW, WIDE
+    from ovpatch_plugins.tp_linear.kernels.tuning import Tiles
 
-    halves = dataclasses.replace(WIDE, split=True, stages=4)
-    found = {"128x256": WIDE, "128x128": NARROW, "128x256 in halves": halves}
-    found |= {f"groups of {n}": dataclasses.replace(WIDE, group=n) for n in (2, 16)}
+    found = {"128x128": Tiles(columns=128, stages=4), "128x256 in halves": Tiles(split=True, stages=4)}
+    found |= {f"groups of {n}": Tiles(group=n) for n in (1, 16)}
     if isinstance(operator, Gather):
-        found |= {f"{n} push": dataclasses.replace(WIDE, pushers=n) for n in (4, 16)}
+        found |= {f"{n} fetch": Tiles(pullers=n) for n in (12, 20, 32)}
     return found
 
 

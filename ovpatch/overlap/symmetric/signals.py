@@ -3,13 +3,12 @@
 [Note: sequence numbers] Every operator of a workspace has a number, which a counter in device memory holds, so that a
 replayed graph counts on as an eager call does. A rank's signals say up to which number it has come, and only grow:
 nobody resets what another one may be reading. Operator ``s`` uses half ``s % 2`` of the buffers; who is about to write
-into anybody's half waits until all ranks are through with operator ``s - 2``, which had it before. Each half has flags,
-too, to which other ranks add; they are set back before their rank says that it is through.
+into anybody's half waits until all ranks are through with operator ``s - 2``, which had it before.
 
 [Note: who waits for whom] A program that waits holds its multiprocessor, and the programs behind it in its own grid, or
-another library's kernel, may need just that one. So a program waits only for kernels that were launched before its own,
-on any rank, or for the first programs of its own operator's kernel, which wait for nothing but such kernels and are the
-first to get a multiprocessor. Then some rank can always go on.
+another library's kernel, may need just that one. So a program waits only for what kernels launched before its own have
+done, on any rank, or programs in front of it in its own grid that wait for nothing but such kernels. Then some rank can
+always go on.
 
 [Note: made visible] What a program has stored is made visible by a barrier among its threads and a release by one of
 them. Tensor memory accelerators read past the caches that an acquire is about: after one, a proxy fence is needed.
@@ -21,18 +20,14 @@ import triton
 import triton.language as tl
 from triton import knobs
 
-from ovpatch.overlap.symmetric import workspace
-
 READY = tl.constexpr(0)  # offsets in a rank's signals, in numbers
 DONE = tl.constexpr(32)
-FLAGS = tl.constexpr(1024)  # bytes in front of the flags
-FLAGS_OF_A_HALF = tl.constexpr(workspace.MOST_FLAGS)
-HEADER = tl.constexpr(workspace.HEADER)
+HEADER = tl.constexpr(1024)  # bytes of signals in front of the halves
 RANKS = tl.constexpr(8)  # the next power of two to the most ranks
 
 SEQUENCE = tl.constexpr(0)  # offsets in the state that only this rank sees
-OUT = tl.constexpr(1)
-TICKET = tl.constexpr(2)
+FIRST_OUT = tl.constexpr(1)
+SECOND_OUT = tl.constexpr(2)
 
 _COMPILED = tl.constexpr(not knobs.runtime.interpret)
 
@@ -41,13 +36,6 @@ _COMPILED = tl.constexpr(not knobs.runtime.interpret)
 def signals_of(peers, rank):
     """Return the address of a rank's signals."""
     return tl.load(peers + rank).to(tl.pointer_type(tl.int64))
-
-
-@triton.jit
-def flags_of(peers, rank, sequence):
-    """Return the address of a rank's flags for an operator."""
-    base = tl.load(peers + rank) + FLAGS + (sequence & 1) * (FLAGS_OF_A_HALF * 4)
-    return base.to(tl.pointer_type(tl.int32))
 
 
 @triton.jit
@@ -76,10 +64,17 @@ def wait_for(signal, value):
 
 
 @triton.jit
-def add_there(flag):
-    """Add one to another rank's flag, once all that this program has stored is visible."""
+def wait_here(count, value):
+    """Wait until a count that programs of this device add to is ``value`` or more."""
+    while tl.atomic_add(count, 0, sem="acquire", scope="gpu") < value:
+        pass
+
+
+@triton.jit
+def add_here(count):
+    """Add one to a count of this device, once all that this program has stored is visible."""
     tl.debug_barrier()
-    tl.atomic_add(flag, 1, sem="release", scope="sys")
+    tl.atomic_add(count, 1, sem="release", scope="gpu")
 
 
 @triton.jit
@@ -91,29 +86,13 @@ def tell_all(peers, kind, rank, value, WORLD: tl.constexpr):
 
 
 @triton.jit
-def is_last_out(state, programs):
+def is_last_out(count, programs):
     """Tell whether this program is the last of so many; then it sees what all of them have stored."""
     tl.debug_barrier()
-    last = tl.atomic_add(state + OUT, 1, sem="acq_rel", scope="gpu") == programs - 1
+    last = tl.atomic_add(count, 1, sem="acq_rel", scope="gpu") == programs - 1
     if last:
-        tl.store(state + OUT, 0)
+        tl.store(count, 0)
     return last
-
-
-@triton.jit
-def clear_flags(flags, count):
-    """Set flags back, before any rank is told that this operator is done, as who adds to them next waits for that."""
-    for first in range(0, count, 256):
-        at = first + tl.arange(0, 256)
-        tl.store(flags + at, tl.zeros_like(at), at < count)
-
-
-@triton.jit
-def finish(peers, state, rank, sequence, WORLD: tl.constexpr):
-    """Go on to the next number, by the last program of an operator."""
-    tl.store(state + TICKET, 0)
-    tl.store(state + SEQUENCE, sequence + 1)
-    tell_all(peers, DONE, rank, sequence, WORLD)
 
 
 @triton.jit

@@ -12,8 +12,7 @@ from torch.distributed import distributed_c10d
 from ovpatch.overlap.symmetric import memory
 from ovpatch.overlap.symmetric.order import take_turn
 
-MOST_FLAGS: Final = 4096  # of a half
-HEADER: Final = 1024 + 2 * MOST_FLAGS * 4  # bytes of signals and flags in front of the halves
+HEADER: Final = 1024  # bytes of signals in front of the halves
 _GRAIN: Final = 2 * 1024 * 1024  # bytes: what devices map at least
 _STATE: Final = 8
 
@@ -36,6 +35,7 @@ class Workspace:
         half_bytes: Size of a half.
         peers: Addresses of all ranks' memory, int64, ``[world]``.
         state: Number of the next operator and counts of programs, int64; only this rank's kernels see it.
+        counts: Counts of what has arrived, int32; as the state.
     """
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device, allocate: memory.Allocate | None = None) -> None:
@@ -43,40 +43,42 @@ class Workspace:
         self._allocate = allocate or memory.allocate
         self.half_bytes = 0
         self.peers = self.state = torch.empty(0, dtype=torch.int64, device=device)
+        self.counts = torch.empty(0, dtype=torch.int32, device=device)
         self._memory: memory.Memory | None = None
         self._captured = False
-        self._outgrown: list[tuple[memory.Memory | None, Tensor, Tensor]] = []
+        self._outgrown: list[tuple[memory.Memory | None, Tensor, Tensor, Tensor]] = []
 
-    def begin(self, half_bytes: int, flags: int = 0) -> bool:
+    def begin(self, half_bytes: int, counts: int) -> bool:
         """Prepare for an operator, on the current stream; all ranks call this, with the same sizes.
 
         Args:
             half_bytes: What it needs of a half.
-            flags: How many flags it needs.
+            counts: How many counts it needs.
 
         Returns:
-            Whether it can run: a graph is no place to make memory for all ranks, and there are so many flags only.
+            Whether it can run: a graph is no place to make memory for all ranks.
         """
         capturing = self.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
-        if flags > MOST_FLAGS or (capturing and half_bytes > self.half_bytes):
-            return False
-        if half_bytes > self.half_bytes:
-            self._grow(half_bytes)
+        if half_bytes > self.half_bytes or counts > len(self.counts):
+            if capturing:
+                return False
+            self._grow(half_bytes, counts)
         self._captured |= capturing
         take_turn(self.device)
         return True
 
-    def _grow(self, half_bytes: int) -> None:
-        kept = (self._memory, self.peers, self.state)
+    def _grow(self, half_bytes: int, counts: int) -> None:
+        kept = (self._memory, self.peers, self.state, self.counts)
         if self._captured:
             self._outgrown.append(kept)
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
-        self.half_bytes = -(-half_bytes // _GRAIN) * _GRAIN
+        self.half_bytes = max(-(-half_bytes // _GRAIN) * _GRAIN, self.half_bytes)
         self._memory = self._allocate(HEADER + 2 * self.half_bytes, self.group, self.device, _clear)
         self.peers = torch.tensor(self._memory.addresses, dtype=torch.int64, device=self.device)
         self.state = torch.zeros(_STATE, dtype=torch.int64, device=self.device)
         self.state[0] = 1
+        self.counts = torch.zeros(max(counts, 2 * len(self.counts), 1024), dtype=torch.int32, device=self.device)
         self._captured = False
 
 

@@ -1,8 +1,4 @@
-"""Product and reduce-scatter in two launches: tiles are stored to who owns them, who adds up what has come.
-
-[Note: owners take turns] With one owner after the other, links would idle while own tiles are computed, and be what all
-wait for before. So groups of tiles go to one owner after the other, in turn.
-"""
+"""Product and reduce-scatter in two launches: tiles are stored to who owns them, who adds up what has come."""
 
 from __future__ import annotations
 
@@ -11,17 +7,18 @@ import triton.language as tl
 
 from ovpatch.overlap.symmetric.signals import (
     DONE,
+    FIRST_OUT,
     READY,
+    SECOND_OUT,
     SEQUENCE,
     after_descriptors,
-    finish,
     half_of,
     is_last_out,
     signals_of,
     tell_all,
     wait_for_all,
 )
-from ovpatch_plugins.tp_linear.kernels.tiles import add_tile, store_plain, tile_by_owner, weight_descriptor
+from ovpatch_plugins.tp_linear.kernels.tiles import add_tile, store_plain, tile_in, weight_descriptor
 
 
 @triton.jit(do_not_specialize=["rank", "m"])
@@ -30,7 +27,7 @@ def gemm_scatter_kernel(
     COUNT: tl.constexpr, KN: tl.constexpr, WORLD: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr, SPLIT: tl.constexpr,
 ):  # fmt: skip
-    """Multiply, and store each tile straight to the rank that owns its rows; all ranks' take turns, own ones last.
+    """Multiply, and store each tile straight to the rank that owns its rows, the next rank's first, own ones last.
 
     Args:
         x0: An input, ``[world * m, K]``.
@@ -67,9 +64,11 @@ def gemm_scatter_kernel(
         a2_d = tl.make_tensor_descriptor(x2, [WORLD, m, K2], [tl.cast(m, tl.int64) * K2, K2, 1], [1, BM, BK])
         b2_d = weight_descriptor(w2, n, K2, KN, BN, BK)
     blocks, across = tl.cdiv(m, BM), tl.cdiv(n, BN)
+    tiles = blocks * across
     wait_for_all(signals_of(peers, rank) + DONE, sequence - 2, WORLD)
-    for t in tl.range(tl.program_id(0), WORLD * blocks * across, tl.num_programs(0)):
-        owner, i, j = tile_by_owner(t, rank, blocks, across, GROUP, WORLD)
+    for t in tl.range(tl.program_id(0), WORLD * tiles, tl.num_programs(0)):
+        owner = (rank + 1 + t // tiles) % WORLD
+        i, j = tile_in(t % tiles, blocks, across, GROUP)
         acc = tl.zeros((BM, BN), tl.float32)
         acc = add_tile(acc, a0_d, b0_d, owner, i * BM, j * BN, K0, KN, BM, BN, BK)
         if COUNT > 1:
@@ -80,7 +79,7 @@ def gemm_scatter_kernel(
         slot_d = tl.make_tensor_descriptor(slot, [m, n], [n, 1], [BM, BN // (1 + SPLIT)])
         store_plain(slot_d, acc, i * BM, j * BN, BM, BN, SPLIT)
     after_descriptors()
-    if is_last_out(state, tl.num_programs(0)):
+    if is_last_out(state + FIRST_OUT, tl.num_programs(0)):
         tell_all(peers, READY, rank, sequence, WORLD)
 
 
@@ -107,7 +106,7 @@ def scatter_kernel(x, peers, state, rank, size, half_bytes, WORLD: tl.constexpr,
         for block in range(tl.program_id(0), tl.cdiv(size, BLOCK), tl.num_programs(0)):
             at = tl.cast(block, tl.int64) * BLOCK + tl.arange(0, BLOCK)
             tl.store(slot + at, tl.load(rows + at, at < size), at < size)
-    if is_last_out(state, tl.num_programs(0)):
+    if is_last_out(state + FIRST_OUT, tl.num_programs(0)):
         tell_all(peers, READY, rank, sequence, WORLD)
 
 
@@ -137,5 +136,6 @@ def reduce_kernel(
         for source in tl.static_range(1, WORLD):
             total += tl.load(slots + tl.cast(size, tl.int64) * source + at, at < size).to(tl.float32)
         tl.store(out + at, total.to(out.dtype.element_ty), at < size)
-    if is_last_out(state, programs):
-        finish(peers, state, rank, sequence, WORLD)
+    if is_last_out(state + SECOND_OUT, programs):
+        tl.store(state + SEQUENCE, sequence + 1)
+        tell_all(peers, DONE, rank, sequence, WORLD)

@@ -11,13 +11,12 @@ import triton
 from torch import Tensor
 
 from ovpatch.overlap.symmetric.workspace import Workspace
-from ovpatch_plugins.tp_linear.kernels.gather_gemm import gather_gemm_kernel
+from ovpatch_plugins.tp_linear.kernels.gather_gemm import gather_gemm_kernel, stage_kernel
 from ovpatch_plugins.tp_linear.kernels.gemm_scatter import gemm_scatter_kernel, reduce_kernel, scatter_kernel
-from ovpatch_plugins.tp_linear.kernels.tuning import Tiles, tiles_beside_pushers, tiles_of
+from ovpatch_plugins.tp_linear.kernels.tuning import Tiles, tiles_of
 
 MOST = 3  # weights that one kernel takes
 _COPIED, _SUMMED = 8192, 4096  # numbers that a program copies, or adds up, at a time
-_DENSE = 4  # programs of a multiprocessor that only add up
 
 
 def gather_linear(
@@ -25,10 +24,9 @@ def gather_linear(
     x: Tensor,
     weights: Sequence[Tensor],
     biases: Sequence[Tensor | None],
-    needs_whole: bool = True,
     *,
     tiles: Tiles | None = None,
-) -> tuple[list[Tensor], Tensor | None] | None:
+) -> tuple[list[Tensor], Tensor] | None:
     """Gather rows over the ranks, and multiply them with weights as they arrive.
 
     Args:
@@ -36,28 +34,36 @@ def gather_linear(
         x: This rank's rows, ``[m, k]``, contiguous.
         weights: ``[n_i, k]`` each, at most :data:`MOST`, or none; all contiguous or all transposed.
         biases: ``[n_i]`` each, or None.
-        needs_whole: Whether somebody wants all rows; without weights, they are returned in any case.
         tiles: How the products are cut.
 
     Returns:
-        Outputs ``[world * m, n_i]``, and all rows ``[world * m, k]`` if wanted; None if the workspace cannot be used.
+        Outputs ``[world * m, n_i]``, and all rows ``[world * m, k]``; None if the workspace cannot be made now.
     """
-    world, (m, k), programs = workspace.world, x.shape, _programs(x.device)
-    cut = tiles or tiles_beside_pushers(m, [len(weight) for weight in weights], world, programs)
-    if not workspace.begin(world * x.numel() * x.element_size(), world * -(-m // cut.rows)):
+    world, (m, k) = workspace.world, x.shape
+    cut = tiles or tiles_of(m, sum(map(len, weights)), k, world)
+    blocks = -(-m // cut.rows)
+    if not workspace.begin(x.numel() * x.element_size(), world * blocks):
         return None
-    whole = x.new_empty((world * m, k)) if needs_whole or not weights else None
+    whole = x.new_empty((world * m, k))
     outs = [x.new_empty((world * m, len(weight))) for weight in weights]
-    if any(bias is not None for bias in biases):
-        biases = [x.new_zeros(len(w)) if b is None else b for w, b in zip(weights, biases, strict=True)]
+    programs = _programs(x.device)
+    common = (workspace.peers, workspace.state, workspace.counts)
     with torch.cuda.device_of(x):
+        stage_kernel[(programs,)](
+            x, whole, *common, world * blocks, workspace.rank, x.numel(), workspace.half_bytes, world, _COPIED,
+            num_warps=8,
+        )  # fmt: skip
+        pullers = min(cut.pullers, programs - 1)
+        if any(bias is not None for bias in biases):
+            biases = [x.new_zeros(len(w)) if b is None else b for w, b in zip(weights, biases, strict=True)]
+        used, made = (weights, outs) if weights else ([whole], [whole])  # which no program touches
         _with_scratch(
             x.device,
-            gather_gemm_kernel[(programs,)],
-            x, whole, workspace.peers, workspace.state, *_three(weights), *_three(biases), *_three(outs),
-            workspace.rank, m, k, *_three([len(weight) for weight in weights], 0), workspace.half_bytes,
-            len(weights), bool(weights) and _is_transposed(weights[0]), world,
-            cut.rows, cut.columns, cut.depth, cut.group, cut.split, cut.pushers, cut.width,
+            gather_gemm_kernel[(programs if weights else pullers,)],
+            whole, *common, *_three(used), *_three(biases), *_three(made), workspace.rank, m, k,
+            *_three([len(weight) for weight in weights], 0), workspace.half_bytes,
+            len(used), _is_transposed(used[0]), world, cut.rows, cut.columns, cut.depth, cut.group, cut.split,
+            pullers, cut.width, cut.pull_stages,
             num_warps=cut.warps, num_stages=cut.stages,
         )  # fmt: skip
     return outs, whole
@@ -75,12 +81,12 @@ def linear_scatter(
         tiles: How the products are cut.
 
     Returns:
-        ``[m, n]``, or None if the workspace cannot be used.
+        ``[m, n]``, or None if the workspace cannot be made now.
     """
     world, n, x = workspace.world, len(weights[0]), xs[0]
     m = len(x) // world
-    cut = tiles or tiles_of(m, [n], world, _programs(x.device))
-    if not workspace.begin(world * m * n * x.element_size()):
+    cut = tiles or tiles_of(m, n, sum(x.shape[1] for x in xs), world)
+    if not workspace.begin(world * m * n * x.element_size(), 0):
         return None
     with torch.cuda.device_of(x):
         _with_scratch(
@@ -102,9 +108,9 @@ def scatter(workspace: Workspace, x: Tensor) -> Tensor | None:
         x: ``[world * m, n]``, contiguous.
 
     Returns:
-        ``[m, n]``, or None if the workspace cannot be used.
+        ``[m, n]``, or None if the workspace cannot be made now.
     """
-    if not workspace.begin(x.numel() * x.element_size()):
+    if not workspace.begin(x.numel() * x.element_size(), 0):
         return None
     out = x.new_empty((len(x) // workspace.world, x.shape[1]))
     with torch.cuda.device_of(x):
@@ -116,7 +122,7 @@ def scatter(workspace: Workspace, x: Tensor) -> Tensor | None:
 
 
 def _reduced(workspace: Workspace, out: Tensor) -> Tensor:
-    reduce_kernel[(_DENSE * _programs(out.device),)](
+    reduce_kernel[(_programs(out.device),)](
         out, workspace.peers, workspace.state, workspace.rank, out.numel(), workspace.half_bytes, workspace.world,
         _SUMMED, num_warps=8,
     )  # fmt: skip

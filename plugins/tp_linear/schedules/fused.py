@@ -33,7 +33,7 @@ class Fused(Bulk):
         self, wires: Wires, x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None], needs_whole: bool
     ) -> tuple[list[Tensor], Tensor | None]:
         """See :meth:`Schedule.gather_linear`."""
-        found = _gathered(wires, x, weights, biases, needs_whole)
+        found = _gathered(wires, x, weights, biases)
         return super().gather_linear(wires, x, weights, biases, needs_whole) if found is None else found
 
     def linear_scatter(self, wires: Wires, x: Tensor, weight: Tensor) -> Tensor:
@@ -72,19 +72,19 @@ class Fused(Bulk):
         self, wires: Wires, grad: Tensor, weight: Tensor, weight_grads: WeightGrads | None, needs_input: bool
     ) -> Tensor | None:
         """See :meth:`Schedule.linear_scatter_backward`."""
-        found = _gathered(wires, grad, [weight.t()], [None], weight_grads is not None) if needs_input else None
+        found = _gathered(wires, grad, [weight.t()], [None]) if needs_input else None
         if found is None:
             return super().linear_scatter_backward(wires, grad, weight, weight_grads, needs_input)
         (result,), whole = found
-        if weight_grads is not None and whole is not None:
+        if weight_grads is not None:
             weight_grads(whole, ())
         return result
 
 
 def _gathered(
-    wires: Wires, x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None], needs_whole: bool
-) -> tuple[list[Tensor], Tensor | None] | None:
-    """Return outputs, and all rows if wanted; None where kernels cannot be used.
+    wires: Wires, x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None]
+) -> tuple[list[Tensor], Tensor] | None:
+    """Return outputs and all rows; None where kernels cannot be used.
 
     Which linears are computed with a gather may differ between ranks, so that their weights do not decide either: what
     the kernel does not take is computed behind it.
@@ -95,16 +95,14 @@ def _gathered(
     from ovpatch_plugins.tp_linear.kernels import launch
 
     taken = [i for i, weight in enumerate(weights) if sharing.suits(x.dtype, len(weight))][: launch.MOST]
-    used, needs_whole = sharing.laid_out([weights[i] for i in taken]), needs_whole or len(taken) < len(weights)
-    found = launch.gather_linear(workspace, sharing.aligned(x), used, [biases[i] for i in taken], needs_whole)
+    used = sharing.laid_out([weights[i] for i in taken])
+    found = launch.gather_linear(workspace, sharing.aligned(x), used, [biases[i] for i in taken])
     if found is None:
         return None
     COUNTERS.fused += len(taken)
     outs, whole = dict(zip(taken, found[0], strict=True)), found[1]
-    for i, params in enumerate(zip(weights, biases, strict=True)):
-        if i not in outs and whole is not None:
-            outs[i] = linear(whole, *params)
-    return [outs[i] for i in range(len(weights))], whole
+    every = enumerate(zip(weights, biases, strict=True))
+    return [outs[i] if i in outs else linear(whole, *params) for i, params in every], whole
 
 
 def _scattered(wires: Wires, xs: Sequence[Tensor], weights: Sequence[Tensor]) -> Tensor | None:

@@ -10,14 +10,14 @@ from torch import Tensor
 
 from ovpatch.overlap.symmetric.memory import Memory
 from ovpatch.overlap.symmetric.workspace import Workspace
-from ovpatch_plugins.tp_linear.kernels import launch, tuning
-from ovpatch_plugins.tp_linear.kernels.gather_gemm import _push, gather_gemm_kernel
+from ovpatch_plugins.tp_linear.kernels import launch
+from ovpatch_plugins.tp_linear.kernels.gather_gemm import gather_gemm_kernel, stage_kernel
 from ovpatch_plugins.tp_linear.kernels.gemm_scatter import gemm_scatter_kernel, reduce_kernel, scatter_kernel
 from ovpatch_plugins.tp_linear.kernels.tuning import Tiles
 from tests.support.interpreter import interpreted
 
-SMALL = Tiles(rows=16, columns=16, depth=16, group=2, pushers=2, width=32)
-CUTS = (SMALL, Tiles(rows=32, columns=32, depth=32, group=1, split=True, pushers=3, width=16))
+SMALL = Tiles(rows=16, columns=16, depth=16, group=2, pullers=2, width=32)
+CUTS = (SMALL, Tiles(rows=32, columns=32, depth=32, group=1, split=True, pullers=3, width=16, pull_stages=2))
 
 
 class Group:
@@ -56,31 +56,24 @@ def nothing(*shape: int) -> Tensor:
     return torch.full(shape, torch.nan, dtype=torch.float16)
 
 
-def push(workspace: Workspace, x: Tensor, cut: Tiles) -> None:
-    """What the first programs of the kernel do, before any program waits for what they do on other ranks."""
-    (m, k), sequence = x.shape, int(workspace.state[0])
-    _push[(cut.pushers,)](
-        x, workspace.peers, sequence, workspace.rank, m, k, workspace.half_bytes, workspace.world,
-        cut.rows, cut.width, cut.pushers,
+def stage(workspace: Workspace, x: Tensor, whole: Tensor, cut: Tiles) -> None:
+    blocks = workspace.world * -(-len(x) // cut.rows)
+    common = (workspace.peers, workspace.state, workspace.counts)
+    stage_kernel[(3,)](
+        x, whole, *common, blocks, workspace.rank, x.numel(), workspace.half_bytes, workspace.world, 64
     )  # fmt: skip
 
 
 def multiply(
-    workspace: Workspace,
-    x: Tensor,
-    whole: Tensor | None,
-    weights: list[Tensor],
-    biases: list[Tensor | None],
-    cut: Tiles,
+    workspace: Workspace, whole: Tensor, weights: list[Tensor], biases: list[Tensor | None], cut: Tiles
 ) -> list[Tensor]:
-    """What the other programs do."""
-    three, (m, k) = launch._three, x.shape
-    outs = [nothing(workspace.world * m, len(weight)) for weight in weights]
-    gather_gemm_kernel[(3,)](
-        x, whole, workspace.peers, workspace.state, *three(weights), *three(biases), *three(outs),
-        workspace.rank, m, k, *three([len(weight) for weight in weights], 0), workspace.half_bytes,
-        len(weights), bool(weights) and launch._is_transposed(weights[0]), workspace.world,
-        cut.rows, cut.columns, cut.depth, cut.group, cut.split, 0, cut.width,
+    three, (rows, k) = launch._three, whole.shape
+    outs = [nothing(rows, len(weight)) for weight in weights]
+    gather_gemm_kernel[(cut.pullers + 3,)](
+        whole, workspace.peers, workspace.state, workspace.counts, *three(weights), *three(biases), *three(outs),
+        workspace.rank, rows // workspace.world, k, *three([len(weight) for weight in weights], 0),
+        workspace.half_bytes, len(weights), launch._is_transposed(weights[0]), workspace.world,
+        cut.rows, cut.columns, cut.depth, cut.group, cut.split, cut.pullers, cut.width, cut.pull_stages,
     )  # fmt: skip
     return outs
 
@@ -129,23 +122,12 @@ class Problem:
         self.wholes = [nothing(world * m, k) for _ in range(world)]
 
 
-def is_gathered(problem: Problem, rank: int, outs: list[Tensor], kept: bool = True) -> bool:
-    right = not kept or torch.equal(problem.wholes[rank], problem.whole)
+def is_gathered(problem: Problem, rank: int, outs: list[Tensor]) -> bool:
+    right = torch.equal(problem.wholes[rank], problem.whole)
     for out, weight, bias in zip(outs, problem.weights[rank], problem.biases[rank], strict=True):
         wanted = torch.nn.functional.linear(problem.whole.float(), weight.float())
         right &= torch.equal(out, (wanted if bias is None else wanted + bias.float()).half())
     return right
-
-
-def gathered(problem: Problem, space: Workspace, cut: Tiles, way: int) -> bool:
-    """Whether a rank gathers and multiplies right: with all rows kept, without, or nothing but rows."""
-    rank = space.rank
-    x, whole = problem.xs[rank], problem.wholes[rank]
-    if way == 2:
-        multiply(space, x, whole, [], [], cut)
-        return torch.equal(whole, problem.whole)
-    outs = multiply(space, x, None if way else whole, problem.weights[rank], problem.biases[rank], cut)
-    return is_gathered(problem, rank, outs, kept=not way)
 
 
 def is_sum(problem: Problem, rank: int, out: Tensor) -> bool:
@@ -164,9 +146,10 @@ def wrong(world: int, cases: int) -> list[str]:
         problem = Problem(world, m, k, features, transposed=i % 2 == 1)
         name = f"world {world}, {m} x {k} -> {features}, {cut}"
         for rank in next(orders):
-            push(spaces[rank], problem.xs[rank], cut)
+            stage(spaces[rank], problem.xs[rank], problem.wholes[rank], cut)
         for rank in next(orders):
-            if not gathered(problem, spaces[rank], cut, (i + rank) % 3):
+            outs = multiply(spaces[rank], problem.wholes[rank], problem.weights[rank], problem.biases[rank], cut)
+            if not is_gathered(problem, rank, outs):
                 found.append(f"gathered on rank {rank}: {name}")
         for rank in next(orders):
             if rank == 0 and i % 3 == 0:
@@ -187,13 +170,16 @@ def ahead(world: int) -> list[str]:
     """Names of what comes out wrong where one rank is an operator ahead of the others, in the other half."""
     found, spaces = [], workspaces(world)
     first, second = (Problem(world, 20, 24, (16,), transposed=False) for _ in range(2))
-    for space, x in zip(spaces, first.xs, strict=True):
-        push(space, x, SMALL)
+    for space, x, whole in zip(spaces, first.xs, first.wholes, strict=True):
+        stage(space, x, whole, SMALL)
     for rank in range(world):
-        found += [] if gathered(first, spaces[rank], SMALL, 0) else [f"first on rank {rank}"]
-        push(spaces[rank], second.xs[rank], SMALL)  # the ranks behind this one still need what it pushed before
+        outs = multiply(spaces[rank], first.wholes[rank], first.weights[rank], first.biases[rank], SMALL)
+        found += [] if is_gathered(first, rank, outs) else [f"first on rank {rank}"]
+        # the ranks behind this one still have to fetch what it laid out before
+        stage(spaces[rank], second.xs[rank], second.wholes[rank], SMALL)
     for rank in reversed(range(world)):
-        found += [] if gathered(second, spaces[rank], SMALL, 0) else [f"second on rank {rank}"]
+        outs = multiply(spaces[rank], second.wholes[rank], second.weights[rank], second.biases[rank], SMALL)
+        found += [] if is_gathered(second, rank, outs) else [f"second on rank {rank}"]
         send(spaces[rank], second.inputs[rank], second.backs[rank], SMALL)
     for rank in range(world):
         found += [] if is_sum(second, rank, add_up(spaces[rank], 20, 24)) else [f"third on rank {rank}"]
@@ -206,12 +192,3 @@ def every_case() -> list[str]:
 
 def test_every_number_goes_where_it_belongs():
     assert interpreted(every_case) == []
-
-
-def test_tiles_are_chosen_by_how_many_turns_they_take():
-    assert tuning.tiles_of(1024, [4096], 8, 132) == tuning.WIDE
-    assert tuning.tiles_of(512, [1536], 8, 132) == tuning.NARROW, "3 short turns instead of 2 long ones"
-    for world, programs in ((2, 132), (8, 132), (8, 3)):
-        cut = tuning.tiles_beside_pushers(1024, [512, 512], world, programs)
-        assert 0 < cut.pushers < programs
-    assert tuning.tiles_beside_pushers(1024, [], 2, 132).pushers > 0, "rows alone are pushed, too"

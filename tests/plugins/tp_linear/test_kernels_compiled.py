@@ -11,7 +11,7 @@ from triton.compiler import ASTSource
 
 from ovpatch_plugins.tp_linear.kernels.gather_gemm import gather_gemm_kernel
 from ovpatch_plugins.tp_linear.kernels.gemm_scatter import gemm_scatter_kernel
-from ovpatch_plugins.tp_linear.kernels.tuning import NARROW, WIDE, Tiles
+from ovpatch_plugins.tp_linear.kernels.tuning import Tiles
 
 SHARED = 227 * 1024  # bytes of shared memory that a program may have
 ALIGNED = ("K", "K0", "K1", "K2", "n", "n0", "n1", "n2", "half_bytes")
@@ -20,7 +20,7 @@ ALIGNED = ("K", "K0", "K1", "K2", "n", "n0", "n1", "n2", "half_bytes")
 def compiled(kernel: Any, constants: dict[str, Any], tiles: Tiles) -> Any:
     """Compile a kernel for tensors in bfloat16 and sizes that are multiples of 16."""
     names = kernel.arg_names
-    types = {"peers": "*i64", "state": "*i64", **dict.fromkeys((*ALIGNED, "rank", "m"), "i32")}
+    types = {"peers": "*i64", "state": "*i64", "arrived": "*i32", **dict.fromkeys((*ALIGNED, "rank", "m"), "i32")}
     cut = {"BM": tiles.rows, "BN": tiles.columns, "BK": tiles.depth, "GROUP": tiles.group, "SPLIT": tiles.split}
     fixed = {**cut, **constants, "WORLD": 8}
     signature = {name: "constexpr" if name in fixed else types.get(name, "*bf16") for name in names}
@@ -39,18 +39,21 @@ def absent(*prefixes: str, count: int) -> dict[str, None]:
     return {f"{prefix}{i}": None for prefix in prefixes for i in range(count, 3)}
 
 
-@pytest.mark.parametrize("tiles", [WIDE, NARROW], ids=["wide", "narrow"])
+CUTS = {"as chosen": Tiles(), "narrow": Tiles(columns=128, stages=4), "in halves": Tiles(split=True, stages=4)}
+
+
+@pytest.mark.parametrize("tiles", CUTS.values(), ids=CUTS)
 @pytest.mark.parametrize("count", [1, 3])
 def test_kernels_fit_and_are_asynchronous(tiles, count, tmp_path, monkeypatch):
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    pushed = {"COUNT": count, "KN": False, "PUSHERS": tiles.pushers, "PC": tiles.width}
-    gather = compiled(gather_gemm_kernel, pushed | absent("w", "bias", "out", count=count), tiles)
+    pulled = {"COUNT": count, "KN": False, "PULLERS": tiles.pullers, "PC": tiles.width, "STAGES": tiles.pull_stages}
+    gather = compiled(gather_gemm_kernel, pulled | absent("w", "bias", "out", count=count), tiles)
     scatter = compiled(gemm_scatter_kernel, {"COUNT": count, "KN": True} | absent("x", "w", count=count), tiles)
     for kernel in (gather, scatter):
         assert kernel.metadata.shared <= SHARED
         assert "wgmma.mma_async" in kernel.asm["ptx"]
         assert "cp.async.bulk.tensor" in kernel.asm["ptx"]
     rows = gather.asm["ptx"]
-    assert "st.global.v4" in rows, "rows are pushed by 16 bytes a thread"
+    assert "ld.global.v4" in rows, "rows are fetched by 16 bytes a thread"
     assert "fence.proxy.async.global" in rows
     assert "cp.async.bulk.wait_group 0" in scatter.asm["ptx"], "tiles have to be there before they are signalled"
