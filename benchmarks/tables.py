@@ -85,7 +85,8 @@ def _ddp_row(result: dict[str, Any]) -> str:
 def zero_step() -> str:
     """Return the table of ``benchmarks/zero_step.py``: one row per run, with the ratios to the limit and to stock."""
     results = _results("zero_step")
-    header = ["run", "GPUs", *ZERO_ARMS.values(), "ovpatch / limit", "stock / ovpatch", "peak GiB, stock → ovpatch"]
+    columns = _seen(ZERO_ARMS, results)
+    header = ["run", "GPUs", *columns.values(), "ovpatch / limit", "stock / ovpatch", "peak GiB, stock → ovpatch"]
     lines = [_row(header), _row(["---"] * len(header))]
     for result in results:
         arms = {row["arm"]: row for row in result["summary"]}
@@ -96,7 +97,7 @@ def zero_step() -> str:
                 [
                     _ddp_name(result["settings"]),
                     str(result["world"]),
-                    *(_ms(arms[arm]) if arm in arms else "" for arm in ZERO_ARMS),
+                    *(_ms(arms[arm]) if arm in arms else "" for arm in columns),
                     f"{ours['median_ms'] / limit['median_ms']:.2f}",
                     f"{stock['median_ms'] / ours['median_ms']:.2f}",
                     f"{stock['peak_gib']:.1f} → {ours['peak_gib']:.1f}",
@@ -148,7 +149,8 @@ MOE_SHAPES = {"mixtral": "Mixtral-like", "dsv3": "DeepSeek-V3-like", "qwen3": "Q
 def moe_layer() -> str:
     """Return the table of ``benchmarks/moe_layer.py``: one row per run."""
     results = _results("moe_layer")
-    header = ["layer", "GPUs", *MOE_ARMS.values(), "in sequence / ovpatch", "peak GiB, in sequence → ovpatch"]
+    columns = _seen(MOE_ARMS, results)
+    header = ["layer", "GPUs", *columns.values(), "in sequence / ovpatch", "peak GiB, in sequence → ovpatch"]
     lines = [_row(header), _row(["---"] * len(header))]
     for result in results:
         arms, settings = {row["arm"]: row for row in result["summary"]}, result["settings"]
@@ -161,7 +163,7 @@ def moe_layer() -> str:
                 [
                     name,
                     str(result["world"]),
-                    *(f"{arms[arm]['median_ms']:.2f}" if arm in arms else "" for arm in MOE_ARMS),
+                    *(f"{arms[arm]['median_ms']:.2f}" if arm in arms else "" for arm in columns),
                     f"{before['median_ms'] / ours['median_ms']:.2f}",
                     f"{before['peak_gib']:.2f} → {ours['peak_gib']:.2f}",
                 ]
@@ -227,6 +229,12 @@ def tp_host() -> str:
         f"\n\nMicroseconds of host time for a forward, median; {result['world']} x {result['device']}, torch "
         f"{result['torch']}, {result['date']}."
     )
+
+
+def _seen(arms: dict[str, str], results: list[dict[str, Any]]) -> dict[str, str]:
+    """Return the arms that any of the runs has."""
+    seen = {row["arm"] for result in results for row in result["summary"]}
+    return {arm: name for arm, name in arms.items() if arm in seen}
 
 
 def _row(cells: list[str]) -> str:
