@@ -8,8 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ovpatch.overlap.symmetric import signals, support
 from ovpatch.overlap.symmetric.memory import Memory
-from ovpatch.overlap.symmetric.workspace import Workspace
+from ovpatch.overlap.symmetric.workspace import HEADER, Workspace
 from ovpatch_plugins.tp_linear.kernels import launch
 from ovpatch_plugins.tp_linear.kernels.gather_gemm import gather_gemm_kernel, stage_kernel
 from ovpatch_plugins.tp_linear.kernels.gemm_scatter import gemm_scatter_kernel, reduce_kernel, scatter_kernel
@@ -43,8 +44,8 @@ def workspaces(world: int) -> list[Workspace]:
         return Memory(made[group.rank()], [buffer.data_ptr() for buffer in made])
 
     found = [Workspace(Group(rank, world), torch.device("cpu"), allocate) for rank in range(world)]
-    for workspace in found:
-        assert workspace.begin(1 << 16, 256)
+    for space in found:
+        assert space.begin(1 << 16, 256)
     return found
 
 
@@ -192,3 +193,10 @@ def every_case() -> list[str]:
 
 def test_every_number_goes_where_it_belongs():
     assert interpreted(every_case) == []
+
+
+def test_kernels_and_hosts_lay_out_memory_alike():
+    assert signals.HEADER.value == HEADER
+    assert signals.RANKS.value >= support.MOST_RANKS
+    assert 8 * (signals.DONE.value + signals.RANKS.value) <= HEADER
+    assert signals.READY.value + signals.RANKS.value <= signals.DONE.value
