@@ -23,7 +23,6 @@ import functools
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from multiprocessing.reduction import ForkingPickler
 from typing import Any, Final, Protocol
 
@@ -55,23 +54,31 @@ class Source(Protocol):
         """Return this rank's slice in fp32, padded to the same size on all ranks."""
 
 
-@dataclass(eq=False)
 class Mixed:
     """What there is of a parameter in mixed precision.
 
-    Attributes:
-        source: Who has the slices in fp32.
+    Args:
+        source: Who has the slices in fp32; kept as long as the parameter is mixed, not by this object.
         index: The parameter's index there.
         copy: The whole, in half precision.
         form: A tensor on the meta device that is laid out as the whole in fp32 would be.
+
+    Attributes:
         stream: The CUDA stream on which the copy was allocated.
     """
 
-    source: Source
-    index: int
-    copy: Parameter
-    form: Tensor
-    stream: torch.cuda.Stream | None = None
+    def __init__(self, source: Source, index: int, copy: Parameter, form: Tensor) -> None:
+        self.index, self.copy, self.form = index, copy, form
+        self.stream: torch.cuda.Stream | None = None
+        # Weakly: the source has this object, and both have memory that must not wait for the garbage collector.
+        self._source = weakref.ref(source)
+
+    @property
+    def source(self) -> Source:
+        """Who has the slices in fp32."""
+        source = self._source()
+        assert source is not None, "it is kept while there is a parameter to read"
+        return source
 
 
 class MixedParameter(PendingParameter):
@@ -121,7 +128,7 @@ def make_whole(values: Any, *, reader: str) -> None:
         if type(one) is not MixedParameter:
             settle(one)
     by_source: dict[Source, list[int]] = {}
-    ones = [find(one) for one in found] if found else [mixed for _, mixed in list(_mixed.values())]
+    ones = [find(one) for one in found] if found else [mixed for _, mixed, _ in list(_mixed.values())]
     for mixed in ones:
         if mixed is not None:
             by_source.setdefault(mixed.source, []).append(mixed.index)
@@ -133,7 +140,7 @@ def lower(param: Parameter, mixed: Mixed) -> None:
     """Release a parameter's memory in fp32. Nobody else may hold it; see :func:`ovpatch.overlap.pending.refusal`."""
     key = id(param)
     # The class after it, as in pending.py, [Note: order of class and entry].
-    _mixed[key] = (weakref.ref(param, functools.partial(_forget, key)), mixed)
+    _mixed[key] = (weakref.ref(param, functools.partial(_forget, key)), mixed, mixed.source)
     DERIVED.add(key)
     param.__class__ = MixedParameter
     with plainly():
@@ -247,7 +254,7 @@ class _Cast(torch.autograd.Function):
 # Without the Python around it, through which readers pass that must find the whole (readers.py).
 _cast: Final[Any] = super(torch.autograd.Function, _Cast).apply
 
-_mixed: dict[int, tuple[weakref.ref[Parameter], Mixed]] = {}  # by id() of the parameter
+_mixed: dict[int, tuple[weakref.ref[Parameter], Mixed, Source]] = {}  # by id() of the parameter
 _casts: dict[int, Tensor] = {}  # by id() of the parameter, which the graph keeps alive
 _lingering: dict[int, weakref.ref[Parameter]] = {}  # whole, and of their class only while there is a cast
 _lingering_lock = threading.Lock()

@@ -62,7 +62,8 @@ class StateOfModel(abc.ABC):
         self._index = {id(param): index for index, param in enumerate(shards.params)}
         self._parts: dict[Key, Tensor] = {}
         self._forms: dict[Key, Form] = {}
-        self._placeholders: dict[Key, Placeholder] = {}
+        # Weakly: they know their source, whose parts must not wait for the garbage collector.
+        self._placeholders: weakref.WeakValueDictionary[Key, Placeholder] = weakref.WeakValueDictionary()
         self._counted = 0, 0  # bytes that this rank keeps, and bytes of the whole
         self._steps = 0
         self._earlier: dict[int, dict[Key, Tensor]] = {}  # what there was before state was loaded, by edition
@@ -130,7 +131,7 @@ class StateOfModel(abc.ABC):
     def _leave_placeholder(self, key: Key, form: Form, state: dict[Any, Any]) -> None:
         mark = self._placeholders.get(key)
         if mark is None or not self._is_ours(mark) or self._forms[key] != form:
-            mark = self._placeholders[key] = placeholders.make(form, self, key)
+            self._placeholders[key] = mark = placeholders.make(form, self, key)
         self._forms[key] = form
         state[key[1]] = mark
 

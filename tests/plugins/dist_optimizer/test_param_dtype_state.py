@@ -215,6 +215,54 @@ def test_without_autocast_for_a_while(ranks):
     check_all(ranks(2)(all_cases, autocast_for_a_while, {"": {}}, options=OPTIONS), check=check_kept)
 
 
+def stored(*, but: set[int]) -> dict[int, int]:
+    """Return the bytes of all storages of tensors that Python knows, by address."""
+    found = {}
+    with torch._C.DisableTorchFunctionSubclass():
+        for one in gc.get_objects():
+            if issubclass(type(one), torch.Tensor) and one.layout is torch.strided and not one.is_meta:
+                storage = one.untyped_storage()
+                found[storage.data_ptr()] = storage.nbytes()
+    return {address: nbytes for address, nbytes in found.items() if address not in but}
+
+
+def memory(options: dict[str, Any]) -> tuple[float, float]:
+    """Return what is stored between steps, and once the model is gone and another has gone on; per element."""
+    gc.collect()
+    before = set(stored(but=set()))
+    with ovpatch.applied("ddp", "dist_optimizer", options={"dist_optimizer": SMALL | options}):
+        torch.manual_seed(1)
+        model = ddp(nn.Sequential(*(nn.Linear(60, 60, bias=False) for _ in range(5))))
+        opt = OPTIMIZERS["adamw"](model.parameters())
+        gc.collect()
+        gc.disable()
+        for step in range(6):
+            with autocast():
+                loss = model(data(step, 5, 60)).float().square().mean()
+            loss.backward()
+            opt.step()
+            opt.zero_grad()
+        del loss
+        between = sum(stored(but=before).values()) / (5 * 60 * 60)
+        del model, opt
+        other = ddp(nn.Linear(6, 6))
+        others = OPTIMIZERS["adamw"](other.parameters())
+        for _ in range(2):
+            other(data(0, 5, 6)).sum().backward()
+            others.step()
+        after = sum(nbytes for nbytes in stored(but=before).values() if nbytes > 1000) / (5 * 60 * 60)
+        gc.enable()
+        return between, after
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_memory(ranks, world):
+    """No more than without the option, and nothing of a model that is gone, without the garbage collector."""
+    for without, kept in zip(ranks(world)(memory, {}), ranks(world)(memory, OPTIONS), strict=True):
+        assert kept[0] <= without[0] + 0.1
+        assert (without[1], kept[1]) == (0, 0)
+
+
 def destroyed() -> bool:
     """Parameters are whole after their process group is gone, and a model that is dropped leaves nothing."""
     with patched():
