@@ -23,7 +23,7 @@ from ovpatch_plugins.tp_linear.counters import COUNTERS
 from ovpatch_plugins.tp_linear.products import weight_grad
 from ovpatch_plugins.tp_linear.rows import from_rows, to_rows
 from ovpatch_plugins.tp_linear.schedules import Schedule, named
-from ovpatch_plugins.tp_linear.schedules.stock import WeightGrads
+from ovpatch_plugins.tp_linear.schedules.stock import ColumnGrads, WeightGrads
 from ovpatch_plugins.tp_linear.wires import Wires
 
 
@@ -165,15 +165,9 @@ def _gather_linear_backward(
     grad: Tensor, x: Tensor, weight: Tensor, group: str, schedule: str, dtype: str, needs_x: bool, needs_weight: bool
 ) -> list[Tensor]:
     found: list[Tensor] = []
-    dx = _at(schedule).gather_linear_backward(
-        _of(group, x),
-        [grad.contiguous()],
-        x,
-        [weight],
-        _into(found) if needs_weight else None,
-        _dtype(dtype) if needs_x else None,
-        anew=True,
-    )
+    take, wanted = _into(found) if needs_weight else None, _dtype(dtype) if needs_x else None
+    asked = ColumnGrads([grad.contiguous()], x, [weight], take, wanted, anew=True)
+    dx = _at(schedule).gather_linear_backward(_of(group, x), asked)
     return found if dx is None else [dx, *found]
 
 
@@ -284,14 +278,9 @@ def _replicated_linear_backward(
     grad: Tensor, x: Tensor, weight: Tensor, group: str, schedule: str, dtype: str, needs_x: bool, needs_weight: bool
 ) -> list[Tensor]:
     found: list[Tensor] = []
-    dx = _at(schedule).replicated_linear_backward(
-        _of(group, x),
-        [grad.contiguous()],
-        x,
-        [weight],
-        _into(found) if needs_weight else None,
-        _dtype(dtype) if needs_x else None,
-    )
+    take, wanted = _into(found) if needs_weight else None, _dtype(dtype) if needs_x else None
+    asked = ColumnGrads([grad.contiguous()], x, [weight], take, wanted)
+    dx = _at(schedule).replicated_linear_backward(_of(group, x), asked)
     return found if dx is None else [dx, *found]
 
 

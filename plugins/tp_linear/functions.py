@@ -28,6 +28,7 @@ from ovpatch_plugins.tp_linear.dtensors import arrived, is_partial, local, unwra
 from ovpatch_plugins.tp_linear.layouts import is_transformed
 from ovpatch_plugins.tp_linear.products import linear
 from ovpatch_plugins.tp_linear.rows import from_rows, place, to_rows
+from ovpatch_plugins.tp_linear.schedules.stock import ColumnGrads
 from ovpatch_plugins.tp_linear.wires import Wires
 
 
@@ -122,12 +123,12 @@ class GatherLinear(torch.autograd.Function):
                 collector.take(kept, outs)
             else:
                 take = None if kept is None else collector.take
-                mine = backward(call.wires, outs, kept, weights, take, dtype, terms, anew=call.anew)
+                mine = backward(call.wires, ColumnGrads(outs, kept, weights, take, dtype, terms, call.anew))
             collector.take_biases(outs)
             return _grads(ctx, mine if wants else None, collector)
         mine = None  # the linears have computed for themselves: nobody minds if the input has changed since
         if terms is not None and wants:
-            mine = backward(call.wires, [], None, [], None, dtype, terms)
+            mine = backward(call.wires, ColumnGrads([], None, [], None, dtype, terms))
         if others is not None:
             own = others.view(call.wires.world, -1, others.shape[1])[call.wires.rank]
             mine = own.clone()  # not a view, which would keep all of it
@@ -228,7 +229,9 @@ class ReplicatedLinear(torch.autograd.Function):
             collector.take(rows, grads)
         else:
             take = None if rows is None else collector.take
-            dx = call.how.schedule.replicated_linear_backward(call.wires, grads, rows, [used], take, ctx.dtype)
+            dx = call.how.schedule.replicated_linear_backward(
+                call.wires, ColumnGrads(grads, rows, [used], take, ctx.dtype)
+            )
         collector.take_biases(grads)
         return _grads(ctx, dx, collector)
 

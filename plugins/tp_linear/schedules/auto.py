@@ -20,7 +20,7 @@ from ovpatch.hookspecs import cache_dir
 from ovpatch.overlap.choosing import chooser_of
 from ovpatch_plugins.tp_linear.schedules.bulk import Bulk
 from ovpatch_plugins.tp_linear.schedules.racing import Shape, race, rounded
-from ovpatch_plugins.tp_linear.schedules.stock import Schedule, WeightGrads
+from ovpatch_plugins.tp_linear.schedules.stock import ColumnGrads, Schedule, WeightGrads
 from ovpatch_plugins.tp_linear.wires import Wires
 
 _Known = dict[tuple[bool, Shape], "Pair"]
@@ -44,22 +44,9 @@ class Pair(Schedule):
         """See :meth:`Schedule.gather_linear`."""
         return self.forward.gather_linear(wires, x, weights, biases, needs_whole)
 
-    def gather_linear_backward(
-        self,
-        wires: Wires,
-        grads: Sequence[Tensor | None],
-        kept: Tensor | None,
-        weights: Sequence[Tensor],
-        weight_grads: WeightGrads | None,
-        input_dtype: torch.dtype | None,
-        extra: Tensor | None = None,
-        *,
-        anew: bool = False,
-    ) -> Tensor | None:
+    def gather_linear_backward(self, wires: Wires, asked: ColumnGrads) -> Tensor | None:
         """See :meth:`Schedule.gather_linear_backward`."""
-        return self.backward.gather_linear_backward(
-            wires, grads, kept, weights, weight_grads, input_dtype, extra, anew=anew
-        )
+        return self.backward.gather_linear_backward(wires, asked)
 
 
 class Auto(Bulk):
@@ -92,26 +79,12 @@ class Auto(Bulk):
         forward = self._chosen(wires, x.device, shape).forward
         return forward.gather_linear(wires, x, weights, biases, needs_whole)
 
-    def gather_linear_backward(
-        self,
-        wires: Wires,
-        grads: Sequence[Tensor | None],
-        kept: Tensor | None,
-        weights: Sequence[Tensor],
-        weight_grads: WeightGrads | None,
-        input_dtype: torch.dtype | None,
-        extra: Tensor | None = None,
-        *,
-        anew: bool = False,
-    ) -> Tensor | None:
+    def gather_linear_backward(self, wires: Wires, asked: ColumnGrads) -> Tensor | None:
         """See :meth:`Schedule.gather_linear_backward`."""
-        grad = next(grad for grad in grads if grad is not None)
-        features = tuple(map(len, weights))
-        shape = Shape(
-            "gather_linear", rounded(len(grad) // wires.world), weights[0].shape[1], features, weights[0].dtype
-        )
-        backward = self._chosen(wires, grad.device, shape).backward
-        return backward.gather_linear_backward(wires, grads, kept, weights, weight_grads, input_dtype, extra, anew=anew)
+        grad = next(grad for grad in asked.grads if grad is not None)
+        rows, weight = len(grad) // wires.world, asked.weights[0]
+        shape = Shape("gather_linear", rounded(rows), weight.shape[1], tuple(map(len, asked.weights)), weight.dtype)
+        return self._chosen(wires, grad.device, shape).backward.gather_linear_backward(wires, asked)
 
     def linear_scatter(self, wires: Wires, x: Tensor, weight: Tensor) -> Tensor:
         """See :meth:`Schedule.linear_scatter`."""

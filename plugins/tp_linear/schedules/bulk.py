@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
 from ovpatch.overlap.works import Pending
-from ovpatch_plugins.tp_linear.products import input_grad
-from ovpatch_plugins.tp_linear.schedules.stock import Schedule, WeightGrads
+from ovpatch_plugins.tp_linear.schedules.stock import ColumnGrads, Schedule
 from ovpatch_plugins.tp_linear.wires import Wires
 
 
@@ -24,46 +21,31 @@ class Bulk(Schedule):
 
     name = "bulk"
 
-    def gather_linear_backward(
-        self,
-        wires: Wires,
-        grads: Sequence[Tensor | None],
-        kept: Tensor | None,
-        weights: Sequence[Tensor],
-        weight_grads: WeightGrads | None,
-        input_dtype: torch.dtype | None,
-        extra: Tensor | None = None,
-        *,
-        anew: bool = False,
-    ) -> Tensor | None:
+    def gather_linear_backward(self, wires: Wires, asked: ColumnGrads) -> Tensor | None:
         """See :meth:`Schedule.gather_linear_backward`."""
-        whole, gathering = kept, Pending(())
-        if anew and kept is not None and weight_grads is not None:
-            whole, gathering = wires.all_gather(kept)
+        whole, gathering = asked.kept, Pending(())
+        if asked.anew and asked.kept is not None and asked.weight_grads is not None:
+            whole, gathering = wires.all_gather(asked.kept)
         result, scattering = None, Pending(())
-        if input_dtype is not None:
-            result, scattering = wires.reduce_scatter(input_grad(grads, weights, extra).to(input_dtype))
+        if asked.input_dtype is not None:
+            result, scattering = self.scattered(wires, asked, asked.input_dtype)
         gathering.wait()
-        if whole is not None and weight_grads is not None:
-            weight_grads(whole, grads)
+        if whole is not None and asked.weight_grads is not None:
+            asked.weight_grads(whole, asked.grads)
         scattering.wait()
         return result
 
-    def replicated_linear_backward(
-        self,
-        wires: Wires,
-        grads: Sequence[Tensor | None],
-        x: Tensor | None,
-        weights: Sequence[Tensor],
-        weight_grads: WeightGrads | None,
-        input_dtype: torch.dtype | None,
-    ) -> Tensor | None:
+    def scattered(self, wires: Wires, asked: ColumnGrads, dtype: torch.dtype) -> tuple[Tensor, Pending]:
+        """Start to add up the input's gradient over the ranks; return where this rank's rows will be, ``[m, k]``."""
+        return wires.reduce_scatter(asked.of_input(dtype))
+
+    def replicated_linear_backward(self, wires: Wires, asked: ColumnGrads) -> Tensor | None:
         """See :meth:`Schedule.replicated_linear_backward`."""
         result, reducing = None, Pending(())
-        if input_dtype is not None:
-            result = input_grad(grads, weights).to(input_dtype)
+        if asked.input_dtype is not None:
+            result = asked.of_input(asked.input_dtype)
             reducing = wires.all_reduce(result)
-        if x is not None and weight_grads is not None:
-            weight_grads(x, grads)
+        if asked.kept is not None and asked.weight_grads is not None:
+            asked.weight_grads(asked.kept, asked.grads)
         reducing.wait()
         return result

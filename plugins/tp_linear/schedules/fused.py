@@ -10,9 +10,9 @@ from torch import Tensor
 from ovpatch.overlap.works import Pending
 from ovpatch_plugins.tp_linear import sharing
 from ovpatch_plugins.tp_linear.counters import COUNTERS
-from ovpatch_plugins.tp_linear.products import input_grad, linear
+from ovpatch_plugins.tp_linear.products import linear
 from ovpatch_plugins.tp_linear.schedules.bulk import Bulk
-from ovpatch_plugins.tp_linear.schedules.stock import WeightGrads
+from ovpatch_plugins.tp_linear.schedules.stock import ColumnGrads, WeightGrads
 from ovpatch_plugins.tp_linear.wires import Wires
 
 
@@ -41,32 +41,10 @@ class Fused(Bulk):
         found = _scattered(wires, [x], [weight])
         return super().linear_scatter(wires, x, weight) if found is None else found
 
-    def gather_linear_backward(
-        self,
-        wires: Wires,
-        grads: Sequence[Tensor | None],
-        kept: Tensor | None,
-        weights: Sequence[Tensor],
-        weight_grads: WeightGrads | None,
-        input_dtype: torch.dtype | None,
-        extra: Tensor | None = None,
-        *,
-        anew: bool = False,
-    ) -> Tensor | None:
-        """See :meth:`Schedule.gather_linear_backward`."""
-        whole, gathering = kept, Pending(())
-        if anew and kept is not None and weight_grads is not None:
-            whole, gathering = wires.all_gather(kept)
-        result, scattering = None, Pending(())
-        if input_dtype is not None:
-            result = _input_scattered(wires, grads, weights, input_dtype, extra)
-            if result is None:
-                result, scattering = wires.reduce_scatter(input_grad(grads, weights, extra).to(input_dtype))
-        gathering.wait()
-        if whole is not None and weight_grads is not None:
-            weight_grads(whole, grads)
-        scattering.wait()
-        return result
+    def scattered(self, wires: Wires, asked: ColumnGrads, dtype: torch.dtype) -> tuple[Tensor, Pending]:
+        """See :meth:`Bulk.scattered`."""
+        found = _input_scattered(wires, asked, dtype)
+        return super().scattered(wires, asked, dtype) if found is None else (found, Pending(()))
 
     def linear_scatter_backward(
         self, wires: Wires, grad: Tensor, weight: Tensor, weight_grads: WeightGrads | None, needs_input: bool
@@ -117,22 +95,20 @@ def _scattered(wires: Wires, xs: Sequence[Tensor], weights: Sequence[Tensor]) ->
     return found
 
 
-def _input_scattered(
-    wires: Wires, grads: Sequence[Tensor | None], weights: Sequence[Tensor], dtype: torch.dtype, extra: Tensor | None
-) -> Tensor | None:
+def _input_scattered(wires: Wires, asked: ColumnGrads, dtype: torch.dtype) -> Tensor | None:
     """Return this rank's rows of an input's gradient; None where kernels cannot be used.
 
     Which linears have gradients, and whether other readers of a gathered input add a term, may differ between ranks,
     too. To the others, rows that are stored as they are look like a product.
     """
-    used = [(grad, weight) for grad, weight in zip(grads, weights, strict=True) if grad is not None]
-    like = used[0][1] if extra is None else extra
+    used = [(grad, weight) for grad, weight in zip(asked.grads, asked.weights, strict=True) if grad is not None]
+    like = used[0][1] if asked.extra is None else asked.extra
     workspace = sharing.workspace_of(wires, dtype, like.device, [like.shape[1]])
     if workspace is None:
         return None
     from ovpatch_plugins.tp_linear.kernels import launch
 
     alike = all(sharing.suits(dtype, grad.shape[1]) and weight.dtype == dtype for grad, weight in used)
-    if extra is not None or not alike or len(used) > launch.MOST:
-        return launch.scatter(workspace, sharing.aligned(input_grad(grads, weights, extra).to(dtype)))
+    if asked.extra is not None or not alike or len(used) > launch.MOST:
+        return launch.scatter(workspace, sharing.aligned(asked.of_input(dtype)))
     return _scattered(wires, [grad for grad, _ in used], [weight.t() for _, weight in used])

@@ -12,7 +12,7 @@ from torch import Tensor
 from ovpatch.overlap.choosing import Arms, Race
 from ovpatch_plugins.tp_linear.products import weight_grad
 from ovpatch_plugins.tp_linear.schedules.bulk import Bulk
-from ovpatch_plugins.tp_linear.schedules.stock import Schedule
+from ovpatch_plugins.tp_linear.schedules.stock import ColumnGrads, Schedule
 from ovpatch_plugins.tp_linear.wires import Wires
 
 Call = Callable[[Schedule], object]
@@ -96,10 +96,18 @@ def _distinct(schedules: Mapping[str, Schedule], method: str) -> tuple[str, ...]
     """Return the schedules that do not compute a method just as another one does, which stands before them."""
     found: dict[Any, str] = {}
     for name, schedule in schedules.items():
-        function = getattr(type(schedule), method, None)
-        plain = function in (getattr(Schedule, method, None), getattr(Bulk, method, None))
-        found.setdefault(function if plain else name, name)
+        functions = _functions(type(schedule), method)
+        plain = functions in (_functions(Schedule, method), _functions(Bulk, method))
+        found.setdefault(functions if plain else name, name)
     return tuple(found.values())
+
+
+def _functions(cls: type[Schedule], method: str) -> tuple[Any, ...]:
+    """Return what a class computes a method by: some leave its steps to others."""
+    return tuple(getattr(cls, name, None) for name in (method, *_STEPS.get(method, ())))
+
+
+_STEPS: Final = {"gather_linear_backward": ("scattered",)}
 
 
 class _Drawing:
@@ -127,7 +135,8 @@ def _gather_linear_backward(wires: Wires, shape: Shape, draw: _Drawing, anew: bo
     def take(whole: Tensor, of_outputs: Sequence[Tensor | None]) -> None:
         _ = [weight_grad(grad, whole) for grad in of_outputs if grad is not None]
 
-    return lambda schedule: schedule.gather_linear_backward(wires, grads, kept, weights, take, shape.dtype, anew=anew)
+    asked = ColumnGrads(grads, kept, weights, take, shape.dtype, anew=anew)
+    return lambda schedule: schedule.gather_linear_backward(wires, asked)
 
 
 def _linear_scatter(wires: Wires, shape: Shape, draw: _Drawing, _: bool) -> Call:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,6 +13,33 @@ from ovpatch_plugins.tp_linear.wires import Wires
 
 WeightGrads = Callable[[Tensor, Sequence[Tensor | None]], None]
 """Takes the whole input, ``[M, k]``, and the outputs' gradients, ``[M, n_i]``; computes what weights are to get."""
+
+
+class ColumnGrads(NamedTuple):
+    """What the backward of linears that read one input is asked for.
+
+    Attributes:
+        grads: Of the outputs, ``[M, n_i]`` each; None where an output was not used.
+        kept: The input: all of it, ``[M, k]``, or this rank's rows, ``[m, k]``, if ``anew``; None if no weight needs a
+            gradient.
+        weights: ``[n_i, k]`` each.
+        weight_grads: Computes the weights' gradients; None if no weight needs one.
+        input_dtype: In which the input's gradient is summed over the ranks; None if it needs no gradient.
+        extra: A further term of the whole input's gradient, ``[M, k]``.
+        anew: The input has to be gathered anew for the weights' gradients.
+    """
+
+    grads: Sequence[Tensor | None]
+    kept: Tensor | None
+    weights: Sequence[Tensor]
+    weight_grads: WeightGrads | None
+    input_dtype: torch.dtype | None
+    extra: Tensor | None = None
+    anew: bool = False
+
+    def of_input(self, dtype: torch.dtype) -> Tensor:
+        """Return this rank's term of the whole input's gradient, ``[M, k]``."""
+        return input_grad(self.grads, self.weights, self.extra).to(dtype)
 
 
 class Schedule:
@@ -75,37 +103,14 @@ class Schedule:
         """
         return self
 
-    def gather_linear_backward(
-        self,
-        wires: Wires,
-        grads: Sequence[Tensor | None],
-        kept: Tensor | None,
-        weights: Sequence[Tensor],
-        weight_grads: WeightGrads | None,
-        input_dtype: torch.dtype | None,
-        extra: Tensor | None = None,
-        *,
-        anew: bool = False,
-    ) -> Tensor | None:
-        """Return the input's gradient ``[m, k]``.
-
-        Args:
-            wires: The ranks.
-            grads: Of the outputs, ``[M, n_i]`` each; None where an output was not used.
-            kept: The input: all of it, ``[M, k]``, or this rank's rows, ``[m, k]``, if ``anew``; None if no weight
-                needs a gradient.
-            weights: ``[n_i, k]`` each.
-            weight_grads: Computes the weights' gradients; None if no weight needs one.
-            input_dtype: In which the input's gradient is summed over the ranks; None if it needs no gradient.
-            extra: A further term of the gathered input's gradient, ``[M, k]``.
-            anew: The input has to be gathered anew for the weights' gradients.
-        """
+    def gather_linear_backward(self, wires: Wires, asked: ColumnGrads) -> Tensor | None:
+        """Return the input's gradient, ``[m, k]``; None if it needs none."""
         result: Tensor | None = None
-        if input_dtype is not None:
-            result, pending = wires.reduce_scatter(input_grad(grads, weights, extra).to(input_dtype))
+        if asked.input_dtype is not None:
+            result, pending = wires.reduce_scatter(asked.of_input(asked.input_dtype))
             pending.wait()
-        if kept is not None and weight_grads is not None:
-            weight_grads(wires.gathered(kept) if anew else kept, grads)
+        if asked.kept is not None and asked.weight_grads is not None:
+            asked.weight_grads(wires.gathered(asked.kept) if asked.anew else asked.kept, asked.grads)
         return result
 
     def linear_scatter(self, wires: Wires, x: Tensor, weight: Tensor) -> Tensor:
@@ -138,22 +143,14 @@ class Schedule:
         wires.all_reduce(result).wait()
         return result
 
-    def replicated_linear_backward(
-        self,
-        wires: Wires,
-        grads: Sequence[Tensor | None],
-        x: Tensor | None,
-        weights: Sequence[Tensor],
-        weight_grads: WeightGrads | None,
-        input_dtype: torch.dtype | None,
-    ) -> Tensor | None:
-        """Return the gradient, ``[M, k]``, of an input that all ranks have; ``x`` is it, else as above."""
+    def replicated_linear_backward(self, wires: Wires, asked: ColumnGrads) -> Tensor | None:
+        """Return the gradient of an input that all ranks have, ``[M, k]``; None if it needs none."""
         result: Tensor | None = None
-        if input_dtype is not None:
-            result = input_grad(grads, weights).to(input_dtype)
+        if asked.input_dtype is not None:
+            result = asked.of_input(asked.input_dtype)
             wires.all_reduce(result).wait()
-        if x is not None and weight_grads is not None:
-            weight_grads(x, grads)
+        if asked.kept is not None and asked.weight_grads is not None:
+            asked.weight_grads(asked.kept, asked.grads)
         return result
 
 

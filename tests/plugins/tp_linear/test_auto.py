@@ -18,7 +18,7 @@ from ovpatch.overlap.choosing import remarks
 from ovpatch_plugins.tp_linear import all_gather_linear, linear_reduce_scatter
 from ovpatch_plugins.tp_linear import wires as wires_of
 from ovpatch_plugins.tp_linear.options import MEASURED
-from ovpatch_plugins.tp_linear.schedules import named
+from ovpatch_plugins.tp_linear.schedules import named, racing
 from ovpatch_plugins.tp_linear.schedules.racing import Shape, race, rounded
 from tests.plugins.tp_linear import test_compiled, test_gpu, test_llama, test_operators, test_shared
 from tests.plugins.tp_linear.arms import Record, both, draw, mesh
@@ -261,3 +261,10 @@ def test_measuring_leaves_nothing_behind(ranks):
         assert not result["captured"], "nothing is measured under a capture"
         assert len(set(result["allocated"][1:])) == 1, result
         assert result["reserved"][-1] <= result["reserved"][1], result
+
+
+def test_what_schedules_are_raced():
+    arms = {name: named(name, 4) for name in MEASURED}
+    assert racing._distinct(arms, "gather_linear") == ("stock", "ring", "chunk", "fused")
+    assert racing._distinct(arms, "gather_linear_backward") == ("stock", "bulk", "fused")
+    assert racing._distinct(arms, "linear_scatter_backward") == ("stock", "ring", "chunk", "fused")
