@@ -74,6 +74,24 @@ def _of_slowest(times: list[float]) -> list[float]:
     return slowest.tolist()
 
 
+def graphed(step: Callable[[], object]) -> Callable[[], object]:
+    """Return the replay of a CUDA graph of a step."""
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(3):
+            step()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step()
+
+    def replay(of: Callable[[], object] = step) -> None:  # whose tensors the graph reads
+        graph.replay()
+
+    return replay
+
+
 def merged(rows: list[dict[str, Any]], name: str) -> dict[str, Any]:
     """Merge the rounds of one arm: its median, each round's, the worst step time, and the peak of memory."""
     mine = [row for row in rows if row["arm"] == name]

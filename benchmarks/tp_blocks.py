@@ -31,7 +31,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 import ovpatch
-from benchmarks.runs import CUDA, add_timing, alternate, device, start, timed
+from benchmarks.runs import CUDA, add_timing, alternate, device, graphed, start, timed
 
 SIZES = {
     "8b": {"width": 4096, "heads": 32, "hidden": 14336, "layers": 8, "tokens": 8192},
@@ -171,24 +171,6 @@ def build(arm: dict[str, Any], args: argparse.Namespace, mesh: DeviceMesh) -> Ca
             param.grad = None
 
     return graphed(step) if arm.get("graph") else step
-
-
-def graphed(step: Callable[[], object]) -> Callable[[], object]:
-    """Return the replay of a CUDA graph of a step."""
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        for _ in range(3):
-            step()
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        step()
-
-    def replay(of: Callable[[], object] = step) -> None:  # whose tensors the graph reads
-        graph.replay()
-
-    return replay
 
 
 @contextlib.contextmanager

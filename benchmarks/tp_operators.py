@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from benchmarks.runs import CUDA, add_timing, alternate, device, start, timed
+from benchmarks.runs import CUDA, add_timing, alternate, device, graphed, start, timed
 from ovpatch_plugins.tp_linear import wires
 from ovpatch_plugins.tp_linear.schedules import SCHEDULES
 
@@ -42,7 +42,25 @@ LIMITS = ("product", "collective")
 Operator = Callable[[], Tensor]
 
 
-class Gather:
+class Linear:
+    """A tensor-parallel linear; those that follow have ``product``, ``collective``, ``in_sequence`` and ``ours``."""
+
+    def __init__(self) -> None:
+        self.group, self.world = dist.group.WORLD, dist.get_world_size()
+        self.wires = wires.of(self.group, device())
+        self.draw = functools.partial(torch.randn, dtype=torch.bfloat16 if CUDA else torch.float32, device=device())
+
+    def kernels(self, tiles: Any) -> Tensor:
+        """Compute by the kernels of ``fused``, with tiles as given."""
+        from ovpatch.overlap.symmetric import workspace
+
+        found = self.launch(workspace.of(self.group, device()), tiles)
+        if found is None:
+            raise RuntimeError("the workspace cannot be made")
+        return found
+
+
+class Gather(Linear):
     """All-gather, then a product.
 
     Args:
@@ -54,12 +72,9 @@ class Gather:
     method = "gather_linear"
 
     def __init__(self, tokens: int, outside: int, between: int) -> None:
-        self.group, world = dist.group.WORLD, dist.get_world_size()
-        dtype = torch.bfloat16 if CUDA else torch.float32
-        draw = functools.partial(torch.randn, dtype=dtype, device=device())
-        self.x, self.weight = draw(tokens // world, outside), draw(between, outside) * outside**-0.5
-        self.whole = draw(tokens, outside)
-        self.wires = wires.of(self.group, device())
+        super().__init__()
+        self.x, self.weight = self.draw(tokens // self.world, outside), self.draw(between, outside) * outside**-0.5
+        self.whole = self.draw(tokens, outside)
 
     def product(self) -> Tensor:
         """Multiply rows that are there already."""
@@ -85,18 +100,15 @@ class Gather:
         (out,), _ = SCHEDULES[schedule].gather_linear(self.wires, self.x, [self.weight], [None], True)
         return out
 
-    def kernels(self, tiles: Any) -> Tensor:
-        """Compute by the kernels of ``fused``, with tiles as given."""
-        from ovpatch.overlap.symmetric import workspace
+    def launch(self, workspace: Any, tiles: Any) -> Tensor | None:
+        """Launch the kernels of ``fused``."""
         from ovpatch_plugins.tp_linear.kernels import launch
 
-        found = launch.gather_linear(workspace.of(self.group, device()), self.x, [self.weight], [None], tiles=tiles)
-        if found is None:
-            raise RuntimeError("the workspace cannot be made")
-        return found[0][0]
+        found = launch.gather_linear(workspace, self.x, [self.weight], [None], tiles=tiles)
+        return None if found is None else found[0][0]
 
 
-class Scatter:
+class Scatter(Linear):
     """A product, then reduce-scatter.
 
     Args:
@@ -108,12 +120,9 @@ class Scatter:
     method = "linear_scatter"
 
     def __init__(self, tokens: int, outside: int, between: int) -> None:
-        self.group, self.world = dist.group.WORLD, dist.get_world_size()
-        dtype = torch.bfloat16 if CUDA else torch.float32
-        draw = functools.partial(torch.randn, dtype=dtype, device=device())
-        self.x, self.weight = draw(tokens, between), draw(outside, between) * (between * self.world) ** -0.5
-        self.terms, self.part = draw(tokens, outside), draw(tokens // self.world, outside)
-        self.wires = wires.of(self.group, device())
+        super().__init__()
+        self.x, self.weight = self.draw(tokens, between), self.draw(outside, between) * (between * self.world) ** -0.5
+        self.terms, self.part = self.draw(tokens, outside), self.draw(tokens // self.world, outside)
 
     def product(self) -> Tensor:
         """Multiply only."""
@@ -139,15 +148,11 @@ class Scatter:
         """Compute by a schedule of the feature."""
         return SCHEDULES[schedule].linear_scatter(self.wires, self.x, self.weight)
 
-    def kernels(self, tiles: Any) -> Tensor:
-        """Compute by the kernels of ``fused``, with tiles as given."""
-        from ovpatch.overlap.symmetric import workspace
+    def launch(self, workspace: Any, tiles: Any) -> Tensor | None:
+        """Launch the kernels of ``fused``."""
         from ovpatch_plugins.tp_linear.kernels import launch
 
-        found = launch.linear_scatter(workspace.of(self.group, device()), [self.x], [self.weight], tiles=tiles)
-        if found is None:
-            raise RuntimeError("the workspace cannot be made")
-        return found
+        return launch.linear_scatter(workspace, [self.x], [self.weight], tiles=tiles)
 
 
 OPERATORS = {"gather": Gather, "scatter": Scatter}
@@ -194,23 +199,6 @@ def check(name: str, compute: Operator, operator: Any) -> None:
     dist.all_reduce(worst, op=dist.ReduceOp.MAX)
     if not worst < 0.01:
         raise RuntimeError(f"{name} computes something else: it is off by {worst:.1%}")
-
-
-def graphed(step: Callable[[], object]) -> Callable[[], object]:
-    """Return the replay of a CUDA graph of a step."""
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        step()
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        step()
-
-    def replay(of: Callable[[], object] = step) -> None:  # whose tensors the graph reads
-        graph.replay()
-
-    return replay
 
 
 def measure(name: str, operator: Any, args: argparse.Namespace) -> dict[str, Any]:
