@@ -68,7 +68,8 @@ def weighted_sum(rows: Tensor, weights: Tensor | None, place: Tensor, top_k: int
     out = rows.new_empty((len(place) // top_k, features), dtype=dtype)
     if out.numel():
         grid = len(out), triton.cdiv(features, _BLOCK)
-        weighted_sum_kernel[grid](rows, weights, place, out, features, top_k, _BLOCK)
+        with torch.cuda.device_of(rows):  # Triton launches on the current one
+            weighted_sum_kernel[grid](rows, weights, place, out, features, top_k, _BLOCK)
     return out
 
 
@@ -89,5 +90,6 @@ def weighted_sum_back(
     dweights = torch.zeros_like(weights) if of_weights else None
     if rows.numel() and (of_rows or of_weights):
         args = rows, weights, order, grad, drows, dweights, rows.shape[1], weights.shape[1], _BLOCK
-        weighted_sum_back_kernel[(len(rows),)](*args)
+        with torch.cuda.device_of(rows):
+            weighted_sum_back_kernel[(len(rows),)](*args)
     return drows, dweights

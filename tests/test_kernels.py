@@ -1,0 +1,141 @@
+"""Small kernels, interpreted, all in one process, which costs seconds: they compute what torch's operations do."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from ovpatch.overlap import following
+from ovpatch.overlap.halves import followed
+from ovpatch_plugins.pipe_experts import kernels, routing
+from ovpatch_plugins.pipe_experts.parts import Counts, plan
+from ovpatch_plugins.pipe_experts.routing import Route
+from tests.support.interpreter import interpreted
+
+CASES = [
+    # tokens, k, features, share of slots that go nowhere
+    (5, 1, 16, 0.0),
+    (4, 2, 21, 0.3),  # no multiple of a block of 8
+    (3, 3, 8, 0.5),
+    (6, 2, 1, 0.2),
+    (2, 4, 5, 1.0),  # no rows at all
+    (0, 2, 5, 0.0),
+]
+DTYPES = [
+    # of rows, of weights, of tokens
+    (torch.float32, torch.float32, torch.float32),
+    (torch.bfloat16, torch.float32, torch.bfloat16),
+    (torch.bfloat16, torch.float32, torch.float32),
+    (torch.float16, torch.float16, torch.float16),
+]
+
+
+def made(tokens: int, top_k: int, dropped: float) -> Route:
+    slots = tokens * top_k
+    order = torch.randperm(slots)[: round(slots * (1 - dropped))]
+    return Route(order, slots, top_k, Counts([[len(order)]], [[[len(order)]]]), plan(1, 1))
+
+
+def whole(*shape: int, dtype: torch.dtype) -> Tensor:
+    return torch.randint(-4, 5, shape).to(dtype)  # sums are exact, in whatever order
+
+
+def run(route: Route, rows: Tensor, weights: Tensor, grad: Tensor, dtype: torch.dtype) -> list[Tensor]:
+    """Return tokens, gradients of rows and of weights, also where only one is wanted, and sums without weights."""
+    found = []
+    for of_rows, of_weights in ((True, True), (True, False), (False, True)):
+        given = [rows.detach().requires_grad_(of_rows), weights.detach().requires_grad_(of_weights)]
+        out = route.combined(*given, dtype)
+        wanted = [tensor for tensor in given if tensor.requires_grad]
+        found += [out.detach(), *torch.autograd.grad(out, wanted, grad.to(out.dtype).expand_as(out))]
+    return [*found, route.summed(rows, dtype)]
+
+
+def put_together() -> list[str]:
+    """Return which results of the kernels that put tokens together are not those of torch's operations."""
+    kernels._BLOCK, wrong = 8, []
+    for tokens, top_k, features, dropped in CASES:
+        for of_rows, of_weights, dtype in DTYPES:
+            route = made(tokens, top_k, dropped)
+            rows = whole(features, len(route.order), dtype=of_rows).t()  # not contiguous
+            weights = whole(tokens, 2 * top_k, dtype=of_weights)[:, ::2]
+            args = route, rows, weights, whole(tokens, 1, dtype=dtype), dtype
+            right = run(*args)
+            by_kernel, routing._by_kernel = routing._by_kernel, lambda *tensors: True
+            found = run(*args)
+            routing._by_kernel = by_kernel
+            for i, (one, other) in enumerate(zip(found, right, strict=True)):
+                if one.dtype != other.dtype or not torch.equal(one, other):
+                    wrong.append(f"{(tokens, top_k, features, dropped)}, {dtype} of {of_rows}, result {i}")
+    return wrong
+
+
+def in_fp32() -> list[list[float]]:
+    """Add up what bf16 cannot hold, beside slots that go nowhere, whose memory is somebody else's."""
+    route = made(3, 2, 0.0)
+    route = Route(torch.tensor([1, 0, 3]), 6, 2, route.counts, route.plan)
+    rows = torch.tensor([[1.0], [256.0], [torch.inf]]).bfloat16()
+    weights = torch.tensor([[1, 1], [torch.nan, 0.5], [1, 1]])
+    sums = kernels.weighted_sum(rows, weights[:1].expand(3, 2).contiguous(), route.place, 2, torch.float32)
+    rounded = kernels.weighted_sum(rows, None, route.place, 2, torch.bfloat16)
+    return [sums.flatten().tolist(), rounded.flatten().tolist()]
+
+
+def numbers(n: int, dtype: torch.dtype) -> Tensor:
+    """Return fp32 numbers between those of half precision, less than half way: the interpreter's bf16 is cut off."""
+    low = torch.randint(0, 1 << 15, (n,), dtype=torch.int32)
+    return (torch.randn(n).bfloat16().view(torch.int16).int() << 16 | low).view(torch.float32)
+
+
+def following_roundings() -> list[str]:
+    """Return of which tensors the numbers are not what :func:`followed` makes of them."""
+    following._BLOCK, wrong = 8, []
+    special = torch.tensor([-0.0, torch.nan, 1.0, torch.inf, 3e38, 0.0, -0.0])
+    becomes = torch.tensor([-0.0, torch.nan, torch.nan, torch.inf, 1.0, -0.0, 0.0])
+    for dtype in (torch.float16, torch.bfloat16):
+        if dtype is torch.bfloat16:  # whose bits the interpreter compares
+            special, becomes = special[:-2], becomes[:-2]
+        wides = [special.clone(), *[numbers(n, dtype) for n in (1, 8, 0, 21, 24)]]
+        halves = [becomes.to(dtype), *[wide.to(dtype) for wide in wides[1:]]]
+        halves[4][5::7] = 7.0
+        halves[5].zero_()
+        right = [followed(wide.clone(), half) for wide, half in zip(wides, halves, strict=True)]
+        before = [wide.clone() for wide in wides]
+        table = torch.tensor(
+            [(wide.data_ptr(), half.data_ptr(), len(wide)) for wide, half in zip(wides, halves, strict=True)]
+        )
+        following.follow(table, dtype, 24)
+        for i, (wide, expected) in enumerate(zip(wides, right, strict=True)):
+            if not same(wide, expected):
+                wrong.append(f"tensor {i} of {dtype}")
+        changed = [not same(wide, old) for wide, old in zip(wides, before, strict=True)]
+        wrong += [] if changed == [True, False, False, False, True, True] else [f"changes {changed}"]
+    return wrong
+
+
+def same(one: Tensor, other: Tensor) -> bool:
+    """Tell whether numbers are the same, signs of zeros included."""
+    return torch.allclose(one, other, 0, 0, equal_nan=True) and torch.equal(one.signbit(), other.signbit())
+
+
+def computed() -> dict[str, Any]:
+    torch.manual_seed(0)
+    return {"put together": put_together(), "in fp32": in_fp32(), "following": following_roundings()}
+
+
+@pytest.fixture(scope="module")
+def found() -> dict[str, Any]:
+    result: dict[str, Any] = interpreted(computed)
+    return result
+
+
+def test_tokens_are_put_together_as_torch_does(found):
+    assert not found["put together"]
+    assert found["in fp32"] == [[257.0, float("inf"), 0.0], [256.0, float("inf"), 0.0]]
+
+
+def test_numbers_follow_their_roundings(found):
+    assert not found["following"]
