@@ -68,6 +68,8 @@ DAMAGE: dict[str, Any] = {
     "no finite time": head(choices={"key": {"a": float("nan")}}),
     "a time that is none": head(choices={"key": {"a": 0}}),
     "a list of choices": head(choices=[1]),
+    "a time that no float holds": head(choices={"key": {"a": 10**400}}),
+    "without end": "[" * 100_000,
 }
 
 
@@ -109,6 +111,20 @@ def test_a_budget_counts_what_is_spent():
     with budget.spending():
         now[0] += 7
     assert budget.left() == -1
+
+
+def test_a_budget_counts_threads_that_measure_at_the_same_time():
+    now = [0.0]
+    budget = Budget(10, lambda: now[0])
+    first, second = budget.spending(), budget.spending()
+    first.__enter__()
+    now[0] += 1
+    second.__enter__()
+    now[0] += 2
+    first.__exit__(None, None, None)
+    assert budget.left() == 10 - 3 - 2
+    second.__exit__(None, None, None)
+    assert budget.left() == 10 - 3 - 2
 
 
 # --- by several ranks ---

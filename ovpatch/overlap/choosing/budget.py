@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 import time
 from collections.abc import Callable, Iterator
 from typing import Final
@@ -20,23 +21,26 @@ class Budget:
 
     def __init__(self, seconds: float = SECONDS, clock: Callable[[], float] = time.monotonic) -> None:
         self.seconds, self._clock = seconds, clock
-        self._spent = 0.0
-        self._since: float | None = None
+        self._spent, self._lock = 0.0, threading.Lock()
+        self._running: list[float] = []  # since when; threads may measure for groups of their own at the same time
 
     @contextlib.contextmanager
     def spending(self) -> Iterator[None]:
         """Count the time of a block."""
-        self._since = self._clock()
+        began = self._clock()
+        with self._lock:
+            self._running.append(began)
         try:
             yield
         finally:
-            self._spent += self._clock() - self._since
-            self._since = None
+            with self._lock:
+                self._running.remove(began)
+                self._spent += self._clock() - began
 
     def left(self) -> float:
         """Return how many seconds are left, which may be less than none."""
-        running = 0.0 if self._since is None else self._clock() - self._since
-        return self.seconds - self._spent - running
+        with self._lock:
+            return self.seconds - self._spent - sum(self._clock() - began for began in self._running)
 
 
 BUDGET: Final = Budget()

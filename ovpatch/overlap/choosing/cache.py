@@ -49,7 +49,7 @@ class Cache:
             return {}
         try:
             found = _checked(json.loads(text), self._environment)
-        except ValueError as error:  # of which JSON's errors are some
+        except (ValueError, RecursionError) as error:  # of which JSON's errors are some
             self.problem = self._damaged(str(error))
             return {}
         self.problem = ""
@@ -84,7 +84,7 @@ def _checked(data: Any, environment: Mapping[str, str]) -> dict[str, Times]:
 
 def _are_times(times: Any) -> bool:
     return isinstance(times, dict) and all(
-        isinstance(ms, (int, float)) and math.isfinite(ms) and ms > 0 for ms in times.values()
+        isinstance(ms, float) and math.isfinite(ms) and ms > 0 for ms in times.values()
     )
 
 
