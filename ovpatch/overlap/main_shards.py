@@ -66,7 +66,7 @@ class MainShards:
         self.reads: list[tuple[int, str, int]] = []
         self._params, self._names, self._group, self._dtype = params, names, group, dtype
         self._rank, self._world = group.rank(), group.size()
-        self._numels = [param.numel() for param in params]
+        self._slices = [[cut(param.numel(), self._world, rank) for rank in range(self._world)] for param in params]
         self._mains: dict[int, Tensor] = {}
         self._mixed: dict[int, Mixed] = {}
         # As for gathers, [Note: owners of a parameter]; who takes gradients keeps the nodes.
@@ -216,7 +216,7 @@ class MainShards:
     def _assembled(self, index: int, parts: Mapping[int, Tensor]) -> Tensor:
         whole = torch.empty_like(self._mixed[index].form, device=self._params[index].device)
         for rank, part in parts.items():
-            own = cut(self._numels[index], self._world, rank)
+            own = self._slices[index][rank]
             flat(whole)[own.begin : own.end].copy_(part[: own.numel])
         return whole
 
@@ -242,7 +242,7 @@ class MainShards:
         return found
 
     def _slice(self, index: int) -> Slice:
-        return cut(self._numels[index], self._world, self._rank)
+        return self._slices[index][self._rank]
 
     def _mixed_of(self, index: int) -> Mixed:
         if index not in self._mixed:

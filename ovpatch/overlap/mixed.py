@@ -93,6 +93,9 @@ class MixedParameter(PendingParameter):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         """Give ``func`` the copy in half precision, or metadata, or else the whole."""
+        if func in _ABOUT_FORM:  # first of all, for a step asks for much of it
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **(kwargs or {}))
         kwargs = kwargs or {}
         first = next((value for value in (*args, *kwargs.values()) if type(value) is MixedParameter), None)
         mixed, cast = find(first), _casts.get(id(first))
@@ -102,9 +105,6 @@ class MixedParameter(PendingParameter):
                 return func(*map(_lowered, args), **{name: _lowered(value) for name, value in kwargs.items()})
             if mixed is not None and (func in _ABOUT_MEMORY or func in LIKE):
                 return _answered(mixed, func, args, kwargs)
-        if func in METADATA:
-            with torch._C.DisableTorchFunctionSubclass():
-                return func(*args, **kwargs)
         make_whole((args, kwargs), reader=name_of(func))
         if _lingering:
             return _called_plainly(func, args, kwargs)
@@ -160,13 +160,15 @@ def give_back(param: Parameter, whole: Tensor) -> None:
 
 
 def writable_copy(mixed: Mixed) -> Tensor:
-    """Return the copy's elements, to write to; in new memory if there is none, or somebody holds it."""
+    """Return the copy's elements, to write to; in new memory if there is none, or somebody holds it.
+
+    Call it :func:`ovpatch.overlap.pending.plainly`.
+    """
     copy = mixed.copy
-    with plainly():
-        if not copy.numel() or storage_references(copy) != references_of_one():
-            copy.data = torch.empty_like(mixed.form, dtype=copy.dtype, device=copy.device)
-            mixed.stream = torch.cuda.current_stream(copy.device) if copy.is_cuda else None
-        return copy.data.view(-1)
+    if not copy.numel() or storage_references(copy) != references_of_one():
+        copy.data = torch.empty_like(mixed.form, dtype=copy.dtype, device=copy.device)
+        mixed.stream = torch.cuda.current_stream(copy.device) if copy.is_cuda else None
+    return copy.data.view(-1)
 
 
 def drop_copy(mixed: Mixed) -> None:
@@ -262,6 +264,7 @@ _lingering_lock = threading.Lock()
 _ABOUT_MEMORY: Final = frozenset(
     getattr(Tensor, name) for name in ("stride", "storage_offset", "is_contiguous", "dim_order")
 )
+_ABOUT_FORM: Final = METADATA - _ABOUT_MEMORY
 
 
 def _widened(grad: Tensor) -> Tensor:

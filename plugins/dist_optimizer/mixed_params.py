@@ -188,12 +188,15 @@ class MixedParams:
 
 def by_model(parts: Sequence[Part], dtype: torch.dtype | None) -> dict[MixedParams, list[Part]]:
     """Return the parameters of each model that is trained on several ranks; none without a dtype to keep them in."""
+    by_shards: dict[GradShards, list[Part]] = {}
+    for part in parts if dtype is not None else ():
+        by_shards.setdefault(part.shards, []).append(part)
     found: dict[MixedParams, list[Part]] = {}
-    for part in parts:
-        if dtype is not None and part.shards.group.size() > 1:
-            if part.shards not in _models:
-                _models[part.shards] = MixedParams(part.shards, dtype)
-            found.setdefault(_models[part.shards], []).append(part)
+    for shards, ones in by_shards.items():
+        if dtype is not None and shards.group.size() > 1:
+            if shards not in _models:
+                _models[shards] = MixedParams(shards, dtype)
+            found[_models[shards]] = ones
     return found
 
 

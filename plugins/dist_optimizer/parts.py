@@ -63,7 +63,8 @@ def standing_in(optimizer: Optimizer, parts: Sequence[Part]) -> Iterator[StandIn
     Yields:
         The stand-ins, by ``id`` of the parameter.
     """
-    stand_ins = {id(part.param): _stand_in(part) for part in parts}
+    with torch.inference_mode(False), torch.no_grad():
+        stand_ins = {id(part.param): _stand_in(part) for part in parts}
     with _replacing(optimizer, stand_ins):
         yield stand_ins
 
@@ -94,11 +95,9 @@ def _replacing(optimizer: Optimizer, by: Mapping[int, Parameter | None]) -> Iter
 
 def _stand_in(part: Part) -> Parameter:
     own, kept = part.shards.slice(part.index), mixed.find(part.param)
-    with torch.inference_mode(False), torch.no_grad():
-        if kept is None:
-            elements = flat(part.param.data)[own.begin : own.end]
-        else:
-            elements = kept.source.main(kept.index)[: own.numel]
-        stand_in = Parameter(elements, requires_grad=part.param.requires_grad)
-        stand_in.grad = part.shards.own_part(part.index)
+    main = None if kept is None else kept.source.main(kept.index)
+    elements = flat(part.param.data)[own.begin : own.end] if main is None else main[: own.numel]
+    # What Parameter() does, without asking whether there is something to settle.
+    stand_in: Parameter = torch.Tensor._make_subclass(Parameter, elements, part.param.requires_grad)
+    stand_in.grad = part.shards.own_part(part.index)
     return stand_in

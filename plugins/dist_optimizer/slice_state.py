@@ -53,8 +53,11 @@ class SlicesOfModel(StateOfModel):
 
     def _keep(self, key: Key, part: Tensor, state: dict[Any, Any]) -> None:
         self._parts[key] = part
-        param = self._shards.params[key[0]]
-        self._leave_placeholder(key, Form(param.shape, param.stride(), part.dtype, param.device), state)
+        form = self._forms.get(key)
+        if form is None or form.dtype != part.dtype:  # the rest is the parameter's, as long as it has these shards
+            param = self._shards.params[key[0]]
+            form = Form(param.shape, param.stride(), part.dtype, param.device)
+        self._leave_placeholder(key, form, state)
 
     def _places(self, key: Key) -> Mapping[int, Slice]:
         return dict(enumerate(self._shards.slices(key[0])))
