@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 import threading
 import time
 from collections.abc import Callable
@@ -18,6 +19,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from ovpatch.overlap.agreement import DisagreementError
 from ovpatch.overlap.choosing import Budget, Chooser, Race, chooser_of, remarks
 from ovpatch.overlap.choosing import chooser as chooser_module
+from ovpatch.overlap.choosing.apart import apart
 from ovpatch.overlap.choosing.cache import Cache
 from ovpatch.overlap.choosing.race import fastest
 
@@ -125,6 +127,19 @@ def test_a_budget_counts_threads_that_measure_at_the_same_time():
     assert budget.left() == 10 - 3 - 2
     second.__exit__(None, None, None)
     assert budget.left() == 10 - 3 - 2
+
+
+def test_who_is_interrupted_waits_for_what_is_under_way():
+    main, ended = threading.get_ident(), []
+
+    def work() -> None:
+        signal.pthread_kill(main, signal.SIGINT)
+        time.sleep(0.1)
+        ended.append(True)
+
+    with pytest.raises(KeyboardInterrupt):
+        apart(work, CPU)
+    assert ended
 
 
 # --- by several ranks ---
