@@ -90,6 +90,13 @@ def _has_kernel(x: Tensor, other: Tensor, groups: Groups) -> bool:
     """Tell whether torch's grouped kernel takes two factors; a single expert's product needs none."""
     if x.device.type != "cuda" or x.dtype != torch.bfloat16 or len(groups.sizes) == 1 or not len(x):
         return False
-    features = x.shape[1], *other.shape[1:]
-    aligned = all(size * x.element_size() % _ALIGNED == 0 for size in features)
-    return aligned and hasattr(torch.nn.functional, "grouped_mm")
+    readable = _is_readable(x) and _is_readable(other)
+    return readable and hasattr(torch.nn.functional, "grouped_mm")
+
+
+def _is_readable(factor: Tensor) -> bool:
+    """Tell whether rows, or columns, begin where the kernel can begin to read; an activation may return any view."""
+    strides = sorted(factor.stride())
+    return strides[0] == 1 and all(
+        place % _ALIGNED == 0 for place in (factor.data_ptr(), *(n * factor.element_size() for n in strides[1:]))
+    )

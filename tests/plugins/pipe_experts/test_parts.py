@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from ovpatch_plugins.pipe_experts.memory import Memory, cut, join
 from ovpatch_plugins.pipe_experts.parts import CUTS, Counts, Plan, plan
+from ovpatch_plugins.pipe_experts.products import _is_readable
 from ovpatch_plugins.pipe_experts.routing import capacity_of, drop_surplus, route
 
 SIZES = st.integers(1, 6)
@@ -131,3 +132,13 @@ def test_cut_and_join_are_their_own_gradients():
         return join([part * (i + 1) for i, part in enumerate(parts)], Memory([2, 0, 3]))
 
     assert torch.autograd.gradcheck(through, (rows,))
+
+
+def test_what_the_grouped_kernel_can_read():
+    rows = torch.empty(6, 32, dtype=torch.bfloat16)
+    stacked = torch.empty(3, 16, 32, dtype=torch.bfloat16)
+    readable = [rows, rows.t(), rows[:, :8], rows[1:], stacked, stacked.transpose(-2, -1), stacked[1:]]
+    assert all(map(_is_readable, readable))
+    odd = torch.empty(6, 9, dtype=torch.bfloat16)
+    unreadable = [rows[:, 1:], rows[:, ::2], rows[:1].expand(6, 32), odd, odd.t(), torch.ones(()).expand(6, 32)]
+    assert not any(map(_is_readable, unreadable))
