@@ -23,7 +23,8 @@ def weighted_sum_kernel(rows, weights, place, out, features, K: tl.constexpr, BL
     total = tl.zeros((BLOCK,), tl.float32)
     for slot in tl.static_range(K):
         row = tl.load(place + token * K + slot)
-        value = tl.load(rows + row * features + columns, mask=inside & (row >= 0), other=0.0).to(tl.float32)
+        held = columns < tl.where(row >= 0, features, 0)
+        value = tl.load(rows + row * features + columns, mask=held, other=0.0).to(tl.float32)
         if weights is not None:
             value *= tl.load(weights + token * K + slot).to(tl.float32)
         total += value
