@@ -47,7 +47,10 @@ class GradBucket:
 
     Attributes:
         nbytes: Number of bytes that the collective reduces.
+        transient: How many of them nobody needs once they are reduced; see :meth:`give_up`.
     """
+
+    transient: int = 0
 
     def __init__(
         self,
@@ -151,6 +154,13 @@ class GradBucket:
         sizes = [self._flat_numel] if self._flat_numel else []
         sizes += [self.params[i].numel() for i in self._large]
         return [torch.zeros(size, dtype=self.dtype, device=self.device) for size in sizes]
+
+    def give_up(self, *, but: Collection[int]) -> None:
+        """Free what nobody needs once it is reduced, while backward still runs; the collective has been waited for.
+
+        Args:
+            but: Parameters, by index in the whole model, whose ``p.grad`` is to stay what it is.
+        """
 
     def release(self) -> None:
         """Take gradients that are being reduced in place away from their parameters; the backward has failed.

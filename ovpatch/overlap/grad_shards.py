@@ -13,9 +13,8 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from typing import Any, Protocol
+from collections.abc import Sequence
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -24,9 +23,11 @@ from torch import Tensor
 from ovpatch.overlap import farewell, gate, placeholders
 from ovpatch.overlap.editions import Editions
 from ovpatch.overlap.gate import Gate
+from ovpatch.overlap.given_up import GivenUp
 from ovpatch.overlap.memory import is_sole_owner
 from ovpatch.overlap.placeholders import Placeholder
 from ovpatch.overlap.shard_peers import ShardPeers
+from ovpatch.overlap.sharding import Minimum
 from ovpatch.overlap.slices import Slice, assemble, can_be_cut, cut, flat
 from ovpatch.overlap.votes import Votes
 from ovpatch.overlap.weakly import Weakly, forget
@@ -36,9 +37,6 @@ _LAID_OUT_ANEW = (
     "its gradient and of its optimizer's state are in the old order. Do that before DistributedDataParallel, or turn "
     "dist_optimizer off."
 )
-
-
-Minimum = Callable[[Tensor], int] | None
 
 
 class Arriving(Protocol):
@@ -89,6 +87,7 @@ class GradShards:
         self._read: set[int] = set()
         self._parts: dict[int, Tensor] = {}
         self._given: dict[int, weakref.ref[Tensor]] = {}
+        self._early = GivenUp(names)
         self._backwards = 0
         self.identity = ""
         self._overdue: list[int] = []
@@ -249,6 +248,25 @@ class GradShards:
         farewell.met(self.group)
         self.local = False
 
+    def give_up(self, index: int, *, ours: bool) -> None:
+        """Empty ``p.grad``, whose part is reduced, unless somebody holds its memory; :meth:`deliver` follows.
+
+        Args:
+            index: The parameter.
+            ours: Whether nobody else knows the memory of ``p.grad``.
+        """
+        grad = self.params[index].grad
+        if grad is not None and (ours or _nobody_elses(grad)):
+            placeholders.empty_out(grad, self, index)
+            self._early.add(index)
+
+    def lose(self) -> None:
+        """Take the gradients that were given up away from their parameters: there will be no parts of them."""
+        for index, source in self._early.lost():
+            grad = self.params[index].grad
+            if isinstance(grad, Placeholder) and grad.source is self:
+                grad.source, self.params[index].grad = source, None
+
     def deliver(self, index: int, *, ours: bool) -> None:
         """Make ``p.grad`` a placeholder: the part has been reduced.
 
@@ -261,10 +279,13 @@ class GradShards:
         if grad is None:
             with torch.inference_mode(False), torch.no_grad():
                 grad = param.grad = placeholders.make(param, self, index)
+        elif self.is_ours(grad):
+            pass  # it was given up
         elif ours or _nobody_elses(grad):
             placeholders.empty_out(grad, self, index)
         else:
             self._overdue.append(index)  # somebody holds its memory, and must find the average there
+        self._early.remove(index)
         self._given[index] = weakref.ref(grad, functools.partial(forget, _deliveries, id(grad)))
         _deliveries[id(grad)] = (self._given[index], weakref.ref(self), index, self._backwards)
 
@@ -294,6 +315,7 @@ class GradShards:
     def fetch(self, wanted: Sequence[Placeholder], *, noticed: bool) -> list[Tensor]:
         """Return whole gradients; by asking all peers."""
         indices = [one.key for one in wanted]
+        self._early.refuse(indices)
         if noticed:
             self._read.update(indices)
             reads.total += len(indices)
@@ -344,27 +366,6 @@ def delivered(grad: Tensor) -> tuple[GradShards, int] | None:
     return (shards, entry[2]) if shards is not None and shards.is_newest(entry[3]) else None
 
 
-@contextmanager
-def changing(those: Sequence[tuple[GradShards, int]]) -> Iterator[None]:
-    """Say that gradients by parts are changed in place while the block runs, on all ranks alike.
-
-    Some ranks may have put a gradient together. The block changes the whole there, and the part follows: peers ask for
-    it.
-    """
-    ones = list(dict.fromkeys(shards for shards, _ in those))
-    for shards in ones:
-        shards.editions.begin()
-    try:
-        yield
-    finally:
-        with torch.no_grad():
-            for shards, index in those:
-                if not shards.is_pending(index):
-                    shards.part_of(index).copy_(shards.current_part(index))
-        for shards in ones:
-            shards.editions.end()
-
-
 def _nobody_elses(grad: Tensor) -> bool:
     return (
         type(grad) is Tensor
@@ -373,22 +374,6 @@ def _nobody_elses(grad: Tensor) -> bool:
         and not (grad.is_conj() or grad.is_neg())
         and is_sole_owner(grad)
     )
-
-
-class Sharding:
-    """Whether models that are wrapped in this process may keep gradients by parts.
-
-    Attributes:
-        minimum: See :class:`GradShards`. Set by the feature that can make use of parts, the same on all ranks.
-        terms: What else of that feature has to be the same on all ranks; empty where it is off.
-    """
-
-    def __init__(self) -> None:
-        self.minimum: Minimum = None
-        self.terms: Mapping[str, Any] = {}
-
-
-sharding = Sharding()
 
 
 class Reads:

@@ -2,10 +2,18 @@
 
 [Note: one order] Buckets are launched strictly in index order, on every rank. A collective that is launched out of turn
 because its gradients happened to come first pairs with another one on a rank where they did not.
+
+[Note: gradients in flight] Of a gradient that is scattered each rank needs its part alone, so its memory can serve for
+the next ones, once it is reduced: a backward then holds the gradients that are under way instead of all. Whoever
+computes waits for the oldest before more are launched than may be under way. A device does that in the order of its
+streams, and the host goes on. Where the limit leaves room for some milliseconds of traffic there is nothing to wait
+for, unless communication is what takes longest; then one of the two waits anyway.
 """
 
 from __future__ import annotations
 
+import math
+from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from typing import TypeAlias
 
@@ -32,6 +40,7 @@ class Reduction:
         feature: Name for labels.
         average: Let the collective divide by the number of ranks; otherwise gradients are divided before it.
         skip_absent: Launch nothing for buckets to which this backward adds nothing. Right only if all ranks do so.
+        in_flight: How many bytes may be under way that nobody needs once they are reduced.
         meet: Called once a backward, before its first collective.
     """
 
@@ -43,10 +52,11 @@ class Reduction:
         feature: str,
         average: bool = False,
         skip_absent: bool = False,
+        in_flight: float = math.inf,
         meet: Callable[[], None] = lambda: None,
     ) -> None:
         self.buckets = list(buckets)
-        self._skip_absent, self._meet = skip_absent, meet
+        self._skip_absent, self._limit, self._meet = skip_absent, in_flight, meet
         self._divisor = 1 if average else group.size()
         self._bucket_of = {index: b for b, bucket in enumerate(buckets) for index in bucket.indices}
         self._labels = [label(feature, "all_reduce", f"bucket {b}") for b in range(len(buckets))]
@@ -62,6 +72,9 @@ class Reduction:
         self.launched = 0
         self._waiting = list(self._sizes)
         self._works: list[Work] = []
+        self._staged: set[int] = set()
+        self._in_flight: deque[tuple[GradBucket, Sequence[Work]]] = deque()
+        self._transient = 0
         self._producers.clear()
 
     def without(self, index: int) -> None:
@@ -112,6 +125,7 @@ class Reduction:
         bucket = self.buckets[self._bucket_of[index]]
         self._join(bucket)
         bucket.stage(index, self._divisor)
+        self._staged.add(index)
 
     def launch_ready(self, on_launch: Callable[[Bucket], None], given: Tensor | None = None) -> None:
         """Launch the buckets that are full, up to the first that is not.
@@ -137,8 +151,7 @@ class Reduction:
 
     def wait_for_peers(self) -> None:
         """Have the host wait until all ranks have taken part; parts of gradients are not written yet."""
-        for work in self._works:
-            (work.wait_for_results if isinstance(work, Unpacked) else work.wait)()
+        _wait_for_peers(self._works)
 
     def wait(self) -> None:
         """Make the current stream (the host, without streams) wait for everything launched."""
@@ -175,14 +188,27 @@ class Reduction:
             with span(self._labels[index]):
                 self._join(bucket)
                 pieces = bucket.pack(self._divisor, absent=self.absent, given=given)
-                self._start(bucket, pieces)
+                self._follow(bucket, self._start(bucket, pieces))
             on_launch(bucket)
         self.launched = index + 1
 
-    def _start(self, bucket: Bucket, pieces: list[Tensor]) -> None:
+    def _start(self, bucket: Bucket, pieces: list[Tensor]) -> Sequence[Work]:
         if not self._works:
             self._meet()
-        self._works += bucket.start(self._collectives[bucket.device], pieces)
+        works = bucket.start(self._collectives[bucket.device], pieces)
+        self._works += works
+        return works
+
+    def _follow(self, bucket: Bucket, works: Sequence[Work]) -> None:
+        """Keep what is under way below the limit; see [Note: gradients in flight]."""
+        if isinstance(bucket, GradBucket) and bucket.transient:
+            self._in_flight.append((bucket, works))
+            self._transient += bucket.transient
+        while self._in_flight and self._transient > self._limit:
+            oldest, started = self._in_flight.popleft()
+            self._transient -= oldest.transient
+            _wait_for_peers(started)
+            oldest.give_up(but=self.absent | self._staged)
 
     def _skipped(self, bucket: Bucket) -> bool:
         return self._skip_absent and self.absent.issuperset(bucket.indices)
@@ -190,3 +216,9 @@ class Reduction:
     def _join(self, bucket: Bucket) -> None:
         grads = (param.grad for param in bucket.params)
         self._producers.join(bucket.device, (grad for grad in grads if grad is not None and not grad.is_sparse))
+
+
+def _wait_for_peers(works: Sequence[Work]) -> None:
+    """Wait for collectives; what has to be put in its place afterwards is not yet."""
+    for work in works:
+        (work.wait_for_results if isinstance(work, Unpacked) else work.wait)()

@@ -35,14 +35,37 @@ class ShardBucket(GradBucket):
         super().__init__(indices, params, dtype=dtype, alone=shards.chosen)
         self._shards = shards
         self._cut = [i for i in self._large if indices[i] in shards.chosen]
+        self.transient = sum(params[i].numel() for i in self._cut) * self.dtype.itemsize
+        self._given_up: set[int] = set()
+
+    def give_up(self, *, but: Collection[int]) -> None:
+        """Free the memory of what this rank has its part of."""
+        for i in self._cut:
+            piece = self._pieces.pop(i)
+            if self.device.type == "cuda":  # it may be another stream's, which has not waited
+                piece.record_stream(torch.cuda.current_stream(self.device))
+            if self.indices[i] not in but:
+                self._shards.give_up(self.indices[i], ours=self.params[i].grad is piece)
+        self._given_up.update(self._cut)
 
     def unpack(self, *, skip: Collection[int] = ()) -> list[tuple[Tensor, Tensor]]:
         """Leave this rank's parts with the shards, and placeholders in ``p.grad``; the rest as for other buckets."""
         for i in self._cut:
             piece = self._pieces.pop(i, None)
-            if piece is not None and self.indices[i] not in skip:
-                self._shards.deliver(self.indices[i], ours=self.params[i].grad is piece)
+            if (piece is not None or i in self._given_up) and self.indices[i] not in skip:
+                self._shards.deliver(self.indices[i], ours=piece is not None and self.params[i].grad is piece)
+        self._given_up.clear()
         return super().unpack(skip=skip)
+
+    def release(self) -> None:
+        """Take gradients away that are being reduced in place, or were given up."""
+        self._shards.lose()
+        super().release()
+
+    def drop(self) -> None:
+        """Forget what was packed."""
+        self._given_up.clear()
+        super().drop()
 
     def start(self, collectives: Collectives, pieces: list[Tensor]) -> Sequence[Work]:
         """Start the reductions of what :meth:`pack` or :meth:`zeros` has returned."""

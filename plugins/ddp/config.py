@@ -41,3 +41,8 @@ class ReducerConfig:
     def layout(self) -> tuple[tuple[int, ...], str, bool, tuple[bool, ...]]:
         """What :class:`ovpatch.overlap.layout.Layout` is told of it."""
         return self.bucket_limits, self.granularity, self.in_fp32, self.sparse
+
+    @property
+    def reduction(self) -> dict[str, bool]:
+        """What :class:`ovpatch.overlap.reduction.Reduction` is told of it."""
+        return {"average": self.average, "skip_absent": self.skip_unused}

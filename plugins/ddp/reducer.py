@@ -22,12 +22,13 @@ from torch import Tensor
 from ovpatch.overlap.backward_task import BackwardTask
 from ovpatch.overlap.ballot import Ballots
 from ovpatch.overlap.engine import accumulates
-from ovpatch.overlap.grad_shards import GradShards, sharding
+from ovpatch.overlap.grad_shards import GradShards
 from ovpatch.overlap.gradient_hooks import GradientHooks, watch_outputs
 from ovpatch.overlap.labels import label, span
 from ovpatch.overlap.layout import Layout
 from ovpatch.overlap.ledger import ANY, GradLedger
 from ovpatch.overlap.reduction import Bucket, Reduction
+from ovpatch.overlap.sharding import sharding
 from ovpatch_plugins.ddp import messages
 from ovpatch_plugins.ddp.communicator import meet_for_late_backward, with_budget
 from ovpatch_plugins.ddp.config import ReducerConfig
@@ -269,10 +270,9 @@ class GradReducer:
                 self._set_buckets()
 
     def _set_buckets(self) -> None:
-        config, group = self.config, self._lane or self._group
-        buckets = self._cutting.buckets(bucketed=self._mode.searches)
+        buckets, group = self._cutting.buckets(bucketed=self._mode.searches), self._lane or self._group
         self._reduction = Reduction(
-            buckets, group, feature="ddp", average=config.average, skip_absent=config.skip_unused, meet=self.shards.meet
+            buckets, group, feature="ddp", meet=self.shards.meet, in_flight=sharding.in_flight, **self.config.reduction
         )
         self._open(None)
 

@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 
 from ovpatch.overlap.agreement import agree
-from ovpatch.overlap.grad_shards import sharding
+from ovpatch.overlap.sharding import sharding
 from ovpatch_plugins.ddp import messages
 from ovpatch_plugins.ddp.communicator import averages, check_budget
 from ovpatch_plugins.ddp.config import ReducerConfig

@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ovpatch.overlap import grad_shards
+from ovpatch.overlap.changing import changing
 from ovpatch.overlap.grad_shards import GradShards
 from ovpatch_plugins.dist_optimizer.counters import COUNTERS
 
@@ -66,7 +67,7 @@ def wrap_clip(original: Callable[..., None]) -> Callable[..., None]:
         ]
         if not _all_ranks_clip():  # else the sum of the norms has seen to it
             _meet(total_norm, dict.fromkeys(shards.group for shards, _ in cut.values()))
-        with grad_shards.changing(list(cut.values())):
+        with changing(list(cut.values())):
             original([*whole, *holders], max_norm, total_norm, foreach)
 
     return clip_grads_with_norm_

@@ -24,6 +24,10 @@ def _capacity(text: str) -> float:
     return value
 
 
+def _limit(text: str) -> float:
+    return math.inf if text.strip().lower() == "inf" else _capacity(text)
+
+
 def _dtype(text: str) -> str:
     name = _DTYPES.get(text.strip().lower().removeprefix("torch."))
     if name is None:
@@ -52,6 +56,13 @@ OPTIONS: Final = (
         64.0,
         "How many MiB of parameters are gathered together; with overlap, at most a sixteenth of them all, but 1 MiB.",
         parse=_capacity,
+    ),
+    Option(
+        "grads_in_flight_mb",
+        1024.0,
+        "How many MiB of whole gradients may be on their way to the ranks' slices: more is waited for, and its memory "
+        "given up, while backward still computes. inf: all are there until backward ends.",
+        parse=_limit,
     ),
     Option(
         "min_param_numel",

@@ -95,19 +95,20 @@ def ovpatch_register(patches: Registrar, options: Mapping[str, Any]) -> None:
 @hookimpl
 def ovpatch_activate(options: Mapping[str, Any]) -> Sequence[str]:
     """Let models that are wrapped from now on keep gradients by parts."""
-    from ovpatch.overlap.grad_shards import sharding
+    from ovpatch.overlap.sharding import sharding
     from ovpatch_plugins.dist_optimizer.main_params import smallest
 
     sharding.minimum, sharding.terms = functools.partial(smallest, dict(options)), dict(options)
+    sharding.in_flight = options["grads_in_flight_mb"] * 2**20
     return []
 
 
 @hookimpl
 def ovpatch_deactivate() -> None:
     """Make all optimizers stock again."""
-    from ovpatch.overlap.grad_shards import sharding
+    from ovpatch.overlap.sharding import sharding
 
-    sharding.minimum, sharding.terms = None, {}
+    sharding.clear()
     optimizers = sys.modules.get("ovpatch_plugins.dist_optimizer.optimizers")
     if optimizers is not None:
         optimizers.release_all()

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 
-from ovpatch.overlap import grad_shards
+from ovpatch.overlap.changing import changing
 from ovpatch_plugins.dist_optimizer import optimizers
 from ovpatch_plugins.dist_optimizer.parts import Part, standing_in
 
@@ -40,7 +40,7 @@ def wrap_unscale(original: Unscale) -> Unscale:
         for group in dict.fromkeys(part.shards.group for part in parts):
             for seen in looked.values():
                 dist.all_reduce(seen, dist.ReduceOp.MAX, group=group)
-        with grad_shards.changing([(part.shards, part.index) for part in parts]), _pending_as_parts(optimizer, parts):
+        with changing([(part.shards, part.index) for part in parts]), _pending_as_parts(optimizer, parts):
             found = original(scaler, optimizer, inv_scale, found_inf, allow_fp16)
         for device, seen in looked.items():
             found[device].copy_(seen)

@@ -170,11 +170,15 @@ for keep in (True, False):
     for quiet in (True, False):
         STYLES[f"accumulated, quiet: {quiet}, None: {keep}"] = (accumulated, {"quiet": quiet, "set_to_none": keep})
 
+#: Several buckets, of which some are reduced while others are to come.
+SMALL_BUCKETS = {"bucket_cap_mb": 2e-4}
+
 WRAPS: dict[str, dict[str, Any]] = {
     "plain": {},
     "views": {"gradient_as_bucket_view": True},
     "unused": {"find_unused_parameters": True},
 }
+WRAPS |= {f"small buckets, {name}": kwargs | SMALL_BUCKETS for name, kwargs in WRAPS.items()}
 
 
 def train(style: str, optimizer: str = "adamw", wrap: str = "plain", early: bool = False) -> list[Record]:

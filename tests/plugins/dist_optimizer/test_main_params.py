@@ -15,8 +15,8 @@ from torch.optim import Optimizer
 
 import ovpatch
 from ovpatch.insight.equality import compare
-from ovpatch.overlap.grad_shards import sharding
 from ovpatch.overlap.placeholders import Placeholder
+from ovpatch.overlap.sharding import sharding
 from tests.plugins.ddp.arms import Record, data, device
 from tests.plugins.dist_optimizer.arms import SMALL
 from tests.plugins.dist_optimizer.checks import all_cases, check_all, ddp, params

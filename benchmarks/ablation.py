@@ -1,0 +1,299 @@
+"""Which overlap gives what: data and tensor parallelism over a mesh, one overlap at a time, and all of them.
+
+    torchrun --nproc-per-node 8 -m benchmarks.ablation --size 8b --tp 4 --json benchmarks/results/ablation.jsonl
+
+The script is as users write it: ``parallelize_module`` with sequence and loss parallelism over one dimension of a mesh,
+``DistributedDataParallel(device_mesh=)`` over the other, fused AdamW, random tokens. Arms alternate; each is built anew,
+warmed up and timed, step after step without a stop; the slowest rank counts. A result says of each arm which features
+were on, why others were not, and what they counted: an overlap whose counter is 0 was not there.
+
+``ovpatch, no overlap`` has all features on and all overlaps off. Linears do without DTensor's dispatch there already, and
+each rank updates its share of the parameters, so what that gives is the difference to ``stock``. The arm ``limit``
+computes what a rank computes and updates, and communicates nothing.
+
+What fits: a rank of DP 2 x TP 4 has a quarter of Llama's 8.03e9 parameters. In bf16 (``--dtype bf16``: weights,
+gradients and AdamW's moments) weights, gradients, DDP's buckets and moments take 10 bytes each, 20 GB; in fp32 under
+autocast to bf16 22 with the casts, 44 GB. Activations of 8192 tokens in 32 layers are some 15 to 20 GB by the sizes of
+what is kept. So all layers fit a GPU of 80 GB in bf16 and one of 141 GB in fp32, and ``--layers`` is for less. Without
+CUDA it runs on gloo (``--size tiny --tp 2``).
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import gc
+import os
+import statistics
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import loss_parallel
+from torch.nn.parallel import DistributedDataParallel
+
+import ovpatch
+from benchmarks.decoders import SIZES, Decoder, Shape, alone, cut, flops_per_step, parameters
+from benchmarks.runs import CUDA, add_timing, alternate, device, merged, running, start, timed
+from ovpatch.overlap import farewell
+
+Step = Callable[[], Tensor]
+LR = 1e-4
+# Dense bf16 TFLOP/s that the maker states.
+PEAK_TFLOPS = {"NVIDIA H100 80GB HBM3": 989.0, "NVIDIA H200": 989.0}
+
+
+class Problem:
+    """What all arms train: a model, its data, and the mesh.
+
+    Args:
+        args: The command line.
+    """
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        self.shape, self.autocast = shape_of(args), args.dtype == "fp32"
+        self.dtype = torch.float32 if self.autocast else torch.bfloat16
+        self.mesh: DeviceMesh = init_device_mesh(
+            device().type, (dist.get_world_size() // args.tp, args.tp), mesh_dim_names=("dp", "tp")
+        )
+        # Ranks that share a model have the same tokens.
+        generator = torch.Generator().manual_seed(self.mesh["dp"].get_local_rank())
+        size = self.shape.batch, self.shape.context
+        self.tokens, self.targets = (
+            torch.randint(0, self.shape.vocabulary, size, generator=generator).to(device()) for _ in range(2)
+        )
+
+    def model(self) -> Decoder:
+        """Build the model, alike on all ranks."""
+        torch.manual_seed(0)
+        with torch.device(device()):
+            return Decoder(self.shape).to(self.dtype)
+
+    def backward(self, model: Callable[[Tensor], Tensor], tokens: Tensor, targets: Tensor) -> Tensor:
+        """Run forward and backward, and return the loss."""
+        with torch.autocast(device().type, dtype=torch.bfloat16, enabled=self.autocast):
+            logits = model(tokens)
+        loss = F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
+        loss.backward()
+        return loss.detach()
+
+
+def shape_of(args: argparse.Namespace) -> Shape:
+    """Return the model of the command line."""
+    given = {name: getattr(args, name) for name in ("layers", "batch", "context") if getattr(args, name)}
+    return dataclasses.replace(SIZES[args.size], **given)
+
+
+def trained(problem: Problem, **kwargs: Any) -> Step:
+    """A training step, stock or as far as ovpatch is applied: the script is the same.
+
+    Args:
+        problem: What is trained.
+        kwargs: Further arguments of ``DistributedDataParallel``.
+    """
+    model = problem.model()
+    cut(model, problem.mesh["tp"])
+    # DDP refuses DTensors by process_group=, and makes local tensors of them by device_mesh=.
+    wrapped = DistributedDataParallel(model, device_mesh=problem.mesh["dp"], **kwargs)
+    # From the first forward on, stock has DTensors in the place of the module's parameters.
+    optimizer = torch.optim.AdamW(wrapped.parameters(), lr=LR, fused=CUDA)
+
+    def step() -> Tensor:
+        with loss_parallel():
+            loss = problem.backward(wrapped, problem.tokens, problem.targets)
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss
+
+    return step
+
+
+def limit(problem: Problem) -> Step:
+    """Forward and backward of a rank's part of the model, and the update of its share of that."""
+    model = problem.model()
+    alone(model, problem.mesh["tp"].size())
+    tokens, targets = (ids % model.output.out_features for ids in (problem.tokens, problem.targets))
+    count = sum(param.numel() for param in model.parameters()) // problem.mesh["dp"].size()
+    share = torch.zeros(count, device=device(), dtype=problem.dtype)
+    share.grad = torch.zeros_like(share)
+    optimizer = torch.optim.AdamW([share], lr=LR, fused=CUDA)
+
+    def step() -> Tensor:
+        loss = problem.backward(model, tokens, targets)
+        optimizer.step()
+        model.zero_grad()
+        return loss
+
+    return step
+
+
+# ---------------------------------------------------------------- arms
+
+STOCK: dict[str, Callable[[Problem], Step]] = {
+    "limit": limit,
+    "stock": trained,
+    "stock, bucket view": lambda problem: trained(problem, gradient_as_bucket_view=True),
+}
+NONE = "ovpatch, no overlap"
+BULK, AUTO = {"schedule": "bulk"}, {"schedule": "auto"}
+OFF: dict[str, dict[str, Any]] = {
+    "ddp": {"overlap_grad_reduce": False},
+    "dist_optimizer": {"overlap_param_gather": False},
+    "tp_linear": {"schedule": "stock"},
+}
+ALL: dict[str, dict[str, Any]] = {"ddp": {}, "dist_optimizer": {}, "tp_linear": BULK}
+# The features that are on, with their options.
+OURS: dict[str, dict[str, dict[str, Any]]] = {
+    NONE: OFF,
+    "ovpatch, grad reduce": OFF | {"ddp": {}},
+    "ovpatch, param gather": OFF | {"dist_optimizer": {}},
+    "ovpatch, TP overlap": OFF | {"tp_linear": BULK},
+    "ovpatch, TP overlap, auto": OFF | {"tp_linear": AUTO},
+    "ovpatch, all": ALL,
+    "ovpatch, all, auto": ALL | {"tp_linear": AUTO},
+    "ovpatch, ddp and tp_linear": {"ddp": {}, "tp_linear": BULK},
+}
+ARMS = [*STOCK, *OURS]
+
+
+@contextlib.contextmanager
+def built(name: str, problem: Problem) -> Iterator[Step]:
+    """Build an arm's step, with ovpatch applied as far as the arm wants it."""
+    if name in STOCK:
+        yield STOCK[name](problem)
+        return
+    with ovpatch.applied(*OURS[name], options=OURS[name]):
+        yield trained(problem)
+
+
+def active(name: str, before: ovpatch.Report) -> dict[str, dict[str, Any]]:
+    """Return what an arm's features are in, why, and what they have counted since."""
+    found: dict[str, dict[str, Any]] = {}
+    for feature in OURS.get(name, ()):
+        now, then = ovpatch.report()[feature], before[feature].counters
+        counted = {counter: count - then.get(counter, 0) for counter, count in now.counters.items()}
+        found[feature] = {
+            "state": now.state,
+            "reason": now.reason,
+            "counters": {counter: count for counter, count in counted.items() if count},
+            "remarks": list(now.remarks),
+        }
+    return found
+
+
+def measure(name: str, args: argparse.Namespace) -> dict[str, Any]:
+    """Run one arm once."""
+    before = ovpatch.report()
+    problem = Problem(args)
+    try:
+        with built(name, problem) as step:
+            timed(step, args.warmup)
+            if CUDA:
+                torch.cuda.reset_peak_memory_stats()
+            times = running(step, args.steps)
+            peak = torch.cuda.max_memory_allocated() / 2**30 if CUDA else 0.0
+            loss = step()
+            value = (loss.full_tensor() if isinstance(loss, DTensor) else loss).item()
+            features = active(name, before)
+            del step, loss
+            gc.collect()  # or what is taken back would be made whole for nobody
+    finally:
+        gc.collect()
+        dist.barrier()
+        farewell.met(problem.mesh["dp"].get_group())  # nobody asks for what an arm has kept for slower ranks
+        if CUDA:
+            torch.cuda.empty_cache()
+    row = {"arm": name, "ms": times, "peak_gib": peak, "loss": round(value, 4), "features": features}
+    return row | speed(statistics.median(times), args)
+
+
+def speed(ms: float, args: argparse.Namespace) -> dict[str, Any]:
+    """Return TFLOP/s per GPU, and which part of its peak that is, None where the peak is not known."""
+    tflops = args.flops / ms / 1e9
+    return {"tflops": round(tflops, 1), "mfu": round(tflops / args.peak_tflops, 3) if args.peak_tflops else None}
+
+
+def told(rows: list[dict[str, Any]], args: argparse.Namespace) -> str:
+    """Return a table of the arms, against stock and against no overlap."""
+    arms = {name: merged(rows, name) for name in dict.fromkeys(row["arm"] for row in rows)}
+    losses = {row["arm"]: row["loss"] for row in rows}
+    lines = [f"\n{'arm':28}{'ms':>10}{'TFLOP/s':>9}{'MFU':>7}{'/ stock':>9}{'/ none':>8}{'GiB':>8}{'loss':>9}"]
+    for name, row in arms.items():
+        ms, fast = row["median_ms"], speed(row["median_ms"], args)
+        mfu = "" if fast["mfu"] is None else f"{fast['mfu']:.1%}"
+        ratios = [f"{arms[peer]['median_ms'] / ms:.3f}" if peer in arms else "" for peer in ("stock", NONE)]
+        lines.append(
+            f"{name:28}{ms:10.2f}{fast['tflops']:9.1f}{mfu:>7}{ratios[0]:>9}{ratios[1]:>8}"
+            f"{row['peak_gib']:8.2f}{losses[name]:9.4f}"
+        )
+    return "\n".join([*lines, *remarks(rows)])
+
+
+def remarks(rows: list[dict[str, Any]]) -> list[str]:
+    """Return a line for each feature of an arm that is not on, or that has something to say."""
+    lines = []
+    for row in rows:
+        for feature, how in row["features"].items():
+            said = "; ".join(filter(None, [how["reason"], *how["remarks"]]))
+            if said or how["state"] != "applied":
+                lines.append(f"{row['arm']}: {feature} {how['state']}: {said}")
+    return list(dict.fromkeys(lines))
+
+
+# Sizes of a model that are divided among the ranks that share it.
+DIVIDED = ("heads", "groups", "hidden", "vocabulary", "context")
+
+
+def command_line() -> argparse.Namespace:
+    """Return the arguments, and what follows from them: ``model``, ``parameters``, ``flops`` per GPU, ``peak_tflops``."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--size", choices=SIZES, default="8b")
+    parser.add_argument("--tp", type=int, default=4, help="ranks that share a model; the others are data parallel")
+    parser.add_argument("--layers", type=int, help="blocks, if not as many as the size has")
+    parser.add_argument("--context", type=int, help="tokens of a sequence, if not as many as the size has")
+    parser.add_argument("--batch", type=int, help="sequences in a step and replica, if not as many as the size has")
+    parser.add_argument("--dtype", choices=("bf16", "fp32"), default="bf16", help="of weights; fp32: autocast to bf16")
+    parser.add_argument("--arms", nargs="*", default=ARMS, choices=ARMS)
+    add_timing(parser, rounds=2)
+    args = parser.parse_args()
+    shape, world = shape_of(args), int(os.environ["WORLD_SIZE"])
+    if world % args.tp:
+        parser.error(f"--tp {args.tp} does not divide {world} processes; start a multiple of it")
+    if uneven := [name for name in DIVIDED if getattr(shape, name) % args.tp]:
+        parser.error(f"--tp {args.tp} does not divide the model's {', '.join(uneven)}; give one that does")
+    describe(args)
+    return args
+
+
+def describe(args: argparse.Namespace) -> None:
+    """Add to the arguments what follows from them."""
+    shape = shape_of(args)
+    args.model, args.parameters = dataclasses.asdict(shape), parameters(shape)
+    args.flops = flops_per_step(shape, shape.batch * shape.context) / args.tp
+    args.peak_tflops = PEAK_TFLOPS.get(torch.cuda.get_device_name()) if CUDA else None
+
+
+def main() -> None:
+    """Run all arms and print tables on rank 0."""
+    args = command_line()
+    start()
+    rows: list[dict[str, Any]] = []
+
+    def measured(name: str) -> dict[str, Any]:
+        rows.append(measure(name, args))
+        return rows[-1]
+
+    alternate("ablation", args.arms, measured, args)
+    if dist.get_rank() == 0:
+        print(told(rows, args))
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

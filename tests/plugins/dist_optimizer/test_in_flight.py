@@ -1,0 +1,242 @@
+"""Gradients that are given up while backward computes: the same values, less memory, and an error for who reads one."""
+
+from __future__ import annotations
+
+import gc
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils.checkpoint import checkpoint_sequential
+
+import ovpatch
+from ovpatch.insight.equality import compare
+from ovpatch.overlap.placeholders import Placeholder
+from tests.plugins.ddp.arms import Record, data
+from tests.plugins.dist_optimizer.arms import SMALL, both
+from tests.plugins.dist_optimizer.checks import all_cases, check_all, ddp, on, params, some
+from tests.plugins.dist_optimizer.test_loop_styles import SMALL_BUCKETS, STYLES, train
+from tests.plugins.dist_optimizer.test_loops import OPTIMIZERS, net
+
+AT_ONCE = {"grads_in_flight_mb": 0.0}
+ONE_BUCKET = {"grads_in_flight_mb": 300 / 2**20}
+
+
+@pytest.mark.parametrize(("world", "options"), [(2, AT_ONCE), (3, AT_ONCE), (2, ONE_BUCKET)])
+def test_styles(ranks, world, options):
+    cases = {style: {"style": style, "wrap": "small buckets, plain"} for style in STYLES}
+    check_all(ranks(world)(all_cases, train, on(world if options is AT_ONCE else 3, cases), options=options))
+
+
+@pytest.mark.parametrize("wrap", ["small buckets, unused"])
+def test_styles_under_options_of_ddp(ranks, wrap):
+    check_all(ranks(2)(all_cases, train, some({s: {"style": s, "wrap": wrap} for s in STYLES}), options=AT_ONCE))
+
+
+def loop(kind: str) -> list[Record]:
+    """Train with what hooks, halves, clipping, static graphs and recomputation do to a backward."""
+    half = kind == "half"
+    raw = net().to(torch.bfloat16) if half else net()
+    model = ddp(raw, static_graph=kind == "static", **SMALL_BUCKETS)
+    opt = OPTIMIZERS["adamw"](model.parameters())
+    seen: list[torch.Tensor] = []
+    if kind == "hook":
+        raw[0].register_full_backward_hook(lambda *_: seen.append(raw[2].weight.grad.norm()))
+    records: list[Any] = []
+    for step in range(8):
+        opt.zero_grad()
+        x = data(step, 5, 6).to(raw[0].weight.dtype).requires_grad_()
+        if kind == "checkpoint":
+            loss = model(x).square().mean() + checkpoint_sequential(nn.Sequential(nn.Tanh()), 1, x).sum()
+        else:
+            loss = model(x).square().mean()
+        loss.backward()
+        norm = nn.utils.clip_grad_norm_(model.parameters(), 0.05) if kind == "clip" else torch.zeros(())
+        opt.step()
+        records.append({"loss": loss.detach(), "norm": norm, "param": params(model), "count": len(seen)})
+    return records
+
+
+@pytest.mark.parametrize("kind", ["clip", "static", "hook", "checkpoint", "half"])
+def test_kinds_of_loops(ranks, kind):
+    reduced = {"ddp": {"grad_reduce_in_fp32": True}} if kind == "half" else {}
+    for window in (AT_ONCE, ONE_BUCKET):
+        results = ranks(2)(arms, kind, window, reduced)
+        for one in results:
+            compared = compare(one["stock"], one["patched"])
+            (compared.assert_equal if kind == "clip" else compared.assert_bitwise)()
+            assert one["by parts"] > 0
+
+
+def arms(kind: str, window: dict[str, Any], more: dict[str, Any]) -> dict[str, Any]:
+    """Run with all gradients kept and with a window; where the reductions' dtype is stock's, also against stock."""
+    if not more:
+        found = both(loop, kind, options=window)
+        return {"stock": found["stock"], "patched": found["patched"], "by parts": found["counters"]["grads_by_parts"]}
+    from ovpatch_plugins.dist_optimizer.counters import COUNTERS
+
+    records = []
+    for options in ({"grads_in_flight_mb": float("inf")}, window):
+        before = COUNTERS.as_dict()["grads_by_parts"]
+        with ovpatch.applied("ddp", "dist_optimizer", options={"dist_optimizer": SMALL | options, **more}):
+            torch.manual_seed(0)
+            records.append(loop(kind))
+        by_parts = COUNTERS.as_dict()["grads_by_parts"] - before
+    return {"stock": records[0], "patched": records[1], "by parts": by_parts}
+
+
+class Look(torch.autograd.Function):
+    """Calls a function while backward computes."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, look: Any) -> torch.Tensor:
+        ctx.look = look
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        ctx.look()
+        return grad, None
+
+
+class Watched(nn.Module):
+    """Linears in a row; ``look`` is called in backward when the gradients of all but the first are there."""
+
+    def __init__(self, look: Any) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.first, self.look = nn.Linear(20, 20), look
+        self.others = nn.Sequential(*(nn.Linear(20, 20, bias=False) for _ in range(6)))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.others(Look.apply(self.first(x), self.look))
+
+
+def memory(window: float) -> list[int]:
+    """Return the bytes of gradients that are there shortly before each backward ends."""
+    found = []
+
+    def look() -> None:
+        grads = [p.grad for p in model.parameters() if p.grad is not None]
+        found.append(sum(g.nelement() * g.element_size() for g in grads if not isinstance(g, Placeholder)))
+
+    options = SMALL | {"grads_in_flight_mb": window}
+    with ovpatch.applied("ddp", "dist_optimizer", options={"dist_optimizer": options}):
+        model = ddp(Watched(look), bucket_cap_mb=1e-4)
+        opt = torch.optim.SGD(model.parameters(), lr=0.1)
+        for step in range(6):
+            opt.zero_grad()
+            model(data(step, 5, 20)).square().mean().backward()
+            opt.step()
+    return found
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_memory(ranks, world):
+    each = 20 * 20 * 4
+    for window, expected in ((float("inf"), 6 * each), (2.5 * each / 2**20, 2 * each), (0.0, 0)):
+        for found in ranks(world)(memory, window):
+            assert found[0] == 6 * each  # nobody has asked for parts
+            assert found[-1] == expected
+
+
+def read_too_early() -> tuple[list[str], list[Any]]:
+    """Look at a gradient in the middle of a backward; then go on, once as if it had not happened."""
+    texts: list[str] = []
+    reads = [False]
+
+    def look() -> None:
+        if reads[0]:
+            model.module.others[3].weight.grad.norm()
+
+    with ovpatch.applied("ddp", "dist_optimizer", options={"dist_optimizer": SMALL | AT_ONCE}):
+        model = ddp(Watched(look), bucket_cap_mb=1e-4)
+        opt = OPTIMIZERS["adamw"](model.parameters())
+        for step in range(9):
+            opt.zero_grad(set_to_none=False)
+            held = model.module.others[3].weight.grad
+            reads[0] = step in (4, 5)
+            try:
+                backward_of(model, step)
+            except RuntimeError as error:
+                texts.append(str(error))
+                assert all(p.grad is None for p in model.module.others.parameters())
+                if held is not None:
+                    with pytest.raises(RuntimeError, match="a backward that then failed"):
+                        held.sum()
+                continue
+            opt.step()
+        dist.barrier()
+        return texts, params(model)
+
+
+def backward_of(model: nn.Module, step: int) -> None:
+    model(data(step, 5, 20)).square().mean().backward()
+
+
+def without_failed_steps() -> Any:
+    model = ddp(Watched(lambda: None), bucket_cap_mb=1e-4)
+    opt = OPTIMIZERS["adamw"](model.parameters())
+    for step in (0, 1, 2, 3, 6, 7, 8):
+        opt.zero_grad(set_to_none=False)
+        backward_of(model, step)
+        opt.step()
+    return params(model)
+
+
+def test_who_reads_too_early_is_told(ranks):
+    wanted = ranks(2)(without_failed_steps)
+    for (texts, found), want in zip(ranks(2)(read_too_early), wanted, strict=True):
+        assert len(texts) == 2, texts
+        for text in texts:
+            assert "parameter 'others.3.weight' was read, or added to" in text
+            assert "OVPATCH_DIST_OPTIMIZER_GRADS_IN_FLIGHT_MB=inf" in text
+        compare(want, found).assert_bitwise()
+
+
+def fails_later() -> tuple[str, Any]:
+    """A backward fails after it has given gradients up that the script holds."""
+    fails = [False]
+
+    def look() -> None:
+        if fails[0]:
+            raise ValueError("not really")
+
+    with ovpatch.applied("ddp", "dist_optimizer", options={"dist_optimizer": SMALL | AT_ONCE}):
+        model = ddp(Watched(look), bucket_cap_mb=1e-4)
+        opt = OPTIMIZERS["adamw"](model.parameters())
+        text = ""
+        for step in range(8):
+            opt.zero_grad(set_to_none=False)
+            held = model.module.others[3].weight.grad
+            fails[0] = step == 5
+            try:
+                backward_of(model, step)
+            except ValueError:
+                with pytest.raises(RuntimeError) as caught:
+                    held.sum()
+                text = str(caught.value)
+                continue
+            opt.step()
+        del held
+        gc.collect()
+        dist.barrier()
+        return text, params(model)
+
+
+def test_what_a_failed_backward_gave_up_is_not_taken_for_a_gradient(ranks):
+    for text, found in ranks(2)(fails_later):
+        assert "'others.3.weight' was reduced and given up by a backward that then failed" in text
+        assert all(value.isfinite().all() for value in found.values())
+
+
+def test_options():
+    from ovpatch_plugins.dist_optimizer.options import OPTIONS
+
+    parse = next(option.parse for option in OPTIONS if option.name == "grads_in_flight_mb")
+    assert (parse("inf"), parse(" INF "), parse("0"), parse("12.5")) == (float("inf"), float("inf"), 0.0, 12.5)
+    for bad in ("-1", "nan", "much", ""):
+        with pytest.raises(ValueError, match="MiB, 0 or more"):
+            parse(bad)
