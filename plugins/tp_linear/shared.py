@@ -21,6 +21,11 @@ gathers anew if any of the linears, by how they are cut, has a weight to train.
 [Note: whose gradient it is] The products' gradients go to the input of the gather, past the gathered tensor. Who looks
 at that tensor's gradient, by a hook or ``retain_grad()``, gets no products from it; who begins to after a product has
 been handed out is told so in backward.
+
+[Note: DTensors of parameters] ``DistributedDataParallel(device_mesh=)`` takes local tensors for parameters, and in the
+first forward puts DTensors of them in their places, as plain attributes that stay. They are views of the parameters, by
+a node that keeps nothing, so they are as good as these. What else stands there has been computed, as by
+``weight_norm``: the next call will compute it anew, and the graph of the last may be gone.
 """
 
 from __future__ import annotations
@@ -53,6 +58,7 @@ if TYPE_CHECKING:
     from ovpatch_plugins.tp_linear.parallel import Parallel
 
 _WHOLE = Replicate()
+_OF_PARAMETERS = ("_FromTorchTensorBackward", "NoneType")  # nodes of autograd; none, if it is not trained
 
 
 class _Product(NamedTuple):
@@ -321,13 +327,21 @@ def readers(module: nn.Module, mesh: DeviceMesh, x: Tensor) -> list[nn.Linear]:
         parallel: Parallel | None = vars(child).get("_ovpatch_parallel")
         if parallel is None or not parallel.column or not parallel.takes_replicated or parallel.mesh != mesh:
             continue
-        if not isinstance(child, nn.Linear) or "weight" not in child._parameters or child.in_features != features:
-            continue  # a parametrized weight is computed anew at every look
+        if not isinstance(child, nn.Linear) or not _stands(child) or child.in_features != features:
+            continue
         weight = child.weight
         of_dtype = weight.dtype == x.dtype or (casts and weight.dtype != torch.float64)
         if of_dtype and parallel.fits(weight, child.bias):
             found.append(child)
     return found
+
+
+def _stands(linear: nn.Linear) -> bool:
+    """Tell whether a weight is there, and not computed at every look or call; see [Note: DTensors of parameters]."""
+    if "weight" in linear._parameters:
+        return True
+    weight = vars(linear).get("weight")
+    return isinstance(weight, DTensor) and type(weight.grad_fn).__name__ in _OF_PARAMETERS
 
 
 def is_plain(linear: nn.Linear, parent: nn.Module | None) -> bool:
