@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.scripts.arms import assert_applied, assert_same
+from tests.support.rarely import RARELY
 
 pytestmark = pytest.mark.slow
 
@@ -18,6 +19,7 @@ def test_dcgan(runner, compatibility):
     compatibility("DCGAN", patched, compared="losses, norms, checkpoints")
 
 
+@RARELY
 def test_wgan_with_gradient_penalty(runner, compatibility):
     stock, patched = runner.both("wgan_gp")
     assert [len(rank["d_loss"]) for rank in stock.ranks] == [6, 6]

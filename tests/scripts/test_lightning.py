@@ -54,6 +54,7 @@ def test_automatic_optimization(fitted, compatibility):
     )
 
 
+@RARELY
 def test_resumes_the_other_ways_checkpoint_under_torchrun(runner, fitted, compatibility):
     whole_stock, whole_patched = fitted
 

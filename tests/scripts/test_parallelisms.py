@@ -57,6 +57,7 @@ def test_tensor_parallelism_in_the_style_of_torchtitan(runner, compatibility):
     compatibility("torchtitan style: meta device, tensor parallelism", patched, compared="losses, norms, checkpoint")
 
 
+@RARELY
 def test_an_engine_in_the_style_of_deepspeed(runner, compatibility):
     stock, patched = runner.both("engine")
     assert list(stock.checkpoints) == ["zero_pp_rank_0_optim_states", "zero_pp_rank_1_optim_states"]

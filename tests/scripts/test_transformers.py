@@ -143,6 +143,7 @@ def test_lora_in_reentrant_checkpoints(checkpointed, compatibility):
 
 
 @needs("peft")
+@RARELY
 def test_lora_in_reentrant_checkpoints_with_a_search_for_unused_parameters(runner, checkpointed):
     """The Trainer's default, by which stock ends with an error ("mark a variable ready only once").
 

@@ -12,7 +12,7 @@ from torch import nn
 from torch.optim.lr_scheduler import LambdaLR, OneCycleLR, ReduceLROnPlateau, StepLR
 
 from tests.plugins.ddp.arms import Record, data
-from tests.plugins.dist_optimizer.checks import all_cases, check_all, ddp, on, params, some
+from tests.plugins.dist_optimizer.checks import all_cases, check_all, ddp, params, some
 from tests.plugins.dist_optimizer.test_loops import OPTIMIZERS, net
 
 STEPS = 9
@@ -198,7 +198,8 @@ def train(style: str, optimizer: str = "adamw", wrap: str = "plain", early: bool
 
 @pytest.mark.parametrize(("optimizer", "world"), [("adamw", 2), ("adamw", 3), ("sgd", 2)])
 def test_styles(ranks, world, optimizer):
-    check_all(ranks(world)(all_cases, train, on(world, {s: {"style": s, "optimizer": optimizer} for s in STYLES})))
+    cases = {s: {"style": s, "optimizer": optimizer} for s in STYLES}
+    check_all(ranks(world)(all_cases, train, cases if (world, optimizer) == (2, "adamw") else some(cases)))
 
 
 @pytest.mark.parametrize("wrap", ["views", "unused"])
