@@ -13,12 +13,12 @@ from ovpatch.overlap.placeholders import Placeholder, Source
 
 _TOO_EARLY = (
     "ovpatch: the gradient of parameter '{}' was read, or added to, while a backward computes that has already reduced "
-    "it and given its memory up. Read it after the backward, or set OVPATCH_DIST_OPTIMIZER_GRADS_IN_FLIGHT_MB=inf."
+    "it and given its memory up. Read it after the backward, or set OVPATCH_DIST_OPTIMIZER_GRADS_IN_FLIGHT_MB=0."
 )
 
 _LOST = (
     "ovpatch: the gradient of parameter '{}' was reduced and given up by a backward that then failed. Drop such "
-    "gradients, as optimizer.zero_grad() does, or set OVPATCH_DIST_OPTIMIZER_GRADS_IN_FLIGHT_MB=inf."
+    "gradients, as optimizer.zero_grad() does, or set OVPATCH_DIST_OPTIMIZER_GRADS_IN_FLIGHT_MB=0."
 )
 
 

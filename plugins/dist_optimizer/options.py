@@ -24,10 +24,6 @@ def _capacity(text: str) -> float:
     return value
 
 
-def _limit(text: str) -> float:
-    return math.inf if text.strip().lower() == "inf" else _capacity(text)
-
-
 def _dtype(text: str) -> str:
     name = _DTYPES.get(text.strip().lower().removeprefix("torch."))
     if name is None:
@@ -61,8 +57,8 @@ OPTIONS: Final = (
         "grads_in_flight_mb",
         1024.0,
         "How many MiB of whole gradients may be on their way to the ranks' slices: more is waited for, and its memory "
-        "given up, while backward still computes. inf: all are there until backward ends.",
-        parse=_limit,
+        "given up, while backward still computes. 0: all are there until backward ends.",
+        parse=_capacity,
     ),
     Option(
         "min_param_numel",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -99,7 +100,7 @@ def ovpatch_activate(options: Mapping[str, Any]) -> Sequence[str]:
     from ovpatch_plugins.dist_optimizer.main_params import smallest
 
     sharding.minimum, sharding.terms = functools.partial(smallest, dict(options)), dict(options)
-    sharding.in_flight = options["grads_in_flight_mb"] * 2**20
+    sharding.in_flight = options["grads_in_flight_mb"] * 2**20 or math.inf
     return []
 
 
