@@ -216,21 +216,26 @@ def measure(name: str, problem: Problem, args: argparse.Namespace) -> dict[str, 
     return {"arm": name, "ms": times, "peak_gib": peak}
 
 
+def parser() -> argparse.ArgumentParser:
+    """Return what reads the command line."""
+    made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    made.add_argument("--shape", choices=SHAPES, default="dsv3")
+    made.add_argument("--tokens", type=int, help="of a rank; 4096 by default")
+    made.add_argument("--skew", type=float, default=1.0, help="how many times its share one expert gets")
+    made.add_argument("--backward", action="store_true", help="forward and backward, instead of forward alone")
+    made.add_argument("--arms", nargs="*", help="only these")
+    add_timing(made, rounds=3)
+    return made
+
+
 def main() -> None:
     """Run all arms and print a table on rank 0."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shape", choices=SHAPES, default="dsv3")
-    parser.add_argument("--tokens", type=int, help="of a rank; 4096 by default")
-    parser.add_argument("--skew", type=float, default=1.0, help="how many times its share one expert gets")
-    parser.add_argument("--backward", action="store_true", help="forward and backward, instead of forward alone")
-    parser.add_argument("--arms", nargs="*", help="only these")
-    add_timing(parser, rounds=3)
-    args = parser.parse_args()
+    args = parser().parse_args()
     start()
     problem = Problem(args)
     known = [*arms(problem)]
     if unknown := set(args.arms or ()) - set(known):
-        parser.error(f"no such arms: {', '.join(sorted(unknown))}; choose from: {', '.join(known)}")
+        parser().error(f"no such arms: {', '.join(sorted(unknown))}; choose from: {', '.join(known)}")
     alternate("moe_layer", args.arms or known, lambda name: measure(name, problem, args), args)
     dist.destroy_process_group()
 

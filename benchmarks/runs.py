@@ -22,6 +22,9 @@ from ovpatch.overlap import choosing
 
 CUDA = torch.cuda.is_available()
 
+# Variables that change what is measured.
+_MATTERING = ("NCCL_", "TORCH_NCCL_", "CUDA_DEVICE_MAX_CONNECTIONS", "PYTORCH_", "OVPATCH")
+
 
 def start() -> None:
     """Join the process group, over NCCL where there are GPUs."""
@@ -116,6 +119,7 @@ def described(benchmark: str, settings: dict[str, Any]) -> dict[str, Any]:
         "torch": torch.__version__,
         "ovpatch": ovpatch.__version__,
         "settings": settings,
+        "environment": {name: value for name, value in sorted(os.environ.items()) if name.startswith(_MATTERING)},
     }
 
 

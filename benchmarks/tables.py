@@ -68,7 +68,7 @@ def _ddp_row(result: dict[str, Any]) -> str:
     against = ours["median_ms"] / best["median_ms"] - 1
     return _row(
         [
-            _ddp_name(result["settings"]),
+            _ddp_name(result),
             str(result["world"]),
             _ms(arms["no sync"]),
             _ms(arms["stock"]),
@@ -84,7 +84,8 @@ def _ddp_row(result: dict[str, Any]) -> str:
 
 def zero_step() -> str:
     """Return the table of ``benchmarks/zero_step.py``: one row per run, with the ratios to the limit and to stock."""
-    results = _results("zero_step")
+    needed = {"limit, fp32", "ovpatch"}  # what only compares our settings has no row
+    results = [one for one in _results("zero_step") if needed <= {row["arm"] for row in one["summary"]}]
     columns = _seen(ZERO_ARMS, results)
     header = ["run", "GPUs", *columns.values(), "ovpatch / limit", "stock / ovpatch", "peak GiB, stock → ovpatch"]
     lines = [_row(header), _row(["---"] * len(header))]
@@ -95,7 +96,7 @@ def zero_step() -> str:
         lines.append(
             _row(
                 [
-                    _ddp_name(result["settings"]),
+                    _ddp_name(result),
                     str(result["world"]),
                     *(_ms(arms[arm]) if arm in arms else "" for arm in columns),
                     f"{ours['median_ms'] / limit['median_ms']:.2f}",
@@ -245,11 +246,13 @@ def _ms(row: dict[str, Any]) -> str:
     return f"{row['median_ms']:.1f}"
 
 
-def _ddp_name(settings: dict[str, Any]) -> str:
+def _ddp_name(result: dict[str, Any]) -> str:
+    settings = result["settings"]
     size = {"3.8b": "GPT 3.8B", "1b": "GPT 1B", "tiny": "tiny GPT, host-bound"}[settings["size"]]
     more = [f"{settings['accumulate']} microbatches"] if settings["accumulate"] > 1 else []
     more += ["clipped"] if settings.get("clip") else []
     more += ["torch.compile"] if settings["compile"] else []
+    more += ["no peer-to-peer"] if result.get("environment", {}).get("NCCL_P2P_DISABLE") == "1" else []
     return ", ".join([size, *more])
 
 

@@ -208,15 +208,20 @@ def measure(name: str, args: argparse.Namespace, mesh: DeviceMesh) -> dict[str, 
     return {"arm": name, "ms": times, "peak_gib": peak}
 
 
+def parser() -> argparse.ArgumentParser:
+    """Return what reads the command line."""
+    made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    made.add_argument("--size", choices=SIZES, default="8b")
+    made.add_argument("--arms", nargs="*", default=[*ARMS], choices=[*ARMS])
+    made.add_argument("--batch", type=int, default=1, help="sequences, which share the tokens")
+    made.add_argument("--plain", action="store_true", help="plain tensors between modules instead of DTensors")
+    add_timing(made, rounds=2)
+    return made
+
+
 def main() -> None:
     """Run all arms and print a table on rank 0."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--size", choices=SIZES, default="8b")
-    parser.add_argument("--arms", nargs="*", default=[*ARMS], choices=[*ARMS])
-    parser.add_argument("--batch", type=int, default=1, help="sequences, which share the tokens")
-    parser.add_argument("--plain", action="store_true", help="plain tensors between modules instead of DTensors")
-    add_timing(parser, rounds=2)
-    args = parser.parse_args()
+    args = parser().parse_args()
     start()
     mesh = init_device_mesh(device().type, (dist.get_world_size(),), mesh_dim_names=("tp",))
     arms = [arm for arm in args.arms if CUDA or not ARMS[arm].get("graph")]

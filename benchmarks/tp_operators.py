@@ -222,17 +222,22 @@ def measure(name: str, operator: Any, args: argparse.Namespace) -> dict[str, Any
     return {"arm": name, "ms": times, "peak_gib": peak}
 
 
+def parser() -> argparse.ArgumentParser:
+    """Return what reads the command line."""
+    made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    made.add_argument("--shapes", nargs="*", choices=SHAPES, default=["8b"])
+    made.add_argument("--operators", nargs="*", choices=OPERATORS, default=[*OPERATORS])
+    made.add_argument("--tokens", type=int, help="instead of the shape's")
+    made.add_argument("--tp", type=int, help="over how many ranks features are cut; by default as many as there are")
+    made.add_argument("--inner", type=int, default=10, help="calls of a step")
+    made.add_argument("--arms", nargs="*", help="by default all")
+    add_timing(made, rounds=2)
+    return made
+
+
 def main() -> None:
     """Run all arms of operators and shapes, and print tables on rank 0."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shapes", nargs="*", choices=SHAPES, default=["8b"])
-    parser.add_argument("--operators", nargs="*", choices=OPERATORS, default=[*OPERATORS])
-    parser.add_argument("--tokens", type=int, help="instead of the shape's")
-    parser.add_argument("--tp", type=int, help="over how many ranks features are cut; by default as many as there are")
-    parser.add_argument("--inner", type=int, default=10, help="calls of a step")
-    parser.add_argument("--arms", nargs="*", help="by default all")
-    add_timing(parser, rounds=2)
-    args = parser.parse_args()
+    args = parser().parse_args()
     start()
     torch.manual_seed(dist.get_rank())
     for shape, kind in itertools.product(args.shapes, args.operators):

@@ -214,6 +214,7 @@ OURS: dict[str, tuple[tuple[str, ...], dict[str, dict[str, Any]], dict[str, Any]
     "ovpatch": (BOTH, {}, {}),
     "ovpatch, no overlap": (BOTH, SERIAL, {}),
     "ovpatch, gather in step": (BOTH, {"dist_optimizer": {"overlap_param_gather": False}}, {}),
+    "ovpatch, gradients kept": (BOTH, {"dist_optimizer": {"grads_in_flight_mb": 0.0}}, {}),
     **{f"ovpatch, gather {mb} MiB": (BOTH, {"dist_optimizer": {"gather_bucket_mb": mb}}, {}) for mb in (128, 256, 512)},
     **{f"ovpatch, bucket {mb} MiB": (BOTH, {}, {"bucket_cap_mb": mb}) for mb in (50, 100, 200, 400)},
     **{f"ovpatch, max_ctas {n}": (BOTH, {"ddp": {"max_ctas": n}}, {}) for n in (8, 16)},
@@ -261,17 +262,22 @@ def measure(name: str, args: argparse.Namespace) -> dict[str, Any]:
     return {"arm": name, "ms": times, "peak_gib": peak}
 
 
+def parser() -> argparse.ArgumentParser:
+    """Return what reads the command line."""
+    made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    made.add_argument("--size", choices=SIZES, default="1b")
+    made.add_argument("--arms", nargs="*", default=ARMS, choices=ARMS)
+    made.add_argument("--batch", type=int, default=4, help="sequences per device and microbatch")
+    made.add_argument("--accumulate", type=int, default=1)
+    made.add_argument("--clip", type=float, default=0.0, help="clip gradients to this norm")
+    made.add_argument("--compile", action="store_true")
+    add_timing(made, rounds=2)
+    return made
+
+
 def main() -> None:
     """Run all arms and print a table on rank 0."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--size", choices=SIZES, default="1b")
-    parser.add_argument("--arms", nargs="*", default=ARMS, choices=ARMS)
-    parser.add_argument("--batch", type=int, default=4, help="sequences per device and microbatch")
-    parser.add_argument("--accumulate", type=int, default=1)
-    parser.add_argument("--clip", type=float, default=0.0, help="clip gradients to this norm")
-    parser.add_argument("--compile", action="store_true")
-    add_timing(parser, rounds=2)
-    args = parser.parse_args()
+    args = parser().parse_args()
     start()
     with torch.device("meta"):
         model = GPT(**SIZES[args.size])

@@ -1,0 +1,174 @@
+"""Runs the rows of the result tables one after the other, the most wanted first, within a limit of time.
+
+    python -m benchmarks.suite zero_step tp_blocks --nproc 8 --minutes 30     # appends to benchmarks/results/*.jsonl
+    python -m benchmarks.suite --list                                         # what there is
+
+Each row is one call of a benchmark under torchrun. A row that fails or is cut off does not keep the next from running;
+its output is in ``LOGS/<number>.log``, and the exit status says how many rows are missing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from benchmarks.tables import RESULTS, ROOT
+
+_PATIENCE = 15  # seconds for a row that was interrupted to write its stacks and end
+
+
+@dataclass(frozen=True)
+class Row:
+    """One call of a benchmark.
+
+    Attributes:
+        benchmark: Its module.
+        arguments: Its command line.
+        world: Number of processes; by default as many as the suite is given.
+        env: Variables that are set for it.
+    """
+
+    benchmark: str
+    arguments: str = ""
+    world: int | None = None
+    env: dict[str, str] = field(default_factory=dict)
+
+    def command(self, world: int, results: Path) -> list[str]:
+        """Return what runs it."""
+        torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={world}"]
+        file = results / f"{self.benchmark}.jsonl"
+        return [*torchrun, "-m", f"benchmarks.{self.benchmark}", *shlex.split(self.arguments), f"--json={file}"]
+
+    def describe(self, world: int) -> str:
+        """Return what a reader sees of it."""
+        variables = [f"{name}={value}" for name, value in self.env.items()]
+        return " ".join([*variables, self.benchmark, self.arguments, f"({self.world or world} processes)"])
+
+
+_STEPS = "'limit, fp32' stock 'stock, bucket view' 'stock, bucket view, 400 MiB' 'ovpatch, no overlap' ovpatch"
+_HALVES = "'limit, bf16' 'FSDP2, ZeRO-2' Megatron-Core 'ovpatch, param_dtype=bf16' 'ovpatch, bf16 weights'"
+_FEW = "'limit, fp32' 'stock, bucket view' 'FSDP2, ZeRO-2' ovpatch 'ovpatch, param_dtype=bf16'"
+_TUNED = (
+    "ovpatch 'ovpatch, gradients kept' 'ovpatch, gather 128 MiB' 'ovpatch, gather 256 MiB' 'ovpatch, bucket 100 MiB' "
+    "'ovpatch, bucket 200 MiB' 'ovpatch, max_ctas 8' 'ovpatch, max_ctas 16'"
+)
+SUITE: dict[str, list[Row]] = {
+    "zero_step": [
+        Row("zero_step", f"--size 3.8b --arms {_STEPS} {_HALVES}"),
+        Row("zero_step", f"--size 3.8b --rounds 1 --arms {_TUNED}"),
+        Row("zero_step", f"--size 1b --arms {_STEPS} ZeroRedundancyOptimizer {_HALVES}"),
+        Row("zero_step", f"--size 3.8b --clip 1.0 --arms {_FEW}"),
+        Row("zero_step", f"--size 3.8b --accumulate 16 --steps 4 --rounds 1 --arms {_FEW} Megatron-Core"),
+        Row("zero_step", f"--size 3.8b --compile --rounds 1 --arms {_FEW}"),
+        Row("zero_step", f"--size 1b --arms {_FEW}", env={"NCCL_P2P_DISABLE": "1"}),
+        *(Row("zero_step", f"--size 3.8b --rounds 1 --arms {_FEW}", world=world) for world in (4, 2, 1)),
+    ],
+    "tp_blocks": [
+        Row("tp_blocks", "--size 8b"),
+        Row("tp_blocks", "--size 70b"),
+        Row("tp_blocks", "--size gpt"),
+        Row("tp_blocks", "--size 8b --plain"),
+    ],
+    "tp_operators": [
+        Row("tp_operators", "--shapes 8b 70b gpt"),
+        Row("tp_operators", "--shapes '8b, 2k tokens' '8b, 16k tokens' '70b, 2k tokens' '70b, 4k tokens'"),
+        Row("tp_operators", "--shapes '70b, attention' '8b, attention'"),
+        *(Row("tp_operators", "--shapes 8b 70b gpt --rounds 1", world=world) for world in (4, 2)),
+    ],
+    "moe_layer": [
+        *(Row("moe_layer", f"--shape {shape} --backward") for shape in ("dsv3", "qwen3", "mixtral")),
+        *(Row("moe_layer", f"--shape {shape}") for shape in ("dsv3", "qwen3", "mixtral")),
+        *(Row("moe_layer", f"--shape {shape} --backward --skew 4") for shape in ("dsv3", "qwen3", "mixtral")),
+        *(Row("moe_layer", f"--shape {shape} --backward --tokens 2048 --rounds 2") for shape in ("dsv3", "qwen3")),
+    ],
+}
+
+
+def run(row: Row, number: int, world: int, results: Path, logs: Path, seconds: float) -> str:
+    """Run a row.
+
+    Args:
+        row: What to run.
+        number: Of the row, for its log.
+        world: Number of processes, unless the row has its own.
+        results: Where benchmarks append what they find.
+        logs: Where its output goes.
+        seconds: When to cut it off.
+
+    Returns:
+        What went wrong, or "".
+    """
+    log = logs / f"{number:02}.log"
+    with log.open("w") as file:
+        process = subprocess.Popen(
+            row.command(row.world or world, results), cwd=ROOT, env={**os.environ, **row.env},
+            stdout=file, stderr=subprocess.STDOUT, start_new_session=True,
+        )  # fmt: skip
+        try:
+            status = process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            status = None
+        finally:
+            _end(process)
+    if status is None:
+        return f"cut off after {seconds:.0f} s, see {log}"
+    return f"ended with status {status}, see {log}" if status else ""
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """End a launcher and all that it has started."""
+    for number in (signal.SIGINT, signal.SIGKILL):
+        if process.poll() is not None:
+            break
+        os.killpg(process.pid, number)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(_PATIENCE)
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)  # workers that outlived their launcher
+
+
+def parser() -> argparse.ArgumentParser:
+    """Return what reads the command line."""
+    made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    made.add_argument("benchmarks", nargs="*", choices=[[], *SUITE], help="by default all", metavar="BENCHMARK")
+    made.add_argument("--nproc", type=int, default=8, help="processes of the rows that do not say it, one a GPU")
+    made.add_argument("--minutes", type=float, default=60.0, help="start nothing later, and cut off what still runs")
+    made.add_argument("--row-minutes", type=float, default=10.0, help="cut off a row that takes longer")
+    made.add_argument("--results", type=Path, default=RESULTS)
+    made.add_argument("--logs", type=Path, default=ROOT / ".suite")
+    made.add_argument("--rows", nargs="*", type=int, help="only these, by the numbers that --list shows")
+    made.add_argument("--list", action="store_true", help="show the rows and end")
+    return made
+
+
+def main() -> int:
+    """Run the rows that are asked for, and say how each went."""
+    args = parser().parse_args()
+    rows = [row for name in args.benchmarks or SUITE for row in SUITE[name]]
+    wanted = [(n, row) for n, row in enumerate(rows) if args.rows is None or n in args.rows]
+    if args.list:
+        print("\n".join(f"{number:3}  {row.describe(args.nproc)}" for number, row in wanted))
+        return 0
+    args.logs.mkdir(parents=True, exist_ok=True)
+    end, missing = time.monotonic() + 60 * args.minutes, 0
+    for number, row in wanted:
+        begin = time.monotonic()
+        left = min(end - begin, 60 * args.row_minutes)
+        wrong = run(row, number, args.nproc, args.results, args.logs, left) if left > 0 else "no time left"
+        missing += bool(wrong)
+        print(
+            f"{number:3}  {time.monotonic() - begin:5.0f} s  {wrong or 'ok':40}  {row.describe(args.nproc)}", flush=True
+        )
+    return min(missing, 125)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

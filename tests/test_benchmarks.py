@@ -1,0 +1,66 @@
+"""The suite of benchmarks: rows are commands that benchmarks take, and one that fails or hangs is only one row."""
+
+from __future__ import annotations
+
+import importlib
+import shlex
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from benchmarks import suite
+from benchmarks.suite import SUITE, Row, run
+
+
+@pytest.mark.parametrize("name", SUITE)
+def test_rows_are_commands_that_benchmarks_take(name):
+    for row in SUITE[name]:
+        benchmark = importlib.import_module(f"benchmarks.{row.benchmark}")
+        args = benchmark.parser().parse_args([*shlex.split(row.arguments), "--json=here"])
+        known = getattr(benchmark, "ARMS", None)
+        assert args.json == Path("here")
+        assert known is None or set(args.arms) <= set(known)
+    command = SUITE[name][0].command(4, Path("there"))
+    assert "--nproc-per-node=4" in command
+    assert command[-1] == f"--json=there/{SUITE[name][0].benchmark}.jsonl"
+
+
+@dataclass(frozen=True)
+class Python(Row):
+    """A row that runs some Python."""
+
+    def command(self, world: int, results: Path) -> list[str]:
+        return [sys.executable, "-c", self.arguments.format(world=world, results=results)]
+
+
+def test_a_row_that_fails_or_hangs_says_so_and_leaves_nobody(tmp_path):
+    good = Python("", "import os; print('{world}', '{results}', os.environ['MORE'])", env={"MORE": "told"})
+    assert run(good, 1, 3, tmp_path, tmp_path, 30) == ""
+    assert (tmp_path / "01.log").read_text() == f"3 {tmp_path} told\n"
+    wrong = run(Python("", "raise SystemExit(3)"), 2, 3, tmp_path, tmp_path, 30)
+    assert wrong == f"ended with status 3, see {tmp_path / '02.log'}"
+
+    child = "import time; time.sleep(1.5); open({file!r}, 'w')"
+    hangs = "import subprocess, sys, time; subprocess.Popen([sys.executable, '-c', {code!r}]); time.sleep(60)"
+    left = tmp_path / "left"
+    begin = time.monotonic()
+    row = Python("", hangs.format(code=child.format(file=str(left))).replace("{", "{{").replace("}", "}}"))
+    assert run(row, 3, 3, tmp_path, tmp_path, 0.5).startswith("cut off after 0 s")
+    assert time.monotonic() - begin < 15
+    time.sleep(max(0.0, begin + 3 - time.monotonic()))
+    assert not left.exists()
+
+
+def test_what_is_missing_is_counted(tmp_path, monkeypatch, capsys):
+    rows = [Python("good", "pass"), Python("bad", "raise SystemExit(1)"), Python("good", "pass")]
+    monkeypatch.setattr(suite, "SUITE", {"some": rows})
+    monkeypatch.setattr(sys, "argv", ["suite", f"--logs={tmp_path / 'logs'}", f"--results={tmp_path}"])
+    assert suite.main() == 1
+    shown = capsys.readouterr().out.splitlines()
+    assert [("ok" in line, "status 1" in line) for line in shown] == [(True, False), (False, True), (True, False)]
+    monkeypatch.setattr(sys, "argv", [*sys.argv, "--minutes=0", "--rows", "0", "2"])
+    assert suite.main() == 2
+    assert capsys.readouterr().out.count("no time left") == 2
