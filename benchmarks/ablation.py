@@ -3,19 +3,19 @@
     torchrun --nproc-per-node 8 -m benchmarks.ablation --size 8b --tp 4 --json benchmarks/results/ablation.jsonl
 
 The script is as users write it: ``parallelize_module`` with sequence and loss parallelism over one dimension of a mesh,
-``DistributedDataParallel(device_mesh=)`` over the other, fused AdamW, random tokens. Arms alternate; each is built anew,
-warmed up and timed, step after step without a stop; the slowest rank counts. A result says of each arm which features
-were on, why others were not, and what they counted: an overlap whose counter is 0 was not there.
+``DistributedDataParallel(device_mesh=)`` over the other, fused AdamW, random tokens. Arms alternate; each is built
+anew, warmed up and timed, step after step without a stop; the slowest rank counts. A result says of each arm which
+features were on, and what they counted: an overlap whose counter is 0 was not there.
 
-``ovpatch, no overlap`` has all features on and all overlaps off. Linears do without DTensor's dispatch there already, and
-each rank updates its share of the parameters, so what that gives is the difference to ``stock``. The arm ``limit``
-computes what a rank computes and updates, and communicates nothing.
+``ovpatch, no overlap`` has all features on and all overlaps off. Linears do without DTensor's dispatch there already,
+q, k and v share a gather, and each rank updates its share of the parameters: what that gives is the difference to
+``stock``. The arm ``limit`` computes and updates what a rank does, and communicates nothing.
 
 What fits: a rank of DP 2 x TP 4 has a quarter of Llama's 8.03e9 parameters. In bf16 (``--dtype bf16``: weights,
 gradients and AdamW's moments) weights, gradients, DDP's buckets and moments take 10 bytes each, 20 GB; in fp32 under
-autocast to bf16 22 with the casts, 44 GB. Activations of 8192 tokens in 32 layers are some 15 to 20 GB by the sizes of
-what is kept. So all layers fit a GPU of 80 GB in bf16 and one of 141 GB in fp32, and ``--layers`` is for less. Without
-CUDA it runs on gloo (``--size tiny --tp 2``).
+autocast to bf16 22 with the casts, 44 GB. Activations of 8192 tokens in 32 layers are some 15 to 20 GB, by the sizes of
+what is kept. So all 32 layers fit a GPU of 141 GB in either, and ``--layers`` is for less. Without CUDA it runs on gloo
+(``--size tiny --tp 2``).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ import dataclasses
 import gc
 import os
 import statistics
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -41,7 +41,7 @@ from torch.nn.parallel import DistributedDataParallel
 import ovpatch
 from benchmarks.decoders import SIZES, Decoder, Shape, alone, cut, flops_per_step, parameters
 from benchmarks.runs import CUDA, add_timing, alternate, device, merged, running, start, timed
-from ovpatch.overlap import farewell
+from ovpatch.overlap import choosing, farewell
 
 Step = Callable[[], Tensor]
 LR = 1e-4
@@ -163,36 +163,31 @@ ARMS = [*STOCK, *OURS]
 
 
 @contextlib.contextmanager
-def built(name: str, problem: Problem) -> Iterator[Step]:
-    """Build an arm's step, with ovpatch applied as far as the arm wants it."""
+def built(name: str, problem: Problem) -> Iterator[tuple[Step, Callable[[], dict[str, dict[str, Any]]]]]:
+    """Build an arm's step, with ovpatch applied as far as the arm wants it; and what tells how its features did."""
     if name in STOCK:
-        yield STOCK[name](problem)
+        yield STOCK[name](problem), dict
         return
-    with ovpatch.applied(*OURS[name], options=OURS[name]):
-        yield trained(problem)
+    with ovpatch.applied(*OURS[name], options=OURS[name]) as before:
+        yield trained(problem), lambda: since(before, OURS[name])
 
 
-def active(name: str, before: ovpatch.Report) -> dict[str, dict[str, Any]]:
-    """Return what an arm's features are in, why, and what they have counted since."""
-    found: dict[str, dict[str, Any]] = {}
-    for feature in OURS.get(name, ()):
-        now, then = ovpatch.report()[feature], before[feature].counters
-        counted = {counter: count - then.get(counter, 0) for counter, count in now.counters.items()}
-        found[feature] = {
-            "state": now.state,
-            "reason": now.reason,
-            "counters": {counter: count for counter, count in counted.items() if count},
-            "remarks": list(now.remarks),
-        }
+def since(before: ovpatch.Report, names: Iterable[str]) -> dict[str, dict[str, Any]]:
+    """Return which state features are in, why, and what they have counted since a report."""
+    chosen, found = choosing.remarks("tp_linear"), {}
+    for name in names:
+        now, then = ovpatch.report()[name], before[name].counters
+        counted = {counter: count - then[counter] for counter, count in now.counters.items()}
+        remarks = [remark for remark in now.remarks if remark not in chosen]  # those the result has for all arms
+        found[name] = {"state": now.state, "reason": now.reason, "counters": counted, "remarks": remarks}
     return found
 
 
 def measure(name: str, args: argparse.Namespace) -> dict[str, Any]:
     """Run one arm once."""
-    before = ovpatch.report()
     problem = Problem(args)
     try:
-        with built(name, problem) as step:
+        with built(name, problem) as (step, told):
             timed(step, args.warmup)
             if CUDA:
                 torch.cuda.reset_peak_memory_stats()
@@ -200,7 +195,7 @@ def measure(name: str, args: argparse.Namespace) -> dict[str, Any]:
             peak = torch.cuda.max_memory_allocated() / 2**30 if CUDA else 0.0
             loss = step()
             value = (loss.full_tensor() if isinstance(loss, DTensor) else loss).item()
-            features = active(name, before)
+            features = told()
             del step, loss
             gc.collect()  # or what is taken back would be made whole for nobody
     finally:
@@ -219,7 +214,7 @@ def speed(ms: float, args: argparse.Namespace) -> dict[str, Any]:
     return {"tflops": round(tflops, 1), "mfu": round(tflops / args.peak_tflops, 3) if args.peak_tflops else None}
 
 
-def told(rows: list[dict[str, Any]], args: argparse.Namespace) -> str:
+def compared(rows: list[dict[str, Any]], args: argparse.Namespace) -> str:
     """Return a table of the arms, against stock and against no overlap."""
     arms = {name: merged(rows, name) for name in dict.fromkeys(row["arm"] for row in rows)}
     losses = {row["arm"]: row["loss"] for row in rows}
@@ -250,29 +245,30 @@ def remarks(rows: list[dict[str, Any]]) -> list[str]:
 DIVIDED = ("heads", "groups", "hidden", "vocabulary", "context")
 
 
-def command_line() -> argparse.Namespace:
-    """Return the arguments, and what follows from them: ``model``, ``parameters``, ``flops`` per GPU, ``peak_tflops``."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--size", choices=SIZES, default="8b")
-    parser.add_argument("--tp", type=int, default=4, help="ranks that share a model; the others are data parallel")
-    parser.add_argument("--layers", type=int, help="blocks, if not as many as the size has")
-    parser.add_argument("--context", type=int, help="tokens of a sequence, if not as many as the size has")
-    parser.add_argument("--batch", type=int, help="sequences in a step and replica, if not as many as the size has")
-    parser.add_argument("--dtype", choices=("bf16", "fp32"), default="bf16", help="of weights; fp32: autocast to bf16")
-    parser.add_argument("--arms", nargs="*", default=ARMS, choices=ARMS)
-    add_timing(parser, rounds=2)
-    args = parser.parse_args()
-    shape, world = shape_of(args), int(os.environ["WORLD_SIZE"])
-    if world % args.tp:
-        parser.error(f"--tp {args.tp} does not divide {world} processes; start a multiple of it")
-    if uneven := [name for name in DIVIDED if getattr(shape, name) % args.tp]:
-        parser.error(f"--tp {args.tp} does not divide the model's {', '.join(uneven)}; give one that does")
-    describe(args)
-    return args
+def parser() -> argparse.ArgumentParser:
+    """Return what reads the command line."""
+    made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    made.add_argument("--size", choices=SIZES, default="8b")
+    made.add_argument("--tp", type=int, default=4, help="ranks that share a model; the others are data parallel")
+    made.add_argument("--layers", type=int, help="blocks, if not as many as the size has")
+    made.add_argument("--context", type=int, help="tokens of a sequence, if not as many as the size has")
+    made.add_argument("--batch", type=int, help="sequences in a step and replica, if not as many as the size has")
+    made.add_argument("--dtype", choices=("bf16", "fp32"), default="bf16", help="of weights; fp32: autocast to bf16")
+    made.add_argument("--arms", nargs="*", default=ARMS, choices=ARMS)
+    add_timing(made, rounds=2)
+    return made
+
+
+def objection(args: argparse.Namespace, world: int) -> str:
+    """Return why a model cannot be cut as told, or ""."""
+    if args.tp < 1 or world % args.tp:
+        return f"--tp {args.tp} does not divide {world} processes; start a multiple of it"
+    uneven = [name for name in DIVIDED if getattr(shape_of(args), name) % args.tp]
+    return f"--tp {args.tp} does not divide the model's {', '.join(uneven)}; give one that does" if uneven else ""
 
 
 def describe(args: argparse.Namespace) -> None:
-    """Add to the arguments what follows from them."""
+    """Add to the arguments what follows from them: the model, FLOPs per GPU and step, and a GPU's peak."""
     shape = shape_of(args)
     args.model, args.parameters = dataclasses.asdict(shape), parameters(shape)
     args.flops = flops_per_step(shape, shape.batch * shape.context) / args.tp
@@ -281,8 +277,12 @@ def describe(args: argparse.Namespace) -> None:
 
 def main() -> None:
     """Run all arms and print tables on rank 0."""
-    args = command_line()
+    made = parser()
+    args = made.parse_args()
+    if wrong := objection(args, int(os.environ["WORLD_SIZE"])):
+        made.error(wrong)
     start()
+    describe(args)
     rows: list[dict[str, Any]] = []
 
     def measured(name: str) -> dict[str, Any]:
@@ -291,7 +291,7 @@ def main() -> None:
 
     alternate("ablation", args.arms, measured, args)
     if dist.get_rank() == 0:
-        print(told(rows, args))
+        print(compared(rows, args))
     dist.destroy_process_group()
 
 

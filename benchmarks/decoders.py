@@ -152,12 +152,11 @@ def rotated(x: Tensor, rotation: Tensor) -> Tensor:
 def flops_per_step(shape: Shape, tokens: int) -> float:
     """Return model FLOPs of one forward and backward over ``tokens`` tokens: 6 per weight and token, plus attention.
 
-    Embedding tables look up and do not multiply; attention counts the causal half.
+    Weights are those of linears; attention counts the causal half.
     """
     with torch.device("meta"):
-        model = Decoder(shape)
-    tables = [model.tokens, *([] if model.positions is None else [model.positions])]
-    weights = parameters(shape) - sum(table.weight.numel() for table in tables)
+        linears = [module for module in Decoder(shape).modules() if isinstance(module, nn.Linear)]
+    weights = sum(linear.weight.numel() for linear in linears)
     return tokens * (6.0 * weights + 6 * shape.layers * shape.context * shape.width)
 
 
@@ -198,8 +197,8 @@ def cut(model: Decoder, mesh: DeviceMesh) -> None:
 def alone(model: Decoder, ranks: int) -> None:
     """Leave of a model what one of ``ranks`` computes, with copies on the device where :func:`cut` has collectives.
 
-    What is gathered is the own part, several times; of what would be reduced and scattered, the own part is taken. Tokens
-    and targets have to be below the words that are left, ``model.output.out_features``.
+    What is gathered is the own part, several times; of what would be reduced and scattered, the own part is taken.
+    Targets have to be below the words that are left, ``model.output.out_features``.
     """
 
     def gathers(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:

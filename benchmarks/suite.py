@@ -83,6 +83,11 @@ SUITE: dict[str, list[Row]] = {
         Row("tp_operators", "--shapes '70b, attention' '8b, attention'"),
         *(Row("tp_operators", "--shapes 8b 70b gpt --rounds 1", world=world) for world in (4, 2)),
     ],
+    "ablation": [
+        Row("ablation", "--size 8b --tp 4"),
+        Row("ablation", "--size 3.8b --tp 4"),
+        Row("ablation", "--size 8b --tp 4 --dtype fp32 --rounds 1"),
+    ],
     "moe_layer": [
         *(Row("moe_layer", f"--shape {shape} --backward") for shape in ("dsv3", "qwen3", "mixtral")),
         *(Row("moe_layer", f"--shape {shape}") for shape in ("dsv3", "qwen3", "mixtral")),

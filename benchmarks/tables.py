@@ -178,6 +178,60 @@ def moe_layer() -> str:
     )
 
 
+def ablation() -> str:
+    """Return the table of ``benchmarks/ablation.py``: one row per run and arm."""
+    results = _results("ablation")
+    header = ["model", "mesh", "arm", "ms", "TFLOP/s per GPU", "MFU", "over stock", "over no overlap", "peak GiB"]
+    header += ["what came under compute"]
+    lines = [_row(header), _row(["---"] * len(header))]
+    for result in results:
+        lines += _ablation_rows(result)
+    newest = results[-1]
+    return "\n".join(lines) + (
+        f"\n\nMilliseconds per training step, median, the slowest rank counts; {newest['device']}, torch "
+        f"{newest['torch']}, fused AdamW, random data, arms alternating in one run, {newest['date']}. MFU is of the "
+        "989 dense bf16 TFLOP/s that the maker states. No overlap: all features on, each with its overlap off. Raw "
+        "data, with worst cases, losses and counters: `benchmarks/results/ablation.jsonl`."
+    )
+
+
+def _ablation_rows(result: dict[str, Any]) -> list[str]:
+    settings, arms = result["settings"], {row["arm"]: row for row in result["summary"]}
+    model = settings["model"]
+    name = f"{'Llama' if model['llama'] else 'GPT'} {settings['parameters'] / 1e9:.1f}B, {model['layers']} layers, "
+    name += {"bf16": "bf16 weights", "fp32": "fp32 weights, autocast"}[settings["dtype"]]
+    mesh = f"DP {result['world'] // settings['tp']} x TP {settings['tp']}"
+    how = {row["arm"]: row["features"] for row in result["rows"]}
+    lines = []
+    for arm, row in arms.items():
+        ms = row["median_ms"]
+        tflops = settings["flops"] / ms / 1e9
+        mfu = f"{tflops / settings['peak_tflops']:.1%}" if settings["peak_tflops"] else ""
+        ratios = [
+            f"{arms[peer]['median_ms'] / ms:.2f}" if peer in arms else "" for peer in ("stock", "ovpatch, no overlap")
+        ]
+        cells = [name, mesh, arm, f"{ms:.1f}", f"{tflops:.0f}", mfu, *ratios, f"{row['peak_gib']:.1f}"]
+        lines.append(_row([*cells, _overlapped(how[arm])]))
+    return lines
+
+
+# A feature's counter of what came under compute, that of all, and what they count.
+OVERLAPPED = {
+    "ddp": ("collectives_in_backward", "collectives", "gradients"),
+    "dist_optimizer": ("gathers_overlapped", "gathers", "parameters"),
+}
+
+
+def _overlapped(features: dict[str, dict[str, Any]]) -> str:
+    """Return which part of their collectives features hid, and who stood down."""
+    found = [f"{name} {how['state']}" for name, how in features.items() if how["state"] != "applied"]
+    for name, (hidden, whole, what) in OVERLAPPED.items():
+        counters = features.get(name, {}).get("counters", {})
+        if counters.get(whole):
+            found.append(f"{what} {counters[hidden] / counters[whole]:.0%}")
+    return ", ".join(found)
+
+
 OPERATOR_ARMS = {
     "product, graphed": "product",
     "collective, graphed": "collective",
@@ -257,6 +311,7 @@ def _ddp_name(result: dict[str, Any]) -> str:
 
 
 TABLES = {
+    "ablation": ablation,
     "ddp_step": ddp_step,
     "zero_step": zero_step,
     "moe_layer": moe_layer,
