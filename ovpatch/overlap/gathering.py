@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -30,6 +30,13 @@ class _Padded(NamedTuple):
 
     param: Tensor
     gathered: Tensor
+
+
+def launch(gathers: Iterable[ParamGather]) -> None:
+    """Launch gathers one behind the other; see :meth:`ParamGather.launch`."""
+    with plainly():
+        for gather in gathers:
+            gather._launch()
 
 
 class ParamGather:
@@ -79,6 +86,10 @@ class ParamGather:
         Raises:
             RuntimeError: The last gather has not been settled, so its results would mix with the slices of now.
         """
+        with plainly():
+            return self._launch()
+
+    def _launch(self) -> str:
         if self._world == 1:
             return ""
         with self._lock:
@@ -127,7 +138,7 @@ class ParamGather:
             unmark(param)
 
     def _start(self) -> None:
-        with plainly(), span(self._labels[0]):
+        with span(self._labels[0]):
             pairs = [self._output_and_input(param) for param in self._params]
             device = self._params[0].device
             self._stream = torch.cuda.current_stream(device) if device.type == "cuda" else None

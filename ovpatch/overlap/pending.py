@@ -23,10 +23,9 @@ tensor C++ holds (a scripted or traced module, a graph that is to be run backwar
 
 from __future__ import annotations
 
-import contextlib
 import os
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import cache, partial
 from multiprocessing.reduction import ForkingPickler
 from typing import Any
@@ -210,21 +209,34 @@ def settle_within(values: Any, *, otherwise_all: bool = True) -> None:
         settle(param)
 
 
-@contextlib.contextmanager
-def plainly() -> Iterator[None]:
+class plainly:  # it is used as a function is
     """Work on tensors as if the reader were in no mode: of torch functions, of dispatch, of functorch or of inference.
 
     A copy that settles a parameter is no part of what the reader computes: it must not be recorded, nor be refused as
-    a write to a captured tensor.
+    a write to a captured tensor. Written out, since a generator around torch's own context managers takes several times
+    as long, and a step enters it for each of its buckets.
     """
-    with (
-        torch._C.DisableTorchFunction(),
-        torch._C._DisableTorchDispatch(),
-        torch._C._DisableFuncTorch(),
-        torch.inference_mode(False),
-        torch.no_grad(),
-    ):
-        yield
+
+    __slots__ = ("_grad", "_guards")
+
+    def __enter__(self) -> None:
+        """Leave all modes."""
+        self._guards = (
+            torch._C.DisableTorchFunction(),
+            torch._C._DisableTorchDispatch(),
+            torch._C._DisableFuncTorch(),
+            torch._C._InferenceMode(False),
+        )
+        for guard in self._guards:
+            guard.__enter__()
+        self._grad = torch.is_grad_enabled()
+        torch._C._set_grad_enabled(False)
+
+    def __exit__(self, *_error: object) -> None:
+        """Be in the same modes as before."""
+        torch._C._set_grad_enabled(self._grad)
+        for guard in reversed(self._guards):
+            guard.__exit__(None, None, None)
 
 
 @cache

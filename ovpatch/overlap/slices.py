@@ -9,6 +9,7 @@ per mille of a model, and a launch for each would cost more than it saves (unles
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -32,12 +33,13 @@ class Slice:
     end: int
     size: int
 
-    @property
+    @functools.cached_property
     def numel(self) -> int:
         """Number of elements owned."""
         return self.end - self.begin
 
 
+@functools.lru_cache(maxsize=4096)  # every step asks for every parameter several times
 def cut(numel: int, world: int, rank: int) -> Slice:
     """Return the part of ``numel`` elements that a rank of ``world`` ranks owns."""
     size = -(-numel // world)

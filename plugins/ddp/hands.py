@@ -46,10 +46,10 @@ class ForeignHands:
         if self._changes != _changes.count:
             self._changes = _changes.count
             self._tables = _tables(self._model() if self._model is not None else None)
-        params = self._params
-        return (
-            self.shared or any(self._tables) or any(map(_TENSOR_HOOKS, params)) or any(map(_ACCUMULATION_HOOKS, params))
-        )
+        if self.shared or any(self._tables):
+            return True
+        with torch._C.DisableTorchFunctionSubclass():  # which a parameter may be that waits for a reader
+            return any(map(_TENSOR_HOOKS, self._params)) or any(map(_ACCUMULATION_HOOKS, self._params))
 
 
 def _tables(model: torch.nn.Module | None) -> list[Any]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from ovpatch.overlap.gathering import ParamGather
+from ovpatch.overlap.gathering import ParamGather, launch
 from ovpatch.overlap.layout import layer_of
 from ovpatch_plugins.dist_optimizer.counters import COUNTERS
 
@@ -42,8 +42,7 @@ class Gathers:
         which = tuple((id(part.shards), id(part.gathered)) for part in parts)
         if which != self._of:
             self._of, self._buckets = which, [self._gather(bucket) for bucket in self._cut(parts)]
-        for gather in self._buckets:
-            gather.launch()
+        launch(self._buckets)
         COUNTERS.bytes_gathered += sum(part.gathered.nbytes for part in parts)
         COUNTERS.gathers += len(self._buckets)
         COUNTERS.gathers_overlapped += sum(gather.is_pending for gather in self._buckets) if self._overlap else 0

@@ -94,10 +94,14 @@ def _replacing(optimizer: Optimizer, by: Mapping[int, Parameter | None]) -> Iter
 
 
 def _stand_in(part: Part) -> Parameter:
-    own, kept = part.shards.slice(part.index), mixed.find(part.param)
-    main = None if kept is None else kept.source.main(kept.index)
-    elements = flat(part.param.data)[own.begin : own.end] if main is None else main[: own.numel]
-    # What Parameter() does, without asking whether there is something to settle.
-    stand_in: Parameter = torch.Tensor._make_subclass(Parameter, elements, part.param.requires_grad)
-    stand_in.grad = part.shards.own_part(part.index)
+    shards, kept = part.shards, mixed.find(part.param)
+    own = shards.slice(part.index)
+    whole = flat(part.param.data)[own.begin :] if kept is None else kept.source.main(kept.index)
+    elements = whole[: own.numel]
+    with torch._C.DisableTorchFunctionSubclass():
+        # What Parameter() does, without asking whether there is something to settle.
+        stand_in: Parameter = torch.Tensor._make_subclass(Parameter, elements, part.param.requires_grad)
+        is_pending = kept is not None and shards.is_pending(part.index)
+    # A parameter in mixed precision answers each question by Python, and has the layout that it had.
+    stand_in.grad = shards.part_of(part.index).to(elements.dtype) if is_pending else shards.own_part(part.index)
     return stand_in

@@ -84,7 +84,8 @@ class ShardedOptimizer(abc.ABC):
             parts = []
         if not parts:
             return inner(optimizer, *args, **kwargs)
-        COUNTERS.grads_by_parts += sum(part.shards.is_pending(part.index) for part in parts)
+        with torch._C.DisableTorchFunctionSubclass():
+            COUNTERS.grads_by_parts += sum(part.shards.is_pending(part.index) for part in parts)
         result = self._update(parts, functools.partial(inner, optimizer, *args, **kwargs), optimizer)
         COUNTERS.steps += 1
         COUNTERS.params_updated += len(parts)
@@ -132,11 +133,12 @@ class ShardedOptimizer(abc.ABC):
     def parts(self, optimizer: Optimizer) -> list[Part]:
         """Return the parameters with a gradient whose update is divided."""
         found = []
-        for group in optimizer.param_groups:
-            for param in group["params"]:
-                entry = grad_shards.find(param)
-                if entry is not None and self._divides(*entry) and param.grad is not None:
-                    found.append(Part(param, *entry))
+        with torch._C.DisableTorchFunctionSubclass():  # whatever parameters are now, that they have a gradient is plain
+            for group in optimizer.param_groups:
+                for param in group["params"]:
+                    entry = grad_shards.find(param)
+                    if entry is not None and self._divides(*entry) and param.grad is not None:
+                        found.append(Part(param, *entry))
         return found
 
     @abc.abstractmethod
