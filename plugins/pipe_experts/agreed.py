@@ -18,14 +18,15 @@ from ovpatch_plugins.pipe_experts.how import How
 PATIENCE_S = 300.0  # ranks may load or make their models at different speeds
 
 _REMEDY = (
-    "Give every rank the same number of experts, the same OVPATCH variables and the same `how`, and call "
-    "ovpatch.apply() with the same arguments on every rank; OVPATCH_PIPE_EXPERTS=0 on all ranks leaves layers to stock."
+    "Give every rank and every token the same number of experts, every rank the same OVPATCH variables and the same "
+    "`how`, and call ovpatch.apply() with the same arguments everywhere; OVPATCH_PIPE_EXPERTS=0 on all ranks leaves "
+    "layers to stock."
 )
 
-_agreed: weakref.WeakKeyDictionary[dist.ProcessGroup, set[tuple[How, int]]] = weakref.WeakKeyDictionary()
+_agreed: weakref.WeakKeyDictionary[dist.ProcessGroup, set[tuple[How, int, int]]] = weakref.WeakKeyDictionary()
 
 
-def ensure(group: dist.ProcessGroup, device: torch.device, how: How, local: int) -> None:
+def ensure(group: dist.ProcessGroup, device: torch.device, how: How, local: int, top_k: int) -> None:
     """Have the ranks agree on how layers with so many experts are computed, once.
 
     Args:
@@ -33,13 +34,15 @@ def ensure(group: dist.ProcessGroup, device: torch.device, how: How, local: int)
         device: Where tokens are.
         how: How this rank computes.
         local: How many experts it has.
+        top_k: How many experts a token has.
 
     Raises:
         DisagreementError: They differ, or a rank did not answer in time.
     """
     known = _agreed.setdefault(group, set())
-    if (how, local) in known:
+    if (how, local, top_k) in known:
         return
-    terms = {"version of ovpatch": importlib.metadata.version("ovpatch"), "experts of a rank": local, **asdict(how)}
+    version = importlib.metadata.version("ovpatch")
+    terms = {"version of ovpatch": version, "experts of a rank": local, "experts of a token": top_k, **asdict(how)}
     agree(group, "pipe_experts", terms, timeout_s=patience(group, device, PATIENCE_S), remedy=_REMEDY)
-    known.add((how, local))
+    known.add((how, local, top_k))

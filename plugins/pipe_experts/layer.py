@@ -158,9 +158,9 @@ def run(
             f"tokens {tuple(x.shape)}, experts {tuple(top_k_index.shape)} and weights {tuple(top_k_weights.shape)} do "
             "not fit: give [tokens, h], [tokens, k] and [tokens, k]"
         )
-    agreed.ensure(group, x.device, how, local)
-    sent = dtype or x.dtype
-    plans = plans_of(how, maker, group, local, x, top_k_index.shape[1], sent)
+    top_k, sent = top_k_index.shape[1], dtype or x.dtype
+    agreed.ensure(group, x.device, how, local, top_k)
+    plans = plans_of(how, maker, group, local, x, top_k, sent)
     back = how.way_back(group)
     out, parts = computed(x, top_k_index, top_k_weights, maker, plans, group, back, sent, meanwhile)
     COUNTERS.calls += 1

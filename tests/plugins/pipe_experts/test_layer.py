@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from ovpatch.insight.equality import compare
+from ovpatch.overlap.agreement import DisagreementError
 from ovpatch_plugins.pipe_experts.how import How
 from ovpatch_plugins.pipe_experts.layer import expert_parallel_ffn
 from ovpatch_plugins.pipe_experts.module import ExpertParallelFFN
@@ -206,3 +207,19 @@ def misfit() -> str:
 
 def test_tables_of_other_lengths_are_refused(ranks):
     assert all("give [tokens, h], [tokens, k]" in text for text in ranks(2)(misfit))
+
+
+def different_top_k() -> str:
+    """Ranks route tokens to different numbers of experts, by which they would choose different parts."""
+    top_k = 1 + dist.get_rank()
+    x, weights = torch.randn(6, 8), (torch.randn(2, 10, 8), torch.randn(2, 8, 10))
+    index, top = torch.zeros(6, top_k, dtype=torch.int64), torch.ones(6, top_k)
+    with pytest.raises(DisagreementError) as caught:
+        expert_parallel_ffn(x, index, top, weights, nn.functional.silu, dist.group.WORLD)
+    return str(caught.value)
+
+
+def test_ranks_that_differ_in_experts_of_a_token_are_told(ranks):
+    for text in ranks(2)(different_top_k):
+        assert "experts of a token" in text
+        assert text.rstrip().endswith("leaves layers to stock.")
