@@ -54,14 +54,12 @@ class Problem:
 
     Args:
         args: The command line.
+        mesh: Of :func:`mesh_of`.
     """
 
-    def __init__(self, args: argparse.Namespace) -> None:
-        self.shape, self.autocast = shape_of(args), args.dtype == "fp32"
+    def __init__(self, args: argparse.Namespace, mesh: DeviceMesh) -> None:
+        self.shape, self.autocast, self.mesh = shape_of(args), args.dtype == "fp32", mesh
         self.dtype = torch.float32 if self.autocast else torch.bfloat16
-        self.mesh: DeviceMesh = init_device_mesh(
-            device().type, (dist.get_world_size() // args.tp, args.tp), mesh_dim_names=("dp", "tp")
-        )
         # Ranks that share a model have the same tokens.
         generator = torch.Generator().manual_seed(self.mesh["dp"].get_local_rank())
         size = self.shape.batch, self.shape.context
@@ -88,6 +86,11 @@ def shape_of(args: argparse.Namespace) -> Shape:
     """Return the model of the command line."""
     given = {name: getattr(args, name) for name in ("layers", "batch", "context") if getattr(args, name)}
     return dataclasses.replace(SIZES[args.size], **given)
+
+
+def mesh_of(args: argparse.Namespace) -> DeviceMesh:
+    """Return a mesh of all ranks, once for all arms: its communicators stay."""
+    return init_device_mesh(device().type, (dist.get_world_size() // args.tp, args.tp), mesh_dim_names=("dp", "tp"))
 
 
 def trained(problem: Problem, **kwargs: Any) -> Step:
@@ -183,9 +186,9 @@ def since(before: ovpatch.Report, names: Iterable[str]) -> dict[str, dict[str, A
     return found
 
 
-def measure(name: str, args: argparse.Namespace) -> dict[str, Any]:
+def measure(name: str, args: argparse.Namespace, mesh: DeviceMesh) -> dict[str, Any]:
     """Run one arm once."""
-    problem = Problem(args)
+    problem = Problem(args, mesh)
     try:
         with built(name, problem) as (step, told):
             timed(step, args.warmup)
@@ -201,7 +204,7 @@ def measure(name: str, args: argparse.Namespace) -> dict[str, Any]:
     finally:
         gc.collect()
         dist.barrier()
-        farewell.met(problem.mesh["dp"].get_group())  # nobody asks for what an arm has kept for slower ranks
+        farewell.met(mesh["dp"].get_group())  # nobody asks for what an arm has kept for slower ranks
         if CUDA:
             torch.cuda.empty_cache()
     row = {"arm": name, "ms": times, "peak_gib": peak, "loss": round(value, 4), "features": features}
@@ -283,10 +286,11 @@ def main() -> None:
         made.error(wrong)
     start()
     describe(args)
+    mesh = mesh_of(args)
     rows: list[dict[str, Any]] = []
 
     def measured(name: str) -> dict[str, Any]:
-        rows.append(measure(name, args))
+        rows.append(measure(name, args, mesh))
         return rows[-1]
 
     alternate("ablation", args.arms, measured, args)

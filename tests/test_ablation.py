@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import gc
 from pathlib import Path
 from typing import Any
 
@@ -68,14 +69,16 @@ def run(file: str) -> list[dict[str, Any]]:
     """Run some arms once, as ``main`` does but for the process group."""
     args = told(f"--json={file}", "--arms", *ARMS)
     ablation.describe(args)
+    mesh = ablation.mesh_of(args)
     rows: list[dict[str, Any]] = []
 
     def measured(name: str) -> dict[str, Any]:
-        rows.append(ablation.measure(name, args))
+        rows.append(ablation.measure(name, args, mesh))
         return rows[-1]
 
     ablation.alternate("ablation", args.arms, measured, args)
-    return [*rows, {"shown": ablation.compared(rows, args)}]
+    alive = sum(type(one) is Decoder for one in gc.get_objects())
+    return [*rows, {"shown": ablation.compared(rows, args), "alive": alive}]
 
 
 def test_arms_train_the_same_model_and_overlap_what_they_say(ranks, tmp_path, monkeypatch):
@@ -109,3 +112,4 @@ def test_arms_train_the_same_model_and_overlap_what_they_say(ranks, tmp_path, mo
     assert "gradients 0%" in lines[4]
     assert "gradients 100%" in lines[5]
     assert "limit" in shown["shown"]
+    assert shown["alive"] == 0, "an arm's memory would be in the next one's peak"
