@@ -5,20 +5,23 @@ Until then there is nothing to put them together from. Who reads one gets an err
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+import weakref
+from collections.abc import Iterable, Sequence
 
 from torch import Tensor
 
-from ovpatch.overlap.placeholders import Placeholder, Source
+from ovpatch.overlap.placeholders import Placeholder
 
 _TOO_EARLY = (
     "ovpatch: the gradient of parameter '{}' was read, or added to, while a backward computes that has already reduced "
-    "it and given its memory up. Read it after the backward, or set OVPATCH_DIST_OPTIMIZER_GRADS_IN_FLIGHT_MB=0."
+    "it and given its memory up. Read it after the backward; if several reentrant checkpoints use the parameter, set "
+    "use_reentrant=False; or set OVPATCH_DIST_OPTIMIZER_GRADS_IN_FLIGHT_MB=0."
 )
 
 _LOST = (
-    "ovpatch: the gradient of parameter '{}' was reduced and given up by a backward that then failed. Drop such "
-    "gradients, as optimizer.zero_grad() does, or set OVPATCH_DIST_OPTIMIZER_GRADS_IN_FLIGHT_MB=0."
+    "ovpatch: the gradient of parameter '{}' was reduced and given up by a backward that then failed, or during which "
+    "it was taken from the parameter. Drop such gradients, as optimizer.zero_grad() does, or set "
+    "OVPATCH_DIST_OPTIMIZER_GRADS_IN_FLIGHT_MB=0."
 )
 
 
@@ -31,30 +34,42 @@ class GivenUp:
 
     def __init__(self, names: Sequence[str]) -> None:
         self._names = names
-        self._indices: set[int] = set()
+        self._grads: dict[int, weakref.ref[Placeholder]] = {}
 
-    def add(self, index: int) -> None:
+    def __contains__(self, index: int) -> bool:
+        return index in self._grads
+
+    def add(self, index: int, grad: Placeholder) -> None:
         """Note that the gradient of a parameter has been given up."""
-        self._indices.add(index)
+        self._grads[index] = weakref.ref(grad)
 
-    def remove(self, index: int) -> None:
-        """Note that there are parts of it now."""
-        self._indices.discard(index)
-
-    def refuse(self, indices: Collection[int]) -> None:
+    def refuse(self, indices: Iterable[int]) -> None:
         """Raise an error if one of those was given up.
 
         Raises:
             RuntimeError: It says which, and what to do.
         """
-        for index in self._indices.intersection(indices):
-            raise RuntimeError(_TOO_EARLY.format(self._names[index]))
+        for index in indices:
+            if index in self._grads:
+                raise RuntimeError(_TOO_EARLY.format(self._names[index]))
 
-    def lost(self) -> Iterator[tuple[int, Source]]:
-        """Forget all, since the backward has failed; yield each with the source that its gradient has from now on."""
-        while self._indices:
-            index = self._indices.pop()
-            yield index, _Lost(self._names[index])
+    def arrived(self, index: int, grad: Tensor | None) -> None:
+        """Note that there are parts of a gradient now; what was given up is lost if ``p.grad`` is another one."""
+        reference = self._grads.pop(index, None)
+        given_up = None if reference is None else reference()
+        if given_up is not None and given_up is not grad:
+            self._lose(index, given_up)
+
+    def fail(self) -> list[int]:
+        """Forget all, since the backward has failed: they are lost. Return the parameters."""
+        indices = list(self._grads)
+        for index in indices:
+            self.arrived(index, None)
+        return indices
+
+    def _lose(self, index: int, grad: Placeholder) -> None:
+        if isinstance(grad, Placeholder):  # still: who has zeroed it has a plain gradient
+            grad.source = _Lost(self._names[index])
 
 
 class _Lost:

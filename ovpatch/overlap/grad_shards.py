@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Protocol
 
 import torch
@@ -65,6 +65,7 @@ class GradShards:
         names: Their fully qualified names.
         group: The process group over which they are reduced.
         minimum: With how many elements a parameter is worth to be cut; None keeps all whole, and costs nothing.
+        whole: Parameters that are not cut in any case, by index, since their gradients are sparse.
 
     Attributes:
         chosen: Parameters whose gradients are reduced and scattered now.
@@ -75,7 +76,13 @@ class GradShards:
     """
 
     def __init__(
-        self, params: Sequence[torch.nn.Parameter], names: Sequence[str], group: dist.ProcessGroup, minimum: Minimum
+        self,
+        params: Sequence[torch.nn.Parameter],
+        names: Sequence[str],
+        group: dist.ProcessGroup,
+        minimum: Minimum,
+        *,
+        whole: Collection[int] = (),
     ) -> None:
         self.params, self.names, self.group = Weakly(params), list(names), group
         self.chosen: frozenset[int] = frozenset()
@@ -99,7 +106,8 @@ class GradShards:
         self._strides = [param.stride() for param in params]
         self._peers = ShardPeers(group, self.editions, self._parts, self._numels)
         self._cuttable = [
-            minimum is not None and self._active and can_be_cut(param, self._world, minimum(param)) for param in params
+            minimum is not None and self._active and i not in whole and can_be_cut(param, self._world, minimum(param))
+            for i, param in enumerate(params)
         ]
         if self._active:
             for index, param in enumerate(params):
@@ -257,15 +265,13 @@ class GradShards:
         """
         grad = self.params[index].grad
         if grad is not None and (ours or _nobody_elses(grad)):
-            placeholders.empty_out(grad, self, index)
-            self._early.add(index)
+            self._early.add(index, placeholders.empty_out(grad, self, index))
 
     def lose(self) -> None:
         """Take the gradients that were given up away from their parameters: there will be no parts of them."""
-        for index, source in self._early.lost():
-            grad = self.params[index].grad
-            if isinstance(grad, Placeholder) and grad.source is self:
-                grad.source, self.params[index].grad = source, None
+        for index in self._early.fail():
+            if isinstance(self.params[index].grad, Placeholder):
+                self.params[index].grad = None
 
     def deliver(self, index: int, *, ours: bool) -> None:
         """Make ``p.grad`` a placeholder: the part has been reduced.
@@ -276,6 +282,7 @@ class GradShards:
         """
         param = self.params[index]
         grad = param.grad
+        self._early.arrived(index, grad)
         if grad is None:
             with torch.inference_mode(False), torch.no_grad():
                 grad = param.grad = placeholders.make(param, self, index)
@@ -285,7 +292,6 @@ class GradShards:
             placeholders.empty_out(grad, self, index)
         else:
             self._overdue.append(index)  # somebody holds its memory, and must find the average there
-        self._early.remove(index)
         self._given[index] = weakref.ref(grad, functools.partial(forget, _deliveries, id(grad)))
         _deliveries[id(grad)] = (self._given[index], weakref.ref(self), index, self._backwards)
 
@@ -307,8 +313,14 @@ class GradShards:
             self.settle()
 
     def settle(self) -> None:
-        """Put all gradients in place that are still in parts."""
-        placeholders.settle([p.grad for p in self.params if p.grad is not None and self.is_ours(p.grad)])
+        """Put all gradients in place that are still in parts; not those that the running backward reduces."""
+        placeholders.settle(p.grad for i, p in enumerate(self.params) if i not in self._early and self.is_pending(i))
+
+    def prepare(self, index: int) -> None:
+        """Put gradients in place before something is added to one, unless that was given up, which is an error."""
+        if self.is_pending(index):
+            self._early.refuse([index])
+            self.settle()  # all of them: the others will be added to as well
 
     # ---------------------------------------------------------------- reading
 

@@ -112,8 +112,8 @@ def _hook(reference: weakref.ref[Listener], index: int) -> Any:
 def _prehook(reference: weakref.ref[GradShards], index: int) -> Any:
     def fire(_given: Any) -> None:
         shards = reference()
-        if shards is not None and shards.is_ours(shards.params[index].grad):
-            shards.settle()  # all of them: the others will be added to as well
+        if shards is not None:
+            shards.prepare(index)
 
     return fire
 

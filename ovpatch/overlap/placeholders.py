@@ -84,7 +84,7 @@ class Placeholder(torch.Tensor):
 _lock = threading.RLock()
 
 
-def settle(placeholders: Iterable[Tensor]) -> None:
+def settle(placeholders: Iterable[Tensor | None]) -> None:
     """Put the content of all that are placeholders still in place, fetched together where the source is the same."""
     with _lock, torch.inference_mode(False), torch.no_grad():
         by_source: dict[int, list[Placeholder]] = {}
@@ -119,9 +119,9 @@ def empty_out(tensor: Tensor, source: Source, key: Any) -> Placeholder:
 
 
 def _mark(tensor: Tensor, source: Source, key: Any) -> Placeholder:
+    vars(tensor).update(source=source, key=key)  # first: another thread looks at the class without the lock
     tensor.__class__ = Placeholder
     assert isinstance(tensor, Placeholder)
-    tensor.source, tensor.key = source, key
     return tensor
 
 

@@ -5,9 +5,9 @@ because its gradients happened to come first pairs with another one on a rank wh
 
 [Note: gradients in flight] Of a gradient that is scattered each rank needs its part alone, so its memory can serve for
 the next ones, once it is reduced: a backward then holds the gradients that are under way instead of all. Whoever
-computes waits for the oldest before more are launched than may be under way. A device does that in the order of its
-streams, and the host goes on. Where the limit leaves room for some milliseconds of traffic there is nothing to wait
-for, unless communication is what takes longest; then one of the two waits anyway.
+computes waits for the oldest when more are launched than may be under way; for the newest never. A device does that in
+the order of its streams, and the host goes on. Where the limit leaves room for some milliseconds of traffic there is
+hardly anything to wait for, unless communication is what takes longest; then one of the two waits anyway.
 """
 
 from __future__ import annotations
@@ -158,6 +158,8 @@ class Reduction:
         for work in self._works:
             work.wait()
         self._works = []
+        self._in_flight.clear()
+        self._transient = 0
 
     def unpack(self, skip: Collection[int]) -> None:
         """Make every ``p.grad`` the reduced gradient, but for the parameters in ``skip``, which no rank used."""
@@ -187,9 +189,10 @@ class Reduction:
         if not self._skipped(bucket):
             with span(self._labels[index]):
                 self._join(bucket)
-                pieces = bucket.pack(self._divisor, absent=self.absent, given=given)
-                self._follow(bucket, self._start(bucket, pieces))
+                works = self._start(bucket, bucket.pack(self._divisor, absent=self.absent, given=given))
+            self.launched = index + 1  # before anything else that can raise: it must not be launched again
             on_launch(bucket)
+            self._follow(bucket, works)
         self.launched = index + 1
 
     def _start(self, bucket: Bucket, pieces: list[Tensor]) -> Sequence[Work]:
@@ -201,10 +204,11 @@ class Reduction:
 
     def _follow(self, bucket: Bucket, works: Sequence[Work]) -> None:
         """Keep what is under way below the limit; see [Note: gradients in flight]."""
-        if isinstance(bucket, GradBucket) and bucket.transient:
-            self._in_flight.append((bucket, works))
-            self._transient += bucket.transient
-        while self._in_flight and self._transient > self._limit:
+        if not (isinstance(bucket, GradBucket) and bucket.transient) or math.isinf(self._limit):
+            return
+        self._in_flight.append((bucket, works))
+        self._transient += bucket.transient
+        while len(self._in_flight) > 1 and self._transient > self._limit:
             oldest, started = self._in_flight.popleft()
             self._transient -= oldest.transient
             _wait_for_peers(started)

@@ -37,13 +37,16 @@ class ShardBucket(GradBucket):
         self._cut = [i for i in self._large if indices[i] in shards.chosen]
         self.transient = sum(params[i].numel() for i in self._cut) * self.dtype.itemsize
         self._given_up: set[int] = set()
+        self._copies: list[Tensor] = []
 
     def give_up(self, *, but: Collection[int]) -> None:
         """Free the memory of what this rank has its part of."""
+        if self.device.type == "cuda":  # memory may be another stream's, which has not waited
+            for read in (*self._copies, *(self._pieces[i] for i in self._cut)):
+                read.record_stream(torch.cuda.current_stream(self.device))
+        self._copies.clear()
         for i in self._cut:
             piece = self._pieces.pop(i)
-            if self.device.type == "cuda":  # it may be another stream's, which has not waited
-                piece.record_stream(torch.cuda.current_stream(self.device))
             if self.indices[i] not in but:
                 self._shards.give_up(self.indices[i], ours=self.params[i].grad is piece)
         self._given_up.update(self._cut)
@@ -55,6 +58,7 @@ class ShardBucket(GradBucket):
             if (piece is not None or i in self._given_up) and self.indices[i] not in skip:
                 self._shards.deliver(self.indices[i], ours=piece is not None and self.params[i].grad is piece)
         self._given_up.clear()
+        self._copies.clear()
         return super().unpack(skip=skip)
 
     def release(self) -> None:
@@ -65,6 +69,7 @@ class ShardBucket(GradBucket):
     def drop(self) -> None:
         """Forget what was packed."""
         self._given_up.clear()
+        self._copies.clear()
         super().drop()
 
     def start(self, collectives: Collectives, pieces: list[Tensor]) -> Sequence[Work]:
@@ -81,4 +86,7 @@ class ShardBucket(GradBucket):
     def _padded(self, i: int, piece: Tensor) -> Tensor:
         """Return a tensor that can be cut into equal parts, one per rank."""
         elements, wanted = flat(piece), self._shards.padded_numel(self.indices[i])
-        return elements if len(elements) == wanted else torch.nn.functional.pad(elements, (0, wanted - len(elements)))
+        if len(elements) == wanted:
+            return elements
+        self._copies.append(torch.nn.functional.pad(elements, (0, wanted - len(elements))))
+        return self._copies[-1]

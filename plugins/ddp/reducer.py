@@ -244,7 +244,8 @@ class GradReducer:
         self._set_mode()
         self._lane: dist.ProcessGroup | None = None
         self._attached += 1
-        self.shards: GradShards = GradShards(self.params, self.names, self._group, sharding.minimum)
+        sparse = [i for i, is_sparse in enumerate(self.config.sparse) if is_sparse]
+        self.shards: GradShards = GradShards(self.params, self.names, self._group, sharding.minimum, whole=sparse)
         layout = Layout(self.params, self.names, *self.config.layout, self.shards)
         self._cutting = Cutting(layout, self._group)
         self._set_buckets()
