@@ -204,9 +204,11 @@ def restore_stock(ddp: Wrapper, reason: str = "") -> None:
     reducer.shards.leave()
     reducer._remove_autograd_hooks()
     stock_helper = _live.pop(ddp)
-    parameters, expect_sparse = ddp._build_params_for_reducer()
-    names = ddp._build_debug_param_to_name_mapping(parameters)
-    stock_helper(ddp, parameters, expect_sparse, names, ddp.static_graph)
+    # Not asked of the module: with device_mesh=, stock has taken them out of it in the first forward.
+    kept = [i for i, param in enumerate(reducer.params) if param.requires_grad]
+    parameters = [reducer.params[i] for i in kept]
+    names = {new: reducer.names[old] for new, old in enumerate(kept)}
+    stock_helper(ddp, parameters, [reducer.config.sparse[i] for i in kept], names, ddp.static_graph)
     if reducer.armed:
         # The forward is over; without this its backward would leave the gradients local, and nobody would know. Its
         # outputs are no longer at hand: aliases of all parameters have the stock reducer wait for each of them. A

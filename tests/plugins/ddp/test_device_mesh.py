@@ -11,6 +11,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel as DDP
 
+import ovpatch
+from ovpatch_plugins.ddp.reducer import GradReducer
 from tests.plugins.ddp.arms import Record, both
 from tests.plugins.ddp.checks import check
 
@@ -39,6 +41,39 @@ def loop(tensor_parallel: bool, ddp: dict[str, Any]) -> list[Record]:
         optimizer.zero_grad()
         records.append({"param": {n: p.detach().clone() for n, p in params.items()}})
     return records
+
+
+def reverted_midway() -> list[list[torch.Tensor]]:
+    """Train stock, and patched until ovpatch is reverted behind the second step."""
+
+    def train(patched: bool) -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+        model = nn.Sequential(block(), nn.Linear(8, 8))  # the last one's parameters stay in the module
+        parallelize_module(model, mesh["tp"], {"0.0": ColwiseParallel(), "0.2": RowwiseParallel()})
+        wrapped = DDP(model, device_mesh=mesh["dp"])
+        params = list(model.parameters())
+        for step in range(4):
+            if patched and step == 2:
+                ovpatch.revert()
+                assert not isinstance(wrapped.reducer, GradReducer)
+            generator = torch.Generator().manual_seed(10 * step + mesh.get_local_rank("dp"))
+            wrapped(torch.randn(4, 8, generator=generator)).square().mean().backward()
+            with torch.no_grad():
+                for param in params:
+                    param -= 0.1 * param.grad
+                    param.grad = None
+        return [param.detach().clone() for param in params]
+
+    stock = train(False)
+    ovpatch.apply("ddp")
+    return [stock, train(True)]
+
+
+def test_revert_in_the_middle_of_training(ranks):
+    for stock, patched in ranks(4)(reverted_midway):
+        assert len(stock) == len(patched) == 8
+        assert all(map(torch.equal, stock, patched))
 
 
 @pytest.mark.parametrize("tensor_parallel", [True, False])
