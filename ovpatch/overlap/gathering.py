@@ -19,8 +19,7 @@ from torch.nn import Parameter
 
 from ovpatch.overlap.collectives import AllGather
 from ovpatch.overlap.labels import label, span
-from ovpatch.overlap.memory import handles
-from ovpatch.overlap.pending import is_pending, lose, mark, plainly, unmark
+from ovpatch.overlap.pending import is_pending, lose, mark, owners_of, plainly, unmark
 from ovpatch.overlap.slices import Slice, cut, flat
 from ovpatch.overlap.works import Unpacked, Work
 
@@ -126,7 +125,7 @@ class ParamGather:
             self._padded.clear()
 
     def _mark(self) -> str:
-        self._owners = min(self._owners, *map(handles, self._params))
+        self._owners = min(self._owners, *map(owners_of, self._params))
         for param in self._params:
             if reason := mark(param, self.settle, owners=self._owners):
                 self._unmark()

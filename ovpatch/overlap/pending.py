@@ -14,7 +14,8 @@ again, until the interpreter's recursion limit.
 [Note: kinds of pending] Derived classes are for parameters that stay unread for longer than a gather takes, perhaps for
 ever, and whose values it costs more to bring: :mod:`ovpatch.overlap.mixed`, :mod:`ovpatch.overlap.watching`. Who finds
 such a parameter among what it reads brings its values, too (:func:`settle`); but they are not under way, so waiting for
-all that is (:func:`settle_all`) leaves them alone.
+all that is (:func:`settle_all`) leaves them alone. A DTensor that stands in a parameter's place is pending with it
+(mesh_views.py, [Note: DTensors over parameters]).
 
 [Note: who else reads] Not marked, so gathered at once, is what can be read without any of this: a parameter whose
 memory other tensors share (``detach()``, a view kept by a live graph, weights that cuDNN flattened), and one whose
@@ -35,12 +36,16 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from ovpatch.overlap.memory import handles, references_of_one, storage_references
+from ovpatch.overlap.mesh_views import is_sole, view_of
 from ovpatch.overlap.metadata import METADATA
 from ovpatch.overlap.nested import leaves
 from ovpatch.overlap.weakly import forget
 
 # By id(): the parameter, which is thereby kept alive unless its values are lost, and what settles it.
 _PENDING: dict[int, tuple[Callable[[], Parameter | None], Callable[[], None]]] = {}
+
+# By id() of a pending parameter: the DTensor that is pending with it.
+_VIEWS: dict[int, Callable[[], Any]] = {}
 
 #: Parameters of derived classes, by id(); their modules keep it.
 DERIVED: set[int] = set()
@@ -85,6 +90,30 @@ class PendingParameter(Parameter):
         return Parameter.__reduce_ex__(self, protocol)
 
 
+@cache
+def _dtensor() -> Any:
+    from torch.distributed.tensor import DTensor  # only where there is one, so it has been imported
+
+    return DTensor
+
+
+@cache
+def _pending_dtensor() -> Any:
+    """Return the class of a DTensor while the values of the parameter below it are on their way."""
+
+    class PendingDTensor(_dtensor()):  # type: ignore[misc]
+        __slots__ = ()
+        __torch_function__ = PendingParameter.__dict__["__torch_function__"]
+        _bring = PendingParameter._bring
+
+        @property
+        def _local_tensor(self) -> Any:
+            settle(self)
+            return self._local_tensor  # of the class that it has now
+
+    return PendingDTensor
+
+
 def refusal(param: Tensor, *, aliases: int = 0, owners: int = OWNERS) -> str:
     """Return why a parameter cannot be pending, or nothing if it can.
 
@@ -117,13 +146,30 @@ def mark(param: Tensor, settle: Callable[[], None], *, aliases: int = 0, owners:
         Nothing if it is pending now, else why not: then the caller has to bring the values at once. Another thread may
         let go of the parameter at any time, so :func:`refusal` may say otherwise a moment later.
     """
-    if reason := refusal(param, aliases=aliases, owners=owners):
+    view = view_of(param)
+    if view is not None and not is_sole(view, param):
+        return "a graph holds the DTensor in its place"
+    seen = view is not None  # its local tensor is an alias, and knows what it is a view of
+    if reason := refusal(param, aliases=aliases + seen, owners=owners + seen):
         return reason
     assert isinstance(param, Parameter)
     _settle_before_forks()
     _PENDING[id(param)] = (lambda: param, settle)  # [Note: order of class and entry]
     param.__class__ = PendingParameter
+    if view is not None:
+        _VIEWS[id(param)] = weakref.ref(view)
+        _PENDING[id(view)] = (lambda: view, settle)
+        view.__class__ = _pending_dtensor()
     return ""
+
+
+def owners_of(param: Tensor) -> int:
+    """Count who holds a parameter's tensor, but for the DTensor in its place."""
+    return handles(param) - (view_of(param) is not None)
+
+
+def _gone() -> None:
+    """Return what a reference to a DTensor that there is not would return."""
 
 
 def unmark(param: Tensor) -> None:
@@ -131,6 +177,10 @@ def unmark(param: Tensor) -> None:
     if is_pending(param):
         param.__class__ = Parameter
     _PENDING.pop(id(param), None)
+    view = _VIEWS.pop(id(param), _gone)()
+    if view is not None:
+        view.__class__ = _dtensor()
+        _PENDING.pop(id(view), None)
 
 
 def lose(param: Tensor, settle: Callable[[], None], error: Exception) -> None:
@@ -152,12 +202,17 @@ def lose(param: Tensor, settle: Callable[[], None], error: Exception) -> None:
             raise RuntimeError(message)
         again()
 
-    _PENDING[id(param)] = (weakref.ref(param, partial(forget, _PENDING, id(param))), settle_or_fail)
+    for one in filter(lambda one: one is not None, (param, _VIEWS.get(id(param), _gone)())):
+        _PENDING[id(one)] = (weakref.ref(one, partial(forget, _PENDING, id(one))), settle_or_fail)
 
 
 def is_pending(param: Tensor) -> bool:
     """Tell whether the parameter's values are still on their way."""
     return type(param) is PendingParameter
+
+
+def _brings(value: Any) -> bool:
+    return hasattr(type(value), "_bring")
 
 
 def any_pending() -> bool:
@@ -172,8 +227,8 @@ def any_unread() -> bool:
 
 def settle(param: Tensor) -> None:
     """Bring a parameter's values, if they are not there."""
-    if isinstance(param, PendingParameter):
-        param._bring()
+    if _brings(param):
+        param._bring()  # type: ignore[attr-defined]
 
 
 def settle_all() -> None:
@@ -202,7 +257,7 @@ def settle_within(values: Any, *, otherwise_all: bool = True) -> None:
         otherwise_all: Settle everything if there are none. If torch says that there is one, it is in a container that
             we do not know, and torch would ask again and again.
     """
-    found = [value for value in leaves(values) if isinstance(value, PendingParameter)]
+    found = [value for value in leaves(values) if _brings(value)]
     if not found and otherwise_all:
         settle_all()
     for param in found:

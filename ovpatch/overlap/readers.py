@@ -29,6 +29,7 @@ from typing import Any, Final, NamedTuple
 import torch
 from torch import nn
 
+from ovpatch.overlap.mesh_views import any_views
 from ovpatch.overlap.mixed import MixedParameter
 from ovpatch.overlap.pending import any_pending, any_unread, is_pending, settle, settle_all, settle_within
 from ovpatch.overlap.reachable import params_within
@@ -78,6 +79,8 @@ def settle_tree(module: nn.Module) -> None:
     """Settle all parameters of a module and its children."""
     for param in module.parameters():
         settle(param)
+    if any_views():  # no parameters
+        settle_all()
 
 
 def settling_arguments(original: Callable[..., Any]) -> Callable[..., Any]:

@@ -39,6 +39,7 @@ def ovpatch_register(patches: Registrar, options: Mapping[str, Any]) -> None:
     """Register the patches."""
     from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+    from ovpatch.overlap.mesh_views import noting_views
     from ovpatch.overlap.mixed import forgetting_casts
     from ovpatch.overlap.readers import ENTRANCES
     from ovpatch_plugins.dist_optimizer.clipping import wrap_clip, wrap_norm
@@ -50,6 +51,13 @@ def ovpatch_register(patches: Registrar, options: Mapping[str, Any]) -> None:
     if options["overlap_param_gather"] or options["param_dtype"]:
         for target, wrap, why in ENTRANCES:
             patches.register_patch(target, wrap=wrap, why=why)
+    if options["overlap_param_gather"]:
+        patches.register_patch(
+            "torch.distributed.tensor.parallel.ddp._unflatten_tensor",
+            wrap=noting_views,
+            optional=True,
+            why="makes the DTensors that stand in parameters' places under DistributedDataParallel(device_mesh=)",
+        )
     if options["param_dtype"]:
         patches.register_patch(
             "torch.clear_autocast_cache",

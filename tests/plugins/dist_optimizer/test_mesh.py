@@ -1,0 +1,58 @@
+"""Data parallelism over one dimension of a mesh, tensor parallelism over the other; parameters come under forward."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+from ovpatch.insight.equality import compare
+from tests.plugins.ddp.arms import Record
+from tests.plugins.dist_optimizer.arms import both
+
+
+def loop(how: str) -> list[Record]:
+    """Train a model of which the last linear is not cut, and look at it as a script may."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    model = nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8), nn.LayerNorm(8), nn.Linear(8, 8))
+    parallelize_module(model, mesh["tp"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
+    wrapped = DDP(model, device_mesh=mesh["dp"])
+    params = dict(model.named_parameters())  # before stock puts DTensors in their places
+    optimizer = torch.optim.AdamW(params.values(), 0.01)
+    records: list[Record] = []
+    held: list[Any] = []
+    for step in range(5):
+        generator = torch.Generator().manual_seed(10 * step + mesh.get_local_rank("dp"))
+        with torch.autocast("cpu", torch.bfloat16, enabled=how == "param_dtype"):
+            loss = wrapped(torch.randn(4, 8, generator=generator)).float().square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        weight: Any = model[0].weight
+        assert isinstance(weight, DTensor)
+        if how == "held":
+            held.append(weight.detach())
+        records.append({"loss": loss.detach().clone()})
+        if how == "DTensor read":
+            records.append({"read": weight.to_local().detach().clone()})
+        elif how == "parameter read":
+            records.append({"read": params["0.weight"].detach().clone()})
+    return [*records, {"param": {name: param.detach().clone() for name, param in params.items()}}]
+
+
+@pytest.mark.parametrize("how", ["", "parameter read", "DTensor read", "held", "param_dtype"])
+def test_parameters_come_under_forward(ranks, how):
+    options = {"param_dtype": "bf16"} if how == "param_dtype" else {}
+    for result in ranks(4)(both, loop, how, options=options):
+        compare(result["stock"], result["patched"]).assert_bitwise()
+        counted = result["counters"]
+        if how == "param_dtype":
+            assert counted["gathers"] > 0
+        else:  # who keeps a view of the memory, from the first step on, could read it without asking
+            assert (counted["gathers"], counted["gathers_overlapped"]) == (5, 1 if how == "held" else 5)
