@@ -1,14 +1,16 @@
 """Who may read or change gradients while backward runs, besides the reducer and the autograd engine.
 
 [Note: foreign hands] What hooks of the script or a second wrapper around the same parameters do to ``p.grad`` while
-backward runs must not reach a reduction. There each gradient is copied in its own hook, as under stock.
+backward runs must not reach a reduction. There each gradient is copied in its own hook, as under stock. No foreign one
+is the hook that torch puts on parameters below DTensors, for ``device_mesh=``: it only waits for a gradient.
 """
 
 from __future__ import annotations
 
 import operator
+import sys
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -49,7 +51,14 @@ class ForeignHands:
         if self.shared or any(self._tables):
             return True
         with torch._C.DisableTorchFunctionSubclass():  # which a parameter may be that waits for a reader
-            return any(map(_TENSOR_HOOKS, self._params)) or any(map(_ACCUMULATION_HOOKS, self._params))
+            hooked = [hooks for hooks in map(_TENSOR_HOOKS, self._params) if hooks]
+            return any(map(_ACCUMULATION_HOOKS, self._params)) or not all(map(_only_wait, hooked))
+
+
+def _only_wait(hooks: Mapping[int, Any]) -> bool:
+    utilities = sys.modules.get("torch.distributed.tensor.parallel._data_parallel_utils")
+    waits = getattr(utilities, "sync_grad_hook", None)
+    return waits is not None and all(getattr(hook, "func", None) is waits for hook in hooks.values())
 
 
 def _tables(model: torch.nn.Module | None) -> list[Any]:

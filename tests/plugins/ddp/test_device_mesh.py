@@ -76,6 +76,28 @@ def test_revert_in_the_middle_of_training(ranks):
         assert all(map(torch.equal, stock, patched))
 
 
+def foreign_hands() -> list[bool]:
+    """Tell who is taken for a reader of gradients: nobody, nor torch's own hooks, but one of the script's."""
+    with ovpatch.applied("ddp"):
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+        model = block()
+        parallelize_module(model, mesh["tp"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
+        wrapped = DDP(model, device_mesh=mesh["dp"])
+        params = list(model.parameters())
+        hands, found = wrapped.reducer.hands, []
+        found.append(hands.present())
+        wrapped(torch.randn(4, 8)).sum().backward()
+        found += [any(param._backward_hooks for param in params), hands.present()]
+        handle = params[0].register_hook(lambda grad: None)
+        found.append(hands.present())
+        handle.remove()
+        return [*found, hands.present()]
+
+
+def test_torchs_own_hooks_are_no_foreign_hands(ranks):
+    assert ranks(4)(foreign_hands) == [[False, True, False, True, False]] * 4
+
+
 @pytest.mark.parametrize("tensor_parallel", [True, False])
 @pytest.mark.parametrize("ddp", [{}, {"bucket_cap_mb": 0.0001}, {"find_unused_parameters": True}], ids=str)
 def test_a_mesh_of_two_by_two(ranks, tensor_parallel, ddp):
