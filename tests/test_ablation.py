@@ -111,5 +111,6 @@ def test_arms_train_the_same_model_and_overlap_what_they_say(ranks, tmp_path, mo
     assert lines[3].split(" | ")[6] == "1.00", "over itself"
     assert "gradients 0%" in lines[4]
     assert "gradients 100%" in lines[5]
+    assert ("parameters 0%" in lines[5], "parameters 100%" in lines[6]) == (True, True)
     assert "limit" in shown["shown"]
     assert shown["alive"] == 0, "an arm's memory would be in the next one's peak"
