@@ -58,7 +58,6 @@ if TYPE_CHECKING:
     from ovpatch_plugins.tp_linear.parallel import Parallel
 
 _WHOLE = Replicate()
-_OF_PARAMETERS = ("_FromTorchTensorBackward", "NoneType")  # nodes of autograd; none, if it is not trained
 
 
 class _Product(NamedTuple):
@@ -341,7 +340,14 @@ def _stands(linear: nn.Linear) -> bool:
     if "weight" in linear._parameters:
         return True
     weight = vars(linear).get("weight")
-    return isinstance(weight, DTensor) and type(weight.grad_fn).__name__ in _OF_PARAMETERS
+    if not isinstance(weight, DTensor):
+        return False
+    made = weight.grad_fn
+    if made is None:  # it is not trained
+        return True
+    given = (node for node, _ in made.next_functions if node is not None)
+    # Of a parameter, whose node is the only kind that has a variable.
+    return type(made).__name__ == "_FromTorchTensorBackward" and all(hasattr(node, "variable") for node in given)
 
 
 def is_plain(linear: nn.Linear, parent: nn.Module | None) -> bool:

@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, PrepareModuleInput, parallelize_module
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
@@ -265,24 +265,27 @@ def test_gradients_keep_no_more_memory_than_their_own(ranks):
         assert not shared._products
 
 
-def computed_before_each_call() -> list[Tensor]:
+def computed_before_each_call(locally: bool) -> list[Tensor]:
     """A weight that a hook computes, as ``torch.nn.utils.weight_norm`` does; the last one's graph is gone."""
     torch.manual_seed(0)
     model = Two(both_called)
     plan = {"": PrepareModuleInput(input_layouts=(Shard(0),), desired_input_layouts=(Replicate(),))}
     parallelize_module(model, mesh(), plan | {"a": ColwiseParallel(), "b": ColwiseParallel()})
     raw = model.a._parameters.pop("weight")
-    model.a.raw = raw
-    model.a.weight = raw.exp()
-    model.a.register_forward_pre_hook(lambda linear, args: setattr(linear, "weight", linear.raw.exp()))
+
+    def computed() -> DTensor:
+        return DTensor.from_local(raw.to_local().exp(), raw.device_mesh, raw.placements) if locally else raw.exp()
+
+    model.a.weight = computed()
+    model.a.register_forward_pre_hook(lambda linear, args: setattr(linear, "weight", computed()))
     for step in range(2):
         model(draw(3, WIDTH, seed=step).requires_grad_()).sum().backward()
     return [whole(raw.grad), whole(model.b.weight.grad)]
 
 
-@pytest.mark.parametrize("schedule", ["bulk", "chunk"])
-def test_a_weight_that_each_call_computes_anew(ranks, schedule):
-    for result in ranks(2)(both, computed_before_each_call, options={"schedule": schedule}):
+@pytest.mark.parametrize(("schedule", "locally"), [("bulk", False), ("chunk", True)])
+def test_a_weight_that_each_call_computes_anew(ranks, schedule, locally):
+    for result in ranks(2)(both, computed_before_each_call, locally, options={"schedule": schedule}):
         compare(result["stock"], result["patched"], floor=1e-5).assert_equal()
         assert (result["counters"]["calls"], result["counters"]["shared_calls"]) == (4, 2)
 
