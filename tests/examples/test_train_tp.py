@@ -27,6 +27,7 @@ def train(torchrun, *args, features, **how):
     return [(int(step), float(loss), float(norm)) for step, loss, norm in STEP.findall(done.stdout)]
 
 
+@RARELY
 def test_verify_passes(tmp_path):
     file = tmp_path / "verify.json"
     torchrun = [sys.executable, str(scripts.FORKING), "2"]

@@ -70,6 +70,7 @@ def test_launch_and_accumulate(accumulated, compatibility):
     )
 
 
+@RARELY
 def test_load_state_resumes_the_other_ways_state(runner, accumulated, compatibility):
     whole_stock, whole_patched = accumulated
 

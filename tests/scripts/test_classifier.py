@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.scripts.arms import assert_applied, assert_same
+from tests.support.rarely import RARELY
 
 pytestmark = pytest.mark.slow
 
@@ -18,6 +19,7 @@ def assert_same_training(stock, patched, device):
     assert_applied(patched.report, models=1, backwards=8)
 
 
+@RARELY
 def test_an_image_classifier(runner, compatibility):
     stock, patched = runner.both("classifier", "--amp", env={"CUDA_VISIBLE_DEVICES": ""})
     assert_same_training(stock, patched, "cpu")

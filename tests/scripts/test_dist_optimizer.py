@@ -25,7 +25,7 @@ BITWISE = {"dcgan": {}, "wgan_gp": {"marks": RARELY}}
 
 # They clip, and a norm that is summed from parts differs in its last bit.
 CLIPPING = {
-    "nano": {},
+    "nano": {"marks": RARELY},
     "accelerated": {"marks": [needs("accelerate"), RARELY]},
     "lora": {"marks": [needs("transformers", "peft"), RARELY]},
     "lightning_fit": {"marks": [needs("lightning"), RARELY]},

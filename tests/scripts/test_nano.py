@@ -28,6 +28,7 @@ def assert_same_training(stock, patched):
     assert_applied(patched.report, models=1, backwards=4)
 
 
+@RARELY
 def test_compiled_inside_of_the_wrapper(compiled, compatibility):
     stock, patched = compiled
     assert all(rank["graphs"] > 0 for rank in stock.ranks)
@@ -44,6 +45,7 @@ def test_compiled_outside_of_the_wrapper(runner, compatibility):
     compatibility("nanoGPT, torch.compile around the wrapper", patched, compared="losses, norms, graphs, checkpoints")
 
 
+@RARELY
 def test_checkpoints_resume_the_other_way_round(runner, compiled, compatibility):
     stock, patched = compiled
 

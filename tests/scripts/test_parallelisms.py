@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import pytest
 
+from ovpatch.insight.equality import compare
 from tests.scripts.arms import assert_applied, assert_same, assert_stood_down
 from tests.support.rarely import RARELY
 
@@ -18,6 +19,7 @@ NO_MODEL = (
 )
 
 
+@RARELY
 def test_zero_redundancy_optimizer(runner, compatibility):
     stock, patched = runner.both("zero")
     assert list(stock.checkpoints) == ["view0", "view1"]
@@ -31,7 +33,7 @@ def test_zero_redundancy_optimizer(runner, compatibility):
 @RARELY
 def test_replicate_has_a_wrapper_inside(runner, compatibility):
     stock, patched = runner.both("replicated")
-    assert_same(stock, patched)
+    compare(stock.ranks, patched.ranks).assert_equal()  # sums of tensor parallelism are added up in another order
     assert_applied(patched.report, models=2, backwards=6)
     compatibility("composable replicate(), also with tensor parallelism", patched, compared="losses, norms, parameters")
 
@@ -48,6 +50,7 @@ def test_fsdp2(runner, compatibility):
     compatibility("FSDP2: fully_shard, and torchtitan's replicate", patched, compared="losses, norms, checkpoints")
 
 
+@RARELY
 def test_tensor_parallelism_in_the_style_of_torchtitan(runner, compatibility):
     stock, patched = runner.both("tensor_parallel")
     assert stock.ranks[0] == stock.ranks[1]

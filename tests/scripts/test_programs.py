@@ -49,6 +49,7 @@ def test_checkpoints_resume_the_other_way_round_and_on_two_nodes(runner, plain):
     assert done.stderr.count("models 1, stock_models 0, backwards 4,") == 2, done.stderr
 
 
+@RARELY
 def test_a_worker_that_dies_is_started_again(runner, plain, compatibility):
     again = runner.torchrun(
         "plain.py",

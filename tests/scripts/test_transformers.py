@@ -130,6 +130,7 @@ def checkpointed(runner):
 
 
 @needs("peft")
+@RARELY
 def test_lora_in_reentrant_checkpoints(checkpointed, compatibility):
     stock, patched = checkpointed
     assert_same(stock, patched)
