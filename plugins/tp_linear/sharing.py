@@ -34,9 +34,10 @@ def workspace_of(wires: Wires, dtype: torch.dtype, device: torch.device, feature
         device: Where they are.
         features: All numbers of features on which the ranks have to be one.
     """
-    if not all(suits(dtype, count) for count in features) or _objection(wires.group, device):
-        return None
-    return workspace.of(wires.group, device)
+    for count in features:
+        if not suits(dtype, count):
+            return None
+    return None if _objection(wires.group, device) else workspace.of(wires.group, device)
 
 
 def suits(dtype: torch.dtype, features: int) -> bool:
@@ -74,8 +75,13 @@ def aligned(rows: Tensor) -> Tensor:
 
 def laid_out(weights: Sequence[Tensor]) -> list[Tensor]:
     """Return weights of which all are contiguous, or all transposed."""
-    for turn in (False, True):
-        turned = [weight.t() if turn else weight for weight in weights]
-        if all(weight.is_contiguous() and weight.data_ptr() % _ALIGNED == 0 for weight in turned):
+    for packed in (1, 0):
+        if all(_is_packed(weight, packed) for weight in weights):
             return list(weights)
     return [aligned(weight) for weight in weights]
+
+
+def _is_packed(weight: Tensor, dim: int) -> bool:
+    """Tell whether numbers that follow each other in a dimension lie side by side, without gaps in the other one."""
+    dense = weight.stride(dim) == 1 and weight.stride(1 - dim) == weight.shape[dim]
+    return dense and weight.data_ptr() % _ALIGNED == 0

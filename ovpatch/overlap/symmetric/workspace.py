@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Final
+from typing import Any, Final
 
 import torch
 import torch.distributed as dist
@@ -36,6 +36,7 @@ class Workspace:
         peers: Addresses of all ranks' memory, int64, ``[world]``.
         state: Number of the next operator and counts of programs, int64; only this rank's kernels see it.
         counts: Counts of what has arrived, int32; as the state.
+        kept: What operators keep for as long as sizes and addresses stay, by keys of theirs.
     """
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device, allocate: memory.Allocate | None = None) -> None:
@@ -44,6 +45,9 @@ class Workspace:
         self.half_bytes = 0
         self.peers = self.state = torch.empty(0, dtype=torch.int64, device=device)
         self.counts = torch.empty(0, dtype=torch.int32, device=device)
+        self.kept: dict[Any, Any] = {}
+        self._scratch: list[Tensor] = []
+        self._scratch_size = 0
         self._memory: memory.Memory | None = None
         self._captured = False
         self._outgrown: list[tuple[memory.Memory | None, Tensor, Tensor, Tensor]] = []
@@ -58,19 +62,39 @@ class Workspace:
         Returns:
             Whether it can run: a graph is no place to make memory for all ranks.
         """
-        capturing = self.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+        capturing = self._is_capturing()
         if half_bytes > self.half_bytes or counts > len(self.counts):
             if capturing:
                 return False
             self._grow(half_bytes, counts)
         self._captured |= capturing
-        take_turn(self.device)
+        take_turn(self.device, capturing)
         return True
+
+    def scratch(self, size: int, alignment: int, stream: int | None) -> Tensor:
+        """Return memory that a kernel may use while it runs, of which none of the others runs; for ``triton``.
+
+        Args:
+            size: Bytes.
+            alignment: Of its address; what torch allocates is aligned well enough.
+            stream: Where the kernel will run.
+        """
+        if size <= self._scratch_size:
+            return self._scratch[-1]
+        made = torch.empty(size, dtype=torch.int8, device=self.device)
+        if not self._is_capturing():  # else it is the graph's
+            self._scratch.append(made)  # smaller ones may still be in use, by any stream or graph
+            self._scratch_size = size
+        return made
+
+    def _is_capturing(self) -> bool:
+        return self.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
     def _grow(self, half_bytes: int, counts: int) -> None:
         kept = (self._memory, self.peers, self.state, self.counts)
         if self._captured:
             self._outgrown.append(kept)
+        self.kept.clear()
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
         self.half_bytes = max(-(-half_bytes // _GRAIN) * _GRAIN, self.half_bytes)

@@ -24,7 +24,7 @@ from ovpatch.overlap.symmetric.signals import (
 from ovpatch_plugins.tp_linear.kernels.tiles import store_by_rank, tile, tile_in, weight_descriptor
 
 
-@triton.jit(do_not_specialize=["rank"])
+@triton.jit(do_not_specialize=["rank", "counts"])
 def stage_kernel(
     x, whole, peers, state, arrived, counts, rank, size, half_bytes, WORLD: tl.constexpr, BLOCK: tl.constexpr
 ):

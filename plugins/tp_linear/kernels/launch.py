@@ -1,22 +1,31 @@
-"""The kernels' launches, on plain tensors."""
+"""The kernels' launches, on plain tensors.
+
+[Note: keys of launches] Everything that numbers of a launch are computed from is in its key: shapes, dtypes, which
+biases there are, how weights lie, how products are cut; what is the workspace's own goes with its memory, and so do the
+launches that a workspace keeps. See [Note: asked once].
+"""
 
 from __future__ import annotations
 
-import contextvars
+import contextlib
 from collections.abc import Callable, Sequence
-from typing import Any
+from contextlib import AbstractContextManager
+from typing import Any, TypeVar
 
 import torch
-import triton
 from torch import Tensor
 
 from ovpatch.overlap.symmetric.workspace import Workspace
 from ovpatch_plugins.tp_linear.kernels.gather_gemm import gather_gemm_kernel, stage_kernel
 from ovpatch_plugins.tp_linear.kernels.gemm_scatter import gemm_scatter_kernel, reduce_kernel, scatter_kernel
+from ovpatch_plugins.tp_linear.kernels.prepared import Prepared
 from ovpatch_plugins.tp_linear.kernels.tuning import Tiles, tiles_of
 
 MOST = 3  # weights that one kernel takes
 _COPIED, _SUMMED = 8192, 4096  # numbers that a program copies, or adds up, at a time
+_KEPT = 1024  # launches of a workspace: sequences of ever new lengths must not fill memory
+
+Made = TypeVar("Made")
 
 
 def gather_linear(
@@ -38,35 +47,22 @@ def gather_linear(
 
     Returns:
         Outputs ``[world * m, n_i]``, and all rows ``[world * m, k]``; None if the workspace cannot be made now.
+
+    Raises:
+        ValueError: A weight or bias does not fit the rows.
     """
-    world, (m, k) = workspace.world, x.shape
-    cut = tiles or tiles_of(m, sum(map(len, weights)), k, world)
-    blocks = -(-m // cut.rows)
-    if not workspace.begin(x.numel() * x.element_size(), world * blocks):
-        return None
-    whole = x.new_empty((world * m, k))
-    outs = [x.new_empty((world * m, len(weight))) for weight in weights]
-    programs = _programs(x.device)
-    common = (workspace.peers, workspace.state, workspace.counts)
-    with torch.cuda.device_of(x):
-        stage_kernel[(programs,)](
-            x, whole, *common, world * blocks, workspace.rank, x.numel(), workspace.half_bytes, world, _COPIED,
-            num_warps=8,
+    (m, k), world = x.shape, workspace.world
+    cut = tiles or tiles_of(m, sum([weight.shape[0] for weight in weights]), k, world)
+    with _on_device_of(x):
+        if not workspace.begin(x.numel() * x.element_size(), world * -(-m // cut.rows)):
+            return None
+        params = [*weights, *[bias for bias in biases if bias is not None]]
+        key = (
+            "gather", m, k, x.dtype, len(weights), tiles, *[(param.shape, param.dtype) for param in params],
+            *[bias is None for bias in biases], bool(weights) and _is_transposed(weights[0]),
         )  # fmt: skip
-        pullers = min(cut.pullers, programs - 1)
-        if any(bias is not None for bias in biases):
-            biases = [x.new_zeros(len(w)) if b is None else b for w, b in zip(weights, biases, strict=True)]
-        used, made = (weights, outs) if weights else ([whole], [whole])  # which no program touches
-        _with_scratch(
-            x.device,
-            gather_gemm_kernel[(programs if weights else pullers,)],
-            whole, *common, *_three(used), *_three(biases), *_three(made), workspace.rank, m, k,
-            *_three([len(weight) for weight in weights], 0), workspace.half_bytes,
-            len(used), _is_transposed(used[0]), world, cut.rows, cut.columns, cut.depth, cut.group, cut.split,
-            pullers, cut.width, cut.pull_stages,
-            num_warps=cut.warps, num_stages=cut.stages,
-        )  # fmt: skip
-    return outs, whole
+        launch = _kept(workspace, key, lambda: _Gather(workspace, x, weights, biases, cut))
+        return launch(x, weights, biases)
 
 
 def linear_scatter(
@@ -82,22 +78,17 @@ def linear_scatter(
 
     Returns:
         ``[m, n]``, or None if the workspace cannot be made now.
+
+    Raises:
+        ValueError: An input or a weight does not fit the others.
     """
-    world, n, x = workspace.world, len(weights[0]), xs[0]
-    m = len(x) // world
-    cut = tiles or tiles_of(m, n, sum(x.shape[1] for x in xs), world)
-    if not workspace.begin(world * m * n * x.element_size(), 0):
-        return None
-    with torch.cuda.device_of(x):
-        _with_scratch(
-            x.device,
-            gemm_scatter_kernel[(_programs(x.device),)],
-            *_three(xs), *_three(weights), workspace.peers, workspace.state, workspace.rank, m, n,
-            *_three([x.shape[1] for x in xs], 0), workspace.half_bytes,
-            len(xs), _is_transposed(weights[0]), world, cut.rows, cut.columns, cut.depth, cut.group, cut.split,
-            num_warps=cut.warps, num_stages=cut.stages,
-        )  # fmt: skip
-        return _reduced(workspace, x.new_empty((m, n)))
+    x, n = xs[0], weights[0].shape[0]
+    rows = x.shape[0]
+    with _on_device_of(x):
+        if not workspace.begin(rows * n * x.element_size(), 0):
+            return None
+        key = ("scatter", tiles, *[(given.shape, given.dtype) for given in (*xs, *weights)], _is_transposed(weights[0]))
+        return _kept(workspace, key, lambda: _Product(workspace, xs, weights, tiles))(xs, weights)
 
 
 def scatter(workspace: Workspace, x: Tensor) -> Tensor | None:
@@ -110,23 +101,154 @@ def scatter(workspace: Workspace, x: Tensor) -> Tensor | None:
     Returns:
         ``[m, n]``, or None if the workspace cannot be made now.
     """
-    if not workspace.begin(x.numel() * x.element_size(), 0):
-        return None
-    out = x.new_empty((len(x) // workspace.world, x.shape[1]))
-    with torch.cuda.device_of(x):
-        scatter_kernel[(_programs(x.device),)](
-            x, workspace.peers, workspace.state, workspace.rank, out.numel(), workspace.half_bytes, workspace.world,
-            _COPIED, num_warps=8,
+    with _on_device_of(x):
+        if not workspace.begin(x.numel() * x.element_size(), 0):
+            return None
+        launch = _kept(workspace, ("as it is", x.shape, x.dtype), lambda: _AsItIs(workspace, x))
+        return launch(x)
+
+
+class _Gather:
+    """Launches of one key; the arguments are those of :func:`gather_linear`."""
+
+    def __init__(
+        self,
+        workspace: Workspace,
+        x: Tensor,
+        weights: Sequence[Tensor],
+        biases: Sequence[Tensor | None],
+        cut: Tiles,
+    ) -> None:
+        (m, k), world, programs = x.shape, workspace.world, programs_of(x.device)
+        for weight, bias in zip(weights, biases, strict=True):
+            _demand(weight.shape[1] == k and weight.dtype == x.dtype, "a weight", weight, x)
+            if bias is not None:
+                _demand(bias.shape == weight.shape[:1] and bias.dtype == x.dtype, "a bias", bias, weight)
+        pullers = min(cut.pullers, programs - 1)
+        self._biased = any(bias is not None for bias in biases)
+        self._whole, self._outs = (world * m, k), [(world * m, len(weight)) for weight in weights]
+        self._given = workspace.peers, workspace.state, workspace.counts
+        self._stage = Prepared(stage_kernel, programs, None, num_warps=8)
+        self._staged = (
+            *self._given, world * -(-m // cut.rows), workspace.rank, m * k, workspace.half_bytes, world, _COPIED,
         )  # fmt: skip
-        return _reduced(workspace, out)
+        self._multiply = Prepared(
+            gather_gemm_kernel, programs if weights else pullers, workspace.scratch,
+            num_warps=cut.warps, num_stages=cut.stages,
+        )  # fmt: skip
+        self._sizes = (
+            workspace.rank, m, k, *_three([len(weight) for weight in weights], 0), workspace.half_bytes,
+            max(len(weights), 1), bool(weights) and _is_transposed(weights[0]), world,
+            cut.rows, cut.columns, cut.depth, cut.group, cut.split, pullers, cut.width, cut.pull_stages,
+        )  # fmt: skip
+
+    def __call__(
+        self, x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None]
+    ) -> tuple[list[Tensor], Tensor]:
+        whole = x.new_empty(self._whole)
+        outs = [x.new_empty(shape) for shape in self._outs]
+        self._stage(x, whole, *self._staged)
+        if self._biased:
+            biases = [_aligned(x.new_zeros(len(w)) if b is None else b) for w, b in zip(weights, biases, strict=True)]
+        used, made = (weights, outs) if weights else ([whole], [whole])  # which no program touches
+        self._multiply(whole, *self._given, *_three(used), *_three(biases), *_three(made), *self._sizes)
+        return outs, whole
 
 
-def _reduced(workspace: Workspace, out: Tensor) -> Tensor:
-    reduce_kernel[(_programs(out.device),)](
-        out, workspace.peers, workspace.state, workspace.rank, out.numel(), workspace.half_bytes, workspace.world,
-        _SUMMED, num_warps=8,
-    )  # fmt: skip
-    return out
+class _Reduction:
+    """The launch that ends both operators; what it adds up is ``[m, n]`` on each rank."""
+
+    def __init__(self, workspace: Workspace, m: int, n: int, device: torch.device) -> None:
+        self._shape = (m, n)
+        self._add_up = Prepared(reduce_kernel, programs_of(device), None, num_warps=8)
+        self._sizes = (
+            workspace.peers, workspace.state, workspace.rank, m * n, workspace.half_bytes, workspace.world, _SUMMED,
+        )  # fmt: skip
+
+    def __call__(self, like: Tensor) -> Tensor:
+        out = like.new_empty(self._shape)
+        self._add_up(out, *self._sizes)
+        return out
+
+
+class _Product:
+    """Launches of one key; the arguments are those of :func:`linear_scatter`."""
+
+    def __init__(
+        self, workspace: Workspace, xs: Sequence[Tensor], weights: Sequence[Tensor], tiles: Tiles | None
+    ) -> None:
+        x, n, world = xs[0], len(weights[0]), workspace.world
+        m, features = len(x) // world, [given.shape[1] for given in xs]
+        for given, weight in zip(xs, weights, strict=True):
+            _demand(len(given) == world * m and given.dtype == x.dtype, "an input", given, x)
+            _demand(weight.shape == (n, given.shape[1]) and weight.dtype == x.dtype, "a weight", weight, given)
+        cut = tiles or tiles_of(m, n, sum(features), world)
+        self._multiply = Prepared(
+            gemm_scatter_kernel, programs_of(x.device), workspace.scratch,
+            num_warps=cut.warps, num_stages=cut.stages,
+        )  # fmt: skip
+        self._sizes = (
+            workspace.peers, workspace.state, workspace.rank, m, n, *_three(features, 0), workspace.half_bytes,
+            len(xs), _is_transposed(weights[0]), world, cut.rows, cut.columns, cut.depth, cut.group, cut.split,
+        )  # fmt: skip
+        self._reduction = _Reduction(workspace, m, n, x.device)
+
+    def __call__(self, xs: Sequence[Tensor], weights: Sequence[Tensor]) -> Tensor:
+        self._multiply(*_three(xs), *_three(weights), *self._sizes)
+        return self._reduction(xs[0])
+
+
+class _AsItIs:
+    """Launches of one key; the arguments are those of :func:`scatter`."""
+
+    def __init__(self, workspace: Workspace, x: Tensor) -> None:
+        world, programs = workspace.world, programs_of(x.device)
+        m, n = len(x) // world, x.shape[1]
+        self._store = Prepared(scatter_kernel, programs, None, num_warps=8)
+        self._sizes = (
+            workspace.peers, workspace.state, workspace.rank, m * n, workspace.half_bytes, world, _COPIED,
+        )  # fmt: skip
+        self._reduction = _Reduction(workspace, m, n, x.device)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        self._store(x, *self._sizes)
+        return self._reduction(x)
+
+
+def programs_of(device: torch.device) -> int:
+    """Return how many programs fill a device."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 3
+
+
+def _kept(workspace: Workspace, key: tuple[Any, ...], make: Callable[[], Made]) -> Made:
+    """Return a workspace's launches of a key."""
+    found: Made | None = workspace.kept.get(key)
+    if found is None:
+        if len(workspace.kept) >= _KEPT:
+            workspace.kept.clear()
+        found = workspace.kept[key] = make()
+    return found
+
+
+def _on_device_of(x: Tensor) -> AbstractContextManager[Any]:
+    if x.device.type != "cuda" or x.get_device() == torch.cuda.current_device():
+        return _HERE
+    return torch.cuda.device_of(x)
+
+
+_HERE = contextlib.nullcontext()
+
+
+def _demand(fits: bool, what: str, given: Tensor, other: Tensor) -> None:
+    if not fits:
+        raise ValueError(
+            f"{what} of shape {tuple(given.shape)}, {given.dtype}, does not fit {tuple(other.shape)}, {other.dtype}: "
+            "give all operands one dtype, and features that match"
+        )
+
+
+def _aligned(bias: Tensor) -> Tensor:
+    return bias.clone() if bias.data_ptr() % 16 else bias
 
 
 def _three(values: Sequence[Any], filler: Any = None) -> list[Any]:
@@ -135,20 +257,3 @@ def _three(values: Sequence[Any], filler: Any = None) -> list[Any]:
 
 def _is_transposed(weight: Tensor) -> bool:
     return weight.stride(1) != 1
-
-
-def _programs(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 3
-
-
-def _with_scratch(device: torch.device, launch: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
-    """Launch a kernel that needs memory for descriptors, without touching the allocator that the script may have set.
-
-    Triton knows allocators by context, and threads of the autograd engine start with none.
-    """
-    contextvars.copy_context().run(_launch, device, launch, *args, **kwargs)
-
-
-def _launch(device: torch.device, launch: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
-    triton.set_allocator(lambda size, alignment, stream: torch.empty(size, dtype=torch.int8, device=device))
-    launch(*args, **kwargs)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -59,6 +61,14 @@ class Fused(Bulk):
         return result
 
 
+@functools.cache
+def _launch() -> Any:
+    """Return the kernels' launches, which need Triton."""
+    from ovpatch_plugins.tp_linear.kernels import launch
+
+    return launch
+
+
 def _gathered(
     wires: Wires, x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None]
 ) -> tuple[list[Tensor], Tensor] | None:
@@ -70,14 +80,16 @@ def _gathered(
     workspace = sharing.workspace_of(wires, x.dtype, x.device, [x.shape[1]])
     if workspace is None:
         return None
-    from ovpatch_plugins.tp_linear.kernels import launch
-
-    taken = [i for i, weight in enumerate(weights) if sharing.suits(x.dtype, len(weight))][: launch.MOST]
+    launch = _launch()
+    taken = [i for i, weight in enumerate(weights) if sharing.suits(x.dtype, weight.shape[0])][: launch.MOST]
     used = sharing.laid_out([weights[i] for i in taken])
-    found = launch.gather_linear(workspace, sharing.aligned(x), used, [biases[i] for i in taken])
+    added = [biases[i] for i in taken]
+    found: tuple[list[Tensor], Tensor] | None = launch.gather_linear(workspace, sharing.aligned(x), used, added)
     if found is None:
         return None
     COUNTERS.fused += len(taken)
+    if len(taken) == len(weights):
+        return found
     outs, whole = dict(zip(taken, found[0], strict=True)), found[1]
     every = enumerate(zip(weights, biases, strict=True))
     return [outs[i] if i in outs else linear(whole, *params) for i, params in every], whole
@@ -85,12 +97,13 @@ def _gathered(
 
 def _scattered(wires: Wires, xs: Sequence[Tensor], weights: Sequence[Tensor]) -> Tensor | None:
     """Return this rank's rows of a sum of products; None where kernels cannot be used."""
-    workspace = sharing.workspace_of(wires, xs[0].dtype, xs[0].device, [len(weights[0]), *(x.shape[1] for x in xs)])
+    features = [weights[0].shape[0], *[x.shape[1] for x in xs]]
+    workspace = sharing.workspace_of(wires, xs[0].dtype, xs[0].device, features)
     if workspace is None:
         return None
-    from ovpatch_plugins.tp_linear.kernels import launch
-
-    found = launch.linear_scatter(workspace, [sharing.aligned(x) for x in xs], sharing.laid_out(weights))
+    found: Tensor | None = _launch().linear_scatter(
+        workspace, [sharing.aligned(x) for x in xs], sharing.laid_out(weights)
+    )
     COUNTERS.fused += found is not None
     return found
 
@@ -106,9 +119,9 @@ def _input_scattered(wires: Wires, asked: ColumnGrads, dtype: torch.dtype) -> Te
     workspace = sharing.workspace_of(wires, dtype, like.device, [like.shape[1]])
     if workspace is None:
         return None
-    from ovpatch_plugins.tp_linear.kernels import launch
-
+    launch = _launch()
     alike = all(sharing.suits(dtype, grad.shape[1]) and weight.dtype == dtype for grad, weight in used)
     if asked.extra is not None or not alike or len(used) > launch.MOST:
-        return launch.scatter(workspace, sharing.aligned(asked.of_input(dtype)))
+        found: Tensor | None = launch.scatter(workspace, sharing.aligned(asked.of_input(dtype)))
+        return found
     return _scattered(wires, [grad for grad, _ in used], [weight.t() for _, weight in used])
