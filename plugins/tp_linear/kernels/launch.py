@@ -1,7 +1,7 @@
 """The kernels' launches, on plain tensors.
 
-[Note: keys of launches] Everything that numbers of a launch are computed from is in its key: shapes, dtypes, which
-biases there are, how weights lie, how products are cut; what is the workspace's own goes with its memory, and so do the
+[Note: keys of launches] Everything that numbers of a launch are computed from is in its key: shapes, dtypes, how
+weights lie, how products are cut; what is the workspace's own goes with its memory, and so do the
 launches that a workspace keeps. See [Note: asked once].
 """
 
@@ -56,11 +56,8 @@ def gather_linear(
     with _on_device_of(x):
         if not workspace.begin(x.numel() * x.element_size(), world * -(-m // cut.rows)):
             return None
-        params = [*weights, *[bias for bias in biases if bias is not None]]
-        key = (
-            "gather", m, k, x.dtype, len(weights), tiles, *[(param.shape, param.dtype) for param in params],
-            *[bias is None for bias in biases], bool(weights) and _is_transposed(weights[0]),
-        )  # fmt: skip
+        given = [(param.shape, param.dtype) for param in (*weights, *biases) if param is not None]
+        key = ("gather", x.shape, x.dtype, len(weights), *given, bool(weights) and _is_transposed(weights[0]), tiles)
         launch = _kept(workspace, key, lambda: _Gather(workspace, x, weights, biases, cut))
         return launch(x, weights, biases)
 
@@ -87,7 +84,8 @@ def linear_scatter(
     with _on_device_of(x):
         if not workspace.begin(rows * n * x.element_size(), 0):
             return None
-        key = ("scatter", tiles, *[(given.shape, given.dtype) for given in (*xs, *weights)], _is_transposed(weights[0]))
+        given = [(operand.shape, operand.dtype) for operand in (*xs, *weights)]
+        key = ("scatter", *given, _is_transposed(weights[0]), tiles)
         return _kept(workspace, key, lambda: _Product(workspace, xs, weights, tiles))(xs, weights)
 
 

@@ -1,0 +1,104 @@
+"""The kernels of schedule ``fused``, each a few times on small shapes, for compute-sanitizer.
+
+    PYTORCH_NO_CUDA_MEMORY_CACHING=1 torchrun --nproc-per-node 2 --no-python \
+        compute-sanitizer --tool memcheck --error-exitcode 9 python -m tests.plugins.tp_linear.sanitized
+
+Likewise ``racecheck`` and ``synccheck``. Without torch's cache of memory, every tensor has bounds that memcheck knows.
+Ranks speak over gloo, so that no kernels but ours and torch's run. The exit status is 1 if a result is wrong.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import sys
+from collections.abc import Iterator
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ovpatch.overlap.symmetric import support
+from ovpatch.overlap.symmetric.workspace import Workspace
+from ovpatch_plugins.tp_linear.kernels import launch
+from ovpatch_plugins.tp_linear.kernels.tuning import Tiles
+
+CUTS = (Tiles(), Tiles(columns=128, stages=2, split=True, pullers=3, width=64))
+SHAPES = (  # rows of a rank, features, features of each product
+    (130, 136, (264,)),
+    (128, 64, (40, 8, 256)),
+    (1, 8, (16, 24)),
+)
+
+
+class Numbers:
+    """Whole numbers of which sums of products are exact; every rank can draw any rank's."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._seeds, self._device = itertools.count(1), device
+
+    def __call__(self, *shape: int) -> Tensor:
+        generator = torch.Generator().manual_seed(next(self._seeds))
+        return torch.randint(-1, 2, shape, generator=generator).bfloat16().to(self._device)
+
+
+def gathered(space: Workspace, drawn: Numbers, m: int, k: int, features: tuple[int, ...], cut: Tiles) -> bool:
+    """Gather and multiply, with biases and transposed weights where tiles are stored in halves."""
+    xs = [drawn(m, k) for _ in range(space.world)]
+    weights = [drawn(k, n).t() if cut.split else drawn(n, k) for n in features]
+    biases = [drawn(n) if cut.split else None for n in features]
+    found = launch.gather_linear(space, xs[space.rank], weights, biases, tiles=cut)
+    assert found is not None
+    outs, whole = found
+    right = torch.equal(whole, torch.cat(xs))
+    for out, weight, bias in zip(outs, weights, biases, strict=True):
+        wanted = torch.cat(xs).float() @ weight.float().t()
+        right &= torch.equal(out, (wanted if bias is None else wanted + bias.float()).bfloat16())
+    return right
+
+
+def scattered(space: Workspace, drawn: Numbers, m: int, k: int, features: tuple[int, ...], cut: Tiles) -> bool:
+    """Multiply and add up; rank 0 stores what it has multiplied before, where tiles are stored in halves."""
+    rows = space.world * m
+    xs = [[drawn(rows, n) for n in features] for _ in range(space.world)]
+    weights = [[drawn(k, n) if cut.split else drawn(n, k).t() for n in features] for _ in range(space.world)]
+    terms = [
+        sum((x.float() @ w.float().t() for x, w in zip(*pair, strict=True)), torch.zeros(())).bfloat16()
+        for pair in zip(xs, weights, strict=True)
+    ]
+    if cut.split and space.rank == 0:
+        out = launch.scatter(space, terms[0])
+    else:
+        out = launch.linear_scatter(space, xs[space.rank], weights[space.rank], tiles=cut)
+    wanted = sum((term.float() for term in terms), torch.zeros(())).bfloat16()
+    return out is not None and torch.equal(out, wanted[space.rank * m :][:m])
+
+
+def wrong(space: Workspace) -> Iterator[str]:
+    """Yield the names of what comes out wrong; each launch is made twice, the second time as it was prepared."""
+    drawn = Numbers(space.device)
+    for shape, cut, _ in itertools.product(SHAPES, CUTS, range(2)):
+        for operator in (gathered, scattered):
+            if not operator(space, drawn, *shape, cut):
+                yield f"{operator.__name__}, {shape}, {cut}"
+
+
+def main() -> int:
+    """Run all cases on this rank."""
+    device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+    torch.cuda.set_device(device)
+    dist.init_process_group("gloo")
+    group = dist.group.WORLD
+    assert group is not None
+    if objection := support.objection(group, device):
+        sys.exit(f"the kernels cannot run here: {objection}")
+    found = list(wrong(Workspace(group, device)))
+    torch.cuda.synchronize()
+    dist.barrier()  # nobody's memory goes while another one's kernel signals into it
+    print(f"rank {dist.get_rank()}: " + ("; ".join(found) or "all is right"), flush=True)
+    dist.destroy_process_group()
+    return bool(found)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

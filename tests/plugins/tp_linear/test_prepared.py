@@ -1,0 +1,202 @@
+"""Launches of schedule ``fused`` that hold on to a compiled kernel take the one that Triton would have taken."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from triton.backends.compiler import GPUTarget
+from triton.compiler import make_backend
+from triton.runtime.jit import create_function_from_signature
+
+from ovpatch.overlap.symmetric.memory import Memory
+from ovpatch.overlap.symmetric.workspace import Workspace
+from ovpatch_plugins.tp_linear.kernels import launch
+from ovpatch_plugins.tp_linear.kernels.tuning import Tiles
+
+KERNELS = ("stage_kernel", "gather_gemm_kernel", "gemm_scatter_kernel", "scatter_kernel", "reduce_kernel")
+CPU = torch.device("cpu")
+
+
+@functools.cache
+def binder(kernel: Any) -> Callable[..., Any]:
+    """Triton's own: it tells for what of its arguments a kernel is compiled."""
+    return create_function_from_signature(kernel.signature, kernel.params, make_backend(GPUTarget("cuda", 90, 32)))
+
+
+class Watched:
+    """Stands for a kernel: logs launches, and compares their arguments with what was compiled."""
+
+    def __init__(self, kernel: Any, log: list[Any]) -> None:
+        self.kernel, self.log = kernel, log
+
+    def __getitem__(self, grid: tuple[int, int, int]) -> Callable[..., Any]:
+        def first(*args: Any, **options: int) -> Any:
+            compiled_for = (binder(self.kernel)(*args)[1], options)
+            self.log.append((self.kernel.__name__, grid, described(args), compiled_for, "asked"))
+            return Compiled(self, compiled_for)
+
+        return first
+
+
+class Compiled:
+    def __init__(self, of: Watched, compiled_for: Any) -> None:
+        self.of, self.compiled_for = of, compiled_for
+
+    def __getitem__(self, grid: tuple[int, int, int]) -> Callable[..., None]:
+        def run(*args: Any) -> None:
+            kernel = self.of.kernel
+            assert binder(kernel)(*args)[1] == self.compiled_for[0]
+            self.of.log.append((kernel.__name__, grid, described(args), self.compiled_for, "as before"))
+
+        return run
+
+
+def described(args: tuple[Any, ...]) -> list[Any]:
+    """What has to be the same for a launch to do the same."""
+    return [(arg.shape, arg.stride(), arg.dtype) if isinstance(arg, Tensor) else arg for arg in args]
+
+
+class Group:
+    def rank(self) -> int:
+        return 1
+
+    def size(self) -> int:
+        return 2
+
+
+def workspace() -> Workspace:
+    """One whose memory no kernel will touch, of any size."""
+
+    def allocate(size: int, group: Any, device: torch.device, prepare: Any) -> Memory:
+        return Memory(torch.empty(0), [0, 0])
+
+    return Workspace(Group(), CPU, allocate)
+
+
+@pytest.fixture
+def log(monkeypatch):
+    found: list[Any] = []
+    for name in KERNELS:
+        monkeypatch.setattr(launch, name, Watched(getattr(launch, name), found))
+    return found
+
+
+def rows(m: int, n: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    return torch.empty(m, n, dtype=dtype)
+
+
+def weight(n: int, k: int, transposed: bool, dtype: torch.dtype) -> Tensor:
+    return rows(k, n, dtype).t() if transposed else rows(n, k, dtype)
+
+
+def bias(n: int, kind: int, dtype: torch.dtype) -> Tensor | None:
+    """None, one that begins where kernels read well, or one that does not."""
+    return None if not kind else torch.empty(n + 1, dtype=dtype)[kind - 1 :][:n]
+
+
+MS, KS, COUNTS, DTYPES = (1, 2, 3, 16, 48), (8, 16), (1, 2, 3), (torch.bfloat16, torch.float16)
+
+
+def gather(space: Workspace, m: int, k: int, count: int, dtype: torch.dtype, turn: bool, tiles: Tiles | None) -> None:
+    weights = [weight(8 * (i + 1), k, turn, dtype) for i in range(count)]
+    for kind in range(3):
+        launch.gather_linear(
+            space, rows(m, k, dtype), weights, [bias(len(w), kind, dtype) for w in weights], tiles=tiles
+        )
+    launch.gather_linear(space, rows(m, k, dtype), [], [])
+
+
+def scatter(space: Workspace, m: int, k: int, count: int, dtype: torch.dtype, turn: bool, tiles: Tiles | None) -> None:
+    xs = [rows(2 * m, 8 * (i + 1), dtype) for i in range(count)]
+    weights = [weight(k, x.shape[1], turn, dtype) for x in xs]
+    launch.linear_scatter(space, xs, weights, tiles=tiles)
+    launch.scatter(space, rows(2 * m, k, dtype))
+
+
+def launches(log: list[Any], operator: Any, space: Workspace, case: Any) -> tuple[list[Any], set[str]]:
+    """What an operator launches, and how."""
+    log.clear()
+    operator(space, *case)
+    return [launch[:-1] for launch in log], {launch[-1] for launch in log}
+
+
+def test_what_is_launched_again_is_what_triton_would_launch(log):
+    space, tiles = workspace(), (None, Tiles(columns=128))
+    cases = list(itertools.product((gather, scatter), MS, KS, COUNTS, DTYPES, (False, True), tiles))
+    random.Random(0).shuffle(cases)
+    assert space.begin(0, 10_000)
+    for operator, *case in cases:
+        operator(space, *case)
+    kept = space.kept
+    for operator, *case in cases:
+        again, how = launches(log, operator, space, case)
+        assert how == {"as before"}
+        space.kept = {}
+        assert launches(log, operator, space, case)[0] == again
+        space.kept = kept
+
+
+def test_a_workspace_of_other_size_is_asked_anew(log):
+    space, case = workspace(), (16, 8, 1, torch.bfloat16, False, None)
+    before, _ = launches(log, scatter, space, case)
+    assert space.begin(1 << 31, 0)  # so large that its number needs 64 bits
+    after, how = launches(log, scatter, space, case)
+    assert how == {"asked"}
+    assert after != before
+
+
+def test_ever_new_lengths_do_not_fill_memory(log, monkeypatch):
+    monkeypatch.setattr(launch, "_KEPT", 8)
+    space = workspace()
+    for m in range(1, 30):
+        scatter(space, m, 8, 1, torch.bfloat16, False, None)
+        assert len(space.kept) <= 8
+
+
+@pytest.mark.parametrize(
+    ("weights", "biases"),
+    [
+        ([rows(8, 24)], [None]),
+        ([rows(8, 16, torch.float32)], [None]),
+        ([rows(8, 16)], [torch.empty(8)]),
+        ([rows(8, 16)], [torch.empty(16, dtype=torch.bfloat16)]),
+    ],
+)
+def test_operands_that_do_not_fit_are_refused(log, weights, biases):
+    space = workspace()
+    for fits in (None, torch.empty(8, dtype=torch.bfloat16)):
+        launch.gather_linear(space, rows(4, 16), [rows(8, 16)], [fits])
+    log.clear()
+    with pytest.raises(ValueError, match=r"does not fit .*: give all operands one dtype, and features that match"):
+        launch.gather_linear(space, rows(4, 16), weights, biases)
+    assert not log, "no rank may wait for what another one has not launched"
+
+
+def test_products_that_do_not_fit_are_refused(log):
+    for xs, weights in (
+        ([rows(8, 16)], [rows(8, 24)]),
+        ([rows(8, 16), rows(6, 16)], [rows(8, 16)] * 2),
+        ([rows(8, 16)], [rows(8, 16, torch.float16)]),
+    ):
+        with pytest.raises(ValueError, match="does not fit"):
+            launch.linear_scatter(workspace(), xs, weights)
+    assert not log
+
+
+def test_descriptors_have_memory_that_only_grows():
+    space = workspace()
+    first = space.scratch(1000, 128, None)
+    assert len(first) >= 1000
+    assert space.scratch(10, 128, None) is first
+    second = space.scratch(2000, 128, None)
+    assert len(second) >= 2000
+    assert second is not first
+    assert space.scratch(1000, 128, None) is second
+    assert any(kept is first for kept in space._scratch), "a stream, or a graph, may be using it still"
