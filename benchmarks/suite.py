@@ -80,8 +80,8 @@ SUITE: dict[str, list[Row]] = {
     "tp_operators": [
         Row("tp_operators", "--shapes 8b 70b gpt"),
         Row("tp_operators", "--shapes '8b, 2k tokens' '8b, 16k tokens' '70b, 2k tokens' '70b, 4k tokens'"),
-        Row("tp_operators", "--shapes '70b, attention' '8b, attention'"),
-        *(Row("tp_operators", "--shapes 8b 70b gpt --rounds 1", world=world) for world in (4, 2)),
+        Row("tp_operators", "--shapes '8b, 1k tokens' '70b, 1k tokens' '70b, attention' '8b, attention'"),
+        *(Row("tp_operators", "--shapes 8b 70b gpt '8b, 1k tokens' '8b, 16k tokens'", world=world) for world in (4, 2)),
     ],
     "ablation": [
         Row("ablation", "--size 8b --tp 4"),

@@ -3,24 +3,28 @@
     torchrun --nproc-per-node 8 -m benchmarks.tp_operators --shapes 8b 70b --json benchmarks/results/tp_operators.jsonl
 
 Forward only, bf16, random data. Arms alternate; a step is ``--inner`` calls one behind the other, of which the time of
-one is reported; the slowest rank counts. ``graphed`` arms replay a CUDA graph of such a step. All arms must compute
-what cuBLAS and NCCL do in sequence, but for ``product`` and ``collective``, the limits. ``--tp`` cuts features for more
-ranks than there are, so that a product's share is that of a larger group. Without CUDA it runs on gloo (``--shapes
-tiny``).
+one is reported; the slowest rank counts. ``graphed`` arms replay a CUDA graph of such a step; ``stock`` arms are what
+torch's styles do, on DTensors. All arms must compute what cuBLAS and NCCL do in sequence, but for ``product`` and
+``collective``, the limits. ``--tp`` cuts features for more ranks than there are, so that a product's share is that of a
+larger group. Without CUDA it runs on gloo (``--shapes tiny``).
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import functools
 import gc
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from benchmarks.runs import CUDA, add_timing, alternate, device, graphed, start, timed
 from ovpatch_plugins.tp_linear import wires
@@ -30,8 +34,10 @@ SHAPES = {  # tokens, features outside, features between, over all ranks
     "gpt": (4096, 3072, 12288),
     "8b": (8192, 4096, 14336),
     "70b": (8192, 8192, 28672),
+    "8b, 1k tokens": (1024, 4096, 14336),
     "8b, 2k tokens": (2048, 4096, 14336),
     "8b, 16k tokens": (16384, 4096, 14336),
+    "70b, 1k tokens": (1024, 8192, 28672),
     "70b, 2k tokens": (2048, 8192, 28672),
     "70b, 4k tokens": (4096, 8192, 28672),
     "70b, attention": (8192, 8192, 8192),
@@ -39,16 +45,22 @@ SHAPES = {  # tokens, features outside, features between, over all ranks
     "tiny": (64, 32, 128),
 }
 LIMITS = ("product", "collective")
+COMPILED = ("stock, compiled", "stock, compiled, micro pipeline")
 Operator = Callable[[], Tensor]
 
 
 class Linear:
-    """A tensor-parallel linear; those that follow have ``product``, ``collective``, ``in_sequence`` and ``ours``."""
+    """A tensor-parallel linear; those that follow have ``product``, ``collective``, ``in_sequence`` and so on."""
 
     def __init__(self) -> None:
         self.group, self.world = dist.group.WORLD, dist.get_world_size()
+        self.mesh = DeviceMesh.from_group(self.group, device().type)
         self.wires = wires.of(self.group, device())
         self.draw = functools.partial(torch.randn, dtype=torch.bfloat16 if CUDA else torch.float32, device=device())
+
+    def sharded(self, local: Tensor, dim: int) -> DTensor:
+        """Return a DTensor of which this rank has a part."""
+        return DTensor.from_local(local, self.mesh, (Shard(dim),), run_check=False)
 
     def kernels(self, tiles: Any) -> Tensor:
         """Compute by the kernels of ``fused``, with tiles as given."""
@@ -74,7 +86,7 @@ class Gather(Linear):
     def __init__(self, tokens: int, outside: int, between: int) -> None:
         super().__init__()
         self.x, self.weight = self.draw(tokens // self.world, outside), self.draw(between, outside) * outside**-0.5
-        self.whole = self.draw(tokens, outside)
+        self.whole, self.cut = self.draw(tokens, outside), self.sharded(self.weight, 0)
 
     def product(self) -> Tensor:
         """Multiply rows that are there already."""
@@ -88,6 +100,10 @@ class Gather(Linear):
     def in_sequence(self) -> Tensor:
         """Gather by NCCL, then multiply by cuBLAS."""
         return self.collective() @ self.weight.t()
+
+    def stock(self) -> Tensor:
+        """Compute as a linear under ``ColwiseParallel`` does."""
+        return F.linear(self.sharded(self.x, 0).redistribute(placements=(Replicate(),)), self.cut).to_local()
 
     def torch_fused(self) -> Tensor:
         """Compute by torch's operator on symmetric memory."""
@@ -123,6 +139,7 @@ class Scatter(Linear):
         super().__init__()
         self.x, self.weight = self.draw(tokens, between), self.draw(outside, between) * (between * self.world) ** -0.5
         self.terms, self.part = self.draw(tokens, outside), self.draw(tokens // self.world, outside)
+        self.cut = self.sharded(self.weight, 1)
 
     def product(self) -> Tensor:
         """Multiply only."""
@@ -138,6 +155,10 @@ class Scatter(Linear):
         part = torch.empty_like(self.part)
         dist.reduce_scatter_tensor(part, self.product(), group=self.group)
         return part
+
+    def stock(self) -> Tensor:
+        """Compute as a linear under ``RowwiseParallel`` does."""
+        return F.linear(self.sharded(self.x, 1), self.cut).redistribute(placements=(Shard(0),)).to_local()
 
     def torch_fused(self) -> Tensor:
         """Compute by torch's operator on symmetric memory."""
@@ -173,19 +194,38 @@ def variants(operator: Any) -> dict[str, Any]:
 
 def arms(operator: Any) -> dict[str, Operator]:
     """Return what is timed, by name."""
+    ours = {f"ovpatch, {name}": functools.partial(operator.ours, name) for name in ("bulk", "fused")}
     eager: dict[str, Operator] = {
         "product": operator.product,
         "collective": operator.collective,
         "in sequence": operator.in_sequence,
-        **{f"ovpatch, {name}": functools.partial(operator.ours, name) for name in ("bulk", "fused")},
+        **ours,
     }
+    peers = {"stock": operator.stock, "stock, compiled": torch.compile(operator.stock, fullgraph=True)}
     if not CUDA:
-        return eager
+        return eager | peers
+    peers |= {COMPILED[1]: torch.compile(operator.stock, fullgraph=True), "torch symm_mem": operator.torch_fused}
     captured = {name: call for name, call in eager.items() if name != "ovpatch, bulk"}
     captured |= {
         f"kernels, {name}": functools.partial(operator.kernels, tiles) for name, tiles in variants(operator).items()
     }
-    return eager | {"torch symm_mem": operator.torch_fused} | {f"{name}, graphed": c for name, c in captured.items()}
+    return eager | peers | {f"{name}, graphed": call for name, call in captured.items()}
+
+
+@contextlib.contextmanager
+def settings(name: str, group: Any) -> Iterator[None]:
+    """Compile an arm anew, as it wants."""
+    if name not in COMPILED:
+        yield
+        return
+    micro_pipeline = name == COMPILED[1]
+    if micro_pipeline:
+        from torch.distributed._symmetric_memory import enable_symm_mem_for_group
+
+        enable_symm_mem_for_group(group.group_name)
+    torch._dynamo.reset()
+    with torch._inductor.config.patch(_micro_pipeline_tp=micro_pipeline):
+        yield
 
 
 def check(name: str, compute: Operator, operator: Any) -> None:
@@ -203,7 +243,11 @@ def check(name: str, compute: Operator, operator: Any) -> None:
 
 def measure(name: str, operator: Any, args: argparse.Namespace) -> dict[str, Any]:
     """Run one arm once."""
-    compute = arms(operator)[name]
+    with settings(name, operator.group):
+        return _measured(name, arms(operator)[name], operator, args)
+
+
+def _measured(name: str, compute: Operator, operator: Any, args: argparse.Namespace) -> dict[str, Any]:
     if name.removesuffix(", graphed") not in LIMITS:
         check(name, compute, operator)
 
@@ -246,10 +290,10 @@ def main() -> None:
         names = list(args.arms or arms(operator))
         if unknown := set(names) - set(arms(operator)):
             raise SystemExit(f"unknown arms {sorted(unknown)}: choose from {', '.join(arms(operator))}")
-        settings = argparse.Namespace(**{**vars(args), "shapes": shape, "operators": kind})
+        given = argparse.Namespace(**{**vars(args), "shapes": shape, "operators": kind})
         if dist.get_rank() == 0:
             print(f"\n{kind}, {shape}")
-        alternate("tp_operators", names, functools.partial(measure, operator=operator, args=args), settings)
+        alternate("tp_operators", names, functools.partial(measure, operator=operator, args=args), given)
     dist.destroy_process_group()
 
 
