@@ -278,10 +278,19 @@ def tp_operators() -> str:
 def tp_host() -> str:
     """Return the table of ``benchmarks/tp_host.py``."""
     result = json.loads((RESULTS / "tp_host.json").read_text())
-    header = ["linear", "gradients", "`F.linear`", "stock", "ovpatch", "without launches", "over `F.linear`"]
+    names = {
+        "F.linear": "`F.linear`",
+        "stock": "stock",
+        "ovpatch": "ovpatch",
+        "fused": "with `fused`",
+        "bare": "without launches",
+        "over": "over `F.linear`",
+    }
+    names = {name: text for name, text in names.items() if name in result["rows"][0]}
+    header = ["linear", "gradients", *names.values()]
     lines = [_row(header), _row(["---"] * len(header))]
     for row in result["rows"]:
-        times = [f"{row[name]:.0f}" for name in ("F.linear", "stock", "ovpatch", "bare", "over")]
+        times = [f"{row[name]:.0f}" for name in names]
         lines.append(_row([row["kind"], "with" if row["grad"] else "without", *times]))
     return "\n".join(lines) + (
         f"\n\nMicroseconds of host time for a forward, median; {result['world']} x {result['device']}, torch "

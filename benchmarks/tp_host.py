@@ -3,7 +3,8 @@
     torchrun --nproc-per-node 2 -m benchmarks.tp_host --json benchmarks/results/tp_host.json
 
 Tiny activations, so that the host is what limits: a block of calls is timed, with the device waited for before and
-behind it. ``bare`` is the feature with collectives that are not launched; ``over`` is what it costs over ``F.linear``.
+behind it. ``fused`` is the feature with that schedule, where its kernels can run; ``bare`` is the feature with
+collectives that are not launched; ``over`` is what it costs over ``F.linear``.
 """
 
 from __future__ import annotations
@@ -106,6 +107,9 @@ def measured(mesh: DeviceMesh, rounds: int) -> Iterator[dict[str, Any]]:
                     row["ovpatch"] = per_call(lambda cut=cut, given=given: cut(given), rounds)
                     with not_launched():
                         row["bare"] = per_call(lambda cut=cut, given=given: cut(given), rounds)
+                with ovpatch.applied("tp_linear", options={"tp_linear": {"schedule": "fused"}}):
+                    cut, given = linear(kind, mesh)
+                    row["fused"] = per_call(lambda cut=cut, given=given: cut(given), rounds)
             row["over"] = row["bare"] - row["F.linear"]
             yield {name: round(value, 1) if isinstance(value, float) else value for name, value in row.items()}
 
@@ -120,7 +124,7 @@ def main() -> None:
     mesh = init_device_mesh(device().type, (dist.get_world_size(),), mesh_dim_names=("tp",))
     rows = list(measured(mesh, args.rounds))
     if dist.get_rank() == 0:
-        columns = ["F.linear", "stock", "ovpatch", "bare", "over"]
+        columns = ["F.linear", "stock", "ovpatch", "fused", "bare", "over"]
         print(f"{'µs per forward':20} {'grad':5}" + "".join(f"{column:>10}" for column in columns))
         for row in rows:
             print(f"{row['kind']:20} {row['grad']!s:5}" + "".join(f"{row[column]:>10}" for column in columns))
