@@ -11,6 +11,7 @@ and nothing but communication, of balanced routing. Without CUDA it runs on gloo
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import gc
 from collections.abc import Callable
 from typing import Any
@@ -25,6 +26,7 @@ from benchmarks.runs import CUDA, add_timing, alternate, device, start, timed
 from ovpatch_plugins.pipe_experts import How, expert_parallel_ffn
 from ovpatch_plugins.pipe_experts.experts import swiglu
 from ovpatch_plugins.pipe_experts.products import Groups, grouped
+from ovpatch_plugins.pipe_experts.sharing import lane_of, objections
 
 SHAPES = {  # tokens of a rank, experts of a token, features, those between, experts of a rank
     "mixtral": (4096, 2, 4096, 14336, 1),
@@ -40,6 +42,12 @@ OURS = {
     "ovpatch, experts 4, 2 communicators": How("experts", 4, multi_stream=True),
     **{f"ovpatch, tokens {n}": How("tokens", n) for n in (2, 4)},
     "ovpatch, tokens 2, 2 communicators": How("tokens", 2, multi_stream=True),
+}
+PROGRAMS = (8, 16)  # of the kernel that sends rows over symmetric memory
+OVER_SYMMETRIC = {
+    f"ovpatch, {name}, symmetric, {programs} programs": (dataclasses.replace(how, exchange="symmetric"), programs)
+    for name, how in (("none", How("none")), ("experts 4", How("experts", 4)), ("experts 8", How("experts", 8)))
+    for programs in PROGRAMS
 }
 LIMITS = ("experts", "all-to-alls")
 Layer = Callable[[], Tensor]
@@ -79,6 +87,18 @@ class Problem:
     def ours(self, how: How) -> Tensor:
         """Compute by the feature."""
         return expert_parallel_ffn(self.x, self.index, self.weights, (self.up, self.down), swiglu, self.group, how)
+
+    def over_symmetric(self, how: How, programs: int) -> Tensor:
+        """Compute by the feature, over symmetric memory.
+
+        Raises:
+            RuntimeError: The ranks have none.
+        """
+        lane = lane_of(self.group, self.x.device)
+        if lane is None:
+            raise RuntimeError("; ".join(objections()))
+        lane.channels = programs
+        return self.ours(how)
 
     def in_sequence(self) -> Tensor:
         """Compute with torch's own operations, one after the other."""
@@ -176,6 +196,11 @@ def arms(problem: Problem) -> dict[str, Callable[[], Layer]]:
         "naive, 4 chunks": lambda: lambda: problem.naive(4),
         "transformers": lambda: transformers_layer(problem),
         **{name: (lambda how=how: lambda: problem.ours(how)) for name, how in OURS.items()},
+        **{
+            name: (lambda how=how, programs=programs: lambda: problem.over_symmetric(how, programs))
+            for name, (how, programs) in OVER_SYMMETRIC.items()
+            if CUDA
+        },
     }
 
 

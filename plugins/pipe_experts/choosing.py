@@ -82,18 +82,18 @@ class Measured:
 
     def __init__(self, layer: Layer, activation: Activation) -> None:
         self._layer, self._activation = layer, activation
-        self._plans = candidates(layer.world, layer.local, layer.how.parts)
+        self._plans = candidates(layer.world, layer.local, layer.how.parts, layer.how.exchange)
         fixed = layer.how.plan(layer.world, layer.local)
         self._fixed = next(name for name, plan in self._plans.items() if plan == fixed)
         self._known: dict[tuple[bool, bool, int], Plan] = {}
         self.world, self.local = layer.world, layer.local
         self.chunks = math.lcm(*(plan.chunks for plan in self._plans.values()))
-        self.expected = self._plans["none"]
+        self.expected = self._uncut = next(iter(self._plans.values()))
 
     def chosen(self, group: dist.ProcessGroup, tokens: int, trains: bool) -> Plan:
         """Return the plan for a number of tokens; see [Note: by the most tokens]."""
         if tokens * self._layer.top_k < FEWEST_ROWS:
-            return self._plans["none"]
+            return self._uncut
         rounded = 1 << round(math.log2(tokens))
         key = (torch.are_deterministic_algorithms_enabled(), trains, rounded)
         found = self._known.get(key)

@@ -9,12 +9,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ovpatch_plugins.pipe_experts.exchange import Arriving, all_to_all
+from ovpatch_plugins.pipe_experts.exchange import Arriving, send
 from ovpatch_plugins.pipe_experts.experts import Maker
+from ovpatch_plugins.pipe_experts.lanes import Collective, Lane
 from ovpatch_plugins.pipe_experts.memory import Memory, cut, join
-from ovpatch_plugins.pipe_experts.parts import Plans
+from ovpatch_plugins.pipe_experts.parts import Plan, Plans
 from ovpatch_plugins.pipe_experts.pipeline import pipelined
 from ovpatch_plugins.pipe_experts.routing import route
+from ovpatch_plugins.pipe_experts.sharing import lane_of
 
 
 def computed(
@@ -48,17 +50,24 @@ def computed(
     counts, experts, sizes = found.counts, maker(found.plan, found.counts), found.counts.sizes()
     returned, gradient = Memory(sizes), Memory(sizes)
     rows = cut(found.rows(x, dtype), gradient)
+    to_experts, to_tokens = _lanes(found.plan, group, back, x.device)
 
     def dispatch(part: int) -> Arriving:
         place = functools.partial(gradient.part, part)
-        return all_to_all(rows[part], counts.sent[part], counts.received(part), group, place_gradient=place)
+        return send(rows[part], counts.sent[part], counts.received(part), to_experts, place_gradient=place)
 
     def combine(part: int, outs: Tensor) -> Arriving:
         place = functools.partial(returned.part, part)
-        return all_to_all(outs, counts.received(part), counts.sent[part], back, place=place)
+        return send(outs, counts.received(part), counts.sent[part], to_tokens, place=place)
 
     arrived, other = pipelined(
         dispatch, experts, combine, len(sizes), before=experts.begin, meanwhile=meanwhile, trains=experts.trains
     )
     out = found.combined(join(arrived, returned), top_k_weights, x.dtype)
     return (out if other is None else out + other), len(sizes)
+
+
+def _lanes(plan: Plan, group: dist.ProcessGroup, back: dist.ProcessGroup, device: torch.device) -> tuple[Lane, Lane]:
+    """Return by what rows travel to experts and back."""
+    lane = lane_of(group, device) if plan.symmetric else None
+    return (Collective(group), Collective(back)) if lane is None else (lane, lane)

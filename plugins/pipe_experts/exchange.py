@@ -19,8 +19,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from ovpatch.overlap.engine import apply_function
-from ovpatch.overlap.labels import label, span
 from ovpatch.overlap.works import Pending
+from ovpatch_plugins.pipe_experts.lanes import Collective, Lane
 
 Place = Callable[[Tensor], Tensor]
 """Returns memory for received rows, ``[n, h]``, of the dtype and device of a tensor."""
@@ -48,7 +48,20 @@ def all_to_all(
     Returns:
         What to wait for.
     """
-    transfer = _Transfer(group, list(sent), list(received), place, place_gradient)
+    return send(rows, sent, received, Collective(group), place=place, place_gradient=place_gradient)
+
+
+def send(
+    rows: Tensor,
+    sent: Sequence[int],
+    received: Sequence[int],
+    lane: Lane,
+    *,
+    place: Place | None = None,
+    place_gradient: Place | None = None,
+) -> Arriving:
+    """Do what :func:`all_to_all` does, there and, in backward, back by a lane."""
+    transfer = _Transfer(lane, list(sent), list(received), place, place_gradient)
     return Arriving(transfer, apply_function(_Launch, transfer, rows))
 
 
@@ -77,13 +90,13 @@ class _Transfer:
 
     def __init__(
         self,
-        group: dist.ProcessGroup,
+        lane: Lane,
         sent: list[int],
         received: list[int],
         place: Place | None,
         place_gradient: Place | None,
     ) -> None:
-        self._group, self._sent, self._received = group, sent, received
+        self._lane, self._sent, self._received = lane, sent, received
         self._place, self._place_gradient = place, place_gradient
         self._forward = Pending(())
         self._backward: tuple[Tensor, Pending] | None = None
@@ -112,9 +125,7 @@ class _Transfer:
         """Start; a backend's thread may keep both tensors for a moment longer, so neither must be one with a graph."""
         rows = rows.data.contiguous()
         found = rows.new_empty((sum(received), *rows.shape[1:])) if place is None else place(rows)
-        with span(label("pipe_experts", "all_to_all")):
-            work = dist.all_to_all_single(found, rows, received, sent, group=self._group, async_op=True)
-        return found, Pending((work,), (rows,))
+        return found, self._lane.start(found, rows, received, sent)
 
 
 class _Launch(torch.autograd.Function):

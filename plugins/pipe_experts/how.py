@@ -23,16 +23,18 @@ class How:
         parts: Into how many; 0 for as many as ``cut`` thinks best.
         delay_wgrad: Compute weight gradients while a part's rows are on their way back.
         multi_stream: Send rows back on a communicator of their own, so that they do not queue behind rows to come.
+        exchange: By what rows travel; see :data:`ovpatch_plugins.pipe_experts.parts.EXCHANGES`.
     """
 
     cut: str = "auto"
     parts: int = 0
     delay_wgrad: bool = True
     multi_stream: bool = False
+    exchange: str = parts_of.DEFAULT_EXCHANGE
 
     def plan(self, world: int, local: int) -> Plan:
         """Return the parts of a layer with ``local`` experts on each of ``world`` ranks."""
-        return parts_of.plan(world, local, self.cut, self.parts)
+        return parts_of.plan(world, local, self.cut, self.parts, self.exchange)
 
     def way_back(self, group: dist.ProcessGroup) -> dist.ProcessGroup:
         """Return the communicator on which rows are sent back; made when first needed, by all ranks of the group."""

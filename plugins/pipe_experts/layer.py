@@ -16,6 +16,7 @@ from ovpatch_plugins.pipe_experts.computing import computed
 from ovpatch_plugins.pipe_experts.counters import COUNTERS
 from ovpatch_plugins.pipe_experts.experts import Activation, Grouped, Maker, Separate, Stacked
 from ovpatch_plugins.pipe_experts.how import How
+from ovpatch_plugins.pipe_experts.sharing import possible
 
 DEFAULT = How()
 
@@ -160,6 +161,7 @@ def run(
         )
     top_k, sent = top_k_index.shape[1], dtype or x.dtype
     agreed.ensure(group, x.device, how, local, top_k)
+    how = possible(how, group, x.device)
     plans = plans_of(how, maker, group, local, x, top_k, sent)
     back = how.way_back(group)
     out, parts = computed(x, top_k_index, top_k_weights, maker, plans, group, back, sent, meanwhile)

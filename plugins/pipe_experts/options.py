@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Final
 
 from ovpatch.hookspecs import Option
-from ovpatch_plugins.pipe_experts.parts import CUTS
+from ovpatch_plugins.pipe_experts.parts import CUTS, DEFAULT_EXCHANGE, EXCHANGES
 
 
 def _count(text: str) -> int:
@@ -40,5 +40,12 @@ OPTIONS: Final = (
         "multi_stream",
         False,
         "Send rows back on a communicator of their own, so that they do not queue behind rows that are still to come.",
+    ),
+    Option(
+        "exchange",
+        DEFAULT_EXCHANGE,
+        "By what rows travel: c10d, by torch.distributed's all-to-alls; symmetric, by a kernel that stores them into "
+        "other GPUs' memory, on one host, and c10d elsewhere; auto, by whichever is faster where cut=auto measures.",
+        choices=EXCHANGES,
     ),
 )

@@ -19,6 +19,11 @@ if TYPE_CHECKING:
 CUTS: Final = ("auto", "none", "experts", "tokens")
 """How rows can be cut: as is measured, not at all, by groups of experts, by chunks of tokens."""
 
+EXCHANGES: Final = ("c10d", "symmetric", "auto")
+"""By what rows can travel: torch.distributed's all-to-alls, symmetric memory, as is measured."""
+
+DEFAULT_EXCHANGE: Final = "c10d"
+
 _MOST_GROUPS: Final = 4
 _MEASURED: Final = (2, 4, 8)
 
@@ -31,11 +36,13 @@ class Plan:
         world: Number of ranks.
         groups: Ranges of local experts.
         chunks: Into how many chunks tokens are cut; each chunk has a part for every group.
+        symmetric: Whether rows travel by symmetric memory.
     """
 
     world: int
     groups: tuple[range, ...]
     chunks: int = 1
+    symmetric: bool = False
 
     @property
     def local(self) -> int:
@@ -103,7 +110,7 @@ class Plans(Protocol):
 
 
 @functools.lru_cache(maxsize=64)
-def plan(world: int, local: int, cut: str = "auto", parts: int = 0) -> Plan:
+def plan(world: int, local: int, cut: str = "auto", parts: int = 0, exchange: str = "c10d") -> Plan:
     """Return the parts of a layer.
 
     By groups of experts each weight is used once, and rows of a single expert need no sorting where they arrive. Chunks
@@ -115,35 +122,44 @@ def plan(world: int, local: int, cut: str = "auto", parts: int = 0) -> Plan:
         cut: One of :data:`CUTS`; ``auto``, where nothing is measured, is ``experts`` if there are several ranks and
             each has several, else ``none``.
         parts: How many; 0 for as many as ``cut`` thinks best. There are never more groups than experts.
+        exchange: One of :data:`EXCHANGES`; ``auto``, where nothing is measured, is ``c10d``.
 
     Raises:
         ValueError: A name that is none.
     """
     if cut not in CUTS:
         raise ValueError(f"cut={cut!r}: choose one of {', '.join(CUTS)}")
+    if exchange not in EXCHANGES:
+        raise ValueError(f"exchange={exchange!r}: choose one of {', '.join(EXCHANGES)}")
     if parts < 0:
         raise ValueError(f"parts={parts}: expected a number of parts, or 0 for as many as the cut thinks best")
+    symmetric = exchange == "symmetric" and world > 1
     if cut == "auto":
         cut = "experts" if local > 1 and world > 1 else "none"
     if cut == "tokens":
-        return Plan(world, (range(local),), parts or 2)
+        return Plan(world, (range(local),), parts or 2, symmetric)
     count = 1 if cut == "none" else min(parts or _MOST_GROUPS, local)
-    return Plan(world, tuple(range(local * i // count, local * (i + 1) // count) for i in range(count)))
+    groups = tuple(range(local * i // count, local * (i + 1) // count) for i in range(count))
+    return Plan(world, groups, symmetric=symmetric)
 
 
-def candidates(world: int, local: int, parts: int = 0) -> dict[str, Plan]:
+def candidates(world: int, local: int, parts: int = 0, exchange: str = "c10d") -> dict[str, Plan]:
     """Return the plans between which can be chosen, each once, by name; the one that does not cut comes first.
 
     Args:
         world: Number of ranks.
         local: Number of experts of a rank.
         parts: How many; 0 for 2, 4 and 8.
+        exchange: By what rows travel; ``auto`` for any way.
     """
-    found = {plan(world, local, "none"): "none"}
-    for cut in ("experts", "tokens"):
-        for count in (parts,) if parts else _MEASURED:
-            made = plan(world, local, cut, count)
-            found.setdefault(made, f"{cut} {len(made.parts)}")
+    found: dict[Plan, str] = {}
+    for way in ("c10d", "symmetric") if exchange == "auto" else (exchange,):
+        behind = ", symmetric" if way == "symmetric" else ""
+        found.setdefault(plan(world, local, "none", exchange=way), f"none{behind}")
+        for cut in ("experts", "tokens"):
+            for count in (parts,) if parts else _MEASURED:
+                made = plan(world, local, cut, count, way)
+                found.setdefault(made, f"{cut} {len(made.parts)}{behind}")
     return {name: made for made, name in found.items()}
 
 

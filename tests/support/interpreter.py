@@ -9,6 +9,7 @@ run in a process of their own, which forks into ranks if it is to have any:
 
 from __future__ import annotations
 
+import collections
 import importlib
 import multiprocessing
 import os
@@ -46,8 +47,9 @@ def interpreted(function: Callable[..., Any], *args: Any, world: int = 0, timeou
 
 def allocate(size: int, group: Any, device: torch.device, prepare: Callable[[Tensor], None]) -> Memory:
     """Stand for :func:`ovpatch.overlap.symmetric.memory.allocate` among processes on one CPU."""
-    _allocations[0] += 1
-    rank, paths = group.rank(), [f"{_allocations[0]}-{group.group_name}-{rank}" for rank in range(group.size())]
+    name = group.group_name
+    _allocations[name] += 1
+    rank, paths = group.rank(), [f"{_allocations[name]}-{name}-{rank}" for rank in range(group.size())]
     folder = Path(os.environ["INTERPRETED_FOLDER"])
     (folder / paths[rank]).write_bytes(bytes(size))
     own = _mapped(folder / paths[rank], size)
@@ -57,7 +59,7 @@ def allocate(size: int, group: Any, device: torch.device, prepare: Callable[[Ten
     return Memory(own, [tensor.data_ptr() for tensor in mapped], mapped)
 
 
-_allocations = [0]
+_allocations: collections.Counter[str] = collections.Counter()  # by group, of which a rank may not be in all
 
 
 def _mapped(path: Path, size: int) -> Tensor:

@@ -1,0 +1,135 @@
+"""The kernel that sends rows over symmetric memory; imported only where Triton is there.
+
+[Note: channels] A program is a channel, one of a few: it stores its units of rows into the other ranks' memory, and
+fetches what the programs of its number store into this rank's. For each pair of ranks it has a ring of slots there, so
+that memory does not depend on how many rows there are. Units are numbered through, from operator to operator; a slot
+is stored to again when its reader has signalled the number of the unit that lay in it, see [Note: sequence numbers] of
+:mod:`ovpatch.overlap.symmetric.signals`. Nothing is reset, and ranks need not know where others put their rows: both
+ends of a pair know how many rows go between them, which is all that the numbers depend on.
+
+[Note: level by level] Unlike other kernels on symmetric memory, this one waits for kernels that run at the same time:
+a program for those of its own number, on other ranks. At level ``l`` it stores its units ``l`` and fetches those of
+level ``l - 1``. What is fetched at a level was stored at the one before; what is stored takes the slot of a unit that
+was fetched at a level before, since a ring has two slots or more. So of all programs of a number, those at the lowest
+level never wait: some rank can always go on, though a device may have room for a single program at a time.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from ovpatch.overlap.symmetric.signals import RANKS, signals_of, wait_for
+
+MOST = tl.constexpr(32)  # channels
+STORED = tl.constexpr(0)  # offsets in a rank's signals and in its state: how many units have come from a rank,
+FETCHED = tl.constexpr(MOST.value * RANKS.value)  # and how many of those for a rank have been fetched by it
+HEADER = tl.constexpr(8 * 2 * MOST.value * RANKS.value)  # bytes of signals in front of the rings
+
+
+@triton.jit
+def _unit(words, CHANNELS: tl.constexpr, SLOT: tl.constexpr, BLOCK: tl.constexpr):
+    """Return how many words a unit has; few words are shared out among the channels, too."""
+    return tl.minimum(tl.maximum(tl.cdiv(tl.cdiv(words, CHANNELS), BLOCK), 1) * BLOCK, SLOT)
+
+
+@triton.jit
+def _units(words, channel, CHANNELS: tl.constexpr, SLOT: tl.constexpr, BLOCK: tl.constexpr):
+    """Return how many units of so many words are a channel's."""
+    count = tl.cdiv(words, _unit(words, CHANNELS, SLOT, BLOCK))
+    return tl.maximum(count - channel + CHANNELS - 1, 0) // CHANNELS
+
+
+@triton.jit
+def _begin(words, channel, index, CHANNELS: tl.constexpr, SLOT: tl.constexpr, BLOCK: tl.constexpr):
+    """Return where a channel's unit begins."""
+    return (channel + index * CHANNELS) * _unit(words, CHANNELS, SLOT, BLOCK)
+
+
+@triton.jit
+def _size(words, channel, index, CHANNELS: tl.constexpr, SLOT: tl.constexpr, BLOCK: tl.constexpr):
+    """Return how many words a channel's unit has, 0 if there is none of that index."""
+    left = words - _begin(words, channel, index, CHANNELS, SLOT, BLOCK)
+    held = tl.minimum(tl.maximum(left, 0), _unit(words, CHANNELS, SLOT, BLOCK))
+    return tl.where(index < 0, 0, held)
+
+
+@triton.jit
+def _slot(peers, owner, source, channel, number, like, WORLD: tl.constexpr, SLOT: tl.constexpr, DEPTH: tl.constexpr):
+    """Return the address of the slot in which a unit from one rank lies in its owner's memory."""
+    index = (channel * WORLD + source) * DEPTH + number % DEPTH
+    size: tl.constexpr = SLOT * (like.dtype.element_ty.primitive_bitwidth // 8)
+    return tl.multiple_of((tl.load(peers + owner) + HEADER + index * size).to(like.dtype), 16)
+
+
+@triton.jit(do_not_specialize=["rank", "width"], do_not_specialize_on_alignment=["rows", "out", "counts"])
+def symm_all_to_all_kernel(
+    rows, out, counts, peers, state, rank, width,
+    WORLD: tl.constexpr, CHANNELS: tl.constexpr, SLOT: tl.constexpr, DEPTH: tl.constexpr, BLOCK: tl.constexpr,
+    ALIGNED: tl.constexpr,
+):  # fmt: skip
+    """Send rows to the other ranks, and fetch theirs; see [Note: level by level]. Own rows are left alone.
+
+    Args:
+        rows: What is sent, by rank, in words of a row's bytes.
+        out: Where what comes is put, by rank, in the same words.
+        counts: Rows for each rank, and where they begin; rows from each rank, and where they begin; ``[4, world]``.
+        peers: Addresses of all ranks' memory.
+        state: Numbers of units so far, as in the signals; only this rank sees them.
+        rank: This rank.
+        width: Words of a row.
+        WORLD: Number of ranks.
+        CHANNELS: Number of programs.
+        SLOT: Words of a slot, a multiple of ``BLOCK``.
+        DEPTH: Slots of a ring, 2 or more.
+        BLOCK: Words that are moved at a time.
+        ALIGNED: Whether rows and memory begin at multiples of 16 bytes.
+    """
+    channel = tl.program_id(0)
+    signals = signals_of(peers, rank)
+    wide = tl.cast(width, tl.int64)
+    own = channel * RANKS  # of the numbers that are this channel's
+    levels = tl.cast(0, tl.int64)
+    for step in range(1, WORLD):
+        to, source = (rank + step) % WORLD, (rank + WORLD - step) % WORLD
+        stored = _units(tl.load(counts + to) * wide, channel, CHANNELS, SLOT, BLOCK)
+        fetched = _units(tl.load(counts + 2 * WORLD + source) * wide, channel, CHANNELS, SLOT, BLOCK)
+        levels = tl.maximum(levels, tl.maximum(stored, tl.where(fetched > 0, fetched + 1, 0)))
+    for level in range(0, levels):
+        for step in range(1, WORLD):
+            to, source = (rank + step) % WORLD, (rank + WORLD - step) % WORLD
+            sent, received = tl.load(counts + to) * wide, tl.load(counts + 2 * WORLD + source) * wide
+            stored = _size(sent, channel, level, CHANNELS, SLOT, BLOCK).to(tl.int32)
+            fetched = _size(received, channel, level - 1, CHANNELS, SLOT, BLOCK).to(tl.int32)
+            number = tl.load(state + STORED + own + to) + level
+            other = tl.load(state + FETCHED + own + source) + level - 1
+            if stored > 0:
+                wait_for(signals + FETCHED + own + to, number + 1 - DEPTH)
+            if fetched > 0:
+                wait_for(signals + STORED + own + source, other + 1)
+            theirs = _slot(peers, to, rank, channel, number, rows, WORLD, SLOT, DEPTH)
+            ours = _slot(peers, rank, source, channel, tl.maximum(other, 0), out, WORLD, SLOT, DEPTH)
+            begin = _begin(sent, channel, level, CHANNELS, SLOT, BLOCK)
+            put = _begin(received, channel, level - 1, CHANNELS, SLOT, BLOCK)
+            leaving = rows + (tl.load(counts + WORLD + to) * wide + begin)
+            coming = out + (tl.load(counts + 3 * WORLD + source) * wide + put)
+            if ALIGNED:  # said here, since what a function says of its arguments is lost
+                leaving, coming = tl.multiple_of(leaving, 16), tl.multiple_of(coming, 16)
+                stored, fetched = tl.multiple_of(stored, 4), tl.multiple_of(fetched, 4)
+            for first in range(0, tl.maximum(stored, fetched), BLOCK):
+                at = first + tl.arange(0, BLOCK)
+                sending = tl.load(leaving + at, at < stored)
+                fetching = tl.load(ours + at, at < fetched, cache_modifier=".cg")  # slots are stored to by others
+                tl.store(theirs + at, sending, at < stored)
+                tl.store(coming + at, fetching, at < fetched)
+            tl.debug_barrier()
+            if stored > 0:
+                tl.atomic_xchg(signals_of(peers, to) + STORED + own + rank, number + 1, sem="release", scope="sys")
+            if fetched > 0:
+                tl.atomic_xchg(signals_of(peers, source) + FETCHED + own + rank, other + 1, sem="release", scope="sys")
+    for step in range(1, WORLD):
+        to, source = (rank + step) % WORLD, (rank + WORLD - step) % WORLD
+        stored = _units(tl.load(counts + to) * wide, channel, CHANNELS, SLOT, BLOCK)
+        fetched = _units(tl.load(counts + 2 * WORLD + source) * wide, channel, CHANNELS, SLOT, BLOCK)
+        tl.store(state + STORED + own + to, tl.load(state + STORED + own + to) + stored)
+        tl.store(state + FETCHED + own + source, tl.load(state + FETCHED + own + source) + fetched)

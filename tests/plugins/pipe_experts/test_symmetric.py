@@ -1,0 +1,201 @@
+"""All-to-alls over symmetric memory: the kernel, interpreted, over files that the processes share."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import inspect
+import itertools
+import random
+import time
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import triton
+from torch import Tensor
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from ovpatch.insight.equality import compare
+from ovpatch.overlap.symmetric import memory, support
+from ovpatch_plugins.pipe_experts import choosing, plugin, sharing, symmetric
+from ovpatch_plugins.pipe_experts.counters import COUNTERS
+from ovpatch_plugins.pipe_experts.how import How
+from ovpatch_plugins.pipe_experts.kernels_symmetric import MOST, symm_all_to_all_kernel
+from ovpatch_plugins.pipe_experts.parts import candidates
+from ovpatch_plugins.pipe_experts.symmetric import Symmetric
+from tests.plugins.pipe_experts.models import Case, expected, train
+from tests.support.interpreter import allocate, interpreted
+from tests.support.races import NOWHERE, forced
+
+CPU = torch.device("cpu")
+SMALL = {"channels": 3, "slot": 64, "depth": 2, "block": 8}
+
+# Rows for each rank of each rank: the largest take many turns of a ring, and some pairs none.
+COUNTS = {
+    2: ([[3, 40], [25, 1]], [[0, 1], [0, 7]], [[2, 0], [0, 0]], [[0, 0], [0, 0]], [[4, 4], [9, 4]], [[0, 30], [7, 1]]),
+    3: ([[3, 19, 0], [30, 1, 5], [4, 4, 4]], [[0, 0, 33], [0, 5, 0], [1, 0, 0]]),
+    4: ([[1, 9, 2, 0], [3, 0, 0, 11], [0, 0, 0, 0], [5, 5, 5, 5]],),
+}
+WIDTHS = ((8, torch.float32), (3, torch.bfloat16), (5, torch.uint8), (1, torch.float64))
+
+
+def drawn(source: int, to: int, count: int, width: int, dtype: torch.dtype) -> Tensor:
+    """The rows of a pair of ranks, which both can draw."""
+    generator = torch.Generator().manual_seed(100 * source + 10 * to + count)
+    return torch.randint(0, 200, (count, width), generator=generator).to(dtype)
+
+
+def sent_and_right(table: list[list[int]], rank: int, width: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    world = range(len(table))
+    rows = torch.cat([drawn(rank, to, table[rank][to], width, dtype) for to in world])
+    return rows, torch.cat([drawn(source, rank, table[source][rank], width, dtype) for source in world])
+
+
+def wrong(lane: Symmetric, table: list[list[int]], rank: int, width: int, dtype: torch.dtype) -> bool:
+    """Whether rows that are sent, and sent back, are not what they should be."""
+    rows, right = sent_and_right(table, rank, width, dtype)
+    sent, received = table[rank], [of[rank] for of in table]
+    found, back = torch.full_like(right, 77), torch.full_like(rows, 77)
+    lane.start(found, rows, received, sent).wait()
+    lane.start(back, found, sent, received).wait()
+    return not torch.equal(found, right) or not torch.equal(back, rows)
+
+
+def exchanged(delay: float) -> list[str]:
+    """Names of what goes wrong, by groups of 2, 3 and 4 ranks; ranks come late at random."""
+    memory.allocate = allocate
+    rank, chance, found = dist.get_rank(), random.Random(dist.get_rank()), []
+    for world, tables in COUNTS.items():
+        group = dist.new_group(list(range(world)))
+        if rank >= world:
+            continue
+        lane = Symmetric(group, CPU, **SMALL)
+        for table, (width, dtype) in zip(tables, itertools.cycle(WIDTHS)):
+            time.sleep(delay * chance.random())
+            if wrong(lane, table, rank, width, dtype):
+                found.append(f"{world} ranks, {table}, {width} of {dtype}")
+        lane.channels = 1
+        found += ["one channel"] if wrong(lane, tables[-1], rank, 8, torch.float32) else []
+    return found
+
+
+def test_rows_go_where_they_belong():
+    assert interpreted(exchanged, 0.01, world=4) == [[]] * 4
+
+
+def allow() -> None:
+    """Let this process use the kernel, with rings that are full at once."""
+    support.objection = lambda group, device: ""
+    memory.allocate = allocate
+    Symmetric.__init__.__defaults__ = tuple(SMALL.values())
+
+
+LAYERS = (
+    Case(local=2, how=How("experts", exchange="symmetric"), tokens=(17, 0), steps=2),
+    Case(
+        top_k=1, favourites=(1,), module="numbered", how=How("tokens", 2, exchange="symmetric"), tokens=(9, 4), steps=1
+    ),
+)
+RACED = Case(local=1, top_k=1, how=How("auto", 2, exchange="auto"), tokens=(8, 5), steps=1)
+
+
+def trained() -> tuple[list[tuple[list[Any], int]], list[str]]:
+    """What layers' training sees, and how many all-to-alls were over symmetric memory; the last layer's race."""
+    allow()
+    choosing.FEWEST_ROWS, found = 1, []
+    for case in (*LAYERS, RACED):
+        before = COUNTERS.symmetric
+        with forced(2) as won:
+            found.append((train(case), COUNTERS.symmetric - before))
+    return found, won
+
+
+def test_layers(monkeypatch):
+    monkeypatch.setenv(*next(iter(NOWHERE.items())))
+    for rank, (found, won) in enumerate(interpreted(trained, world=2)):
+        for case, (seen, _) in zip((*LAYERS, RACED), found, strict=True):
+            compare(expected(case, 2)[rank], seen, floor=1e-10).assert_equal()
+        assert [count for _, count in found[:2]] == [16, 8], "there and back, forward and backward, of two parts"
+        assert won == ["none, symmetric", "tokens 2, symmetric"], "forward; forward and backward"
+        assert found[2][1] > 8
+
+
+def test_what_is_chosen_between():
+    known = list(candidates(2, 4, 2))
+    assert list(candidates(2, 4, 2, "symmetric")) == [f"{name}, symmetric" for name in known]
+    both = candidates(2, 4, 2, "auto")
+    assert list(both) == [*known, *(f"{name}, symmetric" for name in known)]
+    assert [plan.symmetric for plan in both.values()] == [False] * 3 + [True] * 3
+    assert not How("experts", exchange="auto").plan(2, 4).symmetric, "nothing is measured there"
+    with pytest.raises(ValueError, match="exchange='nccl': choose one of c10d, symmetric, auto"):
+        How(exchange="nccl").plan(2, 4)
+
+
+def stood_down(why: str) -> tuple[int, list[str]]:
+    """How many all-to-alls of a layer are over symmetric memory, and what the report says; values are c10d's."""
+    before, objection, made = COUNTERS.symmetric, support.objection, memory.allocate
+    if why:
+        support.objection = lambda group, device: ""
+        memory.allocate = functools.partial(lacking, why)
+    case = Case(tokens=(5, 3), steps=1, how=How("experts", exchange="symmetric"))
+    try:
+        ours, theirs = train(case), train(dataclasses.replace(case, how=How("experts")))
+    finally:
+        support.objection, memory.allocate = objection, made
+        sharing._lanes.clear()
+    compare(theirs, ours).assert_bitwise()
+    lines = [line for line in plugin.ovpatch_remarks() if "symmetric memory" in line]
+    sharing._objections.clear()
+    return COUNTERS.symmetric - before, lines
+
+
+def lacking(why: str, size: int, group: Any, device: torch.device, prepare: Any) -> memory.Memory:
+    if dist.get_rank() == 1:
+        raise RuntimeError(f"{why}\nand a trace")
+    prepare(torch.empty(size, dtype=torch.uint8))
+    raise AssertionError("the others would wait for this rank")
+
+
+def test_without_gpus_or_memory_it_is_c10d_and_says_so(ranks):
+    start = "rows travel by c10d's all-to-alls, not over symmetric memory: "
+    for count, lines in ranks(2)(stood_down, ""):
+        assert count == 0
+        assert lines == [f"{start}tensors are on cpu, not on CUDA devices (rank 0, 1)"]
+    for count, lines in ranks(2)(stood_down, "out of memory"):
+        assert count == 0
+        assert lines == [f"{start}16 MiB of symmetric memory: out of memory (rank 1)"]
+
+
+def compiled(aligned: bool) -> Any:
+    """Compile the kernel for an H200 without one."""
+    fixed = {"WORLD": 8, "CHANNELS": 16, "SLOT": 32768, "DEPTH": 4, "BLOCK": 8192, "ALIGNED": aligned}
+    names = symm_all_to_all_kernel.arg_names
+    types = {"rows": "*i32", "out": "*i32", "rank": "i32", "width": "i32"}
+    signature = {name: "constexpr" if name in fixed else types.get(name, "*i64") for name in names}
+    source = ASTSource(
+        symm_all_to_all_kernel, signature, {(names.index(name),): value for name, value in fixed.items()}
+    )
+    return triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 8})
+
+
+@pytest.mark.parametrize("aligned", [True, False])
+def test_rows_are_moved_by_16_bytes_where_they_can(aligned, tmp_path, monkeypatch):
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    ptx = compiled(aligned).asm["ptx"]
+    assert ("ld.global.v4" in ptx and "st.global.v4" in ptx) == aligned
+    assert ("ld.global.cg.v4" in ptx) == aligned, (
+        "slots are read past the first cache, which others' stores leave stale"
+    )
+    assert ptx.count("release") >= 2
+    assert ptx.count("acquire") >= 2
+
+
+def test_a_slot_holds_whole_blocks_and_a_ring_two_slots():
+    lane = inspect.signature(Symmetric.__init__).parameters
+    for size, _ in symmetric._WORDS:
+        assert lane["slot"].default // size % lane["block"].default == 0
+    assert lane["depth"].default >= 2
+    assert lane["channels"].default <= MOST.value

@@ -1,0 +1,153 @@
+"""All-to-alls over symmetric memory on GPUs: against NCCL's, and what streams, rings and late ranks can get wrong."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+import time
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from ovpatch.insight.equality import compare
+from ovpatch_plugins.pipe_experts import sharing
+from ovpatch_plugins.pipe_experts.counters import COUNTERS
+from ovpatch_plugins.pipe_experts.how import How
+from ovpatch_plugins.pipe_experts.module import ExpertParallelFFN
+from ovpatch_plugins.pipe_experts.sharing import lane_of
+from tests.plugins.pipe_experts import test_layer
+from tests.plugins.pipe_experts.models import Case, device, expected, train
+from tests.plugins.pipe_experts.test_gpu import wide
+
+pytestmark = pytest.mark.gpu(2)
+
+NCCL = {"backend": "nccl", "timeout": 120}
+HOWS = {"none": How("none"), "experts": How("experts"), "chunks": How("tokens", 3, delay_wgrad=False)}
+
+
+def symmetric(how: How) -> How:
+    return dataclasses.replace(how, exchange="symmetric")
+
+
+def trained(cases: list[Case]) -> list[Any]:
+    """What training sees, by cases, and how many all-to-alls were over symmetric memory."""
+    found = []
+    for case in cases:
+        before = COUNTERS.symmetric
+        found.append((train(case), COUNTERS.symmetric - before))
+    return found
+
+
+def test_any_layer(ranks):
+    cases = [
+        dataclasses.replace(case, how=symmetric(how)) for case in test_layer.CASES.values() for how in HOWS.values()
+    ]
+    right = [expected(case, 2) for case in cases]
+    for rank, results in enumerate(ranks(2)(trained, cases, **NCCL)):
+        for case, wanted, (found, count) in zip(cases, right, results, strict=True):
+            compare(wanted[rank], found, floor=1e-10).assert_equal()
+            assert count, case
+
+
+def differing(hows: list[How]) -> list[str]:
+    """What is not bitwise what NCCL's all-to-alls give."""
+    found = []
+    for how in hows:
+        ours, theirs = wide(torch.bfloat16, symmetric(how)), wide(torch.bfloat16, how)
+        found += [f"{how}: {name}" for name, value in theirs.items() if not torch.equal(ours[name], value)]
+    return found if not sharing.objections() else sharing.objections()
+
+
+def test_all_bits_are_those_of_nccl(ranks):
+    assert ranks(2)(differing, [How("none"), How("experts", 2), How("experts"), How("tokens", 3)], **NCCL) == [[], []]
+
+
+def repeated(how: How, times: int) -> bool:
+    first = wide(torch.bfloat16, symmetric(how))
+    torch.manual_seed(dist.get_rank())
+    for _ in range(times):
+        again = wide(torch.bfloat16, symmetric(how), 0.002)
+        if not all(torch.equal(first[name], value) for name, value in again.items()):
+            return False
+    return True
+
+
+@pytest.mark.parametrize("how", HOWS)
+def test_delays_change_nothing(ranks, how):
+    assert ranks(2)(repeated, HOWS[how], 200, **NCCL) == [True, True]
+
+
+def late(rounds: int) -> int:
+    """How many numbers are wrong, of rows there and back on two streams, of ranks and streams that are late at random.
+
+    Counts are uneven, and some zero; widths are odd, too. Each number tells where it came from.
+    """
+    world, rank = dist.get_world_size(), dist.get_rank()
+    alike, chance = random.Random(7), random.Random(rank)
+    lane = lane_of(dist.group.WORLD, device())
+    assert lane is not None, sharing.objections()
+    streams = [torch.cuda.Stream() for _ in range(2)]
+    wrong = torch.zeros((), dtype=torch.int64, device=device())
+    torch.cuda.synchronize()
+    for i in range(rounds):
+        most = alike.choice((3, 200, 6000))
+        counts = [[alike.choice((0, 1, alike.randrange(most))) for _ in range(world)] for _ in range(world)]
+        width, dtype = alike.choice(((2048, torch.bfloat16), (7, torch.float32), (5, torch.int16), (3, torch.uint8)))
+        sent, received = counts[rank], [of[rank] for of in counts]
+        with torch.cuda.stream(streams[i % 2]):
+            rows = torch.cat([told(rank, to, count, width, dtype) for to, count in enumerate(sent)])
+            right = torch.cat([told(source, rank, count, width, dtype) for source, count in enumerate(received)])
+            found, back = torch.empty_like(right), torch.empty_like(rows)
+            torch.cuda._sleep(chance.randrange(200_000))
+            there = lane.start(found, rows, received, sent)
+            time.sleep(chance.random() / 2000)
+            there.wait()
+            lane.start(back, found, sent, received).wait()
+            wrong += (found != right).sum() + (back != rows).sum()
+    torch.cuda.synchronize()
+    return int(wrong)
+
+
+def told(source: int, to: int, count: int, width: int, dtype: torch.dtype) -> Tensor:
+    numbers = torch.arange(count * width, device=device()).view(count, width)
+    return (numbers * 7 + 31 * source + 17 * to).remainder(251).to(dtype)
+
+
+def test_late_ranks_and_streams_change_nothing(ranks):
+    assert ranks(2)(late, 600, **NCCL) == [0, 0]
+
+
+def checkpointed(how: How) -> list[Tensor]:
+    """Two layers, each on a stream of its own, and each computed again in backward."""
+    torch.manual_seed(dist.get_rank())
+    world, dtype = dist.get_world_size(), torch.bfloat16
+    layers = [ExpertParallelFFN(64, 96, 4 * world, how=how, device=device(), dtype=dtype) for _ in range(2)]
+    x = torch.randn(300, 64, device=device(), dtype=dtype, requires_grad=True)
+    index = torch.rand(300, 4 * world, device=device()).topk(2).indices
+    weights = torch.rand(300, 2, device=device(), dtype=dtype)
+    current, outs = torch.cuda.current_stream(), []
+    for layer in layers:
+        stream = torch.cuda.Stream()
+        stream.wait_stream(current)
+        with torch.cuda.stream(stream):
+            outs.append(checkpoint(layer, x, index, weights, use_reentrant=False))
+        current.wait_stream(stream)
+    sum(out.float().square().sum() for out in outs).backward()
+    torch.cuda.synchronize()
+    params = nn.ModuleList(layers).parameters()
+    return [tensor.cpu() for tensor in (*(out.detach() for out in outs), x.grad, *(param.grad for param in params))]
+
+
+def both(how: How) -> list[bool]:
+    pairs = zip(checkpointed(symmetric(how)), checkpointed(how), strict=True)
+    return [torch.equal(ours, theirs) for ours, theirs in pairs]
+
+
+@pytest.mark.parametrize("how", HOWS)
+def test_checkpoints_on_two_streams(ranks, how):
+    for found in ranks(2)(both, HOWS[how], **NCCL):
+        assert all(found)
