@@ -68,7 +68,8 @@ class Layer:
     def needs(self, tokens: int) -> int:
         """Return how many bytes of memory a call, forward and backward, takes at most, with balanced routing."""
         rows = tokens * self.top_k * (8 * self.hidden + 4 * (self.wide + self.ffn))
-        weights = 2 * self.local * self.hidden * (self.wide + self.ffn)
+        as_large = 2 if self.dtype.itemsize >= 4 else 4  # with gradients; sums of chunks' are in float32, then rounded
+        weights = as_large * self.local * self.hidden * (self.wide + self.ffn)
         return (rows + weights + 2 * tokens * self.hidden) * self.dtype.itemsize
 
 

@@ -95,7 +95,7 @@ class StackedFFN(_ByExpert):
     def __init__(
         self, plan: Plan, counts: Counts, weights: Sequence[Tensor], activation: Activation, *, delays: bool
     ) -> None:
-        self._weights, self._activation = Weights(weights, delays=delays), activation
+        self._weights, self._activation = Weights(weights, delays=delays, reused=plan.chunks > 1), activation
         super().__init__(plan, counts, self._weights.trained)
 
     def begin(self, part: int) -> None:

@@ -50,7 +50,7 @@ def add_weight_grads(total: Tensor | None, grad: Tensor, x: Tensor, groups: Grou
     """Add the weights' gradients to what is there: ``[rows, n]``, ``[rows, k]`` -> ``[e, n, k]``.
 
     Args:
-        total: What is there, ``[e, n, k]``; None for nothing.
+        total: What is there, ``[e, n, k]``, of the rows' dtype or of float32; None for nothing.
         grad: Gradient of what :func:`grouped` returned.
         x: What it was given.
         groups: Whose rows.
@@ -68,11 +68,19 @@ def add_weight_grads(total: Tensor | None, grad: Tensor, x: Tensor, groups: Grou
         if not len(rows):
             if is_fresh:
                 into.zero_()
+        elif into.dtype != rows.dtype:
+            (into.copy_ if is_fresh else into.add_)(_wide_product(of_output.t(), rows, into.dtype))
         elif is_fresh:
             torch.mm(of_output.t(), rows, out=into)
         else:
             into.addmm_(of_output.t(), rows)
     return total
+
+
+def _wide_product(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
+    """Multiply matrices of half precision and round no result to it."""
+    # The CPU has no such kernel, and addmm's with out_dtype add to float32 in place in newer versions of torch alone.
+    return torch.mm(a, b, out_dtype=dtype) if a.is_cuda else a.to(dtype) @ b.to(dtype)
 
 
 def _grouped(x: Tensor, weight: Tensor, groups: Groups) -> Tensor:

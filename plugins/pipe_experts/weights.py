@@ -4,6 +4,9 @@
 for, and leaves that of its weight to a node that is made just before the part's rows are waited for. So in backward
 that node runs right after their gradient's all-to-all was launched, and hides it. All parts of a layer add to one
 gradient per weight, which a node that is made before all parts hands on to autograd, once.
+
+[Note: sums of half precision] Where every part uses every weight, a gradient of half precision that is added up part by
+part is rounded in each, and errs by a quarter more after eight parts. It is added up in float32, and rounded once.
 """
 
 from __future__ import annotations
@@ -27,10 +30,11 @@ class Weights:
     Args:
         weights: ``[e, n, k]`` each, in the dtype in which is computed.
         delays: Compute their gradients behind the launch of a part's all-to-all; else with those of the rows.
+        reused: Several parts use the same experts' weights; see [Note: sums of half precision].
     """
 
-    def __init__(self, weights: Sequence[Tensor], *, delays: bool = True) -> None:
-        self._gradients = _Gradients(weights, delays)
+    def __init__(self, weights: Sequence[Tensor], *, delays: bool = True, reused: bool = False) -> None:
+        self._gradients = _Gradients(weights, delays, reused)
         self._trained = [weight.requires_grad for weight in weights]
         self._whole: tuple[Tensor, ...] = apply_function(_Collect, self._gradients, *weights)
         self._part, self._of_part = 0, self._whole
@@ -61,9 +65,9 @@ class Weights:
 class _Gradients:
     """What backward knows of the weights: no tensor that has a graph."""
 
-    def __init__(self, weights: Sequence[Tensor], delays: bool) -> None:
+    def __init__(self, weights: Sequence[Tensor], delays: bool, reused: bool) -> None:
         self._delays = delays
-        self.totals = [_Total(weight) for weight in weights]
+        self.totals = [_Total(weight, reused) for weight in weights]
         self._task = -1
         self._deferred: dict[int, list[Callable[[], None]]] = {}
 
@@ -104,8 +108,9 @@ class _Place(NamedTuple):
 class _Total:
     """The gradient of a weight, ``[e, n, k]``, to which parts add."""
 
-    def __init__(self, like: Tensor) -> None:
+    def __init__(self, like: Tensor, reused: bool) -> None:
         self._shape, self._dtype, self._device = like.shape, like.dtype, like.device
+        self._of_sums = torch.promote_types(like.dtype, torch.float32) if reused else like.dtype
         self.clear()
 
     def clear(self) -> None:
@@ -114,11 +119,11 @@ class _Total:
 
     def add(self, grad: Tensor, x: Tensor, here: slice, groups: Groups) -> None:
         fresh = self._fresh[here]
-        if self._sum is None and len(fresh) == len(self._fresh):
+        if self._sum is None and len(fresh) == len(self._fresh) and self._of_sums == self._dtype:
             self._sum = add_weight_grads(None, grad, x, groups, fresh)
         else:
             if self._sum is None:
-                self._sum = torch.empty(self._shape, dtype=self._dtype, device=self._device)
+                self._sum = torch.empty(self._shape, dtype=self._of_sums, device=self._device)
             add_weight_grads(self._sum[here], grad, x, groups, fresh)
         self._fresh[here] = [False] * len(fresh)
 
@@ -129,7 +134,7 @@ class _Total:
             if is_fresh and found is not None:
                 found[expert].zero_()
         self.clear()
-        return found
+        return None if found is None else found.to(self._dtype)
 
 
 class _Collect(torch.autograd.Function):

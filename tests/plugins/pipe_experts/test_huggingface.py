@@ -281,6 +281,43 @@ def test_products_are_of_the_dtype_that_they_are_of_under_stock(ranks, saved, ex
             compare(stock, ours).assert_bitwise()
 
 
+def experts_once(path: str, dtype: torch.dtype) -> dict[str, Tensor]:
+    """Experts alone, on tokens and routes that are the same numbers in any dtype, and their gradients in float64."""
+    from transformers import AutoModelForCausalLM
+    from transformers.distributed import DistributedConfig
+
+    arguments = {"distributed_config": DistributedConfig(**OVER["tensor"]), "experts_implementation": "eager"}
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, **arguments)
+    vars(nn.Module).get("smart_apply") and delattr(nn.Module, "smart_apply")
+    experts = model.model.layers[0].mlp.experts
+    generator = torch.Generator().manual_seed(0)
+    x, grad = (torch.randn(512, 16, generator=generator).bfloat16().to(dtype) for _ in range(2))
+    top = torch.rand(512, 4, generator=generator).topk(2)
+    weights = top.values.bfloat16().to(dtype).requires_grad_()
+    out = experts(x.requires_grad_(), top.indices, weights)
+    out.backward(grad)
+    grads = {"x": x.grad, "weights": weights.grad, **{name: param.grad for name, param in experts.named_parameters()}}
+    return {name: local(value).double() for name, value in {"out": out, **grads}.items()}
+
+
+def experts_once_patched(path: str, options: dict[str, Any]) -> dict[str, Tensor]:
+    before = COUNTERS.stacked_calls
+    with ovpatch.applied("pipe_experts", options={"pipe_experts": options}):
+        found = experts_once(path, torch.bfloat16)
+    assert COUNTERS.stacked_calls > before
+    return found
+
+
+def test_half_precision_is_no_farther_from_the_truth_than_transformers(ranks, saved):
+    path = saved["mixtral"]
+    truth, stock = (ranks(2)(experts_once, path, dtype) for dtype in (torch.float64, torch.bfloat16))
+    for options in ({"cut": "none"}, {"cut": "experts"}, {"cut": "tokens", "parts": 8}):
+        for right, peer, ours in zip(truth, stock, ranks(2)(experts_once_patched, path, options), strict=True):
+            for name, value in right.items():
+                error, allowed = ((found[name] - value).norm() / value.norm() for found in (ours, peer))
+                assert 0 < error <= 1.03 * allowed, (options, name, float(error / allowed))
+
+
 def reverted(path: str) -> Record:
     """Train on after the feature was turned off, in the same model."""
     calls = []
