@@ -3,7 +3,8 @@
 ``torch.distributed.all_reduce`` costs about 10 µs of Python per call; a backward with many buckets on a fast device
 notices. Stock DDP, too, calls the process group itself.
 
-Backends that cannot group launches get other collectives: :mod:`ovpatch.overlap.ungrouped`.
+Backends that cannot group launches get other collectives: :mod:`ovpatch.overlap.ungrouped`. On one host the GPUs' copy
+engines may do without a backend: :mod:`ovpatch.overlap.copies`.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ovpatch.overlap.copies.registry import gathering, scattering
 from ovpatch.overlap.ungrouped import UngroupedAllGather, UngroupedAllReduce, UngroupedReduceScatter
 from ovpatch.overlap.works import Work
 
@@ -70,7 +72,7 @@ class AllGather:
     """
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
-        self._group = group
+        self._group, self._device = group, device
         self._options = dist.distributed_c10d.AllgatherOptions()
         self._options.asyncOp = True
         self._ungrouped = None if _groups(group, device) else UngroupedAllGather(group)
@@ -88,6 +90,9 @@ class AllGather:
             The works; ``wait()`` makes the current stream (the host, without streams) wait for the results.
         """
         to, of = _as_reals(outputs), _as_reals(inputs)
+        engine = gathering(self._group, self._device)
+        if engine is not None:
+            return engine.gather(to, of)
         if self._ungrouped is not None:
             return self._ungrouped(to, of)
         if len(to) < 2:
@@ -130,7 +135,7 @@ class ReduceScatter:
     """
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device, *, average: bool = False) -> None:
-        self._group = group
+        self._group, self._device, self._average = group, device, average
         self._options = dist.ReduceScatterOptions()
         self._options.reduceOp = dist.ReduceOp(dist.ReduceOp.AVG if average else dist.ReduceOp.SUM)
         self._options.asyncOp = True
@@ -147,6 +152,9 @@ class ReduceScatter:
             The works; ``wait()`` makes the current stream (the host, without streams) wait for the results.
         """
         to, of = _as_reals(outputs), _as_reals(inputs)
+        engine = scattering(self._group, self._device)
+        if engine is not None and engine.adds(to[0].dtype):
+            return engine.scatter(to, of, average=self._average)
         if self._ungrouped is not None:
             return self._ungrouped(to, of)
         return [self._group.reduce_scatter_tensor_coalesced(to, of, self._options)]

@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from ovpatch.overlap.collectives import AllGather
+from ovpatch.overlap.copies.registry import gathering
 from ovpatch.overlap.labels import label, span
 from ovpatch.overlap.pending import is_pending, lose, mark, owners_of, plainly, unmark
 from ovpatch.overlap.slices import Slice, cut, flat
@@ -55,7 +56,7 @@ class ParamGather:
         self, params: Sequence[Parameter], group: dist.ProcessGroup, *, feature: str = "dist_optimizer", name: str = ""
     ) -> None:
         self._params = tuple(params)
-        self._world, self._rank = group.size(), group.rank()
+        self._group, self._world, self._rank = group, group.size(), group.rank()
         self._gather = AllGather(group, params[0].device)
         self._labels = label(feature, "all_gather", name), label(feature, "wait", name)
         self._lock = threading.RLock()  # re-entered if a finaliser or a signal handler reads while we settle
@@ -73,6 +74,11 @@ class ParamGather:
     def is_pending(self) -> bool:
         """Whether a gather has been launched and nobody has waited for it."""
         return bool(self._works)
+
+    @property
+    def is_copied(self) -> bool:
+        """Whether copy engines gather, instead of the group's backend."""
+        return gathering(self._group, self._params[0].device) is not None
 
     def launch(self) -> str:
         """Start gathering: a collective, which all ranks of the group must call in the same order.

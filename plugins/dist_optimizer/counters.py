@@ -21,6 +21,7 @@ class Counters:
         grads_read: Gradients by parts that this rank put together because somebody read them.
         gathers: Buckets of parameters gathered, or sent by their owners, after steps.
         gathers_overlapped: Those of them that step() did not wait for.
+        gathers_copied: Those of them that the GPUs' copy engines carried.
         bytes_gathered: Size of the parameters gathered after steps, in bytes.
         params_in_param_dtype: Parameters gathered in ``param_dtype``, summed over steps.
         params_read_whole: Times that such a parameter was made whole in fp32 because somebody read it.
@@ -42,6 +43,7 @@ class Counters:
     grads_read: int = 0
     gathers: int = 0
     gathers_overlapped: int = 0
+    gathers_copied: int = 0
     bytes_gathered: int = 0
     params_in_param_dtype: int = 0
     params_read_whole: int = 0

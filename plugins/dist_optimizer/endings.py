@@ -10,6 +10,7 @@ from typing import Any
 import torch.distributed as dist
 
 from ovpatch.overlap import pending
+from ovpatch.overlap.copies import registry as copies
 from ovpatch.overlap.leaving import failing
 from ovpatch.overlap.peers import Peers
 from ovpatch_plugins.dist_optimizer import mixed_params
@@ -31,6 +32,7 @@ def wrap_destroy(original: Callable[..., None]) -> Callable[..., None]:
         except RuntimeError as error:
             _log.warning("parameters did not arrive, and who reads them will be told again: %s", error)
         if not failing():
+            copies.finish(None if group is dist.group.WORLD else group)
             everything = group is None or group is dist.group.WORLD
             mixed_params.leave(None if everything else group)
             Peers.drain_all(None if everything else group)

@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
+from ovpatch.hookspecs import cache_dir
+from ovpatch.overlap.copies.choosing import choose
 from ovpatch.overlap.gathering import ParamGather, launch
 from ovpatch.overlap.layout import layer_of
 from ovpatch_plugins.dist_optimizer.counters import COUNTERS
@@ -30,10 +32,12 @@ class Gathers:
         overlap: Wait for a bucket when it is read; otherwise at once.
         granularity: What a bucket holds: ``size``, ``layer`` or ``module``.
         bucket_mb: Capacity of a bucket in MiB, for ``size``; with overlap, at most a sixteenth of the model's size.
+        copy_engines: Whether the GPUs' copy engines gather, and reduce what is gathered: ``on``, ``off`` or ``auto``.
     """
 
-    def __init__(self, *, overlap: bool, granularity: str, bucket_mb: float) -> None:
+    def __init__(self, *, overlap: bool, granularity: str, bucket_mb: float, copy_engines: str = "off") -> None:
         self._overlap, self._granularity, self._capacity = overlap, granularity, bucket_mb * MIB
+        self._copy_engines = copy_engines
         self._of: tuple[tuple[int, int], ...] = ()
         self._buckets: list[ParamGather] = []
 
@@ -42,9 +46,11 @@ class Gathers:
         which = tuple((id(part.shards), id(part.gathered)) for part in parts)
         if which != self._of:
             self._of, self._buckets = which, [self._gather(bucket) for bucket in self._cut(parts)]
+        self._choose(parts)
         launch(self._buckets)
         COUNTERS.bytes_gathered += sum(part.gathered.nbytes for part in parts)
         COUNTERS.gathers += len(self._buckets)
+        COUNTERS.gathers_copied += sum(gather.is_copied for gather in self._buckets)
         COUNTERS.gathers_overlapped += sum(gather.is_pending for gather in self._buckets) if self._overlap else 0
         if not self._overlap:
             self.settle()
@@ -53,6 +59,11 @@ class Gathers:
         """Wait for what is still on its way."""
         for gather in self._buckets:
             gather.settle()
+
+    def _choose(self, parts: Sequence[Part]) -> None:
+        places = dict.fromkeys((part.shards.group, part.gathered.device) for part in parts)
+        for group, device in places:
+            choose(group, device, self._copy_engines, feature="dist_optimizer", directory=cache_dir())
 
     def _gather(self, parts: Sequence[Part]) -> ParamGather:
         shards = parts[0].shards

@@ -104,6 +104,7 @@ class Steps:
                 overlap=options["overlap_param_gather"],
                 granularity=options["gather_granularity"],
                 bucket_mb=bucket_mb,
+                copy_engines=options["copy_engines"],
             )
             orphans.after(optimizer, gathers)
             return SlicedOptimizer(

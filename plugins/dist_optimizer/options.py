@@ -54,6 +54,14 @@ OPTIONS: Final = (
         parse=_capacity,
     ),
     Option(
+        "copy_engines",
+        "auto",
+        "What moves parameters and gradients between the GPUs of one host: off, the backend's kernels (NCCL); on, the "
+        "GPUs' copy engines, which leave multiprocessors to what computes; auto, whichever is faster beside products, "
+        "measured once by all ranks and kept in OVPATCH_CACHE_DIR.",
+        choices=("auto", "on", "off"),
+    ),
+    Option(
         "grads_in_flight_mb",
         1024.0,
         "How many MiB of whole gradients may be on their way to the ranks' slices: more is waited for, and its memory "

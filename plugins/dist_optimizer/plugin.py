@@ -118,9 +118,12 @@ def ovpatch_deactivate() -> None:
     from ovpatch.overlap.sharding import sharding
 
     sharding.clear()
+    copies = sys.modules.get("ovpatch.overlap.copies.registry")
     optimizers = sys.modules.get("ovpatch_plugins.dist_optimizer.optimizers")
     if optimizers is not None:
         optimizers.release_all()
+    if copies is not None:
+        copies.forget()
 
 
 @hookimpl
@@ -133,6 +136,10 @@ def ovpatch_counters() -> Mapping[str, int]:
 
 @hookimpl
 def ovpatch_remarks() -> Sequence[str]:
-    """Return which optimizers were left stock, and why."""
+    """Return which optimizers were left stock, and why; and what was chosen by measurement."""
     optimizers = sys.modules.get("ovpatch_plugins.dist_optimizer.optimizers")
-    return list(optimizers.remarks()) if optimizers is not None else []
+    copies = sys.modules.get("ovpatch.overlap.copies.registry")
+    choosing = sys.modules.get("ovpatch.overlap.choosing")
+    remarks = [] if optimizers is None else list(optimizers.remarks())
+    remarks += [] if copies is None else copies.remarks()
+    return remarks + ([] if choosing is None else choosing.remarks("dist_optimizer"))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import socket
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final
 
@@ -16,7 +17,9 @@ MOST_RANKS: Final = 8
 _HOPPER: Final = (9, 0)
 
 
-def objection(group: dist.ProcessGroup, device: torch.device) -> str:
+def objection(
+    group: dist.ProcessGroup, device: torch.device, against: Callable[[torch.device], str] | None = None
+) -> str:
     """Return why the ranks of a group cannot use symmetric memory, the same text on all of them, or "".
 
     A collective, by which ranks tell each other where they are.
@@ -24,9 +27,10 @@ def objection(group: dist.ProcessGroup, device: torch.device) -> str:
     Args:
         group: The ranks.
         device: Where this rank's tensors are.
+        against: Returns why this process cannot; :func:`reason_against` by default.
     """
     found: list[Any] = [None] * group.size()
-    dist.all_gather_object(found, _told(device), group=group)
+    dist.all_gather_object(found, _told(device, (against or reason_against)(device)), group=group)
     hosts = [told["host"] for told in found]
     reasons: dict[str, list[int]] = {}
     for rank, told in enumerate(found):
@@ -40,21 +44,28 @@ def objection(group: dist.ProcessGroup, device: torch.device) -> str:
     return _without_access([told["uuid"] for told in found])
 
 
-def reason_against(device: torch.device) -> str:
-    """Return why this process cannot use symmetric memory, or ""."""
+def reason_against_memory(device: torch.device) -> str:
+    """Return why this process cannot use symmetric memory at all, or ""."""
     if device.type != "cuda":
         return f"tensors are on {device.type}, not on CUDA devices"
     if importlib.util.find_spec("torch.distributed._symmetric_memory") is None:
         return "this build of torch has no symmetric memory"
+    return ""
+
+
+def reason_against(device: torch.device) -> str:
+    """Return why this process cannot use kernels on symmetric memory, or ""."""
+    if reason := reason_against_memory(device):
+        return reason
     capability = torch.cuda.get_device_capability(device)
     if capability < _HOPPER:
         return "the GPU has compute capability {}.{}, and kernels need 9.0".format(*capability)
     return kernel_support.objection()
 
 
-def _told(device: torch.device) -> dict[str, str]:
+def _told(device: torch.device, reason: str) -> dict[str, str]:
     uuid = str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else ""
-    return {"host": _host(), "reason": reason_against(device), "uuid": uuid}
+    return {"host": _host(), "reason": reason, "uuid": uuid}
 
 
 def _host() -> str:

@@ -1,0 +1,174 @@
+"""Whether copy engines or the backend's kernels move tensors, by measurement beside products."""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Final
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ovpatch.overlap import kernel_support
+from ovpatch.overlap.agreement import agree
+from ovpatch.overlap.choosing import Arms, Race, chooser_of
+from ovpatch.overlap.collectives import AllGather, ReduceScatter
+from ovpatch.overlap.copies.engine import Engine
+from ovpatch.overlap.copies.registry import Chosen, chosen_for, remark
+from ovpatch.overlap.copies.window import Allocate, allocate
+from ovpatch.overlap.symmetric import support
+from ovpatch.overlap.works import Work
+
+BACKEND: Final = "the backend's collectives"
+COPIES: Final = "copy engines"
+
+_BYTES: Final = 512 * 1024 * 1024  # that are gathered, or reduced and scattered, in a millisecond or two
+_TENSORS: Final = 32
+_ROWS, _FEATURES = 8192, 4096  # of products, which together take somewhat longer on an H100 or H200
+_PRODUCTS: Final = 6
+
+
+def choose(
+    group: dist.ProcessGroup,
+    device: torch.device,
+    mode: str,
+    *,
+    feature: str,
+    directory: Path | None,
+    allocate: Allocate = allocate,
+) -> None:
+    """Decide what moves tensors of a group from now on; a collective, if it is not decided yet.
+
+    Args:
+        group: The ranks; all call this, with the same mode.
+        device: Where their tensors are.
+        mode: ``on``, ``off`` or ``auto``, which measures.
+        feature: Whose report says what was chosen.
+        directory: Where measurements are kept from run to run; None to keep none.
+        allocate: Makes memory that all ranks see.
+    """
+    chosen = chosen_for(group, device)
+    if chosen.final or mode == "off" or group.size() == 1 or dist.get_backend(group) == "fake":
+        return
+    if device.type != "cuda" and mode == "auto":
+        return
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        return
+    if chosen.engine is None:
+        reason = support.objection(group, device, _reason_against) or _made(chosen, group, device, allocate)
+        if reason:
+            chosen.final = True
+            remark(f"{COPIES} are not used: {reason}")
+            return
+    assert chosen.engine is not None
+    sums = support.objection(group, device, _reason_against_sums)
+    if sums:
+        remark(f"{COPIES} do not reduce gradients: {sums}")
+    if mode == "on":
+        chosen.gathers, chosen.scatters, chosen.final = True, not sums, True
+        return
+    ask = functools.partial(_asked, group, device, chosen.engine, feature, directory)
+    chosen.gathers, gathers_finally = ask("gather", _gathers)
+    chosen.scatters, scatters_finally = (False, True) if sums else ask("reduce-scatter", _scatters)
+    chosen.final = gathers_finally and scatters_finally
+    if chosen.final and not chosen.gathers and not chosen.scatters:
+        chosen.engine = None  # its memory
+
+
+def _reason_against(device: torch.device) -> str:
+    if reason := support.reason_against_memory(device):
+        return reason
+    if os.environ.get("NCCL_P2P_DISABLE", "0") not in ("", "0"):
+        return "NCCL_P2P_DISABLE says that GPUs are not to reach each other's memory"
+    return ""
+
+
+def _reason_against_sums(device: torch.device) -> str:
+    return kernel_support.objection() if device.type == "cuda" else ""
+
+
+def _made(chosen: Chosen, group: dist.ProcessGroup, device: torch.device, allocate: Allocate) -> str:
+    """Make the engine; return why it cannot be made, if it cannot, the same on all ranks."""
+    reason = ""
+    try:
+        chosen.engine = Engine(group, device, allocate=allocate)
+    except RuntimeError as error:  # of the driver: containers may forbid processes to share memory
+        reason = f"memory cannot be shared ({str(error).splitlines()[0] if str(error) else type(error).__name__})"
+    reason = agree(group, "copy engines", {}, objection=reason, timeout_s=60.0)
+    if reason:
+        chosen.engine = None
+    return reason
+
+
+Calls = Callable[[dist.ProcessGroup, Engine, torch.Generator], dict[str, Callable[[], None]]]
+
+
+def _asked(
+    group: dist.ProcessGroup,
+    device: torch.device,
+    engine: Engine,
+    feature: str,
+    directory: Path | None,
+    what: str,
+    calls: Calls,
+) -> tuple[bool, bool]:
+    """Return whether the copy engines move what is asked for, and whether that is final."""
+    key = f"{what} of {_BYTES >> 20} MiB beside products, {group.size()} ranks"
+    products = 2 * (2 * _ROWS * _FEATURES + _FEATURES * _FEATURES)
+    needs = 2 * _BYTES + products
+
+    def make(generator: torch.Generator) -> Arms:
+        return calls(group, engine, generator)
+
+    race = Race(key, (BACKEND, COPIES), BACKEND, make, needs)
+    choice = chooser_of(group, device, feature, directory).choose(group, race)
+    return choice.arm == COPIES, choice.final
+
+
+def _gathers(group: dist.ProcessGroup, engine: Engine, generator: torch.Generator) -> dict[str, Callable[[], None]]:
+    outputs, parts = _tensors(group, generator)
+    beside = _products(generator)
+    by_backend = AllGather(group, generator.device)
+    return {
+        BACKEND: lambda: beside(lambda: by_backend(outputs, parts)),
+        COPIES: lambda: beside(lambda: engine.gather(outputs, parts)),
+    }
+
+
+def _scatters(group: dist.ProcessGroup, engine: Engine, generator: torch.Generator) -> dict[str, Callable[[], None]]:
+    inputs, parts = _tensors(group, generator)
+    outputs = [torch.empty_like(part) for part in parts]
+    beside = _products(generator)
+    by_backend = ReduceScatter(group, generator.device)
+    return {
+        BACKEND: lambda: beside(lambda: by_backend(outputs, inputs)),
+        COPIES: lambda: beside(lambda: engine.scatter(outputs, inputs, average=False)),
+    }
+
+
+def _tensors(group: dist.ProcessGroup, generator: torch.Generator) -> tuple[list[Tensor], list[Tensor]]:
+    """Return tensors, and this rank's parts of them."""
+    world = group.size()
+    size = _BYTES // _TENSORS // torch.float32.itemsize // world
+    whole = torch.randn(_TENSORS, world, size, generator=generator, device=generator.device)
+    return list(whole.view(_TENSORS, -1)), list(whole[:, group.rank()])
+
+
+def _products(generator: torch.Generator) -> Callable[[Callable[[], Sequence[Work]]], None]:
+    """Return what computes while something is moved."""
+    half = {"dtype": torch.bfloat16, "device": generator.device}
+    x = torch.randn(_ROWS, _FEATURES, generator=generator, **half)
+    weight = torch.randn(_FEATURES, _FEATURES, generator=generator, **half)
+    out = torch.empty_like(x)
+
+    def beside(start: Callable[[], Sequence[Work]]) -> None:
+        works = start()
+        for _ in range(_PRODUCTS):
+            torch.mm(x, weight, out=out)
+        for work in works:
+            work.wait()
+
+    return beside

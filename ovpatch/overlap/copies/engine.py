@@ -1,0 +1,153 @@
+"""Gathers and reduce-scatters of one group on one device; see the notes of the package."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from typing import Final
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ovpatch.overlap.copies.lanes import Lanes, NoStreams, Streams, Work
+from ovpatch.overlap.copies.rounds import Piece, rounds
+from ovpatch.overlap.copies.sums import add_up
+from ovpatch.overlap.copies.window import SLOT_BYTES, Allocate, Window, allocate
+
+_GRAIN: Final = 128  # bytes, at whose multiples pieces begin
+_SUMMED: Final = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+
+
+class Engine:
+    """What moves tensors between the ranks of a group, without the group's backend.
+
+    It does not keep the group alive.
+
+    Args:
+        group: The ranks, all on one host.
+        device: Where their tensors are.
+        allocate: Makes the memory; all ranks call it together.
+        slot_bytes: How much a rank lays out, or gets, in a round.
+    """
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        device: torch.device,
+        *,
+        allocate: Allocate = allocate,
+        slot_bytes: int = SLOT_BYTES,
+    ) -> None:
+        self._world, self._rank = group.size(), group.rank()
+        self._slot = slot_bytes
+        self._window: Window = allocate(2 * slot_bytes, group, device)
+        self._lanes: Lanes = Streams(device) if device.type == "cuda" else NoStreams()
+        self._half = 0
+        self._lock = threading.RLock()
+
+    def gather(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> Sequence[Work]:
+        """Start to gather; as :class:`ovpatch.overlap.collectives.AllGather`."""
+        wholes = [output.view(torch.uint8).view(self._world, -1).unbind() for output in outputs]
+        parts = [part.view(torch.uint8).view(-1) for part in inputs]
+        elsewhere = [i for i, part in enumerate(parts) if part.data_ptr() != wholes[i][self._rank].data_ptr()]
+        others = [(self._rank + i) % self._world for i in range(1, self._world)]
+
+        def lay_out(half: int, pieces: Sequence[Piece]) -> None:
+            for piece in pieces:
+                self._at(self._rank, half + piece.at, piece).copy_(_cut(parts[piece.tensor], piece), non_blocking=True)
+
+        def take(half: int, pieces: Sequence[Piece]) -> None:
+            for rank in others:
+                for piece in pieces:
+                    place = _cut(wholes[piece.tensor][rank], piece)
+                    place.copy_(self._at(rank, half + piece.at, piece), non_blocking=True)
+
+        with self._lock:
+            self._lanes.begin()
+            with self._lanes.taking():
+                for i in elsewhere:
+                    wholes[i][self._rank].copy_(parts[i], non_blocking=True)
+            self._run([len(part) for part in parts], self._slot, _GRAIN, lay_out, take)
+            return [self._lanes.end([*outputs, *inputs])]
+
+    def scatter(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], *, average: bool) -> Sequence[Work]:
+        """Start to add up; as :class:`ovpatch.overlap.collectives.ReduceScatter`.
+
+        Sums are added in float32 (float64 in float64) in the order of ranks, and rounded once.
+        """
+        dtype, outputs = outputs[0].dtype, [output.view(-1) for output in outputs]  # complex numbers come as pairs
+        wholes = [given.view(self._world, -1).unbind() for given in inputs]
+        others = [(self._rank + i) % self._world for i in range(1, self._world)]
+        grain = _GRAIN // dtype.itemsize
+        slot = self._slot // (self._world - 1) // _GRAIN * _GRAIN
+        scale = 1 / self._world if average else 1.0
+
+        def lay_out(half: int, pieces: Sequence[Piece]) -> None:
+            for rank in others:
+                mine = half + self._slot_of(self._rank, rank) * slot
+                for piece in pieces:
+                    place = self._typed(rank, mine, dtype, piece.at, piece.end - piece.begin)
+                    place.copy_(_cut(wholes[piece.tensor][rank], piece), non_blocking=True)
+
+        def take(half: int, pieces: Sequence[Piece]) -> None:
+            for piece in pieces:
+                given = [
+                    _cut(wholes[piece.tensor][rank], piece)
+                    if rank == self._rank
+                    else self._typed(
+                        self._rank,
+                        half + self._slot_of(rank, self._rank) * slot,
+                        dtype,
+                        piece.at,
+                        piece.end - piece.begin,
+                    )
+                    for rank in range(self._world)
+                ]
+                add_up(_cut(outputs[piece.tensor], piece), given, scale)
+
+        with self._lock:
+            self._lanes.begin()
+            self._run([len(output) for output in outputs], slot // dtype.itemsize, grain, lay_out, take)
+            return [self._lanes.end([*outputs, *inputs])]
+
+    @staticmethod
+    def adds(dtype: torch.dtype) -> bool:
+        """Tell whether :meth:`scatter` takes a dtype."""
+        return dtype in _SUMMED
+
+    def drain(self) -> None:
+        """Have the host wait for all that is under way."""
+        self._lanes.drain()
+
+    def _run(
+        self,
+        sizes: Sequence[int],
+        room: int,
+        grain: int,
+        lay_out: Callable[[int, Sequence[Piece]], None],
+        take: Callable[[int, Sequence[Piece]], None],
+    ) -> None:
+        for pieces in rounds(sizes, room, grain):
+            half, self._half = self._half * self._slot, 1 - self._half
+            with self._lanes.laying_out():
+                lay_out(half, pieces)
+            with self._lanes.taking():
+                self._window.meet()
+                self._lanes.met()
+                take(half, pieces)
+
+    def _slot_of(self, sender: int, owner: int) -> int:
+        """Return which slot of its owner's a rank sends to."""
+        return (sender - owner - 1) % self._world
+
+    def _at(self, rank: int, at: int, piece: Piece) -> Tensor:
+        return self._window.ranks[rank].narrow(0, at, piece.end - piece.begin)
+
+    def _typed(self, rank: int, offset: int, dtype: torch.dtype, at: int, numel: int) -> Tensor:
+        begin = offset + at * dtype.itemsize
+        return self._window.ranks[rank].narrow(0, begin, numel * dtype.itemsize).view(dtype)
+
+
+def _cut(part: Tensor, piece: Piece) -> Tensor:
+    return part if piece.end - piece.begin == len(part) else part[piece.begin : piece.end]

@@ -1,0 +1,91 @@
+"""Which groups' gathers and reduce-scatters the copy engines carry."""
+
+from __future__ import annotations
+
+import atexit
+import weakref
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from ovpatch.overlap.copies.engine import Engine
+from ovpatch.overlap.leaving import failing
+
+
+@dataclass
+class Chosen:
+    """What was chosen for a group on a device.
+
+    Attributes:
+        engine: What moves tensors; None if nothing can.
+        gathers: Whether it gathers.
+        scatters: Whether it reduces and scatters.
+        final: Whether that holds for good.
+    """
+
+    engine: Engine | None = None
+    gathers: bool = False
+    scatters: bool = False
+    final: bool = False
+
+
+_chosen: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[torch.device, Chosen]] = weakref.WeakKeyDictionary()
+_said: dict[str, None] = {}
+
+
+def chosen_for(group: dist.ProcessGroup, device: torch.device) -> Chosen:
+    """Return what was chosen, or is yet to be."""
+    return _chosen.setdefault(group, {}).setdefault(device, Chosen())
+
+
+def gathering(group: dist.ProcessGroup, device: torch.device) -> Engine | None:
+    """Return what gathers instead of the group's backend, if anything does."""
+    found = _found(group, device)
+    return found.engine if found is not None and found.gathers else None
+
+
+def scattering(group: dist.ProcessGroup, device: torch.device) -> Engine | None:
+    """Return what reduces and scatters instead of the group's backend, if anything does."""
+    found = _found(group, device)
+    return found.engine if found is not None and found.scatters else None
+
+
+def _found(group: dist.ProcessGroup, device: torch.device) -> Chosen | None:
+    found = _chosen.get(group, {}).get(device) if _chosen else None
+    if found is None or found.engine is None:
+        return None
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        return None  # a replayed graph would use the halves in another order than eager calls do
+    return found
+
+
+def finish(group: dist.ProcessGroup | None = None) -> None:
+    """Have the host wait for what is under way, in one group or in all; see [Note: nobody is left waiting]."""
+    for one, devices in list(_chosen.items()):
+        if group is None or one is group:
+            for chosen in devices.values():
+                if chosen.engine is not None:
+                    chosen.engine.drain()
+
+
+def forget() -> None:
+    """Leave everything to the backends again, and give memory back; what is under way is waited for."""
+    finish()
+    _chosen.clear()
+
+
+def remark(text: str) -> None:
+    """Keep a line for the report."""
+    _said[text] = None
+
+
+def remarks() -> list[str]:
+    """Return the report's lines."""
+    return list(_said)
+
+
+@atexit.register
+def _finish_at_exit() -> None:
+    if not failing():
+        finish()

@@ -1,0 +1,59 @@
+"""Memory of each rank that the others can copy from and to."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Final
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ovpatch.overlap.copies.meeting import BYTES, Meeting
+from ovpatch.overlap.symmetric import memory
+
+SLOT_BYTES: Final = 64 * 1024 * 1024  # of a half: copies of some MiB each come near to a link's rate
+
+
+@dataclass(frozen=True)
+class Window:
+    """One allocation on every rank.
+
+    Attributes:
+        ranks: All ranks' memory, bytes, by group rank; the own one among them.
+        meet: Makes the current stream (the host, without streams) wait until all ranks' are here.
+        keeps: What keeps the memory.
+    """
+
+    ranks: list[Tensor]
+    meet: Callable[[], None]
+    keeps: Any = None
+
+
+Allocate = Callable[[int, dist.ProcessGroup, torch.device], Window]
+
+
+def allocate(size: int, group: dist.ProcessGroup, device: torch.device) -> Window:
+    """Allocate symmetric memory on all ranks, which call this together.
+
+    Args:
+        size: Bytes, the same on all ranks.
+        group: The ranks.
+        device: Where.
+
+    Raises:
+        RuntimeError: Memory cannot be shared, or streams cannot wait for it.
+    """
+    try:
+        found = memory.allocate(size + BYTES, group, device, lambda own: _clear(own[size:]))
+        meet = Meeting([address + size for address in found.addresses], group.rank(), device)
+        meet.try_out()
+    except (OSError, AttributeError) as error:  # no such library, or function
+        raise RuntimeError(f"the CUDA driver's library lacks what is needed: {error}") from error
+    ranks = [found.keeps.get_buffer(rank, (size,), torch.uint8) for rank in range(group.size())]
+    return Window(ranks, meet, found)
+
+
+def _clear(signals: Tensor) -> None:
+    signals.zero_()

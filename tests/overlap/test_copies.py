@@ -1,0 +1,181 @@
+"""Gathers and reduce-scatters by copies between ranks: what lands where, however it is cut."""
+
+from __future__ import annotations
+
+import functools
+import random
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ovpatch.overlap.collectives import AllGather, ReduceScatter
+from ovpatch.overlap.copies import registry
+from ovpatch.overlap.copies.choosing import choose
+from ovpatch.overlap.copies.engine import Engine
+from ovpatch.overlap.copies.rounds import rounds
+from ovpatch.overlap.symmetric import support
+from tests.support import windows
+from tests.support.interpreter import interpreted
+
+CPU = torch.device("cpu")
+SIZES = ([4], [0, 5, 1, 300], [1000, 3, 700], [33])
+SLOT = 3 * 512  # bytes: small, so that there are many rounds
+
+
+def test_rounds_cover_everything_once_and_fit():
+    draw = random.Random(0)
+    for _ in range(300):
+        grain = draw.choice([1, 4, 32])
+        room = grain * draw.randint(1, 6)
+        sizes = [draw.choice([0, 1, draw.randint(1, 200)]) for _ in range(draw.randint(0, 6))]
+        found = list(rounds(sizes, room, grain))
+        assert all(found), "no round is empty"
+        covered = [[piece for pieces in found for piece in pieces if piece.tensor == i] for i in range(len(sizes))]
+        for size, pieces in zip(sizes, covered, strict=True):
+            assert [e for p in pieces for e in range(p.begin, p.end)] == list(range(size))
+        for pieces in found:
+            ends = [0, *(piece.at + piece.end - piece.begin for piece in pieces)]
+            assert all(piece.at % grain == 0 and piece.at >= end for piece, end in zip(pieces, ends, strict=False))
+            assert max(ends) <= room
+
+
+def drawn(rank: int, sizes: list[int], dtype: torch.dtype) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(rank)
+    return [torch.randn(size, generator=generator, dtype=torch.float64).to(dtype) for size in sizes]
+
+
+def moved(dtype: torch.dtype) -> list[dict[str, Any]]:
+    """Gather and scatter by turns over one engine, all sizes twice."""
+    group, world, rank = dist.group.WORLD, dist.get_world_size(), dist.get_rank()
+    engine = Engine(group, CPU, allocate=windows.allocate, slot_bytes=SLOT)
+    results = []
+    for sizes in SIZES * 2:
+        wholes = [torch.full((size * world,), torch.nan).to(dtype) for size in sizes]
+        inside = [whole.chunk(world)[rank] if len(whole) else whole for whole in wholes]
+        beside = drawn(rank, sizes, dtype)
+        for part, value in zip(inside, beside, strict=True):
+            part.copy_(value)
+        apart = [torch.empty_like(whole) for whole in wholes]
+        given = drawn(rank, [size * world for size in sizes], dtype)
+        sums, means = ([torch.empty(size, dtype=dtype) for size in sizes] for _ in range(2))
+        works = [*engine.gather(wholes, inside), *engine.scatter(sums, given, average=False)]
+        works += [*engine.scatter(means, given, average=True), *engine.gather(apart, beside)]
+        for work in works:
+            work.wait()
+        results.append({"wholes": wholes, "apart": apart, "sums": sums, "means": means})
+    return results
+
+
+CASES = [(2, torch.float32), (3, torch.float32), (4, torch.float32), (2, torch.float64), (3, torch.float16)]
+
+
+@pytest.mark.parametrize(("world", "dtype"), [*CASES, (2, torch.bfloat16), (3, torch.bfloat16)])
+def test_everybody_gets_all_parts_and_its_sums(ranks, world, dtype):
+    wide = torch.promote_types(dtype, torch.float32)
+    for rank, results in enumerate(ranks(world)(moved, dtype)):
+        for sizes, result in zip(SIZES * 2, results, strict=True):
+            parts = [drawn(r, sizes, dtype) for r in range(world)]
+            given = [drawn(r, [size * world for size in sizes], dtype) for r in range(world)]
+            for i in range(len(sizes)):
+                whole = torch.cat([part[i] for part in parts])
+                assert torch.equal(result["wholes"][i], whole)
+                assert torch.equal(result["apart"][i], whole)
+                if not sizes[i]:
+                    continue
+                terms = [one[i].chunk(world)[rank].to(wide) for one in given]
+                total = functools.reduce(torch.add, terms)
+                assert torch.equal(result["sums"][i], total.to(dtype))
+                assert torch.equal(result["means"][i], (total * (1 / world)).to(dtype))
+
+
+def instead_of_the_backend() -> dict[str, Any]:
+    group, rank = dist.group.WORLD, dist.get_rank()
+    before = registry.gathering(group, CPU), registry.scattering(group, CPU)
+    chosen = registry.chosen_for(group, CPU)
+    chosen.engine = Engine(group, CPU, allocate=windows.allocate, slot_bytes=SLOT)
+    chosen.gathers = chosen.scatters = True
+    whole, part = torch.zeros(6), torch.empty(3, dtype=torch.complex64)
+    whole.chunk(2)[rank].fill_(rank + 1)
+    for work in AllGather(group, CPU)([whole], [whole.chunk(2)[rank]]):
+        work.wait()
+    for work in ReduceScatter(group, CPU)([part], [torch.full((6,), 1j * (rank + 1), dtype=torch.complex64)]):
+        work.wait()
+    integers = torch.empty(1, dtype=torch.int32)
+    for work in ReduceScatter(group, CPU)([integers], [torch.tensor([1, 2], dtype=torch.int32)]):
+        work.wait()
+    registry.forget()
+    after = registry.gathering(group, CPU), registry.scattering(group, CPU)
+    return {"whole": whole, "part": part, "integers": integers.tolist(), "none": [*before, *after]}
+
+
+def test_collectives_take_what_was_chosen_for_their_group(ranks):
+    for rank, result in enumerate(ranks(2)(instead_of_the_backend)):
+        assert result["whole"].tolist() == [1.0] * 3 + [2.0] * 3
+        assert result["part"].tolist() == [3j] * 3
+        assert result["integers"] == [2 * (rank + 1)], "the backend's sums, of what copies do not add"
+        assert result["none"] == [None] * 4
+
+
+def choices() -> list[Any]:
+    """Choose where nothing can be copied, where memory cannot be shared, and where all is well."""
+    group, found = dist.group.WORLD, []
+
+    def refused(size: int, group: Any, device: torch.device) -> Any:
+        if dist.get_rank() == 1:
+            raise RuntimeError("pidfd_getfd: Operation not permitted\nmore")
+        return windows.allocate(0, dist.new_group([0], use_local_synchronization=True), device)
+
+    before = support.reason_against_memory
+    for mode, against, allocate in (
+        ("auto", before, windows.allocate),
+        ("on", before, windows.allocate),
+        ("on", lambda device: "", refused),
+        ("off", lambda device: "", windows.allocate),
+        ("on", lambda device: "", windows.allocate),
+    ):
+        registry.forget()
+        registry._said.clear()
+        support.reason_against_memory = against
+        try:
+            choose(group, CPU, mode, feature="test", directory=None, allocate=allocate)
+        finally:
+            support.reason_against_memory = before
+        chosen = registry.chosen_for(group, CPU)
+        found.append((chosen.gathers, chosen.scatters, chosen.final, registry.remarks()))
+    registry.forget()
+    registry._said.clear()
+    return found
+
+
+def test_all_ranks_choose_alike_and_say_why_not(ranks):
+    first, second = ranks(2)(choices)
+    assert first == second
+    automatic, unable, refused, off, on = first
+    assert automatic == off == (False, False, False, [])
+    assert unable[:3] == refused[:3] == (False, False, True)
+    assert unable[3] == ["copy engines are not used: tensors are on cpu, not on CUDA devices (rank 0, 1)"]
+    assert "memory cannot be shared (pidfd_getfd: Operation not permitted)" in refused[3][0]
+    assert on == (True, True, True, [])
+
+
+def added() -> list[tuple[Tensor, Tensor]]:
+    from ovpatch.overlap.copies import kernels, sums
+
+    kernels._BLOCK, kernels._PROGRAMS = 64, 3
+    torch.cuda.device_of = lambda tensor: torch.no_grad()
+    found = []
+    for count, numel, dtype in ((2, 1, torch.float32), (3, 500, torch.float16), (8, 64, torch.float32)):
+        given = [torch.randn(numel).to(dtype) for _ in range(count)]
+        ours, expected = torch.full((2, numel), torch.nan, dtype=dtype)
+        kernels.add_up(ours, given, 1 / 4)
+        sums.add_up(expected, given, 1 / 4)
+        found.append((ours, expected))
+    return found
+
+
+def test_the_kernel_adds_in_order():
+    for ours, expected in interpreted(added):
+        assert torch.equal(ours, expected)

@@ -1,0 +1,152 @@
+"""Training with gathers and reduce-scatters by copies between ranks, on the CPU and on GPUs."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import ovpatch
+from ovpatch.overlap.copies import registry
+from ovpatch.overlap.copies.engine import Engine
+from ovpatch_plugins.dist_optimizer import gathers
+from tests.plugins.ddp.arms import data
+from tests.plugins.dist_optimizer import test_loop_styles, test_loops, test_main_params
+from tests.plugins.dist_optimizer.arms import SMALL
+from tests.plugins.dist_optimizer.checks import all_cases, check_all, on, some
+from tests.plugins.dist_optimizer.test_gpu import NCCL, WIDE, named, wide
+from tests.plugins.dist_optimizer.test_param_dtype import check_kept
+from tests.plugins.dist_optimizer.under_autocast import OPTIONS as PARAM_DTYPE
+from tests.support import windows
+
+BY_COPIES = {"copy_engines": "on"}
+
+
+@contextmanager
+def in_files() -> Iterator[None]:
+    """Have ranks on CPUs copy through files that they share."""
+
+    def choose(group: Any, device: torch.device, mode: str, **_: Any) -> None:
+        chosen = registry.chosen_for(group, device)
+        if mode == "on" and chosen.engine is None:
+            chosen.engine = Engine(group, device, allocate=windows.allocate, slot_bytes=512)
+            chosen.gathers = chosen.scatters = True
+
+    before, gathers.choose = gathers.choose, choose
+    try:
+        yield
+    finally:
+        gathers.choose = before
+
+
+def on_cpus(loop: Any, cases: Any, **options: Any) -> dict[str, Any]:
+    with in_files():
+        return all_cases(loop, cases, **options)
+
+
+def check_copied(results: list[Any], **demands: Any) -> None:
+    check_all(results, **demands)
+    for result in results:
+        for name, case in result.items():
+            counters = case["counters"]
+            assert counters["gathers_copied"] == counters["gathers"] > 0, name
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_loops_on_cpus(ranks, world):
+    styles = some(named("style", test_loop_styles.STYLES))
+    check_copied(ranks(world)(on_cpus, test_loop_styles.train, on(world, styles), options=BY_COPIES))
+    cases = {"adamw": {"optimizer": "adamw", "steps": 8}}
+    check_copied(ranks(world)(on_cpus, test_loops.train, cases, options=BY_COPIES), steps=8)
+
+
+@pytest.mark.gpu(2)
+@pytest.mark.parametrize("overlap", [False, True])
+def test_streams(ranks, overlap):
+    options = {**BY_COPIES, "overlap_param_gather": overlap, "gather_bucket_mb": 3.0}
+    check_copied(ranks(2)(all_cases, wide, WIDE, options=options, **NCCL), steps=12)
+    clipped = {"clipped": {"clip": 0.01}}
+    check_copied(ranks(2)(all_cases, wide, clipped, options=options, **NCCL), steps=12, bitwise=False)
+
+
+@pytest.mark.gpu(2)
+def test_loops_on_gpus(ranks):
+    styles = named("style", test_loop_styles.STYLES)
+    check_copied(ranks(2)(all_cases, test_loop_styles.train, styles, options=BY_COPIES, **NCCL))
+    halves = {name: {"kind": name, "dtype": torch.bfloat16} for name in test_main_params.OPTIMIZERS}
+    results = ranks(2)(all_cases, test_main_params.train, halves, options=BY_COPIES | test_main_params.IN_FP32, **NCCL)
+    check_copied(results, steps=test_main_params.STEPS)
+
+
+@pytest.mark.gpu(2)
+def test_param_dtype(ranks):
+    options = PARAM_DTYPE | BY_COPIES | {"gather_bucket_mb": 3.0}
+    cases = {name: kwargs for name, kwargs in WIDE.items() if name != "fp32"}
+    check_copied(ranks(2)(all_cases, wide, cases, options=options, **NCCL), check=check_kept, steps=12)
+
+
+def many(repetitions: int) -> list[int]:
+    """Move random tensors with ranks and streams that are late at random; return what came out wrong."""
+    group, world, rank = dist.group.WORLD, dist.get_world_size(), dist.get_rank()
+    device = torch.device("cuda", torch.cuda.current_device())
+    engine = Engine(group, device, slot_bytes=1 << 20)
+    late, same = random.Random(rank), random.Random(7)
+    wrong = []
+    for repetition in range(repetitions):
+        sizes = [same.randint(1, 400_000) for _ in range(same.randint(1, 5))]
+        given = [
+            [torch.full((size,), float(r + i + repetition % 50), device=device) for i, size in enumerate(sizes)]
+            for r in range(world)
+        ]
+        if late.random() < 0.3:
+            time.sleep(late.random() * 2e-3)
+        if late.random() < 0.5:
+            torch.cuda._sleep(int(late.random() * 2e6))
+        wholes = [torch.empty(size * world, device=device) for size in sizes]
+        spread = [torch.cat([given[rank][i] + r for r in range(world)]) for i in range(len(sizes))]
+        sums = [torch.empty(size, device=device) for size in sizes]
+        stream = torch.cuda.Stream() if late.random() < 0.3 else torch.cuda.current_stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            works = [*engine.gather(wholes, given[rank]), *engine.scatter(sums, spread, average=False)]
+        for work in works:
+            work.wait()
+        torch.cuda.current_stream().wait_stream(stream)
+        for i in range(len(sizes)):
+            total = sum(one[i] for one in given) + world * rank
+            right = torch.equal(wholes[i], torch.cat([one[i] for one in given])) and torch.equal(sums[i], total)
+            wrong += [] if right else [repetition]
+    engine.drain()
+    return wrong
+
+
+@pytest.mark.gpu(2)
+def test_late_ranks_and_streams(ranks):
+    assert ranks(2)(many, 300, **NCCL) == [[], []]
+
+
+def chosen() -> dict[str, Any]:
+    """Let copy engines race the backend, and let go of a model whose gather nobody waits for."""
+    options = {"dist_optimizer": SMALL | {"copy_engines": "auto"}}
+    with ovpatch.applied("ddp", "dist_optimizer", options=options):
+        model = torch.nn.parallel.DistributedDataParallel(test_loops.net())
+        opt = torch.optim.AdamW(model.parameters())
+        for step in range(3):
+            model(data(step, 5, 6)).square().mean().backward()
+            opt.step()
+        lines = [line for line in ovpatch.report()["dist_optimizer"].remarks if "beside products" in line]
+        del model, opt
+    return {"lines": lines}
+
+
+@pytest.mark.gpu(2)
+def test_all_ranks_choose_by_measurement(ranks):
+    first, second = ranks(2)(chosen, **NCCL)
+    assert first == second
+    assert len(first["lines"]) == 2, first
