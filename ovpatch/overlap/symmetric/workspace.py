@@ -15,6 +15,7 @@ from ovpatch.overlap.symmetric.order import take_turn
 HEADER: Final = 1024  # bytes of signals in front of the halves
 _GRAIN: Final = 2 * 1024 * 1024  # bytes: what devices map at least
 _STATE: Final = 8
+_COUNTS: Final = 16384  # at the least
 
 
 class Workspace:
@@ -63,7 +64,7 @@ class Workspace:
             Whether it can run: a graph is no place to make memory for all ranks.
         """
         capturing = self._is_capturing()
-        if half_bytes > self.half_bytes or counts > len(self.counts):
+        if half_bytes > self.half_bytes or counts > self.counts.numel():
             if capturing:
                 return False
             self._grow(half_bytes, counts)
@@ -102,8 +103,13 @@ class Workspace:
         self.peers = torch.tensor(self._memory.addresses, dtype=torch.int64, device=self.device)
         self.state = torch.zeros(_STATE, dtype=torch.int64, device=self.device)
         self.state[0] = 1
-        self.counts = torch.zeros(max(counts, 2 * len(self.counts), 1024), dtype=torch.int32, device=self.device)
+        self.counts = torch.zeros(_many(max(counts, len(self.counts))), dtype=torch.int32, device=self.device)
         self._captured = False
+
+
+def _many(counts: int) -> int:
+    """Return how many counts to make: they are few bytes, and with too few all memory is made anew."""
+    return max(1 << (counts - 1).bit_length(), _COUNTS)
 
 
 def _clear(own: Tensor) -> None:
