@@ -28,6 +28,24 @@ HEADER = tl.constexpr(8 * 2 * MOST.value * RANKS.value)  # bytes of signals in f
 
 
 @triton.jit
+def _of(rank, counts):
+    """Return a rank's count of a tuple."""
+    found = tl.cast(counts[0], tl.int64)
+    for i in tl.static_range(1, RANKS):
+        found = tl.where(rank == i, counts[i], found)
+    return found
+
+
+@triton.jit
+def _before(rank, counts):
+    """Return the sum of the counts of the ranks in front of one."""
+    found = tl.cast(0, tl.int64)
+    for i in tl.static_range(RANKS - 1):
+        found += tl.where(rank > i, counts[i], 0)
+    return found
+
+
+@triton.jit
 def _unit(words, CHANNELS: tl.constexpr, SLOT: tl.constexpr, BLOCK: tl.constexpr):
     """Return how many words a unit has; few words are shared out among the channels, too."""
     return tl.minimum(tl.maximum(tl.cdiv(tl.cdiv(words, CHANNELS), BLOCK), 1) * BLOCK, SLOT)
@@ -62,9 +80,14 @@ def _slot(peers, owner, source, channel, number, like, WORLD: tl.constexpr, SLOT
     return tl.multiple_of((tl.load(peers + owner) + HEADER + index * size).to(like.dtype), 16)
 
 
-@triton.jit(do_not_specialize=["rank", "width"], do_not_specialize_on_alignment=["rows", "out", "counts"])
-def symm_all_to_all_kernel(
-    rows, out, counts, peers, state, rank, width,
+@triton.jit(
+    do_not_specialize=[
+        "rank", "width", "s0", "s1", "s2", "s3", "s4", "s5", "s6", "s7", "r0", "r1", "r2", "r3", "r4", "r5", "r6", "r7",
+    ],
+    do_not_specialize_on_alignment=["rows", "out"],
+)  # fmt: skip
+def symm_all_to_all_kernel(  # noqa: D417
+    rows, out, s0, s1, s2, s3, s4, s5, s6, s7, r0, r1, r2, r3, r4, r5, r6, r7, width, peers, state, rank,
     WORLD: tl.constexpr, CHANNELS: tl.constexpr, SLOT: tl.constexpr, DEPTH: tl.constexpr, BLOCK: tl.constexpr,
     ALIGNED: tl.constexpr,
 ):  # fmt: skip
@@ -73,11 +96,12 @@ def symm_all_to_all_kernel(
     Args:
         rows: What is sent, by rank, in words of a row's bytes.
         out: Where what comes is put, by rank, in the same words.
-        counts: Rows for each rank, and where they begin; rows from each rank, and where they begin; ``[4, world]``.
-        peers: Addresses of all ranks' memory.
-        state: Numbers of units so far, as in the signals; only this rank sees them.
-        rank: This rank.
+        s0: How many rows are sent to the first rank; the next ones' follow.
+        r0: How many rows come from the first rank; the next ones' follow.
         width: Words of a row.
+        peers: Addresses of all ranks' memory.
+        state: Numbers of units so far, to and from each rank; only this rank sees them.
+        rank: This rank.
         WORLD: Number of ranks.
         CHANNELS: Number of programs.
         SLOT: Words of a slot, a multiple of ``BLOCK``.
@@ -85,43 +109,45 @@ def symm_all_to_all_kernel(
         BLOCK: Words that are moved at a time.
         ALIGNED: Whether rows and memory begin at multiples of 16 bytes.
     """
+    sending, receiving = (s0, s1, s2, s3, s4, s5, s6, s7), (r0, r1, r2, r3, r4, r5, r6, r7)
     channel = tl.program_id(0)
-    signals = signals_of(peers, rank)
-    wide = tl.cast(width, tl.int64)
     own = channel * RANKS  # of the numbers that are this channel's
+    signals, wide, block = signals_of(peers, rank), tl.cast(width, tl.int64), tl.arange(0, BLOCK)
     levels = tl.cast(0, tl.int64)
     for step in range(1, WORLD):
         to, source = (rank + step) % WORLD, (rank + WORLD - step) % WORLD
-        stored = _units(tl.load(counts + to) * wide, channel, CHANNELS, SLOT, BLOCK)
-        fetched = _units(tl.load(counts + 2 * WORLD + source) * wide, channel, CHANNELS, SLOT, BLOCK)
+        stored = _units(_of(to, sending) * wide, channel, CHANNELS, SLOT, BLOCK)
+        fetched = _units(_of(source, receiving) * wide, channel, CHANNELS, SLOT, BLOCK)
         levels = tl.maximum(levels, tl.maximum(stored, tl.where(fetched > 0, fetched + 1, 0)))
     for level in range(0, levels):
         for step in range(1, WORLD):
             to, source = (rank + step) % WORLD, (rank + WORLD - step) % WORLD
-            sent, received = tl.load(counts + to) * wide, tl.load(counts + 2 * WORLD + source) * wide
+            sent, received = _of(to, sending) * wide, _of(source, receiving) * wide
             stored = _size(sent, channel, level, CHANNELS, SLOT, BLOCK).to(tl.int32)
             fetched = _size(received, channel, level - 1, CHANNELS, SLOT, BLOCK).to(tl.int32)
             number = tl.load(state + STORED + own + to) + level
             other = tl.load(state + FETCHED + own + source) + level - 1
+            theirs = _slot(peers, to, rank, channel, number, rows, WORLD, SLOT, DEPTH)
+            ours = _slot(peers, rank, source, channel, tl.maximum(other, 0), out, WORLD, SLOT, DEPTH)
+            leaving = rows + (_before(to, sending) * wide + _begin(sent, channel, level, CHANNELS, SLOT, BLOCK))
+            put = _begin(received, channel, level - 1, CHANNELS, SLOT, BLOCK)
+            coming = out + (_before(source, receiving) * wide + put)
+            if ALIGNED:  # said here, since what a function says of its arguments is lost
+                leaving, coming = tl.multiple_of(leaving, 16), tl.multiple_of(coming, 16)
+                stored, fetched = tl.multiple_of(stored, 4), tl.multiple_of(fetched, 4)
             if stored > 0:
                 wait_for(signals + FETCHED + own + to, number + 1 - DEPTH)
             if fetched > 0:
                 wait_for(signals + STORED + own + source, other + 1)
-            theirs = _slot(peers, to, rank, channel, number, rows, WORLD, SLOT, DEPTH)
-            ours = _slot(peers, rank, source, channel, tl.maximum(other, 0), out, WORLD, SLOT, DEPTH)
-            begin = _begin(sent, channel, level, CHANNELS, SLOT, BLOCK)
-            put = _begin(received, channel, level - 1, CHANNELS, SLOT, BLOCK)
-            leaving = rows + (tl.load(counts + WORLD + to) * wide + begin)
-            coming = out + (tl.load(counts + 3 * WORLD + source) * wide + put)
-            if ALIGNED:  # said here, since what a function says of its arguments is lost
-                leaving, coming = tl.multiple_of(leaving, 16), tl.multiple_of(coming, 16)
-                stored, fetched = tl.multiple_of(stored, 4), tl.multiple_of(fetched, 4)
+            leaves = tl.load(leaving + block, block < stored)
+            comes = tl.load(ours + block, block < fetched, cache_modifier=".cg")  # slots are stored to by others
             for first in range(0, tl.maximum(stored, fetched), BLOCK):
-                at = first + tl.arange(0, BLOCK)
-                sending = tl.load(leaving + at, at < stored)
-                fetching = tl.load(ours + at, at < fetched, cache_modifier=".cg")  # slots are stored to by others
-                tl.store(theirs + at, sending, at < stored)
-                tl.store(coming + at, fetching, at < fetched)
+                here, ahead = first + block, first + BLOCK + block
+                next_leaves = tl.load(leaving + ahead, ahead < stored)  # under way while these are stored
+                next_comes = tl.load(ours + ahead, ahead < fetched, cache_modifier=".cg")
+                tl.store(theirs + here, leaves, here < stored)
+                tl.store(coming + here, comes, here < fetched)
+                leaves, comes = next_leaves, next_comes
             tl.debug_barrier()
             if stored > 0:
                 tl.atomic_xchg(signals_of(peers, to) + STORED + own + rank, number + 1, sem="release", scope="sys")
@@ -129,7 +155,7 @@ def symm_all_to_all_kernel(
                 tl.atomic_xchg(signals_of(peers, source) + FETCHED + own + rank, other + 1, sem="release", scope="sys")
     for step in range(1, WORLD):
         to, source = (rank + step) % WORLD, (rank + WORLD - step) % WORLD
-        stored = _units(tl.load(counts + to) * wide, channel, CHANNELS, SLOT, BLOCK)
-        fetched = _units(tl.load(counts + 2 * WORLD + source) * wide, channel, CHANNELS, SLOT, BLOCK)
+        stored = _units(_of(to, sending) * wide, channel, CHANNELS, SLOT, BLOCK)
+        fetched = _units(_of(source, receiving) * wide, channel, CHANNELS, SLOT, BLOCK)
         tl.store(state + STORED + own + to, tl.load(state + STORED + own + to) + stored)
         tl.store(state + FETCHED + own + source, tl.load(state + FETCHED + own + source) + fetched)

@@ -8,9 +8,8 @@ that are never waited for, after an exception, are kept until the kernel has end
 from __future__ import annotations
 
 import collections
-import itertools
 from collections.abc import Callable, Sequence
-from typing import Final
+from typing import Any, Final
 
 import torch
 import torch.distributed as dist
@@ -22,11 +21,10 @@ from ovpatch.overlap.works import Pending
 from ovpatch_plugins.pipe_experts.counters import COUNTERS
 
 CHANNELS: Final = 16  # programs, each of which takes a multiprocessor
-_SLOT: Final = 128 * 1024  # bytes; see [Note: channels] of the kernel
-_DEPTH: Final = 4
+_SLOT: Final = 512 * 1024  # bytes; see [Note: channels] of the kernel
+_DEPTH: Final = 2
 _BLOCK: Final = 8192  # words that a program moves at a time
-_WARPS: Final = 8
-_TABLES: Final = 64
+_WARPS: Final = 16
 _WORDS: Final = ((4, torch.int32), (2, torch.int16), (1, torch.uint8))
 _ALIGNED: Final = 16  # bytes
 
@@ -40,7 +38,7 @@ class LackingError(RuntimeError):
 class Symmetric:
     """A lane over symmetric memory, for one group on one device; see [Note: channels] of the kernel.
 
-    Rows that stay on this rank are copied beside it. The host waits for nothing.
+    The host waits for nothing.
 
     Args:
         group: The ranks, which make this together.
@@ -66,6 +64,7 @@ class Symmetric:
         depth: int = _DEPTH,
         block: int = _BLOCK,
     ) -> None:
+        from ovpatch.overlap.symmetric.signals import RANKS
         from ovpatch_plugins.pipe_experts.kernels_symmetric import HEADER
 
         self._world, self._rank, self._device = group.size(), group.rank(), device
@@ -74,104 +73,112 @@ class Symmetric:
         self._memory = _allocated(size, HEADER.value, group, device)
         self._peers = torch.tensor(self._memory.addresses, dtype=torch.int64, device=device)
         self._state = torch.zeros(HEADER.value // 8, dtype=torch.int64, device=device)
-        self._tables: collections.OrderedDict[tuple[Counts, Counts], Tensor] = collections.OrderedDict()
+        self._others = [0] * (RANKS.value - self._world)  # counts of ranks that do not exist
+        self._kernels: dict[tuple[torch.dtype, bool, int], _Kernel] = {}
         self._under_way: collections.deque[_Work] = collections.deque()
-        self._streams: list[torch.cuda.Stream] = []
-        if device.type == "cuda":
-            self._streams = [torch.cuda.Stream(device, priority=-1), torch.cuda.Stream(device)]
-            torch.cuda.synchronize(device)  # these are going to read what the current one has written
+        self._stream = torch.cuda.Stream(device, priority=-1) if device.type == "cuda" else None
+        if self._stream is not None:
+            torch.cuda.synchronize(device)  # it is going to read what the current one has written
 
     def start(self, found: Tensor, rows: Tensor, received: Counts, sent: Counts) -> Pending:
         """See :meth:`ovpatch_plugins.pipe_experts.lanes.Lane.start`."""
         while self._under_way and self._under_way[0].is_over():
             self._under_way.popleft()
-        size, word = _word(rows)
-        rows = rows if rows.data_ptr() % size == 0 else rows.clone()  # an expert may return any view
-        if found.data_ptr() % size:
-            raise ValueError(f"memory for received rows begins at no multiple of {size} bytes: give fresh memory")
-        work = _Work(self._device, (found, rows))
-        with span(label("pipe_experts", "all_to_all")):
-            if sum(sent) + sum(received) > 2 * sent[self._rank]:
-                work.run(self._streams[:1], lambda: self._launch(found, rows, received, sent, word, size == _ALIGNED))
-            if sent[self._rank]:
-                work.run(self._streams[1:], lambda: self._copy_own(found, rows, received, sent))
-        self._under_way.append(work)
         COUNTERS.symmetric += 1
+        row, own = rows.shape[1:].numel() * rows.element_size(), sent[self._rank]
+        aligned = row % _ALIGNED == 0
+        size, word = next((size, word) for size, word in _WORDS if row % size == 0)
+        by = _ALIGNED if aligned else size
+        if rows.data_ptr() % by:
+            rows = rows.clone()  # an expert may return any view
+        if found.data_ptr() % by:
+            raise ValueError(f"memory for received rows begins at no multiple of {by} bytes: give memory that does")
+        work = _Work(found, rows, self._stream)
+        with span(label("pipe_experts", "all_to_all")):
+            if sum(sent) + sum(received) > 2 * own:
+                kernel = self._kernels.get((word, aligned, self.channels)) or self._made(word, aligned)
+                args = *sent, *self._others, *received, *self._others, row // size
+                work.launch(kernel, found, rows, args)
+                self._under_way.append(work)
+            if own:  # on the current stream: the kernel need not wait for it, nor be longer
+                begin, put = sum(sent[: self._rank]), sum(received[: self._rank])
+                found[put : put + own].copy_(rows[begin : begin + own])
         return Pending((work,))
 
-    def _copy_own(self, found: Tensor, rows: Tensor, received: Counts, sent: Counts) -> None:
-        begin, put, count = sum(sent[: self._rank]), sum(received[: self._rank]), sent[self._rank]
-        found[put : put + count].copy_(rows[begin : begin + count])
+    def _made(self, word: torch.dtype, aligned: bool) -> _Kernel:
+        fixed = (
+            self._peers, self._state, self._rank,
+            self._world, self.channels, self._slot // word.itemsize, self._depth, self._block, aligned,
+        )  # fmt: skip
+        made = self._kernels[word, aligned, self.channels] = _Kernel(self.channels, word, fixed)
+        return made
 
-    def _launch(
-        self, found: Tensor, rows: Tensor, received: Counts, sent: Counts, word: torch.dtype, aligned: bool
-    ) -> None:
-        from ovpatch_plugins.pipe_experts.kernels_symmetric import symm_all_to_all_kernel
 
-        slot = self._slot // word.itemsize
-        width = rows[:0].view(word).shape[1:].numel()
-        with torch.cuda.device_of(rows):  # Triton launches on the current one
-            symm_all_to_all_kernel[(self.channels,)](
-                rows.view(word), found.view(word), self._table(received, sent), self._peers, self._state, self._rank,
-                width, self._world, self.channels, slot, self._depth, self._block, aligned, num_warps=_WARPS,
-            )  # fmt: skip
+class _Kernel:
+    """The kernel with arguments that do not change, launched without asking Triton about each anew.
 
-    def _table(self, received: Counts, sent: Counts) -> Tensor:
-        """Return counts as the kernel reads them, made on its stream; those of the way back are at hand then, too."""
-        key = tuple(sent), tuple(received)
-        if key not in self._tables:
-            there, back = ([*counts, *itertools.accumulate(counts[:-1], initial=0)] for counts in key)
-            pinned = torch.tensor([*there, *back, *there], device="cpu", pin_memory=self._device.type == "cuda")
-            both = pinned.to(self._device, non_blocking=True)
-            self._tables[key[::-1]], self._tables[key] = both[len(there) :], both[: 2 * len(there)]
-            while len(self._tables) > _TABLES:
-                self._tables.popitem(last=False)
-        return self._tables[key]
+    Args:
+        programs: How many.
+        word: In what rows are moved.
+        fixed: The kernel's last arguments.
+    """
+
+    def __init__(self, programs: int, word: torch.dtype, fixed: tuple[Any, ...]) -> None:
+        self._grid, self._word, self._fixed = (programs, 1, 1), word, fixed
+        self._addressed = [arg.data_ptr() if isinstance(arg, Tensor) else arg for arg in fixed]
+        self._run: Callable[..., None] | None = None
+
+    def __call__(self, stream: torch.cuda.Stream | None, found: Tensor, rows: Tensor, args: Sequence[int]) -> None:
+        """Launch on a stream; whoever launches keeps the tensors."""
+        with torch.cuda.device_of(rows):
+            if self._run is not None and stream is not None:
+                self._run(rows.data_ptr(), found.data_ptr(), *args, *self._addressed, stream=stream.cuda_stream)
+                return
+            from ovpatch_plugins.pipe_experts.kernels_symmetric import symm_all_to_all_kernel
+
+            with torch.cuda.stream(stream):
+                compiled = symm_all_to_all_kernel[self._grid](
+                    rows.view(self._word), found.view(self._word), *args, *self._fixed, num_warps=_WARPS
+                )
+        if compiled is not None:  # else it is interpreted
+            self._run = compiled[self._grid]
 
 
 class _Work:
-    """An all-to-all under way on streams of its own; without streams it is over.
+    """An all-to-all under way on a stream of its own; without streams it is over once it is launched.
 
     Args:
-        device: Where.
-        tensors: What it reads and writes; see [Note: kept while it is read].
+        found: What it writes.
+        rows: What it reads; see [Note: kept while it is read].
+        stream: Where it runs.
     """
 
-    def __init__(self, device: torch.device, tensors: tuple[Tensor, ...]) -> None:
-        self._device, self._tensors = device, tensors
-        self._current = torch.cuda.current_stream(device) if device.type == "cuda" else None
-        self._begin = None if self._current is None else self._current.record_event()
-        self._ends: list[torch.cuda.Event] = []
+    def __init__(self, found: Tensor, rows: Tensor, stream: torch.cuda.Stream | None) -> None:
+        self._tensors: tuple[Tensor, ...] = (found, rows)
+        self._stream, self._end = stream, None if stream is None else torch.cuda.Event()
+        self._begun = None if stream is None else torch.cuda.current_stream(rows.device)
 
-    def run(self, stream: Sequence[torch.cuda.Stream], launch: Callable[[], None]) -> None:
-        """Launch on a stream, if there is one, behind what the current one had to do when this was made."""
-        if self._begin is None:
-            launch()
-            return
-        stream[0].wait_event(self._begin)
-        with torch.cuda.stream(stream[0]):
-            launch()
-            self._ends.append(stream[0].record_event())
+    def launch(self, kernel: _Kernel, found: Tensor, rows: Tensor, args: Sequence[int]) -> None:
+        """Launch behind what the current stream has to do."""
+        if self._stream is not None and self._end is not None and self._begun is not None:
+            self._stream.wait_stream(self._begun)
+            kernel(self._stream, found, rows, args)
+            self._end.record(self._stream)
+        else:
+            kernel(None, found, rows, args)
 
     def wait(self) -> None:
-        """Make the current stream wait."""
-        if self._ends:
-            stream = torch.cuda.current_stream(self._device)
-            for end in self._ends:
-                stream.wait_event(end)
+        """Make the current stream wait, for the kernel and for what the stream of the start copied itself."""
+        if self._begun is not None and self._end is not None:
+            current = torch.cuda.current_stream(self._begun.device)
+            current.wait_event(self._end)
+            if current != self._begun:
+                current.wait_stream(self._begun)
         self._tensors = ()
 
     def is_over(self) -> bool:
         """Tell whether the tensors need not be kept any more."""
-        return not self._tensors or all(end.query() for end in self._ends)
-
-
-def _word(rows: Tensor) -> tuple[int, torch.dtype]:
-    """Return of how many bytes addresses have to be multiples, and in what rows are moved."""
-    row = rows.shape[1:].numel() * rows.element_size()
-    if row % _ALIGNED == 0:
-        return _ALIGNED, torch.int32
-    return next((size, word) for size, word in _WORDS if row % size == 0)
+        return not self._tensors or self._end is None or self._end.query()
 
 
 def _allocated(size: int, header: int, group: dist.ProcessGroup, device: torch.device) -> memory.Memory:

@@ -166,19 +166,19 @@ def test_without_gpus_or_memory_it_is_c10d_and_says_so(ranks):
         assert lines == [f"{start}tensors are on cpu, not on CUDA devices (rank 0, 1)"]
     for count, lines in ranks(2)(stood_down, "out of memory"):
         assert count == 0
-        assert lines == [f"{start}16 MiB of symmetric memory: out of memory (rank 1)"]
+        assert lines == [f"{start}32 MiB of symmetric memory: out of memory (rank 1)"]
 
 
 def compiled(aligned: bool) -> Any:
     """Compile the kernel for an H200 without one."""
-    fixed = {"WORLD": 8, "CHANNELS": 16, "SLOT": 32768, "DEPTH": 4, "BLOCK": 8192, "ALIGNED": aligned}
+    fixed = {"WORLD": 8, "CHANNELS": 16, "SLOT": 131072, "DEPTH": 2, "BLOCK": 8192, "ALIGNED": aligned}
     names = symm_all_to_all_kernel.arg_names
-    types = {"rows": "*i32", "out": "*i32", "rank": "i32", "width": "i32"}
-    signature = {name: "constexpr" if name in fixed else types.get(name, "*i64") for name in names}
+    types = {"rows": "*i32", "out": "*i32", "peers": "*i64", "state": "*i64"}
+    signature = {name: "constexpr" if name in fixed else types.get(name, "i32") for name in names}
     source = ASTSource(
         symm_all_to_all_kernel, signature, {(names.index(name),): value for name, value in fixed.items()}
     )
-    return triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 8})
+    return triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": symmetric._WARPS})
 
 
 @pytest.mark.parametrize("aligned", [True, False])
