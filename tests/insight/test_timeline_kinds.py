@@ -38,6 +38,7 @@ COMMUNICATION = [
     ("nvshmemi_proxy_rma_signal_entrypoint_blocking(rma_batch)", "symmetric memory signal"),
     ("void c10d::intra_node_comm::oneShotAllReduceKernel<8u, true>(...)", "symmetric memory all_reduce"),
     ("c10d::symmetric_memory::put_signal_kernel(unsigned int**, int, int)", "symmetric memory signal"),
+    ("symm_all_to_all_kernel", "symmetric memory all_to_all"),
 ]
 
 

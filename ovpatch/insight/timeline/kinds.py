@@ -28,9 +28,11 @@ class Kind(str, Enum):
 
 _NCCL: Final = re.compile(r"^(void )?(nccl|rccl|mscclKernel)")
 #: torch's kernels on symmetric memory: multimem_all_reduce_kernel, two_shot_all_reduce_kernel, barrier_kernel, …; and
-#: NVSHMEM's own, of which those that its host functions launch have names such as alltoall_on_stream_kernel.
+#: NVSHMEM's own, of which those that its host functions launch have names such as alltoall_on_stream_kernel; and those
+#: of the features here that do nothing else, symm_all_to_all_kernel.
 _SYMMETRIC: Final = re.compile(
-    r"\b(multimem_\w+|(one|two)_?shot_?\w+|(barrier|put_signal|wait_signal)_kernel|\w+_on_stream_kernel\w*|nvshmem\w*)",
+    r"\b(multimem_\w+|(one|two)_?shot_?\w+|(barrier|put_signal|wait_signal|symm_\w+)_kernel|\w+_on_stream_kernel\w*|"
+    r"nvshmem\w*)",
     re.IGNORECASE,
 )
 _SHAPES: Final = (  # in this order: a reduce_scatter holds the word reduce
