@@ -230,8 +230,8 @@ def losses(*numbers):
 @pytest.mark.parametrize(
     ("patched", "different"),
     [
-        ([(1.0, 1.0, 1.0), (1.0, 1.015, 1.015)], []),  # twice what the other rank's moved
-        ([(1.0, 1.0, 1.0), (1.0, 1.03, 1.0)], [("rank 1", 2)]),
+        ([(1.0, 1.0, 1.0), (1.0, 1.025, 1.025)], []),  # three times what the other rank's moved
+        ([(1.0, 1.0, 1.0), (1.0, 1.035, 1.0)], [("rank 1", 2)]),
         ([(1.0, 1.0, 1.0), (1.015, 1.0, 1.0)], [("rank 1", 1)]),  # nothing had moved until then
     ],
 )

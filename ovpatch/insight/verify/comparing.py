@@ -21,7 +21,8 @@ import torch
 from ovpatch.insight import equality
 from ovpatch.insight.equality import Row, Verdict
 from ovpatch.insight.verify import recording
-from ovpatch.insight.verify.noise import Noise
+from ovpatch.insight.verify.judging import judge
+from ovpatch.insight.verify.noise import Noise, Size
 from ovpatch.insight.verify.records import Event, Run
 from ovpatch.insight.verify.values import UNREAD, Kept
 
@@ -181,7 +182,7 @@ def compare_values(
     stock: Mapping[str, Kept],
     patched: Mapping[str, Kept],
     yardsticks: Mapping[str, Mapping[str, Kept]],
-    noise_of: Callable[[str], float] = lambda name: 0.0,
+    noise_of: Callable[[str], Size] = lambda name: Size(),
 ) -> list[Row]:
     """Return a row for each value of an event that is not bitwise equal.
 
@@ -189,22 +190,26 @@ def compare_values(
         stock: Stock's values.
         patched: The patched run's.
         yardsticks: Those of further stock runs, by a name.
-        noise_of: What else is known of the noise in a value, by name.
+        noise_of: What is known of the noise in what is like a value, by name.
     """
     unequal = [
         name for name, value in stock.items() if patched.get(name, None) is None or patched[name][:2] != value[:2]
     ]
     scales = _scales(stock) if unequal else {}
+    moving = bool(unequal) and any(_moved(stock, values) for values in yardsticks.values())
     rows = []
     for name in unequal:
         others = {arm: values.get(name) for arm, values in yardsticks.items()}
         floor = min(equality.FLOOR, _SMALL * scales.get(_family(name), 1.0))
-        floor = max(floor, equality.FACTOR * noise_of(name))
-        rows.append(_row(name, stock[name], patched.get(name), others, floor))
-    moving = any(values.keys() - stock.keys() for values in yardsticks.values())  # as names with the time in them do
-    extra = _unrepeated if moving else _different
+        rows.append(_row(name, stock[name], patched.get(name), others, floor, noise_of, moving))
+    changing = any(values.keys() - stock.keys() for values in yardsticks.values())  # as names with the time in them do
+    extra = _unrepeated if changing else _different
     rows += [extra(name, "stock has no such value") for name in patched if name not in stock]
     return [row for row in rows if row.verdict is not Verdict.BITWISE]
+
+
+def _moved(stock: Mapping[str, Kept], other: Mapping[str, Kept]) -> bool:
+    return any(name in other and other[name][:2] != value[:2] for name, value in stock.items())
 
 
 def _scales(values: Mapping[str, Kept]) -> dict[str, float]:
@@ -230,21 +235,29 @@ def _family(name: str) -> str:
     return kind if kind in ("gradient", "parameter", "buffer", "frozen") else name
 
 
-def _row(name: str, stock: Kept, patched: Kept | None, yardsticks: Mapping[str, Kept | None], floor: float) -> Row:
+def _row(
+    name: str,
+    stock: Kept,
+    patched: Kept | None,
+    yardsticks: Mapping[str, Kept | None],
+    floor: float,
+    noise_of: Callable[[str], Size],
+    moving: bool,
+) -> Row:
     if patched is None:
         missing = _unrepeated if None in yardsticks.values() else _different
         return missing(name, "missing in the patched run")
     if stock.form != patched.form or stock.form in _EXACT or stock.not_finite != patched.not_finite:
         return _exact(name, stock, patched, list(yardsticks.values()))
     comparable = [value for value in yardsticks.values() if value is not None and value.form == stock.form]
-    leaves = [{name: value.values} for value in comparable]
-    (row,) = equality.compare({name: stock.values}, {name: patched.values}, floor=floor, reruns=leaves).rows
+    row = judge(name, stock, patched, comparable, floor=floor, noise=noise_of(name), moving=moving)
     return _of_sums(row) if stock.folded else row
 
 
 def _of_sums(row: Row) -> Row:
     """Return the row of a large tensor, whose digests differ; the index and the values are those of a sum."""
-    note = "a large tensor: of sums over parts of it"
+    _, mark, more = row.note.partition("; ")
+    note = f"a large tensor: of sums over parts of it{mark}{more}"
     if row.verdict is not Verdict.BITWISE:
         return replace(row, first_index=None, note=note)
     return Row(row.name, Verdict.WITHIN_NOISE, 0.0, equality.FLOOR, None, "bits differ, but no sum over a part does")

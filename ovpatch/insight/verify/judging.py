@@ -1,0 +1,89 @@
+"""Whether numbers of two runs are equal within noise.
+
+[Note: one number is one draw] The largest of many differences is much the same in each run. That of a loss or a norm is
+one, which by chance is next to nothing in a yardstick. So of a single number more is allowed.
+
+[Note: many elements] The largest difference alone is blind where single elements go far by chance: AdamW makes a whole
+step of a gradient next to zero, whose sign is chance. A parameter that is late by a step is then no farther off than
+noise is, but in all of its elements. So the root of the mean square has to be within noise, too.
+
+[Note: units in the last place] A bfloat16 number just below 1 is followed by one that is 0.0039 larger. What is rounded
+otherwise moves by such a unit or not at all, and that no element happened to move in a yardstick says little. So where
+one moved anything of the event, an eighth of a tensor's elements, or a single one, may be a unit off.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import reduce
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from ovpatch.insight import equality
+from ovpatch.insight.equality import Row, Verdict
+from ovpatch.insight.verify.noise import Size, apart
+from ovpatch.insight.verify.values import Kept
+
+_SHARE: Final = 1 / 8
+_FACTOR_OF_ONE: Final = 3.0
+
+
+def judge(
+    name: str, stock: Kept, patched: Kept, yardsticks: Sequence[Kept], *, floor: float, noise: Size, moving: bool
+) -> Row:
+    """Return how two values of one form compare, which are numbers.
+
+    Args:
+        name: What they are called.
+        stock: Stock's.
+        patched: The patched run's.
+        yardsticks: What further stock runs have there.
+        floor: Absolute difference that is always allowed.
+        noise: How far stock is from itself in what is like it.
+        moving: Whether anything of the event is other in those runs.
+    """
+    far = reduce(Size.or_more, (apart(stock, other) for other in yardsticks), noise)
+    factor = _FACTOR_OF_ONE if _is_one(stock) else equality.FACTOR
+    allowed = Size(*(max(floor, factor * size) for size in far))
+    row = _judged(name, stock, patched, allowed)
+    if row.verdict is Verdict.DIFFERENT and moving and not stock.folded:
+        nearer = _without_single_units(stock.values, patched.values)
+        if (
+            nearer is not None
+            and _judged(name, stock, patched._replace(values=nearer), allowed).verdict is not row.verdict
+        ):
+            note = f"{row.note}; few of its elements, by a unit in the last place"
+            return replace(row, verdict=Verdict.WITHIN_NOISE, allowed=row.max_abs_diff, note=note)
+    return row
+
+
+def _is_one(value: Kept) -> bool:
+    return not isinstance(value.values, Tensor) or value.values.numel() == 1
+
+
+def _judged(name: str, stock: Kept, patched: Kept, allowed: Size) -> Row:
+    (row,) = equality.compare({name: stock.values}, {name: patched.values}, floor=allowed.largest).rows
+    if row.verdict is not Verdict.WITHIN_NOISE:
+        return row
+    mean = apart(stock, patched).mean  # see [Note: many elements]
+    if mean <= allowed.mean:
+        return row
+    note = f"{row.note}; many of its elements: this is the root of the mean square"
+    return replace(row, verdict=Verdict.DIFFERENT, max_abs_diff=mean, allowed=allowed.mean, note=note)
+
+
+def _without_single_units(stock: Any, patched: Any) -> Tensor | None:
+    """Return a patched value without what [Note: units in the last place] allows; None if there is none, or more."""
+    if not isinstance(stock, Tensor) or not stock.is_floating_point():
+        return None
+    ours, theirs = stock.to(torch.float64), patched.to(torch.float64)
+    format_ = torch.finfo(stock.dtype)
+    sizes = torch.minimum(ours.abs(), theirs.abs()).clamp(min=format_.smallest_normal)
+    units = torch.ldexp(torch.full_like(sizes, format_.eps), torch.frexp(sizes).exponent - 1)
+    near = (ours != theirs) & ((ours - theirs).abs() <= units)
+    if not 0 < int(near.sum()) <= max(1, int(_SHARE * stock.numel())):
+        return None
+    return torch.where(near, stock, patched)

@@ -1,0 +1,161 @@
+"""What is noise in half precision, and what is not: orders of sums are, and faults are found among it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from ovpatch.insight.equality import Verdict
+from ovpatch.insight.verify import records
+from ovpatch.insight.verify.comparing import Compared, compare
+from ovpatch.insight.verify.judging import judge
+from ovpatch.insight.verify.noise import Noise, Size
+from ovpatch.insight.verify.recording import STEP, Recorder
+from ovpatch.insight.verify.records import Run
+from ovpatch.insight.verify.values import WHOLE, keep
+from tests.insight.chaos import Event, trained
+
+SEED, DRAWS = 1, 5
+NONE = Size()
+
+
+@pytest.fixture(scope="module")
+def recorded(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Sequence[Event]], Run]:
+    """Return the run of one process that records events."""
+
+    def recorded(events: Sequence[Event]) -> Run:
+        folder, step = tmp_path_factory.mktemp("run"), 1
+        recorder = Recorder(folder)
+        for kind, values in events:
+            recorder.add(kind, values, step=step, label="AdamW")
+            step += kind == STEP
+        recorder.flush()
+        return records.read(folder)
+
+    return recorded
+
+
+@pytest.fixture(scope="module", params=[torch.bfloat16, torch.float32], ids=["bfloat16", "float32"])
+def judged(request: pytest.FixtureRequest, recorded: Any) -> Callable[..., Compared]:
+    """``judged(order, fault, draws)``: what comes of a training in another order, with a fault."""
+    stock, *others = (recorded(trained(SEED, order, request.param)) for order in range(DRAWS + 1))
+
+    def judged(fault: Any = None, draws: int = DRAWS) -> Compared:
+        patched = recorded(trained(SEED, DRAWS + 1, request.param, fault=fault))
+        return compare(stock, patched, {f"reordered {n}": run for n, run in enumerate(others[:draws])})
+
+    return judged
+
+
+def test_another_order_of_sums_is_noise(judged):
+    compared = judged()
+    assert compared.different == []
+    assert len(compared.findings) > compared.values / 2
+
+
+def dropped(when: str, step: int, named: Any, gradients: Any) -> None:
+    """One rank's contribution to one gradient is lost."""
+    if (when, step) == ("reduce", 3):
+        gradients[1]["layers.1.up"] = torch.zeros_like(named["layers.1.up"])
+
+
+def averaged_twice(when: str, step: int, named: Any, gradients: Any) -> None:
+    if (when, step) == ("reduce", 3):
+        for each in gradients:
+            each["layers.2.norm.weight"] = each["layers.2.norm.weight"] / 2
+
+
+def stale(when: str, step: int, named: Any, before: Any) -> None:
+    """A parameter is late by a step; in bfloat16 single elements of it go farther by chance."""
+    if (when, step) == ("step", 3):
+        named["layers.0.down"].data.copy_(before["layers.0.down"])
+
+
+def stale_norm(when: str, step: int, named: Any, before: Any) -> None:
+    """A step moves these numbers by a unit in the last place of bfloat16, or not at all."""
+    if (when, step) == ("step", 2):
+        named["layers.1.norm.weight"].data.copy_(before["layers.1.norm.weight"])
+
+
+def rounded(when: str, step: int, named: Any, losses: Any) -> None:
+    """A loss is computed in bfloat16 where stock does so in float32."""
+    if when == "loss":
+        losses[:] = [loss.bfloat16().float() for loss in losses]
+
+
+FAULTS = {
+    dropped: (3, "gradient layers.1.up"),
+    averaged_twice: (3, "gradient layers.2.norm.weight"),
+    stale: (3, "parameter layers.0.down"),
+    stale_norm: (2, "parameter layers.1.norm.weight"),
+    rounded: (1, "loss"),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_faults_are_found_among_noise_in_their_first_value(judged, fault):
+    first = judged(fault).first
+    assert first is not None
+    assert (first.step, first.row.name) == FAULTS[fault]
+
+
+# --- the rule ---
+
+
+def steps(*values: dict[str, Tensor]) -> list[Event]:
+    return [(STEP, {name: keep(value) for name, value in each.items()}) for each in values]
+
+
+def test_noise_is_that_of_all_layers_and_steps_so_far_in_proportion(recorded):
+    def layers(first: float, second: float, other: float, moved: float) -> dict[str, Tensor]:
+        one = torch.tensor([1.0, 0.0, 0.0, 0.0])
+        return {
+            "gradient layers.0.w": (first + first * moved) * one,
+            "gradient layers.1.w": second * one,
+            "gradient layers.1.v": second * one,
+            "gradient layers.2.w": other * torch.ones(5),
+        }
+
+    stock = recorded(steps(layers(1.0, 0.1, 1.0, 0.0), layers(1.0, 8.0, 1.0, 0.0), layers(2.0, 8.0, 1.0, 0.0)))
+    other = recorded(steps(layers(1.0, 0.1, 1.0, 0.0), layers(1.0, 8.0, 1.0, 0.25), layers(2.0, 8.0, 1.0, 0.125)))
+    noise, events = Noise(stock, [other]), list(stock.events("rank 0"))
+    assert [noise.of(event, "gradient layers.0.w").largest for event in events] == [0.0, 0.25, 0.25]
+    assert noise.of(events[1], "gradient layers.0.w").mean == 0.125  # of four elements, one moved
+    assert noise.of(events[1], "gradient layers.1.w").largest == 0.25, "no more than any of its like moved"
+    assert noise.of(events[2], "gradient layers.1.v") == noise.of(events[2], "gradient layers.2.w") == NONE
+    small = recorded(steps(layers(1.0, 0.1, 1.0, 0.0), layers(1.0, 0.1, 1.0, 0.0)))
+    noise = Noise(small, [recorded(steps(layers(1.0, 0.1, 1.0, 0.0), layers(1.0, 0.1, 1.0, 0.25)))])
+    assert noise.of(list(small.events("rank 0"))[1], "gradient layers.1.w").largest == pytest.approx(0.025)
+
+
+def verdict_of(stock: Tensor, patched: Tensor, *, moving: bool = True, noise: Size = NONE) -> Verdict:
+    return judge("w", keep(stock), keep(patched), [], floor=1e-6, noise=noise, moving=moving).verdict
+
+
+def test_few_elements_may_be_a_unit_off_where_the_yardstick_moved_anything():
+    for dtype in (torch.bfloat16, torch.float16):
+        stock = torch.full((32,), 0.75, dtype=dtype)
+        units = torch.nextafter(stock, torch.full_like(stock, 2)) - stock
+        few, many = (stock + units * (torch.arange(32) < count) for count in (4, 5))
+        assert verdict_of(stock, few) is Verdict.WITHIN_NOISE
+        assert verdict_of(stock, few, moving=False) is Verdict.DIFFERENT
+        assert verdict_of(stock, many) is Verdict.DIFFERENT
+        assert verdict_of(stock, stock + 2 * units * (torch.arange(32) < 1)) is Verdict.DIFFERENT
+        assert verdict_of(stock[:1], many[:1]) is Verdict.WITHIN_NOISE
+    below = torch.full((8,), 1 - torch.finfo(torch.bfloat16).eps / 2, dtype=torch.bfloat16)
+    for changed, verdict in ((1.0, Verdict.WITHIN_NOISE), (1.0078125, Verdict.DIFFERENT)):
+        assert verdict_of(below, below.index_fill(0, torch.tensor([2]), changed)) is verdict
+    nan = torch.ones(32).index_fill(0, torch.tensor([3]), float("nan"))
+    assert verdict_of(torch.ones(32), nan) is Verdict.DIFFERENT
+
+
+@pytest.mark.parametrize("size", [64, 2 * WHOLE])
+def test_no_more_elements_may_move_than_noise_moves(size):
+    stock = torch.zeros(size)
+    noise = Size(2e-3, 5e-4)
+    assert verdict_of(stock, torch.full((size,), 0.9e-3), noise=noise) is Verdict.WITHIN_NOISE
+    assert verdict_of(stock, torch.full((size,), 1.1e-3), noise=noise) is Verdict.DIFFERENT
