@@ -61,7 +61,7 @@ def load(args: argparse.Namespace, device: torch.device) -> nn.Module:
     return AutoModelForCausalLM.from_pretrained(
         Path(folder[0]),
         distributed_config=DistributedConfig(fsdp_size=world, ep_size=args.ep or world),
-        dtype=torch.bfloat16 if device.type == "cuda" else torch.float32,
+        dtype=getattr(torch, args.dtype or ("bfloat16" if device.type == "cuda" else "float32")),
     )
 
 
@@ -76,6 +76,7 @@ def main() -> None:
     parser.add_argument("--batch-size", type=int, default=8)
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--lr", type=float, default=2e-3)
+    parser.add_argument("--dtype", choices=("bfloat16", "float32"), help="of the model; bfloat16 on GPUs by default")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
     dist.init_process_group()
