@@ -89,6 +89,7 @@ class Measured:
         self._known: dict[tuple[bool, bool, int], Plan] = {}
         self.world, self.local = layer.world, layer.local
         self.chunks = math.lcm(*(plan.chunks for plan in self._plans.values()))
+        self.symmetric = any(plan.symmetric for plan in self._plans.values())
         self.expected = self._uncut = next(iter(self._plans.values()))
 
     def chosen(self, group: dist.ProcessGroup, tokens: int, trains: bool) -> Plan:

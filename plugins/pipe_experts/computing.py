@@ -46,11 +46,12 @@ def computed(
     Returns:
         ``[tokens, h]``, and the number of parts.
     """
-    found = route(top_k_index, plans, group)
+    lane = lane_of(group, x.device) if plans.symmetric else None
+    found = route(top_k_index, plans, group, lane)
     counts, experts, sizes = found.counts, maker(found.plan, found.counts), found.counts.sizes()
     returned, gradient = Memory(sizes), Memory(sizes)
     rows = cut(found.rows(x, dtype), gradient)
-    to_experts, to_tokens = _lanes(found.plan, group, back, x.device)
+    to_experts, to_tokens = _lanes(found.plan, group, back, lane)
 
     def dispatch(part: int) -> Arriving:
         place = functools.partial(gradient.part, part)
@@ -67,7 +68,8 @@ def computed(
     return (out if other is None else out + other), len(sizes)
 
 
-def _lanes(plan: Plan, group: dist.ProcessGroup, back: dist.ProcessGroup, device: torch.device) -> tuple[Lane, Lane]:
+def _lanes(plan: Plan, group: dist.ProcessGroup, back: dist.ProcessGroup, lane: Lane | None) -> tuple[Lane, Lane]:
     """Return by what rows travel to experts and back."""
-    lane = lane_of(group, device) if plan.symmetric else None
-    return (Collective(group), Collective(back)) if lane is None else (lane, lane)
+    if plan.symmetric and lane is not None:
+        return lane, lane
+    return Collective(group), Collective(back)

@@ -96,6 +96,10 @@ class Plans(Protocol):
         """A number of chunks which every plan's number divides."""
 
     @property
+    def symmetric(self) -> bool:
+        """Whether rows may travel by symmetric memory."""
+
+    @property
     def expected(self) -> Plan:
         """The plan that is probably chosen; ranks may expect different ones."""
 

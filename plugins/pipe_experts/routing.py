@@ -18,6 +18,7 @@ from torch.autograd.function import once_differentiable
 
 from ovpatch.overlap import kernel_support
 from ovpatch.overlap.engine import apply_function
+from ovpatch_plugins.pipe_experts.lanes import Collective, Lane
 from ovpatch_plugins.pipe_experts.parts import Counts, Plan, Plans, positions_on
 
 DROPPED = -1
@@ -139,7 +140,7 @@ def _by_kernel(*tensors: Tensor) -> bool:
     return all(t.is_cuda and t.dtype in _OF_KERNELS for t in tensors) and not kernel_support.objection()
 
 
-def route(top_k_index: Tensor, plans: Plans, group: dist.ProcessGroup) -> Route:
+def route(top_k_index: Tensor, plans: Plans, group: dist.ProcessGroup, lane: Lane | None = None) -> Route:
     """Agree with the other ranks on what is sent, and in which parts. The host waits for the counts, once.
 
     [Note: sorted ahead] Which plan is chosen may depend on what the counts tell. They are exchanged so finely that they
@@ -150,6 +151,7 @@ def route(top_k_index: Tensor, plans: Plans, group: dist.ProcessGroup) -> Route:
             the other; :data:`DROPPED` where a slot goes to none.
         plans: Into which parts.
         group: The ranks.
+        lane: By what they tell each other; c10d's all-to-all by default.
 
     Raises:
         ValueError: An expert that no rank has; on all ranks.
@@ -157,7 +159,7 @@ def route(top_k_index: Tensor, plans: Plans, group: dist.ProcessGroup) -> Route:
     tokens, top_k = top_k_index.shape
     chosen, expected = top_k_index.reshape(-1).long(), plans.expected
     order = _order(chosen, expected, tokens)
-    sent, arriving = _exchanged(chosen, plans, tokens, group)
+    sent, arriving = _exchanged(chosen, plans, tokens, lane or Collective(group))
     _check(arriving, expected)
     most, trains = divmod(int(arriving[:, -1].max()), 2)
     plan = plans.chosen(group, most, bool(trains))
@@ -183,7 +185,7 @@ def _chunk(chosen: Tensor, chunks: int, tokens: int) -> Tensor | int:
     return torch.arange(len(chosen), device=chosen.device) // (len(chosen) // tokens) * chunks // tokens
 
 
-def _exchanged(chosen: Tensor, plans: Plans, tokens: int, group: dist.ProcessGroup) -> tuple[Tensor, Tensor]:
+def _exchanged(chosen: Tensor, plans: Plans, tokens: int, lane: Lane) -> tuple[Tensor, Tensor]:
     """Return how many rows are sent to each rank, and come from it, ``[rank, chunk * local expert]``.
 
     Behind that are two more columns: an expert that is none, or 0; and twice the rank's tokens, plus 1 if gradients are
@@ -199,7 +201,7 @@ def _exchanged(chosen: Tensor, plans: Plans, tokens: int, group: dist.ProcessGro
     more = [fact.expand(world, 1) for fact in (_wrong(chosen, experts), facts)]  # all ranks are to raise
     sent = torch.cat([by_rank, *more], dim=1)
     arriving = torch.empty_like(sent)
-    dist.all_to_all_single(arriving, sent, group=group)
+    lane.start(arriving, sent, [1] * world, [1] * world).wait()
     here = torch.stack([sent, arriving]).cpu()
     return here[0], here[1]
 

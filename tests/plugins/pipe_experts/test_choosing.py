@@ -42,6 +42,7 @@ class Finest:
     def __init__(self, wanted: Plan) -> None:
         self.world, self.local, self.chunks, self.wanted = wanted.world, wanted.local, 8, wanted
         self.expected = plan(wanted.world, wanted.local, "experts")
+        self.symmetric = False
         self.told: list[tuple[int, bool]] = []
 
     def chosen(self, group: dist.ProcessGroup, tokens: int, trains: bool) -> Plan:

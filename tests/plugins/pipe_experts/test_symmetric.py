@@ -118,7 +118,7 @@ def test_layers(monkeypatch):
     for rank, (found, won) in enumerate(interpreted(trained, world=2)):
         for case, (seen, _) in zip((*LAYERS, RACED), found, strict=True):
             compare(expected(case, 2)[rank], seen, floor=1e-10).assert_equal()
-        assert [count for _, count in found[:2]] == [16, 8], "there and back, forward and backward, of two parts"
+        assert [count for _, count in found[:2]] == [18, 9], "counts; two parts, there and back, forward and backward"
         assert won == ["none, symmetric", "tokens 2, symmetric"], "forward; forward and backward"
         assert found[2][1] > 8
 

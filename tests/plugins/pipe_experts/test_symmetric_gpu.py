@@ -121,6 +121,27 @@ def test_late_ranks_and_streams_change_nothing(ranks):
     assert ranks(2)(late, 600, **NCCL) == [0, 0]
 
 
+def unawaited() -> list[bool]:
+    """Whether memory stays as it is that is taken while rows that nobody will wait for are still to come."""
+    world, count = dist.get_world_size(), 4096
+    lane, found = lane_of(dist.group.WORLD, device()), []
+    assert lane is not None, sharing.objections()
+    for _ in range(5):
+        rows = torch.ones(world * count, 512, device=device())
+        into = torch.empty_like(rows)
+        torch.cuda._sleep(50_000_000)
+        lane.start(into, rows, [count] * world, [count] * world)
+        del into, rows
+        others = [torch.zeros(world * count, 512, device=device()) for _ in range(2)]
+        torch.cuda.synchronize()
+        found.append(not any(other.any() for other in others))
+    return found
+
+
+def test_rows_that_nobody_waits_for_overwrite_nothing(ranks):
+    assert ranks(2)(unawaited, **NCCL) == [[True] * 5] * 2
+
+
 def checkpointed(how: How) -> list[Tensor]:
     """Two layers, each on a stream of its own, and each computed again in backward."""
     torch.manual_seed(dist.get_rank())
