@@ -83,5 +83,5 @@ def laid_out(weights: Sequence[Tensor]) -> list[Tensor]:
 
 def _is_packed(weight: Tensor, dim: int) -> bool:
     """Tell whether numbers that follow each other in a dimension lie side by side, without gaps in the other one."""
-    dense = weight.stride(dim) == 1 and weight.stride(1 - dim) == weight.shape[dim]
+    dense = weight.is_contiguous() if dim == 1 else weight.stride() == (1, weight.shape[0])
     return dense and weight.data_ptr() % _ALIGNED == 0

@@ -62,8 +62,8 @@ def stage_kernel(
 
 @triton.jit
 def _pull(
-    whole, peers, state, arrived, rank, m, K, half_bytes, WORLD: tl.constexpr, BM: tl.constexpr, PC: tl.constexpr,
-    PULLERS: tl.constexpr, STAGES: tl.constexpr,
+    whole, peers, state, arrived, rank, m, K, half_bytes, pullers,
+    WORLD: tl.constexpr, BM: tl.constexpr, PC: tl.constexpr,
 ):  # fmt: skip
     """Fetch the other ranks' rows, block by block; all ranks' first, the next rank's first."""
     pid = tl.program_id(0)
@@ -74,21 +74,12 @@ def _pull(
         wait_for(signals_of(peers, rank) + READY + source, sequence)
         staged = half_of(peers, source, sequence, half_bytes, whole)
         target = whole + tl.cast(source, tl.int64) * m * K
-        if STAGES:
-            before_descriptors()
-            staged_d = tl.make_tensor_descriptor(staged, [m, K], [K, 1], [BM, PC])
-            for unit in tl.range(pid, blocks * columns, PULLERS, num_stages=STAGES):
-                row, column = unit // columns * BM, unit % columns * PC
-                rows = staged_d.load([row, column])
-                _put(target, rows, row, column, m, K, BM, PC)
-                add_here(arrived + source * blocks + unit // columns)
-        else:
-            for unit in range(pid, blocks * columns, PULLERS):
-                row, column = unit // columns * BM, unit % columns * PC
-                rows = _get(staged, row, column, m, K, BM, PC)
-                _put(target, rows, row, column, m, K, BM, PC)
-                add_here(arrived + source * blocks + unit // columns)
-    if is_last_out(state + SECOND_OUT, PULLERS):
+        for unit in range(pid, blocks * columns, pullers):
+            row, column = unit // columns * BM, unit % columns * PC
+            rows = _get(staged, row, column, m, K, BM, PC)
+            _put(target, rows, row, column, m, K, BM, PC)
+            add_here(arrived + source * blocks + unit // columns)
+    if is_last_out(state + SECOND_OUT, pullers):
         tl.store(state + SEQUENCE, sequence + 1)
         tell_all(peers, DONE, rank, sequence, WORLD)
 
@@ -105,20 +96,16 @@ def _put(target, values, row, column, m, K, BM: tl.constexpr, PC: tl.constexpr):
     tl.store(target + rows.to(tl.int64) * K + columns, values, (rows < m) & (columns < K))
 
 
-@triton.jit(do_not_specialize=["rank", "m"])
+@triton.jit(do_not_specialize=["rank", "m", "pullers"])
 def gather_gemm_kernel(
-    whole, peers, state, arrived, w0, w1, w2, bias0, bias1, bias2, out0, out1, out2, rank, m, K, n0, n1, n2, half_bytes,
-    COUNT: tl.constexpr, KN: tl.constexpr, WORLD: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr, SPLIT: tl.constexpr,
-    PULLERS: tl.constexpr, PC: tl.constexpr, STAGES: tl.constexpr,
+    whole, w0, w1, w2, bias0, bias1, bias2, out0, out1, out2, peers, state, arrived, rank, m, K, n0, n1, n2, half_bytes,
+    pullers, COUNT: tl.constexpr, KN: tl.constexpr, WORLD: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr, SPLIT: tl.constexpr, PC: tl.constexpr,
 ):  # fmt: skip
     """Fetch the other ranks' rows with the first programs, and multiply with the others, own rows first.
 
     Args:
         whole: All rows, ``[world * m, K]``, of which this rank's are there.
-        peers: Addresses of all ranks' buffers.
-        state: What only this rank sees.
-        arrived: Counts of blocks that have arrived, ``[world, blocks of BM rows]``, all 0.
         w0: A weight, ``[n, K]`` or ``[K, n]``.
         w1: A further one, or None, as what follows of it.
         w2: A further one, or None.
@@ -128,6 +115,9 @@ def gather_gemm_kernel(
         out0: A product, ``[world * m, n]``.
         out1: Of the second weight.
         out2: Of the third.
+        peers: Addresses of all ranks' buffers.
+        state: What only this rank sees.
+        arrived: Counts of blocks that have arrived, ``[world, blocks of BM rows]``, all 0.
         rank: This rank.
         m: Rows of a rank.
         K: Features of the input, a multiple of 8.
@@ -135,6 +125,7 @@ def gather_gemm_kernel(
         n1: Of the second one, or 0.
         n2: Of the third one, or 0.
         half_bytes: Bytes of one half of a buffer.
+        pullers: Programs that fetch rows.
         COUNT: Number of weights.
         KN: Whether weights are ``[K, n]``.
         WORLD: Number of ranks.
@@ -143,12 +134,10 @@ def gather_gemm_kernel(
         BK: Features that are multiplied at a time.
         GROUP: Blocks of rows whose tiles take turns.
         SPLIT: Whether tiles are stored in halves, for which less memory is kept.
-        PULLERS: Programs that fetch rows.
         PC: Columns that are fetched at a time.
-        STAGES: Of the pipeline by which they are fetched; 0 for plain loads.
     """
-    if tl.program_id(0) < PULLERS:
-        _pull(whole, peers, state, arrived, rank, m, K, half_bytes, WORLD, BM, PC, PULLERS, STAGES)
+    if tl.program_id(0) < pullers:
+        _pull(whole, peers, state, arrived, rank, m, K, half_bytes, pullers, WORLD, BM, PC)
     else:
         a_d = tl.make_tensor_descriptor(whole, [WORLD, m, K], [tl.cast(m, tl.int64) * K, K, 1], [1, BM, BK])
         if COUNT == 1:
@@ -161,7 +150,7 @@ def gather_gemm_kernel(
         end1 = end0 + tl.cdiv(n1, BN)
         across = end1 + tl.cdiv(n2, BN)
         tiles = blocks * across
-        first, step = tl.program_id(0) - PULLERS, tl.num_programs(0) - PULLERS
+        first, step = tl.program_id(0) - pullers, tl.num_programs(0) - pullers
         for t in tl.range(first, WORLD * tiles, step):
             source = (rank + t // tiles) % WORLD
             i, j = tile_in(t % tiles, blocks, across, GROUP)

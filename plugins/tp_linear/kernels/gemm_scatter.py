@@ -1,4 +1,8 @@
-"""Product and reduce-scatter in two launches: tiles are stored to who owns them, who adds up what has come."""
+"""Product and reduce-scatter in two launches: tiles are stored to who owns them, who adds up what has come.
+
+[Note: owners take turns] With one owner after the other, links would idle while own tiles are computed, and be what all
+wait for before. So groups of tiles go to one owner after the other, in turn.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +22,7 @@ from ovpatch.overlap.symmetric.signals import (
     tell_all,
     wait_for_all,
 )
-from ovpatch_plugins.tp_linear.kernels.tiles import add_tile, store_plain, tile_in, weight_descriptor
+from ovpatch_plugins.tp_linear.kernels.tiles import add_tile, store_plain, tile_by_owner, weight_descriptor
 
 
 @triton.jit(do_not_specialize=["rank", "m"])
@@ -27,7 +31,7 @@ def gemm_scatter_kernel(
     COUNT: tl.constexpr, KN: tl.constexpr, WORLD: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr, SPLIT: tl.constexpr,
 ):  # fmt: skip
-    """Multiply, and store each tile straight to the rank that owns its rows, the next rank's first, own ones last.
+    """Multiply, and store each tile straight to the rank that owns its rows; see [Note: owners take turns].
 
     Args:
         x0: An input, ``[world * m, K]``.
@@ -64,11 +68,9 @@ def gemm_scatter_kernel(
         a2_d = tl.make_tensor_descriptor(x2, [WORLD, m, K2], [tl.cast(m, tl.int64) * K2, K2, 1], [1, BM, BK])
         b2_d = weight_descriptor(w2, n, K2, KN, BN, BK)
     blocks, across = tl.cdiv(m, BM), tl.cdiv(n, BN)
-    tiles = blocks * across
     wait_for_all(signals_of(peers, rank) + DONE, sequence - 2, WORLD)
-    for t in tl.range(tl.program_id(0), WORLD * tiles, tl.num_programs(0)):
-        owner = (rank + 1 + t // tiles) % WORLD
-        i, j = tile_in(t % tiles, blocks, across, GROUP)
+    for t in tl.range(tl.program_id(0), WORLD * blocks * across, tl.num_programs(0)):
+        owner, i, j = tile_by_owner(t, rank, blocks, across, GROUP, WORLD)
         acc = tl.zeros((BM, BN), tl.float32)
         acc = add_tile(acc, a0_d, b0_d, owner, i * BM, j * BN, K0, KN, BM, BN, BK)
         if COUNT > 1:

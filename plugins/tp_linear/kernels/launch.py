@@ -19,10 +19,11 @@ from ovpatch.overlap.symmetric.workspace import Workspace
 from ovpatch_plugins.tp_linear.kernels.gather_gemm import gather_gemm_kernel, stage_kernel
 from ovpatch_plugins.tp_linear.kernels.gemm_scatter import gemm_scatter_kernel, reduce_kernel, scatter_kernel
 from ovpatch_plugins.tp_linear.kernels.prepared import Prepared
-from ovpatch_plugins.tp_linear.kernels.tuning import Tiles, tiles_of
+from ovpatch_plugins.tp_linear.kernels.tuning import WIDE, Tiles, gather_tiles, scatter_tiles
 
 MOST = 3  # weights that one kernel takes
 _COPIED, _SUMMED = 8192, 4096  # numbers that a program copies, or adds up, at a time
+_DENSE = 2  # programs of a multiprocessor, where they copy or add up only
 _KEPT = 1024  # launches of a workspace: sequences of ever new lengths must not fill memory
 
 Made = TypeVar("Made")
@@ -51,14 +52,13 @@ def gather_linear(
     Raises:
         ValueError: A weight or bias does not fit the rows.
     """
-    (m, k), world = x.shape, workspace.world
-    cut = tiles or tiles_of(m, sum([weight.shape[0] for weight in weights]), k, world)
+    blocks = -(-x.shape[0] // (tiles or WIDE).rows)
     with _on_device_of(x):
-        if not workspace.begin(x.numel() * x.element_size(), world * -(-m // cut.rows)):
+        if not workspace.begin(x.numel() * x.element_size(), workspace.world * blocks):
             return None
         given = [(param.shape, param.dtype) for param in (*weights, *biases) if param is not None]
         key = ("gather", x.shape, x.dtype, len(weights), *given, bool(weights) and _is_transposed(weights[0]), tiles)
-        launch = _kept(workspace, key, lambda: _Gather(workspace, x, weights, biases, cut))
+        launch = _kept(workspace, key, lambda: _Gather(workspace, x, weights, biases, tiles))
         return launch(x, weights, biases)
 
 
@@ -115,29 +115,30 @@ class _Gather:
         x: Tensor,
         weights: Sequence[Tensor],
         biases: Sequence[Tensor | None],
-        cut: Tiles,
+        tiles: Tiles | None,
     ) -> None:
         (m, k), world, programs = x.shape, workspace.world, programs_of(x.device)
         for weight, bias in zip(weights, biases, strict=True):
             _demand(weight.shape[1] == k and weight.dtype == x.dtype, "a weight", weight, x)
             if bias is not None:
                 _demand(bias.shape == weight.shape[:1] and bias.dtype == x.dtype, "a bias", bias, weight)
+        features = [len(weight) for weight in weights]
+        cut = tiles or gather_tiles(m, k, features, x.element_size(), world, programs)
         pullers = min(cut.pullers, programs - 1)
         self._biased = any(bias is not None for bias in biases)
-        self._whole, self._outs = (world * m, k), [(world * m, len(weight)) for weight in weights]
-        self._given = workspace.peers, workspace.state, workspace.counts
-        self._stage = Prepared(stage_kernel, programs, None, num_warps=8)
-        self._staged = (
-            *self._given, world * -(-m // cut.rows), workspace.rank, m * k, workspace.half_bytes, world, _COPIED,
+        self._whole, self._outs = (world * m, k), [(world * m, n) for n in features]
+        shared = (workspace.peers, workspace.state, workspace.counts)
+        blocks = world * -(-m // cut.rows)
+        staged = (*shared, blocks, workspace.rank, m * k, workspace.half_bytes, world, _COPIED)
+        self._stage = Prepared(stage_kernel, _DENSE * programs, None, staged, num_warps=8)
+        sizes = (
+            *shared, workspace.rank, m, k, *_three(features, 0), workspace.half_bytes, pullers,
+            max(len(weights), 1), bool(weights) and _is_transposed(weights[0]), world,
+            cut.rows, cut.columns, cut.depth, cut.group, cut.split, cut.width,
         )  # fmt: skip
         self._multiply = Prepared(
-            gather_gemm_kernel, programs if weights else pullers, workspace.scratch,
+            gather_gemm_kernel, programs if weights else pullers, workspace.scratch, sizes,
             num_warps=cut.warps, num_stages=cut.stages,
-        )  # fmt: skip
-        self._sizes = (
-            workspace.rank, m, k, *_three([len(weight) for weight in weights], 0), workspace.half_bytes,
-            max(len(weights), 1), bool(weights) and _is_transposed(weights[0]), world,
-            cut.rows, cut.columns, cut.depth, cut.group, cut.split, pullers, cut.width, cut.pull_stages,
         )  # fmt: skip
 
     def __call__(
@@ -145,11 +146,11 @@ class _Gather:
     ) -> tuple[list[Tensor], Tensor]:
         whole = x.new_empty(self._whole)
         outs = [x.new_empty(shape) for shape in self._outs]
-        self._stage(x, whole, *self._staged)
+        self._stage(x, whole)
         if self._biased:
             biases = [_aligned(x.new_zeros(len(w)) if b is None else b) for w, b in zip(weights, biases, strict=True)]
         used, made = (weights, outs) if weights else ([whole], [whole])  # which no program touches
-        self._multiply(whole, *self._given, *_three(used), *_three(biases), *_three(made), *self._sizes)
+        self._multiply(whole, *_three(used), *_three(biases), *_three(made))
         return outs, whole
 
 
@@ -158,14 +159,14 @@ class _Reduction:
 
     def __init__(self, workspace: Workspace, m: int, n: int, device: torch.device) -> None:
         self._shape = (m, n)
-        self._add_up = Prepared(reduce_kernel, programs_of(device), None, num_warps=8)
-        self._sizes = (
+        sizes = (
             workspace.peers, workspace.state, workspace.rank, m * n, workspace.half_bytes, workspace.world, _SUMMED,
         )  # fmt: skip
+        self._add_up = Prepared(reduce_kernel, _DENSE * programs_of(device), None, sizes, num_warps=8)
 
     def __call__(self, like: Tensor) -> Tensor:
         out = like.new_empty(self._shape)
-        self._add_up(out, *self._sizes)
+        self._add_up(out)
         return out
 
 
@@ -180,19 +181,19 @@ class _Product:
         for given, weight in zip(xs, weights, strict=True):
             _demand(len(given) == world * m and given.dtype == x.dtype, "an input", given, x)
             _demand(weight.shape == (n, given.shape[1]) and weight.dtype == x.dtype, "a weight", weight, given)
-        cut = tiles or tiles_of(m, n, sum(features), world)
-        self._multiply = Prepared(
-            gemm_scatter_kernel, programs_of(x.device), workspace.scratch,
-            num_warps=cut.warps, num_stages=cut.stages,
-        )  # fmt: skip
-        self._sizes = (
+        cut = tiles or scatter_tiles(n, sum(features), x.element_size())
+        sizes = (
             workspace.peers, workspace.state, workspace.rank, m, n, *_three(features, 0), workspace.half_bytes,
             len(xs), _is_transposed(weights[0]), world, cut.rows, cut.columns, cut.depth, cut.group, cut.split,
+        )  # fmt: skip
+        self._multiply = Prepared(
+            gemm_scatter_kernel, programs_of(x.device), workspace.scratch, sizes,
+            num_warps=cut.warps, num_stages=cut.stages,
         )  # fmt: skip
         self._reduction = _Reduction(workspace, m, n, x.device)
 
     def __call__(self, xs: Sequence[Tensor], weights: Sequence[Tensor]) -> Tensor:
-        self._multiply(*_three(xs), *_three(weights), *self._sizes)
+        self._multiply(*_three(xs), *_three(weights))
         return self._reduction(xs[0])
 
 
@@ -202,14 +203,12 @@ class _AsItIs:
     def __init__(self, workspace: Workspace, x: Tensor) -> None:
         world, programs = workspace.world, programs_of(x.device)
         m, n = len(x) // world, x.shape[1]
-        self._store = Prepared(scatter_kernel, programs, None, num_warps=8)
-        self._sizes = (
-            workspace.peers, workspace.state, workspace.rank, m * n, workspace.half_bytes, world, _COPIED,
-        )  # fmt: skip
+        sizes = (workspace.peers, workspace.state, workspace.rank, m * n, workspace.half_bytes, world, _COPIED)
+        self._store = Prepared(scatter_kernel, programs, None, sizes, num_warps=8)
         self._reduction = _Reduction(workspace, m, n, x.device)
 
     def __call__(self, x: Tensor) -> Tensor:
-        self._store(x, *self._sizes)
+        self._store(x)
         return self._reduction(x)
 
 

@@ -16,6 +16,17 @@ def tile_in(t, blocks, across, GROUP: tl.constexpr):
 
 
 @triton.jit
+def tile_by_owner(t, rank, blocks, across, GROUP: tl.constexpr, WORLD: tl.constexpr):
+    """Return owner, row and column of the ``t``-th tile: of each group, those of the next rank first, own ones last."""
+    group = t // (WORLD * GROUP * across)
+    rows = min(blocks - group * GROUP, GROUP)
+    inside = t % (WORLD * GROUP * across)
+    owner = (rank + 1 + inside // (rows * across)) % WORLD
+    inside = inside % (rows * across)
+    return owner, group * GROUP + inside % rows, inside // rows
+
+
+@triton.jit
 def weight_descriptor(weight, n, K, KN: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr):
     """Return what loads tiles of a weight, ``[n, K]`` or, with ``KN``, ``[K, n]``."""
     if KN:

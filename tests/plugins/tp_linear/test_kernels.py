@@ -18,7 +18,7 @@ from ovpatch_plugins.tp_linear.kernels.tuning import Tiles
 from tests.support.interpreter import interpreted
 
 SMALL = Tiles(rows=16, columns=16, depth=16, group=2, pullers=2, width=32)
-CUTS = (SMALL, Tiles(rows=32, columns=32, depth=32, group=1, split=True, pullers=3, width=16, pull_stages=2))
+CUTS = (SMALL, Tiles(rows=32, columns=32, depth=32, group=1, split=True, pullers=3, width=16))
 
 
 class Group:
@@ -71,10 +71,10 @@ def multiply(
     three, (rows, k) = launch._three, whole.shape
     outs = [nothing(rows, len(weight)) for weight in weights]
     gather_gemm_kernel[(cut.pullers + 3,)](
-        whole, workspace.peers, workspace.state, workspace.counts, *three(weights), *three(biases), *three(outs),
+        whole, *three(weights), *three(biases), *three(outs), workspace.peers, workspace.state, workspace.counts,
         workspace.rank, rows // workspace.world, k, *three([len(weight) for weight in weights], 0),
-        workspace.half_bytes, len(weights), launch._is_transposed(weights[0]), workspace.world,
-        cut.rows, cut.columns, cut.depth, cut.group, cut.split, cut.pullers, cut.width, cut.pull_stages,
+        workspace.half_bytes, cut.pullers, len(weights), launch._is_transposed(weights[0]), workspace.world,
+        cut.rows, cut.columns, cut.depth, cut.group, cut.split, cut.width,
     )  # fmt: skip
     return outs
 

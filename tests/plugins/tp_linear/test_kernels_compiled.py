@@ -20,7 +20,12 @@ ALIGNED = ("K", "K0", "K1", "K2", "n", "n0", "n1", "n2", "half_bytes")
 def compiled(kernel: Any, constants: dict[str, Any], tiles: Tiles) -> Any:
     """Compile a kernel for tensors in bfloat16 and sizes that are multiples of 16."""
     names = kernel.arg_names
-    types = {"peers": "*i64", "state": "*i64", "arrived": "*i32", **dict.fromkeys((*ALIGNED, "rank", "m"), "i32")}
+    types = {
+        "peers": "*i64",
+        "state": "*i64",
+        "arrived": "*i32",
+        **dict.fromkeys((*ALIGNED, "rank", "m", "pullers"), "i32"),
+    }
     cut = {"BM": tiles.rows, "BN": tiles.columns, "BK": tiles.depth, "GROUP": tiles.group, "SPLIT": tiles.split}
     fixed = {**cut, **constants, "WORLD": 8}
     signature = {name: "constexpr" if name in fixed else types.get(name, "*bf16") for name in names}
@@ -46,7 +51,7 @@ CUTS = {"as chosen": Tiles(), "narrow": Tiles(columns=128, stages=4), "in halves
 @pytest.mark.parametrize("count", [1, 3])
 def test_kernels_fit_and_are_asynchronous(tiles, count, tmp_path, monkeypatch):
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    pulled = {"COUNT": count, "KN": False, "PULLERS": tiles.pullers, "PC": tiles.width, "STAGES": tiles.pull_stages}
+    pulled = {"COUNT": count, "KN": False, "PC": tiles.width}
     gather = compiled(gather_gemm_kernel, pulled | absent("w", "bias", "out", count=count), tiles)
     scatter = compiled(gemm_scatter_kernel, {"COUNT": count, "KN": True} | absent("x", "w", count=count), tiles)
     for kernel in (gather, scatter):

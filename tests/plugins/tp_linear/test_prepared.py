@@ -13,11 +13,12 @@ import torch
 from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.compiler import make_backend
+from triton.runtime import _allocation
 from triton.runtime.jit import create_function_from_signature
 
 from ovpatch.overlap.symmetric.memory import Memory
 from ovpatch.overlap.symmetric.workspace import Workspace
-from ovpatch_plugins.tp_linear.kernels import launch
+from ovpatch_plugins.tp_linear.kernels import launch, prepared
 from ovpatch_plugins.tp_linear.kernels.tuning import Tiles
 
 KERNELS = ("stage_kernel", "gather_gemm_kernel", "gemm_scatter_kernel", "scatter_kernel", "reduce_kernel")
@@ -85,6 +86,7 @@ def log(monkeypatch):
     found: list[Any] = []
     for name in KERNELS:
         monkeypatch.setattr(launch, name, Watched(getattr(launch, name), found))
+    monkeypatch.setattr(prepared, "_address", lambda tensor: tensor)  # whose type could not be seen
     return found
 
 
@@ -150,6 +152,54 @@ def test_a_workspace_of_other_size_is_asked_anew(log):
     after, how = launches(log, scatter, space, case)
     assert how == {"asked"}
     assert after != before
+
+
+class Recorder:
+    """Stands for a kernel and for what is compiled of it; keeps what it was launched with."""
+
+    def __init__(self) -> None:
+        self.launches: list[tuple[Any, ...]] = []
+
+    def __getitem__(self, grid: tuple[int, int, int]) -> Callable[..., Any]:
+        def run(*args: Any, **options: int) -> Any:
+            self.launches.append(args)
+            return self
+
+        return run
+
+
+def test_tensors_are_launched_again_by_address():
+    kernel, x, state = Recorder(), torch.empty(4), torch.empty(2)
+    launched = prepared.Prepared(kernel, 3, None, (state, 7, None), num_warps=8)
+    launched(x, None)
+    y = torch.empty(5)
+    launched(y, None)
+    first, again = kernel.launches
+    assert [arg is wanted for arg, wanted in zip(first, (x, None, state, 7, None), strict=True)] == [True] * 5
+    assert again == (y.data_ptr(), None, state.data_ptr(), 7, None)
+
+
+def test_memory_for_descriptors_is_asked_of_the_workspace_alone():
+    asked: list[tuple[int, int, int | None]] = []
+
+    class Kernel(Recorder):
+        def __getitem__(self, grid: tuple[int, int, int]) -> Callable[..., Any]:
+            def run(*args: Any, **options: int) -> Any:
+                _allocation._allocator.get()(640, 128, None)
+                return self
+
+            return run
+
+    def scratch(size: int, alignment: int, stream: int | None) -> Tensor:
+        asked.append((size, alignment, stream))
+        return torch.empty(size)
+
+    before = _allocation._allocator.get()
+    launched = prepared.Prepared(Kernel(), 3, scratch, ())
+    launched()
+    launched()
+    assert asked == [(640, 128, None)] * 2
+    assert _allocation._allocator.get() is before, "the script may have one of its own"
 
 
 def test_ever_new_lengths_do_not_fill_memory(log, monkeypatch):
