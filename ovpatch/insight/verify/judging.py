@@ -8,8 +8,9 @@ step of a gradient next to zero, whose sign is chance. A parameter that is late 
 noise is, but in all of its elements. So the root of the mean square has to be within noise, too.
 
 [Note: units in the last place] A bfloat16 number just below 1 is followed by one that is 0.0039 larger. What is rounded
-otherwise moves by such a unit or not at all, and that no element happened to move in a yardstick says little. So where
-one moved anything of the event, an eighth of a tensor's elements, or a single one, may be a unit off.
+otherwise moves by such a unit or not at all, and that no element happened to move in a yardstick, or by one unit and
+not by two, says little. So where one moved anything of the event, the largest difference may be a unit of the largest
+element more; and an eighth of a tensor's elements, or a single one, may each be a unit off whatever the mean is.
 """
 
 from __future__ import annotations
@@ -48,8 +49,11 @@ def judge(
     far = reduce(Size.or_more, (apart(stock, other) for other in yardsticks), noise)
     factor = _FACTOR_OF_ONE if _is_one(stock) else equality.FACTOR
     allowed = Size(*(max(floor, factor * size) for size in far))
+    rounded = moving and not stock.folded
+    if rounded:
+        allowed = allowed._replace(largest=allowed.largest + _unit(stock.values))
     row = _judged(name, stock, patched, allowed)
-    if row.verdict is Verdict.DIFFERENT and moving and not stock.folded:
+    if row.verdict is Verdict.DIFFERENT and rounded:
         nearer = _without_single_units(stock.values, patched.values)
         if (
             nearer is not None
@@ -80,10 +84,23 @@ def _without_single_units(stock: Any, patched: Any) -> Tensor | None:
     if not isinstance(stock, Tensor) or not stock.is_floating_point():
         return None
     ours, theirs = stock.to(torch.float64), patched.to(torch.float64)
-    format_ = torch.finfo(stock.dtype)
-    sizes = torch.minimum(ours.abs(), theirs.abs()).clamp(min=format_.smallest_normal)
-    units = torch.ldexp(torch.full_like(sizes, format_.eps), torch.frexp(sizes).exponent - 1)
+    units = _units(torch.minimum(ours.abs(), theirs.abs()), stock.dtype)
     near = (ours != theirs) & ((ours - theirs).abs() <= units)
     if not 0 < int(near.sum()) <= max(1, int(_SHARE * stock.numel())):
         return None
     return torch.where(near, stock, patched)
+
+
+def _unit(values: Any) -> float:
+    """Return the unit in the last place of the largest element; 0 of what has none."""
+    if not isinstance(values, Tensor) or not values.is_floating_point() or not values.numel():
+        return 0.0
+    sizes = values.to(torch.float64).abs()
+    return float(_units(sizes.where(sizes.isfinite(), 0.0).max(), values.dtype))
+
+
+def _units(sizes: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return how far the next numbers of a dtype are, for absolute numbers in float64."""
+    facts = torch.finfo(dtype)
+    normal = sizes.clamp(min=facts.smallest_normal)
+    return torch.ldexp(torch.full_like(normal, facts.eps), torch.frexp(normal).exponent - 1)
