@@ -164,7 +164,7 @@ def test_all_ranks_choose_alike_and_say_why_not(ranks):
 def added() -> list[tuple[Tensor, Tensor]]:
     from ovpatch.overlap.copies import kernels, sums
 
-    kernels._BLOCK, kernels._PROGRAMS = 64, 3
+    kernels._BLOCK, kernels._GRID = 64, (3, 1, 1)
     torch.cuda.device_of = lambda tensor: torch.no_grad()
     found = []
     for count, numel, dtype in ((2, 1, torch.float32), (3, 500, torch.float16), (8, 64, torch.float32)):

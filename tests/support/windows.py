@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import os
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,4 +26,9 @@ def allocate(size: int, group: Any, device: torch.device) -> Window:
     ranks: list[Tensor] = [torch.from_file(str(path), shared=True, size=size, dtype=torch.uint8) for path in paths]
     dist.barrier(group)
     os.unlink(paths[group.rank()])
-    return Window(ranks, functools.partial(dist.barrier, group))
+    return Window(ranks, functools.partial(dist.barrier, group), _copy)
+
+
+def _copy(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
+    for to, of in pairs:
+        to.copy_(of)

@@ -27,8 +27,8 @@ COPIES: Final = "copy engines"
 
 _BYTES: Final = 512 * 1024 * 1024  # that are gathered, or reduced and scattered, in a millisecond or two
 _TENSORS: Final = 32
-_ROWS, _FEATURES = 8192, 4096  # of products, which together take somewhat longer on an H100 or H200
-_PRODUCTS: Final = 6
+_ROWS, _FEATURES = 8192, 4096  # of products, of which the later ones take somewhat longer on an H100 or H200
+_BEFORE, _BESIDE = 3, 4
 
 
 def choose(
@@ -158,15 +158,17 @@ def _tensors(group: dist.ProcessGroup, generator: torch.Generator) -> tuple[list
 
 
 def _products(generator: torch.Generator) -> Callable[[Callable[[], Sequence[Work]]], None]:
-    """Return what computes while something is moved."""
+    """Return what computes while something is moved; and before, so that the host has time to launch that."""
     half = {"dtype": torch.bfloat16, "device": generator.device}
     x = torch.randn(_ROWS, _FEATURES, generator=generator, **half)
     weight = torch.randn(_FEATURES, _FEATURES, generator=generator, **half)
     out = torch.empty_like(x)
 
     def beside(start: Callable[[], Sequence[Work]]) -> None:
+        for _ in range(_BEFORE):
+            torch.mm(x, weight, out=out)
         works = start()
-        for _ in range(_PRODUCTS):
+        for _ in range(_BESIDE):
             torch.mm(x, weight, out=out)
         for work in works:
             work.wait()

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ovpatch.overlap.copies.driver import Pair
 from ovpatch.overlap.copies.lanes import Lanes, NoStreams, Streams, Work
 from ovpatch.overlap.copies.rounds import Piece, rounds
 from ovpatch.overlap.copies.sums import add_up
@@ -53,21 +54,19 @@ class Engine:
         elsewhere = [i for i, part in enumerate(parts) if part.data_ptr() != wholes[i][self._rank].data_ptr()]
         others = [(self._rank + i) % self._world for i in range(1, self._world)]
 
-        def lay_out(half: int, pieces: Sequence[Piece]) -> None:
-            for piece in pieces:
-                self._at(self._rank, half + piece.at, piece).copy_(_cut(parts[piece.tensor], piece), non_blocking=True)
+        def lay_out(half: int, pieces: Sequence[Piece]) -> list[Pair]:
+            return [(self._at(self._rank, half, piece), _cut(parts[piece.tensor], piece)) for piece in pieces]
 
         def take(half: int, pieces: Sequence[Piece]) -> None:
-            for rank in others:
-                for piece in pieces:
-                    place = _cut(wholes[piece.tensor][rank], piece)
-                    place.copy_(self._at(rank, half + piece.at, piece), non_blocking=True)
+            self._window.copy(
+                [(_cut(wholes[p.tensor][rank], p), self._at(rank, half, p)) for rank in others for p in pieces]
+            )
 
         with self._lock:
             self._lanes.begin()
             with self._lanes.taking():
-                for i in elsewhere:
-                    wholes[i][self._rank].copy_(parts[i], non_blocking=True)
+                if elsewhere:
+                    self._window.copy([(wholes[i][self._rank], parts[i]) for i in elsewhere])
             self._run([len(part) for part in parts], self._slot, _GRAIN, lay_out, take)
             return [self._lanes.end([*outputs, *inputs])]
 
@@ -83,28 +82,20 @@ class Engine:
         slot = self._slot // (self._world - 1) // _GRAIN * _GRAIN
         scale = 1 / self._world if average else 1.0
 
-        def lay_out(half: int, pieces: Sequence[Piece]) -> None:
-            for rank in others:
-                mine = half + self._slot_of(self._rank, rank) * slot
-                for piece in pieces:
-                    place = self._typed(rank, mine, dtype, piece.at, piece.end - piece.begin)
-                    place.copy_(_cut(wholes[piece.tensor][rank], piece), non_blocking=True)
+        def lay_out(half: int, pieces: Sequence[Piece]) -> list[Pair]:
+            places = {rank: half + self._slot_of(self._rank, rank) * slot for rank in others}
+            return [
+                (self._typed(rank, places[rank], dtype, piece), _cut(wholes[piece.tensor][rank], piece))
+                for rank in others
+                for piece in pieces
+            ]
 
         def take(half: int, pieces: Sequence[Piece]) -> None:
+            places = {rank: half + self._slot_of(rank, self._rank) * slot for rank in others}
             for piece in pieces:
-                given = [
-                    _cut(wholes[piece.tensor][rank], piece)
-                    if rank == self._rank
-                    else self._typed(
-                        self._rank,
-                        half + self._slot_of(rank, self._rank) * slot,
-                        dtype,
-                        piece.at,
-                        piece.end - piece.begin,
-                    )
-                    for rank in range(self._world)
-                ]
-                add_up(_cut(outputs[piece.tensor], piece), given, scale)
+                given = {rank: self._typed(self._rank, place, dtype, piece) for rank, place in places.items()}
+                given[self._rank] = _cut(wholes[piece.tensor][self._rank], piece)
+                add_up(_cut(outputs[piece.tensor], piece), [given[rank] for rank in range(self._world)], scale)
 
         with self._lock:
             self._lanes.begin()
@@ -125,13 +116,13 @@ class Engine:
         sizes: Sequence[int],
         room: int,
         grain: int,
-        lay_out: Callable[[int, Sequence[Piece]], None],
+        lay_out: Callable[[int, Sequence[Piece]], list[Pair]],
         take: Callable[[int, Sequence[Piece]], None],
     ) -> None:
         for pieces in rounds(sizes, room, grain):
             half, self._half = self._half * self._slot, 1 - self._half
             with self._lanes.laying_out():
-                lay_out(half, pieces)
+                self._window.copy(lay_out(half, pieces))
             with self._lanes.taking():
                 self._window.meet()
                 self._lanes.met()
@@ -141,12 +132,12 @@ class Engine:
         """Return which slot of its owner's a rank sends to."""
         return (sender - owner - 1) % self._world
 
-    def _at(self, rank: int, at: int, piece: Piece) -> Tensor:
-        return self._window.ranks[rank].narrow(0, at, piece.end - piece.begin)
+    def _at(self, rank: int, half: int, piece: Piece) -> Tensor:
+        return self._window.ranks[rank].narrow(0, half + piece.at, piece.end - piece.begin)
 
-    def _typed(self, rank: int, offset: int, dtype: torch.dtype, at: int, numel: int) -> Tensor:
-        begin = offset + at * dtype.itemsize
-        return self._window.ranks[rank].narrow(0, begin, numel * dtype.itemsize).view(dtype)
+    def _typed(self, rank: int, slot: int, dtype: torch.dtype, piece: Piece) -> Tensor:
+        size, numel = dtype.itemsize, piece.end - piece.begin
+        return self._window.ranks[rank].narrow(0, slot + piece.at * size, numel * size).view(dtype)
 
 
 def _cut(part: Tensor, piece: Piece) -> Tensor:

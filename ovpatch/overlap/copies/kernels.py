@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Final
+from collections.abc import Callable, Sequence
+from typing import Any, Final
 
 import torch
 import triton
@@ -11,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 _BLOCK: Final = 8192
-_PROGRAMS: Final = 64  # no more: they share the GPU with products, and memory is what they wait for
+_GRID: Final = (64, 1, 1)  # no more: they share the GPU with products, and memory is what they wait for
 
 
 @triton.jit
@@ -48,17 +48,26 @@ def _loaded(given, at, inside, EXACT: tl.constexpr):
 
 MOST: Final = 8  # tensors
 
+_compiled: dict[tuple[Any, ...], Callable[..., Any]] = {}
+
 
 def add_up(out: Tensor, given: Sequence[Tensor], scale: float) -> None:
     """See :func:`ovpatch.overlap.copies.sums.add_up`; at most :data:`MOST` tensors."""
-    if not len(out):
+    size = out.numel()
+    if not size:
         return
-    count = len(given)
-    filled = [*given, *[None] * (MOST - count)]
-    exact = out.dtype == torch.float64
+    tensors, exact = [*given, *[None] * (MOST - len(given)), out], out.dtype == torch.float64
+    rest = (size, 1.0 if exact else scale, len(given), exact, _BLOCK)
     with torch.cuda.device_of(out):  # Triton launches on the current one
-        add_up_kernel[(min(_PROGRAMS, triton.cdiv(len(out), _BLOCK)),)](
-            *filled, out, len(out), 1.0 if exact else scale, count, exact, _BLOCK, num_warps=8
-        )
+        addresses = [None if tensor is None else tensor.data_ptr() for tensor in tensors]
+        # All that Triton would ask of the arguments; asking each of them anew is most of what a launch costs the host.
+        key = (out.device, out.dtype, len(given), size % 16 == 0, size == 1, *[(at or 0) % 16 == 0 for at in addresses])
+        known = _compiled.get(key)
+        if known is not None:
+            known(*addresses, *rest)
+        else:
+            found = add_up_kernel[_GRID](*tensors, *rest, num_warps=8)
+            if found is not None:  # else it is interpreted
+                _compiled[key] = found[_GRID]
     if exact and scale != 1:  # Triton takes numbers as float32
         out.mul_(scale)

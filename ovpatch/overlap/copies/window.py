@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ovpatch.overlap.copies.driver import Driver, Pair
 from ovpatch.overlap.copies.meeting import BYTES, Meeting
 from ovpatch.overlap.symmetric import memory
 
@@ -23,11 +24,13 @@ class Window:
     Attributes:
         ranks: All ranks' memory, bytes, by group rank; the own one among them.
         meet: Makes the current stream (the host, without streams) wait until all ranks' are here.
+        copy: Copies, on the current stream.
         keeps: What keeps the memory.
     """
 
     ranks: list[Tensor]
     meet: Callable[[], None]
+    copy: Callable[[Sequence[Pair]], None]
     keeps: Any = None
 
 
@@ -45,14 +48,18 @@ def allocate(size: int, group: dist.ProcessGroup, device: torch.device) -> Windo
     Raises:
         RuntimeError: Memory cannot be shared, or streams cannot wait for it.
     """
+    found = memory.allocate(size + BYTES, group, device, lambda own: _clear(own[size:]))
+    ranks = [found.keeps.get_buffer(rank, (size,), torch.uint8) for rank in range(group.size())]
     try:
-        found = memory.allocate(size + BYTES, group, device, lambda own: _clear(own[size:]))
-        meet = Meeting([address + size for address in found.addresses], group.rank(), device)
-        meet.try_out()
+        driver = Driver(device)
     except (OSError, AttributeError) as error:  # no such library, or function
         raise RuntimeError(f"the CUDA driver's library lacks what is needed: {error}") from error
-    ranks = [found.keeps.get_buffer(rank, (size,), torch.uint8) for rank in range(group.size())]
-    return Window(ranks, meet, found)
+    meeting = Meeting(driver, [address + size for address in found.addresses], group.rank())
+    with torch.cuda.stream(torch.cuda.Stream(device)):
+        meeting.try_out()
+        driver.copy([(ranks[group.rank()][:16], ranks[group.rank()][16:32])])
+    torch.cuda.synchronize(device)
+    return Window(ranks, meeting, driver.copy, found)
 
 
 def _clear(signals: Tensor) -> None:

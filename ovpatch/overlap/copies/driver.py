@@ -1,0 +1,92 @@
+"""What streams can do and torch does not offer: the CUDA driver's functions, by its library.
+
+[Note: beside what computes] A copy within a GPU is a kernel, unless the driver is asked to have it run beside products;
+a batch of copies can be asked that. Older drivers have no batches: there each copy is torch's.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Sequence
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+Pair = tuple[Tensor, Tensor]
+"""Where to copy to, and what; both contiguous, of the same size and dtype."""
+
+_AT_LEAST: Final = 0  # CU_STREAM_WAIT_VALUE_GEQ, which takes differences, so that numbers may wrap
+_IN_STREAM_ORDER: Final = 1  # CU_MEMCPY_SRC_ACCESS_ORDER_STREAM
+_BESIDE_COMPUTE: Final = 1  # CU_MEMCPY_FLAG_PREFER_OVERLAP_WITH_COMPUTE
+
+
+class _Attributes(ctypes.Structure):
+    """CUmemcpyAttributes; the hints, of a type and a number each, are for managed memory."""
+
+    _fields_ = (
+        ("order", ctypes.c_int),
+        ("hints", ctypes.c_int * 4),
+        ("flags", ctypes.c_uint),
+    )
+
+
+class Driver:
+    """The driver's functions, on the current stream of one device.
+
+    Args:
+        device: Which.
+
+    Raises:
+        OSError: There is no such library.
+        AttributeError: It has no streams that wait for memory.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        library = ctypes.CDLL("libcuda.so.1")
+        value = (ctypes.c_void_p, ctypes.c_uint64, ctypes.c_uint32, ctypes.c_uint)
+        self._write = _function(library, "cuStreamWriteValue32_v2", value)
+        self._wait = _function(library, "cuStreamWaitValue32_v2", value)
+        self._copy: Callable[..., int] | None = None
+        if hasattr(library, "cuMemcpyBatchAsync_v2"):
+            places = ctypes.POINTER(ctypes.c_uint64)
+            batch = (places, places, places, ctypes.c_size_t, ctypes.POINTER(_Attributes), places, ctypes.c_size_t)
+            self._copy = _function(library, "cuMemcpyBatchAsync_v2", (*batch, ctypes.c_void_p))
+        self._attributes = _Attributes(_IN_STREAM_ORDER, (ctypes.c_int * 4)(), _BESIDE_COMPUTE)
+        self._first = ctypes.c_uint64(0)  # the copy from which on the attributes hold
+
+    def write(self, address: int, number: int) -> None:
+        """Write a number of 32 bits once all before it in the stream is done, and seen by other GPUs."""
+        _check(self._write(self._stream(), address, number, 0))
+
+    def wait(self, address: int, number: int) -> None:
+        """Have the stream wait until a number of 32 bits is there, or a later one."""
+        _check(self._wait(self._stream(), address, number, _AT_LEAST))
+
+    def copy(self, pairs: Sequence[Pair]) -> None:
+        """Copy, in any order among themselves. Tensors have to be kept until it is done."""
+        if self._copy is None:
+            for to, of in pairs:
+                to.copy_(of, non_blocking=True)
+            return
+        count = len(pairs)
+        numbers = ctypes.c_uint64 * count
+        tos, ofs = numbers(*[to.data_ptr() for to, _ in pairs]), numbers(*[of.data_ptr() for _, of in pairs])
+        sizes = numbers(*[to.nbytes for to, _ in pairs])
+        _check(self._copy(tos, ofs, sizes, count, self._attributes, self._first, 1, self._stream()))
+
+    def _stream(self) -> int:
+        raw: int = torch._C._cuda_getCurrentRawStream(self._device.index)
+        return raw
+
+
+def _function(library: ctypes.CDLL, name: str, types: tuple[Any, ...]) -> Callable[..., int]:
+    function = library[name]
+    function.argtypes, function.restype = types, ctypes.c_int
+    return function
+
+
+def _check(status: int) -> None:
+    if status:
+        raise RuntimeError(f"the CUDA driver refused what a stream was to do (CUresult {status})")
