@@ -4,7 +4,8 @@ Two runs are equal if every value is
 
 - bitwise equal: same name, dtype, shape and layout, equal values, where NaN equals NaN and 0.0 equals -0.0; or
 - equal within noise: the largest absolute difference of a tensor is at most ``max(1e-6, 2 * yardstick)``, where the
-  yardstick is what stock differs from itself when only the order of its reductions changes.
+  yardstick is what stock differs from itself when only the order of its reductions changes. ``verify``, which sees
+  every value of every step, asks for more, and measures noise better (``judging.py`` and ``noise.py`` there).
 
 [Note: why the yardstick is a reordered run] Two identical stock runs are bitwise equal, so a rerun measures no noise at
 all, while reordering alone moves some tensors by far more than any fixed tolerance: attention key biases have a true

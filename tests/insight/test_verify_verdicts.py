@@ -187,6 +187,15 @@ def test_they_are_reordered_more_often_as_long_as_chance_may_explain_a_differenc
     assert (result.verdict, list(result.outcomes)[-1]) == (Verdict.DIFFERENT, "reordered-5")
 
 
+def test_other_sums_over_ranks_are_drawn_again_where_they_move_anything(verify):
+    result, _ = verify(["a"], values(patched=1.9, reordered=1.1, reordered_2=1.5))
+    assert (result.verdict, list(result.outcomes)[-1]) == (Verdict.NOISE, "reordered-2")
+    turns = [outcome.arm.details.get("reorder", 0) for outcome in result.outcomes.values()]
+    assert turns == [0, 0, 0, 1, 2]
+    result, _ = verify(["a"], values(patched=1.9))
+    assert (result.verdict, list(result.outcomes)) == (Verdict.DIFFERENT, ["stock", "patched", "rerun", "reordered"])
+
+
 def test_a_difference_that_chance_cannot_explain_needs_no_more_runs(verify):
     result, _ = verify(["products"], values(patched=1.9, reordered=1.001))
     assert (result.verdict, list(result.outcomes)[-1]) == (Verdict.DIFFERENT, "reordered")

@@ -5,6 +5,8 @@ is another order, and nothing else about the program changes. Stock's first back
 whatever their size is set to; here it has not, or the first step would have no yardstick.
 
 The norm of all gradients is a sum as well, by which every one of them is clipped. Here it is that of their pieces.
+
+Where stock is reordered several times, buckets are smaller and pieces more in each.
 """
 
 from __future__ import annotations
@@ -12,7 +14,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import wraps
+from functools import partial, wraps
 from typing import Any, Final
 
 import torch
@@ -23,57 +25,64 @@ from ovpatch.patching import PatchManager
 
 _DEFAULT: Final = 25.0  # MiB
 _MIB: Final = 1 << 20
-_PIECES: Final = 3
+_PIECES: Final = 2  # and one more each time
 
 
-def reorder(patches: PatchManager) -> None:
-    """Declare the patches that give every DistributedDataParallel model other buckets, and norms other pieces."""
+def reorder(patches: PatchManager, turn: int = 1) -> None:
+    """Declare the patches that give every DistributedDataParallel model other buckets, and norms other pieces.
+
+    Args:
+        patches: Where they are declared.
+        turn: From 1: each has an order of its own.
+    """
     why = "bucket_cap_mb is the one argument that reorders sums and changes nothing else"
-    patches.register_patch("torch.nn.parallel.DistributedDataParallel.__init__", wrap=_wrap_init, why=why)
+    init = "torch.nn.parallel.DistributedDataParallel.__init__"
+    patches.register_patch(init, wrap=partial(_wrap_init, turn=turn), why=why)
     patches.register_patch(
         "torch.nn.utils.clip_grad._get_total_norm",
-        wrap=_wrap_norm,
+        wrap=partial(_wrap_norm, pieces=_PIECES + turn),
         why="both clip_grad_norm_ and get_total_norm call it",
     )
 
 
-def cap_mb(module: nn.Module, given: float | None) -> float:
+def cap_mb(module: nn.Module, given: float | None, turn: int) -> float:
     """Return a bucket size that cuts the gradients of a module otherwise than the given one does, in MiB.
 
     Args:
         module: What is wrapped.
         given: The script's ``bucket_cap_mb``.
+        turn: Which of the other orders.
     """
     total = sum(p.numel() * p.element_size() for p in module.parameters() if p.requires_grad)
-    return min(_DEFAULT if given is None else given, max(total, 1) / _MIB) / 3
+    return min(_DEFAULT if given is None else given, max(total, 1) / _MIB) / (_PIECES + turn)
 
 
-def _wrap_init(original: Callable[..., None]) -> Callable[..., None]:
+def _wrap_init(original: Callable[..., None], turn: int) -> Callable[..., None]:
     signature = inspect.signature(original)
 
     @wraps(original)
     def init(*args: Any, **kwargs: Any) -> None:
         bound = signature.bind(*args, **kwargs)
         module, given = bound.arguments["module"], bound.arguments.get("bucket_cap_mb")
-        bound.arguments["bucket_cap_mb"] = cap = cap_mb(module, given)
+        bound.arguments["bucket_cap_mb"] = cap = cap_mb(module, given, turn)
         with _buckets_from_the_start(int(cap * _MIB)):
             original(*bound.args, **bound.kwargs)
 
     return init
 
 
-def _wrap_norm(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
+def _wrap_norm(original: Callable[..., Tensor], pieces: int) -> Callable[..., Tensor]:
     @wraps(original)
     def get_total_norm(tensors: Any, *args: Any, **kwargs: Any) -> Tensor:
         given = [tensors] if isinstance(tensors, Tensor) else list(tensors)
-        return original([piece for tensor in given for piece in _pieces(tensor)], *args, **kwargs)
+        return original([piece for tensor in given for piece in _cut(tensor, pieces)], *args, **kwargs)
 
     return get_total_norm
 
 
-def _pieces(tensor: Tensor) -> Sequence[Tensor]:
+def _cut(tensor: Tensor, pieces: int) -> Sequence[Tensor]:
     plain = type(tensor) is Tensor and tensor.layout is torch.strided
-    return tensor.flatten().chunk(_PIECES) if plain and tensor.numel() >= _PIECES else [tensor]
+    return tensor.flatten().chunk(pieces) if plain and tensor.numel() >= pieces else [tensor]
 
 
 @contextmanager

@@ -31,7 +31,7 @@ from ovpatch.insight.verify.verdict import Result, Verdict
 
 WORKER: Final = "ovpatch.insight.verify.worker"
 
-#: How many times what is allowed a difference may be by chance, where there is more noise than that of sums over ranks.
+#: How many times what is allowed a difference may be by chance, where another stock run moved anything.
 _CHANCE: Final = 100.0
 
 #: How often stock runs once more, as long as chance may explain what differs.
@@ -97,6 +97,7 @@ class _Verification:
     blamed: list[str] = field(default_factory=list)
     noise: dict[str, str] = field(default_factory=dict)
     unsteady: str = ""
+    noisy: bool = False
 
     def result(self) -> Result:
         """Run what is needed for the answer."""
@@ -140,8 +141,7 @@ class _Verification:
     def _may_be_chance(self, wrong: str) -> bool:
         """Tell whether noise, of which too little was seen, may explain all that differs."""
         different = self.compared.different
-        noisy = bool(self.unsteady) or self.outcomes["patched"].reorders_products
-        return bool(different) and noisy and not wrong and all(one.row.excess < _CHANCE for one in different)
+        return bool(different) and self.noisy and not wrong and all(one.row.excess < _CHANCE for one in different)
 
     def _draw_more(self, stock: Run, patched: Run, wrong: str) -> None:
         """Run stock again as long as that may show a difference to be noise."""
@@ -217,8 +217,9 @@ class _Verification:
     def _measure_noise(self, stock: Run, patched: Run) -> None:
         rerun = self._yardstick("rerun")
         reordered = self._yardstick("reordered", **self._reordering(1))
-        itself = compare(stock, rerun)
-        self.noise = {"rerun": _amount(itself), "reordered": _amount(compare(stock, reordered))}
+        itself, otherwise = compare(stock, rerun), compare(stock, reordered)
+        self.noise = {"rerun": _amount(itself), "reordered": _amount(otherwise)}
+        self.noisy = bool(itself.findings or otherwise.findings)
         if itself.findings:
             first = min(itself.findings, key=lambda one: (one.step, one.order))
             self.unsteady = (
@@ -231,7 +232,7 @@ class _Verification:
 
     def _reordering(self, number: int) -> dict[str, Any]:
         """Return what the worker of the reordered arm is to do, the ``number``-th time."""
-        return {"reorder": True, "pieces": number + 1 if self.outcomes["patched"].reorders_products else 0}
+        return {"reorder": number, "pieces": number + 1 if self.outcomes["patched"].reorders_products else 0}
 
     def _yardstick(self, name: str, **details: Any) -> Run:
         """Run stock once more, and note if it ends otherwise."""

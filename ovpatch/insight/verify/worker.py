@@ -15,7 +15,7 @@ def begin(orders: Orders) -> None:
     """Seed this process, record what it computes, and end it after the ordered number of steps.
 
     Args:
-        orders: In their details, ``steps`` is that number, ``reorder`` asks for the reordered arm, and
+        orders: In their details, ``steps`` is that number, ``reorder`` tells which reordered arm it is, if any, and
             ``deterministic`` for deterministic algorithms, and ``strict`` for errors where there are none. ``pieces``
             says into how many the reordered arm cuts the sums of matrix products; 0 leaves them.
     """
@@ -32,7 +32,7 @@ def begin(orders: Orders) -> None:
     counter = steps.Steps(orders.directory, at_border)
     watch = Watch(recorder, counter)
     if orders.details.get("reorder"):
-        reordering.reorder(watch.patches)
+        reordering.reorder(watch.patches, orders.details["reorder"])
     if orders.details.get("pieces"):
         products.reorder(orders.details["pieces"])
     watch.begin()
