@@ -249,7 +249,8 @@ OPERATOR_ARMS = {
 def tp_operators() -> str:
     """Return the table of ``benchmarks/tp_operators.py``: one row per operator and shape."""
     results = _results("tp_operators")
-    header = ["linear", "GPUs", *OPERATOR_ARMS.values(), "in sequence / fused", "graphed", "speed of light"]
+    shown = _seen(OPERATOR_ARMS, results)
+    header = ["linear", "GPUs", *shown.values(), "in sequence / fused", "graphed", "speed of light"]
     lines = [_row(header), _row(["---"] * len(header))]
     for result in results:
         settings = result["settings"]
@@ -262,7 +263,7 @@ def tp_operators() -> str:
         limit = max(arms["product, graphed"], arms["collective, graphed"])
         ratios = [arms["in sequence"] / fused, arms["in sequence, graphed"] / graphed, limit / graphed]
         cut = f", cut for {settings['tp']}" if settings["tp"] else ""
-        times = [f"{arms[arm]:.3f}" if arm in arms else "" for arm in OPERATOR_ARMS]
+        times = [f"{arms[arm]:.3f}" if arm in arms else "" for arm in shown]
         lines.append(
             _row([f"{settings['shapes']}{cut}: {kind}", str(result["world"]), *times, *(f"{r:.2f}" for r in ratios)])
         )
