@@ -103,7 +103,7 @@ def _made(chosen: Chosen, group: dist.ProcessGroup, device: torch.device, alloca
     return reason
 
 
-Calls = Callable[[dist.ProcessGroup, Engine, torch.Generator], dict[str, Callable[[], None]]]
+Calls = Callable[[dist.ProcessGroup, Engine, torch.Generator], Arms]
 
 
 def _asked(
@@ -128,7 +128,7 @@ def _asked(
     return choice.arm == COPIES, choice.final
 
 
-def _gathers(group: dist.ProcessGroup, engine: Engine, generator: torch.Generator) -> dict[str, Callable[[], None]]:
+def _gathers(group: dist.ProcessGroup, engine: Engine, generator: torch.Generator) -> Arms:
     outputs, parts = _tensors(group, generator)
     beside = _products(generator)
     by_backend = AllGather(group, generator.device)
@@ -138,7 +138,7 @@ def _gathers(group: dist.ProcessGroup, engine: Engine, generator: torch.Generato
     }
 
 
-def _scatters(group: dist.ProcessGroup, engine: Engine, generator: torch.Generator) -> dict[str, Callable[[], None]]:
+def _scatters(group: dist.ProcessGroup, engine: Engine, generator: torch.Generator) -> Arms:
     inputs, parts = _tensors(group, generator)
     outputs = [torch.empty_like(part) for part in parts]
     beside = _products(generator)
@@ -159,9 +159,11 @@ def _tensors(group: dist.ProcessGroup, generator: torch.Generator) -> tuple[list
 
 def _products(generator: torch.Generator) -> Callable[[Callable[[], Sequence[Work]]], None]:
     """Return what computes while something is moved; and before, so that the host has time to launch that."""
-    half = {"dtype": torch.bfloat16, "device": generator.device}
-    x = torch.randn(_ROWS, _FEATURES, generator=generator, **half)
-    weight = torch.randn(_FEATURES, _FEATURES, generator=generator, **half)
+
+    def draw(rows: int) -> Tensor:
+        return torch.randn(rows, _FEATURES, generator=generator, dtype=torch.bfloat16, device=generator.device)
+
+    x, weight = draw(_ROWS), draw(_FEATURES)
     out = torch.empty_like(x)
 
     def beside(start: Callable[[], Sequence[Work]]) -> None:
