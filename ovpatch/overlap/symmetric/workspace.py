@@ -11,6 +11,7 @@ from torch.distributed import distributed_c10d
 
 from ovpatch.overlap.symmetric import memory
 from ovpatch.overlap.symmetric.order import take_turn
+from ovpatch.overlap.symmetric.scratch import Scratch
 
 HEADER: Final = 1024  # bytes of signals in front of the halves
 _GRAIN: Final = 2 * 1024 * 1024  # bytes: what devices map at least
@@ -37,6 +38,7 @@ class Workspace:
         peers: Addresses of all ranks' memory, int64, ``[world]``.
         state: Number of the next operator and counts of programs, int64; only this rank's kernels see it.
         counts: Counts of what has arrived, int32; as the state.
+        scratch: Makes memory for descriptors of its kernels.
         kept: What operators keep for as long as sizes and addresses stay, by keys of theirs.
     """
 
@@ -47,8 +49,7 @@ class Workspace:
         self.peers = self.state = torch.empty(0, dtype=torch.int64, device=device)
         self.counts = torch.empty(0, dtype=torch.int32, device=device)
         self.kept: dict[Any, Any] = {}
-        self._scratch: list[Tensor] = []
-        self._scratch_size = 0
+        self.scratch = Scratch(device)
         self._memory: memory.Memory | None = None
         self._captured = False
         self._outgrown: list[tuple[memory.Memory | None, Tensor, Tensor, Tensor]] = []
@@ -71,22 +72,6 @@ class Workspace:
         self._captured |= capturing
         take_turn(self.device, capturing)
         return True
-
-    def scratch(self, size: int, alignment: int, stream: int | None) -> Tensor:
-        """Return memory that a kernel may use while it runs, of which none of the others runs; for ``triton``.
-
-        Args:
-            size: Bytes.
-            alignment: Of its address; what torch allocates is aligned well enough.
-            stream: Where the kernel will run.
-        """
-        if size <= self._scratch_size:
-            return self._scratch[-1]
-        made = torch.empty(size, dtype=torch.int8, device=self.device)
-        if not self._is_capturing():  # else it is the graph's
-            self._scratch.append(made)  # smaller ones may still be in use, by any stream or graph
-            self._scratch_size = size
-        return made
 
     def _is_capturing(self) -> bool:
         return self.device.type == "cuda" and torch.cuda.is_current_stream_capturing()

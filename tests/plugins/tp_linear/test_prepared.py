@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import functools
+import gc
 import itertools
 import random
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -17,6 +19,7 @@ from triton.runtime import _allocation
 from triton.runtime.jit import create_function_from_signature
 
 from ovpatch.overlap.symmetric.memory import Memory
+from ovpatch.overlap.symmetric.scratch import Scratch
 from ovpatch.overlap.symmetric.workspace import Workspace
 from ovpatch_plugins.tp_linear.kernels import launch, prepared
 from ovpatch_plugins.tp_linear.kernels.tuning import Tiles
@@ -241,12 +244,27 @@ def test_products_that_do_not_fit_are_refused(log):
 
 
 def test_descriptors_have_memory_that_only_grows():
-    space = workspace()
-    first = space.scratch(1000, 128, None)
+    scratch = Scratch(CPU)
+    first = scratch(1000, 128, None)
     assert len(first) >= 1000
-    assert space.scratch(10, 128, None) is first
-    second = space.scratch(2000, 128, None)
+    assert scratch(10, 128, None) is first
+    second = scratch(2000, 128, None)
     assert len(second) >= 2000
     assert second is not first
-    assert space.scratch(1000, 128, None) is second
-    assert any(kept is first for kept in space._scratch), "a stream, or a graph, may be using it still"
+    assert scratch(1000, 128, None) is second
+    held = weakref.ref(first)
+    del first
+    assert held() is not None, "a stream, or a graph, may be using it still"
+
+
+def test_launches_do_not_keep_a_workspace(log):
+    space = workspace()
+    scatter(space, 16, 8, 1, torch.bfloat16, False, None)
+    gather(space, 16, 8, 1, torch.bfloat16, False, None)
+    held = weakref.ref(space)
+    gc.disable()
+    try:
+        del space
+        assert held() is None, "its memory goes with its process group, not some time later"
+    finally:
+        gc.enable()
