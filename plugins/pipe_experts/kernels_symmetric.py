@@ -11,7 +11,8 @@ ends of a pair know how many rows go between them, which is all that the numbers
 a program for those of its own number, on other ranks. At level ``l`` it stores its units ``l`` and fetches those of
 level ``l - 1``. What is fetched at a level was stored at the one before; what is stored takes the slot of a unit that
 was fetched at a level before, since a ring has two slots or more. So of all programs of a number, those at the lowest
-level never wait: some rank can always go on, though a device may have room for a single program at a time.
+level never wait: some rank can always go on, though a device may have room for a single program at a time. Kernels
+that fill a device need not take turns with this one: they go on with whatever multiprocessors it leaves them.
 """
 
 from __future__ import annotations
@@ -28,19 +29,19 @@ HEADER = tl.constexpr(8 * 2 * MOST.value * RANKS.value)  # bytes of signals in f
 
 
 @triton.jit
-def _of(rank, counts):
+def _of(rank, counts, WORLD: tl.constexpr):
     """Return a rank's count of a tuple."""
     found = tl.cast(counts[0], tl.int64)
-    for i in tl.static_range(1, RANKS):
+    for i in tl.static_range(1, WORLD):
         found = tl.where(rank == i, counts[i], found)
     return found
 
 
 @triton.jit
-def _before(rank, counts):
+def _before(rank, counts, WORLD: tl.constexpr):
     """Return the sum of the counts of the ranks in front of one."""
     found = tl.cast(0, tl.int64)
-    for i in tl.static_range(RANKS - 1):
+    for i in tl.static_range(WORLD - 1):
         found += tl.where(rank > i, counts[i], 0)
     return found
 
@@ -116,22 +117,22 @@ def symm_all_to_all_kernel(  # noqa: D417
     levels = tl.cast(0, tl.int64)
     for step in range(1, WORLD):
         to, source = (rank + step) % WORLD, (rank + WORLD - step) % WORLD
-        stored = _units(_of(to, sending) * wide, channel, CHANNELS, SLOT, BLOCK)
-        fetched = _units(_of(source, receiving) * wide, channel, CHANNELS, SLOT, BLOCK)
+        stored = _units(_of(to, sending, WORLD) * wide, channel, CHANNELS, SLOT, BLOCK)
+        fetched = _units(_of(source, receiving, WORLD) * wide, channel, CHANNELS, SLOT, BLOCK)
         levels = tl.maximum(levels, tl.maximum(stored, tl.where(fetched > 0, fetched + 1, 0)))
     for level in range(0, levels):
         for step in range(1, WORLD):
             to, source = (rank + step) % WORLD, (rank + WORLD - step) % WORLD
-            sent, received = _of(to, sending) * wide, _of(source, receiving) * wide
+            sent, received = _of(to, sending, WORLD) * wide, _of(source, receiving, WORLD) * wide
             stored = _size(sent, channel, level, CHANNELS, SLOT, BLOCK).to(tl.int32)
             fetched = _size(received, channel, level - 1, CHANNELS, SLOT, BLOCK).to(tl.int32)
             number = tl.load(state + STORED + own + to) + level
             other = tl.load(state + FETCHED + own + source) + level - 1
             theirs = _slot(peers, to, rank, channel, number, rows, WORLD, SLOT, DEPTH)
             ours = _slot(peers, rank, source, channel, tl.maximum(other, 0), out, WORLD, SLOT, DEPTH)
-            leaving = rows + (_before(to, sending) * wide + _begin(sent, channel, level, CHANNELS, SLOT, BLOCK))
+            leaving = rows + (_before(to, sending, WORLD) * wide + _begin(sent, channel, level, CHANNELS, SLOT, BLOCK))
             put = _begin(received, channel, level - 1, CHANNELS, SLOT, BLOCK)
-            coming = out + (_before(source, receiving) * wide + put)
+            coming = out + (_before(source, receiving, WORLD) * wide + put)
             if ALIGNED:  # said here, since what a function says of its arguments is lost
                 leaving, coming = tl.multiple_of(leaving, 16), tl.multiple_of(coming, 16)
                 stored, fetched = tl.multiple_of(stored, 4), tl.multiple_of(fetched, 4)
@@ -155,7 +156,7 @@ def symm_all_to_all_kernel(  # noqa: D417
                 tl.atomic_xchg(signals_of(peers, source) + FETCHED + own + rank, other + 1, sem="release", scope="sys")
     for step in range(1, WORLD):
         to, source = (rank + step) % WORLD, (rank + WORLD - step) % WORLD
-        stored = _units(_of(to, sending) * wide, channel, CHANNELS, SLOT, BLOCK)
-        fetched = _units(_of(source, receiving) * wide, channel, CHANNELS, SLOT, BLOCK)
+        stored = _units(_of(to, sending, WORLD) * wide, channel, CHANNELS, SLOT, BLOCK)
+        fetched = _units(_of(source, receiving, WORLD) * wide, channel, CHANNELS, SLOT, BLOCK)
         tl.store(state + STORED + own + to, tl.load(state + STORED + own + to) + stored)
         tl.store(state + FETCHED + own + source, tl.load(state + FETCHED + own + source) + fetched)

@@ -44,9 +44,10 @@ def _made(group: dist.ProcessGroup, device: torch.device) -> Symmetric | None:
 
 def possible(how: How, group: dist.ProcessGroup, device: torch.device) -> How:
     """Return how can be computed what is to be computed so: with c10d's all-to-alls where there is no other lane."""
-    if how.exchange == "c10d" or group.size() == 1 or lane_of(group, device) is not None:
+    if how.exchange == "c10d":
         return how
-    return dataclasses.replace(how, exchange="c10d")
+    is_asked = group.size() > 1 and (how.exchange == "symmetric" or how.cut == "auto")  # else nothing is measured
+    return how if is_asked and lane_of(group, device) is not None else dataclasses.replace(how, exchange="c10d")
 
 
 def objections() -> list[str]:
