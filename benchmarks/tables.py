@@ -271,8 +271,8 @@ def tp_operators() -> str:
     return "\n".join(lines) + (
         f"\n\nMilliseconds of one call, forward, bf16, median, the slowest rank counts; {newest['device']}, torch "
         f"{newest['torch']}, NCCL without NVLink multicast, random data, {newest['date']}. Speed of light: the longer "
-        "one of cuBLAS's product and NCCL's collective, over ours, both graphed. Raw data, with other tiles and worst "
-        "cases: `benchmarks/results/tp_operators.jsonl`."
+        "one of cuBLAS's product and NCCL's collective, over ours, both graphed. Raw data, with worst cases: "
+        "`benchmarks/results/tp_operators.jsonl`."
     )
 
 

@@ -1,8 +1,8 @@
 """The kernels' launches, on plain tensors.
 
-[Note: keys of launches] Everything that numbers of a launch are computed from is in its key: shapes, dtypes, how weights
-lie, how products are cut. What is the workspace's own changes with its memory alone, with which the launches that it
-keeps go, too. See [Note: asked once].
+[Note: keys of launches] All that numbers of a launch are computed from is in its key: shapes, dtypes, how weights lie,
+how products are cut. What is the workspace's own changes with its memory alone, with which the launches that it keeps
+go, too. See [Note: asked once].
 """
 
 from __future__ import annotations
