@@ -1,8 +1,8 @@
 """All-to-alls over memory that the ranks of one host share, by a few programs of one kernel.
 
 [Note: kept while it is read] Memory that is given back is used again in the order of the stream on which it was
-allocated. That stream waits for rows before they are read, and what they were sent from is given back after that. Rows
-that are never waited for, after an exception, are kept until the kernel has ended.
+allocated, for which the stream of the start stands. That one waits for rows before they are read, and what they were
+sent from is given back after that. Rows that are never waited for, after an exception, are kept until the kernel ends.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class LackingError(RuntimeError):
 class Symmetric:
     """A lane over symmetric memory, for one group on one device; see [Note: channels] of the kernel.
 
-    The host waits for nothing.
+    Rows that stay on this rank are copied beside the kernel. The host waits for nothing.
 
     Args:
         group: The ranks, which make this together.
@@ -172,7 +172,8 @@ class _Work:
         if self._begun is not None and self._end is not None:
             current = torch.cuda.current_stream(self._begun.device)
             current.wait_event(self._end)
-            if current != self._begun:
+            if current != self._begun:  # that one's memory was sent, too, and is about to be given back to it
+                self._begun.wait_event(self._end)
                 current.wait_stream(self._begun)
         self._tensors = ()
 
