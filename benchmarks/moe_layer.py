@@ -46,7 +46,7 @@ OURS = {
 PROGRAMS = (8, 16)  # of the kernel that sends rows over symmetric memory
 OVER_SYMMETRIC = {
     f"ovpatch, {name}, symmetric, {programs} programs": (dataclasses.replace(how, exchange="symmetric"), programs)
-    for name, how in (("none", How("none")), ("experts 4", How("experts", 4)), ("experts 8", How("experts", 8)))
+    for name, how in (("none", How("none")), ("experts 8", How("experts", 8)))
     for programs in PROGRAMS
 }
 LIMITS = ("experts", "all-to-alls")
