@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import random
 from typing import Any
@@ -120,7 +121,7 @@ def test_collectives_take_what_was_chosen_for_their_group(ranks):
 
 
 def choices() -> list[Any]:
-    """Choose where nothing can be copied, where memory cannot be shared, and where all is well."""
+    """Choose where nothing can be copied, where memory cannot be shared or used, and where all is well."""
     group, found = dist.group.WORLD, []
 
     def refused(size: int, group: Any, device: torch.device) -> Any:
@@ -128,11 +129,16 @@ def choices() -> list[Any]:
             raise RuntimeError("pidfd_getfd: Operation not permitted\nmore")
         return windows.allocate(0, dist.new_group([0], use_local_synchronization=True), device)
 
+    def deaf(size: int, group: Any, device: torch.device) -> Any:
+        unheard = [0] if dist.get_rank() == 1 else []
+        return dataclasses.replace(windows.allocate(size, group, device), unheard=lambda: unheard)
+
     before = support.reason_against_memory
     for mode, against, allocate in (
         ("auto", before, windows.allocate),
         ("on", before, windows.allocate),
         ("on", lambda device: "", refused),
+        ("on", lambda device: "", deaf),
         ("off", lambda device: "", windows.allocate),
         ("on", lambda device: "", windows.allocate),
     ):
@@ -153,11 +159,12 @@ def choices() -> list[Any]:
 def test_all_ranks_choose_alike_and_say_why_not(ranks):
     first, second = ranks(2)(choices)
     assert first == second
-    automatic, unable, refused, off, on = first
+    automatic, unable, refused, deaf, off, on = first
     assert automatic == off == (False, False, False, [])
-    assert unable[:3] == refused[:3] == (False, False, True)
+    assert unable[:3] == refused[:3] == deaf[:3] == (False, False, True)
     assert unable[3] == ["copy engines are not used: tensors are on cpu, not on CUDA devices (rank 0, 1)"]
     assert "memory cannot be shared (pidfd_getfd: Operation not permitted)" in refused[3][0]
+    assert "nothing arrives from rank 0" in deaf[3][0]
     assert on == (True, True, True, [])
 
 

@@ -29,6 +29,7 @@ _BYTES: Final = 512 * 1024 * 1024  # that are gathered, or reduced and scattered
 _TENSORS: Final = 32
 _ROWS, _FEATURES = 8192, 4096  # of products, of which the later ones take somewhat longer on an H100 or H200
 _BEFORE, _BESIDE = 3, 4
+_PATIENCE_S: Final = 60.0  # ranks have met just before
 
 
 def choose(
@@ -97,7 +98,11 @@ def _made(chosen: Chosen, group: dist.ProcessGroup, device: torch.device, alloca
         chosen.engine = Engine(group, device, allocate=allocate)
     except RuntimeError as error:  # of the driver: containers may forbid processes to share memory
         reason = f"memory cannot be shared ({str(error).splitlines()[0] if str(error) else type(error).__name__})"
-    reason = agree(group, "copy engines", {}, objection=reason, timeout_s=60.0)
+    reason = agree(group, "copy engines", {}, objection=reason, timeout_s=_PATIENCE_S)
+    if not reason and chosen.engine is not None:
+        unheard = ", ".join(str(dist.get_global_rank(group, rank)) for rank in chosen.engine.unheard())
+        silent = f"nothing arrives from rank {unheard}, or something else" if unheard else ""
+        reason = agree(group, "copy engines", {}, objection=silent, timeout_s=_PATIENCE_S)
     if reason:
         chosen.engine = None
     return reason

@@ -1,7 +1,8 @@
 """What streams can do and torch does not offer: the CUDA driver's functions, by its library.
 
 [Note: beside what computes] A copy within a GPU is a kernel, unless the driver is asked to have it run beside products;
-a batch of copies can be asked that. Older drivers have no batches: there each copy is torch's.
+a batch of copies can be asked that, of which drivers take notice from CUDA 13.1 on. Drivers older than CUDA 13.0 have
+no such batches: there each copy is torch's.
 """
 
 from __future__ import annotations
@@ -57,7 +58,7 @@ class Driver:
         self._first = ctypes.c_uint64(0)  # the copy from which on the attributes hold
 
     def write(self, address: int, number: int) -> None:
-        """Write a number of 32 bits once all before it in the stream is done, and seen by other GPUs."""
+        """Write a number of 32 bits to this device's memory once all before it in the stream is done."""
         _check(self._write(self._stream(), address, number, 0))
 
     def wait(self, address: int, number: int) -> None:

@@ -102,6 +102,10 @@ class Engine:
             self._run([len(output) for output in outputs], slot // dtype.itemsize, grain, lay_out, take)
             return [self._lanes.end([*outputs, *inputs])]
 
+    def unheard(self) -> list[int]:
+        """Return the ranks whose memory cannot be used, by trial; called once all ranks have engines."""
+        return self._window.unheard()
+
     @staticmethod
     def adds(dtype: torch.dtype) -> bool:
         """Tell whether :meth:`scatter` takes a dtype."""

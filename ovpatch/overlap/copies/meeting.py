@@ -1,8 +1,12 @@
 """Meetings of all ranks in stream order, without a kernel.
 
 [Note: no kernel] A kernel that waits needs room on a multiprocessor, and finds none for a tenth of a millisecond while
-products fill the GPU. So streams write numbers to each other's memory, and wait for them, by the driver. Numbers only
-grow, and nobody resets what others read.
+products fill the GPU. So streams copy numbers to each other's memory, and the driver has them wait for numbers to come.
+Numbers only grow, and nobody resets what others read. A stream could write a number to another GPU's memory without a
+copy, but since CUDA 13.1 drivers do not support that (https://github.com/NVIDIA/nccl/issues/2052).
+
+[Note: tried out] Hosts may offer access to other GPUs' memory through which nothing arrives, or something else, as with
+some IOMMUs. A stream that waits for a number from there would wait for ever, so ranks try it out before they meet.
 """
 
 from __future__ import annotations
@@ -10,10 +14,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Final
 
+import torch
+from torch import Tensor
+
 from ovpatch.overlap.copies.driver import Driver
 
 BYTES: Final = 4096  # of signals in a window; zeros at first
 _APART: Final = 128  # bytes between the signals of two ranks
+_NUMBER: Final = 4  # bytes
+_MINE: Final = BYTES // _APART - 1  # the place of the number that others get
+_TRIED: Final = 1
 
 
 class Meeting:
@@ -21,32 +31,41 @@ class Meeting:
 
     Args:
         driver: Of the device.
-        signals: Addresses of all ranks' signals, by group rank.
+        signals: All ranks' signals, :data:`BYTES` each, by group rank; at most ten.
         rank: This rank.
     """
 
-    def __init__(self, driver: Driver, signals: Sequence[int], rank: int) -> None:
-        self._driver, self._number = driver, 0
-        others = [other for other in range(len(signals)) if other != rank]
-        self._theirs = [signals[other] + rank * _APART for other in others]
-        self._ours = [signals[rank] + other * _APART for other in others]
-        self._spare = [address + BYTES - _APART + rank * 4 for address in signals]
-        self._own = self._spare[rank]
+    def __init__(self, driver: Driver, signals: Sequence[Tensor], rank: int) -> None:
+        self._driver, self._number, self._rank, self._world = driver, 0, rank, len(signals)
+        self._places = [signal.view(-1, _APART)[:, :_NUMBER].unbind() for signal in signals]
+        mine, others = self._places[rank][_MINE], [other for other in range(len(signals)) if other != rank]
+        self._mine = mine.data_ptr()
+        self._tell = [(self._places[other][rank], mine) for other in others]
+        self._awaited = [self._places[rank][other].data_ptr() for other in others]
 
     def try_out(self) -> None:
-        """Write to everybody, and wait for what this rank wrote to itself: no rank waits for another.
+        """Send a number to everybody, and wait for what this rank sent to itself: no rank waits for another.
 
         Raises:
             RuntimeError: The driver refuses.
         """
-        for address in self._spare:
-            self._driver.write(address, 1)
-        self._driver.wait(self._own, 1)
+        world, rank = self._world, self._rank
+        mine = self._places[rank][_MINE]
+        self._driver.write(self._mine, _TRIED)
+        self._driver.copy([(places[world + rank], mine) for places in self._places])
+        self._driver.wait(self._places[rank][world + rank].data_ptr(), _TRIED)
+
+    def unheard(self) -> list[int]:
+        """Return the ranks with which numbers cannot be exchanged. The host waits; all have tried out before."""
+        world, own = self._world, self._places[self._rank]
+        self._driver.copy([(own[2 * world + rank], self._places[rank][_MINE]) for rank in range(world)])
+        found = torch.stack(own[world : 3 * world]).view(torch.int32).view(2, world).tolist()
+        return [rank for rank in range(world) if any(numbers[rank] != _TRIED for numbers in found)]
 
     def __call__(self) -> None:
         """Meet; see the class."""
         self._number = (self._number + 1) & 0xFFFFFFFF
-        for address in self._theirs:
-            self._driver.write(address, self._number)
-        for address in self._ours:
+        self._driver.write(self._mine, self._number)
+        self._driver.copy(self._tell)
+        for address in self._awaited:
             self._driver.wait(address, self._number)

@@ -25,12 +25,14 @@ class Window:
         ranks: All ranks' memory, bytes, by group rank; the own one among them.
         meet: Makes the current stream (the host, without streams) wait until all ranks' are here.
         copy: Copies, on the current stream.
+        unheard: Returns the ranks whose memory cannot be used, by trial; called once all ranks have windows.
         keeps: What keeps the memory.
     """
 
     ranks: list[Tensor]
     meet: Callable[[], None]
     copy: Callable[[Sequence[Pair]], None]
+    unheard: Callable[[], list[int]] = list
     keeps: Any = None
 
 
@@ -49,17 +51,23 @@ def allocate(size: int, group: dist.ProcessGroup, device: torch.device) -> Windo
         RuntimeError: Memory cannot be shared, or streams cannot wait for it.
     """
     found = memory.allocate(size + BYTES, group, device, lambda own: _clear(own[size:]))
-    ranks = [found.keeps.get_buffer(rank, (size,), torch.uint8) for rank in range(group.size())]
+    whole = [found.keeps.get_buffer(rank, (size + BYTES,), torch.uint8) for rank in range(group.size())]
+    ranks = [one[:size] for one in whole]
     try:
         driver = Driver(device)
     except (OSError, AttributeError) as error:  # no such library, or function
         raise RuntimeError(f"the CUDA driver's library lacks what is needed: {error}") from error
-    meeting = Meeting(driver, [address + size for address in found.addresses], group.rank())
-    with torch.cuda.stream(torch.cuda.Stream(device)):
+    meeting = Meeting(driver, [one[size:] for one in whole], group.rank())
+    stream = torch.cuda.Stream(device)
+    with torch.cuda.stream(stream):
         meeting.try_out()
-        driver.copy([(ranks[group.rank()][:16], ranks[group.rank()][16:32])])
     torch.cuda.synchronize(device)
-    return Window(ranks, meeting, driver.copy, found)
+
+    def unheard() -> list[int]:
+        with torch.cuda.stream(stream):
+            return meeting.unheard()
+
+    return Window(ranks, meeting, driver.copy, unheard, found)
 
 
 def _clear(signals: Tensor) -> None:

@@ -1,0 +1,208 @@
+"""Streams of several GPUs, played in one process in any order that they allow: what copy engines move is right in all.
+
+Streams here are queues of what they have to do. One of those that need not wait goes on by one step, drawn at random,
+some of them more seldom than others.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import random
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from ovpatch.overlap.copies import engine as engines
+from ovpatch.overlap.copies import lanes, sums
+from ovpatch.overlap.copies.engine import Engine
+from ovpatch.overlap.copies.meeting import BYTES, Meeting
+from ovpatch.overlap.copies.window import Window
+
+SLOT = 2 * 128 * 2  # bytes: some elements more than a piece, so there are many rounds
+
+
+class Stream:
+    """Steps, each of which may have to wait; the first argument of a real one is its device."""
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        self.steps: deque[tuple[Callable[[], bool], Callable[[], Any]]] = deque()
+        streams.append(self)
+
+    def add(self, step: Callable[[], Any], ready: Callable[[], bool] = lambda: True) -> None:
+        self.steps.append((ready, step))
+
+    def wait_event(self, event: Event) -> None:
+        recorded = event.recorded
+        self.add(lambda: None, lambda: all(recorded))
+
+    def wait_stream(self, other: Stream) -> None:
+        event = Event()
+        event.record(other)
+        self.wait_event(event)
+
+
+class Event:
+    def __init__(self) -> None:
+        self.recorded: list[bool] = []
+
+    def record(self, stream: Stream) -> None:
+        done = self.recorded = [False]
+        stream.add(lambda: done.__setitem__(0, True))
+
+
+class Driver:
+    """What a stream does with numbers and copies, by addresses of this process."""
+
+    def write(self, address: int, number: int) -> None:
+        current[0].add(lambda: setattr(ctypes.c_uint32.from_address(address), "value", number))
+
+    def wait(self, address: int, number: int) -> None:
+        found = ctypes.c_uint32.from_address(address)
+        current[0].add(lambda: None, lambda: ctypes.c_int32(found.value - number).value >= 0)
+
+    def copy(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
+        for to, of in draw.sample(list(pairs), len(pairs)):
+            current[0].add(lambda to=to, of=of: to.copy_(of))
+
+
+streams: list[Stream] = []
+current: list[Any] = [None]
+draw = random.Random()
+
+
+@contextmanager
+def stream(one: Stream) -> Iterator[None]:
+    before, current[0] = current[0], one
+    try:
+        yield
+    finally:
+        current[0] = before
+
+
+def play(seed: int) -> None:
+    """Run all streams to their ends."""
+    order = random.Random(seed)
+    weights = {id(one): order.choice([1, 30]) for one in streams}
+    while any(one.steps for one in streams):
+        free = [one for one in streams if one.steps and one.steps[0][0]()]
+        assert free, "all streams wait"
+        (one,) = order.choices(free, [weights[id(one)] for one in free])
+        one.steps.popleft()[1]()
+
+
+@pytest.fixture(autouse=True)
+def queues(monkeypatch: pytest.MonkeyPatch) -> None:
+    cuda = SimpleNamespace(Stream=Stream, Event=Event, stream=stream, current_stream=lambda _: current[0])
+    monkeypatch.setattr(lanes, "torch", SimpleNamespace(cuda=cuda))
+
+    def add_up(out: Tensor, given: list[Tensor], scale: float) -> None:
+        current[0].add(lambda: sums.add_up(out, given, scale))
+
+    monkeypatch.setattr(engines, "add_up", add_up)
+
+
+def windows(world: int, number: int) -> list[Window]:
+    """Return all ranks' windows, whose meetings begin behind a number."""
+    memories = [torch.zeros(2 * SLOT + BYTES, dtype=torch.uint8) for _ in range(world)]
+    signals = [memory[2 * SLOT :] for memory in memories]
+    found = []
+    for rank in range(world):
+        meeting = Meeting(Driver(), signals, rank)
+        meeting._number = number
+        for signal in signals:
+            signal.view(torch.int32)[32 * rank] = number - (number >> 31 << 32)
+        found.append(Window([memory[: 2 * SLOT] for memory in memories], meeting, Driver().copy))
+    return found
+
+
+def engine_of(rank: int, window: Window) -> Engine:
+    group: Any = SimpleNamespace(size=lambda: len(window.ranks), rank=lambda: rank)
+    return Engine(group, torch.device("cuda", rank), allocate=lambda *_: window, slot_bytes=SLOT)
+
+
+def train(world: int, seed: int, number: int) -> None:
+    streams.clear()
+    draw.seed(seed)
+    engine = [engine_of(rank, window) for rank, window in enumerate(windows(world, number))]
+    mains = [[Stream(), Stream()] for _ in range(world)]
+    checks = []
+    for _ in range(draw.randint(2, 5)):
+        sizes = [draw.choice([0, 1, 40, 64, 129, draw.randint(1, 200)]) for _ in range(draw.randint(1, 3))]
+        gathers, waited, which = draw.random() < 0.5, draw.random() < 0.8, draw.randint(0, 1)
+        given = [[torch.randn(size * (1 if gathers else world)) for size in sizes] for _ in range(world)]
+        for rank in range(world):
+            with stream(mains[rank][which]):
+                checks.append(call(engine[rank], rank, given, sizes, gathers, waited))
+    play(seed)
+    assert all(check() for check in checks)
+
+
+def call(
+    one: Engine, rank: int, given: list[list[Tensor]], sizes: list[int], gathers: bool, waited: bool
+) -> Callable[[], bool]:
+    """Move tensors that come to be on the current stream, and are overwritten there afterwards."""
+    inputs = [torch.full_like(tensor, torch.nan) for tensor in given[rank]]
+    world = len(given)
+    outputs = [torch.full((size * world if gathers else size,), torch.nan) for size in sizes]
+    results: list[Tensor] = []
+    for tensor, value in zip(inputs, given[rank], strict=True):
+        current[0].add(lambda tensor=tensor, value=value: tensor.copy_(value))
+    works = one.gather(outputs, inputs) if gathers else one.scatter(outputs, inputs, average=False)
+    for work in works if waited else ():
+        work.wait()
+    del works
+    current[0].add(lambda: results.extend(output.clone() for output in outputs))
+    for tensor in (*inputs, *outputs):
+        current[0].add(lambda tensor=tensor: tensor.fill_(torch.inf))
+
+    def check() -> bool:
+        if gathers:
+            expected = [torch.cat([tensors[i] for tensors in given]) for i in range(len(sizes))]
+        else:
+            parts = [[tensors[i].view(world, -1)[rank] for tensors in given] for i in range(len(sizes))]
+            expected = [sum(terms[1:], terms[0]) for terms in parts]
+        return all(map(torch.equal, results, expected))
+
+    return check
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_any_order_of_steps_moves_the_same(world: int) -> None:
+    for seed in range(60):
+        train(world, seed, number=0)
+
+
+def test_numbers_of_meetings_wrap() -> None:
+    for seed in range(10):
+        train(2, seed, number=0xFFFFFFFE)
+        train(2, seed, number=0x7FFFFFFE)
+
+
+@pytest.mark.parametrize("lost", [None, 0, 2])
+def test_ranks_whose_memory_cannot_be_used_are_told(lost: int | None) -> None:
+    streams.clear()
+    memories = [torch.zeros(BYTES, dtype=torch.uint8) for _ in range(3)]
+    seen_by_one = [torch.zeros_like(one) if rank == lost else one for rank, one in enumerate(memories)]
+    meetings = [Meeting(Driver(), seen_by_one if rank == 1 else memories, rank) for rank in range(3)]
+    for meeting in meetings:
+        with stream(Stream()):
+            meeting.try_out()
+    play(0)
+
+    class Now(Driver):
+        def copy(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
+            for to, of in pairs:
+                to.copy_(of)
+
+    for meeting in meetings:
+        meeting._driver = Now()
+    found = [meeting.unheard() for meeting in meetings]
+    assert found[1] == ([] if lost is None else [lost])
+    assert [rank for rank in (0, 2) if found[rank]] == ([] if lost is None else [lost])
+    assert lost is None or found[lost] == [1], "the other end hears nothing, either"
