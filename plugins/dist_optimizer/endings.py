@@ -31,11 +31,14 @@ def wrap_destroy(original: Callable[..., None]) -> Callable[..., None]:
             pending.settle_all()
         except RuntimeError as error:
             _log.warning("parameters did not arrive, and who reads them will be told again: %s", error)
-        if not failing():
-            copies.finish(None if group is dist.group.WORLD else group)
-            everything = group is None or group is dist.group.WORLD
-            mixed_params.leave(None if everything else group)
-            Peers.drain_all(None if everything else group)
+        ending = None if group is dist.group.WORLD else group
+        leaving = not failing()
+        if leaving:
+            copies.finish(ending)
+            mixed_params.leave(ending)
+            Peers.drain_all(ending)
         original(group)
+        if leaving:
+            copies.forget(ending)  # not before: to give memory back is to wait for whatever runs on the device
 
     return destroy_process_group

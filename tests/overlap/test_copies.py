@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import multiprocessing.util
 import random
+import weakref
 from typing import Any
 
 import pytest
@@ -186,3 +188,93 @@ def added() -> list[tuple[Tensor, Tensor]]:
 def test_the_kernel_adds_in_order():
     for ours, expected in interpreted(added):
         assert torch.equal(ours, expected)
+
+
+class Group:
+    """What is asked of a process group at its end."""
+
+    _device_types = ()
+
+
+class Lasting:
+    """An engine whose copies may not end."""
+
+    def __init__(self, ends: bool) -> None:
+        self.ends, self.asked = ends, 0
+
+    def drain(self, timeout_s: float) -> bool:
+        self.asked += 1
+        assert timeout_s == dist.default_pg_timeout.total_seconds()
+        return self.ends
+
+
+def test_one_group_is_forgotten_and_memory_that_is_in_use_is_kept(monkeypatch, caplog):
+    monkeypatch.setattr(registry, "_chosen", weakref.WeakKeyDictionary())
+    monkeypatch.setattr(registry, "_stuck", [])
+    one, other = Group(), Group()
+    engines = Lasting(False), Lasting(True)
+    for group, engine in zip((one, other), engines, strict=True):
+        registry.chosen_for(group, CPU).engine = engine
+        registry.chosen_for(group, CPU).gathers = True
+    registry.forget(one)
+    assert "one of which may have died" in caplog.text
+    assert registry._stuck == [engines[0]]
+    assert registry.gathering(one, CPU) is None
+    assert registry.gathering(other, CPU) is engines[1]
+    assert engines[1].asked == 0
+    registry.forget()
+    assert (registry.gathering(other, CPU), engines[1].asked, registry._stuck) == (None, 1, [engines[0]])
+
+
+def ends(pipe: Any, error: bool) -> None:
+    group = Group()
+    engine = registry.chosen_for(group, CPU).engine = Lasting(True)
+    engine.drain = lambda timeout_s: pipe.send("drained") or True
+    multiprocessing.util.Finalize(None, pipe.send, args=("end",), exitpriority=-1)
+    multiprocessing.util.Finalize(None, lambda kept: None, args=(group,), exitpriority=-1)
+    if error:
+        raise SystemExit(1)
+
+
+@pytest.mark.parametrize("error", [False, True])
+def test_a_rank_that_leaves_waits_for_its_copies_unless_it_fails(error):
+    here, there = multiprocessing.Pipe()
+    process = multiprocessing.get_context("fork").Process(target=ends, args=(there, error))
+    process.start()
+    there.close()
+    told = [here.recv()]
+    told += [here.recv()] if told == ["drained"] else []
+    process.join()
+    assert told == (["end"] if error else ["drained", "end"])
+
+
+class Stepping(torch.autograd.Function):
+    """Chooses in backward, as an optimizer that steps there."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        choose(dist.group.WORLD, torch.device("cuda", 0), "auto", feature="test", directory=None)
+        return grad
+
+
+def in_backward() -> tuple[int, bool]:
+    asked: list[Any] = []
+    before = support.objection, torch.cuda.is_current_stream_capturing
+    support.objection, torch.cuda.is_current_stream_capturing = lambda *_: asked.append(1) or "no", lambda: False
+    try:
+        Stepping.apply(torch.ones(1, requires_grad=True)).backward()
+        within = len(asked)
+        choose(dist.group.WORLD, torch.device("cuda", 0), "auto", feature="test", directory=None)
+    finally:
+        support.objection, torch.cuda.is_current_stream_capturing = before
+        registry.forget()
+        registry._said.clear()
+    return within, len(asked) == 1
+
+
+def test_ranks_do_not_ask_each_other_in_every_backward(ranks):
+    assert ranks(2)(in_backward) == [(0, True)] * 2

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import random
+import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -33,6 +34,9 @@ class Stream:
     def __init__(self, *_: Any, **__: Any) -> None:
         self.steps: deque[tuple[Callable[[], bool], Callable[[], Any]]] = deque()
         streams.append(self)
+
+    def query(self) -> bool:
+        return not self.steps
 
     def add(self, step: Callable[[], Any], ready: Callable[[], bool] = lambda: True) -> None:
         self.steps.append((ready, step))
@@ -99,6 +103,7 @@ def play(seed: int) -> None:
 @pytest.fixture(autouse=True)
 def queues(monkeypatch: pytest.MonkeyPatch) -> None:
     cuda = SimpleNamespace(Stream=Stream, Event=Event, stream=stream, current_stream=lambda _: current[0])
+    cuda._is_in_bad_fork = lambda: False
     monkeypatch.setattr(lanes, "torch", SimpleNamespace(cuda=cuda))
 
     def add_up(out: Tensor, given: list[Tensor], scale: float) -> None:
@@ -206,3 +211,18 @@ def test_ranks_whose_memory_cannot_be_used_are_told(lost: int | None) -> None:
     assert found[1] == ([] if lost is None else [lost])
     assert [rank for rank in (0, 2) if found[rank]] == ([] if lost is None else [lost])
     assert lost is None or found[lost] == [1], "the other end hears nothing, either"
+
+
+def test_nobody_waits_for_ever_for_a_rank_that_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    streams.clear()
+    here, gone = (engine_of(rank, window) for rank, window in enumerate(windows(2, 0)))
+    with stream(Stream()):
+        here.gather([torch.zeros(2)], [torch.ones(1)])
+    assert gone.drain(timeout_s=0)
+    with pytest.raises(AssertionError, match="all streams wait"):
+        play(0)
+    begin = time.monotonic()
+    assert not here.drain(timeout_s=0.05)
+    assert time.monotonic() - begin < 5
+    monkeypatch.setattr(lanes.torch.cuda, "_is_in_bad_fork", lambda: True)
+    assert here.drain(timeout_s=60), "a fork has nothing under way"

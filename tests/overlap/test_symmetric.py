@@ -7,7 +7,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ovpatch.overlap.symmetric import support, workspace
+from ovpatch.overlap.symmetric import memory, support, workspace
 from ovpatch.overlap.symmetric.memory import Memory
 
 CPU = torch.device("cpu")
@@ -96,3 +96,47 @@ def regrouped() -> bool:
     kept = list(workspace._workspaces.values())
     workspace.forget()
     return again and other is not one and kept == [other] and not workspace._workspaces
+
+
+def allocations(lacking: dict[int, int]) -> tuple[list[str], str]:
+    """Allocate where a rank's memory is full so many times, by rank; return what was called and how it ended."""
+    import torch.distributed._symmetric_memory as torchs
+
+    calls, full = [], lacking.get(dist.get_rank(), 0)
+
+    def empty(size: int, **_: Any) -> torch.Tensor:
+        calls.append("empty")
+        if calls.count("empty") <= full:
+            raise RuntimeError("CUDA driver error: out of memory\nmore")
+        return torch.zeros(size, dtype=torch.uint8)
+
+    class Handle:
+        @staticmethod
+        def get_buffer(rank: int, sizes: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+            return torch.zeros(sizes, dtype=dtype)
+
+    def rendezvous(own: torch.Tensor, group: Any) -> type[Handle]:
+        dist.barrier(group)
+        return Handle
+
+    before = torchs.empty, torchs.rendezvous, torch.cuda.synchronize, torch.cuda.empty_cache
+    torchs.empty, torchs.rendezvous, torch.cuda.synchronize = empty, rendezvous, lambda device: None
+    torch.cuda.empty_cache = lambda: calls.append("cache")
+    try:
+        memory.allocate_on_all(2**20, dist.group.WORLD, CPU, lambda own: calls.append("prepared"))
+        return calls, ""
+    except RuntimeError as error:
+        return calls, str(error)
+    finally:
+        torchs.empty, torchs.rendezvous, torch.cuda.synchronize, torch.cuda.empty_cache = before
+
+
+def test_memory_is_allocated_on_all_ranks_or_on_none(ranks):
+    assert ranks(2)(allocations, {}) == [(["empty", "prepared"], "")] * 2
+    assert ranks(2)(allocations, {1: 1}) == [
+        (["empty", "prepared"], ""),
+        (["empty", "cache", "empty", "prepared"], ""),
+    ]
+    (first, why), (second, also) = ranks(2)(allocations, {1: 2})
+    assert (first, second) == (["empty", "prepared"], ["empty", "cache", "empty"])
+    assert why == also == "1 MiB of symmetric memory: CUDA driver error: out of memory (rank 1)"

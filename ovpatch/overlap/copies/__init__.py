@@ -12,5 +12,5 @@ round ``i - 1`` first, to which nobody comes before he has taken all of round ``
 [Note: nobody is left waiting] Ranks meet by signals in memory, in the order of their streams (:mod:`.meeting`), and
 issue rounds in the same order, as they do collectives. A rank that is gone leaves the others waiting, as in a
 collective; what ends them is the time-out of their next collective, or their launcher. Before a rank leaves by itself
-it waits for its own meetings, so that its peers come to the end of theirs.
+it waits for its own meetings, so that its peers come to the end of theirs; no longer than the group's time-out.
 """

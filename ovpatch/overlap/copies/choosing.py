@@ -58,6 +58,8 @@ def choose(
         return
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         return
+    if mode == "auto" and torch._C._current_graph_task_id() != -1:
+        return  # a step in backward, where nothing is measured
     if chosen.engine is None:
         reason = support.objection(group, device, _reason_against) or _made(chosen, group, device, allocate)
         if reason:

@@ -111,9 +111,9 @@ class Engine:
         """Tell whether :meth:`scatter` takes a dtype."""
         return dtype in _SUMMED
 
-    def drain(self) -> None:
-        """Have the host wait for all that is under way."""
-        self._lanes.drain()
+    def drain(self, timeout_s: float) -> bool:
+        """Have the host wait for all that is under way; return whether it has ended in time."""
+        return self._lanes.drain(timeout_s)
 
     def _run(
         self,

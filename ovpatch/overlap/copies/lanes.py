@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import time
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Protocol
+from typing import Final, Protocol
 
 import torch
 from torch import Tensor
+
+_PAUSE_S: Final = 0.001
 
 
 class Work(Protocol):
@@ -36,8 +39,8 @@ class Lanes(Protocol):
     def end(self, tensors: Sequence[Tensor]) -> Work:
         """Return what waits for all of it, and keeps tensors until then."""
 
-    def drain(self) -> None:
-        """Have the host wait for both lanes."""
+    def drain(self, timeout_s: float) -> bool:
+        """Have the host wait for both lanes; return whether they came to their ends in time."""
 
 
 class Streams:
@@ -84,10 +87,16 @@ class Streams:
         done.record(self._in)
         return _Copying(self._device, done, tensors)
 
-    def drain(self) -> None:
+    def drain(self, timeout_s: float) -> bool:
         """See :class:`Lanes`."""
-        self._out.synchronize()
-        self._in.synchronize()
+        if torch.cuda._is_in_bad_fork():  # what is under way is the parent's
+            return True
+        deadline = time.monotonic() + timeout_s
+        while not (self._out.query() and self._in.query()):
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(_PAUSE_S)
+        return True
 
 
 class _Copying:
@@ -134,8 +143,10 @@ class NoStreams:
         del tensors
         return _Done()
 
-    def drain(self) -> None:
+    def drain(self, timeout_s: float) -> bool:
         """See :class:`Lanes`."""
+        del timeout_s
+        return True
 
 
 class _Done:

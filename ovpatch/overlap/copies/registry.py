@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import atexit
+import logging
+import multiprocessing.util
+import os
 import weakref
 from dataclasses import dataclass
 
@@ -11,6 +14,9 @@ import torch.distributed as dist
 
 from ovpatch.overlap.copies.engine import Engine
 from ovpatch.overlap.leaving import failing
+from ovpatch.overlap.peers import timeout_of
+
+_log = logging.getLogger("ovpatch.copies")
 
 
 @dataclass
@@ -36,6 +42,7 @@ _said: dict[str, None] = {}
 
 def chosen_for(group: dist.ProcessGroup, device: torch.device) -> Chosen:
     """Return what was chosen, or is yet to be."""
+    _register_at_exit()
     return _chosen.setdefault(group, {}).setdefault(device, Chosen())
 
 
@@ -61,18 +68,26 @@ def _found(group: dist.ProcessGroup, device: torch.device) -> Chosen | None:
 
 
 def finish(group: dist.ProcessGroup | None = None) -> None:
-    """Have the host wait for what is under way, in one group or in all; see [Note: nobody is left waiting]."""
+    """Have the host wait for what is under way, in one group or in all; see [Note: nobody is left waiting].
+
+    No longer than a group's time-out: a rank that has died has left its peers' streams waiting for ever.
+    """
     for one, devices in list(_chosen.items()):
+        if group is not None and one is not group:
+            continue
+        for chosen in devices.values():
+            if chosen.engine is not None and not chosen.engine.drain(timeout_of(one)):
+                _log.warning(_LATE, timeout_of(one))
+                _stuck.append(chosen.engine)
+                chosen.engine = None
+
+
+def forget(group: dist.ProcessGroup | None = None) -> None:
+    """Leave one group or all to the backends again, and give memory back; what is under way is waited for."""
+    finish(group)
+    for one in list(_chosen):
         if group is None or one is group:
-            for chosen in devices.values():
-                if chosen.engine is not None:
-                    chosen.engine.drain()
-
-
-def forget() -> None:
-    """Leave everything to the backends again, and give memory back; what is under way is waited for."""
-    finish()
-    _chosen.clear()
+            del _chosen[one]
 
 
 def remark(text: str) -> None:
@@ -85,7 +100,25 @@ def remarks() -> list[str]:
     return list(_said)
 
 
-@atexit.register
-def _finish_at_exit() -> None:
+def _at_exit() -> None:
     if not failing():
         finish()
+
+
+def _register_at_exit() -> None:
+    """Run :func:`_at_exit` in children of multiprocessing, too, which skip atexit."""
+    global _registered
+    if _registered != os.getpid():
+        _registered = os.getpid()
+        atexit.unregister(_at_exit)  # a fork inherits it
+        atexit.register(_at_exit)
+        multiprocessing.util.Finalize(None, _at_exit, exitpriority=0)
+
+
+_registered = 0
+_stuck: list[Engine] = []  # whose memory cannot be given back: that would wait for their streams, too
+
+_LATE = (
+    "copies between ranks have not ended in %g s and are not waited for any longer: look at the output of the other "
+    "ranks, one of which may have died"
+)

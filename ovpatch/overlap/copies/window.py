@@ -50,7 +50,7 @@ def allocate(size: int, group: dist.ProcessGroup, device: torch.device) -> Windo
     Raises:
         RuntimeError: Memory cannot be shared, or streams cannot wait for it.
     """
-    found = memory.allocate(size + BYTES, group, device, lambda own: _clear(own[size:]))
+    found = memory.allocate_on_all(size + BYTES, group, device, lambda own: _clear(own[size:]))
     whole = [found.keeps.get_buffer(rank, (size + BYTES,), torch.uint8) for rank in range(group.size())]
     ranks = [one[:size] for one in whole]
     try:

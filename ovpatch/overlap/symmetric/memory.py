@@ -6,13 +6,16 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ovpatch.overlap.agreement import agree
+
 _MULTICAST_OFF = "TORCH_SYMM_MEM_DISABLE_MULTICAST"
+_PATIENCE_S: Final = 60.0
 
 
 @dataclass(frozen=True)
@@ -47,13 +50,54 @@ def allocate(size: int, group: dist.ProcessGroup, device: torch.device, prepare:
     """
     from torch.distributed import _symmetric_memory
 
-    own = _symmetric_memory.empty(size, dtype=torch.uint8, device=device)
+    own = _empty(size, device)
     prepare(own)
     torch.cuda.synchronize(device)
     with _without_multicast():
         handle = _symmetric_memory.rendezvous(own, group)
     addresses = [handle.get_buffer(rank, (size,), torch.uint8).data_ptr() for rank in range(group.size())]
     return Memory(own, addresses, handle)
+
+
+def allocate_on_all(
+    size: int, group: dist.ProcessGroup, device: torch.device, prepare: Callable[[Tensor], None]
+) -> Memory:
+    """Allocate on all ranks, or on none; as :func:`allocate`, which leaves others waiting for a rank that cannot.
+
+    Raises:
+        RuntimeError: A rank could not allocate; on all ranks, with the same text.
+    """
+    found = False
+
+    def prepare_if_all_have(own: Tensor) -> None:
+        nonlocal found
+        found = True
+        prepare(own)
+        _agree("", group)
+
+    try:
+        return allocate(size, group, device, prepare_if_all_have)
+    except RuntimeError as error:  # torch has no class of its own for what the driver refuses
+        if not found:
+            _agree(f"{size / 2**20:.0f} MiB of symmetric memory: {str(error).splitlines()[0]}", group)
+        raise
+
+
+def _agree(objection: str, group: dist.ProcessGroup) -> None:
+    lacking = agree(group, "symmetric memory", {}, objection=objection, timeout_s=_PATIENCE_S)
+    if lacking:
+        raise RuntimeError(lacking)
+
+
+def _empty(size: int, device: torch.device) -> Tensor:
+    """Allocate, if need be from what torch keeps for tensors to come, of which symmetric memory is none."""
+    from torch.distributed import _symmetric_memory
+
+    try:
+        return _symmetric_memory.empty(size, dtype=torch.uint8, device=device)
+    except RuntimeError:
+        torch.cuda.empty_cache()
+    return _symmetric_memory.empty(size, dtype=torch.uint8, device=device)
 
 
 @contextmanager

@@ -15,7 +15,7 @@ import torch.distributed as dist
 import ovpatch
 from ovpatch.overlap.copies import registry
 from ovpatch.overlap.copies.engine import Engine
-from ovpatch_plugins.dist_optimizer import gathers
+from ovpatch_plugins.dist_optimizer import endings, gathers
 from tests.plugins.ddp.arms import data
 from tests.plugins.dist_optimizer import test_loop_styles, test_loops, test_main_params
 from tests.plugins.dist_optimizer.arms import SMALL
@@ -64,6 +64,24 @@ def test_loops_on_cpus(ranks, world):
     check_copied(ranks(world)(on_cpus, test_loop_styles.train, on(world, styles), options=BY_COPIES))
     cases = {"adamw": {"optimizer": "adamw", "steps": 8}}
     check_copied(ranks(world)(on_cpus, test_loops.train, cases, options=BY_COPIES), steps=8)
+
+
+def test_a_group_that_is_destroyed_gives_its_memory_back_afterwards(monkeypatch):
+    calls: list[str] = []
+    for owner, name in ((endings.pending, "settle_all"), (registry, "finish"), (endings.mixed_params, "leave")):
+        monkeypatch.setattr(owner, name, lambda *_, name=name: calls.append(name))
+    monkeypatch.setattr(endings.Peers, "drain_all", lambda group: calls.append("drain"))
+    monkeypatch.setattr(registry, "forget", lambda group: calls.append(f"forget {group}"))
+    destroy = endings.wrap_destroy(lambda group: calls.append("destroy"))
+    destroy("one")
+    assert calls == ["settle_all", "finish", "leave", "drain", "destroy", "forget one"]
+    calls.clear()
+    with pytest.raises(KeyError):
+        try:
+            raise KeyError
+        finally:
+            destroy("one")
+    assert calls == ["settle_all", "destroy"], "peers may wait for this process in a collective"
 
 
 @pytest.mark.gpu(2)
@@ -122,7 +140,7 @@ def many(repetitions: int) -> list[int]:
             total = sum(one[i] for one in given) + world * rank
             right = torch.equal(wholes[i], torch.cat([one[i] for one in given])) and torch.equal(sums[i], total)
             wrong += [] if right else [repetition]
-    engine.drain()
+    assert engine.drain(timeout_s=60)
     return wrong
 
 
