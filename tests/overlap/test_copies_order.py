@@ -7,6 +7,7 @@ some of them more seldom than others.
 from __future__ import annotations
 
 import ctypes
+import functools
 import random
 import time
 from collections import deque
@@ -226,3 +227,23 @@ def test_nobody_waits_for_ever_for_a_rank_that_is_gone(monkeypatch: pytest.Monke
     assert time.monotonic() - begin < 5
     monkeypatch.setattr(lanes.torch.cuda, "_is_in_bad_fork", lambda: True)
     assert here.drain(timeout_s=60), "a fork has nothing under way"
+
+
+def test_after_half_a_call_there_are_no_more() -> None:
+    streams.clear()
+    engine = engine_of(0, windows(2, 0)[0])
+    laid_out = engine._window.copy
+
+    def interrupted(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
+        object.__setattr__(engine._window, "copy", laid_out)
+        raise KeyboardInterrupt
+
+    object.__setattr__(engine._window, "copy", interrupted)
+    with stream(Stream()):
+        with pytest.raises(KeyboardInterrupt):
+            engine.gather([torch.zeros(2)], [torch.ones(1)])
+        for call in (engine.gather, functools.partial(engine.scatter, average=False)):
+            with pytest.raises(RuntimeError, match=r"in the middle of a call.*Restart all ranks"):
+                call([torch.zeros(2)], [torch.zeros(2)])
+        engine.failed_everywhere()
+        engine.gather([torch.zeros(2)], [torch.ones(1)])

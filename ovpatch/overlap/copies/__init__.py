@@ -9,6 +9,9 @@ it may be the other way round, so ranks measure both and choose alike (:mod:`.ch
 takes. A window has two halves, which rounds use in turn. Who lays something out in round ``i`` waits for the meeting of
 round ``i - 1`` first, to which nobody comes before he has taken all of round ``i - 2``, which was in the same half.
 
+[Note: all rounds] A call is several rounds, and an exception may end it between two of them, on one rank. What that
+rank would call next its peers would take for the rest of this. So it is refused.
+
 [Note: nobody is left waiting] Ranks meet by signals in memory, in the order of their streams (:mod:`.meeting`), and
 issue rounds in the same order, as they do collectives. A rank that is gone leaves the others waiting, as in a
 collective; what ends them is the time-out of their next collective, or their launcher. Before a rank leaves by itself

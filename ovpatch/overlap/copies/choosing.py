@@ -86,6 +86,8 @@ def _reason_against(device: torch.device) -> str:
         return reason
     if os.environ.get("NCCL_P2P_DISABLE", "0") not in ("", "0"):
         return "NCCL_P2P_DISABLE says that GPUs are not to reach each other's memory"
+    if os.environ.get("NCCL_P2P_LEVEL", "").upper() in ("LOC", "0"):
+        return "NCCL_P2P_LEVEL says that GPUs are not to reach each other's memory"
     return ""
 
 
@@ -132,6 +134,7 @@ def _asked(
 
     race = Race(key, (BACKEND, COPIES), BACKEND, make, needs)
     choice = chooser_of(group, device, feature, directory).choose(group, race)
+    engine.failed_everywhere()  # if an arm has failed, or an error would have been raised
     return choice.arm == COPIES, choice.final
 
 

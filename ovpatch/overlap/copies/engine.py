@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Final
 
 import torch
@@ -45,7 +46,7 @@ class Engine:
         self._window: Window = allocate(2 * slot_bytes, group, device)
         self._lanes: Lanes = Streams(device) if device.type == "cuda" else NoStreams()
         self._half = 0
-        self._lock = threading.RLock()
+        self._lock, self._within = threading.RLock(), False
 
     def gather(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> Sequence[Work]:
         """Start to gather; as :class:`ovpatch.overlap.collectives.AllGather`."""
@@ -62,7 +63,7 @@ class Engine:
                 [(_cut(wholes[p.tensor][rank], p), self._at(rank, half, p)) for rank in others for p in pieces]
             )
 
-        with self._lock:
+        with self._whole():
             self._lanes.begin()
             with self._lanes.taking():
                 if elsewhere:
@@ -97,7 +98,7 @@ class Engine:
                 given[self._rank] = _cut(wholes[piece.tensor][self._rank], piece)
                 add_up(_cut(outputs[piece.tensor], piece), [given[rank] for rank in range(self._world)], scale)
 
-        with self._lock:
+        with self._whole():
             self._lanes.begin()
             self._run([len(output) for output in outputs], slot // dtype.itemsize, grain, lay_out, take)
             return [self._lanes.end([*outputs, *inputs])]
@@ -114,6 +115,20 @@ class Engine:
     def drain(self, timeout_s: float) -> bool:
         """Have the host wait for all that is under way; return whether it has ended in time."""
         return self._lanes.drain(timeout_s)
+
+    def failed_everywhere(self) -> None:
+        """Note that if a call has failed, it has done so in the same round on all ranks."""
+        self._within = False
+
+    @contextmanager
+    def _whole(self) -> Iterator[None]:
+        """Refuse calls after one that was not issued as a whole; see [Note: all rounds]."""
+        with self._lock:
+            if self._within:
+                raise RuntimeError(_INTERRUPTED)
+            self._within = True
+            yield
+            self._within = False
 
     def _run(
         self,
@@ -142,6 +157,13 @@ class Engine:
     def _typed(self, rank: int, slot: int, dtype: torch.dtype, piece: Piece) -> Tensor:
         size, numel = dtype.itemsize, piece.end - piece.begin
         return self._window.ranks[rank].narrow(0, slot + piece.at * size, numel * size).view(dtype)
+
+
+_INTERRUPTED: Final = (
+    "ovpatch: copies between ranks were interrupted in the middle of a call, by Ctrl-C or by an error before this one, "
+    "and what comes next would be taken for the rest of it. Restart all ranks; or set "
+    "OVPATCH_DIST_OPTIMIZER_COPY_ENGINES=off, if it happens again."
+)
 
 
 def _cut(part: Tensor, piece: Piece) -> Tensor:
