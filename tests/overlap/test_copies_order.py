@@ -30,10 +30,12 @@ SLOT = 2 * 128 * 2  # bytes: some elements more than a piece, so there are many 
 
 
 class Stream:
-    """Steps, each of which may have to wait; the first argument of a real one is its device."""
+    """Steps, each of which may have to wait."""
 
-    def __init__(self, *_: Any, **__: Any) -> None:
-        self.steps: deque[tuple[Callable[[], bool], Callable[[], Any]]] = deque()
+    def __init__(self, device: torch.device, priority: int = 0) -> None:
+        del priority
+        steps: Steps = deque()
+        self.steps = queues.setdefault(device.index, steps) if sharing["queue"] else steps
         streams.append(self)
 
     def query(self) -> bool:
@@ -76,7 +78,13 @@ class Driver:
             current[0].add(lambda to=to, of=of: to.copy_(of))
 
 
+Steps = deque[tuple[Callable[[], bool], Callable[[], Any]]]
+
 streams: list[Stream] = []
+queues: dict[int, Steps] = {}  # of devices
+sharing = {
+    "queue": False
+}  # whether a device has one queue for all of its streams, as with CUDA_DEVICE_MAX_CONNECTIONS=1
 current: list[Any] = [None]
 draw = random.Random()
 
@@ -102,7 +110,7 @@ def play(seed: int) -> None:
 
 
 @pytest.fixture(autouse=True)
-def queues(monkeypatch: pytest.MonkeyPatch) -> None:
+def played(monkeypatch: pytest.MonkeyPatch) -> None:
     cuda = SimpleNamespace(Stream=Stream, Event=Event, stream=stream, current_stream=lambda _: current[0])
     cuda._is_in_bad_fork = lambda: False
     monkeypatch.setattr(lanes, "torch", SimpleNamespace(cuda=cuda))
@@ -134,34 +142,50 @@ def engine_of(rank: int, window: Window) -> Engine:
 
 def train(world: int, seed: int, number: int) -> None:
     streams.clear()
+    queues.clear()
     draw.seed(seed)
     engine = [engine_of(rank, window) for rank, window in enumerate(windows(world, number))]
-    mains = [[Stream(), Stream()] for _ in range(world)]
+    mains = [[Stream(torch.device("cuda", rank)) for _ in range(2)] for rank in range(world)]
     checks = []
     for _ in range(draw.randint(2, 5)):
         sizes = [draw.choice([0, 1, 40, 64, 129, draw.randint(1, 200)]) for _ in range(draw.randint(1, 3))]
-        gathers, waited, which = draw.random() < 0.5, draw.random() < 0.8, draw.randint(0, 1)
+        gathers, which, who = draw.random() < 0.5, draw.randint(0, 1), draw.choice([0, 0, 1, None])
+        inside = gathers and draw.random() < 0.5
         given = [[torch.randn(size * (1 if gathers else world)) for size in sizes] for _ in range(world)]
         for rank in range(world):
             with stream(mains[rank][which]):
-                checks.append(call(engine[rank], rank, given, sizes, gathers, waited))
+                waits = None if who is None else mains[rank][which ^ who]
+                checks.append(call(engine[rank], rank, given, sizes, gathers, inside, waits))
     play(seed)
     assert all(check() for check in checks)
 
 
 def call(
-    one: Engine, rank: int, given: list[list[Tensor]], sizes: list[int], gathers: bool, waited: bool
+    one: Engine,
+    rank: int,
+    given: list[list[Tensor]],
+    sizes: list[int],
+    gathers: bool,
+    inside: bool,
+    waits: Stream | None,
 ) -> Callable[[], bool]:
-    """Move tensors that come to be on the current stream, and are overwritten there afterwards."""
-    inputs = [torch.full_like(tensor, torch.nan) for tensor in given[rank]]
+    """Move tensors that come to be on the current stream, and are overwritten there afterwards.
+
+    A stream waits for that, the current one or another, or none does. A part may be ``inside`` what is gathered.
+    """
     world = len(given)
     outputs = [torch.full((size * world if gathers else size,), torch.nan) for size in sizes]
+    inputs = [torch.full_like(tensor, torch.nan) for tensor in given[rank]]
+    if inside:
+        inputs = [output.view(world, -1)[rank] for output in outputs]
     results: list[Tensor] = []
     for tensor, value in zip(inputs, given[rank], strict=True):
         current[0].add(lambda tensor=tensor, value=value: tensor.copy_(value))
     works = one.gather(outputs, inputs) if gathers else one.scatter(outputs, inputs, average=False)
-    for work in works if waited else ():
-        work.wait()
+    for work in works if waits is not None else ():
+        with stream(waits):
+            work.wait()
+        del work
     del works
     current[0].add(lambda: results.extend(output.clone() for output in outputs))
     for tensor in (*inputs, *outputs):
@@ -178,8 +202,9 @@ def call(
     return check
 
 
-@pytest.mark.parametrize("world", [2, 3])
-def test_any_order_of_steps_moves_the_same(world: int) -> None:
+@pytest.mark.parametrize(("world", "shared"), [(2, False), (3, False), (3, True)])
+def test_any_order_of_steps_moves_the_same(world: int, shared: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sharing, "queue", shared)
     for seed in range(60):
         train(world, seed, number=0)
 
@@ -197,7 +222,7 @@ def test_ranks_whose_memory_cannot_be_used_are_told(lost: int | None) -> None:
     seen_by_one = [torch.zeros_like(one) if rank == lost else one for rank, one in enumerate(memories)]
     meetings = [Meeting(Driver(), seen_by_one if rank == 1 else memories, rank) for rank in range(3)]
     for meeting in meetings:
-        with stream(Stream()):
+        with stream(Stream(torch.device("cuda", 0))):
             meeting.try_out()
     play(0)
 
@@ -217,7 +242,7 @@ def test_ranks_whose_memory_cannot_be_used_are_told(lost: int | None) -> None:
 def test_nobody_waits_for_ever_for_a_rank_that_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
     streams.clear()
     here, gone = (engine_of(rank, window) for rank, window in enumerate(windows(2, 0)))
-    with stream(Stream()):
+    with stream(Stream(torch.device("cuda", 0))):
         here.gather([torch.zeros(2)], [torch.ones(1)])
     assert gone.drain(timeout_s=0)
     with pytest.raises(AssertionError, match="all streams wait"):
@@ -239,7 +264,7 @@ def test_after_half_a_call_there_are_no_more() -> None:
         raise KeyboardInterrupt
 
     object.__setattr__(engine._window, "copy", interrupted)
-    with stream(Stream()):
+    with stream(Stream(torch.device("cuda", 0))):
         with pytest.raises(KeyboardInterrupt):
             engine.gather([torch.zeros(2)], [torch.ones(1)])
         for call in (engine.gather, functools.partial(engine.scatter, average=False)):
