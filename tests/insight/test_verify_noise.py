@@ -159,3 +159,11 @@ def test_no_more_elements_may_move_than_noise_moves(size):
     noise = Size(2e-3, 5e-4)
     assert verdict_of(stock, torch.full((size,), 0.9e-3), noise=noise) is Verdict.WITHIN_NOISE
     assert verdict_of(stock, torch.full((size,), 1.1e-3), noise=noise) is Verdict.DIFFERENT
+
+
+def test_a_single_element_may_go_farther_than_all_together():
+    stock, noise = torch.zeros(4096), Size(2e-3, 5e-4)
+    for moved, verdict in ((7.9e-3, Verdict.WITHIN_NOISE), (8.1e-3, Verdict.DIFFERENT)):
+        assert verdict_of(stock, stock.index_fill(0, torch.tensor([7]), moved), noise=noise) is verdict
+    for moved, verdict in ((2.9e-3, Verdict.WITHIN_NOISE), (3.1e-3, Verdict.DIFFERENT)):
+        assert verdict_of(stock[0], stock[0] + moved, noise=Size(1e-3, 1e-3)) is verdict

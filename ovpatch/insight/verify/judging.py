@@ -1,11 +1,12 @@
 """Whether numbers of two runs are equal within noise.
 
-[Note: one number is one draw] The largest of many differences is much the same in each run. That of a loss or a norm is
-one, which by chance is next to nothing in a yardstick. So of a single number more is allowed.
+[Note: one number is one draw] How far many elements move together is much the same in each run. A loss or a norm is one
+number, whose noise in a yardstick is by chance next to nothing. So three times as much is allowed of it.
 
-[Note: many elements] The largest difference alone is blind where single elements go far by chance: AdamW makes a whole
-step of a gradient next to zero, whose sign is chance. A parameter that is late by a step is then no farther off than
-noise is, but in all of its elements. So the root of the mean square has to be within noise, too.
+[Note: many elements] One element decides what the largest difference is, and single elements go far by chance: AdamW
+makes a whole step of a gradient next to zero, whose sign is chance. So four times as much as noise moved is allowed of
+it. A parameter that is late by a step is no farther off than that, but in all of its elements. The root of the mean
+square, which many elements decide, has to be within twice that of the noise.
 
 [Note: units in the last place] A bfloat16 number just below 1 is followed by one that is 0.0039 larger. What is rounded
 otherwise moves by such a unit or not at all, and that no element happened to move in a yardstick, or by one unit and
@@ -29,7 +30,10 @@ from ovpatch.insight.verify.noise import Size, apart
 from ovpatch.insight.verify.values import Kept
 
 _SHARE: Final = 1 / 8
-_FACTOR_OF_ONE: Final = 3.0
+
+#: How many times noise is allowed.
+_OF_MANY: Final = Size(2 * equality.FACTOR, equality.FACTOR)
+_OF_ONE: Final = Size(3.0, 3.0)
 
 
 def judge(
@@ -47,8 +51,8 @@ def judge(
         moving: Whether anything of the event is other in those runs.
     """
     far = reduce(Size.or_more, (apart(stock, other) for other in yardsticks), noise)
-    factor = _FACTOR_OF_ONE if _is_one(stock) else equality.FACTOR
-    allowed = Size(*(max(floor, factor * size) for size in far))
+    factors = _OF_ONE if _is_one(stock) else _OF_MANY
+    allowed = Size(*(max(floor, factor * size) for factor, size in zip(factors, far, strict=True)))
     rounded = moving and not stock.folded
     if rounded:
         allowed = allowed._replace(largest=allowed.largest + _unit(stock.values))
