@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import tempfile
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -20,6 +22,13 @@ def objections() -> list[str]:
     found.append(support.objection(group, CPU))
     support.reason_against = lambda device: ""
     found.append(support.objection(group, CPU))
+    memory.history.rendezvous += rank
+    found.append(support.objection(group, CPU))
+    with pytest.MonkeyPatch.context() as patch, tempfile.TemporaryDirectory() as folder:
+        if rank:
+            patch.setenv("TMPDIR", folder)
+        found.append(support.objection(group, CPU))
+    memory.history.rendezvous -= rank
     support._host = lambda: f"host {rank}"
     found.append(support.objection(group, CPU))
     support.MOST_RANKS = 1
@@ -30,12 +39,22 @@ def objections() -> list[str]:
 def test_all_ranks_hear_the_same_reasons(ranks):
     first, second = ranks(2)(in_a_copy, "objections")
     assert first == second
-    on_cpu, cold, none, hosts, many = first
+    on_cpu, cold, none, often, folders, hosts, many = first
     assert on_cpu == "tensors are on cpu, not on CUDA devices (rank 0, 1)"
     assert cold == "it has a cold (rank 1)"
     assert none == ""
+    assert often == "it has shared memory more or less often than rank 0, in other groups (rank 1)"
+    assert folders == "it runs in another container than rank 0, or with another TMPDIR (rank 1)"
     assert hosts == "it runs on another host than rank 0 (rank 1)"
     assert many == "2 ranks, and kernels are made for 1 at most"
+
+
+def test_folders_with_names_too_long_for_sockets_are_refused(monkeypatch):
+    cuda = torch.device("cuda", 0)
+    monkeypatch.setenv("TMPDIR", "/" + 89 * "d")
+    assert support.reason_against_memory(cuda) == ""
+    monkeypatch.setenv("TMPDIR", "/" + 90 * "d")
+    assert "set a shorter one" in support.reason_against_memory(cuda)
 
 
 def in_a_copy(name: str) -> Any:
@@ -131,8 +150,14 @@ def allocations(lacking: dict[int, int]) -> tuple[list[str], str]:
         torchs.empty, torchs.rendezvous, torch.cuda.synchronize, torch.cuda.empty_cache = before
 
 
+def rendezvous_so_far() -> int:
+    return memory.history.rendezvous
+
+
 def test_memory_is_allocated_on_all_ranks_or_on_none(ranks):
+    before = ranks(2)(rendezvous_so_far)
     assert ranks(2)(allocations, {}) == [(["empty", "prepared"], "")] * 2
+    assert ranks(2)(rendezvous_so_far) == [count + 1 for count in before]
     assert ranks(2)(allocations, {1: 1}) == [
         (["empty", "prepared"], ""),
         (["empty", "cache", "empty", "prepared"], ""),

@@ -33,6 +33,19 @@ class Memory:
     keeps: Any = None
 
 
+class History:
+    """What this process has shared so far.
+
+    Attributes:
+        rendezvous: How often, in all groups together. Torch counts so, too, and a rank that has another count than the
+            rest of a group leaves them waiting for ever (https://github.com/pytorch/pytorch/issues/196082).
+    """
+
+    rendezvous: int = 0
+
+
+history = History()
+
 Allocate = Callable[[int, dist.ProcessGroup, torch.device, Callable[[Tensor], None]], Memory]
 
 
@@ -53,6 +66,7 @@ def allocate(size: int, group: dist.ProcessGroup, device: torch.device, prepare:
     own = _empty(size, device)
     prepare(own)
     torch.cuda.synchronize(device)
+    history.rendezvous += 1
     with _without_multicast():
         handle = _symmetric_memory.rendezvous(own, group)
     addresses = [handle.get_buffer(rank, (size,), torch.uint8).data_ptr() for rank in range(group.size())]

@@ -1,10 +1,15 @@
-"""Whether the ranks of a group can reach each other's memory from kernels."""
+"""Whether the ranks of a group can reach each other's memory from kernels.
+
+[Note: where ranks meet] Torch's rendezvous passes handles through sockets in the directory for temporary files, named by
+process ids, and waits for them without end. Ranks have to have the same directory, and to know each other's ids.
+"""
 
 from __future__ import annotations
 
 import importlib.util
+import os
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Final
 
@@ -12,9 +17,12 @@ import torch
 import torch.distributed as dist
 
 from ovpatch.overlap import kernel_support
+from ovpatch.overlap.symmetric.memory import history
 
 MOST_RANKS: Final = 8
 _HOPPER: Final = (9, 0)
+_TEMPORARY: Final = ("TMPDIR", "TMP", "TEMP", "TEMPDIR")  # in the order in which torch looks at them
+_LONGEST: Final = 90  # of the 107 that a socket's name may have
 
 
 def objection(
@@ -31,10 +39,9 @@ def objection(
     """
     found: list[Any] = [None] * group.size()
     dist.all_gather_object(found, _told(device, (against or reason_against)(device)), group=group)
-    hosts = [told["host"] for told in found]
     reasons: dict[str, list[int]] = {}
     for rank, told in enumerate(found):
-        for reason in (told["reason"], "" if told["host"] == hosts[0] else "it runs on another host than rank 0"):
+        for reason in (told["reason"], *_elsewhere(told, found[0])):
             if reason:
                 reasons.setdefault(reason, []).append(dist.get_global_rank(group, rank))
     if group.size() > MOST_RANKS:
@@ -50,6 +57,10 @@ def reason_against_memory(device: torch.device) -> str:
         return f"tensors are on {device.type}, not on CUDA devices"
     if importlib.util.find_spec("torch.distributed._symmetric_memory") is None:
         return "this build of torch has no symmetric memory"
+    if len(os.fsencode(_folder())) > _LONGEST:
+        return (
+            f"TMPDIR has more than {_LONGEST} characters, with which torch cannot name its sockets: set a shorter one"
+        )
     return ""
 
 
@@ -65,7 +76,30 @@ def reason_against(device: torch.device) -> str:
 
 def _told(device: torch.device, reason: str) -> dict[str, str]:
     uuid = str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else ""
-    return {"host": _host(), "reason": reason, "uuid": uuid}
+    return {"host": _host(), "place": _place(), "before": str(history.rendezvous), "reason": reason, "uuid": uuid}
+
+
+def _elsewhere(told: dict[str, str], first: dict[str, str]) -> Iterator[str]:
+    """Yield why a rank and the first cannot share memory."""
+    if told["host"] != first["host"]:
+        yield "it runs on another host than rank 0"
+    elif told["place"] != first["place"]:
+        yield "it runs in another container than rank 0, or with another TMPDIR"
+    elif told["before"] != first["before"]:
+        yield "it has shared memory more or less often than rank 0, in other groups"
+
+
+def _folder() -> str:
+    return next((os.environ[name] for name in _TEMPORARY if name in os.environ), "/tmp")
+
+
+def _place() -> str:
+    """Return what tells apart where sockets are; see [Note: where ranks meet]."""
+    folder = _folder()
+    namespace = Path("/proc/self/ns/pid")
+    found = os.stat(folder) if os.path.isdir(folder) else None
+    inode = f"{found.st_dev}:{found.st_ino}" if found is not None else ""
+    return f"{os.readlink(namespace) if namespace.exists() else ''} {folder} {inode}"
 
 
 def _host() -> str:
