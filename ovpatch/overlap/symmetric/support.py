@@ -1,7 +1,7 @@
 """Whether the ranks of a group can reach each other's memory from kernels.
 
-[Note: where ranks meet] Torch's rendezvous passes handles through sockets in the directory for temporary files, named by
-process ids, and waits for them without end. Ranks have to have the same directory, and to know each other's ids.
+[Note: where ranks meet] Torch's rendezvous passes handles through sockets in the directory for temporary files, named
+by process ids, and waits for them without end. Ranks have to have the same directory, and to know each other's ids.
 """
 
 from __future__ import annotations
