@@ -23,6 +23,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
+from torch.distributed import _symmetric_memory  # without which torch.ops.symm_mem has no operators
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
@@ -220,9 +221,7 @@ def settings(name: str, group: Any) -> Iterator[None]:
         return
     micro_pipeline = name == COMPILED[1]
     if micro_pipeline:
-        from torch.distributed._symmetric_memory import enable_symm_mem_for_group
-
-        enable_symm_mem_for_group(group.group_name)
+        _symmetric_memory.enable_symm_mem_for_group(group.group_name)
     torch._dynamo.reset()
     with torch._inductor.config.patch(_micro_pipeline_tp=micro_pipeline):
         yield

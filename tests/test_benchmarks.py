@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import shlex
+import subprocess
 import sys
 import time
 from dataclasses import dataclass
@@ -13,6 +14,14 @@ import pytest
 
 from benchmarks import suite
 from benchmarks.suite import SUITE, Row, run
+
+
+def test_operators_of_torch_are_there_in_a_fresh_process():
+    code = "import torch, benchmarks.tp_operators\n" + "\n".join(
+        f"torch.ops.symm_mem.{name}" for name in ("fused_all_gather_matmul", "fused_matmul_reduce_scatter")
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=suite.ROOT, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.parametrize("name", SUITE)
