@@ -66,6 +66,9 @@ class Event:
 class Driver:
     """What a stream does with numbers and copies, by addresses of this process."""
 
+    def __init__(self) -> None:
+        self.writes_to_peers = writing["to peers"]
+
     def write(self, address: int, number: int) -> None:
         current[0].add(lambda: setattr(ctypes.c_uint32.from_address(address), "value", number))
 
@@ -85,6 +88,7 @@ queues: dict[int, Steps] = {}  # of devices
 sharing = {
     "queue": False
 }  # whether a device has one queue for all of its streams, as with CUDA_DEVICE_MAX_CONNECTIONS=1
+writing = {"to peers": True}
 current: list[Any] = [None]
 draw = random.Random()
 
@@ -109,8 +113,9 @@ def play(seed: int) -> None:
         one.steps.popleft()[1]()
 
 
-@pytest.fixture(autouse=True)
-def played(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture(autouse=True, params=[True, False], ids=["written", "copied"])
+def played(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
+    monkeypatch.setitem(writing, "to peers", request.param)
     cuda = SimpleNamespace(Stream=Stream, Event=Event, stream=stream, current_stream=lambda _: current[0])
     cuda._is_in_bad_fork = lambda: False
     monkeypatch.setattr(lanes, "torch", SimpleNamespace(cuda=cuda))

@@ -19,6 +19,7 @@ Pair = tuple[Tensor, Tensor]
 
 _AT_LEAST: Final = 0  # CU_STREAM_WAIT_VALUE_GEQ, which takes differences, so that numbers may wrap
 _IN_STREAM_ORDER: Final = 1  # CU_MEMCPY_SRC_ACCESS_ORDER_STREAM
+_NO_PEERS: Final = 13010  # CUDA 13.1, from which on streams write to their own GPU's memory alone
 _BESIDE_COMPUTE: Final = 1  # CU_MEMCPY_FLAG_PREFER_OVERLAP_WITH_COMPUTE
 
 
@@ -38,6 +39,9 @@ class Driver:
     Args:
         device: Which.
 
+    Attributes:
+        writes_to_peers: Whether :meth:`write` reaches other GPUs' memory.
+
     Raises:
         OSError: There is no such library.
         AttributeError: It has no streams that wait for memory.
@@ -49,6 +53,9 @@ class Driver:
         value = (ctypes.c_void_p, ctypes.c_uint64, ctypes.c_uint32, ctypes.c_uint)
         self._write = _function(library, "cuStreamWriteValue32_v2", value)
         self._wait = _function(library, "cuStreamWaitValue32_v2", value)
+        version = ctypes.c_int(0)
+        _check(library.cuDriverGetVersion(ctypes.byref(version)))
+        self.writes_to_peers = version.value < _NO_PEERS
         self._copy: Callable[..., int] | None = None
         if hasattr(library, "cuMemcpyBatchAsync_v2"):
             places = ctypes.POINTER(ctypes.c_uint64)
@@ -58,7 +65,7 @@ class Driver:
         self._first = ctypes.c_uint64(0)  # the copy from which on the attributes hold
 
     def write(self, address: int, number: int) -> None:
-        """Write a number of 32 bits to this device's memory once all before it in the stream is done."""
+        """Write a number of 32 bits once all before it in the stream is done, and seen by other GPUs."""
         _check(self._write(self._stream(), address, number, 0))
 
     def wait(self, address: int, number: int) -> None:
