@@ -35,6 +35,7 @@ ZERO_ARMS = {
     "ZeroRedundancyOptimizer": "ZeroRedundancy-Optimizer",
     "ovpatch, no overlap": "ovpatch, no overlap",
     "ovpatch": "**ovpatch**",
+    "ovpatch, copy engines": "ovpatch, copy engines",
     "limit, bf16": "no communication, bf16",
     "FSDP2, ZeRO-2": "FSDP2",
     "Megatron-Core": "Megatron-Core",
