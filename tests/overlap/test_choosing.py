@@ -272,6 +272,10 @@ class InBackward(torch.autograd.Function):
         return grad, None
 
 
+def unmade(generator: torch.Generator) -> Any:
+    raise RuntimeError("no such thing (here)\nand more")
+
+
 def not_measured() -> dict[str, Any]:
     arms = Sleepers(SLEEPS, default="second")
     choose = chooser()
@@ -297,6 +301,9 @@ def not_measured() -> dict[str, Any]:
         ask("without memory", key="big", needs=80)
     finally:
         chooser_module._free = memory
+    before = len(remarks("f"))
+    ask("failing to make", key="failing", make=unmade if dist.get_rank() else arms.make)
+    found["said"] = [line.partition(" (")[2] for line in remarks("f")[before:]]
     ask("with one that is usable", key="one", usable=lambda name: name == "first")
     ask("with two that are usable", key="two", usable=lambda name: name != "third")
     found["of them"] = choose.choose(group(), arms.race("two", usable=lambda name: name != "third")).times
@@ -313,6 +320,9 @@ def test_where_nothing_is_measured(ranks):
         assert found["deterministic"] == ("second", True, 0)
         assert found["alone"] == ("first", 0), "one rank has nothing to choose"
         assert found["without memory"] == ("second", True, 0), "for want of memory on one rank"
+        assert found["failing to make"] == ("second", True, 0), "for want of arms on one rank"
+        where = "not measured, since a rank could not make what is measured; its report says why)"
+        assert found["said"] == (["here) and more", where] if rank else [where])
         assert found["with one that is usable"] == ("first", True, 0)
         assert found["with two that are usable"][0] == "second"
         assert list(found["of them"]) == ["first", "second"]

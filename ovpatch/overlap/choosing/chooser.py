@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import enum
 import functools
 import importlib.metadata
 import platform
@@ -33,6 +34,16 @@ _REMEDY = (
     "Ranks that choose by measurement must make the same calls, with the same shapes and settings; or set the option "
     "to one of its other values, which are not measured."
 )
+
+
+_UNMADE = "not measured, since a rank could not make what is measured; its report says why"
+
+
+class _Problem(enum.IntEnum):
+    """Why there are no arms on a rank; the largest of all ranks is told."""
+
+    MEMORY = 1
+    ERROR = 2
 
 
 class Chooser:
@@ -112,9 +123,11 @@ class Chooser:
 
     def _measured(self, group: dist.ProcessGroup, race: Race, numbers: Numbers, cache: Cache) -> Choice:
         arms = self._made(race)
-        (lacking,) = numbers.largest([float(arms is None)])
-        if lacking or arms is None:
+        (problem,) = numbers.largest([float(arms) if isinstance(arms, _Problem) else 0.0])
+        if problem == _Problem.MEMORY:
             return Choice(race.default, f"not measured, which takes {race.needs / 2**30:.2g} GiB of memory")
+        if problem or isinstance(arms, _Problem):
+            return Choice(race.default, _UNMADE)
         works = functools.partial(self._works, group, race)
         times = measured(arms, numbers, self._device, self._budget.left, works)
         if times is None:
@@ -123,14 +136,17 @@ class Chooser:
             cache.write(race.key, times)
         return Choice(fastest(times), "measured", times)
 
-    def _made(self, race: Race) -> Arms | None:
-        """Return the arms, the baseline first; None if there is not memory enough."""
+    def _made(self, race: Race) -> Arms | _Problem:
+        """Return the arms, the baseline first, or why there are none: the others would wait for a rank that raised."""
         if race.needs * _SPARE > _free(self._device):
-            return None
+            return _Problem.MEMORY
         try:
             arms = race.make(torch.Generator(self._device).manual_seed(0))
         except torch.OutOfMemoryError:
-            return None
+            return _Problem.MEMORY
+        except RuntimeError as error:
+            record(self._feature, f"nothing was measured for {race.key}: {type(error).__name__}: {_line(error)}")
+            return _Problem.ERROR
         return {name: arms[name] for name in race.arms}
 
     def _works(self, group: dist.ProcessGroup, race: Race, name: str, arm: Callable[[], object]) -> bool:
