@@ -8,9 +8,9 @@ import weakref
 import torch
 import torch.distributed as dist
 
-from ovpatch.overlap.symmetric import support
+from ovpatch.overlap.symmetric import memory, support
 from ovpatch_plugins.pipe_experts.how import How
-from ovpatch_plugins.pipe_experts.symmetric import LackingError, Symmetric
+from ovpatch_plugins.pipe_experts.symmetric import Symmetric
 
 _lanes: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[torch.device, Symmetric | None]] = weakref.WeakKeyDictionary()
 _objections: dict[str, None] = {}  # they outlive groups, for the report
@@ -36,7 +36,7 @@ def _made(group: dist.ProcessGroup, device: torch.device) -> Symmetric | None:
     if not problem:
         try:
             return Symmetric(group, device)
-        except LackingError as error:
+        except memory.LackingError as error:
             problem = str(error)
     _objections[problem] = None
     return None

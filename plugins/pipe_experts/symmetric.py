@@ -31,10 +31,6 @@ _ALIGNED: Final = 16  # bytes
 Counts = Sequence[int]
 
 
-class LackingError(RuntimeError):
-    """Ranks have no memory for what all of them need."""
-
-
 class Symmetric:
     """A lane over symmetric memory, for one group on one device; see [Note: channels] of the kernel.
 
@@ -70,7 +66,7 @@ class Symmetric:
         self._world, self._rank, self._device = group.size(), group.rank(), device
         self.channels, self._slot, self._depth, self._block = channels, slot, depth, block
         size = HEADER.value + channels * self._world * depth * slot
-        self._memory = _allocated(size, HEADER.value, group, device)
+        self._memory = memory.allocate_on_all(size, group, device, lambda own: _clear(own[: HEADER.value]))
         self._peers = torch.tensor(self._memory.addresses, dtype=torch.int64, device=device)
         self._state = torch.zeros(HEADER.value // 8, dtype=torch.int64, device=device)
         self._others = [0] * (RANKS.value - self._world)  # counts of ranks that do not exist
@@ -182,30 +178,5 @@ class _Work:
         return not self._tensors or self._end is None or self._end.query()
 
 
-def _allocated(size: int, header: int, group: dist.ProcessGroup, device: torch.device) -> memory.Memory:
-    """Allocate on all ranks, or on none.
-
-    Raises:
-        LackingError: A rank could not; on all ranks.
-    """
-    asked: list[bool] = []
-
-    def prepare(own: Tensor) -> None:
-        asked.append(True)
-        own[:header].zero_()
-        _agree("", group)
-
-    try:
-        return memory.allocate(size, group, device, prepare)
-    except RuntimeError as error:  # torch has no class of its own for what the driver refuses
-        if not asked:
-            _agree(f"{size / 2**20:.0f} MiB of symmetric memory: {str(error).splitlines()[0]}", group)
-        raise
-
-
-def _agree(problem: str, group: dist.ProcessGroup) -> None:
-    found: list[str] = [""] * group.size()
-    dist.all_gather_object(found, problem, group=group)
-    told = [f"{text} (rank {dist.get_global_rank(group, i)})" for i, text in enumerate(found) if text]
-    if told:
-        raise LackingError("; ".join(told))
+def _clear(header: Tensor) -> None:
+    header.zero_()

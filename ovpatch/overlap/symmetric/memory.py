@@ -33,6 +33,10 @@ class Memory:
     keeps: Any = None
 
 
+class LackingError(RuntimeError):
+    """Ranks have no memory for what all of them need."""
+
+
 class History:
     """What this process has shared so far.
 
@@ -79,7 +83,7 @@ def allocate_on_all(
     """Allocate on all ranks, or on none; as :func:`allocate`, which leaves others waiting for a rank that cannot.
 
     Raises:
-        RuntimeError: A rank could not allocate; on all ranks, with the same text.
+        LackingError: A rank could not allocate; on all ranks, with the same text.
     """
     found = False
 
@@ -100,7 +104,7 @@ def allocate_on_all(
 def _agree(objection: str, group: dist.ProcessGroup) -> None:
     lacking = agree(group, "symmetric memory", {}, objection=objection, timeout_s=_PATIENCE_S)
     if lacking:
-        raise RuntimeError(lacking)
+        raise LackingError(lacking)
 
 
 def _empty(size: int, device: torch.device) -> Tensor:
