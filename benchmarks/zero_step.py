@@ -216,7 +216,7 @@ OURS: dict[str, tuple[tuple[str, ...], dict[str, dict[str, Any]], dict[str, Any]
     "ovpatch, gather in step": (BOTH, {"dist_optimizer": {"overlap_param_gather": False}}, {}),
     "ovpatch, gradients kept": (BOTH, {"dist_optimizer": {"grads_in_flight_mb": 0.0}}, {}),
     "ovpatch, copy engines": (BOTH, {"dist_optimizer": {"copy_engines": "on"}}, {}),
-    "ovpatch, no copy engines": (BOTH, {"dist_optimizer": {"copy_engines": "off"}}, {}),
+    "ovpatch, copy engines, raced": (BOTH, {"dist_optimizer": {"copy_engines": "auto"}}, {}),
     **{f"ovpatch, gather {mb} MiB": (BOTH, {"dist_optimizer": {"gather_bucket_mb": mb}}, {}) for mb in (128, 256, 512)},
     **{f"ovpatch, bucket {mb} MiB": (BOTH, {}, {"bucket_cap_mb": mb}) for mb in (50, 100, 200, 400)},
     **{f"ovpatch, max_ctas {n}": (BOTH, {"ddp": {"max_ctas": n}}, {}) for n in (8, 16)},

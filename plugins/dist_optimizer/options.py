@@ -55,7 +55,7 @@ OPTIONS: Final = (
     ),
     Option(
         "copy_engines",
-        "auto",
+        "off",
         "What moves parameters and gradients between the GPUs of one host: off, the backend's kernels (NCCL); on, the "
         "GPUs' copy engines, which leave multiprocessors to what computes; auto, whichever is faster beside products, "
         "measured once by all ranks and kept in OVPATCH_CACHE_DIR.",
