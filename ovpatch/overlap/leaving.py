@@ -10,11 +10,13 @@ so no two ranks wait for each other.
 
 from __future__ import annotations
 
+import atexit
 import logging
+import multiprocessing.util
 import os
 import sys
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from ovpatch.overlap.answering import Server
 from ovpatch.overlap.asking import Inquiry
@@ -93,3 +95,18 @@ def failing() -> bool:
     if isinstance(error, SystemExit):
         return bool(error.code)
     return error is not None or getattr(sys, "last_value", None) is not None
+
+
+def at_exit(function: Callable[[], None]) -> None:
+    """Run a function before threads are torn down, also in children of multiprocessing, which skip atexit.
+
+    Call it whenever there is something to do at the end: more than once in a process does nothing.
+    """
+    if _registered.get(function) != os.getpid():
+        _registered[function] = os.getpid()
+        atexit.unregister(function)  # a fork inherits it
+        atexit.register(function)
+        multiprocessing.util.Finalize(None, function, exitpriority=0)
+
+
+_registered: dict[Callable[[], None], int] = {}  # in which process; a fork inherits that, too

@@ -6,8 +6,6 @@ a small server; who needs something asks for it.
 
 from __future__ import annotations
 
-import atexit
-import multiprocessing.util
 import os
 import threading
 import time
@@ -21,7 +19,7 @@ import torch.distributed as dist
 from ovpatch.overlap.answering import Answer, Server
 from ovpatch.overlap.asking import Inquiry, Replies
 from ovpatch.overlap.cards import Directory, own_addresses, store_of
-from ovpatch.overlap.leaving import Departure, failing, leave
+from ovpatch.overlap.leaving import Departure, at_exit, failing, leave
 
 # Seconds without a question after which a process that has come to its end no longer waits for its peers.
 AT_EXIT_S = 300.0
@@ -62,7 +60,7 @@ class Peers:
             if group not in _peers:
                 _sweep()
                 _peers[group] = cls(group)
-                _register_at_exit()
+                at_exit(_at_exit)
             return _peers[group]
 
     def serve(self, topic: str, answer: Answer) -> Callable[[], None]:
@@ -172,16 +170,6 @@ def _at_exit() -> None:
         peers._server.close()
 
 
-def _register_at_exit() -> None:
-    """Run :func:`_at_exit` before threads are torn down, also in children of multiprocessing, which skip atexit."""
-    global _registered
-    if _registered != os.getpid():
-        _registered = os.getpid()
-        atexit.unregister(_at_exit)  # a fork inherits it
-        atexit.register(_at_exit)
-        multiprocessing.util.Finalize(None, _at_exit, exitpriority=0)
-
-
 def _sweep() -> None:
     """Close the servers of groups that were destroyed, though somebody still holds them."""
     for peers in list(_peers.values()):
@@ -210,7 +198,6 @@ _peers: weakref.WeakKeyDictionary[dist.ProcessGroup, Peers] = weakref.WeakKeyDic
 _inherited: weakref.WeakSet[dist.ProcessGroup] = weakref.WeakSet()
 _lock = threading.RLock()
 _exiting = False
-_registered = 0
 
 _REMEDY = (
     "Look at that rank's output: it may have ended, hang, or run without ovpatch, which is active where "

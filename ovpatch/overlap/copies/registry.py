@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import atexit
 import logging
-import multiprocessing.util
-import os
 import weakref
 from dataclasses import dataclass
 
@@ -13,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from ovpatch.overlap.copies.engine import Engine
-from ovpatch.overlap.leaving import failing
+from ovpatch.overlap.leaving import at_exit, failing
 from ovpatch.overlap.peers import timeout_of
 
 _log = logging.getLogger("ovpatch.copies")
@@ -42,7 +39,7 @@ _said: dict[str, None] = {}
 
 def chosen_for(group: dist.ProcessGroup, device: torch.device) -> Chosen:
     """Return what was chosen, or is yet to be."""
-    _register_at_exit()
+    at_exit(_at_exit)
     return _chosen.setdefault(group, {}).setdefault(device, Chosen())
 
 
@@ -105,17 +102,6 @@ def _at_exit() -> None:
         finish()
 
 
-def _register_at_exit() -> None:
-    """Run :func:`_at_exit` in children of multiprocessing, too, which skip atexit."""
-    global _registered
-    if _registered != os.getpid():
-        _registered = os.getpid()
-        atexit.unregister(_at_exit)  # a fork inherits it
-        atexit.register(_at_exit)
-        multiprocessing.util.Finalize(None, _at_exit, exitpriority=0)
-
-
-_registered = 0
 _stuck: list[Engine] = []  # whose memory cannot be given back: that would wait for their streams, too
 
 _LATE = (
