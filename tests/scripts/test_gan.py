@@ -10,6 +10,7 @@ from tests.support.rarely import RARELY
 pytestmark = pytest.mark.slow
 
 
+@RARELY
 def test_dcgan(runner, compatibility):
     stock, patched = runner.both("dcgan")
     assert [len(rank["errG"]) for rank in stock.ranks] == [4, 4]

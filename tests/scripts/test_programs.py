@@ -88,6 +88,7 @@ def test_nanogpt_style(runner, compatibility):
     compatibility("nanoGPT", patched, compared="losses, norms, parameters, checkpoints")
 
 
+@RARELY
 def test_process_groups_made_again_and_backwards_that_fail_on_all_ranks(runner, compatibility):
     stock, patched = together(
         lambda: runner.torchrun("sweep.py", *ports(3), patched=False, to="sweep-stock"),

@@ -102,6 +102,7 @@ def test_trainer_that_finds_its_batch_size(runner, compatibility):
     )
 
 
+@RARELY
 @needs("peft")
 def test_lora(runner, compatibility):
     from safetensors.torch import load_file
