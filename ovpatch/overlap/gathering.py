@@ -57,7 +57,8 @@ class ParamGather:
     ) -> None:
         self._params = tuple(params)
         self._group, self._world, self._rank = group, group.size(), group.rank()
-        self._gather = AllGather(group, params[0].device)
+        self._device = params[0].device
+        self._gather = AllGather(group, self._device)
         self._labels = label(feature, "all_gather", name), label(feature, "wait", name)
         self._lock = threading.RLock()  # re-entered if a finaliser or a signal handler reads while we settle
         self._works: Sequence[Work] = []
@@ -78,7 +79,7 @@ class ParamGather:
     @property
     def is_copied(self) -> bool:
         """Whether copy engines gather, instead of the group's backend."""
-        return gathering(self._group, self._params[0].device) is not None
+        return gathering(self._group, self._device) is not None
 
     def launch(self) -> str:
         """Start gathering: a collective, which all ranks of the group must call in the same order.

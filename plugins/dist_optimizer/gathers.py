@@ -17,6 +17,9 @@ from ovpatch.overlap.layout import layer_of
 from ovpatch_plugins.dist_optimizer.counters import COUNTERS
 
 if TYPE_CHECKING:
+    import torch
+    import torch.distributed as dist
+
     from ovpatch_plugins.dist_optimizer.parts import Part
 
 MIB = 1024 * 1024
@@ -40,13 +43,16 @@ class Gathers:
         self._copy_engines = copy_engines
         self._of: tuple[tuple[int, int], ...] = ()
         self._buckets: list[ParamGather] = []
+        self._places: Iterable[tuple[dist.ProcessGroup, torch.device]] = ()
 
     def launch(self, parts: Sequence[Part]) -> None:
         """Start to gather; all ranks do so for the same parameters."""
         which = tuple((id(part.shards), id(part.gathered)) for part in parts)
         if which != self._of:
             self._of, self._buckets = which, [self._gather(bucket) for bucket in self._cut(parts)]
-        self._choose(parts)
+            self._places = dict.fromkeys((part.shards.group, part.gathered.device) for part in parts)
+        if self._copy_engines != "off":
+            self._choose()
         launch(self._buckets)
         COUNTERS.bytes_gathered += sum(part.gathered.nbytes for part in parts)
         COUNTERS.gathers += len(self._buckets)
@@ -60,9 +66,8 @@ class Gathers:
         for gather in self._buckets:
             gather.settle()
 
-    def _choose(self, parts: Sequence[Part]) -> None:
-        places = dict.fromkeys((part.shards.group, part.gathered.device) for part in parts)
-        for group, device in places:
+    def _choose(self) -> None:
+        for group, device in self._places:
             choose(group, device, self._copy_engines, feature="dist_optimizer", directory=cache_dir())
 
     def _gather(self, parts: Sequence[Part]) -> ParamGather:

@@ -138,8 +138,6 @@ def ovpatch_counters() -> Mapping[str, int]:
 def ovpatch_remarks() -> Sequence[str]:
     """Return which optimizers were left stock, and why; and what was chosen by measurement."""
     optimizers = sys.modules.get("ovpatch_plugins.dist_optimizer.optimizers")
-    copies = sys.modules.get("ovpatch.overlap.copies.registry")
     choosing = sys.modules.get("ovpatch.overlap.choosing")
     remarks = [] if optimizers is None else list(optimizers.remarks())
-    remarks += [] if copies is None else copies.remarks()
     return remarks + ([] if choosing is None else choosing.remarks("dist_optimizer"))

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ovpatch.overlap.choosing import records
 from ovpatch.overlap.collectives import AllGather, ReduceScatter
 from ovpatch.overlap.copies import registry
 from ovpatch.overlap.copies.choosing import choose
@@ -145,16 +146,16 @@ def choices() -> list[Any]:
         ("on", lambda device: "", windows.allocate),
     ):
         registry.forget()
-        registry._said.clear()
+        records._said.pop("test", None)
         support.reason_against_memory = against
         try:
             choose(group, CPU, mode, feature="test", directory=None, allocate=allocate)
         finally:
             support.reason_against_memory = before
         chosen = registry.chosen_for(group, CPU)
-        found.append((chosen.gathers, chosen.scatters, chosen.final, registry.remarks()))
+        found.append((chosen.gathers, chosen.scatters, chosen.final, records.remarks("test")))
     registry.forget()
-    registry._said.clear()
+    records._said.pop("test", None)
     return found
 
 
@@ -272,7 +273,7 @@ def in_backward() -> tuple[int, bool]:
     finally:
         support.objection, torch.cuda.is_current_stream_capturing = before
         registry.forget()
-        registry._said.clear()
+        records._said.pop("test", None)
     return within, len(asked) == 1
 
 

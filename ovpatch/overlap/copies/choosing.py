@@ -15,9 +15,10 @@ from torch import Tensor
 from ovpatch.overlap import kernel_support
 from ovpatch.overlap.agreement import agree
 from ovpatch.overlap.choosing import Arms, Race, chooser_of
+from ovpatch.overlap.choosing.records import record
 from ovpatch.overlap.collectives import AllGather, ReduceScatter
 from ovpatch.overlap.copies.engine import Engine
-from ovpatch.overlap.copies.registry import Chosen, chosen_for, remark
+from ovpatch.overlap.copies.registry import Chosen, chosen_for
 from ovpatch.overlap.copies.window import Allocate, allocate
 from ovpatch.overlap.symmetric import support
 from ovpatch.overlap.works import Work
@@ -51,8 +52,10 @@ def choose(
         directory: Where measurements are kept from run to run; None to keep none.
         allocate: Makes memory that all ranks see.
     """
+    if mode == "off":
+        return
     chosen = chosen_for(group, device)
-    if chosen.final or mode == "off" or group.size() == 1 or dist.get_backend(group) == "fake":
+    if chosen.final or group.size() == 1 or dist.get_backend(group) == "fake":
         return
     if device.type != "cuda" and mode == "auto":
         return
@@ -64,12 +67,12 @@ def choose(
         reason = support.objection(group, device, _reason_against) or _made(chosen, group, device, allocate)
         if reason:
             chosen.final = True
-            remark(f"{COPIES} are not used: {reason}")
+            record(feature, f"{COPIES} are not used: {reason}")
             return
     assert chosen.engine is not None
     sums = support.objection(group, device, _reason_against_sums)
     if sums:
-        remark(f"{COPIES} do not reduce gradients: {sums}")
+        record(feature, f"{COPIES} do not reduce gradients: {sums}")
     if mode == "on":
         chosen.gathers, chosen.scatters, chosen.final = True, not sums, True
         return

@@ -12,10 +12,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ovpatch.overlap.copies.driver import Pair
-from ovpatch.overlap.copies.lanes import Lanes, NoStreams, Streams, Work
+from ovpatch.overlap.copies.lanes import Lanes, NoStreams, Streams
 from ovpatch.overlap.copies.rounds import Piece, rounds
 from ovpatch.overlap.copies.sums import add_up
 from ovpatch.overlap.copies.window import SLOT_BYTES, Allocate, Window, allocate
+from ovpatch.overlap.works import Work
 
 _GRAIN: Final = 128  # bytes, at whose multiples pieces begin
 _SUMMED: Final = (torch.float32, torch.bfloat16, torch.float16, torch.float64)

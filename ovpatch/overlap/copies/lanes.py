@@ -11,14 +11,9 @@ from typing import Final, Protocol
 import torch
 from torch import Tensor
 
+from ovpatch.overlap.works import Pending, Work
+
 _PAUSE_S: Final = 0.001
-
-
-class Work(Protocol):
-    """Copies under way."""
-
-    def wait(self) -> None:
-        """Make the current stream wait for them."""
 
 
 class Lanes(Protocol):
@@ -52,7 +47,7 @@ class Streams:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        # Of high priority: a meeting is one block, for which all ranks wait.
+        # Of high priority: sums are to find room beside products.
         self._out, self._in = torch.cuda.Stream(device, priority=-1), torch.cuda.Stream(device, priority=-1)
         self._met, self._laid = torch.cuda.Event(), torch.cuda.Event()
 
@@ -141,14 +136,9 @@ class NoStreams:
     def end(self, tensors: Sequence[Tensor]) -> Work:
         """See :class:`Lanes`."""
         del tensors
-        return _Done()
+        return Pending(())
 
     def drain(self, timeout_s: float) -> bool:
         """See :class:`Lanes`."""
         del timeout_s
         return True
-
-
-class _Done:
-    def wait(self) -> None:
-        pass

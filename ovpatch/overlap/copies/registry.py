@@ -34,7 +34,6 @@ class Chosen:
 
 
 _chosen: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[torch.device, Chosen]] = weakref.WeakKeyDictionary()
-_said: dict[str, None] = {}
 
 
 def chosen_for(group: dist.ProcessGroup, device: torch.device) -> Chosen:
@@ -85,16 +84,6 @@ def forget(group: dist.ProcessGroup | None = None) -> None:
     for one in list(_chosen):
         if group is None or one is group:
             del _chosen[one]
-
-
-def remark(text: str) -> None:
-    """Keep a line for the report."""
-    _said[text] = None
-
-
-def remarks() -> list[str]:
-    """Return the report's lines."""
-    return list(_said)
 
 
 def _at_exit() -> None:
