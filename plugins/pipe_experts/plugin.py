@@ -20,7 +20,6 @@ def ovpatch_feature() -> Feature:
         name="pipe_experts",
         summary="Expert-parallel layers in parts, whose all-to-alls hide under their experts.",
         options=OPTIONS,
-        default=False,
         reorders_products=True,
     )
 

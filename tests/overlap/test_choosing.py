@@ -32,18 +32,24 @@ SLEEPS = {"first": 8e-3, "second": 5e-3, "third": 1e-3}
 
 
 @pytest.mark.parametrize(
-    ("times", "expected"),
+    ("times", "default", "expected"),
     [
-        ({"base": 1.0, "a": 0.5, "b": 0.4}, "b"),
-        ({"base": 1.0, "a": 0.99}, "base"),
-        ({"base": 1.0, "a": 0.97}, "a"),
-        ({"base": 1.0, "a": 0.97, "b": 0.969}, "b"),
-        ({"base": 1.0, "a": 2.0}, "base"),
-        ({"base": 1.0}, "base"),
+        ({"base": 1.0, "a": 0.5, "b": 0.4}, "base", "b"),
+        ({"base": 1.0, "a": 0.99}, "base", "base"),
+        ({"base": 1.0, "a": 0.97}, "base", "a"),
+        ({"base": 1.0, "a": 0.97, "b": 0.969}, "base", "b"),
+        ({"base": 1.0, "a": 2.0}, "base", "base"),
+        ({"base": 1.0}, "base", "base"),
+        ({"base": 1.0, "a": 0.99, "b": 0.98}, "a", "a"),
+        ({"base": 1.0, "a": 1.01}, "a", "base"),
+        ({"base": 1.0, "a": 0.97, "b": 0.96}, "a", "a"),
+        ({"base": 1.0, "a": 0.97, "b": 0.94}, "a", "b"),
+        ({"base": 1.0, "a": 0.99}, "left out", "base"),
+        ({"base": 1.0, "a": 0.9}, "left out", "a"),
     ],
 )
-def test_the_baseline_wins_ties(times, expected):
-    assert fastest(times) == expected
+def test_the_default_and_the_baseline_win_ties(times, default, expected):
+    assert fastest(times, default) == expected
 
 
 def test_what_is_written_is_read_by_the_next(tmp_path):

@@ -115,7 +115,7 @@ class Chooser:
         found = numbers.of_first(given)
         if all(found):
             times = dict(zip(race.arms, found, strict=True))
-            return Choice(fastest(times), "measured in an earlier run", times)
+            return Choice(fastest(times, race.default), "measured in an earlier run", times)
         if numbers.largest([-self._budget.left()])[0] >= 0:
             return self._unmeasured(race)
         with self._budget.spending():
@@ -134,7 +134,7 @@ class Chooser:
             return self._unmeasured(race)
         if group.rank() == 0:
             cache.write(race.key, times)
-        return Choice(fastest(times), "measured", times)
+        return Choice(fastest(times, race.default), "measured", times)
 
     def _made(self, race: Race) -> Arms | _Problem:
         """Return the arms, the baseline first, or why there are none: the others would wait for a rank that raised."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Final
@@ -12,7 +13,7 @@ Arms = dict[str, Callable[[], object]]
 """Ways to compute the same, by name; each call is one computation, launched if not awaited."""
 
 TIE: Final = 0.02
-"""By how much, relatively, the baseline must be beaten: what is measured is no more precise."""
+"""By how much, relatively, an arm must beat the baseline and the default: what is measured is no more precise."""
 
 
 @dataclass(frozen=True)
@@ -21,8 +22,8 @@ class Race:
 
     Attributes:
         key: What is computed, in words: operator, shapes, dtype, direction. The same on all ranks.
-        arms: Names of the ways. The first is the baseline, what would be computed without the feature, and wins ties.
-        default: Which to take where nothing is measured.
+        arms: Names of the ways. The first is the baseline, what would be computed without the feature.
+        default: Which to take where nothing is measured, and where it is hardly slower than the fastest.
         make: Makes the arms, on data drawn from a generator.
         needs: Bytes of memory that they take, at most.
         usable: Tells whether an arm can be used at all, the same on all ranks, which all call it: it may have them ask
@@ -59,8 +60,18 @@ class Choice:
         return f"{key}: {self.arm} ({'; '.join(filter(None, (times, self.why)))})"
 
 
-def fastest(times: Mapping[str, float]) -> str:
-    """Return the arm that takes the least time, or the baseline, the first, if that takes hardly more."""
+def fastest(times: Mapping[str, float], default: str) -> str:
+    """Return the arm that takes the least time; of those that take hardly more, the default one, or the baseline.
+
+    Where nothing beats the baseline, the default one is taken only if it is measured no slower.
+
+    Args:
+        times: Of each arm, in ms; the first is the baseline.
+        default: What is taken where nothing is measured; need not have been measured.
+    """
     baseline = next(iter(times))
     best = min(times, key=times.__getitem__)
-    return best if times[best] < (1 - TIE) * times[baseline] else baseline
+    enough = times[best] / (1 - TIE)
+    if times.get(default, math.inf) <= min(enough, times[baseline]):
+        return default
+    return best if times[baseline] > enough else baseline
