@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ovpatch.overlap.copies.attendance import attend
 from ovpatch.overlap.copies.registry import gathering, scattering
 from ovpatch.overlap.ungrouped import UngroupedAllGather, UngroupedAllReduce, UngroupedReduceScatter
 from ovpatch.overlap.works import Work
@@ -170,8 +171,13 @@ class Collectives:
     """
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device, *, average: bool = False) -> None:
+        self._group, self._device = group, device
         self.all_reduce = AllReduce(group, device, average=average)
         self.reduce_scatter = ReduceScatter(group, device, average=average)
+
+    def attend(self) -> None:
+        """End what is reduced together; see [Note: who does not come]."""
+        attend(self._group, self._device)
 
 
 def _groups(group: dist.ProcessGroup, device: torch.device) -> bool:

@@ -69,7 +69,7 @@ class Reduction:
     def open(self) -> None:
         """Begin a backward: nothing has come, every parameter is waited for."""
         self.absent: set[int] = set()
-        self.launched = 0
+        self.launched, self._attended = 0, False
         self._waiting = list(self._sizes)
         self._works: list[Work] = []
         self._staged: set[int] = set()
@@ -141,6 +141,7 @@ class Reduction:
         """Launch all others."""
         while self.launched < len(self.buckets):
             self._launch(on_launch, None)
+        self._attend()
 
     def launch_zeros(self) -> None:
         """Launch all others with zeros, so that peers, which wait for them, can go on."""
@@ -148,6 +149,7 @@ class Reduction:
             if not self._skipped(bucket):
                 self._start(bucket, bucket.zeros())
             self.launched += 1
+        self._attend()
 
     def wait_for_peers(self) -> None:
         """Have the host wait until all ranks have taken part; parts of gradients are not written yet."""
@@ -194,6 +196,13 @@ class Reduction:
             on_launch(bucket)
             self._follow(bucket, works)
         self.launched = index + 1
+
+    def _attend(self) -> None:
+        if self._attended:
+            return
+        self._attended = True
+        for collectives in self._collectives.values():
+            collectives.attend()
 
     def _start(self, bucket: Bucket, pieces: list[Tensor]) -> Sequence[Work]:
         if not self._works:

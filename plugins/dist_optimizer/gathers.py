@@ -11,6 +11,7 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from ovpatch.hookspecs import cache_dir
+from ovpatch.overlap.copies.attendance import attend
 from ovpatch.overlap.copies.choosing import choose
 from ovpatch.overlap.gathering import ParamGather, launch
 from ovpatch.overlap.layout import layer_of
@@ -54,6 +55,8 @@ class Gathers:
         if self._copy_engines != "off":
             self._choose()
         launch(self._buckets)
+        if self._copy_engines != "off":
+            self._attend()
         COUNTERS.bytes_gathered += sum(part.gathered.nbytes for part in parts)
         COUNTERS.gathers += len(self._buckets)
         COUNTERS.gathers_copied += sum(gather.is_copied for gather in self._buckets)
@@ -69,6 +72,10 @@ class Gathers:
     def _choose(self) -> None:
         for group, device in self._places:
             choose(group, device, self._copy_engines, feature="dist_optimizer", directory=cache_dir())
+
+    def _attend(self) -> None:
+        for group, device in self._places:
+            attend(group, device)
 
     def _gather(self, parts: Sequence[Part]) -> ParamGather:
         shards = parts[0].shards

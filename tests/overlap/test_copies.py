@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import multiprocessing.util
 import random
 import weakref
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -17,10 +19,12 @@ from torch import Tensor
 from ovpatch.overlap.choosing import records
 from ovpatch.overlap.collectives import AllGather, ReduceScatter
 from ovpatch.overlap.copies import registry
+from ovpatch.overlap.copies.attendance import attend
 from ovpatch.overlap.copies.choosing import choose
 from ovpatch.overlap.copies.engine import Engine
 from ovpatch.overlap.copies.rounds import rounds
 from ovpatch.overlap.symmetric import support
+from ovpatch.overlap.works import Pending
 from tests.support import windows
 from tests.support.interpreter import interpreted
 
@@ -107,6 +111,7 @@ def instead_of_the_backend() -> dict[str, Any]:
         work.wait()
     for work in ReduceScatter(group, CPU)([part], [torch.full((6,), 1j * (rank + 1), dtype=torch.complex64)]):
         work.wait()
+    attend(group, CPU)
     integers = torch.empty(1, dtype=torch.int32)
     for work in ReduceScatter(group, CPU)([integers], [torch.tensor([1, 2], dtype=torch.int32)]):
         work.wait()
@@ -121,6 +126,34 @@ def test_collectives_take_what_was_chosen_for_their_group(ranks):
         assert result["part"].tolist() == [3j] * 3
         assert result["integers"] == [2 * (rank + 1)], "the backend's sums, of what copies do not add"
         assert result["none"] == [None] * 4
+
+
+class Recorded:
+    """A process group that notes what it is given, and an engine that notes what runs behind its copies."""
+
+    def __init__(self) -> None:
+        self.number, self.calls = torch.zeros(1), []
+
+    def allreduce(self, tensors: list[Tensor]) -> Pending:
+        assert tensors[0] is self.number
+        self.calls.append("all-reduce")
+        return Pending(())
+
+    @contextlib.contextmanager
+    def behind(self) -> Iterator[None]:
+        self.calls.append("behind")
+        yield
+        self.calls.append("end")
+
+
+@pytest.mark.parametrize("what", [{"gathers": True}, {"scatters": True}, {"gathers": True, "scatters": True}, {}])
+def test_behind_copies_comes_one_collective_that_the_backend_watches(monkeypatch, what):
+    both: Any = Recorded()
+    attend(both, CPU)
+    assert both.calls == [], "nothing is copied"
+    monkeypatch.setitem(registry._chosen, both, {CPU: registry.Chosen(engine=both, **what)})
+    attend(both, CPU)
+    assert both.calls == (["behind", "all-reduce", "end"] if what else [])
 
 
 def choices() -> list[Any]:

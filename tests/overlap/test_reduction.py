@@ -103,6 +103,28 @@ def test_ranks_whose_gradients_come_in_other_orders_pair_the_same_buckets(ranks)
     ranks(3)(ranks_in_other_orders)
 
 
+def cut_short() -> list[int]:
+    """Let a rank fail after all was launched, or before; return how often each backward was attended."""
+    setup = Setup()
+    found: list[int] = []
+    (collectives,) = setup.reduction._collectives.values()
+    collectives.attend = lambda: found.append(setup.reduction.launched)  # type: ignore[method-assign]
+    for arrived in ((5, 4), (5, 4, 3, 2, 1, 0)):
+        setup.fill()
+        setup.reduction.open()
+        setup.arrive(*arrived)
+        if len(arrived) == 6:
+            setup.reduction.launch_rest(setup.on_launch)
+        setup.reduction.launch_zeros()
+        setup.reduction.wait()
+        setup.reduction.drop()
+    return found
+
+
+def test_a_backward_is_attended_once_behind_all_that_was_launched(ranks):
+    assert ranks(2)(cut_short) == [[3, 3]] * 2
+
+
 def without_some() -> None:
     setup = Setup()
     expected = setup.fill(3, 1)

@@ -26,10 +26,13 @@ from ovpatch.overlap.works import Work
 BACKEND: Final = "the backend's collectives"
 COPIES: Final = "copy engines"
 
+# [Note: as in a step] A forward mostly takes longer than its gathers, and a backward than its sums, so what counts is
+# how much longer products take beside them; and when the rest ends. So there is about twice as much to compute as to
+# move. Products are as short as those of a few thousand tokens: what waits for multiprocessors waits for their ends.
 _BYTES: Final = 512 * 1024 * 1024  # that are gathered, or reduced and scattered, in a millisecond or two
 _TENSORS: Final = 32
-_ROWS, _FEATURES = 8192, 4096  # of products, of which the later ones take somewhat longer on an H100 or H200
-_BEFORE, _BESIDE = 3, 4
+_ROWS, _FEATURES = 4096, 4096  # of products, of which each takes a fifth of a millisecond on an H100 or H200
+_BEFORE, _BESIDE = 3, 16
 _PATIENCE_S: Final = 60.0  # ranks have met just before
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Final
 
 import torch
@@ -32,6 +32,9 @@ class Engine:
         device: Where their tensors are.
         allocate: Makes the memory; all ranks call it together.
         slot_bytes: How much a rank lays out, or gets, in a round.
+
+    Attributes:
+        number: For the collective behind copies; see :mod:`.attendance`.
     """
 
     def __init__(
@@ -48,6 +51,7 @@ class Engine:
         self._lanes: Lanes = Streams(device) if device.type == "cuda" else NoStreams()
         self._half = 0
         self._lock, self._within = threading.RLock(), False
+        self.number = torch.zeros(1, dtype=torch.int32, device=device)
 
     def gather(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> Sequence[Work]:
         """Start to gather; as :class:`ovpatch.overlap.collectives.AllGather`."""
@@ -103,6 +107,10 @@ class Engine:
             self._lanes.begin()
             self._run([len(output) for output in outputs], slot // dtype.itemsize, grain, lay_out, take)
             return [self._lanes.end([*outputs, *inputs])]
+
+    def behind(self) -> AbstractContextManager[None]:
+        """Run the block behind all that has been started."""
+        return self._lanes.taking()
 
     def unheard(self) -> list[int]:
         """Return the ranks whose memory cannot be used, by trial; called once all ranks have engines."""

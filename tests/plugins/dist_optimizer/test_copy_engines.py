@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -64,6 +66,39 @@ def test_loops_on_cpus(ranks, world):
     check_copied(ranks(world)(on_cpus, test_loop_styles.train, on(world, styles), options=BY_COPIES))
     cases = {"adamw": {"optimizer": "adamw", "steps": 8}}
     check_copied(ranks(world)(on_cpus, test_loops.train, cases, options=BY_COPIES), steps=8)
+
+
+def attended() -> list[Any]:
+    """Train three steps; return what was attended, by steps and by backwards."""
+    calls: list[Any] = []
+
+    def attend(group: Any, device: torch.device) -> None:
+        calls.append((group is dist.group.WORLD, str(device), registry.gathering(group, device) is not None))
+
+    before, gathers.attend = gathers.attend, attend
+    try:
+        on_cpus(test_loops.train, {"adamw": {"optimizer": "adamw", "steps": 3}}, options=BY_COPIES)
+    finally:
+        gathers.attend = before
+    return calls
+
+
+def test_what_a_step_gathers_is_attended(ranks):
+    for calls in ranks(2)(attended):
+        assert calls == [(True, "cpu", True)] * 3
+
+
+@pytest.mark.gpu(2)
+@pytest.mark.parametrize("where", ["forward", "backward", "step"])
+def test_a_rank_that_stays_away_is_noticed(where):
+    """Without the collective behind copies, the other rank would wait for ever."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    command += ["-m", "tests.plugins.dist_optimizer.missing_rank", where]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    said = done.stdout + done.stderr
+    assert done.returncode, said
+    assert "rank 0 has ended step 2" in said, said
+    assert "Watchdog caught collective operation timeout" in said, said
 
 
 def test_a_group_that_is_destroyed_gives_its_memory_back_afterwards(monkeypatch):

@@ -1,0 +1,46 @@
+"""Two ranks on GPUs, of which the second stays away in the middle of training; all that moves goes by copy engines."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+import ovpatch
+
+WHERE = sys.argv[1]  # the second rank stays away before this
+TIMEOUT_S = 8
+
+
+def away(point: str, step: int) -> None:
+    if step == 3 and point == WHERE and dist.get_rank() == 1:
+        time.sleep(600)
+
+
+def main() -> None:
+    device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+    torch.cuda.set_device(device)
+    ovpatch.apply("ddp", "dist_optimizer", options={"dist_optimizer": {"copy_engines": "on", "min_param_numel": 0}})
+    dist.init_process_group("nccl", device_id=device, timeout=timedelta(seconds=TIMEOUT_S))
+    layers = [torch.nn.Linear(512, 512, bias=False) for _ in range(4)]
+    model = DistributedDataParallel(torch.nn.Sequential(*layers).to(device))
+    opt = torch.optim.AdamW(model.parameters())
+    for step in range(5):
+        away("forward", step)
+        loss = model(torch.randn(8, 512, device=device)).square().mean()
+        away("backward", step)
+        loss.backward()
+        loss.item()
+        away("step", step)
+        opt.step()
+        torch.cuda.synchronize()
+        print(f"rank {dist.get_rank()} has ended step {step}", flush=True)
+
+
+if __name__ == "__main__":
+    main()
