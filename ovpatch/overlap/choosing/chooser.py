@@ -169,7 +169,6 @@ class Chooser:
         on_gpu = self._device.type == "cuda"
         return {
             "device": torch.cuda.get_device_name(self._device) if on_gpu else platform.machine(),
-            "driver": str(torch._C._cuda_getDriverVersion()) if on_gpu else "",
             "ranks": str(group.size()),
             "hosts": str(len(set(hosts))),
             "backend": backend_name(group, self._device),

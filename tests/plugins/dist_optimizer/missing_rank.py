@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import ovpatch
 
-WHERE = sys.argv[1]  # the second rank stays away before this
+WHERE = sys.argv[1]  # the second rank stays away before this, in step 3
 TIMEOUT_S = 8
 
 
@@ -27,13 +27,14 @@ def main() -> None:
     torch.cuda.set_device(device)
     ovpatch.apply("ddp", "dist_optimizer", options={"dist_optimizer": {"copy_engines": "on", "min_param_numel": 0}})
     dist.init_process_group("nccl", device_id=device, timeout=timedelta(seconds=TIMEOUT_S))
-    layers = [torch.nn.Linear(512, 512, bias=False) for _ in range(4)]
-    model = DistributedDataParallel(torch.nn.Sequential(*layers).to(device))
+    layers = torch.nn.Sequential(*[torch.nn.Linear(512, 512, bias=False) for _ in range(4)]).to(device)
+    layers[2].register_full_backward_hook(lambda *_: away("end of backward", steps[-1]))  # some are on their way then
+    model, steps = DistributedDataParallel(layers, bucket_cap_mb=1), [0]
     opt = torch.optim.AdamW(model.parameters())
     for step in range(5):
+        steps.append(step)
         away("forward", step)
         loss = model(torch.randn(8, 512, device=device)).square().mean()
-        away("backward", step)
         loss.backward()
         loss.item()
         away("step", step)
