@@ -132,19 +132,34 @@ def add_timing(parser: argparse.ArgumentParser, *, rounds: int) -> None:
 
 
 def alternate(benchmark: str, arms: Sequence[str], measure: Callable[[str], dict[str, Any]], args: Any) -> None:
-    """Run all arms in turn, ``args.rounds`` times, and report on rank 0."""
+    """Run all arms in turn, ``args.rounds`` times, and report on rank 0.
+
+    Those that choose by measurement run once before: their races leave a GPU so hot that for seconds it computes some
+    percent slower, which the other arms would not share.
+    """
     rows: list[dict[str, Any]] = []
     failed: dict[str, str] = {}
+
+    def run(name: str) -> None:
+        try:
+            rows.append(measure(name))
+        except (RuntimeError, ValueError, AssertionError, ImportError) as error:  # a peer that cannot is a result
+            failed[name] = f"{type(error).__name__}: {str(error)[:300]}"
+        if dist.get_rank() == 0:
+            print(f"{name:36}", failed.get(name) or f"{statistics.median(rows[-1]['ms']):9.3f} ms", flush=True)
+
+    for name in filter(_chooses, arms):
+        run(name)
+    rows.clear()
     for _ in range(args.rounds):
         for name in [arm for arm in arms if arm not in failed]:
-            try:
-                rows.append(measure(name))
-            except (RuntimeError, ValueError, AssertionError, ImportError) as error:  # a peer that cannot is a result
-                failed[name] = f"{type(error).__name__}: {str(error)[:300]}"
-            if dist.get_rank() == 0:
-                print(f"{name:36}", failed.get(name) or f"{statistics.median(rows[-1]['ms']):9.3f} ms", flush=True)
+            run(name)
     if dist.get_rank() == 0:
         report(benchmark, args, rows, failed)
+
+
+def _chooses(arm: str) -> bool:
+    return any(part in ("auto", "raced") for part in arm.split(", "))
 
 
 def report(benchmark: str, args: argparse.Namespace, rows: list[dict[str, Any]], failed: dict[str, str]) -> None:
