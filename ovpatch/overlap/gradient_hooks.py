@@ -26,7 +26,14 @@ _DTYPE = operator.attrgetter("dtype")
 
 
 class Listener(Protocol):
-    """Who wants to know."""
+    """Who wants to know.
+
+    Attributes:
+        quiet: Nothing is wanted for now, as in the rest of a microbatch under ``no_sync`` once its first gradient has
+            come: telling takes some microseconds per parameter.
+    """
+
+    quiet: bool
 
     def gradient_accumulated(self, index: int, given: Tensor | None) -> None:
         """The gradient ``given`` has been added to ``grad`` of parameter ``index``."""
@@ -103,7 +110,7 @@ def _accumulate_node(param: torch.nn.Parameter) -> Node:
 def _hook(reference: weakref.ref[Listener], index: int) -> Any:
     def fire(_nothing: Any, given: tuple[Tensor | None]) -> None:
         listener = reference()
-        if listener is not None:
+        if listener is not None and not listener.quiet:
             listener.gradient_accumulated(index, given[0])
 
     return fire

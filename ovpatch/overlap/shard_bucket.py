@@ -86,7 +86,8 @@ class ShardBucket(GradBucket):
     def _padded(self, i: int, piece: Tensor) -> Tensor:
         """Return a tensor that can be cut into equal parts, one per rank."""
         elements, wanted = flat(piece), self._shards.padded_numel(self.indices[i])
-        if len(elements) == wanted:
+        numel = elements.numel()
+        if numel == wanted:
             return elements
-        self._copies.append(torch.nn.functional.pad(elements, (0, wanted - len(elements))))
+        self._copies.append(torch.nn.functional.pad(elements, (0, wanted - numel)))
         return self._copies[-1]

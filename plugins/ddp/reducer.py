@@ -198,7 +198,7 @@ class GradReducer:
         """Begin the step, unless this backward is not reduced, as under no_sync."""
         if not self.armed:
             if not (self._revisited and self._task.alive()):
-                self.shards.local = True
+                self.shards.local, self.quiet = True, not (self._revisited or self._mode.tracks_usage)
                 return False
             self._arm_late()
         if not (self._began and self._task.queued):
@@ -212,7 +212,7 @@ class GradReducer:
             if not self.armed:
                 if not self.config.late:
                     return
-                self._revisited = True
+                self._revisited, self.quiet = True, False
             self._task.queue(self._backward_ended, self._backward_died)
             if accumulates(self._hooks.nodes):
                 self._takes_part()
@@ -239,7 +239,7 @@ class GradReducer:
         self._usage = UsageMap(len(self.params), self._group, self._device)
         self._ballots = Ballots(self._group, self._device, "ddp")
         self._search = Search()
-        self.armed = self._began = self._task.queued = self._ordered = self._late = self._revisited = False
+        self.armed = self._began = self._task.queued = self._ordered = self._late = self._revisited = self.quiet = False
         self.has_rebuilt_buckets = False
         self._set_mode()
         self._lane: dist.ProcessGroup | None = None
@@ -283,7 +283,7 @@ class GradReducer:
         return self._reduction.buckets
 
     def _arm(self, expected: Sequence[int] | None) -> None:
-        self.armed = True
+        self.armed, self.quiet = True, False
         self._set_mode()
         self._open(expected)
 

@@ -53,6 +53,8 @@ class ExpertGradients:
             are no copies.
     """
 
+    quiet = False  # told of all gradients; see :class:`ovpatch.overlap.gradient_hooks.Listener`
+
     def __init__(
         self,
         params: Sequence[torch.nn.Parameter],
