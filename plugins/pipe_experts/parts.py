@@ -123,8 +123,8 @@ def plan(world: int, local: int, cut: str = "auto", parts: int = 0, exchange: st
     Args:
         world: Number of ranks.
         local: Number of experts of a rank.
-        cut: One of :data:`CUTS`; ``auto``, where nothing is measured, is ``experts`` if there are several ranks and
-            each has several, else ``none``.
+        cut: One of :data:`CUTS`; ``auto``, where nothing is measured, is ``none``: a part costs the host more than
+            it hides, unless layers are large.
         parts: How many; 0 for as many as ``cut`` thinks best. There are never more groups than experts.
         exchange: One of :data:`EXCHANGES`; ``auto``, where nothing is measured, is ``c10d``.
 
@@ -138,11 +138,9 @@ def plan(world: int, local: int, cut: str = "auto", parts: int = 0, exchange: st
     if parts < 0:
         raise ValueError(f"parts={parts}: expected a number of parts, or 0 for as many as the cut thinks best")
     symmetric = exchange == "symmetric" and world > 1
-    if cut == "auto":
-        cut = "experts" if local > 1 and world > 1 else "none"
     if cut == "tokens":
         return Plan(world, (range(local),), parts or 2, symmetric)
-    count = 1 if cut == "none" else min(parts or _MOST_GROUPS, local)
+    count = min(parts or _MOST_GROUPS, local) if cut == "experts" else 1
     groups = tuple(range(local * i // count, local * (i + 1) // count) for i in range(count))
     return Plan(world, groups, symmetric=symmetric)
 

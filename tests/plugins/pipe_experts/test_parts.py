@@ -26,7 +26,8 @@ def test_every_expert_is_in_one_group(world, local, how, parts):
 
 
 def test_how_many_parts():
-    shapes = {("auto", 0, 8): 4, ("auto", 0, 1): 1, ("auto", 2, 8): 2, ("experts", 9, 3): 3, ("none", 5, 8): 1}
+    shapes = {("auto", 0, 8): 1, ("auto", 2, 8): 1, ("none", 5, 8): 1}
+    shapes |= {("experts", 0, 8): 4, ("experts", 0, 1): 1, ("experts", 2, 8): 2, ("experts", 9, 3): 3}
     for (how, parts, local), count in shapes.items():
         assert len(plan(2, local, how, parts).parts) == count, (how, parts, local)
     assert len(plan(1, 8).parts) == 1
