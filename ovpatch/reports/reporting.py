@@ -167,7 +167,8 @@ def table_of(data: Mapping[str, Any], *, colour: bool = False, width: int | None
 
 
 def _details(feature: Mapping[str, Any]) -> str:
-    counters = ", ".join(f"{name} {count}" for name, count in feature["counters"].items())
+    counted = feature["counters"] if feature["state"] != "pending" or any(feature["counters"].values()) else {}
+    counters = ", ".join(f"{name} {count}" for name, count in counted.items())
     changed = [
         f"{name}={option['value']} ({option['source']})"
         for name, option in feature["options"].items()

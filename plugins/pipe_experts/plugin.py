@@ -91,7 +91,7 @@ def ovpatch_remarks() -> Sequence[str]:
             f"in {COUNTERS.library_experts} of {COUNTERS.taken_over} calls transformers computed its experts itself, "
             "part by part: they are not two products of stacked weights, or a script has put something in their place",
         ]
-    if COUNTERS.calls:
+    if COUNTERS.calls or "transformers" not in sys.modules:
         return chosen
     where = "" if _EP in sys.modules else " (transformers' expert parallelism was not imported)"
     return [

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import io
+import sys
+import types
 from typing import Any
 
 import pytest
@@ -122,6 +124,9 @@ def test_nothing_to_take_over_is_said(monkeypatch):
     from ovpatch_plugins.pipe_experts import counters, plugin
 
     monkeypatch.setattr(counters, "COUNTERS", counters.Counters())
+    monkeypatch.delitem(sys.modules, "transformers", raising=False)
+    assert not plugin.ovpatch_remarks(), "nor is there a library whose layers could be found"
+    monkeypatch.setitem(sys.modules, "transformers", types.ModuleType("transformers"))
     (remark,) = plugin.ovpatch_remarks()
     assert "no expert-parallel layer was found" in remark
     assert "run_experts()" in remark
