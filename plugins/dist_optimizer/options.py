@@ -50,7 +50,8 @@ OPTIONS: Final = (
     Option(
         "gather_bucket_mb",
         64.0,
-        "How many MiB of parameters are gathered together; with overlap, at most a sixteenth of them all, but 1 MiB.",
+        "How many MiB of parameters are gathered together, by copy engines four times as many; with overlap, at most a "
+        "sixteenth of them all, but 1 MiB.",
         parse=_capacity,
     ),
     Option(
