@@ -95,9 +95,8 @@ class Gathers:
             yield from by_size(ones, self._capacity_for(ones)) if self._granularity == "size" else [ones]
 
     def _capacity_for(self, parts: Sequence[Part]) -> float:
-        capacity = self._capacity * (
-            _COPIED if (parts[0].shards.group, parts[0].gathered.device) in self._copied else 1
-        )
+        place = parts[0].shards.group, parts[0].gathered.device
+        capacity = self._capacity * (_COPIED if place in self._copied else 1)
         sixteenth = sum(part.gathered.nbytes for part in parts) / _FEWEST
         return min(capacity, max(_SMALLEST, sixteenth)) if self._overlap else capacity
 
