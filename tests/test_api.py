@@ -301,6 +301,13 @@ def test_a_late_target_is_pending(site, session, apply):
     assert session.report()["a"].state == "applied"
 
 
+def test_why_nothing_is_patched_is_said_once(site, apply):
+    patches = (f"patches.register_patch('fake_absent.{name}', wrap=add(1), optional=True)" for name in "fg")
+    site.plugin("a", register="; ".join(patches))
+    found = apply()["a"]
+    assert (found.state, found.reason) == ("skipped", "there is no package 'fake_absent'")
+
+
 def test_shadowed_after_revert_is_said(site, session, apply):
     site.plugin("a", register=ADD.format(10))
     apply()

@@ -162,7 +162,7 @@ def _plan_absent(plan: Plan, entry: Entry, patch: Patch, found: Waiting | Missin
     elif patch.optional:
         plan.idle.append((entry, PatchState.SKIPPED, found.reason, found.modules))
     else:
-        raise TargetNotFoundError(f"{patch}: {found.reason}", patch)
+        raise TargetNotFoundError(f"{patch}: {found.error}", patch)
 
 
 def _plan_place(plan: Plan, entry: Entry, patch: Patch, place: Place, stack: Stack | None) -> None:

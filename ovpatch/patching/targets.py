@@ -62,11 +62,13 @@ class Missing:
     """A slot that does not exist.
 
     Attributes:
-        reason: What is missing, with the remedy.
+        reason: What is missing; all that is said of an optional patch.
+        error: The same for who cannot do without: of which target, and the remedy.
         modules: Whose import would change that after all; empty if nothing would.
     """
 
     reason: str
+    error: str
     modules: tuple[str, ...] = ()
 
 
@@ -122,11 +124,9 @@ def _absent_package(target: str, parts: list[str]) -> Waiting | Missing:
     if held is not None and not is_module(held):
         raise IncompatiblePatchError(_through_an_object(target, parts, 0, held))
     if sys.modules.get(top, ABSENT) is None or not _can_be_found(top):
-        return Missing(
-            f"there is no package {top!r} for {target}: install it, correct the target, or register the patch with "
-            "optional=True",
-            modules,
-        )
+        reason = f"there is no package {top!r}"
+        remedy = "install it, correct the target, or register the patch with optional=True"
+        return Missing(reason, f"{reason} for {target}: {remedy}", modules)
     return Waiting(modules, f"{top} is not imported yet")
 
 
@@ -165,19 +165,21 @@ def _absent(target: str, owner: Owner, parts: list[str], index: int, imported: s
             # For an aliased module the names that will be imported are not those of the target.
             below = [submodule, *(f"{submodule}.{rest}" for rest in _prefixes(parts[index + 1 :]))]
             return Waiting(_not_imported(below), f"{submodule} is not imported yet")
-    return Missing(_missing_text(target, owner, name))
+    return _missing(target, owner, name)
 
 
-def _missing_text(target: str, owner: Owner, name: str) -> str:
+def _missing(target: str, owner: Owner, name: str) -> Missing:
     kind = "module" if is_module(owner) else "class"
+    reason = f"{kind} {owner_path(owner)} has no {name!r}"
     close = difflib.get_close_matches(name, [key for key in _names(owner) if isinstance(key, str)], n=1)
     hint = f" Did you mean {close[0]!r}?" if close else ""
     lazy = is_module(owner) and "__getattr__" in namespace(owner)
     remedy = "name the module that defines it (this one makes its attributes on demand)" if lazy else "correct it"
-    return (
-        f"{target} does not exist: {kind} {owner_path(owner)} has no {name!r}.{hint} Nothing was created; {remedy}, "
-        "or register the patch with optional=True"
+    error = (
+        f"{target} does not exist: {reason}.{hint} Nothing was created; {remedy}, or register the patch with "
+        "optional=True"
     )
+    return Missing(f"{reason}, and makes its attributes on demand" if lazy else reason, error)
 
 
 def _names(owner: Owner) -> set[Any]:

@@ -124,11 +124,12 @@ def _live_state(patches: Sequence[PatchStatus]) -> tuple[str, str]:
     states = {str(patch.state.value) for patch in patches}
     if not states or "applied" in states:
         return "applied", ""
-    if "pending" in states:  # often for all of them alike: a library that this script may never import
-        return "pending", "; ".join(dict.fromkeys(patch.reason for patch in patches if patch.state == "pending"))
-    for state in ("shadowed", "skipped"):
-        if state in states:
-            return state, "; ".join(_say(patch) for patch in patches if patch.state == state)
+    if "pending" not in states and "shadowed" in states:
+        return "shadowed", "; ".join(_say(patch) for patch in patches if patch.state == "shadowed")
+    # Often for all of them alike: a library that this script may never import, or that is not there.
+    state = "pending" if "pending" in states else "skipped"
+    if state in states:
+        return state, "; ".join(dict.fromkeys(patch.reason for patch in patches if patch.state == state))
     return "applied", ""
 
 

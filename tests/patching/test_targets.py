@@ -212,9 +212,11 @@ def test_missing_optional_target_is_skipped_with_the_reason(pm: PatchManager, ma
     m = make(CLASSES)
     pm.register_patch(f"{m.__name__}.nothing", wrap=tag("w"), optional=True)
     pm.register_patch(f"{m.__name__}.Base.method", wrap=tag("w"))
+    pm.register_patch("no_such_package_here.a.f", wrap=tag("w"), optional=True)
     pm.apply()
-    assert states(pm) == ["skipped", "applied"]
-    assert "has no 'nothing'" in pm.statuses()[0].reason
+    assert states(pm) == ["skipped", "applied", "skipped"]
+    assert pm.statuses()[0].reason == f"module {m.__name__} has no 'nothing'"
+    assert pm.statuses()[2].reason == "there is no package 'no_such_package_here'"
 
 
 def test_package_that_is_not_installed(pm: PatchManager) -> None:
