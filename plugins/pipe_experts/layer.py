@@ -27,7 +27,7 @@ def expert_parallel_ffn(
     top_k_weights: Tensor,
     weights: Sequence[Tensor],
     activation: Activation,
-    group: dist.ProcessGroup,
+    group: dist.ProcessGroup | None,
     how: How = DEFAULT,
     meanwhile: Callable[[], Tensor] | None = None,
 ) -> Tensor:
@@ -39,7 +39,7 @@ def expert_parallel_ffn(
         top_k_weights: With what each expert's output is weighted, ``[tokens, k]``.
         weights: This rank's experts': ``[e, n, h]`` and ``[e, h, m]``.
         activation: Between the two products, ``[rows, n]`` -> ``[rows, m]``.
-        group: The ranks, each of which has ``e`` experts, the first rank the first ones.
+        group: The ranks, each of which has ``e`` experts, the first rank the first ones; None for the default group.
         how: How to compute.
         meanwhile: Computes what is added, ``[tokens, h]``, such as shared experts, while the first rows are under way.
 
@@ -47,7 +47,7 @@ def expert_parallel_ffn(
         ``[tokens, h]``. Under autocast products are of its dtype; outputs are weighted and summed in that of ``x``.
 
     Raises:
-        ValueError: A token is routed to an expert that no rank has.
+        ValueError: A token is routed to an expert that no rank has, or this rank is in no such group.
     """
     dtype = autocast_dtype(x.device.type, x.dtype)
     maker = stacked(weights, activation, dtype, how)
@@ -72,7 +72,7 @@ def run_experts(
     x: Tensor,
     top_k_index: Tensor,
     top_k_weights: Tensor,
-    group: dist.ProcessGroup,
+    group: dist.ProcessGroup | None,
     how: How = DEFAULT,
     meanwhile: Callable[[], Tensor] | None = None,
 ) -> Tensor:
@@ -83,7 +83,7 @@ def run_experts(
         x: This rank's tokens, ``[tokens, h]``.
         top_k_index: Their experts, ``[tokens, k]``; see :func:`expert_parallel_ffn`.
         top_k_weights: With what each expert's output is weighted, ``[tokens, k]``.
-        group: The ranks.
+        group: The ranks; None for the default group.
         how: How to compute.
         meanwhile: Computes what is added; see :func:`expert_parallel_ffn`.
 
@@ -100,7 +100,7 @@ def run_grouped_experts(
     x: Tensor,
     top_k_index: Tensor,
     top_k_weights: Tensor,
-    group: dist.ProcessGroup,
+    group: dist.ProcessGroup | None,
     how: How = DEFAULT,
     meanwhile: Callable[[], Tensor] | None = None,
 ) -> Tensor:
@@ -115,7 +115,7 @@ def run_grouped_experts(
         x: This rank's tokens, ``[tokens, h]``.
         top_k_index: Their experts, ``[tokens, k]``; see :func:`expert_parallel_ffn`.
         top_k_weights: With what each expert's output is weighted, ``[tokens, k]``.
-        group: The ranks.
+        group: The ranks; None for the default group.
         how: How to compute.
         meanwhile: Computes what is added; see :func:`expert_parallel_ffn`.
 
@@ -126,6 +126,22 @@ def run_grouped_experts(
     return run(x, top_k_index, top_k_weights, maker, local, group, how, meanwhile)
 
 
+def ranks_of(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
+    """Return the group that is meant, which is the default one if none is given.
+
+    Raises:
+        ValueError: There is none, or this rank is not in it.
+    """
+    found = dist.group.WORLD if group is None else group
+    if found is None:
+        raise ValueError("there is no process group: call torch.distributed.init_process_group() first")
+    if dist.get_rank(found) < 0:  # also for what new_group() returns to those left out
+        raise ValueError(
+            f"rank {dist.get_rank()} is not in the group over which experts are shared: give it the group that it is in"
+        )
+    return found
+
+
 @torch._disable_dynamo
 def run(
     x: Tensor,
@@ -133,7 +149,7 @@ def run(
     top_k_weights: Tensor,
     maker: Maker,
     local: int,
-    group: dist.ProcessGroup,
+    group: dist.ProcessGroup | None,
     how: How = DEFAULT,
     meanwhile: Callable[[], Tensor] | None = None,
     dtype: torch.dtype | None = None,
@@ -146,7 +162,7 @@ def run(
         top_k_weights: With what each expert's output is weighted, ``[tokens, k]``.
         maker: Makes what computes the parts.
         local: How many experts a rank has.
-        group: The ranks.
+        group: The ranks; None for the default group.
         how: How to compute.
         meanwhile: Computes what is added; see :func:`expert_parallel_ffn`.
         dtype: In which tokens are sent; that of ``x`` by default.
@@ -159,6 +175,7 @@ def run(
             f"tokens {tuple(x.shape)}, experts {tuple(top_k_index.shape)} and weights {tuple(top_k_weights.shape)} do "
             "not fit: give [tokens, h], [tokens, k] and [tokens, k]"
         )
+    group = ranks_of(group)
     top_k, sent = top_k_index.shape[1], dtype or x.dtype
     agreed.ensure(group, x.device, how, local, top_k)
     how = possible(how, group, x.device)

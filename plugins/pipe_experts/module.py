@@ -12,7 +12,7 @@ from torch.distributed import distributed_c10d
 
 from ovpatch_plugins.pipe_experts.experts import ACTIVATIONS
 from ovpatch_plugins.pipe_experts.how import How
-from ovpatch_plugins.pipe_experts.layer import expert_parallel_ffn
+from ovpatch_plugins.pipe_experts.layer import expert_parallel_ffn, ranks_of
 from ovpatch_plugins.pipe_experts.routing import capacity_of, drop_surplus
 
 
@@ -39,7 +39,7 @@ class ExpertParallelFFN(nn.Module):
         down: ``[e, h, ffn]``.
 
     Raises:
-        ValueError: Experts that do not divide by the number of ranks, or an unknown activation.
+        ValueError: Experts that do not divide by the number of ranks, an unknown activation, a group without this rank.
     """
 
     def __init__(
@@ -57,9 +57,7 @@ class ExpertParallelFFN(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        found = group or dist.group.WORLD
-        if found is None:
-            raise ValueError("there is no process group: call torch.distributed.init_process_group() first")
+        found = ranks_of(group)
         if experts % found.size():
             raise ValueError(f"{experts} experts cannot be shared evenly by {found.size()} ranks: choose a multiple")
         if activation not in ACTIVATIONS:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 import ovpatch
 from ovpatch.insight.equality import compare
 from ovpatch_plugins import pipe_experts
-from ovpatch_plugins.pipe_experts import ExpertParallelFFN, How
+from ovpatch_plugins.pipe_experts import ExpertParallelFFN, How, run_experts
 
 TOKENS, HIDDEN = 6, 4
 
@@ -103,6 +103,30 @@ def test_what_is_refused(ranks):
         ExpertParallelFFN(HIDDEN, 3, 2)
     with pytest.raises(AttributeError, match="nonsense"):
         _ = pipe_experts.nonsense
+
+
+def of_which_group() -> tuple[bool, list[str]]:
+    """Without a group the default one is meant; ranks that a group lacks are told."""
+    index, top = routing()
+    x, experts = torch.randn(TOKENS, HIDDEN), [nn.Linear(HIDDEN, HIDDEN), nn.Linear(HIDDEN, HIDDEN)]
+    outs = [run_experts(experts, x, index, top, group) for group in (None, dist.group.WORLD)]
+    group, found = dist.new_group([0]), []
+    for call in (lambda: ExpertParallelFFN(HIDDEN, 3, 2, group), lambda: run_experts(experts, x, index, top, group)):
+        if dist.get_rank() == 1:
+            with pytest.raises(ValueError, match="is not in the group") as caught:
+                call()
+            found.append(str(caught.value))
+    return torch.equal(*outs), found
+
+
+def test_of_which_group(ranks):
+    (same, _), (also_same, texts) = ranks(2)(of_which_group)
+    assert same
+    assert also_same
+    assert len(texts) == 2
+    assert all(text.startswith("rank 1") and text.endswith("give it the group that it is in") for text in texts)
+    with pytest.raises(ValueError, match="init_process_group"):
+        run_experts([], torch.randn(2, HIDDEN), torch.zeros(2, 1, dtype=torch.long), torch.ones(2, 1), None)
 
 
 def reported() -> dict[str, int]:
