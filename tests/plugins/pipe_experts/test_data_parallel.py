@@ -18,7 +18,6 @@ from torch.utils.checkpoint import checkpoint
 
 import ovpatch
 from ovpatch.insight.equality import compare
-from ovpatch.overlap.agreement import DisagreementError
 from ovpatch_plugins.pipe_experts import ExpertParallelFFN, How, expert_data_parallel, run_experts
 from tests.plugins.ddp.test_declared import InChunks
 from tests.plugins.ddp.test_failures import Bomb
@@ -43,7 +42,8 @@ class Model(nn.Module):
         self.experts = nn.ModuleList(
             nn.Sequential(nn.Linear(8, 10), nn.Tanh(), nn.Linear(10, 8, bias=False)) for _ in range(count)
         )
-        self.group, self.reentrant, self.bombs = group, False, ""
+        self.group, self.bombs = group, ""
+        self.reentrant: bool | None = None  # the kind of checkpoint around the experts, if any
         self.how: How | None = None
 
     def forward(self, x: torch.Tensor, closed: tuple[int, ...] = ()) -> torch.Tensor:
@@ -52,8 +52,9 @@ class Model(nn.Module):
         mask = logits.new_zeros(logits.shape[1]).index_fill(0, torch.tensor(closed, dtype=torch.long), -1e9)
         weights, chosen = (logits + mask).softmax(-1).max(-1)
         # As functions of two tensors, so that a checkpoint sees all that has gradients.
-        mixed = checkpoint(self._mix, h, weights, chosen, use_reentrant=True) if self.reentrant else None
-        h = h + (self._mix(h, weights, chosen) if mixed is None else mixed)
+        routed = h, weights, chosen
+        kind = self.reentrant
+        h = h + (self._mix(*routed) if kind is None else checkpoint(self._mix, *routed, use_reentrant=kind))
         return self.last(self._bomb("early", h))
 
     def _mix(self, h: torch.Tensor, weights: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
@@ -175,12 +176,17 @@ def train(
     micro: int = 1,
     keep: bool = False,
     closed: bool = False,
-    reentrant: bool = False,
+    reentrant: bool | None = None,
     how: How | None = None,
+    more: int = 0,
     **kw: Any,
 ) -> list[Any]:
-    """Train four steps of ``micro`` microbatches, of which the last is reduced; with ``keep``, never zero gradients."""
+    """Train four steps of ``micro`` microbatches, of which the last is reduced; with ``keep``, never zero gradients.
+
+    With ``more``, chunks mark as many contributions more, or, negative, less than they have declared.
+    """
     setup = Setup(ep, **kw)
+    _spoil(setup, more)
     setup.model.reentrant, setup.model.how = reentrant, how
     optimizers = [torch.optim.SGD(model.parameters(), 0.3) for model in (setup.ddp, setup.reference)]
     records = []
@@ -198,6 +204,12 @@ def train(
     return [*records, setup.both(grads=False)]
 
 
+def _spoil(setup: Setup, more: int) -> None:
+    for expert in setup.model.experts:
+        if isinstance(expert, InChunks):
+            expert.marks.more = more
+
+
 WORLDS = [(4, 2), (2, 2), (2, 1)]  # ranks, and among how many of them experts are shared out
 
 CASES: dict[str, dict[str, Any]] = {
@@ -210,9 +222,12 @@ CASES: dict[str, dict[str, Any]] = {
     "reentrant checkpoint": {"reentrant": True},
     "in chunks": {"chunked": True, "closed": True},
     "in chunks, no_sync": {"chunked": True, "micro": 2, "keep": True},
+    "in chunks, one too few, checkpoint": {"chunked": True, "more": -1, "reentrant": False, "closed": True},
+    "in chunks, reentrant": {"chunked": True, "reentrant": True},
     "in parts": {"how": How("tokens", 3), "closed": True},
     "in parts, no_sync": {"how": How("experts"), "micro": 2, "keep": True},
     "in parts, reentrant": {"how": How("experts"), "reentrant": True},
+    "in parts, checkpoint": {"how": How("tokens", 2), "reentrant": False},
 }
 
 
@@ -362,6 +377,33 @@ def test_an_exception_on_one_rank_keeps_nobody_waiting(ranks):
         compare(wanted, mine).assert_equal()
 
 
+def one_too_many(alone: bool) -> tuple[str, list[Any]]:
+    """A chunk marks more than was declared, on all ranks or on one, where no all-to-all ties the others to it."""
+    with features("ddp"):
+        setup = Setup(1, chunked=True)
+        setup.loss(0).backward()
+        setup.ddp.zero_grad()
+        _spoil(setup, int(setup.rank == 1 or not alone))
+        with pytest.raises(RuntimeError) as caught:
+            setup.loss(1).backward()
+        _spoil(setup, 0)
+        setup.ddp.zero_grad()
+        setup.loss(2).backward()
+        setup.reference_loss(2).backward()
+        return f"{caught.typename}: {caught.value}", [setup.both()]
+
+
+@pytest.mark.parametrize("alone", [False, True])
+def test_a_surplus_is_an_error_on_all_ranks(ranks, alone):
+    for rank, (text, records) in enumerate(ranks(2)(one_too_many, alone, timeout=30)):
+        wanted = (
+            "on another rank" if alone and rank == 0 else "SurplusGradientError: ovpatch: parameter 'experts.1.inner"
+        )
+        assert wanted in text
+        for right, mine in records:
+            compare(right, mine).assert_equal()
+
+
 # ---------------------------------------------------------------- other backwards
 
 
@@ -494,80 +536,3 @@ def test_of_two_wrappers_the_later_one_has_the_experts(ranks, world, ep):
         for wanted, mine in records:
             compare(wanted, mine).assert_equal()
         assert "belong to a later wrapper" in text
-
-
-# ---------------------------------------------------------------- what is ignored, and what is refused
-
-
-class Stacked(nn.Module):
-    """Experts' weights that are the model's own, and known by two names; a buffer and a module that DDP ignores."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        rank = float(dist.get_rank())
-        self.stacked = nn.Parameter(torch.full((2, 3, 3), rank))
-        self.frozen = nn.Parameter(torch.full((2,), rank), requires_grad=False)
-        self.expert = nn.Linear(3, 3)
-        self.expert.weight.data.fill_(rank)
-        self.expert.register_buffer("seen", torch.full((1,), rank))
-        self.tied = self.expert.weight
-        self.dense, self.other = nn.Linear(3, 3), nn.Linear(3, 3)
-        self.other.weight.data.fill_(rank)
-        self._ddp_params_and_buffers_to_ignore = ["other.weight"]
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.other(self.dense(self.expert(x @ self.stacked[0])))
-
-
-def ignored() -> dict[str, Any]:
-    model = Stacked()
-    ddp = expert_data_parallel(model, iter([model.stacked, model.frozen, model.expert]), None)
-    ddp(torch.full((2, 3), 1.0 + dist.get_rank())).sum().backward()
-    values = {name: value.detach().flatten()[0].item() for name, value in model.state_dict().items()}
-    assert model.stacked.grad is not None
-    assert model.expert.weight.grad is not None
-    mine = [model.stacked.grad.flatten()[0].item(), model.expert.weight.grad.flatten()[0].item()]
-    return {**values, "grads": mine}
-
-
-def test_what_is_the_experts_is_left_alone_whatever_its_name(ranks):
-    results = ranks(2)(ignored)
-    assert results[0]["grads"] != results[1]["grads"]
-    for rank, values in enumerate(results):
-        for name in ("stacked", "frozen", "expert.weight", "expert.seen", "tied", "other.weight"):
-            assert values[name] == rank, name
-
-
-def refused(what: str) -> str:
-    model = Model(2)
-    experts: list[Any] = list(model.experts)
-    group = _group([0]) if what == "group" else dist.new_group([0, 1])
-    if what == "group" and group is None:
-        group = dist.GroupMember.NON_GROUP_MEMBER
-    if what == "stranger":
-        experts.append(nn.Parameter(torch.zeros(4, 2)))
-    if what == "device":
-        model.experts[1].to("meta")
-    if what == "other experts" and dist.get_rank() == 1:
-        model.experts[1] = experts[1] = nn.Linear(5, 5)
-    try:
-        if what != "group" or dist.get_rank() == 1:
-            expert_data_parallel(model, experts, group)
-    except (ValueError, DisagreementError) as error:
-        return str(error)
-    return "no error"
-
-
-TEXTS = {
-    "stranger": ("(4, 2), is no parameter of Model", "as they are in it now."),
-    "device": ("'experts.1.0.weight' is on meta", "before expert_data_parallel()."),
-    "other experts": ("experts.1.0.weight (10, 8) torch.float32", "so do 2 and 3."),
-    "group": ("rank 1 is not in the group", "so do 2 and 3."),
-}
-
-
-@pytest.mark.parametrize("what", TEXTS)
-def test_errors_end_with_the_remedy(ranks, what):
-    for rank, text in enumerate(ranks(2)(refused, what)):
-        wanted, end = TEXTS[what]
-        assert (wanted in text and text.endswith(end)) or (what == "group" and rank == 0), text

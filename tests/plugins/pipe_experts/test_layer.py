@@ -89,9 +89,12 @@ def test_what_is_frozen(ranks, frozen, module):
         check(ranks, 2, Case(frozen=FROZEN[frozen], module=module, tokens=tokens, how=HOWS[how]))
 
 
-def test_ten_steps_on_three_ranks(ranks):
+@pytest.mark.parametrize(
+    ("world", "local", "top_k", "favourites"), [(2, 4, 1, (1, 2, 5)), (3, 2, 2, ()), (4, 1, 2, (0, 1, 3))]
+)
+def test_ten_steps(ranks, world, local, top_k, favourites):
     for how in ("experts", "2 chunks"):
-        check(ranks, 3, Case(steps=10, how=HOWS[how]))
+        check(ranks, world, Case(local, top_k, favourites=favourites, steps=10, how=HOWS[how]))
 
 
 @pytest.mark.parametrize("module", ["stacked", *KINDS])
