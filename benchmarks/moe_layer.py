@@ -2,10 +2,11 @@
 
     torchrun --nproc-per-node 8 -m benchmarks.moe_layer --shape dsv3 --json benchmarks/results/moe_layer.jsonl
 
-Tokens are routed at random, evenly, or by ``--skew`` with one expert that gets so many times its share. Arms alternate;
-each is warmed up and timed, forward and, with ``--backward``, backward as well; the slowest rank counts. All arms must
-compute what ``in sequence`` does, but for ``experts`` and ``all-to-alls``, the limits: the layer without communication,
-and nothing but communication, of balanced routing. Without CUDA it runs on gloo (``--shape tiny``).
+Tokens are routed at random, evenly, or by ``--skew`` with one expert that gets so many times its share, as far as
+tokens go: of a Mixtral-like layer's two experts on two ranks each has them all anyway. Arms alternate; each is warmed
+up and timed, forward and, with ``--backward``, backward as well; the slowest rank counts. All arms must compute what
+``in sequence`` does, but for ``experts`` and ``all-to-alls``, the limits: the layer without communication, and nothing
+but communication, of balanced routing. Without CUDA it runs on gloo (``--shape tiny``).
 """
 
 from __future__ import annotations
@@ -53,6 +54,11 @@ LIMITS = ("experts", "all-to-alls")
 Layer = Callable[[], Tensor]
 
 
+def skew_of(wanted: float, top_k: int, experts: int) -> float:
+    """Return how many times its share an expert can get, up to ``wanted``: a token goes to it once."""
+    return min(wanted, experts / top_k)
+
+
 class Problem:
     """A layer's weights, tokens and routing.
 
@@ -77,9 +83,9 @@ class Problem:
         self.weights = torch.rand(tokens, top_k, generator=generator, device=device(), dtype=dtype)
         self.weights.requires_grad_(args.backward)
         chances = torch.rand(tokens, self.experts, generator=generator, device=device())
+        args.skew = skew_of(args.skew, top_k, self.experts)  # what there is, not what was asked for, is recorded
         if args.skew > 1:
-            share = min(args.skew * top_k / self.experts, 1.0)
-            favoured = torch.rand(tokens, generator=generator, device=device()) < share
+            favoured = torch.rand(tokens, generator=generator, device=device()) < args.skew * top_k / self.experts
             chances[:, 0] = torch.where(favoured, 2.0, -1.0)
         self.index = chances.topk(top_k, dim=-1).indices
         self.group = dist.group.WORLD
@@ -246,7 +252,7 @@ def parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     made.add_argument("--shape", choices=SHAPES, default="dsv3")
     made.add_argument("--tokens", type=int, help="of a rank; 4096 by default")
-    made.add_argument("--skew", type=float, default=1.0, help="how many times its share one expert gets")
+    made.add_argument("--skew", type=float, default=1.0, help="how many times its share one expert gets, at most")
     made.add_argument("--backward", action="store_true", help="forward and backward, instead of forward alone")
     made.add_argument("--arms", nargs="*", help="only these")
     add_timing(made, rounds=3)

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import suite
+from benchmarks import moe_layer, suite
 from benchmarks.suite import SUITE, Row, run
 
 
@@ -35,6 +35,14 @@ def test_rows_are_commands_that_benchmarks_take(name):
     command = SUITE[name][0].command(4, Path("there"))
     assert "--nproc-per-node=4" in command
     assert command[-1] == f"--json=there/{SUITE[name][0].benchmark}.jsonl"
+
+
+@pytest.mark.parametrize(
+    ("world", "shape", "found"), [(2, "mixtral", 1), (2, "dsv3", 2), (2, "qwen3", 4), (8, "dsv3", 4)]
+)
+def test_an_expert_gets_no_token_twice(world, shape, found):
+    _, top_k, _, _, local = moe_layer.SHAPES[shape]
+    assert moe_layer.skew_of(4, top_k, world * local) == found
 
 
 @dataclass(frozen=True)
