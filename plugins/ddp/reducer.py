@@ -101,22 +101,18 @@ class GradReducer:
         self._arm([ANY] * len(self.params) if self.learns_static_graph() else self._static_counts)
 
     @torch._disable_dynamo
-    def watch(self, output: Any) -> None:
+    def watch(self, output: Any, *, synchronised: bool = True) -> None:
         """Begin the step when the backward reaches one of the tensors in the forward's output.
 
         That is in the outermost graph task and before any parameter's hook, so a backward that raises before the
         first gradient still takes part in the step's collectives.
         """
-        if self.armed:  # not under no_sync
-            watch_outputs(output, self._output_reached)
+        if self.armed:  # maybe by an earlier forward; one under no_sync is never reduced late
+            watch_outputs(output, self._output_reached if synchronised else self._local_output_reached)
 
     @torch._disable_dynamo
     def _rebuild_buckets(self) -> bool:
-        """Cut the buckets anew along the order in which gradients arrived in the first backward.
-
-        Returns:
-            Whether that was done; it is done once.
-        """
+        """Cut the buckets anew, once, along the order of the first backward; return whether that was done."""
         self.recover()  # a forward under no_sync comes by here only, before it broadcasts buffers
         # Not by what arrived: a rank whose first backward failed takes part in the broadcast as well.
         if self.has_rebuilt_buckets or not self._ordered or self._began or self._mode.searches:
@@ -216,6 +212,10 @@ class GradReducer:
             self._task.queue(self._backward_ended, self._backward_died)
             if accumulates(self._hooks.nodes):
                 self._takes_part()
+
+    def _local_output_reached(self) -> None:
+        if self.armed:
+            self._output_reached()
 
     def _backward_ended(self) -> None:
         with self._lock:

@@ -133,7 +133,7 @@ class Takeover:
                 # Stock asks for the first backward's end once, and never hears of it if that backward raises.
                 ddp._static_graph_delay_allreduce_enqueued = False
             output = original(ddp, output)
-            reducer.watch(output)
+            reducer.watch(output, synchronised=ddp.require_backward_grad_sync)
             return output
 
         return post_forward

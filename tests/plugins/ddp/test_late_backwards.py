@@ -97,6 +97,14 @@ def accumulated(wrapped: nn.Module, step: int, _zero: Callable[[], None]) -> Non
     retained(wrapped, step, _zero)
 
 
+def behind_a_local_one(wrapped: nn.Module, step: int, _zero: Callable[[], None]) -> None:
+    loss = loss_of(wrapped(data(step, 4, 6)))
+    loss.backward(retain_graph=True)
+    with wrapped.no_sync() if isinstance(wrapped, DDP) else contextlib.nullcontext():
+        loss_of(wrapped(data(step, 4, 6, micro=2))).backward()
+    loss.backward()
+
+
 def three_times(wrapped: nn.Module, step: int, _zero: Callable[[], None]) -> None:
     loss = loss_of(wrapped(data(step, 4, 6)))
     loss.backward(retain_graph=True)
@@ -112,6 +120,7 @@ WAYS: dict[str, tuple[Twice, int]] = {
     "auxiliary": (auxiliary, 1),
     "auxiliary alone": (auxiliary_alone, 1),
     "accumulated": (accumulated, 1),
+    "behind a local one": (behind_a_local_one, 1),
     "three times": (three_times, 2),
 }
 STEPS = 3
@@ -176,7 +185,9 @@ def test_gradients_zeroed_in_place_between_the_backwards(ranks, way):
 
 
 @pytest.mark.parametrize("world", WORLDS)
-@pytest.mark.parametrize("way", ["retained", "two forwards", "in reverse", "zeroed between", "three times"])
+@pytest.mark.parametrize(
+    "way", ["retained", "two forwards", "in reverse", "zeroed between", "behind a local one", "three times"]
+)
 @pytest.mark.parametrize("ddp", [{}, {"bucket_cap_mb": TINY}], ids=str)
 def test_all_parameters_inside_reentrant_checkpoints(ranks, world, way, ddp):
     require(ranks(world)(by_hand_and_ours, way, ddp, reentrant=True, timeout=30), way)

@@ -143,3 +143,27 @@ def loop_no_sync_twice() -> list[Record]:
 
 def test_two_backwards_of_a_no_sync_forward_stay_local(ranks):
     check(ranks(2)(both, loop_no_sync_twice), backwards=3)
+
+
+def loop_no_sync_beside() -> list[Record]:
+    """A forward under no_sync while a synchronised one waits for its backward, which comes first."""
+    model = net()
+    wrapped = DDP(model)
+    records = []
+    for step in range(3):
+        first = wrapped(data(step, 4, 6)).square().mean()
+        with wrapped.no_sync():
+            second = wrapped(data(step, 4, 6, micro=1)).square().mean()
+        first.backward()
+        records.append(seen(model))
+        second.backward()
+        records.append(seen(model))
+        wrapped.zero_grad()
+    return records
+
+
+def test_a_no_sync_forward_behind_a_synchronised_one_stays_local(ranks):
+    results = ranks(2)(both, loop_no_sync_beside)
+    check(results, backwards=3)
+    first, second = (result["patched"][1]["grad"]["0.weight"] for result in results)
+    assert not torch.equal(first, second)

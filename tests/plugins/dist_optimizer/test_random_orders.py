@@ -1,0 +1,194 @@
+"""Forwards, backwards and steps in random orders, against averages by hand."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import random
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import ovpatch
+from tests.plugins.ddp.arms import data
+from tests.plugins.dist_optimizer.arms import SMALL
+
+SEQUENCES = 100 if os.environ.get("ALL_CASES") else 12
+# How often each operation comes.
+WEIGHTS = {
+    "forward": 2,
+    "local forward": 2,
+    "forward, backward": 4,
+    "local forward, backward": 4,
+    "backward": 5,
+    "backward in a thread": 1,
+    "backward that raises": 1,
+    "sum's backward": 1,
+    "grad": 1,
+    "backward without the wrapper": 1,
+    "zero": 1,
+    "step": 2,
+}
+
+
+class Refusal(torch.autograd.Function):
+    refuses = False
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        if Refusal.refuses:
+            raise ValueError("refused")
+        return grad
+
+
+class Net(nn.Module):
+    """A stem, in the middle of which a backward may end, and two heads, of which a forward may leave one out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(6, 8), nn.Linear(8, 8)
+        self.heads = nn.ModuleList([nn.Linear(8, 3), nn.Linear(8, 2)])
+
+    def forward(self, x: torch.Tensor, heads: tuple[int, ...]) -> torch.Tensor:
+        h = self.second(torch.tanh(Refusal.apply(self.first(x))))
+        return torch.cat([self.heads[i](h) for i in heads], dim=-1)
+
+
+class ByHand(nn.Module):
+    """What a wrapper is to do: average whatever was used since it last did, at the end of each backward that is one."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module, self.used = module, set()
+        for param in module.parameters():
+            param.register_post_accumulate_grad_hook(self.used.add)
+
+    def forward(self, *args: Any) -> torch.Tensor:
+        return self.module(*args)
+
+    def no_sync(self) -> Any:
+        return contextlib.nullcontext()
+
+    def average(self) -> None:
+        for param in self.module.parameters():
+            if param in self.used:
+                if param.grad is None:  # set to none since
+                    param.grad = torch.zeros_like(param)
+                dist.all_reduce(param.grad)
+                param.grad.div_(dist.get_world_size())
+        self.used.clear()
+
+
+class Trainer:
+    """Runs operations, and knows by which backward gradients are to be averaged."""
+
+    def __init__(self, seed: int, wrap: Callable[[Net], Any], *, partly: bool, looks: bool) -> None:
+        torch.manual_seed(seed)
+        self.model, self.random = Net(), random.Random(seed)
+        self.wrapped = wrap(self.model)
+        self.opt = torch.optim.SGD(self.model.parameters(), 0.1, momentum=0.9)
+        self.pending: list[tuple[bool, torch.Tensor]] = []
+        self.armed, self.count, self.partly, self.looks = False, 0, partly, looks
+
+    def start(self, synchronised: bool, module: Any = None) -> torch.Tensor:
+        self.count += 1
+        heads = self.random.choice([(0,), (1,), (0, 1)]) if self.partly else (0, 1)
+        with contextlib.nullcontext() if synchronised else self.wrapped.no_sync():
+            return (module or self.wrapped)(data(self.count, 4, 6), heads).square().mean()
+
+    def end(self, loss: torch.Tensor, reduced: bool, *, keep: bool = False, apart: bool = False) -> None:
+        if apart:
+            thread = threading.Thread(target=loss.backward, kwargs={"retain_graph": keep})
+            thread.start()
+            thread.join()
+        else:
+            loss.backward(retain_graph=keep)
+        if (reduced or self.armed) and isinstance(self.wrapped, ByHand):
+            self.wrapped.average()
+        self.armed = False
+
+    def take(self, name: str) -> None:
+        synchronised, keep = not name.startswith("local"), self.random.random() < 0.5
+        if name.endswith("forward, backward"):
+            self.armed |= synchronised
+            self.end(self.start(synchronised), synchronised)
+        elif name.endswith("forward"):
+            self.armed |= synchronised
+            self.pending.append((synchronised, self.start(synchronised)))
+        elif name == "backward without the wrapper":
+            self.end(self.start(True, self.model), False)
+        elif name == "zero":
+            self.opt.zero_grad(set_to_none=keep)
+        elif name == "step":
+            self.pending.clear()  # made of what changes now
+            self.opt.step()
+            if keep:
+                self.opt.zero_grad()
+        elif self.pending:
+            self.take_up(name, keep)
+
+    def take_up(self, name: str, keep: bool) -> None:
+        synchronised, loss = self.pending.pop(self.random.randrange(len(self.pending)))
+        if name == "grad":
+            torch.autograd.grad(loss, list(self.model.parameters()), retain_graph=True, allow_unused=True)
+            self.pending.append((synchronised, loss))
+        elif name == "backward that raises":
+            if not (synchronised or self.armed):  # other ones are for tests/plugins/ddp/test_failures.py
+                Refusal.refuses = True
+                with contextlib.suppress(ValueError):
+                    loss.backward()
+                Refusal.refuses = False
+        elif name == "sum's backward" and self.pending:
+            other, more = self.pending.pop()
+            self.end(loss + more, synchronised or other)
+        else:
+            self.end(loss, synchronised, keep=keep, apart=name.endswith("thread"))
+            if keep:
+                self.pending.append((synchronised, loss))
+
+    def run(self) -> Iterator[tuple[str, list[torch.Tensor | None]]]:
+        for name in self.random.choices(list(WEIGHTS), list(WEIGHTS.values()), k=14):
+            self.take(name)
+            params = list(self.model.parameters())
+            found = [param.detach().clone() for param in params]
+            if self.looks:
+                found += [None if param.grad is None else param.grad.clone() for param in params]
+            yield name, found
+
+
+def differing(seeds: range) -> list[str]:
+    """Return where sequences differ from averages by hand."""
+    found = []
+    for seed in seeds:
+        partly = seed % 3 == 2
+        wrap = functools.partial(DistributedDataParallel, find_unused_parameters=partly, bucket_cap_mb=1e-4)
+        for features, looks in ((("ddp",), True), (("ddp", "dist_optimizer"), False)):
+            hand = list(Trainer(seed, ByHand, partly=partly, looks=looks).run())
+            with ovpatch.applied(*features, options={"dist_optimizer": SMALL} if features[1:] else {}):
+                for index, (name, ours) in enumerate(Trainer(seed, wrap, partly=partly, looks=looks).run()):
+                    if not same(ours, hand[index][1]):
+                        found.append(
+                            f"{features}, seed {seed}: differs after {name}: {[done for done, _ in hand[:index]]}"
+                        )
+                        break
+            dist.barrier()
+    return found
+
+
+def same(ours: list[Any], theirs: list[Any]) -> bool:
+    return all((a is None and b is None) or torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
+
+
+def test_any_order_of_forwards_and_backwards_leaves_averages_by_hand(ranks):
+    for found in ranks(2)(differing, range(SEQUENCES)):
+        assert found == [], "\n".join(found)
