@@ -24,6 +24,9 @@ from ovpatch_plugins.pipe_experts.state import STATE
 
 NAME: Final = "ovpatch"
 
+_STEPS: Final = ("_dispatch_tokens", "_combine_tokens")
+_READ: Final = ("ep_mesh", "tp_mesh", "num_local_experts", "experts_forward")
+
 # What computes two products of stacked weights in transformers, by implementation; others may compute more than that.
 _PLAIN: Final = {"grouped_mm": "grouped_mm_experts_forward", "batched_mm": "batched_mm_experts_forward"}
 
@@ -38,12 +41,15 @@ def register() -> None:
 
 
 def is_stock(implementation: Any) -> bool:
-    """Tell whether an ``AllToAllEP`` sends tokens and brings them back as transformers' own does."""
+    """Tell whether an ``AllToAllEP`` sends tokens and brings them back as transformers' own does.
+
+    One of a release that is built in another way, without what is read here, does not.
+    """
     from transformers.distributed.expert_parallel import AllToAllEP
 
-    kind = type(implementation)
-    names = ("_dispatch_tokens", "_combine_tokens")
-    return all(getattr(kind, name) is getattr(AllToAllEP, name) for name in names)
+    own = [getattr(AllToAllEP, name, None) for name in _STEPS]
+    found = [getattr(type(implementation), name, None) for name in _STEPS]
+    return None not in own and found == own and all(hasattr(implementation, name) for name in _READ)
 
 
 def compute(implementation: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:

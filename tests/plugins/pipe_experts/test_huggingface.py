@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 import ovpatch
 from ovpatch.insight.equality import Verdict, compare
 from ovpatch_plugins.pipe_experts.counters import COUNTERS
+from ovpatch_plugins.pipe_experts.huggingface import is_stock
 
 pytest.importorskip("transformers.distributed.expert_parallel", reason="needs transformers with expert parallelism")
 
@@ -226,6 +227,18 @@ def test_what_a_script_has_put_in_the_place_of_transformers_is_called(ranks, sav
     assert compare(plain, right[0], floor=1e-9).verdict is Verdict.DIFFERENT, "it does something"
     for stock, ours in zip(right, found, strict=True):
         compare(stock, ours, floor=1e-9).assert_equal()
+
+
+@pytest.mark.parametrize("missing", ["", "_dispatch_tokens", "_combine_tokens", "tp_mesh", "experts_forward"])
+def test_a_release_that_is_built_in_another_way_is_left_alone(monkeypatch, missing):
+    from transformers.distributed.expert_parallel import AllToAllEP
+
+    made = object.__new__(AllToAllEP)
+    for name in {"ep_mesh", "tp_mesh", "num_local_experts", "experts_forward"} - {missing}:
+        setattr(made, name, None)
+    if missing.startswith("_"):
+        monkeypatch.delattr(AllToAllEP, missing)
+    assert is_stock(made) == (not missing)
 
 
 def experts_alone(path: str) -> list[Record]:
