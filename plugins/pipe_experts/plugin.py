@@ -91,13 +91,25 @@ def ovpatch_remarks() -> Sequence[str]:
             f"in {COUNTERS.library_experts} of {COUNTERS.taken_over} calls transformers computed its experts itself, "
             "part by part: they are not two products of stacked weights, or a script has put something in their place",
         ]
-    if COUNTERS.calls or "transformers" not in sys.modules:
+    if COUNTERS.calls:
+        return [*chosen, *_whole()]
+    if "transformers" not in sys.modules:
         return chosen
     where = "" if _EP in sys.modules else " (transformers' expert parallelism was not imported)"
     return [
         f"no expert-parallel layer was found{where}: for layers of your own, call "
         "ovpatch_plugins.pipe_experts.run_experts() or expert_parallel_ffn()"
     ]
+
+
+def _whole() -> list[str]:
+    """Say so if nothing was computed in parts since nobody has said in which."""
+    from ovpatch_plugins.pipe_experts.counters import COUNTERS
+    from ovpatch_plugins.pipe_experts.state import STATE
+
+    if STATE.how.cut != "auto" or COUNTERS.stacked_calls or COUNTERS.parts != COUNTERS.calls:
+        return []
+    return ["layers were not cut: cut=auto measures experts with stacked weights only; for others try cut=experts"]
 
 
 def _wrap_call(call: Callable[..., Any]) -> Callable[..., Any]:

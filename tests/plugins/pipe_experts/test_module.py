@@ -145,7 +145,7 @@ def test_the_report(ranks):
 
 
 def test_nothing_to_take_over_is_said(monkeypatch):
-    from ovpatch_plugins.pipe_experts import counters, plugin
+    from ovpatch_plugins.pipe_experts import counters, plugin, state
 
     monkeypatch.setattr(counters, "COUNTERS", counters.Counters())
     monkeypatch.delitem(sys.modules, "transformers", raising=False)
@@ -154,7 +154,13 @@ def test_nothing_to_take_over_is_said(monkeypatch):
     (remark,) = plugin.ovpatch_remarks()
     assert "no expert-parallel layer was found" in remark
     assert "run_experts()" in remark
-    counters.COUNTERS.calls = counters.COUNTERS.taken_over = 4
+    counters.COUNTERS.calls = counters.COUNTERS.parts = counters.COUNTERS.taken_over = 4
+    (remark,) = plugin.ovpatch_remarks()
+    assert "try cut=experts" in remark
+    monkeypatch.setattr(state.STATE, "how", How("none"))
+    assert not plugin.ovpatch_remarks(), "as was said"
+    monkeypatch.setattr(state.STATE, "how", How())
+    counters.COUNTERS.stacked_calls = 1
     assert not plugin.ovpatch_remarks()
     counters.COUNTERS.library_experts = 3
     (remark,) = plugin.ovpatch_remarks()
