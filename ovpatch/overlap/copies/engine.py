@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -32,9 +33,6 @@ class Engine:
         device: Where their tensors are.
         allocate: Makes the memory; all ranks call it together.
         slot_bytes: How much a rank lays out, or gets, in a round.
-
-    Attributes:
-        number: For the collective behind copies; see :mod:`.attendance`.
     """
 
     def __init__(
@@ -46,12 +44,11 @@ class Engine:
         slot_bytes: int = SLOT_BYTES,
     ) -> None:
         self._world, self._rank = group.size(), group.rank()
-        self._slot = slot_bytes
+        self._slot, self._device = slot_bytes, device
         self._window: Window = allocate(2 * slot_bytes, group, device)
         self._lanes: Lanes = Streams(device) if device.type == "cuda" else NoStreams()
         self._half = 0
         self._lock, self._within = threading.RLock(), False
-        self.number = torch.zeros(1, dtype=torch.int32, device=device)
 
     def gather(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> Sequence[Work]:
         """Start to gather; as :class:`ovpatch.overlap.collectives.AllGather`."""
@@ -107,6 +104,11 @@ class Engine:
             self._lanes.begin()
             self._run([len(output) for output in outputs], slot // dtype.itemsize, grain, lay_out, take)
             return [self._lanes.end([*outputs, *inputs])]
+
+    @functools.cached_property
+    def number(self) -> Tensor:
+        """What the collective behind copies is called with; see :mod:`.attendance`."""
+        return torch.zeros(1, dtype=torch.int32, device=self._device)
 
     def behind(self) -> AbstractContextManager[None]:
         """Run the block behind all that has been started."""
