@@ -57,6 +57,7 @@ def accumulated(runner):
     return both(runner, "accelerated.py", to="accumulated", by_accelerate=True)
 
 
+@RARELY
 def test_launch_and_accumulate(accumulated, compatibility):
     stock, patched = accumulated
     assert [len(stock.ranks[0][name]) for name in ("losses", "norms")] == [8, 4]

@@ -113,6 +113,7 @@ def spawned(runner):
     return together(lambda: start(False, "spawn-stock"), lambda: start(True, "spawn-patched"))
 
 
+@RARELY
 def test_spawned_ranks_with_three_process_groups(spawned, compatibility):
     stock, patched = spawned
     assert_same(stock, patched)
