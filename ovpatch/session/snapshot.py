@@ -124,12 +124,12 @@ def _live_state(patches: Sequence[PatchStatus]) -> tuple[str, str]:
     states = {str(patch.state.value) for patch in patches}
     if not states or "applied" in states:
         return "applied", ""
-    if "pending" not in states and "shadowed" in states:
-        return "shadowed", "; ".join(_say(patch) for patch in patches if patch.state == "shadowed")
-    # Often for all of them alike: a library that this script may never import, or that is not there.
-    state = "pending" if "pending" in states else "skipped"
-    if state in states:
-        return state, "; ".join(dict.fromkeys(patch.reason for patch in patches if patch.state == state))
+    for state in ("pending", "shadowed", "skipped"):
+        if state in states:
+            found = [patch for patch in patches if patch.state == state]
+            # Patches that wait or were skipped mostly share a reason: a library that is not imported, or not there.
+            texts = [_say(patch) if state == "shadowed" else patch.reason for patch in found]
+            return state, "; ".join(dict.fromkeys(texts))
     return "applied", ""
 
 

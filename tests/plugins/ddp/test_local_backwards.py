@@ -9,6 +9,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 from tests.plugins.ddp.arms import Record, both, data, seen
 from tests.plugins.ddp.checks import check
+from tests.plugins.ddp.refusal import Refusal
 
 
 def net() -> nn.Module:
@@ -61,20 +62,6 @@ def test_autograd_grad_after_the_backward_triggers_nothing(ranks, of):
     check(ranks(2)(both, loop_grad_after_backward, of), backwards=3)
 
 
-class Refusal(torch.autograd.Function):
-    refuses = False
-
-    @staticmethod
-    def forward(ctx, x):
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx, grad):
-        if Refusal.refuses:
-            raise RuntimeError("refused")
-        return grad
-
-
 def loop_grad_raises(to_input: bool) -> list[Record]:
     """A derivative that fails half-way leaves nothing behind that would reduce the next backward."""
     model = net()
@@ -85,7 +72,7 @@ def loop_grad_raises(to_input: bool) -> list[Record]:
         loss = wrapped(Refusal.apply(x)).square().mean()
         loss.backward(retain_graph=True)
         Refusal.refuses = True
-        with pytest.raises(RuntimeError, match="refused"):
+        with pytest.raises(ValueError, match="refused"):
             torch.autograd.grad(loss, [x] if to_input else [x, *model.parameters()])
         Refusal.refuses = False
         with wrapped.no_sync():

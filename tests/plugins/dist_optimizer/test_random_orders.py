@@ -17,6 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import ovpatch
 from tests.plugins.ddp.arms import data
+from tests.plugins.ddp.refusal import Refusal
 from tests.plugins.dist_optimizer.arms import SMALL
 
 SEQUENCES = 100 if os.environ.get("ALL_CASES") else 12
@@ -35,20 +36,6 @@ WEIGHTS = {
     "zero": 1,
     "step": 2,
 }
-
-
-class Refusal(torch.autograd.Function):
-    refuses = False
-
-    @staticmethod
-    def forward(ctx, x):
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx, grad):
-        if Refusal.refuses:
-            raise ValueError("refused")
-        return grad
 
 
 class Net(nn.Module):
