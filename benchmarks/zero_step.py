@@ -5,7 +5,8 @@
 Arms alternate (A B C A B C …); each is built anew, warmed up and timed, step after step without a stop, so that gathers
 may come under the next forward; the slowest rank counts. Arms named ``limit``
 do the same forward and backward and the update of a rank's share, and communicate nothing: one with fp32 weights under
-autocast, one with bf16 weights. Megatron-Core is a peer where it is installed. Without CUDA it runs on gloo
+autocast, one with bf16 weights, and one with bf16 weights in linears alone, under autocast, which is all that
+``param_dtype=bf16`` can come to. Megatron-Core is a peer where it is installed. Without CUDA it runs on gloo
 (``--size tiny``).
 """
 
@@ -84,9 +85,12 @@ def adamw(params: Iterable[Tensor]) -> torch.optim.Optimizer:
 # ---------------------------------------------------------------- limits
 
 
-def limit(problem: Problem, dtype: torch.dtype) -> Step:
-    """Forward, backward and one rank's share of the update."""
+def limit(problem: Problem, dtype: torch.dtype, linears: torch.dtype | None = None) -> Step:
+    """Forward, backward and one rank's share of the update; weights of linears may have another dtype."""
     model = problem.model(dtype)
+    for module in model.modules():
+        if isinstance(module, nn.Linear):
+            module.to(linears)
     params = list(model.parameters())
     share = torch.zeros(sum(param.numel() for param in params) // dist.get_world_size(), device=device())
     share.grad = torch.zeros_like(share)
@@ -200,6 +204,7 @@ MAIN = {**IN_FP32, "dist_optimizer": {"main_params_in_fp32": True}}
 PEERS: dict[str, Callable[[Problem], Step]] = {
     "limit, fp32": lambda problem: limit(problem, torch.float32),
     "limit, bf16": lambda problem: limit(problem, torch.bfloat16),
+    "limit, bf16 linears": lambda problem: limit(problem, torch.float32, torch.bfloat16),
     "stock": ddp,
     "stock, bucket view": lambda problem: ddp(problem, gradient_as_bucket_view=True),
     "stock, bucket view, 400 MiB": lambda problem: ddp(problem, gradient_as_bucket_view=True, bucket_cap_mb=400),
@@ -221,6 +226,7 @@ OURS: dict[str, tuple[tuple[str, ...], dict[str, dict[str, Any]], dict[str, Any]
     **{f"ovpatch, bucket {mb} MiB": (BOTH, {}, {"bucket_cap_mb": mb}) for mb in (50, 100, 200, 400)},
     **{f"ovpatch, max_ctas {n}": (BOTH, {"ddp": {"max_ctas": n}}, {}) for n in (8, 16)},
     "ovpatch, param_dtype=bf16": (BOTH, {"dist_optimizer": GATHERED}, {}),
+    "ovpatch, param_dtype=bf16, copy engines": (BOTH, {"dist_optimizer": {**GATHERED, "copy_engines": "on"}}, {}),
     "ovpatch, param_dtype=bf16, no overlap": (
         BOTH,
         {**SERIAL, "dist_optimizer": SERIAL["dist_optimizer"] | GATHERED},

@@ -11,7 +11,7 @@ import functools
 import random
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
@@ -24,7 +24,9 @@ from ovpatch.overlap.copies import engine as engines
 from ovpatch.overlap.copies import lanes, sums
 from ovpatch.overlap.copies.engine import Engine
 from ovpatch.overlap.copies.meeting import BYTES, Meeting
+from ovpatch.overlap.copies.spans import Batch, Span
 from ovpatch.overlap.copies.window import Window
+from tests.support import windows
 
 SLOT = 2 * 128 * 2  # bytes: some elements more than a piece, so there are many rounds
 
@@ -36,6 +38,7 @@ class Stream:
         del priority
         steps: Steps = deque()
         self.steps = queues.setdefault(device.index, steps) if sharing["queue"] else steps
+        self.cuda_stream = self
         streams.append(self)
 
     def query(self) -> bool:
@@ -69,16 +72,16 @@ class Driver:
     def __init__(self) -> None:
         self.writes_to_peers = writing["to peers"]
 
-    def write(self, address: int, number: int) -> None:
-        current[0].add(lambda: setattr(ctypes.c_uint32.from_address(address), "value", number))
+    def write(self, address: int, number: int, stream: Stream) -> None:
+        stream.add(lambda: setattr(ctypes.c_uint32.from_address(address), "value", number))
 
-    def wait(self, address: int, number: int) -> None:
+    def wait(self, address: int, number: int, stream: Stream) -> None:
         found = ctypes.c_uint32.from_address(address)
-        current[0].add(lambda: None, lambda: ctypes.c_int32(found.value - number).value >= 0)
+        stream.add(lambda: None, lambda: ctypes.c_int32(found.value - number).value >= 0)
 
-    def copy(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
-        for to, of in draw.sample(list(pairs), len(pairs)):
-            current[0].add(lambda to=to, of=of: to.copy_(of))
+    def copy(self, batch: Batch, stream: Stream) -> None:
+        for one in draw.sample([*zip(*batch, strict=True)], len(batch.to)):
+            stream.add(lambda one=one: ctypes.memmove(*one))
 
 
 Steps = deque[tuple[Callable[[], bool], Callable[[], Any]]]
@@ -120,13 +123,13 @@ def played(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> N
     cuda._is_in_bad_fork = lambda: False
     monkeypatch.setattr(lanes, "torch", SimpleNamespace(cuda=cuda))
 
-    def add_up(out: Tensor, given: list[Tensor], scale: float) -> None:
-        current[0].add(lambda: sums.add_up(out, given, scale))
+    def add_up(out: Span, given: list[Span], scale: float, stream: Stream) -> None:
+        stream.add(lambda: sums.add_up(out, given, scale, 0))
 
     monkeypatch.setattr(engines, "add_up", add_up)
 
 
-def windows(world: int, number: int) -> list[Window]:
+def windows_of(world: int, number: int) -> list[Window]:
     """Return all ranks' windows, whose meetings begin behind a number."""
     memories = [torch.zeros(2 * SLOT + BYTES, dtype=torch.uint8) for _ in range(world)]
     signals = [memory[2 * SLOT :] for memory in memories]
@@ -149,7 +152,7 @@ def train(world: int, seed: int, number: int) -> None:
     streams.clear()
     queues.clear()
     draw.seed(seed)
-    engine = [engine_of(rank, window) for rank, window in enumerate(windows(world, number))]
+    engine = [engine_of(rank, window) for rank, window in enumerate(windows_of(world, number))]
     mains = [[Stream(torch.device("cuda", rank)) for _ in range(2)] for rank in range(world)]
     checks = []
     for _ in range(draw.randint(2, 5)):
@@ -227,18 +230,12 @@ def test_ranks_whose_memory_cannot_be_used_are_told(lost: int | None) -> None:
     seen_by_one = [torch.zeros_like(one) if rank == lost else one for rank, one in enumerate(memories)]
     meetings = [Meeting(Driver(), seen_by_one if rank == 1 else memories, rank) for rank in range(3)]
     for meeting in meetings:
-        with stream(Stream(torch.device("cuda", 0))):
-            meeting.try_out()
+        meeting.try_out(Stream(torch.device("cuda", 0)))
     play(0)
 
-    class Now(Driver):
-        def copy(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
-            for to, of in pairs:
-                to.copy_(of)
-
     for meeting in meetings:
-        meeting._driver = Now()
-    found = [meeting.unheard() for meeting in meetings]
+        meeting._driver = SimpleNamespace(copy=windows.copy)
+    found = [meeting.unheard(0) for meeting in meetings]
     assert found[1] == ([] if lost is None else [lost])
     assert [rank for rank in (0, 2) if found[rank]] == ([] if lost is None else [lost])
     assert lost is None or found[lost] == [1], "the other end hears nothing, either"
@@ -246,7 +243,7 @@ def test_ranks_whose_memory_cannot_be_used_are_told(lost: int | None) -> None:
 
 def test_nobody_waits_for_ever_for_a_rank_that_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
     streams.clear()
-    here, gone = (engine_of(rank, window) for rank, window in enumerate(windows(2, 0)))
+    here, gone = (engine_of(rank, window) for rank, window in enumerate(windows_of(2, 0)))
     with stream(Stream(torch.device("cuda", 0))):
         here.gather([torch.zeros(2)], [torch.ones(1)])
     assert gone.drain(timeout_s=0)
@@ -261,10 +258,10 @@ def test_nobody_waits_for_ever_for_a_rank_that_is_gone(monkeypatch: pytest.Monke
 
 def test_after_half_a_call_there_are_no_more() -> None:
     streams.clear()
-    engine = engine_of(0, windows(2, 0)[0])
+    engine = engine_of(0, windows_of(2, 0)[0])
     laid_out = engine._window.copy
 
-    def interrupted(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
+    def interrupted(batch: Batch, stream: Stream) -> None:
         object.__setattr__(engine._window, "copy", laid_out)
         raise KeyboardInterrupt
 

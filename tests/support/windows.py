@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import functools
+import ctypes
 import os
 import tempfile
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ovpatch.overlap.copies.spans import Batch
 from ovpatch.overlap.copies.window import Window
 
 
@@ -26,9 +26,11 @@ def allocate(size: int, group: Any, device: torch.device) -> Window:
     ranks: list[Tensor] = [torch.from_file(str(path), shared=True, size=size, dtype=torch.uint8) for path in paths]
     dist.barrier(group)
     os.unlink(paths[group.rank()])
-    return Window(ranks, functools.partial(dist.barrier, group), _copy)
+    return Window(ranks, lambda stream: dist.barrier(group), copy)
 
 
-def _copy(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
-    for to, of in pairs:
-        to.copy_(of)
+def copy(batch: Batch, stream: int = 0) -> None:
+    """Copy at once."""
+    del stream
+    for to, of, size in zip(*batch, strict=True):
+        ctypes.memmove(to, of, size)

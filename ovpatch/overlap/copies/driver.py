@@ -2,20 +2,16 @@
 
 [Note: beside what computes] A copy within a GPU is a kernel, unless the driver is asked to have it run beside products;
 a batch of copies can be asked that, of which drivers take notice from CUDA 13.1 on. Drivers older than CUDA 13.0 have
-no such batches: there each copy is torch's.
+no such batches: there copies are asked for one by one.
 """
 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, Final
 
-import torch
-from torch import Tensor
-
-Pair = tuple[Tensor, Tensor]
-"""Where to copy to, and what; both contiguous, of the same size and dtype."""
+from ovpatch.overlap.copies.spans import Batch
 
 _AT_LEAST: Final = 0  # CU_STREAM_WAIT_VALUE_GEQ, which takes differences, so that numbers may wrap
 _IN_STREAM_ORDER: Final = 1  # CU_MEMCPY_SRC_ACCESS_ORDER_STREAM
@@ -34,10 +30,7 @@ class _Attributes(ctypes.Structure):
 
 
 class Driver:
-    """The driver's functions, on the current stream of one device.
-
-    Args:
-        device: Which.
+    """The driver's functions, on streams that are named by their handles.
 
     Attributes:
         writes_to_peers: Whether :meth:`write` reaches other GPUs' memory.
@@ -47,8 +40,7 @@ class Driver:
         AttributeError: It has no streams that wait for memory.
     """
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
+    def __init__(self) -> None:
         library = ctypes.CDLL("libcuda.so.1")
         value = (ctypes.c_void_p, ctypes.c_uint64, ctypes.c_uint32, ctypes.c_uint)
         self._write = _function(library, "cuStreamWriteValue32_v2", value)
@@ -56,6 +48,8 @@ class Driver:
         version = ctypes.c_int(0)
         _check(library.cuDriverGetVersion(ctypes.byref(version)))
         self.writes_to_peers = version.value < _NO_PEERS
+        one = (ctypes.c_uint64, ctypes.c_uint64, ctypes.c_size_t, ctypes.c_void_p)
+        self._copy_one = _function(library, "cuMemcpyAsync", one)
         self._copy: Callable[..., int] | None = None
         if hasattr(library, "cuMemcpyBatchAsync_v2"):
             places = ctypes.POINTER(ctypes.c_uint64)
@@ -64,29 +58,24 @@ class Driver:
         self._attributes = _Attributes(_IN_STREAM_ORDER, (ctypes.c_int * 4)(), _BESIDE_COMPUTE)
         self._first = ctypes.c_uint64(0)  # the copy from which on the attributes hold
 
-    def write(self, address: int, number: int) -> None:
+    def write(self, address: int, number: int, stream: int) -> None:
         """Write a number of 32 bits once all before it in the stream is done, and seen by other GPUs."""
-        _check(self._write(self._stream(), address, number, 0))
+        _check(self._write(stream, address, number, 0))
 
-    def wait(self, address: int, number: int) -> None:
+    def wait(self, address: int, number: int, stream: int) -> None:
         """Have the stream wait until a number of 32 bits is there, or a later one."""
-        _check(self._wait(self._stream(), address, number, _AT_LEAST))
+        _check(self._wait(stream, address, number, _AT_LEAST))
 
-    def copy(self, pairs: Sequence[Pair]) -> None:
-        """Copy, in any order among themselves. Tensors have to be kept until it is done."""
+    def copy(self, batch: Batch, stream: int) -> None:
+        """Copy, in any order. Memory has to be kept until it is done."""
+        count = len(batch.to)
         if self._copy is None:
-            for to, of in pairs:
-                to.copy_(of, non_blocking=True)
-            return
-        count = len(pairs)
-        numbers = ctypes.c_uint64 * count
-        tos, ofs = numbers(*[to.data_ptr() for to, _ in pairs]), numbers(*[of.data_ptr() for _, of in pairs])
-        sizes = numbers(*[to.nbytes for to, _ in pairs])
-        _check(self._copy(tos, ofs, sizes, count, self._attributes, self._first, 1, self._stream()))
-
-    def _stream(self) -> int:
-        raw: int = torch._C._cuda_getCurrentRawStream(self._device.index)
-        return raw
+            for to, of, size in zip(*batch, strict=True):
+                _check(self._copy_one(to, of, size, stream))
+        else:
+            numbers = ctypes.c_uint64 * count
+            tos, ofs, sizes = (numbers(*given) for given in batch)
+            _check(self._copy(tos, ofs, sizes, count, self._attributes, self._first, 1, stream))
 
 
 def _function(library: ctypes.CDLL, name: str, types: tuple[Any, ...]) -> Callable[..., int]:

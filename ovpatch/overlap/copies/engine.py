@@ -12,9 +12,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ovpatch.overlap.copies.driver import Pair
 from ovpatch.overlap.copies.lanes import Lanes, NoStreams, Streams
 from ovpatch.overlap.copies.rounds import Piece, rounds
+from ovpatch.overlap.copies.spans import Batch, Span
 from ovpatch.overlap.copies.sums import add_up
 from ovpatch.overlap.copies.window import SLOT_BYTES, Allocate, Window, allocate
 from ovpatch.overlap.works import Work
@@ -44,66 +44,85 @@ class Engine:
         slot_bytes: int = SLOT_BYTES,
     ) -> None:
         self._world, self._rank = group.size(), group.rank()
+        self._others = [(self._rank + i) % self._world for i in range(1, self._world)]
         self._slot, self._device = slot_bytes, device
         self._window: Window = allocate(2 * slot_bytes, group, device)
+        self._addresses = [memory.data_ptr() for memory in self._window.ranks]
         self._lanes: Lanes = Streams(device) if device.type == "cuda" else NoStreams()
+        self._views: dict[torch.dtype, Tensor] = {}
         self._half = 0
         self._lock, self._within = threading.RLock(), False
 
     def gather(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> Sequence[Work]:
         """Start to gather; as :class:`ovpatch.overlap.collectives.AllGather`."""
-        wholes = [output.view(torch.uint8).view(self._world, -1).unbind() for output in outputs]
-        parts = [part.view(torch.uint8).view(-1) for part in inputs]
-        elsewhere = [i for i, part in enumerate(parts) if part.data_ptr() != wholes[i][self._rank].data_ptr()]
-        others = [(self._rank + i) % self._world for i in range(1, self._world)]
+        sizes = tuple(part.nbytes for part in inputs)
+        wholes, parts = [output.data_ptr() for output in outputs], [part.data_ptr() for part in inputs]
+        places = [whole + self._rank * size for whole, size in zip(wholes, sizes, strict=True)]
+        elsewhere = [i for i, place in enumerate(places) if place != parts[i] and sizes[i]]
 
-        def lay_out(half: int, pieces: Sequence[Piece]) -> list[Pair]:
-            return [(self._at(self._rank, half, piece), _cut(parts[piece.tensor], piece)) for piece in pieces]
-
-        def take(half: int, pieces: Sequence[Piece]) -> None:
-            self._window.copy(
-                [(_cut(wholes[p.tensor][rank], p), self._at(rank, half, p)) for rank in others for p in pieces]
+        def lay_out(half: int, pieces: Sequence[Piece]) -> Batch:
+            slot = self._addresses[self._rank] + half
+            return Batch(
+                [slot + p.at for p in pieces], [parts[p.tensor] + p.begin for p in pieces], [*map(_length, pieces)]
             )
 
+        def take(half: int, pieces: Sequence[Piece], stream: int) -> None:
+            lengths, batch = [*map(_length, pieces)], Batch([], [], [])
+            for rank in self._others:
+                slot = self._addresses[rank] + half
+                batch.to.extend([wholes[p.tensor] + rank * sizes[p.tensor] + p.begin for p in pieces])
+                batch.of.extend([slot + p.at for p in pieces])
+                batch.sizes.extend(lengths)
+            self._window.copy(batch, stream)
+
         with self._whole():
-            self._lanes.begin()
-            with self._lanes.taking():
-                if elsewhere:
-                    self._window.copy([(wholes[i][self._rank], parts[i]) for i in elsewhere])
-            self._run([len(part) for part in parts], self._slot, _GRAIN, lay_out, take)
-            return [self._lanes.end([*outputs, *inputs])]
+            launched = self._lanes.begin()
+            if elsewhere:
+                own = Batch(
+                    [places[i] for i in elsewhere], [parts[i] for i in elsewhere], [sizes[i] for i in elsewhere]
+                )
+                self._window.copy(own, self._lanes.take())
+            self._run(rounds(sizes, self._slot, _GRAIN), lay_out, take)
+            return [self._lanes.end(launched, [*outputs, *inputs])]
 
     def scatter(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], *, average: bool) -> Sequence[Work]:
         """Start to add up; as :class:`ovpatch.overlap.collectives.ReduceScatter`.
 
-        Sums are added in float32 (float64 in float64) in the order of ranks, and rounded once.
+        Sums are added in float32 (float64 in float64) in the order of ranks, and rounded once. Outputs may have another
+        dtype than inputs.
         """
-        dtype, outputs = outputs[0].dtype, [output.view(-1) for output in outputs]  # complex numbers come as pairs
-        wholes = [given.view(self._world, -1).unbind() for given in inputs]
-        others = [(self._rank + i) % self._world for i in range(1, self._world)]
-        grain = _GRAIN // dtype.itemsize
+        dtype = inputs[0].dtype
+        item, sizes = dtype.itemsize, tuple(output.numel() for output in outputs)
+        sums, wholes = [output.data_ptr() for output in outputs], [given.data_ptr() for given in inputs]
         slot = self._slot // (self._world - 1) // _GRAIN * _GRAIN
         scale = 1 / self._world if average else 1.0
 
-        def lay_out(half: int, pieces: Sequence[Piece]) -> list[Pair]:
-            places = {rank: half + self._slot_of(self._rank, rank) * slot for rank in others}
-            return [
-                (self._typed(rank, places[rank], dtype, piece), _cut(wholes[piece.tensor][rank], piece))
-                for rank in others
-                for piece in pieces
-            ]
+        def lay_out(half: int, pieces: Sequence[Piece]) -> Batch:
+            lengths, batch = [_length(p) * item for p in pieces], Batch([], [], [])
+            for rank in self._others:
+                place = self._addresses[rank] + half + self._slot_of(self._rank, rank) * slot
+                batch.to.extend([place + p.at * item for p in pieces])
+                batch.of.extend([wholes[p.tensor] + (rank * sizes[p.tensor] + p.begin) * item for p in pieces])
+                batch.sizes.extend(lengths)
+            return batch
 
-        def take(half: int, pieces: Sequence[Piece]) -> None:
-            places = {rank: half + self._slot_of(rank, self._rank) * slot for rank in others}
-            for piece in pieces:
-                given = {rank: self._typed(self._rank, place, dtype, piece) for rank, place in places.items()}
-                given[self._rank] = _cut(wholes[piece.tensor][self._rank], piece)
-                add_up(_cut(outputs[piece.tensor], piece), [given[rank] for rank in range(self._world)], scale)
+        def take(half: int, pieces: Sequence[Piece], stream: int) -> None:
+            base, memory = self._addresses[self._rank], self._own(dtype)
+            places = {rank: half + self._slot_of(rank, self._rank) * slot for rank in self._others}
+            for tensor, begin, end, at in pieces:
+                numel, first = end - begin, self._rank * sizes[tensor] + begin
+                given = {
+                    rank: Span(memory, place // item + at, numel, base + place + at * item)
+                    for rank, place in places.items()
+                }
+                given[self._rank] = Span(inputs[tensor], first, numel, wholes[tensor] + first * item)
+                out = Span(outputs[tensor], begin, numel, sums[tensor] + begin * outputs[tensor].itemsize)
+                add_up(out, [given[rank] for rank in range(self._world)], scale, stream)
 
         with self._whole():
-            self._lanes.begin()
-            self._run([len(output) for output in outputs], slot // dtype.itemsize, grain, lay_out, take)
-            return [self._lanes.end([*outputs, *inputs])]
+            launched = self._lanes.begin()
+            self._run(rounds(sizes, slot // item, _GRAIN // item), lay_out, take)
+            return [self._lanes.end(launched, [*outputs, *inputs])]
 
     @functools.cached_property
     def number(self) -> Tensor:
@@ -112,7 +131,7 @@ class Engine:
 
     def behind(self) -> AbstractContextManager[None]:
         """Run the block behind all that has been started."""
-        return self._lanes.taking()
+        return self._lanes.behind()
 
     def unheard(self) -> list[int]:
         """Return the ranks whose memory cannot be used, by trial; called once all ranks have engines."""
@@ -143,31 +162,31 @@ class Engine:
 
     def _run(
         self,
-        sizes: Sequence[int],
-        room: int,
-        grain: int,
-        lay_out: Callable[[int, Sequence[Piece]], list[Pair]],
-        take: Callable[[int, Sequence[Piece]], None],
+        cut: Sequence[Sequence[Piece]],
+        lay_out: Callable[[int, Sequence[Piece]], Batch],
+        take: Callable[[int, Sequence[Piece], int], None],
     ) -> None:
-        for pieces in rounds(sizes, room, grain):
+        for pieces in cut:
             half, self._half = self._half * self._slot, 1 - self._half
-            with self._lanes.laying_out():
-                self._window.copy(lay_out(half, pieces))
-            with self._lanes.taking():
-                self._window.meet()
-                self._lanes.met()
-                take(half, pieces)
+            self._window.copy(lay_out(half, pieces), self._lanes.lay_out())
+            stream = self._lanes.take()
+            self._window.meet(stream)
+            self._lanes.met()
+            take(half, pieces, stream)
 
     def _slot_of(self, sender: int, owner: int) -> int:
         """Return which slot of its owner's a rank sends to."""
         return (sender - owner - 1) % self._world
 
-    def _at(self, rank: int, half: int, piece: Piece) -> Tensor:
-        return self._window.ranks[rank].narrow(0, half + piece.at, piece.end - piece.begin)
+    def _own(self, dtype: torch.dtype) -> Tensor:
+        """Return this rank's memory."""
+        if dtype not in self._views:
+            self._views[dtype] = self._window.ranks[self._rank].view(dtype)
+        return self._views[dtype]
 
-    def _typed(self, rank: int, slot: int, dtype: torch.dtype, piece: Piece) -> Tensor:
-        size, numel = dtype.itemsize, piece.end - piece.begin
-        return self._window.ranks[rank].narrow(0, slot + piece.at * size, numel * size).view(dtype)
+
+def _length(piece: Piece) -> int:
+    return piece.end - piece.begin
 
 
 _INTERRUPTED: Final = (
@@ -175,7 +194,3 @@ _INTERRUPTED: Final = (
     "and what comes next would be taken for the rest of it. Restart all ranks; or set "
     "OVPATCH_DIST_OPTIMIZER_COPY_ENGINES=off, if it happens again."
 )
-
-
-def _cut(part: Tensor, piece: Piece) -> Tensor:
-    return part if piece.end - piece.begin == len(part) else part[piece.begin : piece.end]

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, Final
 
 import torch
 import triton
 import triton.language as tl
-from torch import Tensor
+
+from ovpatch.overlap.copies.spans import Span
 
 _BLOCK: Final = 8192
 _GRID: Final = (64, 1, 1)  # no more: they share the GPU with products, and memory is what they wait for
@@ -51,23 +53,29 @@ MOST: Final = 8  # tensors
 _compiled: dict[tuple[Any, ...], Callable[..., Any]] = {}
 
 
-def add_up(out: Tensor, given: Sequence[Tensor], scale: float) -> None:
-    """See :func:`ovpatch.overlap.copies.sums.add_up`; at most :data:`MOST` tensors."""
-    size = out.numel()
-    if not size:
-        return
-    tensors, exact = [*given, *[None] * (MOST - len(given)), out], out.dtype == torch.float64
+def add_up(out: Span, given: Sequence[Span], scale: float, stream: int) -> None:
+    """See :func:`ovpatch.overlap.copies.sums.add_up`; at most :data:`MOST` terms."""
+    size, dtype, device = out.numel, given[0].memory.dtype, out.memory.device
+    exact = dtype == torch.float64
+    addresses = [*[span.address for span in given], *[None] * (MOST - len(given)), out.address]
     rest = (size, 1.0 if exact else scale, len(given), exact, _BLOCK)
-    with torch.cuda.device_of(out):  # Triton launches on the current one
-        addresses = [None if tensor is None else tensor.data_ptr() for tensor in tensors]
-        # All that Triton would ask of the arguments; asking each of them anew is most of what a launch costs the host.
-        key = (out.device, out.dtype, len(given), size % 16 == 0, size == 1, *[(at or 0) % 16 == 0 for at in addresses])
-        known = _compiled.get(key)
+    # All that Triton would ask of the arguments; asking each of them anew is most of what a launch costs the host.
+    aligned = [address is not None and address % 16 == 0 for address in addresses]
+    key = (device, dtype, out.memory.dtype, len(given), size % 16 == 0, size == 1, *aligned)
+    known = _compiled.get(key)
+    with torch.cuda.device(device):  # Triton launches on the current one
         if known is not None:
-            known(*addresses, *rest)
+            known(*addresses, *rest, stream=stream)
         else:
-            found = add_up_kernel[_GRID](*tensors, *rest, num_warps=8)
+            tensors = [*[span.tensor() for span in given], *[None] * (MOST - len(given)), out.tensor()]
+            with _on(stream, device):
+                found = add_up_kernel[_GRID](*tensors, *rest, num_warps=8)
             if found is not None:  # else it is interpreted
                 _compiled[key] = found[_GRID]
     if exact and scale != 1:  # Triton takes numbers as float32
-        out.mul_(scale)
+        with _on(stream, device):
+            out.tensor().mul_(scale)
+
+
+def _on(stream: int, device: torch.device) -> AbstractContextManager[None]:
+    return torch.cuda.stream(torch.cuda.ExternalStream(stream, device))

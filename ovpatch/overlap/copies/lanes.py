@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import time
 import weakref
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Final, Protocol
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, Final, Protocol
 
 import torch
 from torch import Tensor
@@ -17,22 +17,25 @@ _PAUSE_S: Final = 0.001
 
 
 class Lanes(Protocol):
-    """Two lanes: what a rank lays out, and what it takes once all have met."""
+    """Two lanes: what a rank lays out, and what it takes once all have met. Streams are named by their handles."""
 
-    def begin(self) -> None:
-        """Start behind what the current stream has."""
+    def begin(self) -> Any:
+        """Start behind what the current stream has, and return that stream."""
 
-    def laying_out(self) -> AbstractContextManager[None]:
-        """Run the block behind the last meeting."""
+    def lay_out(self) -> int:
+        """Return the stream to lay something out in, behind the last meeting."""
 
-    def taking(self) -> AbstractContextManager[None]:
-        """Run the block behind what was laid out last."""
+    def take(self) -> int:
+        """Return the stream to take something in, behind what was laid out last."""
 
     def met(self) -> None:
         """Note that a meeting has been issued in the lane for taking."""
 
-    def end(self, tensors: Sequence[Tensor]) -> Work:
-        """Return what waits for all of it, and keeps tensors until then."""
+    def end(self, launched: Any, tensors: Sequence[Tensor]) -> Work:
+        """Return what waits for all of it, and keeps tensors until then; ``launched`` is what has launched it."""
+
+    def behind(self) -> AbstractContextManager[None]:
+        """Run the block behind all of it."""
 
     def drain(self, timeout_s: float) -> bool:
         """Have the host wait for both lanes; return whether they came to their ends in time."""
@@ -49,38 +52,41 @@ class Streams:
         self._device = device
         # Of high priority: sums are to find room beside products.
         self._out, self._in = torch.cuda.Stream(device, priority=-1), torch.cuda.Stream(device, priority=-1)
-        self._met, self._laid = torch.cuda.Event(), torch.cuda.Event()
+        self._begun, self._met, self._laid = torch.cuda.Event(), torch.cuda.Event(), torch.cuda.Event()
+        self._handles: Final = self._out.cuda_stream, self._in.cuda_stream
 
-    def begin(self) -> None:
+    def begin(self) -> Any:
         """See :class:`Lanes`."""
-        current = torch.cuda.current_stream(self._device)
-        self._out.wait_stream(current)
-        self._in.wait_stream(current)
+        launched = torch.cuda.current_stream(self._device)
+        self._begun.record(launched)
+        self._out.wait_event(self._begun)
+        self._in.wait_event(self._begun)
+        return launched
 
-    @contextmanager
-    def laying_out(self) -> Iterator[None]:
+    def lay_out(self) -> int:
         """See :class:`Lanes`."""
-        with torch.cuda.stream(self._out):
-            self._out.wait_event(self._met)
-            yield
-            self._laid.record(self._out)
+        self._out.wait_event(self._met)
+        return self._handles[0]
 
-    @contextmanager
-    def taking(self) -> Iterator[None]:
+    def take(self) -> int:
         """See :class:`Lanes`."""
-        with torch.cuda.stream(self._in):
-            self._in.wait_event(self._laid)
-            yield
+        self._laid.record(self._out)
+        self._in.wait_event(self._laid)
+        return self._handles[1]
 
     def met(self) -> None:
         """See :class:`Lanes`."""
         self._met.record(self._in)
 
-    def end(self, tensors: Sequence[Tensor]) -> Work:
+    def end(self, launched: Any, tensors: Sequence[Tensor]) -> Work:
         """See :class:`Lanes`."""
         done = torch.cuda.Event()
         done.record(self._in)
-        return _Copying(self._device, done, tensors)
+        return _Copying(self._device, launched, done, tensors)
+
+    def behind(self) -> AbstractContextManager[None]:
+        """See :class:`Lanes`."""
+        return torch.cuda.stream(self._in)
 
     def drain(self, timeout_s: float) -> bool:
         """See :class:`Lanes`."""
@@ -101,10 +107,10 @@ class _Copying:
     was a tensor's to whatever runs there next.
     """
 
-    def __init__(self, device: torch.device, done: torch.cuda.Event, tensors: Sequence[Tensor]) -> None:
-        self._device, self._done, self._tensors = device, done, tensors
-        launched = torch.cuda.current_stream(device)
-        self._launched = launched
+    def __init__(
+        self, device: torch.device, launched: torch.cuda.Stream, done: torch.cuda.Event, tensors: Sequence[Tensor]
+    ) -> None:
+        self._device, self._launched, self._done, self._tensors = device, launched, done, tensors
         self._late = weakref.finalize(self, launched.wait_event, done)
         self._late.atexit = False
 
@@ -122,21 +128,25 @@ class NoStreams:
     def begin(self) -> None:
         """See :class:`Lanes`."""
 
-    def laying_out(self) -> AbstractContextManager[None]:
+    def lay_out(self) -> int:
         """See :class:`Lanes`."""
-        return nullcontext()
+        return 0
 
-    def taking(self) -> AbstractContextManager[None]:
+    def take(self) -> int:
         """See :class:`Lanes`."""
-        return nullcontext()
+        return 0
 
     def met(self) -> None:
         """See :class:`Lanes`."""
 
-    def end(self, tensors: Sequence[Tensor]) -> Work:
+    def end(self, launched: None, tensors: Sequence[Tensor]) -> Work:
         """See :class:`Lanes`."""
-        del tensors
+        del launched, tensors
         return Pending(())
+
+    def behind(self) -> AbstractContextManager[None]:
+        """See :class:`Lanes`."""
+        return nullcontext()
 
     def drain(self, timeout_s: float) -> bool:
         """See :class:`Lanes`."""

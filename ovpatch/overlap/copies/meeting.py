@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from ovpatch.overlap.copies.driver import Driver
+from ovpatch.overlap.copies.spans import Batch
 
 BYTES: Final = 4096  # of signals in a window; zeros at first
 _APART: Final = 128  # bytes between the signals of two ranks
@@ -28,7 +29,7 @@ _TRIED: Final = 1
 
 
 class Meeting:
-    """Makes the current stream wait until those of all ranks are here.
+    """Makes a stream wait until those of all ranks are here.
 
     Args:
         driver: Of the device.
@@ -38,42 +39,52 @@ class Meeting:
 
     def __init__(self, driver: Driver, signals: Sequence[Tensor], rank: int) -> None:
         self._driver, self._number, self._rank, self._world = driver, 0, rank, len(signals)
-        self._places = [signal.view(-1, _APART)[:, :_NUMBER].unbind() for signal in signals]
-        mine, others = self._places[rank][_MINE], [other for other in range(len(signals)) if other != rank]
-        self._mine = mine
-        self._told = [self._places[other][rank] for other in others]
-        self._awaited = [self._places[rank][other].data_ptr() for other in others]
+        self._signals = signals
+        others = [other for other in range(len(signals)) if other != rank]
+        self._mine = self._place(rank, _MINE)
+        self._told = [self._place(other, rank) for other in others]
+        self._awaited = [self._place(rank, other) for other in others]
 
-    def try_out(self) -> None:
+    def try_out(self, stream: int) -> None:
         """Send a number to everybody, and wait for what this rank sent to itself: no rank waits for another.
 
         Raises:
             RuntimeError: The driver refuses.
         """
         world, rank = self._world, self._rank
-        self._tell([places[world + rank] for places in self._places], _TRIED)
-        self._driver.write(self._mine.data_ptr(), _TRIED)  # for :meth:`unheard`
-        self._driver.wait(self._places[rank][world + rank].data_ptr(), _TRIED)
+        self._tell([self._place(other, world + rank) for other in range(world)], _TRIED, stream)
+        self._driver.write(self._mine, _TRIED, stream)  # for :meth:`unheard`
+        self._driver.wait(self._place(rank, world + rank), _TRIED, stream)
 
-    def unheard(self) -> list[int]:
-        """Return the ranks with which numbers cannot be exchanged. The host waits; all have tried out before."""
-        world, own = self._world, self._places[self._rank]
-        self._driver.copy([(own[2 * world + rank], self._places[rank][_MINE]) for rank in range(world)])
-        found = torch.stack(own[world : 3 * world]).view(torch.int32).view(2, world).tolist()
+    def unheard(self, stream: int) -> list[int]:
+        """Return the ranks with which numbers cannot be exchanged. The host waits; all have tried out before.
+
+        Args:
+            stream: The current stream.
+        """
+        world, own = self._world, self._signals[self._rank].view(torch.int32).view(-1, _APART // _NUMBER)[:, 0]
+        asked = [self._place(self._rank, 2 * world + other) for other in range(world)]
+        theirs = [self._place(other, _MINE) for other in range(world)]
+        self._driver.copy(Batch(asked, theirs, [_NUMBER] * world), stream)
+        found = own[world : 3 * world].view(2, world).tolist()
         return [rank for rank in range(world) if any(numbers[rank] != _TRIED for numbers in found)]
 
-    def __call__(self) -> None:
+    def __call__(self, stream: int) -> None:
         """Meet; see the class."""
         self._number = (self._number + 1) & 0xFFFFFFFF
-        self._tell(self._told, self._number)
+        self._tell(self._told, self._number, stream)
         for address in self._awaited:
-            self._driver.wait(address, self._number)
+            self._driver.wait(address, self._number, stream)
 
-    def _tell(self, places: Sequence[Tensor], number: int) -> None:
+    def _place(self, rank: int, index: int) -> int:
+        """Return the address of a number."""
+        return self._signals[rank].data_ptr() + index * _APART
+
+    def _tell(self, places: list[int], number: int, stream: int) -> None:
         """Bring a number to places in all ranks' memory."""
         if self._driver.writes_to_peers:
             for place in places:
-                self._driver.write(place.data_ptr(), number)
+                self._driver.write(place, number, stream)
         else:
-            self._driver.write(self._mine.data_ptr(), number)
-            self._driver.copy([(place, self._mine) for place in places])
+            self._driver.write(self._mine, number, stream)
+            self._driver.copy(Batch(places, [self._mine] * len(places), [_NUMBER] * len(places)), stream)

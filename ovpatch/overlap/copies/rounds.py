@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from functools import lru_cache
+from typing import Final, NamedTuple
+
+_KEPT: Final = 1024  # calls of a model's buckets, which are the same in every step
 
 
 class Piece(NamedTuple):
@@ -22,14 +25,19 @@ class Piece(NamedTuple):
     at: int
 
 
-def rounds(sizes: Sequence[int], room: int, grain: int = 1) -> Iterator[list[Piece]]:
-    """Yield the pieces of each round.
+@lru_cache(_KEPT)
+def rounds(sizes: tuple[int, ...], room: int, grain: int = 1) -> Sequence[Sequence[Piece]]:
+    """Return the pieces of each round.
 
     Args:
         sizes: Elements of each tensor that a rank contributes.
         room: Elements that a slot holds; a multiple of ``grain``.
         grain: Pieces begin at multiples of so many elements.
     """
+    return tuple(map(tuple, _cut(sizes, room, grain)))
+
+
+def _cut(sizes: Sequence[int], room: int, grain: int) -> Iterator[list[Piece]]:
     pieces: list[Piece] = []
     at = 0
     for tensor, size in enumerate(sizes):

@@ -5,23 +5,26 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-from torch import Tensor
+
+from ovpatch.overlap.copies.spans import Span
 
 
-def add_up(out: Tensor, given: Sequence[Tensor], scale: float) -> None:
-    """Write ``scale`` times the sum of tensors, added in their order in float32 (float64 in float64), rounded once.
+def add_up(out: Span, given: Sequence[Span], scale: float, stream: int) -> None:
+    """Write ``scale`` times a sum, whose terms are added in their order in float32 (float64 in float64), rounded once.
 
     Args:
-        out: ``[n]``, contiguous.
-        given: ``[n]`` each, contiguous, of the dtype of ``out``.
+        out: Where to.
+        given: The terms, as long as ``out``, of one dtype.
         scale: Factor.
+        stream: On which CUDA stream, by its handle; 0 without CUDA.
     """
-    if out.is_cuda:
+    if out.memory.is_cuda:
         from ovpatch.overlap.copies import kernels  # Triton is not everywhere
 
-        kernels.add_up(out, given, scale)
+        kernels.add_up(out, given, scale, stream)
         return
-    total = given[0].to(torch.promote_types(out.dtype, torch.float32))
-    for one in given[1:]:
+    first, *others = [span.tensor() for span in given]
+    total = first.to(torch.promote_types(first.dtype, torch.float32))
+    for one in others:
         total = total + one
-    out.copy_(total * scale)
+    out.tensor().copy_(total * scale)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -10,8 +10,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ovpatch.overlap.copies.driver import Driver, Pair
+from ovpatch.overlap.copies.driver import Driver
 from ovpatch.overlap.copies.meeting import BYTES, Meeting
+from ovpatch.overlap.copies.spans import Batch
 from ovpatch.overlap.symmetric import memory
 
 SLOT_BYTES: Final = 64 * 1024 * 1024  # of a half: copies of some MiB each come near to a link's rate
@@ -23,15 +24,15 @@ class Window:
 
     Attributes:
         ranks: All ranks' memory, bytes, by group rank; the own one among them.
-        meet: Makes the current stream (the host, without streams) wait until all ranks' are here.
-        copy: Copies, on the current stream.
+        meet: Makes a stream (the host, without streams) wait until all ranks' are here.
+        copy: Copies, on a stream.
         unheard: Returns the ranks whose memory cannot be used, by trial; called once all ranks have windows.
         keeps: What keeps the memory.
     """
 
     ranks: list[Tensor]
-    meet: Callable[[], None]
-    copy: Callable[[Sequence[Pair]], None]
+    meet: Callable[[int], None]
+    copy: Callable[[Batch, int], None]
     unheard: Callable[[], list[int]] = list
     keeps: Any = None
 
@@ -54,18 +55,17 @@ def allocate(size: int, group: dist.ProcessGroup, device: torch.device) -> Windo
     whole = [found.keeps.get_buffer(rank, (size + BYTES,), torch.uint8) for rank in range(group.size())]
     ranks = [one[:size] for one in whole]
     try:
-        driver = Driver(device)
+        driver = Driver()
     except (OSError, AttributeError) as error:  # no such library, or function
         raise RuntimeError(f"the CUDA driver's library lacks what is needed: {error}") from error
     meeting = Meeting(driver, [one[size:] for one in whole], group.rank())
     stream = torch.cuda.Stream(device)
-    with torch.cuda.stream(stream):
-        meeting.try_out()
+    meeting.try_out(stream.cuda_stream)
     torch.cuda.synchronize(device)
 
     def unheard() -> list[int]:
         with torch.cuda.stream(stream):
-            return meeting.unheard()
+            return meeting.unheard(stream.cuda_stream)
 
     return Window(ranks, meeting, driver.copy, unheard, found)
 
