@@ -23,7 +23,7 @@ from ovpatch.overlap.copies.attendance import attend
 from ovpatch.overlap.copies.choosing import choose
 from ovpatch.overlap.copies.engine import Engine
 from ovpatch.overlap.copies.rounds import rounds
-from ovpatch.overlap.copies.spans import Span
+from ovpatch.overlap.copies.spans import Addend, Span
 from ovpatch.overlap.symmetric import support
 from ovpatch.overlap.works import Pending
 from tests.support import windows
@@ -219,18 +219,21 @@ def added() -> list[tuple[Tensor, Tensor]]:
         return Span(memory, begin, len(values), memory.data_ptr() + begin * memory.itemsize)
 
     found = []
-    for count, numel, dtype, wide in (
-        (2, 1, torch.float32, torch.float32),
-        (3, 500, torch.float16, torch.float16),
-        (3, 130, torch.bfloat16, torch.float32),
-        (8, 64, torch.float32, torch.float32),
-        (3, 70, torch.float64, torch.float64),
+    for count, rank, dtype, wide in (
+        (2, 0, torch.float32, torch.float32),
+        (3, 1, torch.float16, torch.float16),
+        (3, 2, torch.bfloat16, torch.float32),
+        (8, 5, torch.float32, torch.float32),
+        (3, 0, torch.float64, torch.float64),
     ):
-        given = [span(torch.randn(numel).to(dtype), begin) for begin in range(count)]
-        ours, expected = (span(torch.zeros(numel, dtype=wide), 2) for _ in range(2))
-        kernels.add_up(ours, given, 1 / 4, 0)
-        sums.add_up(expected, given, 1 / 4, 0)
-        found.append((ours.memory, expected.memory))
+        slots = [None if r == rank else span(torch.randn(2000).to(dtype), 8) for r in range(count)]
+        sizes = [1, 500, 64, 64, 200, 70, 640, 16, 32, 48, 64, 16, 33]
+        places = [sum(sizes[:i]) for i in range(len(sizes))]
+        own = [span(torch.randn(numel).to(dtype), i % 3) for i, numel in enumerate(sizes)]
+        ours, expected = ([span(torch.zeros(numel, dtype=wide), 2) for numel in sizes] for _ in range(2))
+        kernels.add_up(slots, [*map(Addend, own, ours, places)], 1 / 4, 0)
+        sums.add_up(slots, [*map(Addend, own, expected, places)], 1 / 4, 0)
+        found += [(one.memory, other.memory) for one, other in zip(ours, expected, strict=True)]
     return found
 
 

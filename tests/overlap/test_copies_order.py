@@ -24,7 +24,7 @@ from ovpatch.overlap.copies import engine as engines
 from ovpatch.overlap.copies import lanes, sums
 from ovpatch.overlap.copies.engine import Engine
 from ovpatch.overlap.copies.meeting import BYTES, Meeting
-from ovpatch.overlap.copies.spans import Batch, Span
+from ovpatch.overlap.copies.spans import Addend, Batch, Span
 from ovpatch.overlap.copies.window import Window
 from tests.support import windows
 
@@ -123,8 +123,8 @@ def played(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> N
     cuda._is_in_bad_fork = lambda: False
     monkeypatch.setattr(lanes, "torch", SimpleNamespace(cuda=cuda))
 
-    def add_up(out: Span, given: list[Span], scale: float, stream: Stream) -> None:
-        stream.add(lambda: sums.add_up(out, given, scale, 0))
+    def add_up(slots: list[Span | None], addends: list[Addend], scale: float, stream: Stream) -> None:
+        stream.add(lambda: sums.add_up(slots, addends, scale, 0))
 
     monkeypatch.setattr(engines, "add_up", add_up)
 
@@ -244,8 +244,9 @@ def test_ranks_whose_memory_cannot_be_used_are_told(lost: int | None) -> None:
 def test_nobody_waits_for_ever_for_a_rank_that_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
     streams.clear()
     here, gone = (engine_of(rank, window) for rank, window in enumerate(windows_of(2, 0)))
+    whole, part = torch.zeros(2), torch.ones(1)
     with stream(Stream(torch.device("cuda", 0))):
-        here.gather([torch.zeros(2)], [torch.ones(1)])
+        here.gather([whole], [part])
     assert gone.drain(timeout_s=0)
     with pytest.raises(AssertionError, match="all streams wait"):
         play(0)

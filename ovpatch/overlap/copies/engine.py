@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ovpatch.overlap.copies.lanes import Lanes, NoStreams, Streams
 from ovpatch.overlap.copies.rounds import Piece, rounds
-from ovpatch.overlap.copies.spans import Batch, Span
+from ovpatch.overlap.copies.spans import Addend, Batch, Span
 from ovpatch.overlap.copies.sums import add_up
 from ovpatch.overlap.copies.window import SLOT_BYTES, Allocate, Window, allocate
 from ovpatch.overlap.works import Work
@@ -108,16 +108,17 @@ class Engine:
 
         def take(half: int, pieces: Sequence[Piece], stream: int) -> None:
             base, memory = self._addresses[self._rank], self._own(dtype)
-            places = {rank: half + self._slot_of(rank, self._rank) * slot for rank in self._others}
+            slots: list[Span | None] = [None] * self._world
+            for rank in self._others:
+                place = half + self._slot_of(rank, self._rank) * slot
+                slots[rank] = Span(memory, place // item, slot // item, base + place)
+            addends = []
             for tensor, begin, end, at in pieces:
-                numel, first = end - begin, self._rank * sizes[tensor] + begin
-                given = {
-                    rank: Span(memory, place // item + at, numel, base + place + at * item)
-                    for rank, place in places.items()
-                }
-                given[self._rank] = Span(inputs[tensor], first, numel, wholes[tensor] + first * item)
-                out = Span(outputs[tensor], begin, numel, sums[tensor] + begin * outputs[tensor].itemsize)
-                add_up(out, [given[rank] for rank in range(self._world)], scale, stream)
+                first, out = self._rank * sizes[tensor] + begin, outputs[tensor]
+                own = Span(inputs[tensor], first, end - begin, wholes[tensor] + first * item)
+                to = Span(out, begin, end - begin, sums[tensor] + begin * out.itemsize)
+                addends.append(Addend(own, to, at))
+            add_up(slots, addends, scale, stream)
 
         with self._whole():
             launched = self._lanes.begin()

@@ -43,3 +43,17 @@ class Span(NamedTuple):
     def tensor(self) -> Tensor:
         """Return them as a tensor, ``[numel]``."""
         return self.memory.view(-1).narrow(0, self.begin, self.numel)
+
+
+class Addend(NamedTuple):
+    """What a rank adds itself to what the others have sent to it.
+
+    Attributes:
+        own: Its own term.
+        out: Where the sum goes, as long.
+        at: Where the others' terms begin in their slots.
+    """
+
+    own: Span
+    out: Span
+    at: int
