@@ -131,11 +131,22 @@ def add_timing(parser: argparse.ArgumentParser, *, rounds: int) -> None:
     parser.add_argument("--json", type=Path, help="append the result to this file, one JSON object a line")
 
 
-def alternate(benchmark: str, arms: Sequence[str], measure: Callable[[str], dict[str, Any]], args: Any) -> None:
+def _chooses(arm: str) -> bool:
+    return "auto" in arm.split(", ")
+
+
+def alternate(
+    benchmark: str,
+    arms: Sequence[str],
+    measure: Callable[[str], dict[str, Any]],
+    args: Any,
+    *,
+    chooses: Callable[[str], bool] = _chooses,
+) -> None:
     """Run all arms in turn, ``args.rounds`` times, and report on rank 0.
 
-    Those that choose by measurement run once before: their races leave a GPU so hot that for seconds it computes some
-    percent slower, which the other arms would not share.
+    Those that ``chooses`` says choose by measurement run once before: their races leave a GPU so hot that for seconds
+    it computes some percent slower, which the other arms would not share.
     """
     rows: list[dict[str, Any]] = []
     failed: dict[str, str] = {}
@@ -148,7 +159,7 @@ def alternate(benchmark: str, arms: Sequence[str], measure: Callable[[str], dict
         if dist.get_rank() == 0:
             print(f"{name:36}", failed.get(name) or f"{statistics.median(rows[-1]['ms']):9.3f} ms", flush=True)
 
-    for name in filter(_chooses, arms):
+    for name in filter(chooses, arms):
         run(name)
     rows.clear()
     for _ in range(args.rounds):
@@ -158,10 +169,6 @@ def alternate(benchmark: str, arms: Sequence[str], measure: Callable[[str], dict
         report(benchmark, args, rows, failed)
 
 
-def _chooses(arm: str) -> bool:
-    return any(part in ("auto", "raced") for part in arm.split(", "))
-
-
 def report(benchmark: str, args: argparse.Namespace, rows: list[dict[str, Any]], failed: dict[str, str]) -> None:
     """Print a table of all arms, and append the raw result to ``args.json``, one JSON object a line."""
     columns = ["median_ms", "worst_ms", "peak_gib"]
@@ -169,7 +176,7 @@ def report(benchmark: str, args: argparse.Namespace, rows: list[dict[str, Any]],
     print(f"\n{'arm':36}" + "".join(f"{column:>11}" for column in columns))
     for row in found:
         print(f"{row['arm']:36}" + "".join(f"{row[column]!s:>11}" for column in columns))
-    chosen = [line for feature in ("tp_linear", "pipe_experts") for line in choosing.remarks(feature)]
+    chosen = [line for feature in ("dist_optimizer", "tp_linear", "pipe_experts") for line in choosing.remarks(feature)]
     print("".join(f"\nchosen: {line}" for line in chosen))
     if args.json:
         given = {k: v for k, v in vars(args).items() if k not in ("json", "arms")}

@@ -54,11 +54,11 @@ class Row:
 
 
 _STEPS = "'limit, fp32' stock 'stock, bucket view' 'stock, bucket view, 400 MiB' 'ovpatch, no overlap' ovpatch"
-_HALVES = "'limit, bf16' 'FSDP2, ZeRO-2' Megatron-Core 'ovpatch, param_dtype=bf16' 'ovpatch, bf16 weights'"
+_HALVES = "'limit, bf16' 'limit, bf16 linears' 'FSDP2, ZeRO-2' Megatron-Core 'ovpatch, param_dtype=bf16' 'ovpatch, bf16 weights'"
 _FEW = "'limit, fp32' 'stock, bucket view' 'FSDP2, ZeRO-2' ovpatch 'ovpatch, param_dtype=bf16'"
 _TUNED = (
-    "ovpatch 'ovpatch, copy engines' 'ovpatch, copy engines, raced' 'ovpatch, gradients kept' "
-    "'ovpatch, gather 128 MiB' 'ovpatch, gather 256 MiB' 'ovpatch, bucket 100 MiB' 'ovpatch, bucket 200 MiB' "
+    "ovpatch 'ovpatch, NCCL' 'ovpatch, copy engines' 'ovpatch, gradients kept' "
+    "'ovpatch, gather 64 MiB' 'ovpatch, gather 512 MiB' 'ovpatch, bucket 100 MiB' 'ovpatch, bucket 200 MiB' "
     "'ovpatch, max_ctas 8' 'ovpatch, max_ctas 16'"
 )
 SUITE: dict[str, list[Row]] = {

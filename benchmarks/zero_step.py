@@ -220,9 +220,9 @@ OURS: dict[str, tuple[tuple[str, ...], dict[str, dict[str, Any]], dict[str, Any]
     "ovpatch, no overlap": (BOTH, SERIAL, {}),
     "ovpatch, gather in step": (BOTH, {"dist_optimizer": {"overlap_param_gather": False}}, {}),
     "ovpatch, gradients kept": (BOTH, {"dist_optimizer": {"grads_in_flight_mb": 0.0}}, {}),
+    "ovpatch, NCCL": (BOTH, {"dist_optimizer": {"copy_engines": "off"}}, {}),
     "ovpatch, copy engines": (BOTH, {"dist_optimizer": {"copy_engines": "on"}}, {}),
-    "ovpatch, copy engines, raced": (BOTH, {"dist_optimizer": {"copy_engines": "auto"}}, {}),
-    **{f"ovpatch, gather {mb} MiB": (BOTH, {"dist_optimizer": {"gather_bucket_mb": mb}}, {}) for mb in (128, 256, 512)},
+    **{f"ovpatch, gather {mb} MiB": (BOTH, {"dist_optimizer": {"gather_bucket_mb": mb}}, {}) for mb in (64, 512)},
     **{f"ovpatch, bucket {mb} MiB": (BOTH, {}, {"bucket_cap_mb": mb}) for mb in (50, 100, 200, 400)},
     **{f"ovpatch, max_ctas {n}": (BOTH, {"ddp": {"max_ctas": n}}, {}) for n in (8, 16)},
     "ovpatch, param_dtype=bf16": (BOTH, {"dist_optimizer": GATHERED}, {}),
@@ -291,7 +291,8 @@ def main() -> None:
         model = GPT(**SIZES[args.size])
     context = SIZES[args.size]["context"]
     args.flops = flops_per_step(model, args.batch * args.accumulate * context, context)
-    alternate("zero_step", args.arms, lambda name: measure(name, args), args)
+    first = next((name for name in args.arms if name in OURS), None)  # others find what it has chosen
+    alternate("zero_step", args.arms, lambda name: measure(name, args), args, chooses=lambda name: name == first)
     dist.destroy_process_group()
 
 

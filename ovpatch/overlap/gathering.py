@@ -21,7 +21,7 @@ from ovpatch.overlap.collectives import AllGather
 from ovpatch.overlap.copies.registry import gathering
 from ovpatch.overlap.labels import label, span
 from ovpatch.overlap.pending import is_pending, lose, mark, owners_of, plainly, unmark
-from ovpatch.overlap.slices import Slice, cut, flat
+from ovpatch.overlap.slices import Slice, cut, elements_of, flat
 from ovpatch.overlap.works import Unpacked, Work
 
 
@@ -151,10 +151,12 @@ class ParamGather:
             self._works = self._gather(*zip(*pairs, strict=True))
 
     def _output_and_input(self, param: Parameter) -> tuple[Tensor, Tensor]:
-        elements, part = flat(param.data), cut(param.numel(), self._world, self._rank)
-        if part.size * self._world == elements.numel():
-            return elements, elements[part.begin : part.end]
-        return self._padded_copy(elements, part)
+        data = param.data
+        numel = data.numel()
+        part = cut(numel, self._world, self._rank)
+        if part.size * self._world == numel:
+            return flat(data), elements_of(data, part)
+        return self._padded_copy(flat(data), part)
 
     def _padded_copy(self, elements: Tensor, part: Slice) -> tuple[Tensor, Tensor]:
         gathered = elements.new_empty(part.size * self._world)
@@ -168,10 +170,11 @@ class ParamGather:
             self._take()
             return
         reader = torch.cuda.current_stream(self._stream.device)
+        if reader == self._stream:
+            self._take()
+            return
         with torch.cuda.stream(self._stream):
             self._take()
-        if reader == self._stream:
-            return
         if self._padded or any(isinstance(work, Unpacked) for work in self._works):  # copied on the launch stream
             reader.wait_stream(self._stream)
         else:  # without waiting for what else was queued there

@@ -28,7 +28,7 @@ from ovpatch.overlap.memory import is_sole_owner
 from ovpatch.overlap.placeholders import Placeholder
 from ovpatch.overlap.shard_peers import ShardPeers
 from ovpatch.overlap.sharding import Minimum
-from ovpatch.overlap.slices import Slice, assemble, can_be_cut, cut, flat
+from ovpatch.overlap.slices import Slice, assemble, can_be_cut, cut, elements_of
 from ovpatch.overlap.votes import Votes
 from ovpatch.overlap.weakly import Weakly, forget
 
@@ -152,11 +152,12 @@ class GradShards:
             return self.part_of(index).to(param.dtype)
         if grad.stride() != param.stride():
             grad = torch.empty_like(param).copy_(grad)
-        return flat(grad)[own.begin : own.end]
+        return elements_of(grad, own)
 
     def part_of(self, index: int) -> Tensor:
         """Return this rank's part of the reduced gradient, ``[slice.numel]``, of the dtype that was reduced."""
-        return self._parts[index][: self.slice(index).numel]
+        part, numel = self._parts[index], self.slice(index).numel
+        return part if len(part) == numel else part[:numel]
 
     def is_pending(self, index: int) -> bool:
         """Tell whether nobody has put a gradient together, so that what is in the parts is what counts."""

@@ -6,7 +6,8 @@ import contextlib
 import functools
 import sys
 from collections.abc import Iterator
-from typing import Any
+from contextlib import AbstractContextManager
+from typing import Any, Final
 
 import torch
 from torch import Tensor
@@ -83,6 +84,14 @@ def _plainly() -> Iterator[None]:
     """Measure without modes that might keep tensors."""
     with torch._C.DisableTorchFunction(), torch.inference_mode(False), torch.no_grad():
         yield
+
+
+_NOTHING: Final[AbstractContextManager[Any]] = contextlib.nullcontext()
+
+
+def outside_inference() -> AbstractContextManager[Any]:
+    """Return a context whose tensors autograd takes later on; torch's own is not free, and a step asks often."""
+    return torch.inference_mode(False) if torch.is_inference_mode_enabled() else _NOTHING
 
 
 def is_dense(tensor: Tensor) -> bool:

@@ -16,6 +16,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from ovpatch.overlap.memory import outside_inference
 from ovpatch.overlap.metadata import METADATA
 from ovpatch.overlap.nested import leaves
 
@@ -106,15 +107,14 @@ def peek(tensor: Tensor) -> Tensor:
 
 def make(like: Form, source: Source, key: Any, *, dtype: torch.dtype | None = None) -> Placeholder:
     """Return a new placeholder of the shape and device of ``like``, and of its dtype by default."""
-    with torch.inference_mode(False), torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
+    with torch._C.DisableTorchFunctionSubclass():
         tensor = _nothing(like.shape, dtype or like.dtype, like.device)
     return _mark(tensor, source, key)
 
 
 def empty_out(tensor: Tensor, source: Source, key: Any) -> Placeholder:
     """Make a placeholder of a plain tensor, whose memory is given up; the object stays."""
-    with torch.inference_mode(False), torch.no_grad():
-        tensor.data = _nothing(tensor.shape, tensor.dtype, tensor.device)
+    tensor.data = _nothing(tensor.shape, tensor.dtype, tensor.device)
     return _mark(tensor, source, key)
 
 
@@ -126,10 +126,11 @@ def _mark(tensor: Tensor, source: Source, key: Any) -> Placeholder:
 
 
 def _nothing(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
-    kind = (dtype, device)
-    if kind not in _zeros:
-        _zeros[kind] = torch.zeros((), dtype=dtype, device=device)
-    return _zeros[kind].expand(shape)
+    with outside_inference():
+        kind = (dtype, device)
+        if kind not in _zeros:
+            _zeros[kind] = torch.zeros((), dtype=dtype, device=device)
+        return _zeros[kind].expand(shape)
 
 
 _zeros: dict[tuple[torch.dtype, torch.device], Tensor] = {}

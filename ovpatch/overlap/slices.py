@@ -62,6 +62,11 @@ def can_be_cut(param: Tensor, world: int, minimum: int) -> bool:
     )
 
 
+def elements_of(tensor: Tensor, own: Slice) -> Tensor:
+    """Return a rank's part of a dense tensor as a one-dimensional view, ``[own.numel]``."""
+    return tensor.as_strided((own.numel,), (1,), tensor.storage_offset() + own.begin)
+
+
 def flat(tensor: Tensor) -> Tensor:
     """Return a dense tensor's elements in memory order, as a one-dimensional view.
 

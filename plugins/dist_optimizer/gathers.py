@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING
 from ovpatch.hookspecs import cache_dir
 from ovpatch.overlap.copies.attendance import attend
 from ovpatch.overlap.copies.choosing import choose
-from ovpatch.overlap.copies.registry import chosen_for
 from ovpatch.overlap.gathering import ParamGather, launch
 from ovpatch.overlap.layout import layer_of
 from ovpatch_plugins.dist_optimizer.counters import COUNTERS
@@ -28,7 +27,6 @@ MIB = 1024 * 1024
 
 _FEWEST = 16  # buckets of a model, as far as they hold more than _SMALLEST bytes
 _SMALLEST = MIB
-_COPIED = 4  # times as much where copy engines gather: a call costs the host more than one of NCCL's
 
 
 class Gathers:
@@ -47,7 +45,6 @@ class Gathers:
         self._of: tuple[tuple[int, int], ...] = ()
         self._buckets: list[ParamGather] = []
         self._places: Iterable[tuple[dist.ProcessGroup, torch.device]] = ()
-        self._copied: list[tuple[dist.ProcessGroup, torch.device]] = []  # places where copy engines gather
 
     def launch(self, parts: Sequence[Part]) -> None:
         """Start to gather; all ranks do so for the same parameters."""
@@ -55,13 +52,14 @@ class Gathers:
         if which != self._of:
             self._of, self._buckets = which, []
             self._places = dict.fromkeys((part.shards.group, part.gathered.device) for part in parts)
-        if self._copy_engines != "off" and self._choose():
-            self._buckets = []
         if not self._buckets:
             self._buckets = [self._gather(bucket) for bucket in self._cut(parts)]
+        copied = self._places if self._copy_engines != "off" else ()
+        for group, device in copied:
+            choose(group, device, self._copy_engines, feature="dist_optimizer", directory=cache_dir())
         launch(self._buckets)
-        if self._copy_engines != "off":
-            self._attend()
+        for group, device in copied:
+            attend(group, device)
         COUNTERS.bytes_gathered += sum(part.gathered.nbytes for part in parts)
         COUNTERS.gathers += len(self._buckets)
         COUNTERS.gathers_copied += sum(gather.is_copied for gather in self._buckets)
@@ -74,17 +72,6 @@ class Gathers:
         for gather in self._buckets:
             gather.settle()
 
-    def _choose(self) -> bool:
-        """Decide what gathers; return whether it is something else than before."""
-        for group, device in self._places:
-            choose(group, device, self._copy_engines, feature="dist_optimizer", directory=cache_dir())
-        before, self._copied = self._copied, [place for place in self._places if chosen_for(*place).carries_gathers]
-        return self._copied != before
-
-    def _attend(self) -> None:
-        for group, device in self._places:
-            attend(group, device)
-
     def _gather(self, parts: Sequence[Part]) -> ParamGather:
         shards = parts[0].shards
         name = shards.names[parts[0].index]
@@ -95,10 +82,8 @@ class Gathers:
             yield from by_size(ones, self._capacity_for(ones)) if self._granularity == "size" else [ones]
 
     def _capacity_for(self, parts: Sequence[Part]) -> float:
-        place = parts[0].shards.group, parts[0].gathered.device
-        capacity = self._capacity * (_COPIED if place in self._copied else 1)
         sixteenth = sum(part.gathered.nbytes for part in parts) / _FEWEST
-        return min(capacity, max(_SMALLEST, sixteenth)) if self._overlap else capacity
+        return min(self._capacity, max(_SMALLEST, sixteenth)) if self._overlap else self._capacity
 
     def _kind(self, part: Part) -> tuple[Hashable, ...]:
         layer = layer_of(part.shards.names[part.index]) if self._granularity == "layer" else ""

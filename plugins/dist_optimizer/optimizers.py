@@ -24,6 +24,8 @@ from ovpatch_plugins.dist_optimizer.whole_step import WholeOptimizer
 
 _log = logging.getLogger("ovpatch.dist_optimizer")
 
+_HANDED_MB = 64.0  # at a time, of parameters that one rank updates for all: a flat copy takes as much, twice
+
 _live: weakref.WeakKeyDictionary[Optimizer, ShardedOptimizer | None] = weakref.WeakKeyDictionary()
 _remarks: list[str] = []
 
@@ -114,7 +116,9 @@ class Steps:
                 in_fp32=options["main_params_in_fp32"],
                 param_dtype=mixed_params.DTYPES.get(options["param_dtype"]),
             )
-        return WholeOptimizer(optimizer, Handouts(bucket_mb), stand_down=_leave, steady=kind is Kind.WHOLE)
+        return WholeOptimizer(
+            optimizer, Handouts(min(bucket_mb, _HANDED_MB)), stand_down=_leave, steady=kind is Kind.WHOLE
+        )
 
 
 def sharded(optimizer: Optimizer) -> ShardedOptimizer | None:

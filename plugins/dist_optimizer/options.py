@@ -49,17 +49,16 @@ OPTIONS: Final = (
     ),
     Option(
         "gather_bucket_mb",
-        64.0,
-        "How many MiB of parameters are gathered together, by copy engines four times as many; with overlap, at most a "
-        "sixteenth of them all, but 1 MiB.",
+        256.0,
+        "How many MiB of parameters are gathered together; with overlap, at most a sixteenth of them all, but 1 MiB.",
         parse=_capacity,
     ),
     Option(
         "copy_engines",
-        "off",
+        "auto",
         "What moves parameters and gradients between the GPUs of one host: off, the backend's kernels (NCCL); on, the "
-        "GPUs' copy engines, which leave multiprocessors to what computes; auto, whichever is faster beside products, "
-        "measured once by all ranks and kept in OVPATCH_CACHE_DIR.",
+        "GPUs' copy engines, which leave multiprocessors to what computes; auto, for parameters and for gradients "
+        "whichever is faster beside products, measured once by all ranks and kept in OVPATCH_CACHE_DIR.",
         choices=("auto", "on", "off"),
     ),
     Option(

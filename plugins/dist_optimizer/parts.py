@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 
 from ovpatch.overlap import grad_shards, mixed
 from ovpatch.overlap.grad_shards import GradShards
-from ovpatch.overlap.slices import flat
+from ovpatch.overlap.slices import elements_of
 
 StandIns = Mapping[int, Parameter]
 
@@ -96,8 +96,7 @@ def _replacing(optimizer: Optimizer, by: Mapping[int, Parameter | None]) -> Iter
 def _stand_in(part: Part) -> Parameter:
     shards, kept = part.shards, mixed.find(part.param)
     own = shards.slice(part.index)
-    whole = flat(part.param.data)[own.begin :] if kept is None else kept.source.main(kept.index)
-    elements = whole[: own.numel]
+    elements = elements_of(part.param.data, own) if kept is None else kept.source.main(kept.index)[: own.numel]
     with torch._C.DisableTorchFunctionSubclass():
         # What Parameter() does, without asking whether there is something to settle.
         stand_in: Parameter = torch.Tensor._make_subclass(Parameter, elements, part.param.requires_grad)

@@ -32,11 +32,6 @@ class Chosen:
     scatters: bool = False
     final: bool = False
 
-    @property
-    def carries_gathers(self) -> bool:
-        """Whether something gathers, but for steps that are captured into a CUDA graph."""
-        return self.gathers and self.engine is not None
-
 
 _chosen: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[torch.device, Chosen]] = weakref.WeakKeyDictionary()
 

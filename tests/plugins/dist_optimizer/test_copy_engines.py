@@ -84,30 +84,6 @@ def attended() -> list[Any]:
     return calls
 
 
-def gathered() -> list[int]:
-    """Return how many gathers a step takes by copies, by the backend, and by copies again."""
-    options = {"dist_optimizer": SMALL | BY_COPIES | {"gather_bucket_mb": 2 / 1024, "overlap_param_gather": False}}
-    found = []
-    with in_files(), ovpatch.applied("ddp", "dist_optimizer", options=options):
-        layers = [torch.nn.Linear(16, 16, bias=False) for _ in range(8)]
-        model = torch.nn.parallel.DistributedDataParallel(torch.nn.Sequential(*layers))
-        opt = torch.optim.AdamW(model.parameters())
-        for by_copies in (True, False, True):
-            chosen = registry.chosen_for(dist.group.WORLD, torch.device("cpu"))
-            chosen.gathers = by_copies  # at first as soon as there is an engine
-            before = COUNTERS.gathers
-            model(torch.ones(2, 16)).sum().backward()
-            opt.step()
-            found.append(COUNTERS.gathers - before)
-        del model, opt
-    registry.forget()
-    return found
-
-
-def test_copies_gather_more_at_a_time(ranks):
-    assert ranks(2)(gathered) == [[1, 4, 1]] * 2
-
-
 def test_what_a_step_gathers_is_attended(ranks):
     for calls in ranks(2)(attended):
         assert calls == [(True, "cpu", True)] * 3
