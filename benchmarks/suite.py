@@ -54,7 +54,10 @@ class Row:
 
 
 _STEPS = "'limit, fp32' stock 'stock, bucket view' 'stock, bucket view, 400 MiB' 'ovpatch, no overlap' ovpatch"
-_HALVES = "'limit, bf16' 'limit, bf16 linears' 'FSDP2, ZeRO-2' Megatron-Core 'ovpatch, param_dtype=bf16' 'ovpatch, bf16 weights'"
+_HALVES = (
+    "'limit, bf16' 'limit, bf16 linears' 'FSDP2, ZeRO-2' Megatron-Core 'ovpatch, param_dtype=bf16' "
+    "'ovpatch, bf16 weights'"
+)
 _FEW = "'limit, fp32' 'stock, bucket view' 'FSDP2, ZeRO-2' ovpatch 'ovpatch, param_dtype=bf16'"
 _TUNED = (
     "ovpatch 'ovpatch, NCCL' 'ovpatch, copy engines' 'ovpatch, gradients kept' "

@@ -18,7 +18,6 @@ import ovpatch
 from ovpatch.overlap.copies import registry
 from ovpatch.overlap.copies.engine import Engine
 from ovpatch_plugins.dist_optimizer import endings, gathers
-from ovpatch_plugins.dist_optimizer.counters import COUNTERS
 from tests.plugins.ddp.arms import data
 from tests.plugins.dist_optimizer import test_loop_styles, test_loops, test_main_params
 from tests.plugins.dist_optimizer.arms import SMALL
