@@ -28,12 +28,12 @@ class Farewell:
         self._group, self._rank, self._others = group, group.rank(), group.size() - 1
         self._lock = threading.Lock()
         self._heard: set[int] = set()
-        self._owner: object = None
+        self._owner: int | None = None  # its id(): who keeps it is not to be kept by it, for it may be large
 
     def say(self, owner: object) -> None:
         """This rank's questions are its last from now on; ``owner`` is kept for those of the others."""
         with self._lock:
-            self._owner = owner
+            self._owner = id(owner)
             if len(self._heard) < self._others:
                 keep(self._group, owner)
 
@@ -47,7 +47,7 @@ class Farewell:
             if "last of" in question:
                 self._heard.add(question["last of"])
             if self._owner is not None and len(self._heard) == self._others:
-                _kept.pop(id(self._owner), None)
+                _kept.pop(self._owner, None)
 
 
 def keep(group: dist.ProcessGroup, owner: object) -> None:

@@ -19,7 +19,7 @@ from torch._subclasses import FakeTensor
 
 import ovpatch
 from ovpatch.insight.equality import compare
-from ovpatch.overlap import main_shards, mixed
+from ovpatch.overlap import farewell, main_shards, mixed
 from ovpatch.settings.selection import SettingsError
 from tests.plugins.ddp.arms import Record, data
 from tests.plugins.ddp.test_compile import loop_compiled
@@ -269,6 +269,34 @@ def test_memory(ranks, world):
     for without, kept in zip(ranks(world)(memory, {}), ranks(world)(memory, OPTIONS), strict=True):
         assert kept[0] <= without[0] + 0.1
         assert (without[1], kept[1]) == (0, 0)
+
+
+def turned_off() -> float:
+    """Return what is stored once a model is gone, the feature is off, and ranks have met; in bytes."""
+    gc.collect()
+    before = set(stored(but=set()))
+    gc.disable()
+    with ovpatch.applied("ddp", "dist_optimizer", options={"dist_optimizer": SMALL | OPTIONS}):
+        model = ddp(nn.Sequential(*(nn.Linear(60, 60, bias=False) for _ in range(5))))
+        opt = OPTIMIZERS["adamw"](model.parameters())
+        for step in range(6):
+            with autocast():
+                loss = model(data(step, 5, 60)).float().square().mean()
+            loss.backward()
+            opt.step()
+            opt.zero_grad()
+        assert mixed.find(model.module[0].weight) is not None
+        del model, opt, loss
+    dist.barrier()
+    farewell.met(dist.group.WORLD)
+    after = sum(nbytes for nbytes in stored(but=before).values() if nbytes > 1000)
+    gc.enable()
+    return after
+
+
+def test_nothing_is_left_once_it_is_off(ranks):
+    """Without the garbage collector, which may not come for long."""
+    assert ranks(2)(turned_off) == [0, 0]
 
 
 def destroyed() -> bool:
