@@ -52,11 +52,15 @@ class Problem:
         """Build the model, alike on all ranks."""
         torch.manual_seed(0)
         with torch.device(device()):
-            return GPT(**self.size).to(dtype)
+            model = GPT(**self.size).to(dtype)
+        if self.compile == "blocks":
+            for block in model.blocks:
+                block.compile()
+        return model
 
     def ready(self, model: nn.Module) -> nn.Module:
         """Compile a model, or a wrapper of one, if that is asked for."""
-        return torch.compile(model) if self.compile else model  # type: ignore[return-value]
+        return torch.compile(model) if self.compile == "model" else model  # type: ignore[return-value]
 
     def backwards(
         self,
@@ -278,7 +282,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--batch", type=int, default=4, help="sequences per device and microbatch")
     made.add_argument("--accumulate", type=int, default=1)
     made.add_argument("--clip", type=float, default=0.0, help="clip gradients to this norm")
-    made.add_argument("--compile", action="store_true")
+    made.add_argument("--compile", choices=("model", "blocks"), help="compile the whole, or its blocks one by one")
     add_timing(made, rounds=2)
     return made
 
