@@ -323,7 +323,7 @@ def _ddp_name(result: dict[str, Any]) -> str:
     size = {"3.8b": "GPT 3.8B", "1b": "GPT 1B", "tiny": "tiny GPT, host-bound"}[settings["size"]]
     more = [f"{settings['accumulate']} microbatches"] if settings["accumulate"] > 1 else []
     more += ["clipped"] if settings.get("clip") else []
-    more += [_COMPILED[settings["compile"]]] if settings["compile"] else []
+    more += [_COMPILED.get(settings["compile"], "torch.compile")] if settings["compile"] else []
     more += ["no peer-to-peer"] if result.get("environment", {}).get("NCCL_P2P_DISABLE") == "1" else []
     return ", ".join([size, *more])
 
