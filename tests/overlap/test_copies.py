@@ -6,7 +6,11 @@ import contextlib
 import dataclasses
 import functools
 import multiprocessing.util
+import os
 import random
+import signal
+import threading
+import time
 import weakref
 from collections.abc import Iterator
 from typing import Any
@@ -18,7 +22,7 @@ from torch import Tensor
 
 from ovpatch.overlap.choosing import records
 from ovpatch.overlap.collectives import AllGather, ReduceScatter
-from ovpatch.overlap.copies import registry
+from ovpatch.overlap.copies import attendance, registry
 from ovpatch.overlap.copies.attendance import attend
 from ovpatch.overlap.copies.choosing import choose
 from ovpatch.overlap.copies.engine import Engine
@@ -160,6 +164,48 @@ def test_behind_copies_comes_one_collective_that_the_backend_watches(monkeypatch
     assert both.calls == (["behind", "all-reduce", "end"] if what else [])
 
 
+class Group:
+    """What is asked of a process group for its time-out, which is the default one."""
+
+    _device_types = ()
+
+
+class Waiting:
+    """An engine whose oldest copies have been under way for long."""
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds = seconds
+
+    def waits_s(self) -> float:
+        return self.seconds
+
+
+@pytest.mark.parametrize(("beyond_s", "handling", "ends"), [(89, "1", 0), (91, "1", 1), (91, None, 1), (91, "0", 0)])
+def test_a_process_ends_whose_copies_wait_for_too_long(monkeypatch, caplog, beyond_s, handling, ends):
+    killed: list[Any] = []
+    monkeypatch.setattr(attendance.os, "kill", lambda *args: killed.append(args))
+    monkeypatch.delenv("TORCH_NCCL_ASYNC_ERROR_HANDLING", raising=False)
+    if handling is not None:
+        monkeypatch.setenv("TORCH_NCCL_ASYNC_ERROR_HANDLING", handling)
+    engine: Any = Waiting(dist.default_pg_timeout.total_seconds() + beyond_s)
+    assert attendance._late(engine, Group()) == (beyond_s > 90)
+    assert killed == [(os.getpid(), signal.SIGABRT)] * ends
+    assert ("a rank is missing" in caplog.text) == (beyond_s > 90)
+
+
+def test_nobody_watches_what_is_gone(monkeypatch):
+    monkeypatch.setattr(attendance, "_PAUSE_S", 0.01)
+    engine, group, before = Waiting(0), Group(), threading.active_count()
+    attendance.watch(engine, group)
+    time.sleep(0.1)
+    assert threading.active_count() == before + 1
+    del engine
+    deadline = time.monotonic() + 10
+    while threading.active_count() > before and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert threading.active_count() == before
+
+
 def choices() -> list[Any]:
     """Choose where nothing can be copied, where memory cannot be shared or used, and where all is well."""
     group, found = dist.group.WORLD, []
@@ -240,12 +286,6 @@ def added() -> list[tuple[Tensor, Tensor]]:
 def test_the_kernel_adds_in_order():
     for ours, expected in interpreted(added):
         assert torch.equal(ours.nan_to_num(7), expected.nan_to_num(7))
-
-
-class Group:
-    """What is asked of a process group at its end."""
-
-    _device_types = ()
 
 
 class Lasting:

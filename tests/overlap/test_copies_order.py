@@ -65,6 +65,9 @@ class Event:
         done = self.recorded = [False]
         stream.add(lambda: done.__setitem__(0, True))
 
+    def query(self) -> bool:
+        return all(self.recorded)
+
 
 class Driver:
     """What a stream does with numbers and copies, by addresses of this process."""
@@ -166,6 +169,7 @@ def train(world: int, seed: int, number: int) -> None:
                 checks.append(call(engine[rank], rank, given, sizes, gathers, inside, waits))
     play(seed)
     assert all(check() for check in checks)
+    assert not any(one.waits_s() for one in engine)
 
 
 def call(
@@ -252,6 +256,8 @@ def test_nobody_waits_for_ever_for_a_rank_that_is_gone(monkeypatch: pytest.Monke
         play(0)
     begin = time.monotonic()
     assert not here.drain(timeout_s=0.05)
+    assert 0.05 <= here.waits_s() < 5
+    assert gone.waits_s() == 0
     assert time.monotonic() - begin < 5
     monkeypatch.setattr(lanes.torch.cuda, "_is_in_bad_fork", lambda: True)
     assert here.drain(timeout_s=60), "a fork has nothing under way"

@@ -143,6 +143,10 @@ class Engine:
         """Tell whether :meth:`scatter` takes a dtype."""
         return dtype in _SUMMED
 
+    def waits_s(self) -> float:
+        """Return for how many seconds the oldest call has been under way, 0 without any; for one thread to ask."""
+        return self._lanes.waits_s()
+
     def drain(self, timeout_s: float) -> bool:
         """Have the host wait for all that is under way; return whether it has ended in time."""
         return self._lanes.drain(timeout_s)

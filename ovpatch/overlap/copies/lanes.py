@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 import weakref
+from collections import deque
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Final, Protocol
@@ -14,6 +15,7 @@ from torch import Tensor
 from ovpatch.overlap.works import Pending, Work
 
 _PAUSE_S: Final = 0.001
+_KEPT: Final = 4096  # calls whose ends are looked at
 
 
 class Lanes(Protocol):
@@ -37,6 +39,9 @@ class Lanes(Protocol):
     def behind(self) -> AbstractContextManager[None]:
         """Run the block behind all of it."""
 
+    def waits_s(self) -> float:
+        """Return for how many seconds the oldest of what has been started has not ended; for one thread to ask."""
+
     def drain(self, timeout_s: float) -> bool:
         """Have the host wait for both lanes; return whether they came to their ends in time."""
 
@@ -54,6 +59,7 @@ class Streams:
         self._out, self._in = torch.cuda.Stream(device, priority=-1), torch.cuda.Stream(device, priority=-1)
         self._begun, self._met, self._laid = torch.cuda.Event(), torch.cuda.Event(), torch.cuda.Event()
         self._handles: Final = self._out.cuda_stream, self._in.cuda_stream
+        self._started: deque[tuple[torch.cuda.Event, float]] = deque(maxlen=_KEPT)
 
     def begin(self) -> Any:
         """See :class:`Lanes`."""
@@ -82,7 +88,17 @@ class Streams:
         """See :class:`Lanes`."""
         done = torch.cuda.Event()
         done.record(self._in)
+        self._started.append((done, time.monotonic()))
         return _Copying(self._device, launched, done, tensors)
+
+    def waits_s(self) -> float:
+        """See :class:`Lanes`."""
+        while self._started:
+            done, since = self._started[0]
+            if not done.query():
+                return time.monotonic() - since
+            self._started.popleft()
+        return 0.0
 
     def behind(self) -> AbstractContextManager[None]:
         """See :class:`Lanes`."""
@@ -143,6 +159,10 @@ class NoStreams:
         """See :class:`Lanes`."""
         del launched, tensors
         return Pending(())
+
+    def waits_s(self) -> float:
+        """See :class:`Lanes`."""
+        return 0.0
 
     def behind(self) -> AbstractContextManager[None]:
         """See :class:`Lanes`."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import random
 import subprocess
 import sys
@@ -102,8 +101,7 @@ def test_a_rank_that_stays_away_is_noticed(where, noticed):
     """By its peers' hosts, or where those have gone on, by the backend, on which their streams do not wait."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     command += ["-m", "tests.plugins.dist_optimizer.missing_rank", where]
-    env = {**os.environ, "TORCH_NCCL_DUMP_ON_TIMEOUT": "0"}  # which the watchdog would wait a minute for
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=env)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240)
     said = done.stdout + done.stderr
     assert done.returncode, said
     assert "rank 0 has ended step 2" in said, said
