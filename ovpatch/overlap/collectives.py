@@ -84,8 +84,8 @@ class AllGather:
         Args:
             outputs: Contiguous, of one dtype, each ``world`` times as long as its input. Complex numbers travel as
                 pairs of reals.
-            inputs: This rank's parts. A part may be the very place in its output where it will be: NCCL gathers in
-                place then.
+            inputs: This rank's parts, contiguous. A part may be the very place in its output where it will be: NCCL
+                gathers in place then.
 
         Returns:
             The works; ``wait()`` makes the current stream (the host, without streams) wait for the results.
@@ -146,7 +146,7 @@ class ReduceScatter:
         """Start the sums.
 
         Args:
-            outputs: This rank's parts, ``[size]`` each.
+            outputs: This rank's parts, ``[size]`` each, contiguous.
             inputs: Contiguous, ``[world * size]`` each, of one dtype; what is left in them is undefined.
 
         Returns:
@@ -154,7 +154,7 @@ class ReduceScatter:
         """
         to, of = _as_reals(outputs), _as_reals(inputs)
         engine = scattering(self._group, self._device)
-        if engine is not None and engine.adds(to[0].dtype):
+        if engine is not None and engine.adds(of[0].dtype):
             return engine.scatter(to, of, average=self._average)
         if self._ungrouped is not None:
             return self._ungrouped(to, of)

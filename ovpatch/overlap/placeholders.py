@@ -130,7 +130,7 @@ def _nothing(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> 
         kind = (dtype, device)
         if kind not in _zeros:
             _zeros[kind] = torch.zeros((), dtype=dtype, device=device)
-        return _zeros[kind].expand(shape)
+        return _zeros[kind].detach().expand(shape)  # of its own: what is done to it as a part of a graph stays there
 
 
 _zeros: dict[tuple[torch.dtype, torch.device], Tensor] = {}

@@ -39,7 +39,7 @@ class Gathers:
         copy_engines: Whether the GPUs' copy engines gather, and reduce what is gathered: ``on``, ``off`` or ``auto``.
     """
 
-    def __init__(self, *, overlap: bool, granularity: str, bucket_mb: float, copy_engines: str = "off") -> None:
+    def __init__(self, *, overlap: bool, granularity: str, bucket_mb: float, copy_engines: str) -> None:
         self._overlap, self._granularity, self._capacity = overlap, granularity, bucket_mb * MIB
         self._copy_engines = copy_engines
         self._of: tuple[tuple[int, int], ...] = ()

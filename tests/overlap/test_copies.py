@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import dataclasses
 import functools
 import multiprocessing.util
-import os
 import random
-import signal
-import threading
-import time
 import weakref
 from collections.abc import Iterator
 from typing import Any
@@ -22,7 +19,7 @@ from torch import Tensor
 
 from ovpatch.overlap.choosing import records
 from ovpatch.overlap.collectives import AllGather, ReduceScatter
-from ovpatch.overlap.copies import attendance, registry
+from ovpatch.overlap.copies import registry
 from ovpatch.overlap.copies.attendance import attend
 from ovpatch.overlap.copies.choosing import choose
 from ovpatch.overlap.copies.engine import Engine
@@ -107,6 +104,21 @@ def test_everybody_gets_all_parts_and_its_sums(ranks, world, dtype):
                 assert torch.equal(result["means"][i], (total * (1 / world)).to(dtype))
 
 
+def unfit() -> list[str]:
+    engine = Engine(dist.new_group([0], use_local_synchronization=True), CPU, allocate=windows.allocate)
+    whole, refused = torch.zeros(2, 3), []
+    for outputs, inputs in (([whole], [whole.t()]), ([whole.t()], [whole]), ([whole], [torch.zeros(5)])):
+        for call in (engine.gather, functools.partial(engine.scatter, average=False)):
+            with pytest.raises(ValueError, match="contiguous tensors whose sizes fit") as error:
+                call(outputs, inputs)
+            refused.append(str(error.value))
+    return refused
+
+
+def test_what_does_not_lie_as_addresses_say_is_refused(ranks):
+    assert list(map(len, ranks(1)(unfit))) == [6]
+
+
 def instead_of_the_backend() -> dict[str, Any]:
     group, rank = dist.group.WORLD, dist.get_rank()
     before = registry.gathering(group, CPU), registry.scattering(group, CPU)
@@ -164,48 +176,6 @@ def test_behind_copies_comes_one_collective_that_the_backend_watches(monkeypatch
     assert both.calls == (["behind", "all-reduce", "end"] if what else [])
 
 
-class Group:
-    """What is asked of a process group for its time-out, which is the default one."""
-
-    _device_types = ()
-
-
-class Waiting:
-    """An engine whose oldest copies have been under way for long."""
-
-    def __init__(self, seconds: float) -> None:
-        self.seconds = seconds
-
-    def waits_s(self) -> float:
-        return self.seconds
-
-
-@pytest.mark.parametrize(("beyond_s", "handling", "ends"), [(89, "1", 0), (91, "1", 1), (91, None, 1), (91, "0", 0)])
-def test_a_process_ends_whose_copies_wait_for_too_long(monkeypatch, caplog, beyond_s, handling, ends):
-    killed: list[Any] = []
-    monkeypatch.setattr(attendance.os, "kill", lambda *args: killed.append(args))
-    monkeypatch.delenv("TORCH_NCCL_ASYNC_ERROR_HANDLING", raising=False)
-    if handling is not None:
-        monkeypatch.setenv("TORCH_NCCL_ASYNC_ERROR_HANDLING", handling)
-    engine: Any = Waiting(dist.default_pg_timeout.total_seconds() + beyond_s)
-    assert attendance._late(engine, Group()) == (beyond_s > 90)
-    assert killed == [(os.getpid(), signal.SIGABRT)] * ends
-    assert ("a rank is missing" in caplog.text) == (beyond_s > 90)
-
-
-def test_nobody_watches_what_is_gone(monkeypatch):
-    monkeypatch.setattr(attendance, "_PAUSE_S", 0.01)
-    engine, group, before = Waiting(0), Group(), threading.active_count()
-    attendance.watch(engine, group)
-    time.sleep(0.1)
-    assert threading.active_count() == before + 1
-    del engine
-    deadline = time.monotonic() + 10
-    while threading.active_count() > before and time.monotonic() < deadline:
-        time.sleep(0.01)
-    assert threading.active_count() == before
-
-
 def choices() -> list[Any]:
     """Choose where nothing can be copied, where memory cannot be shared or used, and where all is well."""
     group, found = dist.group.WORLD, []
@@ -254,11 +224,43 @@ def test_all_ranks_choose_alike_and_say_why_not(ranks):
     assert on == (True, True, True, [])
 
 
-def added() -> list[tuple[Tensor, Tensor]]:
+def at_address(address: int, numel: int, dtype: torch.dtype) -> Tensor:
+    memory = (ctypes.c_byte * (numel * dtype.itemsize)).from_address(address)
+    return torch.frombuffer(memory, dtype=dtype) if numel else torch.empty(0, dtype=dtype)
+
+
+class Known:
+    """Compiled kernels as there are on GPUs, which take addresses; they note which launches there were."""
+
+    def __init__(self) -> None:
+        self.keys: list[Any] = []
+
+    def get(self, key: Any) -> Any:
+        self.keys.append(key)
+        _, dtype, wide, rank, count, aligned = key
+
+        def launch(*args: Any, stream: int) -> None:
+            slots, own, out, places, sizes = (args[i : i + 8] for i in range(0, 40, 8))
+            assert [slot is None for slot in slots] == [r == rank or r >= count for r in range(8)]
+            assert args[40:] == (1.0 if dtype == torch.float64 else 1 / 4, rank, count, dtype == torch.float64, 64)
+            for mine, to, at, n in zip(own, out, places, sizes, strict=True):
+                if not aligned or not n:
+                    assert (mine % 16, to % 16, n % 16) == (0, 0, 0)
+                terms = [mine if r == rank else slots[r] + at * dtype.itemsize for r in range(count)]
+                exact = torch.promote_types(dtype, torch.float32)
+                total = sum(at_address(term, n, dtype).to(exact) for term in terms)
+                at_address(to, n, wide).copy_(total * args[40])
+
+        return launch
+
+
+def added(known: bool) -> list[tuple[Tensor, Tensor]]:
     from ovpatch.overlap.copies import kernels, sums
 
     kernels._BLOCK, kernels._GRID = 64, (3, 1, 1)
     kernels._on = torch.cuda.device = lambda *_: contextlib.nullcontext()
+    if known:
+        kernels._compiled = Known()
 
     def span(values: Tensor, begin: int = 0) -> Span:
         memory = torch.cat([torch.full((begin,), torch.nan), values, torch.full((3,), torch.nan)]).to(values.dtype)
@@ -280,12 +282,22 @@ def added() -> list[tuple[Tensor, Tensor]]:
         kernels.add_up(slots, [*map(Addend, own, ours, places)], 1 / 4, 0)
         sums.add_up(slots, [*map(Addend, own, expected, places)], 1 / 4, 0)
         found += [(one.memory, other.memory) for one, other in zip(ours, expected, strict=True)]
+    if known:
+        together = [key for key in kernels._compiled.keys if not key[-1]]
+        assert len(together) < len(kernels._compiled.keys) < len(found), "some go together, some by themselves"
     return found
 
 
-def test_the_kernel_adds_in_order():
-    for ours, expected in interpreted(added):
+@pytest.mark.parametrize("known", [False, True], ids=["first", "later"])
+def test_the_kernel_adds_in_order(known):
+    for ours, expected in interpreted(added, known):
         assert torch.equal(ours.nan_to_num(7), expected.nan_to_num(7))
+
+
+class Group:
+    """What is asked of a process group at its end."""
+
+    _device_types = ()
 
 
 class Lasting:

@@ -6,6 +6,7 @@ some of them more seldom than others.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import random
@@ -65,9 +66,6 @@ class Event:
         done = self.recorded = [False]
         stream.add(lambda: done.__setitem__(0, True))
 
-    def query(self) -> bool:
-        return all(self.recorded)
-
 
 class Driver:
     """What a stream does with numbers and copies, by addresses of this process."""
@@ -123,7 +121,7 @@ def play(seed: int) -> None:
 def played(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
     monkeypatch.setitem(writing, "to peers", request.param)
     cuda = SimpleNamespace(Stream=Stream, Event=Event, stream=stream, current_stream=lambda _: current[0])
-    cuda._is_in_bad_fork = lambda: False
+    cuda._is_in_bad_fork, cuda.device = lambda: False, contextlib.nullcontext
     monkeypatch.setattr(lanes, "torch", SimpleNamespace(cuda=cuda))
 
     def add_up(slots: list[Span | None], addends: list[Addend], scale: float, stream: Stream) -> None:
@@ -169,7 +167,6 @@ def train(world: int, seed: int, number: int) -> None:
                 checks.append(call(engine[rank], rank, given, sizes, gathers, inside, waits))
     play(seed)
     assert all(check() for check in checks)
-    assert not any(one.waits_s() for one in engine)
 
 
 def call(
@@ -256,8 +253,6 @@ def test_nobody_waits_for_ever_for_a_rank_that_is_gone(monkeypatch: pytest.Monke
         play(0)
     begin = time.monotonic()
     assert not here.drain(timeout_s=0.05)
-    assert 0.05 <= here.waits_s() < 5
-    assert gone.waits_s() == 0
     assert time.monotonic() - begin < 5
     monkeypatch.setattr(lanes.torch.cuda, "_is_in_bad_fork", lambda: True)
     assert here.drain(timeout_s=60), "a fork has nothing under way"
@@ -276,8 +271,8 @@ def test_after_half_a_call_there_are_no_more() -> None:
     with stream(Stream(torch.device("cuda", 0))):
         with pytest.raises(KeyboardInterrupt):
             engine.gather([torch.zeros(2)], [torch.ones(1)])
-        for call in (engine.gather, functools.partial(engine.scatter, average=False)):
+        for call, out, of in ((engine.gather, 2, 1), (functools.partial(engine.scatter, average=False), 1, 2)):
             with pytest.raises(RuntimeError, match=r"in the middle of a call.*Restart all ranks"):
-                call([torch.zeros(2)], [torch.zeros(2)])
+                call([torch.zeros(out)], [torch.zeros(of)])
         engine.failed_everywhere()
         engine.gather([torch.zeros(2)], [torch.ones(1)])

@@ -17,7 +17,6 @@ from ovpatch.overlap.agreement import agree
 from ovpatch.overlap.choosing import Arms, Race, chooser_of
 from ovpatch.overlap.choosing.records import record
 from ovpatch.overlap.collectives import AllGather, ReduceScatter
-from ovpatch.overlap.copies.attendance import watch
 from ovpatch.overlap.copies.engine import Engine
 from ovpatch.overlap.copies.registry import Chosen, chosen_for
 from ovpatch.overlap.copies.window import Allocate, allocate
@@ -116,8 +115,6 @@ def _made(chosen: Chosen, group: dist.ProcessGroup, device: torch.device, alloca
         reason = agree(group, "copy engines", {}, objection=silent, timeout_s=_PATIENCE_S)
     if reason:
         chosen.engine = None
-    elif chosen.engine is not None and device.type == "cuda":
-        watch(chosen.engine, group)
     return reason
 
 

@@ -56,7 +56,7 @@ class Engine:
     def gather(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> Sequence[Work]:
         """Start to gather; as :class:`ovpatch.overlap.collectives.AllGather`."""
         sizes = tuple(part.nbytes for part in inputs)
-        wholes, parts = [output.data_ptr() for output in outputs], [part.data_ptr() for part in inputs]
+        wholes, parts = _addresses(outputs, sizes, self._world), _addresses(inputs, sizes)
         places = [whole + self._rank * size for whole, size in zip(wholes, sizes, strict=True)]
         elsewhere = [i for i, place in enumerate(places) if place != parts[i] and sizes[i]]
 
@@ -93,7 +93,7 @@ class Engine:
         """
         dtype = inputs[0].dtype
         item, sizes = dtype.itemsize, tuple(output.numel() for output in outputs)
-        sums, wholes = [output.data_ptr() for output in outputs], [given.data_ptr() for given in inputs]
+        sums, wholes = _addresses(outputs), _addresses(inputs, [item * size for size in sizes], self._world)
         slot = self._slot // (self._world - 1) // _GRAIN * _GRAIN
         scale = 1 / self._world if average else 1.0
 
@@ -143,10 +143,6 @@ class Engine:
         """Tell whether :meth:`scatter` takes a dtype."""
         return dtype in _SUMMED
 
-    def waits_s(self) -> float:
-        """Return for how many seconds the oldest call has been under way, 0 without any; for one thread to ask."""
-        return self._lanes.waits_s()
-
     def drain(self, timeout_s: float) -> bool:
         """Have the host wait for all that is under way; return whether it has ended in time."""
         return self._lanes.drain(timeout_s)
@@ -158,7 +154,7 @@ class Engine:
     @contextmanager
     def _whole(self) -> Iterator[None]:
         """Refuse calls after one that was not issued as a whole; see [Note: all rounds]."""
-        with self._lock:
+        with self._lock, self._lanes.on_device():
             if self._within:
                 raise RuntimeError(_INTERRUPTED)
             self._within = True
@@ -192,6 +188,14 @@ class Engine:
 
 def _length(piece: Piece) -> int:
     return piece.end - piece.begin
+
+
+def _addresses(tensors: Sequence[Tensor], sizes: Sequence[int] = (), times: int = 1) -> list[int]:
+    """Return where tensors lie, whose elements lie one behind the other, so many times as many bytes as given."""
+    fit = not sizes or all(tensor.nbytes == times * size for tensor, size in zip(tensors, sizes, strict=True))
+    if not fit or not all(tensor.is_contiguous() for tensor in tensors):
+        raise ValueError("ovpatch: copies between ranks take contiguous tensors whose sizes fit together")
+    return [tensor.data_ptr() for tensor in tensors]
 
 
 _INTERRUPTED: Final = (

@@ -86,38 +86,37 @@ _compiled: dict[tuple[Any, ...], Callable[..., Any]] = {}
 
 
 def add_up(slots: Sequence[Span | None], addends: Sequence[Addend], scale: float, stream: int) -> None:
-    """See :func:`ovpatch.overlap.copies.sums.add_up`; at most :data:`MOST` ranks."""
+    """See :func:`ovpatch.overlap.copies.sums.add_up`; at most :data:`MOST` ranks, on the current device."""
     first = addends[0]
     dtypes, device = (first.own.memory.dtype, first.out.memory.dtype), first.out.memory.device
     rank, exact = slots.index(None), dtypes[0] == torch.float64
     rest = (1.0 if exact else scale, rank, len(slots), exact, _BLOCK)
     none = [None] * (MOST - len(slots))
     bases = [None if slot is None else slot.address for slot in slots] + none
-    with torch.cuda.device(device):  # Triton launches on the current one
-        for ones, aligned in _launches(addends):
-            left = _TOGETHER - len(ones)
-            own, out = [one.own.address for one in ones], [one.out.address for one in ones]
-            places = [one.at for one in ones] + [0] * left
-            sizes = [one.own.numel for one in ones] + [0] * left
-            key = (device, *dtypes, rank, len(slots), aligned)
-            known = _compiled.get(key)
-            if known is not None:
-                own, out = own + [first.own.address & -16] * left, out + [first.out.address & -16] * left
-                known(*bases, *own, *out, *places, *sizes, *rest, stream=stream)
-                continue
-            tensors = [None if slot is None else slot.tensor() for slot in slots] + none
-            spare = torch.empty(16, dtype=dtypes[0], device=device), torch.empty(16, dtype=dtypes[1], device=device)
-            owns, outs = [one.own.tensor() for one in ones], [one.out.tensor() for one in ones]
-            with _on(stream, device):
-                found = add_up_kernel[_GRID](
-                    *tensors, *owns, *[spare[0]] * left, *outs, *[spare[1]] * left, *places, *sizes, *rest, num_warps=8
-                )
-            if found is not None:  # else it is interpreted
-                _compiled[key] = found[_GRID]
-        if exact and scale != 1:  # Triton takes numbers as float32
-            with _on(stream, device):
-                for one in addends:
-                    one.out.tensor().mul_(scale)
+    for ones, aligned in _launches(addends):
+        left = _TOGETHER - len(ones)
+        own, out = [one.own.address for one in ones], [one.out.address for one in ones]
+        places = [one.at for one in ones] + [0] * left
+        sizes = [one.own.numel for one in ones] + [0] * left
+        key = (device, *dtypes, rank, len(slots), aligned)
+        known = _compiled.get(key)
+        if known is not None:
+            own, out = own + [first.own.address & -16] * left, out + [first.out.address & -16] * left
+            known(*bases, *own, *out, *places, *sizes, *rest, stream=stream)
+            continue
+        tensors = [None if slot is None else slot.tensor() for slot in slots] + none
+        spare = torch.empty(16, dtype=dtypes[0], device=device), torch.empty(16, dtype=dtypes[1], device=device)
+        owns, outs = [one.own.tensor() for one in ones], [one.out.tensor() for one in ones]
+        with _on(stream, device):
+            found = add_up_kernel[_GRID](
+                *tensors, *owns, *[spare[0]] * left, *outs, *[spare[1]] * left, *places, *sizes, *rest, num_warps=8
+            )
+        if found is not None:  # else it is interpreted
+            _compiled[key] = found[_GRID]
+    if exact and scale != 1:  # Triton takes numbers as float32
+        with _on(stream, device):
+            for one in addends:
+                one.out.tensor().mul_(scale)
 
 
 def _launches(addends: Sequence[Addend]) -> Iterator[tuple[Sequence[Addend], tuple[bool, ...]]]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 import weakref
-from collections import deque
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Final, Protocol
@@ -15,7 +14,6 @@ from torch import Tensor
 from ovpatch.overlap.works import Pending, Work
 
 _PAUSE_S: Final = 0.001
-_KEPT: Final = 4096  # calls whose ends are looked at
 
 
 class Lanes(Protocol):
@@ -39,8 +37,8 @@ class Lanes(Protocol):
     def behind(self) -> AbstractContextManager[None]:
         """Run the block behind all of it."""
 
-    def waits_s(self) -> float:
-        """Return for how many seconds the oldest of what has been started has not ended; for one thread to ask."""
+    def on_device(self) -> AbstractContextManager[Any]:
+        """Run the block with the lanes' device as the current one, as the driver's functions want it."""
 
     def drain(self, timeout_s: float) -> bool:
         """Have the host wait for both lanes; return whether they came to their ends in time."""
@@ -59,7 +57,6 @@ class Streams:
         self._out, self._in = torch.cuda.Stream(device, priority=-1), torch.cuda.Stream(device, priority=-1)
         self._begun, self._met, self._laid = torch.cuda.Event(), torch.cuda.Event(), torch.cuda.Event()
         self._handles: Final = self._out.cuda_stream, self._in.cuda_stream
-        self._started: deque[tuple[torch.cuda.Event, float]] = deque(maxlen=_KEPT)
 
     def begin(self) -> Any:
         """See :class:`Lanes`."""
@@ -88,21 +85,15 @@ class Streams:
         """See :class:`Lanes`."""
         done = torch.cuda.Event()
         done.record(self._in)
-        self._started.append((done, time.monotonic()))
         return _Copying(self._device, launched, done, tensors)
-
-    def waits_s(self) -> float:
-        """See :class:`Lanes`."""
-        while self._started:
-            done, since = self._started[0]
-            if not done.query():
-                return time.monotonic() - since
-            self._started.popleft()
-        return 0.0
 
     def behind(self) -> AbstractContextManager[None]:
         """See :class:`Lanes`."""
         return torch.cuda.stream(self._in)
+
+    def on_device(self) -> AbstractContextManager[Any]:
+        """See :class:`Lanes`."""
+        return torch.cuda.device(self._device)
 
     def drain(self, timeout_s: float) -> bool:
         """See :class:`Lanes`."""
@@ -160,11 +151,11 @@ class NoStreams:
         del launched, tensors
         return Pending(())
 
-    def waits_s(self) -> float:
-        """See :class:`Lanes`."""
-        return 0.0
-
     def behind(self) -> AbstractContextManager[None]:
+        """See :class:`Lanes`."""
+        return nullcontext()
+
+    def on_device(self) -> AbstractContextManager[Any]:
         """See :class:`Lanes`."""
         return nullcontext()
 

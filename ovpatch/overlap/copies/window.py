@@ -60,7 +60,8 @@ def allocate(size: int, group: dist.ProcessGroup, device: torch.device) -> Windo
         raise RuntimeError(f"the CUDA driver's library lacks what is needed: {error}") from error
     meeting = Meeting(driver, [one[size:] for one in whole], group.rank())
     stream = torch.cuda.Stream(device)
-    meeting.try_out(stream.cuda_stream)
+    with torch.cuda.stream(stream):
+        meeting.try_out(stream.cuda_stream)
     torch.cuda.synchronize(device)
 
     def unheard() -> list[int]:
