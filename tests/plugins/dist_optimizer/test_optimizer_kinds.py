@@ -78,6 +78,22 @@ class Own(Optimizer):
                 p.sub_(p.grad / (p.grad.norm() + 1e-3), alpha=group["lr"])
 
 
+class Handing(Optimizer):
+    """Element-wise; makes a gradient's memory that of its momentum, as code from before ``no_grad`` does."""
+
+    def __init__(self, params: Any, lr: float) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                momentum = self.state[p].setdefault("momentum", torch.zeros_like(p))
+                momentum.mul_(0.9).add_(p.grad)
+                p.grad.data = momentum
+                p.sub_(p.grad, alpha=group["lr"])
+
+
 STRANGERS: dict[str, Callable[[nn.Module], Optimizer]] = {
     "own step": lambda m: OwnStep(m.parameters(), lr=0.01),
     "by hand": lambda m: Own(m.parameters(), lr=0.01),
@@ -96,7 +112,7 @@ def train(kind: str, low_precision: bool = False) -> list[Record]:
     if kind in STRANGERS:
         opt = STRANGERS[kind](model)
     else:
-        cls, kwargs = KINDS.get(kind, (Plain, {"lr": 0.01}))
+        cls, kwargs = KINDS.get(kind, (Handing if kind == "handing" else Plain, {"lr": 0.01}))
         opt = cls(model.parameters(), **kwargs)
     dtype = next(model.parameters()).dtype
     records = []
@@ -123,6 +139,12 @@ def train(kind: str, low_precision: bool = False) -> list[Record]:
 def test_element_wise_optimizers_update_by_parts(ranks, world):
     kinds = {kind: {"kind": kind} for kind in [*KINDS, "plain subclass"] if "fused" not in kind}
     check_all(ranks(world)(all_cases, train, on(world, kinds)), steps=8)
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_the_memory_of_a_part_stays_what_it_is(ranks, world):
+    options = {"element_wise": f"{Handing.__module__}.{Handing.__qualname__}"}
+    check_all(ranks(world)(all_cases, train, {"handing": {"kind": "handing"}}, options=options), steps=8)
 
 
 @pytest.mark.parametrize("world", [2, 3])
