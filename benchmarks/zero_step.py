@@ -94,7 +94,7 @@ def limit(problem: Problem, dtype: torch.dtype, linears: torch.dtype | None = No
     model = problem.model(dtype)
     for module in model.modules():
         if isinstance(module, nn.Linear):
-            module.to(linears)
+            module.to(linears or dtype)
     params = list(model.parameters())
     share = torch.zeros(sum(param.numel() for param in params) // dist.get_world_size(), device=device())
     share.grad = torch.zeros_like(share)

@@ -30,7 +30,7 @@ from ovpatch.overlap.farewell import Farewell, keep
 from ovpatch.overlap.memory import handles
 from ovpatch.overlap.mixed import Mixed
 from ovpatch.overlap.peers import Peers
-from ovpatch.overlap.slices import Slice, cut, flat
+from ovpatch.overlap.slices import Slice, cut, elements_of
 from ovpatch.overlap.staging import to_host
 from ovpatch.overlap.weakly import Weakly, weakly
 
@@ -122,7 +122,7 @@ class MainShards:
                     slices.append(rounded)
                     mains.append(main)
                 else:  # [Note: followed]; one by one, or there would be wholes and copies of all at the same time
-                    main.copy_(flat(param.data)[own.begin : own.end])
+                    main.copy_(elements_of(param.data, own))
                     rounded.copy_(main)
                     reason = self._release(param, mixed)
                 lowered.append((mixed.copy, reason))
@@ -144,7 +144,7 @@ class MainShards:
             mixed, main = self._mixed.pop(index), self._mains.pop(index)
             if mixing.find(param) is not None:
                 whole = torch.empty_like(mixed.form, device=param.device)
-                flat(whole)[own.begin : own.end].copy_(main[: own.numel])
+                elements_of(whole, own).copy_(main[: own.numel])
                 mixing.give_back(param, whole)
 
     def refresh(self, indices: Sequence[int]) -> None:
@@ -217,7 +217,7 @@ class MainShards:
         whole = torch.empty_like(self._mixed[index].form, device=self._params[index].device)
         for rank, part in parts.items():
             own = self._slices[index][rank]
-            flat(whole)[own.begin : own.end].copy_(part[: own.numel])
+            elements_of(whole, own).copy_(part[: own.numel])
         return whole
 
     def _answer(self, question: Mapping[str, Any]) -> tuple[dict[str, Any], list[Tensor]]:

@@ -78,8 +78,7 @@ def flat(tensor: Tensor) -> Tensor:
 def assemble(param: Tensor, parts: Mapping[int, Tensor], slices: Sequence[Slice]) -> Tensor:
     """Return a tensor like ``param`` whose elements are the ranks' parts, in memory order."""
     whole = torch.empty_like(param, requires_grad=False)
-    elements = flat(whole)
     for rank, part in parts.items():
         own = slices[rank]
-        elements[own.begin : own.end].copy_(part[: own.numel])
+        elements_of(whole, own).copy_(part[: own.numel])
     return whole

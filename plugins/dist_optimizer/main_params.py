@@ -22,7 +22,7 @@ from ovpatch.overlap import grad_shards
 from ovpatch.overlap.grad_shards import GradShards
 from ovpatch.overlap.halves import HALVES, Following
 from ovpatch.overlap.placeholders import Placeholder
-from ovpatch.overlap.slices import flat
+from ovpatch.overlap.slices import elements_of
 from ovpatch_plugins.dist_optimizer.model_state import States, Updated
 from ovpatch_plugins.dist_optimizer.slice_state import SlicesOfModel
 
@@ -70,7 +70,7 @@ class MainSlicesOfModel(SlicesOfModel):
         with torch.inference_mode(False), torch.no_grad():
             for part, stand_in in low:
                 own = self._shards.slice(part.index)
-                slices.append(flat(part.param.data)[own.begin : own.end])
+                slices.append(elements_of(part.param.data, own))
                 states.setdefault(stand_in, {})[MAIN] = stand_in.detach()
             if slices:
                 torch._foreach_copy_(slices, [stand_in.detach() for _, stand_in in low])

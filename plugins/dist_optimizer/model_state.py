@@ -24,7 +24,7 @@ from ovpatch.overlap.grad_shards import GradShards
 from ovpatch.overlap.memory import is_dense
 from ovpatch.overlap.peers import Peers
 from ovpatch.overlap.placeholders import Placeholder
-from ovpatch.overlap.slices import Slice, flat
+from ovpatch.overlap.slices import Slice, elements_of, flat
 from ovpatch.overlap.staging import to_host
 from ovpatch.overlap.weakly import weakly
 from ovpatch_plugins.dist_optimizer.counters import COUNTERS
@@ -198,7 +198,7 @@ class StateOfModel(abc.ABC):
             )
         whole = self._forms[key].empty()
         for rank, part in parts.items():
-            flat(whole)[places[rank].begin : places[rank].end].copy_(part)
+            elements_of(whole, places[rank]).copy_(part)
         return whole
 
     def _answer(self, question: Mapping[str, Any]) -> tuple[dict[str, Any], list[Tensor]]:

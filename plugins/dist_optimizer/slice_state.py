@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from ovpatch.overlap.slices import Slice, flat
+from ovpatch.overlap.slices import Slice, elements_of
 from ovpatch_plugins.dist_optimizer.forms import Form
 from ovpatch_plugins.dist_optimizer.model_state import Key, StateOfModel, States
 
@@ -49,7 +49,7 @@ class SlicesOfModel(StateOfModel):
             if isinstance(value, Tensor) and not self._is_ours(value) and value.shape == param.shape:
                 if value.stride() != param.stride():
                     value = torch.empty_like(param, dtype=value.dtype).copy_(value)
-                self._keep((index, name), flat(value.detach())[own.begin : own.end].clone(), state)
+                self._keep((index, name), elements_of(value.detach(), own).clone(), state)
 
     def _keep(self, key: Key, part: Tensor, state: dict[Any, Any]) -> None:
         self._parts[key] = part

@@ -68,14 +68,14 @@ class Driver:
 
     def copy(self, batch: Batch, stream: int) -> None:
         """Copy, in any order. Memory has to be kept until it is done."""
-        count = len(batch.to)
         if self._copy is None:
             for to, of, size in zip(*batch, strict=True):
                 _check(self._copy_one(to, of, size, stream))
-        else:
-            numbers = ctypes.c_uint64 * count
-            tos, ofs, sizes = (numbers(*given) for given in batch)
-            _check(self._copy(tos, ofs, sizes, count, self._attributes, self._first, 1, stream))
+            return
+        count = len(batch.to)
+        numbers = ctypes.c_uint64 * count
+        tos, ofs, sizes = (numbers(*given) for given in batch)
+        _check(self._copy(tos, ofs, sizes, count, self._attributes, self._first, 1, stream))
 
 
 def _function(library: ctypes.CDLL, name: str, types: tuple[Any, ...]) -> Callable[..., int]:
