@@ -1,4 +1,4 @@
-"""A place in a graph where a backward can be made to end."""
+"""Places in a graph where a backward can be made to end."""
 
 from __future__ import annotations
 
@@ -7,17 +7,27 @@ from typing import Any
 import torch
 
 
-class Refusal(torch.autograd.Function):
-    """Hands on what it gets; raises in backward while it ``refuses``."""
+class Mine(torch.autograd.Function):
+    """Hands on what it gets; raises in backward while it is ``armed``."""
 
-    refuses = False
+    armed = False
 
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-        return x.clone()
 
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
-        if Refusal.refuses:
-            raise ValueError("refused")  # none of ovpatch's errors in a backward are of this class
-        return grad
+def raising(error: type[Exception], text: str) -> type[Mine]:
+    """Return a function that raises this error."""
+
+    class Raising(Mine):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+            if Raising.armed:
+                raise error(text)
+            return grad
+
+    return Raising
+
+
+Refusal = raising(ValueError, "refused")  # none of ovpatch's errors in a backward are of this class

@@ -16,22 +16,9 @@ from torch.utils.checkpoint import checkpoint
 import ovpatch
 from ovpatch.insight.equality import compare
 from tests.plugins.ddp.arms import Record, data, device, seen
+from tests.plugins.ddp.refusal import raising
 
-
-class Bomb(torch.autograd.Function):
-    """Raises in backward when armed."""
-
-    armed = False
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
-        if Bomb.armed:
-            raise RuntimeError("CUDA out of memory. (not really)")
-        return grad
+Bomb = raising(RuntimeError, "CUDA out of memory. (not really)")
 
 
 class Mined(nn.Module):

@@ -71,10 +71,10 @@ def loop_grad_raises(to_input: bool) -> list[Record]:
         x = data(step, 4, 6).requires_grad_()
         loss = wrapped(Refusal.apply(x)).square().mean()
         loss.backward(retain_graph=True)
-        Refusal.refuses = True
+        Refusal.armed = True
         with pytest.raises(ValueError, match="refused"):
             torch.autograd.grad(loss, [x] if to_input else [x, *model.parameters()])
-        Refusal.refuses = False
+        Refusal.armed = False
         with wrapped.no_sync():
             wrapped(data(step, 4, 6, micro=1)).square().mean().backward()
         records.append(seen(model))

@@ -234,23 +234,30 @@ def stored(*, but: set[int]) -> dict[int, int]:
     return {address: nbytes for address, nbytes in found.items() if address not in but}
 
 
+def made_of_linears() -> tuple[nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(1)
+    model = ddp(nn.Sequential(*(nn.Linear(60, 60, bias=False) for _ in range(5))))
+    return model, OPTIMIZERS["adamw"](model.parameters())
+
+
+def train_linears(model: nn.Module, opt: torch.optim.Optimizer) -> None:
+    for step in range(6):
+        with autocast():
+            loss = model(data(step, 5, 60)).float().square().mean()
+        loss.backward()
+        opt.step()
+        opt.zero_grad()
+
+
 def memory(options: dict[str, Any]) -> tuple[float, float]:
     """Return what is stored between steps, and once the model is gone and another has gone on; per element."""
     gc.collect()
     before = set(stored(but=set()))
     with ovpatch.applied("ddp", "dist_optimizer", options={"dist_optimizer": SMALL | options}):
-        torch.manual_seed(1)
-        model = ddp(nn.Sequential(*(nn.Linear(60, 60, bias=False) for _ in range(5))))
-        opt = OPTIMIZERS["adamw"](model.parameters())
+        model, opt = made_of_linears()
         gc.collect()
         gc.disable()
-        for step in range(6):
-            with autocast():
-                loss = model(data(step, 5, 60)).float().square().mean()
-            loss.backward()
-            opt.step()
-            opt.zero_grad()
-        del loss
+        train_linears(model, opt)
         between = sum(stored(but=before).values()) / (5 * 60 * 60)
         del model, opt
         other = ddp(nn.Linear(6, 6))
@@ -277,16 +284,10 @@ def turned_off() -> float:
     before = set(stored(but=set()))
     gc.disable()
     with ovpatch.applied("ddp", "dist_optimizer", options={"dist_optimizer": SMALL | OPTIONS}):
-        model = ddp(nn.Sequential(*(nn.Linear(60, 60, bias=False) for _ in range(5))))
-        opt = OPTIMIZERS["adamw"](model.parameters())
-        for step in range(6):
-            with autocast():
-                loss = model(data(step, 5, 60)).float().square().mean()
-            loss.backward()
-            opt.step()
-            opt.zero_grad()
+        model, opt = made_of_linears()
+        train_linears(model, opt)
         assert mixed.find(model.module[0].weight) is not None
-        del model, opt, loss
+        del model, opt
     dist.barrier()
     farewell.met(dist.group.WORLD)
     after = sum(nbytes for nbytes in stored(but=before).values() if nbytes > 1000)

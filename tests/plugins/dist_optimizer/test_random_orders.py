@@ -131,10 +131,10 @@ class Trainer:
             self.pending.append((synchronised, loss))
         elif name == "backward that raises":
             if not (synchronised or self.armed):  # other ones are for tests/plugins/ddp/test_failures.py
-                Refusal.refuses = True
+                Refusal.armed = True
                 with contextlib.suppress(ValueError):
                     loss.backward()
-                Refusal.refuses = False
+                Refusal.armed = False
         elif name == "sum's backward" and self.pending:
             other, more = self.pending.pop()
             self.end(loss + more, synchronised or other)
