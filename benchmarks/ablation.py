@@ -40,13 +40,12 @@ from torch.nn.parallel import DistributedDataParallel
 
 import ovpatch
 from benchmarks.decoders import SIZES, Decoder, Shape, alone, cut, flops_per_step, parameters
+from benchmarks.peaks import PEAK_TFLOPS
 from benchmarks.runs import CUDA, add_timing, alternate, device, merged, running, start, timed
 from ovpatch.overlap import choosing, farewell
 
 Step = Callable[[], Tensor]
 LR = 1e-4
-# Dense bf16 TFLOP/s that the maker states.
-PEAK_TFLOPS = {"NVIDIA H100 80GB HBM3": 989.0, "NVIDIA H200": 989.0}
 
 
 class Problem:

@@ -24,6 +24,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import ovpatch
 from benchmarks.models import GPT, SIZES, flops_per_step
+from benchmarks.peaks import PEAK_TFLOPS
 from benchmarks.runs import CUDA, described, device, merged, start, timed
 
 ARMS: dict[str, dict[str, Any]] = {
@@ -47,9 +48,6 @@ ARMS: dict[str, dict[str, Any]] = {
     "ovpatch, max_ctas 16": {"patched": True, "options": {"max_ctas": 16}},
     "ovpatch, no overlap": {"patched": True, "options": {"overlap_grad_reduce": False}},
 }
-
-# Dense bf16 tensor-core peak by the data sheet, TFLOP/s; for MFU.
-PEAK_TFLOPS = {"NVIDIA H200": 989.0, "NVIDIA H100 80GB HBM3": 989.0}
 
 
 def build(arm: dict[str, Any], args: argparse.Namespace) -> tuple[Callable[[], None], GPT]:

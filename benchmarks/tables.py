@@ -14,6 +14,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from benchmarks.peaks import PEAK_TFLOPS
+
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
 FEATURES = ("ddp", "dist_optimizer", "tp_linear", "pipe_experts")
@@ -92,12 +94,14 @@ def zero_step() -> str:
     needed = {"limit, fp32", "ovpatch"}  # what only compares our settings has no row
     results = [one for one in _results("zero_step") if needed <= {row["arm"] for row in one["summary"]}]
     columns = _seen(ZERO_ARMS, results)
-    header = ["run", "GPUs", *columns.values(), "ovpatch / limit", "stock / ovpatch", "peak GiB, stock → ovpatch"]
+    header = ["run", "GPUs", *columns.values(), "ovpatch / limit", "stock / ovpatch", "TFLOP/s", "MFU"]
+    header += ["peak GiB, stock → ovpatch"]
     lines = [_row(header), _row(["---"] * len(header))]
     for result in results:
         arms = {row["arm"]: row for row in result["summary"]}
         ours, limit = arms["ovpatch"], arms["limit, fp32"]
         stock = min((row for name, row in arms.items() if name.startswith("stock")), key=lambda row: row["median_ms"])
+        tflops = result["settings"]["flops"] / ours["median_ms"] / 1e9
         lines.append(
             _row(
                 [
@@ -106,6 +110,8 @@ def zero_step() -> str:
                     *(_ms(arms[arm]) if arm in arms else "" for arm in columns),
                     f"{ours['median_ms'] / limit['median_ms']:.2f}",
                     f"{stock['median_ms'] / ours['median_ms']:.2f}",
+                    f"{tflops:.0f}",
+                    f"{tflops / PEAK_TFLOPS[result['device']]:.0%}",
                     f"{stock['peak_gib']:.1f} → {ours['peak_gib']:.1f}",
                 ]
             )
@@ -114,8 +120,9 @@ def zero_step() -> str:
     return "\n".join(lines) + (
         f"\n\nMilliseconds per training step, median, the slowest rank counts; {newest['device']}, torch "
         f"{newest['torch']}, fused AdamW, 4 sequences of 1024 tokens per GPU and microbatch, random data, arms "
-        f"alternating in one run, {newest['date']}. Stock in the ratios is the best of its settings in the run. Raw "
-        "data, with worst cases and more arms: `benchmarks/results/zero_step.jsonl`."
+        f"alternating in one run, {newest['date']}. Stock in the ratios is the best of its settings in the run. "
+        "TFLOP/s per GPU and MFU are ovpatch's. Raw data, with worst cases and more arms: "
+        "`benchmarks/results/zero_step.jsonl`."
     )
 
 
