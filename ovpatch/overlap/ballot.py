@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 
 from ovpatch.overlap.collectives import AllReduce
+from ovpatch.overlap.cuda_graphs import capturing
 from ovpatch.overlap.labels import label, span
 from ovpatch.overlap.works import Work
 
@@ -53,7 +54,7 @@ class Ballots:
 
         A step that is captured into a CUDA graph is not counted: nobody would read its ballot at a replay.
         """
-        if self._capturing():
+        if capturing(self._device):
             return
         self._failed += failed
         if step < self._period or (step + 1) % self._period == 0:
@@ -70,7 +71,7 @@ class Ballots:
         A range of steps stands for one or more among them. See [Note: when a ballot is read].
         """
         steps: list[range] = []
-        if self._capturing():
+        if capturing(self._device):
             return steps
         while self._open and (len(self._open) > _PATIENCE or self._open[0].ready()):
             ballot = self._open.popleft()
@@ -87,9 +88,6 @@ class Ballots:
         losses = self.losses()
         if losses:
             raise RuntimeError(text(losses[0]))
-
-    def _capturing(self) -> bool:
-        return self._device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
 @dataclass

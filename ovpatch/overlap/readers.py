@@ -16,6 +16,10 @@ that are not under way, a function settles those that it may read, as far as can
 extensions in C++. But torch warns about global hooks whenever a compiled module is called, Dynamo guards on their
 number, and takes another way through ``Module.__call__`` if there are any. ``Module._call_impl`` calls
 ``torch._C._get_tracing_state`` first of all, in eager mode, and nobody guards on it.
+
+[Note: CUDA graphs] A capture cannot wait for what was launched before it, and a replay reads the addresses that were
+captured, so both begin with everything settled. A gather that is captured itself is waited for at once, for whoever
+reads after a replay meets no class that would make it wait.
 """
 
 from __future__ import annotations
@@ -29,6 +33,7 @@ from typing import Any, Final, NamedTuple
 import torch
 from torch import nn
 
+from ovpatch.overlap.cuda_graphs import captures
 from ovpatch.overlap.mesh_views import any_views
 from ovpatch.overlap.mixed import MixedParameter
 from ovpatch.overlap.pending import any_pending, any_unread, is_pending, settle, settle_all, settle_within
@@ -121,6 +126,29 @@ def settling_compiled_calls(original: Callable[..., Any]) -> Callable[..., Any]:
     return settled
 
 
+def settling_captures(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap what begins the capture of a CUDA graph. See [Note: CUDA graphs]."""
+
+    @functools.wraps(original)
+    def capture_begin(*args: Any, **kwargs: Any) -> Any:
+        captures.total += 1
+        settle_all()
+        return original(*args, **kwargs)
+
+    return capture_begin
+
+
+def settling_replays(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap what replays a CUDA graph. See [Note: CUDA graphs]."""
+
+    @functools.wraps(original)
+    def replay(*args: Any, **kwargs: Any) -> Any:
+        settle_all()
+        return original(*args, **kwargs)
+
+    return replay
+
+
 @functools.cache
 def _uncompiled() -> None:
     """Have graphs end where a compiled function meets a parameter that stays unread, instead of looking into it."""
@@ -168,6 +196,16 @@ ENTRANCES: Final = (
         settling_module_calls,
         "is what every module call in eager mode calls first; scripted functions and extensions read the memory of the "
         "module's parameters, and a global hook makes compiled modules warn",
+    ),
+    Entrance(
+        "torch.cuda.graphs.CUDAGraph.capture_begin",
+        settling_captures,
+        "begins the capture of a CUDA graph, in which nothing can be waited for that was launched before",
+    ),
+    Entrance(
+        "torch.cuda.graphs.CUDAGraph.replay",
+        settling_replays,
+        "replays a CUDA graph, which reads the memory of parameters",
     ),
     Entrance(
         "torch._functorch.utils.unwrap_dead_wrappers",

@@ -10,6 +10,10 @@ so a script that begins to read one in every step pays for two of them.
 safe, and whether one is cannot be seen. A thread of the script's own that reads a parameter once will do so again, so
 what was read on another thread than that of the steps stays in fp32 from then on, and its memory where it is.
 
+[Note: captured] A replay of a CUDA graph reads the addresses that its capture saw, and asks nobody. Which those are
+cannot be seen from outside, so once a capture has begun nothing more is kept in half precision. (A capture that meets a
+parameter that is kept so already is an error.)
+
 [Note: agreed at once] What is gathered has to be the same on all ranks. Their hosts come together before the update
 (``ovpatch/overlap/main_shards.py``, [Note: read by edition]), and a rank that proposes something new says so there;
 then, and only then, proposals are compared, and what all ranks propose holds for the gathers of this very step.
@@ -29,6 +33,7 @@ from torch.optim import Optimizer
 
 from ovpatch.overlap import grad_shards
 from ovpatch.overlap.collectives import AllReduce
+from ovpatch.overlap.cuda_graphs import captures
 from ovpatch.overlap.gate import Gate
 from ovpatch.overlap.grad_shards import GradShards
 from ovpatch.overlap.main_shards import MainShards
@@ -43,6 +48,8 @@ if TYPE_CHECKING:
 DTYPES: Final = {"bf16": torch.bfloat16}
 
 _SELDOM: Final = 100  # steps between reads of a whole that cost less than they save
+
+_CAPTURED: Final = "a CUDA graph was captured, whose replays may read it"  # [Note: captured]
 
 _LONGEST: Final = 32  # steps for which a parameter is watched that nobody uses; gathers are not overlapped meanwhile
 
@@ -145,11 +152,13 @@ class MixedParams:
         if param is not None:
             unwatch(param)
         self._waited[index] = self._waited.get(index, 0) + 1
-        if uses.reader:
+        if captures.total:
+            self._left[index] = _CAPTURED
+        elif uses.reader:
             self._note(index, f"read by {uses.reader}", uses.thread)
         elif not uses.casts and self._waited[index] >= _LONGEST:
             self._left[index] = "no use of it under autocast was seen"
-        return bool(uses.casts) and not uses.reader
+        return bool(uses.casts) and not uses.reader and index not in self._left
 
     def _take_reads(self) -> None:
         reads, self._mains.reads = self._mains.reads, []
@@ -225,6 +234,8 @@ _models: weakref.WeakKeyDictionary[GradShards, MixedParams] = weakref.WeakKeyDic
 
 def _objection(param: Parameter) -> str:
     """Return why a parameter stays in fp32, whoever reads it."""
+    if captures.total:
+        return _CAPTURED
     if type(param) is not Parameter:
         return f"it is a {type(param).__name__}"
     if param.dtype != torch.float32:

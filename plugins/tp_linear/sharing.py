@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import distributed_c10d
 
+from ovpatch.overlap.cuda_graphs import capturing
 from ovpatch.overlap.symmetric import support, workspace
 from ovpatch.overlap.symmetric.workspace import Workspace
 from ovpatch_plugins.tp_linear.wires import Wires
@@ -48,7 +49,7 @@ def suits(dtype: torch.dtype, features: int) -> bool:
 def _objection(group: dist.ProcessGroup, device: torch.device) -> str:
     found = _known.get(id(group))
     if found is None or found[0] is not group:
-        if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        if capturing(device):
             return "a graph is captured before any eager call"  # ranks cannot ask each other now
         for key in [key for key, (other, _) in _known.items() if other not in distributed_c10d._world.pg_map]:
             del _known[key]  # destroyed

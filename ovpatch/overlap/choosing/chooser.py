@@ -25,6 +25,7 @@ from ovpatch.overlap.choosing.race import Arms, Choice, Race, fastest
 from ovpatch.overlap.choosing.records import record
 from ovpatch.overlap.choosing.timing import measured
 from ovpatch.overlap.collectives import backend_name
+from ovpatch.overlap.cuda_graphs import capturing
 
 PATIENCE_S = 300.0  # ranks may reach a first call at different times
 FAILURE_S = 20.0  # ranks whose arm fails alike do so at about the same time
@@ -215,7 +216,7 @@ def _is_hindered(device: torch.device) -> bool:
     """Tell whether nothing can be measured here; see [Note: when to measure]."""
     if torch.compiler.is_compiling() or torch._C._current_graph_task_id() != -1:
         return True
-    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+    return capturing(device)
 
 
 def _free(device: torch.device) -> float:

@@ -20,6 +20,7 @@ from ovpatch.overlap.collectives import AllGather, ReduceScatter
 from ovpatch.overlap.copies.engine import Engine
 from ovpatch.overlap.copies.registry import Chosen, chosen_for
 from ovpatch.overlap.copies.window import Allocate, allocate
+from ovpatch.overlap.cuda_graphs import capturing
 from ovpatch.overlap.symmetric import support
 from ovpatch.overlap.works import Work
 
@@ -62,7 +63,7 @@ def choose(
         return
     if device.type != "cuda" and mode == "auto":
         return
-    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+    if capturing(device):
         return
     if mode == "auto" and torch._C._current_graph_task_id() != -1:
         return  # a step in backward, where nothing is measured

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from ovpatch.overlap.copies.engine import Engine
+from ovpatch.overlap.cuda_graphs import capturing
 from ovpatch.overlap.leaving import at_exit, failing
 from ovpatch.overlap.peers import timeout_of
 
@@ -58,7 +59,7 @@ def _found(group: dist.ProcessGroup, device: torch.device) -> Chosen | None:
     found = _chosen.get(group, {}).get(device) if _chosen else None
     if found is None or found.engine is None:
         return None
-    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+    if capturing(device):
         return None  # a replayed graph would use the halves in another order than eager calls do
     return found
 

@@ -5,9 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-import torch
 
-from tests.plugins.ddp.arms import data
 from tests.plugins.dist_optimizer import test_gpu, test_reads_of_parameters
 from tests.plugins.dist_optimizer.checks import all_cases, check_all
 from tests.plugins.dist_optimizer.test_gpu import NCCL
@@ -20,7 +18,6 @@ from tests.plugins.dist_optimizer.test_param_dtype import (
     modelled,
     styled,
 )
-from tests.plugins.dist_optimizer.test_param_dtype_state import made, patched, train
 from tests.plugins.dist_optimizer.test_param_dtype_uses import HOWS, NEVER, used
 from tests.plugins.dist_optimizer.under_autocast import OPTIONS
 
@@ -52,23 +49,6 @@ def test_loops(ranks):
 def test_uses(ranks):
     cases = {how: {"how": how} for how in HOWS if how not in (*NEVER, "recurrent")}
     check_all(ranks(2)(all_cases, used, cases, options=OPTIONS, **NCCL), check=check_kept)
-
-
-def captured() -> str:
-    with patched():
-        model, opt = made()
-        train(model, opt, range(4))
-        with pytest.raises(RuntimeError) as caught, torch.cuda.graph(torch.cuda.CUDAGraph()), torch.no_grad():
-            model.module(data(0, 5, 6))
-        raised: BaseException | None = caught.value
-        while raised is not None and "OVPATCH_DIST_OPTIMIZER_PARAM_DTYPE" not in str(raised):
-            raised = raised.__context__  # torch's own, of the capture that ended early
-        return str(raised)
-
-
-def test_a_cuda_graph_is_refused(ranks):
-    for message in ranks(2)(captured, **NCCL):
-        assert message.startswith("ovpatch: a CUDA graph cannot be captured")
 
 
 @pytest.mark.parametrize("around", ["model", "wrapper"])
