@@ -8,6 +8,7 @@ anybody, and code that a callback starts, imports included, cannot deadlock with
 
 from __future__ import annotations
 
+import inspect
 import os
 import threading
 import types
@@ -43,6 +44,7 @@ def put(owner: Owner, name: str, value: Any) -> None:
     """Set or, for ``ABSENT``, delete an attribute.
 
     Neither a module's nor a metaclass's own ``__setattr__`` is asked: what they would do besides could not be undone.
+    A metaclass written in C must be, as that of classes made by pybind11, such as ``torch.cuda.CUDAGraph``.
     """
     if isinstance(owner, types.ModuleType):
         if value is ABSENT:
@@ -50,9 +52,15 @@ def put(owner: Owner, name: str, value: Any) -> None:
         else:
             namespace(owner)[name] = value
     elif value is not ABSENT:
-        type.__setattr__(owner, name, value)
+        _of_c(owner, "__setattr__")(owner, name, value)
     elif name in namespace(owner):
-        type.__delattr__(owner, name)
+        _of_c(owner, "__delattr__")(owner, name)
+
+
+def _of_c(owner: type, method: str) -> Callable[..., None]:
+    """Return a method of the nearest metaclass that has it in C; ``type`` itself has those that are asked for."""
+    methods = (vars(meta).get(method) for meta in inspect.getmro(type(owner)))
+    return next(found for found in methods if isinstance(found, types.WrapperDescriptorType))
 
 
 @dataclass(frozen=True, eq=False)

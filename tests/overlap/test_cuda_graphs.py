@@ -1,0 +1,61 @@
+"""Captures and replays of CUDA graphs find new values."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from ovpatch.overlap.cuda_graphs import captures
+from ovpatch.overlap.pending import any_pending
+from tests.overlap.stale import entrances, stale
+
+
+@pytest.fixture(autouse=True)
+def _entrances():
+    before = captures.total
+    with entrances():
+        yield
+    captures.total = before  # for the tests that come after this one in the process
+
+
+def network() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))
+
+
+@pytest.mark.parametrize("name", ["capture_begin", "replay"])
+def test_both_begin_with_everything_settled(name):
+    model, before = network(), captures.total
+    expected = copy.deepcopy(model.state_dict())
+    holder = stale(model)
+    with pytest.raises((TypeError, AttributeError)):  # torch's own, of nothing that could be captured or replayed
+        getattr(torch.cuda.CUDAGraph, name)(None)
+    assert holder.settled == 1
+    assert not any_pending()
+    assert captures.total == before + (name == "capture_begin")
+    assert all(torch.equal(value, expected[key]) for key, value in model.state_dict().items())
+
+
+@pytest.mark.gpu(1)
+def test_a_graph_reads_what_has_arrived():
+    model = network().cuda()
+    x, graph = torch.randn(3, 4, device="cuda"), torch.cuda.CUDAGraph()
+    with torch.no_grad():
+        expected = model(x)
+        torch.cuda.synchronize()
+        holder = stale(model)
+        with torch.cuda.graph(graph):
+            outputs = model(x)
+        assert holder.settled == 1
+        for scale in (0.5, 3.0):
+            holder.values = [value * scale for value in holder.values]
+            for param, value in zip(holder.params, holder.values, strict=True):
+                param.copy_(value)
+            expected = model(x)
+            holder.mark()
+            graph.replay()
+            assert torch.equal(outputs, expected)
+    assert holder.settled == 3
