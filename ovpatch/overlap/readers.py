@@ -15,7 +15,8 @@ that are not under way, a function settles those that it may read, as far as can
 [Note: module calls] A pre-hook on all modules would do for kernels that read raw memory: scripted functions,
 extensions in C++. But torch warns about global hooks whenever a compiled module is called, Dynamo guards on their
 number, and takes another way through ``Module.__call__`` if there are any. ``Module._call_impl`` calls
-``torch._C._get_tracing_state`` first of all, in eager mode, and nobody guards on it.
+``torch._C._get_tracing_state`` first of all, in eager mode, and nobody guards on it. Where a compiled module is called,
+Dynamo skips that frame and would look at ours (ovpatch/patching/dispatch.py, [Note: skipped frames]).
 
 [Note: CUDA graphs] A capture cannot wait for what was launched before it, and a replay reads the addresses that were
 captured, so both begin with everything settled. A gather that is captured itself is waited for at once, for whoever
@@ -39,6 +40,7 @@ from ovpatch.overlap.mixed import MixedParameter
 from ovpatch.overlap.pending import any_pending, any_unread, is_pending, settle, settle_all, settle_within
 from ovpatch.overlap.reachable import params_within
 from ovpatch.overlap.watching import WatchedParameter
+from ovpatch.patching.dispatch import skip_frames
 
 # How far up the caller may be: patches put frames of their own between.
 _FRAMES = 8
@@ -111,6 +113,7 @@ def settling_module_calls(original: Callable[..., Any]) -> Callable[..., Any]:
                 settle_module(module)
         return original()
 
+    skip_frames(settled.__code__)
     return settled
 
 

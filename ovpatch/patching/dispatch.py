@@ -7,6 +7,11 @@ closure: Dynamo guards on the identity of ``target``, hence a switch recompiles 
 must not be touched in traced code, where a changing int would be guarded on and recompile at each call; there, a
 function that Dynamo evaluates once while tracing notes that the patch is part of the graph.
 
+[Note: skipped frames]
+Where Dynamo does not trace a caller, as ``Module._call_impl``, it looks at every Python function that is called below
+it. Stock has a builtin there, or one function; a frame of ours would be compiled by itself, looked up at each call, and
+all installed functions would share one code object's cache. So that frame is skipped, and what it calls is not.
+
 [Note: the original's globals]
 TorchScript compiles the source of the original, which it finds by ``__wrapped__``, with the names that the installed
 function sees: its globals, and over them what its closure holds. So it is given the original's globals, and all that
@@ -27,6 +32,7 @@ Function = Callable[..., Any]
 
 # What functools.wraps copies and must not be: they tell Dynamo to trace, or not to trace, the function they belong to.
 _DYNAMO_KEYS: Final = ("_torchdynamo", "get_compiler_config")
+_DYNAMO: Final = "torch._dynamo.eval_frame"
 _CACHE_METHODS: Final = ("cache_info", "cache_clear", "cache_parameters")
 
 
@@ -66,10 +72,26 @@ def learn_about_torch() -> None:
     """Make sure that calls in traced code are recognised, now or as soon as torch is imported."""
     if _tracing.now is not _never:
         return
+    skip_frames(_build(_never, _never)[0].__code__)  # all have the same
     if "torch.compiler" in sys.modules:
         _torch_is_here("torch.compiler")
     else:
         watch("torch.compiler", _torch_is_here)
+
+
+@functools.cache
+def skip_frames(code: types.CodeType) -> None:
+    """Have Dynamo leave frames of a function alone, but not what they call; see [Note: skipped frames]."""
+
+    def dynamo_is_here(module: str) -> None:
+        skip = getattr(sys.modules[module], "skip_code", None)
+        if skip is not None:
+            skip(code)
+
+    if _DYNAMO in sys.modules:
+        dynamo_is_here(_DYNAMO)
+    else:
+        watch(_DYNAMO, dynamo_is_here)
 
 
 class Dispatcher:

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
 
 from ovpatch.insight.equality import compare
+from tests.plugins.ddp.arms import data
 from tests.plugins.ddp.test_compile import loop_compiled_and_counted
 from tests.plugins.dist_optimizer.arms import both
+from tests.plugins.dist_optimizer.checks import ddp
 
 
 def counted(outside: bool, overlap: bool) -> dict[str, Any]:
@@ -25,3 +30,37 @@ def test_compiled_training_equals_stock_and_compiles_no_more_graphs(ranks, outsi
         assert result["counters"]["gathers_overlapped"] == (result["counters"]["gathers"] if overlap else 0)
         assert result["graphs"][0] == result["graphs"][1]
         assert result["graphs"][1]["unique_graphs"] > 0
+
+
+class Block(nn.Module):
+    """A user's module: torch compiles nothing of its own ones by themselves."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(16, 16), nn.Linear(16, 16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.second(self.first(x).tanh())
+
+
+def looked_at() -> list[Any]:
+    """Compile blocks one by one, as some do, and look what Dynamo does in a step once all is compiled."""
+    model = nn.Sequential(*(Block() for _ in range(3)))
+    for block in model:
+        block.compile(backend="eager")
+    wrapped = ddp(model)
+    optimizer = torch.optim.AdamW(wrapped.parameters(), 1e-3)
+    for step in range(5):
+        optimizer.zero_grad()
+        with torch.profiler.profile() if step == 4 else nullcontext() as profile:
+            wrapped(data(step, 4, 16)).square().mean().backward()
+        optimizer.step()
+    torch._dynamo.reset()
+    return sorted(event.name for event in profile.events() if "Dynamo" in event.name or "Compiled" in event.name)
+
+
+def test_compiled_blocks_are_looked_up_as_often_as_under_stock(ranks):
+    for result in ranks(2)(both, looked_at, timeout=120):
+        assert result["counters"]["gathers_overlapped"] > 0
+        assert result["stock"] == result["patched"]
+        assert result["stock"].count("TorchDynamo Cache Lookup") == 3
