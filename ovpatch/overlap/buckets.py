@@ -27,7 +27,8 @@ from ovpatch.overlap.works import Work
 
 # Gradients below this number of elements go through the flat tensor. On a GPU a launch takes as long as several hundred
 # kilobytes of traffic; elsewhere backends make one flat tensor of what they are given.
-_FLAT_BELOW = {"cuda": 1 << 18}
+SMALL = 1 << 18
+_FLAT_BELOW = {"cuda": SMALL}
 
 _CUDA_ALIGNMENT = 16  # bytes; copies of unaligned memory leave their vectorized path
 

@@ -5,6 +5,10 @@ while one of them is inside a copy from or to pageable memory, as ``batch.to(dev
 stay inside such a copy as long as its device waits for a rank that has not launched its part of a collective; and if
 that rank is the one that asks, both wait for ever. So hosts wait here, where they hold nothing that an answer needs. It
 costs little: the device has its queue to work on, and the collective could not have begun before the slowest host.
+
+[Note: one number] All meetings of a group count in one number of its store, which only grows: the n-th is over when
+every rank has added n. Nobody can be ahead of that by more than one meeting, since it would have waited. So whoever
+comes last asks the store once, and nothing is left to be deleted.
 """
 
 from __future__ import annotations
@@ -26,8 +30,6 @@ _TOPIC: Final = "the gate's name"
 _PAUSE_S: Final = 0.002
 _PAUSE_PER_RANK_S: Final = 2e-5
 
-_FLAG: Final = 1 << 32  # ranks are counted below it, raised flags above
-
 
 def needed(device: torch.device) -> bool:
     """Tell whether hosts run ahead of this kind of device."""
@@ -45,6 +47,7 @@ class Gate:
         self._store = store
         self._timeout_s = timeout_of(group)
         self._number, self._lock = 0, threading.Lock()
+        self._raised = ""  # what this rank has told the others the last time
         self._longest_pause_s = max(_PAUSE_S, _PAUSE_PER_RANK_S * self._world)  # all of them ask one store
         # The store may outlive the processes, with the keys of earlier ones in it, so nobody else may have this name.
         self._name = uuid.uuid4().hex if self._rank == 0 else ""
@@ -74,38 +77,33 @@ class Gate:
         if self._world == 1:
             return bool(flag)
         with self._lock:  # the backwards of two devices have a thread each
-            key = self._key(self._number)
-            count = self._store.add(key, 1 + bool(flag) * _FLAG)
-            if count % _FLAG == self._world:
-                self._store.set(f"{key}/open", "")
-                self._clean(self._number - 1)
-            else:
-                self._wait(f"{key}/open")
-                count = 0 if flag is None else self._store.add(key, 0)
             self._number += 1
-            return bool(count >= _FLAG)
+            key = self._key()
+            raised = f"{key}/raised at {self._number}"
+            if flag:
+                self._store.set(raised, "")
+            if self._store.add(key, 1) < self._number * self._world:
+                self._wait(key)
+            if self._raised:  # all have looked at it, for all have come here since
+                self._store.delete_key(self._raised)
+            self._raised = raised if flag else ""
+            return flag is not None and (flag or self._store.check([raised]))
 
     def _wait(self, key: str) -> None:
         begin, waited = time.monotonic(), 0.0
-        while not self._store.check([key]):
+        while self._store.add(key, 0) < self._number * self._world:
             waited = time.monotonic() - begin
             if waited > self._timeout_s:
                 raise RuntimeError(_MISSING.format(self._timeout_s))
             time.sleep(min(waited / 4, self._longest_pause_s))
 
-    def _clean(self, number: int) -> None:
-        """Drop the keys of an earlier time, which nobody looks at any more: all have come here since."""
-        if number >= 0:
-            self._store.delete_key(self._key(number))
-            self._store.delete_key(f"{self._key(number)}/open")
-
-    def _key(self, number: int) -> str:
+    def _key(self) -> str:
         if not self._name:
             group = self._group()
             assert group is not None
             header, _ = Peers.of(group).ask(_TOPIC, {}, ranks=[0])[0]
             self._name = header["name"]
-        return f"ovpatch/gate/{self._name}/{number}"
+        return f"ovpatch/gate/{self._name}"
 
 
 _gates: weakref.WeakKeyDictionary[dist.ProcessGroup, Gate] = weakref.WeakKeyDictionary()

@@ -15,12 +15,14 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from ovpatch.overlap.buckets import GradBucket
+from ovpatch.overlap.buckets import SMALL, GradBucket
 from ovpatch.overlap.grad_shards import GradShards
 from ovpatch.overlap.halves import HALVES
 from ovpatch.overlap.reduction import Bucket
 from ovpatch.overlap.shard_bucket import ShardBucket
 from ovpatch.overlap.sparse import SparseBucket
+
+_COMPANY = 4 << 20  # bytes of small gradients that wait for no others
 
 
 @dataclass(frozen=True)
@@ -56,13 +58,13 @@ class Layout:
         if bucketed and self.granularity == "layer":
             return self._by_layer(list(reversed(order)))
         groups = self._by_size(order, self.limits if bucketed else [sys.maxsize])
-        return self._buckets(list(reversed(groups)))
+        return self._buckets(self._small_ones_later(list(reversed(groups))))
 
     def along(self, order: Sequence[int]) -> list[Bucket]:
         """Return the buckets cut along ``order``, the parameters' indices as their gradients arrived."""
         if self.granularity == "layer":
             return self._by_layer(order)
-        return self._buckets(self._by_size(order, self.limits))
+        return self._buckets(self._small_ones_later(self._by_size(order, self.limits)))
 
     def _by_size(self, order: Sequence[int], limits: Sequence[int]) -> list[list[int]]:
         sizes = [sys.maxsize] if self.granularity == "module" else list(limits)
@@ -80,6 +82,29 @@ class Layout:
             key = (layer_of(self.names[i]), param.dtype, param.device, i if self._is_sparse(i) else None)
             groups[key] = [*groups.pop(key, []), i]
         return self._buckets(list(groups.values()))
+
+    def _small_ones_later(self, groups: Sequence[list[int]]) -> list[list[int]]:
+        """Move small gradients to later groups; see [Note: small ones wait]."""
+        if self.shards is None or not self.shards.chosen:
+            return list(groups)
+        last = {self._kind(group): position for position, group in enumerate(groups)}
+        waiting: dict[object, list[int]] = {}
+        moved = []
+        for position, group in enumerate(groups):
+            kind = self._kind(group)
+            group = waiting.pop(kind, []) + group
+            small = [i for i in group if i not in self.shards.chosen and self.params[i].numel() < SMALL]
+            if position < last[kind] and sum(self.params[i].nbytes for i in small) < _COMPANY:
+                waiting[kind] = small
+                group = [i for i in group if i not in small]
+            if group:
+                moved.append(group)
+        return moved
+
+    def _kind(self, group: Sequence[int]) -> object:
+        """Return what gradients of one group have in common; a sparse one is alone."""
+        first = self.params[group[0]]
+        return first.dtype, first.device, group[0] if self._is_sparse(group[0]) else None
 
     def _buckets(self, groups: Sequence[Sequence[int]]) -> list[Bucket]:
         return [self._bucket(group) for group in groups]

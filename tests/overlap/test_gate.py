@@ -41,8 +41,18 @@ def told(flags: list[list[bool]]) -> list[bool]:
 
 
 def test_all_ranks_hear_what_any_of_them_tells(ranks):
-    flags = [[False, False, False], [True, False, False], [False, False, True], [True, True, True], [False] * 3]
+    flags = [[False] * 3, [True, False, False], [False, False, True], [True] * 3, [False] * 3]
     assert ranks(3)(told, flags) == 3 * [[False, True, True, True, False]]
+
+
+def hurried(meetings: int) -> list[bool]:
+    """Nobody waits between meetings, so the fastest raises its next flag while others still look for the last."""
+    one, rank = Gate.of(dist.group.WORLD), dist.get_rank()
+    return [one.meet(number % 4 == rank) for number in range(meetings)]
+
+
+def test_a_flag_is_of_its_meeting(ranks):
+    assert ranks(3)(hurried, 400) == 3 * [[number % 4 < 3 for number in range(400)]]
 
 
 def keys_left() -> int:
@@ -50,8 +60,9 @@ def keys_left() -> int:
     one = Gate.of(dist.group.WORLD)
     one.meet()
     before = store.num_keys()
-    for _ in range(50):
+    for number in range(50):
         one.meet()
+        one.meet(number % 3 == dist.get_rank())
     dist.barrier()
     return store.num_keys() - before
 
@@ -68,7 +79,7 @@ def groups() -> None:
     if dist.get_rank() < 2:
         Gate.of(pair).meet()
     Gate.of(dist.group.WORLD).meet()
-    assert Gate.of(dist.group.WORLD)._key(0) != (Gate.of(pair)._key(0) if dist.get_rank() < 2 else "")
+    assert Gate.of(dist.group.WORLD)._key() != (Gate.of(pair)._key() if dist.get_rank() < 2 else "")
     Peers.of(dist.group.WORLD).drain()
 
 

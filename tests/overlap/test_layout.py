@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import sys
+from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
 from torch import nn
 
+from ovpatch.overlap import layout as layout_module
 from ovpatch.overlap.buckets import GradBucket
 from ovpatch.overlap.layout import Layout, layer_of
 from ovpatch.overlap.reduction import Bucket
@@ -102,3 +105,31 @@ def test_half_precision_alone_is_widened(granularity):
     assert buckets[1].nbytes == 400
     narrow = layout([F16, BF16], granularity=granularity).along([0, 1])
     assert {bucket.dtype for bucket in narrow} == {F16, BF16}
+
+
+def mixed_sizes(large: set[int], dtypes: list[torch.dtype], company: int, **more: object) -> list[list[int]]:
+    """Cut parameters of 100 elements, of which some are large and scattered, one bucket for every two."""
+    shards = SimpleNamespace(chosen=frozenset(large))
+    one = layout(dtypes, limits=(dtypes[0].itemsize * 200,), shards=shards, **more)
+    with mock.patch.object(layout_module, "_COMPANY", company):
+        return cut(one.along(range(len(dtypes))))
+
+
+def test_small_gradients_beside_scattered_ones_wait_for_company():
+    assert mixed_sizes({0, 2, 4, 6}, [F32] * 8, company=0) == [[0, 1], [2, 3], [4, 5], [6, 7]]
+    assert mixed_sizes({0, 2, 4, 6}, [F32] * 8, company=sys.maxsize) == [[0], [2], [4], [1, 3, 5, 6, 7]]
+    assert mixed_sizes({0, 2, 4, 6}, [F32] * 8, company=800) == [[0], [1, 2, 3], [4], [5, 6, 7]]
+    assert mixed_sizes({0, 6}, [F32] * 8, company=sys.maxsize) == [[0], [1, 2, 3, 4, 5, 6, 7]], "empty ones are none"
+    assert mixed_sizes(set(), [F32] * 8, company=sys.maxsize) == [[0, 1], [2, 3], [4, 5], [6, 7]], "stock's cuts"
+
+
+def test_small_gradients_wait_for_their_like():
+    """Those of another dtype, and sparse ones, are buckets of their own; large ones that are not cut stay."""
+    dtypes = [F32, F32, F64, F32, F32, F64, F32, F32]
+    assert mixed_sizes({0, 3, 4, 7}, dtypes, company=0) == [[0, 1], [2], [3, 4], [5], [6, 7]]
+    assert mixed_sizes({0, 3, 4, 7}, dtypes, company=sys.maxsize) == [[0], [3, 4], [2, 5], [1, 6, 7]]
+    sparse = [i == 1 for i in range(8)]
+    found = mixed_sizes({0, 2, 4, 6}, [F32] * 8, company=sys.maxsize, sparse=sparse)
+    assert found == [[0, 2], [1], [4], [6], [3, 5, 7]]
+    with mock.patch.object(layout_module, "SMALL", 10):
+        assert mixed_sizes({0, 2, 4, 6}, [F32] * 8, company=sys.maxsize) == [[0, 1], [2, 3], [4, 5], [6, 7]]
