@@ -9,6 +9,10 @@ costs little: the device has its queue to work on, and the collective could not 
 [Note: one number] All meetings of a group count in one number of its store, which only grows: the n-th is over when
 every rank has added n. Nobody can be ahead of that by more than one meeting, since it would have waited. So whoever
 comes last asks the store once, and nothing is left to be deleted.
+
+[Note: ahead] A rank that asks nobody anything until its next collective may say before that it comes
+(:meth:`Gate.come`). Hosts are never equally fast, and a step whose device waits for its host takes as long as the
+slower of them at every meeting; what lies between coming and meeting evens that out.
 """
 
 from __future__ import annotations
@@ -48,6 +52,7 @@ class Gate:
         self._timeout_s = timeout_of(group)
         self._number, self._lock = 0, threading.Lock()
         self._raised = ""  # what this rank has told the others the last time
+        self._ahead = self._open = False
         self._longest_pause_s = max(_PAUSE_S, _PAUSE_PER_RANK_S * self._world)  # all of them ask one store
         # The store may outlive the processes, with the keys of earlier ones in it, so nobody else may have this name.
         self._name = uuid.uuid4().hex if self._rank == 0 else ""
@@ -61,6 +66,16 @@ class Gate:
         if group not in _gates:
             _gates[group] = cls(group)
         return _gates[group]
+
+    def come(self) -> None:
+        """Say that this rank comes to its next :meth:`meet`, and asks no other anything until then; see [Note: ahead].
+
+        The next is one without a flag. To say so twice is to say it once.
+        """
+        with self._lock:
+            if self._world > 1 and not self._ahead:
+                self._come()
+                self._ahead = True
 
     def meet(self, flag: bool | None = None) -> bool:
         """Wait until every rank has come here as often as this one.
@@ -77,21 +92,26 @@ class Gate:
         if self._world == 1:
             return bool(flag)
         with self._lock:  # the backwards of two devices have a thread each
-            self._number += 1
-            key = self._key()
-            raised = f"{key}/raised at {self._number}"
+            raised = f"{self._key()}/raised at {self._number + (not self._ahead)}"
             if flag:
                 self._store.set(raised, "")
-            if self._store.add(key, 1) < self._number * self._world:
-                self._wait(key)
+            if not self._ahead:
+                self._come()
+            self._ahead = False
+            if not self._open:
+                self._wait()
             if self._raised:  # all have looked at it, for all have come here since
                 self._store.delete_key(self._raised)
             self._raised = raised if flag else ""
             return flag is not None and (flag or self._store.check([raised]))
 
-    def _wait(self, key: str) -> None:
+    def _come(self) -> None:
+        self._number += 1
+        self._open = self._store.add(self._key(), 1) >= self._number * self._world
+
+    def _wait(self) -> None:
         begin, waited = time.monotonic(), 0.0
-        while self._store.add(key, 0) < self._number * self._world:
+        while self._store.add(self._key(), 0) < self._number * self._world:
             waited = time.monotonic() - begin
             if waited > self._timeout_s:
                 raise RuntimeError(_MISSING.format(self._timeout_s))

@@ -235,6 +235,11 @@ class GradShards:
             [grad for index, grad in held if self.is_ours(grad) and grad is not self.params[index].grad]
         )
 
+    def come(self) -> None:
+        """Say that this rank comes to :meth:`meet` next, and asks no other anything until then."""
+        if self._gate is not None:
+            self._gate.come()
+
     def meet(self) -> None:
         """Have the host wait for the others; see [Note: hosts first]. Called before collectives, in their order."""
         if self._gate is not None:
@@ -245,13 +250,10 @@ class GradShards:
         if not self._active:
             return reduction.wait()
         self._backwards += 1
-        if self.editions.asynchronous:
-            reduction.wait()  # only the device waits; without this rank no part can have been written
-            self.editions.begin()
-        else:
-            reduction.wait_for_peers()
-            self.editions.begin()
-            reduction.wait()
+        # Where only the device waits it may do so first: without this rank no part can have been written.
+        (reduction.wait if self.editions.asynchronous else reduction.wait_for_peers)()
+        self.editions.begin()
+        reduction.wait()
         self.editions.end()
         farewell.met(self.group)
         self.local = False

@@ -40,12 +40,14 @@ class Kind(enum.Enum):
     """How an optimizer's work is divided among ranks.
 
     Attributes:
-        SLICES: Each rank updates a slice of every parameter.
+        SLICES: Each rank updates a slice of every parameter; torch's classes.
+        SLICES_NAMED: The same, for a class of which no more is known than that.
         WHOLE: Each rank updates some whole parameters; torch's classes.
         WHOLE_NAMED: The same, for a class of which no more is known than that.
     """
 
     SLICES = enum.auto()
+    SLICES_NAMED = enum.auto()
     WHOLE = enum.auto()
     WHOLE_NAMED = enum.auto()
 
@@ -79,7 +81,9 @@ def kind_of(cls: type[Optimizer], named: Named) -> Kind | None:
     for base in cls.__mro__:
         if name_of(base) in named.per_parameter:
             return Kind.WHOLE_NAMED
-        if base in ELEMENT_WISE or name_of(base) in named.element_wise:
+        if name_of(base) in named.element_wise:
+            return Kind.SLICES_NAMED
+        if base in ELEMENT_WISE:
             return Kind.SLICES
         if base in PER_PARAMETER:
             return Kind.WHOLE

@@ -96,6 +96,11 @@ class MixedParams:
         self._proposed = proposed
         self._mains.begin()
 
+    @property
+    def meets(self) -> bool:
+        """Whether hosts meet in :meth:`begin`."""
+        return not self._closed
+
     def lower(self, parts: Sequence[Part]) -> None:
         """Say what is to be gathered in the place of parameters of which this rank has updated its slices."""
         if self._closed:

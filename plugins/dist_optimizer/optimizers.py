@@ -101,7 +101,7 @@ class Steps:
         options = self._options
         bucket_mb = options["gather_bucket_mb"]
         kind = kind_of(type(optimizer), self.named)
-        if kind is Kind.SLICES:
+        if kind in (Kind.SLICES, Kind.SLICES_NAMED):
             gathers = Gathers(
                 overlap=options["overlap_param_gather"],
                 granularity=options["gather_granularity"],
@@ -113,6 +113,7 @@ class Steps:
                 optimizer,
                 gathers,
                 stand_down=_leave,
+                quiet=kind is Kind.SLICES,
                 in_fp32=options["main_params_in_fp32"],
                 param_dtype=mixed_params.DTYPES.get(options["param_dtype"]),
             )

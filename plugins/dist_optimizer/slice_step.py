@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -26,6 +26,7 @@ class SlicedOptimizer(ShardedOptimizer):
         optimizer: The optimizer; held weakly.
         gathers: What gathers its parameters.
         stand_down: Called with the optimizer and the reason when it has to go on as stock.
+        quiet: The class is known to ask for nothing in its step that other ranks have.
         in_fp32: Update parameters of half precision in fp32.
         param_dtype: What to keep parameters of fp32 in that are read through autocast's cast alone; None for fp32.
     """
@@ -36,12 +37,13 @@ class SlicedOptimizer(ShardedOptimizer):
         gathers: Gathers,
         stand_down: Callable[[Optimizer, str], None],
         *,
+        quiet: bool = False,
         in_fp32: bool = False,
         param_dtype: torch.dtype | None = None,
     ) -> None:
         state = ShardedState(optimizer, MainSlicesOfModel if in_fp32 else SlicesOfModel)
         super().__init__(optimizer, gathers, state, stand_down)
-        self._in_fp32, self._param_dtype = in_fp32, param_dtype
+        self._quiet, self._in_fp32, self._param_dtype = quiet, in_fp32, param_dtype
 
     def _divides(self, shards: GradShards, index: int) -> bool:
         return shards.want(index)
@@ -49,7 +51,16 @@ class SlicedOptimizer(ShardedOptimizer):
     def _update(self, parts: list[Part], inner: Callable[[], Any], optimizer: Optimizer) -> Any:
         for model, ones in by_model(parts, self._param_dtype).items():
             model.begin(ones)
+        for shards in self._to_meet(parts) if self._quiet else ():
+            shards.come()  # [Note: ahead]
         return super()._update(parts, inner, optimizer)
+
+    def _to_meet(self, parts: Sequence[Part]) -> Iterable[GradShards]:
+        groups = super()._to_meet(parts)
+        if not self._quiet:
+            return groups
+        met = {model.group for model in by_model(parts, self._param_dtype) if model.meets}  # before the update
+        return [shards for shards in groups if shards.group not in met]
 
     def _hand_on(self, optimizer: Optimizer, parts: Sequence[Part]) -> None:
         mixed = by_model(parts, self._param_dtype)

@@ -14,7 +14,7 @@ from __future__ import annotations
 import abc
 import functools
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Protocol
 
@@ -118,9 +118,13 @@ class ShardedOptimizer(abc.ABC):
         del optimizer
         # They were changed behind their backs; a graph that still needs the old values must notice.
         torch.autograd.graph.increment_version([part.param for part in parts])
-        for shards in {part.shards.group: part.shards for part in parts}.values():
+        for shards in self._to_meet(parts):
             shards.meet()
         self._exchange.launch(parts)
+
+    def _to_meet(self, parts: Sequence[Part]) -> Iterable[GradShards]:
+        """Return by which hosts meet before the parameters' exchange, one for each process group."""
+        return {part.shards.group: part.shards for part in parts}.values()
 
     @contextmanager
     def _being_inside(self) -> Iterator[None]:

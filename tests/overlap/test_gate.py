@@ -2,17 +2,26 @@
 
 from __future__ import annotations
 
+import collections
+import contextlib
 import time
+from collections.abc import Iterator
 from typing import Any
+from unittest import mock
 
 import pytest
+import torch
 import torch.distributed as dist
 
+import ovpatch
 from ovpatch.overlap import gate
 from ovpatch.overlap.gate import Gate
 from ovpatch.overlap.peers import Peers
 from tests.plugins.dist_optimizer import test_loop_styles, test_reads_of_gradients
-from tests.plugins.dist_optimizer.checks import all_cases, check_all
+from tests.plugins.dist_optimizer.arms import SMALL
+from tests.plugins.dist_optimizer.checks import all_cases, check_all, ddp
+from tests.plugins.dist_optimizer.test_param_dtype_state import train
+from tests.plugins.dist_optimizer.under_autocast import cast_net
 
 
 def meetings(late: int) -> list[float]:
@@ -34,6 +43,30 @@ def test_nobody_leaves_before_the_last_has_come(ranks, world, late):
     for meeting in zip(*results, strict=True):
         assert min(left for _, left in meeting) >= max(came for came, _ in meeting)
     assert max(came for came, _ in (result[2] for result in results)) > results[1 - late][2][0] + 0.1, "nobody was late"
+
+
+def ahead(late: int) -> list[tuple[float, float, float]]:
+    """Ranks say at once that they come; one meets the others later than they do."""
+    one, found = Gate.of(dist.group.WORLD), []
+    for number in range(6):
+        came = time.time()
+        one.come()
+        one.come()
+        if dist.get_rank() == late and number % 2:
+            time.sleep(0.2)
+        arrived = time.time()
+        one.meet()
+        found.append((came, arrived, time.time()))
+        assert one.meet(number == 3) == (number == 3), "what was said before is of the meeting before"
+    return found
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_nobody_waits_for_who_has_said_that_it_comes(ranks, world):
+    results = ranks(world)(ahead, 0)
+    for number, meeting in enumerate(zip(*results, strict=True)):
+        assert min(left for *_, left in meeting) >= max(came for came, *_ in meeting)
+        assert min(left for *_, left in meeting[1:]) < meeting[0][1] or not number % 2
 
 
 def told(flags: list[list[bool]]) -> list[bool]:
@@ -106,17 +139,30 @@ def test_a_rank_that_does_not_come_is_an_error(ranks):
     assert "within 0.3 s" in text
 
 
+@contextlib.contextmanager
+def counted() -> Iterator[collections.Counter[str]]:
+    """Have gates on the CPU, too, and count who comes to them."""
+    calls: collections.Counter[str] = collections.Counter()
+
+    def counting(name: str) -> Any:
+        original = getattr(Gate, name)
+
+        def call(self: Gate, *args: Any) -> Any:
+            calls[name] += 1
+            return original(self, *args)
+
+        return mock.patch.object(Gate, name, call)
+
+    with mock.patch.object(gate, "needed", return_value=True), counting("meet"), counting("come"):
+        yield calls
+
+
 def gated(loop: Any, cases: Any, steps: int) -> Any:
     """Run training loops on the CPU with gates, as on a device that hosts run ahead of."""
-    met = []
-    kept, meet = gate.needed, Gate.meet
-    gate.needed = lambda device: True
-    Gate.meet = lambda self: (met.append(1), meet(self))
-    try:
+    with counted() as calls:
         results = all_cases(loop, cases)
-    finally:
-        gate.needed, Gate.meet = kept, meet
-    assert len(met) > 2 * steps * len(cases), "hosts did not meet"
+    assert calls["meet"] > 2 * steps * len(cases), "hosts did not meet"
+    assert calls["come"] >= steps * len(cases), "hosts did not say before that they come"
     return results
 
 
@@ -125,3 +171,28 @@ def test_training_with_gates(ranks):
     check_all(ranks(2)(gated, test_loop_styles.train, styles, 8))
     uses = {use: {"use": use} for use in ("rank 0 logs", "rank 0 logs one", "clip by value")}
     check_all(ranks(2)(gated, test_reads_of_gradients.train, uses, 6))
+
+
+class Own(torch.optim.SGD):
+    """A class of a user's, of whose step nothing is known."""
+
+    def step(self, closure: Any = None) -> Any:
+        return super().step(closure)
+
+
+def calls_of_a_step(case: str) -> dict[str, int]:
+    options = SMALL | ({"param_dtype": "bf16"} if case == "param_dtype" else {"element_wise": f"{__name__}.Own"})
+    with counted() as calls, ovpatch.applied("ddp", "dist_optimizer", options={"dist_optimizer": options}):
+        model = ddp(cast_net())
+        optimizer = (Own if case == "named" else torch.optim.SGD)(model.parameters(), lr=0.1)
+        train(model, optimizer, range(5))
+        calls.clear()
+        train(model, optimizer, range(5, 9))
+        return {name: count // 4 for name, count in calls.items()}
+
+
+def test_how_often_hosts_meet_in_a_step(ranks):
+    """In backward and before the gathers, at the latest; who may ask peers in its step does not say before."""
+    assert ranks(2)(calls_of_a_step, "torch's") == 2 * [{"meet": 2, "come": 1}]
+    assert ranks(2)(calls_of_a_step, "named") == 2 * [{"meet": 2}]
+    assert ranks(2)(calls_of_a_step, "param_dtype") == 2 * [{"meet": 2}]
