@@ -114,7 +114,10 @@ def make(like: Form, source: Source, key: Any, *, dtype: torch.dtype | None = No
 
 def empty_out(tensor: Tensor, source: Source, key: Any) -> Placeholder:
     """Make a placeholder of a plain tensor, whose memory is given up; the object stays."""
-    tensor.data = _nothing(tensor.shape, tensor.dtype, tensor.device)
+    kind = (tensor.shape, tensor.dtype, tensor.device)
+    if kind not in _nothings:
+        _nothings[kind] = _nothing(*kind)
+    tensor.data = _nothings[kind]  # the memory alone
     return _mark(tensor, source, key)
 
 
@@ -134,6 +137,7 @@ def _nothing(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> 
 
 
 _zeros: dict[tuple[torch.dtype, torch.device], Tensor] = {}
+_nothings: dict[tuple[torch.Size, torch.dtype, torch.device], Tensor] = {}
 
 
 def _fill_with_zeros(placeholder: Placeholder) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -18,20 +19,26 @@ class Ones:
         return [torch.ones(one.shape) for one in placeholders]
 
 
-def test_what_autograd_records_of_one_concerns_no_other():
-    first, second = (placeholders.make(torch.empty(3), Ones(), key) for key in range(2))
+MAKE = [placeholders.make, placeholders.empty_out]
+
+
+@pytest.mark.parametrize("make", MAKE)
+def test_what_autograd_records_of_one_concerns_no_other(make):
+    first, second = (make(torch.empty(3), Ones(), key) for key in range(2))
     param = torch.nn.Parameter(torch.full((3,), 2.0))
     first.add_(param)
     assert first.tolist() == [3.0] * 3
     assert first.requires_grad
-    later = placeholders.make(torch.empty(3), Ones(), 2)
+    later = make(torch.empty(3), Ones(), 2)
     for one in (second, later):
         assert not one.requires_grad
         assert one.tolist() == [1.0] * 3
 
 
-def test_those_made_in_inference_mode_are_of_use_to_autograd():
+@pytest.mark.parametrize("make", MAKE)
+def test_those_made_in_inference_mode_are_of_use_to_autograd(make):
+    given = torch.empty(3)
     with torch.inference_mode():
-        made = placeholders.make(torch.empty(3), Ones(), 0)
+        made = make(given, Ones(), 0)
     assert not made.is_inference()
     (torch.nn.Parameter(torch.ones(3)) * made).sum().backward()
