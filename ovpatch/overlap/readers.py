@@ -108,7 +108,7 @@ def settling_module_calls(original: Callable[..., Any]) -> Callable[..., Any]:
         if torch.compiler.is_compiling():
             return None  # as Dynamo takes it to be; it knows the original by its place, where it no longer is
         if any_pending() or (any_unread() and not torch.is_grad_enabled()):
-            module = _of_a_caller("_call_impl", "self")
+            (module,) = _of_a_caller("_call_impl", "self")
             if isinstance(module, nn.Module):
                 settle_module(module)
         return original()
@@ -123,7 +123,7 @@ def settling_compiled_calls(original: Callable[..., Any]) -> Callable[..., Any]:
     def settled(callback: Any) -> Any:
         if callback is not None and any_unread():  # None: code that is not to be compiled
             _uncompiled()
-            _settle_for(*(_of_a_caller("compile_wrapper", name) for name in ("fn", "args", "kwargs")))
+            _settle_for(*_of_a_caller("compile_wrapper", "fn", "args", "kwargs"))
         return original(callback)
 
     return settled
@@ -171,12 +171,13 @@ def _settle_for(function: Any, args: Any, kwargs: Any) -> None:
             settle(param)
 
 
-def _of_a_caller(name: str, variable: str) -> Any:
-    """Return a variable of the nearest calling function of this name."""
+def _of_a_caller(name: str, *variables: str) -> list[Any]:
+    """Return variables of the nearest calling function of this name; None where there is none."""
     for frame in _frames(sys._getframe(1)):
         if frame.f_code.co_name == name:
-            return frame.f_locals.get(variable)
-    return None
+            found = frame.f_locals  # of which Python makes a dictionary each time
+            return [found.get(variable) for variable in variables]
+    return [None] * len(variables)
 
 
 def _frames(frame: FrameType | None) -> Iterator[FrameType]:
