@@ -1,4 +1,9 @@
-"""CUDA graphs: whether one is being captured, and whether any has been."""
+"""CUDA graphs: whether one is being captured, and whether any has been.
+
+[Note: captured backwards] A replay makes new gradients, and no host hears of it: who has read a whole one would keep
+it, and peers would be asked for another replay's parts. So a backward that is captured leaves whole gradients, in the
+memory that its replays write to.
+"""
 
 from __future__ import annotations
 

@@ -22,6 +22,7 @@ from typing import TypeVar
 import torch
 
 from ovpatch.overlap import staging
+from ovpatch.overlap.cuda_graphs import capturing
 
 _T = TypeVar("_T")
 
@@ -41,6 +42,7 @@ class Editions:
         device: Where the tensors are.
 
     Attributes:
+        device: Where the tensors are.
         number: The newest edition that is complete.
         asynchronous: Whether the host runs ahead of the device.
     """
@@ -49,7 +51,7 @@ class Editions:
         self.number = 0
         self.asynchronous = device.type == "cuda"
         self._begun = 0
-        self._device = device
+        self.device = device
         self._changed = threading.Condition()
         self._starts: dict[int, torch.cuda.Event] = {}  # of the change after an edition
         self._ends: dict[int, torch.cuda.Event] = {}
@@ -62,7 +64,7 @@ class Editions:
             number: Of the edition that it makes, above all before; the next one by default.
         """
         if self.asynchronous and self._staging is None:
-            self._staging = staging.prepare(self._device)
+            self._staging = staging.prepare(self.device)
         with self._changed:
             self._record(self._starts, self._begun)
             self._begun = self._begun + 1 if number is None else number
@@ -119,9 +121,9 @@ class Editions:
         return start.query() if start is not None else self._begun > number
 
     def _record(self, events: dict[int, torch.cuda.Event], number: int) -> None:
-        if self.asynchronous:
+        if self.asynchronous and not capturing(self.device):  # nobody could query an event of a capture
             event = torch.cuda.Event()
-            event.record(torch.cuda.current_stream(self._device))
+            event.record(torch.cuda.current_stream(self.device))
             events[number] = event
             if len(events) > _KEPT:
                 events.pop(next(iter(events)))

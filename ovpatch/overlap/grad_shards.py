@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ovpatch.overlap import farewell, gate, placeholders
+from ovpatch.overlap.cuda_graphs import capturing
 from ovpatch.overlap.editions import Editions
 from ovpatch.overlap.gate import Gate
 from ovpatch.overlap.given_up import GivenUp
@@ -85,7 +86,7 @@ class GradShards:
         whole: Collection[int] = (),
     ) -> None:
         self.params, self.names, self.group = Weakly(params), list(names), group
-        self.chosen: frozenset[int] = frozenset()
+        self.chosen = self._elected = frozenset[int]()
         self.local = self.retired = False
         device = params[0].device
         self.editions = Editions(device)
@@ -192,14 +193,14 @@ class GradShards:
         """
         self.identity = reducer.identity
         votes = self._votes.result(step)
-        if votes is None:
-            return False
-        count = len(self.params)
-        chosen = frozenset(i for i in range(count) if votes[i] == self._world and votes[count + i] == 0)
-        if chosen and not self._peers.serving:
-            self._peers.serve(self.identity, self._like())
-            # A slower peer may still ask.
-            weakref.finalize(reducer, farewell.keep, self.group, self._peers).atexit = False
+        if votes is not None:
+            count = len(self.params)
+            self._elected = frozenset(i for i in range(count) if votes[i] == self._world and votes[count + i] == 0)
+            if self._elected and not self._peers.serving:
+                self._peers.serve(self.identity, self._like())
+                weakref.finalize(reducer, farewell.keep, self.group, self._peers).atexit = False  # who is slower asks
+        # cuda_graphs.py, [Note: captured backwards]
+        chosen = frozenset() if capturing(self.editions.device) else self._elected
         changed, self.chosen = chosen != self.chosen, chosen
         return changed
 

@@ -19,8 +19,7 @@ number, and takes another way through ``Module.__call__`` if there are any. ``Mo
 Dynamo skips that frame and would look at ours (ovpatch/patching/dispatch.py, [Note: skipped frames]).
 
 [Note: CUDA graphs] A capture cannot wait for what was launched before it, and a replay reads the addresses that were
-captured, so both begin with everything settled. A gather that is captured itself is waited for at once, for whoever
-reads after a replay meets no class that would make it wait.
+captured, so both begin with everything settled. (No gather is captured.)
 """
 
 from __future__ import annotations
@@ -40,7 +39,6 @@ from ovpatch.overlap.mixed import MixedParameter
 from ovpatch.overlap.pending import any_pending, any_unread, is_pending, settle, settle_all, settle_within
 from ovpatch.overlap.reachable import params_within
 from ovpatch.overlap.watching import WatchedParameter
-from ovpatch.patching.dispatch import skip_frames
 
 # How far up the caller may be: patches put frames of their own between.
 _FRAMES = 8
@@ -113,12 +111,12 @@ def settling_module_calls(original: Callable[..., Any]) -> Callable[..., Any]:
                 settle_module(module)
         return original()
 
-    skip_frames(settled.__code__)
     return settled
 
 
 def settling_compiled_calls(original: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap what every call of compiled code calls first. See [Note: compiled code]."""
+    _skip_frames(settling_module_calls(original))  # Dynamo is there
 
     def settled(callback: Any) -> Any:
         if callback is not None and any_unread():  # None: code that is not to be compiled
@@ -150,6 +148,13 @@ def settling_replays(original: Callable[..., Any]) -> Callable[..., Any]:
         return original(*args, **kwargs)
 
     return replay
+
+
+def _skip_frames(function: Any) -> None:
+    """Have Dynamo leave frames of a function alone, in all that the same code makes; see [Note: module calls]."""
+    skip = getattr(sys.modules["torch._dynamo.eval_frame"], "skip_code", None)
+    if skip is not None:
+        skip(function.__code__)
 
 
 @functools.cache

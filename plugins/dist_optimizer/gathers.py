@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING
 from ovpatch.hookspecs import cache_dir
 from ovpatch.overlap.copies.attendance import attend
 from ovpatch.overlap.copies.choosing import choose
-from ovpatch.overlap.cuda_graphs import capturing
 from ovpatch.overlap.gathering import ParamGather, launch
 from ovpatch.overlap.layout import layer_of
 from ovpatch_plugins.dist_optimizer.counters import COUNTERS
@@ -65,7 +64,7 @@ class Gathers:
         COUNTERS.gathers += len(self._buckets)
         COUNTERS.gathers_copied += sum(gather.is_copied for gather in self._buckets)
         COUNTERS.gathers_overlapped += sum(gather.is_pending for gather in self._buckets) if self._overlap else 0
-        if not self._overlap or any(capturing(device) for _, device in self._places):  # [Note: CUDA graphs]
+        if not self._overlap:
             self.settle()
 
     def settle(self) -> None:

@@ -107,6 +107,8 @@ def objection(optimizer: Optimizer, named: Named) -> str:
         )
     if any(group.get("differentiable") for group in optimizer.param_groups):
         return "differentiable=True differentiates through the update"
+    if any(group.get("capturable") for group in optimizer.param_groups):
+        return "capturable=True: it may step inside a CUDA graph, of whose replays nobody hears"
     return ""
 
 

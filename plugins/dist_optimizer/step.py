@@ -7,6 +7,10 @@ under stock.
 
 [Note: also after an error] A step may raise on one rank and not on another, whose part is another. The others wait for
 the parameters, so a rank hands on what it has before the error goes up.
+
+[Note: captured steps] A replay of a CUDA graph makes new state, and no host hears of it. Its whole is put together from
+what the hosts of all ranks know to be of the same step; so no step by parts is captured. A script that is going to says
+so by ``capturable=True``, if its optimizer has that, and then this one stays stock (kinds.py).
 """
 
 from __future__ import annotations
@@ -22,6 +26,7 @@ import torch
 from torch.optim import Optimizer
 
 from ovpatch.overlap import grad_shards
+from ovpatch.overlap.cuda_graphs import capturing
 from ovpatch.overlap.grad_shards import GradShards
 from ovpatch_plugins.dist_optimizer import same_work
 from ovpatch_plugins.dist_optimizer.counters import COUNTERS
@@ -33,6 +38,12 @@ Inner = Callable[..., Any]
 LOCAL = (
     "it stepped with gradients that DistributedDataParallel had not reduced (no_sync(), or a forward around the "
     "wrapper), so ranks may want to differ"
+)
+
+_CAPTURED = (
+    "ovpatch: the step of {} was to be captured into a CUDA graph, but each rank has a part of its state, which could "
+    "not be put together after a replay. Make it with capturable=True, if it has that, and it stays stock; or turn "
+    "dist_optimizer off."
 )
 
 
@@ -78,6 +89,8 @@ class ShardedOptimizer(abc.ABC):
         args, kwargs = _with_loss(args, kwargs)
         self._exchange.settle()  # a second step without a forward in between
         parts = self.parts(optimizer)
+        if any(capturing(device) for device in {part.shards.editions.device for part in parts}):
+            raise RuntimeError(_CAPTURED.format(type(optimizer).__name__))
         if reason := self._objection(optimizer, parts):
             self.release()
             self._stand_down(optimizer, reason)

@@ -1,17 +1,25 @@
-"""CUDA graphs over parameters that are gathered: of a whole step, of a forward, and where there can be none."""
+"""CUDA graphs over parameters that are gathered: of a forward, of a backward, and where there can be none."""
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 
-from ovpatch.overlap import cuda_graphs
-from tests.plugins.ddp.arms import Record, data, device
+from ovpatch.overlap import ballot, cuda_graphs, editions, grad_shards, votes
+from ovpatch.overlap.editions import Editions
+from ovpatch.overlap.placeholders import Placeholder
+from ovpatch_plugins.dist_optimizer import kinds, optimizers
+from ovpatch_plugins.dist_optimizer import step as divided
+from tests.plugins.ddp.arms import Record, data, device, seen
 from tests.plugins.ddp.test_gpu_options import Mixed, loop_graphed
 from tests.plugins.dist_optimizer.arms import both
-from tests.plugins.dist_optimizer.checks import check_all, ddp
+from tests.plugins.dist_optimizer.checks import check_all, ddp, params
+from tests.plugins.dist_optimizer.test_loops import net
 from tests.plugins.dist_optimizer.test_param_dtype_state import made, patched, remarks, train
 
 GPU = {"backend": "nccl", "timeout": 120}
@@ -62,11 +70,101 @@ def loop_of_callables() -> list[Record]:
     return records
 
 
+def loop_of_backwards() -> list[Any]:
+    """Forward and backward in one graph, and steps outside of it."""
+    side = torch.cuda.Stream()
+    with torch.cuda.stream(side):
+        model = Mixed().to(device())
+        wrapped = ddp(model)
+        optimizer = torch.optim.AdamW(wrapped.parameters(), 1e-3)
+        for number in range(12):
+            step(wrapped, optimizer, number)
+        static = data(0, 32, 640)
+    torch.cuda.synchronize()
+    optimizer.zero_grad()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=side):
+        loss = wrapped(static).square().mean()
+        loss.backward()
+    records: list[Any] = []
+    for number in range(12, 18):
+        static.copy_(data(number, 32, 640))
+        graph.replay()
+        records.append(seen(model, loss))
+        optimizer.step()
+    for number in range(18, 21):
+        step(wrapped, optimizer, number)
+        records.append(params(model))
+    torch.cuda.synchronize()
+    del graph
+    return records
+
+
 @pytest.mark.gpu(2)
 @pytest.mark.parametrize("copy_engines", ["off", "auto"])
-def test_a_whole_step(ranks, copy_engines):
+def test_forward_and_backward(ranks, copy_engines):
     options = {"copy_engines": copy_engines}
-    check_all([{"": r} for r in ranks(2)(both, loop_graphed, options=options, **GPU)], steps=12 + 1 + 3)
+    check_all([{"": r} for r in ranks(2)(both, loop_of_backwards, options=options, **GPU)], steps=12 + 6 + 3)
+
+
+@pytest.mark.gpu(2)
+def test_a_whole_step_stays_stock(ranks):
+    check_all([{"": r} for r in ranks(2)(both, loop_graphed, **GPU)], steps=0, stock=1)
+
+
+@contextlib.contextmanager
+def as_if_captured() -> Iterator[None]:
+    """Have everything on the CPU believe that a CUDA graph is captured."""
+    with contextlib.ExitStack() as patches:
+        for module in (ballot, editions, grad_shards, votes, divided):
+            patches.enter_context(mock.patch.object(module, "capturing", return_value=True))
+        yield
+
+
+def loop_of_two_captures() -> list[Any]:
+    """Two backwards are captured: one that ranks would tell after what they want, and one after they agreed."""
+    model = ddp(net())
+    optimizer, sharded = torch.optim.AdamW(model.parameters(), 1e-2), False
+    records: list[Any] = []
+    for number in range(9):
+        optimizer.zero_grad()
+        captured = number in (1, 5)
+        with as_if_captured() if captured else contextlib.nullcontext():
+            model(data(number, 5, 6)).square().mean().backward()
+            grads = {name: param.grad for name, param in model.named_parameters()}
+            if captured:
+                assert not any(isinstance(grad, Placeholder) for grad in grads.values())
+                records.append({name: grad.clone() for name, grad in grads.items()})
+                if optimizers.sharded(optimizer) is not None:
+                    sharded = True
+                    with pytest.raises(RuntimeError, match="AdamW was to be captured into a CUDA graph"):
+                        optimizer.step()
+        by_parts = any(isinstance(grad, Placeholder) for grad in grads.values())
+        del grads  # a gradient that is kept beyond the next backward counts as read
+        assert by_parts == (sharded and number in (3, 4, 6, 7, 8)), f"{number}: casting and reading votes takes a host"
+        optimizer.step()
+    return [*records, params(model)]
+
+
+def test_what_is_captured_leaves_whole_gradients_and_no_step(ranks):
+    check_all([{"": r} for r in ranks(2)(both, loop_of_two_captures)], steps=9)
+
+
+def test_nobody_meets_an_event_of_a_capture():
+    one = Editions(torch.device("cpu"))
+    one.asynchronous, one._staging = True, mock.Mock()
+    with mock.patch.object(editions, "capturing", return_value=True):
+        one.begin()
+        one.end()
+    assert one.number == 1
+    assert not one._starts
+    assert not one._ends
+
+
+def test_an_optimizer_that_may_be_captured_stays_stock():
+    ones = [torch.nn.Parameter(torch.zeros(2))]
+    made = [torch.optim.AdamW([{"params": ones, "capturable": on}]) for on in (False, True)]
+    assert [kinds.objection(one, kinds.Named())[:15] for one in made] == ["", "capturable=True"]
 
 
 @pytest.mark.gpu(2)
@@ -87,9 +185,10 @@ def captured() -> str:
     with patched():
         model, optimizer = made()
         train(model, optimizer, range(4))
+        given = data(0, 5, 6)
         try:
             with pytest.raises(RuntimeError) as caught, torch.cuda.graph(torch.cuda.CUDAGraph()), torch.no_grad():
-                model.module(data(0, 5, 6))
+                model.module(given)
         finally:
             cuda_graphs.captures.total = 0  # for the tests that come after this one in the process
         raised, texts = caught.value, []
