@@ -8,7 +8,8 @@ costs little: the device has its queue to work on, and the collective could not 
 
 [Note: one number] All meetings of a group count in one number of its store, which only grows: the n-th is over when
 every rank has added n. Nobody can be ahead of that by more than one meeting, since it would have waited. So whoever
-comes last asks the store once, and nothing is left to be deleted.
+comes last asks the store once, and nothing is left to be deleted. To add nothing asks for the number in one message,
+where ``get()`` takes two; but a store in a file writes down whatever is added, and would grow as long as anybody waits.
 
 [Note: ahead] A rank that asks nobody anything until its next collective may say before that it comes
 (:meth:`Gate.come`). Hosts are never equally fast, and a step whose device waits for its host takes as long as the
@@ -48,7 +49,7 @@ class Gate:
         self._group = weakref.ref(group)
         store = store_of(group)
         assert store is not None, "the process group was destroyed"
-        self._store = store
+        self._store, self._in_file = store, _is_in_file(store)
         self._timeout_s = timeout_of(group)
         self._number, self._lock = 0, threading.Lock()
         self._raised = ""  # what this rank has told the others the last time
@@ -106,16 +107,20 @@ class Gate:
             return flag is not None and (flag or self._store.check([raised]))
 
     def _come(self) -> None:
+        count = self._store.add(self._key(), 1)
         self._number += 1
-        self._open = self._store.add(self._key(), 1) >= self._number * self._world
+        self._open = count >= self._number * self._world
 
     def _wait(self) -> None:
         begin, waited = time.monotonic(), 0.0
-        while self._store.add(self._key(), 0) < self._number * self._world:
+        while self._count() < self._number * self._world:
             waited = time.monotonic() - begin
             if waited > self._timeout_s:
                 raise RuntimeError(_MISSING.format(self._timeout_s))
             time.sleep(min(waited / 4, self._longest_pause_s))
+
+    def _count(self) -> int:
+        return int(self._store.get(self._key())) if self._in_file else self._store.add(self._key(), 0)
 
     def _key(self) -> str:
         if not self._name:
@@ -124,6 +129,12 @@ class Gate:
             header, _ = Peers.of(group).ask(_TOPIC, {}, ranks=[0])[0]
             self._name = header["name"]
         return f"ovpatch/gate/{self._name}"
+
+
+def _is_in_file(store: dist.Store) -> bool:
+    while isinstance(store, dist.PrefixStore):
+        store = store.underlying_store
+    return isinstance(store, dist.FileStore)
 
 
 _gates: weakref.WeakKeyDictionary[dist.ProcessGroup, Gate] = weakref.WeakKeyDictionary()

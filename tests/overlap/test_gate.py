@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import os
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -102,6 +103,25 @@ def keys_left() -> int:
 
 def test_it_leaves_no_keys_behind(ranks):
     assert max(ranks(2)(keys_left)) < 20
+
+
+def in_a_file(path: str) -> int:
+    """Return by how many bytes the file of a store grows while a rank waits."""
+    one = Gate(dist.group.WORLD)
+    one._store = dist.PrefixStore("gate", dist.FileStore(path, dist.get_world_size()))
+    one._in_file = gate._is_in_file(one._store)
+    told = [one.meet(number == dist.get_rank()) for number in range(3)]
+    assert told == [True, True, False]
+    size = os.path.getsize(path)
+    if dist.get_rank() == 0:
+        time.sleep(0.3)
+    one.come()
+    one.meet()
+    return os.path.getsize(path) - size
+
+
+def test_a_store_in_a_file_does_not_grow_while_ranks_wait(ranks, tmp_path):
+    assert max(ranks(2)(in_a_file, str(tmp_path / "store"))) < 1000
 
 
 def groups() -> None:
