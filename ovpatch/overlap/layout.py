@@ -3,6 +3,10 @@
 [Note: stock's cuts] A ring adds the parts of a tensor in an order that depends on where the tensor begins and ends.
 Buckets cut at the places where stock DDP cuts them therefore give stock's bits wherever they are reduced as one flat
 tensor; torch's own function makes the cut.
+
+[Note: small ones wait] A bucket whose large gradients are scattered needs a collective of its own for its small ones, a
+bias here, a norm there, and that takes as long as a launch takes. So they wait for those of later buckets, until they
+are enough to be worth it; at the latest they go with the last bucket of their kind.
 """
 
 from __future__ import annotations
