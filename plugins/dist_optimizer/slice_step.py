@@ -49,6 +49,7 @@ class SlicedOptimizer(ShardedOptimizer):
         return shards.want(index)
 
     def _update(self, parts: list[Part], inner: Callable[[], Any], optimizer: Optimizer) -> Any:
+        self._state.take_over(parts)
         for model, ones in by_model(parts, self._param_dtype).items():
             model.begin(ones)
         for shards in self._to_meet(parts) if self._quiet else ():

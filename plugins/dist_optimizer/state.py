@@ -51,6 +51,20 @@ class ShardedState(Generic[_Model]):
             optimizer.register_load_state_dict_post_hook(weakly(self._loaded)),
         )
 
+    def take_over(self, parts: Sequence[Part]) -> None:
+        """Fill in what a step would ask for: gradients and state that are other shards', as of a model wrapped anew.
+
+        Called before hosts come to the gathers, from when on no rank may ask (ovpatch/overlap/gate.py, [Note: ahead]).
+        """
+        if all(id(part.shards) in self._models for part in parts):
+            return
+        optimizer = self._optimizer()
+        assert optimizer is not None
+        for part in parts:
+            ours = part.shards, self._models.get(id(part.shards))
+            held = (part.param.grad, *optimizer.state.get(part.param, {}).values())
+            placeholders.settle(one for one in held if isinstance(one, Placeholder) and one.source not in ours)
+
     @contextmanager
     def written(self, parts: Sequence[Part], stand_ins: StandIns) -> Iterator[None]:
         """Put this rank's parts into ``optimizer.state``, as the stand-ins' state, for the time of a step."""

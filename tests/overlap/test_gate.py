@@ -18,8 +18,8 @@ import ovpatch
 from ovpatch.overlap import gate
 from ovpatch.overlap.gate import Gate
 from ovpatch.overlap.peers import Peers
-from tests.plugins.dist_optimizer import test_loop_styles, test_reads_of_gradients
-from tests.plugins.dist_optimizer.arms import SMALL
+from tests.plugins.dist_optimizer import test_loop_styles, test_models, test_reads_of_gradients
+from tests.plugins.dist_optimizer.arms import SMALL, both
 from tests.plugins.dist_optimizer.checks import all_cases, check_all, ddp
 from tests.plugins.dist_optimizer.test_param_dtype_state import train
 from tests.plugins.dist_optimizer.under_autocast import cast_net
@@ -191,6 +191,26 @@ def test_training_with_gates(ranks):
     check_all(ranks(2)(gated, test_loop_styles.train, styles, 8))
     uses = {use: {"use": use} for use in ("rank 0 logs", "rank 0 logs one", "clip by value")}
     check_all(ranks(2)(gated, test_reads_of_gradients.train, uses, 6))
+
+
+def asked_ahead() -> list[str]:
+    """Return what is asked after hosts have said that they come, where a model's gradients and state are laid anew."""
+    topics, ask = [], Peers.ask
+
+    def asking(self: Peers, topic: str, *args: Any, **kwargs: Any) -> Any:
+        if any(one._ahead for one in gate._gates.values()):
+            topics.append(topic)
+        return ask(self, topic, *args, **kwargs)
+
+    with counted() as calls, mock.patch.object(Peers, "ask", asking):
+        both(test_models.wrapped_twice)
+        both(test_models.cast_later, False)
+    assert calls["come"]
+    return topics
+
+
+def test_who_has_said_that_it_comes_asks_nothing(ranks):
+    assert ranks(2)(asked_ahead) == [[], []]
 
 
 class Own(torch.optim.SGD):
