@@ -19,7 +19,8 @@ number, and takes another way through ``Module.__call__`` if there are any. ``Mo
 Dynamo skips that frame and would look at ours (ovpatch/patching/dispatch.py, [Note: skipped frames]).
 
 [Note: CUDA graphs] A capture cannot wait for what was launched before it, and a replay reads the addresses that were
-captured, so both begin with everything settled. (No gather is captured.)
+captured, so both begin with everything settled. (No gather is captured.) Inductor captures and replays below a call of
+compiled code, for which what it reads has been settled; blocks that are compiled one by one keep their overlap.
 """
 
 from __future__ import annotations
@@ -59,11 +60,13 @@ class Entrance(NamedTuple):
         target: Its dotted path.
         wrap: Takes the function and returns one that settles first.
         why: Who passes there.
+        optional: Whether it is missing in some versions of torch.
     """
 
     target: str
     wrap: Callable[[Callable[..., Any]], Callable[..., Any]]
     why: str
+    optional: bool = False
 
 
 def settle_module(module: nn.Module) -> None:
@@ -132,8 +135,9 @@ def settling_captures(original: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(original)
     def capture_begin(*args: Any, **kwargs: Any) -> Any:
-        captures.total += 1
-        settle_all()
+        if not _within_inductor():
+            captures.total += 1
+            settle_all()
         return original(*args, **kwargs)
 
     return capture_begin
@@ -144,10 +148,16 @@ def settling_replays(original: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(original)
     def replay(*args: Any, **kwargs: Any) -> Any:
-        settle_all()
+        if any_pending() and not _within_inductor():
+            settle_all()
         return original(*args, **kwargs)
 
     return replay
+
+
+def _within_inductor() -> bool:
+    names = (frame.f_globals.get("__name__", "") for frame in _frames(sys._getframe(1)))
+    return any(name.startswith("torch._inductor.") for name in names)
 
 
 def _skip_frames(function: Any) -> None:
@@ -215,6 +225,15 @@ ENTRANCES: Final = (
         "torch.cuda.graphs.CUDAGraph.replay",
         settling_replays,
         "replays a CUDA graph, which reads the memory of parameters",
+    ),
+    Entrance(
+        "torch.accelerator.graphs.Graph.capture_begin",
+        settling_captures,
+        "as torch.cuda.graphs.CUDAGraph",
+        optional=True,
+    ),
+    Entrance(
+        "torch.accelerator.graphs.Graph.replay", settling_replays, "as torch.cuda.graphs.CUDAGraph", optional=True
     ),
     Entrance(
         "torch._functorch.utils.unwrap_dead_wrappers",

@@ -49,8 +49,8 @@ def ovpatch_register(patches: Registrar, options: Mapping[str, Any]) -> None:
     from ovpatch_plugins.dist_optimizer.scaling import wrap_unscale
 
     if options["overlap_param_gather"] or options["param_dtype"]:
-        for target, wrap, why in ENTRANCES:
-            patches.register_patch(target, wrap=wrap, why=why)
+        for target, wrap, why, optional in ENTRANCES:
+            patches.register_patch(target, wrap=wrap, optional=optional, why=why)
     if options["overlap_param_gather"]:
         patches.register_patch(
             "torch.distributed.tensor.parallel.ddp._unflatten_tensor",

@@ -56,7 +56,9 @@ def entrances() -> Iterator[None]:
     """Install the entrances as a feature would."""
     patches = PatchManager()
     for entrance in ENTRANCES:
-        patches.register_patch(entrance.target, wrap=entrance.wrap, feature="pending", why=entrance.why)
+        patches.register_patch(
+            entrance.target, wrap=entrance.wrap, feature="pending", why=entrance.why, optional=entrance.optional
+        )
     with patches.applied("pending"):
         yield
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import copy
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
 from ovpatch.overlap.cuda_graphs import captures
-from ovpatch.overlap.pending import any_pending
+from ovpatch.overlap.pending import any_pending, settle_all
 from tests.overlap.stale import entrances, stale
 
 
@@ -26,17 +27,35 @@ def network() -> nn.Module:
     return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))
 
 
+GRAPHS = [torch.cuda.CUDAGraph, *([torch.accelerator.Graph] if hasattr(torch.accelerator, "Graph") else [])]
+
+
+@pytest.mark.parametrize("graph", GRAPHS)
 @pytest.mark.parametrize("name", ["capture_begin", "replay"])
-def test_both_begin_with_everything_settled(name):
+def test_both_begin_with_everything_settled(name, graph):
     model, before = network(), captures.total
     expected = copy.deepcopy(model.state_dict())
     holder = stale(model)
     with pytest.raises((TypeError, AttributeError)):  # torch's own, of nothing that could be captured or replayed
-        getattr(torch.cuda.CUDAGraph, name)(None)
+        getattr(graph, name)(None)
     assert holder.settled == 1
     assert not any_pending()
     assert captures.total == before + (name == "capture_begin")
     assert all(torch.equal(value, expected[key]) for key, value in model.state_dict().items())
+
+
+@pytest.mark.parametrize("name", ["capture_begin", "replay"])
+def test_inductor_settles_what_it_reads_itself(name):
+    """What it compiles one by one keeps its overlap, and a capture of its is none that reads half precision."""
+    holder, before = stale(network()), captures.total
+    called = f"def call(graph):\n    graph.{name}(None)"
+    inductor: dict[str, Any] = {"__name__": "torch._inductor.cudagraph_trees"}
+    exec(called, inductor)
+    with pytest.raises((TypeError, AttributeError)):
+        inductor["call"](torch.cuda.CUDAGraph)
+    assert holder.settled == 0
+    assert captures.total == before
+    settle_all()
 
 
 @pytest.mark.gpu(1)
