@@ -91,6 +91,9 @@ class MixedParams:
         ready = [part.index for part in parts if self._end_watch(part.index)]
         self._take_reads()
         proposed = self._proposed.union(ready).difference(self._left)
+        if captures.total:  # [Note: captured]; also what waits for the other ranks' proposals
+            self._left.update(dict.fromkeys(proposed - self._agreed, _CAPTURED))
+            proposed &= self._agreed
         if self._gate.meet(proposed != self._proposed):
             self._agreed = self._compared(proposed)
         self._proposed = proposed
@@ -157,13 +160,11 @@ class MixedParams:
         if param is not None:
             unwatch(param)
         self._waited[index] = self._waited.get(index, 0) + 1
-        if captures.total:
-            self._left[index] = _CAPTURED
-        elif uses.reader:
+        if uses.reader:
             self._note(index, f"read by {uses.reader}", uses.thread)
         elif not uses.casts and self._waited[index] >= _LONGEST:
             self._left[index] = "no use of it under autocast was seen"
-        return bool(uses.casts) and not uses.reader and index not in self._left
+        return bool(uses.casts) and not uses.reader
 
     def _take_reads(self) -> None:
         reads, self._mains.reads = self._mains.reads, []

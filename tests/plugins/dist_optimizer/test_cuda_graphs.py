@@ -9,8 +9,9 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 
-from ovpatch.overlap import ballot, cuda_graphs, editions, grad_shards, votes
+from ovpatch.overlap import ballot, cuda_graphs, editions, grad_shards, mixed, votes
 from ovpatch.overlap.editions import Editions
 from ovpatch.overlap.placeholders import Placeholder
 from ovpatch_plugins.dist_optimizer import kinds, optimizers
@@ -223,3 +224,21 @@ def test_nothing_is_kept_in_bf16_that_a_graph_may_read(ranks):
     for first in (0, 1):
         for told in ranks(2)(after_a_capture, first):
             assert told == {kept.format(0), reason}
+
+
+def captured_by_one() -> list[bool]:
+    """Rank 0 captures after it has proposed a weight, and before rank 1 does, which alone has read it."""
+    with patched():
+        model, optimizer = made()
+        for number in range(8):
+            train(model, optimizer, range(number, number + 1))
+            if number == 0 and dist.get_rank() == 1:
+                model.module[0].weight.sum()
+            if number == 1 and dist.get_rank() == 0:
+                cuda_graphs.captures.total = 1
+        cuda_graphs.captures.total = 0
+        return [mixed.find(model.module[i].weight) is not None for i in (0, 2)]
+
+
+def test_what_one_rank_has_captured_is_not_agreed_on_later(ranks):
+    assert ranks(2)(captured_by_one) == 2 * [[False, True]]
