@@ -32,7 +32,6 @@ Function = Callable[..., Any]
 
 # What functools.wraps copies and must not be: they tell Dynamo to trace, or not to trace, the function they belong to.
 _DYNAMO_KEYS: Final = ("_torchdynamo", "get_compiler_config")
-_DYNAMO: Final = "torch._dynamo.eval_frame"
 _CACHE_METHODS: Final = ("cache_info", "cache_clear", "cache_parameters")
 
 
@@ -68,30 +67,21 @@ def _torch_is_here(_module: str) -> None:
     _tracing.now = getattr(sys.modules["torch.compiler"], "is_dynamo_compiling", _never)
 
 
+def _dynamo_is_here(module: str) -> None:
+    skip = getattr(sys.modules[module], "skip_code", None)
+    if skip is not None:  # [Note: skipped frames]
+        skip(_build(_never, _never)[0].__code__)  # all installed functions have the same
+
+
 def learn_about_torch() -> None:
     """Make sure that calls in traced code are recognised, now or as soon as torch is imported."""
     if _tracing.now is not _never:
         return
-    skip_frames(_build(_never, _never)[0].__code__)  # all have the same
-    if "torch.compiler" in sys.modules:
-        _torch_is_here("torch.compiler")
-    else:
-        watch("torch.compiler", _torch_is_here)
-
-
-@functools.cache
-def skip_frames(code: types.CodeType) -> None:
-    """Have Dynamo leave frames of a function alone, but not what they call; see [Note: skipped frames]."""
-
-    def dynamo_is_here(module: str) -> None:
-        skip = getattr(sys.modules[module], "skip_code", None)
-        if skip is not None:
-            skip(code)
-
-    if _DYNAMO in sys.modules:
-        dynamo_is_here(_DYNAMO)
-    else:
-        watch(_DYNAMO, dynamo_is_here)
+    for module, is_here in (("torch.compiler", _torch_is_here), ("torch._dynamo.eval_frame", _dynamo_is_here)):
+        if module in sys.modules:
+            is_here(module)
+        else:
+            watch(module, is_here)
 
 
 class Dispatcher:

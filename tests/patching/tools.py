@@ -40,3 +40,16 @@ def snapshot(owner: Any) -> dict[str, Any]:
 def same(one: dict[str, Any], other: dict[str, Any]) -> bool:
     """Whether two snapshots hold the very same objects."""
     return one.keys() == other.keys() and all(one[key] is other[key] for key in one)
+
+
+def plus(amount: float) -> Callable[[Any], Any]:
+    """Return a wrap function whose wrapper adds to a result."""
+
+    def wrap(original: Any) -> Any:
+        @functools.wraps(original)
+        def wrapper(*args: Any, **kwargs: Any) -> Any:
+            return original(*args, **kwargs) + amount
+
+        return wrapper
+
+    return wrap

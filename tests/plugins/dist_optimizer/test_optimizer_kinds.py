@@ -65,8 +65,8 @@ class Plain(torch.optim.AdamW):
     """A subclass that changes nothing of the update."""
 
 
-class Own(Optimizer):
-    """Written by hand; not element-wise."""
+class Written(Optimizer):
+    """Written by hand."""
 
     def __init__(self, params: Any, lr: float) -> None:
         super().__init__(params, {"lr": lr})
@@ -75,23 +75,27 @@ class Own(Optimizer):
     def step(self, closure: Any = None) -> None:
         for group in self.param_groups:
             for p in group["params"]:
-                p.sub_(p.grad / (p.grad.norm() + 1e-3), alpha=group["lr"])
+                self.update(p, group["lr"])
+
+    def update(self, p: torch.Tensor, lr: float) -> None:
+        raise NotImplementedError
 
 
-class Handing(Optimizer):
+class Own(Written):
+    """Not element-wise."""
+
+    def update(self, p: torch.Tensor, lr: float) -> None:
+        p.sub_(p.grad / (p.grad.norm() + 1e-3), alpha=lr)
+
+
+class Handing(Written):
     """Element-wise; makes a gradient's memory that of its momentum, as code from before ``no_grad`` does."""
 
-    def __init__(self, params: Any, lr: float) -> None:
-        super().__init__(params, {"lr": lr})
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
-        for group in self.param_groups:
-            for p in group["params"]:
-                momentum = self.state[p].setdefault("momentum", torch.zeros_like(p))
-                momentum.mul_(0.9).add_(p.grad)
-                p.grad.data = momentum
-                p.sub_(p.grad, alpha=group["lr"])
+    def update(self, p: torch.Tensor, lr: float) -> None:
+        momentum = self.state[p].setdefault("momentum", torch.zeros_like(p))
+        momentum.mul_(0.9).add_(p.grad)
+        p.grad.data = momentum
+        p.sub_(p.grad, alpha=lr)
 
 
 STRANGERS: dict[str, Callable[[nn.Module], Optimizer]] = {
