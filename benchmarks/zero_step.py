@@ -60,7 +60,7 @@ class Problem:
 
     def ready(self, model: nn.Module) -> nn.Module:
         """Compile a model, or a wrapper of one, if that is asked for."""
-        return torch.compile(model) if self.compile == "model" else model  # type: ignore[return-value]
+        return torch.compile(model) if self.compile == "model" else model  # type: ignore[return-value]  # a module
 
     def backwards(
         self,

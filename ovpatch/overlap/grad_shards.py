@@ -198,7 +198,7 @@ class GradShards:
             self._elected = frozenset(i for i in range(count) if votes[i] == self._world and votes[count + i] == 0)
             if self._elected and not self._peers.serving:
                 self._peers.serve(self.identity, self._like())
-                weakref.finalize(reducer, farewell.keep, self.group, self._peers).atexit = False  # who is slower asks
+                weakref.finalize(reducer, farewell.keep, self.group, self._peers).atexit = False  # a slower peer asks
         # cuda_graphs.py, [Note: captured backwards]
         chosen = frozenset() if capturing(self.editions.device) else self._elected
         changed, self.chosen = chosen != self.chosen, chosen

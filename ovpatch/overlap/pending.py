@@ -101,7 +101,7 @@ def _dtensor() -> Any:
 def _pending_dtensor() -> Any:
     """Return the class of a DTensor while the values of the parameter below it are on their way."""
 
-    class PendingDTensor(_dtensor()):  # type: ignore[misc]
+    class PendingDTensor(_dtensor()):  # type: ignore[misc]  # imported late
         __slots__ = ()
         __torch_function__ = PendingParameter.__dict__["__torch_function__"]
         _bring = PendingParameter._bring
@@ -228,7 +228,7 @@ def any_unread() -> bool:
 def settle(param: Tensor) -> None:
     """Bring a parameter's values, if they are not there."""
     if _brings(param):
-        param._bring()  # type: ignore[attr-defined]
+        param._bring()  # type: ignore[attr-defined]  # as was just asked
 
 
 def settle_all() -> None:

@@ -45,9 +45,8 @@ class FlopCount:
             self.reason = objection
         else:
             self._mode, self._thread = _Counting(self.by_dtype, self.again), threading.get_ident()
-            # By hand, since the step lies between two calls of ours. mypy excuses untyped calls of torch's names, of
-            # which an inherited one is none.
-            self._mode.__enter__()  # type: ignore[no-untyped-call]
+            # By hand, since the step lies between two calls of ours.
+            self._mode.__enter__()  # type: ignore[no-untyped-call]  # mypy excuses torch's names, no inherited ones
 
     def stop(self) -> None:
         """End, at the next border; a mode that is not on top of the stack any more is left where it is."""
