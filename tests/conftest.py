@@ -25,6 +25,9 @@ STACKS_TO = pytest.StashKey[int]()
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--hard-limit", type=float, default=300, help="seconds until a hanging test ends the run")
+    parser.addoption(
+        "--share-gpu", action="store_true", help="let all ranks of a test that needs GPUs use the first one"
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -61,6 +64,8 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     if marker is None:
         return
     wanted = marker.args[0] if marker.args else 1
+    if item.config.getoption("--share-gpu") and "ranks" in item.fixturenames and not marker.kwargs.get("own"):
+        wanted = 1
     found = _devices()
     if found < wanted:
         pytest.skip(f"needs {wanted} CUDA device{'s' if wanted > 1 else ''}, found {found}")
@@ -84,13 +89,22 @@ def _nothing_stays_patched() -> Iterator[None]:
 
 
 @pytest.fixture(scope="session")
-def ranks() -> Iterator[Pool]:
+def ranks(request: pytest.FixtureRequest) -> Iterator[Pool]:
     """``ranks(world)(function, *args, timeout=60, backend="gloo", env=None, **kwargs)`` -> results by rank."""
     from tests.support.pool import Pool
 
-    pool = Pool()
+    pool = Pool(share_gpu=request.config.getoption("--share-gpu"))
     yield pool
     pool.close()
+
+
+_WORLDS = [pytest.param(world, marks=pytest.mark.gpu(world), id=f"{world}gpus") for world in (2, 4, 8)]
+
+
+@pytest.fixture(scope="session", params=_WORLDS)  # so that tests of one world come after each other and share ranks
+def gpus(request: pytest.FixtureRequest) -> int:
+    """A number of ranks, each with a GPU; where there are fewer, the test is skipped."""
+    return int(request.param)
 
 
 @pytest.fixture(scope="session")

@@ -34,7 +34,7 @@ from typing import Any, Final
 import pytest
 import torch.distributed as dist
 
-from tests.support import stacks, wire
+from tests.support import sharing, stacks, wire
 from tests.support import worker as worker_module
 from tests.support.environment import clean, exactly, resolve_quickly
 from tests.support.failures import Fate, RankFailure, tail
@@ -49,9 +49,10 @@ GRACE: Final = 3.0
 class Pool:
     """Workers of one pytest session; ``pool(world)`` is the callable that runs a function on that many ranks."""
 
-    def __init__(self, *, grace: float = GRACE) -> None:
+    def __init__(self, *, grace: float = GRACE, share_gpu: bool = False) -> None:
         resolve_quickly()
         self._grace = grace
+        self._share_gpu = share_gpu
         self._workers: list[_Worker] = []
         self._folder = Path(tempfile.mkdtemp(prefix="ranks-"))
         self._environment = clean(os.environ)
@@ -83,12 +84,15 @@ class Pool:
         __tracebackhide__ = True
         arguments = wire.dumps((tuple(args), dict(kwargs)))
         name = _name(function)
-        workers = self._ready(world)
+        timeout *= sharing.PATIENCE if self._share_gpu else 1
+        workers = self._ready(world, alike="nccl" in (backend or ""))
         self._cases += 1
         try:
             for rank, worker in enumerate(workers):
-                case = Case(self._cases, rank, world, backend, timeout, self._store_port(), dict(env), name, arguments)
-                worker.begin(case)
+                gpu, changes = (0, sharing.environment(rank)) if self._share_gpu else (rank, {})
+                changes |= env
+                port = self._store_port()
+                worker.begin(Case(self._cases, rank, world, gpu, backend, timeout, port, changes, name, arguments))
             return self._finish(workers, name, time.monotonic() + timeout, timeout)
         except BaseException:
             self._discard()
@@ -132,8 +136,9 @@ class Pool:
             pytest.skip(next(fate.error for fate in fates if fate.kind == "skipped"))
         raise RankFailure(f"{name.module}.{name.qualname}", fates, complaint)
 
-    def _ready(self, world: int) -> list[_Worker]:
-        if any(not worker.process.is_alive() for worker in self._workers):
+    def _ready(self, world: int, *, alike: bool) -> list[_Worker]:
+        """Return workers; such as have run the same cases until now, if ``alike``, as symmetric memory wants it."""
+        if any(not worker.process.is_alive() for worker in self._workers) or (alike and len(self._workers) != world):
             self._discard()
         self._folder.mkdir(exist_ok=True)
         while len(self._workers) < world:
@@ -175,7 +180,7 @@ class Ranks:
             args: Its arguments; tensors arrive by value.
             timeout: Seconds until the case fails with the stacks of all ranks.
             backend: Of the default group; None leaves ``torch.distributed`` uninitialised. With NCCL the device is set
-                by rank.
+                by rank, unless all share one.
             env: Environment variables of this case; None removes one. pytest's own environment of the moment does not
                 reach the workers.
             kwargs: Keyword arguments.

@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.support import scripts
 
@@ -23,6 +24,22 @@ def test_that_does_not():
 
 @pytest.mark.gpu(64)
 def test_that_needs_a_cluster():
+    raise AssertionError("ran")
+"""
+
+RANKS = """
+import pytest
+
+@pytest.mark.gpu(64)
+def test_that_may_share(ranks):
+    raise AssertionError("ran")
+
+@pytest.mark.gpu(64, own=True)
+def test_that_names_devices(ranks):
+    raise AssertionError("ran")
+
+@pytest.mark.gpu(64)
+def test_that_starts_programs():
     raise AssertionError("ran")
 """
 
@@ -53,6 +70,13 @@ def test_a_test_that_leaves_a_patch_fails_by_name(tmp_path):
     assert "ERROR test_suite.py::test_that_patches" in said
     assert "DistributedDataParallel.forward was torch.nn.parallel.distributed.DistributedDataParallel.forward" in said
     assert "needs 64 CUDA devices, found" in said
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU to share")
+def test_ranks_need_one_gpu_if_they_share_it(tmp_path):
+    said = pytest_on(tmp_path, RANKS, "--share-gpu").stdout.splitlines()
+    assert [line.split()[1] for line in said if "needs 1 CUDA device, found 0" in line] == ["[1]"]
+    assert [line.split()[1] for line in said if "needs 64 CUDA devices, found 0" in line] == ["[2]"]
 
 
 @pytest.mark.parametrize("options", [(), ("-n", "2", "--dist", "loadfile")], ids=["one process", "two workers"])

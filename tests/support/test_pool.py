@@ -112,6 +112,24 @@ def test_environment_of_a_case(ranks, monkeypatch):
     assert after["OMP_NUM_THREADS"] == "1"
 
 
+def test_ranks_that_share_a_gpu_are_hosts_of_their_own_to_nccl():
+    pool = Pool(share_gpu=True)
+    try:
+        seen = pool(2)(_environment, env={"NCCL_IB_DISABLE": None}, backend=None)
+    finally:
+        pool.close()
+    assert [one["NCCL_HOSTID"] for one in seen] == ["rank 0", "rank 1"]
+    assert seen[0]["TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"] == "1"
+    assert "NCCL_IB_DISABLE" not in seen[0]
+
+
+def test_ranks_on_gpus_have_run_the_same_cases(failing):
+    two = [worker.pid for worker in failing._ready(2, alike=True)]
+    assert [worker.pid for worker in failing._ready(1, alike=False)] == two[:1]
+    assert [worker.pid for worker in failing._ready(2, alike=True)] == two
+    assert not set(two) & {worker.pid for worker in failing._ready(3, alike=True)}
+
+
 def _draw_and_disturb():
     state = (
         torch.rand(1).item(),
@@ -179,7 +197,7 @@ def _sum_on_devices():
     return torch.cuda.current_device(), total
 
 
-@pytest.mark.gpu(2)
+@pytest.mark.gpu(2, own=True)
 def test_nccl_has_a_device_for_each_rank(ranks):
     assert ranks(2)(_sum_on_devices, backend="nccl") == [(rank, torch.tensor([2.0])) for rank in range(2)]
 

@@ -65,6 +65,7 @@ class Case:
     number: int
     rank: int
     world: int
+    gpu: int  # the index of the rank's device under NCCL
     backend: str | None
     timeout: float
     store_port: int
@@ -142,8 +143,8 @@ class _Runner:
             return
         options: dict[str, Any] = {}
         if "nccl" in case.backend:
-            torch.cuda.set_device(case.rank)
-            options["device_id"] = torch.device("cuda", case.rank)
+            torch.cuda.set_device(case.gpu)
+            options["device_id"] = torch.device("cuda", case.gpu)
         # Longer than the case: a hang shall end in the pool's time-out, which shows stacks.
         patience = timedelta(seconds=case.timeout + 60)
         dist.init_process_group(
@@ -167,6 +168,9 @@ class _Runner:
         revert = getattr(sys.modules.get("ovpatch"), "revert", None)
         if revert is not None:
             revert()
+        graphs = sys.modules.get("ovpatch.overlap.cuda_graphs")
+        if graphs is not None:
+            graphs.captures.total = 0  # no case replays another one's
         if dist.is_initialized():
             dist.destroy_process_group()
         _reset_torch()

@@ -186,7 +186,7 @@ def split_case(**ddp: Any) -> dict[str, Any]:
     return both(loop_split, **ddp)
 
 
-@pytest.mark.gpu(4)
+@pytest.mark.gpu(4, own=True)
 @pytest.mark.parametrize("ddp", [{}, {"bucket_cap_mb": 1}, {"find_unused_parameters": True}], ids=str)
 def test_a_model_on_two_devices(ranks, ddp):
     for result in ranks(2)(split_case, backend="nccl", **ddp):
