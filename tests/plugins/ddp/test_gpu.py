@@ -111,6 +111,8 @@ class MLP(nn.Module):
 
 def loop_compiled(outside: bool, backend: str) -> list[Record]:
     torch._dynamo.reset()
+    # Inductor times the configurations of a reduction, which add up in other orders; here it may take one of a kind.
+    torch.use_deterministic_algorithms(True, warn_only=True)
     model = MLP().to(device())
     wrapped = DDP(model) if outside else DDP(torch.compile(model, backend=backend))
     trained = torch.compile(wrapped, backend=backend) if outside else wrapped
