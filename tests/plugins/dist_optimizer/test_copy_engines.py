@@ -131,8 +131,13 @@ def test_a_group_that_is_destroyed_gives_its_memory_back_afterwards(monkeypatch)
 def test_streams(ranks, overlap):
     options = {**BY_COPIES, "overlap_param_gather": overlap, "gather_bucket_mb": 3.0}
     check_copied(ranks(2)(all_cases, wide, WIDE, options=options, **NCCL), steps=12)
-    clipped = {"clipped": {"clip": 0.01}}
-    check_copied(ranks(2)(all_cases, wide, clipped, options=options, **NCCL), steps=12, bitwise=False)
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_clipped(ranks, gpus, overlap):
+    options = {**BY_COPIES, "overlap_param_gather": overlap, "gather_bucket_mb": 3.0}
+    results = ranks(gpus)(all_cases, wide, {"": {"clip": 0.01}}, options=options, **NCCL)
+    check_copied(results, steps=12, bitwise=False)
 
 
 @pytest.mark.gpu(2)
@@ -186,9 +191,8 @@ def many(repetitions: int) -> list[int]:
     return wrong
 
 
-@pytest.mark.gpu(2)
-def test_late_ranks_and_streams(ranks):
-    assert ranks(2)(many, 300, **NCCL) == [[], []]
+def test_late_ranks_and_streams(ranks, gpus):
+    assert ranks(gpus)(many, 300, **NCCL) == [[]] * gpus
 
 
 def chosen() -> dict[str, Any]:

@@ -255,8 +255,14 @@ def test_streams(ranks, overlap, granularity):
     options = {"overlap_param_gather": overlap, "gather_granularity": granularity, "gather_bucket_mb": 3.0}
     cases = WIDE if granularity == "size" else {"autocast": {}}
     check_all(ranks(2)(all_cases, wide, cases, options=options, **NCCL), steps=12)
-    clipped = {"clipped": {"clip": 0.01}}
-    check_all(ranks(2)(all_cases, wide, clipped, options=options, **NCCL), steps=12, bitwise=False)
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("granularity", ["size", "layer", "module"])
+def test_clipped(ranks, gpus, overlap, granularity):
+    options = {"overlap_param_gather": overlap, "gather_granularity": granularity, "gather_bucket_mb": 3.0}
+    results = ranks(gpus)(all_cases, wide, {"": {"clip": 0.01}}, options=options, **NCCL)
+    check_all(results, steps=12, bitwise=False)
 
 
 @pytest.mark.parametrize("around", ["model", "wrapper"])

@@ -34,6 +34,13 @@ def test_streams(ranks, overlap, granularity):
     check_all(ranks(2)(all_cases, test_gpu.wide, cases, options=options, **NCCL), check=check_kept, steps=12)
 
 
+@pytest.mark.parametrize("overlap", [False, True])
+def test_clipped(ranks, gpus, overlap):
+    options = OPTIONS | {"overlap_param_gather": overlap, "gather_bucket_mb": 3.0}
+    results = ranks(gpus)(all_cases, test_gpu.wide, {"": {"clip": 0.01}}, options=options, **NCCL)
+    check_all(results, check=check_kept, steps=12, bitwise=False)
+
+
 def test_parameters_read(ranks):
     cases = {how: {"how": how} for how in test_reads_of_parameters.HOWS if how not in HELD}
     check_all(ranks(2)(all_cases, followed, cases, options=OPTIONS, **NCCL), check=check_kept)

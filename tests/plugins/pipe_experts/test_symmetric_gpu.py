@@ -42,12 +42,12 @@ def trained(cases: list[Case]) -> list[Any]:
     return found
 
 
-def test_any_layer(ranks):
+def test_any_layer(ranks, gpus):
     cases = [
         dataclasses.replace(case, how=symmetric(how)) for case in test_layer.CASES.values() for how in HOWS.values()
     ]
-    right = [expected(case, 2) for case in cases]
-    for rank, results in enumerate(ranks(2)(trained, cases, **NCCL)):
+    right = [expected(case, gpus) for case in cases]
+    for rank, results in enumerate(ranks(gpus)(trained, cases, **NCCL)):
         for case, wanted, (found, count) in zip(cases, right, results, strict=True):
             compare(wanted[rank], found, floor=1e-10).assert_equal()
             assert count, case
@@ -62,8 +62,9 @@ def differing(hows: list[How]) -> list[str]:
     return found if not sharing.objections() else sharing.objections()
 
 
-def test_all_bits_are_those_of_nccl(ranks):
-    assert ranks(2)(differing, [How("none"), How("experts", 2), How("experts"), How("tokens", 3)], **NCCL) == [[], []]
+def test_all_bits_are_those_of_nccl(ranks, gpus):
+    hows = [How("none"), How("experts", 2), How("experts"), How("tokens", 3)]
+    assert ranks(gpus)(differing, hows, **NCCL) == [[]] * gpus
 
 
 def repeated(how: How, times: int) -> bool:
@@ -117,8 +118,8 @@ def told(source: int, to: int, count: int, width: int, dtype: torch.dtype) -> Te
     return (numbers * 7 + 31 * source + 17 * to).remainder(251).to(dtype)
 
 
-def test_late_ranks_and_streams_change_nothing(ranks):
-    assert ranks(2)(late, 600, **NCCL) == [0, 0]
+def test_late_ranks_and_streams_change_nothing(ranks, gpus):
+    assert ranks(gpus)(late, 600, **NCCL) == [0] * gpus
 
 
 def unawaited() -> list[bool]:
@@ -138,8 +139,8 @@ def unawaited() -> list[bool]:
     return found
 
 
-def test_rows_that_nobody_waits_for_overwrite_nothing(ranks):
-    assert ranks(2)(unawaited, **NCCL) == [[True] * 5] * 2
+def test_rows_that_nobody_waits_for_overwrite_nothing(ranks, gpus):
+    assert ranks(gpus)(unawaited, **NCCL) == [[True] * 5] * gpus
 
 
 def checkpointed(how: How) -> list[Tensor]:
@@ -169,6 +170,6 @@ def both(how: How) -> list[bool]:
 
 
 @pytest.mark.parametrize("how", HOWS)
-def test_checkpoints_on_two_streams(ranks, how):
-    for found in ranks(2)(both, HOWS[how], **NCCL):
+def test_checkpoints_on_two_streams(ranks, gpus, how):
+    for found in ranks(gpus)(both, HOWS[how], **NCCL):
         assert all(found)

@@ -59,8 +59,8 @@ def regrouped() -> list[Any]:
     return found
 
 
-def test_groups_come_and_go(ranks):
-    for found in ranks(2)(regrouped, **NCCL):
+def test_groups_come_and_go(ranks, gpus):
+    for found in ranks(gpus)(regrouped, **NCCL):
         assert all(found), found
 
 
@@ -98,8 +98,8 @@ def late(rounds: int) -> int:
     return int(sum(counts))
 
 
-def test_late_ranks_and_streams_change_nothing(ranks):
-    assert ranks(2)(late, 1000, **NCCL) == [0, 0]
+def test_late_ranks_and_streams_change_nothing(ranks, gpus):
+    assert ranks(gpus)(late, 1000, **NCCL) == [0] * gpus
 
 
 def replayed() -> list[bool]:
@@ -133,8 +133,8 @@ def replayed() -> list[bool]:
     return found
 
 
-def test_graphs_and_eager_calls_take_turns(ranks):
-    for found in ranks(2)(replayed, **NCCL):
+def test_graphs_and_eager_calls_take_turns(ranks, gpus):
+    for found in ranks(gpus)(replayed, **NCCL):
         assert all(found), found
 
 
@@ -176,8 +176,8 @@ def numbers(dtype: torch.dtype, m: int, k: int, features: tuple[int, ...]) -> li
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_numbers(ranks, shape):
-    for found in ranks(2)(numbers, torch.bfloat16, *shape, **NCCL):
+def test_numbers(ranks, gpus, shape):
+    for found in ranks(gpus)(numbers, torch.bfloat16, *shape, **NCCL):
         assert not found
 
 

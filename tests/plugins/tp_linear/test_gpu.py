@@ -42,8 +42,8 @@ def test_a_llama(ranks, schedule):
 
 
 @pytest.mark.parametrize("operator", test_operators.CASES, ids=lambda operator: operator.__name__)
-def test_operators_alone(ranks, operator):
-    for found in ranks(2)(test_operators.wrong, operator, **NCCL):
+def test_operators_alone(ranks, gpus, operator):
+    for found in ranks(gpus)(test_operators.wrong, operator, **NCCL):
         assert not found
 
 
