@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import json
 import shlex
 import subprocess
 import sys
@@ -81,3 +82,18 @@ def test_what_is_missing_is_counted(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", [*sys.argv, "--minutes=0", "--rows", "0", "2"])
     assert suite.main() == 2
     assert capsys.readouterr().out.count("no time left") == 2
+
+
+def test_one_rank_of_eight_is_measured_alone(tmp_path):
+    result = tmp_path / "result.jsonl"
+    arm = "ovpatch, param_dtype=bf16"
+    command = [sys.executable, "-m", "benchmarks.zero_alone", "--world=8", "--size=tiny", "--rounds=1", "--steps=2"]
+    done = subprocess.run([*command, "--arms", arm, "--json", result], cwd=suite.ROOT, capture_output=True, timeout=200)
+    assert done.returncode == 0, done.stderr
+    told = json.loads(result.read_text())
+    assert (told["world"], told["failed"]) == (8, {})
+    (row,) = told["rows"]
+    counters = row["counters"]
+    assert (row["arm"], len(row["ms"])) == (arm, 2)
+    assert counters["state_bytes"] * 8 == counters["state_bytes_whole"] > 0
+    assert min(counters[name] for name in ("grads_by_parts", "gathers_overlapped", "params_in_param_dtype")) > 0
