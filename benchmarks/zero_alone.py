@@ -18,13 +18,13 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from typing import Any
 from unittest import mock
 
 import torch
 import torch.distributed as dist
-import torch.testing._internal.distributed.fake_pg  # noqa: F401 - registers the backend
+import torch.testing._internal.distributed.fake_pg  # registers the backend
 from torch import Tensor
 from torch.distributed.algorithms.ddp_comm_hooks.debugging_hooks import noop_hook
 from torch.nn.parallel import DistributedDataParallel
@@ -60,12 +60,10 @@ def nobody_there() -> Iterator[None]:
                 votes.mul_(dist.get_world_size())
         return works
 
-    with ExitStack() as patched:
-        patched.enter_context(mock.patch.object(AllReduce, "__call__", unanimous))
-        patched.enter_context(mock.patch.object(Gate, "come", lambda self: None))
-        patched.enter_context(mock.patch.object(Gate, "meet", lambda self, flag=None: bool(flag)))
-        # A copy on another stream waits for a sum, and no stream waits for a fake one.
-        patched.enter_context(mock.patch.object(Ballots, "losses", lambda self: []))
+    meet = mock.patch.object(Gate, "meet", lambda self, flag=None: bool(flag))
+    # A copy on another stream waits for a sum, and no stream waits for a fake one: what it reads is nobody's ballot.
+    quiet = mock.patch.multiple(Ballots, count=mock.DEFAULT, losses=mock.Mock(return_value=[]))
+    with mock.patch.object(AllReduce, "__call__", unanimous), mock.patch.object(Gate, "come"), meet, quiet:
         yield
 
 
@@ -117,8 +115,7 @@ def in_a_process(name: str) -> dict[str, Any]:
     """
     done = subprocess.run(
         [sys.executable, "-m", "benchmarks.zero_alone", *sys.argv[1:], "--arm", name],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
+        capture_output=True,
         text=True,
         timeout=_LONGEST_S,
     )
