@@ -101,7 +101,7 @@ def loop_of_backwards() -> list[Any]:
     return records
 
 
-# Ranks that share a GPU have sockets, and there NCCL may hang for good when a graph was destroyed that had captured some
+# Ranks that share a GPU have sockets. There NCCL may hang for good when a graph was destroyed that had captured some
 # of its collectives: it hands work to its proxies by a host function before it notices, and at once afterwards.
 @pytest.mark.gpu(2, own=True)
 @pytest.mark.parametrize("copy_engines", ["off", "auto"])
