@@ -101,8 +101,8 @@ def loop_of_backwards() -> list[Any]:
     return records
 
 
-# Ranks that share a GPU have sockets. There NCCL may hang for good when a graph was destroyed that had captured some
-# of its collectives: it hands work to its proxies by a host function before it notices, and at once afterwards.
+# Where ranks share a GPU, and NCCL has sockets, the first steps behind the graph of the stock arm may hang: all ranks wait
+# in the same collective, and it is not known why.
 @pytest.mark.gpu(2, own=True)
 @pytest.mark.parametrize("copy_engines", ["off", "auto"])
 def test_forward_and_backward(ranks, copy_engines):
