@@ -200,11 +200,8 @@ print(json.dumps(result))
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="one process per module only where that is cheap")
 def test_every_module_imports_alone_without_a_warning_and_most_without_torch(tmp_path):
-    """Of those that import torch such as no other one imports, unless with ALL_CASES=1: the others come with them."""
-    imported = {target for name in FILES for target, eager in GRAPH[name] if eager and target != name}
     needs_torch = [name for name in FILES if within(name, "ovpatch.overlap", "ovpatch.insight", "ovpatch_plugins")]
-    alone = [name for name in needs_torch if name not in imported or os.environ.get("ALL_CASES")]
-    names = {"torch": alone, "bare": [name for name in FILES if name not in needs_torch]}
+    names = {"torch": needs_torch, "bare": [name for name in FILES if name not in needs_torch]}
     done = subprocess.run(
         [sys.executable, "-W", "error", "-c", ALONE, json.dumps(names)],
         env=clean(os.environ),
