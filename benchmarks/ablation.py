@@ -41,7 +41,7 @@ from torch.nn.parallel import DistributedDataParallel
 import ovpatch
 from benchmarks.decoders import SIZES, Decoder, Shape, alone, cut, flops_per_step, parameters
 from benchmarks.peaks import PEAK_TFLOPS
-from benchmarks.runs import CUDA, add_timing, alternate, device, merged, running, start, timed
+from benchmarks.runs import CUDA, add_timing, alternate, clocked, device, merged, running, start
 from ovpatch.overlap import choosing, farewell
 
 Step = Callable[[], Tensor]
@@ -190,11 +190,7 @@ def measure(name: str, args: argparse.Namespace, mesh: DeviceMesh) -> dict[str, 
     problem = Problem(args, mesh)
     try:
         with built(name, problem) as (step, told):
-            timed(step, args.warmup)
-            if CUDA:
-                torch.cuda.reset_peak_memory_stats()
-            times = running(step, args.steps)
-            peak = torch.cuda.max_memory_allocated() / 2**30 if CUDA else 0.0
+            found = clocked(step, args, running)
             loss = step()
             value = (loss.full_tensor() if isinstance(loss, DTensor) else loss).item()
             features = told()
@@ -206,8 +202,8 @@ def measure(name: str, args: argparse.Namespace, mesh: DeviceMesh) -> dict[str, 
         farewell.met(mesh["dp"].get_group())  # nobody asks for what an arm has kept for slower ranks
         if CUDA:
             torch.cuda.empty_cache()
-    row = {"arm": name, "ms": times, "peak_gib": peak, "loss": round(value, 4), "features": features}
-    return row | speed(statistics.median(times), args)
+    row = {"arm": name, **found, "loss": round(value, 4), "features": features}
+    return row | speed(statistics.median(found["ms"]), args)
 
 
 def speed(ms: float, args: argparse.Namespace) -> dict[str, Any]:

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.distributed._functional_collectives import all_to_all_single_autograd
 from torch.distributed.device_mesh import init_device_mesh
 
-from benchmarks.runs import CUDA, add_timing, alternate, device, start, timed
+from benchmarks.runs import CUDA, add_timing, alternate, clocked, device, start, timed
 from ovpatch_plugins.pipe_experts import How, expert_parallel_ffn
 from ovpatch_plugins.pipe_experts.experts import swiglu
 from ovpatch_plugins.pipe_experts.products import Groups, grouped
@@ -238,13 +238,9 @@ def measure(name: str, problem: Problem, args: argparse.Namespace) -> dict[str, 
         for tensor in (problem.x, problem.up, problem.down, problem.weights):
             tensor.grad = None
 
-    timed(step, args.warmup)
-    if CUDA:
-        torch.cuda.reset_peak_memory_stats()
-    times = timed(step, args.steps)
-    peak = (torch.cuda.max_memory_allocated() - before) / 2**30 if CUDA else 0.0
+    found = clocked(step, args, timed, beside=before)
     gc.collect()
-    return {"arm": name, "ms": times, "peak_gib": peak}
+    return {"arm": name, **found}
 
 
 def parser() -> argparse.ArgumentParser:

@@ -71,6 +71,28 @@ def running(step: Callable[[], object], steps: int) -> list[float]:
     return _of_slowest(times)
 
 
+def clocked(
+    step: Callable[[], object],
+    args: argparse.Namespace,
+    how: Callable[[Callable[[], object], int], list[float]],
+    *,
+    beside: int = 0,
+) -> dict[str, Any]:
+    """Warm a step up, and return its times and its peak of memory.
+
+    Args:
+        step: What is measured.
+        args: With the options of :func:`add_timing`.
+        how: :func:`timed` or :func:`running`.
+        beside: Bytes that were allocated before and are not the step's.
+    """
+    timed(step, args.warmup)
+    if CUDA:
+        torch.cuda.reset_peak_memory_stats()
+    times = how(step, args.steps)
+    return {"ms": times, "peak_gib": (torch.cuda.max_memory_allocated() - beside) / 2**30 if CUDA else 0.0}
+
+
 def _of_slowest(times: list[float]) -> list[float]:
     slowest = torch.tensor(times, device=device())
     dist.all_reduce(slowest, op=dist.ReduceOp.MAX)

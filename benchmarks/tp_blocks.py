@@ -31,7 +31,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 import ovpatch
-from benchmarks.runs import CUDA, add_timing, alternate, device, graphed, start, timed
+from benchmarks.runs import CUDA, add_timing, alternate, clocked, device, graphed, start, timed
 
 SIZES = {
     "8b": {"width": 4096, "heads": 32, "hidden": 14336, "layers": 8, "tokens": 8192},
@@ -194,18 +194,14 @@ def measure(name: str, args: argparse.Namespace, mesh: DeviceMesh) -> dict[str, 
     try:
         with settings(ARMS[name], mesh):
             step = build(ARMS[name], args, mesh)
-            timed(step, args.warmup)
-            if CUDA:
-                torch.cuda.reset_peak_memory_stats()
-            times = timed(step, args.steps)
-            peak = (torch.cuda.max_memory_allocated() - before) / 2**30 if CUDA else 0.0
+            found = clocked(step, args, timed, beside=before)
     finally:
         del step
         torch._dynamo.reset()
         gc.collect()
         if CUDA:
             torch.cuda.empty_cache()
-    return {"arm": name, "ms": times, "peak_gib": peak}
+    return {"arm": name, **found}
 
 
 def parser() -> argparse.ArgumentParser:

@@ -27,7 +27,7 @@ from torch.distributed import _symmetric_memory  # without which torch.ops.symm_
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from benchmarks.runs import CUDA, add_timing, alternate, device, graphed, start, timed
+from benchmarks.runs import CUDA, add_timing, alternate, clocked, device, graphed, start, timed
 from ovpatch_plugins.tp_linear import wires
 from ovpatch_plugins.tp_linear.schedules import SCHEDULES
 
@@ -255,14 +255,10 @@ def _measured(name: str, compute: Operator, operator: Any, args: argparse.Namesp
             compute()
 
     step = graphed(calls) if name.endswith(", graphed") else calls
-    timed(step, args.warmup)
-    if CUDA:
-        torch.cuda.reset_peak_memory_stats()
-    times = [ms / args.inner for ms in timed(step, args.steps)]
-    peak = torch.cuda.max_memory_allocated() / 2**30 if CUDA else 0.0
+    found = clocked(step, args, timed)
     del step
     gc.collect()
-    return {"arm": name, "ms": times, "peak_gib": peak}
+    return {"arm": name, **found, "ms": [ms / args.inner for ms in found["ms"]]}
 
 
 def parser() -> argparse.ArgumentParser:

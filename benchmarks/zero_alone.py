@@ -30,7 +30,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.debugging_hooks import noop_hoo
 from torch.nn.parallel import DistributedDataParallel
 
 import ovpatch
-from benchmarks.runs import CUDA, alternate, running, timed
+from benchmarks.runs import CUDA, alternate, clocked, running
 from benchmarks.zero_step import OURS, PEERS, Problem, ddp, parser
 from ovpatch.overlap.ballot import Ballots
 from ovpatch.overlap.collectives import AllReduce
@@ -81,7 +81,7 @@ def without_futures() -> Iterator[None]:
         yield
 
 
-def measured(args: argparse.Namespace) -> dict[str, Any]:
+def run(args: argparse.Namespace) -> dict[str, Any]:
     """Run one arm in this process, which is not fit for another one afterwards."""
     join(args.world)
     problem = Problem(args)
@@ -93,12 +93,8 @@ def measured(args: argparse.Namespace) -> dict[str, Any]:
         else:
             with without_futures():
                 step = PEERS[args.arm](problem)
-        timed(step, args.warmup)
-        if CUDA:
-            torch.cuda.reset_peak_memory_stats()
-        times = running(step, args.steps)
-    peak = torch.cuda.max_memory_allocated() / 2**30 if CUDA else 0.0
-    return {"arm": args.arm, "ms": times, "peak_gib": peak, "counters": counted() if args.arm in OURS else {}}
+        found = clocked(step, args, running)
+    return {"arm": args.arm, **found, "counters": counted() if args.arm in OURS else {}}
 
 
 def counted() -> dict[str, int]:
@@ -113,12 +109,11 @@ def in_a_process(name: str) -> dict[str, Any]:
     Raises:
         RuntimeError: It ended without a result.
     """
-    done = subprocess.run(
-        [sys.executable, "-m", "benchmarks.zero_alone", *sys.argv[1:], "--arm", name],
-        capture_output=True,
-        text=True,
-        timeout=_LONGEST_S,
-    )
+    command = [sys.executable, "-m", "benchmarks.zero_alone", *sys.argv[1:], "--arm", name]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_LONGEST_S)
+    except subprocess.TimeoutExpired as error:
+        raise RuntimeError(f"no result within {_LONGEST_S} s") from error
     if done.returncode:
         raise RuntimeError(done.stderr.strip().rpartition("\n")[2])
     row: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
@@ -133,7 +128,7 @@ def main() -> None:
     made.add_argument("--arm", help=argparse.SUPPRESS)  # of one such process
     args = made.parse_args()
     if args.arm:
-        print(json.dumps(measured(args)), flush=True)
+        print(json.dumps(run(args)), flush=True)
         os._exit(0)  # without asking anybody for anything
     join(args.world)
     alternate("zero_alone", args.arms, in_a_process, args, chooses=lambda name: False)

@@ -26,7 +26,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import ovpatch
 from benchmarks.models import GPT, SIZES, flops_per_step
-from benchmarks.runs import CUDA, add_timing, alternate, device, running, start, timed
+from benchmarks.runs import CUDA, add_timing, alternate, clocked, device, running, start
 from ovpatch.overlap import farewell
 
 Step = Callable[[], None]
@@ -257,11 +257,7 @@ def measure(name: str, args: argparse.Namespace) -> dict[str, Any]:
     """Run one arm once."""
     try:
         with built(name, Problem(args)) as step:
-            timed(step, args.warmup)
-            if CUDA:
-                torch.cuda.reset_peak_memory_stats()
-            times = running(step, args.steps)
-            peak = torch.cuda.max_memory_allocated() / 2**30 if CUDA else 0.0
+            found = clocked(step, args, running)
             del step
             gc.collect()  # or what is taken back would be made whole for nobody
     finally:
@@ -271,7 +267,7 @@ def measure(name: str, args: argparse.Namespace) -> dict[str, Any]:
         farewell.met(dist.group.WORLD)  # nobody asks for what an arm has kept for slower ranks
         if CUDA:
             torch.cuda.empty_cache()
-    return {"arm": name, "ms": times, "peak_gib": peak}
+    return {"arm": name, **found}
 
 
 def parser() -> argparse.ArgumentParser:
