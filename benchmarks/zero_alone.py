@@ -3,10 +3,14 @@
     python -m benchmarks.zero_alone --world 8 --size 3.8b --json benchmarks/results/zero_alone.jsonl
 
 The arms are those of ``zero_step``, and the ranks that one of them believes in are not there: the process group is of
-torch's backend ``fake``, whose collectives return at once and move nothing. So losses are wrong, and times are those of
-no cluster, but what is allocated, copied, cast and updated is what each of so many ranks does. To the time of the arm
-``limit`` an arm adds what it costs a device and a host apart from the network. Each arm has a process of its own, and
-NCCL's own buffers, a few hundred MiB, are not in it.
+torch's backend ``fake``, whose collectives return at once. What is allocated, copied, cast and updated is what each of
+so many ranks does, so to the time of the arm ``limit`` an arm adds what it costs a device and a host apart from the
+network. Each arm has a process of its own, and NCCL's own buffers, a few hundred MiB, are not in it.
+
+Power, and with it time, depends on the numbers that are multiplied: products of NaN are the fastest. So all arms work
+on such numbers as training begins with, in every step: the learning rate is zero, and what others would send is what
+this rank has. Our gathers are filled with that until times are taken; FSDP2's, which go to other memory each time,
+always (the backend does so), by copies beside its computing. Each arm tells its loss.
 """
 
 from __future__ import annotations
@@ -14,10 +18,11 @@ from __future__ import annotations
 import argparse
 import functools
 import json
+import math
 import os
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 from unittest import mock
@@ -30,12 +35,13 @@ from torch.distributed.algorithms.ddp_comm_hooks.debugging_hooks import noop_hoo
 from torch.nn.parallel import DistributedDataParallel
 
 import ovpatch
+from benchmarks import zero_step
 from benchmarks.runs import CUDA, alternate, clocked, running
 from benchmarks.zero_step import OURS, PEERS, Problem, ddp, parser
 from ovpatch.overlap.ballot import Ballots
-from ovpatch.overlap.collectives import AllReduce
+from ovpatch.overlap.collectives import AllGather, AllReduce, ReduceScatter
 from ovpatch.overlap.gate import Gate
-from ovpatch.overlap.works import Work
+from ovpatch.overlap.works import Pending, Work
 
 _LONGEST_S = 600
 
@@ -49,8 +55,12 @@ def join(world: int) -> None:
 
 
 @contextmanager
-def nobody_there() -> Iterator[None]:
-    """Let hosts meet nobody, and whatever ranks vote on be as if all had voted as this one."""
+def nobody_there(warming: Callable[[], bool]) -> Iterator[None]:
+    """Let our hosts meet nobody, all ranks have voted as this one, and sums be its own part.
+
+    Args:
+        warming: Whether gathers are filled.
+    """
     real = AllReduce.__call__
 
     def unanimous(self: AllReduce, tensors: Sequence[Tensor]) -> Sequence[Work]:
@@ -60,16 +70,42 @@ def nobody_there() -> Iterator[None]:
                 votes.mul_(dist.get_world_size())
         return works
 
+    def gathered(self: AllGather, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> Sequence[Work]:
+        pairs = list(zip(outputs, inputs, strict=True))
+        if warming():  # its part of a whole may lie in it
+            _copy([(to.view(dist.get_world_size(), -1), of.clone().view(1, -1)) for to, of in pairs])
+        own = [(_own(to), of.view(-1)) for to, of in pairs]
+        _copy([(to, of) for to, of in own if to.data_ptr() != of.data_ptr()])
+        return [Pending([])]
+
+    def scattered(self: ReduceScatter, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> Sequence[Work]:
+        _copy([(part.view(-1), _own(whole)) for part, whole in zip(outputs, inputs, strict=True)])
+        return [Pending([])]
+
     meet = mock.patch.object(Gate, "meet", lambda self, flag=None: bool(flag))
     # A copy on another stream waits for a sum, and no stream waits for a fake one: what it reads is nobody's ballot.
     quiet = mock.patch.multiple(Ballots, count=mock.DEFAULT, losses=mock.Mock(return_value=[]))
-    with mock.patch.object(AllReduce, "__call__", unanimous), mock.patch.object(Gate, "come"), meet, quiet:
+    one, all_, parts = (
+        mock.patch.object(made, "__call__", with_)
+        for made, with_ in ((AllReduce, unanimous), (AllGather, gathered), (ReduceScatter, scattered))
+    )
+    with one, all_, parts, mock.patch.object(Gate, "come"), meet, quiet:
         yield
 
 
+def _own(whole: Tensor) -> Tensor:
+    return whole.view(dist.get_world_size(), -1)[dist.get_rank()]
+
+
+def _copy(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
+    if pairs:
+        with torch.no_grad():
+            torch._foreach_copy_(*zip(*pairs, strict=True))
+
+
 @contextmanager
-def without_futures() -> Iterator[None]:
-    """Let stock's reducer reduce by a hook, for a fake work has no future for it."""
+def stock_alone() -> Iterator[None]:
+    """Let stock's reducer reduce by a hook, for a fake work has no future for it, and FSDP2's sums be its own part."""
     real = DistributedDataParallel.__init__
 
     @functools.wraps(real)
@@ -77,24 +113,50 @@ def without_futures() -> Iterator[None]:
         real(self, *args, **kwargs)
         self.register_comm_hook(None, noop_hook)
 
-    with mock.patch.object(DistributedDataParallel, "__init__", wrapped):
+    def scattered(output: Tensor, input: Tensor, *args: Any, **kwargs: Any) -> None:
+        _copy([(output.view(-1), _own(input))])
+
+    init = mock.patch.object(DistributedDataParallel, "__init__", wrapped)
+    with init, mock.patch.object(dist, "reduce_scatter_tensor", scattered):
         yield
+
+
+class Losses(Problem):
+    """The problem, which remembers the last loss."""
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        super().__init__(args)
+        self.last = torch.zeros(())
+
+    def backwards(self, *args: Any, **kwargs: Any) -> Tensor:
+        """Run forward and backward; a hook would tell as much, but ours gives memory up later where hooks are."""
+        self.last = super().backwards(*args, **kwargs)
+        return self.last
 
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
     """Run one arm in this process, which is not fit for another one afterwards."""
     join(args.world)
-    problem = Problem(args)
-    with nobody_there():
-        if args.arm in OURS:
+    problem = Losses(args)
+    ours, timing = args.arm in OURS, False
+
+    def clock(step: Callable[[], object], steps: int) -> list[float]:
+        nonlocal timing
+        timing = True
+        return running(step, steps)
+
+    with nobody_there(lambda: not timing) if ours else stock_alone(), mock.patch.object(zero_step, "LR", 0.0):
+        if ours:
             features, options, kwargs = OURS[args.arm]
             ovpatch.apply(*features, options=options)
             step = ddp(problem, **kwargs)
         else:
-            with without_futures():
-                step = PEERS[args.arm](problem)
-        found = clocked(step, args, running)
-    return {"arm": args.arm, **found, "counters": counted() if args.arm in OURS else {}}
+            step = PEERS[args.arm](problem)
+        found = clocked(step, args, clock)
+    loss = problem.last.item()
+    if not math.isfinite(loss):
+        raise RuntimeError(f"the loss is {loss}, so the times are those of other numbers")
+    return {"arm": args.arm, **found, "loss": loss, "counters": counted() if ours else {}}
 
 
 def counted() -> dict[str, int]:

@@ -67,13 +67,14 @@ class Problem:
         model: nn.Module,
         autocast: bool,
         quiet: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext,
-    ) -> None:
-        """Run the microbatches' forward and backward, all but the last under ``quiet()``."""
+    ) -> Tensor:
+        """Run the microbatches' forward and backward, all but the last under ``quiet()``; return the last loss."""
         for micro in range(self.accumulate):
             with quiet() if micro < self.accumulate - 1 else contextlib.nullcontext():
                 with torch.autocast(device().type, dtype=torch.bfloat16, enabled=autocast):
                     loss = model(self.tokens, self.targets)
                 loss.backward()
+        return loss.detach()
 
     def clipped(self, params: Iterable[Tensor]) -> None:
         """Clip gradients as scripts do, if that is asked for."""
