@@ -18,7 +18,6 @@ from ovpatch_plugins.pipe_experts.layer import run, run_experts, run_grouped_exp
 from ovpatch_plugins.pipe_experts.module import ExpertParallelFFN
 from ovpatch_plugins.pipe_experts.routing import drop_surplus
 
-HIDDEN, FFN = 6, 5
 DOUBLE = torch.float64
 Record = dict[str, Any]
 
@@ -45,6 +44,7 @@ class Case:
         module: Which layer: of stacked weights, or of :data:`KINDS`.
         steps: Of the optimizer.
         seed: Of everything.
+        sizes: Features of a token, and between an expert's two products.
     """
 
     local: int = 2
@@ -59,6 +59,7 @@ class Case:
     steps: int = 2
     seed: int = 0
     how: How = field(default_factory=How)
+    sizes: tuple[int, int] = (6, 5)
 
     def tokens_of(self, rank: int) -> int:
         return self.tokens[rank % len(self.tokens)]
@@ -66,19 +67,20 @@ class Case:
     def weights(self, world: int) -> dict[str, Tensor]:
         """Return all weights: of all experts, of the router, of shared experts."""
         generator = torch.Generator().manual_seed(self.seed)
-        count, wide = world * self.local, FFN * (2 if self.activation == "swiglu" else 1)
+        hidden, ffn = self.sizes
+        count, wide = world * self.local, ffn * (2 if self.activation == "swiglu" else 1)
         shapes = {
-            "up": (count, wide, HIDDEN),
-            "down": (count, HIDDEN, FFN),
-            "router": (count, HIDDEN),
-            "shared": (HIDDEN, HIDDEN),
+            "up": (count, wide, hidden),
+            "down": (count, hidden, ffn),
+            "router": (count, hidden),
+            "shared": (hidden, hidden),
         }
         drawn = {name: torch.randn(shape, generator=generator, dtype=DOUBLE) for name, shape in shapes.items()}
         return {name: weight.to(device()) for name, weight in drawn.items()}
 
     def x(self, rank: int, step: int) -> Tensor:
         generator = torch.Generator().manual_seed(1000 * self.seed + 100 * step + rank)
-        return torch.randn(self.tokens_of(rank), HIDDEN, generator=generator, dtype=DOUBLE).to(device())
+        return torch.randn(self.tokens_of(rank), self.sizes[0], generator=generator, dtype=DOUBLE).to(device())
 
     def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
         """Return one; for lazy experts, of which some have no gradient instead of zero, one that treats both alike."""
@@ -256,7 +258,7 @@ class _Shared(nn.Module):
 
 def made_layer(case: Case, world: int) -> ExpertParallelFFN:
     arguments = {"activation": case.activation, "how": case.how, "dtype": DOUBLE, "device": device()}
-    return ExpertParallelFFN(HIDDEN, FFN, world * case.local, **arguments)
+    return ExpertParallelFFN(*case.sizes, world * case.local, **arguments)
 
 
 def train(case: Case, *, forward: Callable[[nn.Module, Tensor], Tensor] | None = None) -> list[Record]:

@@ -100,7 +100,8 @@ def test_ten_steps(ranks, world, local, top_k, favourites):
 @pytest.mark.parametrize("module", ["stacked", *KINDS])
 def test_groups_of_experts_leave_all_bits_as_they_are(ranks, module):
     for local in (2, 4):
-        case = Case(local=local, module=module, how=HOWS["none"])
+        # Rows of 64 bytes: MKL rounds by where rows lie, on some processors, and behind others they lie elsewhere.
+        case = Case(local=local, module=module, how=HOWS["none"], sizes=(8, 8))
         whole, cut = (ranks(2)(train, dataclasses.replace(case, how=how)) for how in (HOWS["none"], HOWS["experts"]))
         compare(whole, cut).assert_bitwise()
 
