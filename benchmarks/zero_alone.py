@@ -16,6 +16,7 @@ always (the backend does so), by copies beside its computing. Each arm tells its
 from __future__ import annotations
 
 import argparse
+import contextlib
 import functools
 import json
 import math
@@ -23,7 +24,6 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from typing import Any
 from unittest import mock
 
@@ -42,6 +42,7 @@ from ovpatch.overlap.ballot import Ballots
 from ovpatch.overlap.collectives import AllGather, AllReduce, ReduceScatter
 from ovpatch.overlap.gate import Gate
 from ovpatch.overlap.works import Pending, Work
+from ovpatch_plugins.ddp import takeover
 
 _LONGEST_S = 600
 
@@ -54,21 +55,19 @@ def join(world: int) -> None:
     dist.init_process_group("fake", store=dist.HashStore(), rank=0, world_size=world)
 
 
-@contextmanager
+@contextlib.contextmanager
 def nobody_there(warming: Callable[[], bool]) -> Iterator[None]:
-    """Let our hosts meet nobody, all ranks have voted as this one, and sums be its own part.
+    """Let our hosts meet nobody, and collectives be as NCCL's, were all ranks as this one: averages are its own.
 
     Args:
         warming: Whether gathers are filled.
     """
-    real = AllReduce.__call__
 
-    def unanimous(self: AllReduce, tensors: Sequence[Tensor]) -> Sequence[Work]:
-        works = real(self, tensors)
+    def reduced(self: AllReduce, tensors: Sequence[Tensor]) -> Sequence[Work]:
         for votes in tensors:
             if not votes.is_floating_point():
                 votes.mul_(dist.get_world_size())
-        return works
+        return [Pending([])]
 
     def gathered(self: AllGather, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> Sequence[Work]:
         pairs = list(zip(outputs, inputs, strict=True))
@@ -85,11 +84,13 @@ def nobody_there(warming: Callable[[], bool]) -> Iterator[None]:
     meet = mock.patch.object(Gate, "meet", lambda self, flag=None: bool(flag))
     # A copy on another stream waits for a sum, and no stream waits for a fake one: what it reads is nobody's ballot.
     quiet = mock.patch.multiple(Ballots, count=mock.DEFAULT, losses=mock.Mock(return_value=[]))
-    one, all_, parts = (
-        mock.patch.object(made, "__call__", with_)
-        for made, with_ in ((AllReduce, unanimous), (AllGather, gathered), (ReduceScatter, scattered))
-    )
-    with one, all_, parts, mock.patch.object(Gate, "come"), meet, quiet:
+    averages = mock.patch.object(takeover, "averages", return_value=True)
+    ways = ((AllReduce, reduced), (AllGather, gathered), (ReduceScatter, scattered))
+    with contextlib.ExitStack() as patches:
+        for patch in (mock.patch.object(Gate, "come"), meet, quiet, averages):
+            patches.enter_context(patch)
+        for made, way in ways:
+            patches.enter_context(mock.patch.object(made, "__call__", way))
         yield
 
 
@@ -103,7 +104,7 @@ def _copy(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
             torch._foreach_copy_(*zip(*pairs, strict=True))
 
 
-@contextmanager
+@contextlib.contextmanager
 def stock_alone() -> Iterator[None]:
     """Let stock's reducer reduce by a hook, for a fake work has no future for it, and FSDP2's sums be its own part."""
     real = DistributedDataParallel.__init__
