@@ -126,6 +126,26 @@ def zero_step() -> str:
     )
 
 
+def zero_alone() -> str:
+    """Return the table of ``benchmarks/zero_alone.py``: one row per run."""
+    results = _results("zero_alone")
+    columns = _seen(ZERO_ARMS, results)
+    names = {**columns, "ovpatch, NCCL": "**ovpatch**"}
+    header = ["run", "ranks", *names.values(), "ovpatch / limit"]
+    lines = [_row(header), _row(["---"] * len(header))]
+    for result in results:
+        arms = {row["arm"]: row for row in result["summary"]}
+        cells = [f"{_ms(arms[arm])}, {arms[arm]['peak_gib']:.1f} GiB" if arm in arms else "" for arm in columns]
+        against = arms["ovpatch, NCCL"]["median_ms"] / arms["limit, fp32"]["median_ms"]
+        lines.append(_row([_ddp_name(result), str(result["world"]), *cells, f"{against:.3f}"]))
+    newest = results[-1]
+    return "\n".join(lines) + (
+        f"\n\nMilliseconds per training step, median, and peak of memory of one rank on one {newest['device']}, whose "
+        f"peers are not there: nothing is communicated. torch {newest['torch']}, otherwise as above, {newest['date']}. "
+        "Raw data, with worst cases: `benchmarks/results/zero_alone.jsonl`."
+    )
+
+
 def tp_blocks() -> str:
     """Return the table of ``benchmarks/tp_blocks.py``: one row per run."""
     results = _results("tp_blocks")
@@ -338,6 +358,7 @@ def _ddp_name(result: dict[str, Any]) -> str:
 TABLES = {
     "ablation": ablation,
     "ddp_step": ddp_step,
+    "zero_alone": zero_alone,
     "zero_step": zero_step,
     "moe_layer": moe_layer,
     "tp_blocks": tp_blocks,

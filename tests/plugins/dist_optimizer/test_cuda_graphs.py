@@ -101,8 +101,8 @@ def loop_of_backwards() -> list[Any]:
     return records
 
 
-# Where ranks share a GPU and NCCL has sockets, steps behind the stock arm's graph may hang: all ranks wait in the same
-# collective, and it is not known why.
+# Where ranks share a GPU and NCCL has sockets, steps behind the stock arm's graph may hang in the first ballot: see
+# docs/cluster.md, "CUDA graphs over the network". With NCCL_RUNTIME_CONNECT=0 three of three came beyond.
 @pytest.mark.gpu(2, own=True)
 @pytest.mark.parametrize("copy_engines", ["off", "auto"])
 def test_forward_and_backward(ranks, copy_engines):
