@@ -5,7 +5,8 @@
 
 Likewise ``racecheck`` and ``synccheck``. Without torch's cache of memory, every tensor has bounds that memcheck knows.
 torch asks the driver whether memory can be shared between hosts, and takes no for an answer: no error. Ranks speak over
-gloo, so that no kernels but ours and torch's run. The exit status is 1 if a result is wrong, 9 if the tool finds
+gloo, so that no kernels but ours and torch's run; they may share a GPU, if LOCAL_RANK is 0 for all of them and
+TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES is 1. The exit status is 1 if a result is wrong, 9 if the tool finds
 something.
 """
 
