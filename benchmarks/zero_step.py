@@ -238,6 +238,16 @@ OURS: dict[str, tuple[tuple[str, ...], dict[str, dict[str, Any]], dict[str, Any]
         {},
     ),
     "ovpatch, bf16 weights": (BOTH, MAIN, BF16),
+    "ovpatch, bf16 weights, NCCL": (
+        BOTH,
+        {**MAIN, "dist_optimizer": MAIN["dist_optimizer"] | {"copy_engines": "off"}},
+        BF16,
+    ),
+    "ovpatch, bf16 weights, copy engines": (
+        BOTH,
+        {**MAIN, "dist_optimizer": MAIN["dist_optimizer"] | {"copy_engines": "on"}},
+        BF16,
+    ),
     "ovpatch, bf16 weights, no overlap": (BOTH, {name: SERIAL[name] | MAIN[name] for name in BOTH}, BF16),
 }
 ARMS = [*PEERS, *OURS]

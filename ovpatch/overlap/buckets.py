@@ -47,11 +47,8 @@ class GradBucket:
         alone: Parameters, by index in the whole model, that never do.
 
     Attributes:
-        nbytes: Number of bytes that the collective reduces.
-        transient: How many of them nobody needs once they are reduced; see :meth:`give_up`.
+        nbytes: Number of bytes that are summed.
     """
-
-    transient: int = 0
 
     def __init__(
         self,
@@ -79,6 +76,11 @@ class GradBucket:
         self._views: dict[int, Tensor] = {}
         self._pieces: dict[int, Tensor] = {}
 
+    @property
+    def transient(self) -> int:
+        """How many bytes nobody needs once they are reduced; see :meth:`give_up`."""
+        return 0
+
     def start(self, collectives: Collectives, pieces: list[Tensor]) -> Sequence[Work]:
         """Start the reduction of what :meth:`pack` or :meth:`zeros` has returned."""
         return collectives.all_reduce(pieces)
@@ -102,7 +104,8 @@ class GradBucket:
                 see [Note: the node that is running].
 
         Returns:
-            Dense tensors of :attr:`dtype`, of the same sizes in the same order on every rank.
+            Dense tensors of the same sizes in the same order on every rank; of :attr:`dtype`, but for those that travel
+            as they are.
         """
         scale = 1.0 / divisor
         with torch.no_grad():
@@ -118,7 +121,7 @@ class GradBucket:
             grads = [grad for i in own if (grad := self.params[i].grad) is not None]
             for grad in grads:
                 main_grads.take(grad)
-            _multiply(grads, scale)
+            _multiply([grad for i, grad in zip(own, grads, strict=True) if not self._as_it_is(i)], scale)
             self._pieces.update(zip(own, grads, strict=True))
             flat = [self._flat] if self._flat is not None and self._flat_numel else []
             return flat + [_in_memory_order(self._pieces[i]) for i in self._large]
@@ -152,9 +155,9 @@ class GradBucket:
 
     def zeros(self) -> list[Tensor]:
         """Return zero tensors that can stand in for what :meth:`pack` returns."""
-        sizes = [self._flat_numel] if self._flat_numel else []
-        sizes += [self.params[i].numel() for i in self._large]
-        return [torch.zeros(size, dtype=self.dtype, device=self.device) for size in sizes]
+        sizes = [(self._flat_numel, self.dtype)] if self._flat_numel else []
+        sizes += [(self.params[i].numel(), self._dtype(i)) for i in self._large]
+        return [torch.zeros(size, dtype=dtype, device=self.device) for size, dtype in sizes]
 
     def give_up(self, *, but: Collection[int]) -> None:
         """Free what nobody needs once it is reduced, while backward still runs; the collective has been waited for.
@@ -176,9 +179,17 @@ class GradBucket:
         """Forget what was packed. The collective has been waited for."""
         self._pieces.clear()
 
+    def _as_it_is(self, i: int) -> bool:
+        """Tell whether a gradient is neither cast nor divided before it is reduced."""
+        return False
+
+    def _dtype(self, i: int) -> torch.dtype:
+        return self.params[i].dtype if self._as_it_is(i) else self.dtype
+
     def _copy(self, positions: Iterable[int], scale: float) -> None:
         """Copy gradients into the flat tensor, or into tensors of their own, multiplied by ``scale``."""
         targets: list[Tensor] = []
+        divided: list[Tensor] = []
         grads: list[Tensor] = []
         for i in positions:
             grad = self._grad(i)
@@ -187,11 +198,12 @@ class GradBucket:
                 target.zero_()
             else:
                 targets.append(target)
+                divided += [] if self._as_it_is(i) else [target]
                 source = main_grads.take(grad)
-                grads.append(source if self.dtype is torch.float32 else grad)
+                grads.append(source if target.dtype is torch.float32 else grad)
         if targets:
             torch._foreach_copy_(targets, grads)
-            _multiply(targets, scale)
+            _multiply(divided, scale)
 
     def _grad(self, i: int) -> Tensor | None:
         grad = self.params[i].grad
@@ -212,7 +224,7 @@ class GradBucket:
             if i in self._views:
                 return self._views[i]
             shape, strides = self.params[i].shape, self._strides[i]
-            return torch.empty_strided(shape, strides, dtype=self.dtype, device=self.device)
+            return torch.empty_strided(shape, strides, dtype=self._dtype(i), device=self.device)
 
     def _in_place(self, i: int, given: Tensor | None) -> bool:
         """Tell whether the gradient can be reduced where it is; see [Note: reduced in place]."""
@@ -220,7 +232,7 @@ class GradBucket:
         return (
             grad is not None
             and type(grad) is Tensor
-            and grad.dtype == self.dtype
+            and grad.dtype == self._dtype(i)
             and not grad.requires_grad
             and same_layout(grad, self._strides[i])
             and not (grad.is_conj() or grad.is_neg())

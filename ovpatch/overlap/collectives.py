@@ -175,9 +175,22 @@ class Collectives:
         self.all_reduce = AllReduce(group, device, average=average)
         self.reduce_scatter = ReduceScatter(group, device, average=average)
 
+    def average_widely(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> Sequence[Work]:
+        """Average in fp32 what has another dtype, as :meth:`ReduceScatter.__call__`; only copies between ranks can."""
+        engine = scattering(self._group, self._device)
+        if engine is None:
+            raise RuntimeError(_GONE)
+        return engine.scatter(outputs, inputs, average=True)
+
     def attend(self) -> None:
         """End what is reduced together; see [Note: who does not come]."""
         attend(self._group, self._device)
+
+
+_GONE = (
+    "ovpatch: copies between ranks ended during a backward that others go on with. Restart all ranks; or set "
+    "OVPATCH_DIST_OPTIMIZER_COPY_ENGINES=off, if it happens again."
+)
 
 
 def _groups(group: dist.ProcessGroup, device: torch.device) -> bool:

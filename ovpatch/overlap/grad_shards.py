@@ -241,10 +241,9 @@ class GradShards:
         if self._gate is not None:
             self._gate.come()
 
-    def meet(self) -> None:
-        """Have the host wait for the others; see [Note: hosts first]. Called before collectives, in their order."""
-        if self._gate is not None:
-            self._gate.meet()
+    def meet(self, flag: bool | None = None) -> bool:
+        """Have the host wait, before collectives, and in their order, as :meth:`Gate.meet`; true without a gate."""
+        return self._gate is None or self._gate.meet(flag)
 
     def receive(self, reduction: Arriving) -> None:
         """Wait for all reductions of a backward: a new edition, which begins when peers have read the last."""

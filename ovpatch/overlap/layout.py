@@ -21,6 +21,7 @@ import torch.distributed as dist
 
 from ovpatch.overlap.buckets import SMALL, GradBucket
 from ovpatch.overlap.grad_shards import GradShards
+from ovpatch.overlap.half_wire import HalfWire
 from ovpatch.overlap.halves import HALVES
 from ovpatch.overlap.reduction import Bucket
 from ovpatch.overlap.shard_bucket import ShardBucket
@@ -41,6 +42,7 @@ class Layout:
         in_fp32: Reduce gradients of half precision in float32.
         sparse: Whether each parameter's gradient will be sparse.
         shards: Where parts of gradients go that are not needed whole, if there is such a place.
+        wire: How those travel; None if in the dtype that they are summed in.
     """
 
     params: Sequence[torch.nn.Parameter]
@@ -50,6 +52,7 @@ class Layout:
     in_fp32: bool = False
     sparse: Sequence[bool] = ()
     shards: GradShards | None = None
+    wire: HalfWire | None = None
 
     def initial(self, *, bucketed: bool) -> list[Bucket]:
         """Return the buckets for the first backward, whose order of gradients is not known yet.
@@ -120,7 +123,7 @@ class Layout:
         wide = self.in_fp32 and params[0].dtype in HALVES
         dtype = torch.float32 if wide else None
         if self.shards is not None and not self.shards.chosen.isdisjoint(indices):
-            return ShardBucket(indices, params, self.shards, dtype=dtype)
+            return ShardBucket(indices, params, self.shards, self.wire, dtype=dtype)
         return GradBucket(indices, params, dtype=dtype)
 
     def _is_sparse(self, index: int) -> bool:

@@ -69,7 +69,7 @@ class Reduction:
     def open(self) -> None:
         """Begin a backward: nothing has come, every parameter is waited for."""
         self.absent: set[int] = set()
-        self.launched, self._attended = 0, False
+        self.launched, self._attended, self._met = 0, False, False
         self._waiting = list(self._sizes)
         self._works: list[Work] = []
         self._staged: set[int] = set()
@@ -147,6 +147,7 @@ class Reduction:
         """Launch all others with zeros, so that peers, which wait for them, can go on."""
         for bucket in self.buckets[self.launched :]:
             if not self._skipped(bucket):
+                self._meet_once()
                 self._start(bucket, bucket.zeros())
             self.launched += 1
         self._attend()
@@ -190,6 +191,7 @@ class Reduction:
         index, bucket = self.launched, self.buckets[self.launched]
         if not self._skipped(bucket):
             with span(self._labels[index]):
+                self._meet_once()
                 self._join(bucket)
                 works = self._start(bucket, bucket.pack(self._divisor, absent=self.absent, given=given))
             self.launched = index + 1  # before anything else that can raise: it must not be launched again
@@ -204,9 +206,12 @@ class Reduction:
         for collectives in self._collectives.values():
             collectives.attend()
 
-    def _start(self, bucket: Bucket, pieces: list[Tensor]) -> Sequence[Work]:
-        if not self._works:
+    def _meet_once(self) -> None:
+        if not self._met:
             self._meet()
+            self._met = True
+
+    def _start(self, bucket: Bucket, pieces: list[Tensor]) -> Sequence[Work]:
         works = bucket.start(self._collectives[bucket.device], pieces)
         self._works += works
         return works

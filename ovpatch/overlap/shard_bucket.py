@@ -10,6 +10,7 @@ from torch import Tensor
 from ovpatch.overlap.buckets import GradBucket
 from ovpatch.overlap.collectives import Collectives
 from ovpatch.overlap.grad_shards import GradShards
+from ovpatch.overlap.half_wire import HalfWire
 from ovpatch.overlap.slices import flat
 from ovpatch.overlap.works import Work
 
@@ -21,6 +22,7 @@ class ShardBucket(GradBucket):
         indices: Index of each parameter in the order of the whole model.
         params: The parameters, in the same order.
         shards: Where the parts go; it knows which parameters are cut.
+        wire: How they travel; None if in the dtype that they are summed in.
         dtype: What the sum is computed in; the parameters' own dtype by default.
     """
 
@@ -29,15 +31,21 @@ class ShardBucket(GradBucket):
         indices: Sequence[int],
         params: Sequence[torch.nn.Parameter],
         shards: GradShards,
+        wire: HalfWire | None = None,
         *,
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__(indices, params, dtype=dtype, alone=shards.chosen)
-        self._shards = shards
+        self._shards, self._wire = shards, wire
         self._cut = [i for i in self._large if indices[i] in shards.chosen]
-        self.transient = sum(params[i].numel() for i in self._cut) * self.dtype.itemsize
+        self._numel = sum(params[i].numel() for i in self._cut)
         self._given_up: set[int] = set()
         self._copies: list[Tensor] = []
+
+    @property
+    def transient(self) -> int:
+        """See :class:`GradBucket`."""
+        return self._numel * (self._dtype(self._cut[0]).itemsize if self._cut else 0)
 
     def give_up(self, *, but: Collection[int]) -> None:
         """Free the memory of what this rank has its part of."""
@@ -80,8 +88,14 @@ class ShardBucket(GradBucket):
         works: list[Work] = [*collectives.all_reduce(whole)] if whole else []
         if self._cut:
             parts = [self._shards.part(self.indices[i], self.dtype) for i in self._cut]
-            works += collectives.reduce_scatter(parts, [self._padded(i, large[i]) for i in self._cut])
+            wholes = [self._padded(i, large[i]) for i in self._cut]
+            as_they_are = self._as_it_is(self._cut[0])
+            works += (collectives.average_widely if as_they_are else collectives.reduce_scatter)(parts, wholes)
         return works
+
+    def _as_it_is(self, i: int) -> bool:
+        wide = self.dtype is torch.float32 and self.params[i].dtype is not torch.float32
+        return wide and self._wire is not None and self._wire.now and self.indices[i] in self._shards.chosen
 
     def _padded(self, i: int, piece: Tensor) -> Tensor:
         """Return a tensor that can be cut into equal parts, one per rank."""

@@ -24,6 +24,7 @@ from ovpatch.overlap.ballot import Ballots
 from ovpatch.overlap.engine import accumulates
 from ovpatch.overlap.grad_shards import GradShards
 from ovpatch.overlap.gradient_hooks import GradientHooks, watch_outputs
+from ovpatch.overlap.half_wire import HalfWire
 from ovpatch.overlap.labels import label, span
 from ovpatch.overlap.layout import Layout
 from ovpatch.overlap.ledger import ANY, GradLedger
@@ -63,18 +64,15 @@ class GradReducer:
         names: Sequence[str],
         config: ReducerConfig,
     ) -> None:
-        self.params = list(params)
-        self.names = list(names)
+        self.params, self.names = list(params), list(names)
         self.config = config
         self.static_graph = self.has_rebuilt_buckets = False
         self.on_first_use: Callable[[], None] | None = None
         self.hands = ForeignHands(params)
-        self.name, self._attached = "", 0
-        self._group = group
-        self._lock = threading.RLock()
+        self.name, self._attached, self._steps, self._ended = "", 0, 0, False
+        self._group, self._lock = group, threading.RLock()
         self._static_counts: list[int] | None = None
         self._static_nowhere: frozenset[int] = frozenset()
-        self._steps, self._ended = 0, False
         self.armed = self._began = self._voted = self._late = False
         self._task = BackwardTask()
         self._attach()
@@ -203,11 +201,9 @@ class GradReducer:
 
     def _output_reached(self) -> None:
         with self._lock:
-            if self._began and self._task.queued:
+            if (self._began and self._task.queued) or not (self.armed or self.config.late):
                 return
             if not self.armed:
-                if not self.config.late:
-                    return
                 self._revisited, self.quiet = True, False
             self._task.queue(self._backward_ended, self._backward_died)
             if accumulates(self._hooks.nodes):
@@ -246,7 +242,8 @@ class GradReducer:
         self._attached += 1
         sparse = [i for i, is_sparse in enumerate(self.config.sparse) if is_sparse]
         self.shards: GradShards = GradShards(self.params, self.names, self._group, sharding.minimum, whole=sparse)
-        layout = Layout(self.params, self.names, *self.config.layout, self.shards)
+        self._wire = HalfWire(self.params, self.shards, in_fp32=self.config.in_fp32, sums=self.config.sums_in_fp32)
+        layout = Layout(self.params, self.names, *self.config.layout, self.shards, self._wire)
         self._cutting = Cutting(layout, self._group)
         self._set_buckets()
 
@@ -272,8 +269,9 @@ class GradReducer:
 
     def _set_buckets(self) -> None:
         buckets, group = self._cutting.buckets(bucketed=self._mode.searches), self._lane or self._group
+        self._wire.group = group
         self._reduction = Reduction(
-            buckets, group, feature="ddp", meet=self.shards.meet, in_flight=sharding.in_flight, **self.config.reduction
+            buckets, group, feature="ddp", meet=self._wire.meet, in_flight=sharding.in_flight, **self.config.reduction
         )
         self._open(None)
 
@@ -305,6 +303,7 @@ class GradReducer:
         self._task.queue(self._backward_ended, self._backward_died)
         if not self._began:
             self._began, self._copies_at_once = True, self.hands.present()
+            self._wire.begin(copied=self._copies_at_once)
             self.shards.rescue()
             if not self.has_rebuilt_buckets and not self._late:
                 self._cutting.backward_begins()

@@ -1,0 +1,168 @@
+"""Gradients of half precision that copies between ranks carry as they are, and that are averaged in fp32."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import ovpatch
+from ovpatch.insight.equality import compare
+from ovpatch.overlap import gate
+from ovpatch.overlap.copies.engine import Engine
+from ovpatch.overlap.half_wire import HalfWire
+from tests.plugins.ddp.arms import Record, data, device
+from tests.plugins.dist_optimizer.arms import SMALL
+from tests.plugins.dist_optimizer.checks import ddp, params
+from tests.plugins.dist_optimizer.test_copy_engines import BY_COPIES, in_files
+from tests.plugins.dist_optimizer.test_gpu import NCCL
+from tests.plugins.dist_optimizer.test_main_params import IN_FP32, net
+from tests.plugins.dist_optimizer.test_state import on_cpu
+
+STEPS = 10
+BOTH_IN_FP32 = {"grad_reduce_in_fp32": True, "grad_accumulate_in_fp32": True}
+
+Sent = list[set[torch.dtype]]
+
+
+class Branched(nn.Module):
+    """Two ways through a model, of which a step may take one."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.whole, self.other = net(dtype), nn.Linear(6, 9).to(device(), dtype)
+
+    def forward(self, x: Tensor, both: bool, fails: bool) -> Tensor:
+        out: Tensor = self.whole(x)
+        if fails:
+            out.register_hook(interrupt)
+        return out + self.other(x) if both else out * 1
+
+
+class Interrupted(RuntimeError):
+    pass
+
+
+def interrupt(_grad: Tensor) -> None:
+    raise Interrupted
+
+
+def microbatches(style: str, number: int) -> int:
+    if style == "accumulated":
+        return 3
+    more = style == "accumulated on one rank" and number in (5, 7) and dist.get_rank() == 1
+    return 2 if more else 1
+
+
+def train(style: str, dtype: torch.dtype, sent: Sent) -> list[Record]:
+    """Return the parameters after each step, and the main parameters in the end; note what dtypes steps have sent."""
+    model = ddp(Branched(dtype), find_unused_parameters=style == "unused")
+    opt = torch.optim.AdamW(model.parameters(), 1e-2)
+    records: list[Record] = []
+    if style == "hooked":
+        model.module.other.weight.register_hook(lambda grad: grad * 2)
+    for number in range(STEPS):
+        sent.append(set())
+        if style != "kept" or number != 6:
+            opt.zero_grad()
+        micros, interrupted = microbatches(style, number), style == "interrupted" and number == 6
+        for micro in range(micros):
+            with contextlib.nullcontext() if micro == micros - 1 else model.no_sync():
+                both, fails = style != "unused" or number % 2 == 0, interrupted and dist.get_rank() == 0
+                out = model(data(number, 5, 6, micro=micro).to(dtype), both, fails)
+                # The rank that is interrupted says so, the other one hears of it.
+                with pytest.raises(RuntimeError) if interrupted else contextlib.nullcontext():
+                    out.square().mean().backward()
+        if interrupted:
+            continue
+        opt.step()
+        records.append(params(model))
+    return [*records, on_cpu(opt.state_dict())["state"]]
+
+
+@contextlib.contextmanager
+def watched(sent: Sent) -> Iterator[None]:
+    """Note the dtypes of what is sent in the last of steps; hosts meet as those of GPUs do."""
+    real = Engine.scatter
+
+    def scatter(self: Engine, outputs: Any, inputs: Any, *, average: bool) -> Any:
+        assert {output.dtype for output in outputs} == {torch.float32}
+        sent[-1].update(one.dtype for one in inputs)
+        return real(self, outputs, inputs, average=average)
+
+    with mock.patch.object(Engine, "scatter", scatter), mock.patch.object(gate, "needed", return_value=True):
+        yield
+
+
+def arms(style: str, dtype: torch.dtype, ddp_options: dict[str, Any]) -> dict[str, tuple[list[Record], Sent]]:
+    """Train twice: with gradients that are cast before they are sent, and with such as are sent as they are."""
+    options = {"ddp": ddp_options, "dist_optimizer": SMALL | IN_FP32 | BY_COPIES}
+    found = {}
+    for name in ("cast", "as they are"):
+        sent: Sent = []
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(watched(sent))
+            if name == "cast":
+                stack.enter_context(mock.patch.object(HalfWire, "meet", autospec=True))
+            if dist.get_backend() == "gloo":
+                stack.enter_context(in_files())
+            stack.enter_context(ovpatch.applied("ddp", "dist_optimizer", options=options))
+            torch.manual_seed(0)
+            found[name] = train(style, dtype, sent), sent
+    return found
+
+
+def check(results: list[dict[str, tuple[list[Record], Sent]]], dtype: torch.dtype, cast: set[int]) -> None:
+    """Demand the bits of gradients that are cast, and that only steps ``cast`` have cast them."""
+    wide = {torch.float32}
+    for result in results:
+        expected, sent_cast = result["cast"]
+        ours, sent = result["as they are"]
+        compare(expected, ours).assert_bitwise() if len(results) == 2 else compare(expected, ours).assert_equal()
+        by_parts = [number for number, dtypes in enumerate(sent_cast) if dtypes]
+        assert len(by_parts) >= STEPS // 2, "gradients are hardly ever scattered"
+        assert [sent_cast[number] for number in by_parts] == [wide] * len(by_parts)
+        for number, dtypes in enumerate(sent):
+            here = wide if number in cast else {dtype}
+            assert dtypes == (here if number in by_parts else set()), (number, sent)
+
+
+@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_one_microbatch_is_sent_as_it_is(ranks, world, dtype):
+    check(ranks(world)(arms, "plain", dtype, BOTH_IN_FP32), dtype, set())
+
+
+EVERY = set(range(STEPS))
+STYLES = {
+    "accumulated": EVERY,
+    "accumulated on one rank": {5, 7},
+    "hooked": EVERY,
+    "interrupted": set(),
+    "kept": {6},
+    "unused": set(),
+}
+
+
+@pytest.mark.parametrize("style", STYLES)
+def test_what_is_cast(ranks, style):
+    check(ranks(2)(arms, style, torch.bfloat16, BOTH_IN_FP32), torch.bfloat16, STYLES[style])
+
+
+@pytest.mark.parametrize("style", ["accumulated", "kept"])
+def test_sums_that_are_rounded_anyway_are_sent_as_they_are(ranks, style):
+    options = {"grad_reduce_in_fp32": True}
+    check(ranks(2)(arms, style, torch.bfloat16, options), torch.bfloat16, set())
+
+
+@pytest.mark.gpu(2)
+@pytest.mark.parametrize("style", ["plain", *(style for style in STYLES if style != "interrupted")])
+def test_on_gpus(ranks, style):
+    results = ranks(2)(arms, style, torch.bfloat16, BOTH_IN_FP32, **NCCL)
+    check(results, torch.bfloat16, STYLES.get(style, set()))
