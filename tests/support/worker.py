@@ -176,6 +176,7 @@ class _Runner:
         _reset_torch()
         _set_environment(self.environment)
         gc.collect()
+        gc.freeze()  # what a case has imported lives on, and the next ones would look through it each time
         if torch.cuda.is_initialized():
             torch.cuda.empty_cache()
         left = guard.leftovers(self.before, guard.snapshot())
