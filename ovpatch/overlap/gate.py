@@ -42,11 +42,17 @@ def needed(device: torch.device) -> bool:
 
 
 class Gate:
-    """The gate of one process group; from :meth:`of`."""
+    """The gate of one process group; from :meth:`of`.
+
+    Attributes:
+        devices: Whose collectives hosts meet for. Backwards of several devices come to the gate in any order, and a
+            flag of one might be taken for the other's; so such a flag means something only with a single device.
+    """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._world, self._rank = group.size(), group.rank()
         self._group = weakref.ref(group)
+        self.devices: set[torch.device] = set()
         store = store_of(group)
         assert store is not None, "the process group was destroyed"
         self._store, self._in_file = store, _is_in_file(store)
@@ -62,10 +68,16 @@ class Gate:
             Peers.of(group).serve(_TOPIC, lambda _: ({"name": name}, []))
 
     @classmethod
-    def of(cls, group: dist.ProcessGroup) -> Gate:
-        """Return the group's gate. Every rank makes this call before the first that meets."""
+    def of(cls, group: dist.ProcessGroup, device: torch.device | None = None) -> Gate:
+        """Return the group's gate. Every rank makes this call before the first that meets.
+
+        Args:
+            group: Whose hosts meet.
+            device: Whose collectives they will meet for, if they do so during backwards.
+        """
         if group not in _gates:
             _gates[group] = cls(group)
+        _gates[group].devices |= {device} if device is not None else set()
         return _gates[group]
 
     def come(self) -> None:
@@ -98,9 +110,10 @@ class Gate:
                 self._store.set(raised, "")
             if not self._ahead:
                 self._come()
-            self._ahead = False
+                self._ahead = True  # whoever is interrupted while it waits comes back to the same meeting
             if not self._open:
                 self._wait()
+            self._ahead = False
             if self._raised:  # all have looked at it, for all have come here since
                 self._store.delete_key(self._raised)
             self._raised = raised if flag else ""

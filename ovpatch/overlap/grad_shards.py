@@ -101,7 +101,7 @@ class GradShards:
         self._overdue: list[int] = []
         self._rank, self._world = group.rank(), group.size()
         self._active = minimum is not None and all(param.device == device for param in params)
-        self._gate = Gate.of(group) if self._active and self._world > 1 and gate.needed(device) else None
+        self._gate = Gate.of(group, device) if self._active and self._world > 1 and gate.needed(device) else None
         # Once and for all: during a step the parameters themselves are slices, and peers' questions come at any time.
         self._numels = [param.numel() for param in params]
         self._strides = [param.stride() for param in params]
@@ -242,8 +242,8 @@ class GradShards:
             self._gate.come()
 
     def meet(self, flag: bool | None = None) -> bool:
-        """Have the host wait, before collectives, and in their order, as :meth:`Gate.meet`; true without a gate."""
-        return self._gate is None or self._gate.meet(flag)
+        """Have the host wait, before collectives, in their order, as :meth:`Gate.meet`; true if flags mean nothing."""
+        return self._gate is None or self._gate.meet(flag) or len(self._gate.devices) > 1
 
     def receive(self, reduction: Arriving) -> None:
         """Wait for all reductions of a backward: a new edition, which begins when peers have read the last."""

@@ -5,18 +5,21 @@ fp32 has to be cast first: a pass over memory, and twice the bytes to send. Copi
 kernel of ours, which casts what it reads. The bits are the same, since a gradient of half precision is exact in fp32.
 
 [Note: all alike] One rank's fp32 sum of several microbatches cannot be sent in half precision, and then no rank may:
-slots hold one dtype. Whether there will be such a sum can be told when a backward begins, by whether any gradient is
-there already, and ranks tell each other where their hosts meet. A sum that begins later, since a backward reaches one
-parameter twice, is sent as its rounding, as stock sends it.
+slots hold one dtype. Whether there will be such a sum can be told when a backward begins: any gradient is there
+already, also one of zeros, or the graph is static and reaches a parameter twice. Ranks tell each other where their
+hosts meet. Where a graph that is not static reaches a parameter twice, behind the first collective (with reentrant
+checkpoints), its sum is sent as its rounding. Gradients that hooks of the script might change are copied before ranks
+meet, and cast then.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 import torch.distributed as dist
 
+from ovpatch.overlap import main_grads
 from ovpatch.overlap.copies.registry import scattering
 from ovpatch.overlap.grad_shards import GradShards
 from ovpatch.overlap.halves import HALVES
@@ -47,22 +50,26 @@ class HalfWire:
         self.group: dist.ProcessGroup | None = None
         self.now = False
         self._shards, self._sums = shards, sums
-        self._halves = [param for param in params if in_fp32 and param.dtype in HALVES]
+        self._halves = {i: param for i, param in enumerate(params) if in_fp32 and param.dtype in HALVES}
         self._wide = False
 
-    def begin(self, *, copied: bool) -> None:
-        """Note that a backward begins, to which nothing has been added yet.
+    def begin(self, *, copied: bool, counts: Sequence[int] | None) -> None:
+        """Note that a backward begins, to which nothing has been added yet, or one gradient.
 
         Args:
             copied: Whether each gradient is copied when it is complete.
+            counts: How often a static graph adds to each parameter; None if that is not known.
         """
         self.now = False
-        self._wide = copied or (self._sums and any(param.grad is not None for param in self._halves))
+        twice = counts is not None and any(counts[i] > 1 for i, _ in self._chosen())
+        self._wide = copied or (self._sums and (twice or any(param.grad is not None for _, param in self._chosen())))
 
     def meet(self) -> None:
         """Have the host wait for the others, and agree with them. Called before a backward's first collective."""
-        able = bool(self._halves and self._shards.chosen) and self._copies()
-        self.now = not self._shards.meet(self._wide if able else None) and able
+        device = next((param.device for _, param in self._chosen()), None)
+        able = device is not None and self.group is not None and scattering(self.group, device) is not None
+        wide = self._wide or (self._sums and any(main_grads.has(param.grad) for _, param in self._chosen()))
+        self.now = not self._shards.meet(wide if able else None) and able
 
-    def _copies(self) -> bool:
-        return self.group is not None and scattering(self.group, self._halves[0].device) is not None
+    def _chosen(self) -> Iterator[tuple[int, torch.nn.Parameter]]:
+        return ((i, param) for i, param in self._halves.items() if i in self._shards.chosen)

@@ -50,6 +50,11 @@ def take(grad: Tensor) -> Tensor:
         return followed(found.total, grad)
 
 
+def has(grad: Tensor | None) -> bool:
+    """Tell whether there is an fp32 sum beside a gradient."""
+    return grad is not None and id(grad) in _sums
+
+
 def hooks_of(param: torch.nn.Parameter) -> tuple[Callable[..., None], Callable[..., None]]:
     """Return what has to run before and after the AccumulateGrad node of a parameter."""
     reference = weakref.ref(param)  # the node, which holds them, is held by C++

@@ -81,7 +81,8 @@ OPTIONS: Final = (
     Option(
         "grad_reduce_in_fp32",
         False,
-        "Average fp16 and bf16 gradients in float32. More precise with many ranks; twice the traffic.",
+        "Average fp16 and bf16 gradients in float32. More precise with many ranks; twice the traffic, but where copy "
+        "engines carry it.",
     ),
     Option(
         "grad_accumulate_in_fp32",

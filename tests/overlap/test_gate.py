@@ -89,6 +89,20 @@ def test_a_flag_is_of_its_meeting(ranks):
     assert ranks(3)(hurried, 400) == 3 * [[number % 4 < 3 for number in range(400)]]
 
 
+def interrupted_meetings() -> list[bool]:
+    """Rank 0 is interrupted while it waits, and meets again; rank 1 raises its flag at the second meeting."""
+    one, rank = Gate.of(dist.group.WORLD), dist.get_rank()
+    if rank == 0:
+        with mock.patch.object(Gate, "_wait", side_effect=KeyboardInterrupt), pytest.raises(KeyboardInterrupt):
+            one.meet(False)
+    dist.barrier()
+    return [one.meet(rank == 1 and number == 1) for number in range(3)]
+
+
+def test_who_is_interrupted_comes_back_to_the_same_meeting(ranks):
+    assert ranks(2)(interrupted_meetings) == [[False, True, False]] * 2
+
+
 def keys_left() -> int:
     store = dist.distributed_c10d._get_default_store()
     one = Gate.of(dist.group.WORLD)

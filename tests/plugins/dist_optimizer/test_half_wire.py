@@ -11,11 +11,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import ovpatch
 from ovpatch.insight.equality import compare
 from ovpatch.overlap import gate
 from ovpatch.overlap.copies.engine import Engine
+from ovpatch.overlap.gate import Gate
 from ovpatch.overlap.half_wire import HalfWire
 from tests.plugins.ddp.arms import Record, data, device
 from tests.plugins.dist_optimizer.arms import SMALL
@@ -32,17 +34,31 @@ Sent = list[set[torch.dtype]]
 
 
 class Branched(nn.Module):
-    """Two ways through a model, of which a step may take one."""
+    """Two ways through a model, of which a step may take one, and a factor that is too small to be cut."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         super().__init__()
         self.whole, self.other = net(dtype), nn.Linear(6, 9).to(device(), dtype)
+        self.factor = nn.Parameter(torch.ones((), dtype=dtype, device=device()))
 
     def forward(self, x: Tensor, both: bool, fails: bool) -> Tensor:
         out: Tensor = self.whole(x)
         if fails:
             out.register_hook(interrupt)
-        return out + self.other(x) if both else out * 1
+        return (out + self.other(x) if both else out) * self.factor
+
+
+class Twice(Branched):
+    """One linear is reached twice by a backward, which reduces what comes before it."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__(dtype)
+        self.same = nn.Linear(6, 6).to(device(), dtype)
+
+    def forward(self, x: Tensor, both: bool, fails: bool) -> Tensor:
+        for _ in range(2):
+            x = checkpoint(self.same, x.requires_grad_(), use_reentrant=True)
+        return super().forward(x, both, fails)
 
 
 class Interrupted(RuntimeError):
@@ -62,15 +78,19 @@ def microbatches(style: str, number: int) -> int:
 
 def train(style: str, dtype: torch.dtype, sent: Sent) -> list[Record]:
     """Return the parameters after each step, and the main parameters in the end; note what dtypes steps have sent."""
-    model = ddp(Branched(dtype), find_unused_parameters=style == "unused")
-    opt = torch.optim.AdamW(model.parameters(), 1e-2)
+    made = Twice if style == "reached twice" else Branched
+    # In many buckets, so that ranks meet while backward still computes.
+    more = {"static_graph": True, "bucket_cap_mb": 1e-4} if made is Twice else {}
+    model = ddp(made(dtype), find_unused_parameters=style == "unused", **more)
+    left = [model.module.factor] if style == "kept beside" else []  # in no optimizer: its gradient is never cleared
+    opt = torch.optim.AdamW([param for param in model.parameters() if not any(param is one for one in left)], 1e-2)
     records: list[Record] = []
     if style == "hooked":
         model.module.other.weight.register_hook(lambda grad: grad * 2)
     for number in range(STEPS):
         sent.append(set())
         if style != "kept" or number != 6:
-            opt.zero_grad()
+            opt.zero_grad(set_to_none=style != "zeroed")
         micros, interrupted = microbatches(style, number), style == "interrupted" and number == 6
         for micro in range(micros):
             with contextlib.nullcontext() if micro == micros - 1 else model.no_sync():
@@ -146,13 +166,25 @@ STYLES = {
     "hooked": EVERY,
     "interrupted": set(),
     "kept": {6},
+    "kept beside": set(),
+    "reached twice": EVERY,
     "unused": set(),
+    "zeroed": EVERY,
 }
 
 
 @pytest.mark.parametrize("style", STYLES)
 def test_what_is_cast(ranks, style):
     check(ranks(2)(arms, style, torch.bfloat16, BOTH_IN_FP32), torch.bfloat16, STYLES[style])
+
+
+def arms_of_two_devices(*args: Any) -> dict[str, tuple[list[Record], Sent]]:
+    Gate.of(dist.group.WORLD, torch.device("meta"))
+    return arms(*args)
+
+
+def test_with_several_devices_gradients_are_cast(ranks):
+    check(ranks(2)(arms_of_two_devices, "plain", torch.bfloat16, BOTH_IN_FP32), torch.bfloat16, EVERY)
 
 
 @pytest.mark.parametrize("style", ["accumulated", "kept"])
