@@ -74,6 +74,9 @@ class Case:
     arguments: bytes
 
 
+_MANY = 50  # modules
+_imported = 0  # modules that there were at the last freezing
+
 _case: Case | None = None
 _client: dist.TCPStore | None = None
 
@@ -93,7 +96,7 @@ def main(connection: Connection, output: Path, stack_file: Path, environment: Ma
     """Run cases until the pool hangs up."""
     _settle_process(output, environment)
     keep = stacks.install(stack_file)
-    gc.freeze()  # what is imported by now never dies: collecting after each case takes a millisecond, not sixty
+    _freeze_imports()  # what is there by now never dies: collecting after each case takes a millisecond, not sixty
     while True:
         try:
             case: Case = wire.loads(connection.recv_bytes())
@@ -176,7 +179,7 @@ class _Runner:
         _reset_torch()
         _set_environment(self.environment)
         gc.collect()
-        gc.freeze()  # what a case has imported lives on, and the next ones would look through it each time
+        _freeze_imports()
         if torch.cuda.is_initialized():
             torch.cuda.empty_cache()
         left = guard.leftovers(self.before, guard.snapshot())
@@ -264,6 +267,18 @@ def die_with_parent() -> None:
 def _set_environment(wanted: Mapping[str, str]) -> None:
     os.environ.clear()
     os.environ.update(wanted)
+
+
+def _freeze_imports() -> None:
+    """Take what a case has imported out of later collections, which would look through all of Dynamo each time.
+
+    Not after every case: a process group that is garbage a moment later would never go then.
+    """
+    global _imported
+    if len(sys.modules) > _imported + _MANY:
+        _imported = len(sys.modules)
+        gc.collect()
+        gc.freeze()
 
 
 def _reset_torch() -> None:
