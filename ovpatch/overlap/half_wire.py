@@ -14,10 +14,11 @@ meet, and cast then.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from ovpatch.overlap import main_grads
 from ovpatch.overlap.copies.registry import scattering
@@ -61,15 +62,17 @@ class HalfWire:
             counts: How often a static graph adds to each parameter; None if that is not known.
         """
         self.now = False
-        twice = counts is not None and any(counts[i] > 1 for i, _ in self._chosen())
-        self._wide = copied or (self._sums and (twice or any(param.grad is not None for _, param in self._chosen())))
+        self._wide = copied or self._any_sum(lambda i, grad: grad is not None or (counts is not None and counts[i] > 1))
 
     def meet(self) -> None:
         """Have the host wait for the others, and agree with them. Called before a backward's first collective."""
         device = next((param.device for _, param in self._chosen()), None)
         able = device is not None and self.group is not None and scattering(self.group, device) is not None
-        wide = self._wide or (self._sums and any(main_grads.has(param.grad) for _, param in self._chosen()))
+        wide = self._wide or self._any_sum(lambda _, grad: main_grads.has(grad))
         self.now = not self._shards.meet(wide if able else None) and able
+
+    def _any_sum(self, of: Callable[[int, Tensor | None], bool]) -> bool:
+        return self._sums and any(of(i, param.grad) for i, param in self._chosen())
 
     def _chosen(self) -> Iterator[tuple[int, torch.nn.Parameter]]:
         return ((i, param) for i, param in self._halves.items() if i in self._shards.chosen)

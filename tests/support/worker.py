@@ -277,7 +277,6 @@ def _freeze_imports() -> None:
     global _imported
     if len(sys.modules) > _imported + _MANY:
         _imported = len(sys.modules)
-        gc.collect()
         gc.freeze()
 
 
