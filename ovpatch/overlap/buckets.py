@@ -184,7 +184,8 @@ class GradBucket:
         return False
 
     def _dtype(self, i: int) -> torch.dtype:
-        return self.params[i].dtype if self._as_it_is(i) else self.dtype
+        """Return what a gradient is reduced in; another one than :attr:`dtype` if it travels as it is."""
+        return self.dtype
 
     def _copy(self, positions: Iterable[int], scale: float) -> None:
         """Copy gradients into the flat tensor, or into tensors of their own, multiplied by ``scale``."""

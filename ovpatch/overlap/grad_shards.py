@@ -13,19 +13,19 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Collection, Sequence
-from typing import Protocol
+from collections.abc import Collection, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ovpatch.overlap import farewell, gate, placeholders
+from ovpatch.overlap import farewell, gate, placeholders, unwidened
 from ovpatch.overlap.cuda_graphs import capturing
 from ovpatch.overlap.editions import Editions
 from ovpatch.overlap.gate import Gate
 from ovpatch.overlap.given_up import GivenUp
-from ovpatch.overlap.memory import is_sole_owner
+from ovpatch.overlap.grad_roles import Arriving, Reducer, Taker
+from ovpatch.overlap.memory import is_nobody_elses
 from ovpatch.overlap.placeholders import Placeholder
 from ovpatch.overlap.shard_peers import ShardPeers
 from ovpatch.overlap.sharding import Minimum
@@ -40,24 +40,6 @@ _LAID_OUT_ANEW = (
 )
 
 
-class Arriving(Protocol):
-    """Reductions under way, as :class:`ovpatch.overlap.reduction.Reduction`."""
-
-    def wait_for_peers(self) -> None:
-        """Wait until all ranks have taken part; no part has been written."""
-
-    def wait(self) -> None:
-        """Wait for the results."""
-
-
-class Reducer(Protocol):
-    """Who reduces the gradients of a model."""
-
-    @property
-    def identity(self) -> str:
-        """Name of the model, the same on all ranks and no other's in the process group."""
-
-
 class GradShards:
     """This rank's parts of one model's gradients.
 
@@ -70,6 +52,8 @@ class GradShards:
 
     Attributes:
         chosen: Parameters whose gradients are reduced and scattered now.
+        lowered: Parameters that all ranks keep in another dtype, of which their gradients are before they are cast.
+        taker: Who takes the latter, if anybody does.
         editions: The editions of the parts; who changes them says so there.
         retired: Whether the model has other shards by now.
         local: Whether gradients were added that were not reduced, as under ``no_sync()``.
@@ -87,6 +71,8 @@ class GradShards:
     ) -> None:
         self.params, self.names, self.group = Weakly(params), list(names), group
         self.chosen = self._elected = frozenset[int]()
+        self.lowered: Mapping[int, torch.dtype] = {}
+        self.taker: Taker | None = None
         self.local = self.retired = False
         device = params[0].device
         self.editions = Editions(device)
@@ -266,7 +252,9 @@ class GradShards:
             ours: Whether nobody else knows the memory of ``p.grad``.
         """
         grad = self.params[index].grad
-        if grad is not None and (ours or _nobody_elses(grad)):
+        if unwidened.half_of(grad) is not None and placeholders.redirect(grad, self, index):
+            self._early.add(index, grad)
+        elif grad is not None and (ours or is_nobody_elses(grad)):
             self._early.add(index, placeholders.empty_out(grad, self, index))
 
     def lose(self) -> None:
@@ -290,7 +278,9 @@ class GradShards:
                 grad = param.grad = placeholders.make(param, self, index)
         elif self.is_ours(grad):
             pass  # it was given up
-        elif ours or _nobody_elses(grad):
+        elif unwidened.half_of(grad) is not None and placeholders.redirect(grad, self, index):
+            pass
+        elif ours or is_nobody_elses(grad):
             placeholders.empty_out(grad, self, index)
         else:
             self._overdue.append(index)  # somebody holds its memory, and must find the average there
@@ -318,8 +308,12 @@ class GradShards:
         """Put all gradients in place that are still in parts; not those that the running backward reduces."""
         placeholders.settle(p.grad for i, p in enumerate(self.params) if i not in self._early and self.is_pending(i))
 
-    def prepare(self, index: int) -> None:
+    def prepare(self, index: int, *, adds: bool) -> None:
         """Put gradients in place before something is added to one, unless that was given up, which is an error."""
+        if adds:
+            if self.taker is not None:
+                self.taker.adds(index)
+            placeholders.settle([grad for grad in [self.params[index].grad] if unwidened.half_of(grad) is not None])
         if self.is_pending(index):
             self._early.refuse([index])
             self.settle()  # all of them: the others will be added to as well
@@ -367,6 +361,13 @@ def find(param: Tensor) -> tuple[GradShards, int] | None:
     return None if shards is None else (shards, entry[2])
 
 
+def takes(param: torch.nn.Parameter, half: Tensor) -> bool:
+    """Tell whether a gradient was taken as it is, so that there is nothing to cast, if the backward of a cast asks."""
+    entry = find(param)
+    taker = None if entry is None else entry[0].taker
+    return entry is not None and taker is not None and taker.take(param, entry[1], half)
+
+
 # Gradients that a backward left in parts, as long as somebody holds the tensor object, also if they are whole by now.
 _deliveries: dict[int, tuple[weakref.ref[Tensor], weakref.ref[GradShards], int, int]] = {}
 
@@ -378,16 +379,6 @@ def delivered(grad: Tensor) -> tuple[GradShards, int] | None:
         return None
     shards = entry[1]()
     return (shards, entry[2]) if shards is not None and shards.is_newest(entry[3]) else None
-
-
-def _nobody_elses(grad: Tensor) -> bool:
-    return (
-        type(grad) is Tensor
-        and grad.layout is torch.strided
-        and not grad.requires_grad
-        and not (grad.is_conj() or grad.is_neg())
-        and is_sole_owner(grad)
-    )
 
 
 class Reads:

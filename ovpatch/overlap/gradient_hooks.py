@@ -117,10 +117,10 @@ def _hook(reference: weakref.ref[Listener], index: int) -> Any:
 
 
 def _prehook(reference: weakref.ref[GradShards], index: int) -> Any:
-    def fire(_given: Any) -> None:
+    def fire(given: tuple[Tensor | None]) -> None:
         shards = reference()
         if shards is not None:
-            shards.prepare(index)
+            shards.prepare(index, adds=given[0] is not None)
 
     return fire
 

@@ -10,20 +10,33 @@ already, also one of zeros, or the graph is static and reaches a parameter twice
 hosts meet. Where a graph that is not static reaches a parameter twice, behind the first collective (with reentrant
 checkpoints), its sum is sent as its rounding. Gradients that hooks of the script might change are copied before ranks
 meet, and cast then.
+
+[Note: taken] Parameters of fp32 that are kept in half precision (:mod:`ovpatch.overlap.mixed`) get gradients that the
+backward of a cast has made, each of one in half precision. That one is taken instead (:mod:`.unwidened`), and sent if
+on all ranks each of those parameters is reached by one cast in this backward and by nothing else. A sum of several
+would be none of half precision, and here it is never rounded: what would make one after ranks have agreed is an error.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from typing import Final
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ovpatch.overlap import main_grads
+from ovpatch.overlap import main_grads, placeholders, unwidened
 from ovpatch.overlap.copies.registry import scattering
 from ovpatch.overlap.grad_shards import GradShards
 from ovpatch.overlap.halves import HALVES
+from ovpatch.overlap.mixed import find
+
+_MORE: Final = (
+    "ovpatch: the gradient of parameter '{}' is a sum, and ranks have agreed to send one addend in half precision, "
+    "since the graph of this backward did not show others. Does a loss reach back behind an optimizer step, or a hook "
+    "write gradients? Set OVPATCH_DIST_OPTIMIZER_PARAM_DTYPE to nothing."
+)
 
 
 class HalfWire:
@@ -50,9 +63,12 @@ class HalfWire:
     ) -> None:
         self.group: dist.ProcessGroup | None = None
         self.now = False
-        self._shards, self._sums = shards, sums
+        self._params, self._shards, self._sums = params, shards, sums
         self._halves = {i: param for i, param in enumerate(params) if in_fp32 and param.dtype in HALVES}
         self._wide = False
+        self._taken: dict[int, Tensor] = {}
+        self._lowered: list[int] = []  # in this backward
+        self._task = -1  # the graph task whose gradients are taken
 
     def begin(self, *, copied: bool, counts: Sequence[int] | None) -> None:
         """Note that a backward begins, to which nothing has been added yet, or one gradient.
@@ -63,13 +79,75 @@ class HalfWire:
         """
         self.now = False
         self._wide = copied or self._any_sum(lambda i, grad: grad is not None or (counts is not None and counts[i] > 1))
+        self._taken.clear()
+        self._lowered = [i for i in self._shards.lowered if i in self._shards.chosen]
+        takes = bool(self._lowered) and not (copied or torch.is_grad_enabled()) and self._able()
+        takes = takes and all(self._params[i].grad is None for i in self._lowered)
+        self._task = torch._C._current_graph_task_id() if takes else -1
+        self._shards.taker = self if takes else None
 
     def meet(self) -> None:
         """Have the host wait for the others, and agree with them. Called before a backward's first collective."""
-        device = next((param.device for _, param in self._chosen()), None)
-        able = device is not None and self.group is not None and scattering(self.group, device) is not None
-        wide = self._wide or self._any_sum(lambda _, grad: main_grads.has(grad))
+        able = self._able()
+        wide = self._wide or self._any_sum(lambda _, grad: main_grads.has(grad)) or not self._reached_once()
         self.now = not self._shards.meet(wide if able else None) and able
+
+    def take(self, param: torch.nn.Parameter, index: int, half: Tensor) -> bool:
+        """Put a gradient in ``p.grad``, unless it is better cast; see [Note: taken]."""
+        known = index in self._taken or index not in self._shards.lowered or index not in self._shards.chosen
+        if known or torch._C._current_graph_task_id() != self._task or type(half) is not Tensor:
+            return False
+        with torch.inference_mode(False), torch.no_grad():
+            if param.grad is not None:
+                return False
+            self._taken[index] = half.contiguous()
+            param.grad = unwidened.make(param, self._taken[index])
+        return True
+
+    def adds(self, index: int) -> None:
+        """Note that autograd is about to add to a gradient."""
+        if index in self._shards.lowered:
+            if self.now and torch._C._current_graph_task_id() == self._task:
+                raise RuntimeError(_MORE.format(self._shards.names[index]))
+            self._taken.pop(index, None)
+            self._wide = True
+
+    def dtype(self, index: int) -> torch.dtype | None:
+        """Return in which half precision a cut gradient travels in this backward; None if in the sum's dtype."""
+        if not self.now:
+            return None
+        return self._params[index].dtype if index in self._halves else self._shards.lowered.get(index)
+
+    def release(self, index: int) -> Tensor | None:
+        """Return a gradient that was taken, which is to be sent, and forget it; else have it cast, if it is there.
+
+        Raises:
+            RuntimeError: There is a gradient of which nothing was taken, and ranks have agreed that there is not.
+        """
+        half, grad = self._taken.pop(index, None), self._params[index].grad
+        if not self.now:
+            placeholders.settle([grad] if half is not None else ())
+            return None
+        if half is None and grad is not None and index in self._shards.lowered:
+            raise RuntimeError(_MORE.format(self._shards.names[index]))
+        return half
+
+    def _able(self) -> bool:
+        chosen = [*(i for i, _ in self._chosen()), *self._lowered]
+        return (
+            bool(chosen)
+            and self.group is not None
+            and scattering(self.group, self._params[chosen[0]].device) is not None
+        )
+
+    def _reached_once(self) -> bool:
+        """Tell whether each parameter that is kept in half precision gets one gradient, of half precision, or has."""
+        inside = self._task != -1 and torch._C._current_graph_task_id() == self._task
+        for i in self._lowered:
+            mixed = find(self._params[i])
+            if mixed is None or not (mixed.is_reached_once() if inside else i in self._taken):
+                return False
+        return True
 
     def _any_sum(self, of: Callable[[int, Tensor | None], bool]) -> bool:
         return self._sums and any(of(i, param.grad) for i, param in self._chosen())

@@ -45,6 +45,17 @@ def is_sole_owner(grad: Tensor, given: Tensor | None = None) -> bool:
     return storage_references(grad) == references_of_one() + held
 
 
+def is_nobody_elses(grad: Tensor) -> bool:
+    """Tell whether a parameter's gradient is a plain one, whose memory may be given up."""
+    return (
+        type(grad) is Tensor
+        and grad.layout is torch.strided
+        and not grad.requires_grad
+        and not (grad.is_conj() or grad.is_neg())
+        and is_sole_owner(grad)
+    )
+
+
 def _holds_its_base(view: Tensor) -> bool:
     """Tell whether this is a view, as a Linear's weight gets one, and its base is nobody else's.
 

@@ -28,13 +28,16 @@ from typing import Any, Final, Protocol
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import Node
 from torch.nn import Parameter
 
+from ovpatch.overlap import grad_shards
 from ovpatch.overlap.autocast import casts_operands
 from ovpatch.overlap.memory import references_of_one, storage_references
 from ovpatch.overlap.metadata import LIKE, METADATA
 from ovpatch.overlap.nested import leaves
 from ovpatch.overlap.pending import DERIVED, PendingParameter, plainly, reduce_between_processes, settle
+from ovpatch.overlap.unwidened import widened
 
 _CAPTURED: Final = (
     "ovpatch: a CUDA graph cannot be captured over parameters that param_dtype of dist_optimizer keeps in half "
@@ -72,6 +75,16 @@ class Mixed:
         self.stream: torch.cuda.Stream | None = None
         # Weakly: the source has this object, and both have memory that must not wait for the garbage collector.
         self._source = weakref.ref(source)
+        self._casts: list[weakref.ref[Node]] = []
+
+    def cast(self, node: Node) -> None:
+        """Note a node of a graph whose gradient is the copy's."""
+        self._casts = [*(one for one in self._casts if one() is not None), weakref.ref(node)]
+
+    def is_reached_once(self) -> bool:
+        """Tell whether the running backward runs just one of those. Only valid inside a backward."""
+        nodes = [node for one in self._casts if (node := one()) is not None]
+        return sum(map(torch._C._will_engine_execute_node, nodes)) == 1
 
     @property
     def source(self) -> Source:
@@ -200,6 +213,7 @@ def lowered(param: Parameter) -> Tensor:
         found = _casts.get(id(param))
         if found is None:
             found = _cast(param, (mixed.copy,))
+            mixed.cast(found.grad_fn)
             if torch.is_autocast_cache_enabled():
                 _casts[id(param)] = found
         return found
@@ -242,15 +256,17 @@ class _Cast(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, param: Tensor, copy: tuple[Tensor]) -> Tensor:
         """Return the copy in half precision, without copying it."""
-        del param
+        ctx.param = param
         ctx.set_materialize_grads(False)
         return copy[0].detach()
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        """Cast the gradient to fp32."""
+        """Cast the gradient to fp32, unless it is taken as it is."""
         (grad,) = grads
-        return None if grad is None else _widened(grad), None
+        if grad is None or grad_shards.takes(ctx.param, grad):
+            return None, None
+        return widened([grad])[0], None
 
 
 # Without the Python around it, through which readers pass that must find the whole (readers.py).
@@ -265,15 +281,6 @@ _ABOUT_MEMORY: Final = frozenset(
     getattr(Tensor, name) for name in ("stride", "storage_offset", "is_contiguous", "dim_order")
 )
 _ABOUT_FORM: Final = METADATA - _ABOUT_MEMORY
-
-
-def _widened(grad: Tensor) -> Tensor:
-    """Return a gradient in fp32. What torch does for lists reads half precision in vectors; ``to()`` does not."""
-    if not grad.is_cuda or torch.is_grad_enabled():
-        return grad.to(torch.float32)
-    wide = torch.empty_like(grad, dtype=torch.float32)
-    torch._foreach_copy_([wide], [grad])
-    return wide
 
 
 def _called_plainly(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:

@@ -121,6 +121,15 @@ def empty_out(tensor: Tensor, source: Source, key: Any) -> Placeholder:
     return _mark(tensor, source, key)
 
 
+def redirect(placeholder: Placeholder, source: Source, key: Any) -> bool:
+    """Let the content of a placeholder come from elsewhere; return false if somebody has filled it in by now."""
+    with _lock:
+        unread = isinstance(placeholder, Placeholder)
+        if unread:
+            vars(placeholder).update(source=source, key=key)
+        return unread
+
+
 def _mark(tensor: Tensor, source: Source, key: Any) -> Placeholder:
     vars(tensor).update(source=source, key=key)  # first: another thread looks at the class without the lock
     tensor.__class__ = Placeholder

@@ -26,6 +26,7 @@ from ovpatch.overlap.collectives import Collectives
 from ovpatch.overlap.labels import label, span
 from ovpatch.overlap.lanes import Producers
 from ovpatch.overlap.sparse import SparseBucket
+from ovpatch.overlap.unwidened import memory_of
 from ovpatch.overlap.works import Unpacked, Work
 
 Bucket: TypeAlias = GradBucket | SparseBucket
@@ -233,7 +234,8 @@ class Reduction:
 
     def _join(self, bucket: Bucket) -> None:
         grads = (param.grad for param in bucket.params)
-        self._producers.join(bucket.device, (grad for grad in grads if grad is not None and not grad.is_sparse))
+        dense = (memory_of(grad) for grad in grads if grad is not None and not grad.is_sparse)
+        self._producers.join(bucket.device, dense)
 
 
 def _wait_for_peers(works: Sequence[Work]) -> None:

@@ -12,6 +12,7 @@ from ovpatch.overlap.collectives import Collectives
 from ovpatch.overlap.grad_shards import GradShards
 from ovpatch.overlap.half_wire import HalfWire
 from ovpatch.overlap.slices import flat
+from ovpatch.overlap.unwidened import half_of
 from ovpatch.overlap.works import Work
 
 
@@ -38,14 +39,21 @@ class ShardBucket(GradBucket):
         super().__init__(indices, params, dtype=dtype, alone=shards.chosen)
         self._shards, self._wire = shards, wire
         self._cut = [i for i in self._large if indices[i] in shards.chosen]
-        self._numel = sum(params[i].numel() for i in self._cut)
+        self._numels = {i: params[i].numel() for i in self._cut}
         self._given_up: set[int] = set()
         self._copies: list[Tensor] = []
 
     @property
     def transient(self) -> int:
         """See :class:`GradBucket`."""
-        return self._numel * (self._dtype(self._cut[0]).itemsize if self._cut else 0)
+        return sum(numel * self._dtype(i).itemsize for i, numel in self._numels.items())
+
+    def pack(self, divisor: int, *, absent: Collection[int] = (), given: Tensor | None = None) -> list[Tensor]:
+        """See :class:`GradBucket`."""
+        if self._wire is not None:
+            taken = {i: self._wire.release(self.indices[i]) for i in self._cut}
+            self._pieces.update({i: half for i, half in taken.items() if half is not None})
+        return super().pack(divisor, absent=absent, given=given)
 
     def give_up(self, *, but: Collection[int]) -> None:
         """Free the memory of what this rank has its part of."""
@@ -70,8 +78,11 @@ class ShardBucket(GradBucket):
         return super().unpack(skip=skip)
 
     def release(self) -> None:
-        """Take gradients away that are being reduced in place, or were given up."""
+        """Take gradients away that are being reduced in place, or as they are, or were given up."""
         self._shards.lose()
+        for i, piece in self._pieces.items():
+            if half_of(self.params[i].grad) is piece:
+                self.params[i].grad = None
         super().release()
 
     def drop(self) -> None:
@@ -86,16 +97,25 @@ class ShardBucket(GradBucket):
         large = dict(zip(self._large, pieces[first:], strict=True))
         whole = pieces[:first] + [piece for i, piece in large.items() if i not in self._cut]
         works: list[Work] = [*collectives.all_reduce(whole)] if whole else []
-        if self._cut:
-            parts = [self._shards.part(self.indices[i], self.dtype) for i in self._cut]
-            wholes = [self._padded(i, large[i]) for i in self._cut]
-            as_they_are = self._as_it_is(self._cut[0])
-            works += (collectives.average_widely if as_they_are else collectives.reduce_scatter)(parts, wholes)
+        for dtype, ones in self._by_dtype().items():
+            parts = [self._shards.part(self.indices[i], self.dtype) for i in ones]
+            wholes = [self._padded(i, large[i]) for i in ones]
+            works += (collectives.reduce_scatter if dtype is self.dtype else collectives.average_widely)(parts, wholes)
         return works
 
+    def _by_dtype(self) -> dict[torch.dtype, list[int]]:
+        found: dict[torch.dtype, list[int]] = {}
+        for i in self._cut:
+            found.setdefault(self._dtype(i), []).append(i)
+        return found
+
     def _as_it_is(self, i: int) -> bool:
-        wide = self.dtype is torch.float32 and self.params[i].dtype is not torch.float32
-        return wide and self._wire is not None and self._wire.now and self.indices[i] in self._shards.chosen
+        return self._dtype(i) is not self.dtype
+
+    def _dtype(self, i: int) -> torch.dtype:
+        if self._wire is None or i not in self._numels:
+            return self.dtype
+        return self._wire.dtype(self.indices[i]) or self.dtype
 
     def _padded(self, i: int, piece: Tensor) -> Tensor:
         """Return a tensor that can be cut into equal parts, one per rank."""

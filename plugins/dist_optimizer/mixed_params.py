@@ -119,6 +119,8 @@ class MixedParams:
                 if part.index not in self._agreed and self._mains.has(part.index):
                     self._mains.raise_(part.index)
             COUNTERS.params_in_param_dtype += len(low)
+            for shards in {part.shards for part in parts}:
+                shards.lowered = {i: self._dtype for i in range(len(self._names)) if self._mains.has(i)}
         finally:
             self._mains.end()
 

@@ -1,0 +1,57 @@
+"""Gradients of fp32 that are a cast of one in half precision, which is made when somebody looks.
+
+[Note: cast when read] The gradient of a parameter that autocast casts comes in half precision, and the backward of the
+cast makes one of fp32 of it: a pass over memory, which is lost on whoever only sends the gradient to other ranks. Until
+somebody reads it, ``p.grad`` is a placeholder here, and the gradient in half precision is what it knows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from ovpatch.overlap import placeholders
+from ovpatch.overlap.placeholders import Placeholder
+
+
+class _Widening:
+    """The source of such placeholders: they have the gradient in half precision for a key."""
+
+    def fetch(self, placeholders: Sequence[Placeholder], *, noticed: bool) -> list[Tensor]:
+        """Return the casts."""
+        del noticed
+        halves: list[Tensor] = [one.key for one in placeholders]
+        for half in halves:
+            if half.is_cuda:  # who reads may be on another stream than who computed
+                half.record_stream(torch.cuda.current_stream(half.device))
+        return widened(halves)
+
+
+_WIDENING = _Widening()
+
+
+def make(param: torch.nn.Parameter, half: Tensor) -> Placeholder:
+    """Return a gradient for a parameter of fp32, of the values of one in half precision that nobody changes."""
+    return placeholders.make(param, _WIDENING, half, dtype=torch.float32)
+
+
+def half_of(grad: Tensor | None) -> Tensor | None:
+    """Return what a gradient is a cast of, as long as nobody has read it."""
+    return grad.key if isinstance(grad, Placeholder) and grad.source is _WIDENING else None
+
+
+def memory_of(grad: Tensor) -> Tensor:
+    """Return whose memory a gradient's values are in."""
+    half = half_of(grad)
+    return grad if half is None else half
+
+
+def widened(grads: Sequence[Tensor]) -> list[Tensor]:
+    """Return gradients in fp32. What torch does for lists reads half precision in vectors; ``to()`` does not."""
+    if not grads[0].is_cuda or torch.is_grad_enabled():
+        return [grad.to(torch.float32) for grad in grads]
+    wide = [torch.empty_like(grad, dtype=torch.float32) for grad in grads]
+    torch._foreach_copy_(wide, list(grads))
+    return wide
