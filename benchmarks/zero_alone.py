@@ -5,7 +5,8 @@
 The arms are those of ``zero_step``, and the ranks that one of them believes in are not there: the process group is of
 torch's backend ``fake``, whose collectives return at once. What is allocated, copied, cast and updated is what each of
 so many ranks does, so to the time of the arm ``limit`` an arm adds what it costs a device and a host apart from the
-network. Each arm has a process of its own, and NCCL's own buffers, a few hundred MiB, are not in it.
+network. Of what copy engines' arms do, sums are left out. Each arm has a process of its own, and NCCL's own buffers, a
+few hundred MiB, are not in it.
 
 Power, and with it time, depends on the numbers that are multiplied: products of NaN are the fastest. So all arms work
 on such numbers as training begins with, in every step: the learning rate is zero, and what others would send is what
@@ -38,8 +39,9 @@ import ovpatch
 from benchmarks import zero_step
 from benchmarks.runs import CUDA, alternate, clocked, running
 from benchmarks.zero_step import OURS, PEERS, Problem, ddp, parser
+from ovpatch.overlap import gate, half_wire
 from ovpatch.overlap.ballot import Ballots
-from ovpatch.overlap.collectives import AllGather, AllReduce, ReduceScatter
+from ovpatch.overlap.collectives import AllGather, AllReduce, Collectives, ReduceScatter
 from ovpatch.overlap.gate import Gate
 from ovpatch.overlap.works import Pending, Work
 from ovpatch_plugins.ddp import takeover
@@ -56,11 +58,12 @@ def join(world: int) -> None:
 
 
 @contextlib.contextmanager
-def nobody_there(warming: Callable[[], bool]) -> Iterator[None]:
+def nobody_there(warming: Callable[[], bool], *, copied: bool) -> Iterator[None]:
     """Let our hosts meet nobody, and collectives be as NCCL's, were all ranks as this one: averages are its own.
 
     Args:
         warming: Whether gathers are filled.
+        copied: Whether copy engines reduce, which take gradients of half precision as they are.
     """
 
     def reduced(self: AllReduce, tensors: Sequence[Tensor]) -> Sequence[Work]:
@@ -77,7 +80,7 @@ def nobody_there(warming: Callable[[], bool]) -> Iterator[None]:
         _copy([(to, of) for to, of in own if to.data_ptr() != of.data_ptr()])
         return [Pending([])]
 
-    def scattered(self: ReduceScatter, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> Sequence[Work]:
+    def scattered(self: object, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> Sequence[Work]:
         _copy([(part.view(-1), _own(whole)) for part, whole in zip(outputs, inputs, strict=True)])
         return [Pending([])]
 
@@ -85,9 +88,12 @@ def nobody_there(warming: Callable[[], bool]) -> Iterator[None]:
     # A copy on another stream waits for a sum, and no stream waits for a fake one: what it reads is nobody's ballot.
     quiet = mock.patch.multiple(Ballots, count=mock.DEFAULT, losses=mock.Mock(return_value=[]))
     averages = mock.patch.object(takeover, "averages", return_value=True)
+    widely = mock.patch.object(Collectives, "average_widely", scattered)
+    copying = mock.patch.multiple(half_wire, scattering=lambda *_: copied or None), widely
+    hosts = mock.patch.object(gate, "needed", return_value=True)
     ways = ((AllReduce, reduced), (AllGather, gathered), (ReduceScatter, scattered))
     with contextlib.ExitStack() as patches:
-        for patch in (mock.patch.object(Gate, "come"), meet, quiet, averages):
+        for patch in (mock.patch.object(Gate, "come"), meet, quiet, averages, hosts, *copying):
             patches.enter_context(patch)
         for made, way in ways:
             patches.enter_context(mock.patch.object(made, "__call__", way))
@@ -146,7 +152,8 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         timing = True
         return running(step, steps)
 
-    with nobody_there(lambda: not timing) if ours else stock_alone(), mock.patch.object(zero_step, "LR", 0.0):
+    alone = nobody_there(lambda: not timing, copied="copy engines" in args.arm) if ours else stock_alone()
+    with alone, mock.patch.object(zero_step, "LR", 0.0):
         if ours:
             features, options, kwargs = OURS[args.arm]
             ovpatch.apply(*features, options=options)

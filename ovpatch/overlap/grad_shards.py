@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
@@ -40,6 +40,10 @@ _LAID_OUT_ANEW = (
 )
 
 
+def nobody() -> None:
+    """Take no gradients."""
+
+
 class GradShards:
     """This rank's parts of one model's gradients.
 
@@ -53,7 +57,7 @@ class GradShards:
     Attributes:
         chosen: Parameters whose gradients are reduced and scattered now.
         lowered: Parameters that all ranks keep in another dtype, of which their gradients are before they are cast.
-        taker: Who takes the latter, if anybody does.
+        taker: Returns who takes the latter, if anybody does.
         editions: The editions of the parts; who changes them says so there.
         retired: Whether the model has other shards by now.
         local: Whether gradients were added that were not reduced, as under ``no_sync()``.
@@ -72,7 +76,7 @@ class GradShards:
         self.params, self.names, self.group = Weakly(params), list(names), group
         self.chosen = self._elected = frozenset[int]()
         self.lowered: Mapping[int, torch.dtype] = {}
-        self.taker: Taker | None = None
+        self.taker: Callable[[], Taker | None] = nobody
         self.local = self.retired = False
         device = params[0].device
         self.editions = Editions(device)
@@ -311,8 +315,9 @@ class GradShards:
     def prepare(self, index: int, *, adds: bool) -> None:
         """Put gradients in place before something is added to one, unless that was given up, which is an error."""
         if adds:
-            if self.taker is not None:
-                self.taker.adds(index)
+            taker = self.taker()
+            if taker is not None:
+                taker.adds(index)
             placeholders.settle([grad for grad in [self.params[index].grad] if unwidened.half_of(grad) is not None])
         if self.is_pending(index):
             self._early.refuse([index])
@@ -364,7 +369,7 @@ def find(param: Tensor) -> tuple[GradShards, int] | None:
 def takes(param: torch.nn.Parameter, half: Tensor) -> bool:
     """Tell whether a gradient was taken as it is, so that there is nothing to cast, if the backward of a cast asks."""
     entry = find(param)
-    taker = None if entry is None else entry[0].taker
+    taker = None if entry is None else entry[0].taker()
     return entry is not None and taker is not None and taker.take(param, entry[1], half)
 
 

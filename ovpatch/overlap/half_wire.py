@@ -19,6 +19,7 @@ would be none of half precision, and here it is never rounded: what would make o
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Final
 
@@ -28,7 +29,7 @@ from torch import Tensor
 
 from ovpatch.overlap import main_grads, placeholders, unwidened
 from ovpatch.overlap.copies.registry import scattering
-from ovpatch.overlap.grad_shards import GradShards
+from ovpatch.overlap.grad_shards import GradShards, nobody
 from ovpatch.overlap.halves import HALVES
 from ovpatch.overlap.mixed import find
 
@@ -84,7 +85,7 @@ class HalfWire:
         takes = bool(self._lowered) and not (copied or torch.is_grad_enabled()) and self._able()
         takes = takes and all(self._params[i].grad is None for i in self._lowered)
         self._task = torch._C._current_graph_task_id() if takes else -1
-        self._shards.taker = self if takes else None
+        self._shards.taker = weakref.ref(self) if takes else nobody  # it is held by what this object holds
 
     def meet(self) -> None:
         """Have the host wait for the others, and agree with them. Called before a backward's first collective."""
@@ -154,3 +155,12 @@ class HalfWire:
 
     def _chosen(self) -> Iterator[tuple[int, torch.nn.Parameter]]:
         return ((i, param) for i, param in self._halves.items() if i in self._shards.chosen)
+
+
+class Sent:
+    """How many gradients this process has sent in half precision to be averaged in fp32."""
+
+    total: int = 0
+
+
+sent = Sent()

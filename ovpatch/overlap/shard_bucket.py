@@ -10,7 +10,7 @@ from torch import Tensor
 from ovpatch.overlap.buckets import GradBucket
 from ovpatch.overlap.collectives import Collectives
 from ovpatch.overlap.grad_shards import GradShards
-from ovpatch.overlap.half_wire import HalfWire
+from ovpatch.overlap.half_wire import HalfWire, sent
 from ovpatch.overlap.slices import flat
 from ovpatch.overlap.unwidened import half_of
 from ovpatch.overlap.works import Work
@@ -100,7 +100,9 @@ class ShardBucket(GradBucket):
         for dtype, ones in self._by_dtype().items():
             parts = [self._shards.part(self.indices[i], self.dtype) for i in ones]
             wholes = [self._padded(i, large[i]) for i in ones]
-            works += (collectives.reduce_scatter if dtype is self.dtype else collectives.average_widely)(parts, wholes)
+            in_half = dtype is not self.dtype
+            works += (collectives.average_widely if in_half else collectives.reduce_scatter)(parts, wholes)
+            sent.total += in_half * len(ones)
         return works
 
     def _by_dtype(self) -> dict[torch.dtype, list[int]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass
 
-from ovpatch.overlap import grad_shards, main_shards
+from ovpatch.overlap import grad_shards, half_wire, main_shards
 
 
 @dataclass
@@ -18,6 +18,7 @@ class Counters:
         params_updated: Parameters updated by parts, or by one rank for all, summed over steps.
         params_owned: Those of them that this rank updated whole, for all ranks.
         grads_by_parts: Gradients that were reduced and scattered and that nobody had read whole by the step.
+        grads_in_half: Gradients by parts that are averaged in fp32 and were sent in half precision.
         grads_read: Gradients by parts that this rank put together because somebody read them.
         gathers: Buckets of parameters gathered, or sent by their owners, after steps.
         gathers_overlapped: Those of them that step() did not wait for.
@@ -40,6 +41,7 @@ class Counters:
     params_updated: int = 0
     params_owned: int = 0
     grads_by_parts: int = 0
+    grads_in_half: int = 0
     grads_read: int = 0
     gathers: int = 0
     gathers_overlapped: int = 0
@@ -57,7 +59,7 @@ class Counters:
 
     def as_dict(self) -> dict[str, int]:
         """Return the counters by name."""
-        self.grads_read = grad_shards.reads.total
+        self.grads_read, self.grads_in_half = grad_shards.reads.total, half_wire.sent.total
         self.params_read_whole, self.bytes_read_whole = main_shards.reads.total, main_shards.reads.nbytes
         return asdict(self)
 
