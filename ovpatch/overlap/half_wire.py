@@ -31,6 +31,7 @@ from ovpatch.overlap import main_grads, placeholders, unwidened
 from ovpatch.overlap.copies.registry import scattering
 from ovpatch.overlap.grad_shards import GradShards, nobody
 from ovpatch.overlap.halves import HALVES
+from ovpatch.overlap.lanes import Producers
 from ovpatch.overlap.mixed import find
 
 _MORE: Final = (
@@ -69,6 +70,7 @@ class HalfWire:
         self._wide = False
         self._taken: dict[int, Tensor] = {}
         self._lowered: list[int] = []  # in this backward
+        self._producers = Producers()  # unwidened.py, [Note: its stream]
         self._task = -1  # the graph task whose gradients are taken
 
     def begin(self, *, copied: bool, counts: Sequence[int] | None) -> None:
@@ -81,6 +83,7 @@ class HalfWire:
         self.now = False
         self._wide = copied or self._any_sum(lambda i, grad: grad is not None or (counts is not None and counts[i] > 1))
         self._taken.clear()
+        self._producers.clear()
         self._lowered = [i for i in self._shards.lowered if i in self._shards.chosen]
         takes = bool(self._lowered) and not (copied or torch.is_grad_enabled()) and self._able()
         takes = takes and all(self._params[i].grad is None for i in self._lowered)
@@ -103,6 +106,8 @@ class HalfWire:
                 return False
             self._taken[index] = half.contiguous()
             param.grad = unwidened.make(param, self._taken[index])
+        if half.is_cuda:
+            self._producers.note(half.device.index)
         return True
 
     def adds(self, index: int) -> None:
@@ -131,6 +136,8 @@ class HalfWire:
             return None
         if half is None and grad is not None and index in self._shards.lowered:
             raise RuntimeError(_MORE.format(self._shards.names[index]))
+        if half is not None:
+            self._producers.join(half.device, [half])
         return half
 
     def _able(self) -> bool:

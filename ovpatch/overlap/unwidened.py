@@ -3,6 +3,9 @@
 [Note: cast when read] The gradient of a parameter that autocast casts comes in half precision, and the backward of the
 cast makes one of fp32 of it: a pass over memory, which is lost on whoever only sends the gradient to other ranks. Until
 somebody reads it, ``p.grad`` is a placeholder here, and the gradient in half precision is what it knows.
+
+[Note: its stream] Whoever is given a gradient by the engine runs behind the stream that computed it. This one is given
+to nobody, so who reads it waits for that stream himself.
 """
 
 from __future__ import annotations
@@ -17,16 +20,18 @@ from ovpatch.overlap.placeholders import Placeholder
 
 
 class _Widening:
-    """The source of such placeholders: they have the gradient in half precision for a key."""
+    """The source of such placeholders: their key is the gradient in half precision, and the handle of its stream."""
 
     def fetch(self, placeholders: Sequence[Placeholder], *, noticed: bool) -> list[Tensor]:
         """Return the casts."""
         del noticed
-        halves: list[Tensor] = [one.key for one in placeholders]
-        for half in halves:
-            if half.is_cuda:  # who reads may be on another stream than who computed
-                half.record_stream(torch.cuda.current_stream(half.device))
-        return widened(halves)
+        for one in placeholders:
+            half, stream = one.key
+            if half.is_cuda and torch._C._cuda_getCurrentRawStream(half.device.index) != stream:  # [Note: its stream]
+                reader = torch.cuda.current_stream(half.device)
+                reader.wait_stream(torch.cuda.ExternalStream(stream, half.device))
+                half.record_stream(reader)
+        return widened([one.key[0] for one in placeholders])
 
 
 _WIDENING = _Widening()
@@ -34,12 +39,13 @@ _WIDENING = _Widening()
 
 def make(param: torch.nn.Parameter, half: Tensor) -> Placeholder:
     """Return a gradient for a parameter of fp32, of the values of one in half precision that nobody changes."""
-    return placeholders.make(param, _WIDENING, half, dtype=torch.float32)
+    stream = torch._C._cuda_getCurrentRawStream(half.device.index) if half.is_cuda else 0
+    return placeholders.make(param, _WIDENING, (half, stream), dtype=torch.float32)
 
 
 def half_of(grad: Tensor | None) -> Tensor | None:
     """Return what a gradient is a cast of, as long as nobody has read it."""
-    return grad.key if isinstance(grad, Placeholder) and grad.source is _WIDENING else None
+    return grad.key[0] if isinstance(grad, Placeholder) and grad.source is _WIDENING else None
 
 
 def memory_of(grad: Tensor) -> Tensor:

@@ -19,12 +19,14 @@ from ovpatch.overlap import gate
 from ovpatch.overlap.copies.engine import Engine
 from ovpatch.overlap.half_wire import HalfWire
 from tests.plugins.ddp.arms import Record, data, device
+from tests.plugins.dist_optimizer import test_gpu
 from tests.plugins.dist_optimizer.arms import SMALL
-from tests.plugins.dist_optimizer.checks import check_all, ddp, params
+from tests.plugins.dist_optimizer.checks import all_cases, check_all, ddp, params
 from tests.plugins.dist_optimizer.test_copy_engines import BY_COPIES, in_files, on_cpus
 from tests.plugins.dist_optimizer.test_gpu import NCCL
 from tests.plugins.dist_optimizer.test_half_wire import interrupt
 from tests.plugins.dist_optimizer.test_param_dtype import MODELS, STYLES, check_kept, modelled, styled
+from tests.plugins.dist_optimizer.test_param_dtype_gpu import WIDE
 from tests.plugins.dist_optimizer.under_autocast import OPTIONS, autocast
 
 STEPS = 12
@@ -263,3 +265,14 @@ def by_copies(loop: Any, cases: dict[str, Any]) -> tuple[dict[str, Any], int]:
 @pytest.mark.parametrize("style", [style for style in CAST if style != "interrupted"])
 def test_on_gpus(ranks, style):
     check(ranks(2)(arms, style, **NCCL), style)
+
+
+@pytest.mark.gpu(2)
+@pytest.mark.parametrize("overlap", [False, True])
+def test_streams(ranks, overlap):
+    options = {**OPTIONS, **BY_COPIES, "overlap_param_gather": overlap, "gather_bucket_mb": 3.0}
+    results = ranks(2)(all_cases, test_gpu.wide, WIDE, options=options, **NCCL)
+    check_all(results, check=check_kept, steps=12)
+    for result in results:
+        for name, case in result.items():
+            assert case["counters"]["grads_in_half"] > 0, name
