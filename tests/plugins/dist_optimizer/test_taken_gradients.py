@@ -26,7 +26,7 @@ from tests.plugins.dist_optimizer.test_copy_engines import BY_COPIES, in_files, 
 from tests.plugins.dist_optimizer.test_gpu import NCCL
 from tests.plugins.dist_optimizer.test_half_wire import interrupt
 from tests.plugins.dist_optimizer.test_param_dtype import MODELS, STYLES, check_kept, modelled, styled
-from tests.plugins.dist_optimizer.test_param_dtype_gpu import WIDE
+from tests.plugins.dist_optimizer.test_param_dtype_gpu import WIDE as ON_STREAMS
 from tests.plugins.dist_optimizer.under_autocast import OPTIONS, autocast
 
 STEPS = 12
@@ -271,7 +271,7 @@ def test_on_gpus(ranks, style):
 @pytest.mark.parametrize("overlap", [False, True])
 def test_streams(ranks, overlap):
     options = {**OPTIONS, **BY_COPIES, "overlap_param_gather": overlap, "gather_bucket_mb": 3.0}
-    results = ranks(2)(all_cases, test_gpu.wide, WIDE, options=options, **NCCL)
+    results = ranks(2)(all_cases, test_gpu.wide, ON_STREAMS, options=options, **NCCL)
     check_all(results, check=check_kept, steps=12)
     for result in results:
         for name, case in result.items():
