@@ -23,6 +23,7 @@ from torch import Tensor
 from ovpatch.overlap import main_grads
 from ovpatch.overlap.collectives import Collectives
 from ovpatch.overlap.memory import contiguous_strides, is_dense, is_sole_owner, same_layout
+from ovpatch.overlap.metadata import grad_of
 from ovpatch.overlap.works import Work
 
 # Gradients below this number of elements go through the flat tensor. On a GPU a launch takes as long as several hundred
@@ -118,7 +119,7 @@ class GradBucket:
                     in_place = index not in absent and self._in_place(i, given)
                     (own if in_place else foreign).append(i)
             self._copy(foreign, scale)
-            grads = [grad for i in own if (grad := self.params[i].grad) is not None]
+            grads = [grad for i in own if (grad := grad_of(self.params[i])) is not None]
             for grad in grads:
                 main_grads.take(grad)
             _multiply([grad for i, grad in zip(own, grads, strict=True) if not self._as_it_is(i)], scale)
@@ -207,7 +208,7 @@ class GradBucket:
             _multiply(divided, scale)
 
     def _grad(self, i: int) -> Tensor | None:
-        grad = self.params[i].grad
+        grad = grad_of(self.params[i])
         if grad is not None and grad.layout is not torch.strided:
             raise RuntimeError(
                 f"ovpatch: a parameter of shape {tuple(grad.shape)} has a sparse gradient, and its module was not made "

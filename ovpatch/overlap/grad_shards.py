@@ -26,6 +26,7 @@ from ovpatch.overlap.gate import Gate
 from ovpatch.overlap.given_up import GivenUp
 from ovpatch.overlap.grad_roles import Arriving, Reducer, Taker
 from ovpatch.overlap.memory import is_nobody_elses
+from ovpatch.overlap.metadata import grad_of
 from ovpatch.overlap.placeholders import Placeholder
 from ovpatch.overlap.shard_peers import ShardPeers
 from ovpatch.overlap.sharding import Minimum
@@ -147,11 +148,12 @@ class GradShards:
 
     def part_of(self, index: int) -> Tensor:
         """Return this rank's part of the reduced gradient, ``[slice.numel]``, of the dtype that was reduced."""
-        return self._parts[index][: self.slice(index).numel]
+        part, numel = self._parts[index], self.slice(index).numel
+        return part if part.numel() == numel else part[:numel]
 
     def is_pending(self, index: int) -> bool:
         """Tell whether nobody has put a gradient together, so that what is in the parts is what counts."""
-        return self.is_ours(self.params[index].grad)
+        return self.is_ours(grad_of(self.params[index]))
 
     def current_part(self, index: int) -> Tensor:
         """Return this rank's part of what ``p.grad`` is now."""
@@ -163,7 +165,7 @@ class GradShards:
 
     def is_ours(self, grad: Tensor | None) -> bool:
         """Tell whether this is a gradient of which there are only parts."""
-        return isinstance(grad, Placeholder) and grad.source is self
+        return placeholders.origin(grad)[0] is self
 
     def is_newest(self, backward: int) -> bool:
         """Tell whether a backward is the last that was reduced."""
@@ -255,7 +257,7 @@ class GradShards:
             index: The parameter.
             ours: Whether nobody else knows the memory of ``p.grad``.
         """
-        grad = self.params[index].grad
+        grad = grad_of(self.params[index])
         if unwidened.half_of(grad) is not None and placeholders.redirect(grad, self, index):
             self._early.add(index, grad)
         elif grad is not None and (ours or is_nobody_elses(grad)):
@@ -275,11 +277,10 @@ class GradShards:
             ours: Whether nobody else knows the memory of ``p.grad``.
         """
         param = self.params[index]
-        grad = param.grad
+        grad = grad_of(param)
         self._early.arrived(index, grad)
         if grad is None:
-            with torch.inference_mode(False), torch.no_grad():
-                grad = param.grad = placeholders.make(param, self, index)
+            grad = param.grad = placeholders.make(param, self, index)
         elif self.is_ours(grad):
             pass  # it was given up
         elif unwidened.half_of(grad) is not None and placeholders.redirect(grad, self, index):
@@ -318,8 +319,10 @@ class GradShards:
             taker = self.taker()
             if taker is not None:
                 taker.adds(index)
-            placeholders.settle([grad for grad in [self.params[index].grad] if unwidened.half_of(grad) is not None])
-        if self.is_pending(index):
+        grad = grad_of(self.params[index])
+        if adds and unwidened.half_of(grad) is not None:
+            placeholders.settle([grad])
+        elif self.is_ours(grad):
             self._early.refuse([index])
             self.settle()  # all of them: the others will be added to as well
 

@@ -7,6 +7,7 @@ gradient is what gets reduced. ``register_post_accumulate_grad_hook`` would run 
 
 from __future__ import annotations
 
+import itertools
 import operator
 import weakref
 from collections.abc import Callable, Sequence
@@ -55,16 +56,17 @@ class GradientHooks:
         self._params = params
         self._kinds = self._current_kinds()
         self.nodes: list[Node] = []
-        self._handles: list[RemovableHandle] = []
-        self._before: list[RemovableHandle] = []
+        self._handles: list[list[RemovableHandle]] = []  # of each node
+        self._before: dict[int, RemovableHandle] = {}
         reference = weakref.ref(listener)
         for index, param in enumerate(params):
             node = _accumulate_node(param)
             self.nodes.append(node)
+            handles: list[RemovableHandle] = []
             if sums_in_fp32 and param.dtype in HALVES:
                 before, after = main_grads.hooks_of(param)
-                self._handles += [node.register_prehook(before), node.register_hook(after)]
-            self._handles.append(node.register_hook(_hook(reference, index)))
+                handles += [node.register_prehook(before), node.register_hook(after)]
+            self._handles.append([*handles, node.register_hook(_hook(reference, index))])
 
     def lost(self) -> bool:
         """Tell whether a parameter was cast or moved, which gives it a new node without our hook."""
@@ -77,17 +79,22 @@ class GradientHooks:
 
     def watch_parts(self, shards: GradShards) -> None:
         """Put gradients together before a backward adds to one of which there are only parts."""
-        for handle in self._before:
+        for handle in self._before.values():
             handle.remove()
         reference = weakref.ref(shards)
         # What is no longer chosen may still be in parts, from the last backward.
         watched = [i for i in range(len(self.nodes)) if i in shards.chosen or shards.is_pending(i)]
-        self._before = [self.nodes[index].register_prehook(_prehook(reference, index)) for index in watched]
+        self._before = {index: self.nodes[index].register_prehook(_prehook(reference, index)) for index in watched}
+
+    def foreign(self, index: int) -> bool:
+        """Tell whether a parameter's node has other hooks as well, where gradients are put together before it adds."""
+        ours = [*self._handles[index], self._before[index]]
+        return any(len(hooks) > 1 for handle in ours if (hooks := handle.hooks_dict_ref()) is not None)
 
     def remove(self) -> None:
         """Take the hooks away."""
         main_grads.drop(self._params)
-        for handle in (*self._handles, *self._before):
+        for handle in (*itertools.chain(*self._handles), *self._before.values()):
             handle.remove()
         self._handles.clear()
         self._before.clear()

@@ -13,8 +13,9 @@ meet, and cast then.
 
 [Note: taken] Parameters of fp32 that are kept in half precision (:mod:`ovpatch.overlap.mixed`) get gradients that the
 backward of a cast has made, each of one in half precision. That one is taken instead (:mod:`.unwidened`), and sent if
-on all ranks each of those parameters is reached by one cast in this backward and by nothing else. A sum of several
-would be none of half precision, and here it is never rounded: what would make one after ranks have agreed is an error.
+on all ranks each of those parameters is reached by one cast in this backward and by nothing else, and no hook waits for
+its gradient. A sum of several would be none of half precision, and here nothing is ever rounded: where a gradient is
+none after ranks have agreed, that is an error.
 """
 
 from __future__ import annotations
@@ -32,12 +33,15 @@ from ovpatch.overlap.copies.registry import scattering
 from ovpatch.overlap.grad_shards import GradShards, nobody
 from ovpatch.overlap.halves import HALVES
 from ovpatch.overlap.lanes import Producers
+from ovpatch.overlap.memory import outside_inference
+from ovpatch.overlap.metadata import grad_of
 from ovpatch.overlap.mixed import find
 
-_MORE: Final = (
-    "ovpatch: the gradient of parameter '{}' is a sum, and ranks have agreed to send one addend in half precision, "
-    "since the graph of this backward did not show others. Does a loss reach back behind an optimizer step, or a hook "
-    "write gradients? Set OVPATCH_DIST_OPTIMIZER_PARAM_DTYPE to nothing."
+_CHANGED: Final = (
+    "ovpatch: ranks have agreed to send the gradient of parameter '{}' in half precision, as it comes, for when backward "
+    "began there was one addend and no hook; but it has been changed, and would have to be rounded. Register hooks that "
+    "write gradients before backward, let no loss reach back behind an optimizer step, or set "
+    "OVPATCH_DIST_OPTIMIZER_PARAM_DTYPE to nothing."
 )
 
 
@@ -68,54 +72,55 @@ class HalfWire:
         self._params, self._shards, self._sums = params, shards, sums
         self._halves = {i: param for i, param in enumerate(params) if in_fp32 and param.dtype in HALVES}
         self._wide = False
-        self._taken: dict[int, Tensor] = {}
-        self._lowered: list[int] = []  # in this backward
+        self._taken: set[int] = set()
+        self._lowered = frozenset[int]()  # in this backward
         self._producers = Producers()  # unwidened.py, [Note: its stream]
         self._task = -1  # the graph task whose gradients are taken
+        self._hooked: Callable[[int], bool] = lambda index: False
 
-    def begin(self, *, copied: bool, counts: Sequence[int] | None) -> None:
+    def begin(self, *, copied: bool, counts: Sequence[int] | None, hooked: Callable[[int], bool]) -> None:
         """Note that a backward begins, to which nothing has been added yet, or one gradient.
 
         Args:
             copied: Whether each gradient is copied when it is complete.
             counts: How often a static graph adds to each parameter; None if that is not known.
+            hooked: Tells whether there are hooks of the script's where a parameter's gradient is accumulated.
         """
         self.now = False
         self._wide = copied or self._any_sum(lambda i, grad: grad is not None or (counts is not None and counts[i] > 1))
         self._taken.clear()
         self._producers.clear()
-        self._lowered = [i for i in self._shards.lowered if i in self._shards.chosen]
+        self._lowered = self._shards.chosen.intersection(self._shards.lowered)
         takes = bool(self._lowered) and not (copied or torch.is_grad_enabled()) and self._able()
-        takes = takes and all(self._params[i].grad is None for i in self._lowered)
+        self._hooked = hooked
+        takes = takes and all((counts is None or counts[i] == 1) and self._is_reached_once(i) for i in self._lowered)
         self._task = torch._C._current_graph_task_id() if takes else -1
         self._shards.taker = weakref.ref(self) if takes else nobody  # it is held by what this object holds
 
     def meet(self) -> None:
         """Have the host wait for the others, and agree with them. Called before a backward's first collective."""
         able = self._able()
-        wide = self._wide or self._any_sum(lambda _, grad: main_grads.has(grad)) or not self._reached_once()
+        wide = self._wide or self._any_sum(lambda _, grad: main_grads.has(grad)) or not self._takes_all()
         self.now = not self._shards.meet(wide if able else None) and able
 
     def take(self, param: torch.nn.Parameter, index: int, half: Tensor) -> bool:
         """Put a gradient in ``p.grad``, unless it is better cast; see [Note: taken]."""
-        known = index in self._taken or index not in self._shards.lowered or index not in self._shards.chosen
-        if known or torch._C._current_graph_task_id() != self._task or type(half) is not Tensor:
+        now = index in self._lowered and torch._C._current_graph_task_id() == self._task
+        if not now or type(half) is not Tensor or self._hooked(index):
             return False
-        with torch.inference_mode(False), torch.no_grad():
-            if param.grad is not None:
+        with outside_inference(), torch._C.DisableTorchFunctionSubclass():  # which the parameter is
+            if param.grad is not None or param._backward_hooks:
                 return False
-            self._taken[index] = half.contiguous()
-            param.grad = unwidened.make(param, self._taken[index])
+            param.grad = unwidened.make(param, half.contiguous())
+        self._taken.add(index)
         if half.is_cuda:
             self._producers.note(half.device.index)
         return True
 
     def adds(self, index: int) -> None:
         """Note that autograd is about to add to a gradient."""
-        if index in self._shards.lowered:
-            if self.now and torch._C._current_graph_task_id() == self._task:
-                raise RuntimeError(_MORE.format(self._shards.names[index]))
-            self._taken.pop(index, None)
+        if index in self._lowered:
+            self._taken.discard(index)
             self._wide = True
 
     def dtype(self, index: int) -> torch.dtype | None:
@@ -125,17 +130,24 @@ class HalfWire:
         return self._params[index].dtype if index in self._halves else self._shards.lowered.get(index)
 
     def release(self, index: int) -> Tensor | None:
-        """Return a gradient that was taken, which is to be sent, and forget it; else have it cast, if it is there.
+        """Return a gradient that is to be sent in half precision, if it was taken, or have it cast.
 
         Raises:
-            RuntimeError: There is a gradient of which nothing was taken, and ranks have agreed that there is not.
+            RuntimeError: Ranks have agreed to send it, and it has become another one, which would be rounded.
         """
-        half, grad = self._taken.pop(index, None), self._params[index].grad
-        if not self.now:
-            placeholders.settle([grad] if half is not None else ())
+        self._taken.discard(index)
+        if index not in self._lowered:
             return None
-        if half is None and grad is not None and index in self._shards.lowered:
-            raise RuntimeError(_MORE.format(self._shards.names[index]))
+        grad = grad_of(self._params[index])
+        half = unwidened.half_of(grad)
+        if not self.now:
+            if half is not None:
+                placeholders.settle([grad])
+            return None
+        if half is None and grad is not None:  # somebody has read it, or changed it
+            half = grad.to(self._shards.lowered[index], memory_format=torch.contiguous_format)
+            if not torch.allclose(half.to(grad.dtype), grad, rtol=0.0, atol=0.0, equal_nan=True):
+                raise RuntimeError(_CHANGED.format(self._shards.names[index]))
         if half is not None:
             self._producers.join(half.device, [half])
         return half
@@ -148,14 +160,16 @@ class HalfWire:
             and scattering(self.group, self._params[chosen[0]].device) is not None
         )
 
-    def _reached_once(self) -> bool:
+    def _takes_all(self) -> bool:
         """Tell whether each parameter that is kept in half precision gets one gradient, of half precision, or has."""
         inside = self._task != -1 and torch._C._current_graph_task_id() == self._task
-        for i in self._lowered:
-            mixed = find(self._params[i])
-            if mixed is None or not (mixed.is_reached_once() if inside else i in self._taken):
-                return False
-        return True
+        return inside or self._taken >= self._lowered
+
+    def _is_reached_once(self, index: int) -> bool:
+        """Tell whether all that the running backward adds to a parameter is the gradient of one cast."""
+        param = self._params[index]
+        mixed = find(param)
+        return mixed is not None and mixed.is_reached_once() and grad_of(param) is None and not self._hooked(index)
 
     def _any_sum(self, of: Callable[[int, Tensor | None], bool]) -> bool:
         return self._sums and any(of(i, param.grad) for i, param in self._chosen())

@@ -28,6 +28,12 @@ _LIKE: Final = "empty_like zeros_like ones_like full_like rand_like randn_like r
 _NEW: Final = "new_empty new_empty_strided new_zeros new_ones new_full new_tensor"
 
 
+def grad_of(param: Tensor) -> Tensor | None:
+    """Return ``param.grad``; of a class that answers by Python, ten times as fast."""
+    with torch._C.DisableTorchFunctionSubclass():
+        return param.grad
+
+
 def _metadata() -> frozenset[Any]:
     written = _of(Tensor, _READ_AND_WRITTEN)
     found = [attribute.__get__ for attribute in (*_of(Tensor, _READ), *written)]

@@ -121,6 +121,14 @@ def empty_out(tensor: Tensor, source: Source, key: Any) -> Placeholder:
     return _mark(tensor, source, key)
 
 
+def origin(tensor: Tensor | None) -> tuple[Source | None, Any]:
+    """Return a placeholder's source and key, without the lock; None for both where it is none, or is being filled in."""
+    if not isinstance(tensor, Placeholder):
+        return None, None
+    known = vars(tensor)
+    return known.get("source"), known.get("key")
+
+
 def redirect(placeholder: Placeholder, source: Source, key: Any) -> bool:
     """Let the content of a placeholder come from elsewhere; return false if somebody has filled it in by now."""
     with _lock:

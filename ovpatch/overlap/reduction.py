@@ -25,6 +25,7 @@ from ovpatch.overlap.buckets import GradBucket
 from ovpatch.overlap.collectives import Collectives
 from ovpatch.overlap.labels import label, span
 from ovpatch.overlap.lanes import Producers
+from ovpatch.overlap.metadata import grad_of
 from ovpatch.overlap.sparse import SparseBucket
 from ovpatch.overlap.unwidened import memory_of
 from ovpatch.overlap.works import Unpacked, Work
@@ -233,7 +234,7 @@ class Reduction:
         return self._skip_absent and self.absent.issuperset(bucket.indices)
 
     def _join(self, bucket: Bucket) -> None:
-        grads = (param.grad for param in bucket.params)
+        grads = map(grad_of, bucket.params)
         dense = (memory_of(grad) for grad in grads if grad is not None and not grad.is_sparse)
         self._producers.join(bucket.device, dense)
 

@@ -11,6 +11,7 @@ from ovpatch.overlap.buckets import GradBucket
 from ovpatch.overlap.collectives import Collectives
 from ovpatch.overlap.grad_shards import GradShards
 from ovpatch.overlap.half_wire import HalfWire, sent
+from ovpatch.overlap.metadata import grad_of
 from ovpatch.overlap.slices import flat
 from ovpatch.overlap.unwidened import half_of
 from ovpatch.overlap.works import Work
@@ -64,7 +65,7 @@ class ShardBucket(GradBucket):
         for i in self._cut:
             piece = self._pieces.pop(i)
             if self.indices[i] not in but:
-                self._shards.give_up(self.indices[i], ours=self.params[i].grad is piece)
+                self._shards.give_up(self.indices[i], ours=grad_of(self.params[i]) is piece)
         self._given_up.update(self._cut)
 
     def unpack(self, *, skip: Collection[int] = ()) -> list[tuple[Tensor, Tensor]]:
@@ -72,7 +73,7 @@ class ShardBucket(GradBucket):
         for i in self._cut:
             piece = self._pieces.pop(i, None)
             if (piece is not None or i in self._given_up) and self.indices[i] not in skip:
-                self._shards.deliver(self.indices[i], ours=piece is not None and self.params[i].grad is piece)
+                self._shards.deliver(self.indices[i], ours=piece is not None and grad_of(self.params[i]) is piece)
         self._given_up.clear()
         self._copies.clear()
         return super().unpack(skip=skip)

@@ -5,7 +5,8 @@ cast makes one of fp32 of it: a pass over memory, which is lost on whoever only 
 somebody reads it, ``p.grad`` is a placeholder here, and the gradient in half precision is what it knows.
 
 [Note: its stream] Whoever is given a gradient by the engine runs behind the stream that computed it. This one is given
-to nobody, so who reads it waits for that stream himself.
+to nobody, so who reads it waits for that stream himself; and that stream for him, since those who come after him know
+of no other.
 """
 
 from __future__ import annotations
@@ -25,13 +26,24 @@ class _Widening:
     def fetch(self, placeholders: Sequence[Placeholder], *, noticed: bool) -> list[Tensor]:
         """Return the casts."""
         del noticed
-        for one in placeholders:
-            half, stream = one.key
-            if half.is_cuda and torch._C._cuda_getCurrentRawStream(half.device.index) != stream:  # [Note: its stream]
-                reader = torch.cuda.current_stream(half.device)
-                reader.wait_stream(torch.cuda.ExternalStream(stream, half.device))
-                half.record_stream(reader)
-        return widened([one.key[0] for one in placeholders])
+        producers = [_join_producer(*one.key) for one in placeholders]
+        contents = widened([one.key[0] for one in placeholders])
+        for content, producer in zip(contents, producers, strict=True):
+            if producer is not None:
+                producer.wait_stream(torch.cuda.current_stream(content.device))
+                content.record_stream(producer)
+        return contents
+
+
+def _join_producer(half: Tensor, stream: int) -> torch.cuda.Stream | None:
+    """Have the current stream wait for the one that computed a gradient; return that, if it is another."""
+    if not half.is_cuda or torch._C._cuda_getCurrentRawStream(half.device.index) == stream:
+        return None
+    producer = torch.cuda.ExternalStream(stream, half.device)
+    reader = torch.cuda.current_stream(half.device)
+    reader.wait_stream(producer)
+    half.record_stream(reader)
+    return producer
 
 
 _WIDENING = _Widening()
@@ -45,7 +57,8 @@ def make(param: torch.nn.Parameter, half: Tensor) -> Placeholder:
 
 def half_of(grad: Tensor | None) -> Tensor | None:
     """Return what a gradient is a cast of, as long as nobody has read it."""
-    return grad.key[0] if isinstance(grad, Placeholder) and grad.source is _WIDENING else None
+    source, key = placeholders.origin(grad)
+    return key[0] if source is _WIDENING and key is not None else None
 
 
 def memory_of(grad: Tensor) -> Tensor:

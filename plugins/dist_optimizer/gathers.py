@@ -54,13 +54,14 @@ class Gathers:
             self._places = dict.fromkeys((part.shards.group, part.gathered.device) for part in parts)
         if not self._buckets:
             self._buckets = [self._gather(bucket) for bucket in self._cut(parts)]
+        nbytes = sum(part.gathered.nbytes for part in parts)  # now: while they are on their way, Python answers
         copied = self._places if self._copy_engines != "off" else ()
         for group, device in copied:
             choose(group, device, self._copy_engines, feature="dist_optimizer", directory=cache_dir())
         launch(self._buckets)
         for group, device in copied:
             attend(group, device)
-        COUNTERS.bytes_gathered += sum(part.gathered.nbytes for part in parts)
+        COUNTERS.bytes_gathered += nbytes
         COUNTERS.gathers += len(self._buckets)
         COUNTERS.gathers_copied += sum(gather.is_copied for gather in self._buckets)
         COUNTERS.gathers_overlapped += sum(gather.is_pending for gather in self._buckets) if self._overlap else 0

@@ -66,7 +66,7 @@ class MixedParams:
     """
 
     def __init__(self, shards: GradShards, dtype: torch.dtype) -> None:
-        self.group = shards.group
+        self.group, self._shards = shards.group, weakref.ref(shards)
         self._dtype, self._names, self._params = dtype, shards.names, shards.params
         self._gate = Gate.of(self.group)
         self._all_reduce = AllReduce(self.group, shards.params[0].device)
@@ -143,6 +143,9 @@ class MixedParams:
         for index in list(self._watched):
             self._end_watch(index)
         self._mains.leave()
+        shards = self._shards()
+        if shards is not None:
+            shards.lowered = {}
 
     # ---------------------------------------------------------------- what is known
 

@@ -129,8 +129,8 @@ class StateOfModel(abc.ABC):
         """Return which of a tensor's elements each rank keeps."""
 
     def _leave_placeholder(self, key: Key, form: Form, state: dict[Any, Any]) -> None:
-        mark = self._placeholders.get(key)
-        if mark is None or not self._is_ours(mark) or self._forms[key] != form:
+        mark, known = self._placeholders.get(key), self._forms.get(key)
+        if mark is None or not self._is_ours(mark) or (known is not form and known != form):
             self._placeholders[key] = mark = placeholders.make(form, self, key)
         self._forms[key] = form
         state[key[1]] = mark

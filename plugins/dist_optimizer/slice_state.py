@@ -45,8 +45,10 @@ class SlicesOfModel(StateOfModel):
         if index is None or not self._shards.can_be_cut(index):
             return
         own = self._shards.slice(index)
+        with torch._C.DisableTorchFunctionSubclass():
+            shape = param.shape
         for name, value in state.items():
-            if isinstance(value, Tensor) and not self._is_ours(value) and value.shape == param.shape:
+            if isinstance(value, Tensor) and not self._is_ours(value) and value.shape == shape:
                 if value.stride() != param.stride():
                     value = torch.empty_like(param, dtype=value.dtype).copy_(value)
                 self._keep((index, name), elements_of(value.detach(), own).clone(), state)
