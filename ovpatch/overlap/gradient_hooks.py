@@ -7,9 +7,9 @@ gradient is what gets reduced. ``register_post_accumulate_grad_hook`` would run 
 
 from __future__ import annotations
 
-import itertools
 import operator
 import weakref
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol, cast
 
@@ -56,17 +56,17 @@ class GradientHooks:
         self._params = params
         self._kinds = self._current_kinds()
         self.nodes: list[Node] = []
-        self._handles: list[list[RemovableHandle]] = []  # of each node
-        self._before: dict[int, RemovableHandle] = {}
+        self._handles: list[RemovableHandle] = []
+        self._before: list[RemovableHandle] = []
         reference = weakref.ref(listener)
         for index, param in enumerate(params):
             node = _accumulate_node(param)
             self.nodes.append(node)
-            handles: list[RemovableHandle] = []
             if sums_in_fp32 and param.dtype in HALVES:
                 before, after = main_grads.hooks_of(param)
-                handles += [node.register_prehook(before), node.register_hook(after)]
-            self._handles.append([*handles, node.register_hook(_hook(reference, index))])
+                self._handles += [node.register_prehook(before), node.register_hook(after)]
+            self._handles.append(node.register_hook(_hook(reference, index)))
+        self._tables = self._own_tables()
 
     def lost(self) -> bool:
         """Tell whether a parameter was cast or moved, which gives it a new node without our hook."""
@@ -79,22 +79,28 @@ class GradientHooks:
 
     def watch_parts(self, shards: GradShards) -> None:
         """Put gradients together before a backward adds to one of which there are only parts."""
-        for handle in self._before.values():
+        for handle in self._before:
             handle.remove()
         reference = weakref.ref(shards)
         # What is no longer chosen may still be in parts, from the last backward.
         watched = [i for i in range(len(self.nodes)) if i in shards.chosen or shards.is_pending(i)]
-        self._before = {index: self.nodes[index].register_prehook(_prehook(reference, index)) for index in watched}
+        self._before = [self.nodes[index].register_prehook(_prehook(reference, index)) for index in watched]
+        self._tables = self._own_tables()
 
-    def foreign(self, index: int) -> bool:
-        """Tell whether a parameter's node has other hooks as well, where gradients are put together before it adds."""
-        ours = [*self._handles[index], self._before[index]]
-        return any(len(hooks) > 1 for handle in ours if (hooks := handle.hooks_dict_ref()) is not None)
+    def foreign(self) -> bool:
+        """Tell whether somebody else has hooks on nodes where we have."""
+        return any(len(table() or ()) > ours for table, ours in self._tables)
+
+    def _own_tables(self) -> list[tuple[Callable[[], Any], int]]:
+        """Return the nodes' tables of hooks, each with the number of ours in it."""
+        tables = [handle.hooks_dict_ref for handle in (*self._handles, *self._before)]
+        ours = Counter(id(table()) for table in tables)
+        return [(table, ours[id(table())]) for table in tables]
 
     def remove(self) -> None:
         """Take the hooks away."""
         main_grads.drop(self._params)
-        for handle in (*itertools.chain(*self._handles), *self._before.values()):
+        for handle in (*self._handles, *self._before):
             handle.remove()
         self._handles.clear()
         self._before.clear()

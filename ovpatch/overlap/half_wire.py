@@ -76,15 +76,13 @@ class HalfWire:
         self._lowered = frozenset[int]()  # in this backward
         self._producers = Producers()  # unwidened.py, [Note: its stream]
         self._task = -1  # the graph task whose gradients are taken
-        self._hooked: Callable[[int], bool] = lambda index: False
 
-    def begin(self, *, copied: bool, counts: Sequence[int] | None, hooked: Callable[[int], bool]) -> None:
+    def begin(self, *, copied: bool, counts: Sequence[int] | None) -> None:
         """Note that a backward begins, to which nothing has been added yet, or one gradient.
 
         Args:
             copied: Whether each gradient is copied when it is complete.
             counts: How often a static graph adds to each parameter; None if that is not known.
-            hooked: Tells whether there are hooks of the script's where a parameter's gradient is accumulated.
         """
         self.now = False
         self._wide = copied or self._any_sum(lambda i, grad: grad is not None or (counts is not None and counts[i] > 1))
@@ -92,7 +90,6 @@ class HalfWire:
         self._producers.clear()
         self._lowered = self._shards.chosen.intersection(self._shards.lowered)
         takes = bool(self._lowered) and not (copied or torch.is_grad_enabled()) and self._able()
-        self._hooked = hooked
         takes = takes and all((counts is None or counts[i] == 1) and self._is_reached_once(i) for i in self._lowered)
         self._task = torch._C._current_graph_task_id() if takes else -1
         self._shards.taker = weakref.ref(self) if takes else nobody  # it is held by what this object holds
@@ -106,7 +103,7 @@ class HalfWire:
     def take(self, param: torch.nn.Parameter, index: int, half: Tensor) -> bool:
         """Put a gradient in ``p.grad``, unless it is better cast; see [Note: taken]."""
         now = index in self._lowered and torch._C._current_graph_task_id() == self._task
-        if not now or type(half) is not Tensor or self._hooked(index):
+        if not now or type(half) is not Tensor:
             return False
         with outside_inference(), torch._C.DisableTorchFunctionSubclass():  # which the parameter is
             if param.grad is not None or param._backward_hooks:
@@ -169,7 +166,7 @@ class HalfWire:
         """Tell whether all that the running backward adds to a parameter is the gradient of one cast."""
         param = self._params[index]
         mixed = find(param)
-        return mixed is not None and mixed.is_reached_once() and grad_of(param) is None and not self._hooked(index)
+        return mixed is not None and mixed.is_reached_once() and grad_of(param) is None
 
     def _any_sum(self, of: Callable[[int, Tensor | None], bool]) -> bool:
         return self._sums and any(of(i, param.grad) for i, param in self._chosen())

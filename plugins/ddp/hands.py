@@ -2,7 +2,8 @@
 
 [Note: foreign hands] What hooks of the script or a second wrapper around the same parameters do to ``p.grad`` while
 backward runs must not reach a reduction. There each gradient is copied in its own hook, as under stock. No foreign one
-is the hook that torch puts on parameters below DTensors, for ``device_mesh=``: it only waits for a gradient.
+is the hook that torch puts on parameters below DTensors, for ``device_mesh=``: it only waits for a gradient. Hooks on
+the parameters' AccumulateGrad nodes are seen beside our own there (``GradientHooks.foreign``).
 """
 
 from __future__ import annotations

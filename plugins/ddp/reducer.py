@@ -302,8 +302,8 @@ class GradReducer:
     def _begin(self) -> None:
         self._task.queue(self._backward_ended, self._backward_died)
         if not self._began:
-            self._began, self._copies_at_once = True, self.hands.present()
-            self._wire.begin(copied=self._copies_at_once, counts=self._static_counts, hooked=self._hooks.foreign)
+            self._began, self._copies_at_once = True, self.hands.present() or self._hooks.foreign()
+            self._wire.begin(copied=self._copies_at_once, counts=self._static_counts)
             self.shards.rescue()
             if not self.has_rebuilt_buckets and not self._late:
                 self._cutting.backward_begins()

@@ -11,11 +11,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
 from torch.utils.checkpoint import checkpoint
 
 import ovpatch
 from ovpatch.insight.equality import compare
-from ovpatch.overlap import gate
+from ovpatch.overlap import gate, half_wire
 from ovpatch.overlap.copies.engine import Engine
 from ovpatch.overlap.half_wire import HalfWire
 from tests.plugins.ddp.arms import Record, data, device
@@ -79,7 +80,14 @@ class Steps:
         self.style = style
         buckets = {"bucket_cap_mb": 1e-4} if style != "one bucket" else {}
         static = {"static_graph": True} if style == "checkpointed, reentrant" else {}
-        self.model: Any = ddp(Mixture(style), find_unused_parameters=style == "unused", **buckets, **static)
+        mixture = Mixture(style)
+        if style.startswith("node"):
+            self.node: Any = get_gradient_edge(mixture.other.weight).node
+        if style == "node hooked":
+            self.node.register_hook(lambda _, given: doubled(mixture.other.weight))
+        if style == "node hooked before":
+            self.node.register_prehook(lambda given: (given[0] * 2,))
+        self.model: Any = ddp(mixture, find_unused_parameters=style == "unused", **buckets, **static)
         self.opt = torch.optim.AdamW(self.model.parameters(), 1e-2)
         self.records: list[Record] = []
         module = self.model.module
@@ -87,14 +95,32 @@ class Steps:
             module.other.weight.register_hook(lambda grad: grad * 2)
         if style == "hooked afterwards":
             module.other.weight.register_post_accumulate_grad_hook(doubled)
+        if style == "node hooked afterwards":
+            self.node.register_hook(lambda _, given: doubled(module.other.weight))
 
     def look(self, _grad: Tensor) -> None:
         """Look at gradients while backward computes, one of them as autograd made it and one that is not there yet."""
         module = self.model.module
         self.records.append({"last": module.last.weight.grad.clone(), "first": module.first.weight.grad is None})
 
+    def come_late(self, _grad: Tensor) -> None:
+        """Register a hook on a parameter that backward has not come to."""
+        weight = self.model.module.first.weight
+        self.handle = weight.register_hook(lambda grad: self.records.append({"late": grad.clone()}))
+
+    def write(self, _grad: Tensor) -> None:
+        """Make a gradient to which backward will add, when ranks have agreed that there is none."""
+        weight = self.model.module.first.weight
+        weight.grad = torch.full_like(weight, 0.1)
+
     def forward(self, number: int, micro: int = 0) -> Tensor:
-        seen = {"looked at": self.look, "interrupted": interrupt if number == 6 and dist.get_rank() == 0 else None}
+        seen = {
+            "looked at": self.look,
+            "interrupted": interrupt if number == 6 and dist.get_rank() == 0 else None,
+            "interrupted everywhere": interrupt if number == 6 else None,
+            "hooked on the way": self.come_late if number == 6 else None,
+            "written": self.write if number == 6 else None,
+        }
         self.model.module.seen = seen.get(self.style) if number >= FIRST else None
         out: Tensor = self.model(inputs(number, micro), other=self.style != "unused" or number % 2 == 0)
         return out
@@ -119,6 +145,11 @@ class Steps:
             out.register_hook(nested)
         if self.style == "two forwards":
             return out.square().mean() + self.forward(number, 1).square().mean()
+        if self.style == "three forwards":  # whose sum has other bits in another order
+            weights = (3e-5, 5e-5)
+            return sum(
+                (w * self.forward(number, i + 1).square().mean() for i, w in enumerate(weights)), out.square().mean()
+            )
         return out.square().mean()
 
     def run(self, sent: Sent) -> list[Record]:
@@ -128,7 +159,7 @@ class Steps:
             micros = 3 if self.style == "accumulated" else 1
             if self.style == "accumulated on one rank" and number == 7 and dist.get_rank() == 1:
                 micros = 2
-            interrupted = self.style == "interrupted" and number == 6
+            interrupted = self.style.startswith("interrupted") and number == 6
             for micro in range(micros):
                 with contextlib.nullcontext() if micro == micros - 1 else self.model.no_sync():
                     loss = self.loss(number, micro)
@@ -136,9 +167,13 @@ class Steps:
                         self.records.append({"sum": self.model.module.other.weight.detach().sum()})
                     # The rank that is interrupted says so, the other one hears of it.
                     with pytest.raises(RuntimeError) if interrupted else contextlib.nullcontext():
-                        loss.backward()
+                        loss.backward(create_graph=self.style == "with a graph" and number == STEPS - 1)
             if interrupted:
+                if self.style == "interrupted everywhere":
+                    self.records.append({name: p.grad is None for name, p in self.model.named_parameters()})
                 continue
+            if self.style == "hooked on the way" and number == 6:
+                self.handle.remove()
             if self.style == "clipped":
                 nn.utils.clip_grad_norm_(self.model.parameters(), 0.01)
             self.opt.step()
@@ -162,9 +197,11 @@ def watched(sent: Sent) -> Iterator[None]:
 
 def arms(style: str) -> dict[str, tuple[list[Record], Sent]]:
     """Train stock, with gradients that are cast before they are sent, and with such as are taken."""
-    options = {"dist_optimizer": SMALL | OPTIONS | BY_COPIES}
+    options = {
+        "dist_optimizer": SMALL | OPTIONS | BY_COPIES | ({"grads_in_flight_mb": 1e-4} if style == "in flight" else {})
+    }
     found = {}
-    for name in ("stock", "cast", "taken") if style != "interrupted" else ("cast", "taken"):
+    for name in ("cast", "taken") if style in ONLY_OURS else ("stock", "cast", "taken"):
         sent: Sent = []
         with contextlib.ExitStack() as stack:
             if name != "stock":
@@ -183,7 +220,8 @@ def arms(style: str) -> dict[str, tuple[list[Record], Sent]]:
 BOTH, WIDE = {torch.float32, torch.bfloat16}, {torch.float32}
 EVERY = set(range(STEPS))
 
-NOT_STOCK = ("clipped", "interrupted")  # a norm of parts has other bits; stock waits for ever
+ONLY_OURS = ("interrupted", "interrupted everywhere", "with a graph")  # stock waits for ever, or refuses
+NOT_STOCK = ("clipped", *ONLY_OURS)  # a norm of parts has other bits
 
 #: In which steps gradients are cast before they are sent.
 CAST: dict[str, set[int]] = {
@@ -191,7 +229,9 @@ CAST: dict[str, set[int]] = {
     "one bucket": set(),
     "checkpointed": set(),
     "clipped": set(),
+    "in flight": set(),
     "interrupted": set(),
+    "interrupted everywhere": set(),
     "looked at": set(),
     "nested": set(),
     "penalty": {3},  # it reads the weight, which is not kept in bf16 from the second time on
@@ -200,8 +240,14 @@ CAST: dict[str, set[int]] = {
     "checkpointed, reentrant": EVERY,
     "hooked": EVERY,
     "hooked afterwards": EVERY,
+    "hooked on the way": set(),  # it sees a cast, which is sent as what it was
+    "node hooked": EVERY,
+    "node hooked afterwards": EVERY,
+    "node hooked before": EVERY,
     "read on one rank": {7},
     "two forwards": EVERY,
+    "three forwards": EVERY,
+    "with a graph": {STEPS - 1},
     "unused": set(range(1, STEPS, 2)),
     "zeroed": EVERY,
 }
@@ -216,7 +262,7 @@ def check(results: list[dict[str, tuple[list[Record], Sent]]], style: str) -> No
         for arm in arms if len(results) == 2 else {"cast"}:
             compared = compare(result[arm][0], ours)
             compared.assert_bitwise() if len(results) == 2 else compared.assert_equal()
-        whole = [number for number in range(FIRST, STEPS) if number != 6 or style != "interrupted"]
+        whole = [number for number in range(FIRST, STEPS) if number != 6 or not style.startswith("interrupted")]
         assert [result["cast"][1][number] for number in whole] == [WIDE] * len(whole)
         assert [sent[number] for number in whole] == [WIDE if number in CAST[style] else BOTH for number in whole], sent
 
@@ -229,6 +275,23 @@ def test_as_if_they_were_cast(ranks, style):
 @pytest.mark.parametrize("style", ["plain", "read on one rank"])
 def test_on_three_ranks(ranks, style):
     check(ranks(3)(arms, style), style)
+
+
+def changed() -> str:
+    options = {"dist_optimizer": SMALL | OPTIONS | BY_COPIES}
+    sent: Sent = []
+    with watched(sent), in_files(), ovpatch.applied("ddp", "dist_optimizer", options=options):
+        with pytest.raises(RuntimeError) as caught:
+            Steps("written").run(sent)
+        assert len(sent) == 7
+        return str(caught.value)
+
+
+def test_what_is_changed_behind_an_agreement_is_an_error(ranks):
+    for message in ranks(2)(changed):
+        assert "'first.weight'" in message
+        assert "has been changed" in message
+        assert "OVPATCH_DIST_OPTIMIZER_PARAM_DTYPE" in message
 
 
 def test_styles_by_copies(ranks):
@@ -248,21 +311,13 @@ def with_gates(ranks: Any, loop: Any, cases: dict[str, Any], **demands: Any) -> 
 
 def by_copies(loop: Any, cases: dict[str, Any]) -> tuple[dict[str, Any], int]:
     """Run cases as elsewhere, by copies, with hosts that meet; count what is sent in half precision."""
-    sent: Sent = [set()]
-    count, real = 0, HalfWire.release
-
-    def release(self: HalfWire, index: int) -> Tensor | None:
-        nonlocal count
-        half = real(self, index)
-        count += half is not None
-        return half
-
-    with watched(sent), mock.patch.object(HalfWire, "release", release):
-        return on_cpus(loop, cases, options=OPTIONS | BY_COPIES), count
+    before = half_wire.sent.total
+    with watched([set()]):
+        return on_cpus(loop, cases, options=OPTIONS | BY_COPIES), half_wire.sent.total - before
 
 
 @pytest.mark.gpu(2)
-@pytest.mark.parametrize("style", [style for style in CAST if style != "interrupted"])
+@pytest.mark.parametrize("style", [style for style in CAST if not style.startswith("interrupted")])
 def test_on_gpus(ranks, style):
     check(ranks(2)(arms, style, **NCCL), style)
 
