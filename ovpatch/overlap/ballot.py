@@ -106,7 +106,9 @@ class _Ballot:
             return _Ballot(steps, own, vote, work, vote)
         # On a stream of its own the copy runs when the sum is there, without holding back the compute; into pinned
         # memory, or it would make the host wait.
-        with torch.cuda.stream(_side_stream(vote.device)):
+        side = _side_stream(vote.device)
+        vote.record_stream(side)  # no other stream waits for the sum, and whoever drops the ballot frees the vote
+        with torch.cuda.stream(side):
             work.wait()
             host = torch.empty(1, dtype=vote.dtype, device="cpu", pin_memory=True).copy_(vote, non_blocking=True)
             event = torch.cuda.Event()

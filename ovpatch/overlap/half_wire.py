@@ -38,9 +38,9 @@ from ovpatch.overlap.metadata import grad_of
 from ovpatch.overlap.mixed import find
 
 _CHANGED: Final = (
-    "ovpatch: ranks have agreed to send the gradient of parameter '{}' in half precision, as it comes, for when backward "
-    "began there was one addend and no hook; but it has been changed, and would have to be rounded. Register hooks that "
-    "write gradients before backward, let no loss reach back behind an optimizer step, or set "
+    "ovpatch: ranks have agreed to send the gradient of parameter '{}' in half precision, as it comes, for when "
+    "backward began there was one addend and no hook; but it has been changed, and would have to be rounded. Register "
+    "hooks that write gradients before backward, let no loss reach back behind an optimizer step, or set "
     "OVPATCH_DIST_OPTIMIZER_PARAM_DTYPE to nothing."
 )
 

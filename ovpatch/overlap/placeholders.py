@@ -122,7 +122,7 @@ def empty_out(tensor: Tensor, source: Source, key: Any) -> Placeholder:
 
 
 def origin(tensor: Tensor | None) -> tuple[Source | None, Any]:
-    """Return a placeholder's source and key, without the lock; None for both where it is none, or is being filled in."""
+    """Return a placeholder's source and key, without the lock; None where it is none, or is being filled in."""
     if not isinstance(tensor, Placeholder):
         return None, None
     known = vars(tensor)

@@ -6,11 +6,12 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 from ovpatch.insight.equality import compare
-from ovpatch.overlap.ballot import PERIOD
+from ovpatch.overlap.ballot import PERIOD, Ballots
 from tests.plugins.ddp import test_failures, test_gradients_kept, test_loops
 from tests.plugins.ddp.arms import Record, both, data, device, seen
 
@@ -55,6 +56,25 @@ def test_training_goes_on_after_an_exception_on_gpus(ranks):
 def test_a_lost_backward_is_reported_on_gpus(ranks):
     texts = ranks(2)(test_failures.failing_alone, 2, 2 * PERIOD - 1, backend="nccl", timeout=60)
     assert f"ended the backward of a step from {PERIOD} to {2 * PERIOD - 1} on another rank" in texts[0]
+
+
+def dropped_ballot() -> int:
+    """Drop a ballot that another rank comes to late, and take memory of its size; return what has become of that."""
+    place = torch.device("cuda", torch.cuda.current_device())
+    ballots = Ballots(dist.group.WORLD, place, "ddp")
+    dist.all_reduce(torch.zeros(1, device=place))
+    torch.cuda.synchronize()
+    if dist.get_rank() == 1:
+        torch.cuda._sleep(1_000_000_000)
+    ballots.count(0, failed=False)
+    del ballots
+    taken = [torch.full((1,), 7, dtype=torch.int32, device=place) for _ in range(8)]
+    torch.cuda.synchronize()
+    return sum(map(int, taken))
+
+
+def test_a_ballot_that_is_dropped_writes_to_nobody_elses_memory(ranks):
+    assert ranks(2)(dropped_ballot, backend="nccl") == [56, 56]
 
 
 class TwoStreams(nn.Module):

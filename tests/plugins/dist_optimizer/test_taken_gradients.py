@@ -49,7 +49,7 @@ class Mixture(nn.Module):
         self.to(device())
 
     def forward(self, x: Tensor, other: bool = True) -> Tensor:
-        with autocast():
+        with autocast(cache_enabled=self.style != "without a cache"):
             x = self.embed(x)
             for layer in (self.first, self.twice, self.twice):
                 if self.style.startswith("checkpointed"):
@@ -61,6 +61,18 @@ class Mixture(nn.Module):
             if other:
                 x = x + self.other(x)
             out: Tensor = self.last(self.norm(x))
+            return out.float()
+
+
+class Recomputed(Mixture):
+    """The same, all inside of checkpoints, so that each has a backward of its own: with one Linear in two of them."""
+
+    def forward(self, x: Tensor, other: bool = True) -> Tensor:
+        del other
+        x = nn.functional.one_hot(x % 4, 4).flatten(1).float().requires_grad_()
+        with autocast():
+            x = checkpoint(lambda y: self.twice(y).relu(), x, use_reentrant=True)
+            out: Tensor = checkpoint(lambda y: self.norm(self.other(self.twice(y).relu())), x, use_reentrant=True)
             return out.float()
 
 
@@ -78,9 +90,9 @@ class Steps:
 
     def __init__(self, style: str) -> None:
         self.style = style
-        buckets = {"bucket_cap_mb": 1e-4} if style != "one bucket" else {}
-        static = {"static_graph": True} if style == "checkpointed, reentrant" else {}
-        mixture = Mixture(style)
+        buckets = {"bucket_cap_mb": 1e-4} if "one bucket" not in style else {}
+        static = {"static_graph": True} if style in ("checkpointed, reentrant", "recomputed") else {}
+        mixture = (Recomputed if style == "recomputed" else Mixture)(style)
         if style.startswith("node"):
             self.node: Any = get_gradient_edge(mixture.other.weight).node
         if style == "node hooked":
@@ -106,7 +118,8 @@ class Steps:
     def come_late(self, _grad: Tensor) -> None:
         """Register a hook on a parameter that backward has not come to."""
         weight = self.model.module.first.weight
-        self.handle = weight.register_hook(lambda grad: self.records.append({"late": grad.clone()}))
+        factor = 1.0 if self.style == "hooked on the way" else 1.1
+        self.handle = weight.register_hook(lambda grad: self.records.append({"late": grad.clone()}) or grad * factor)
 
     def write(self, _grad: Tensor) -> None:
         """Make a gradient to which backward will add, when ranks have agreed that there is none."""
@@ -119,6 +132,7 @@ class Steps:
             "interrupted": interrupt if number == 6 and dist.get_rank() == 0 else None,
             "interrupted everywhere": interrupt if number == 6 else None,
             "hooked on the way": self.come_late if number == 6 else None,
+            "changed on the way, one bucket": self.come_late if number == 6 else None,
             "written": self.write if number == 6 else None,
         }
         self.model.module.seen = seen.get(self.style) if number >= FIRST else None
@@ -156,6 +170,9 @@ class Steps:
         for number in range(STEPS):
             sent.append(set())
             self.opt.zero_grad(set_to_none=self.style != "zeroed")
+            if self.style == "one zeroed":
+                first = self.model.module.first.weight
+                first.grad = torch.zeros_like(first)
             micros = 3 if self.style == "accumulated" else 1
             if self.style == "accumulated on one rank" and number == 7 and dist.get_rank() == 1:
                 micros = 2
@@ -172,7 +189,7 @@ class Steps:
                 if self.style == "interrupted everywhere":
                     self.records.append({name: p.grad is None for name, p in self.model.named_parameters()})
                 continue
-            if self.style == "hooked on the way" and number == 6:
+            if "on the way" in self.style and number == 6:
                 self.handle.remove()
             if self.style == "clipped":
                 nn.utils.clip_grad_norm_(self.model.parameters(), 0.01)
@@ -197,8 +214,10 @@ def watched(sent: Sent) -> Iterator[None]:
 
 def arms(style: str) -> dict[str, tuple[list[Record], Sent]]:
     """Train stock, with gradients that are cast before they are sent, and with such as are taken."""
+    in_flight = {"grads_in_flight_mb": 1e-4} if style == "in flight" else {}
     options = {
-        "dist_optimizer": SMALL | OPTIONS | BY_COPIES | ({"grads_in_flight_mb": 1e-4} if style == "in flight" else {})
+        "ddp": {"overlap_grad_reduce": style != "late"},
+        "dist_optimizer": SMALL | OPTIONS | BY_COPIES | in_flight,
     }
     found = {}
     for name in ("cast", "taken") if style in ONLY_OURS else ("stock", "cast", "taken"):
@@ -232,6 +251,7 @@ CAST: dict[str, set[int]] = {
     "in flight": set(),
     "interrupted": set(),
     "interrupted everywhere": set(),
+    "late": set(),
     "looked at": set(),
     "nested": set(),
     "penalty": {3},  # it reads the weight, which is not kept in bf16 from the second time on
@@ -240,14 +260,18 @@ CAST: dict[str, set[int]] = {
     "checkpointed, reentrant": EVERY,
     "hooked": EVERY,
     "hooked afterwards": EVERY,
+    "changed on the way, one bucket": {6},
     "hooked on the way": set(),  # it sees a cast, which is sent as what it was
     "node hooked": EVERY,
     "node hooked afterwards": EVERY,
     "node hooked before": EVERY,
+    "one zeroed": EVERY,
     "read on one rank": {7},
+    "recomputed": EVERY,
     "two forwards": EVERY,
     "three forwards": EVERY,
     "with a graph": {STEPS - 1},
+    "without a cache": EVERY,
     "unused": set(range(1, STEPS, 2)),
     "zeroed": EVERY,
 }
