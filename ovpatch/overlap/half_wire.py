@@ -72,7 +72,6 @@ class HalfWire:
         self._params, self._shards, self._sums = params, shards, sums
         self._halves = {i: param for i, param in enumerate(params) if in_fp32 and param.dtype in HALVES}
         self._wide = False
-        self._taken: set[int] = set()
         self._lowered = frozenset[int]()  # in this backward
         self._producers = Producers()  # unwidened.py, [Note: its stream]
         self._task = -1  # the graph task whose gradients are taken
@@ -86,7 +85,6 @@ class HalfWire:
         """
         self.now = False
         self._wide = copied or self._any_sum(lambda i, grad: grad is not None or (counts is not None and counts[i] > 1))
-        self._taken.clear()
         self._producers.clear()
         self._lowered = self._shards.chosen.intersection(self._shards.lowered)
         takes = bool(self._lowered) and not (copied or torch.is_grad_enabled()) and self._able()
@@ -97,7 +95,8 @@ class HalfWire:
     def meet(self) -> None:
         """Have the host wait for the others, and agree with them. Called before a backward's first collective."""
         able = self._able()
-        wide = self._wide or self._any_sum(lambda _, grad: main_grads.has(grad)) or not self._takes_all()
+        takes = not self._lowered or torch._C._current_graph_task_id() == self._task != -1
+        wide = self._wide or self._any_sum(lambda _, grad: main_grads.has(grad)) or not takes
         self.now = not self._shards.meet(wide if able else None) and able
 
     def take(self, param: torch.nn.Parameter, index: int, half: Tensor) -> bool:
@@ -109,7 +108,6 @@ class HalfWire:
             if param.grad is not None or param._backward_hooks:
                 return False
             param.grad = unwidened.make(param, half.contiguous())
-        self._taken.add(index)
         if half.is_cuda:
             self._producers.note(half.device.index)
         return True
@@ -117,7 +115,6 @@ class HalfWire:
     def adds(self, index: int) -> None:
         """Note that autograd is about to add to a gradient."""
         if index in self._lowered:
-            self._taken.discard(index)
             self._wide = True
 
     def dtype(self, index: int) -> torch.dtype | None:
@@ -132,7 +129,6 @@ class HalfWire:
         Raises:
             RuntimeError: Ranks have agreed to send it, and it has become another one, which would be rounded.
         """
-        self._taken.discard(index)
         if index not in self._lowered:
             return None
         grad = grad_of(self._params[index])
@@ -156,11 +152,6 @@ class HalfWire:
             and self.group is not None
             and scattering(self.group, self._params[chosen[0]].device) is not None
         )
-
-    def _takes_all(self) -> bool:
-        """Tell whether each parameter that is kept in half precision gets one gradient, of half precision, or has."""
-        inside = self._task != -1 and torch._C._current_graph_task_id() == self._task
-        return inside or self._taken >= self._lowered
 
     def _is_reached_once(self, index: int) -> bool:
         """Tell whether all that the running backward adds to a parameter is the gradient of one cast."""
