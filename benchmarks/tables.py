@@ -49,6 +49,14 @@ ZERO_ARMS = {
     "ovpatch, bf16 weights": "ovpatch, bf16 weights",
 }
 
+# Without peers nothing chooses between NCCL and copy engines, which is up to the arm.
+ALONE_ARMS = ZERO_ARMS | {
+    "ovpatch, param_dtype=bf16": "ovpatch, param_dtype=bf16, NCCL",
+    "ovpatch, param_dtype=bf16, copy engines": "**ovpatch, param_dtype=bf16**",
+    "ovpatch, bf16 weights": "ovpatch, bf16 weights, NCCL",
+    "ovpatch, bf16 weights, copy engines": "ovpatch, bf16 weights",
+}
+
 
 def ddp_step() -> str:
     """Return the table of ``benchmarks/ddp_step.py``: one row per run, stock's best setting beside our default."""
@@ -129,7 +137,7 @@ def zero_step() -> str:
 def zero_alone() -> str:
     """Return the table of ``benchmarks/zero_alone.py``: one row per run."""
     results = _results("zero_alone")
-    columns = _seen(ZERO_ARMS, results)
+    columns = _seen(ALONE_ARMS, results)
     names = {**columns, "ovpatch, NCCL": "**ovpatch**"}
     header = ["run", "ranks", *names.values(), "ovpatch / limit"]
     lines = [_row(header), _row(["---"] * len(header))]
