@@ -42,6 +42,8 @@ _INSIDE = (
     "inside of its step. Read it before or after the step, or set OVPATCH_DIST_OPTIMIZER_PARAM_DTYPE to nothing."
 )
 
+_TOO_FAST = "ovpatch: the values of '{}' changed faster than they came"
+
 
 class MainShards:
     """This rank's slices of the parameters of one model.
@@ -170,8 +172,22 @@ class MainShards:
                     reads.total += len(wanted)
                     return
             if time.monotonic() > deadline:
-                raise RuntimeError(f"ovpatch: the values of '{self._names[wanted[0]]}' changed faster than they came")
+                raise RuntimeError(_TOO_FAST.format(self._names[wanted[0]]))
             time.sleep(_PAUSE_S)
+
+    def peek(self, index: int) -> Tensor | None:
+        """Return a whole parameter, in new memory; None if it has become a plain one. It stays what it is."""
+        deadline = time.monotonic() + _PATIENCE_S
+        while self._mixed_among([index]):
+            if self._changing is None:
+                with pending.plainly():
+                    contents = self._pull(self.editions.number, [index])
+                if contents is not None:
+                    return contents[0]
+            if time.monotonic() > deadline:
+                raise RuntimeError(_TOO_FAST.format(self._names[index]))
+            time.sleep(_PAUSE_S)
+        return None
 
     def leave(self) -> None:
         """Make all parameters whole, while there are peers to ask."""

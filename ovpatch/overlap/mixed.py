@@ -56,6 +56,9 @@ class Source(Protocol):
     def main(self, index: int) -> Tensor:
         """Return this rank's slice in fp32, padded to the same size on all ranks."""
 
+    def peek(self, index: int) -> Tensor | None:
+        """Return the whole in fp32, in new memory; None if the parameter has become a plain one."""
+
 
 class Mixed:
     """What there is of a parameter in mixed precision.
@@ -147,6 +150,13 @@ def make_whole(values: Any, *, reader: str) -> None:
             by_source.setdefault(mixed.source, []).append(mixed.index)
     for source, indices in by_source.items():
         source.make_whole(indices, reader)
+
+
+def peek(param: Tensor) -> Tensor:
+    """Return a parameter's values and change nothing: for those who watch a script, and must not be taken for it."""
+    mixed = find(param)
+    whole = None if mixed is None else mixed.source.peek(mixed.index)
+    return param if whole is None else whole
 
 
 def lower(param: Parameter, mixed: Mixed) -> None:

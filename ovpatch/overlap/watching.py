@@ -92,6 +92,14 @@ def is_watched(param: Any) -> bool:
     return type(param) is WatchedParameter
 
 
+def peek(param: Tensor) -> Tensor:
+    """Return a parameter, in a form that may be read while it is watched, and is not noted."""
+    if not is_watched(param):
+        return param
+    with torch._C.DisableTorchFunctionSubclass():
+        return param.detach()
+
+
 _watched: dict[int, tuple[weakref.ref[Parameter], Uses]] = {}  # by id() of the parameter
 
 

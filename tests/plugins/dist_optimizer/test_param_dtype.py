@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from ovpatch.insight.verify.values import keep
 from tests.plugins.ddp.arms import Record, data
 from tests.plugins.dist_optimizer import test_loop_styles, test_models
 from tests.plugins.dist_optimizer.checks import all_cases, check, check_all, ddp, on, params, some
@@ -82,3 +83,26 @@ def test_parameters_are_new_after_step_for_every_reader(ranks, world):
         check_all(ranks(world)(all_cases, followed, held, options=OPTIONS))
         often = {how: {"how": how, "at": range(10)} for how in some(some(cases))}
         check_all(ranks(world)(all_cases, followed, often, options=OPTIONS))
+
+
+def observed() -> list[Record]:
+    """Train, while somebody watches all parameters after each step, as verify does."""
+    model = ddp(cast_net())
+    opt = OPTIMIZERS["adamw"](model.parameters())
+    records: list[Record] = []
+    for step in range(10):
+        opt.zero_grad()
+        model(data(step, 5, 6)).square().mean().backward()
+        opt.step()
+        records.append({name: keep(param).values for name, param in model.named_parameters()})
+    return records
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_who_watches_a_script_reads_nothing(ranks, world):
+    results = ranks(world)(all_cases, observed, {"observed": {}}, options=OPTIONS)
+    check_all(results, check=check_kept)
+    for result in results:
+        counters = result["observed"]["counters"]
+        assert counters["params_read_whole"] == counters["grads_read"] == 0
+        assert counters["params_in_param_dtype"] >= 6 * 4
