@@ -148,8 +148,7 @@ class GradShards:
 
     def part_of(self, index: int) -> Tensor:
         """Return this rank's part of the reduced gradient, ``[slice.numel]``, of the dtype that was reduced."""
-        part, numel = self._parts[index], self.slice(index).numel
-        return part if part.numel() == numel else part[:numel]
+        return self._parts[index][: self.slice(index).numel]  # another object: who is given it may give it other memory
 
     def is_pending(self, index: int) -> bool:
         """Tell whether nobody has put a gradient together, so that what is in the parts is what counts."""
