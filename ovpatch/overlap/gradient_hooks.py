@@ -66,6 +66,8 @@ class GradientHooks:
                 before, after = main_grads.hooks_of(param)
                 self._handles += [node.register_prehook(before), node.register_hook(after)]
             self._handles.append(node.register_hook(_hook(reference, index)))
+        # The nodes may live on, and the next who listens there would take these for somebody else's.
+        weakref.finalize(listener, _remove, self._handles, self._before).atexit = False
         self._tables = self._own_tables()
 
     def lost(self) -> bool:
@@ -79,12 +81,11 @@ class GradientHooks:
 
     def watch_parts(self, shards: GradShards) -> None:
         """Put gradients together before a backward adds to one of which there are only parts."""
-        for handle in self._before:
-            handle.remove()
+        _remove(self._before)
         reference = weakref.ref(shards)
         # What is no longer chosen may still be in parts, from the last backward.
         watched = [i for i in range(len(self.nodes)) if i in shards.chosen or shards.is_pending(i)]
-        self._before = [self.nodes[index].register_prehook(_prehook(reference, index)) for index in watched]
+        self._before += [self.nodes[index].register_prehook(_prehook(reference, index)) for index in watched]
         self._tables = self._own_tables()
 
     def foreign(self) -> bool:
@@ -100,11 +101,15 @@ class GradientHooks:
     def remove(self) -> None:
         """Take the hooks away."""
         main_grads.drop(self._params)
-        for handle in (*self._handles, *self._before):
-            handle.remove()
-        self._handles.clear()
-        self._before.clear()
+        _remove(self._handles, self._before)
         self.nodes.clear()
+
+
+def _remove(*handles: list[RemovableHandle]) -> None:
+    for ones in handles:
+        for handle in ones:
+            handle.remove()
+        ones.clear()
 
 
 def _accumulate_node(param: torch.nn.Parameter) -> Node:
