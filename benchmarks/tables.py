@@ -51,6 +51,7 @@ ZERO_ARMS = {
 
 # Without peers nothing chooses between NCCL and copy engines, which is up to the arm.
 ALONE_ARMS = ZERO_ARMS | {
+    "ovpatch, NCCL": "**ovpatch**",
     "ovpatch, param_dtype=bf16": "ovpatch, param_dtype=bf16, NCCL",
     "ovpatch, param_dtype=bf16, copy engines": "**ovpatch, param_dtype=bf16**",
     "ovpatch, bf16 weights": "ovpatch, bf16 weights, NCCL",
@@ -138,8 +139,7 @@ def zero_alone() -> str:
     """Return the table of ``benchmarks/zero_alone.py``: one row per run."""
     results = _results("zero_alone")
     columns = _seen(ALONE_ARMS, results)
-    names = {**columns, "ovpatch, NCCL": "**ovpatch**"}
-    header = ["run", "ranks", *names.values(), "ovpatch / limit"]
+    header = ["run", "ranks", *columns.values(), "ovpatch / limit"]
     lines = [_row(header), _row(["---"] * len(header))]
     for result in results:
         arms = {row["arm"]: row for row in result["summary"]}

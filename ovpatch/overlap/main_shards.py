@@ -15,7 +15,7 @@ from __future__ import annotations
 import threading
 import time
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final
 
 import torch
@@ -41,8 +41,6 @@ _INSIDE = (
     "ovpatch: parameter '{}' is kept in half precision and was read whole while the optimizer that updates it was "
     "inside of its step. Read it before or after the step, or set OVPATCH_DIST_OPTIMIZER_PARAM_DTYPE to nothing."
 )
-
-_TOO_FAST = "ovpatch: the values of '{}' changed faster than they came"
 
 
 class MainShards:
@@ -161,33 +159,29 @@ class MainShards:
 
     def make_whole(self, indices: Sequence[int], reader: str) -> None:
         """Make parameters plain ones again, for a reader who is reported."""
+        for number, wanted, contents in self._attempts(indices):
+            if self._put(number, wanted, contents):
+                self.reads += [(index, reader, threading.get_ident()) for index in wanted]
+                reads.total += len(wanted)
+                return
+
+    def peek(self, index: int) -> Tensor | None:
+        """Return a whole parameter, in new memory; None if it has become a plain one. It stays what it is."""
+        return next((contents[0] for _, _, contents in self._attempts([index])), None)
+
+    def _attempts(self, indices: Sequence[int]) -> Iterator[tuple[int, list[int], list[Tensor]]]:
+        """Yield an edition, those of the parameters that are not whole, and their contents, until all are whole."""
         deadline = time.monotonic() + _PATIENCE_S
         while wanted := self._mixed_among(indices):
             number = self.editions.number
             if self._changing is None:
                 with pending.plainly():
                     contents = self._pull(number, wanted)
-                if contents is not None and self._put(number, wanted, contents):
-                    self.reads += [(index, reader, threading.get_ident()) for index in wanted]
-                    reads.total += len(wanted)
-                    return
-            if time.monotonic() > deadline:
-                raise RuntimeError(_TOO_FAST.format(self._names[wanted[0]]))
-            time.sleep(_PAUSE_S)
-
-    def peek(self, index: int) -> Tensor | None:
-        """Return a whole parameter, in new memory; None if it has become a plain one. It stays what it is."""
-        deadline = time.monotonic() + _PATIENCE_S
-        while self._mixed_among([index]):
-            if self._changing is None:
-                with pending.plainly():
-                    contents = self._pull(self.editions.number, [index])
                 if contents is not None:
-                    return contents[0]
+                    yield number, wanted, contents
             if time.monotonic() > deadline:
-                raise RuntimeError(_TOO_FAST.format(self._names[index]))
+                raise RuntimeError(f"ovpatch: the values of '{self._names[wanted[0]]}' changed faster than they came")
             time.sleep(_PAUSE_S)
-        return None
 
     def leave(self) -> None:
         """Make all parameters whole, while there are peers to ask."""

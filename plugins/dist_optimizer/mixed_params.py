@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Final
 
 import torch
@@ -119,8 +119,7 @@ class MixedParams:
                 if part.index not in self._agreed and self._mains.has(part.index):
                     self._mains.raise_(part.index)
             COUNTERS.params_in_param_dtype += len(low)
-            for shards in {part.shards for part in parts}:
-                shards.lowered = {i: self._dtype for i in range(len(self._names)) if self._mains.has(i)}
+            self._tell({i: self._dtype for i in range(len(self._names)) if self._mains.has(i)})
         finally:
             self._mains.end()
 
@@ -143,9 +142,13 @@ class MixedParams:
         for index in list(self._watched):
             self._end_watch(index)
         self._mains.leave()
+        self._tell({})
+
+    def _tell(self, lowered: Mapping[int, torch.dtype]) -> None:
+        """Tell who reduces the gradients which parameters are kept in half precision."""
         shards = self._shards()
         if shards is not None:
-            shards.lowered = {}
+            shards.lowered = lowered
 
     # ---------------------------------------------------------------- what is known
 
