@@ -40,15 +40,15 @@ def listen(level: str) -> None:
     logger.setLevel(level.upper())
 
 
-def complain(message: str) -> None:
-    """Log an error that must be seen even when nobody has set up logging yet, as during ``import torch``."""
+def complain(message: str, level: int = logging.ERROR) -> None:
+    """Log what must be seen even when nobody has set up logging yet, as during ``import torch``."""
     heard = any(not isinstance(handler, logging.NullHandler) for handler in logger.handlers)
     if heard or logging.getLogger().handlers:
-        logger.error("%s", message)
+        logger.log(level, "%s", message)
         return
     handler = stderr_handler()
     logger.addHandler(handler)
     try:
-        logger.error("%s", message)
+        logger.log(level, "%s", message)
     finally:
         logger.removeHandler(handler)

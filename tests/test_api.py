@@ -7,7 +7,7 @@ import sys
 import pytest
 
 import ovpatch
-from ovpatch.reports.reporting import NEVER_CALLED
+from ovpatch.reports.reporting import NEVER_CALLED, NO_WORK
 from ovpatch.session.plan import FeatureError
 from ovpatch.session.snapshot import SPAWNED
 from tests.support import fake_plugins
@@ -250,6 +250,25 @@ def test_counters_remarks_and_never_called(site, session, apply, monkeypatch, sp
     found = session.report()["a"]
     assert found.counters == {"calls": 1}
     assert found.remarks == ("built too early", "one model stays stock")
+
+
+def test_a_wrapper_that_was_called_and_raised_was_called(site, session, apply):
+    extra = """
+    @hookimpl
+    def ovpatch_counters():
+        return COUNT
+    def fail(original):
+        @functools.wraps(original)
+        def f(x):
+            raise ValueError(x)
+        return f
+    """
+    site.plugin("a", register="patches.register_patch('victim.f', wrap=fail)", extra=extra)
+    assert NEVER_CALLED in apply()["a"].remarks
+    with pytest.raises(ValueError, match="3"):
+        site.victim.f(3)
+    assert NO_WORK in session.report()["a"].remarks
+    assert NEVER_CALLED not in session.report()["a"].remarks
 
 
 def test_without_counters_the_calls_of_the_patches_count(site, session, apply):

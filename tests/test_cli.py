@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import shutil
@@ -14,6 +15,9 @@ import pytest
 import ovpatch
 from ovpatch import cli
 from ovpatch.commands import doctor
+from ovpatch.exit_codes import ExitCode
+from ovpatch.jobs import launching
+from ovpatch.reports.reporting import wants_colour
 from ovpatch.session.session import Session
 from tests.support import fake_plugins
 from tests.support.environment import clean, forget
@@ -60,11 +64,134 @@ def test_list_as_a_table(command, site, monkeypatch):
     site.plugin("a")
     monkeypatch.setenv("OVPATCH", "-a")
     code, out, _ = command("list")
-    assert code == 0
-    assert "ddp" in out
-    assert "(not imported) dist-a 1.0" in out
-    assert "off by OVPATCH=-a" in out
+    lines = out.splitlines()
+    assert (code, len(lines)) == (0, 5), "a line for each feature"
+    assert ["a", "?", "disabled", "(not", "imported)", "dist-a", "1.0"] in [line.split() for line in lines]
+    assert not any("bucket_cap_mb" in line or len(line) > 120 for line in lines)
+    assert "off by OVPATCH=-a" in command("list", "a")[1]
     assert "fake_a" not in sys.modules
+
+
+def test_list_of_one_feature_has_its_options(command, monkeypatch):
+    monkeypatch.setenv("OVPATCH_DDP_BUCKET_CAP_MB", "31")
+    code, out, _ = command("list", "DDP")
+    assert code == 0
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in out.splitlines() if line.startswith("|")]
+    assert ["bucket_cap_mb", "31.0", "OVPATCH_DDP_BUCKET_CAP_MB"] in [row[:3] for row in rows]
+    assert "dist_optimizer" not in out
+    code, out, err = command("list", "dpd")
+    assert (code, out) == (2, "")
+    assert err.startswith("ovpatch list: the command line names an unknown feature 'dpd' (did you mean 'ddp'?).")
+    assert json.loads(command("list", "ddp", "--json")[1])["features"][0]["name"] == "ddp"
+
+
+@pytest.mark.parametrize("columns", [40, 70, 200])
+def test_the_terminal_is_as_wide_as_it_is(command, monkeypatch, columns):
+    monkeypatch.setenv("COLUMNS", str(columns))
+    for line in ("list", "doctor"):
+        out = command(line)[1]
+        assert all(len(row) <= columns for row in out.splitlines() if row[:1] in ("|", "+"))
+    assert all(len(row) <= columns for row in command("list")[1].splitlines())
+
+
+# --- mistakes ---
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        (
+            ("verify", "--stpes", "3", "--", "true"),
+            "ovpatch verify: error: unknown option --stpes (did you mean '--steps'?)",
+        ),
+        (
+            ("bench", "--warmpu=3", "--", "true"),
+            "ovpatch bench: error: unknown option --warmpu (did you mean '--warmup'?)",
+        ),
+        (("run", "--reprot", "x", "--", "true"), "unknown option --reprot (did you mean '--report'?)"),
+        (("timeline", "--compre", "--", "true"), "unknown option --compre (did you mean '--compare'?)"),
+        (("list", "--jsn"), "ovpatch list: error: unknown option --jsn (did you mean '--json'?)"),
+        (("verfy", "--", "true"), "unknown command 'verfy' (did you mean 'verify'?)"),
+    ],
+)
+def test_a_misspelt_word_gets_a_suggestion(capsys, line, said):
+    with pytest.raises(SystemExit) as ended:
+        cli.main(line)
+    assert ended.value.code == ExitCode.USAGE
+    assert said in capsys.readouterr().err
+
+
+RUNNERS = ("run", "verify", "bench", "timeline")
+
+MISTAKES: dict[str, tuple[dict[str, str], tuple[str, ...], ExitCode, str]] = {
+    "no command": ({}, (), ExitCode.USAGE, "no command given"),
+    "unknown feature": ({"OVPATCH": "dpd"}, ("--", "true"), ExitCode.USAGE, "did you mean 'ddp'?"),
+    "a feature that cannot be loaded": ({"OVPATCH": "+broken"}, ("--", "true"), ExitCode.USAGE, "boom"),
+    "no such program": ({}, ("--", "no-such-program"), ExitCode.NOT_FOUND, "no-such-program: command not found"),
+    "a folder": ({}, ("--", "/"), ExitCode.NOT_EXECUTABLE, "/: not executable"),
+}
+
+
+@pytest.mark.parametrize("runner", RUNNERS)
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_one_mistake_has_one_exit_code(command, site, monkeypatch, tmp_path, runner, mistake):
+    site.plugin("broken", extra="raise RuntimeError('boom')")
+    monkeypatch.chdir(tmp_path)
+    variables, words, expected, said = MISTAKES[mistake]
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    started: list[str] = []
+    monkeypatch.setattr(launching, "started", lambda *args, **kwargs: started.append(runner))
+    code, out, err = command(runner, *words)
+    assert (code, out, started) == (expected, "", []), "nothing was started"
+    assert err.startswith(f"ovpatch {runner}: ")
+    assert said in err
+
+
+@pytest.mark.parametrize("runner", ["verify", "bench"])
+def test_stock_is_not_compared_with_stock(command, monkeypatch, runner):
+    monkeypatch.setenv("OVPATCH", "0")
+    monkeypatch.setattr(launching, "started", lambda *args, **kwargs: pytest.fail("it ran"))
+    code, _, err = command(runner, "--", "true")
+    assert code == ExitCode.USAGE
+    assert "there is nothing to compare" in err
+
+
+def test_the_documented_exit_codes_are_those_there_are():
+    documented = (Path(__file__).parent.parent / "docs" / "settings.md").read_text(encoding="utf-8")
+    for code in ExitCode:
+        assert f"| {code.value} | {code.meaning} |" in documented
+
+
+@pytest.mark.parametrize("name", ["OVPATH", "OVPACTH", "ovpatch", "OV_PATCH", "OVPATCHH"])
+def test_a_variable_that_is_nearly_ours_is_named(command, monkeypatch, name):
+    monkeypatch.setenv(name, "0")
+    code, out, _ = command("doctor")
+    assert code == ExitCode.PROBLEM
+    assert f"PROBLEM: {name}=0 does nothing here" in out
+    assert "(did you mean 'OVPATCH'?)" in out
+
+
+@pytest.mark.parametrize(
+    ("variables", "terminal", "expected"),
+    [
+        ({}, True, True),
+        ({}, False, False),
+        ({"NO_COLOR": "1"}, True, False),
+        ({"NO_COLOR": ""}, True, True),
+        ({"FORCE_COLOR": "1"}, False, True),
+        ({"FORCE_COLOR": "1", "NO_COLOR": "1"}, True, False),
+        ({"TERM": "dumb"}, True, False),
+    ],
+)
+def test_colour_is_the_users_choice(monkeypatch, variables, terminal, expected):
+    for name in ("NO_COLOR", "FORCE_COLOR", "TERM"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    stream = io.StringIO()
+    stream.isatty = lambda: terminal  # type: ignore[method-assign]
+    assert wants_colour(stream) is expected
 
 
 def test_a_broken_plugin_is_a_problem_and_does_not_hide_the_others(command, site):

@@ -9,7 +9,7 @@ import pytest
 
 from ovpatch.patching import PatchState, PatchStatus
 from ovpatch.reports.merging import merge
-from ovpatch.reports.reporting import NEVER_CALLED, STATES, FeatureReport, Report, plain, table_of
+from ovpatch.reports.reporting import NEVER_CALLED, NO_WORK, STATES, FeatureReport, Report, did_work, plain, table_of
 from ovpatch.settings.options import OptionValue
 
 
@@ -86,6 +86,19 @@ def test_the_table_is_plain_text_unless_colour_is_asked_for():
     assert "because [of] this" in text
     assert "n 3" in text
     assert "\x1b[31m" in made.table(colour=True)
+
+
+@pytest.mark.parametrize("remark", [NEVER_CALLED, NO_WORK])
+def test_an_idle_feature_is_not_green(remark):
+    made = Report("0.1", "2.13", "3.11", 1, None, (feature("a", remarks=(remark,), counters={"n": 0}),))
+    assert "applied, idle" in str(made)
+    assert "\x1b[32m" not in made.table(colour=True)
+    assert "\x1b[32m" in Report("0.1", "2.13", "3.11", 1, None, (feature("a"),)).table(colour=True)
+
+
+def test_what_was_left_to_stock_is_no_work():
+    assert not did_work({"stock_models": 3, "steps": 0})
+    assert did_work({"stock_models": 3, "steps": 1})
 
 
 def test_the_table_shows_options_that_are_not_the_default():

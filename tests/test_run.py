@@ -237,7 +237,7 @@ def test_a_plugin_asked_for_by_name_that_cannot_be_loaded_is_found_beforehand(he
     mark = tmp_path / "started"
     code, _, err = here("--features", "+broken", "--", sys.executable, "-c", f"open({str(mark)!r}, 'w')")
     site.forget()
-    assert code == 1
+    assert code == 2
     assert "boom" in err
     assert not mark.exists()
 

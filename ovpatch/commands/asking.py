@@ -9,6 +9,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
+from ovpatch.jobs import launching
+from ovpatch.settings import settings
 from ovpatch.settings.settings import SettingsError
 
 
@@ -79,6 +81,18 @@ def environment_of(features: str | None) -> dict[str, str]:
     return environment
 
 
+def check_command(command: Sequence[str]) -> None:
+    """Find out that a command cannot be started before anything runs.
+
+    Raises:
+        ovpatch.SettingsError: There is no command.
+        ovpatch.jobs.launching.NotStartedError: It does not exist or cannot be executed.
+    """
+    if not command:
+        raise SettingsError("no command given. Write it after two dashes: -- torchrun train.py")
+    launching.check_executable(command)
+
+
 def check_settings(environment: Mapping[str, str]) -> None:
     """Find every mistake in the settings of a command.
 
@@ -92,6 +106,22 @@ def check_settings(environment: Mapping[str, str]) -> None:
     from ovpatch.session.session import Session
 
     Session().plan(environ=environment, ask_machine=False).check()
+
+
+def check_comparable(environment: Mapping[str, str]) -> None:
+    """Refuse to compare stock with stock.
+
+    Raises:
+        ovpatch.SettingsError: ``OVPATCH`` turns everything off.
+    """
+    if settings.read(environment).selection.kind == "nothing":
+        raise SettingsError("OVPATCH turns everything off, so there is nothing to compare. Unset it.")
+
+
+def warn_of_near_misses(environment: Mapping[str, str], say: Callable[[str], None]) -> None:
+    """Say which variables look like misspelt ones of ours, which would do nothing in silence."""
+    for text in settings.near_misses(environment):
+        say(text)
 
 
 def check_file(file: Path | None, option: str) -> None:

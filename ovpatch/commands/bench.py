@@ -1,17 +1,15 @@
-"""``ovpatch bench``: a training command stock and patched in turn; is it faster, and by how much.
-
-Exit codes: 0 it was measured, whatever came out; 1 a patched run failed; 2 usage, or the script fails stock.
-"""
+"""``ovpatch bench``: a training command stock and patched in turn; is it faster, and by how much."""
 
 from __future__ import annotations
 
 import argparse
 import sys
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 from ovpatch._version import __version__
 from ovpatch.commands import asking
+from ovpatch.exit_codes import ExitCode
 from ovpatch.insight import arms
 from ovpatch.insight.bench import progress, table
 from ovpatch.insight.bench.figures import Figures, Given, figures
@@ -26,15 +24,8 @@ from ovpatch.insight.bench.rounds import (
     StoppedError,
     run_all,
 )
-from ovpatch.jobs.launching import NotStartedError
 from ovpatch.reports import workers
-from ovpatch.session.plan import FeatureError
-from ovpatch.settings import settings
-
-OK: Final = 0
-PROBLEM: Final = 1
-USAGE: Final = 2
-INTERRUPTED: Final = 130  # as shells have it
+from ovpatch.reports.reporting import wants_colour
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -61,10 +52,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def main(arguments: argparse.Namespace) -> int:
     """Run all rounds and print what came of them."""
     command = asking.command_of(arguments.command)
-    try:
-        _check(command, arguments)
-    except FeatureError as error:
-        return _fail(str(error), PROBLEM)
+    _check(command, arguments)
     with asking.folder(arguments.out) as out:
         names = ("steps", "warmup", "rounds", "features", "timeout", "leave_one_out")
         plan = Plan(command, out, **{name: getattr(arguments, name) for name in names})
@@ -78,34 +66,33 @@ def _check(command: list[str], arguments: argparse.Namespace) -> None:
         ovpatch.SettingsError: One was found.
         ovpatch.FeatureError: A feature asked for by name cannot even be loaded.
     """
-    arms.check(command)
+    arms.check_autoload()
     environment = asking.environment_of(arguments.features)
     asking.check_settings(environment)
-    if settings.read(environment).selection.kind == "nothing":
-        raise settings.SettingsError("OVPATCH turns everything off, so there is nothing to compare. Unset it.")
+    asking.check_comparable(environment)
+    asking.warn_of_near_misses(environment, _say)
     asking.check_file(arguments.json, "--json")
     asking.check_folder(arguments.out)
+    asking.check_command(command)
 
 
 def _measure(plan: Plan, arguments: argparse.Namespace) -> int:
     try:
         with progress.shown(plan) as shown:
             runs = run_all(plan, shown)
-    except NotStartedError as error:
-        return _fail(str(error), USAGE)
     except (StoppedError, KeyboardInterrupt):
-        return _fail("interrupted; nothing was concluded", INTERRUPTED)
+        return _fail("interrupted; nothing was concluded", ExitCode.INTERRUPTED)
     except FailedError as error:
         return _explain(error, arguments.out)
     found = figures(runs, Given(arguments.samples_per_step, arguments.tokens_per_step, arguments.peak_tflops))
     if arguments.json is not None:
         workers.write_json(arguments.json, _data(plan, runs, found))
     _show(plan, runs, found)
-    return OK
+    return ExitCode.OK
 
 
 def _show(plan: Plan, runs: Runs, found: Figures) -> None:
-    colour = sys.stdout.isatty()
+    colour = wants_colour(sys.stdout)
     line = f"ovpatch bench: {table.verdict(runs, found)}"
     print(f"\033[1m{line}\033[0m" if colour else line)
     print(table.text(plan, runs, found, colour=colour))
@@ -125,9 +112,9 @@ def _data(plan: Plan, runs: Runs, found: Figures) -> dict[str, Any]:
     }
 
 
-def _explain(error: FailedError, out: Path | None) -> int:
+def _explain(error: FailedError, out: Path | None) -> ExitCode:
     """Say which run failed and how, and return the exit code."""
-    outcome, code = error.outcome, USAGE if error.kind == STOCK else PROBLEM
+    outcome, code = error.outcome, ExitCode.UNDECIDED if error.kind == STOCK else ExitCode.PROBLEM
     if not outcome.code:  # it took too few steps
         return _fail(f"{error}.", code)
     for pid, stacks in outcome.stacks.items() if outcome.timed_out else ():
@@ -143,6 +130,10 @@ def _whose(kind: str) -> str:
     return "The stock run did not." if kind == PATCHED else "Neither the stock run did, nor that with all features."
 
 
-def _fail(message: str, code: int) -> int:
-    print(f"ovpatch bench: {message}", file=sys.stderr, flush=True)
+def _fail(message: str, code: ExitCode) -> ExitCode:
+    _say(message)
     return code
+
+
+def _say(message: str) -> None:
+    print(f"ovpatch bench: {message}", file=sys.stderr, flush=True)

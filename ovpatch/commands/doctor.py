@@ -9,21 +9,21 @@ import argparse
 import json
 import os
 import platform
+import shutil
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, entry_points, version
 from typing import Any, Final
 
 from ovpatch.api import session
-from ovpatch.reports.reporting import TROUBLE, Report, plain, render
+from ovpatch.exit_codes import ExitCode
+from ovpatch.reports.reporting import TROUBLE, Report, plain, render, wants_colour
 from ovpatch.session import discovery
 from ovpatch.session.plan import Entry
 from ovpatch.settings import settings
 from ovpatch.settings.cache import cache_dir
 from ovpatch.settings.options import variables_of
 
-OK: Final = 0
-PROBLEM: Final = 1
 _PACKAGES: Final = (
     "torch",
     "wrapt",
@@ -38,13 +38,26 @@ _PACKAGES: Final = (
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    """Declare the arguments of both commands."""
+    """Declare the arguments of ``ovpatch doctor``."""
     parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
 
 
+def configure_list(parser: argparse.ArgumentParser) -> None:
+    """Declare the arguments of ``ovpatch list``."""
+    parser.add_argument("feature", nargs="?", metavar="FEATURE", help="show this feature's options")
+    configure(parser)
+
+
 def main_list(arguments: argparse.Namespace) -> int:
-    """Print the features: whether they are on by default, their state here, options and summary."""
-    report = _try()[1]
+    """Print the features: whether they are on by default, their state here and summary; of one, its options.
+
+    Raises:
+        ovpatch.SettingsError: There is no such feature.
+    """
+    entries, report = _try()
+    wanted = None if arguments.feature is None else settings.normalise(arguments.feature)
+    if wanted is not None and wanted not in entries:
+        raise settings.SettingsError(settings.unknown_feature("the command line", wanted, entries))
     rows = [
         {
             "name": feature.name,
@@ -56,22 +69,48 @@ def main_list(arguments: argparse.Namespace) -> int:
             "distribution": feature.distribution,
         }
         for feature in report.features
+        if wanted in (None, feature.name)
     ]
     if arguments.json:
         print(json.dumps({"version": report.version, "features": rows}, indent=2))
     else:
-        print(render("ovpatch features", _HEADS, [_cells(row) for row in rows], colour=sys.stdout.isatty()))
-    return PROBLEM if any(feature.state in TROUBLE for feature in report.features) else OK
+        print("\n".join(_line(row, rows) for row in rows) if wanted is None else _details(entries[wanted], rows[0]))
+    return ExitCode.PROBLEM if any(feature.state in TROUBLE for feature in report.features) else ExitCode.OK
 
 
-_HEADS: Final = ("feature", "default", "state", "options", "summary")
+_HEADS: Final = ("feature", "default", "state", "summary")
+
+
+def _line(row: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> str:
+    """Return a feature's line in the list of all, as wide as the terminal at most."""
+    widths = [max(len(_cells(one)[column]) for one in rows) for column in range(3)]
+    cells = [cell.ljust(width) for cell, width in zip(_cells(row), widths, strict=False)]
+    line = "  ".join([*cells, _cells(row)[3].partition("\n")[0]])
+    columns = shutil.get_terminal_size((120, 24)).columns
+    return line if len(line) <= columns else line[: columns - 3] + "..."
+
+
+def _details(entry: Entry, row: Mapping[str, Any]) -> str:
+    colour = wants_colour(sys.stdout)
+    head = render("", _HEADS, [_cells(row)], colour=colour)
+    if entry.feature is None:
+        return head
+    rows = [
+        (
+            option.name,
+            str(row["options"].get(option.name, {}).get("value", plain(option.default))),
+            settings.variable(entry.feature.name, option.name),
+            option.help,
+        )
+        for option in entry.feature.options
+    ]
+    return f"{head}\n\n{render('', ('option', 'value', 'variable', 'meaning'), rows, colour=colour)}"
 
 
 def _cells(row: Mapping[str, Any]) -> tuple[str, ...]:
     default = {True: "on", False: "off", None: "?"}[row["default"]]
-    options = "\n".join(f"{name}={option['value']}" for name, option in row["options"].items())
     summary = row["summary"] or f"(not imported) {row['distribution']}"
-    return row["name"], default, row["state"], options, "\n".join(filter(None, (summary, row["reason"])))
+    return row["name"], default, row["state"], "\n".join(filter(None, (summary, row["reason"])))
 
 
 def main_doctor(arguments: argparse.Namespace) -> int:
@@ -79,7 +118,7 @@ def main_doctor(arguments: argparse.Namespace) -> int:
     entries, report = _try()
     data = examine(entries, report)
     print(json.dumps(data, indent=2) if arguments.json else _text(data, report))
-    return PROBLEM if data["problems"] else OK
+    return ExitCode.PROBLEM if data["problems"] else ExitCode.OK
 
 
 def _try() -> tuple[dict[str, Entry], Report]:
@@ -179,13 +218,14 @@ def _problems(entries: Mapping[str, Entry], report: Report, autoload: str) -> li
     problems += [f"{name}: {entry.found.remark}" for name, entry in entries.items() if entry.found.remark]
     if not entries:
         problems.append(f"no entry points of the group {discovery.GROUP!r}: install the package with pip")
+    problems += settings.near_misses(os.environ)
     if autoload and settings.read().auto:
         problems.append(f"OVPATCH_AUTO is on and cannot work: {autoload}")
     return problems
 
 
 def _text(data: Mapping[str, Any], report: Report) -> str:
-    colour = sys.stdout.isatty()
+    colour = wants_colour(sys.stdout)
     auto = data["autoload"]["reason"] or "possible"
     parts = [
         render("versions", ("what", "version"), list(data["versions"].items()), colour=colour),

@@ -15,15 +15,10 @@ from pathlib import Path
 from typing import Any, Final
 
 from ovpatch.commands import asking
+from ovpatch.exit_codes import ExitCode
 from ovpatch.jobs import launching
 from ovpatch.reports import merging, workers
-from ovpatch.reports.reporting import table_of
-from ovpatch.session.plan import FeatureError
-from ovpatch.settings import settings
-
-OK: Final = 0
-PROBLEM: Final = 1
-USAGE: Final = 2
+from ovpatch.reports.reporting import IDLE, did_work, table_of, wants_colour
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -38,19 +33,11 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def main(arguments: argparse.Namespace) -> int:
     """Run the command; return its exit code, or 1 if it succeeded without being patched."""
     command = asking.command_of(arguments.command)
-    if not command:
-        _say("no command given. Write: ovpatch run -- torchrun train.py")
-        return USAGE
-    try:
-        environment = asking.environment_of(arguments.features)
-        asking.check_file(arguments.report, "--report")
-        asking.check_settings(environment)
-    except settings.SettingsError as error:
-        _say(str(error))
-        return USAGE
-    except FeatureError as error:
-        _say(str(error))
-        return PROBLEM
+    environment = asking.environment_of(arguments.features)
+    asking.check_file(arguments.report, "--report")
+    asking.check_settings(environment)
+    asking.check_command(command)
+    asking.warn_of_near_misses(environment, _say)
     if environment.get("TORCH_DEVICE_BACKEND_AUTOLOAD", "1") != "1":
         _say("TORCH_DEVICE_BACKEND_AUTOLOAD is not 1: only processes that call ovpatch.apply() will be patched")
     with tempfile.TemporaryDirectory(prefix="ovpatch-", ignore_cleanup_errors=True) as directory:
@@ -70,12 +57,8 @@ def _run(command: list[str], environment: Mapping[str, str], directory: Path) ->
             job.terminate()
             stopped = True
 
-    try:
-        with launching.started(command, environment) as job:
-            return job.wait(look)
-    except launching.NotStartedError as error:
-        _say(str(error))
-        return error.code
+    with launching.started(command, environment) as job:
+        return job.wait(look)
 
 
 def _conclude(code: int, directory: Path, file: Path | None) -> int:
@@ -83,16 +66,34 @@ def _conclude(code: int, directory: Path, file: Path | None) -> int:
     failures, reports = workers.read_all(directory, "failed"), workers.read_all(directory, "worker")
     merged = merging.merge(reports) if reports else None
     if merged is not None:
-        _say(f"{len(reports)} process(es) reported\n{table_of(merged, colour=sys.stderr.isatty())}")
+        _say(f"{len(reports)} process(es) reported\n{table_of(merged, colour=wants_colour(sys.stderr))}")
+        if not _did_anything(merged):
+            _say(_NOTHING)
     if file is not None:
         workers.write_json(file, merged if merged is not None else {"features": [], "patches": [], "processes": []})
     for failure in failures:
         _say(f"process {failure['pid']} (rank {failure['rank']}) was not patched: {failure['error']}")
-    if merged is None and not failures and code not in (launching.NOT_FOUND, launching.NOT_EXECUTABLE):
+    if merged is None and not failures and code == ExitCode.OK:  # else its own message says what went wrong
         _say(_NOBODY)
     unpatched = bool(failures) or merged is None
-    return PROBLEM if failures or (code == OK and unpatched) else code
+    return ExitCode.PROBLEM if failures or (code == ExitCode.OK and unpatched) else code
 
+
+def _did_anything(merged: Mapping[str, Any]) -> bool:
+    """Return whether a feature did any work in any process, as far as the report can tell."""
+    on = [feature for feature in merged["features"] if feature["state"] == "applied"]
+    return not all(not did_work(one["counters"]) and any(map(_tells_idleness, one["remarks"])) for one in on)
+
+
+def _tells_idleness(remark: str) -> bool:
+    return remark.startswith(tuple(IDLE))  # which processes may follow
+
+
+_NOTHING: Final = (
+    "nothing was accelerated: no feature that is on did any work. The script wrapped no model that these features take "
+    "over (DistributedDataParallel on several ranks, parallelize_module, experts of transformers), or the details "
+    "above say why it was left to stock."
+)
 
 _NOBODY: Final = (
     "no process of the command reported that it is patched. Possible causes: no process imported torch; "

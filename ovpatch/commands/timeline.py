@@ -7,28 +7,23 @@ from __future__ import annotations
 
 import argparse
 import re
-import shutil
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from ovpatch.commands import asking
-from ovpatch.insight.timeline.output import Output, OutputError
+from ovpatch.exit_codes import ExitCode
+from ovpatch.insight.timeline.output import Output
 from ovpatch.insight.timeline.recording import Recording, collect
 from ovpatch.insight.timeline.trace import TraceError
-from ovpatch.jobs.launching import NOT_FOUND, NotStartedError
-from ovpatch.session.plan import FeatureError
+from ovpatch.reports.reporting import table_of, wants_colour
 from ovpatch.settings import settings
 from ovpatch.settings.settings import SettingsError
 
 if TYPE_CHECKING:
     from ovpatch.insight.arms import Arm, Outcome
     from ovpatch.insight.timeline.summary import Run
-
-OK: Final = 0
-PROBLEM: Final = 1
-USAGE: Final = 2
 
 _WORKER: Final = "ovpatch.insight.timeline.worker"
 _ENDINGS: Final = (".json", ".json.gz")
@@ -52,27 +47,17 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def main(arguments: argparse.Namespace) -> int:
     """Record or read, write everything out, and print the tables."""
-    try:
-        pattern = _pattern(arguments.communication)
-        output = Output(arguments.out, picture=not arguments.no_picture)
-        if _are_traces(arguments.rest):
-            recordings, code = list(_read(arguments, pattern)), OK
-            output.spare(lanes.path for recording in recordings for lanes in recording.run.ranks)
-            output.prepare(keep_runs=True)
-        else:
-            recordings, code = _record(arguments, output, pattern)
-        if not recordings:
-            return code
-        print(output.write(recordings, colour=sys.stdout.isatty()))
-    except (SettingsError, OutputError) as error:
-        _say(str(error))
-        return USAGE
-    except NotStartedError as error:
-        _say(str(error))
-        return error.code
-    except (TraceError, FeatureError) as error:
-        _say(str(error))
-        return PROBLEM
+    pattern = _pattern(arguments.communication)
+    output = Output(arguments.out, picture=not arguments.no_picture)
+    if _are_traces(arguments.rest):
+        recordings, code = list(_read(arguments, pattern)), int(ExitCode.OK)
+        output.spare(lanes.path for recording in recordings for lanes in recording.run.ranks)
+        output.prepare(keep_runs=True)
+    else:
+        recordings, code = _record(arguments, output, pattern)
+    if not recordings:
+        return code
+    print(output.write(recordings, colour=wants_colour(sys.stdout)))
     for recording in recordings:
         for remark in recording.remarks:
             _say(remark)
@@ -149,12 +134,11 @@ def _record(
 
     command = asking.command_of(arguments.rest)
     wanted = _wanted(arguments)
-    arms.check(command)
+    arms.check_autoload()
     chosen = _arms(arguments, wanted)
-    if shutil.which(command[0]) is None:  # before the results of an earlier call are removed
-        raise NotStartedError(f"{command[0]}: command not found", NOT_FOUND)
+    asking.check_command(command)
     output.prepare(keep_runs=False)
-    recordings, code = [], OK
+    recordings, code, failed = [], int(ExitCode.OK), False
     for arm in chosen:
         _say(f"running {arm.name}, steps {wanted[0]} to {wanted[-1]} are recorded: {' '.join(command)}")
         outcome = arms.run(arm, command, _WORKER, output.folder, timeout=arguments.timeout)
@@ -163,9 +147,12 @@ def _record(
             recordings.append(collect(arm.name, outcome.folder, wanted, pattern))
         except TraceError as error:  # the other arm may have something to show
             _say(str(error))
-            code = code or PROBLEM
+            code = code or ExitCode.UNDECIDED
+        failed = failed or bool(outcome.code or outcome.failures or outcome.timed_out)
         if outcome.interrupted:
             break
+    if not recordings and not failed:  # else the log tells why
+        output.discard()
     return recordings, code
 
 
@@ -189,6 +176,7 @@ def _arms(arguments: argparse.Namespace, wanted: range) -> list[Arm]:
     patched = Arm("patched", arguments.features, details)
     environment = asking.environment_of(arguments.features)
     asking.check_settings(environment)
+    asking.warn_of_near_misses(environment, _say)
     off = settings.read(environment).selection.kind == "nothing"
     if off and arguments.compare:
         raise SettingsError("--compare with OVPATCH=0 would compare stock with stock. Unset OVPATCH.")
@@ -199,10 +187,8 @@ def _arms(arguments: argparse.Namespace, wanted: range) -> list[Arm]:
 
 def _judge(outcome: Outcome) -> int:
     """Say what ovpatch did in an arm, and what went wrong with it; return the exit code it makes."""
-    from ovpatch.reports.reporting import table_of
-
     if outcome.arm.patched and outcome.report is not None:
-        _say(f"{outcome.arm.name}:\n{table_of(outcome.report, colour=sys.stderr.isatty())}")
+        _say(f"{outcome.arm.name}:\n{table_of(outcome.report, colour=wants_colour(sys.stderr))}")
     for failure in outcome.failures:
         _say(f"{outcome.arm.name}: process {failure['pid']} (rank {failure['rank']}): {failure['error']}")
     if outcome.timed_out:
@@ -211,8 +197,8 @@ def _judge(outcome: Outcome) -> int:
         _say(f"{outcome.arm.name}: the command ended with {outcome.code}; see {outcome.log}\n{outcome.tail()}")
     elif outcome.arm.patched and not outcome.applied:
         _say(f"{outcome.arm.name}: no feature of ovpatch was on in every process. `ovpatch doctor` tells why.")
-        return PROBLEM
-    return outcome.code or (PROBLEM if outcome.failures or outcome.timed_out else OK)
+        return ExitCode.PROBLEM
+    return outcome.code or (ExitCode.PROBLEM if outcome.failures or outcome.timed_out else ExitCode.OK)
 
 
 def _say(message: str) -> None:

@@ -11,17 +11,14 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any
 
 from ovpatch.commands import asking
-from ovpatch.jobs import launching
 from ovpatch.reports import workers
-from ovpatch.session.plan import FeatureError
 
 if TYPE_CHECKING:
     from ovpatch.insight.verify.verdict import Result
 
-USAGE: Final = 2
 Progress = Callable[[str, int], None]
 
 
@@ -39,36 +36,36 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def main(arguments: argparse.Namespace) -> int:
-    """Verify the command; return 0 if it computes the same, 1 if not, 2 if that cannot be told."""
+    """Verify the command; return the code of the verdict."""
     arguments.command = asking.command_of(arguments.command)
-    try:
-        _check(arguments)
-        with asking.folder(arguments.out) as folder:
-            result = _verify(arguments, folder)
-            return _conclude(result, arguments)
-    except (FeatureError, launching.NotStartedError) as error:
-        print(f"ovpatch verify: {error}", file=sys.stderr)
-        return USAGE
-    except BrokenPipeError:
-        raise
-    except OSError as error:  # a full disk, say; Python's own exit code would read as "different"
-        print(f"ovpatch verify: {error}", file=sys.stderr)
-        return USAGE
+    _check(arguments)
+    with asking.folder(arguments.out) as folder:
+        result = _verify(arguments, folder)
+        return _conclude(result, arguments)
 
 
 def _check(arguments: argparse.Namespace) -> None:
     """Find every mistake that can be found before anything runs.
 
     Raises:
-        ovpatch.SettingsError: There is no command, or a setting cannot be understood.
+        ovpatch.SettingsError: There is no command, a setting cannot be understood, or everything is off.
         ovpatch.FeatureError: A feature asked for by name cannot even be loaded.
+        ovpatch.jobs.launching.NotStartedError: The command cannot be started.
     """
     from ovpatch.insight import arms
 
-    arms.check(arguments.command)
-    asking.check_settings(asking.environment_of(arguments.features))
+    arms.check_autoload()
+    environment = asking.environment_of(arguments.features)
+    asking.check_settings(environment)
+    asking.check_comparable(environment)
+    asking.warn_of_near_misses(environment, _say)
     asking.check_file(arguments.json, "--json")
     asking.check_folder(arguments.out)
+    asking.check_command(arguments.command)
+
+
+def _say(message: str) -> None:
+    print(f"ovpatch verify: {message}", file=sys.stderr, flush=True)
 
 
 def _verify(arguments: argparse.Namespace, folder: Path) -> Result:

@@ -150,14 +150,12 @@ class Outcome:
         return "\n".join(self.log.read_text(encoding="utf-8", errors="replace").splitlines()[-lines:])
 
 
-def check(command: Sequence[str]) -> None:
+def check_autoload() -> None:
     """Find what would keep every arm from being seen, before anything runs.
 
     Raises:
-        ovpatch.SettingsError: There is no command, or torch would not load us in its processes.
+        ovpatch.SettingsError: torch would not load us in the command's processes.
     """
-    if not command:
-        raise SettingsError("no command given. Write it after two dashes: -- torchrun train.py")
     if os.environ.get("TORCH_DEVICE_BACKEND_AUTOLOAD", "1") != "1":
         raise SettingsError(
             "TORCH_DEVICE_BACKEND_AUTOLOAD is not 1, so no process of the command loads ovpatch. Unset it."

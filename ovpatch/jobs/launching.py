@@ -8,7 +8,9 @@ to its whole process group, as a terminal would: a shell that got it alone would
 
 from __future__ import annotations
 
+import errno
 import os
+import shutil
 import signal
 import subprocess
 import time
@@ -18,8 +20,8 @@ from pathlib import Path
 from types import FrameType
 from typing import Final
 
-NOT_EXECUTABLE: Final = 126  # these two as in shells
-NOT_FOUND: Final = 127
+from ovpatch.exit_codes import ExitCode
+
 _ENDING: Final = ("SIGINT", "SIGTERM", "SIGHUP")
 _FORWARDED: Final = (*_ENDING, "SIGUSR1", "SIGUSR2")
 _POLL: Final = 0.5  # seconds between looks at what the command's processes left behind
@@ -32,12 +34,28 @@ class NotStartedError(Exception):
     """The command could not be started.
 
     Attributes:
-        code: Exit code that a shell would give.
+        exit_code: What a shell would give.
     """
 
-    def __init__(self, message: str, code: int) -> None:
+    def __init__(self, message: str, exit_code: ExitCode) -> None:
         super().__init__(message)
-        self.code = code
+        self.exit_code = exit_code
+
+
+def check_executable(command: Sequence[str]) -> None:
+    """Find a command that cannot be started before anything else is done.
+
+    Raises:
+        NotStartedError: It does not exist or cannot be executed.
+    """
+    name = command[0]
+    if shutil.which(name) is not None:
+        return
+    path = Path(name) if os.path.dirname(name) else None
+    if path is None or not path.exists():
+        raise NotStartedError(f"{name}: command not found", ExitCode.NOT_FOUND)
+    why = os.strerror(errno.EISDIR if path.is_dir() else errno.EACCES)
+    raise NotStartedError(f"{name}: not executable ({why})", ExitCode.NOT_EXECUTABLE)
 
 
 class Job:
@@ -71,9 +89,9 @@ class Job:
                 start_new_session=self._own_session,
             )
         except FileNotFoundError:
-            raise NotStartedError(f"{command[0]}: command not found", NOT_FOUND) from None
+            raise NotStartedError(f"{command[0]}: command not found", ExitCode.NOT_FOUND) from None
         except OSError as error:  # no permission, a folder, or a script without its first line
-            raise NotStartedError(f"{command[0]}: not executable ({error.strerror})", NOT_EXECUTABLE) from None
+            raise NotStartedError(f"{command[0]}: not executable ({error.strerror})", ExitCode.NOT_EXECUTABLE) from None
         for number in self._early:
             self._send(number)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import types
 from collections.abc import Callable
 from inspect import Parameter
 from typing import Any
@@ -14,22 +15,34 @@ def difference(original: Callable[..., Any], new: Callable[..., Any], *, bound: 
     """Return what differs between two signatures, or None if ``new`` can stand for ``original``.
 
     Names, kinds, order and the presence of defaults must agree; ``*args`` and ``**kwargs`` of ``new`` stand for
-    whatever is left. Functions without a signature (most of C) are not compared.
+    whatever is left. Functions without a signature (most of C) are not compared. The original counts as it shows
+    itself, ``new`` as it can be called: ``functools.wraps`` shows a signature that the function itself may not have.
 
     Args:
         original: What callers know.
         new: What shall stand in its place.
         bound: Whether the first parameter is ``self`` or ``cls``, whose name is free.
     """
-    old_parameters, new_parameters = _parameters(original, bound), _parameters(new, bound)
+    old_parameters, new_parameters = _parameters(original, bound), _parameters(_undisguised(new), bound, follow=False)
     if old_parameters is None or new_parameters is None or _accepts_anything(old_parameters):
         return None
     return _compare(old_parameters, new_parameters)
 
 
-def _parameters(function: Callable[..., Any], bound: bool) -> list[Parameter] | None:
+def _undisguised(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function without what ``functools.wraps`` has copied to it, such as ``__signature__``."""
+    if not isinstance(function, types.FunctionType):
+        return function
+    bare = types.FunctionType(
+        function.__code__, function.__globals__, function.__name__, function.__defaults__, function.__closure__
+    )
+    bare.__kwdefaults__ = function.__kwdefaults__
+    return bare
+
+
+def _parameters(function: Callable[..., Any], bound: bool, *, follow: bool = True) -> list[Parameter] | None:
     try:
-        found = list(inspect.signature(function).parameters.values())
+        found = list(inspect.signature(function, follow_wrapped=follow).parameters.values())
     except (ValueError, TypeError):
         return None
     return found[1:] if bound and found and found[0].kind in _POSITIONAL else found

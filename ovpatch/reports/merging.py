@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from ovpatch.reports.reporting import NEVER_CALLED, STATES
+from ovpatch.reports.reporting import IDLE, STATES, did_work
 
 _Json = Mapping[str, Any]
 
@@ -101,15 +101,15 @@ def _grouped(parts: Sequence[tuple[_Json, _Json]], text: Callable[[_Json], str])
 
 
 def _merge_remarks(parts: Sequence[tuple[_Json, _Json]], counters: Mapping[str, int]) -> list[str]:
-    """Collect remarks, each once with its processes; "not called" is said only where it tells something.
+    """Collect remarks, each once with its processes; that a feature was idle is said only where it tells something.
 
     A parent that only spawns the workers calls nothing, so a process without a rank does not count while others work.
     """
-    worked = any(counters.values())
+    worked = did_work(counters)
     owners: dict[str, list[_Json]] = {}
     for who, part in parts:
         for remark in part["remarks"]:
-            if not (remark == NEVER_CALLED and worked and who["rank"] is None):
+            if not (remark in IDLE and worked and who["rank"] is None):
                 owners.setdefault(remark, []).append(who)
     everyone = len(parts)
     return [

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import io
+import os
 import shutil
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, TextIO
 
 from ovpatch.settings.options import DEFAULT, OptionValue
 
@@ -27,7 +28,15 @@ STATES: Final = (
 )
 TROUBLE: Final = frozenset({"failed", "conflict", "incompatible", "unavailable", "shadowed"})
 NEVER_CALLED: Final = "applied, but not called so far"
-_COLOURS: Final = {"applied": "green", "pending": "yellow", "skipped": "yellow", "disabled": "dim"}
+NO_WORK: Final = "applied and called, but it has done nothing so far"
+IDLE: Final = frozenset({NEVER_CALLED, NO_WORK})
+_COLOURS: Final = {
+    "applied": "green",
+    "applied, idle": "yellow",
+    "pending": "yellow",
+    "skipped": "yellow",
+    "disabled": "dim",
+}
 
 
 @dataclass(frozen=True)
@@ -134,12 +143,17 @@ class Report:
 
         Args:
             colour: Whether to use terminal colours.
-            width: Columns; those of the terminal by default, at least 80.
+            width: Columns; those of the terminal by default.
         """
         return table_of(self.to_json(), colour=colour, width=width)
 
     def __str__(self) -> str:
         return self.table()
+
+
+def did_work(counters: Mapping[str, int]) -> bool:
+    """Return whether counters show work; those named ``stock_…`` count what was left to stock."""
+    return any(count for name, count in counters.items() if not name.startswith("stock_"))
 
 
 def plain(value: Any) -> Any:
@@ -153,17 +167,31 @@ def plain(value: Any) -> Any:
     return str(value)
 
 
+def wants_colour(stream: TextIO) -> bool:
+    """Return whether to colour what goes to a stream, by NO_COLOR, FORCE_COLOR, TERM and whether it is a terminal."""
+    if os.environ.get("NO_COLOR"):
+        return False
+    if os.environ.get("FORCE_COLOR"):
+        return True
+    return stream.isatty() and os.environ.get("TERM") != "dumb"
+
+
 def table_of(data: Mapping[str, Any], *, colour: bool = False, width: int | None = None) -> str:
     """Return the table of a report given as JSON, of one process or merged over several.
 
     Args:
         data: What :meth:`Report.to_json` or :func:`ovpatch.reports.merging.merge` returned.
         colour: Whether to use terminal colours.
-        width: Columns; those of the terminal by default, at least 80.
+        width: Columns; those of the terminal by default.
     """
     title = f"ovpatch {data['version']}, torch {data['torch']}, Python {data['python']}"
-    rows = [(f["name"], f["state"], _details(f)) for f in data["features"]]
+    rows = [(f["name"], _shown_state(f), _details(f)) for f in data["features"]]
     return render(title, ("feature", "state", "details"), rows, colour=colour, width=width)
+
+
+def _shown_state(feature: Mapping[str, Any]) -> str:
+    idle = feature["state"] == "applied" and not IDLE.isdisjoint(feature["remarks"])
+    return "applied, idle" if idle else str(feature["state"])
 
 
 def _details(feature: Mapping[str, Any]) -> str:
@@ -193,7 +221,7 @@ def render(
         heads: Of the columns.
         rows: Their cells.
         colour: Whether to use terminal colours.
-        width: Columns; those of the terminal by default, at least 80.
+        width: Columns; those of the terminal by default.
         right: Heads of the columns whose cells stand on the right, as numbers do.
     """
     from rich import box  # rich takes 50 ms to import, and apply() does not need it
@@ -206,7 +234,7 @@ def render(
         table.add_column(head, overflow="fold", justify="right" if head in right else "left")
     for row in rows:
         table.add_row(*(Text(cell, style=_style(cell)) for cell in row))
-    columns = max(80, width or shutil.get_terminal_size((120, 24)).columns)
+    columns = width or shutil.get_terminal_size((120, 24)).columns
     console = Console(file=io.StringIO(), width=columns, force_terminal=colour, no_color=not colour, highlight=False)
     console.print(table)
     out = console.file

@@ -6,6 +6,7 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final
 
+from ovpatch.exit_codes import ExitCode
 from ovpatch.hookspecs import Feature
 from ovpatch.session import relations
 from ovpatch.session.discovery import Found
@@ -20,6 +21,8 @@ _FINE: Final = frozenset({"applied", "pending", "disabled", PLANNED})
 
 class FeatureError(RuntimeError):
     """A feature that was asked for by name, or any feature in strict mode, cannot run. Nothing of the call stays."""
+
+    exit_code = ExitCode.USAGE
 
 
 @dataclass

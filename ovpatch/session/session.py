@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -86,6 +87,8 @@ class Session:
         with self._exclusive():
             plan = self.plan(asked, options, strict)
             logs.listen(plan.environment.log)
+            for text in () if self._entries else settings.near_misses():
+                logs.complain(text, logging.WARNING)
             before, known = dict(self._engine.active), dict(self._entries)
             self._entries = plan.entries
             try:

@@ -11,7 +11,7 @@ from typing import Any, Final
 from ovpatch._version import __version__
 from ovpatch.patching import PatchStatus
 from ovpatch.patching.versions import torch_mismatch
-from ovpatch.reports.reporting import NEVER_CALLED, TROUBLE, FeatureReport, Report
+from ovpatch.reports.reporting import NEVER_CALLED, NO_WORK, TROUBLE, FeatureReport, Report, did_work
 from ovpatch.session.plan import Entry
 from ovpatch.session.plugins import PluginError, Plugins
 
@@ -79,17 +79,22 @@ def _active(entry: Entry, plugins: Plugins, patches: Sequence[PatchStatus], torc
     remarks = [*entry.remarks, *_asked_remarks(entry.found.name, plugins), *trouble, *_untested(entry, torch)]
     if state == "applied":
         remarks += [_say(patch) for patch in patches if patch.state in ("pending", "skipped", "shadowed")]
-        if _is_idle(counters, patches):
-            remarks += [NEVER_CALLED, SPAWNED] if _has_spawned() else [NEVER_CALLED]
+        if idle := _idleness(counters, patches):
+            remarks += [idle, SPAWNED] if _has_spawned() else [idle]
     return _row(entry, state, reason, tuple(dict.fromkeys(remarks)), counters)
 
 
-def _is_idle(counters: Mapping[str, int], patches: Sequence[PatchStatus]) -> bool:
-    """Whether nothing was done so far, by the counters, or by the patches of a feature that does not count."""
-    if counters:
-        return not any(counters.values())
+def _idleness(counters: Mapping[str, int], patches: Sequence[PatchStatus]) -> str:
+    """Return what to say of a feature that has done nothing so far; "" if it has, or cannot tell.
+
+    Calls are counted where they enter a patch, so a wrapper that raised was called.
+    """
     functions = [patch for patch in patches if patch.kind != "hook" and patch.state == "applied"]
-    return bool(functions) and all(patch.never_called for patch in functions)
+    if did_work(counters) or not (counters or functions):
+        return ""
+    if all(patch.never_called for patch in functions):
+        return NEVER_CALLED
+    return NO_WORK if counters else ""
 
 
 def _has_spawned() -> bool:

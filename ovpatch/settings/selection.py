@@ -7,6 +7,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Final, Literal
 
+from ovpatch.exit_codes import ExitCode
+
 ON_WORDS: Final = ("1", "on", "true", "yes")
 OFF_WORDS: Final = ("0", "off", "false", "no")
 NAME: Final = re.compile(r"[a-z][a-z0-9_]*")
@@ -14,6 +16,8 @@ NAME: Final = re.compile(r"[a-z][a-z0-9_]*")
 
 class SettingsError(ValueError):
     """A setting that cannot be understood. Raised before anything is patched; the text ends with the remedy."""
+
+    exit_code = ExitCode.USAGE
 
 
 @dataclass(frozen=True)

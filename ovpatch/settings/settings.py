@@ -32,6 +32,7 @@ __all__ = [
     "Wish",
     "check_names",
     "did_you_mean",
+    "near_misses",
     "near_variable",
     "normalise",
     "parse_flag",
@@ -152,6 +153,52 @@ def read(environ: Mapping[str, str] | None = None) -> Environment:
         report_dir=ours.get("OVPATCH_REPORT_DIR", ""),
         features={k: v for k, v in ours.items() if k not in RESERVED},
     )
+
+
+def near_misses(environ: Mapping[str, str] | None = None) -> list[str]:
+    """Return what to say of variables that look like misspelt ones of ours, such as ``OVPATH=0``.
+
+    They may be somebody else's, so they are no error.
+
+    Args:
+        environ: Variables; those of the process by default.
+    """
+    source = os.environ if environ is None else environ
+    found = [(name, _corrected(name)) for name in source]
+    return [
+        f"{name}={source[name]} does nothing here: no variable of ovpatch has this name (did you mean {better!r}?)"
+        for name, better in sorted(found)
+        if better
+    ]
+
+
+def _corrected(name: str) -> str:
+    """Return the name that a variable may have been meant to have; "" if it is ours, or not alike."""
+    if name == PREFIX or name.startswith(PREFIX + "_"):
+        return ""
+    upper = name.upper()
+    head, _, rest = upper.partition("_")
+    if head != PREFIX and not _differs_by_one(head, PREFIX):
+        if not upper.replace("_", "").startswith(PREFIX):  # an underscore too many or too few
+            return ""
+        rest = upper[len(PREFIX) + upper[: len(PREFIX) + 1].count("_") :].lstrip("_")
+    return f"{PREFIX}_{rest}" if rest else PREFIX
+
+
+def _differs_by_one(one: str, other: str) -> bool:
+    """Return whether one letter is missing, added, replaced, or swapped with its neighbour."""
+    short, long = sorted((one, other), key=len)
+    if len(long) - len(short) > 1:
+        return False
+    if len(long) > len(short):
+        return any(long[:i] + long[i + 1 :] == short for i in range(len(long)))
+    wrong = [i for i, (a, b) in enumerate(zip(one, other, strict=True)) if a != b]
+    swapped = (
+        len(wrong) == 2
+        and wrong[1] == wrong[0] + 1
+        and one[wrong[0]] + one[wrong[1]] == other[wrong[1]] + other[wrong[0]]
+    )
+    return len(wrong) == 1 or swapped
 
 
 def variable(feature: str, option: str = "") -> str:

@@ -13,6 +13,7 @@ import time
 
 import pytest
 
+from ovpatch.commands import asking
 from ovpatch.insight import arms, leftovers
 from ovpatch.jobs import launching, orders
 from ovpatch.settings.settings import SettingsError
@@ -219,10 +220,10 @@ def test_a_worker_that_cannot_begin_ends_the_arm(run, monkeypatch, tmp_path):
 
 def test_what_cannot_be_seen_is_refused(monkeypatch, tmp_path):
     with pytest.raises(SettingsError, match="two dashes"):
-        arms.check([])
+        asking.check_command([])
     monkeypatch.setenv("TORCH_DEVICE_BACKEND_AUTOLOAD", "0")
     with pytest.raises(SettingsError, match="Unset it"):
-        arms.check(["train.py"])
+        arms.check_autoload()
     with pytest.raises(launching.NotStartedError, match="not found"):
         arms.run(arms.Arm("stock"), ["no-such-program"], WORKER, tmp_path, timeout=1.0)
 

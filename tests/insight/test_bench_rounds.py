@@ -30,7 +30,7 @@ class Machine:
         self.again = 0
 
     def run(self, arm, command, worker, out, *, timeout, progress):
-        assert (command, worker) == (["train"], rounds.WORKER)
+        assert (command, worker) == (["true"], rounds.WORKER)
         self.ran.append(arm)
         folder, log = out / arm.name, out / f"{arm.name}.log"
         folder.mkdir()
@@ -93,7 +93,7 @@ def machine(monkeypatch):
 def bench(machine, tmp_path, capsys):
     def bench(*arguments):
         file = tmp_path / "found.json"
-        code = cli.main(["bench", "--steps", "10", "--json", str(file), *arguments, "--", "train"])
+        code = cli.main(["bench", "--steps", "10", "--json", str(file), *arguments, "--", "true"])
         return code, capsys.readouterr(), json.loads(file.read_text()) if file.exists() else None
 
     return bench
@@ -109,7 +109,7 @@ def test_the_order_within_pairs_alternates(machine, bench):
     assert names(machine) == ["stock-1", "patched-1", "patched-2", "stock-2", "stock-3", "patched-3"]
     assert [arm.details["count_flops"] for arm in machine.ran] == [True] + [False] * 5
     assert found["judgement"]["pairs"] == [pytest.approx(11 / 9)] * 3  # the slower rank counts
-    assert "ovpatch bench: 1.222x faster (pairs 1.222 to 1.222, noise 0.0%)" in texts.out
+    assert "ovpatch bench: 1.222x faster (pairs 1.222 to 1.222; runs alike differ by 0.0%" in texts.out
     assert "Only ddp did something, so its part is the whole ratio." in texts.out
     assert "round 2/3, patched: 9 ms a step" in texts.err
 
@@ -186,7 +186,7 @@ def test_a_patched_run_that_fails(machine, bench):
 def test_a_stock_run_that_fails_is_the_scripts_own_failure(machine, bench):
     machine.ends = {"stock-1": {"code": 7}}
     code, texts, _ = bench("--warmup", "20")
-    assert (code, names(machine)) == (2, ["stock-1"])
+    assert (code, names(machine)) == (3, ["stock-1"])
     assert "exit code 7. This is the stock run: it is not ovpatch's doing." in texts.err
 
 
@@ -233,7 +233,7 @@ def test_one_round_says_what_it_cannot_know(bench, monkeypatch):
 def test_too_few_steps_are_an_error_with_the_remedy(machine, bench, taken, complaint):
     machine.rank = {"steps": taken, "ms": [1.0] * 4, "host_ms": [1.0] * 4}
     code, texts, _ = bench("--warmup", "10")
-    assert (code, names(machine)) == (2, ["stock-1"])
+    assert (code, names(machine)) == (3, ["stock-1"])
     assert complaint in texts.err
     assert ("Let it take 15 or more (better 20)" in texts.err) == (taken > 0)
 

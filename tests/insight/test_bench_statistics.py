@@ -71,7 +71,7 @@ def test_one_pair_of_another_sign_is_not_claimed_away():
     assert judge(steady, patched[:1] * 3).verdict == FASTER
     stock, patched = [110.0, 110.0, 110.0, 100.0], [99.5, 99.5, 99.5, 101.0]
     judgement = judge([[time] * 9 for time in stock], [[time] * 9 for time in patched])
-    assert judgement.ratio - 1 > judgement.noise
+    assert judgement.ratio - 1 > judgement.threshold
     assert judgement.verdict == SAME
 
 
@@ -80,7 +80,7 @@ def test_one_run_that_is_far_off_is_noise_even_where_all_signs_agree():
     patched = [[95.0] * 10] * 3
     judgement = judge(stock, patched)
     assert all(pair > 1 for pair in judgement.pairs)
-    assert (judgement.verdict, judgement.noise) == (SAME, pytest.approx(1.25 * 0.3))
+    assert (judgement.verdict, judgement.threshold) == (SAME, pytest.approx(1.25 * 0.3))
 
 
 def test_a_drift_that_both_share_hides_nothing():
@@ -90,7 +90,7 @@ def test_a_drift_that_both_share_hides_nothing():
         [[level / gain] * 9 for level, gain in zip(levels, gains, strict=True)],
     )
     assert judgement.pairs == [pytest.approx(gain) for gain in gains]
-    assert (judgement.verdict, judgement.noise) == (FASTER, pytest.approx(0.02))
+    assert (judgement.verdict, judgement.threshold) == (FASTER, pytest.approx(0.02))
 
 
 def test_two_rounds_ask_for_more_than_three():
@@ -103,7 +103,7 @@ def test_steps_that_scatter_are_noise_though_the_medians_agree():
     wide = [60.0, 140.0, 70.0, 130.0, 100.0, 65.0, 135.0, 75.0, 125.0, 101.0]
     judgement = judge([wide, wide, wide], [[time - 4 for time in wide]] * 3)
     assert judgement.ratio > 1.03
-    assert (judgement.verdict, judgement.noise > 0.05) == (SAME, True)
+    assert (judgement.verdict, judgement.threshold > 0.05) == (SAME, True)
 
 
 def test_one_round_claims_by_its_steps_and_says_so():

@@ -242,7 +242,7 @@ def test_the_end_of_what_can_be_compared_is_told(verify):
 
 def test_no_step(verify):
     result, _ = verify(["a"], lambda name: None)
-    assert (result.verdict, result.verdict.code) == (Verdict.NO_STEP, 2)
+    assert (result.verdict, result.verdict.code) == (Verdict.NO_STEP, 3)
 
 
 def test_steps_in_one_run_only_are_a_difference(verify):
@@ -292,7 +292,7 @@ def test_a_process_that_could_not_be_patched(verify, monkeypatch):
     failure = {"pid": 5, "rank": "1", "error": "no such feature"}
     monkeypatch.setattr(Outcome, "failures", property(lambda self: [failure] if self.arm.patched else []))
     result, text = verify(["a"], values())
-    assert (result.verdict, result.verdict.code) == (Verdict.NOT_EXERCISED, 2)
+    assert (result.verdict, result.verdict.code) == (Verdict.NOT_EXERCISED, 3)
     assert "no such feature" in text
 
 

@@ -226,6 +226,28 @@ def test_signature(new: Any, problem: str | None) -> None:
     assert (found is None) if problem is None else (found is not None and problem in found)
 
 
+def narrow_by(how: str) -> Any:
+    """Return a wrapper that shows the original's signature and takes less."""
+    import functools
+    import inspect
+
+    @functools.wraps(original)
+    def wrapper(self: Any, a: Any, *, c: Any) -> None:
+        original(self, a, c=c)
+
+    if how == "__signature__":
+        del wrapper.__wrapped__
+        wrapper.__signature__ = inspect.signature(original)  # type: ignore[attr-defined]
+    return wrapper
+
+
+@pytest.mark.parametrize("how", ["functools.wraps", "__signature__"])
+def test_a_wrapper_counts_as_it_can_be_called(how: str) -> None:
+    found = difference(original, narrow_by(how), bound=True)
+    assert found is not None
+    assert "of the original is missing" in found
+
+
 def test_signature_of_functions_that_have_none_is_not_compared() -> None:
     assert difference(min, lambda x: None, bound=False) is None
     assert difference(lambda *args, **kwargs: None, lambda x: None, bound=False) is None

@@ -61,14 +61,16 @@ class Judgement:
         verdict: :data:`FASTER`, :data:`SLOWER` or :data:`SAME`: the second kind against the first.
         ratio: Median over pairs of (first kind's time / second kind's time); above one, the second is faster.
         pairs: The ratio of each pair.
-        noise: How far from one a ratio has to be.
+        noise: By how much the medians of two runs of the same kind differ, at most; None with one round.
+        threshold: How far from one a ratio has to be before anything is claimed.
         interval: With one round, the 99% interval within the runs, else None.
     """
 
     verdict: str
     ratio: float
     pairs: list[float]
-    noise: float
+    noise: float | None
+    threshold: float
     interval: tuple[float, float] | None = None
 
 
@@ -113,21 +115,27 @@ def judge(first: Sequence[Sequence[float]], second: Sequence[Sequence[float]]) -
     if len(pairs) == 1:
         return _judge_one(first[0], second[0], pairs[0])
     low, high = interval(first, second, 0.95)
-    noise = max(_noise(first, second, pairs), (high - low) / 2)
+    threshold = max(_threshold(first, second, pairs), (high - low) / 2)
     ratio = median(pairs)
     agreed = all(pair > 1 for pair in pairs) or all(pair < 1 for pair in pairs)
-    return Judgement(_verdict(ratio, agreed and abs(ratio - 1) > noise), ratio, pairs, noise)
+    return Judgement(
+        _verdict(ratio, agreed and abs(ratio - 1) > threshold), ratio, pairs, _noise(first, second), threshold
+    )
 
 
-def _noise(first: Sequence[Sequence[float]], second: Sequence[Sequence[float]], pairs: Sequence[float]) -> float:
+def _noise(first: Sequence[Sequence[float]], second: Sequence[Sequence[float]]) -> float:
+    return max(between_runs(first), between_runs(second))
+
+
+def _threshold(first: Sequence[Sequence[float]], second: Sequence[Sequence[float]], pairs: Sequence[float]) -> float:
     runs, ratios = _COUNTS.get(len(pairs), (1.0, 1.0))
     among_pairs = ratios * (max(pairs) - min(pairs)) if math.isfinite(ratios) else math.inf
-    return min(runs * max(between_runs(first), between_runs(second)), among_pairs)
+    return min(runs * _noise(first, second), among_pairs)
 
 
 def _judge_one(first: Sequence[float], second: Sequence[float], ratio: float) -> Judgement:
     low, high = interval([first], [second], 0.99)
-    return Judgement(_verdict(ratio, not low <= 1 <= high), ratio, [ratio], (high - low) / 2, (low, high))
+    return Judgement(_verdict(ratio, not low <= 1 <= high), ratio, [ratio], None, (high - low) / 2, (low, high))
 
 
 def _verdict(ratio: float, claimed: bool) -> str:

@@ -30,14 +30,15 @@ def verdict(runs: Runs, figures: Figures) -> str:
 
 
 def words(judgement: Judgement) -> str:
-    """Return a judgement as half a sentence, such as ``1.080x faster (pairs 1.071 to 1.090, noise 0.6%)``."""
+    """Return a judgement as half a sentence, such as ``1.080x faster (pairs 1.071 to 1.090; …)``."""
     # A ratio of 0.8 is read as 1.25 times slower; the pairs are turned with it.
     slower = judgement.verdict == SLOWER
     ratio, *pairs = [1 / one if slower else one for one in (judgement.ratio, *judgement.pairs)]
     said = f"{SAME} (ratio {ratio:.3f}, " if judgement.verdict == SAME else f"{ratio:.3f}x {judgement.verdict} ("
-    if judgement.interval is None:
-        return f"{said}pairs {min(pairs):.3f} to {max(pairs):.3f}, noise {judgement.noise:.1%})"
-    low, high = sorted(1 / end if slower else end for end in judgement.interval)
+    if judgement.noise is not None:
+        alike = f"runs alike differ by {judgement.noise:.1%}, so more than {judgement.threshold:.1%} counts"
+        return f"{said}pairs {min(pairs):.3f} to {max(pairs):.3f}; {alike})"
+    low, high = sorted(1 / end if slower else end for end in judgement.interval or ())
     within = f"99% interval of the steps {low:.3f} to {high:.3f}"
     return f"{said}one pair of runs, {within}; how far two runs alike differ is not known: use --rounds 3)"
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from ovpatch._version import __version__
+from ovpatch.exit_codes import ExitCode
 from ovpatch.insight.timeline import merging, picture, text
 from ovpatch.insight.timeline.recording import Recording
 from ovpatch.insight.timeline.summary import efficiency, to_json
@@ -21,6 +22,8 @@ _RUNS: Final = ("stock", "patched", "stock.log", "patched.log")
 
 class OutputError(ValueError):
     """The results could not be kept; the text ends with the remedy."""
+
+    exit_code = ExitCode.USAGE
 
 
 class Output:
@@ -81,6 +84,13 @@ class Output:
         except OSError as error:
             raise OutputError(f"--out {self.folder}: {error.strerror}. Name a folder that can be written.") from error
 
+    def discard(self) -> None:
+        """Take back what :meth:`prepare` made, and the runs; nothing was recorded."""
+        for name in _RUNS:
+            _remove(self.folder / name)
+        if not any(self.folder.iterdir()):
+            self.folder.rmdir()
+
     def write(self, recordings: Sequence[Recording], *, colour: bool = False) -> str:
         """Write the files and return the tables."""
         runs = [recording.run for recording in recordings]
@@ -117,10 +127,11 @@ def _remove(path: Path) -> None:
 
 def _summary(recordings: Sequence[Recording]) -> dict[str, Any]:
     runs = [recording.run for recording in recordings]
+    found = efficiency(*runs) if len(runs) == 2 else None
     return {
         "version": __version__,
         "unit": "ns",
-        "overlap_efficiency": efficiency(*runs) if len(runs) == 2 else None,
+        "overlap_efficiency": found._asdict() if found is not None else None,
         "recording_cost": {one.run.name: one.cost and one.cost.share for one in recordings},
         "remarks": [remark for one in recordings for remark in one.remarks],
         "runs": [to_json(run) for run in runs],

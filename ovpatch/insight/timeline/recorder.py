@@ -127,8 +127,8 @@ class Recorder:
 
     def _wrap_exit(self, original: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(original)
-        def end(session: Any, *exception: Any) -> Any:
+        def end(session: Any, *args: Any, **kwargs: Any) -> Any:
             self._foreign.discard(id(session))
-            return original(session, *exception)
+            return original(session, *args, **kwargs)
 
         return end

@@ -13,10 +13,12 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final, NamedTuple
 
 from ovpatch.insight.timeline.lanes import Communication, Lanes, Step, step_of, union
 from ovpatch.insight.timeline.trace import TraceError
+
+FEWEST_STEPS: Final = 3  # of each run, for a ratio between runs
 
 
 @dataclass(frozen=True)
@@ -143,13 +145,29 @@ def groups_of(lanes: Lanes, step: Step) -> tuple[Group, ...]:
     return tuple(sorted(groups, key=lambda group: (-group.exposed, -group.hidden)))
 
 
-def efficiency(stock: Run, patched: Run) -> float | None:
-    """Return overlap efficiency against a stock run: 1 - exposed, patched / exposed, stock.
+class Efficiency(NamedTuple):
+    """Overlap efficiency against a stock run: 1 - exposed, patched / exposed, stock.
 
-    0 is as exposed as stock, 1 is all hidden, negative is worse. None if stock exposes nothing.
+    0 is as exposed as stock, 1 is all hidden, negative is worse.
+
+    Attributes:
+        median: Of the steps that are shown.
+        low: The lowest that any step of each run makes.
+        high: The highest.
     """
-    before, after = (run.worst(run.shown)[1].exposed for run in (stock, patched))
-    return 1 - after / before if before else None
+
+    median: float
+    low: float
+    high: float
+
+
+def efficiency(stock: Run, patched: Run) -> Efficiency | None:
+    """Return overlap efficiency; None if a run has fewer than :data:`FEWEST_STEPS`, or stock exposes nothing."""
+    before, after = ([run.worst(number)[1].exposed for number in run.steps] for run in (stock, patched))
+    if min(len(before), len(after)) < FEWEST_STEPS or not min(before):
+        return None
+    shown = [run.worst(run.shown)[1].exposed for run in (stock, patched)]
+    return Efficiency(1 - shown[1] / shown[0], 1 - max(after) / min(before), 1 - min(after) / max(before))
 
 
 def to_json(run: Run) -> dict[str, Any]:

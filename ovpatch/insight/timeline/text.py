@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from ovpatch.insight.timeline.lanes import step_of
-from ovpatch.insight.timeline.summary import Parts, Run, efficiency, groups_of
+from ovpatch.insight.timeline.summary import FEWEST_STEPS, Parts, Run, efficiency, groups_of
 from ovpatch.reports.reporting import render
 
 _HEADS = ("run", "rank", "step", "compute", "hidden", "exposed", "copies", "idle", "hidden share")
@@ -60,10 +60,19 @@ def verdict(runs: Sequence[Run]) -> Iterator[str]:
     for run in runs:
         yield f"{run.name}: {_exposure(run)}{_spread(run)}"
     if len(runs) == 2:
-        stock, patched = (run.name for run in runs)
-        yield f"overlap efficiency: {percent(efficiency(*runs))} (1 - exposed {patched} / exposed {stock})"
+        yield f"overlap efficiency: {_efficiency(*runs)} (1 - exposed {runs[1].name} / exposed {runs[0].name})"
     yield "hidden share: communication under compute / all communication; compute + exposed + copies + idle = step"
     yield "Where the time goes, not how fast it is: compare speed without a profiler."
+
+
+def _efficiency(stock: Run, patched: Run) -> str:
+    found = efficiency(stock, patched)
+    if found is not None:
+        return f"{found.median:.0%}, {found.low:.0%} to {found.high:.0%} over the recorded steps"
+    fewest = min(len(stock.steps), len(patched.steps))
+    if fewest < FEWEST_STEPS:
+        return f"too few steps to tell ({fewest}; record {FEWEST_STEPS} or more by --steps)"
+    return "n/a, stock exposes nothing"
 
 
 def _exposure(run: Run) -> str:

@@ -12,6 +12,8 @@ from decimal import Decimal
 from pathlib import Path
 from typing import Any, Final
 
+from ovpatch.exit_codes import ExitCode
+
 #: Categories whose events have a meaning here; a trace has a dozen more.
 OPS: Final = ("cpu_op",)
 ANNOTATIONS: Final = ("user_annotation", "gpu_user_annotation")
@@ -27,6 +29,8 @@ _GZIP: Final = b"\x1f\x8b"
 
 class TraceError(ValueError):
     """A file that cannot be used as a trace; the text names it and ends with the remedy."""
+
+    exit_code = ExitCode.USAGE
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
+from ovpatch.exit_codes import ExitCode
 from ovpatch.insight.arms import Outcome
 from ovpatch.insight.verify.comparing import Compared, Finding
 
@@ -24,9 +25,15 @@ class Verdict(str, Enum):
     INTERRUPTED = "interrupted"
 
     @property
-    def code(self) -> int:
+    def code(self) -> ExitCode:
         """The exit code."""
-        return {Verdict.BITWISE: 0, Verdict.NOISE: 0, Verdict.DIFFERENT: 1}.get(self, 2)
+        known = {
+            Verdict.BITWISE: ExitCode.OK,
+            Verdict.NOISE: ExitCode.OK,
+            Verdict.DIFFERENT: ExitCode.PROBLEM,
+            Verdict.INTERRUPTED: ExitCode.INTERRUPTED,
+        }
+        return known.get(self, ExitCode.UNDECIDED)
 
 
 @dataclass(frozen=True)

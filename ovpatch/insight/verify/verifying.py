@@ -311,7 +311,7 @@ def verify(request: Request, progress: Callable[[str, int], None] = lambda arm, 
         ovpatch.SettingsError: The command cannot be observed.
         ovpatch.jobs.launching.NotStartedError: The command could not be started.
     """
-    arms.check(request.command)
+    arms.check_autoload()
     progress("stock", 0)
     return _Verification(replace(request, out=request.out.absolute()), progress).result()
 

@@ -1,0 +1,42 @@
+"""Exit codes of the command line, the same for one mistake in every subcommand.
+
+An error that a subcommand may end with carries its code as the class attribute ``exit_code``.
+"""
+
+from __future__ import annotations
+
+from enum import IntEnum
+
+
+class ExitCode(IntEnum):
+    """What a subcommand tells the shell; the rows of the table in ``docs/settings.md``.
+
+    ``run`` and ``timeline`` return the exit code of the command where that fails.
+    """
+
+    OK = 0, "fine; for verify: the same results; for bench: it was measured, whatever came out"
+    PROBLEM = 1, (
+        "a problem was found: verify found different results, a patched run failed, no process was patched, or doctor "
+        "or list has something to complain about"
+    )
+    USAGE = 2, "a mistake in the command line or in a setting; nothing was run"
+    UNDECIDED = 3, "nothing can be concluded: the script fails under stock PyTorch as well, or made no step"
+    NOT_EXECUTABLE = 126, "the command exists and cannot be executed"
+    NOT_FOUND = 127, "the command does not exist"
+    INTERRUPTED = 130, "interrupted by Ctrl-C or a signal"
+
+    meaning: str
+
+    def __new__(cls, value: int, meaning: str) -> ExitCode:
+        """Return the member of a value."""
+        member = int.__new__(cls, value)
+        member._value_, member.meaning = value, meaning
+        return member
+
+
+def exit_code_of(error: BaseException) -> ExitCode | None:
+    """Return the code that an error ends a subcommand with; None for a defect of ours, which shows its traceback."""
+    code = getattr(error, "exit_code", None)
+    if isinstance(code, ExitCode):
+        return code
+    return ExitCode.UNDECIDED if isinstance(error, OSError) else None  # a full disk, say
