@@ -31,7 +31,7 @@ def apply(*features: str, options: Mapping[str, Mapping[str, Any]] | None = None
 
     Args:
         *features: Turn on only these. Without any, those that are on by default.
-        options: Values by feature and option, for example ``{"ddp": {"bucket_size": 40}}``.
+        options: Values by feature and option, for example ``{"ddp": {"bucket_cap_mb": 40}}``.
         strict: Whether a feature that is on and cannot run is an error, even if it was not asked for by name.
 
     Returns:

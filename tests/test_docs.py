@@ -3,18 +3,28 @@
 from __future__ import annotations
 
 import ast
+import doctest
 import importlib
 import inspect
 import os
 import re
+import shlex
 import socket
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
 
+import ovpatch
+from ovpatch import cli
 from ovpatch.session.plugins import Plugins
+from ovpatch.session.session import Session
 from ovpatch.settings.options import variables_of
 from ovpatch.settings.settings import RESERVED, near_variable, variable
 from tests.support.environment import clean
@@ -215,28 +225,81 @@ def test_the_quoted_error_is_the_one_that_is_raised():
 # --- code ---
 
 
-def test_python_in_the_documentation_compiles():
-    for page in PAGES:
-        for code in blocks(page, "python"):
-            compile(code, str(page), "exec")
+#: Pages whose blocks define what others call: they are imported as modules; those of the rest are run as they stand.
+MODULES = ("plugins/pipe_experts/README.md", "plugins/tp_linear/README.md", "CONTRIBUTING.md", "docs/write-a-plugin.md")
+
+
+def defined(page: str) -> dict[str, object]:
+    """Run a page's blocks as one module, in a worker."""
+    names: dict[str, object] = {"__name__": "page"}
+    for code in blocks(ROOT / page, "python"):
+        exec(compile(code, page, "exec"), names)
+    return names
+
+
+def called(page: str) -> list[tuple[int, ...]]:
+    """Call what the page defines on ranks, and return the shapes that come out."""
+    names: dict[str, Any] = defined(page)
+    torch.manual_seed(0)
+    if "mlp" in names:
+        x, up, down = (torch.randn(*shape, requires_grad=True) for shape in ((3, 2, 4), (5, 4), (4, 5)))
+        outs = [names["mlp"](x, up, down, dist.group.WORLD)]
+    elif "Block" in names:
+        block = names["wrapped"](names["Block"](8, 4, 4), [], None)
+        experts = nn.ModuleList([nn.Linear(8, 8), nn.Linear(8, 8)])
+        x, index, weights = torch.randn(6, 8), torch.randint(4, (6, 2)), torch.rand(6, 2)
+        outs = [block(torch.randn(6, 8)), names["home_made"](experts, x, index, weights)]
+    elif "total" in names:
+        outs = [names["total"](5)]
+    else:
+        outs = []
+    for out in outs:
+        if out.requires_grad:
+            out.sum().backward()
+    return [tuple(out.shape) for out in outs]
+
+
+SHAPES = {
+    "plugins/pipe_experts/README.md": [(6, 8), (6, 8)],
+    "plugins/tp_linear/README.md": [(3, 2, 4)],
+    "CONTRIBUTING.md": [(1,)],
+    "docs/write-a-plugin.md": [],  # which tests/test_cli.py installs
+}
+
+
+@pytest.mark.parametrize("page", MODULES)
+def test_what_a_page_defines_can_be_called(ranks, page):
+    assert ranks(2)(called, page) == [SHAPES[page]] * 2
+
+
+def test_no_python_in_the_documentation_is_left_out():
+    having = {page.relative_to(ROOT).as_posix() for page in PAGES if blocks(page, "python")}
+    assert having == {*MODULES, *RUN}
 
 
 PROGRAM = """
 import sys
 import ovpatch
 for number, code in enumerate({codes!r}):
-    exec(compile(code, f"<block {{number}}>", "exec"), {{"__name__": f"block_{{number}}"}})
+    names = {{"__name__": f"block_{{number}}"}} | ({{"ovpatch": ovpatch}} if "import ovpatch" not in code else {{}})
+    try:
+        exec(compile(code, f"<block {{number}}>", "exec"), names)
+    except ovpatch.FeatureError as error:  # strict=True on a machine that lacks something
+        assert "strict=True" in code, error
     ovpatch.revert()
 """
 
 
-def test_python_in_the_quick_start_runs(tmp_path):
+RUN = ("docs/quick-start.md", "docs/settings.md", "examples/README.md")
+
+
+def test_python_in_the_documentation_runs(tmp_path):
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     alone = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    codes = blocks(ROOT / "docs" / "quick-start.md", "python")
-    assert len(codes) >= 4
+    codes = [code for page in reversed(RUN) for code in blocks(ROOT / page, "python")]
+    assert len(codes) >= 6
     done = subprocess.run(
         [sys.executable, "-c", PROGRAM.format(codes=codes)],
         env={**clean(os.environ), **alone},
@@ -247,3 +310,81 @@ def test_python_in_the_quick_start_runs(tmp_path):
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[-2:] == ["applied", "disabled"]
+
+
+# --- docstrings ---
+
+SOURCES = [file for folder in ("ovpatch", "plugins") for file in sorted((ROOT / folder).rglob("*.py"))]
+
+
+def docstrings() -> Iterator[tuple[str, str]]:
+    """Yield each docstring with the place where it stands."""
+    for file in SOURCES:
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+            if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
+                text = ast.get_docstring(node)
+                if text:
+                    yield f"{file.relative_to(ROOT)}:{getattr(node, 'name', 'module')}", text
+
+
+def test_examples_in_docstrings_run():
+    found = [text for text in docstrings() if ">>>" in text[1]]
+    assert found, "the patch manager's has one"
+    for place, text in found:
+        runner = doctest.DocTestRunner(verbose=False)
+        case = doctest.DocTestParser().get_doctest(text, {"PatchManager": ovpatch.PatchManager}, place, place, 0)
+        assert runner.run(case).failed == 0, place
+
+
+def test_options_in_docstrings_are_understood():
+    """A dictionary of options by feature, wherever one is written, is one that apply() takes."""
+    names = "|".join(FEATURES)
+    found = [
+        (place, ast.literal_eval(options))
+        for place, text in docstrings()
+        for options in re.findall(rf'\{{"(?:{names})": \{{[^{{}}]*\}}\}}', text)
+    ]
+    assert any(place.endswith("api.py:apply") for place, _ in found)
+    for place, options in found:
+        try:
+            Session().plan(options=options, environ={}, ask_machine=False)
+        except ovpatch.SettingsError as error:
+            pytest.fail(f"{place}: {error}")
+
+
+def test_imports_in_docstrings_are_there():
+    statements = [
+        (place, line.strip())
+        for place, text in docstrings()
+        for line in text.splitlines()
+        if re.fullmatch(r"    (from ovpatch\S* import .+|import ovpatch\S*)", line)
+    ]
+    assert len(statements) >= 3
+    for _, statement in statements:
+        exec(statement, {})
+
+
+def commands() -> Iterator[tuple[str, list[str]]]:
+    """Yield each call of ovpatch in the documentation and in docstrings, as words, with the place."""
+    texts = [(page.name, line) for page in PAGES for block in fenced(page) for line in block.splitlines()]
+    texts += [(place, line) for place, text in docstrings() for line in text.splitlines() if line.startswith("    ")]
+    for place, line in texts:
+        match = re.match(r"\s*(?:\$ )?(?:[A-Z_]+=\S+ )*(?:python3? -m )?ovpatch ([a-z].*)$", line)
+        if match and not re.match(r"(list|doctor|run|verify|bench|timeline)\S*:", match[1]):
+            yield place, shlex.split(match[1].replace("\\", ""), comments=True)
+
+
+def fenced(page: Path) -> list[str]:
+    """Return the blocks that are not Python."""
+    pieces = re.split(r"^```(\w*)\n", page.read_text(encoding="utf-8"), flags=re.MULTILINE)
+    return [text for language, text in zip(pieces[1::4], pieces[2::4], strict=False) if language != "python"]
+
+
+def test_every_command_line_in_the_documentation_is_understood():
+    found = [(place, words) for place, words in commands() if words[0] in cli.COMMANDS]
+    assert {words[0] for _, words in found} == {*cli.COMMANDS}
+    for place, words in found:
+        try:
+            cli._parser(words[0]).parse_args(words)
+        except SystemExit:
+            pytest.fail(f"{place}: ovpatch {' '.join(words)}")

@@ -19,10 +19,16 @@ class PatchManager:
     """Declares, applies and reverts patches of functions and methods; usable without any plugin.
 
     Example:
+        >>> import textwrap
+        >>> def shout(original):
+        ...     return lambda *args, **kwargs: original(*args, **kwargs).upper()
         >>> pm = PatchManager()
-        >>> pm.register_patch("package.module.function", wrap=lambda original: ...)
+        >>> pm.register_patch("textwrap.dedent", wrap=shout)
         >>> with pm.applied():
-        ...     ...
+        ...     textwrap.dedent("  quiet")
+        'QUIET'
+        >>> textwrap.dedent("  quiet")
+        'quiet'
     """
 
     def __init__(self) -> None:
