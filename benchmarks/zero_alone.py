@@ -44,7 +44,7 @@ from ovpatch.overlap.ballot import Ballots
 from ovpatch.overlap.collectives import AllGather, AllReduce, Collectives, ReduceScatter
 from ovpatch.overlap.gate import Gate
 from ovpatch.overlap.works import Pending, Work
-from ovpatch_plugins.ddp import takeover
+from ovpatch_plugins.ddp import communicator
 
 _LONGEST_S = 600
 
@@ -87,7 +87,7 @@ def nobody_there(warming: Callable[[], bool], *, copied: bool) -> Iterator[None]
     meet = mock.patch.object(Gate, "meet", lambda self, flag=None: bool(flag))
     # A copy on another stream waits for a sum, and no stream waits for a fake one: what it reads is nobody's ballot.
     quiet = mock.patch.multiple(Ballots, count=mock.DEFAULT, losses=mock.Mock(return_value=[]))
-    averages = mock.patch.object(takeover, "averages", return_value=True)
+    averages = mock.patch.object(communicator, "averages", return_value=True)
     widely = mock.patch.object(Collectives, "average_widely", scattered)
     copying = mock.patch.multiple(half_wire, scattering=lambda *_: copied or None), widely
     hosts = mock.patch.object(gate, "needed", return_value=True)

@@ -5,9 +5,9 @@ from __future__ import annotations
 import functools
 import types
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from enum import Enum
-from typing import Any, Final, Literal, Protocol
+from typing import Any, Final, Literal, NamedTuple, Protocol
 
 from ovpatch.patching.errors import DeclarationError
 from ovpatch.patching.versions import check_specifier
@@ -46,8 +46,7 @@ class PatchState(str, Enum):
     REVERTED = "reverted"
 
 
-@dataclass(frozen=True)
-class PatchStatus:
+class PatchStatus(NamedTuple):
     """One patch or hook as it stands now.
 
     Attributes:
@@ -83,7 +82,7 @@ class PatchStatus:
 
     def to_json(self) -> dict[str, Any]:
         """Return the status as plain JSON data."""
-        return {**asdict(self), "state": self.state.value, "rebound": list(self.rebound)}
+        return {**self._asdict(), "state": self.state.value, "rebound": list(self.rebound)}
 
 
 @dataclass(frozen=True, eq=False)

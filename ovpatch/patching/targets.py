@@ -13,7 +13,7 @@ import sys
 import types
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from ovpatch.patching.errors import IncompatiblePatchError
 
@@ -44,8 +44,7 @@ class Place:
         return f"{owner_path(self.owner)}.{self.name}"
 
 
-@dataclass(frozen=True)
-class Waiting:
+class Waiting(NamedTuple):
     """A slot that cannot be known before more is imported.
 
     Attributes:
@@ -57,8 +56,7 @@ class Waiting:
     reason: str
 
 
-@dataclass(frozen=True)
-class Missing:
+class Missing(NamedTuple):
     """A slot that does not exist.
 
     Attributes:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from ovpatch.hookspecs import Feature, Option
 from ovpatch.settings.selection import NAME, SettingsError, did_you_mean, normalise, parse_flag
@@ -15,8 +14,7 @@ ARGUMENT: Final = "argument"
 _KINDS: Final = {bool: "1 or 0", int: "a whole number", float: "a number", str: "a text"}
 
 
-@dataclass(frozen=True)
-class OptionValue:
+class OptionValue(NamedTuple):
     """The value of an option, and who set it.
 
     Attributes:
@@ -28,8 +26,7 @@ class OptionValue:
     source: str
 
 
-@dataclass(frozen=True)
-class _Given:
+class _Given(NamedTuple):
     """A value as somebody wrote it."""
 
     place: str

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass
-from typing import Final, Literal
+from typing import Final, Literal, NamedTuple
 
 from ovpatch.exit_codes import ExitCode
 
@@ -20,8 +19,7 @@ class SettingsError(ValueError):
     exit_code = ExitCode.USAGE
 
 
-@dataclass(frozen=True)
-class Selection:
+class Selection(NamedTuple):
     """The value of ``OVPATCH``.
 
     Attributes:

@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import os
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import Final, NamedTuple
 
 from ovpatch.settings.cache import cache_dir
 from ovpatch.settings.selection import (
@@ -48,8 +47,7 @@ PREFIX: Final = "OVPATCH"
 LOG_LEVELS: Final = ("debug", "info", "warning", "error")
 
 
-@dataclass(frozen=True)
-class Variable:
+class Variable(NamedTuple):
     """One environment variable that does not belong to a feature; a row of the table in ``docs/settings.md``.
 
     Attributes:
@@ -89,8 +87,7 @@ VARIABLES: Final = (
 RESERVED: Final = frozenset(variable.name for variable in VARIABLES)
 
 
-@dataclass(frozen=True)
-class Environment:
+class Environment(NamedTuple):
     """All ``OVPATCH*`` variables of a process.
 
     Attributes:
@@ -114,8 +111,7 @@ class Environment:
     features: Mapping[str, str]
 
 
-@dataclass(frozen=True)
-class Wish:
+class Wish(NamedTuple):
     """Whether a feature shall be on, before the machine has its say.
 
     Attributes:

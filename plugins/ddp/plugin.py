@@ -116,18 +116,18 @@ def ovpatch_remarks() -> Sequence[str]:
     """Return which models were left to the stock reducer, or why there was none, and what else was odd."""
     from ovpatch_plugins.ddp import bystanders
     from ovpatch_plugins.ddp.counters import COUNTERS
-    from ovpatch_plugins.ddp.remarks import REMARKS
 
     if "ovpatch_plugins.ddp.takeover" not in sys.modules:
         return []
     if not (COUNTERS.models or COUNTERS.stock_models):
         text = bystanders.remark()
         return [text] if text else []
-    return list(REMARKS)
+    remarks = sys.modules.get("ovpatch_plugins.ddp.remarks")  # imported with the first of them
+    return [] if remarks is None else list(remarks.REMARKS)
 
 
 def _has_stock_reducer(ddp: Any) -> bool:
-    from ovpatch_plugins.ddp.reducer import GradReducer
-
+    ours = sys.modules.get("ovpatch_plugins.ddp.reducer")  # imported with the first model that got one
     reducer = vars(ddp).get("reducer")
-    return reducer is not None and not isinstance(reducer, GradReducer) and ddp.process_group.size() > 1
+    is_stock = reducer is not None and (ours is None or not isinstance(reducer, ours.GradReducer))
+    return is_stock and ddp.process_group.size() > 1

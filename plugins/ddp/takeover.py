@@ -4,34 +4,31 @@
 over all ranks, so all of them are there and settings can be compared at once, with a short time-out. A wrapper that
 comes out of ``copy.deepcopy`` or ``pickle``, or is built with ``init_sync=False``, may exist on one rank alone: its
 ranks agree when the first synchronised forward needs the others anyway, with the process group's own time-out.
+
+[Note: imported late] Importing the reducer takes longer than everything else that ``apply()`` does, and a script may
+wrap no model. So it is imported by the functions here that need it, when the first model is wrapped.
 """
 
 from __future__ import annotations
 
 import atexit
 import functools
-import importlib.metadata
 import inspect
+import sys
 import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextvars import ContextVar
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 import torch.distributed as dist
 
-from ovpatch.overlap.agreement import agree
-from ovpatch.overlap.sharding import sharding
 from ovpatch_plugins.ddp import messages
-from ovpatch_plugins.ddp.communicator import averages, check_budget
-from ovpatch_plugins.ddp.config import ReducerConfig
 from ovpatch_plugins.ddp.counters import COUNTERS
-from ovpatch_plugins.ddp.hands import stop_watching
-from ovpatch_plugins.ddp.logger import ReducerLogger
-from ovpatch_plugins.ddp.reducer import GradReducer
-from ovpatch_plugins.ddp.remarks import remark
-from ovpatch_plugins.ddp.support import objection
+
+if TYPE_CHECKING:
+    from ovpatch_plugins.ddp.config import ReducerConfig
 
 # A ``DistributedDataParallel`` object; its own annotations know the C++ reducer only.
 Wrapper: TypeAlias = Any
@@ -96,6 +93,9 @@ class Takeover:
                 stock()
                 _note_sharing(ddp, parameters)
                 return
+            from ovpatch.overlap.agreement import agree  # [Note: imported late]
+            from ovpatch_plugins.ddp.support import objection
+
             reason = objection(ddp, parameters)
             config = self._config(ddp, parameters, expect_sparse_gradient)
             terms = _terms(parameters, config, static_graph)
@@ -127,7 +127,7 @@ class Takeover:
         @functools.wraps(original)
         def post_forward(ddp: Wrapper, output: Any) -> Any:
             reducer = ddp.reducer
-            if not isinstance(reducer, GradReducer):
+            if ddp not in _live:
                 return original(ddp, output)
             if reducer.learns_static_graph():
                 # Stock asks for the first backward's end once, and never hears of it if that backward raises.
@@ -150,6 +150,9 @@ class Takeover:
         return method
 
     def _config(self, ddp: Wrapper, parameters: Sequence[torch.nn.Parameter], sparse: Sequence[bool]) -> ReducerConfig:
+        from ovpatch_plugins.ddp.communicator import averages, check_budget
+        from ovpatch_plugins.ddp.config import ReducerConfig
+
         options = self._options
         own = tuple(getattr(ddp, "bucket_bytes_cap_list", ()))
         limits = own or (ddp.bucket_bytes_cap,)
@@ -233,7 +236,9 @@ def restore_all() -> None:
         _refuse_inside_backward(ddp)
     for ddp in list(_live):
         restore_stock(ddp)
-    stop_watching()
+    hands = sys.modules.get("ovpatch_plugins.ddp.hands")
+    if hands is not None:
+        hands.stop_watching()
 
 
 def _refuse_inside_backward(ddp: Wrapper) -> None:
@@ -249,6 +254,9 @@ def model_name(ddp: Wrapper) -> str:
 
 
 def _install(ddp: Wrapper, parameters: Sequence[torch.nn.Parameter], config: ReducerConfig) -> None:
+    from ovpatch_plugins.ddp.logger import ReducerLogger
+    from ovpatch_plugins.ddp.reducer import GradReducer
+
     by_id = {id(param): name for name, param in ddp.module.named_parameters()}
     names = [by_id[id(param)] for param in parameters]
     reducer = GradReducer(ddp.process_group, parameters, names, config)
@@ -283,6 +291,8 @@ def _let_threads_go_at_exit() -> None:
 
 
 def _agree_late(reference: weakref.ref[Wrapper], terms: Mapping[str, Any]) -> None:
+    from ovpatch.overlap.agreement import agree
+
     ddp = reference()
     if ddp is not None:
         timeout = ddp.process_group._get_backend(ddp.device).options._timeout.total_seconds()
@@ -299,8 +309,12 @@ def _identify(ddp: Wrapper) -> None:
 
 def _terms(parameters: Sequence[torch.nn.Parameter], config: ReducerConfig, static_graph: bool) -> dict[str, Any]:
     """Return what must be the same on all ranks, or their collectives would not match."""
+    from importlib.metadata import version
+
+    from ovpatch.overlap.sharding import sharding
+
     return {
-        "version of ovpatch": importlib.metadata.version("ovpatch"),
+        "version of ovpatch": version("ovpatch"),
         "number of parameters": len(parameters),
         "number of gradient elements": sum(param.numel() for param in parameters),
         "dtypes": sorted({str(param.dtype) for param in parameters}),
@@ -320,5 +334,7 @@ def _terms(parameters: Sequence[torch.nn.Parameter], config: ReducerConfig, stat
 
 
 def _report_stock(ddp: Wrapper, reason: str) -> None:
+    from ovpatch_plugins.ddp.remarks import remark
+
     COUNTERS.stock_models += 1
     remark(f"{model_name(ddp)} keeps the stock reducer: {reason}")

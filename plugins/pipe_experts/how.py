@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch.distributed as dist
 
 from ovpatch_plugins.pipe_experts import parts as parts_of
+from ovpatch_plugins.pipe_experts.options import DEFAULT_EXCHANGE
 from ovpatch_plugins.pipe_experts.parts import Plan
 
 # Second communicators, by the one they stand beside: layers share them, each takes memory on the device.
@@ -23,14 +24,14 @@ class How:
         parts: Into how many; 0 for as many as ``cut`` thinks best.
         delay_wgrad: Compute weight gradients while a part's rows are on their way back.
         multi_stream: Send rows back on a communicator of their own, so that they do not queue behind rows to come.
-        exchange: By what rows travel; see :data:`ovpatch_plugins.pipe_experts.parts.EXCHANGES`.
+        exchange: By what rows travel; see :data:`ovpatch_plugins.pipe_experts.options.EXCHANGES`.
     """
 
     cut: str = "auto"
     parts: int = 0
     delay_wgrad: bool = True
     multi_stream: bool = False
-    exchange: str = parts_of.DEFAULT_EXCHANGE
+    exchange: str = DEFAULT_EXCHANGE
 
     def plan(self, world: int, local: int) -> Plan:
         """Return the parts of a layer with ``local`` experts on each of ``world`` ranks."""

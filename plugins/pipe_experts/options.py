@@ -5,7 +5,14 @@ from __future__ import annotations
 from typing import Final
 
 from ovpatch.hookspecs import Option
-from ovpatch_plugins.pipe_experts.parts import CUTS, DEFAULT_EXCHANGE, EXCHANGES
+
+CUTS: Final = ("auto", "none", "experts", "tokens")
+"""How rows can be cut: as is measured, not at all, by groups of experts, by chunks of tokens."""
+
+EXCHANGES: Final = ("c10d", "symmetric", "auto")
+"""By what rows can travel: torch.distributed's all-to-alls, symmetric memory, as is measured."""
+
+DEFAULT_EXCHANGE: Final = "c10d"
 
 
 def _count(text: str) -> int:

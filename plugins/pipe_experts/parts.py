@@ -13,16 +13,10 @@ from typing import TYPE_CHECKING, Final, Protocol
 
 import torch
 
+from ovpatch_plugins.pipe_experts.options import CUTS, EXCHANGES
+
 if TYPE_CHECKING:
-    import torch.distributed as dist  # options need this module, and not that
-
-CUTS: Final = ("auto", "none", "experts", "tokens")
-"""How rows can be cut: as is measured, not at all, by groups of experts, by chunks of tokens."""
-
-EXCHANGES: Final = ("c10d", "symmetric", "auto")
-"""By what rows can travel: torch.distributed's all-to-alls, symmetric memory, as is measured."""
-
-DEFAULT_EXCHANGE: Final = "c10d"
+    import torch.distributed as dist
 
 _MOST_GROUPS: Final = 4
 _MEASURED: Final = (2, 4, 8)
@@ -123,10 +117,10 @@ def plan(world: int, local: int, cut: str = "auto", parts: int = 0, exchange: st
     Args:
         world: Number of ranks.
         local: Number of experts of a rank.
-        cut: One of :data:`CUTS`; ``auto``, where nothing is measured, is ``none``: a part costs the host more than
-            it hides, unless layers are large.
+        cut: One of ``CUTS`` of :mod:`.options`; ``auto``, where nothing is measured, is ``none``: a part costs the host
+            more than it hides, unless layers are large.
         parts: How many; 0 for as many as ``cut`` thinks best. There are never more groups than experts.
-        exchange: One of :data:`EXCHANGES`; ``auto``, where nothing is measured, is ``c10d``.
+        exchange: One of ``EXCHANGES`` there; ``auto``, where nothing is measured, is ``c10d``.
 
     Raises:
         ValueError: A name that is none.

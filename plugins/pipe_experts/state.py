@@ -2,29 +2,37 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from ovpatch_plugins.pipe_experts.how import How
+if TYPE_CHECKING:
+    from ovpatch_plugins.pipe_experts.how import How
 
 
-@dataclass
 class State:
     """What taken-over layers look up at every call.
 
     Attributes:
         on: Off, they do what stock does.
-        how: How they are computed.
     """
 
-    on: bool = False
-    how: How = field(default_factory=How)
+    def __init__(self) -> None:
+        self.on = False
+        self._options: Mapping[str, Any] = {}
 
     def turn_on(self, options: Mapping[str, Any]) -> None:
         """Compute as the feature's options say."""
-        self.how = How(**options)
+        self._options = dict(options)
+        vars(self).pop("how", None)
         self.on = True
+
+    @functools.cached_property
+    def how(self) -> How:
+        """How layers are computed; imported with the first layer, which a script may not have."""
+        from ovpatch_plugins.pipe_experts.how import How
+
+        return How(**self._options)
 
 
 STATE = State()

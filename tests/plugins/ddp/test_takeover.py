@@ -258,17 +258,17 @@ def test_a_rank_without_ovpatch_is_named(ranks, who):
 
 def objecting_alone() -> dict[str, Any]:
     """One rank cannot take part: all of them keep the stock reducer."""
-    from ovpatch_plugins.ddp import takeover
+    from ovpatch_plugins.ddp import support
     from ovpatch_plugins.ddp.remarks import REMARKS
 
-    original = takeover.objection
-    takeover.objection = lambda *a: "planted" if dist.get_rank() == 1 else original(*a)
+    original = support.objection
+    support.objection = lambda *a: "planted" if dist.get_rank() == 1 else original(*a)
     try:
         with ovpatch.applied("ddp"):
             wrapped = DDP(net())
             return {"ours": is_ours(wrapped), "records": steps(wrapped, 2), "remarks": list(REMARKS)}
     finally:
-        takeover.objection = original
+        support.objection = original
 
 
 def test_an_objection_of_one_rank_holds_for_all(ranks):
