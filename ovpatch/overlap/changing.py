@@ -25,7 +25,7 @@ def changing(those: Sequence[tuple[GradShards, int]]) -> Iterator[None]:
     finally:
         with torch.no_grad():
             for shards, index in those:
-                if not shards.is_pending(index):
+                if shards.has_grad(index) and not shards.is_pending(index):
                     shards.part_of(index).copy_(shards.current_part(index))
         for shards in ones:
             shards.editions.end()

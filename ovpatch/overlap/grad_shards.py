@@ -86,6 +86,7 @@ class GradShards:
         self._read: set[int] = set()
         self._parts: dict[int, Tensor] = {}
         self._given: dict[int, weakref.ref[Tensor]] = {}
+        self._delivered: dict[int, int] = {}  # the backward that last left parts of a gradient
         self._early = GivenUp(names)
         self._backwards = 0
         self.identity = ""
@@ -142,9 +143,12 @@ class GradShards:
             return None
         if self.is_ours(grad):
             return self.part_of(index).to(param.dtype)
-        if grad.stride() != param.stride():
-            grad = torch.empty_like(param).copy_(grad)
-        return elements_of(grad, own)
+        return elements_of(self.in_param_layout(index, grad), own)
+
+    def in_param_layout(self, index: int, grad: Tensor) -> Tensor:
+        """Return a whole gradient whose elements lie in memory as the parameter's do, of which slices are cut."""
+        param = self.params[index]
+        return grad if grad.stride() == param.stride() else torch.empty_like(param).copy_(grad)
 
     def part_of(self, index: int) -> Tensor:
         """Return this rank's part of the reduced gradient, ``[slice.numel]``, of the dtype that was reduced."""
@@ -165,6 +169,14 @@ class GradShards:
     def is_ours(self, grad: Tensor | None) -> bool:
         """Tell whether this is a gradient of which there are only parts."""
         return placeholders.origin(grad)[0] is self
+
+    def has_grad(self, index: int) -> bool:
+        """Tell whether a parameter has a gradient, be it a placeholder."""
+        return grad_of(self.params[index]) is not None
+
+    def was_delivered(self, index: int) -> bool:
+        """Tell whether the last backward left parts of a gradient, whatever ``p.grad`` is now; alike on all ranks."""
+        return not self.local and self._delivered.get(index) == self._backwards
 
     def is_newest(self, backward: int) -> bool:
         """Tell whether a backward is the last that was reduced."""
@@ -288,6 +300,7 @@ class GradShards:
             placeholders.empty_out(grad, self, index)
         else:
             self._overdue.append(index)  # somebody holds its memory, and must find the average there
+        self._delivered[index] = self._backwards
         self._given[index] = weakref.ref(grad, functools.partial(forget, _deliveries, id(grad)))
         _deliveries[id(grad)] = (self._given[index], weakref.ref(self), index, self._backwards)
 
@@ -346,8 +359,8 @@ class GradShards:
                 wholes.append(assemble(self.params[index], parts, self.slices(index)))
         return wholes
 
-    def norms_of_peers(self, indices: Sequence[int], norm_type: float) -> list[float]:
-        """Return the norms of the other ranks' parts; no peer takes part."""
+    def norms_of_peers(self, indices: Sequence[int], norm_type: float) -> dict[int, list[float]]:
+        """Return the norm of each of the other ranks' parts, by rank; no peer takes part."""
         return self._peers.norms(indices, norm_type)
 
     def _like(self) -> list[Tensor]:

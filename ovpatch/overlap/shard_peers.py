@@ -61,7 +61,7 @@ class ShardPeers:
         for tensor in like:
             if tensor.is_cuda:  # a kernel that is loaded while a collective runs may have to wait for its end
                 for order in (2.0, math.inf):
-                    _norm([torch.zeros(1, dtype=tensor.dtype, device=tensor.device)], order)
+                    part_norms([torch.zeros(1, dtype=tensor.dtype, device=tensor.device)], order).tolist()
         self._topic = f"gradients of {identity}"
         weakref.finalize(self, Peers.of(self._group).serve(self._topic, weakly(self._answer)))
 
@@ -71,11 +71,11 @@ class ShardPeers:
         answers = Peers.of(self._group).ask(self._topic, question)
         return {rank: tensors for rank, (_, tensors) in answers.items()}
 
-    def norms(self, indices: Sequence[int], order: float) -> list[float]:
-        """Return the norms of the other ranks' parts."""
+    def norms(self, indices: Sequence[int], order: float) -> dict[int, list[float]]:
+        """Return the norm of each of the other ranks' parts, by rank."""
         question = {"edition": self._editions.number, "indices": list(indices), "norm": order}
         answers = Peers.of(self._group).ask(self._topic, question)
-        return [header["norm"] for header, _ in answers.values()]
+        return {rank: header["norms"] for rank, (header, _) in answers.items()}
 
     def leave(self) -> bool:
         """Tell whether there are still peers to ask; this is the last time."""
@@ -88,11 +88,13 @@ class ShardPeers:
         def copy() -> list[Tensor]:
             return [to_host(self._parts[index]) for index in question["indices"]]
 
-        def norm() -> float:
-            return _norm([self._without_padding(index) for index in question["indices"]], question["norm"])
+        def norm() -> list[float]:
+            parts = [self._without_padding(index) for index in question["indices"]]
+            found: list[float] = part_norms(parts, question["norm"]).tolist()
+            return found
 
         if "norm" in question:
-            return {"norm": self._editions.read(question["edition"], norm, _PATIENCE_S)}, []
+            return {"norms": self._editions.read(question["edition"], norm, _PATIENCE_S)}, []
         parts = self._editions.read(question["edition"], copy, _PATIENCE_S)
         self._farewell.hear(question)
         return {}, parts
@@ -102,5 +104,12 @@ class ShardPeers:
         return self._parts[index][: own.numel]
 
 
-def _norm(tensors: list[Tensor], order: float) -> float:
-    return float(torch.linalg.vector_norm(torch.stack(torch._foreach_norm(tensors, order)), order).item())
+def part_norms(parts: Sequence[Tensor], order: float) -> Tensor:
+    """Return the norm of each part, ``[parts]``, in float32 at least: a power of half precision overflows.
+
+    Args:
+        parts: This rank's parts of gradients, on one device.
+        order: Of the norm.
+    """
+    wide = torch.float64 if any(part.dtype is torch.float64 for part in parts) else torch.float32
+    return torch.stack(torch._foreach_norm([part.to(wide) for part in parts], order))

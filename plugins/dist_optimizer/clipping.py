@@ -1,10 +1,14 @@
 """Norms of gradients of which each rank has parts, and clipping by them.
 
-[Note: which way a norm goes] One rank may ask for a norm alone, to log it; then the peers' threads tell theirs. That
+[Note: which way a norm goes] One rank may ask for a norm alone, to log it; then the peers' threads tell theirs, which
 makes the host wait for the other ranks' backward. ``clip_grad_norm_`` changes gradients, so all ranks call it, or they
-would drift apart under stock as well: there norms are summed by a collective. All ranks must come to that decision
-alike, whatever each has read meanwhile: a gradient counts as one by parts from the backward that delivered it so until
-the next, also if this rank has put it together since.
+would drift apart under stock as well: there norms are summed by a collective. All ranks must agree on what goes into
+it, even if one of them has read a gradient or put a tensor of its own in its place. So a parameter counts from the
+backward that delivered its gradient by parts until the next.
+
+[Note: as stock rounds] Stock takes the norm of each gradient, rounded to the gradient's dtype, and the norm of these.
+Here ranks sum one power per gradient, in float32 at least, in which half precision does not overflow. Each root is then
+rounded to the gradient's dtype. All ranks add in the order of ranks, so all get the same bits.
 """
 
 from __future__ import annotations
@@ -12,7 +16,7 @@ from __future__ import annotations
 import functools
 import math
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
@@ -21,9 +25,13 @@ from torch import Tensor
 from ovpatch.overlap import grad_shards
 from ovpatch.overlap.changing import changing
 from ovpatch.overlap.grad_shards import GradShards
+from ovpatch.overlap.shard_peers import part_norms
+from ovpatch.overlap.slices import elements_of
 from ovpatch_plugins.dist_optimizer.counters import COUNTERS
 
 _FRAMES = 4  # how far up the caller may be: other patches put frames of their own between
+
+Place = tuple[GradShards, int]
 
 
 def wrap_norm(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
@@ -38,10 +46,18 @@ def wrap_norm(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
     ) -> Tensor:
         given = [tensors] if isinstance(tensors, Tensor) else list(tensors)
         norm_type = float(norm_type)
-        cut = [grad_shards.delivered(tensor) for tensor in given]
-        if not any(cut) or norm_type <= 0:
+        clipped = _clipped_by_all()
+        if norm_type <= 0:
             return original(given, norm_type, error_if_nonfinite, foreach)
-        norm = _norm(given, cut, norm_type, functools.partial(original, foreach=foreach), together=_all_ranks_clip())
+        if clipped is None:
+            places = [grad_shards.delivered(tensor) for tensor in given]
+            norms = _norms_of_this_rank(given, places, norm_type, foreach) if any(places) else None
+        else:
+            norms = _norms_of_all(given, clipped, norm_type, foreach)
+        if norms is None or not given:
+            return original(given, norm_type, error_if_nonfinite, foreach)
+        COUNTERS.norms += 1
+        norm: Tensor = torch.linalg.vector_norm(torch.stack([one.to(given[0].device) for one in norms]), norm_type)
         if error_if_nonfinite and not math.isfinite(norm.item()):
             return original([norm], norm_type, True)  # raises as stock does
         return norm
@@ -57,15 +73,14 @@ def wrap_clip(original: Callable[..., None]) -> Callable[..., None]:
         parameters: Tensor | Iterable[Tensor], max_norm: float, total_norm: Tensor, foreach: bool | None = None
     ) -> None:
         given = [parameters] if isinstance(parameters, Tensor) else list(parameters)
-        cut = {id(param): found for param in given if (found := _cut(param)) is not None}
+        cut = _places(given)
         if not cut:
             original(given, max_norm, total_norm, foreach)
             return
-        holders = [_Holder(shards.part_of(index)) for shards, index in cut.values() if shards.is_pending(index)]
-        whole = [
-            param for param in given if id(param) not in cut or not cut[id(param)][0].is_pending(cut[id(param)][1])
-        ]
-        if not _all_ranks_clip():  # else the sum of the norms has seen to it
+        unread = {key: place for key, place in cut.items() if not _is_whole(place)}
+        holders = [_Holder(shards.part_of(index)) for shards, index in unread.values()]
+        whole = [param for param in given if id(param) not in unread]
+        if _clipped_by_all() is None:  # else the sum of the norms has seen to it
             _meet(total_norm, dict.fromkeys(shards.group for shards, _ in cut.values()))
         with changing(list(cut.values())):
             original([*whole, *holders], max_norm, total_norm, foreach)
@@ -73,16 +88,17 @@ def wrap_clip(original: Callable[..., None]) -> Callable[..., None]:
     return clip_grads_with_norm_
 
 
-def _all_ranks_clip() -> bool:
-    """Tell whether this is asked on behalf of ``clip_grad_norm_``; see [Note: which way a norm goes]."""
+def _clipped_by_all() -> Sequence[Tensor] | None:
+    """Return the parameters if this runs inside of ``clip_grad_norm_``; see [Note: which way a norm goes]."""
     frame = sys._getframe(2)
     for _ in range(_FRAMES):
         if frame.f_code.co_name == "clip_grad_norm_":
-            return True
+            found = frame.f_locals.get("parameters")
+            return [found] if isinstance(found, Tensor) else list(found or ())
         if frame.f_back is None:
             break
         frame = frame.f_back
-    return False
+    return None
 
 
 def _meet(total_norm: Tensor, groups: Iterable[dist.ProcessGroup]) -> None:
@@ -98,44 +114,105 @@ class _Holder:
         self.grad = grad
 
 
-def _cut(param: Tensor) -> tuple[GradShards, int] | None:
-    return None if param.grad is None else grad_shards.delivered(param.grad)
+def _places(params: Iterable[Tensor]) -> dict[int, Place]:
+    """Return, by ``id``, where the parts are of parameters whose gradients the last backward delivered by parts."""
+    found = {}
+    for param in params:
+        place = grad_shards.find(param)
+        if place is not None and place[0].was_delivered(place[1]):
+            found[id(param)] = place
+    return found
 
 
-def _norm(
-    given: Sequence[Tensor],
-    cut: Sequence[tuple[GradShards, int] | None],
-    norm_type: float,
-    original: Callable[..., Tensor],
-    *,
-    together: bool,
-) -> Tensor:
+def _is_whole(place: Place) -> bool:
+    """Tell whether this rank's ``p.grad`` is a whole tensor, which its part has to follow."""
+    shards, index = place
+    return shards.has_grad(index) and not shards.is_pending(index)
+
+
+def _norms_of_all(
+    given: Sequence[Tensor], params: Sequence[Tensor], order: float, foreach: bool | None
+) -> list[Tensor] | None:
+    """Return the norm of each gradient, whose parts all ranks sum up together; None if there are no parts."""
+    places = _places(params)
+    if not places:
+        return None
     by_model: dict[GradShards, list[int]] = {}
-    whole = []
-    for tensor, found in zip(given, cut, strict=True):
-        if found is not None and (together or found[0].is_pending(found[1])):
-            by_model.setdefault(found[0], []).append(found[1])
-        else:
-            whole.append(tensor)
-    norms = [original(whole, norm_type)] if whole else []
+    for shards, index in places.values():
+        by_model.setdefault(shards, []).append(index)
+    norms: dict[Place, Tensor] = {}
     for shards, indices in by_model.items():
-        own = original([shards.current_part(index) for index in indices], norm_type)
-        if together:
-            shards.meet()
-            norms.append(_over_ranks(own, shards.group, norm_type))
-        else:
-            peers = shards.norms_of_peers(indices, norm_type)
-            norms.append(torch.linalg.vector_norm(torch.stack([own, *map(own.new_tensor, peers)]), norm_type))
-    COUNTERS.norms += 1
-    total: Tensor = torch.linalg.vector_norm(torch.stack([norm.to(given[0].device) for norm in norms]), norm_type)
-    return total
+        shards.meet()
+        parts = [
+            shards.current_part(index) if _is_whole((shards, index)) else shards.part_of(index) for index in indices
+        ]
+        for index, norm in zip(indices, _over_ranks(part_norms(parts, order), shards.group, order), strict=True):
+            norms[shards, index] = norm
+    place_of = {
+        id(grad): places[id(param)] for param in params if id(param) in places and (grad := param.grad) is not None
+    }
+    return _in_order(given, [place_of.get(id(grad)) for grad in given], norms, order, foreach)
 
 
-def _over_ranks(norm: Tensor, group: dist.ProcessGroup, norm_type: float) -> Tensor:
-    """Return the norm of the vector of which each rank has given the norm of its part."""
-    if math.isinf(norm_type):
-        dist.all_reduce(norm, dist.ReduceOp.MAX, group=group)
-        return norm
-    total = norm**norm_type
-    dist.all_reduce(total, group=group)
-    return total ** (1 / norm_type)
+def _norms_of_this_rank(
+    given: Sequence[Tensor], places: Sequence[Place | None], order: float, foreach: bool | None
+) -> list[Tensor]:
+    """Return the norm of each gradient; peers tell those of their parts, and take no part."""
+    by_model: dict[GradShards, list[int]] = {}
+    norms: dict[Place, Tensor] = {}
+    for grad, place in zip(given, places, strict=True):
+        if place is None:
+            continue
+        shards, index = place
+        if shards.is_pending(index):
+            by_model.setdefault(shards, []).append(index)
+        else:  # in the same steps as the peers, which may not have put it together
+            flat = shards.in_param_layout(index, grad)
+            cuts = [part_norms([elements_of(flat, own)], order) for own in shards.slices(index)]
+            norms[place] = _combined(torch.stack(cuts), order)[0]
+    for shards, indices in by_model.items():
+        own = part_norms([shards.part_of(index) for index in indices], order)
+        told = shards.norms_of_peers(indices, order)
+        ranks = [told.get(rank) for rank in range(shards.group.size())]
+        stacked = torch.stack([own if one is None else own.new_tensor(one) for one in ranks])
+        for index, norm in zip(indices, _combined(stacked, order), strict=True):
+            norms[shards, index] = norm
+    return _in_order(given, places, norms, order, foreach)
+
+
+def _in_order(
+    given: Sequence[Tensor],
+    places: Sequence[Place | None],
+    norms: Mapping[Place, Tensor],
+    order: float,
+    foreach: bool | None,
+) -> list[Tensor]:
+    """Return the norm of each gradient, rounded to its dtype; see [Note: as stock rounds]."""
+    whole = [grad for grad, place in zip(given, places, strict=True) if place is None]
+    if foreach is False:
+        rest = iter([torch.linalg.vector_norm(grad, order) for grad in whole])
+    else:
+        rest = iter(torch._foreach_norm(whole, order) if whole else ())
+    return [
+        next(rest) if place is None else norms[place].to(grad.dtype) for grad, place in zip(given, places, strict=True)
+    ]
+
+
+def _over_ranks(norms: Tensor, group: dist.ProcessGroup, order: float) -> Tensor:
+    """Return the norm of each gradient, of which this rank has given the norm of its part."""
+    if math.isinf(order):
+        found = torch.stack(
+            [norms, norms.isnan().to(norms.dtype)]
+        )  # backends differ in what is larger, NaN or a number
+        dist.all_reduce(found, dist.ReduceOp.MAX, group=group)
+        return torch.where(found[1] > 0, math.nan, found[0])
+    powers = norms**order
+    dist.all_reduce(powers, group=group)
+    return powers ** (1 / order)
+
+
+def _combined(norms: Tensor, order: float) -> Tensor:
+    """Return the norm of each gradient from those of its parts, ``[ranks, gradients]``."""
+    if math.isinf(order):
+        return norms.amax(0)
+    return (norms**order).sum(0) ** (1 / order)

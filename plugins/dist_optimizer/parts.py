@@ -15,7 +15,7 @@ import torch
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
-from ovpatch.overlap import grad_shards, mixed
+from ovpatch.overlap import mixed
 from ovpatch.overlap.grad_shards import GradShards
 from ovpatch.overlap.slices import elements_of
 
@@ -53,7 +53,7 @@ class Part:
     @property
     def delivered(self) -> bool:
         """Whether the last backward left parts of the gradient on the ranks."""
-        return self.param.grad is not None and grad_shards.delivered(self.param.grad) is not None
+        return self.shards.was_delivered(self.index)
 
 
 @contextmanager

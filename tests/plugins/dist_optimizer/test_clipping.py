@@ -1,0 +1,177 @@
+"""Norms of gradients that are in parts: as stock rounds them, alike on all ranks, whatever one rank did to its own."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from ovpatch.insight.equality import compare
+from tests.plugins.ddp.arms import Record, data
+from tests.plugins.dist_optimizer.arms import both
+from tests.plugins.dist_optimizer.checks import all_cases, check, check_all, ddp, on, params
+
+DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
+ORDERS = (2.0, 1.0, 0.5, math.inf)
+STEPS = 5
+
+
+class Net(nn.Module):
+    """Parameters that are cut, also into unequal parts, and some that are too small."""
+
+    def __init__(self, *dtypes: torch.dtype) -> None:
+        super().__init__()
+        first, last = dtypes[0], dtypes[-1]
+        self.first, self.last = nn.Linear(6, 11).to(first), nn.Linear(11, 5).to(last)
+        self.scale = nn.Parameter(torch.ones(3, dtype=last))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out = self.last(self.first(x.to(self.first.weight.dtype)).to(self.last.weight.dtype))
+        return out.float() * self.scale.sum().float()
+
+
+def clipped(dtypes: tuple[torch.dtype, ...], order: float, factor: float, foreach: bool | None = None) -> list[Any]:
+    """Return the norm, the gradients after clipping, and the parameters, of each step."""
+    model = ddp(Net(*dtypes))
+    opt = torch.optim.SGD(model.parameters(), lr=1e-3)
+    records: list[Any] = []
+    for step in range(STEPS):
+        opt.zero_grad()
+        (model(data(step, 4, 6)).mean() * factor).backward()
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1, norm_type=order, foreach=foreach)
+        opt.step()
+        records.append({"norm": norm, **params(model)})
+    records.append({name: param.grad.clone() for name, param in model.named_parameters()})
+    return records
+
+
+CASES = {
+    f"{'+'.join(names)} order {order} times {factor}": {
+        "dtypes": tuple(DTYPES[name] for name in names), "order": order, "factor": factor
+    }
+    for names in (("fp16",), ("bf16",), ("fp32",), ("fp64",), ("bf16", "fp32"))
+    for order in ORDERS
+    for factor in ((1.0, 300.0) if names == ("fp16",) else (1.0,))
+} | {"one by one": {"dtypes": (torch.float32,), "order": 2.0, "factor": 1.0, "foreach": False}}  # fmt: skip
+
+
+def check_rounded(results: list[dict[str, Any]], **_: Any) -> None:
+    """Demand stock's dtype of the norm, and its value but for the last bit of that dtype."""
+    for result in results:
+        assert result["counters"]["norms"] >= STEPS - 2
+        for stock, ours in zip(result["stock"], result["patched"], strict=True):
+            for name, value in stock.items():
+                assert ours[name].dtype == value.dtype, name
+                ulp = torch.finfo(value.dtype).eps
+                torch.testing.assert_close(
+                    ours[name], value, rtol=4 * ulp, atol=4 * ulp, msg=lambda m, n=name: f"{n}: {m}"
+                )
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_norms_are_rounded_as_stock_rounds_them(ranks, world):
+    check_all(ranks(world)(all_cases, clipped, on(world, CASES)), check=check_rounded)
+
+
+# --- alike on all ranks ---
+
+
+def logged_norms(read: str) -> list[torch.Tensor]:
+    """Clip by a norm that each rank has computed by itself; return norms, and parameters that are too small to cut."""
+    torch.manual_seed(3)
+    model = ddp(nn.Sequential(nn.Linear(33, 47), nn.Tanh(), nn.Linear(47, 3)))
+    opt = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    found = []
+    for step in range(8):
+        opt.zero_grad()
+        model(data(step, 4, 33)).square().mean().backward()
+        if read == "one" and dist.get_rank() == 1:
+            float(model.module[0].weight.grad.sum())
+        norm = torch.nn.utils.get_total_norm([param.grad for param in model.parameters()])
+        torch.nn.utils.clip_grads_with_norm_(model.parameters(), 0.01, norm)
+        opt.step()
+        found.append(norm)
+    return [*found, *(param.detach().clone() for param in model.parameters())]
+
+
+def patched_only(loop: Any, *args: Any) -> dict[str, Any]:
+    return both(loop, *args, options={"min_param_numel": 100})
+
+
+@pytest.mark.parametrize("read", ["none", "one"])
+@pytest.mark.parametrize("world", [3, 4])
+def test_all_ranks_find_the_same_bits(ranks, world, read):
+    results = ranks(world)(patched_only, logged_norms, read)
+    assert results[0]["counters"]["norms"] >= (2 if read == "one" else 5)
+    for result in results[1:]:
+        compare(results[0]["patched"], result["patched"]).assert_bitwise()
+
+
+# --- a gradient that one rank has replaced ---
+
+
+def replaced(who: str, how: str) -> list[Record]:
+    """One rank puts a tensor of its own in the place of a gradient, or reads one; then all clip or unscale."""
+    torch.manual_seed(1)
+    model = ddp(nn.Sequential(nn.Linear(6, 10), nn.Tanh(), nn.Linear(10, 4)))
+    opt = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    scaler = torch.amp.GradScaler("cpu", init_scale=64.0, growth_interval=100)
+    records: list[Record] = []
+    for step in range(8):
+        opt.zero_grad()
+        loss = model(data(step, 4, 6)).square().mean()
+        (scaler.scale(loss) if "scaled" in how else loss).backward()
+        if dist.get_rank() in {"one": (1,), "all": range(9), "none": ()}[who] and step % 3 != 2:
+            for param in [*model.parameters()][:: 1 + step % 2]:
+                param.grad = param.grad.clone()
+        if "scaled" in how:
+            scaler.unscale_(opt)
+        if "clipped" in how:
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 0.05)
+        if "by hand" in how:
+            norm = torch.nn.utils.get_total_norm([param.grad for param in model.parameters()])
+            torch.nn.utils.clip_grads_with_norm_(model.parameters(), 0.05, norm)
+        if step == 5:
+            records.append({name: param.grad.clone() for name, param in model.named_parameters()})
+        if "scaled" in how:
+            scaler.step(opt)
+            scaler.update()
+        else:
+            opt.step()
+        records.append(params(model))
+    return records
+
+
+REPLACED = {
+    f"{how}, {who}": {"who": who, "how": how}
+    for who in ("one", "all", "none")
+    for how in ("clipped", "scaled", "scaled and clipped", "by hand")
+}
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_one_rank_may_replace_a_gradient(ranks, world):
+    results = ranks(world)(all_cases, replaced, REPLACED)
+    check_all(results, check=lambda results, **_: check(results, steps=5, bitwise=False, by_parts=None))
+
+
+def dropped() -> list[Record]:
+    """One rank drops a gradient that the others clip: its own norm is without it, and nobody waits."""
+    model = ddp(nn.Sequential(nn.Linear(6, 10), nn.Tanh(), nn.Linear(10, 4)))
+    found = []
+    for step in range(6):
+        model.zero_grad()
+        model(data(step, 4, 6)).square().mean().backward()
+        if dist.get_rank() == 1:
+            model.module[0].weight.grad = None
+        found.append(torch.nn.utils.clip_grad_norm_(model.parameters(), 0.05))
+    return [{"norms": torch.stack(found)}]
+
+
+def test_one_rank_may_drop_a_gradient(ranks):
+    for result in ranks(2)(both, dropped):
+        compare(result["stock"], result["patched"], reordered=result["stock"]).assert_equal()
