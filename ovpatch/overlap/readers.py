@@ -123,28 +123,16 @@ def settling_compiled_calls(original: Callable[..., Any]) -> Callable[..., Any]:
     return settled
 
 
-def settling_captures(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap what begins the capture of a CUDA graph. See [Note: CUDA graphs]."""
+def settling_graphs(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap what begins the capture of a CUDA graph, or replays one. See [Note: CUDA graphs]."""
 
     @functools.wraps(original)
-    def capture_begin(*args: Any, **kwargs: Any) -> Any:
+    def capture_or_replay(*args: Any, **kwargs: Any) -> Any:
         if any_pending() and not _within_inductor():
             settle_all()
         return original(*args, **kwargs)
 
-    return capture_begin
-
-
-def settling_replays(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap what replays a CUDA graph. See [Note: CUDA graphs]."""
-
-    @functools.wraps(original)
-    def replay(*args: Any, **kwargs: Any) -> Any:
-        if any_pending() and not _within_inductor():
-            settle_all()
-        return original(*args, **kwargs)
-
-    return replay
+    return capture_or_replay
 
 
 def _within_inductor() -> bool:
@@ -199,22 +187,22 @@ ENTRANCES: Final = (
     ),
     Entrance(
         "torch.cuda.graphs.CUDAGraph.capture_begin",
-        settling_captures,
+        settling_graphs,
         "begins the capture of a CUDA graph, in which nothing can be waited for that was launched before",
     ),
     Entrance(
         "torch.cuda.graphs.CUDAGraph.replay",
-        settling_replays,
+        settling_graphs,
         "replays a CUDA graph, which reads the memory of parameters",
     ),
     Entrance(
         "torch.accelerator.graphs.Graph.capture_begin",
-        settling_captures,
+        settling_graphs,
         "as torch.cuda.graphs.CUDAGraph",
         optional=True,
     ),
     Entrance(
-        "torch.accelerator.graphs.Graph.replay", settling_replays, "as torch.cuda.graphs.CUDAGraph", optional=True
+        "torch.accelerator.graphs.Graph.replay", settling_graphs, "as torch.cuda.graphs.CUDAGraph", optional=True
     ),
     Entrance(
         "torch._functorch.utils.unwrap_dead_wrappers",
