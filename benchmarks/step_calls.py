@@ -4,7 +4,7 @@
     python -m benchmarks.step_calls --layers 8 --functions 20
 
 Rank 0 counts, by a profile hook, the calls of one step (forward, backward, ``optimizer.step()``, ``zero_grad()``) into
-the files of ovpatch, or of torch's FSDP2. A model of ``--layers`` linears has twice as many parameters. The second table
+the files of ovpatch, or of FSDP2. A model of ``--layers`` linears has twice as many parameters. The second table
 says how large the tree is, and how many of its files ``apply("ddp")`` imports.
 """
 

@@ -130,6 +130,6 @@ def ovpatch_counters() -> Mapping[str, int]:
 def ovpatch_remarks() -> Sequence[str]:
     """Return which optimizers were left stock, and why; and what was chosen by measurement."""
     optimizers = sys.modules.get("ovpatch_plugins.dist_optimizer.optimizers")
-    choosing = sys.modules.get("ovpatch.overlap.choosing")
+    autotune = sys.modules.get("ovpatch.overlap.autotune")
     remarks = [] if optimizers is None else list(optimizers.remarks())
-    return remarks + ([] if choosing is None else choosing.remarks("dist_optimizer"))
+    return remarks + ([] if autotune is None else autotune.report_lines("dist_optimizer"))
