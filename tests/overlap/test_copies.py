@@ -25,7 +25,7 @@ from ovpatch.overlap.copies.choosing import choose
 from ovpatch.overlap.copies.engine import Engine
 from ovpatch.overlap.copies.rounds import rounds
 from ovpatch.overlap.copies.spans import Addend, Span
-from ovpatch.overlap.symmetric import support
+from ovpatch.overlap.symm_mem import support
 from ovpatch.overlap.works import Pending
 from tests.support import windows
 from tests.support.interpreter import interpreted

@@ -12,7 +12,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ovpatch.overlap import kernel_support
 from ovpatch.overlap.agreement import agree
 from ovpatch.overlap.autotune import Candidates, Tuning, autotuner_for
 from ovpatch.overlap.autotune.autotuner import add_report_line
@@ -21,7 +20,8 @@ from ovpatch.overlap.copies.engine import Engine
 from ovpatch.overlap.copies.registry import Chosen, chosen_for
 from ovpatch.overlap.copies.window import Allocate, allocate
 from ovpatch.overlap.cuda_graphs import capturing
-from ovpatch.overlap.symmetric import support
+from ovpatch.overlap.symm_mem import support
+from ovpatch.overlap.symm_mem.support import triton_unavailable_reason
 from ovpatch.overlap.works import Work
 
 BACKEND: Final = "the backend's collectives"
@@ -99,7 +99,7 @@ def _reason_against(device: torch.device) -> str:
 
 
 def _reason_against_sums(device: torch.device) -> str:
-    return kernel_support.objection() if device.type == "cuda" else ""
+    return triton_unavailable_reason() if device.type == "cuda" else ""
 
 
 def _made(chosen: Chosen, group: dist.ProcessGroup, device: torch.device, allocate: Allocate) -> str:
