@@ -42,7 +42,7 @@ import ovpatch
 from benchmarks.decoders import SIZES, Decoder, Shape, alone, cut, flops_per_step, parameters
 from benchmarks.peaks import PEAK_TFLOPS
 from benchmarks.runs import CUDA, add_timing, alternate, clocked, device, merged, running, start
-from ovpatch.overlap import choosing, farewell
+from ovpatch.overlap import autotune, farewell
 
 Step = Callable[[], Tensor]
 LR = 1e-4
@@ -176,7 +176,7 @@ def built(name: str, problem: Problem) -> Iterator[tuple[Step, Callable[[], dict
 
 def since(before: ovpatch.Report, names: Iterable[str]) -> dict[str, dict[str, Any]]:
     """Return which state features are in, why, and what they have counted since a report."""
-    chosen, found = choosing.remarks("tp_linear"), {}
+    chosen, found = autotune.report_lines("tp_linear"), {}
     for name in names:
         now, then = ovpatch.report()[name], before[name].counters
         counted = {counter: count - then[counter] for counter, count in now.counters.items()}

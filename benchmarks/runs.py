@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 import ovpatch
-from ovpatch.overlap import choosing
+from ovpatch.overlap import autotune
 
 CUDA = torch.cuda.is_available()
 
@@ -198,7 +198,9 @@ def report(benchmark: str, args: argparse.Namespace, rows: list[dict[str, Any]],
     print(f"\n{'arm':36}" + "".join(f"{column:>11}" for column in columns))
     for row in found:
         print(f"{row['arm']:36}" + "".join(f"{row[column]!s:>11}" for column in columns))
-    chosen = [line for feature in ("dist_optimizer", "tp_linear", "pipe_experts") for line in choosing.remarks(feature)]
+    chosen = [
+        line for feature in ("dist_optimizer", "tp_linear", "pipe_experts") for line in autotune.report_lines(feature)
+    ]
     print("".join(f"\nchosen: {line}" for line in chosen))
     if args.json:
         given = {k: v for k, v in vars(args).items() if k not in ("json", "arms")}

@@ -54,11 +54,8 @@ class Row:
 
 
 _STEPS = "'limit, fp32' stock 'stock, bucket view' 'stock, bucket view, 400 MiB' 'ovpatch, no overlap' ovpatch"
-_HALVES = (
-    "'limit, bf16' 'limit, bf16 linears' 'FSDP2, ZeRO-2' Megatron-Core 'ovpatch, param_dtype=bf16' "
-    "'ovpatch, bf16 weights'"
-)
-_FEW = "'limit, fp32' 'stock, bucket view' 'FSDP2, ZeRO-2' ovpatch 'ovpatch, param_dtype=bf16'"
+_HALVES = "'limit, bf16' 'limit, bf16 linears' 'FSDP2, ZeRO-2' Megatron-Core 'ovpatch, bf16 weights'"
+_FEW = "'limit, fp32' 'stock, bucket view' 'FSDP2, ZeRO-2' ovpatch"
 _TUNED = (
     "ovpatch 'ovpatch, NCCL' 'ovpatch, copy engines' 'ovpatch, gradients kept' "
     "'ovpatch, gather 64 MiB' 'ovpatch, gather 512 MiB' 'ovpatch, bucket 100 MiB' 'ovpatch, bucket 200 MiB' "

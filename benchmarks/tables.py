@@ -45,15 +45,12 @@ ZERO_ARMS = {
     "limit, bf16": "no communication, bf16",
     "FSDP2, ZeRO-2": "FSDP2",
     "Megatron-Core": "Megatron-Core",
-    "ovpatch, param_dtype=bf16": "**ovpatch, param_dtype=bf16**",
     "ovpatch, bf16 weights": "ovpatch, bf16 weights",
 }
 
 # Without peers nothing chooses between NCCL and copy engines, which is up to the arm.
 ALONE_ARMS = ZERO_ARMS | {
     "ovpatch, NCCL": "**ovpatch**",
-    "ovpatch, param_dtype=bf16": "ovpatch, param_dtype=bf16, NCCL",
-    "ovpatch, param_dtype=bf16, copy engines": "**ovpatch, param_dtype=bf16**",
     "ovpatch, bf16 weights": "ovpatch, bf16 weights, NCCL",
     "ovpatch, bf16 weights, copy engines": "ovpatch, bf16 weights",
 }

@@ -65,7 +65,7 @@ class Linear:
 
     def kernels(self, tiles: Any) -> Tensor:
         """Compute by the kernels of ``fused``, with tiles as given."""
-        from ovpatch.overlap.symmetric import workspace
+        from ovpatch.overlap.symm_mem import workspace
 
         found = self.launch(workspace.of(self.group, device()), tiles)
         if found is None:

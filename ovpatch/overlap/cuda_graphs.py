@@ -1,4 +1,4 @@
-"""CUDA graphs: whether one is being captured, and whether any has been.
+"""Whether a CUDA graph is being captured.
 
 [Note: captured backwards] A replay makes new gradients, and no host hears of it: who has read a whole one would keep
 it, and peers would be asked for another replay's parts. So a backward that is captured leaves whole gradients, in the
@@ -8,15 +8,6 @@ memory that its replays write to.
 from __future__ import annotations
 
 import torch
-
-
-class Captures:
-    """How many captures have begun in this process, as far as was seen."""
-
-    total: int = 0
-
-
-captures = Captures()
 
 
 def capturing(device: torch.device) -> bool:

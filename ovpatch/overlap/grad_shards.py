@@ -13,18 +13,18 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ovpatch.overlap import farewell, gate, placeholders, unwidened
+from ovpatch.overlap import farewell, gate, placeholders
 from ovpatch.overlap.cuda_graphs import capturing
 from ovpatch.overlap.editions import Editions
 from ovpatch.overlap.gate import Gate
 from ovpatch.overlap.given_up import GivenUp
-from ovpatch.overlap.grad_roles import Arriving, Reducer, Taker
+from ovpatch.overlap.grad_roles import Arriving, Reducer
 from ovpatch.overlap.memory import is_nobody_elses
 from ovpatch.overlap.metadata import grad_of
 from ovpatch.overlap.placeholders import Placeholder
@@ -41,10 +41,6 @@ _LAID_OUT_ANEW = (
 )
 
 
-def nobody() -> None:
-    """Take no gradients."""
-
-
 class GradShards:
     """This rank's parts of one model's gradients.
 
@@ -57,8 +53,6 @@ class GradShards:
 
     Attributes:
         chosen: Parameters whose gradients are reduced and scattered now.
-        lowered: Parameters that all ranks keep in another dtype, of which their gradients are before they are cast.
-        taker: Returns who takes the latter, if anybody does.
         editions: The editions of the parts; who changes them says so there.
         retired: Whether the model has other shards by now.
         local: Whether gradients were added that were not reduced, as under ``no_sync()``.
@@ -76,8 +70,6 @@ class GradShards:
     ) -> None:
         self.params, self.names, self.group = Weakly(params), list(names), group
         self.chosen = self._elected = frozenset[int]()
-        self.lowered: Mapping[int, torch.dtype] = {}
-        self.taker: Callable[[], Taker | None] = nobody
         self.local = self.retired = False
         device = params[0].device
         self.editions = Editions(device)
@@ -269,9 +261,7 @@ class GradShards:
             ours: Whether nobody else knows the memory of ``p.grad``.
         """
         grad = grad_of(self.params[index])
-        if unwidened.half_of(grad) is not None and placeholders.redirect(grad, self, index):
-            self._early.add(index, grad)
-        elif grad is not None and (ours or is_nobody_elses(grad)):
+        if grad is not None and (ours or is_nobody_elses(grad)):
             self._early.add(index, placeholders.empty_out(grad, self, index))
 
     def lose(self) -> None:
@@ -294,8 +284,6 @@ class GradShards:
             grad = param.grad = placeholders.make(param, self, index)
         elif self.is_ours(grad):
             pass  # it was given up
-        elif unwidened.half_of(grad) is not None and placeholders.redirect(grad, self, index):
-            pass
         elif ours or is_nobody_elses(grad):
             placeholders.empty_out(grad, self, index)
         else:
@@ -327,14 +315,7 @@ class GradShards:
 
     def prepare(self, index: int, *, adds: bool) -> None:
         """Put gradients in place before something is added to one, unless that was given up, which is an error."""
-        if adds:
-            taker = self.taker()
-            if taker is not None:
-                taker.adds(index)
-        grad = grad_of(self.params[index])
-        if adds and unwidened.half_of(grad) is not None:
-            placeholders.settle([grad])
-        elif self.is_ours(grad):
+        if self.is_ours(grad_of(self.params[index])):
             self._early.refuse([index])
             self.settle()  # all of them: the others will be added to as well
 
@@ -379,13 +360,6 @@ def find(param: Tensor) -> tuple[GradShards, int] | None:
         return None
     shards = entry[1]()
     return None if shards is None else (shards, entry[2])
-
-
-def takes(param: torch.nn.Parameter, half: Tensor) -> bool:
-    """Tell whether a gradient was taken as it is, so that there is nothing to cast, if the backward of a cast asks."""
-    entry = find(param)
-    taker = None if entry is None else entry[0].taker()
-    return entry is not None and taker is not None and taker.take(param, entry[1], half)
 
 
 # Gradients that a backward left in parts, as long as somebody holds the tensor object, also if they are whole by now.

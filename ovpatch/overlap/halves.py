@@ -13,7 +13,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from ovpatch.overlap import kernel_support
+from ovpatch.overlap.symm_mem.support import triton_unavailable_reason
 
 #: Dtypes of half precision.
 HALVES: Final = (torch.bfloat16, torch.float16)
@@ -45,7 +45,7 @@ class Following:
             wides: The fp32 numbers, contiguous.
             rounded: What should be their roundings, contiguous, of the same shapes and on the same device.
         """
-        if not wides or not wides[0].is_cuda or kernel_support.objection():
+        if not wides or not wides[0].is_cuda or triton_unavailable_reason():
             for wide, half in zip(wides, rounded, strict=True):
                 followed(wide, half)
             return

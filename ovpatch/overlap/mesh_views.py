@@ -3,7 +3,7 @@
 [Note: DTensors over parameters] ``DistributedDataParallel(device_mesh=)`` takes the local tensors of a model's DTensors
 for parameters. In the first forward it puts DTensors of them in the module, made by ``_unflatten_tensor``, and there
 they stay: views of the parameters' memory, through which all of forward reads. Such a view can be pending with its
-parameter (pending.py, [Note: kinds of pending]): torch asks its class as well, and who goes round that, as DTensor's
+parameter (pending.py, [Note: pending by type]): torch asks its class as well, and who goes round that, as DTensor's
 own methods do, looks at ``_local_tensor``. Any other view of the memory is one too many, as ever, and so is a graph
 that holds this one, or its local tensor.
 """

@@ -23,10 +23,6 @@ _METHODS: Final = """
 
 _FUNCTIONS: Final = "is_floating_point is_complex is_signed is_inference is_conj is_neg numel is_same_size get_device"
 
-_LIKE: Final = "empty_like zeros_like ones_like full_like rand_like randn_like randint_like"
-
-_NEW: Final = "new_empty new_empty_strided new_zeros new_ones new_full new_tensor"
-
 
 def grad_of(param: Tensor) -> Tensor | None:
     """Return ``param.grad``; of a class that answers by Python, ten times as fast."""
@@ -48,6 +44,3 @@ def _of(owner: Any, names: str) -> list[Any]:
 
 METADATA: Final = _metadata()
 """What may be called on a parameter whose elements are not there yet."""
-
-#: Functions that make another tensor of a tensor's form.
-LIKE: Final = frozenset([*_of(torch, _LIKE), *_of(Tensor, _NEW)])

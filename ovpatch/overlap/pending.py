@@ -11,11 +11,7 @@ first and drops the entry last. So whoever sees the class finds the entry, or th
 The other way round, a reader between the two would call the function again with a parameter that is still marked, and
 again, until the interpreter's recursion limit.
 
-[Note: kinds of pending] Derived classes are for parameters that stay unread for longer than a gather takes, perhaps for
-ever, and whose values it costs more to bring: :mod:`ovpatch.overlap.mixed`, :mod:`ovpatch.overlap.watching`. Who finds
-such a parameter among what it reads brings its values, too (:func:`settle`); but they are not under way, so waiting for
-all that is (:func:`settle_all`) leaves them alone. A DTensor that stands in a parameter's place is pending with it
-(mesh_views.py, [Note: DTensors over parameters]).
+A DTensor that stands in a parameter's place is pending with it (mesh_views.py, [Note: DTensors over parameters]).
 
 [Note: who else reads] Not marked, so gathered at once, is what can be read without any of this: a parameter whose
 memory other tensors share (``detach()``, a view kept by a live graph, weights that cuDNN flattened), and one whose
@@ -47,15 +43,12 @@ _PENDING: dict[int, tuple[Callable[[], Parameter | None], Callable[[], None]]] =
 # By id() of a pending parameter: the DTensor that is pending with it.
 _VIEWS: dict[int, Callable[[], Any]] = {}
 
-#: Parameters of derived classes, by id(); their modules keep it.
-DERIVED: set[int] = set()
-
 # Owners of a parameter's tensor without DDP: all of Python, and the AccumulateGrad node.
 OWNERS = 2
 
 
 class PendingParameter(Parameter):
-    """The class of a parameter while its values are on their way; see [Note: kinds of pending]."""
+    """The class of a parameter while its values are on their way; see [Note: pending by type]."""
 
     @classmethod
     def __torch_function__(
@@ -218,11 +211,6 @@ def _brings(value: Any) -> bool:
 def any_pending() -> bool:
     """Tell whether any parameter's values are."""
     return bool(_PENDING)
-
-
-def any_unread() -> bool:
-    """Tell whether there is any parameter to settle before it is read, of whatever kind."""
-    return bool(_PENDING) or bool(DERIVED)
 
 
 def settle(param: Tensor) -> None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Protocol, TypeGuard
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -105,10 +105,10 @@ def peek(tensor: Tensor) -> Tensor:
         return tensor.source.fetch([tensor], noticed=False)[0] if isinstance(tensor, Placeholder) else tensor
 
 
-def make(like: Form, source: Source, key: Any, *, dtype: torch.dtype | None = None) -> Placeholder:
-    """Return a new placeholder of the shape and device of ``like``, and of its dtype by default."""
+def make(like: Form, source: Source, key: Any) -> Placeholder:
+    """Return a new placeholder of the shape, dtype and device of ``like``."""
     with torch._C.DisableTorchFunctionSubclass():
-        tensor = _nothing(like.shape, dtype or like.dtype, like.device)
+        tensor = _nothing(like.shape, like.dtype, like.device)
     return _mark(tensor, source, key)
 
 
@@ -127,15 +127,6 @@ def origin(tensor: Tensor | None) -> tuple[Source | None, Any]:
         return None, None
     known = vars(tensor)
     return known.get("source"), known.get("key")
-
-
-def redirect(placeholder: Tensor | None, source: Source, key: Any) -> TypeGuard[Placeholder]:
-    """Let the content of a placeholder come from elsewhere; return false if somebody has filled it in by now."""
-    with _lock:
-        unread = isinstance(placeholder, Placeholder)
-        if unread:
-            vars(placeholder).update(source=source, key=key)
-        return unread
 
 
 def _mark(tensor: Tensor, source: Source, key: Any) -> Placeholder:

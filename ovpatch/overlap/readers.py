@@ -9,8 +9,7 @@ and of code compiled before ``apply()``, is the function ``compile_wrapper`` tha
 makes. It is a closure, but right before the call it looks up ``_callback_from_stance``, a function of the module,
 outside of any tracing and before any guard. If what it calls belongs to a module, the parameters of that module are
 settled, so that blocks that are compiled one by one keep their overlap; otherwise everything is. A block that reads
-parameters that are not its own is right as well, because Dynamo breaks the graph there, but not fast. Of parameters
-that are not under way, a function settles those that it may read, as far as can be seen (:mod:`.reachable`).
+parameters that are not its own is right as well, because Dynamo breaks the graph there, but not fast.
 
 [Note: module calls] A pre-hook on all modules would do for kernels that read raw memory: scripted functions,
 extensions in C++. But torch warns about global hooks whenever a compiled module is called, Dynamo guards on their
@@ -34,12 +33,8 @@ from typing import Any, Final, NamedTuple
 import torch
 from torch import nn
 
-from ovpatch.overlap.cuda_graphs import captures
 from ovpatch.overlap.mesh_views import any_views
-from ovpatch.overlap.mixed import MixedParameter
-from ovpatch.overlap.pending import any_pending, any_unread, is_pending, settle, settle_all, settle_within
-from ovpatch.overlap.reachable import params_within
-from ovpatch.overlap.watching import WatchedParameter
+from ovpatch.overlap.pending import any_pending, is_pending, settle, settle_all, settle_within
 
 # How far up the caller may be: patches put frames of their own between.
 _FRAMES = 8
@@ -73,13 +68,11 @@ def settle_module(module: nn.Module) -> None:
     """Settle what a call of this module may read without asking.
 
     That is its own parameters; those of the children as well if they are not called by Python, or decide by their
-    classes. Which are not on their way (pending.py, [Note: kinds of pending]) have to be whole only where nobody asks.
+    classes.
     """
-    fast = isinstance(module, _FAST)
-    whole = isinstance(module, _READ_ALL) or (fast and not torch.is_grad_enabled() and not torch.is_autocast_enabled())
-    tree = whole or fast or "forward" in module.__dict__
+    tree = isinstance(module, (*_READ_ALL, *_FAST)) or "forward" in module.__dict__
     for param in module.parameters() if tree else module._parameters.values():
-        if param is not None and (whole or is_pending(param)):
+        if param is not None and is_pending(param):
             settle(param)
 
 
@@ -95,7 +88,7 @@ def settling_arguments(original: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap a function so that pending parameters among its arguments are settled first."""
 
     def settled(*args: Any, **kwargs: Any) -> Any:
-        if not torch.compiler.is_compiling() and any_unread():
+        if not torch.compiler.is_compiling() and any_pending():
             settle_within((args, kwargs), otherwise_all=False)
         return original(*args, **kwargs)
 
@@ -108,7 +101,7 @@ def settling_module_calls(original: Callable[..., Any]) -> Callable[..., Any]:
     def settled() -> Any:
         if torch.compiler.is_compiling():
             return None  # as Dynamo takes it to be; it knows the original by its place, where it no longer is
-        if any_pending() or (any_unread() and not torch.is_grad_enabled()):
+        if any_pending():
             (module,) = _of_a_caller("_call_impl", "self")
             if isinstance(module, nn.Module):
                 settle_module(module)
@@ -122,37 +115,24 @@ def settling_compiled_calls(original: Callable[..., Any]) -> Callable[..., Any]:
     _skip_frames(settling_module_calls(original))  # Dynamo is there
 
     def settled(callback: Any) -> Any:
-        if callback is not None and any_unread():  # None: code that is not to be compiled
-            _uncompiled()
-            _settle_for(*_of_a_caller("compile_wrapper", "fn", "args", "kwargs"))
+        if callback is not None and any_pending():  # None: code that is not to be compiled
+            (function,) = _of_a_caller("compile_wrapper", "fn")
+            _settle_for(function)
         return original(callback)
 
     return settled
 
 
-def settling_captures(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap what begins the capture of a CUDA graph. See [Note: CUDA graphs]."""
+def settling_graphs(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap what begins the capture of a CUDA graph, or replays one. See [Note: CUDA graphs]."""
 
     @functools.wraps(original)
-    def capture_begin(*args: Any, **kwargs: Any) -> Any:
-        if not _within_inductor():
-            captures.total += 1
-            settle_all()
-        return original(*args, **kwargs)
-
-    return capture_begin
-
-
-def settling_replays(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap what replays a CUDA graph. See [Note: CUDA graphs]."""
-
-    @functools.wraps(original)
-    def replay(*args: Any, **kwargs: Any) -> Any:
+    def capture_or_replay(*args: Any, **kwargs: Any) -> Any:
         if any_pending() and not _within_inductor():
             settle_all()
         return original(*args, **kwargs)
 
-    return replay
+    return capture_or_replay
 
 
 def _within_inductor() -> bool:
@@ -167,23 +147,12 @@ def _skip_frames(function: Any) -> None:
         skip(function.__code__)
 
 
-@functools.cache
-def _uncompiled() -> None:
-    """Have graphs end where a compiled function meets a parameter that stays unread, instead of looking into it."""
-    for kind in (MixedParameter, WatchedParameter):
-        asked: Any = kind.__torch_function__
-        kind.__torch_function__ = classmethod(torch.compiler.disable(asked.__func__))  # type: ignore[assignment]
-
-
-def _settle_for(function: Any, args: Any, kwargs: Any) -> None:
+def _settle_for(function: Any) -> None:
     module = getattr(function, "__wrapped__", getattr(function, "__self__", function))
     if isinstance(module, nn.Module):
         settle_tree(module)
-        return
-    settle_all()
-    if any_unread():
-        for param in params_within(function, args, kwargs):
-            settle(param)
+    else:
+        settle_all()
 
 
 def _of_a_caller(name: str, *variables: str) -> list[Any]:
@@ -218,22 +187,22 @@ ENTRANCES: Final = (
     ),
     Entrance(
         "torch.cuda.graphs.CUDAGraph.capture_begin",
-        settling_captures,
+        settling_graphs,
         "begins the capture of a CUDA graph, in which nothing can be waited for that was launched before",
     ),
     Entrance(
         "torch.cuda.graphs.CUDAGraph.replay",
-        settling_replays,
+        settling_graphs,
         "replays a CUDA graph, which reads the memory of parameters",
     ),
     Entrance(
         "torch.accelerator.graphs.Graph.capture_begin",
-        settling_captures,
+        settling_graphs,
         "as torch.cuda.graphs.CUDAGraph",
         optional=True,
     ),
     Entrance(
-        "torch.accelerator.graphs.Graph.replay", settling_replays, "as torch.cuda.graphs.CUDAGraph", optional=True
+        "torch.accelerator.graphs.Graph.replay", settling_graphs, "as torch.cuda.graphs.CUDAGraph", optional=True
     ),
     Entrance(
         "torch._functorch.utils.unwrap_dead_wrappers",

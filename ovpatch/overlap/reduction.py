@@ -27,7 +27,6 @@ from ovpatch.overlap.labels import label, span
 from ovpatch.overlap.lanes import Producers
 from ovpatch.overlap.metadata import grad_of
 from ovpatch.overlap.sparse import SparseBucket
-from ovpatch.overlap.unwidened import memory_of
 from ovpatch.overlap.works import Unpacked, Work
 
 Bucket: TypeAlias = GradBucket | SparseBucket
@@ -235,7 +234,7 @@ class Reduction:
 
     def _join(self, bucket: Bucket) -> None:
         grads = map(grad_of, bucket.params)
-        dense = (memory_of(grad) for grad in grads if grad is not None and not grad.is_sparse)
+        dense = (grad for grad in grads if grad is not None and not grad.is_sparse)
         self._producers.join(bucket.device, dense)
 
 

@@ -13,7 +13,6 @@ from ovpatch.overlap.grad_shards import GradShards
 from ovpatch.overlap.half_wire import HalfWire, sent
 from ovpatch.overlap.metadata import grad_of
 from ovpatch.overlap.slices import flat
-from ovpatch.overlap.unwidened import half_of
 from ovpatch.overlap.works import Work
 
 
@@ -49,13 +48,6 @@ class ShardBucket(GradBucket):
         """See :class:`GradBucket`."""
         return sum(numel * self._dtype(i).itemsize for i, numel in self._numels.items())
 
-    def pack(self, divisor: int, *, absent: Collection[int] = (), given: Tensor | None = None) -> list[Tensor]:
-        """See :class:`GradBucket`."""
-        if self._wire is not None:
-            taken = {i: self._wire.release(self.indices[i]) for i in self._cut}
-            self._pieces.update({i: half for i, half in taken.items() if half is not None})
-        return super().pack(divisor, absent=absent, given=given)
-
     def give_up(self, *, but: Collection[int]) -> None:
         """Free the memory of what this rank has its part of."""
         if self.device.type == "cuda":  # memory may be another stream's, which has not waited
@@ -79,11 +71,8 @@ class ShardBucket(GradBucket):
         return super().unpack(skip=skip)
 
     def release(self) -> None:
-        """Take gradients away that are being reduced in place, or as they are, or were given up."""
+        """Take gradients away that are being reduced in place, or were given up."""
         self._shards.lose()
-        for i, piece in self._pieces.items():
-            if half_of(self.params[i].grad) is piece:
-                self.params[i].grad = None
         super().release()
 
     def drop(self) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass
 
-from ovpatch.overlap import grad_shards, half_wire, main_shards
+from ovpatch.overlap import grad_shards, half_wire
 
 
 @dataclass
@@ -24,9 +24,6 @@ class Counters:
         gathers_overlapped: Those of them that step() did not wait for.
         gathers_copied: Those of them that the GPUs' copy engines carried.
         bytes_gathered: Size of the parameters gathered after steps, in bytes.
-        params_in_param_dtype: Parameters gathered in ``param_dtype``, summed over steps.
-        params_read_whole: Times that such a parameter was made whole in fp32 because somebody read it.
-        bytes_read_whole: What peers sent for that, in bytes.
         norms: Gradient norms computed from parts.
         state_reads: Times that somebody wanted whole optimizer state.
         bytes_pulled: Optimizer state that peers sent for that, in bytes.
@@ -47,9 +44,6 @@ class Counters:
     gathers_overlapped: int = 0
     gathers_copied: int = 0
     bytes_gathered: int = 0
-    params_in_param_dtype: int = 0
-    params_read_whole: int = 0
-    bytes_read_whole: int = 0
     norms: int = 0
     state_reads: int = 0
     bytes_pulled: int = 0
@@ -60,7 +54,6 @@ class Counters:
     def as_dict(self) -> dict[str, int]:
         """Return the counters by name."""
         self.grads_read, self.grads_in_half = grad_shards.reads.total, half_wire.sent.total
-        self.params_read_whole, self.bytes_read_whole = main_shards.reads.total, main_shards.reads.nbytes
         return asdict(self)
 
 

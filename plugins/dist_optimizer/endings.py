@@ -13,7 +13,6 @@ from ovpatch.overlap import pending
 from ovpatch.overlap.copies import registry as copies
 from ovpatch.overlap.leaving import failing
 from ovpatch.overlap.peers import Peers
-from ovpatch_plugins.dist_optimizer import mixed_params
 
 _log = logging.getLogger("ovpatch.dist_optimizer")
 
@@ -35,7 +34,6 @@ def wrap_destroy(original: Callable[..., None]) -> Callable[..., None]:
         leaving = not failing()
         if leaving:
             copies.finish(ending)
-            mixed_params.leave(ending)
             Peers.drain_all(ending)
         original(group)
         if leaving:

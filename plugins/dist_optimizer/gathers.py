@@ -48,13 +48,13 @@ class Gathers:
 
     def launch(self, parts: Sequence[Part]) -> None:
         """Start to gather; all ranks do so for the same parameters."""
-        which = tuple((id(part.shards), id(part.gathered)) for part in parts)
+        which = tuple((id(part.shards), id(part.param)) for part in parts)
         if which != self._of:
             self._of, self._buckets = which, []
-            self._places = dict.fromkeys((part.shards.group, part.gathered.device) for part in parts)
+            self._places = dict.fromkeys((part.shards.group, part.param.device) for part in parts)
         if not self._buckets:
             self._buckets = [self._gather(bucket) for bucket in self._cut(parts)]
-        nbytes = sum(part.gathered.nbytes for part in parts)  # now: while they are on their way, Python answers
+        nbytes = sum(part.param.nbytes for part in parts)  # now: while they are on their way, Python answers
         copied = self._places if self._copy_engines != "off" else ()
         for group, device in copied:
             choose(group, device, self._copy_engines, feature="dist_optimizer", directory=cache_dir())
@@ -76,19 +76,19 @@ class Gathers:
     def _gather(self, parts: Sequence[Part]) -> ParamGather:
         shards = parts[0].shards
         name = shards.names[parts[0].index]
-        return ParamGather([part.gathered for part in parts], shards.group, name=name)
+        return ParamGather([part.param for part in parts], shards.group, name=name)
 
     def _cut(self, parts: Sequence[Part]) -> Iterator[list[Part]]:
         for ones in alike(parts, self._kind):
             yield from by_size(ones, self._capacity_for(ones)) if self._granularity == "size" else [ones]
 
     def _capacity_for(self, parts: Sequence[Part]) -> float:
-        sixteenth = sum(part.gathered.nbytes for part in parts) / _FEWEST
+        sixteenth = sum(part.param.nbytes for part in parts) / _FEWEST
         return min(self._capacity, max(_SMALLEST, sixteenth)) if self._overlap else self._capacity
 
     def _kind(self, part: Part) -> tuple[Hashable, ...]:
         layer = layer_of(part.shards.names[part.index]) if self._granularity == "layer" else ""
-        return layer, part.gathered.dtype
+        return layer, part.param.dtype
 
 
 def alike(parts: Sequence[Part], kind: Callable[[Part], Hashable]) -> Iterable[list[Part]]:
@@ -105,10 +105,10 @@ def by_size(parts: Iterable[Part], capacity: float) -> Iterator[list[Part]]:
     bucket: list[Part] = []
     size = 0
     for part in parts:
-        if bucket and size + part.gathered.nbytes > capacity:
+        if bucket and size + part.param.nbytes > capacity:
             yield bucket
             bucket, size = [], 0
         bucket.append(part)
-        size += part.gathered.nbytes
+        size += part.param.nbytes
     if bucket:
         yield bucket

@@ -12,7 +12,7 @@ import torch
 from torch.optim import Optimizer
 
 from ovpatch.overlap import grad_shards
-from ovpatch_plugins.dist_optimizer import mixed_params, orphans, same_work
+from ovpatch_plugins.dist_optimizer import orphans, same_work
 from ovpatch_plugins.dist_optimizer.counters import COUNTERS
 from ovpatch_plugins.dist_optimizer.gathers import Gathers
 from ovpatch_plugins.dist_optimizer.handouts import Handouts
@@ -115,7 +115,6 @@ class Steps:
                 stand_down=_leave,
                 quiet=kind is Kind.SLICES,
                 in_fp32=options["main_params_in_fp32"],
-                param_dtype=mixed_params.DTYPES.get(options["param_dtype"]),
             )
         return WholeOptimizer(
             optimizer, Handouts(min(bucket_mb, _HANDED_MB)), stand_down=_leave, steady=kind is Kind.WHOLE
@@ -133,13 +132,12 @@ def release_all() -> None:
         if one is not None:
             one.release()
     _live.clear()
-    mixed_params.leave()
     orphans.settle()
 
 
 def remarks() -> list[str]:
-    """Return which optimizers were left stock, and why; and what is kept in ``param_dtype``."""
-    return [*_remarks, *mixed_params.remarks()]
+    """Return which optimizers were left stock, and why."""
+    return list(_remarks)
 
 
 def _has_parts(optimizer: Optimizer) -> bool:

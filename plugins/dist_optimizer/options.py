@@ -24,15 +24,6 @@ def _capacity(text: str) -> float:
     return value
 
 
-def _dtype(text: str) -> str:
-    name = _DTYPES.get(text.strip().lower().removeprefix("torch."))
-    if name is None:
-        raise ValueError("expected bf16 or nothing")
-    return name
-
-
-_DTYPES: Final = {"": "", "bf16": "bf16", "bfloat16": "bf16"}
-
 OPTIONS: Final = (
     Option(
         "overlap_param_gather",
@@ -80,13 +71,6 @@ OPTIONS: Final = (
         False,
         "Update parameters of half precision in fp32, with fp32 state, of which each rank keeps its slices; parameters "
         "are the roundings. Not what stock computes, but closer to fp32. Element-wise optimizers only.",
-    ),
-    Option(
-        "param_dtype",
-        "",
-        "bf16: of fp32 parameters that forwards read through autocast's cast alone, keep and gather the whole in bf16, "
-        "and in fp32 this rank's slice. Values are as without.",
-        parse=_dtype,
     ),
     Option(
         "element_wise",

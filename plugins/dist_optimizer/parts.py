@@ -15,7 +15,6 @@ import torch
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
-from ovpatch.overlap import mixed
 from ovpatch.overlap.grad_shards import GradShards
 from ovpatch.overlap.slices import elements_of
 
@@ -31,19 +30,12 @@ class Part:
         shards: Where its gradient's parts are.
         index: Its index there.
         owner: The group rank that updates all of it, where one does.
-        copy: What is gathered in the parameter's place, where that is in another dtype.
     """
 
     param: torch.nn.Parameter
     shards: GradShards
     index: int
     owner: int | None = None
-    copy: torch.nn.Parameter | None = None
-
-    @property
-    def gathered(self) -> torch.nn.Parameter:
-        """What is gathered after the step."""
-        return self.param if self.copy is None else self.copy
 
     @property
     def is_own(self) -> bool:
@@ -94,13 +86,9 @@ def _replacing(optimizer: Optimizer, by: Mapping[int, Parameter | None]) -> Iter
 
 
 def _stand_in(part: Part) -> Parameter:
-    shards, kept = part.shards, mixed.find(part.param)
-    own = shards.slice(part.index)
-    elements = elements_of(part.param.data, own) if kept is None else kept.source.main(kept.index)[: own.numel]
+    elements = elements_of(part.param.data, part.shards.slice(part.index))
     with torch._C.DisableTorchFunctionSubclass():
         # What Parameter() does, without asking whether there is something to settle.
         stand_in: Parameter = torch.Tensor._make_subclass(Parameter, elements, part.param.requires_grad)
-        is_pending = kept is not None and shards.is_pending(part.index)
-    # A parameter in mixed precision answers each question by Python, and has the layout that it had.
-    stand_in.grad = shards.part_of(part.index).to(elements.dtype) if is_pending else shards.own_part(part.index)
+    stand_in.grad = part.shards.own_part(part.index)
     return stand_in

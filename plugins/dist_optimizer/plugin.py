@@ -40,7 +40,6 @@ def ovpatch_register(patches: Registrar, options: Mapping[str, Any]) -> None:
     from torch.optim.optimizer import register_optimizer_step_pre_hook
 
     from ovpatch.overlap.mesh_views import noting_views
-    from ovpatch.overlap.mixed import forgetting_casts
     from ovpatch.overlap.readers import ENTRANCES
     from ovpatch_plugins.dist_optimizer.clipping import wrap_clip, wrap_norm
     from ovpatch_plugins.dist_optimizer.endings import wrap_destroy
@@ -48,21 +47,14 @@ def ovpatch_register(patches: Registrar, options: Mapping[str, Any]) -> None:
     from ovpatch_plugins.dist_optimizer.optimizers import Steps
     from ovpatch_plugins.dist_optimizer.scaling import wrap_unscale
 
-    if options["overlap_param_gather"] or options["param_dtype"]:
+    if options["overlap_param_gather"]:
         for target, wrap, why, optional in ENTRANCES:
             patches.register_patch(target, wrap=wrap, optional=optional, why=why)
-    if options["overlap_param_gather"]:
         patches.register_patch(
             "torch.distributed.tensor.parallel.ddp._unflatten_tensor",
             wrap=noting_views,
             optional=True,
             why="makes the DTensors that stand in parameters' places under DistributedDataParallel(device_mesh=)",
-        )
-    if options["param_dtype"]:
-        patches.register_patch(
-            "torch.clear_autocast_cache",
-            wrap=forgetting_casts,
-            why="is called where autocast forgets its casts of parameters, of which one kept in that dtype has its own",
         )
     steps = Steps(options)
     patches.register_hook(
@@ -138,6 +130,6 @@ def ovpatch_counters() -> Mapping[str, int]:
 def ovpatch_remarks() -> Sequence[str]:
     """Return which optimizers were left stock, and why; and what was chosen by measurement."""
     optimizers = sys.modules.get("ovpatch_plugins.dist_optimizer.optimizers")
-    choosing = sys.modules.get("ovpatch.overlap.choosing")
+    autotune = sys.modules.get("ovpatch.overlap.autotune")
     remarks = [] if optimizers is None else list(optimizers.remarks())
-    return remarks + ([] if choosing is None else choosing.remarks("dist_optimizer"))
+    return remarks + ([] if autotune is None else autotune.report_lines("dist_optimizer"))

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-import torch
 from torch.optim import Optimizer
 
 from ovpatch.overlap.grad_shards import GradShards
 from ovpatch_plugins.dist_optimizer.gathers import Gathers
 from ovpatch_plugins.dist_optimizer.main_params import MainSlicesOfModel, forget_mains, round_state
-from ovpatch_plugins.dist_optimizer.mixed_params import by_model, leave_models
 from ovpatch_plugins.dist_optimizer.parts import Part, standing_in
 from ovpatch_plugins.dist_optimizer.slice_state import SlicesOfModel
 from ovpatch_plugins.dist_optimizer.state import ShardedState
@@ -28,7 +26,6 @@ class SlicedOptimizer(ShardedOptimizer):
         stand_down: Called with the optimizer and the reason when it has to go on as stock.
         quiet: The class is known to ask for nothing in its step that other ranks have.
         in_fp32: Update parameters of half precision in fp32.
-        param_dtype: What to keep parameters of fp32 in that are read through autocast's cast alone; None for fp32.
     """
 
     def __init__(
@@ -39,37 +36,19 @@ class SlicedOptimizer(ShardedOptimizer):
         *,
         quiet: bool = False,
         in_fp32: bool = False,
-        param_dtype: torch.dtype | None = None,
     ) -> None:
         state = ShardedState(optimizer, MainSlicesOfModel if in_fp32 else SlicesOfModel)
         super().__init__(optimizer, gathers, state, stand_down)
-        self._quiet, self._in_fp32, self._param_dtype = quiet, in_fp32, param_dtype
+        self._quiet, self._in_fp32 = quiet, in_fp32
 
     def _divides(self, shards: GradShards, index: int) -> bool:
         return shards.want(index)
 
     def _update(self, parts: list[Part], inner: Callable[[], Any], optimizer: Optimizer) -> Any:
         self._state.take_over(parts)
-        for model, ones in by_model(parts, self._param_dtype).items():
-            model.begin(ones)
         for shards in self._to_meet(parts) if self._quiet else ():
             shards.come()  # [Note: ahead]
         return super()._update(parts, inner, optimizer)
-
-    def _to_meet(self, parts: Sequence[Part]) -> Iterable[GradShards]:
-        groups = super()._to_meet(parts)
-        if not self._quiet:
-            return groups
-        met = {model.group for model in by_model(parts, self._param_dtype) if model.meets}  # before the update
-        return [shards for shards in groups if shards.group not in met]
-
-    def _hand_on(self, optimizer: Optimizer, parts: Sequence[Part]) -> None:
-        mixed = by_model(parts, self._param_dtype)
-        for model, ones in mixed.items():
-            model.lower(ones)
-        super()._hand_on(optimizer, parts)
-        for model, ones in mixed.items():
-            model.after(ones)
 
     @contextmanager
     def _divided(self, optimizer: Optimizer, parts: Sequence[Part]) -> Iterator[None]:
@@ -81,7 +60,6 @@ class SlicedOptimizer(ShardedOptimizer):
         optimizer = self._optimizer()
         if optimizer is None:
             return super().release()
-        leave_models(optimizer)
         if self._in_fp32:
             forget_mains(optimizer)
         super().release()

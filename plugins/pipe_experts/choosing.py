@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ovpatch.hookspecs import cache_dir
-from ovpatch.overlap.choosing import Arms, Race, chooser_of
+from ovpatch.overlap.autotune import Candidates, Tuning, autotuner_for
 from ovpatch_plugins.pipe_experts.computing import computed
 from ovpatch_plugins.pipe_experts.experts import Activation, Stacked, swiglu
 from ovpatch_plugins.pipe_experts.how import How
@@ -108,18 +108,20 @@ class Measured:
 
     def _asked(self, group: dist.ProcessGroup, tokens: int, trains: bool) -> tuple[Plan, bool]:
         """Choose for both directions, since a checkpoint may call without gradients what it computes again with."""
-        chooser = chooser_of(group, self._layer.device, "pipe_experts", cache_dir())
-        forward, training = (chooser.choose(group, self._race(group, tokens, backward)) for backward in (False, True))
-        return self._plans[(training if trains else forward).arm], forward.final and training.final
+        autotuner = autotuner_for(group, self._layer.device, "pipe_experts", cache_dir())
+        forward, training = (autotuner.tune(group, self._tuning(group, tokens, backward)) for backward in (False, True))
+        return self._plans[(training if trains else forward).candidate], forward.final and training.final
 
-    def _race(self, group: dist.ProcessGroup, tokens: int, backward: bool) -> Race:
+    def _tuning(self, group: dist.ProcessGroup, tokens: int, backward: bool) -> Tuning:
         layer = self._layer
         direction = "forward and backward" if backward else "forward"
-        make = functools.partial(self._arms, group, tokens, backward)
+        make = functools.partial(self._make_candidates, group, tokens, backward)
         key = f"{direction}, {layer.text(tokens)}"
-        return Race(key, tuple(self._plans), self._fixed, make, layer.needs(tokens))
+        return Tuning(key, tuple(self._plans), self._fixed, make, layer.needs(tokens))
 
-    def _arms(self, group: dist.ProcessGroup, tokens: int, backward: bool, generator: torch.Generator) -> Arms:
+    def _make_candidates(
+        self, group: dist.ProcessGroup, tokens: int, backward: bool, generator: torch.Generator
+    ) -> Candidates:
         layer = self._layer
         experts = layer.world * layer.local
 

@@ -4,7 +4,7 @@
 fetches what the programs of its number store into this rank's. For each pair of ranks it has a ring of slots there, so
 that memory does not depend on how many rows there are. Units are numbered through, from operator to operator; a slot
 is stored to again when its reader has signalled the number of the unit that lay in it, see [Note: sequence numbers] of
-:mod:`ovpatch.overlap.symmetric.signals`. Nothing is reset, and ranks need not know where others put their rows: both
+:mod:`ovpatch.overlap.symm_mem.signals`. Nothing is reset, and ranks need not know where others put their rows: both
 ends of a pair know how many rows go between them, which is all that the numbers depend on.
 
 [Note: level by level] Unlike other kernels on symmetric memory, this one waits for kernels that run at the same time:
@@ -20,7 +20,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ovpatch.overlap.symmetric.signals import RANKS, signals_of, wait_for
+from ovpatch.overlap.symm_mem.signals import RANKS, signals_of, wait_for
 
 MOST = tl.constexpr(32)  # channels
 STORED = tl.constexpr(0)  # offsets in a rank's signals and in its state: how many units have come from a rank,

@@ -80,8 +80,8 @@ def ovpatch_remarks() -> Sequence[str]:
     """Say what was chosen by measurement, what stood down, and if less than all was taken over, or nothing."""
     from ovpatch_plugins.pipe_experts.counters import COUNTERS
 
-    choosing = sys.modules.get("ovpatch.overlap.choosing")
-    chosen = [] if choosing is None else choosing.remarks("pipe_experts")
+    autotune = sys.modules.get("ovpatch.overlap.autotune")
+    chosen = [] if autotune is None else autotune.report_lines("pipe_experts")
     sharing = sys.modules.get("ovpatch_plugins.pipe_experts.sharing")
     problems = [] if sharing is None else sharing.objections()
     chosen += [f"rows travel by c10d's all-to-alls, not over symmetric memory: {problem}" for problem in problems]

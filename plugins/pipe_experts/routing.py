@@ -16,8 +16,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from ovpatch.overlap import kernel_support
 from ovpatch.overlap.engine import apply_function
+from ovpatch.overlap.symm_mem.support import triton_unavailable_reason
 from ovpatch_plugins.pipe_experts.lanes import Collective, Lane
 from ovpatch_plugins.pipe_experts.parts import Counts, Plan, Plans, positions_on
 
@@ -137,7 +137,7 @@ class _WeightedSum(torch.autograd.Function):
 
 def _by_kernel(*tensors: Tensor) -> bool:
     """Tell whether our kernels can read tensors; see [Note: put together by a kernel]."""
-    return all(t.is_cuda and t.dtype in _OF_KERNELS for t in tensors) and not kernel_support.objection()
+    return all(t.is_cuda and t.dtype in _OF_KERNELS for t in tensors) and not triton_unavailable_reason()
 
 
 def route(top_k_index: Tensor, plans: Plans, group: dist.ProcessGroup, lane: Lane | None = None) -> Route:

@@ -8,7 +8,7 @@ import weakref
 import torch
 import torch.distributed as dist
 
-from ovpatch.overlap.symmetric import memory, support
+from ovpatch.overlap.symm_mem import memory, support
 from ovpatch_plugins.pipe_experts.how import How
 from ovpatch_plugins.pipe_experts.symmetric import Symmetric
 

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ovpatch.overlap.labels import label, span
-from ovpatch.overlap.symmetric import memory
+from ovpatch.overlap.symm_mem import memory
 from ovpatch.overlap.works import Pending
 from ovpatch_plugins.pipe_experts.counters import COUNTERS
 
@@ -60,7 +60,7 @@ class Symmetric:
         depth: int = _DEPTH,
         block: int = _BLOCK,
     ) -> None:
-        from ovpatch.overlap.symmetric.signals import RANKS
+        from ovpatch.overlap.symm_mem.signals import RANKS
         from ovpatch_plugins.pipe_experts.kernels_symmetric import HEADER
 
         self._world, self._rank, self._device = group.size(), group.rank(), device

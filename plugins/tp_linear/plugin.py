@@ -87,8 +87,8 @@ def ovpatch_remarks() -> Sequence[str]:
     """Return what was chosen by measurement, what was left to stock, and what was computed for nothing."""
     from ovpatch_plugins.tp_linear.counters import COUNTERS
 
-    choosing = sys.modules.get("ovpatch.overlap.choosing")
-    remarks = [] if choosing is None else choosing.remarks("tp_linear")
+    autotune = sys.modules.get("ovpatch.overlap.autotune")
+    remarks = [] if autotune is None else autotune.report_lines("tp_linear")
     sharing = sys.modules.get("ovpatch_plugins.tp_linear.sharing")
     if sharing is not None:
         remarks += [f"schedule fused computes as bulk does: {reason}" for reason in sharing.objections()]

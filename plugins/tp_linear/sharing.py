@@ -16,8 +16,8 @@ from torch import Tensor
 from torch.distributed import distributed_c10d
 
 from ovpatch.overlap.cuda_graphs import capturing
-from ovpatch.overlap.symmetric import support, workspace
-from ovpatch.overlap.symmetric.workspace import Workspace
+from ovpatch.overlap.symm_mem import support, workspace
+from ovpatch.overlap.symm_mem.workspace import Workspace
 from ovpatch_plugins.tp_linear.wires import Wires
 
 DTYPES: Final = (torch.bfloat16, torch.float16)

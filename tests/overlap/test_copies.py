@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ovpatch.overlap.choosing import records
+from ovpatch.overlap.autotune import autotuner, report_lines
 from ovpatch.overlap.collectives import AllGather, ReduceScatter
 from ovpatch.overlap.copies import registry
 from ovpatch.overlap.copies.attendance import attend
@@ -25,7 +25,7 @@ from ovpatch.overlap.copies.choosing import choose
 from ovpatch.overlap.copies.engine import Engine
 from ovpatch.overlap.copies.rounds import rounds
 from ovpatch.overlap.copies.spans import Addend, Span
-from ovpatch.overlap.symmetric import support
+from ovpatch.overlap.symm_mem import support
 from ovpatch.overlap.works import Pending
 from tests.support import windows
 from tests.support.interpreter import interpreted
@@ -199,16 +199,16 @@ def choices() -> list[Any]:
         ("on", lambda device: "", windows.allocate),
     ):
         registry.forget()
-        records._said.pop("test", None)
+        autotuner._report_lines.pop("test", None)
         support.reason_against_memory = against
         try:
             choose(group, CPU, mode, feature="test", directory=None, allocate=allocate)
         finally:
             support.reason_against_memory = before
         chosen = registry.chosen_for(group, CPU)
-        found.append((chosen.gathers, chosen.scatters, chosen.final, records.remarks("test")))
+        found.append((chosen.gathers, chosen.scatters, chosen.final, report_lines("test")))
     registry.forget()
-    records._said.pop("test", None)
+    autotuner._report_lines.pop("test", None)
     return found
 
 
@@ -376,7 +376,7 @@ def in_backward() -> tuple[int, bool]:
     finally:
         support.objection, torch.cuda.is_current_stream_capturing = before
         registry.forget()
-        records._said.pop("test", None)
+        autotuner._report_lines.pop("test", None)
     return within, len(asked) == 1
 
 

@@ -13,16 +13,17 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 
 import ovpatch
 from ovpatch.overlap import gate
 from ovpatch.overlap.gate import Gate
 from ovpatch.overlap.peers import Peers
+from tests.plugins.ddp.arms import data
 from tests.plugins.dist_optimizer import test_loop_styles, test_models, test_reads_of_gradients
 from tests.plugins.dist_optimizer.arms import SMALL, both
 from tests.plugins.dist_optimizer.checks import all_cases, check_all, ddp
-from tests.plugins.dist_optimizer.test_param_dtype_state import train
-from tests.plugins.dist_optimizer.under_autocast import cast_net
+from tests.plugins.dist_optimizer.test_loops import net
 
 
 def meetings(late: int) -> list[float]:
@@ -234,10 +235,17 @@ class Own(torch.optim.SGD):
         return super().step(closure)
 
 
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> None:
+    for step in steps:
+        optimizer.zero_grad()
+        model(data(step, 5, 6)).square().mean().backward()
+        optimizer.step()
+
+
 def calls_of_a_step(case: str) -> dict[str, int]:
-    options = SMALL | ({"param_dtype": "bf16"} if case == "param_dtype" else {"element_wise": f"{__name__}.Own"})
+    options = SMALL | {"element_wise": f"{__name__}.Own"}
     with counted() as calls, ovpatch.applied("ddp", "dist_optimizer", options={"dist_optimizer": options}):
-        model = ddp(cast_net())
+        model = ddp(net())
         optimizer = (Own if case == "named" else torch.optim.SGD)(model.parameters(), lr=0.1)
         train(model, optimizer, range(5))
         calls.clear()
@@ -249,4 +257,3 @@ def test_how_often_hosts_meet_in_a_step(ranks):
     """In backward and before the gathers, at the latest; who may ask peers in its step does not say before."""
     assert ranks(2)(calls_of_a_step, "torch's") == 2 * [{"meet": 2, "come": 1}]
     assert ranks(2)(calls_of_a_step, "named") == 2 * [{"meet": 2}]
-    assert ranks(2)(calls_of_a_step, "param_dtype") == 2 * [{"meet": 2}]

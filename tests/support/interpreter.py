@@ -26,7 +26,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ovpatch.overlap.symmetric.memory import Memory
+from ovpatch.overlap.symm_mem.memory import Memory
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 
@@ -46,7 +46,7 @@ def interpreted(function: Callable[..., Any], *args: Any, world: int = 0, timeou
 
 
 def allocate(size: int, group: Any, device: torch.device, prepare: Callable[[Tensor], None]) -> Memory:
-    """Stand for :func:`ovpatch.overlap.symmetric.memory.allocate` among processes on one CPU."""
+    """Stand for :func:`ovpatch.overlap.symm_mem.memory.allocate` among processes on one CPU."""
     name = group.group_name
     _allocations[name] += 1
     rank, paths = group.rank(), [f"{_allocations[name]}-{name}-{rank}" for rank in range(group.size())]

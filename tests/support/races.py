@@ -1,4 +1,4 @@
-"""Races whose winner a test decides: see :mod:`ovpatch.overlap.choosing`."""
+"""Races whose winner a test decides: see :mod:`ovpatch.overlap.autotune`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import os
 from collections.abc import Iterator
 from typing import Any
 
-from ovpatch.overlap.choosing import chooser
+from ovpatch.overlap.autotune import autotuner
 
 # Where nothing is kept, as on a machine whose homes are read-only.
 NOWHERE = {"OVPATCH_CACHE_DIR": os.path.join(os.devnull, "none")}
@@ -26,16 +26,16 @@ def forced(first: int) -> Iterator[list[str]]:
     """
     turns, won = itertools.count(first), []
 
-    def measured(arms: dict[str, Any], *args: Any) -> dict[str, float]:
-        for arm in arms.values():
-            arm()
-        won.append(list(arms)[next(turns) % len(arms)])
-        return {name: 1.0 if name == won[-1] else 2.0 for name in arms}
+    def measured(candidates: dict[str, Any], *args: Any) -> dict[str, float]:
+        for candidate in candidates.values():
+            candidate()
+        won.append(list(candidates)[next(turns) % len(candidates)])
+        return {name: 1.0 if name == won[-1] else 2.0 for name in candidates}
 
-    stock, chooser.measured = chooser.measured, measured
-    chooser._choosers.clear()
+    stock, autotuner.measure_candidates = autotuner.measure_candidates, measured
+    autotuner._autotuners.clear()
     try:
         yield won
     finally:
-        chooser.measured = stock
-        chooser._choosers.clear()
+        autotuner.measure_candidates = stock
+        autotuner._autotuners.clear()

@@ -171,9 +171,6 @@ class _Runner:
         revert = getattr(sys.modules.get("ovpatch"), "revert", None)
         if revert is not None:
             revert()
-        graphs = sys.modules.get("ovpatch.overlap.cuda_graphs")
-        if graphs is not None:
-            graphs.captures.total = 0  # no case replays another one's
         if dist.is_initialized():
             dist.destroy_process_group()
         _reset_torch()

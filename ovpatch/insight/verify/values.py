@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ovpatch.insight.verify.digests import digest
 from ovpatch.insight.verify.sketches import not_finite, sketch
-from ovpatch.overlap import mixed, placeholders, watching
+from ovpatch.overlap import placeholders
 
 #: Tensors with at most so many elements are kept as they are.
 WHOLE: Final = 1 << 14
@@ -51,17 +51,12 @@ def keep(value: Any) -> Kept:
         value: A tensor, a number, a text or None. Of a DTensor this rank's part is kept.
     """
     if isinstance(value, Tensor):
-        return _tensor(_unnoticed(value))
+        return _tensor(placeholders.peek(value))
     if value is None:
         return Kept("none", "")
     if isinstance(value, str):
         return text(value)
     return Kept(type(value).__name__, repr(value), value) if type(value) in _SCALARS else _unread(value)
-
-
-def _unnoticed(tensor: Tensor) -> Tensor:
-    """Return a tensor to look at, without its features taking that for what the script needs."""
-    return watching.peek(mixed.peek(placeholders.peek(tensor)))
 
 
 def _unread(value: Any) -> Kept:

@@ -12,16 +12,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ovpatch.overlap import kernel_support
 from ovpatch.overlap.agreement import agree
-from ovpatch.overlap.choosing import Arms, Race, chooser_of
-from ovpatch.overlap.choosing.records import record
+from ovpatch.overlap.autotune import Candidates, Tuning, autotuner_for
+from ovpatch.overlap.autotune.autotuner import add_report_line
 from ovpatch.overlap.collectives import AllGather, ReduceScatter
 from ovpatch.overlap.copies.engine import Engine
 from ovpatch.overlap.copies.registry import Chosen, chosen_for
 from ovpatch.overlap.copies.window import Allocate, allocate
 from ovpatch.overlap.cuda_graphs import capturing
-from ovpatch.overlap.symmetric import support
+from ovpatch.overlap.symm_mem import support
+from ovpatch.overlap.symm_mem.support import triton_unavailable_reason
 from ovpatch.overlap.works import Work
 
 BACKEND: Final = "the backend's collectives"
@@ -71,12 +71,12 @@ def choose(
         reason = support.objection(group, device, _reason_against) or _made(chosen, group, device, allocate)
         if reason:
             chosen.final = True
-            record(feature, f"{COPIES} are not used: {reason}")
+            add_report_line(feature, f"{COPIES} are not used: {reason}")
             return
     assert chosen.engine is not None
     sums = support.objection(group, device, _reason_against_sums)
     if sums:
-        record(feature, f"{COPIES} do not reduce gradients: {sums}")
+        add_report_line(feature, f"{COPIES} do not reduce gradients: {sums}")
     if mode == "on":
         chosen.gathers, chosen.scatters, chosen.final = True, not sums, True
         return
@@ -99,7 +99,7 @@ def _reason_against(device: torch.device) -> str:
 
 
 def _reason_against_sums(device: torch.device) -> str:
-    return kernel_support.objection() if device.type == "cuda" else ""
+    return triton_unavailable_reason() if device.type == "cuda" else ""
 
 
 def _made(chosen: Chosen, group: dist.ProcessGroup, device: torch.device, allocate: Allocate) -> str:
@@ -119,7 +119,7 @@ def _made(chosen: Chosen, group: dist.ProcessGroup, device: torch.device, alloca
     return reason
 
 
-Calls = Callable[[dist.ProcessGroup, Engine, torch.Generator], Arms]
+Calls = Callable[[dist.ProcessGroup, Engine, torch.Generator], Candidates]
 
 
 def _asked(
@@ -136,16 +136,16 @@ def _asked(
     products = 2 * (2 * _ROWS * _FEATURES + _FEATURES * _FEATURES)
     needs = 2 * _BYTES + products
 
-    def make(generator: torch.Generator) -> Arms:
+    def make(generator: torch.Generator) -> Candidates:
         return calls(group, engine, generator)
 
-    race = Race(key, (BACKEND, COPIES), BACKEND, make, needs)
-    choice = chooser_of(group, device, feature, directory).choose(group, race)
-    engine.failed_everywhere()  # if an arm has failed, or an error would have been raised
-    return choice.arm == COPIES, choice.final
+    tuning = Tuning(key, (BACKEND, COPIES), BACKEND, make, needs)
+    choice = autotuner_for(group, device, feature, directory).tune(group, tuning)
+    engine.failed_everywhere()  # if a candidate has failed, or an error would have been raised
+    return choice.candidate == COPIES, choice.final
 
 
-def _gathers(group: dist.ProcessGroup, engine: Engine, generator: torch.Generator) -> Arms:
+def _gathers(group: dist.ProcessGroup, engine: Engine, generator: torch.Generator) -> Candidates:
     outputs, parts = _tensors(group, generator)
     beside = _products(generator)
     by_backend = AllGather(group, generator.device)
@@ -155,7 +155,7 @@ def _gathers(group: dist.ProcessGroup, engine: Engine, generator: torch.Generato
     }
 
 
-def _scatters(group: dist.ProcessGroup, engine: Engine, generator: torch.Generator) -> Arms:
+def _scatters(group: dist.ProcessGroup, engine: Engine, generator: torch.Generator) -> Candidates:
     inputs, parts = _tensors(group, generator)
     outputs = [torch.empty_like(part) for part in parts]
     beside = _products(generator)

@@ -13,7 +13,7 @@ from torch import Tensor
 from ovpatch.overlap.copies.driver import Driver
 from ovpatch.overlap.copies.meeting import BYTES, Meeting
 from ovpatch.overlap.copies.spans import Batch
-from ovpatch.overlap.symmetric import memory
+from ovpatch.overlap.symm_mem import memory
 
 SLOT_BYTES: Final = 64 * 1024 * 1024  # of a half: copies of some MiB each come near to a link's rate
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ovpatch.overlap.symmetric.signals import (
+from ovpatch.overlap.symm_mem.signals import (
     DONE,
     FIRST_OUT,
     READY,
@@ -34,7 +34,7 @@ def stage_kernel(
         x: This rank's rows; ``size`` numbers.
         whole: All rows, ``world * size`` numbers.
         peers: Addresses of all ranks' buffers.
-        state: What only this rank sees, see :mod:`ovpatch.overlap.symmetric.signals`.
+        state: What only this rank sees, see :mod:`ovpatch.overlap.symm_mem.signals`.
         arrived: Counts of what has arrived, of which ``counts`` are set back.
         counts: How many.
         rank: This rank.

@@ -9,7 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ovpatch.overlap.symmetric.signals import (
+from ovpatch.overlap.symm_mem.signals import (
     DONE,
     FIRST_OUT,
     READY,

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from ovpatch.overlap.symmetric.workspace import Workspace
+from ovpatch.overlap.symm_mem.workspace import Workspace
 from ovpatch_plugins.tp_linear.kernels.gather_gemm import gather_gemm_kernel, stage_kernel
 from ovpatch_plugins.tp_linear.kernels.gemm_scatter import gemm_scatter_kernel, reduce_kernel, scatter_kernel
 from ovpatch_plugins.tp_linear.kernels.prepared import Prepared

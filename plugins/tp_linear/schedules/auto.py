@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 
 from ovpatch.hookspecs import cache_dir
-from ovpatch.overlap.choosing import chooser_of
+from ovpatch.overlap.autotune import autotuner_for
 from ovpatch_plugins.tp_linear.schedules.bulk import Bulk
-from ovpatch_plugins.tp_linear.schedules.racing import Shape, race, rounded
+from ovpatch_plugins.tp_linear.schedules.racing import Shape, rounded, tuning_for
 from ovpatch_plugins.tp_linear.schedules.stock import ColumnGrads, Schedule, WeightGrads
 from ovpatch_plugins.tp_linear.wires import Wires
 
@@ -54,15 +54,15 @@ class Auto(Bulk):
 
     Args:
         name: What it is called.
-        arms: The other schedules, by name, stock first.
+        candidates: The other schedules, by name, stock first.
         default: Which of them is taken where nothing is measured.
         anew: Whether inputs are gathered anew for the weights' gradients.
     """
 
     chooses = True
 
-    def __init__(self, name: str, arms: Mapping[str, Schedule], default: str, *, anew: bool) -> None:
-        self.name, self._arms, self._default, self._anew = name, dict(arms), default, anew
+    def __init__(self, name: str, candidates: Mapping[str, Schedule], default: str, *, anew: bool) -> None:
+        self.name, self._candidates, self._default, self._anew = name, dict(candidates), default, anew
         self._known: weakref.WeakKeyDictionary[Wires, _Known] = weakref.WeakKeyDictionary()
 
     def together(
@@ -118,11 +118,14 @@ class Auto(Bulk):
         return found
 
     def _asked(self, wires: Wires, device: torch.device, shape: Shape) -> tuple[Pair, bool]:
-        chooser = chooser_of(wires.group, device, "tp_linear", cache_dir())
+        autotuner = autotuner_for(wires.group, device, "tp_linear", cache_dir())
         forward, backward = (
-            chooser.choose(
-                wires.group, race(wires, device, shape, direction, self._arms, self._default, anew=self._anew)
+            autotuner.tune(
+                wires.group,
+                tuning_for(wires, device, shape, direction, self._candidates, self._default, anew=self._anew),
             )
             for direction in ("forward", "backward")
         )
-        return Pair(self._arms[forward.arm], self._arms[backward.arm]), forward.final and backward.final
+        return Pair(
+            self._candidates[forward.candidate], self._candidates[backward.candidate]
+        ), forward.final and backward.final

@@ -9,7 +9,7 @@ from typing import Any, Final, NamedTuple
 import torch
 from torch import Tensor
 
-from ovpatch.overlap.choosing import Arms, Race
+from ovpatch.overlap.autotune import Candidates, Tuning
 from ovpatch_plugins.tp_linear.products import weight_grad
 from ovpatch_plugins.tp_linear.schedules.bulk import Bulk
 from ovpatch_plugins.tp_linear.schedules.stock import ColumnGrads, Schedule
@@ -41,7 +41,7 @@ class Shape(NamedTuple):
         return f"{self.rows} x {self.k} -> {outputs}, {str(self.dtype).removeprefix('torch.')}"
 
     def needs(self, world: int) -> int:
-        """Return how many bytes of memory its arms take, at most: inputs, outputs and gradients, with copies."""
+        """Return how many bytes of memory its candidates take, at most: inputs, outputs and gradients, with copies."""
         total = sum(self.features)
         return 3 * (world * self.rows * (self.k + total) + self.k * total) * self.dtype.itemsize
 
@@ -55,7 +55,7 @@ def rounded(rows: int) -> int:
     return max((rows + step // 2) // step * step, 1)
 
 
-def race(
+def tuning_for(
     wires: Wires,
     device: torch.device,
     shape: Shape,
@@ -64,7 +64,7 @@ def race(
     default: str,
     *,
     anew: bool,
-) -> Race:
+) -> Tuning:
     """Return the schedules that differ for an operator and a direction.
 
     Args:
@@ -79,7 +79,7 @@ def race(
     method = shape.operator if direction == "forward" else f"{shape.operator}_backward"
     gathers = anew and method == "gather_linear_backward"
 
-    def make(generator: torch.Generator) -> Arms:
+    def make(generator: torch.Generator) -> Candidates:
         call = _CALLS[method](wires, shape, _Drawing(generator, shape.dtype), gathers)
         return {name: functools.partial(call, schedules[name]) for name in names}
 
@@ -89,7 +89,7 @@ def race(
     names = _distinct(schedules, method)
     key = f"{shape.operator} {direction}, {shape.text()}{', gathered anew' if gathers else ''}, {wires.world} ranks"
     taken = default if default in names else names[0]
-    return Race(key, names, taken, make, shape.needs(wires.world), usable)
+    return Tuning(key, names, taken, make, shape.needs(wires.world), usable)
 
 
 def _distinct(schedules: Mapping[str, Schedule], method: str) -> tuple[str, ...]:

@@ -9,9 +9,8 @@ from unittest import mock
 
 import pytest
 import torch
-import torch.distributed as dist
 
-from ovpatch.overlap import ballot, cuda_graphs, editions, grad_shards, mixed, votes
+from ovpatch.overlap import ballot, editions, grad_shards, votes
 from ovpatch.overlap.editions import Editions
 from ovpatch.overlap.placeholders import Placeholder
 from ovpatch_plugins.dist_optimizer import kinds, optimizers
@@ -21,7 +20,6 @@ from tests.plugins.ddp.test_gpu_options import Mixed, loop_graphed
 from tests.plugins.dist_optimizer.arms import both
 from tests.plugins.dist_optimizer.checks import check_all, ddp, params
 from tests.plugins.dist_optimizer.test_loops import net
-from tests.plugins.dist_optimizer.test_param_dtype_state import made, patched, remarks, train
 
 GPU = {"backend": "nccl", "timeout": 120}
 
@@ -181,59 +179,3 @@ def test_replays_between_steps(ranks, when):
 @pytest.mark.gpu(2)
 def test_graphed_callables(ranks):
     check_all([{"": r} for r in ranks(2)(both, loop_of_callables, **GPU)], steps=6)
-
-
-def captured() -> str:
-    """Capture a forward over parameters that are kept in bf16; return what is raised, with what led to it."""
-    with patched():
-        model, optimizer = made()
-        train(model, optimizer, range(4))
-        given = data(0, 5, 6)
-        with pytest.raises(RuntimeError) as caught, torch.cuda.graph(torch.cuda.CUDAGraph()), torch.no_grad():
-            model.module(given)
-        raised, texts = caught.value, []
-        while raised is not None:  # the last is torch's own, of the capture that ended early
-            texts.append(str(raised))
-            raised = raised.__context__
-        return "\n".join(texts)
-
-
-@pytest.mark.gpu(2)
-def test_parameters_that_are_kept_in_bf16_refuse(ranks):
-    for message in ranks(2)(captured, **GPU):
-        assert "ovpatch: a CUDA graph cannot be captured" in message
-
-
-def after_a_capture(first: int) -> set[str]:
-    with patched():
-        model, optimizer = made()
-        train(model, optimizer, range(first))
-        cuda_graphs.captures.total = 1
-        train(model, optimizer, range(first, 6))
-        return remarks()
-
-
-def test_nothing_is_kept_in_bf16_that_a_graph_may_read(ranks):
-    reason = "0.weight and 3 more cannot be kept in bfloat16: a CUDA graph was captured, whose replays may read it"
-    kept = "{} parameters are kept and gathered in bfloat16"
-    assert all(kept.format(4) in told for told in ranks(2)(after_a_capture, 4))
-    for first in (0, 1):
-        for told in ranks(2)(after_a_capture, first):
-            assert told == {kept.format(0), reason}
-
-
-def captured_by_one() -> list[bool]:
-    """Rank 0 captures after it has proposed a weight, and before rank 1 does, which alone has read it."""
-    with patched():
-        model, optimizer = made()
-        for number in range(8):
-            train(model, optimizer, range(number, number + 1))
-            if number == 0 and dist.get_rank() == 1:
-                model.module[0].weight.sum()
-            if number == 1 and dist.get_rank() == 0:
-                cuda_graphs.captures.total = 1
-        return [mixed.find(model.module[i].weight) is not None for i in (0, 2)]
-
-
-def test_what_one_rank_has_captured_is_not_agreed_on_later(ranks):
-    assert ranks(2)(captured_by_one) == 2 * [[False, True]]

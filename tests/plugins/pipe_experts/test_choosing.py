@@ -12,7 +12,7 @@ from torch import Tensor
 
 import ovpatch
 from ovpatch.insight.equality import compare
-from ovpatch.overlap.choosing import remarks
+from ovpatch.overlap.autotune import report_lines
 from ovpatch_plugins.pipe_experts import choosing
 from ovpatch_plugins.pipe_experts.counters import COUNTERS
 from ovpatch_plugins.pipe_experts.how import How
@@ -145,7 +145,7 @@ def test_ranks_need_not_have_the_same_gradient_mode(ranks):
 
 def measuring() -> Record:
     """Tokens differ from step to step, and between ranks."""
-    before = len(remarks("pipe_experts"))
+    before = len(report_lines("pipe_experts"))
     state = torch.get_rng_state()
     rank = dist.get_rank()
     for tokens in ((200, 256), (300, 100), (600, 5), (200, 200), (7, 5)):
@@ -153,7 +153,7 @@ def measuring() -> Record:
     assert torch.equal(state, torch.get_rng_state())
     with ovpatch.applied("pipe_experts"):
         shown = ovpatch.report()["pipe_experts"].remarks
-    lines = remarks("pipe_experts")[before:]
+    lines = report_lines("pipe_experts")[before:]
     return {"lines": lines, "shown": set(lines) <= set(shown)}
 
 

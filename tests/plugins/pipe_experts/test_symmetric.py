@@ -19,7 +19,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from ovpatch.insight.equality import compare
-from ovpatch.overlap.symmetric import memory, support
+from ovpatch.overlap.symm_mem import memory, support
 from ovpatch_plugins.pipe_experts import choosing, plugin, sharing, symmetric
 from ovpatch_plugins.pipe_experts.counters import COUNTERS
 from ovpatch_plugins.pipe_experts.how import How

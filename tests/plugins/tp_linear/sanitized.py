@@ -21,8 +21,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ovpatch.overlap.symmetric import support
-from ovpatch.overlap.symmetric.workspace import Workspace
+from ovpatch.overlap.symm_mem import support
+from ovpatch.overlap.symm_mem.workspace import Workspace
 from ovpatch_plugins.tp_linear.kernels import launch
 from ovpatch_plugins.tp_linear.kernels.tuning import Tiles
 

@@ -14,12 +14,12 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 import ovpatch
 from ovpatch.overlap.agreement import DisagreementError
-from ovpatch.overlap.choosing import remarks
+from ovpatch.overlap.autotune import report_lines
 from ovpatch_plugins.tp_linear import all_gather_linear, linear_reduce_scatter
 from ovpatch_plugins.tp_linear import wires as wires_of
 from ovpatch_plugins.tp_linear.options import MEASURED
 from ovpatch_plugins.tp_linear.schedules import named, racing
-from ovpatch_plugins.tp_linear.schedules.racing import Shape, race, rounded
+from ovpatch_plugins.tp_linear.schedules.racing import Shape, rounded, tuning_for
 from tests.plugins.tp_linear import test_compiled, test_gpu, test_llama, test_operators, test_shared
 from tests.plugins.tp_linear.arms import Record, both, draw, mesh
 from tests.plugins.tp_linear.models import MLP, WIDTH
@@ -72,14 +72,14 @@ def test_operators_compute_the_same_whoever_wins(ranks, world):
 def measuring(sizes: list[int]) -> Record:
     """Call two operators, forward and backward, and say what is in the report then."""
     world, group = dist.get_world_size(), dist.group.WORLD
-    before = len(remarks("tp_linear"))
+    before = len(report_lines("tp_linear"))
     for size in sizes:
         x, weight = draw(size, 32, seed=1).requires_grad_(), draw(16, 32, seed=2).requires_grad_()
         (y,) = all_gather_linear(x, [weight], group, schedule="auto")
         linear_reduce_scatter(y, draw(8, 16, seed=3).requires_grad_(), group, schedule="auto").sum().backward()
         assert x.grad is not None
         assert y.shape == (size * world, 16)
-    return {"lines": remarks("tp_linear")[before:]}
+    return {"lines": report_lines("tp_linear")[before:]}
 
 
 def test_rows_are_rounded_to_four_numbers_between_powers_of_two():
@@ -124,7 +124,7 @@ def test_only_what_differs_is_measured():
 
     def names(operator: str, direction: str) -> tuple[str, ...]:
         shape = Shape(operator, 8, 4, (4,), torch.float32)
-        found = race(wires, torch.device("cpu"), shape, direction, arms, "bulk", anew=True)
+        found = tuning_for(wires, torch.device("cpu"), shape, direction, arms, "bulk", anew=True)
         assert found.arms[0] == "stock"
         assert found.default in found.arms
         return tuple(name for name in found.arms if name != "fused")
@@ -238,7 +238,7 @@ def left_behind() -> Record:
         allocated.append(torch.cuda.memory_allocated())
         torch.cuda.empty_cache()
         reserved.append(torch.cuda.memory_reserved())
-    x, before = torch.ones(512, width, device="cuda", dtype=torch.bfloat16), len(remarks("tp_linear"))
+    x, before = torch.ones(512, width, device="cuda", dtype=torch.bfloat16), len(report_lines("tp_linear"))
     graph = torch.cuda.CUDAGraph()
     with torch.no_grad(), torch.cuda.graph(graph):
         (y,) = all_gather_linear(x, [weight], group, schedule="auto")
@@ -248,7 +248,7 @@ def left_behind() -> Record:
         "allocated": allocated,
         "reserved": reserved,
         "rng": torch.equal(state, torch.cuda.get_rng_state()),
-        "captured": len(remarks("tp_linear")) - before,
+        "captured": len(report_lines("tp_linear")) - before,
         "right": right,
     }
 

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ovpatch.overlap.symmetric import memory, support, workspace
+from ovpatch.overlap.symm_mem import memory, support, workspace
 from ovpatch_plugins.tp_linear import all_gather_linear, linear_reduce_scatter, plugin, sharing
 from ovpatch_plugins.tp_linear.counters import COUNTERS
 from tests.plugins.tp_linear import test_llama, test_operators

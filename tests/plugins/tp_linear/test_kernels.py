@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ovpatch.overlap.symmetric import signals, support
-from ovpatch.overlap.symmetric.memory import Memory
-from ovpatch.overlap.symmetric.workspace import HEADER, Workspace
+from ovpatch.overlap.symm_mem import signals, support
+from ovpatch.overlap.symm_mem.memory import Memory
+from ovpatch.overlap.symm_mem.workspace import HEADER, Workspace
 from ovpatch_plugins.tp_linear.kernels import launch
 from ovpatch_plugins.tp_linear.kernels.gather_gemm import gather_gemm_kernel, stage_kernel
 from ovpatch_plugins.tp_linear.kernels.gemm_scatter import gemm_scatter_kernel, reduce_kernel, scatter_kernel

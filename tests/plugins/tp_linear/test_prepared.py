@@ -18,9 +18,8 @@ from triton.compiler import make_backend
 from triton.runtime import _allocation
 from triton.runtime.jit import create_function_from_signature
 
-from ovpatch.overlap.symmetric.memory import Memory
-from ovpatch.overlap.symmetric.scratch import Scratch
-from ovpatch.overlap.symmetric.workspace import Workspace
+from ovpatch.overlap.symm_mem.memory import Memory
+from ovpatch.overlap.symm_mem.workspace import Scratch, Workspace
 from ovpatch_plugins.tp_linear.kernels import launch, prepared
 from ovpatch_plugins.tp_linear.kernels.tuning import Tiles
 

@@ -19,7 +19,7 @@ FORMAT: Final = 1
 Times = dict[str, float]
 
 
-class Cache:
+class TuningCache:
     """The measurements of one feature in one environment.
 
     Args:
@@ -39,7 +39,7 @@ class Cache:
         self.problem = ""
 
     def read(self) -> dict[str, Times]:
-        """Return the times of each key's arms, in ms; nothing if there is no file, or none that makes sense."""
+        """Return the times of each key's candidates in ms; nothing if there is no readable file."""
         if self.path is None:
             return {}
         try:
@@ -56,7 +56,7 @@ class Cache:
         return found
 
     def write(self, key: str, times: Mapping[str, float]) -> None:
-        """Add the times of a key's arms, if the file can be written; readers see all of it or nothing."""
+        """Add the times of a key's candidates, if the file can be written; readers see all of it or nothing."""
         if self.path is None:
             return
         choices = self.read() | {key: dict(times)}
@@ -78,7 +78,7 @@ def _checked(data: Any, environment: Mapping[str, str]) -> dict[str, Times]:
         raise ValueError("its head is of another format or environment")
     choices = data.get("choices")
     if not isinstance(choices, dict) or not all(_are_times(times) for times in choices.values()):
-        raise ValueError("its choices are no times by arm")
+        raise ValueError("its choices are no times by candidate")
     return choices
 
 

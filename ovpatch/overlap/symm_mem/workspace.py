@@ -1,4 +1,10 @@
-"""What the ranks of a group write to each other's memory: two halves, signals, and who has come how far."""
+"""The double buffer in which the ranks of a group write to each other's memory, its signals, and its launch order.
+
+[Note: one at a time] A kernel that fills a device and waits for its peers deadlocks if one of them is queued behind
+another such kernel that waits in turn. Hosts launch these kernels in the same order on all ranks, so every device runs
+them in launch order, whatever their streams and groups (:func:`take_turn`). Inside a CUDA graph they are ordered among
+themselves; a replay is ordered against other streams by the script, as for any graph.
+"""
 
 from __future__ import annotations
 
@@ -9,14 +15,42 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import distributed_c10d
 
-from ovpatch.overlap.symmetric import memory
-from ovpatch.overlap.symmetric.order import take_turn
-from ovpatch.overlap.symmetric.scratch import Scratch
+from ovpatch.overlap.symm_mem import memory
 
 HEADER: Final = 1024  # bytes of signals in front of the halves
 _GRAIN: Final = 2 * 1024 * 1024  # bytes: what devices map at least
 _STATE: Final = 8
 _COUNTS: Final = 16384  # at the least
+
+
+class Scratch:
+    """Memory of one device for kernels of which none runs while another one does; ``triton.set_allocator`` takes it.
+
+    Args:
+        device: Where.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._made: list[Tensor] = []
+        self._size = 0
+
+    def __call__(self, size: int, alignment: int, stream: int | None) -> Tensor:
+        """Return memory that a kernel may use while it runs.
+
+        Args:
+            size: Bytes.
+            alignment: Of its address; what torch allocates is aligned well enough.
+            stream: Where the kernel will run.
+        """
+        if size <= self._size:
+            return self._made[-1]
+        made = torch.empty(size, dtype=torch.int8, device=self._device)
+        if self._device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            return made  # the graph's
+        self._made.append(made)  # smaller ones may still be in use, by any stream or graph
+        self._size = size
+        return made
 
 
 class Workspace:
@@ -99,6 +133,33 @@ def _many(counts: int) -> int:
 
 def _clear(own: Tensor) -> None:
     own[:HEADER].zero_()
+
+
+_last: dict[tuple[int | None, bool], tuple[int, torch.cuda.Stream]] = {}
+
+
+def take_turn(device: torch.device, capturing: bool) -> None:
+    """Have the current stream wait for the kernels that were launched before on other streams.
+
+    Args:
+        device: Whose kernels.
+        capturing: Whether the current stream is being captured.
+    """
+    if device.type != "cuda":
+        return
+    handle = torch._C._cuda_getCurrentRawStream(device.index)  # in a tenth of the time that a stream object takes
+    before = _last.get((device.index, capturing))
+    if before is not None and before[0] == handle:
+        return
+    current = torch.cuda.current_stream(device)
+    if before is not None and (not capturing or _is_capturing(before[1])):
+        current.wait_stream(before[1])
+    _last[device.index, capturing] = handle, current
+
+
+def _is_capturing(stream: torch.cuda.Stream) -> bool:
+    with torch.cuda.stream(stream):
+        return torch.cuda.is_current_stream_capturing()
 
 
 _workspaces: dict[tuple[int, torch.device], Workspace] = {}

@@ -9,8 +9,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ovpatch.overlap.symmetric import memory, support, workspace
-from ovpatch.overlap.symmetric.memory import Memory
+from ovpatch.overlap.symm_mem import memory, support, workspace
+from ovpatch.overlap.symm_mem.memory import Memory
 
 CPU = torch.device("cpu")
 

@@ -17,11 +17,11 @@ import torch.distributed as dist
 from torch.utils.flop_counter import FlopCounterMode
 
 from ovpatch.overlap.agreement import DisagreementError
-from ovpatch.overlap.choosing import Budget, Chooser, Race, chooser_of, remarks
-from ovpatch.overlap.choosing import chooser as chooser_module
-from ovpatch.overlap.choosing.apart import apart
-from ovpatch.overlap.choosing.cache import Cache
-from ovpatch.overlap.choosing.race import fastest
+from ovpatch.overlap.autotune import Autotuner, Tuning, TuningBudget, autotuner_for, report_lines
+from ovpatch.overlap.autotune import autotuner as autotuner_module
+from ovpatch.overlap.autotune.autotuner import run_in_own_thread
+from ovpatch.overlap.autotune.cache import TuningCache
+from ovpatch.overlap.autotune.measure import pick_fastest
 
 CPU = torch.device("cpu")
 ENVIRONMENT = {"device": "a", "ranks": "2"}
@@ -49,15 +49,15 @@ SLEEPS = {"first": 8e-3, "second": 5e-3, "third": 1e-3}
     ],
 )
 def test_the_default_and_the_baseline_win_ties(times, default, expected):
-    assert fastest(times, default) == expected
+    assert pick_fastest(times, default) == expected
 
 
 def test_what_is_written_is_read_by_the_next(tmp_path):
-    Cache(tmp_path, "f", ENVIRONMENT).write("key", {"a": 1.5, "b": 2.0})
-    Cache(tmp_path, "f", ENVIRONMENT).write("other", {"a": 1.0})
-    assert Cache(tmp_path, "f", ENVIRONMENT).read() == {"key": {"a": 1.5, "b": 2.0}, "other": {"a": 1.0}}
-    assert Cache(tmp_path, "f", ENVIRONMENT | {"ranks": "3"}).read() == {}
-    assert Cache(tmp_path, "g", ENVIRONMENT).read() == {}
+    TuningCache(tmp_path, "f", ENVIRONMENT).write("key", {"a": 1.5, "b": 2.0})
+    TuningCache(tmp_path, "f", ENVIRONMENT).write("other", {"a": 1.0})
+    assert TuningCache(tmp_path, "f", ENVIRONMENT).read() == {"key": {"a": 1.5, "b": 2.0}, "other": {"a": 1.0}}
+    assert TuningCache(tmp_path, "f", ENVIRONMENT | {"ranks": "3"}).read() == {}
+    assert TuningCache(tmp_path, "g", ENVIRONMENT).read() == {}
     assert [path.suffix for path in (tmp_path / "choices").iterdir()] == [".json"], "no temporary file is left"
 
 
@@ -83,7 +83,7 @@ DAMAGE: dict[str, Any] = {
 
 @pytest.mark.parametrize("damage", DAMAGE)
 def test_a_damaged_file_is_ignored_said_and_written_anew(tmp_path, damage):
-    cache = Cache(tmp_path, "f", ENVIRONMENT)
+    cache = TuningCache(tmp_path, "f", ENVIRONMENT)
     cache.write("key", {"a": 1.0})
     assert not cache.problem
     content = DAMAGE[damage]
@@ -92,15 +92,15 @@ def test_a_damaged_file_is_ignored_said_and_written_anew(tmp_path, damage):
     assert str(cache.path) in cache.problem
     assert "is damaged and was not used" in cache.problem
     cache.write("key", {"a": 2.0})
-    assert Cache(tmp_path, "f", ENVIRONMENT).read() == {"key": {"a": 2.0}}
+    assert TuningCache(tmp_path, "f", ENVIRONMENT).read() == {"key": {"a": 2.0}}
 
 
 def test_a_directory_that_cannot_be_made_or_written_to_is_left_alone(tmp_path):
     (tmp_path / "file").write_text("")
     (tmp_path / "choices").mkdir()
-    blocked = Cache(tmp_path, "f", ENVIRONMENT)
+    blocked = TuningCache(tmp_path, "f", ENVIRONMENT)
     blocked.path.mkdir()  # also for root, whom no permission keeps from writing
-    for cache in (Cache(tmp_path / "file", "f", ENVIRONMENT), Cache(None, "f", ENVIRONMENT), blocked):
+    for cache in (TuningCache(tmp_path / "file", "f", ENVIRONMENT), TuningCache(None, "f", ENVIRONMENT), blocked):
         cache.write("key", {"a": 1.0})
         assert cache.read() == {}
         assert not cache.problem
@@ -109,30 +109,30 @@ def test_a_directory_that_cannot_be_made_or_written_to_is_left_alone(tmp_path):
 
 def test_a_budget_counts_what_is_spent():
     now = [100.0]
-    budget = Budget(10, lambda: now[0])
-    assert budget.left() == 10
-    with budget.spending():
+    budget = TuningBudget(10, lambda: now[0])
+    assert budget.seconds_left() == 10
+    with budget.spend():
         now[0] += 4
-        assert budget.left() == 6
+        assert budget.seconds_left() == 6
     now[0] += 50
-    assert budget.left() == 6
-    with budget.spending():
+    assert budget.seconds_left() == 6
+    with budget.spend():
         now[0] += 7
-    assert budget.left() == -1
+    assert budget.seconds_left() == -1
 
 
 def test_a_budget_counts_threads_that_measure_at_the_same_time():
     now = [0.0]
-    budget = Budget(10, lambda: now[0])
-    first, second = budget.spending(), budget.spending()
+    budget = TuningBudget(10, lambda: now[0])
+    first, second = budget.spend(), budget.spend()
     first.__enter__()
     now[0] += 1
     second.__enter__()
     now[0] += 2
     first.__exit__(None, None, None)
-    assert budget.left() == 10 - 3 - 2
+    assert budget.seconds_left() == 10 - 3 - 2
     second.__exit__(None, None, None)
-    assert budget.left() == 10 - 3 - 2
+    assert budget.seconds_left() == 10 - 3 - 2
 
 
 def test_who_is_interrupted_waits_for_what_is_under_way():
@@ -144,7 +144,7 @@ def test_who_is_interrupted_waits_for_what_is_under_way():
         ended.append(True)
 
     with pytest.raises(KeyboardInterrupt):
-        apart(work, CPU)
+        run_in_own_thread(work, CPU)
     assert ended
 
 
@@ -152,15 +152,17 @@ def test_who_is_interrupted_waits_for_what_is_under_way():
 
 
 class Sleepers:
-    """Arms that sleep, and what was seen while they did."""
+    """Candidates that sleep, and what was seen while they did."""
 
     def __init__(self, sleeps: dict[str, float], default: str = "first") -> None:
         self.sleeps, self.default, self.made, self.calls = sleeps, default, 0, 0
         self.seen: set[Any] = set()
         self.before: Callable[[], object] = int
 
-    def race(self, key: str = "key", **changes: Any) -> Race:
-        return Race(**{"key": key, "arms": tuple(self.sleeps), "default": self.default, "make": self.make} | changes)
+    def tuning(self, key: str = "key", **changes: Any) -> Tuning:
+        return Tuning(
+            **{"key": key, "candidates": tuple(self.sleeps), "default": self.default, "make": self.make} | changes
+        )
 
     def make(self, generator: torch.Generator) -> dict[str, Callable[[], object]]:
         self.made += 1
@@ -179,28 +181,28 @@ def group() -> dist.ProcessGroup:
     return dist.distributed_c10d._get_default_group()
 
 
-def chooser(directory: Path | None = None, budget: Budget | None = None) -> Chooser:
-    return Chooser(CPU, "f", directory, budget or Budget(30))
+def make_tuner(directory: Path | None = None, budget: TuningBudget | None = None) -> Autotuner:
+    return Autotuner(CPU, "f", directory, budget or TuningBudget(30))
 
 
 def measuring() -> dict[str, Any]:
-    """Ranks find other arms fast: the slowest rank's times count, on all of them."""
+    """Ranks find other candidates fast: the slowest rank's times count, on all of them."""
     rank = dist.get_rank()
-    arms = Sleepers({"first": 6e-3, "second": 1e-3 if rank else 9e-3, "third": 2e-3})
+    candidates = Sleepers({"first": 6e-3, "second": 1e-3 if rank else 9e-3, "third": 2e-3})
     state = torch.get_rng_state()
-    choose = chooser()
+    tuner = make_tuner()
     with FlopCounterMode(display=False), torch.autocast("cpu", torch.bfloat16):
-        chosen = choose.choose(group(), arms.race())
-        calls = arms.calls
-        again = choose.choose(group(), arms.race())
-    other = choose.choose(group(), Sleepers({"first": 1e-3, "second": 1e-3}).race("another"))
+        chosen = tuner.tune(group(), candidates.tuning())
+        calls = candidates.calls
+        again = tuner.tune(group(), candidates.tuning())
+    other = tuner.tune(group(), Sleepers({"first": 1e-3, "second": 1e-3}).tuning("another"))
     return {
         "chosen": chosen,
-        "again": again is chosen and arms.calls == calls,
-        "other": other.arm,
-        "seen": arms.seen,
+        "again": again is chosen and candidates.calls == calls,
+        "other": other.candidate,
+        "seen": candidates.seen,
         "rng": torch.equal(state, torch.get_rng_state()),
-        "said": [line for line in remarks("f") if line.startswith("key: ")][-1],
+        "said": [line for line in report_lines("f") if line.startswith("key: ")][-1],
     }
 
 
@@ -209,7 +211,7 @@ def test_ranks_choose_alike_by_the_slowest(ranks, world):
     results = ranks(world)(measuring)
     for result in results:
         assert result["chosen"] == results[0]["chosen"]
-        assert result["chosen"].arm == "third"
+        assert result["chosen"].candidate == "third"
         assert result["chosen"].times["second"] > 8
         assert result["again"]
         assert result["other"] == results[0]["other"]
@@ -220,15 +222,17 @@ def test_ranks_choose_alike_by_the_slowest(ranks, world):
 
 
 def kept(directory: Path, spoil: bool, sleeps: dict[str, float] = SLEEPS) -> tuple[str, str, int, list[str], list[str]]:
-    arms = Sleepers(sleeps if dist.get_rank() == 0 else dict.fromkeys(sleeps, 1e-4))
+    candidates = Sleepers(sleeps if dist.get_rank() == 0 else dict.fromkeys(sleeps, 1e-4))
     if spoil and dist.get_rank() == 0:
         for path in (directory / "choices").iterdir():
             path.write_text(path.read_text()[:-9])
     dist.barrier()
-    chosen = chooser(directory if dist.get_rank() == 0 else directory / "elsewhere").choose(group(), arms.race())
+    chosen = make_tuner(directory if dist.get_rank() == 0 else directory / "elsewhere").tune(
+        group(), candidates.tuning()
+    )
     dist.barrier()
-    problems = [line for line in remarks("f") if "damaged" in line]
-    return chosen.arm, chosen.why, arms.calls, problems, sorted(path.name for path in directory.iterdir())
+    problems = [line for line in report_lines("f") if "damaged" in line]
+    return chosen.candidate, chosen.why, candidates.calls, problems, sorted(path.name for path in directory.iterdir())
 
 
 def test_the_next_run_reads_what_one_has_written(ranks, tmp_path):
@@ -238,7 +242,7 @@ def test_the_next_run_reads_what_one_has_written(ranks, tmp_path):
     for arm, why, calls, _, _ in ranks(2)(kept, tmp_path, False, dict(reversed(SLEEPS.items()))):
         assert (arm, why, calls) == ("third", "measured in an earlier run", 0), "the first rank alone reads"
     for _, why, _, _, _ in ranks(2)(kept, tmp_path, False, SLEEPS | {"fourth": 1e-3}):
-        assert why == "measured", "other arms are another question"
+        assert why == "measured", "other candidates are another question"
     first, second = ranks(2)(kept, tmp_path, True)
     assert first[1] == second[1] == "measured"
     assert str(tmp_path) in first[3][-1]
@@ -249,13 +253,13 @@ def test_the_next_run_reads_what_one_has_written(ranks, tmp_path):
 def spending() -> list[tuple[str, str, int]]:
     """The last rank's clock runs away while the second race is measured."""
     now, last = [0.0], dist.get_rank() == dist.get_world_size() - 1
-    choose = chooser(budget=Budget(10, lambda: now[0]))
-    arms = Sleepers(SLEEPS, default="second")
+    tuner = make_tuner(budget=TuningBudget(10, lambda: now[0]))
+    candidates = Sleepers(SLEEPS, default="second")
     found = []
     for key, seconds in (("cheap", 0.0), ("dear", 6.0), ("late", 0.0)):
-        arms.before = lambda seconds=seconds: now.append(now.pop() + seconds * last)
-        chosen = choose.choose(group(), arms.race(key))
-        found.append((chosen.arm, chosen.why, arms.made))
+        candidates.before = lambda seconds=seconds: now.append(now.pop() + seconds * last)
+        chosen = tuner.tune(group(), candidates.tuning(key))
+        found.append((chosen.candidate, chosen.why, candidates.made))
     return found
 
 
@@ -263,7 +267,7 @@ def test_once_the_budget_is_spent_the_default_is_taken(ranks):
     for cheap, dear, late in ranks(2)(spending):
         assert cheap == ("third", "measured", 1)
         assert dear == ("second", "not measured, since measuring has taken its 10 s", 2)
-        assert late == ("second", "not measured, since measuring has taken its 10 s", 2), "no arms are made any more"
+        assert late == ("second", "not measured, since measuring has taken its 10 s", 2), "no candidates are made"
 
 
 class InBackward(torch.autograd.Function):
@@ -283,13 +287,13 @@ def unmade(generator: torch.Generator) -> Any:
 
 
 def not_measured() -> dict[str, Any]:
-    arms = Sleepers(SLEEPS, default="second")
-    choose = chooser()
+    candidates = Sleepers(SLEEPS, default="second")
+    tuner = make_tuner()
     found: dict[str, Any] = {}
 
     def ask(name: str, **changes: Any) -> None:
-        chosen = choose.choose(group(), arms.race(**changes))
-        found[name] = chosen.arm, chosen.final, arms.calls
+        chosen = tuner.tune(group(), candidates.tuning(**changes))
+        found[name] = chosen.candidate, chosen.final, candidates.calls
 
     if dist.get_rank() == 0:  # alone
         InBackward.apply(torch.ones(1, requires_grad=True), lambda: ask("in a backward")).sum().backward()
@@ -301,21 +305,21 @@ def not_measured() -> dict[str, Any]:
     finally:
         torch.use_deterministic_algorithms(False)
     alone = dist.new_group([dist.get_rank()], use_local_synchronization=True)
-    found["alone"] = choose.choose(alone, arms.race("alone")).arm, arms.calls
-    memory, chooser_module._free = chooser_module._free, lambda device: 100.0 * (1 - dist.get_rank())
+    found["alone"] = tuner.tune(alone, candidates.tuning("alone")).candidate, candidates.calls
+    memory, autotuner_module._free_bytes = autotuner_module._free_bytes, lambda device: 100.0 * (1 - dist.get_rank())
     try:
         ask("without memory", key="big", needs=80)
     finally:
-        chooser_module._free = memory
-    before = len(remarks("f"))
-    ask("failing to make", key="failing", make=unmade if dist.get_rank() else arms.make)
-    found["said"] = [line.partition(" (")[2] for line in remarks("f")[before:]]
+        autotuner_module._free_bytes = memory
+    before = len(report_lines("f"))
+    ask("failing to make", key="failing", make=unmade if dist.get_rank() else candidates.make)
+    found["said"] = [line.partition(" (")[2] for line in report_lines("f")[before:]]
     ask("with one that is usable", key="one", usable=lambda name: name == "first")
     ask("with two that are usable", key="two", usable=lambda name: name != "third")
-    found["of them"] = choose.choose(group(), arms.race("two", usable=lambda name: name != "third")).times
-    found["others"] = choose.choose(group(), Sleepers({"first": 1e-3, "another": 0.0}).race("two")).arm
+    found["of them"] = tuner.tune(group(), candidates.tuning("two", usable=lambda name: name != "third")).times
+    found["others"] = tuner.tune(group(), Sleepers({"first": 1e-3, "another": 0.0}).tuning("two")).candidate
     ask("at last")
-    found["same"] = chooser_of(group(), CPU, "f", None) is chooser_of(group(), CPU, "f", None)
+    found["same"] = autotuner_for(group(), CPU, "f", None) is autotuner_for(group(), CPU, "f", None)
     return found
 
 
@@ -326,13 +330,13 @@ def test_where_nothing_is_measured(ranks):
         assert found["deterministic"] == ("second", True, 0)
         assert found["alone"] == ("first", 0), "one rank has nothing to choose"
         assert found["without memory"] == ("second", True, 0), "for want of memory on one rank"
-        assert found["failing to make"] == ("second", True, 0), "for want of arms on one rank"
+        assert found["failing to make"] == ("second", True, 0), "for want of candidates on one rank"
         where = "not measured, since a rank could not make what is measured; its report says why)"
         assert found["said"] == (["here) and more", where] if rank else [where])
         assert found["with one that is usable"] == ("first", True, 0)
         assert found["with two that are usable"][0] == "second"
         assert list(found["of them"]) == ["first", "second"]
-        assert found["others"] == "another", "the same question of other arms is another one"
+        assert found["others"] == "another", "the same question of other candidates is another one"
         arm, final, calls = found["at last"]
         assert (arm, final) == ("third", True)
         assert calls > 0
@@ -341,43 +345,43 @@ def test_where_nothing_is_measured(ranks):
 
 def differing() -> list[str]:
     found = []
-    for key, arms in (
+    for key, candidates in (
         (f"rows {dist.get_rank()}", SLEEPS),
         ("key", SLEEPS if dist.get_rank() else {"first": 0.0, "x": 0.0}),
     ):
         with pytest.raises(DisagreementError) as caught:
-            chooser().choose(group(), Sleepers(arms).race(key))
+            make_tuner().tune(group(), Sleepers(candidates).tuning(key))
         found.append(str(caught.value))
     return found
 
 
 def failing() -> dict[str, Any]:
     """Arms that raise in their first call: one on all ranks, the baseline, and one on this rank alone."""
-    arms, found = Sleepers(SLEEPS), {}
+    candidates, found = Sleepers(SLEEPS), {}
 
     def fail(at: float) -> Any:
         return lambda seconds: [][1] if seconds == at else time.sleep(seconds)
 
-    arms.call = fail(SLEEPS["third"])
-    chosen = chooser().choose(group(), arms.race("third fails"))
-    found["left out"] = chosen.arm, list(chosen.times), remarks("f")[-2]
-    arms.call = fail(SLEEPS["first"])
+    candidates.call = fail(SLEEPS["third"])
+    chosen = make_tuner().tune(group(), candidates.tuning("third fails"))
+    found["left out"] = chosen.candidate, list(chosen.times), report_lines("f")[-2]
+    candidates.call = fail(SLEEPS["first"])
     with pytest.raises(IndexError):
-        chooser().choose(group(), arms.race("first fails"))
+        make_tuner().tune(group(), candidates.tuning("first fails"))
     if dist.get_rank() == 0:
-        arms.call = fail(SLEEPS["third"])
-        choose, race = chooser(), arms.race("third fails here")
-        with mock.patch.object(chooser_module, "FAILURE_S", 0.5), pytest.raises(IndexError) as caught:
-            choose._works(group(), race, "third", race.make(torch.Generator())["third"])
+        candidates.call = fail(SLEEPS["third"])
+        tuner, tuning = make_tuner(), candidates.tuning("third fails here")
+        with mock.patch.object(autotuner_module, "FAILURE_S", 0.5), pytest.raises(IndexError) as caught:
+            tuner._first_call(group(), tuning, "third", tuning.make(torch.Generator())["third"])
         found["alone"] = str(caught.value)
     return found
 
 
 def test_ranks_that_ask_for_something_else_are_named(ranks):
-    for keys, arms in ranks(2)(differing):
+    for keys, candidates in ranks(2)(differing):
         assert 'what is computed is "rows 0" on rank 0 but "rows 1" on rank 1' in keys
         assert keys.endswith("which are not measured.")
-        assert "arms is" in arms
+        assert "candidates is" in candidates
 
 
 def test_an_arm_that_fails_on_all_ranks_is_left_out(ranks):

@@ -1,4 +1,4 @@
-"""Whether the ranks of a group can reach each other's memory from kernels.
+"""Whether the ranks of a group can reach each other's memory, and whether Triton can run kernels there.
 
 [Note: where ranks meet] Torch's rendezvous passes handles through sockets in the directory for temporary files, named
 by process ids, and waits for them without end. Ranks have to have the same directory, and to know each other's ids.
@@ -6,8 +6,10 @@ by process ids, and waits for them without end. Ranks have to have the same dire
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import os
+import shutil
 import socket
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -16,8 +18,7 @@ from typing import Any, Final
 import torch
 import torch.distributed as dist
 
-from ovpatch.overlap import kernel_support
-from ovpatch.overlap.symmetric.memory import history
+from ovpatch.overlap.symm_mem.memory import history
 
 MOST_RANKS: Final = 8
 _HOPPER: Final = (9, 0)
@@ -71,7 +72,19 @@ def reason_against(device: torch.device) -> str:
     capability = torch.cuda.get_device_capability(device)
     if capability < _HOPPER:
         return "the GPU has compute capability {}.{}, and kernels need 9.0".format(*capability)
-    return kernel_support.objection()
+    return triton_unavailable_reason()
+
+
+@functools.cache
+def triton_unavailable_reason() -> str:
+    """Return why Triton's kernels cannot run in this process, with the remedy, or ""."""
+    if importlib.util.find_spec("triton") is None:
+        return "Triton is not installed: pip install triton, in the version that this torch names"
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        return "TRITON_INTERPRET=1 has kernels interpreted, which is for tests: unset it"
+    if not (os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")):
+        return "Triton finds no C compiler for its launchers: install gcc or clang, or set CC to one"
+    return ""
 
 
 def _told(device: torch.device, reason: str) -> dict[str, str]:

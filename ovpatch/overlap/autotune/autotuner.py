@@ -1,0 +1,359 @@
+"""The autotuner of a process group: measures candidates once per key, and has all ranks take the same one."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import enum
+import functools
+import importlib.metadata
+import platform
+import socket
+import threading
+import time
+import weakref
+import zlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Final, Generic, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from ovpatch.overlap.agreement import DisagreementError, agree, patience
+from ovpatch.overlap.autotune.cache import TuningCache
+from ovpatch.overlap.autotune.measure import Candidates, Choice, RankNumbers, Tuning, measure_candidates, pick_fastest
+from ovpatch.overlap.collectives import backend_name
+from ovpatch.overlap.cuda_graphs import capturing
+
+T = TypeVar("T")
+
+BUDGET_S: Final = 30.0
+PATIENCE_S: Final = 300.0  # ranks may reach a first call at different times
+FAILURE_S: Final = 20.0  # a candidate that fails on all ranks does so at about the same time
+INTERRUPTED_S: Final = 10.0  # after Ctrl-C, for a measurement whose collectives must not meet later ones
+_SPARE: Final = 1.25  # of memory, for what the allocator cannot use
+
+_REMEDY = (
+    "Ranks that choose by measurement must make the same calls, with the same shapes and settings; or set the option "
+    "to one of its other values, which are not measured."
+)
+
+_UNMADE = "not measured, since a rank could not make what is measured; its report says why"
+
+
+class TuningBudget:
+    """Seconds that a process may spend on measuring.
+
+    Args:
+        seconds: In all.
+        clock: Tells the time, in seconds.
+    """
+
+    def __init__(self, seconds: float = BUDGET_S, clock: Callable[[], float] = time.monotonic) -> None:
+        self.seconds, self._clock = seconds, clock
+        self._spent, self._lock = 0.0, threading.Lock()
+        self._running: list[float] = []  # start times; threads may measure for several groups at the same time
+
+    @contextlib.contextmanager
+    def spend(self) -> Iterator[None]:
+        """Count the time of a block."""
+        began = self._clock()
+        with self._lock:
+            self._running.append(began)
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._running.remove(began)
+                self._spent += self._clock() - began
+
+    def seconds_left(self) -> float:
+        """Return how many seconds are left; negative once the budget is overdrawn."""
+        with self._lock:
+            return self.seconds - self._spent - sum(self._clock() - began for began in self._running)
+
+
+BUDGET: Final = TuningBudget()
+"""This process's, for all features and groups."""
+
+
+class _Problem(enum.IntEnum):
+    """Why a rank has no candidates; the largest of all ranks is reported."""
+
+    MEMORY = 1
+    ERROR = 2
+
+
+class Autotuner:
+    """Chooses candidates for a feature on a process group. It does not keep the group alive.
+
+    [Note: one choice on all ranks] Ranks that compute in different ways issue different collectives, and hang. So each
+    number that decides is known to all: the first rank's, read from its file, or the slowest rank's, measured. Ranks
+    compare keys by the store before they measure; a rank that is about to compute something else is named in an error.
+
+    [Note: when to measure] A measurement is a collective. It runs where an operator first meets a shape, because all
+    ranks come there. It never runs in a backward, which one rank may run alone, under CUDA graph capture, or while a
+    compiler traces: there the default is taken, and the next call asks again.
+
+    [Note: candidates that fail] A kernel that does not compile must not end a training. A candidate that fails in its
+    first call on all ranks is left out, but for the baseline. If it fails on some ranks only, the others are inside its
+    collectives, and the error is raised.
+
+    Args:
+        device: Where is computed.
+        feature: For whom.
+        directory: Where measurements are kept from run to run; None to keep none.
+        budget: How long may be measured.
+    """
+
+    def __init__(self, device: torch.device, feature: str, directory: Path | None, budget: TuningBudget) -> None:
+        self._device, self._feature, self._directory, self._budget = device, feature, directory, budget
+        self._choices: dict[tuple[bool, str, tuple[str, ...]], Choice] = {}
+        self._cache: TuningCache | None = None
+
+    def tune(self, group: dist.ProcessGroup, tuning: Tuning) -> Choice:
+        """Return which candidate all ranks take.
+
+        A collective if the key is new to the group; see [Note: when to measure].
+
+        Args:
+            group: The ranks, always the same.
+            tuning: The candidates.
+
+        Raises:
+            DisagreementError: Ranks ask for different keys, or a rank does not come.
+        """
+        deterministic = torch.are_deterministic_algorithms_enabled()
+        question = (deterministic, tuning.key, tuning.candidates)
+        known = self._choices.get(question)
+        if known is not None:
+            return known
+        if _cannot_measure(self._device):
+            return Choice(tuning.default, "nothing can be measured here", final=False)
+        choice = self._choices[question] = self._decide(group, tuning, deterministic)
+        if choice.why:
+            add_report_line(self._feature, choice.report_line(tuning.key))
+        return choice
+
+    def _decide(self, group: dist.ProcessGroup, tuning: Tuning, deterministic: bool) -> Choice:
+        if group.size() == 1 or dist.get_backend(group) == "fake" or len(tuning.candidates) == 1:
+            return Choice(tuning.candidates[0], "")
+        terms = {
+            "what is computed": tuning.key,
+            "candidates": list(tuning.candidates),
+            "deterministic algorithms": deterministic,
+        }
+        limit = patience(group, self._device, PATIENCE_S)
+        agree(group, f"{self._feature}: choice", terms, timeout_s=limit, remedy=_REMEDY)
+        if deterministic:
+            return Choice(tuning.default, "not measured, since algorithms must be deterministic")
+        return run_in_own_thread(functools.partial(self._look_up_or_measure, group, tuning), self._device)
+
+    def _look_up_or_measure(self, group: dist.ProcessGroup, tuning: Tuning) -> Choice:
+        numbers = RankNumbers(group, self._device)
+        cache = self._cache
+        if cache is None:
+            cache = self._cache = TuningCache(self._directory, self._feature, self._environment(group, numbers))
+        tuning = dataclasses.replace(tuning, candidates=tuple(filter(tuning.usable, tuning.candidates)))
+        if len(tuning.candidates) == 1:
+            return Choice(tuning.candidates[0], "")
+        earlier = cache.read().get(tuning.key, {}) if group.rank() == 0 else {}
+        if cache.problem:
+            add_report_line(self._feature, cache.problem)
+        complete = set(earlier) == set(tuning.candidates)
+        given = [earlier[name] for name in tuning.candidates] if complete else [0.0] * len(tuning.candidates)
+        found = numbers.broadcast(given)
+        if all(found):
+            times = dict(zip(tuning.candidates, found, strict=True))
+            return Choice(pick_fastest(times, tuning.default), "measured in an earlier run", times)
+        if numbers.maximum([-self._budget.seconds_left()])[0] >= 0:
+            return self._out_of_time(tuning)
+        with self._budget.spend():
+            return self._measure(group, tuning, numbers, cache)
+
+    def _measure(self, group: dist.ProcessGroup, tuning: Tuning, numbers: RankNumbers, cache: TuningCache) -> Choice:
+        candidates = self._make(tuning)
+        (problem,) = numbers.maximum([float(candidates) if isinstance(candidates, _Problem) else 0.0])
+        if problem == _Problem.MEMORY:
+            return Choice(tuning.default, f"not measured, which takes {tuning.needs / 2**30:.2g} GiB of memory")
+        if problem or isinstance(candidates, _Problem):
+            return Choice(tuning.default, _UNMADE)
+        first_call = functools.partial(self._first_call, group, tuning)
+        times = measure_candidates(candidates, numbers, self._device, self._budget.seconds_left, first_call)
+        if times is None:
+            return self._out_of_time(tuning)
+        if group.rank() == 0:
+            cache.write(tuning.key, times)
+        return Choice(pick_fastest(times, tuning.default), "measured", times)
+
+    def _make(self, tuning: Tuning) -> Candidates | _Problem:
+        """Return the candidates, the baseline first, or why there are none: peers would wait for a rank that raises."""
+        if tuning.needs * _SPARE > _free_bytes(self._device):
+            return _Problem.MEMORY
+        try:
+            made = tuning.make(torch.Generator(self._device).manual_seed(0))
+        except torch.OutOfMemoryError:
+            return _Problem.MEMORY
+        except RuntimeError as error:
+            text = f"nothing was measured for {tuning.key}: {type(error).__name__}: {_one_line(error)}"
+            add_report_line(self._feature, text)
+            return _Problem.ERROR
+        return {name: made[name] for name in tuning.candidates}
+
+    def _first_call(self, group: dist.ProcessGroup, tuning: Tuning, name: str, candidate: Callable[[], object]) -> bool:
+        """Call a candidate; see [Note: candidates that fail]."""
+        try:
+            candidate()
+        except Exception as error:  # kernels' compilers have errors of their own
+            baseline = name == tuning.candidates[0]
+            if baseline or not _fails_on_all_ranks(group, f"{self._feature}: {name}", tuning.key):
+                raise
+            text = f"{name} was left out for {tuning.key}: {type(error).__name__}: {_one_line(error)}"
+            add_report_line(self._feature, text)
+            return False
+        return True
+
+    def _out_of_time(self, tuning: Tuning) -> Choice:
+        return Choice(tuning.default, f"not measured, since measuring has taken its {self._budget.seconds:g} s")
+
+    def _environment(self, group: dist.ProcessGroup, numbers: RankNumbers) -> dict[str, str]:
+        """Return what times depend on, beside what is computed."""
+        hosts = numbers.all_gather(zlib.crc32(socket.gethostname().encode()))
+        on_gpu = self._device.type == "cuda"
+        return {
+            "device": torch.cuda.get_device_name(self._device) if on_gpu else platform.machine(),
+            "ranks": str(group.size()),
+            "hosts": str(len(set(hosts))),
+            "backend": backend_name(group, self._device),
+            "torch": str(torch.__version__),
+            "ovpatch": importlib.metadata.version("ovpatch"),
+        }
+
+
+_autotuners: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[tuple[str, torch.device], Autotuner]] = (
+    weakref.WeakKeyDictionary()
+)
+
+
+def autotuner_for(group: dist.ProcessGroup, device: torch.device, feature: str, directory: Path | None) -> Autotuner:
+    """Return the autotuner of a feature on a group; made once.
+
+    Args:
+        group: The ranks.
+        device: Where is computed.
+        feature: Its name.
+        directory: Where measurements are kept from run to run; None to keep none.
+    """
+    made = _autotuners.setdefault(group, {})
+    key = (feature, device)
+    if key not in made:
+        made[key] = Autotuner(device, feature, directory, BUDGET)
+    return made[key]
+
+
+# --- the report ---
+
+_report_lines: dict[str, dict[str, None]] = {}  # by feature, each line once; they outlive the groups
+
+
+def add_report_line(feature: str, text: str) -> None:
+    """Keep a line for a feature's report."""
+    _report_lines.setdefault(feature, {})[text] = None
+
+
+def report_lines(feature: str) -> list[str]:
+    """Return a feature's lines, in the order in which they were added."""
+    return list(_report_lines.get(feature, ()))
+
+
+# --- a thread without the caller's modes ---
+
+
+def run_in_own_thread(work: Callable[[], T], device: torch.device) -> T:
+    """Return what a function returns in a new thread, on the device's default stream, with gradients off.
+
+    The caller may be under modes that change, count or keep what is computed: a checkpoint, autocast, inference mode, a
+    profiler, a default device. All belong to a thread, so a new one has none of them. The device is idle before and
+    after, and no more of its memory is reserved than before. A caller that is interrupted waits some seconds for the
+    function to end; a second Ctrl-C ends that, too.
+
+    Args:
+        work: The function.
+        device: The current one there, if it is a GPU.
+    """
+    reserved = _synchronize(device)
+    task = _Task(work, device)
+    thread = threading.Thread(target=task, name="ovpatch-autotune", daemon=True)
+    try:
+        thread.start()
+        task.ended.wait()  # not join(): after its interruption Python 3.11 takes the thread for ended
+    except BaseException:  # Ctrl-C, or a signal's handler: the task's collectives must not meet later ones
+        if thread.is_alive():
+            task.ended.wait(INTERRUPTED_S)
+        raise
+    thread.join()
+    if _synchronize(device) > reserved:
+        torch.cuda.empty_cache()
+    return task.result()
+
+
+class _Task(Generic[T]):
+    def __init__(self, work: Callable[[], T], device: torch.device) -> None:
+        self._work, self._device = work, device
+        self._results: list[T] = []
+        self._error: BaseException | None = None
+        self.ended = threading.Event()
+
+    def __call__(self) -> None:
+        try:
+            if self._device.type == "cuda":
+                torch.cuda.set_device(self._device)
+            with torch.no_grad():
+                self._results.append(self._work())
+        except BaseException as error:  # noqa: BLE001  # raised where the caller waits
+            self._error = error
+        finally:
+            self.ended.set()
+
+    def result(self) -> T:
+        error, self._error = self._error, None
+        if error is not None:
+            raise error
+        return self._results[0]
+
+
+def _synchronize(device: torch.device) -> int:
+    """Wait for a GPU; return how many bytes of its memory this process has reserved."""
+    if device.type != "cuda":
+        return 0
+    torch.cuda.synchronize(device)
+    return torch.cuda.memory_reserved(device)
+
+
+def _fails_on_all_ranks(group: dist.ProcessGroup, topic: str, key: str) -> bool:
+    """Return whether all ranks call this."""
+    try:
+        agree(group, topic, {"what fails": key}, timeout_s=FAILURE_S)
+    except DisagreementError:
+        return False
+    return True
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split())[:300]
+
+
+def _cannot_measure(device: torch.device) -> bool:
+    """Return whether nothing can be measured here; see [Note: when to measure]."""
+    if torch.compiler.is_compiling() or torch._C._current_graph_task_id() != -1:
+        return True
+    return capturing(device)
+
+
+def _free_bytes(device: torch.device) -> float:
+    """Return how many bytes could be allocated."""
+    if device.type != "cuda":
+        return float("inf")
+    free, _ = torch.cuda.mem_get_info(device)
+    return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
