@@ -61,6 +61,7 @@ class GradShards:
         taker: Returns who takes the latter, if anybody does.
         editions: The editions of the parts; who changes them says so there.
         retired: Whether the model has other shards by now.
+        left: Whether the model's gradients are reduced elsewhere by now, for good: ranks may step unevenly.
         local: Whether gradients were added that were not reduced, as under ``no_sync()``.
         identity: Name of the model, the same on all ranks and no other's in the process group.
     """
@@ -78,7 +79,7 @@ class GradShards:
         self.chosen = self._elected = frozenset[int]()
         self.lowered: Mapping[int, torch.dtype] = {}
         self.taker: Callable[[], Taker | None] = nobody
-        self.local = self.retired = False
+        self.local = self.retired = self.left = False
         device = params[0].device
         self.editions = Editions(device)
         self._votes = Votes(group, device, "dist_optimizer")
@@ -305,6 +306,7 @@ class GradShards:
 
     def leave(self) -> None:
         """Put all gradients in place, while there are peers to ask; there will be no parts any more."""
+        self.left = True
         if self._peers.leave():
             self.settle()
 
@@ -385,7 +387,9 @@ def delivered(grad: Tensor) -> tuple[GradShards, int] | None:
     if entry is None or entry[0]() is not grad:
         return None
     shards = entry[1]()
-    return (shards, entry[2]) if shards is not None and shards.is_newest(entry[3]) else None
+    if shards is None or shards.left or not shards.is_newest(entry[3]):
+        return None
+    return shards, entry[2]
 
 
 class Reads:
