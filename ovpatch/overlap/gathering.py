@@ -64,6 +64,9 @@ class ParamGather:
         self._works: Sequence[Work] = []
         self._padded: list[_Padded] = []
         self._stream: torch.cuda.Stream | None = None
+        # Memory that torch cannot resize was made by another library (``from_numpy()``), which may read it. Asked once:
+        # a later ``numpy()`` looks alike for ever, though its arrays are counted while there are any.
+        self._foreign = any(not param.untyped_storage().resizable() for param in params)
         # [Note: owners of a parameter] With these nodes kept, a tensor has as many owners with a graph as without. Who
         # else is legitimate differs: DDP's C++ reducer is, ours is none, and the former lets go of some after the first
         # step. So the fewest owners that any parameter of the bucket has ever had are normal, and one more is a
@@ -132,6 +135,8 @@ class ParamGather:
             self._padded.clear()
 
     def _mark(self) -> str:
+        if self._foreign:
+            return "another library made its memory"
         self._owners = min(self._owners, *map(owners_of, self._params))
         for param in self._params:
             if reason := mark(param, self.settle, owners=self._owners):

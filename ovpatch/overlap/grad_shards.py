@@ -25,7 +25,7 @@ from ovpatch.overlap.editions import Editions
 from ovpatch.overlap.gate import Gate
 from ovpatch.overlap.given_up import GivenUp
 from ovpatch.overlap.grad_roles import Arriving, Reducer, Taker
-from ovpatch.overlap.memory import is_nobody_elses
+from ovpatch.overlap.memory import is_nobody_elses, is_shared
 from ovpatch.overlap.metadata import grad_of
 from ovpatch.overlap.placeholders import Placeholder
 from ovpatch.overlap.shard_peers import ShardPeers
@@ -260,7 +260,7 @@ class GradShards:
         grad = grad_of(self.params[index])
         if unwidened.half_of(grad) is not None and placeholders.redirect(grad, self, index):
             self._early.add(index, grad)
-        elif grad is not None and (ours or is_nobody_elses(grad)):
+        elif grad is not None and _may_go(grad, ours=ours):
             self._early.add(index, placeholders.empty_out(grad, self, index))
 
     def lose(self) -> None:
@@ -285,7 +285,7 @@ class GradShards:
             pass  # it was given up
         elif unwidened.half_of(grad) is not None and placeholders.redirect(grad, self, index):
             pass
-        elif ours or is_nobody_elses(grad):
+        elif _may_go(grad, ours=ours):
             placeholders.empty_out(grad, self, index)
         else:
             self._overdue.append(index)  # somebody holds its memory, and must find the average there
@@ -356,6 +356,11 @@ class GradShards:
         """Return one tensor for each dtype that parts may have."""
         dtypes = dict.fromkeys([*(param.dtype for param in self.params), torch.float32])
         return [self.params[0].new_empty(0, dtype=dtype) for dtype in dtypes if dtype.is_floating_point]
+
+
+def _may_go(grad: Tensor, *, ours: bool) -> bool:
+    """Tell whether the memory of a gradient may be given up; by ``ours`` only this process knows it."""
+    return (ours or is_nobody_elses(grad)) and not is_shared(grad)
 
 
 _owners: dict[int, tuple[weakref.ref[torch.nn.Parameter], weakref.ref[GradShards], int]] = {}
