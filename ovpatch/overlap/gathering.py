@@ -50,15 +50,22 @@ class ParamGather:
         group: The process group, on whose ranks the slices are.
         feature: For labels in profiles.
         name: Of the bucket, for labels in profiles.
+        communicator: Over the same ranks, which the backend gathers on; by default the group itself.
     """
 
     def __init__(
-        self, params: Sequence[Parameter], group: dist.ProcessGroup, *, feature: str = "dist_optimizer", name: str = ""
+        self,
+        params: Sequence[Parameter],
+        group: dist.ProcessGroup,
+        *,
+        feature: str = "dist_optimizer",
+        name: str = "",
+        communicator: dist.ProcessGroup | None = None,
     ) -> None:
         self._params = tuple(params)
         self._group, self._world, self._rank = group, group.size(), group.rank()
         self._device = params[0].device
-        self._gather = AllGather(group, self._device)
+        self._gather = AllGather(group, self._device, communicator)
         self._labels = label(feature, "all_gather", name), label(feature, "wait", name)
         self._lock = threading.RLock()  # re-entered if a finaliser or a signal handler reads while we settle
         self._works: Sequence[Work] = []

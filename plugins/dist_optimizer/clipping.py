@@ -21,6 +21,7 @@ from torch import Tensor
 from ovpatch.overlap import grad_shards
 from ovpatch.overlap.changing import changing
 from ovpatch.overlap.grad_shards import GradShards
+from ovpatch.overlap.step_communicator import step_communicator
 from ovpatch_plugins.dist_optimizer.counters import COUNTERS
 
 _FRAMES = 4  # how far up the caller may be: other patches put frames of their own between
@@ -88,7 +89,7 @@ def _all_ranks_clip() -> bool:
 def _meet(total_norm: Tensor, groups: Iterable[dist.ProcessGroup]) -> None:
     """Have no part changed that a peer may still ask for."""
     for group in groups:
-        dist.all_reduce(torch.zeros_like(total_norm), group=group)
+        dist.all_reduce(torch.zeros_like(total_norm), group=step_communicator(group, total_norm.device))
 
 
 class _Holder:
@@ -122,7 +123,7 @@ def _norm(
         own = original([shards.current_part(index) for index in indices], norm_type)
         if together:
             shards.meet()
-            norms.append(_over_ranks(own, shards.group, norm_type))
+            norms.append(_over_ranks(own, step_communicator(shards.group, own.device), norm_type))
         else:
             peers = shards.norms_of_peers(indices, norm_type)
             norms.append(torch.linalg.vector_norm(torch.stack([own, *map(own.new_tensor, peers)]), norm_type))

@@ -38,6 +38,7 @@ from ovpatch.overlap.gate import Gate
 from ovpatch.overlap.grad_shards import GradShards
 from ovpatch.overlap.main_shards import MainShards
 from ovpatch.overlap.pending import settle
+from ovpatch.overlap.step_communicator import step_communicator
 from ovpatch.overlap.watching import Uses, unwatch, watch
 from ovpatch_plugins.dist_optimizer.counters import COUNTERS
 
@@ -69,7 +70,8 @@ class MixedParams:
         self.group, self._shards = shards.group, weakref.ref(shards)
         self._dtype, self._names, self._params = dtype, shards.names, shards.params
         self._gate = Gate.of(self.group)
-        self._all_reduce = AllReduce(self.group, shards.params[0].device)
+        device = shards.params[0].device
+        self._all_reduce = AllReduce(step_communicator(self.group, device), device)
         self._mains = MainShards(shards.params, shards.names, self.group, shards.identity, dtype)
         self._closed = False
         self._step = 0

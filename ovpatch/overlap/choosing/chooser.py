@@ -64,7 +64,7 @@ class Chooser:
         self._choices: dict[tuple[bool, str, tuple[str, ...]], Choice] = {}
         self._cache: Cache | None = None
 
-    def choose(self, group: dist.ProcessGroup, race: Race) -> Choice:
+    def choose(self, group: dist.ProcessGroup, race: Race, communicator: dist.ProcessGroup | None = None) -> Choice:
         """Return which arm all ranks take.
 
         A collective if the key is new to the group, and one may be issued here; see [Note: when to measure].
@@ -72,6 +72,7 @@ class Chooser:
         Args:
             group: The ranks, always the same.
             race: The arms.
+            communicator: Over the same ranks, on which numbers are exchanged; by default the group itself.
 
         Raises:
             DisagreementError: Ranks ask for different keys, or a rank does not come.
@@ -83,12 +84,14 @@ class Chooser:
             return known
         if _is_hindered(self._device):
             return Choice(race.default, "nothing can be measured here", final=False)
-        choice = self._choices[question] = self._settled(group, race, fixed)
+        choice = self._choices[question] = self._settled(group, communicator or group, race, fixed)
         if choice.why:
             record(self._feature, choice.text(race.key))
         return choice
 
-    def _settled(self, group: dist.ProcessGroup, race: Race, fixed: bool) -> Choice:
+    def _settled(
+        self, group: dist.ProcessGroup, communicator: dist.ProcessGroup, race: Race, fixed: bool
+    ) -> Choice:
         if group.size() == 1 or dist.get_backend(group) == "fake" or len(race.arms) == 1:
             return Choice(race.arms[0], "")
         terms = {"what is computed": race.key, "arms": list(race.arms), "deterministic algorithms": fixed}
@@ -96,11 +99,11 @@ class Chooser:
         agree(group, f"{self._feature}: choice", terms, timeout_s=limit, remedy=_REMEDY)
         if fixed:
             return Choice(race.default, "not measured, since algorithms must be deterministic")
-        return apart(functools.partial(self._found, group, race), self._device)
+        return apart(functools.partial(self._found, group, communicator, race), self._device)
 
-    def _found(self, group: dist.ProcessGroup, race: Race) -> Choice:
+    def _found(self, group: dist.ProcessGroup, communicator: dist.ProcessGroup, race: Race) -> Choice:
         """Return the choice by what was measured earlier, or now."""
-        numbers = Numbers(group, self._device)
+        numbers = Numbers(communicator, self._device)
         cache = self._cache
         if cache is None:
             cache = self._cache = Cache(self._directory, self._feature, self._environment(group, numbers))

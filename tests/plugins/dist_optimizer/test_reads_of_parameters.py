@@ -161,6 +161,7 @@ class Follower:
 
 HOWS = [name.replace("_", " ") for name in vars(Follower) if not name.startswith("_")]
 HOWS = ["state_dict held" if how == "state dict held" else how for how in HOWS]
+ON_CPU = ("read by another process", "shared with another process later", "in memory of numpy")
 
 
 def train(how: str, optimizer: str = "adamw") -> list[Record]:
