@@ -39,6 +39,7 @@ from ovpatch.overlap.mesh_views import any_views
 from ovpatch.overlap.mixed import MixedParameter
 from ovpatch.overlap.pending import any_pending, any_unread, is_pending, settle, settle_all, settle_within
 from ovpatch.overlap.reachable import params_within
+from ovpatch.overlap.side_streams import noting, noting_numbers
 from ovpatch.overlap.watching import WatchedParameter
 
 # How far up the caller may be: patches put frames of their own between.
@@ -226,6 +227,15 @@ ENTRANCES: Final = (
         settling_replays,
         "replays a CUDA graph, which reads the memory of parameters",
     ),
+    Entrance(
+        "torch._C._cuda_setStream",
+        noting_numbers,
+        "makes a stream current, on which parameters may be read that another one has waited for",
+        optional=True,
+    ),
+    Entrance("torch._C._accelerator_setStream", noting, "as torch._C._cuda_setStream", optional=True),
+    Entrance("torch.cuda.streams.Stream.__enter__", noting, "as torch._C._cuda_setStream", optional=True),
+    Entrance("torch.cuda.streams.Stream.__exit__", noting, "makes the stream before it current again", optional=True),
     Entrance(
         "torch.accelerator.graphs.Graph.capture_begin",
         settling_captures,
