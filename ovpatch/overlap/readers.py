@@ -204,7 +204,19 @@ def _frames(frame: FrameType | None) -> Iterator[FrameType]:
         frame = frame.f_back
 
 
+_OF_STREAMS: Final = (
+    Entrance(
+        "torch._C._cuda_setStream",
+        noting_numbers,
+        "makes a stream current, on which parameters may be read that another one has waited for",
+    ),
+    Entrance("torch._C._accelerator_setStream", noting, "as torch._C._cuda_setStream", optional=True),
+    Entrance("torch.cuda.streams.Stream.__enter__", noting, "as torch._C._cuda_setStream", optional=True),
+    Entrance("torch.cuda.streams.Stream.__exit__", noting, "makes the stream before it current again", optional=True),
+)
+
 ENTRANCES: Final = (
+    *(_OF_STREAMS if hasattr(torch._C, "_cuda_setStream") else ()),  # builds without CUDA have no streams
     Entrance(
         "torch._dynamo.eval_frame._callback_from_stance",
         settling_compiled_calls,
@@ -227,15 +239,6 @@ ENTRANCES: Final = (
         settling_replays,
         "replays a CUDA graph, which reads the memory of parameters",
     ),
-    Entrance(
-        "torch._C._cuda_setStream",
-        noting_numbers,
-        "makes a stream current, on which parameters may be read that another one has waited for",
-        optional=True,
-    ),
-    Entrance("torch._C._accelerator_setStream", noting, "as torch._C._cuda_setStream", optional=True),
-    Entrance("torch.cuda.streams.Stream.__enter__", noting, "as torch._C._cuda_setStream", optional=True),
-    Entrance("torch.cuda.streams.Stream.__exit__", noting, "makes the stream before it current again", optional=True),
     Entrance(
         "torch.accelerator.graphs.Graph.capture_begin",
         settling_captures,

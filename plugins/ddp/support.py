@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from ovpatch.overlap.cards import store_of
+
 if TYPE_CHECKING:
     from torch.nn.parallel import DistributedDataParallel
 
@@ -31,6 +33,8 @@ def objection(ddp: DistributedDataParallel, params: Sequence[torch.nn.Parameter]
         return "delay_all_reduce_named_params has a reduction of its own"
     if any(_is_dtensor(param) for param in params):
         return "parameters are DTensors"
+    if store_of(ddp.process_group) is None:
+        return "its process group has no store, through which ranks would compare their settings"
     return ""
 
 

@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 
 from ovpatch.overlap.agreement import agree
+from ovpatch.overlap.cards import store_of
 from ovpatch.overlap.sharding import sharding
 from ovpatch_plugins.ddp import messages
 from ovpatch_plugins.ddp.communicator import averages, check_budget
@@ -99,7 +100,7 @@ class Takeover:
             reason = objection(ddp, parameters)
             config = self._config(ddp, parameters, expect_sparse_gradient)
             terms = _terms(parameters, config, static_graph)
-            if _ranks_are_together.get():
+            if _ranks_are_together.get() and store_of(ddp.process_group) is not None:
                 reason = agree(
                     ddp.process_group,
                     "ddp",
