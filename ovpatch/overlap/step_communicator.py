@@ -23,6 +23,7 @@ import torch
 import torch.distributed as dist
 
 from ovpatch.overlap.cards import store_of
+from ovpatch.overlap.leaving import failing
 from ovpatch.overlap.peers import Peers, timeout_of
 
 # By the group beside which they stand, and the type of device.
@@ -55,9 +56,13 @@ def step_communicator(group: dist.ProcessGroup, device: torch.device) -> dist.Pr
 def close(group: dist.ProcessGroup | None = None) -> None:
     """Shut the communicators of one group down, or all; what is under way ends before. All ranks do so.
 
+    Not if an exception ends this process: what is under way may wait for peers that are gone.
+
     Args:
         group: Beside which they stand.
     """
+    if failing():
+        return
     for own in list(_made):
         if group is None or own is group:
             for one in _made.pop(own).values():

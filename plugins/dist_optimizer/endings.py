@@ -37,7 +37,7 @@ def wrap_destroy(original: Callable[..., None]) -> Callable[..., None]:
             copies.finish(ending)
             mixed_params.leave(ending)
             Peers.drain_all(ending)
-        step_communicator.close(ending)
+            step_communicator.close(ending)
         original(group)
         if leaving:
             copies.forget(ending)  # not before: to give memory back is to wait for whatever runs on the device
