@@ -1,7 +1,13 @@
-"""One question to several ranks at a time, on the asker's own thread."""
+"""One question to several ranks at a time, on the asker's own thread.
+
+[Note: so many at once] All ranks of a large job may ask all others at the same time, as for a checkpoint that each of
+them saves. A process has some thousand files at most, so a question is under way to a few dozen ranks at once, of which
+each rank begins with others.
+"""
 
 from __future__ import annotations
 
+import math
 import selectors
 import time
 from collections.abc import Callable, Iterable, Mapping
@@ -24,6 +30,9 @@ _PAUSE_S = (0.001, 0.25)
 
 # Seconds after which a step ends though nothing happened.
 _SELDOM_S = 10.0
+
+# Lines that a question has open; see [Note: so many at once].
+AT_ONCE = 64
 
 _SILENT = "accepts connections but does not say a word"
 
@@ -56,6 +65,7 @@ class Inquiry:
         question: Message for all of them.
         deadline: When to give up, in seconds of ``time.monotonic()``.
         insist: Whether to look for a rank that cannot be reached until the deadline; otherwise it is lost at once.
+        at_once: How many may be asked at the same time.
     """
 
     directory: Directory
@@ -63,6 +73,7 @@ class Inquiry:
     question: Mapping[str, Any]
     deadline: float
     insist: bool = True
+    at_once: float = math.inf
     replies: Replies = field(default_factory=dict)
     lost: dict[int, str] = field(default_factory=dict)  # why a rank will not answer
     causes: dict[int, str] = field(default_factory=dict)  # the traceback of a rank that failed
@@ -71,6 +82,7 @@ class Inquiry:
         self._calls = {rank: _Call(rank) for rank in self.ranks}
         self._selector = selectors.DefaultSelector()
         self._pause = _PAUSE_S[0]
+        self._open = 0
 
     def run(self) -> None:
         """Ask until everybody has answered or is lost, or the time is over."""
@@ -87,6 +99,8 @@ class Inquiry:
     def step(self, limit_s: float = _SELDOM_S) -> None:
         """Reach who can be reached, and hear who has something to say; wait ``limit_s`` seconds at most."""
         for call in [call for call in self._calls.values() if call.line is None]:
+            if self._open >= self.at_once:
+                break
             self._attempt(call, self._dial)
         left = max(0.0, min(self.deadline - time.monotonic(), limit_s, self._until_retry()))
         for key, _ in self._selector.select(left):
@@ -105,7 +119,7 @@ class Inquiry:
     def _until_retry(self) -> float:
         if not self._calls:
             return 0.0  # the last of them was just lost
-        if all(call.line is not None for call in self._calls.values()):
+        if self._open >= min(self.at_once, len(self._calls)):
             return _GREETING_S if any(call.stage == "greeting" for call in self._calls.values()) else _SELDOM_S
         self._pause = min(1.2 * self._pause, _PAUSE_S[1])
         return self._pause
@@ -131,6 +145,7 @@ class Inquiry:
         call.stage, call.begun = "greeting", time.monotonic()
         if not call.attempt:  # later, why an attempt failed tells more
             call.state = _SILENT
+        self._open += 1
         self._selector.register(call.line, selectors.EVENT_READ, call)
 
     def _hear(self, call: _Call) -> None:
@@ -189,6 +204,7 @@ class Inquiry:
             self._selector.unregister(call.line)
             call.line.close()
             call.line = None
+            self._open -= 1
 
 
 def _why(error: OSError) -> str:

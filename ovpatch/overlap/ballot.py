@@ -22,6 +22,7 @@ import torch.distributed as dist
 from ovpatch.overlap.collectives import AllReduce
 from ovpatch.overlap.cuda_graphs import capturing
 from ovpatch.overlap.labels import label, span
+from ovpatch.overlap.side_streams import quietly_on
 from ovpatch.overlap.works import Work
 
 # Steps per ballot where casting one is not free.
@@ -108,7 +109,7 @@ class _Ballot:
         # memory, or it would make the host wait.
         side = _side_stream(vote.device)
         vote.record_stream(side)  # no other stream waits for the sum, and whoever drops the ballot frees the vote
-        with torch.cuda.stream(side):
+        with quietly_on(side):
             work.wait()
             host = torch.empty(1, dtype=vote.dtype, device="cpu", pin_memory=True).copy_(vote, non_blocking=True)
             event = torch.cuda.Event()

@@ -24,6 +24,7 @@ from ovpatch.overlap import main_grads
 from ovpatch.overlap.collectives import Collectives
 from ovpatch.overlap.memory import contiguous_strides, is_dense, is_sole_owner, same_layout
 from ovpatch.overlap.metadata import grad_of
+from ovpatch.overlap.side_streams import outlive
 from ovpatch.overlap.works import Work
 
 # Gradients below this number of elements go through the flat tensor. On a GPU a launch takes as long as several hundred
@@ -137,9 +138,12 @@ class GradBucket:
             What is left to do: gradients, each with the tensor that is to be copied into it.
         """
         copies: list[tuple[Tensor, Tensor]] = []
+        dropped: list[Tensor] = []
         for i in sorted(self._pieces):  # where parameters share a gradient, the last one wins, as under stock
             param, piece = self.params[i], self._pieces[i]
             grad = param.grad
+            if grad is not piece and i not in self._views:
+                dropped.append(piece)
             if self.indices[i] in skip or grad is piece:
                 continue
             if grad is None:
@@ -151,6 +155,7 @@ class GradBucket:
                     grad.copy_(piece)  # torch copies into lists of plain memory only
             else:
                 copies.append((grad, piece))
+        outlive(dropped, self.device)
         self._pieces.clear()
         return copies
 
@@ -178,6 +183,7 @@ class GradBucket:
 
     def drop(self) -> None:
         """Forget what was packed. The collective has been waited for."""
+        outlive([piece for i, piece in self._pieces.items() if i not in self._views], self.device)
         self._pieces.clear()
 
     def _as_it_is(self, i: int) -> bool:

@@ -70,13 +70,17 @@ class AllGather:
     Args:
         group: The process group.
         device: Where the tensors are.
+        communicator: Over the same ranks, which the backend gathers on; by default the group itself.
     """
 
-    def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
-        self._group, self._device = group, device
+    def __init__(
+        self, group: dist.ProcessGroup, device: torch.device, communicator: dist.ProcessGroup | None = None
+    ) -> None:
+        self._copied, self._device = group, device
+        self._group = communicator or group
         self._options = dist.distributed_c10d.AllgatherOptions()
         self._options.asyncOp = True
-        self._ungrouped = None if _groups(group, device) else UngroupedAllGather(group)
+        self._ungrouped = None if _groups(group, device) else UngroupedAllGather(self._group)
 
     def __call__(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> Sequence[Work]:
         """Start the gathering.
@@ -91,7 +95,7 @@ class AllGather:
             The works; ``wait()`` makes the current stream (the host, without streams) wait for the results.
         """
         to, of = _as_reals(outputs), _as_reals(inputs)
-        engine = gathering(self._group, self._device)
+        engine = gathering(self._copied, self._device)
         if engine is not None:
             return engine.gather(to, of)
         if self._ungrouped is not None:

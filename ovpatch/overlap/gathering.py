@@ -21,8 +21,23 @@ from ovpatch.overlap.collectives import AllGather
 from ovpatch.overlap.copies.registry import gathering
 from ovpatch.overlap.labels import label, span
 from ovpatch.overlap.pending import is_pending, lose, mark, owners_of, plainly, unmark
+from ovpatch.overlap.side_streams import quietly_on, side_streams
 from ovpatch.overlap.slices import Slice, cut, elements_of, flat
 from ovpatch.overlap.works import Unpacked, Work
+
+
+class _Arrived(NamedTuple):
+    """What one stream has waited for, so that others can.
+
+    Attributes:
+        works: The collectives.
+        event: Behind what was copied out of them, if anything was.
+        followers: Streams that have waited, by their number.
+    """
+
+    works: Sequence[Work]
+    event: torch.cuda.Event | None
+    followers: set[int]
 
 
 class _Padded(NamedTuple):
@@ -50,20 +65,31 @@ class ParamGather:
         group: The process group, on whose ranks the slices are.
         feature: For labels in profiles.
         name: Of the bucket, for labels in profiles.
+        communicator: Over the same ranks, which the backend gathers on; by default the group itself.
     """
 
     def __init__(
-        self, params: Sequence[Parameter], group: dist.ProcessGroup, *, feature: str = "dist_optimizer", name: str = ""
+        self,
+        params: Sequence[Parameter],
+        group: dist.ProcessGroup,
+        *,
+        feature: str = "dist_optimizer",
+        name: str = "",
+        communicator: dist.ProcessGroup | None = None,
     ) -> None:
         self._params = tuple(params)
         self._group, self._world, self._rank = group, group.size(), group.rank()
         self._device = params[0].device
-        self._gather = AllGather(group, self._device)
+        self._gather = AllGather(group, self._device, communicator)
         self._labels = label(feature, "all_gather", name), label(feature, "wait", name)
         self._lock = threading.RLock()  # re-entered if a finaliser or a signal handler reads while we settle
         self._works: Sequence[Work] = []
         self._padded: list[_Padded] = []
         self._stream: torch.cuda.Stream | None = None
+        self._arrived: _Arrived | None = None
+        # Memory that torch cannot resize was made by another library (``from_numpy()``), which may read it. Asked once:
+        # a later ``numpy()`` looks alike for ever, though its arrays are counted while there are any.
+        self._foreign = any(not param.untyped_storage().resizable() for param in params)
         # [Note: owners of a parameter] With these nodes kept, a tensor has as many owners with a graph as without. Who
         # else is legitimate differs: DDP's C++ reducer is, ours is none, and the former lets go of some after the first
         # step. So the fewest owners that any parameter of the bucket has ever had are normal, and one more is a
@@ -101,6 +127,9 @@ class ParamGather:
         with self._lock:
             if self._works:
                 raise RuntimeError("a gather was launched while the last one was under way; call settle() before step")
+            if self._arrived is not None:
+                self._arrived = None  # whose works hold the parameters' memory
+                side_streams.gone(self, self._device.index)
             reason = self._mark()
             try:
                 self._start()
@@ -112,7 +141,7 @@ class ParamGather:
             return reason
 
     def settle(self) -> None:
-        """Make the caller's stream, and launch's, wait for the values.
+        """Make the caller's stream, launch's and all that are current in some thread wait for the values.
 
         No collective, so on any rank, by any thread, in any mode.
         """
@@ -132,6 +161,8 @@ class ParamGather:
             self._padded.clear()
 
     def _mark(self) -> str:
+        if self._foreign:
+            return "another library made its memory"
         self._owners = min(self._owners, *map(owners_of, self._params))
         for param in self._params:
             if reason := mark(param, self.settle, owners=self._owners):
@@ -169,17 +200,36 @@ class ParamGather:
         if self._stream is None:
             self._take()
             return
-        reader = torch.cuda.current_stream(self._stream.device)
+        reader = torch.cuda.current_stream(self._device)
         if reader == self._stream:
             self._take()
-            return
-        with torch.cuda.stream(self._stream):
-            self._take()
-        if self._padded or any(isinstance(work, Unpacked) for work in self._works):  # copied on the launch stream
-            reader.wait_stream(self._stream)
-        else:  # without waiting for what else was queued there
-            for work in self._works:
+        else:
+            with quietly_on(self._stream):
+                self._take()
+        copied = self._padded or any(isinstance(work, Unpacked) for work in self._works)  # on launch's stream
+        event = self._stream.record_event() if copied else None
+        self._arrived = _Arrived(self._works, event, {self._stream.stream_id})
+        for stream in (reader, *side_streams.arriving(self, self._stream)):
+            self.follow(stream)
+
+    def follow(self, stream: torch.cuda.Stream) -> bool:
+        """Make one more stream wait for values that others have waited for; see [Note: streams that have not waited].
+
+        What else was queued on launch's stream is not waited for, unless values were copied there.
+
+        Returns:
+            Whether it has waited by now.
+        """
+        arrived = self._arrived
+        if arrived is None or stream.stream_id in arrived.followers:
+            return True
+        with quietly_on(stream):
+            if torch.cuda.is_current_stream_capturing():
+                return False  # what is captured has been waited for before
+            for work in arrived.works if arrived.event is None else (arrived.event,):
                 work.wait()
+        arrived.followers.add(stream.stream_id)
+        return True
 
     def _take(self) -> None:
         for work in self._works:

@@ -25,7 +25,7 @@ from ovpatch.overlap.editions import Editions
 from ovpatch.overlap.gate import Gate
 from ovpatch.overlap.given_up import GivenUp
 from ovpatch.overlap.grad_roles import Arriving, Reducer
-from ovpatch.overlap.memory import is_nobody_elses
+from ovpatch.overlap.memory import is_nobody_elses, is_shared
 from ovpatch.overlap.metadata import grad_of
 from ovpatch.overlap.placeholders import Placeholder
 from ovpatch.overlap.shard_peers import ShardPeers
@@ -55,6 +55,7 @@ class GradShards:
         chosen: Parameters whose gradients are reduced and scattered now.
         editions: The editions of the parts; who changes them says so there.
         retired: Whether the model has other shards by now.
+        left: Whether the model's gradients are reduced elsewhere by now, for good: ranks may step unevenly.
         local: Whether gradients were added that were not reduced, as under ``no_sync()``.
         identity: Name of the model, the same on all ranks and no other's in the process group.
     """
@@ -70,7 +71,7 @@ class GradShards:
     ) -> None:
         self.params, self.names, self.group = Weakly(params), list(names), group
         self.chosen = self._elected = frozenset[int]()
-        self.local = self.retired = False
+        self.local = self.retired = self.left = False
         device = params[0].device
         self.editions = Editions(device)
         self._votes = Votes(group, device, "dist_optimizer")
@@ -261,7 +262,7 @@ class GradShards:
             ours: Whether nobody else knows the memory of ``p.grad``.
         """
         grad = grad_of(self.params[index])
-        if grad is not None and (ours or is_nobody_elses(grad)):
+        if grad is not None and _may_go(grad, ours=ours):
             self._early.add(index, placeholders.empty_out(grad, self, index))
 
     def lose(self) -> None:
@@ -284,7 +285,7 @@ class GradShards:
             grad = param.grad = placeholders.make(param, self, index)
         elif self.is_ours(grad):
             pass  # it was given up
-        elif ours or is_nobody_elses(grad):
+        elif _may_go(grad, ours=ours):
             placeholders.empty_out(grad, self, index)
         else:
             self._overdue.append(index)  # somebody holds its memory, and must find the average there
@@ -306,6 +307,7 @@ class GradShards:
 
     def leave(self) -> None:
         """Put all gradients in place, while there are peers to ask; there will be no parts any more."""
+        self.left = True
         if self._peers.leave():
             self.settle()
 
@@ -350,6 +352,11 @@ class GradShards:
         return [self.params[0].new_empty(0, dtype=dtype) for dtype in dtypes if dtype.is_floating_point]
 
 
+def _may_go(grad: Tensor, *, ours: bool) -> bool:
+    """Tell whether the memory of a gradient may be given up; by ``ours`` only this process knows it."""
+    return (ours or is_nobody_elses(grad)) and not is_shared(grad)
+
+
 _owners: dict[int, tuple[weakref.ref[torch.nn.Parameter], weakref.ref[GradShards], int]] = {}
 
 
@@ -372,7 +379,9 @@ def delivered(grad: Tensor) -> tuple[GradShards, int] | None:
     if entry is None or entry[0]() is not grad:
         return None
     shards = entry[1]()
-    return (shards, entry[2]) if shards is not None and shards.is_newest(entry[3]) else None
+    if shards is None or shards.left or not shards.is_newest(entry[3]):
+        return None
+    return shards, entry[2]
 
 
 class Reads:

@@ -29,6 +29,11 @@ def references_of_one() -> int:
         return storage_references(torch.zeros(1))
 
 
+def is_shared(tensor: Tensor) -> bool:
+    """Tell whether other processes may look at the memory; on other devices than the CPU nothing tells."""
+    return tensor.is_cpu and tensor.untyped_storage().is_shared()
+
+
 def is_sole_owner(grad: Tensor, given: Tensor | None = None) -> bool:
     """Tell whether nobody but one parameter, and who holds that very Python object, knows the gradient's memory.
 

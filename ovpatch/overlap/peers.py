@@ -17,7 +17,7 @@ from typing import Any
 import torch.distributed as dist
 
 from ovpatch.overlap.answering import Answer, Server
-from ovpatch.overlap.asking import Inquiry, Replies
+from ovpatch.overlap.asking import AT_ONCE, Inquiry, Replies
 from ovpatch.overlap.cards import Directory, own_addresses, store_of
 from ovpatch.overlap.leaving import Departure, at_exit, failing, leave
 
@@ -107,7 +107,8 @@ class Peers:
         self._departure.used = True
         patience, begin = self._timeout_s if timeout_s is None else timeout_s, time.monotonic()
         asked = {"topic": topic, "question": dict(question)}
-        inquiry = Inquiry(self._directory, wanted, asked, begin + patience)
+        in_turn = sorted(wanted, key=lambda rank: (rank - self._rank) % self._size)
+        inquiry = Inquiry(self._directory, in_turn, asked, begin + patience, at_once=AT_ONCE)
         try:
             inquiry.run()
         except RuntimeError as error:

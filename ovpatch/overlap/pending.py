@@ -14,8 +14,8 @@ again, until the interpreter's recursion limit.
 A DTensor that stands in a parameter's place is pending with it (mesh_views.py, [Note: DTensors over parameters]).
 
 [Note: who else reads] Not marked, so gathered at once, is what can be read without any of this: a parameter whose
-memory other tensors share (``detach()``, a view kept by a live graph, weights that cuDNN flattened), and one whose
-tensor C++ holds (a scripted or traced module, a graph that is to be run backward).
+memory other tensors share (``detach()``, a view kept by a live graph, weights that cuDNN flattened) or other processes
+(``share_memory_()``), and one whose tensor C++ holds (a scripted or traced module, a graph that is to be run backward).
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from ovpatch.overlap.memory import handles, references_of_one, storage_references
+from ovpatch.overlap.memory import handles, is_shared, references_of_one, storage_references
 from ovpatch.overlap.mesh_views import is_sole, view_of
 from ovpatch.overlap.metadata import METADATA
 from ovpatch.overlap.nested import leaves
@@ -120,6 +120,8 @@ def refusal(param: Tensor, *, aliases: int = 0, owners: int = OWNERS) -> str:
         return f"it is a {type(param).__name__}"
     if storage_references(param) != references_of_one() + aliases:
         return "other tensors share its memory"
+    if is_shared(param):
+        return "other processes share its memory"
     if handles(param) > owners:
         return "a graph or a scripted module holds it"
     return ""

@@ -35,6 +35,7 @@ from torch import nn
 
 from ovpatch.overlap.mesh_views import any_views
 from ovpatch.overlap.pending import any_pending, is_pending, settle, settle_all, settle_within
+from ovpatch.overlap.side_streams import noting, noting_numbers
 
 # How far up the caller may be: patches put frames of their own between.
 _FRAMES = 8
@@ -172,7 +173,19 @@ def _frames(frame: FrameType | None) -> Iterator[FrameType]:
         frame = frame.f_back
 
 
+_OF_STREAMS: Final = (
+    Entrance(
+        "torch._C._cuda_setStream",
+        noting_numbers,
+        "makes a stream current, on which parameters may be read that another one has waited for",
+    ),
+    Entrance("torch._C._accelerator_setStream", noting, "as torch._C._cuda_setStream", optional=True),
+    Entrance("torch.cuda.streams.Stream.__enter__", noting, "as torch._C._cuda_setStream", optional=True),
+    Entrance("torch.cuda.streams.Stream.__exit__", noting, "makes the stream before it current again", optional=True),
+)
+
 ENTRANCES: Final = (
+    *(_OF_STREAMS if hasattr(torch._C, "_cuda_setStream") else ()),  # builds without CUDA have no streams
     Entrance(
         "torch._dynamo.eval_frame._callback_from_stance",
         settling_compiled_calls,

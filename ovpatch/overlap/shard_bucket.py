@@ -12,6 +12,7 @@ from ovpatch.overlap.collectives import Collectives
 from ovpatch.overlap.grad_shards import GradShards
 from ovpatch.overlap.half_wire import HalfWire, sent
 from ovpatch.overlap.metadata import grad_of
+from ovpatch.overlap.side_streams import outlive, side_streams
 from ovpatch.overlap.slices import flat
 from ovpatch.overlap.works import Work
 
@@ -50,10 +51,7 @@ class ShardBucket(GradBucket):
 
     def give_up(self, *, but: Collection[int]) -> None:
         """Free the memory of what this rank has its part of."""
-        if self.device.type == "cuda":  # memory may be another stream's, which has not waited
-            for read in (*self._copies, *(self._pieces[i] for i in self._cut)):
-                read.record_stream(torch.cuda.current_stream(self.device))
-        self._copies.clear()
+        self._outlive()
         for i in self._cut:
             piece = self._pieces.pop(i)
             if self.indices[i] not in but:
@@ -62,12 +60,12 @@ class ShardBucket(GradBucket):
 
     def unpack(self, *, skip: Collection[int] = ()) -> list[tuple[Tensor, Tensor]]:
         """Leave this rank's parts with the shards, and placeholders in ``p.grad``; the rest as for other buckets."""
+        self._outlive()
         for i in self._cut:
             piece = self._pieces.pop(i, None)
             if (piece is not None or i in self._given_up) and self.indices[i] not in skip:
                 self._shards.deliver(self.indices[i], ours=piece is not None and grad_of(self.params[i]) is piece)
         self._given_up.clear()
-        self._copies.clear()
         return super().unpack(skip=skip)
 
     def release(self) -> None:
@@ -77,8 +75,8 @@ class ShardBucket(GradBucket):
 
     def drop(self) -> None:
         """Forget what was packed."""
+        self._outlive()
         self._given_up.clear()
-        self._copies.clear()
         super().drop()
 
     def start(self, collectives: Collectives, pieces: list[Tensor]) -> Sequence[Work]:
@@ -94,6 +92,13 @@ class ShardBucket(GradBucket):
             works += (collectives.average_widely if in_half else collectives.reduce_scatter)(parts, wholes)
             sent.total += in_half * len(ones)
         return works
+
+    def _outlive(self) -> None:
+        """Drop copies; their memory, and that of gradients, outlives the reductions, which have been waited for."""
+        if side_streams.used(self.device):
+            grads = (grad_of(self.params[i]) for i in self._cut)
+            outlive((*self._copies, *(self._pieces.get(i) for i in self._cut), *grads), self.device)
+        self._copies.clear()
 
     def _by_dtype(self) -> dict[torch.dtype, list[int]]:
         found: dict[torch.dtype, list[int]] = {}

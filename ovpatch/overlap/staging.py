@@ -17,6 +17,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
+from ovpatch.overlap.side_streams import quietly_on
 from ovpatch.overlap.slices import flat
 
 _BYTES: Final = 32 * 1024 * 1024
@@ -35,7 +36,7 @@ class Staging:
     @contextmanager
     def beside(self) -> Iterator[None]:
         """Run the block's work on the stream for copies, one thread at a time; whatever it needs has to be there."""
-        with self._lock, torch.cuda.stream(self._stream):
+        with self._lock, quietly_on(self._stream):
             yield
 
     def to_host(self, tensor: Tensor) -> Tensor:

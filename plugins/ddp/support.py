@@ -23,6 +23,8 @@ def reasons_against() -> list[str]:
 
 def objection(ddp: DistributedDataParallel, params: Sequence[torch.nn.Parameter]) -> str:
     """Return why this model is left to the stock reducer, or ""."""
+    from ovpatch.overlap.cards import store_of  # only when a model is wrapped
+
     if ddp._use_python_reducer:
         return "torch._dynamo.config.optimize_ddp is 'python_reducer'"
     if ddp.mixed_precision is not None:
@@ -31,6 +33,8 @@ def objection(ddp: DistributedDataParallel, params: Sequence[torch.nn.Parameter]
         return "delay_all_reduce_named_params has a reduction of its own"
     if any(_is_dtensor(param) for param in params):
         return "parameters are DTensors"
+    if store_of(ddp.process_group) is None:
+        return "its process group has no store, through which ranks would compare their settings"
     return ""
 
 

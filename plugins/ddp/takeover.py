@@ -94,12 +94,13 @@ class Takeover:
                 _note_sharing(ddp, parameters)
                 return
             from ovpatch.overlap.agreement import agree  # [Note: imported late]
+            from ovpatch.overlap.cards import store_of
             from ovpatch_plugins.ddp.support import objection
 
             reason = objection(ddp, parameters)
             config = self._config(ddp, parameters, expect_sparse_gradient)
             terms = _terms(parameters, config, static_graph)
-            if _ranks_are_together.get():
+            if _ranks_are_together.get() and store_of(ddp.process_group) is not None:
                 reason = agree(
                     ddp.process_group,
                     "ddp",

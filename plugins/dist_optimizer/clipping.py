@@ -27,6 +27,7 @@ from ovpatch.overlap.changing import changing
 from ovpatch.overlap.grad_shards import GradShards
 from ovpatch.overlap.shard_peers import part_norms
 from ovpatch.overlap.slices import elements_of
+from ovpatch.overlap.step_communicator import step_communicator
 from ovpatch_plugins.dist_optimizer.counters import COUNTERS
 
 _FRAMES = 4  # how far up the caller may be: other patches put frames of their own between
@@ -104,7 +105,7 @@ def _clipped_by_all() -> Sequence[Tensor] | None:
 def _meet(total_norm: Tensor, groups: Iterable[dist.ProcessGroup]) -> None:
     """Have no part changed that a peer may still ask for."""
     for group in groups:
-        dist.all_reduce(torch.zeros_like(total_norm), group=group)
+        dist.all_reduce(torch.zeros_like(total_norm), group=step_communicator(group, total_norm.device))
 
 
 class _Holder:
@@ -146,7 +147,9 @@ def _norms_of_all(
         parts = [
             shards.current_part(index) if _is_whole((shards, index)) else shards.part_of(index) for index in indices
         ]
-        for index, norm in zip(indices, _over_ranks(part_norms(parts, order), shards.group, order), strict=True):
+        own = part_norms(parts, order)
+        summed = _over_ranks(own, step_communicator(shards.group, own.device), order)
+        for index, norm in zip(indices, summed, strict=True):
             norms[shards, index] = norm
     place_of = {
         id(grad): places[id(param)] for param in params if id(param) in places and (grad := param.grad) is not None

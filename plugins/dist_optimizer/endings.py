@@ -9,7 +9,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from ovpatch.overlap import pending
+from ovpatch.overlap import pending, step_communicator
 from ovpatch.overlap.copies import registry as copies
 from ovpatch.overlap.leaving import failing
 from ovpatch.overlap.peers import Peers
@@ -35,6 +35,7 @@ def wrap_destroy(original: Callable[..., None]) -> Callable[..., None]:
         if leaving:
             copies.finish(ending)
             Peers.drain_all(ending)
+            step_communicator.close(ending)
         original(group)
         if leaving:
             copies.forget(ending)  # not before: to give memory back is to wait for whatever runs on the device

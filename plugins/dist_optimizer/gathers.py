@@ -15,6 +15,7 @@ from ovpatch.overlap.copies.attendance import attend
 from ovpatch.overlap.copies.choosing import choose
 from ovpatch.overlap.gathering import ParamGather, launch
 from ovpatch.overlap.layout import layer_of
+from ovpatch.overlap.step_communicator import step_communicator
 from ovpatch_plugins.dist_optimizer.counters import COUNTERS
 
 if TYPE_CHECKING:
@@ -57,10 +58,17 @@ class Gathers:
         nbytes = sum(part.param.nbytes for part in parts)  # now: while they are on their way, Python answers
         copied = self._places if self._copy_engines != "off" else ()
         for group, device in copied:
-            choose(group, device, self._copy_engines, feature="dist_optimizer", directory=cache_dir())
+            choose(
+                group,
+                device,
+                self._copy_engines,
+                feature="dist_optimizer",
+                directory=cache_dir(),
+                communicator=step_communicator(group, device),
+            )
         launch(self._buckets)
         for group, device in copied:
-            attend(group, device)
+            attend(group, device, step_communicator(group, device))
         COUNTERS.bytes_gathered += nbytes
         COUNTERS.gathers += len(self._buckets)
         COUNTERS.gathers_copied += sum(gather.is_copied for gather in self._buckets)
@@ -76,7 +84,8 @@ class Gathers:
     def _gather(self, parts: Sequence[Part]) -> ParamGather:
         shards = parts[0].shards
         name = shards.names[parts[0].index]
-        return ParamGather([part.param for part in parts], shards.group, name=name)
+        communicator = step_communicator(shards.group, parts[0].param.device)
+        return ParamGather([part.param for part in parts], shards.group, name=name, communicator=communicator)
 
     def _cut(self, parts: Sequence[Part]) -> Iterator[list[Part]]:
         for ones in alike(parts, self._kind):

@@ -10,6 +10,7 @@ from collections.abc import Hashable, Sequence
 from typing import TYPE_CHECKING
 
 from ovpatch.overlap.handing_out import ParamHandout
+from ovpatch.overlap.step_communicator import step_communicator
 from ovpatch_plugins.dist_optimizer.counters import COUNTERS
 from ovpatch_plugins.dist_optimizer.gathers import MIB, alike, by_size
 
@@ -55,4 +56,5 @@ def _handout(parts: Sequence[Part]) -> ParamHandout:
     shards, owner = parts[0].shards, parts[0].owner
     assert owner is not None
     name = shards.names[parts[0].index]
-    return ParamHandout([part.param for part in parts], shards.group, owner, name=name)
+    communicator = step_communicator(shards.group, parts[0].param.device)
+    return ParamHandout([part.param for part in parts], communicator, owner, name=name)

@@ -111,9 +111,12 @@ def ovpatch_deactivate() -> None:
 
     sharding.clear()
     copies = sys.modules.get("ovpatch.overlap.copies.registry")
+    communicators = sys.modules.get("ovpatch.overlap.step_communicator")
     optimizers = sys.modules.get("ovpatch_plugins.dist_optimizer.optimizers")
     if optimizers is not None:
         optimizers.release_all()
+    if communicators is not None:
+        communicators.close()
     if copies is not None:
         copies.forget()
 

@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from ovpatch.overlap.changing import changing
+from ovpatch.overlap.step_communicator import step_communicator
 from ovpatch_plugins.dist_optimizer import optimizers
 from ovpatch_plugins.dist_optimizer.parts import Part, standing_in
 
@@ -39,7 +40,7 @@ def wrap_unscale(original: Unscale) -> Unscale:
             looked = original(scaler, optimizer, torch.ones_like(inv_scale), found_inf.clone(), allow_fp16)
         for group in dict.fromkeys(part.shards.group for part in parts):
             for seen in looked.values():
-                dist.all_reduce(seen, dist.ReduceOp.MAX, group=group)
+                dist.all_reduce(seen, dist.ReduceOp.MAX, group=step_communicator(group, seen.device))
         with changing([(part.shards, part.index) for part in parts]), _pending_as_parts(optimizer, parts):
             found = original(scaler, optimizer, inv_scale, found_inf, allow_fp16)
         for device, seen in looked.items():

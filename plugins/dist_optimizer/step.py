@@ -40,6 +40,16 @@ LOCAL = (
     "wrapper), so ranks may want to differ"
 )
 
+LEFT = (
+    "its model got the stock reducer back (join(), a communication hook), under which ranks may step unevenly, or with "
+    "gradients that differ"
+)
+
+IN_BACKWARD = (
+    "it stepped inside of a backward, as in a hook on a parameter, where gradients are this rank's own, so ranks may "
+    "want to differ"
+)
+
 _CAPTURED = (
     "ovpatch: the step of {} was to be captured into a CUDA graph, but each rank has a part of its state, which could "
     "not be put together after a replay. Make it with capturable=True, if it has that, and it stays stock; or turn "
@@ -106,6 +116,10 @@ class ShardedOptimizer(abc.ABC):
 
     def _objection(self, optimizer: Optimizer, parts: Sequence[Part]) -> str:
         """Return why the optimizer has to go on as stock from now on, the same on all ranks; "" if it has not."""
+        if torch._C._current_graph_task_id() != -1:
+            return IN_BACKWARD
+        if any(part.shards.left for part in parts):
+            return LEFT
         if any(part.shards.local for part in parts):
             return LOCAL
         if self._agreed:

@@ -61,6 +61,39 @@ def test_who_knows_the_secret_is_answered(server, directory):
     assert (header, tensor.tolist()) == ({"a": 1}, [1.0, 1.0])
 
 
+@pytest.mark.parametrize("at_once", [1, 5, 100])
+def test_no_more_are_asked_at_once_than_may_be(directory, at_once):
+    """Ranks that are not there yet do not take the place of others."""
+    count, lock, under_way, most = 30, threading.Lock(), [], []
+
+    def answer(question):
+        with lock:
+            under_way.append(1)
+            most.append(len(under_way))
+        time.sleep(0.002)
+        with lock:
+            under_way.pop()
+        return question, []
+
+    servers = [Server(f"test {rank}", (), lambda: False) for rank in range(count)]
+    for rank, server in enumerate(servers):
+        server.serve("echo", answer)
+        if rank % 3:
+            directory.publish(rank, server.card)
+    late = [(rank, server.card) for rank, server in enumerate(servers) if rank % 3 == 0]
+    timer = threading.Timer(0.1, lambda: [directory.publish(*one) for one in late])
+    question = {"topic": "echo", "question": {"a": 1}}
+    inquiry = Inquiry(directory, range(count), question, time.monotonic() + 20, at_once=at_once)
+    timer.start()
+    inquiry.run()
+    assert sorted(inquiry.replies) == list(range(count))
+    assert all(header == {"a": 1} for header, _ in inquiry.replies.values())
+    assert max(most) <= at_once
+    for server in servers:
+        server.release()
+        server.close()
+
+
 def test_who_does_not_know_the_secret_is_turned_away(server):
     line = replace(server.card, secret=NOBODY).dial(0, time.monotonic() + 10)
     line.introduce(bytes.fromhex(NOBODY))

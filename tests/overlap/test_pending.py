@@ -168,6 +168,22 @@ def test_shared_memory_is_refused_while_it_is_shared(param, name):
     assert refusal(param) == ""
 
 
+SHARING = {
+    "share_memory_": lambda p: p.share_memory_(),
+    "Module.share_memory": lambda p: nn.ParameterList([p]).share_memory(),
+    "storage": lambda p: p.untyped_storage().share_memory_(),
+}
+
+
+@pytest.mark.parametrize("name", SHARING)
+def test_memory_that_other_processes_share_is_refused(param, name):
+    SHARING[name](param)
+    assert refusal(param) == "other processes share its memory"
+    assert mark(param, settle_all)
+    param.data = param.data.clone()
+    assert refusal(param) == ""
+
+
 def test_the_callers_own_aliases_are_told(param):
     alias = param.data
     assert not mark(param, settle_all, aliases=1)

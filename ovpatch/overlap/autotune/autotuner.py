@@ -112,7 +112,7 @@ class Autotuner:
         self._choices: dict[tuple[bool, str, tuple[str, ...]], Choice] = {}
         self._cache: TuningCache | None = None
 
-    def tune(self, group: dist.ProcessGroup, tuning: Tuning) -> Choice:
+    def tune(self, group: dist.ProcessGroup, tuning: Tuning, communicator: dist.ProcessGroup | None = None) -> Choice:
         """Return which candidate all ranks take.
 
         A collective if the key is new to the group; see [Note: when to measure].
@@ -120,6 +120,7 @@ class Autotuner:
         Args:
             group: The ranks, always the same.
             tuning: The candidates.
+            communicator: Over the same ranks, on which numbers are exchanged; by default the group itself.
 
         Raises:
             DisagreementError: Ranks ask for different keys, or a rank does not come.
@@ -131,12 +132,14 @@ class Autotuner:
             return known
         if _cannot_measure(self._device):
             return Choice(tuning.default, "nothing can be measured here", final=False)
-        choice = self._choices[question] = self._decide(group, tuning, deterministic)
+        choice = self._choices[question] = self._decide(group, communicator or group, tuning, deterministic)
         if choice.why:
             add_report_line(self._feature, choice.report_line(tuning.key))
         return choice
 
-    def _decide(self, group: dist.ProcessGroup, tuning: Tuning, deterministic: bool) -> Choice:
+    def _decide(
+        self, group: dist.ProcessGroup, communicator: dist.ProcessGroup, tuning: Tuning, deterministic: bool
+    ) -> Choice:
         if group.size() == 1 or dist.get_backend(group) == "fake" or len(tuning.candidates) == 1:
             return Choice(tuning.candidates[0], "")
         terms = {
@@ -148,10 +151,10 @@ class Autotuner:
         agree(group, f"{self._feature}: choice", terms, timeout_s=limit, remedy=_REMEDY)
         if deterministic:
             return Choice(tuning.default, "not measured, since algorithms must be deterministic")
-        return run_in_own_thread(functools.partial(self._look_up_or_measure, group, tuning), self._device)
+        return run_in_own_thread(functools.partial(self._look_up_or_measure, group, communicator, tuning), self._device)
 
-    def _look_up_or_measure(self, group: dist.ProcessGroup, tuning: Tuning) -> Choice:
-        numbers = RankNumbers(group, self._device)
+    def _look_up_or_measure(self, group: dist.ProcessGroup, communicator: dist.ProcessGroup, tuning: Tuning) -> Choice:
+        numbers = RankNumbers(communicator, self._device)
         cache = self._cache
         if cache is None:
             cache = self._cache = TuningCache(self._directory, self._feature, self._environment(group, numbers))

@@ -13,12 +13,18 @@ import torch.distributed as dist
 from ovpatch.overlap.copies.registry import gathering, scattering
 
 
-def attend(group: dist.ProcessGroup, device: torch.device) -> None:
-    """Issue a collective behind what copy engines have been given, if they are given anything; all ranks call this."""
+def attend(group: dist.ProcessGroup, device: torch.device, communicator: dist.ProcessGroup | None = None) -> None:
+    """Issue a collective behind what copy engines have been given, if they are given anything; all ranks call this.
+
+    Args:
+        group: Whose copies.
+        device: Where its tensors are.
+        communicator: Over the same ranks, which the collective is issued on; by default the group itself.
+    """
     engine = scattering(group, device) or gathering(group, device)
     if engine is None:
         return
     with engine.behind():
-        work = group.allreduce([engine.number])
+        work = (communicator or group).allreduce([engine.number])
     if device.type != "cuda":
         work.wait()  # gloo's threads do not survive the interpreter, and nobody else waits

@@ -45,6 +45,7 @@ def choose(
     feature: str,
     directory: Path | None,
     allocate: Allocate = allocate,
+    communicator: dist.ProcessGroup | None = None,
 ) -> None:
     """Decide what moves tensors of a group from now on; a collective, if it is not decided yet.
 
@@ -55,6 +56,7 @@ def choose(
         feature: Whose report says what was chosen.
         directory: Where measurements are kept from run to run; None to keep none.
         allocate: Makes memory that all ranks see.
+        communicator: Over the same ranks, on which is measured; by default the group itself.
     """
     if mode == "off":
         return
@@ -80,7 +82,7 @@ def choose(
     if mode == "on":
         chosen.gathers, chosen.scatters, chosen.final = True, not sums, True
         return
-    ask = functools.partial(_asked, group, device, chosen.engine, feature, directory)
+    ask = functools.partial(_asked, group, communicator or group, device, chosen.engine, feature, directory)
     chosen.gathers, gathers_finally = ask("gather", _gathers)
     chosen.scatters, scatters_finally = (False, True) if sums else ask("reduce-scatter", _scatters)
     chosen.final = gathers_finally and scatters_finally
@@ -124,6 +126,7 @@ Calls = Callable[[dist.ProcessGroup, Engine, torch.Generator], Candidates]
 
 def _asked(
     group: dist.ProcessGroup,
+    communicator: dist.ProcessGroup,
     device: torch.device,
     engine: Engine,
     feature: str,
@@ -137,10 +140,10 @@ def _asked(
     needs = 2 * _BYTES + products
 
     def make(generator: torch.Generator) -> Candidates:
-        return calls(group, engine, generator)
+        return calls(communicator, engine, generator)
 
     tuning = Tuning(key, (BACKEND, COPIES), BACKEND, make, needs)
-    choice = autotuner_for(group, device, feature, directory).tune(group, tuning)
+    choice = autotuner_for(group, device, feature, directory).tune(group, tuning, communicator)
     engine.failed_everywhere()  # if a candidate has failed, or an error would have been raised
     return choice.candidate == COPIES, choice.final
 

@@ -16,6 +16,7 @@ import triton
 import triton.language as tl
 
 from ovpatch.overlap.copies.spans import Addend, Span
+from ovpatch.overlap.side_streams import quietly_on
 
 _BLOCK: Final = 8192
 _GRID: Final = (64, 1, 1)  # no more: they share the GPU with products, and memory is what they wait for
@@ -137,4 +138,4 @@ def _launches(addends: Sequence[Addend]) -> Iterator[tuple[Sequence[Addend], tup
 
 
 def _on(stream: int, device: torch.device) -> AbstractContextManager[None]:
-    return torch.cuda.stream(torch.cuda.ExternalStream(stream, device))
+    return quietly_on(torch.cuda.ExternalStream(stream, device))

@@ -11,6 +11,7 @@ from typing import Any, Final, Protocol
 import torch
 from torch import Tensor
 
+from ovpatch.overlap.side_streams import quietly_on
 from ovpatch.overlap.works import Pending, Work
 
 _PAUSE_S: Final = 0.001
@@ -89,7 +90,7 @@ class Streams:
 
     def behind(self) -> AbstractContextManager[None]:
         """See :class:`Lanes`."""
-        return torch.cuda.stream(self._in)
+        return quietly_on(self._in)
 
     def on_device(self) -> AbstractContextManager[Any]:
         """See :class:`Lanes`."""

@@ -13,6 +13,7 @@ from torch import Tensor
 from ovpatch.overlap.copies.driver import Driver
 from ovpatch.overlap.copies.meeting import BYTES, Meeting
 from ovpatch.overlap.copies.spans import Batch
+from ovpatch.overlap.side_streams import quietly_on
 from ovpatch.overlap.symm_mem import memory
 
 SLOT_BYTES: Final = 64 * 1024 * 1024  # of a half: copies of some MiB each come near to a link's rate
@@ -60,12 +61,12 @@ def allocate(size: int, group: dist.ProcessGroup, device: torch.device) -> Windo
         raise RuntimeError(f"the CUDA driver's library lacks what is needed: {error}") from error
     meeting = Meeting(driver, [one[size:] for one in whole], group.rank())
     stream = torch.cuda.Stream(device)
-    with torch.cuda.stream(stream):
+    with quietly_on(stream):
         meeting.try_out(stream.cuda_stream)
     torch.cuda.synchronize(device)
 
     def unheard() -> list[int]:
-        with torch.cuda.stream(stream):
+        with quietly_on(stream):
             return meeting.unheard(stream.cuda_stream)
 
     return Window(ranks, meeting, driver.copy, unheard, found)

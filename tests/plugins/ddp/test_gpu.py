@@ -153,3 +153,40 @@ def test_torch_compile_on_gpus(ranks, outside):
     for result in ranks(2)(both, loop_compiled, outside, "inductor", backend="nccl", timeout=240):
         compare(result["stock"], result["patched"]).assert_bitwise()
         assert result["counters"]["backwards"] == 4
+
+
+def loop_memory_of_another_stream(hooks: bool, wrap: Any = DDP) -> list[Record]:
+    """Train with forwards on a stream of their own, which takes memory again as soon as the host has ended a backward.
+
+    Rank 1 is late, so rank 0's device has not begun to reduce by then. One gradient does not divide by the ranks.
+    """
+    torch.manual_seed(1)
+    raw = nn.Sequential(nn.Linear(512, 1024), nn.Linear(1024, 1025), nn.Linear(1025, 1023)).to(device())
+    model = wrap(raw, bucket_cap_mb=5)
+    optimizer = torch.optim.SGD(raw.parameters(), 0.1)
+    if hooks:  # then gradients are copied before they are reduced
+        for param in raw.parameters():
+            param.register_hook(lambda grad: grad * 1)
+    forwards, records = torch.cuda.Stream(), []
+    for step in range(8):
+        forwards.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(forwards):
+            loss = model(data(step, 4, 512)).square().mean()
+            if dist.get_rank() == 1:
+                torch.cuda._sleep(100_000_000)
+        torch.cuda.current_stream().wait_stream(forwards)
+        loss.backward()
+        with torch.cuda.stream(forwards):
+            other = [torch.full((1025, 1023), torch.nan, device=device()) for _ in range(12)]
+        del other
+        optimizer.step()
+        optimizer.zero_grad()
+        records.append({"loss": loss.detach().clone()})
+    return [*records, {"param": seen(raw)["param"]}]
+
+
+@pytest.mark.parametrize("hooks", [False, True])
+def test_memory_is_not_given_back_before_it_was_read(ranks, hooks):
+    for result in ranks(2)(both, loop_memory_of_another_stream, hooks, backend="nccl"):
+        compare(result["stock"], result["patched"]).assert_bitwise()
+        assert result["counters"]["backwards"] > 0

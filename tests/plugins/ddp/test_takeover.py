@@ -5,10 +5,12 @@ from __future__ import annotations
 import copy
 import gc
 import io
+import itertools
 import os
 import pickle
 import time
 import weakref
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -21,6 +23,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 import ovpatch
 from ovpatch.insight.equality import compare
 from tests.plugins.ddp.arms import Record, both, data, seen
+from tests.support.worker import fresh_store
 
 
 def net() -> nn.Module:
@@ -308,6 +311,28 @@ def early_model(cls: type[DDP]) -> list[str]:
     report = ovpatch.apply("ddp").to_json()
     steps(wrapped, 1)
     return [remark for f in report["features"] for remark in f["remarks"]]
+
+
+_made = itertools.count()  # each has keys of its own
+
+
+def loop_group_of_its_own(init_sync: bool) -> list[Record]:
+    """Train over a group that ``torch.distributed`` did not make, so that it knows no store of it."""
+    store, rank, size = fresh_store(f"own {next(_made)}"), dist.get_rank(), dist.get_world_size()
+    group = dist.ProcessGroup(store, rank, size)
+    kind = dist.ProcessGroup.BackendType.GLOO
+    group._set_default_backend(kind)
+    group._register_backend(torch.device("cpu"), kind, dist.ProcessGroupGloo(store, rank, size, timedelta(seconds=60)))
+    torch.manual_seed(0)
+    return steps(DDP(net(), process_group=group, init_sync=init_sync), 3)
+
+
+@pytest.mark.parametrize("init_sync", [True, False])
+def test_a_group_without_a_store_keeps_the_stock_reducer(ranks, init_sync):
+    for result in ranks(2)(both, loop_group_of_its_own, init_sync):
+        compare(result["stock"], result["patched"]).assert_bitwise()
+        assert result["counters"]["stock_models"] == 1
+        assert result["counters"]["models"] == 0
 
 
 @pytest.mark.parametrize("cls", [DDP, OwnWrapper])

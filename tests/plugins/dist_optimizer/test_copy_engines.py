@@ -18,6 +18,7 @@ import torch.distributed as dist
 import ovpatch
 from ovpatch.overlap.copies import registry
 from ovpatch.overlap.copies.engine import Engine
+from ovpatch.overlap.step_communicator import step_communicator
 from ovpatch_plugins.dist_optimizer import endings, gathers
 from tests.plugins.ddp.arms import data
 from tests.plugins.dist_optimizer import test_loop_styles, test_loops, test_main_params
@@ -71,8 +72,9 @@ def attended() -> list[Any]:
     """Train three steps; return what was attended, by steps and by backwards."""
     calls: list[Any] = []
 
-    def attend(group: Any, device: torch.device) -> None:
-        calls.append((group is dist.group.WORLD, str(device), registry.gathering(group, device) is not None))
+    def attend(group: Any, device: torch.device, communicator: Any) -> None:
+        beside = communicator is step_communicator(group, device) is not group
+        calls.append((group is dist.group.WORLD, str(device), registry.gathering(group, device) is not None, beside))
 
     before, gathers.attend = gathers.attend, attend
     try:
@@ -84,7 +86,7 @@ def attended() -> list[Any]:
 
 def test_what_a_step_gathers_is_attended(ranks):
     for calls in ranks(2)(attended):
-        assert calls == [(True, "cpu", True)] * 3
+        assert calls == [(True, "cpu", True, True)] * 3
 
 
 @pytest.mark.gpu(2)

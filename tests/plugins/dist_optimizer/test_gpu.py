@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from ovpatch.insight.equality import compare
 from tests.plugins.ddp.arms import Record, data, device
+from tests.plugins.ddp.test_gpu import loop_memory_of_another_stream
 from tests.plugins.dist_optimizer import (
     test_checkpoints,
     test_hooks_and_failures,
@@ -126,7 +127,8 @@ def test_reads_and_writes_of_gradients(ranks):
 
 
 def test_parameters_read(ranks):
-    check_all(ranks(2)(all_cases, test_reads_of_parameters.train, named("how", test_reads_of_parameters.HOWS), **NCCL))
+    hows = named("how", test_reads_of_parameters.HOWS, without=test_reads_of_parameters.ON_CPU)
+    check_all(ranks(2)(all_cases, test_reads_of_parameters.train, hows, **NCCL))
 
 
 def test_state_read(ranks):
@@ -263,6 +265,15 @@ def test_clipped(ranks, gpus, overlap, granularity):
     options = {"overlap_param_gather": overlap, "gather_granularity": granularity, "gather_bucket_mb": 3.0}
     results = ranks(gpus)(all_cases, wide, {"": {"clip": 0.01}}, options=options, **NCCL)
     check_all(results, steps=12, bitwise=False)
+
+
+@pytest.mark.parametrize("hooks", [False, True])
+@pytest.mark.parametrize("in_flight", [1.0, 1024.0])
+@pytest.mark.parametrize("copy_engines", ["off", "on"])
+def test_memory_is_not_given_back_before_it_was_read(ranks, hooks, in_flight, copy_engines):
+    options = {"grads_in_flight_mb": in_flight, "copy_engines": copy_engines}
+    cases = {"": {"hooks": hooks, "wrap": ddp}}
+    check_all(ranks(2)(all_cases, loop_memory_of_another_stream, cases, options=options, **NCCL), steps=8)
 
 
 @pytest.mark.parametrize("around", ["model", "wrapper"])

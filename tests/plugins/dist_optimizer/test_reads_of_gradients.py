@@ -205,3 +205,26 @@ HELD = {"since the first": True, "own tensors": True, "last step's": True, "view
 @pytest.mark.parametrize("how", HELD)
 def test_references_to_gradients_stay_valid(ranks, how):
     check_all(ranks(2)(all_cases, held, {how: {"how": how}}), by_parts=HELD[how])
+
+
+def shared_with_another_process() -> list[Record]:
+    """Gradients in shared memory stay where they are, and the other process finds the average there."""
+    model = ddp(net())
+    opt = OPTIMIZERS["adamw"](model.parameters())
+    seen = {}
+    for name, p in model.named_parameters():
+        p.grad = torch.zeros_like(p).share_memory_()
+        # What the other process does: it maps the memory again.
+        storage = torch.UntypedStorage._new_shared_fd_cpu(*p.grad.untyped_storage()._share_fd_cpu_())
+        seen[name] = torch.empty(0).set_(storage, 0, p.shape)
+    records = []
+    for step in range(7):
+        opt.zero_grad(set_to_none=False)
+        model(data(step, 5, 6)).square().mean().backward()
+        records.append({"grad": {name: grad.clone() for name, grad in seen.items()}})
+        opt.step()
+    return [*records, params(model)]
+
+
+def test_gradients_in_shared_memory(ranks):
+    check_all(ranks(2)(all_cases, shared_with_another_process, {"": {}}), steps=7, by_parts=None)

@@ -26,6 +26,9 @@ class Follower:
         self.mean = copy.deepcopy(model.module)
         self.state = model.state_dict() if how == "state_dict held" else {}
         self.views = [p.detach().view(-1) for p in model.parameters()] if how == "views held" else []
+        if how == "in memory of numpy":
+            self.array = self.held[0].detach().numpy().copy()
+            self.held[0].data = torch.from_numpy(self.array)
         self.averaged = torch.optim.swa_utils.AveragedModel(model.module) if how == "swa" else None
 
     def __call__(self, step: int) -> Any:
@@ -106,6 +109,17 @@ class Follower:
     def logged_by_numpy(self, step: int) -> Any:
         return [torch.from_numpy(p.detach().cpu().numpy().copy()) for p in self.held]
 
+    def read_by_another_process(self, step: int) -> Any:
+        return self._as_another_process_sees_it(self.held[0])
+
+    def shared_with_another_process_later(self, step: int) -> Any:
+        if step == 4:
+            self.model.share_memory()
+        return self._as_another_process_sees_it(self.held[2]) if step >= 4 else None
+
+    def in_memory_of_numpy(self, step: int) -> Any:
+        return torch.from_numpy(self.array.copy())
+
     def as_vector(self, step: int) -> Any:
         return nn.utils.parameters_to_vector(self.model.parameters()).detach()
 
@@ -130,6 +144,13 @@ class Follower:
         return None
 
     @staticmethod
+    def _as_another_process_sees_it(param: torch.Tensor) -> torch.Tensor:
+        """Map shared memory again, which is what the other process does."""
+        with torch._C.DisableTorchFunctionSubclass():  # nobody asks this process before the other one reads
+            storage = torch.UntypedStorage._new_shared_fd_cpu(*param.untyped_storage()._share_fd_cpu_())
+            return torch.empty(0).set_(storage, 0, param.shape).clone()
+
+    @staticmethod
     def _saved(what: Any, weights_only: bool = True) -> Any:
         file = io.BytesIO()
         torch.save(what, file)
@@ -140,10 +161,12 @@ class Follower:
 
 HOWS = [name.replace("_", " ") for name in vars(Follower) if not name.startswith("_")]
 HOWS = ["state_dict held" if how == "state dict held" else how for how in HOWS]
+ON_CPU = ("read by another process", "shared with another process later", "in memory of numpy")
 
 
 def train(how: str, optimizer: str = "adamw") -> list[Record]:
-    model = ddp(net())
+    module = net()
+    model = ddp(module.share_memory() if how == "read by another process" else module)
     opt = OPTIMIZERS[optimizer](model.parameters())
     follow = Follower(how, model, opt)
     records = []

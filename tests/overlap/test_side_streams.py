@@ -1,0 +1,313 @@
+"""Streams on which parameters are read that another stream has waited for: with stand-ins for CUDA, and on GPUs."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from ovpatch.overlap import side_streams as module
+from ovpatch.overlap.gathering import ParamGather
+from ovpatch.overlap.pending import is_pending
+from ovpatch.overlap.side_streams import SideStreams, noting, noting_numbers, outlive, quietly_on, side_streams
+from tests.overlap.stale import entrances
+from tests.overlap.test_gathering import forget_the_others, group
+
+
+class Stream(SimpleNamespace):
+    """Knows what it has waited for."""
+
+    def __init__(self, number: int, device: int = 0) -> None:
+        super().__init__(stream_id=number, device_index=device, device=torch.device("cuda", device), waited=[])
+
+    def __eq__(self, other: object) -> bool:
+        return self is other
+
+    def record_event(self) -> Work:
+        return Work(f"event of {self.stream_id}")
+
+
+class Work:
+    """Makes the current stream wait."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def wait(self) -> None:
+        torch.cuda.current_stream().waited.append(self.name)
+
+
+class Cuda:
+    """What of ``torch.cuda`` is asked, of one device."""
+
+    def __init__(self) -> None:
+        self.default = Stream(0)
+        self._local = threading.local()
+        self.capturing: list[Stream] = []
+
+    def current_stream(self, _device: Any = None) -> Stream:
+        return getattr(self._local, "stream", self.default)
+
+    def default_stream(self, _device: Any = None) -> Stream:
+        return self.default
+
+    def is_current_stream_capturing(self) -> bool:
+        return self.current_stream() in self.capturing
+
+    @contextlib.contextmanager
+    def stream(self, stream: Stream) -> Iterator[None]:
+        before = self.current_stream()
+        self.set_stream(stream)
+        yield
+        self.set_stream(before)
+
+    def set_stream(self, stream: Stream) -> None:
+        self._local.stream = stream
+        module.side_streams.switched(0)
+
+
+@pytest.fixture
+def cuda(monkeypatch) -> Cuda:
+    cuda = Cuda()
+    for name in ("current_stream", "default_stream", "is_current_stream_capturing", "stream"):
+        monkeypatch.setattr(torch.cuda, name, getattr(cuda, name))
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda _: cuda.current_stream().stream_id, raising=False)
+    streams = SideStreams()
+    monkeypatch.setattr(module, "side_streams", streams)
+    monkeypatch.setattr("ovpatch.overlap.gathering.side_streams", streams)
+    return cuda
+
+
+class Group:
+    """No process group: nothing is launched."""
+
+    def size(self) -> int:
+        return 2
+
+    def rank(self) -> int:
+        return 0
+
+    def _get_backend(self, _device: Any) -> Any:
+        return SimpleNamespace(name=lambda: "nccl")
+
+
+def launched(stream: Stream, *names: str, padded: bool = False) -> ParamGather:
+    """Return a gather that is under way."""
+    gather = ParamGather([nn.Parameter(torch.zeros(4))], Group())
+    gather._stream, gather._works = stream, [Work(name) for name in names]
+    gather._padded = [(torch.zeros(3), torch.zeros(4))] if padded else []
+    return gather
+
+
+def in_a_thread(work: Callable[[], None]) -> threading.Thread:
+    thread = threading.Thread(target=work)
+    thread.start()
+    return thread
+
+
+def test_launch_and_reader_wait(cuda):
+    reader, step = Stream(3), Stream(4)
+    with cuda.stream(reader):
+        launched(step, "a", "b").settle()
+    assert reader.waited == step.waited == ["a", "b"]
+    assert cuda.default.waited == ["a", "b"], "a thread that has set no stream reads on the default one"
+
+
+def test_on_the_default_stream_nobody_else_waits(cuda):
+    gather = launched(cuda.default, "a")
+    gather.settle()
+    gather.settle()
+    assert cuda.default.waited == ["a"]
+
+
+def test_a_stream_that_becomes_current_later_waits_once(cuda):
+    gather, other = launched(cuda.default, "a"), Stream(3)
+    gather.settle()
+    for _ in range(2):
+        with cuda.stream(other):
+            assert other.waited == ["a"]
+    assert cuda.default.waited == ["a"]
+    gather._works = [Work("b")]
+    side = module.side_streams
+    side.gone(gather, 0)
+    gather._arrived = None
+    with cuda.stream(other):
+        assert other.waited == ["a"], "it is under way again, and its readers see that"
+    gather.settle()
+    with cuda.stream(other):
+        assert other.waited == ["a", "b"]
+
+
+def test_streams_of_ours_follow_nothing(cuda):
+    gather, ours, theirs = launched(cuda.default, "a"), Stream(3), Stream(4)
+    gather.settle()
+    with quietly_on(ours), quietly_on(ours):
+        assert cuda.current_stream() is ours
+    with cuda.stream(theirs):
+        assert theirs.waited == ["a"]
+    assert ours.waited == []
+
+
+def test_what_is_gone_is_not_waited_for(cuda):
+    gather, other = launched(cuda.default, "a"), Stream(3)
+    gather.settle()
+    del gather
+    with cuda.stream(other):
+        assert other.waited == []
+
+
+def test_a_stream_that_is_current_in_another_thread_waits(cuda):
+    other, entered, go = Stream(3), threading.Event(), threading.Event()
+
+    def read() -> None:
+        with cuda.stream(other):
+            entered.set()
+            go.wait(20)
+
+    thread = in_a_thread(read)
+    entered.wait(20)
+    launched(cuda.default, "a").settle()
+    assert other.waited == ["a"]
+    go.set()
+    thread.join(20)
+    launched(cuda.default, "b").settle()
+    assert other.waited == ["a"], "nobody reads there any more"
+
+
+def test_what_was_copied_out_is_waited_for_by_an_event_behind_it(cuda):
+    step, other = Stream(4), Stream(3)
+    gather = launched(step, "a", padded=True)
+    gather.settle()
+    with cuda.stream(other):
+        assert other.waited == ["event of 4"]
+    assert step.waited == ["a"]
+
+
+def test_a_stream_that_captures_does_not_wait(cuda):
+    gather, other = launched(cuda.default, "a"), Stream(3)
+    gather.settle()
+    cuda.capturing.append(other)
+    with cuda.stream(other):
+        assert other.waited == []
+    cuda.capturing.clear()
+    with cuda.stream(other):
+        assert other.waited == ["a"]
+
+
+def test_functions_that_switch_streams_tell_of_it(cuda, monkeypatch):
+    told: list[int] = []
+    monkeypatch.setattr(module.side_streams, "switched", told.append)
+    by_numbers = noting_numbers(lambda *args, **kwargs: None)
+    by_numbers(stream_id=3, device_index=0, device_type=1)
+    by_numbers(3, 1, 1)
+    by_stream = noting(lambda stream, *args: stream)
+    assert by_stream(stream := Stream(3, 2)) is stream
+    by_stream(SimpleNamespace(device=torch.device("cpu")))
+    assert told == [0, 1, 2]
+    assert module.side_streams.watched
+
+
+def test_memory_outlives_where_streams_were_used(cuda):
+    recorded: list[Any] = []
+
+    class Recorder(torch.Tensor):
+        def record_stream(self, stream: Any) -> None:
+            recorded.append(stream)
+
+    device = torch.device("cuda", 0)
+    assert not side_streams.used(torch.device("cpu"))
+    module.side_streams.watched = True
+    assert not module.side_streams.used(device)
+    outlive([torch.zeros(2)], device)
+    with cuda.stream(Stream(3)):
+        pass
+    assert module.side_streams.used(device)
+    plain = torch.zeros(2).as_subclass(Recorder)
+    outlive([None, plain], device)
+    assert recorded == [], "what is no plain tensor has no memory"
+
+
+# --- on GPUs ---
+
+
+SLEEP = 400_000_000  # cycles: some tenths of a second
+
+
+def read_elsewhere(how: str) -> list[bool]:
+    """Read parameters on another stream, which is ordered behind the step, after the step's stream has waited."""
+    sizes = [(64, 64), (7,)]  # the second does not divide by the ranks, and is copied out
+    generator = torch.Generator().manual_seed(0)
+    device = torch.device("cuda", torch.cuda.current_device())
+    wanted = [torch.randn(size, generator=generator).to(device) for size in sizes]
+    params = [nn.Parameter(value.clone()) for value in wanted]
+    found: list[torch.Tensor] = []
+    with entrances():
+        other, entered, go = torch.cuda.Stream(), threading.Event(), threading.Event()
+
+        def copy() -> None:
+            found.extend(param.detach().clone() for param in params)
+
+        def in_thread() -> None:
+            torch.cuda.set_device(device)
+            with torch.cuda.stream(other):
+                entered.set()
+                go.wait(20)
+                other.wait_event(ready)
+                copy()
+
+        # Beforehand once, for kernels that are loaded now wait for the device.
+        gather = ParamGather(params, group())
+        gather.launch()
+        [(param.sum(), param.detach().clone()) for param in params]
+        torch.cuda.synchronize()
+        forget_the_others(params)
+        ready = torch.cuda.Event()
+        thread = in_a_thread(in_thread) if how == "in a thread" else None
+        if thread is not None:
+            entered.wait(20)
+        torch.cuda.synchronize()
+        if torch.distributed.get_rank() == 1:
+            torch.cuda._sleep(SLEEP)
+        gather.launch()
+        ready.record()
+        [param.sum() for param in params]  # this stream has waited
+        assert not any(map(is_pending, params))
+        if thread is not None:
+            go.set()
+            thread.join(20)
+        elif how == "host has waited":
+            ready.synchronize()
+            with torch.cuda.stream(other):
+                copy()
+        elif how == "stream as a context":
+            other.wait_event(ready)
+            with other:
+                copy()
+        elif how == "torch.accelerator":
+            other.wait_event(ready)
+            before = torch.accelerator.current_stream()
+            torch.accelerator.set_stream(other)
+            copy()
+            torch.accelerator.set_stream(before)
+        else:
+            other.wait_event(ready)
+            with torch.cuda.stream(other):
+                copy()
+        torch.cuda.synchronize()
+        return [torch.equal(one, value) for one, value in zip(found, wanted, strict=True)]
+
+
+@pytest.mark.gpu(2)
+@pytest.mark.parametrize(
+    "how", ["behind an event", "in a thread", "host has waited", "stream as a context", "torch.accelerator"]
+)
+def test_parameters_are_whole_on_every_stream(ranks, how):
+    if how == "stream as a context" and not hasattr(torch.Stream, "__enter__"):
+        pytest.skip("streams are no context managers in this version of torch")
+    assert ranks(2)(read_elsewhere, how, backend="nccl") == [[True, True]] * 2

@@ -1,0 +1,134 @@
+"""Optimizers that step inside of the backward: one for each parameter, in a hook on it, or as DDP itself offers it.
+
+In a hook on a parameter gradients are this rank's own, under stock as well: ranks train apart.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.optim import _apply_optimizer_in_backward
+
+from ovpatch.insight.equality import compare
+from tests.plugins.ddp import arms as ddp_arms
+from tests.plugins.ddp import checks as ddp_checks
+from tests.plugins.ddp.arms import Record, data, seen
+from tests.plugins.dist_optimizer.arms import both
+from tests.plugins.dist_optimizer.checks import all_cases, check, ddp, params
+from tests.plugins.dist_optimizer.test_gpu import NCCL
+from tests.plugins.dist_optimizer.test_loops import OPTIMIZERS, net
+
+
+def large() -> nn.Module:
+    """Gradients of a size that is reduced in place."""
+    torch.manual_seed(1)
+    return nn.Sequential(nn.Linear(6, 300), nn.ReLU(), nn.Linear(300, 300), nn.Linear(300, 3))
+
+
+def stepping(
+    optimizer: str = "adamw",
+    afterwards: str = "none",
+    hooked: str = "before",
+    at: int = 0,
+    steps: int = 6,
+    model: str = "small",
+    **wrap: Any,
+) -> list[Record]:
+    """Train with an optimizer for each parameter.
+
+    Args:
+        optimizer: Its class.
+        afterwards: What the hook does to the gradient after the step.
+        hooked: Whether hooks come before the model is wrapped.
+        at: The step from which on hooks step.
+        steps: How many steps.
+        model: Which.
+        wrap: Arguments of the wrapper.
+    """
+    raw = large() if model == "large" else net()
+    wrapped = ddp(raw, **wrap) if hooked == "after" else None
+    opts = {p: OPTIMIZERS[optimizer]([p]) for p in raw.parameters()}
+    current = [0]
+
+    def hook(param: nn.Parameter) -> None:
+        if current[0] >= at:
+            opts[param].step()
+            if afterwards != "kept":
+                opts[param].zero_grad(set_to_none=afterwards == "none")
+
+    for p in opts:
+        p.register_post_accumulate_grad_hook(hook)
+    wrapped = wrapped or ddp(raw, **wrap)
+    records = []
+    for step in range(steps):
+        current[0] = step
+        if step <= at or afterwards == "kept":
+            wrapped.zero_grad()
+        loss = wrapped(data(step, 5, 6)).square().mean()
+        loss.backward()
+        if step < at:
+            for opt in opts.values():
+                opt.step()
+        records.append(seen(raw, loss))
+    return records
+
+
+CASES: dict[str, dict[str, Any]] = {
+    "adamw": {},
+    "sgd": {"optimizer": "sgd"},
+    "zeroed": {"afterwards": "zeros"},
+    "kept": {"afterwards": "kept"},
+    "hooked after": {"hooked": "after"},
+    "later": {"at": 4, "steps": 8},
+    "later, zeroed": {"at": 5, "steps": 8, "afterwards": "zeros"},
+    "unused": {"find_unused_parameters": True},
+    "views": {"gradient_as_bucket_view": True},
+    "static": {"static_graph": True},
+    "large": {"model": "large"},
+    "large, kept": {"model": "large", "afterwards": "kept"},
+}
+
+
+def all_ddp_cases(cases: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    return {name: ddp_arms.both(stepping, **case) for name, case in cases.items()}
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_in_hooks_under_ddp(ranks, world):
+    cases = {name: case for name, case in CASES.items() if "at" not in case}
+    results = ranks(world)(all_ddp_cases, cases)
+    for name in cases:
+        ddp_checks.check([result[name] for result in results])
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_in_hooks_under_dist_optimizer(ranks, world):
+    results = ranks(world)(all_cases, stepping, CASES)
+    for name, case in CASES.items():
+        optimizers = 6 if "model" in case else 8
+        check([result[name] for result in results], steps=case.get("at", 0), by_parts=None, stock=optimizers)
+
+
+def offered() -> list[Record]:
+    """As DDP offers it: optimizers step in its communication hook, with averages."""
+    raw = net()
+    model = ddp(raw)
+    _apply_optimizer_in_backward(torch.optim.SGD, raw.parameters(), {"lr": 0.1, "momentum": 0.9})
+    records = []
+    for step in range(6):
+        loss = model(data(step, 5, 6)).square().mean()
+        loss.backward()
+        records.append({"loss": loss.detach(), "param": params(raw)})
+    return records
+
+
+@pytest.mark.gpu(2)
+def test_as_ddp_offers_it(ranks):
+    """On GPUs alone: torch's hook asks for streams."""
+    ddp_checks.check(ranks(2)(ddp_arms.both, offered, **NCCL), stock_models=1)
+    for result in ranks(2)(both, offered, **NCCL):
+        compare(result["stock"], result["patched"]).assert_bitwise()
+        assert result["counters"]["steps"] == 0
