@@ -17,6 +17,7 @@ _NEEDS_STOCK = {
     "register_comm_hook": "a communication hook is registered, which reduces buckets of the C++ reducer",
     "_register_builtin_comm_hook": "a communication hook is registered, which reduces buckets of the C++ reducer",
     "_register_fused_optim": "an optimizer is fused into the reduction",
+    "_set_sparse_metadata": "sparse metadata is set, which the C++ reducer uses",
     "join": "join() shadows the collectives of the C++ reducer",
     "join_hook": "Join([...]) shadows the collectives of the C++ reducer",
 }

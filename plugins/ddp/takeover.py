@@ -255,6 +255,15 @@ def _install(ddp: Wrapper, parameters: Sequence[torch.nn.Parameter], config: Red
     reducer.hands.watch(ddp)
     ddp.reducer = reducer
     ddp.logger = ReducerLogger(ddp, reducer)
+    reducer.set_logger(ddp.logger)
+    ddp.logger.set_construction_data_and_log(
+        type(ddp.module).__name__,
+        ddp.device_ids or [],
+        -1 if ddp.output_device is None else ddp.output_device,
+        ddp.forward_sync_buffers if hasattr(ddp, "forward_sync_buffers") else ddp.broadcast_buffers,
+        any(isinstance(module, torch.nn.SyncBatchNorm) for module in ddp.module.modules()),
+        ddp.static_graph,
+    )
     ddp._passing_sync_batchnorm_handle(ddp.module)
     COUNTERS.models += 1
     if ddp.device_type != "cuda":
