@@ -42,30 +42,36 @@ def unfinished(missing: Mapping[int, str], rank: int, *, searched: bool) -> str:
             "have all outputs of forward take part in the loss, or, if a forward may leave parameters out, pass "
             "find_unused_parameters=True to DistributedDataParallel"
         )
-    indices = f"\nParameter indices which did not receive grad for rank {rank}: {' '.join(map(str, missing))}"
-    if dist.get_debug_level() == dist.DebugLevel.OFF:
-        details = (
-            f"{indices}\n In addition, you can set the environment variable TORCH_DISTRIBUTED_DEBUG to either INFO or "
-            "DETAIL to print out information about which particular parameters did not receive gradient on this rank as "
-            "part of this error"
-        )
-    else:
-        names = ", ".join(missing.values())
-        details = f"\nParameters which did not receive grad for rank {rank}: {names}{indices}"
     return (
         f"{_UNFINISHED}This error indicates that your module has parameters that were not used in producing loss. {hint}"
-        f"{_USES_OUTPUTS}{details}\novpatch: these parameters got no gradient in the last backward: "
+        f"{_USES_OUTPUTS}{_which(missing, rank)}\novpatch: these parameters got no gradient in the last backward: "
         f"{_listed(list(missing.values()))}; {remedy}."
     )
 
 
-def static_graph_lacks(names: Sequence[str]) -> str:
-    """Say which parameters of a static graph got fewer gradients than in its first backward; in stock's words first."""
+def _which(missing: Mapping[int, str], rank: int) -> str:
+    indices = f"\nParameter indices which did not receive grad for rank {rank}: {' '.join(map(str, missing))}"
+    if dist.get_debug_level() == dist.DebugLevel.OFF:
+        return (
+            f"{indices}\n In addition, you can set the environment variable TORCH_DISTRIBUTED_DEBUG to either INFO or "
+            "DETAIL to print out information about which particular parameters did not receive gradient on this rank as "
+            "part of this error"
+        )
+    return f"\nParameters which did not receive grad for rank {rank}: {', '.join(missing.values())}{indices}"
+
+
+def static_graph_lacks(missing: Mapping[int, str], rank: int) -> str:
+    """Say which parameters of a static graph got fewer gradients than in its first backward; in stock's words first.
+
+    Args:
+        missing: Their names by index.
+        rank: This rank.
+    """
     return (
         f"{_UNFINISHED}This error indicates that your training graph has changed in this iteration, e.g., one parameter "
         "is used in first iteration, but then got unused in the second iteration. this is not compatible with "
-        f"static_graph set to True.\novpatch: these parameters got fewer gradients than in the first backward: "
-        f"{_listed(names)}; {_NOT_STATIC}"
+        f"static_graph set to True.{_which(missing, rank)}\novpatch: these parameters got fewer gradients than in the "
+        f"first backward: {_listed(list(missing.values()))}; {_NOT_STATIC}"
     )
 
 

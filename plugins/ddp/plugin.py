@@ -65,6 +65,13 @@ def ovpatch_register(patches: Registrar, options: Mapping[str, Any]) -> None:
         why="is where the outputs are known that every backward passes first; the stock class shows them to its "
         "reducer only when it searches unused parameters",
     )
+    patches.register_patch(
+        "torch.distributed.autograd.context.__enter__",
+        wrap=takeover.wrap_autograd_context,
+        optional=True,
+        why="in such a context the engine gives gradients to the context instead of the parameters, which only the C++ "
+        "reducer can follow; there is no hook for its beginning",
+    )
     for name, reason in _NEEDS_STOCK.items():
         patches.register_patch(
             f"{_DDP}.{name}",

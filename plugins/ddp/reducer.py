@@ -355,7 +355,8 @@ class GradReducer(StockOnly):
             if not self.has_rebuilt_buckets and not self._late:
                 self._cutting.backward_begins()
             if self._mode.searches:
-                self._leave_out(self._search.left_out(self._hooks.nodes))
+                with span("torch.distributed.ddp.reducer::search_unused_parameters"):  # stock's name
+                    self._leave_out(self._search.left_out(self._hooks.nodes))
 
     def _leave_out(self, indices: list[int]) -> None:
         for index in indices:
@@ -453,7 +454,7 @@ class GradReducer(StockOnly):
     def _unfinished(self) -> str:
         missing = {i: self.names[i] for i in self._ledger.unforeseen()}
         if self.static_graph:
-            return messages.static_graph_lacks(list(missing.values()))
+            return messages.static_graph_lacks(missing, self._group.rank())
         return messages.unfinished(missing, self._group.rank(), searched=self.config.find_unused_parameters)
 
     def _told(self, text: str) -> RuntimeError:

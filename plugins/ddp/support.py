@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -31,7 +32,17 @@ def objection(ddp: DistributedDataParallel, params: Sequence[torch.nn.Parameter]
         return "delay_all_reduce_named_params has a reduction of its own"
     if any(_is_dtensor(param) for param in params):
         return "parameters are DTensors"
+    if _has_rpc():
+        return DISTRIBUTED_AUTOGRAD
     return ""
+
+
+DISTRIBUTED_AUTOGRAD = "RPC is in use, whose distributed autograd keeps gradients in contexts that the C++ reducer knows"
+
+
+def _has_rpc() -> bool:
+    api = sys.modules.get("torch.distributed.rpc.api")
+    return api is not None and bool(api._is_current_rpc_agent_set())
 
 
 def _is_dtensor(param: torch.nn.Parameter) -> bool:

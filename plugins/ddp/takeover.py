@@ -31,7 +31,7 @@ from ovpatch_plugins.ddp.hands import stop_watching
 from ovpatch_plugins.ddp.logger import ReducerLogger
 from ovpatch_plugins.ddp.reducer import GradReducer
 from ovpatch_plugins.ddp.remarks import remark
-from ovpatch_plugins.ddp.support import objection
+from ovpatch_plugins.ddp.support import DISTRIBUTED_AUTOGRAD, objection
 
 # A ``DistributedDataParallel`` object; its own annotations know the C++ reducer only.
 Wrapper: TypeAlias = Any
@@ -137,6 +137,18 @@ class Takeover:
             return output
 
         return post_forward
+
+    def wrap_autograd_context(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        """Wrap ``torch.distributed.autograd.context.__enter__``: no backward in it gives a gradient to a parameter."""
+
+        @functools.wraps(original)
+        def enter(context: Any) -> Any:
+            for ddp in list(_live):
+                if not ddp.reducer.in_backward():  # as that of another thread, which has begun outside
+                    restore_stock(ddp, DISTRIBUTED_AUTOGRAD)
+            return original(context)
+
+        return enter
 
     def wrap_needs_stock(self, original: Callable[..., Any], reason: str) -> Callable[..., Any]:
         """Wrap a method that works on the C++ reducer: brings that one back first."""
