@@ -95,8 +95,8 @@ class GradReducer(StockOnly):
     @torch._disable_dynamo
     def prepare_for_forward(self) -> None:
         """Called before a forward that will be synchronised."""
-        self._finish_previous()
         self.times.forward_begins()
+        self._finish_previous()
         self._ballots.raise_for_losses(messages.peer_lost_backward)
         if self._hooks.lost():
             self._attach_anew()
