@@ -27,8 +27,8 @@ class SurplusGradientError(RuntimeError):
 _CHANGED = (
     "Your training graph has changed in this iteration, e.g., one parameter is unused in first iteration, but then got "
     "used in the second iteration. this is not compatible with static_graph set to True.\novpatch: parameter '{}' got "
-    "contribution {} ({}) where the first backward had {}; have every forward and loss use the same parameters as often "
-    "as the first ones did, or leave static_graph=True out."
+    "contribution {} ({}) where the first backward had {}; have every forward and loss use the same parameters as "
+    "often as the first ones did, or leave static_graph=True out."
 )
 
 ANY: Final = sys.maxsize

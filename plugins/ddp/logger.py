@@ -75,7 +75,7 @@ class ReducerLogger:
         self._strings["dtypes"] = ", ".join(sorted({_name_of(param.dtype) for param in reducer.params}))
         self._strings["bucket_sizes"] = self._bucket_sizes()
         names = (*_ENVIRONMENT, *_ENVIRONMENT_OF.get(self._strings["backend_name"], ()))
-        self._strings |= {name.removeprefix("TORCH_NCCL").lower(): os.environ.get(name, "N/A") for name in names}
+        self._strings |= {name.replace("TORCH_NCCL", "NCCL").lower(): os.environ.get(name, "N/A") for name in names}
         threads = getattr(getattr(group._get_backend(ddp.device), "options", None), "_threads", None)
         if threads is not None:
             self._numbers["gloo_num_threads"] = int(threads)
@@ -98,6 +98,7 @@ class ReducerLogger:
         if static_graph:
             self._numbers["static_graph"] = 1
 
+    @torch._disable_dynamo
     def set_runtime_stats_and_log(self) -> None:
         """Take over the times of the step before, if it was sampled; called at the beginning of each forward."""
         times = self._reducer.times

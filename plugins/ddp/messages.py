@@ -35,17 +35,17 @@ def unfinished(missing: Mapping[int, str], rank: int, *, searched: bool) -> str:
         remedy = "have all outputs of forward take part in the loss"
     else:
         hint = (
-            "You can enable unused parameter detection by passing the keyword argument `find_unused_parameters=True` to "
-            "`torch.nn.parallel.DistributedDataParallel`, and by \n"
+            "You can enable unused parameter detection by passing the keyword argument `find_unused_parameters=True` "
+            "to `torch.nn.parallel.DistributedDataParallel`, and by \n"
         )
         remedy = (
             "have all outputs of forward take part in the loss, or, if a forward may leave parameters out, pass "
             "find_unused_parameters=True to DistributedDataParallel"
         )
     return (
-        f"{_UNFINISHED}This error indicates that your module has parameters that were not used in producing loss. {hint}"
-        f"{_USES_OUTPUTS}{_which(missing, rank)}\novpatch: these parameters got no gradient in the last backward: "
-        f"{_listed(list(missing.values()))}; {remedy}."
+        f"{_UNFINISHED}This error indicates that your module has parameters that were not used in producing loss. "
+        f"{hint}{_USES_OUTPUTS}{_which(missing, rank)}\novpatch: these parameters got no gradient in the last "
+        f"backward: {_listed(list(missing.values()))}; {remedy}."
     )
 
 
@@ -54,8 +54,8 @@ def _which(missing: Mapping[int, str], rank: int) -> str:
     if dist.get_debug_level() == dist.DebugLevel.OFF:
         return (
             f"{indices}\n In addition, you can set the environment variable TORCH_DISTRIBUTED_DEBUG to either INFO or "
-            "DETAIL to print out information about which particular parameters did not receive gradient on this rank as "
-            "part of this error"
+            "DETAIL to print out information about which particular parameters did not receive gradient on this rank "
+            "as part of this error"
         )
     return f"\nParameters which did not receive grad for rank {rank}: {', '.join(missing.values())}{indices}"
 
@@ -68,16 +68,16 @@ def static_graph_lacks(missing: Mapping[int, str], rank: int) -> str:
         rank: This rank.
     """
     return (
-        f"{_UNFINISHED}This error indicates that your training graph has changed in this iteration, e.g., one parameter "
-        "is used in first iteration, but then got unused in the second iteration. this is not compatible with "
-        f"static_graph set to True.{_which(missing, rank)}\novpatch: these parameters got fewer gradients than in the "
-        f"first backward: {_listed(list(missing.values()))}; {_NOT_STATIC}"
+        f"{_UNFINISHED}This error indicates that your training graph has changed in this iteration, e.g., one "
+        "parameter is used in first iteration, but then got unused in the second iteration. this is not compatible "
+        f"with static_graph set to True.{_which(missing, rank)}\novpatch: these parameters got fewer gradients than in "
+        f"the first backward: {_listed(list(missing.values()))}; {_NOT_STATIC}"
     )
 
 
 _NOT_STATIC = (
-    "have every forward and loss use the same parameters as the first ones did, or leave static_graph=True out and, if a "
-    "forward may leave parameters out, pass find_unused_parameters=True to DistributedDataParallel."
+    "have every forward and loss use the same parameters as the first ones did, or leave static_graph=True out and, if "
+    "a forward may leave parameters out, pass find_unused_parameters=True to DistributedDataParallel."
 )
 
 
@@ -85,15 +85,15 @@ def needs_stock(name: str) -> str:
     """Say that a method works on the C++ reducer only."""
     return (
         f"ovpatch: {name}() of the reducer or logger inside DistributedDataParallel works on torch's C++ reducer only. "
-        "Call the wrapper's own method (register_comm_hook, join, _set_sparse_metadata), which brings that reducer back, "
-        "or turn the feature off with OVPATCH_DDP=0."
+        "Call the wrapper's own method (register_comm_hook, join, _set_sparse_metadata), which brings that reducer "
+        "back, or turn the feature off with OVPATCH_DDP=0."
     )
 
 
 CREATE_GRAPH = (
     "Using DistributedDataParallel with create_graph=True is not well-supported. The higher-order gradient will not be "
-    "synchronized across ranks, and backpropagation through all_reduce operations will not occur. If you require DDP to "
-    "work with higher-order gradients for your use case, please ping https://github.com/pytorch/pytorch/issues/63929"
+    "synchronized across ranks, and backpropagation through all_reduce operations will not occur. If you require DDP "
+    "to work with higher-order gradients for your use case, please ping https://github.com/pytorch/pytorch/issues/63929"
 )
 
 

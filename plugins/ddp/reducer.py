@@ -174,6 +174,7 @@ class GradReducer(StockOnly):
         """Tell the logger of errors from now on; it holds this reducer, so it is held weakly."""
         self._logger = weakref.ref(logger)
 
+    @torch._disable_dynamo
     def _install_post_backward_futures(self, futures: Sequence[torch.futures.Future[Any]]) -> None:
         """Wait for these at the end of the next backward that is reduced, besides those that are installed already."""
         self._installed += futures

@@ -37,7 +37,7 @@ def objection(ddp: DistributedDataParallel, params: Sequence[torch.nn.Parameter]
     return ""
 
 
-DISTRIBUTED_AUTOGRAD = "RPC is in use, whose distributed autograd keeps gradients in contexts that the C++ reducer knows"
+DISTRIBUTED_AUTOGRAD = "RPC is in use, whose distributed autograd keeps gradients in contexts of its own"
 
 
 def _has_rpc() -> bool:

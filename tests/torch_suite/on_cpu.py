@@ -1,7 +1,7 @@
 """torch's distributed tests with the device made CPU, which is done to their source text when it is imported.
 
-Calls that name a device name the CPU instead, ``device_ids=`` and ``output_device=`` are None, and decorators that skip a
-test are left out. Nothing of the rewritten text is kept.
+Calls that name a device name the CPU instead, ``device_ids=`` and ``output_device=`` are None, and decorators that skip
+a test are left out. Nothing of the rewritten text is kept.
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ class _OnCpu(ast.NodeTransformer):
             elif called.attr == "to" and node.args:
                 node.args[0] = _call("_cpu", node.args[0])
             elif called.attr == "device" and isinstance(called.value, ast.Name) and called.value.id == "torch":
-                return ast.copy_location(_call("_cpu", *node.args), node)
+                node.args = [_call("_cpu", *node.args)] if node.args else []
         return node
 
 

@@ -36,11 +36,15 @@ def texts() -> dict[str, str]:
     """Return the text of each test and helper in the installed torch, by name."""
     path = _path()
     source = path.read_text(encoding="utf-8")
-    outer = next(one for one in ast.parse(source).body if isinstance(one, ast.ClassDef) and one.name == "DistributedTest")
+    outer = next(
+        one for one in ast.parse(source).body if isinstance(one, ast.ClassDef) and one.name == "DistributedTest"
+    )
     base = next(one for one in outer.body if isinstance(one, ast.ClassDef))
     lines = source.splitlines()
     return {
-        one.name: "\n".join(lines[one.lineno - 1 : one.end_lineno]) for one in base.body if isinstance(one, ast.FunctionDef)
+        one.name: "\n".join(lines[one.lineno - 1 : one.end_lineno])
+        for one in base.body
+        if isinstance(one, ast.FunctionDef)
     }
 
 
@@ -79,7 +83,7 @@ def _suite(device: str) -> Any:
         module.__file__ = str(path)
         sys.modules[name] = module
         # A rewritten text of torch's own: it has the same right to run as what importing the module runs.
-        exec(compile(rewritten(path.read_text(encoding="utf-8"), str(path)), str(path), "exec"), vars(module))  # noqa: S102
+        exec(compile(rewritten(path.read_text(encoding="utf-8"), str(path)), str(path), "exec"), vars(module))
     tests = type("Suite", (module.TestDistBackend, module.DistributedTest._DistTestBase), {})
     return module, tests
 
@@ -137,5 +141,3 @@ def _applied(arm: str) -> Iterator[None]:
     options = {"dist_optimizer": {"min_param_numel": 1}} if "dist_optimizer" in features else {}
     with ovpatch.applied(*features, options=options):
         yield
-
-

@@ -42,7 +42,9 @@ def test_the_reducer_and_the_logger_have_all_that_the_wrapper_of_the_installed_t
     assert {name for name in asked_of("reducer") if not hasattr(GradReducer, name)} == set()
     assert {name for name in asked_of("logger") if not hasattr(ReducerLogger, name)} == set()
     for cls, ours in ((dist.Reducer, GradReducer), (dist.Logger, ReducerLogger)):
-        public = {name for name in vars(cls) if not name.startswith(("__", "_pybind", "_run_allreduce", "get_backward"))}
+        public = {
+            name for name in vars(cls) if not name.startswith(("__", "_pybind", "_run_allreduce", "get_backward"))
+        }
         assert {name for name in public if not hasattr(ours, name)} == set()
 
 
@@ -125,7 +127,11 @@ def failing(used: list[bool], level: str, ddp: dict[str, Any]) -> dict[str, Any]
     finally:
         dist.set_debug_level(dist.DebugLevel.OFF)
     logged = wrapped._get_ddp_logging_data()
-    return {"error": error, **{name: logged.get(name) for name in ("has_error", "error", "iteration")}, "logged": logged}
+    return {
+        "error": error,
+        **{name: logged.get(name) for name in ("has_error", "error", "iteration")},
+        "logged": logged,
+    }
 
 
 def failing_both(*args: Any) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -224,9 +230,7 @@ def test_the_map_of_used_parameters_and_whether_the_graph_is_static_are_stocks(r
         ddp["skip_all_reduce_unused_params"] = True
         uses = [False for _ in uses]
     for result in ranks(2)(both, usage, uses, ddp):
-        compare(
-            [one["map"] for one in result["stock"]], [one["map"] for one in result["patched"]]
-        ).assert_bitwise()
+        compare([one["map"] for one in result["stock"]], [one["map"] for one in result["patched"]]).assert_bitwise()
         assert [one["static"] for one in result["patched"]] == [one["static"] for one in result["stock"]]
 
 
