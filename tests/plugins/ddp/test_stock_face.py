@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 import inspect
 import logging
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -94,9 +93,10 @@ def buffer_hook_loop(where: Any, **ddp: Any) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize("where", ["PRE_FORWARD", "POST_FORWARD"])
 @pytest.mark.parametrize("ddp", [{}, {"static_graph": True}, {"find_unused_parameters": True}])
-def test_futures_of_a_buffer_hook_are_waited_for_at_the_end_of_backward(ranks, where, ddp):
+@pytest.mark.parametrize("world", [2, 3])
+def test_futures_of_a_buffer_hook_are_waited_for_at_the_end_of_backward(ranks, world, where, ddp):
     where = getattr(distributed._BufferCommHookLocation, where)
-    for result in ranks(2)(both, buffer_hook_loop, where, **ddp):
+    for result in ranks(world)(both, buffer_hook_loop, where, **ddp):
         compare(result["stock"], result["patched"]).assert_bitwise()
         assert [len(one["waited"]) for one in result["patched"]] == [1, 2, 3]
         assert result["counters"]["backwards"] == 3
@@ -174,12 +174,7 @@ def logged(ddp: dict[str, Any], dtype: torch.dtype, steps: int) -> dict[str, Any
     torch.manual_seed(0)
     wrapped = DDP(nn.Sequential(nn.Linear(40, 40), nn.Linear(40, 40).to(dtype)), **ddp)
     for step in range(steps):
-        hidden = wrapped.module[0](data(step, 2, 40))
-        del hidden
-        wrapped.module[0].float()
-        out = wrapped(data(step, 2, 40)) if dtype == torch.float32 else None
-        if out is not None:
-            out.sum().backward()
+        wrapped(data(step, 2, 40)).sum().backward()
     return dict(wrapped._get_ddp_logging_data())
 
 
@@ -223,18 +218,20 @@ def usage(uses: list[bool], ddp: dict[str, Any]) -> list[Any]:
 
 
 @pytest.mark.parametrize("uses", [[True, False, True, True], [False, False, False], [True, True, True]])
-@pytest.mark.parametrize("skip", [False, True])
-def test_the_map_of_used_parameters_and_whether_the_graph_is_static_are_stocks(ranks, uses, skip):
+@pytest.mark.parametrize(("world", "skip"), [(2, False), (2, True), (3, False)])
+def test_the_map_of_used_parameters_and_whether_the_graph_is_static_are_stocks(ranks, world, uses, skip):
     ddp: dict[str, Any] = {"find_unused_parameters": True, "bucket_cap_mb": 0.0001}
     if skip:
         ddp["skip_all_reduce_unused_params"] = True
         uses = [False for _ in uses]
-    for result in ranks(2)(both, usage, uses, ddp):
+    for result in ranks(world)(both, usage, uses, ddp):
         compare([one["map"] for one in result["stock"]], [one["map"] for one in result["patched"]]).assert_bitwise()
         assert [one["static"] for one in result["patched"]] == [one["static"] for one in result["stock"]]
+        # Stock's logger says so from the second forward on.
+        assert [one["reduced"] for one in result["patched"][1:]] == [one["reduced"] for one in result["stock"][1:]]
 
 
-def second_order(record: Callable[..., Any] | None = None) -> list[str]:
+def second_order() -> list[str]:
     texts: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda entry: texts.append(entry.getMessage())  # type: ignore[method-assign]
@@ -297,3 +294,16 @@ def test_distributed_autograd_gets_the_averages(ranks, tmp_path, early):
         for step, mean in enumerate(means):
             torch.testing.assert_close(results[2 * step][0], mean)
             assert results[2 * step + 1] == [None, None]
+
+
+def setting_sparse_metadata() -> list[str]:
+    with ovpatch.applied("ddp"):
+        wrapped = DDP(nn.Embedding(8, 2, sparse=True))
+        kinds = [type(wrapped.reducer).__name__]
+        wrapped._set_sparse_metadata({"module.weight": torch.arange(8)})
+        wrapped(torch.tensor([dist.get_rank(), 5])).sum().backward()
+        return [*kinds, type(wrapped.reducer).__name__]
+
+
+def test_sparse_metadata_brings_the_stock_reducer_back(ranks):
+    assert ranks(2)(setting_sparse_metadata) == [["GradReducer", "Reducer"]] * 2
