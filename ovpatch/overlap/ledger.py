@@ -24,6 +24,13 @@ class SurplusGradientError(RuntimeError):
     """A gradient contribution came after the parameter was complete. The text names it and ends with the remedy."""
 
 
+_CHANGED = (
+    "Your training graph has changed in this iteration, e.g., one parameter is unused in first iteration, but then got "
+    "used in the second iteration. this is not compatible with static_graph set to True.\novpatch: parameter '{}' got "
+    "contribution {} ({}) where the first backward had {}; have every forward and loss use the same parameters as "
+    "often as the first ones did, or leave static_graph=True out."
+)
+
 ANY: Final = sys.maxsize
 """Number of expected marks that is never reached: contributions are counted, nothing becomes complete."""
 
@@ -58,7 +65,7 @@ class GradLedger:
         remedy: str = "turn the feature off with OVPATCH_DDP=0",
     ) -> None:
         self._names, self._remedy = names, remedy
-        self._is_open = False
+        self._is_open = self._learned = False
         self._expected = [1] * len(params)
         self._seen = [0] * len(params)
         self._declared: set[int] = set()
@@ -73,9 +80,10 @@ class GradLedger:
         """Start a backward: nothing is complete.
 
         Args:
-            expected: Number of marks per parameter, 1 each by default. :data:`ANY` only counts.
+            expected: Number of marks per parameter, 1 each by default. :data:`ANY` only counts. Others are what the
+                first backward of a static graph has shown.
         """
-        self._is_open = True
+        self._is_open, self._learned = True, expected is not None
         self._expected = list(expected) if expected is not None else [1] * len(self._seen)
         self._seen = [0] * len(self._seen)
         self._declared.clear()
@@ -155,6 +163,8 @@ class GradLedger:
 
     def _surplus(self, index: int, key: str, number: int) -> SurplusGradientError:
         expected = self._expected[index]
+        if self._learned and index not in self._declared:
+            return SurplusGradientError(_CHANGED.format(self._names[index], number, key, expected))
         text = (
             f"ovpatch: parameter '{self._names[index]}' got contribution {number} ({key}) in one backward where "
             f"{expected} {'were declared' if index in self._declared else 'was expected'}, after its gradient may have "
@@ -167,7 +177,7 @@ class GradLedger:
             )
         return SurplusGradientError(
             f"{text}Expected to mark a variable ready only once: this happens with reentrant activation "
-            "checkpointing, when the graph changes under static_graph=True, or when contributions are not declared "
+            "checkpointing, or when contributions are not declared "
             f"before the first (expect_gradients). Use checkpoint(..., use_reentrant=False), or {self._remedy}."
         )
 

@@ -70,7 +70,7 @@ class Reduction:
     def open(self) -> None:
         """Begin a backward: nothing has come, every parameter is waited for."""
         self.absent: set[int] = set()
-        self.launched, self._attended, self._met = 0, False, False
+        self.launched, self.reduced, self._attended, self._met = 0, 0, False, False
         self._waiting = list(self._sizes)
         self._works: list[Work] = []
         self._staged: set[int] = set()
@@ -215,6 +215,7 @@ class Reduction:
     def _start(self, bucket: Bucket, pieces: list[Tensor]) -> Sequence[Work]:
         works = bucket.start(self._collectives[bucket.device], pieces)
         self._works += works
+        self.reduced += 1
         return works
 
     def _follow(self, bucket: Bucket, works: Sequence[Work]) -> None:

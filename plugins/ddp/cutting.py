@@ -30,6 +30,10 @@ class Cutting:
         """Note that the gradient of a parameter is complete."""
         self._came.append(index)
 
+    def last(self) -> list[int]:
+        """Return the parameters in the order in which their gradients came, as far as that was noted."""
+        return list(self._came)
+
     def agree(self) -> None:
         """Cut along the last backward's order on the group's first rank from now on; every rank calls this."""
         params = self._layout.params

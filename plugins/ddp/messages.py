@@ -2,19 +2,99 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+
+import torch.distributed as dist
 
 _SHOWN = 10
 
 
-def unfinished(names: Sequence[str]) -> str:
-    """Say which parameters got no gradient. Begins as stock DDP's error does, which scripts look for."""
+_UNFINISHED = "Expected to have finished reduction in the prior iteration before starting a new one. "
+
+_USES_OUTPUTS = (
+    "making sure all `forward` function outputs participate in calculating loss. \nIf you already have done the above, "
+    "then the distributed data parallel module wasn't able to locate the output tensors in the return value of your "
+    "module's `forward` function. Please include the loss function and the structure of the return value of `forward` "
+    "of your module when reporting this issue (e.g. list, dict, iterable)."
+)
+
+
+def unfinished(missing: Mapping[int, str], rank: int, *, searched: bool) -> str:
+    """Say which parameters got no gradient, first in stock's words, which scripts and people look for.
+
+    Args:
+        missing: Their names by index.
+        rank: This rank.
+        searched: Whether unused parameters are searched for.
+    """
+    if searched:
+        hint = (
+            "Since `find_unused_parameters=True` is enabled, this likely  means that not all `forward` outputs "
+            "participate in computing loss. You can fix this by "
+        )
+        remedy = "have all outputs of forward take part in the loss"
+    else:
+        hint = (
+            "You can enable unused parameter detection by passing the keyword argument `find_unused_parameters=True` "
+            "to `torch.nn.parallel.DistributedDataParallel`, and by \n"
+        )
+        remedy = (
+            "have all outputs of forward take part in the loss, or, if a forward may leave parameters out, pass "
+            "find_unused_parameters=True to DistributedDataParallel"
+        )
     return (
-        "Expected to have finished reduction in the prior iteration before starting a new one. "
-        f"ovpatch: these parameters got no gradient in the last backward: {_listed(names)}. Make sure that all outputs "
-        "of forward take part in the loss, or, if a forward may leave parameters out, pass find_unused_parameters=True "
-        "to DistributedDataParallel."
+        f"{_UNFINISHED}This error indicates that your module has parameters that were not used in producing loss. "
+        f"{hint}{_USES_OUTPUTS}{_which(missing, rank)}\novpatch: these parameters got no gradient in the last "
+        f"backward: {_listed(list(missing.values()))}; {remedy}."
     )
+
+
+def _which(missing: Mapping[int, str], rank: int) -> str:
+    indices = f"\nParameter indices which did not receive grad for rank {rank}: {' '.join(map(str, missing))}"
+    if dist.get_debug_level() == dist.DebugLevel.OFF:
+        return (
+            f"{indices}\n In addition, you can set the environment variable TORCH_DISTRIBUTED_DEBUG to either INFO or "
+            "DETAIL to print out information about which particular parameters did not receive gradient on this rank "
+            "as part of this error"
+        )
+    return f"\nParameters which did not receive grad for rank {rank}: {', '.join(missing.values())}{indices}"
+
+
+def static_graph_lacks(missing: Mapping[int, str], rank: int) -> str:
+    """Say which parameters of a static graph got fewer gradients than in its first backward; in stock's words first.
+
+    Args:
+        missing: Their names by index.
+        rank: This rank.
+    """
+    return (
+        f"{_UNFINISHED}This error indicates that your training graph has changed in this iteration, e.g., one "
+        "parameter is used in first iteration, but then got unused in the second iteration. this is not compatible "
+        f"with static_graph set to True.{_which(missing, rank)}\novpatch: these parameters got fewer gradients than in "
+        f"the first backward: {_listed(list(missing.values()))}; {_NOT_STATIC}"
+    )
+
+
+_NOT_STATIC = (
+    "have every forward and loss use the same parameters as the first ones did, or leave static_graph=True out and, if "
+    "a forward may leave parameters out, pass find_unused_parameters=True to DistributedDataParallel."
+)
+
+
+def needs_stock(name: str) -> str:
+    """Say that a method works on the C++ reducer only."""
+    return (
+        f"ovpatch: {name}() of the reducer or logger inside DistributedDataParallel works on torch's C++ reducer only. "
+        "Call the wrapper's own method (register_comm_hook, join, _set_sparse_metadata), which brings that reducer "
+        "back, or turn the feature off with OVPATCH_DDP=0."
+    )
+
+
+CREATE_GRAPH = (
+    "Using DistributedDataParallel with create_graph=True is not well-supported. The higher-order gradient will not be "
+    "synchronized across ranks, and backpropagation through all_reduce operations will not occur. If you require DDP "
+    "to work with higher-order gradients for your use case, please ping https://github.com/pytorch/pytorch/issues/63929"
+)
 
 
 def _listed(names: Sequence[str]) -> str:

@@ -17,6 +17,7 @@ _NEEDS_STOCK = {
     "register_comm_hook": "a communication hook is registered, which reduces buckets of the C++ reducer",
     "_register_builtin_comm_hook": "a communication hook is registered, which reduces buckets of the C++ reducer",
     "_register_fused_optim": "an optimizer is fused into the reduction",
+    "_set_sparse_metadata": "sparse metadata is set, which the C++ reducer uses",
     "join": "join() shadows the collectives of the C++ reducer",
     "join_hook": "Join([...]) shadows the collectives of the C++ reducer",
 }
@@ -63,6 +64,13 @@ def ovpatch_register(patches: Registrar, options: Mapping[str, Any]) -> None:
         wrap=takeover.wrap_post_forward,
         why="is where the outputs are known that every backward passes first; the stock class shows them to its "
         "reducer only when it searches unused parameters",
+    )
+    patches.register_patch(
+        "torch.distributed.autograd.context.__enter__",
+        wrap=takeover.wrap_autograd_context,
+        optional=True,
+        why="in such a context the engine gives gradients to the context instead of the parameters, which only the C++ "
+        "reducer can follow; there is no hook for its beginning",
     )
     for name, reason in _NEEDS_STOCK.items():
         patches.register_patch(

@@ -11,9 +11,11 @@ graph where that calls the C++ reducer. Our methods are hidden from Dynamo, so t
 
 from __future__ import annotations
 
+import functools
 import threading
+import weakref
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -27,7 +29,7 @@ from ovpatch.overlap.gradient_hooks import GradientHooks, watch_outputs
 from ovpatch.overlap.half_wire import HalfWire
 from ovpatch.overlap.labels import label, span
 from ovpatch.overlap.layout import Layout
-from ovpatch.overlap.ledger import ANY, GradLedger
+from ovpatch.overlap.ledger import ANY, GradLedger, SurplusGradientError
 from ovpatch.overlap.reduction import Bucket, Reduction
 from ovpatch.overlap.sharding import sharding
 from ovpatch_plugins.ddp import messages
@@ -37,11 +39,16 @@ from ovpatch_plugins.ddp.counters import COUNTERS
 from ovpatch_plugins.ddp.cutting import Cutting
 from ovpatch_plugins.ddp.hands import ForeignHands
 from ovpatch_plugins.ddp.mode import Mode
-from ovpatch_plugins.ddp.remarks import fell_short
+from ovpatch_plugins.ddp.remarks import fell_short, warn_of_create_graph
+from ovpatch_plugins.ddp.step_times import StepTimes
+from ovpatch_plugins.ddp.stock_only import StockOnly
 from ovpatch_plugins.ddp.usage import Search, UsageMap
 
+if TYPE_CHECKING:
+    from ovpatch_plugins.ddp.logger import ReducerLogger
 
-class GradReducer:
+
+class GradReducer(StockOnly):
     """Averages the gradients of one model over the ranks of a process group.
 
     Args:
@@ -55,6 +62,9 @@ class GradReducer:
         armed: Whether the next backward is to be reduced.
         hands: Who may change gradients while backward runs; see [Note: foreign hands].
         name: Of the model, the same on all ranks and no other's in the process group.
+        times: When the phases of this step began and ended.
+        left_out: Parameters that the last backward left out, where that is searched.
+        buckets_reduced: How many buckets the last backward reduced.
     """
 
     def __init__(
@@ -71,6 +81,9 @@ class GradReducer:
         self.hands = ForeignHands(params)
         self.name, self._attached, self._steps, self._ended = "", 0, 0, False
         self._group, self._lock = group, threading.RLock()
+        self.times, self.left_out, self.buckets_reduced = StepTimes(), list[int](), 0
+        self._graph_changed, self._installed = False, list[torch.futures.Future[Any]]()
+        self._logger: Callable[[], ReducerLogger | None] = _no_logger
         self._static_counts: list[int] | None = None
         self._static_nowhere: frozenset[int] = frozenset()
         self.armed = self._began = self._voted = self._late = False
@@ -82,6 +95,7 @@ class GradReducer:
     @torch._disable_dynamo
     def prepare_for_forward(self) -> None:
         """Called before a forward that will be synchronised."""
+        self.times.forward_begins()
         self._finish_previous()
         self._ballots.raise_for_losses(messages.peer_lost_backward)
         if self._hooks.lost():
@@ -123,7 +137,7 @@ class GradReducer:
 
     def _set_static_graph(self) -> None:
         if self._steps or self.armed:
-            raise RuntimeError(messages.STATIC_GRAPH_TOO_LATE)
+            raise self._told(messages.STATIC_GRAPH_TOO_LATE)
         self.static_graph = True
         self._set_mode()
 
@@ -131,7 +145,7 @@ class GradReducer:
         """End of the first backward of a static graph: learn how often each parameter is used, then reduce."""
         with self._lock:
             if not self.armed:
-                raise RuntimeError(messages.STATIC_GRAPH_UNSYNCHRONISED)
+                raise self._told(messages.STATIC_GRAPH_UNSYNCHRONISED)
             counts = [self._ledger.seen(i) for i in range(len(self.params))]
             self._reduction.leave_out(counts)
             self._finish(launch_usage=True)
@@ -139,7 +153,7 @@ class GradReducer:
 
     def _check_reducer_finalized(self) -> None:
         if self._began:
-            raise RuntimeError(self._unfinished())
+            raise self._told(self._unfinished())
 
     def _remove_autograd_hooks(self) -> None:
         self._hooks.remove()
@@ -154,7 +168,28 @@ class GradReducer:
         self._reset_state()
 
     def _set_ddp_runtime_logging_sample_rate(self, rate: int) -> None:
-        """Accepted for compatibility; nothing is sampled here, torch's profiler shows every phase."""
+        self.times.rate = rate
+
+    def set_logger(self, logger: ReducerLogger) -> None:
+        """Tell the logger of errors from now on; it holds this reducer, so it is held weakly."""
+        self._logger = weakref.ref(logger)
+
+    @torch._disable_dynamo
+    def _install_post_backward_futures(self, futures: Sequence[torch.futures.Future[Any]]) -> None:
+        """Wait for these at the end of the next backward that is reduced, besides those that are installed already."""
+        self._installed += futures
+
+    def _get_local_used_map(self) -> Tensor:
+        """Return by how many ranks each parameter was used in the last step, as far as ranks tell each other."""
+        return self._usage.last()
+
+    def _ddp_graph_static(self) -> bool:
+        """Tell whether all backwards so far left the same parameters out."""
+        return not self._graph_changed
+
+    def came(self) -> list[int]:
+        """Return the parameters in the order in which their gradients came, as far as that was noted."""
+        return self._cutting.last()
 
     # ---------------------------------------------------------------- what the autograd engine calls
 
@@ -166,8 +201,12 @@ class GradReducer:
                 self._usage.note(index)  # also under no_sync: the accumulated gradient is reduced later
             if reduced:
                 self._reduction.produced(index)
-                if self._ledger.hook_fired(index, adds=given is not None):
-                    self._gradient_complete(index, given)
+                try:
+                    if self._ledger.hook_fired(index, adds=given is not None):
+                        self._gradient_complete(index, given)
+                except SurplusGradientError as error:
+                    self._told(str(error))
+                    raise
 
     def gradients_declared(self, index: int, marks: int) -> None:
         """Parameter ``index`` will be marked ``marks`` times in this backward."""
@@ -179,7 +218,7 @@ class GradReducer:
             if reduced:
                 self._search.came(index)
                 if not self._reduction.expect(index):
-                    raise RuntimeError(messages.late_declaration(self.names[index]))
+                    raise self._told(messages.late_declaration(self.names[index]))
 
     def gradient_marked(self, index: int, key: str) -> None:
         """The declared contribution ``key`` has been added to ``grad`` of parameter ``index``."""
@@ -271,7 +310,12 @@ class GradReducer:
         buckets, group = self._cutting.buckets(bucketed=self._mode.searches), self._lane or self._group
         self._wire.group = group
         self._reduction = Reduction(
-            buckets, group, feature="ddp", meet=self._wire.meet, in_flight=sharding.in_flight, **self.config.reduction
+            buckets,
+            group,
+            feature="ddp",
+            meet=functools.partial(self.times.first_collective, self._wire.meet),
+            in_flight=sharding.in_flight,
+            **self.config.reduction,
         )
         self._open(None)
 
@@ -302,19 +346,31 @@ class GradReducer:
     def _begin(self) -> None:
         self._task.queue(self._backward_ended, self._backward_died)
         if not self._began:
+            if self.times.sampled:
+                self.times.note("backward_compute_time_start")
+            if torch.is_grad_enabled():
+                warn_of_create_graph()
             self._began, self._copies_at_once = True, self.hands.present() or self._hooks.foreign()
             self._wire.begin(copied=self._copies_at_once, counts=self._static_counts)
             self.shards.rescue()
             if not self.has_rebuilt_buckets and not self._late:
                 self._cutting.backward_begins()
-            for index in self._search.left_out(self._hooks.nodes) if self._mode.searches else ():
-                self._reduction.without(index)
+            if self._mode.searches:
+                with span("torch.distributed.ddp.reducer::search_unused_parameters"):  # stock's name
+                    self._leave_out(self._search.left_out(self._hooks.nodes))
+
+    def _leave_out(self, indices: list[int]) -> None:
+        for index in indices:
+            self._reduction.without(index)
+        if self.config.find_unused_parameters:  # not for late backwards, which always search
+            self._graph_changed |= self._ended and indices != self.left_out
+            self.left_out = indices
 
     def _gradient_complete(self, index: int, given: Tensor | None = None) -> None:
         if index in self._reduction.absent:
             self._search.came(index)
         if not self._reduction.arrived(index):
-            raise RuntimeError(messages.late(self.names[index]))
+            raise self._told(messages.late(self.names[index]))
         if not self.has_rebuilt_buckets and not self._late:
             self._cutting.came(index)
         if self._copies_at_once:
@@ -325,6 +381,8 @@ class GradReducer:
     def _finish(self, *, launch_usage: bool) -> None:
         """End the step: every gradient of this backward has come."""
         self._task.queued = True  # until closed: what raises from here on leaves a step to recover
+        if self.times.sampled:
+            self.times.note("backward_compute_time_end")
         fell_short([self.names[i] for i in self._ledger.overdue()])
         self._reduction.launch_rest(COUNTERS.launched)
         if launch_usage:
@@ -338,9 +396,18 @@ class GradReducer:
         self.shards.complete()
         self._ended = True
         self._close()
+        self.buckets_reduced = self._reduction.reduced
+        if self.times.sampled:
+            self.times.note("backward_comm_time_end")
+        if self._installed:
+            self._wait_for_installed()
         COUNTERS.backwards += 1
         if self._device.type != "cuda":
             self._ballots.raise_for_losses(messages.peer_lost_backward)
+
+    def _wait_for_installed(self) -> None:
+        installed, self._installed = self._installed, []
+        torch.futures.wait_all(installed)
 
     def _vote(self, *, failed: bool) -> None:
         self._voted = True
@@ -360,7 +427,7 @@ class GradReducer:
     def _finish_previous(self) -> None:
         self._meet()
         if self._began and not self._task.queued:
-            raise RuntimeError(self._unfinished())
+            raise self._told(self._unfinished())
         self.recover()
 
     def recover(self) -> None:
@@ -386,7 +453,17 @@ class GradReducer:
         return self._began and self._task.queued and self._task.running()
 
     def _unfinished(self) -> str:
-        return messages.unfinished([self.names[i] for i in self._ledger.unforeseen()])
+        missing = {i: self.names[i] for i in self._ledger.unforeseen()}
+        if self.static_graph:
+            return messages.static_graph_lacks(missing, self._group.rank())
+        return messages.unfinished(missing, self._group.rank(), searched=self.config.find_unused_parameters)
+
+    def _told(self, text: str) -> RuntimeError:
+        """Return an error of which the logger knows."""
+        logger = self._logger()
+        if logger is not None:
+            logger.set_error_and_log(text)
+        return RuntimeError(text)
 
     # ---------------------------------------------------------------- modes
 
@@ -397,3 +474,7 @@ class GradReducer:
     def _set_mode(self) -> None:
         learns, static = self.learns_static_graph(), self.static_graph
         self._mode = Mode.of(self.config, learns=learns, static=static, late=self._late, first=not self._ended)
+
+
+def _no_logger() -> None:
+    return None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Sequence
 from typing import Final
@@ -27,3 +28,9 @@ def fell_short(names: Sequence[str]) -> None:
     if names and not COUNTERS.shortfalls:
         remark(messages.shortfall(names))
     COUNTERS.shortfalls += bool(names)
+
+
+@functools.cache
+def warn_of_create_graph() -> None:
+    """Say once, as stock does, that higher-order gradients are not reduced."""
+    _log.warning("%s", messages.CREATE_GRAPH)

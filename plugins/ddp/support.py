@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -35,7 +36,17 @@ def objection(ddp: DistributedDataParallel, params: Sequence[torch.nn.Parameter]
         return "parameters are DTensors"
     if store_of(ddp.process_group) is None:
         return "its process group has no store, through which ranks would compare their settings"
+    if _has_rpc():
+        return DISTRIBUTED_AUTOGRAD
     return ""
+
+
+DISTRIBUTED_AUTOGRAD = "RPC is in use, whose distributed autograd keeps gradients in contexts of its own"
+
+
+def _has_rpc() -> bool:
+    api = sys.modules.get("torch.distributed.rpc.api")
+    return api is not None and bool(api._is_current_rpc_agent_set())
 
 
 def _is_dtensor(param: torch.nn.Parameter) -> bool:

@@ -139,6 +139,20 @@ class Takeover:
 
         return post_forward
 
+    def wrap_autograd_context(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        """Wrap ``torch.distributed.autograd.context.__enter__``: no backward in it gives a gradient to a parameter."""
+
+        @functools.wraps(original)
+        def enter(context: Any) -> Any:
+            from ovpatch_plugins.ddp.support import DISTRIBUTED_AUTOGRAD
+
+            for ddp in list(_live):
+                if not ddp.reducer.in_backward():  # as that of another thread, which has begun outside
+                    restore_stock(ddp, DISTRIBUTED_AUTOGRAD)
+            return original(context)
+
+        return enter
+
     def wrap_needs_stock(self, original: Callable[..., Any], reason: str) -> Callable[..., Any]:
         """Wrap a method that works on the C++ reducer: brings that one back first."""
 
@@ -264,6 +278,15 @@ def _install(ddp: Wrapper, parameters: Sequence[torch.nn.Parameter], config: Red
     reducer.hands.watch(ddp)
     ddp.reducer = reducer
     ddp.logger = ReducerLogger(ddp, reducer)
+    reducer.set_logger(ddp.logger)
+    ddp.logger.set_construction_data_and_log(
+        type(ddp.module).__name__,
+        ddp.device_ids or [],
+        -1 if ddp.output_device is None else ddp.output_device,
+        ddp.forward_sync_buffers if hasattr(ddp, "forward_sync_buffers") else ddp.broadcast_buffers,
+        any(isinstance(module, torch.nn.SyncBatchNorm) for module in ddp.module.modules()),
+        ddp.static_graph,
+    )
     ddp._passing_sync_batchnorm_handle(ddp.module)
     COUNTERS.models += 1
     if ddp.device_type != "cuda":

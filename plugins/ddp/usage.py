@@ -31,6 +31,7 @@ class UsageMap:
     def __init__(self, count: int, group: dist.ProcessGroup, device: torch.device) -> None:
         self._used = [0] * count
         self._device = device
+        self._last = torch.zeros(count, dtype=torch.int32, device=device)
         self._all_reduce = AllReduce(group, device)
         self._map: torch.Tensor | None = None
         self._work: Work | None = None
@@ -64,8 +65,12 @@ class UsageMap:
         totals = () if self.all_used() else self._map.tolist()
         nowhere = frozenset(i for i, total in enumerate(totals) if total == 0)
         self._used = [0] * len(self._used)
-        self._map = self._work = None
+        self._last, self._map, self._work = self._map, None, None
         return nowhere
+
+    def last(self) -> torch.Tensor:
+        """Return by how many ranks each parameter was used in the last step, int32, ``[count]``."""
+        return self._last
 
 
 class Search:

@@ -17,6 +17,8 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from tests.torch_suite import exceptions
+
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "compatibility.md"
 RECORD = ROOT / "docs" / "compatibility.json"
@@ -112,13 +114,17 @@ def _line(cells: list[str]) -> str:
 
 def fill(text: str, rows: Iterable[Row]) -> str:
     """Return the page with the tables made anew."""
+    return _put(_put(text, "programs", tables(rows)), "torch's tests", exceptions.table())
+
+
+def _put(text: str, place: str, tables: str) -> str:
     filled, count = re.subn(
-        r"(<!-- programs -->\n).*?(<!-- /programs -->)",
-        lambda match: f"{match[1]}\n{tables(rows)}\n\n{match[2]}",
+        rf"(<!-- {place} -->\n).*?(<!-- /{place} -->)",
+        lambda match: f"{match[1]}\n{tables}\n\n{match[2]}",
         text,
         flags=re.DOTALL,
     )
-    assert count == 1, "the page has no place for the tables"
+    assert count == 1, f"the page has no place for {place}"
     return filled
 
 

@@ -1,0 +1,309 @@
+"""What torch's wrapper and scripts ask of the reducer and the logger: they answer, and fail, as stock's do."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import logging
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel as DDP
+from torch.nn.parallel import distributed
+
+import ovpatch
+from ovpatch.insight.equality import compare
+from tests.plugins.ddp.arms import both, data, seen
+
+
+def asked_of(owner: str) -> set[str]:
+    """Return the attributes that the installed torch's distributed.py reads of ``….owner``, or of a variable owner."""
+    names = set()
+    for node in ast.walk(ast.parse(inspect.getsource(distributed))):
+        if isinstance(node, ast.Attribute):
+            of = node.value
+            last = of.attr if isinstance(of, ast.Attribute) else of.id if isinstance(of, ast.Name) else ""
+            module_log = isinstance(of, ast.Name) and owner == "logger"  # its own log, of the module logging
+            if last == owner and not module_log:
+                names.add(node.attr)
+    return names
+
+
+def test_the_reducer_and_the_logger_have_all_that_the_wrapper_of_the_installed_torch_asks_for():
+    from ovpatch_plugins.ddp.logger import ReducerLogger
+    from ovpatch_plugins.ddp.reducer import GradReducer
+
+    assert {"prepare_for_backward", "_install_post_backward_futures", "set_logger"} < asked_of("reducer")
+    assert {"set_error_and_log", "_set_uneven_input_join"} < asked_of("logger")
+    assert {name for name in asked_of("reducer") if not hasattr(GradReducer, name)} == set()
+    assert {name for name in asked_of("logger") if not hasattr(ReducerLogger, name)} == set()
+    for cls, ours in ((dist.Reducer, GradReducer), (dist.Logger, ReducerLogger)):
+        public = {
+            name for name in vars(cls) if not name.startswith(("__", "_pybind", "_run_allreduce", "get_backward"))
+        }
+        assert {name for name in public if not hasattr(ours, name)} == set()
+
+
+def test_a_method_for_the_stock_reducer_alone_says_so(ranks):
+    for text in ranks(2)(calling_the_c_reducer):
+        assert text.startswith("ovpatch: _run_comm_hook() ")
+        assert "register_comm_hook" in text
+
+
+def calling_the_c_reducer() -> str:
+    with ovpatch.applied("ddp"):
+        wrapped = DDP(nn.Linear(2, 2))
+        with pytest.raises(RuntimeError) as caught:
+            wrapped.reducer._run_comm_hook(None)
+        return str(caught.value)
+
+
+class Buffered(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+        self.register_buffer("mean", torch.full((4,), float(dist.get_rank())))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(x)
+
+
+def buffer_hook_loop(where: Any, **ddp: Any) -> list[dict[str, Any]]:
+    """A hook that returns futures, which are waited for at the end of backward."""
+    torch.manual_seed(0)
+    model = Buffered()
+    wrapped = DDP(model, **ddp)
+    waited: list[str] = []
+
+    def hook(_state: Any, buffers: dict[str, torch.Tensor]) -> list[torch.futures.Future[Any]]:
+        works = [dist.all_reduce(buffer, async_op=True) for buffer in buffers.values()]
+        return [work.get_future().then(lambda _done: waited.append("waited")) for work in works]
+
+    wrapped._register_buffer_comm_hook(None, hook, comm_hook_location=where)
+    records = []
+    for step in range(3):
+        wrapped(data(step, 2, 4)).sum().backward()
+        records.append(seen(model, mean=model.mean.clone(), waited=list(waited)))
+        wrapped.zero_grad()
+    return records
+
+
+@pytest.mark.parametrize("where", ["PRE_FORWARD", "POST_FORWARD"])
+@pytest.mark.parametrize("ddp", [{}, {"static_graph": True}, {"find_unused_parameters": True}])
+@pytest.mark.parametrize("world", [2, 3])
+def test_futures_of_a_buffer_hook_are_waited_for_at_the_end_of_backward(ranks, world, where, ddp):
+    where = getattr(distributed._BufferCommHookLocation, where)
+    for result in ranks(world)(both, buffer_hook_loop, where, **ddp):
+        compare(result["stock"], result["patched"]).assert_bitwise()
+        assert [len(one["waited"]) for one in result["patched"]] == [1, 2, 3]
+        assert result["counters"]["backwards"] == 3
+
+
+class Fork(nn.Module):
+    """Uses its second layer or leaves it out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor, both_layers: bool) -> torch.Tensor:
+        x = self.first(x)
+        return self.second(x) if both_layers else x
+
+
+def failing(used: list[bool], level: str, ddp: dict[str, Any]) -> dict[str, Any]:
+    """Train until it fails; return the error and what the logger knows of it."""
+    dist.set_debug_level(getattr(dist.DebugLevel, level))
+    wrapped = DDP(Fork(), **ddp)
+    error = ""
+    try:
+        for step, both_layers in enumerate(used):
+            wrapped(data(step, 2, 4), both_layers).sum().backward()
+    except RuntimeError as raised:
+        error = str(raised)
+    finally:
+        dist.set_debug_level(dist.DebugLevel.OFF)
+    logged = wrapped._get_ddp_logging_data()
+    return {
+        "error": error,
+        **{name: logged.get(name) for name in ("has_error", "error", "iteration")},
+        "logged": logged,
+    }
+
+
+def failing_both(*args: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+    stock = failing(*args)
+    dist.barrier()
+    with ovpatch.applied("ddp"):
+        return stock, failing(*args)
+
+
+ERRORS = [
+    ([False, False], {}, "find_unused_parameters=True to"),
+    ([True, True, False, False], {}, "find_unused_parameters=True to"),
+    ([True, True, False, False], {"static_graph": True}, "leave static_graph=True out"),
+    ([False, False, True], {"static_graph": True}, "leave static_graph=True out"),
+]
+
+
+def lines(text: str) -> list[list[str]]:
+    """Return the words of each line, in order but for names, which stock gives in that of a hash table."""
+    words = [line.replace(",", "").split() for line in text.splitlines()]
+    return [sorted(line) if line[:1] == ["Parameters"] else line for line in words]
+
+
+@pytest.mark.parametrize("level", ["OFF", "INFO", "DETAIL"])
+@pytest.mark.parametrize(("used", "ddp", "remedy"), ERRORS)
+def test_errors_say_what_stock_says_and_then_the_remedy_and_the_logger_knows_them(ranks, used, ddp, remedy, level):
+    for stock, patched in ranks(2)(failing_both, used, level, ddp):
+        first = lines(stock["error"])
+        assert first
+        assert lines(patched["error"])[: len(first)] == first
+        assert "\novpatch: parameter" in patched["error"] or "\novpatch: these parameters" in patched["error"]
+        assert "second." in patched["error"]
+        assert "first.weight" not in patched["error"]
+        assert remedy in patched["error"]
+        assert patched["logged"]["error"] == patched["error"]
+        assert (patched["has_error"], patched["iteration"]) == (stock["has_error"], stock["iteration"])
+
+
+def logged(ddp: dict[str, Any], dtype: torch.dtype, steps: int) -> dict[str, Any]:
+    torch.manual_seed(0)
+    wrapped = DDP(nn.Sequential(nn.Linear(40, 40), nn.Linear(40, 40).to(dtype)), **ddp)
+    for step in range(steps):
+        wrapped(data(step, 2, 40)).sum().backward()
+    return dict(wrapped._get_ddp_logging_data())
+
+
+def logged_both(*args: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+    stock = logged(*args)
+    with ovpatch.applied("ddp"):
+        return stock, logged(*args)
+
+
+@pytest.mark.parametrize(
+    ("ddp", "dtype", "steps"),
+    [
+        ({"bucket_cap_mb": 0.001}, torch.float32, 4),
+        ({"find_unused_parameters": True}, torch.float32, 4),
+        ({"static_graph": True}, torch.float32, 4),
+        ({}, torch.float64, 0),
+        ({}, torch.bfloat16, 0),
+        ({}, torch.float32, 13),
+    ],
+)
+def test_the_logging_data_has_all_that_stocks_has(ranks, ddp, dtype, steps):
+    for stock, patched in ranks(2)(logged_both, ddp, dtype, steps):
+        times = {name for name in stock if "_time" in name}
+        assert set(stock) <= set(patched)
+        same = set(stock) - times
+        assert {name: patched[name] for name in same} == {name: stock[name] for name in same}
+        assert {name for name in times if patched[name] <= 0} <= {name for name in times if "overlap" in name}
+        if not ddp.get("static_graph"):
+            assert patched["can_set_static_graph"] == 1
+
+
+def usage(uses: list[bool], ddp: dict[str, Any]) -> list[Any]:
+    wrapped = DDP(Fork(), **ddp)
+    records = []
+    for step, both_layers in enumerate(uses):
+        wrapped(data(step, 2, 4), both_layers and dist.get_rank() == 0).sum().backward()
+        static = wrapped.reducer._ddp_graph_static()
+        reduced = wrapped._get_ddp_logging_data().get("num_buckets_reduced")
+        records.append({"map": wrapped.reducer._get_local_used_map().clone(), "static": static, "reduced": reduced})
+    return records
+
+
+@pytest.mark.parametrize("uses", [[True, False, True, True], [False, False, False], [True, True, True]])
+@pytest.mark.parametrize(("world", "skip"), [(2, False), (2, True), (3, False)])
+def test_the_map_of_used_parameters_and_whether_the_graph_is_static_are_stocks(ranks, world, uses, skip):
+    ddp: dict[str, Any] = {"find_unused_parameters": True, "bucket_cap_mb": 0.0001}
+    if skip:
+        ddp["skip_all_reduce_unused_params"] = True
+        uses = [False for _ in uses]
+    for result in ranks(world)(both, usage, uses, ddp):
+        compare([one["map"] for one in result["stock"]], [one["map"] for one in result["patched"]]).assert_bitwise()
+        assert [one["static"] for one in result["patched"]] == [one["static"] for one in result["stock"]]
+        # Stock's logger says so from the second forward on.
+        assert [one["reduced"] for one in result["patched"][1:]] == [one["reduced"] for one in result["stock"][1:]]
+
+
+def second_order() -> list[str]:
+    texts: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda entry: texts.append(entry.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("ovpatch.ddp").addHandler(handler)
+    with ovpatch.applied("ddp"):
+        from ovpatch_plugins.ddp.remarks import warn_of_create_graph
+
+        warn_of_create_graph.cache_clear()
+        wrapped = DDP(nn.Linear(2, 1))
+        wrapped(data(0, 2, 2)).square().sum().backward()
+        assert not texts
+        for step in range(2):
+            wrapped(data(step, 2, 2)).square().sum().backward(create_graph=True)
+            wrapped.zero_grad()
+    logging.getLogger("ovpatch.ddp").removeHandler(handler)
+    return texts
+
+
+def test_create_graph_is_warned_of_once(ranks):
+    for texts in ranks(2)(second_order):
+        assert len(texts) == 1
+        assert texts[0].startswith("Using DistributedDataParallel with create_graph=True is not well-supported")
+
+
+def distributed_autograd(folder: str, early: bool) -> list[Any]:
+    import torch.distributed.autograd as dist_autograd
+    from torch.distributed import rpc
+
+    def start() -> None:
+        options = rpc.TensorPipeRpcBackendOptions(init_method=f"file://{folder}/rpc")
+        rank = dist.get_rank()
+        rpc.init_rpc(f"worker{rank}", rank=rank, world_size=dist.get_world_size(), rpc_backend_options=options)
+
+    with ovpatch.applied("ddp"):
+        torch.manual_seed(0)
+        if early:
+            start()
+        wrapped = DDP(nn.Linear(3, 2))
+        if not early:
+            wrapped(data(9, 2, 3)).sum().backward()
+            wrapped.zero_grad()
+            start()
+        results = []
+        for step in range(2):
+            with dist_autograd.context() as context:
+                dist_autograd.backward(context, [wrapped(data(step, 2, 3)).sum()])
+                gradients = dist_autograd.get_gradients(context)
+                results.append([gradients[param].clone() for param in wrapped.parameters()])
+                results.append([param.grad for param in wrapped.parameters()])
+        rpc.shutdown()
+    mean = [data(step, 2, 3).sum(0).expand(2, 3).clone() for step in range(2)]
+    for one in mean:
+        dist.all_reduce(one)
+    return [results, [one / dist.get_world_size() for one in mean]]
+
+
+@pytest.mark.parametrize("early", [True, False])
+def test_distributed_autograd_gets_the_averages(ranks, tmp_path, early):
+    for results, means in ranks(2)(distributed_autograd, str(tmp_path), early):
+        for step, mean in enumerate(means):
+            torch.testing.assert_close(results[2 * step][0], mean)
+            assert results[2 * step + 1] == [None, None]
+
+
+def setting_sparse_metadata() -> list[str]:
+    with ovpatch.applied("ddp"):
+        wrapped = DDP(nn.Embedding(8, 2, sparse=True))
+        kinds = [type(wrapped.reducer).__name__]
+        wrapped._set_sparse_metadata({"module.weight": torch.arange(8)})
+        wrapped(torch.tensor([dist.get_rank(), 5])).sum().backward()
+        return [*kinds, type(wrapped.reducer).__name__]
+
+
+def test_sparse_metadata_brings_the_stock_reducer_back(ranks):
+    assert ranks(2)(setting_sparse_metadata) == [["GradReducer", "Reducer"]] * 2
