@@ -33,7 +33,7 @@ def objection(ddp: DistributedDataParallel, params: Sequence[torch.nn.Parameter]
     if any(_is_dtensor(param) for param in params):
         return "parameters are DTensors"
     if _has_rpc():
-        return DISTRIBUTED_AUTOGRAD
+        return "RPC is in use, whose distributed autograd keeps gradients in contexts of its own"
     return ""
 
 
