@@ -37,7 +37,7 @@ def objection(ddp: DistributedDataParallel, params: Sequence[torch.nn.Parameter]
     if store_of(ddp.process_group) is None:
         return "its process group has no store, through which ranks would compare their settings"
     if _has_rpc():
-        return DISTRIBUTED_AUTOGRAD
+        return "RPC is in use, whose distributed autograd keeps gradients in contexts of its own"
     return ""
 
 
