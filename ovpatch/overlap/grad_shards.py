@@ -18,6 +18,7 @@ from collections.abc import Collection, Sequence
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.utils.hooks import RemovableHandle
 
 from ovpatch.overlap import farewell, gate, placeholders
 from ovpatch.overlap.cuda_graphs import capturing
@@ -82,6 +83,7 @@ class GradShards:
         self._delivered: dict[int, int] = {}  # the backward that last left parts of a gradient
         self._early = GivenUp(names)
         self._backwards = 0
+        self._listens: weakref.finalize[..., Reducer] | None = None
         self.identity = ""
         self._overdue: list[int] = []
         self._rank, self._world = group.rank(), group.size()
@@ -98,6 +100,7 @@ class GradShards:
         if self._active:
             for index, param in enumerate(params):
                 reference = weakref.ref(param, functools.partial(forget, _owners, id(param)))
+                _unlisten(param)
                 _owners[id(param)] = (reference, weakref.ref(self), index)
 
     # ---------------------------------------------------------------- what optimizers call
@@ -308,6 +311,8 @@ class GradShards:
     def leave(self) -> None:
         """Put all gradients in place, while there are peers to ask; there will be no parts any more."""
         self.left = True
+        if self._listens is not None:
+            self._listens.detach()  # another reducer comes
         if self._peers.leave():
             self.settle()
 
@@ -320,6 +325,15 @@ class GradShards:
         if self.is_ours(grad_of(self.params[index])):
             self._early.refuse([index])
             self.settle()  # all of them: the others will be added to as well
+
+    def outlive(self, reducer: Reducer) -> None:
+        """Hear of gradients that are added once ``reducer`` is gone, as with its wrapper: nobody reduces them.
+
+        Hooks on the parameters say so from then on, until they have other shards.
+        """
+        if any(self._cuttable):
+            self._listens = weakref.finalize(reducer, _listen, weakref.ref(self))
+            self._listens.atexit = False
 
     # ---------------------------------------------------------------- reading
 
@@ -356,6 +370,38 @@ def _may_go(grad: Tensor, *, ours: bool) -> bool:
     """Tell whether the memory of a gradient may be given up; by ``ours`` only this process knows it."""
     return (ours or is_nobody_elses(grad)) and not is_shared(grad)
 
+
+def _listen(reference: weakref.ref[GradShards]) -> None:
+    shards = reference()
+    if shards is None or shards.retired:
+        return
+    for index in range(len(shards.params)):
+        param = shards.params.find(index)
+        if param is not None and param.requires_grad and find(param) == (shards, index):
+            with torch._C.DisableTorchFunctionSubclass():  # which a parameter may be that waits for a reader
+                _listening[id(param)] = param.register_post_accumulate_grad_hook(_Unreduced(reference))
+
+
+def _unlisten(param: Tensor) -> None:
+    handle = _listening.pop(id(param), None)
+    if handle is not None:
+        handle.remove()
+
+
+class _Unreduced:
+    """A hook that says that gradients are local; copies of the parameter, which are nobody's, may have it, too."""
+
+    def __init__(self, reference: weakref.ref[GradShards]) -> None:
+        self._reference = reference
+
+    def __call__(self, param: Tensor) -> None:
+        shards = self._reference()
+        entry = find(param)
+        if shards is not None and entry is not None and entry[0] is shards:
+            shards.local = True
+
+
+_listening: dict[int, RemovableHandle] = {}
 
 _owners: dict[int, tuple[weakref.ref[torch.nn.Parameter], weakref.ref[GradShards], int]] = {}
 

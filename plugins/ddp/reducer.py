@@ -281,6 +281,7 @@ class GradReducer(StockOnly):
         self._attached += 1
         sparse = [i for i, is_sparse in enumerate(self.config.sparse) if is_sparse]
         self.shards: GradShards = GradShards(self.params, self.names, self._group, sharding.minimum, whole=sparse)
+        self.shards.outlive(self)
         self._wire = HalfWire(self.params, self.shards, in_fp32=self.config.in_fp32, sums=self.config.sums_in_fp32)
         layout = Layout(self.params, self.names, *self.config.layout, self.shards, self._wire)
         self._cutting = Cutting(layout, self._group)
