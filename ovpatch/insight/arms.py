@@ -152,9 +152,15 @@ class Outcome:
         """What each feature wants the user to know; that it did no work, only where it has no better words for it."""
         found = {}
         for one in self._features:
-            telling = [remark for remark in one["remarks"] if not remark.startswith(tuple(IDLE))]
-            found[one["name"]] = telling or list(one["remarks"])
+            every = [remark for remark in one["remarks"] if not remark.startswith(self._waiting)]
+            found[one["name"]] = [remark for remark in every if not remark.startswith(tuple(IDLE))] or every
         return found
+
+    @property
+    def _waiting(self) -> tuple[str, ...]:
+        """How remarks begin that say that a patch waits for an import."""
+        patches = self.report["patches"] if self.report is not None else ()
+        return tuple(f"{one['target']} is pending" for one in patches if one["state"] == "pending")
 
     @property
     def _features(self) -> Sequence[dict[str, Any]]:

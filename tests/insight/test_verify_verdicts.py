@@ -361,8 +361,10 @@ def test_what_was_left_to_stock_is_told(verify):
     assert result.to_json()["remarks"] == {"a": ["LBFGS stays stock: r"]}
 
 
-def test_that_it_was_not_called_is_said_of_what_has_no_better_words(verify):
-    said = {"remarks": [NEVER_CALLED], "counters": {"calls": 0}}
+def test_that_it_was_not_called_is_said_of_what_has_no_better_words(verify, monkeypatch):
+    waiting = {"feature": "b", "target": "m.f", "kind": "wrap", "state": "pending", "calls": 0, "traces": 0}
+    monkeypatch.setitem(REPORT, "patches", [waiting])
+    said = {"remarks": ["m.f is pending: m is not imported yet", NEVER_CALLED], "counters": {"calls": 0}}
     _, text = verify(["a", "b"], values(), says={"b": said})
     assert f"b           did nothing: {NEVER_CALLED}" in text
     said["remarks"] = ["no model was wrapped", f"{NEVER_CALLED} (rank 0)"]
