@@ -59,6 +59,8 @@ class Feature:
             the report; they are not refused.
         reorders_products: Whether it adds up matrix products in another order than stock, which rounds otherwise;
             ``ovpatch verify`` then measures how much that may be.
+        work: Counters that move only when it does its work, such as ``("steps",)``; those that move when it takes an
+            object over are not among them. By default all but those called ``stock_…``.
     """
 
     name: str
@@ -69,6 +71,7 @@ class Feature:
     default: bool = True
     torch: str = ">=2.11,<2.16"
     reorders_products: bool = False
+    work: tuple[str, ...] = ()
 
 
 class Removable(Protocol):
@@ -141,7 +144,10 @@ class FeatureSpecs:
 
     @hookspec
     def ovpatch_counters(self) -> Mapping[str, int]:
-        """Return what the feature did so far in this process, by name. All zero means that it never ran."""
+        """Return what the feature did so far in this process, by name.
+
+        Counters called ``stock_…`` tell what was left to stock. If all others are zero, it did nothing.
+        """
 
     @hookspec
     def ovpatch_remarks(self) -> Sequence[str]:

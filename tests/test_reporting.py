@@ -46,6 +46,7 @@ def test_json_has_the_agreed_keys():
             "distribution": "ovpatch 1.0",
             "requires": [],
             "reorders_products": False,
+            "work": [],
         }
     ]
     assert data["patches"] == [patch().to_json()]
@@ -99,6 +100,13 @@ def test_an_idle_feature_is_not_green(remark):
 def test_what_was_left_to_stock_is_no_work():
     assert not did_work({"stock_models": 3, "steps": 0})
     assert did_work({"stock_models": 3, "steps": 1})
+
+
+def test_a_feature_may_name_the_counters_that_show_work():
+    assert not did_work({"models": 2, "steps": 0}, ["steps"])
+    assert did_work({"models": 2, "steps": 1}, ["steps"])
+    merged = merge([report(feature(counters={"models": 2, "steps": 0}, work=("steps",)), rank=0)])
+    assert merged["features"][0]["work"] == ["steps"]
 
 
 def test_the_table_shows_options_that_are_not_the_default():

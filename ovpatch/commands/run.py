@@ -82,7 +82,8 @@ def _conclude(code: int, directory: Path, file: Path | None) -> int:
 def _did_anything(merged: Mapping[str, Any]) -> bool:
     """Return whether a feature did any work in any process, as far as the report can tell."""
     on = [feature for feature in merged["features"] if feature["state"] == "applied"]
-    return not all(not did_work(one["counters"]) and any(map(_tells_idleness, one["remarks"])) for one in on)
+    idle = [any(map(_tells_idleness, one["remarks"])) and not did_work(one["counters"], one["work"]) for one in on]
+    return not all(idle)
 
 
 def _tells_idleness(remark: str) -> bool:

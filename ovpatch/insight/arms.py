@@ -15,6 +15,7 @@ from ovpatch.insight import leftovers
 from ovpatch.jobs import launching, orders
 from ovpatch.jobs.orders import Orders
 from ovpatch.reports import merging, workers
+from ovpatch.reports.reporting import IDLE, did_work
 from ovpatch.settings.settings import SettingsError
 
 STOCK: Final = "0"
@@ -128,8 +129,38 @@ class Outcome:
 
     @property
     def exercised(self) -> list[str]:
-        """Features of which a counter moved."""
-        return [one["name"] for one in self._features if any(one["counters"].values())]
+        """Features that did work, by their counters."""
+        return [one["name"] for one in self._features if did_work(one["counters"], one["work"])]
+
+    @property
+    def idle(self) -> dict[str, str]:
+        """Features that were on in every process and did no work, with what they say of it."""
+        return {name: "; ".join(self.remarks[name]) for name in self.applied if name not in self.exercised}
+
+    @property
+    def left_to_stock(self) -> dict[str, dict[str, int]]:
+        """Features that did work and left some to stock: their counters of that."""
+        left = {
+            name: {what: count for what, count in counters.items() if what.startswith("stock_") and count}
+            for name, counters in self.counters.items()
+            if name in self.exercised
+        }
+        return {name: counts for name, counts in left.items() if counts}
+
+    @property
+    def remarks(self) -> dict[str, list[str]]:
+        """What each feature wants the user to know; that it did no work, only where it has no better words for it."""
+        found = {}
+        for one in self._features:
+            every = [remark for remark in one["remarks"] if not remark.startswith(self._waiting)]
+            found[one["name"]] = [remark for remark in every if not remark.startswith(tuple(IDLE))] or every
+        return found
+
+    @property
+    def _waiting(self) -> tuple[str, ...]:
+        """How remarks begin that say that a patch waits for an import."""
+        patches = self.report["patches"] if self.report is not None else ()
+        return tuple(f"{one['target']} is pending" for one in patches if one["state"] == "pending")
 
     @property
     def _features(self) -> Sequence[dict[str, Any]]:

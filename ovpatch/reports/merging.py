@@ -57,16 +57,18 @@ def _merge_feature(name: str, reports: Sequence[_Json]) -> dict[str, Any]:
     absent = [_who(report) for report in reports if all(part["name"] != name for part in report["features"])]
     state, reason = _merge_state(parts, absent)
     counters = _sum(part["counters"] for _, part in parts)
+    work: list[str] = next((part["work"] for _, part in parts if part["work"]), [])
     return {
         "name": name,
         "state": state,
         "reason": reason,
-        "remarks": _merge_remarks(parts, counters),
+        "remarks": _merge_remarks(parts, worked=did_work(counters, work)),
         "options": _merge_options(parts),
         "counters": counters,
         "distribution": parts[0][1]["distribution"],
         "requires": next((part["requires"] for _, part in parts if part["requires"]), []),
         "reorders_products": any(part["reorders_products"] for _, part in parts),
+        "work": work,
         "processes": [
             {"pid": who["pid"], "rank": who["rank"], **{k: part[k] for k in ("state", "reason", "counters")}}
             for who, part in parts
@@ -100,12 +102,11 @@ def _grouped(parts: Sequence[tuple[_Json, _Json]], text: Callable[[_Json], str])
     return [f"{what} on {', '.join(labels)}" for what, labels in groups.items()]
 
 
-def _merge_remarks(parts: Sequence[tuple[_Json, _Json]], counters: Mapping[str, int]) -> list[str]:
+def _merge_remarks(parts: Sequence[tuple[_Json, _Json]], *, worked: bool) -> list[str]:
     """Collect remarks, each once with its processes; that a feature was idle is said only where it tells something.
 
     A parent that only spawns the workers calls nothing, so a process without a rank does not count while others work.
     """
-    worked = did_work(counters)
     owners: dict[str, list[_Json]] = {}
     for who, part in parts:
         for remark in part["remarks"]:

@@ -55,6 +55,7 @@ class FeatureReport:
         default: Whether a plain ``apply()`` turns it on; None while the plugin is not imported.
         requires: Features without which it cannot run; empty while the plugin is not imported.
         reorders_products: Whether it adds up matrix products in another order than stock.
+        work: Counters that move only when it does its work; see :attr:`ovpatch.Feature.work`.
     """
 
     name: str
@@ -68,6 +69,7 @@ class FeatureReport:
     default: bool | None = None
     requires: tuple[str, ...] = ()
     reorders_products: bool = False
+    work: tuple[str, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
         """Return the feature as it stands in the report's JSON."""
@@ -81,6 +83,7 @@ class FeatureReport:
             "distribution": self.distribution,
             "requires": list(self.requires),
             "reorders_products": self.reorders_products,
+            "work": list(self.work),
         }
 
 
@@ -151,9 +154,15 @@ class Report:
         return self.table()
 
 
-def did_work(counters: Mapping[str, int]) -> bool:
-    """Return whether counters show work; those named ``stock_…`` count what was left to stock."""
-    return any(count for name, count in counters.items() if not name.startswith("stock_"))
+def did_work(counters: Mapping[str, int], work: Collection[str] = ()) -> bool:
+    """Return whether counters show work.
+
+    Args:
+        counters: What a feature counted.
+        work: Those that move only when it does its work; by default all but those named ``stock_…``, which count what
+            was left to stock.
+    """
+    return any(count for name, count in counters.items() if (name in work if work else not name.startswith("stock_")))
 
 
 def plain(value: Any) -> Any:

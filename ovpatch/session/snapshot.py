@@ -79,18 +79,18 @@ def _active(entry: Entry, plugins: Plugins, patches: Sequence[PatchStatus], torc
     remarks = [*entry.remarks, *_asked_remarks(entry.found.name, plugins), *trouble, *_untested(entry, torch)]
     if state == "applied":
         remarks += [_say(patch) for patch in patches if patch.state in ("pending", "skipped", "shadowed")]
-        if idle := _idleness(counters, patches):
+        if idle := _idleness(counters, entry.feature.work if entry.feature is not None else (), patches):
             remarks += [idle, SPAWNED] if _has_spawned() else [idle]
     return _row(entry, state, reason, tuple(dict.fromkeys(remarks)), counters)
 
 
-def _idleness(counters: Mapping[str, int], patches: Sequence[PatchStatus]) -> str:
+def _idleness(counters: Mapping[str, int], work: Collection[str], patches: Sequence[PatchStatus]) -> str:
     """Return what to say of a feature that has done nothing so far; "" if it has, or cannot tell.
 
     Calls are counted where they enter a patch, so a wrapper that raised was called.
     """
     functions = [patch for patch in patches if patch.kind != "hook" and patch.state == "applied"]
-    if did_work(counters) or not (counters or functions):
+    if did_work(counters, work) or not (counters or functions):
         return ""
     if all(patch.never_called for patch in functions):
         return NEVER_CALLED
@@ -117,6 +117,7 @@ def _row(entry: Entry, state: str, reason: str, remarks: tuple[str, ...], counte
         default=feature.default if feature is not None else None,
         requires=tuple(feature.requires) if feature is not None else (),
         reorders_products=feature is not None and feature.reorders_products,
+        work=tuple(feature.work) if feature is not None else (),
     )
 
 

@@ -62,6 +62,7 @@ def _check_shape(feature: Feature) -> None:
     _check_all("options", feature.options, Option)
     _check_all("requires", feature.requires, str)
     _check_all("conflicts", feature.conflicts, str)
+    _check_all("work", feature.work, str)
     for option in feature.options:
         _check_all("the name of an option", (option.name,), str)
         _check_all(f"the aliases of option {option.name!r}", option.aliases, str)

@@ -30,6 +30,7 @@ def ovpatch_feature() -> Feature:
         name="ddp",
         summary="Our gradient reducer inside stock DistributedDataParallel: flat buckets, reduced under backward.",
         options=OPTIONS,
+        work=("backwards",),
     )
 
 

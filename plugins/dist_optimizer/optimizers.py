@@ -28,6 +28,7 @@ _HANDED_MB = 64.0  # at a time, of parameters that one rank updates for all: a f
 
 _live: weakref.WeakKeyDictionary[Optimizer, ShardedOptimizer | None] = weakref.WeakKeyDictionary()
 _remarks: list[str] = []
+_strangers: set[str] = set()  # classes of optimizers that stepped and had no parameter of ours
 
 
 class Steps:
@@ -89,13 +90,26 @@ class Steps:
     def _find(self, optimizer: Optimizer) -> ShardedOptimizer | None:
         if optimizer not in _live:
             if not _has_parts(optimizer):
+                _strangers.add(type(optimizer).__name__)
                 return None  # not now; a model may be wrapped later
             reason = objection(optimizer, self.named)
             if reason:
                 _leave(optimizer, reason)
             else:
+                self._say_if_idle(optimizer)
                 _live[optimizer] = self._sharded(optimizer)
         return _live[optimizer]
+
+    def _say_if_idle(self, optimizer: Optimizer) -> None:
+        """Remark that an optimizer has no parameter that can be cut, if so: its steps are stock's."""
+        params = [param for group in optimizer.param_groups for param in group["params"]]
+        entries = [entry for entry in map(grad_shards.find, params) if entry is not None]
+        if not any(shards.can_be_cut(index) for shards, index in entries):
+            minimum, largest = self._options["min_param_numel"], max(param.numel() for param in params)
+            _remark(
+                f"{type(optimizer).__name__} had nothing to divide at its first step: none of its {len(params)} "
+                f"parameters is dense and has min_param_numel={minimum} elements (the largest has {largest})"
+            )
 
     def _sharded(self, optimizer: Optimizer) -> ShardedOptimizer:
         options = self._options
@@ -136,8 +150,12 @@ def release_all() -> None:
 
 
 def remarks() -> list[str]:
-    """Return which optimizers were left stock, and why."""
-    return list(_remarks)
+    """Return which optimizers were left stock, or had nothing to divide."""
+    found = list(_remarks)
+    if _strangers and not (_remarks or COUNTERS.optimizers):
+        names = ", ".join(sorted(_strangers))
+        found.append(f"{names} had nothing to divide: no parameter of a model whose gradients feature ddp reduces")
+    return found
 
 
 def _has_parts(optimizer: Optimizer) -> bool:
@@ -148,6 +166,13 @@ def _leave(optimizer: Optimizer, reason: str) -> None:
     _live[optimizer] = None
     COUNTERS.stock_optimizers += 1
     text = f"{type(optimizer).__name__} stays stock: {reason}"
-    if text not in _remarks:
-        _remarks.append(text)
+    if _remark(text):
         _log.warning("%s", text)
+
+
+def _remark(text: str) -> bool:
+    """Keep a remark, each once; return whether it is new."""
+    new = text not in _remarks
+    if new:
+        _remarks.append(text)
+    return new

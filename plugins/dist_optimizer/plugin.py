@@ -23,6 +23,7 @@ def ovpatch_feature() -> Feature:
         options=OPTIONS,
         requires=("ddp",),
         default=False,
+        work=("steps",),
     )
 
 

@@ -21,6 +21,7 @@ def ovpatch_feature() -> Feature:
         summary="Expert-parallel layers in parts, whose all-to-alls hide under their experts.",
         options=OPTIONS,
         reorders_products=True,
+        work=("calls",),
     )
 
 

@@ -22,6 +22,7 @@ def ovpatch_feature() -> Feature:
         options=OPTIONS,
         default=True,
         reorders_products=True,
+        work=("calls",),
     )
 
 

@@ -71,6 +71,7 @@ class Machine:
                 "distribution": "d",
                 "requires": [],
                 "reorders_products": False,
+                "work": [],
             }
             return {"name": name, "state": "applied", "reason": "", "counters": {"done": count}, **rest}
 

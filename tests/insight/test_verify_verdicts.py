@@ -16,6 +16,7 @@ from ovpatch.insight.verify.recording import BACKWARD, SCALE, STEP, Recorder
 from ovpatch.insight.verify.values import keep
 from ovpatch.insight.verify.verdict import Verdict
 from ovpatch.insight.verify.verifying import Request
+from ovpatch.reports.reporting import NEVER_CALLED
 
 STOCK = 1.0
 SKIPPED = -1.0  # its second step
@@ -26,7 +27,7 @@ REPORT = {"version": "1", "torch": "2", "python": "3", "pid": 1, "rank": 0, "pat
 def verify(tmp_path, monkeypatch):
     """``verify(features, value_of_arm, **how_arms_end)`` -> the result and what is printed."""
 
-    def verify(features, value_of, *, noise=False, ends=None, calls=1, states=None, logs=None, beats=None):
+    def verify(features, value_of, *, noise=False, ends=None, calls=1, states=None, logs=None, beats=None, says=None):
         def run(arm, command, worker, out, *, timeout, progress):
             assert command == ["train"]
             assert worker == verifying.WORKER
@@ -36,7 +37,7 @@ def verify(tmp_path, monkeypatch):
             log.write_text((logs or {}).get(arm.name, "a\nb\nthe last line\n"))
             if arm.patched:
                 off = {name for name in features if arm.variables.get(f"OVPATCH_{name.upper()}") == "0"}
-                _report(folder, [name for name in features if name not in off], calls, states or {})
+                _report(folder, [name for name in features if name not in off], calls, states or {}, says or {})
             _record(folder, value_of(f"{arm.name}-deterministic" if arm.details["deterministic"] else arm.name))
             if arm.name in (beats or {}):
                 (folder / "beat-1").write_text(str(beats[arm.name]))
@@ -55,7 +56,8 @@ def verify(tmp_path, monkeypatch):
     return verify
 
 
-def _report(folder, features, calls, states):
+def _report(folder, features, calls, states, says):
+    """Write a report; ``says`` has more of a feature, by its name."""
     common = {
         "reason": "r",
         "remarks": [],
@@ -64,8 +66,9 @@ def _report(folder, features, calls, states):
         "requires": [],
         "reorders_products": "products" in features,
         "counters": {"calls": calls},
+        "work": [],
     }
-    listed = [{"name": name, "state": states.get(name, "applied"), **common} for name in features]
+    listed = [{"name": name, "state": states.get(name, "applied"), **common, **says.get(name, {})} for name in features]
     (folder / "worker-1.json").write_text(json.dumps({**REPORT, "features": listed}))
 
 
@@ -276,6 +279,99 @@ def test_how_arms_end(verify, ends, verdict, said):
     assert said in text
 
 
+# --- arms that were to measure noise ---
+
+FAILED = {"reordered": {"code": 1}}
+LOG = {"reordered": "Traceback (most recent call last):\n  File\nAssertionError: First bucket should be smaller\n"}
+
+
+@pytest.mark.parametrize("far", [1e-7, 0.5])
+@pytest.mark.parametrize("arm", ["rerun", "reordered"])
+def test_without_its_noise_a_difference_is_not_decided(verify, far, arm):
+    ends, logs = {arm: {"code": 1}}, {arm: LOG["reordered"]}
+    result, text = verify(["a"], values(patched=1.0 + far, **{arm: None}), ends=ends, logs=logs)
+    assert (result.verdict, result.verdict.code, result.blamed) == (Verdict.UNDECIDED, 3, [])
+    end = f"the arm '{arm}' failed after step 0 with exit code 1 by AssertionError, and stock did not"
+    assert text.startswith("cannot decide: 1 of 2 values moved, by up to ")
+    assert end in text.splitlines()[0]
+    assert "1 values are not bitwise equal, noise not measured" in text
+    assert "First bucket should be smaller" in text, "how it ended is shown"
+    data = result.to_json()
+    assert (data["different"], data["not_bitwise"], data["exit_code"]) == (None, 1, 3)
+    assert data["worst"][0]["verdict"] is None
+
+
+def test_an_arm_that_hangs_measures_no_noise(verify):
+    ends = {"reordered": {"code": 143, "timed_out": True}}
+    result, text = verify(["a"], values(patched=1.5, reordered=None), ends=ends)
+    assert result.verdict is Verdict.UNDECIDED
+    assert "the arm 'reordered' hung after step 0" in text
+
+
+def test_equal_bits_need_no_noise(verify):
+    result, text = verify(["a"], values(reordered=None), ends=FAILED, noise=True)
+    assert result.verdict is Verdict.BITWISE
+    assert "reordered: failed after step 0 with exit code 1" in text
+
+
+def test_that_the_patched_run_fails_needs_no_noise(verify):
+    ends = {**FAILED, "patched": {"code": 3}}
+    result, text = verify(["a"], values(patched=1.5, reordered=None), ends=ends)
+    assert (result.verdict, result.blamed) == (Verdict.DIFFERENT, ["a"])
+    assert "noise not measured" in text
+
+
+def test_a_further_arm_that_fails_leaves_a_difference_open(verify):
+    moving = values(patched=1.9, reordered=1.1, reordered_2=None)
+    result, text = verify(["a"], moving, ends={"reordered-2": {"code": 1}})
+    assert result.verdict is Verdict.UNDECIDED
+    assert "the arm 'reordered-2' failed" in text
+
+
+@pytest.mark.parametrize("arm", ["rerun", "reordered"])
+def test_an_interruption_leaves_the_noise_unmeasured(verify, arm):
+    result, text = verify(["a"], values(patched=1.5), ends={arm: {"code": 130, "interrupted": True}})
+    assert (result.verdict, result.verdict.code) == (Verdict.INTERRUPTED, 130)
+    assert "1 values are not bitwise equal, noise not measured" in text
+    assert "by more than noise" not in text
+    assert "yardstick   not measured" in text
+
+
+# --- features that did nothing, or less than all ---
+
+
+def test_a_feature_that_did_nothing_is_named_with_its_reason(verify):
+    said = {"remarks": ["Adam had nothing to divide"], "counters": {"optimizers": 2, "steps": 0}, "work": ["steps"]}
+    result, text = verify(["a", "b"], values(), says={"b": said})
+    assert result.verdict is Verdict.BITWISE
+    assert text.startswith("bitwise equal: 2 steps, 1 rank, 2 values; b did nothing\n")
+    assert "\nb           did nothing: Adam had nothing to divide\n" in text
+    assert result.to_json()["idle"] == {"b": "Adam had nothing to divide"}
+    result, text = verify(["b"], values(), says={"b": said})
+    assert result.verdict is Verdict.NOT_EXERCISED
+    assert "no feature that was on did any work (b: Adam had nothing to divide)" in text
+
+
+def test_what_was_left_to_stock_is_told(verify):
+    said = {"remarks": ["LBFGS stays stock: r"], "counters": {"steps": 1, "stock_optimizers": 2}, "work": ["steps"]}
+    result, text = verify(["a"], values(patched=1.9, reordered=1.5), says={"a": said})
+    assert result.verdict is Verdict.NOISE
+    assert text.splitlines()[0].endswith("; a left some work to stock")
+    assert "LBFGS stays stock: r" in text
+    assert result.to_json()["remarks"] == {"a": ["LBFGS stays stock: r"]}
+
+
+def test_that_it_was_not_called_is_said_of_what_has_no_better_words(verify, monkeypatch):
+    waiting = {"feature": "b", "target": "m.f", "kind": "wrap", "state": "pending", "calls": 0, "traces": 0}
+    monkeypatch.setitem(REPORT, "patches", [waiting])
+    said = {"remarks": ["m.f is pending: m is not imported yet", NEVER_CALLED], "counters": {"calls": 0}}
+    _, text = verify(["a", "b"], values(), says={"b": said})
+    assert f"b           did nothing: {NEVER_CALLED}" in text
+    said["remarks"] = ["no model was wrapped", f"{NEVER_CALLED} (rank 0)"]
+    _, text = verify(["a", "b"], values(), says={"b": said})
+    assert "b           did nothing: no model was wrapped\n" in text
+
+
 def test_a_difference_before_a_failure_comes_first(verify):
     _, text = verify(["a"], values(patched=2.0), ends={"patched": {"code": 3}})
     where = "first in 'parameter w' at step 2 on rank 0"
@@ -296,18 +392,27 @@ def test_a_process_that_could_not_be_patched(verify, monkeypatch):
     assert "no such feature" in text
 
 
-@pytest.mark.parametrize(("loss", "verdict"), [(float("nan"), Verdict.NO_STEP), (1.0, Verdict.BITWISE)])
-def test_losses_that_are_all_nan_tell_nothing(verify, monkeypatch, loss, verdict):
+NAN = float("nan")
+
+
+@pytest.mark.parametrize(
+    ("loss", "parameter", "verdict"),
+    [(NAN, NAN, Verdict.NO_STEP), (NAN, 1.0, Verdict.BITWISE), (1.0, 1.0, Verdict.BITWISE)],
+)
+def test_losses_that_are_all_nan_tell_nothing(verify, monkeypatch, loss, parameter, verdict):
     def record(folder, value):
         recorder = Recorder(folder)
         recorder.add(BACKWARD, {"loss": keep(loss)}, step=1)
-        recorder.add(STEP, {"state w.x": keep(object())}, step=1)
+        both = {"parameter w": keep(torch.tensor([parameter])), "parameter v": keep(torch.tensor([NAN]))}
+        recorder.add(STEP, {**both, "state w.x": keep(object())}, step=1)
         recorder.flush()
 
     monkeypatch.setitem(globals(), "_record", record)
     result, text = verify(["a"], values())
     assert result.verdict is verdict
-    assert ("every loss is NaN" in text) == (verdict is Verdict.NO_STEP)
+    assert ("every loss and every parameter is NaN" in text) == (verdict is Verdict.NO_STEP)
+    told = "The answer is that of the parameters, of which 1 of 2 are finite." in " ".join(text.split())
+    assert told == (loss != loss and parameter == parameter)
     assert ("cannot be read and were not compared: 'state w.x' (object)." in text) == (verdict is Verdict.BITWISE)
 
 

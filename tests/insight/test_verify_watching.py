@@ -397,6 +397,63 @@ def test_the_reordered_arms_have_other_buckets_from_the_first_backward_on(ranks)
     assert 0 < again[1] < reordered[1] < stock[1]
 
 
+def compiled_buckets():
+    torch._dynamo.reset()
+    graphs = []
+
+    def backend(graph, inputs):
+        graphs.append(len(graph.graph.nodes))
+        return graph
+
+    net = nn.Sequential(*(nn.Linear(600, 600) for _ in range(4)))  # DDPOptimizer's first bucket has 1 MiB
+    wrapped = DistributedDataParallel(torch.compile(net, backend=backend))
+    for _ in range(2):
+        wrapped(torch.ones(1, 600)).sum().backward()
+    sizes = wrapped._get_ddp_logging_data()["bucket_sizes"]
+    return sizes, graphs, wrapped.bucket_bytes_cap
+
+
+def stock_and_reordered_compiled():
+    stock = compiled_buckets()
+    patches = PatchManager()
+    reordering.reorder(patches)
+    with patches.applied():
+        return stock, compiled_buckets()
+
+
+def test_compiled_models_are_reordered_and_their_graphs_are_cut_as_under_stock(ranks):
+    """Dynamo's DDPOptimizer cuts graphs by the wrapper's bucket size, and refuses one below 1 MiB."""
+    for (sizes, graphs, cap), (other_sizes, other_graphs, other_cap) in ranks(2)(stock_and_reordered_compiled):
+        assert len(graphs) == 2
+        assert (other_graphs, other_cap) == (graphs, cap)
+        assert sizes != other_sizes
+
+
+def buckets_of_a_list():
+    net = nn.Sequential(*(nn.Linear(64, 64) for _ in range(6)))
+    wrapped = DistributedDataParallel(net, bucket_cap_mb_list=[0.05, 0.1])
+    for _ in range(3):  # the reducer orders buckets anew after the first
+        wrapped(torch.ones(1, 64)).sum().backward()
+    return wrapped._get_ddp_logging_data()["rebuilt_bucket_sizes"], wrapped.bucket_bytes_cap
+
+
+def stock_and_reordered_lists():
+    stock = buckets_of_a_list()
+    patches = PatchManager()
+    reordering.reorder(patches)
+    with patches.applied():
+        return stock, buckets_of_a_list()
+
+
+@pytest.mark.skipif(
+    "bucket_cap_mb_list" not in inspect.signature(DistributedDataParallel).parameters, reason="torch 2.13 has it first"
+)
+def test_a_list_of_bucket_sizes_is_reordered_too(ranks):
+    (stock, reordered), _ = ranks(2)(stock_and_reordered_lists)
+    assert len(stock[0].split(",")) < len(reordered[0].split(","))
+    assert stock[1] == reordered[1]
+
+
 def test_the_reordered_arm_has_norms_that_are_rounded_otherwise():
     torch.manual_seed(0)
     gradients = [torch.randn(37, 41) for _ in range(20)]

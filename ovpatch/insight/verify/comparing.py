@@ -68,6 +68,8 @@ class Compared:
         events: How many of each kind were.
         unread: Values that neither run could read, with what they are.
         finite: How many losses were finite in stock.
+        parameters: How many values of parameters were compared.
+        finite_parameters: How many of those were finite in stock.
     """
 
     findings: list[Finding] = field(default_factory=list)
@@ -77,6 +79,8 @@ class Compared:
     events: dict[str, int] = field(default_factory=dict)
     unread: dict[str, str] = field(default_factory=dict)
     finite: int = 0
+    parameters: int = 0
+    finite_parameters: int = 0
 
     @property
     def different(self) -> list[Finding]:
@@ -111,6 +115,9 @@ class Compared:
             self.finite += all(map(_is_finite, event.values.values()))
         if event.kind == recording.STEP:
             self.steps = max(self.steps, event.step)
+            found = [value for name, value in event.values.items() if name.startswith("parameter ")]
+            self.parameters += len(found)
+            self.finite_parameters += sum(map(_is_finite, found))
 
 
 def _is_finite(value: Kept) -> bool:

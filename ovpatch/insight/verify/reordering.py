@@ -4,6 +4,9 @@ A ring adds the parts of a bucket in an order that depends on where in the bucke
 is another order, and nothing else about the program changes. Stock's first backward has all gradients in one bucket,
 whatever their size is set to; here it has not, or the first step would have no yardstick.
 
+torch.compile cuts a model's graph where the wrapper's buckets end, and refuses buckets below 1 MiB. So the wrapper says
+afterwards that it has the script's buckets: only its reducer has others, and the compiled code is stock's.
+
 The norm of all gradients is a sum as well, by which every one of them is clipped. Here it is that of their pieces.
 
 Where stock is reordered several times, buckets are smaller and pieces more in each.
@@ -63,10 +66,13 @@ def _wrap_init(original: Callable[..., None], turn: int) -> Callable[..., None]:
     @wraps(original)
     def init(*args: Any, **kwargs: Any) -> None:
         bound = signature.bind(*args, **kwargs)
-        module, given = bound.arguments["module"], bound.arguments.get("bucket_cap_mb")
+        ddp, module = bound.arguments["self"], bound.arguments["module"]
+        several = bound.arguments.pop("bucket_cap_mb_list", None)  # torch 2.13; it would win over the one size
+        given = max(several) if several else bound.arguments.get("bucket_cap_mb")
         bound.arguments["bucket_cap_mb"] = cap = cap_mb(module, given, turn)
         with _buckets_from_the_start(int(cap * _MIB)):
             original(*bound.args, **bound.kwargs)
+        ddp.bucket_bytes_cap = int((_DEFAULT if given is None else given) * _MIB)  # DDPOptimizer in Dynamo reads it
 
     return init
 

@@ -31,7 +31,7 @@ def show(result: Result, console: Console) -> None:
     for line in _lines(result):
         console.print(Text(line), soft_wrap=True)
     if result.compared.findings:
-        console.print(_table(result.compared))
+        console.print(_table(result.compared, result.measured))
     for outcome in _telling(result):
         _show_end(outcome, console)
 
@@ -40,13 +40,17 @@ def _lines(result: Result) -> Iterator[str]:
     compared = result.compared
     if compared.processes:
         yield f"compared    {_scope(compared)}"
-        yield f"bits        {_bits(compared)}"
+        yield f"bits        {_bits(result)}"
         yield f"yardstick   {_yardstick(result)}"
     if result.blamed:
         yield f"because of  {', '.join(result.blamed)}"
     for feature, counters in result.counters.items():
-        counts = ", ".join(f"{name} {count}" for name, count in counters.items()) or "it counts nothing"
-        yield f"{feature:<11} {counts}"
+        if feature in result.idle:
+            yield f"{feature:<11} did nothing: {result.idle[feature] or 'it counts nothing'}"
+            continue
+        yield f"{feature:<11} {', '.join(f'{name} {count}' for name, count in counters.items())}"
+        for remark in result.remarks[feature]:
+            yield f"{'':<11} {remark}"
     yield f"arms        {', '.join(f'{name} {outcome.seconds:.1f} s' for name, outcome in result.outcomes.items())}"
     for note in result.notes:
         yield f"note        {note}"
@@ -58,11 +62,12 @@ def _scope(compared: Compared) -> str:
     return f"{compared.values} values on {', '.join(compared.processes)}, to step {compared.steps}: {events}"
 
 
-def _bits(compared: Compared) -> str:
+def _bits(result: Result) -> str:
+    compared = result.compared
     if not compared.findings:
         return "all equal"
-    different = len(compared.different)
-    return f"{len(compared.findings)} values are not bitwise equal, {different} of them by more than noise"
+    of_them = f"{len(compared.different)} of them by more than noise" if result.measured else "noise not measured"
+    return f"{len(compared.findings)} values are not bitwise equal, {of_them}"
 
 
 def _yardstick(result: Result) -> str:
@@ -70,11 +75,11 @@ def _yardstick(result: Result) -> str:
         measured = "; ".join(f"{name}: {amount}" for name, amount in result.noise.items())
         return f"stock against itself, {measured}. Allowed is twice what its like moved, one element four times"
     if result.compared.findings:
-        return "none"
+        return "not measured"
     return "not needed: nothing differs (--noise measures it)"
 
 
-def _table(compared: Compared) -> Table:
+def _table(compared: Compared, measured: bool) -> Table:
     first = compared.first
     shown = [*filter(None, [first]), *(one for one in compared.worst(_ROWS) if one is not first)][:_ROWS]
     title = "not bitwise equal"
@@ -82,18 +87,18 @@ def _table(compared: Compared) -> Table:
         title += f": {'the first, then ' if first else ''}the worst of {len(compared.findings)}"
     table = Table("step", "process", "value", "|diff|", "allowed", "what", title=title, title_justify="left")
     for finding in shown:
-        table.add_row(*map(Text, _cells(finding)), style=None if finding.different else "dim")
+        table.add_row(*map(Text, _cells(finding, measured)), style=None if finding.different else "dim")
     return table
 
 
-def _cells(finding: Finding) -> tuple[str, ...]:
+def _cells(finding: Finding, measured: bool) -> tuple[str, ...]:
     row = finding.row
     return (
         str(finding.step),
         finding.process,
         row.name,
         "" if row.max_abs_diff is None else f"{row.max_abs_diff:.3g}",
-        "" if row.allowed is None else f"{row.allowed:.3g}",
+        "" if row.allowed is None or not measured else f"{row.allowed:.3g}",
         row.note,
     )
 
@@ -101,7 +106,8 @@ def _cells(finding: Finding) -> tuple[str, ...]:
 def _telling(result: Result) -> list[Outcome]:
     """Return the arms whose end the user must see."""
     unhappy = [outcome for outcome in result.outcomes.values() if outcome.code or outcome.timed_out or outcome.failures]
-    return [outcome for outcome in unhappy if outcome.arm.name in ("stock", "patched")]
+    telling = None if result.verdict is Verdict.UNDECIDED else ("stock", "patched")
+    return [outcome for outcome in unhappy if telling is None or outcome.arm.name in telling]
 
 
 def _show_end(outcome: Outcome, console: Console) -> None:

@@ -9,6 +9,9 @@ that may be chance: two runs tell little of how far such a script strays. All ar
 deterministic algorithms, and the answer is theirs. Where not even those repeat themselves, stock runs some more times:
 of some thousand values, a few go further than twice what they went in one or two runs.
 
+[Note: noise that is not known] A stock run that is to measure noise may fail. Then nothing can be said of values that
+differ, however little or much they do; only that the patched run fails, or hangs, is certain.
+
 [Note: strictly deterministic] torch has two ways of it. If it is only to warn of what has no deterministic form, some
 of what has one is not deterministic either, such as the backward of flash attention. So it is to raise an error; a
 script that gets one runs again, with warnings.
@@ -98,6 +101,8 @@ class _Verification:
     noise: dict[str, str] = field(default_factory=dict)
     unsteady: str = ""
     noisy: bool = False
+    measured: bool = False
+    failed: list[str] = field(default_factory=list)  # arms that were to measure noise, and how they ended
 
     def result(self) -> Result:
         """Run what is needed for the answer."""
@@ -107,7 +112,8 @@ class _Verification:
             verdict, why = end.verdict, end.why
         except _Unsteady:
             return self._deterministic()
-        return Result(verdict, why, self.compared, self.outcomes, self.blamed, self.notes, self.noise)
+        measured = self.measured or not self.compared.findings
+        return Result(verdict, why, self.compared, self.outcomes, self.blamed, self.notes, self.noise, measured)
 
     def _judge(self) -> tuple[Verdict, str]:
         stock = self._stock()
@@ -121,7 +127,10 @@ class _Verification:
             if self.unsteady and self._may_be_chance(wrong) and not self.request.deterministic:
                 raise _Unsteady
             self._draw_more(stock, patched, wrong)
-        if (self.compared.different or wrong) and (outcome.applied or outcome.exercised):
+        was_on = outcome.applied or outcome.exercised
+        if was_on and self.failed and self.compared.findings and not wrong:
+            return Verdict.UNDECIDED, self._describe_what_is_open()
+        if was_on and (self.compared.different or wrong):
             self._find_the_feature(stock)
             if wrong and any(one.row.name == ORDER for one in self.compared.different):
                 self.notes.append(f"Afterwards {wrong}: ranks that are out of step do not end together.")
@@ -130,7 +139,11 @@ class _Verification:
         if not self.compared.steps:
             return Verdict.NO_STEP, self._describe_no_step()
         if self.compared.events.get(BACKWARD) and not self.compared.finite:
-            return Verdict.NO_STEP, "every loss is NaN or infinite, under stock PyTorch too, and NaNs are all alike"
+            if not self.compared.finite_parameters:
+                return Verdict.NO_STEP, (
+                    "every loss and every parameter is NaN or infinite, under stock PyTorch too, and NaNs are all alike"
+                )
+            self._mention_losses()
         self._mention_what_was_not_compared()
         if not outcome.exercised:
             return Verdict.NOT_EXERCISED, _why_not_exercised(outcome)
@@ -146,11 +159,11 @@ class _Verification:
     def _draw_more(self, stock: Run, patched: Run, wrong: str) -> None:
         """Run stock again as long as that may show a difference to be noise."""
         for number in range(2, _DRAWS + 2):
-            if not self._may_be_chance(wrong):
+            if self.failed or not self._may_be_chance(wrong):
                 break
             name, details = ("rerun", {}) if self.unsteady else ("reordered", self._reordering(number))
             again = self._yardstick(f"{name}-{number}", **details)
-            self.noise[f"{name} {number}"] = _amount(compare(stock, again))
+            self.noise[f"{name} {number}"] = self._measured(f"{name}-{number}", compare(stock, again))
             self.compared = compare(stock, patched, self.yardsticks)
 
     def _deterministic(self) -> Result:
@@ -218,7 +231,10 @@ class _Verification:
         rerun = self._yardstick("rerun")
         reordered = self._yardstick("reordered", **self._reordering(1))
         itself, otherwise = compare(stock, rerun), compare(stock, reordered)
-        self.noise = {"rerun": _amount(itself), "reordered": _amount(otherwise)}
+        self.noise = {
+            "rerun": self._measured("rerun", itself),
+            "reordered": self._measured("reordered", otherwise),
+        }
         self.noisy = bool(itself.findings or otherwise.findings)
         if itself.findings:
             first = min(itself.findings, key=lambda one: (one.step, one.order))
@@ -229,6 +245,17 @@ class _Verification:
             advice = "seeds" if self.request.deterministic else "seeds, or try --deterministic"
             self.notes.append(f"{self.unsteady} Differences of that size say nothing about ovpatch. Give it {advice}.")
         self.compared = compare(stock, patched, self.yardsticks)
+        self.measured = not self.failed
+
+    def _measured(self, name: str, found: Compared) -> str:
+        """Say how far a yardstick is from stock; note it if it failed before it had all that was compared."""
+        outcome = self.outcomes[name]
+        if outcome.code == self.outcomes["stock"].code or found.values >= self.compared.values:
+            return _amount(found)
+        end = f"hung after step {arms.furthest(outcome.folder)}" if outcome.timed_out else f"failed {_end(outcome)}"
+        self.failed.append(f"the arm '{name}' {end}")
+        self.measured = False
+        return end
 
     def _reordering(self, number: int) -> dict[str, Any]:
         """Return what the worker of the reordered arm is to do, the ``number``-th time."""
@@ -266,6 +293,13 @@ class _Verification:
 
     # ---------------------------------------------------------------- words
 
+    def _mention_losses(self) -> None:
+        finite, every = self.compared.finite_parameters, self.compared.parameters
+        self.notes.append(
+            f"Every loss is NaN or infinite, under stock PyTorch too. The answer is that of the parameters, of which "
+            f"{finite} of {every} are finite."
+        )
+
     def _mention_what_was_not_compared(self) -> None:
         for one in [finding for finding in self.compared.findings if finding.row.name == ORDER]:
             self.notes.append(
@@ -281,7 +315,16 @@ class _Verification:
         compared = self.compared
         ranks = f"{len(compared.processes)} rank{'s' if len(compared.processes) != 1 else ''}"
         steps = f"{compared.steps} step{'s' if compared.steps != 1 else ''}"
-        return f"{steps}, {ranks}, {compared.values} values"
+        patched = self.outcomes["patched"]
+        idle = [f"; {name} did nothing" for name in patched.idle]
+        partly = [f"; {name} left some work to stock" for name in patched.left_to_stock]
+        return f"{steps}, {ranks}, {compared.values} values{''.join(idle + partly)}"
+
+    def _describe_what_is_open(self) -> str:
+        return (
+            f"{_amount(self.compared)}, and how much of that is noise is not known, because "
+            f"{' and '.join(self.failed)}, and stock did not"
+        )
 
     def _describe_difference(self, wrong: str) -> str:
         first = self.compared.first
@@ -348,4 +391,5 @@ def _why_not_exercised(patched: Outcome) -> str:
     if not patched.applied:
         states = ", ".join(f"{one['name']} {one['state']} ({one['reason']})" for one in patched.report["features"])
         return f"no feature was on: {states}"
-    return f"the runs are equal, but no counter moved of any feature that was on ({', '.join(patched.applied)})"
+    reasons = "; ".join(f"{name}: {reason}" if reason else name for name, reason in patched.idle.items())
+    return f"the runs are equal, but no feature that was on did any work ({reasons})"

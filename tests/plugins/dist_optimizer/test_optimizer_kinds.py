@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from ovpatch.reports.reporting import NO_WORK
 from tests.plugins.ddp.arms import Record, data, device
 from tests.plugins.dist_optimizer.checks import all_cases, check_all, ddp, on, params
 from tests.plugins.dist_optimizer.test_loops import net
@@ -200,3 +203,36 @@ def with_the_feature(function: Callable[[], Any]) -> Any:
 def test_the_report_says_which_and_why(ranks):
     for remarks in ranks(2)(with_the_feature, reported):
         assert any("OwnStep stays stock" in text and "not known to be element-wise" in text for text in remarks)
+
+
+def idle(wrapped: bool) -> tuple[list[str], str, dict[str, int]]:
+    """Train with an optimizer that has nothing to divide; return what the feature says of it."""
+    import ovpatch
+    from ovpatch_plugins.dist_optimizer import counters, optimizers, step
+
+    fresh = counters.Counters()
+    with contextlib.ExitStack() as stack:
+        for module in (counters, optimizers, step):
+            stack.enter_context(mock.patch.object(module, "COUNTERS", fresh))
+        stack.enter_context(mock.patch.object(optimizers, "_remarks", []))
+        stack.enter_context(mock.patch.object(optimizers, "_strangers", set()))
+        stack.enter_context(ovpatch.applied("ddp", "dist_optimizer"))
+        model: nn.Module = ddp(net()) if wrapped else net()
+        opt = torch.optim.RMSprop(model.parameters(), 0.01)
+        for index in range(3):
+            model(data(index, 5, 6)).square().mean().backward()
+            opt.step()
+        (feature,) = (one for one in ovpatch.report().to_json()["features"] if one["name"] == "dist_optimizer")
+        largest = max(param.numel() for param in model.parameters())
+        return feature["remarks"], str(largest), feature["counters"]
+
+
+def test_an_optimizer_that_has_nothing_to_divide_is_reported(ranks):
+    for remarks, largest, counters in ranks(2)(idle, True):
+        expected = f"is dense and has min_param_numel=16384 elements (the largest has {largest})"
+        assert [text for text in remarks if "RMSprop had nothing to divide" in text and expected in text]
+        assert (counters["optimizers"], counters["steps"]) == (1, 0)
+        assert NO_WORK in remarks
+    for remarks, _, counters in ranks(2)(idle, False):
+        assert [text for text in remarks if "RMSprop had nothing to divide: no parameter of a model" in text]
+        assert not any(counters.values())
