@@ -7,6 +7,14 @@ to prevent. The store knows no pairing: a rank that does not answer is a key tha
 [Note: one collector] Group rank 0 reads everybody's terms and publishes one verdict, so that N ranks cost N reads and
 not N * N.
 
+[Note: one decision] A rank may run out of time at the very moment at which rank 0 finds that all have answered. So what
+counts is whichever comes first into the key of the round's verdict, by compare-and-set: the agreement, or the word of a
+rank that it waits no longer, upon which rank 0 tells all that there is none. Either all go on or nobody does.
+
+[Note: no blocking] ``Store.wait()`` and ``get()`` of a missing key keep the connection of a TCPStore from all other
+threads of the process meanwhile, and another thread may have an agreement in another group, for which this one has to
+wait. So missing keys are asked for again and again.
+
 [Note: rounds] The store may outlive the group, the processes and a launcher's whole attempt, with the keys of earlier
 rounds in it, also of rounds in which a rank died before it arrived. So arrivals cannot be counted. Group rank 0 alone
 opens a round, under a number nobody has used. The others answer to the newest round with a mark of their own, until a
@@ -19,7 +27,6 @@ import json
 import time
 import uuid
 from collections.abc import Mapping, Sequence
-from datetime import timedelta
 from typing import Any
 
 import torch
@@ -72,8 +79,7 @@ def agree(
     if group.rank() == 0:
         prefix = f"{base}/{store.add(f'{base}/rounds', 1)}"
         store.set(f"{prefix}/0", mine)
-        verdict = _collect(store, prefix, group, topic, timeout_s, remedy)
-        store.set(f"{prefix}/verdict", json.dumps(verdict))
+        verdict = _publish(store, prefix, _collect(store, prefix, group, topic, timeout_s, remedy), group, topic, remedy)
     else:
         # Rank 0 may itself wait the whole time for a third rank: leave it room to say so.
         found = _answer(store, base, group.rank(), mark, mine, timeout_s + 5)
@@ -107,6 +113,20 @@ def _collect(
     return marks | _judge(answers, _global(group, range(group.size())), topic, remedy)
 
 
+def _publish(
+    store: c10d.Store, prefix: str, verdict: dict[str, Any], group: dist.ProcessGroup, topic: str, remedy: str
+) -> dict[str, Any]:
+    """Make a verdict known, unless a rank has gone meanwhile; return the one that counts: see [Note: one decision]."""
+    key = f"{prefix}/verdict"
+    if "error" not in verdict:
+        first = json.loads(store.compare_set(key, "", json.dumps(verdict)))
+        if "gone" not in first:
+            return verdict
+        verdict = {"marks": verdict["marks"], "error": _gone(topic, _global(group, [first["gone"]]), remedy)}
+    store.set(key, json.dumps(verdict))
+    return verdict
+
+
 def _judge(answers: Sequence[Mapping[str, Any]], ranks: list[int], topic: str, remedy: str) -> dict[str, str]:
     difference = _difference([answer["terms"] for answer in answers], ranks)
     if difference:
@@ -124,8 +144,7 @@ def _answer(store: c10d.Store, base: str, rank: int, mark: str, mine: str, timeo
     answered, pause = -1, 0.001
     while time.monotonic() < deadline:
         newest = store.add(f"{base}/rounds", 0)
-        # Looked for after `newest` was read: rank 0 publishes a verdict before it opens the next round. By check(), as
-        # each time-out of wait() is a warning on stderr.
+        # Looked for after `newest` was read: rank 0 publishes a verdict before it opens the next round.
         if store.check([f"{base}/{answered}/verdict"]):
             verdict: dict[str, Any] = json.loads(store.get(f"{base}/{answered}/verdict"))
             if mark in verdict["marks"]:
@@ -135,22 +154,21 @@ def _answer(store: c10d.Store, base: str, rank: int, mark: str, mine: str, timeo
             answered = newest
         time.sleep(pause)
         pause = min(1.2 * pause, _LONGEST_PAUSE)  # half a minute's wait, or a millisecond's: both are common
-    return {}
+    if answered < 0:
+        return {}
+    last = store.compare_set(f"{base}/{answered}/verdict", "", json.dumps({"marks": [], "gone": rank}))
+    decided: dict[str, Any] = json.loads(last)
+    return decided if mark in decided["marks"] else {}
 
 
 def _arrived(store: c10d.Store, keys: list[str], timeout_s: float) -> bool:
-    try:
-        store.wait(keys, timedelta(seconds=timeout_s))
-    except RuntimeError as error:  # each store has its own subclass; all of them say that it was the time
-        if not _is_timeout(error):
-            raise
-        return False
+    deadline, pause = time.monotonic() + timeout_s, 0.001
+    while not store.check(keys):
+        if time.monotonic() >= deadline:
+            return False
+        time.sleep(pause)
+        pause = min(1.2 * pause, _LONGEST_PAUSE)
     return True
-
-
-def _is_timeout(error: Exception) -> bool:
-    text = str(error).lower()
-    return "timeout" in text or "timed out" in text
 
 
 def _difference(terms: list[Mapping[str, Any]], ranks: list[int]) -> str:
@@ -172,6 +190,15 @@ def _missing(topic: str, ranks: list[int], timeout_s: float, remedy: str = "") -
         f"{remedy or _REMEDY_INACTIVE}"
     )
 
+
+def _gone(topic: str, ranks: list[int], remedy: str) -> str:
+    return (
+        f"ovpatch: feature '{topic}' is not agreed on: rank {_listed(ranks)} had waited for as long as it may when the "
+        f"last rank came. {remedy or _REMEDY_LATE}"
+    )
+
+
+_REMEDY_LATE = "Have all ranks build the model at about the same time, or give them a larger time-out."
 
 _REMEDY_INACTIVE = (
     "Either ovpatch is not active there, or that rank does not build the same model. "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -91,3 +92,18 @@ def test_subgroups_name_global_ranks(ranks):
     assert alone == ""
     assert first == second
     assert "rank is 0 on rank 0 but 2 on rank 2" in first
+
+
+def in_other_orders() -> list[str]:
+    """Rank 0 agrees in two groups on two threads, rank 1 in one after the other."""
+    first, second = dist.new_group(), dist.new_group()
+    if dist.get_rank() == 1:
+        return [agree(one, "topic", {}, timeout_s=10) for one in (second, first)]
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(agree, first, "topic", {}, timeout_s=10)
+        time.sleep(0.1)
+        return [agree(second, "topic", {}, timeout_s=10), waiting.result()]
+
+
+def test_a_thread_that_waits_holds_up_no_other(ranks):
+    assert ranks(2)(in_other_orders) == [["", ""]] * 2

@@ -1,8 +1,10 @@
-"""What an attempt left in a store that outlives it does not confuse the next one."""
+"""What an attempt left in a store that outlives it does not confuse the next one, nor does a rank that comes late."""
 
 from __future__ import annotations
 
+import threading
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import pytest
 import torch.distributed as dist
@@ -11,23 +13,30 @@ from ovpatch.overlap import agreement
 
 
 class Group:
-    def __init__(self, rank):
-        self._rank = rank
+    def __init__(self, rank, size=2):
+        self._rank, self._size = rank, size
 
     def size(self):
-        return 2
+        return self._size
 
     def rank(self):
         return self._rank
 
 
-@pytest.mark.parametrize("alone", [0, 1])
-def test_a_rank_that_died_before_it_arrived_does_not_shift_later_rounds(monkeypatch, alone):
+@pytest.fixture
+def stores(monkeypatch):
+    """The store that each rank sees, by rank; by default one and the same."""
     store = dist.HashStore()
+    seen: dict[int, Any] = {}
     monkeypatch.setattr(agreement.dist, "get_backend", lambda group: "gloo")
     monkeypatch.setattr(agreement.dist, "get_global_rank", lambda group, rank: rank)
-    monkeypatch.setattr(agreement.c10d, "_get_process_group_store", lambda group: store)
+    monkeypatch.setattr(agreement.c10d, "_get_process_group_store", lambda group: seen.setdefault(group.rank(), store))
+    return seen, store
 
+
+@pytest.mark.parametrize("alone", [0, 1])
+@pytest.mark.usefixtures("stores")
+def test_a_rank_that_died_before_it_arrived_does_not_shift_later_rounds(alone):
     def agree(rank, timeout_s):
         return agreement.agree(Group(rank), "topic", {"a": 1}, timeout_s=timeout_s)
 
@@ -36,3 +45,74 @@ def test_a_rank_that_died_before_it_arrived_does_not_shift_later_rounds(monkeypa
     with ThreadPoolExecutor(2) as pool:
         for _ in range(3):
             assert list(pool.map(agree, (0, 1), (3, 3))) == ["", ""]
+
+
+class Delayed:
+    """A store through which one rank publishes its verdict only when another has run out of time."""
+
+    def __init__(self, store: dist.Store, until: threading.Event) -> None:
+        self._store, self._until = store, until
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._store, name)
+
+    def set(self, key: str, value: str) -> None:
+        self._wait(key)
+        self._store.set(key, value)
+
+    def compare_set(self, key: str, expected: str, desired: str) -> bytes:
+        self._wait(key)
+        return self._store.compare_set(key, expected, desired)
+
+    def _wait(self, key: str) -> None:
+        if key.endswith("/verdict"):
+            assert self._until.wait(20)
+
+
+def ended(rank: int, size: int, timeout_s: float) -> str:
+    try:
+        return agreement.agree(Group(rank, size), "topic", {"a": 1}, timeout_s=timeout_s)
+    except agreement.DisagreementError as error:
+        return str(error)
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_nobody_agrees_with_a_rank_that_has_run_out_of_time(stores, size):
+    seen, store = stores
+    over = threading.Event()
+    seen[0] = Delayed(store, over)
+
+    def late() -> str:
+        try:
+            return ended(1, size, -4.5)  # half a second: another rank than 0 waits 5 s longer
+        finally:
+            over.set()
+
+    with ThreadPoolExecutor(size) as pool:
+        last = pool.submit(late)
+        others = [pool.submit(ended, rank, size, 10) for rank in range(size) if rank != 1]
+        assert "no answer from rank 0" in last.result()
+        for other in others:
+            assert "not agreed on: rank 1 had waited" in other.result()
+
+
+class Overtaken:
+    """A store through which one rank sees no verdict until it has run out of time."""
+
+    def __init__(self, store: dist.Store) -> None:
+        self._store = store
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._store, name)
+
+    def check(self, keys: list[str]) -> bool:
+        return not keys[0].endswith("/verdict") and self._store.check(keys)
+
+
+def test_a_verdict_that_came_first_counts_for_a_rank_that_has_just_run_out_of_time(stores):
+    seen, store = stores
+    seen[1] = Overtaken(store)
+    with ThreadPoolExecutor(2) as pool:
+        late = pool.submit(ended, 1, 2, -4.5)
+        assert ended(0, 2, 10) == ""
+        assert late.result() == ""
