@@ -11,7 +11,7 @@ from rich.console import Console
 from ovpatch.insight.equality import Verdict
 from ovpatch.insight.verify import records, table
 from ovpatch.insight.verify.comparing import ORDER, compare, compare_values
-from ovpatch.insight.verify.recording import BACKWARD, SCALE, STEP, Recorder
+from ovpatch.insight.verify.recording import BACKWARD, CHECKPOINT, SCALE, STEP, Recorder
 from ovpatch.insight.verify.values import WHOLE, keep, text
 from ovpatch.insight.verify.verdict import Result
 from ovpatch.insight.verify.verdict import Verdict as Verdicts
@@ -57,6 +57,34 @@ def test_the_same_events_are_equal(record):
     assert compared.findings == []
     assert (compared.processes, compared.steps, compared.values) == (["rank 0", "rank 1"], 3, 2 * 3 * 3)
     assert compared.events == {BACKWARD: 6, STEP: 6}
+
+
+def saving(far=0.0, ema=0.0, stale=0):
+    """Two steps and a checkpoint; the second step is ``far`` off, the average ``ema``; ``stale`` saves the first."""
+    after = [value(1.0), value(2.0, far)]
+    steps = [(STEP, {"parameter a": after[0]}), (STEP, {"parameter a": after[1]})]
+    saved = {"saved model.a": after[0 if stale else 1], "saved ema.a": value(1.5, ema), "saved epoch": text("int")}
+    return [*steps, (CHECKPOINT, saved)]
+
+
+def test_an_average_in_a_checkpoint_is_compared_by_value(record):
+    stock = record("stock", saving())
+    (found,) = compare(stock, record("late", saving(ema=0.01))).findings
+    assert (found.row.name, found.row.verdict) == ("saved ema.a", Verdict.DIFFERENT)
+    assert found.row.max_abs_diff == pytest.approx(0.01)
+    assert compare(stock, record("rounded", saving(ema=4e-7))).different == []
+    noise = {"reordered": record("reordered", saving(ema=0.006))}
+    assert compare(stock, record("noisy", saving(ema=0.01)), noise).different == []
+
+
+def test_a_parameter_that_is_saved_is_judged_at_its_step(record):
+    stock = record("stock", saving())
+    compared = compare(stock, record("far", saving(far=0.5)))
+    assert [one.row.name for one in compared.different] == ["parameter a"]
+    (saved,) = (one for one in compared.findings if one.row.name == "saved model.a")
+    assert saved.row.note == "it is 'parameter a' of the step before"
+    (stale,) = compare(stock, record("stale", saving(stale=1))).findings
+    assert (stale.row.name, stale.row.verdict) == ("saved model.a", Verdict.DIFFERENT)
 
 
 def test_small_numbers_are_not_all_noise():

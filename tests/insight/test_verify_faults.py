@@ -107,5 +107,5 @@ def test_a_checkpoint_of_another_dtype(ran):
     compared = ran.compare("wrong_dtype")
     assert {one.event for one in compared.different} == {"a checkpoint (model.pt)"}
     rows = {one.row.name: one.row.note for one in compared.different}
-    assert rows["model.module.0.weight"] == "float32 [40, 8] became float16 [40, 8]"
+    assert rows["saved model.module.0.weight"] == "float32 [40, 8] became float16 [40, 8]"
     assert {one.process for one in compared.different} == {"rank 0"}

@@ -216,9 +216,13 @@ def test_a_name_is_not_given_twice_even_when_its_parameter_is_gone():
 
 def test_the_contents_of_a_checkpoint_by_key():
     saved = {"model": {"w": torch.ones(2, 3)}, "steps": [1, 2.0], "none": {}, "net": nn.Linear(1, 1, bias=False)}
-    found = {name: kept.digest for name, kept in contents(saved).items()}
+    saved["lazy"] = torch.ones(4, device="meta")
+    kept = contents(saved)
+    found = {name: one.digest if one.form == "text" else one.form for name, one in kept.items()}
+    assert torch.equal(kept["model.w"].values, torch.ones(2, 3))
     assert found == {
         "model.w": "float32 [2, 3]",
+        "lazy": "float32 [4]",
         "steps.0": "int",
         "steps.1": "float",
         "none": "empty dict",

@@ -1,7 +1,7 @@
-"""What is in a checkpoint: keys, shapes and dtypes, of the file where it can be read back.
+"""What is in a checkpoint: every tensor, and the types of all else, of the file where it can be read back.
 
 [Note: the file counts] What a script hands over is not what is stored if something is patched into saving itself. So a
-file is read again, without its values and without running any code of its own. Where that cannot be done (a buffer,
+file is read again, tensor by tensor and without running any code of its own. Where that cannot be done (a buffer,
 objects that ``weights_only`` refuses, tensors of several ranks, whose loading might wait for other ranks), the object
 handed over is looked at, and the record says so: a file that only one of two runs can read back is a difference.
 """
@@ -9,6 +9,7 @@ handed over is looked at, and the record says so: a file that only one of two ru
 from __future__ import annotations
 
 import os
+import zipfile
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial, wraps
 from pathlib import Path
@@ -17,7 +18,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 
-from ovpatch.insight.verify.values import Kept, text
+from ovpatch.insight.verify.values import UNREAD, Kept, keep, text
 from ovpatch.logs import logger
 from ovpatch.patching import PatchManager
 
@@ -30,21 +31,21 @@ SOURCE: Final = "(what was looked at)"
 
 
 def contents(saved: Any) -> dict[str, Kept]:
-    """Return what stands under each key of a nested object, for example ``{"model.weight": "float32 [3, 4]"}``.
+    """Return what stands under each key of a nested object: tensors by value, of all else the type.
 
     Args:
         saved: What a script saves. Of a whole module it is the state_dict.
     """
-    return {name or "(itself)": text(kind) for name, kind in _walk(saved, "", ())}
+    return {name or "(itself)": kept for name, kept in _walk(saved, "", ())}
 
 
-def _walk(value: Any, name: str, above: tuple[int, ...]) -> Iterator[tuple[str, str]]:
+def _walk(value: Any, name: str, above: tuple[int, ...]) -> Iterator[tuple[str, Kept]]:
     children = _children(value)
     if children is None or id(value) in above:
-        yield name, _kind(value)
+        yield name, _keep(value)
         return
     if not children:
-        yield name, f"empty {type(value).__name__}"
+        yield name, text(f"empty {type(value).__name__}")
     for key, child in children:
         yield from _walk(child, f"{name}.{key}" if name else str(key), (*above, id(value)))
 
@@ -57,22 +58,23 @@ def _children(value: Any) -> list[tuple[Any, Any]] | None:
     return list(enumerate(value)) if isinstance(value, (list, tuple)) else None
 
 
-def _kind(value: Any) -> str:
-    if isinstance(value, Tensor):
-        return f"{str(value.dtype).removeprefix('torch.')} {list(value.shape)}"
-    return type(value).__name__
+def _keep(value: Any) -> Kept:
+    if not isinstance(value, Tensor):
+        return text(type(value).__name__)
+    kept = keep(value)
+    return text(f"{str(value.dtype).removeprefix('torch.')} {list(value.shape)}") if kept.form == UNREAD else kept
 
 
 def _of_torch(path: str) -> dict[str, Kept]:
-    return contents(torch.load(path, map_location="meta", weights_only=True))
+    mapped = zipfile.is_zipfile(path)  # torch's older format cannot be; else only what is looked at takes memory
+    return contents(torch.load(path, map_location="cpu", mmap=mapped, weights_only=True))
 
 
 def _of_safetensors(path: str) -> dict[str, Kept]:
     from safetensors import safe_open
 
     with safe_open(path, framework="pt") as file:
-        slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118  # no mapping
-        return {name: text(f"{one.get_dtype()} {list(one.get_shape())}") for name, one in slices.items()}
+        return {name: _keep(file.get_tensor(name)) for name in file.keys()}  # noqa: SIM118  # no mapping
 
 
 #: What saves, with the name of its first argument and what reads its files.

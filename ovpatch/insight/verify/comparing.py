@@ -4,6 +4,9 @@
 and savings. Where the kinds of events differ, as when one run skips a step, that is the difference, and what follows in
 this process cannot be compared. A run that failed or was ended may stop anywhere; what there is of it is compared.
 
+[Note: saved as it was] Most of a checkpoint are parameters and states as the steps before left them, where they were
+judged already. What is saved in both runs with the bits that one of those values had is not judged again.
+
 [Note: small numbers] The difference that is always allowed, 1e-6, is meant for numbers around 1. Where all gradients
 are smaller than that, it would allow any gradient. So it is at most a thousandth of the largest number of its family.
 """
@@ -157,6 +160,7 @@ def _side_by_side(
     cut: bool,
     compared: Compared,
 ) -> None:
+    latest: dict[str, tuple[str, str]] = {}  # digests of both at the last steps, by name
     for order, (ours, theirs) in enumerate(zip_longest(stock, patched)):
         beside = {name: next(events, None) for name, events in others.items()}
         if ours is None or theirs is None or ours.signature != theirs.signature:
@@ -169,7 +173,33 @@ def _side_by_side(
         compared.count(ours)
         yardsticks = {name: event.values for name, event in beside.items() if event is not None and name in others}
         rows = compare_values(ours.values, theirs.values, yardsticks, partial(noise.of, ours))
+        if ours.kind == recording.STEP:
+            both = ours.values.keys() & theirs.values.keys()
+            latest |= {name: (ours.values[name].digest, theirs.values[name].digest) for name in both}
+        if ours.kind == recording.CHECKPOINT and rows:
+            known = {digests: name for name, digests in latest.items()}
+            rows = [_unless_as_it_was(row, ours.values, theirs.values, known) for row in rows]
         compared.findings += [Finding(row, process, ours.step, order, str(ours)) for row in rows]
+
+
+def _unless_as_it_was(
+    row: Row, stock: Mapping[str, Kept], patched: Mapping[str, Kept], known: Mapping[tuple[str, str], str]
+) -> Row:
+    """Return the row of a saved value as noise if it is what a step had left, see [Note: saved as it was].
+
+    Args:
+        row: The value's.
+        stock: What stock saved.
+        patched: What the patched run saved.
+        known: Names of the values of the last steps, by the digests that stock and the patched run had.
+    """
+    ours, theirs = stock.get(row.name), patched.get(row.name)
+    if ours is None or theirs is None or ours.form != theirs.form:
+        return row
+    name = known.get((ours.digest, theirs.digest))
+    if name is None:
+        return row
+    return replace(row, verdict=Verdict.WITHIN_NOISE, note=f"it is '{name}' of the step before")
 
 
 def _out_of_step(
@@ -235,10 +265,15 @@ def _largest(numbers: torch.Tensor) -> float:
 
 
 def _family(name: str) -> str:
-    """Return what a value is to be measured by: all gradients together, all states of one kind, else by itself."""
+    """Return what a value is to be measured by.
+
+    All gradients together, all states of one kind, what is saved under one key of the outermost; else by itself.
+    """
     kind, _, rest = name.partition(" ")
     if kind == "state":
         return f"state {rest.rpartition('.')[2]}"
+    if kind == "saved":
+        return f"saved {rest.partition('.')[0]}"
     return kind if kind in ("gradient", "parameter", "buffer", "frozen") else name
 
 

@@ -137,7 +137,8 @@ class Watch:
         return update
 
     def _saved(self, file: str, contents: dict[str, Kept]) -> None:
-        self._recorder.add(CHECKPOINT, contents, step=max(1, self._steps.count), label=file)
+        values = {f"saved {name}": kept for name, kept in contents.items()}
+        self._recorder.add(CHECKPOINT, values, step=max(1, self._steps.count), label=file)
         self._recorder.flush()  # often the last that a script does, and some then leave by os._exit
 
 
