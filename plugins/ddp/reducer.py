@@ -148,7 +148,7 @@ class GradReducer(StockOnly):
                 raise self._told(messages.STATIC_GRAPH_UNSYNCHRONISED)
             counts = [self._ledger.seen(i) for i in range(len(self.params))]
             self._reduction.leave_out(counts)
-            self._finish(launch_usage=True)
+            self._finish(launch_usage=True, counts=counts)
             self._static_counts = counts
 
     def _check_reducer_finalized(self) -> None:
@@ -379,7 +379,7 @@ class GradReducer(StockOnly):
         if self._mode.launches_early:
             self._reduction.launch_ready(COUNTERS.launched_early, given=given)
 
-    def _finish(self, *, launch_usage: bool) -> None:
+    def _finish(self, *, launch_usage: bool, counts: Sequence[int] = ()) -> None:
         """End the step: every gradient of this backward has come."""
         self._task.queued = True  # until closed: what raises from here on leaves a step to recover
         if self.times.sampled:
@@ -387,7 +387,7 @@ class GradReducer(StockOnly):
         fell_short([self.names[i] for i in self._ledger.overdue()])
         self._reduction.launch_rest(COUNTERS.launched)
         if launch_usage:
-            self._usage.launch()
+            self._usage.launch(counts)
         self._vote(failed=False)
         self.shards.receive(self._reduction)
         nowhere = self._usage.nowhere_used() if launch_usage else self._static_nowhere
@@ -467,6 +467,12 @@ class GradReducer(StockOnly):
         return RuntimeError(text)
 
     # ---------------------------------------------------------------- modes
+
+    def plain_indices(self) -> list[int] | None:
+        """Return which parameters a static graph uses; None if it is not known to use each once, on all ranks alike."""
+        if self._static_counts is None or not self._usage.alike:
+            return None
+        return [i for i in range(len(self.params)) if i not in self._static_nowhere]
 
     def learns_static_graph(self) -> bool:
         """Tell whether the first backward of a static graph, which shows the use of each parameter, is to come."""

@@ -222,8 +222,12 @@ def restore_stock(ddp: Wrapper, reason: str = "") -> None:
     reducer.shards.leave()
     reducer._remove_autograd_hooks()
     stock_helper = _live.pop(ddp)
+    # A static graph that is known to be a plain one is not declared anew: to learn it takes a backward of all ranks,
+    # which may come unevenly now (join()).
+    plain = reducer.plain_indices()
+    indices = range(len(reducer.params)) if plain is None else plain
     # Not asked of the module: with device_mesh=, stock has taken them out of it in the first forward.
-    kept = [i for i, param in enumerate(reducer.params) if param.requires_grad]
+    kept = [i for i in indices if reducer.params[i].requires_grad]
     parameters = [reducer.params[i] for i in kept]
     names = {new: reducer.names[old] for new, old in enumerate(kept)}
     stock_helper(ddp, parameters, [reducer.config.sparse[i] for i in kept], names, ddp.static_graph)
@@ -233,7 +237,7 @@ def restore_stock(ddp: Wrapper, reason: str = "") -> None:
         # static graph is not declared then, for its first backward would only count, and not reduce.
         with torch.enable_grad():
             ddp.reducer.prepare_for_backward([param.view_as(param) for param in parameters])
-    elif ddp.static_graph:
+    elif ddp.static_graph and plain is None:
         ddp._static_graph_delay_allreduce_enqueued = False
         ddp.reducer._set_static_graph()
         ddp.logger._set_static_graph()

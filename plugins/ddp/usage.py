@@ -26,10 +26,14 @@ class UsageMap:
         count: Number of parameters.
         group: The process group.
         device: Where its collectives run.
+
+    Attributes:
+        alike: Whether in the last map with counts each parameter was used once by all ranks, or by none.
     """
 
     def __init__(self, count: int, group: dist.ProcessGroup, device: torch.device) -> None:
-        self._used = [0] * count
+        self._used, self._world = [0] * count, group.size()
+        self._counted = self.alike = False
         self._device = device
         self._last = torch.zeros(count, dtype=torch.int32, device=device)
         self._all_reduce = AllReduce(group, device)
@@ -44,9 +48,12 @@ class UsageMap:
         """Tell whether this rank used every parameter."""
         return all(self._used)
 
-    def launch(self) -> None:
-        """Start the sum over ranks."""
-        self._map = torch.tensor(self._used, dtype=torch.int32, device=self._device)
+    def launch(self, counts: Sequence[int] = ()) -> None:
+        """Start the sum over ranks; with counts, how often this rank used each parameter, :attr:`alike` is told."""
+        self._counted = bool(counts)
+        several = self._world + 1  # which makes a sum that no ranks have that used it once
+        by_count = [one * (several if n > 1 else 1) for one, n in zip(self._used, counts, strict=False)]
+        self._map = torch.tensor(by_count or self._used, dtype=torch.int32, device=self._device)
         with span(_LABEL):
             (self._work,) = self._all_reduce([self._map])
 
@@ -57,12 +64,15 @@ class UsageMap:
     def nowhere_used(self) -> frozenset[int]:
         """Return the parameters that no rank used, and start afresh.
 
-        Reading the sum makes the host wait for the device, so it is read only if this rank left a parameter out.
+        Reading the sum makes the host wait for the device, so it is read only if this rank left a parameter out, or
+        has counted.
         """
         assert self._map is not None
         assert self._work is not None
         self._work.wait()
-        totals = () if self.all_used() else self._map.tolist()
+        totals = self._map.tolist() if self._counted or not self.all_used() else ()
+        if self._counted:
+            self.alike = all(total in (0, self._world) for total in totals)
         nowhere = frozenset(i for i, total in enumerate(totals) if total == 0)
         self._used = [0] * len(self._used)
         self._last, self._map, self._work = self._map, None, None

@@ -27,9 +27,17 @@ def joined(
     entered: str = "join",
     clip: float = 0.0,
     keep: bool = False,
+    inside: str = "",
+    **wrap: Any,
 ) -> list[Record]:
     """Train evenly, then so many steps more on each rank than on the one below, then both again."""
-    model = ddp(net())
+    raw = net()
+    if inside == "buffers":
+        raw = nn.Sequential(nn.BatchNorm1d(6), raw)
+    if inside == "unused":
+        raw.unused = nn.Linear(6, 6)
+        raw.forward = lambda x: nn.Sequential(*list(raw)[:-1])(x)
+    model = ddp(raw, **wrap)
     opt = (OPTIMIZERS | {"adafactor": WHOLE})[optimizer](model.parameters())
     records: list[Record] = []
 
@@ -72,6 +80,10 @@ CASES: dict[str, dict[str, Any]] = {
     "momentum": {"optimizer": "sgd", "before": 4},
     "clipped": {"clip": 0.05, "before": 4},
     "gradients kept": {"clip": 0.05, "before": 5, "keep": True},
+    "buffers": {"inside": "buffers", "before": 4},
+    "unused": {"find_unused_parameters": True, "before": 4},
+    "static": {"static_graph": True, "before": 2},
+    "static, unused": {"static_graph": True, "inside": "unused"},
     "whole parameters": {"optimizer": "adafactor", "before": 2},
 }
 
