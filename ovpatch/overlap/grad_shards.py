@@ -166,6 +166,11 @@ class GradShards:
         """Tell whether this is a gradient of which there are only parts."""
         return placeholders.origin(grad)[0] is self
 
+    @property
+    def backwards(self) -> int:
+        """How many backwards were reduced."""
+        return self._backwards
+
     def is_newest(self, backward: int) -> bool:
         """Tell whether a backward is the last that was reduced."""
         return backward == self._backwards

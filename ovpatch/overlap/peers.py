@@ -107,7 +107,8 @@ class Peers:
         self._departure.used = True
         patience, begin = self._timeout_s if timeout_s is None else timeout_s, time.monotonic()
         asked = {"topic": topic, "question": dict(question)}
-        inquiry = Inquiry(self._directory, wanted, asked, begin + patience)
+        # Peers that have destroyed the group, too, turn everybody away, for good.
+        inquiry = Inquiry(self._directory, wanted, asked, begin + patience, insist=not self._directory.destroyed())
         try:
             inquiry.run()
         except RuntimeError as error:
@@ -155,7 +156,7 @@ class Peers:
         reasons = inquiry.lost or inquiry.late()
         text = "; ".join(f"rank {self._names[rank]} {reason}" for rank, reason in sorted(reasons.items()))
         causes = [f"on rank {self._names[rank]}:\n{trace}" for rank, trace in sorted(inquiry.causes.items())]
-        remedy = _REMEDY_FAILED if causes else _REMEDY
+        remedy = _REMEDY_FAILED if causes else _REMEDY if inquiry.insist else _REMEDY_DESTROYED
         message = f"ovpatch: no answer to '{topic}' within {seconds:.3g} s: {text}. {remedy}"
         raise PeerError(message) from (RuntimeError("\n".join(causes)) if causes else None)
 
@@ -209,10 +210,11 @@ _NO_STORE = (
     "ovpatch: the process group's store does not answer, so ranks cannot be found. Look at the output of the rank that "
     "hosts it, normally rank 0: keep that process until all others have ended."
 )
-_DESTROYED = (
-    "ovpatch: the process group was destroyed, so its other ranks cannot be asked any more. Read what needs them "
-    "before destroy_process_group()."
+_REMEDY_DESTROYED = (
+    "The process group was destroyed, so its other ranks cannot be asked any more. Read what needs them, such as "
+    "optimizer.state_dict(), before destroy_process_group()."
 )
+_DESTROYED = f"ovpatch: {_REMEDY_DESTROYED[0].lower()}{_REMEDY_DESTROYED[1:]}"
 _FORKED = (
     "ovpatch: a forked process is no rank of its parent's process group and cannot ask its peers. Read what needs them "
     "in the parent, before the fork."
