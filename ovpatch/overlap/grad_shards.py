@@ -166,6 +166,11 @@ class GradShards:
         """Tell whether this is a gradient of which there are only parts."""
         return placeholders.origin(grad)[0] is self
 
+    @property
+    def backwards(self) -> int:
+        """How many backwards were reduced."""
+        return self._backwards
+
     def has_grad(self, index: int) -> bool:
         """Tell whether a parameter has a gradient, be it a placeholder."""
         return grad_of(self.params[index]) is not None

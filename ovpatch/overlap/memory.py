@@ -61,6 +61,17 @@ def is_nobody_elses(grad: Tensor) -> bool:
     )
 
 
+def is_unshared(tensor: Tensor) -> bool:
+    """Tell whether this is a plain tensor whose memory nobody knows but who holds that very Python object."""
+    return (
+        type(tensor) is Tensor
+        and tensor.layout is torch.strided
+        and not (tensor.requires_grad or tensor.is_inference() or tensor.is_conj() or tensor.is_neg())
+        and handles(tensor) == 1
+        and storage_references(tensor) == references_of_one()
+    )
+
+
 def _holds_its_base(view: Tensor) -> bool:
     """Tell whether this is a view, as a Linear's weight gets one, and its base is nobody else's.
 

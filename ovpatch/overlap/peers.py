@@ -108,7 +108,14 @@ class Peers:
         patience, begin = self._timeout_s if timeout_s is None else timeout_s, time.monotonic()
         asked = {"topic": topic, "question": dict(question)}
         in_turn = sorted(wanted, key=lambda rank: (rank - self._rank) % self._size)
-        inquiry = Inquiry(self._directory, in_turn, asked, begin + patience, at_once=AT_ONCE)
+        inquiry = Inquiry(
+            self._directory,
+            in_turn,
+            asked,
+            begin + patience,
+            insist=not self._directory.destroyed(),  # peers that have destroyed the group turn everybody away, for good
+            at_once=AT_ONCE,
+        )
         try:
             inquiry.run()
         except RuntimeError as error:
@@ -156,7 +163,7 @@ class Peers:
         reasons = inquiry.lost or inquiry.late()
         text = "; ".join(f"rank {self._names[rank]} {reason}" for rank, reason in sorted(reasons.items()))
         causes = [f"on rank {self._names[rank]}:\n{trace}" for rank, trace in sorted(inquiry.causes.items())]
-        remedy = _REMEDY_FAILED if causes else _REMEDY
+        remedy = _REMEDY_FAILED if causes else _REMEDY if inquiry.insist else _REMEDY_DESTROYED
         message = f"ovpatch: no answer to '{topic}' within {seconds:.3g} s: {text}. {remedy}"
         raise PeerError(message) from (RuntimeError("\n".join(causes)) if causes else None)
 
@@ -210,10 +217,11 @@ _NO_STORE = (
     "ovpatch: the process group's store does not answer, so ranks cannot be found. Look at the output of the rank that "
     "hosts it, normally rank 0: keep that process until all others have ended."
 )
-_DESTROYED = (
-    "ovpatch: the process group was destroyed, so its other ranks cannot be asked any more. Read what needs them "
-    "before destroy_process_group()."
+_REMEDY_DESTROYED = (
+    "The process group was destroyed, so its other ranks cannot be asked any more. Read what needs them, such as "
+    "optimizer.state_dict(), before destroy_process_group()."
 )
+_DESTROYED = f"ovpatch: {_REMEDY_DESTROYED[0].lower()}{_REMEDY_DESTROYED[1:]}"
 _FORKED = (
     "ovpatch: a forked process is no rank of its parent's process group and cannot ask its peers. Read what needs them "
     "in the parent, before the fork."

@@ -28,6 +28,8 @@ class Counters:
         state_reads: Times that somebody wanted whole optimizer state.
         bytes_pulled: Optimizer state that peers sent for that, in bytes.
         state_read_ms: How long that took, in milliseconds.
+        state_refilled: Tensors of optimizer state that were put together after a step because a view, or the like, of
+            them is held.
         state_bytes: Optimizer state that this rank keeps, of parameters whose update is divided, in bytes.
         state_bytes_whole: What of that stock would keep here, in bytes.
     """
@@ -48,6 +50,7 @@ class Counters:
     state_reads: int = 0
     bytes_pulled: int = 0
     state_read_ms: int = 0
+    state_refilled: int = 0
     state_bytes: int = 0
     state_bytes_whole: int = 0
 

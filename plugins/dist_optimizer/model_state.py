@@ -4,16 +4,26 @@
 one earlier than the other. Who still reads what was there before must get that, so a rank that loads keeps it for a
 while; and who reads what it has loaded waits until its peers have loaded it, too. Editions are numbered by steps first,
 so that ranks agree again after the next step even if only one of them has loaded.
+
+[Note: the same tensor] A script may hold a tensor of the state over steps, read it and write to it: stock updates it in
+place. So an object that was a placeholder once, and was put together since, becomes one again in the next step. Where
+something else looks into its memory (a view, an array of NumPy), it stays whole, and is put together after every step.
+
+[Note: read before the step] Nobody begins a step before all ranks have taken part in its backward, so what is read
+until then is there. A rank that reads after the backward, and whose peers perhaps do so, too, lets them come to their
+steps before its own begins.
 """
 
 from __future__ import annotations
 
 import abc
+import threading
 import time
 import weakref
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor
 from torch.nn import Parameter
 
@@ -21,7 +31,7 @@ from ovpatch.overlap import placeholders
 from ovpatch.overlap.editions import Editions, TornReadError
 from ovpatch.overlap.farewell import Farewell
 from ovpatch.overlap.grad_shards import GradShards
-from ovpatch.overlap.memory import is_dense
+from ovpatch.overlap.memory import is_dense, is_unshared
 from ovpatch.overlap.peers import Peers
 from ovpatch.overlap.placeholders import Placeholder
 from ovpatch.overlap.slices import Slice, elements_of, flat
@@ -64,8 +74,11 @@ class StateOfModel(abc.ABC):
         self._forms: dict[Key, Form] = {}
         # Weakly: they know their source, whose parts must not wait for the garbage collector.
         self._placeholders: weakref.WeakValueDictionary[Key, Placeholder] = weakref.WeakValueDictionary()
+        self._whole: dict[Key, Tensor] = {}  # what stays so in this step; see [Note: the same tensor]
         self._counted = 0, 0  # bytes that this rank keeps, and bytes of the whole
-        self._steps = 0
+        self._steps = self._coming_to = 0
+        self._read_after = -1  # how many backwards there were when somebody read, since the last step
+        self._changed = threading.Condition()
         self._earlier: dict[int, dict[Key, Tensor]] = {}  # what there was before state was loaded, by edition
         self._topic = f"state of optimizer {number} of {shards.identity}"
         weakref.finalize(self, Peers.of(shards.group).serve(self._topic, weakly(self._answer)))
@@ -74,10 +87,30 @@ class StateOfModel(abc.ABC):
 
     def begin_step(self) -> None:
         """Say that a step begins to change the parts; all ranks came to the end of the last but one."""
-        self._steps += 1
+        with self._changed:
+            self._steps += 1
+            self._changed.notify_all()
+        self._whole.clear()
         oldest = (self._steps - 1) * _LOADS
         self._earlier = {number: parts for number, parts in self._earlier.items() if number >= oldest}
         self.editions.begin(self._steps * _LOADS)
+
+    def come(self) -> None:
+        """Say that a step comes, and wait for the others if need be; see [Note: read before the step]."""
+        if self._read_after == self._shards.backwards:
+            self._read_after = -1
+            with self._changed:
+                self._coming_to = self._steps + 1
+                self._changed.notify_all()
+            Peers.of(self._group).ask(self._topic, {"coming to": self._coming_to})
+
+    def refill(self) -> None:
+        """Put together after a step what stays whole."""
+        if self._whole:
+            with torch.inference_mode(False), torch.no_grad():
+                for tensor, whole in zip(self._whole.values(), self._wholes(list(self._whole)), strict=True):
+                    tensor.copy_(whole)
+            COUNTERS.state_refilled += len(self._whole)
 
     def end_step(self, size: int) -> None:
         """Say that the parts are complete; there were ``size`` tensors before."""
@@ -87,6 +120,11 @@ class StateOfModel(abc.ABC):
 
     def load(self, states: States) -> None:
         """Cut what was loaded; see [Note: numbers of editions]."""
+        now = {id(value) for state in states.values() for value in state.values()}
+        # What the script still holds of the state before keeps its content, as under stock.
+        if not Peers.destroyed(self._group):
+            held = [mark for mark in self._placeholders.values() if id(mark) not in now and self._is_ours(mark)]
+            placeholders.settle(held)
         self._earlier[self.editions.number] = self._parts
         self._parts = dict(self._parts)
         while len(self._earlier) > _KEPT:
@@ -128,12 +166,41 @@ class StateOfModel(abc.ABC):
     def _places(self, key: Key) -> Mapping[int, Slice]:
         """Return which of a tensor's elements each rank keeps."""
 
-    def _leave_placeholder(self, key: Key, form: Form, state: dict[Any, Any]) -> None:
-        mark, known = self._placeholders.get(key), self._forms.get(key)
-        if mark is None or not self._is_ours(mark) or (known is not form and known != form):
-            self._placeholders[key] = mark = placeholders.make(form, self, key)
+    def _leave_placeholder(
+        self, key: Key, form: Form, state: dict[Any, Any], held: Any = None, *, sole: bool | None = None
+    ) -> None:
+        """Leave in ``state`` what stands for a tensor of which this rank has taken its part.
+
+        Args:
+            key: Of the tensor.
+            form: The tensor's.
+            state: The parameter's state.
+            held: What stood there before, which the script may hold; see [Note: the same tensor].
+            sole: Whether nobody else knows the memory of ``held``, where that was asked before.
+        """
+        known = self._forms.get(key)
         self._forms[key] = form
-        state[key[1]] = mark
+        if self._is_ours(held) and held.key == key and (known is form or known == form):
+            state[key[1]] = held
+            return
+        if isinstance(held, Tensor) and not isinstance(held, Placeholder) and _is_like(held, form):
+            if is_unshared(held) if sole is None else sole:
+                mark = placeholders.empty_out(held, self, key)
+            elif not held.is_inference():
+                self._whole[key] = state[key[1]] = held
+                return
+            else:
+                mark = placeholders.make(form, self, key)
+        else:
+            mark = placeholders.make(form, self, key)
+        last = self._placeholders.get(key)
+        if last is not None and last is not mark and self._is_ours(last):
+            placeholders.redirect(last, _REPLACED, key)
+        self._placeholders[key] = state[key[1]] = mark
+
+    def _is_shown(self, key: Key, value: Any) -> bool:
+        """Tell whether this stands for a tensor of which this rank has taken its part."""
+        return self._is_ours(value) or (bool(self._whole) and self._whole.get(key) is value)
 
     def _is_ours(self, value: Any) -> bool:
         return isinstance(value, Placeholder) and value.source is self
@@ -171,8 +238,11 @@ class StateOfModel(abc.ABC):
         return [whole.to(one.device) for one, whole in zip(wanted, self.whole(wanted), strict=True)]
 
     def whole(self, wanted: Sequence[Placeholder]) -> list[Tensor]:
-        """Return whole tensors on the CPU, in new memory, of the edition that this rank has."""
-        keys: list[Key] = [one.key for one in wanted]
+        """Return whole tensors on the CPU, in new memory, of the edition that this rank has, to who reads them."""
+        self._read_after = self._shards.backwards
+        return self._wholes([one.key for one in wanted])
+
+    def _wholes(self, keys: Sequence[Key]) -> list[Tensor]:
         number = self.editions.number
         question = self._farewell.mark({"edition": number, "entries": keys})
         begin = time.monotonic()
@@ -202,6 +272,12 @@ class StateOfModel(abc.ABC):
         return whole
 
     def _answer(self, question: Mapping[str, Any]) -> tuple[dict[str, Any], list[Tensor]]:
+        if "coming to" in question:
+            with self._changed:
+                self._changed.wait_for(
+                    lambda: max(self._steps, self._coming_to) >= question["coming to"], PATIENCE_S
+                )
+            return {}, []
         positions, parts = self._read(question["edition"], [tuple(entry) for entry in question["entries"]])
         self._farewell.hear(question)
         return {"positions": positions}, parts
@@ -223,6 +299,24 @@ class StateOfModel(abc.ABC):
                     raise
         earlier = self._earlier[number]
         return self.editions.read(number, lambda: copy(earlier), PATIENCE_S, kept=True)
+
+
+def _is_like(tensor: Tensor, form: Form) -> bool:
+    return tensor.shape == form.shape and tensor.dtype == form.dtype and tensor.device == form.device
+
+
+class _Replaced:
+    """The source of tensors in whose place the script has put others, and steps have been made since."""
+
+    def fetch(self, wanted: Sequence[Placeholder], *, noticed: bool) -> list[Tensor]:
+        del noticed
+        raise RuntimeError(
+            f"ovpatch: a tensor that was '{wanted[0].key[1]}' in an optimizer's state was replaced there, and there "
+            "was a step since, so its content is gone. Read or copy it before the step, or turn dist_optimizer off."
+        )
+
+
+_REPLACED = _Replaced()
 
 
 def _elements(part: Tensor) -> Tensor:

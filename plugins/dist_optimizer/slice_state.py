@@ -25,7 +25,8 @@ class SlicesOfModel(StateOfModel):
         if state is not None:
             self.cut_whole(part.param, state)
             states[stand_in] = {
-                name: self._parts[part.index, name] if self._is_ours(value) else value for name, value in state.items()
+                name: self._parts[key] if self._is_shown(key := (part.index, name), value) else value
+                for name, value in state.items()
             }
 
     def take_parts(self, part: Part, states: States, stand_in: Tensor | None) -> None:
@@ -35,7 +36,7 @@ class SlicesOfModel(StateOfModel):
         state = states.setdefault(part.param, {})
         for name, value in states.pop(stand_in).items():
             if isinstance(value, Tensor) and value.shape == stand_in.shape:
-                self._keep((part.index, name), value, state)
+                self._keep((part.index, name), value, state, state.get(name))
             else:
                 state[name] = value
 
@@ -49,17 +50,20 @@ class SlicesOfModel(StateOfModel):
             shape = param.shape
         for name, value in state.items():
             if isinstance(value, Tensor) and not self._is_ours(value) and value.shape == shape:
+                laid_out = value.detach()
                 if value.stride() != param.stride():
-                    value = torch.empty_like(param, dtype=value.dtype).copy_(value)
-                self._keep((index, name), elements_of(value.detach(), own).clone(), state)
+                    laid_out = torch.empty_like(param, dtype=value.dtype).copy_(value)
+                part = elements_of(laid_out, own).clone()
+                del laid_out  # else it would count as somebody who looks into the memory
+                self._keep((index, name), part, state, value)
 
-    def _keep(self, key: Key, part: Tensor, state: dict[Any, Any]) -> None:
+    def _keep(self, key: Key, part: Tensor, state: dict[Any, Any], held: Any) -> None:
         self._parts[key] = part
         form = self._forms.get(key)
         if form is None or form.dtype != part.dtype:  # the rest is the parameter's, as long as it has these shards
             param = self._shards.params[key[0]]
             form = Form(param.shape, param.stride(), part.dtype, param.device)
-        self._leave_placeholder(key, form, state)
+        self._leave_placeholder(key, form, state, held)
 
     def _places(self, key: Key) -> Mapping[int, Slice]:
         return dict(enumerate(self._shards.slices(key[0])))

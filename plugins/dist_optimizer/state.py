@@ -65,6 +65,16 @@ class ShardedState(Generic[_Model]):
             held = (part.param.grad, *optimizer.state.get(part.param, {}).values())
             placeholders.settle(one for one in held if isinstance(one, Placeholder) and one.source not in ours)
 
+    def come(self) -> None:
+        """Say that a step comes; see model_state.py, [Note: read before the step]."""
+        for model in self._models.values():
+            model.come()
+
+    def refill(self) -> None:
+        """Put together after a step, once all ranks have come to its end, what stays whole in ``optimizer.state``."""
+        for model in self._models.values():
+            model.refill()
+
     @contextmanager
     def written(self, parts: Sequence[Part], stand_ins: StandIns) -> Iterator[None]:
         """Put this rank's parts into ``optimizer.state``, as the stand-ins' state, for the time of a step."""

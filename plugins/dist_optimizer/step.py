@@ -109,6 +109,7 @@ class ShardedOptimizer(abc.ABC):
             return inner(optimizer, *args, **kwargs)
         with torch._C.DisableTorchFunctionSubclass():
             COUNTERS.grads_by_parts += sum(part.shards.is_pending(part.index) for part in parts)
+        self._state.come()
         result = self._update(parts, functools.partial(inner, optimizer, *args, **kwargs), optimizer)
         COUNTERS.steps += 1
         COUNTERS.params_updated += len(parts)
@@ -136,8 +137,10 @@ class ShardedOptimizer(abc.ABC):
                 result = inner()
         except Exception:
             self._hand_on(optimizer, parts)
+            self._state.refill()
             raise
         self._hand_on(optimizer, parts)
+        self._state.refill()
         put_in_order(optimizer, known)
         return result
 

@@ -20,6 +20,7 @@ from torch import Tensor
 from ovpatch.overlap import placeholders
 from ovpatch.overlap.dealing import deal_out
 from ovpatch.overlap.grad_shards import GradShards
+from ovpatch.overlap.memory import is_unshared
 from ovpatch.overlap.peers import Peers
 from ovpatch.overlap.placeholders import Placeholder
 from ovpatch.overlap.slices import Slice
@@ -37,6 +38,7 @@ class WholesOfModel(StateOfModel):
     def __init__(self, shards: GradShards, number: int) -> None:
         self._owners: dict[int, int] = {}
         self._owned: dict[int, dict[Any, Any]] = {}  # state of parameters, as after the last step
+        self._shown: dict[int, dict[Any, Any]] = {}  # what stands for this rank's tensors, while those are in place
         super().__init__(shards, number)  # from here on peers ask
 
     def owners(self, indices: Iterable[int]) -> list[int]:
@@ -54,7 +56,10 @@ class WholesOfModel(StateOfModel):
         if state is not None:
             self.cut_whole(part.param, state)
             if stand_in is not None:
-                state.update({name: self._parts[value.key] for name, value in state.items() if self._is_ours(value)})
+                self._shown[part.index] = shown = {
+                    name: value for name, value in state.items() if self._is_shown((part.index, name), value)
+                }
+                state.update({name: self._parts[part.index, name] for name in shown})
 
     def take_parts(self, part: Part, states: States, stand_in: Tensor | None) -> None:
         """Leave placeholders for them again."""
@@ -62,7 +67,11 @@ class WholesOfModel(StateOfModel):
         if stand_in is None or state is None:
             self._owned.pop(part.index, None)
         else:
-            self.cut_whole(part.param, state)
+            shown = self._shown.pop(part.index, {})
+            for name, value in state.items():
+                if _is_kept(value):
+                    self._parts[part.index, name] = value
+                    self._leave_placeholder((part.index, name), Form.of(value), state, shown.get(name))
             self._owned[part.index] = state
 
     def cut_whole(self, param: Tensor, state: dict[Any, Any]) -> None:
@@ -72,11 +81,11 @@ class WholesOfModel(StateOfModel):
             return
         placeholders.settle(v for v in state.values() if isinstance(v, Placeholder) and not self._is_ours(v))
         for name, value in state.items():
-            if type(value) is Tensor and value.layout is torch.strided:
-                key = (index, name)
+            if _is_kept(value):
+                key, form, sole = (index, name), Form.of(value), is_unshared(value)
                 if self._owns(index):
-                    self._parts[key] = value
-                self._leave_placeholder(key, Form.of(value), state)
+                    self._parts[key] = value.detach() if sole else value.clone()
+                self._leave_placeholder(key, form, state, value, sole=sole)
 
     def _places(self, key: Key) -> Mapping[int, Slice]:
         numel = self._forms[key].shape.numel()
@@ -109,11 +118,12 @@ class WholesOfModel(StateOfModel):
                 self._show(index, form, states.setdefault(params[index], {}))
 
     def _show(self, index: int, form: Mapping[Any, Any], state: dict[Any, Any]) -> None:
+        shown = dict(state)
         if list(state) != list(form):
             state.clear()
         for name, value in form.items():
             if isinstance(value, Form):
-                self._leave_placeholder((index, name), value, state)
+                self._leave_placeholder((index, name), value, state, shown.get(name))
             else:
                 state[name] = value
 
@@ -134,3 +144,7 @@ class WholesOfModel(StateOfModel):
             name: self._forms[index, name] if (index, name) in self._forms and isinstance(value, Tensor) else value
             for name, value in self._owned[index].items()
         }
+
+
+def _is_kept(value: Any) -> bool:
+    return type(value) is Tensor and value.layout is torch.strided

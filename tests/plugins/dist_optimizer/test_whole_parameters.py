@@ -77,6 +77,7 @@ MAKERS: dict[str, Callable[[nn.Module], list[Optimizer]]] = {
     "adafactor": lambda m: [torch.optim.Adafactor(m.parameters(), lr=0.01, weight_decay=0.1)],
     "adafactor, foreach": lambda m: [torch.optim.Adafactor(m.parameters(), lr=0.01, foreach=True)],
     "lamb": lambda m: [Lamb(m.parameters())],
+    "adamw": lambda m: [torch.optim.AdamW(m.parameters(), lr=0.01)],
 }
 KINDS = [
     pytest.param(name, marks=pytest.mark.skipif(not hasattr(torch.optim, cls), reason=f"this torch has no {cls}"))

@@ -1,0 +1,168 @@
+"""Tensors of an optimizer's state that somebody holds over steps: the same objects as under stock, read and written."""
+
+from __future__ import annotations
+
+import copy
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
+
+import ovpatch
+from ovpatch.insight.equality import compare
+from tests.plugins.ddp.arms import Record, data
+from tests.plugins.dist_optimizer.arms import both
+from tests.plugins.dist_optimizer.checks import params
+from tests.plugins.dist_optimizer.test_loops import net
+from tests.plugins.dist_optimizer.test_state import on_cpu
+from tests.plugins.dist_optimizer.test_whole_parameters import KINDS, NAMED, build, step
+
+ALL = {"min_param_numel": 1}
+STEPS = 5
+
+
+def _first(state: dict[Any, Any]) -> Tensor:
+    return next(value for value in state.values() if isinstance(value, Tensor) and value.ndim)
+
+
+#: What is held, and how its content is reached later.
+HOLDERS: dict[str, Callable[[dict[Any, Any]], Callable[[], Tensor]]] = {
+    "object": lambda state: (lambda held: lambda: held)(_first(state)),
+    "dict": lambda state: lambda: _first(state),
+    "view": lambda state: (lambda held: lambda: held)(_first(state).view(-1)[1:]),
+    "detached": lambda state: (lambda held: lambda: held)(_first(state).detach()),
+    "data": lambda state: (lambda held: lambda: held)(_first(state).data),
+    "numpy": lambda state: (lambda held: lambda: torch.from_numpy(held))(_first(state).numpy()),
+}
+
+
+def held(kind: str, how: str, when: str, write: bool) -> list[Record]:
+    """Hold tensors of the state from the first step on; read them each step, or change them too, one rank late."""
+    model, opts = build(kind)
+    holders: list[Callable[[], Tensor]] = []
+    records: list[Record] = []
+
+    def touch() -> None:
+        time.sleep(0.02 * dist.get_rank())
+        for holder in holders:
+            if write:
+                holder().mul_(0.5)
+        records.append({str(i): holder().clone() for i, holder in enumerate(holders)})
+
+    for number in range(STEPS):
+        for opt in opts:
+            opt.zero_grad()
+        model(data(number, 5, 6)).square().mean().backward()
+        if when == "before":
+            touch()
+        for opt in opts:
+            opt.step()
+        if not holders:
+            holders += [HOLDERS[how](state) for opt in opts for state in opt.state.values()]
+        if when == "after":
+            touch()
+    return [*records, params(model), *(copy.deepcopy(on_cpu(opt.state_dict())) for opt in opts)]
+
+
+def cases(kind: str, world: int) -> dict[str, Any]:
+    wanted = {
+        f"{how} {when} {'written' if write else 'read'}": (how, when, write)
+        for how in HOLDERS
+        for when in ("after", "before")
+        for write in (True, False)
+    }
+    if kind != "adamw" or world > 2:  # every fifth: of all holders one, and both ways of reading and writing
+        wanted = dict(list(wanted.items())[::5])
+    return {name: both(held, kind, *args, options=ALL | NAMED) for name, args in wanted.items()}
+
+
+@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("kind", ["adamw", *KINDS])
+def test_state_that_is_held_over_steps_is_what_stocks_is(ranks, world, kind):
+    failures = []
+    for rank, result in enumerate(ranks(world)(cases, kind, world)):
+        for name, case in result.items():
+            try:
+                compared = compare(case["stock"], case["patched"])
+                (compared.assert_bitwise if world == 2 else compared.assert_equal)()
+                assert case["counters"]["steps"] >= STEPS
+            except AssertionError as error:
+                failures.append(f"rank {rank}, {name}: {error}")
+    assert not failures, "\n".join(failures)
+
+
+def still_held() -> list[Any]:
+    """What was replaced keeps its content over a load; after a step without a read in between, an error says so."""
+    model, (opt,) = build("adamw")
+    step(model, [opt], 0)
+    old = copy.deepcopy(opt.state_dict())
+    step(model, [opt], 1)
+    tensors = [state["exp_avg"] for state in opt.state.values()]
+    opt.load_state_dict(old)
+    found: list[Any] = [copy.deepcopy([tensor.clone() for tensor in tensors])]
+    kept = [state["exp_avg"] for state in opt.state.values()]
+    opt.state.clear()
+    step(model, [opt], 2)
+    try:
+        found.append([tensor.clone() for tensor in kept])
+    except RuntimeError as error:
+        found.append(str(error))
+    return [{"loaded": found[0]}, {"cleared": found[1]}]
+
+
+def test_state_that_was_replaced_keeps_its_content_or_says_that_it_has_not(ranks):
+    for result in ranks(2)(both, still_held, options=ALL):
+        compare([result["stock"][0]], [result["patched"][0]]).assert_bitwise()
+        assert "Read or copy it before the step" in result["patched"][1]["cleared"]
+
+
+def same_objects(kind: str) -> list[bool]:
+    """Whether tensors of the state are the same objects from the first step on, read or unread, loaded or not."""
+    model, opts = build(kind)
+    step(model, opts, 0)
+    opts[0].load_state_dict(copy.deepcopy(opts[0].state_dict()))
+    first = [_first(state) for state in opts[0].state.values()]
+    same = []
+    for number in range(1, 4):
+        step(model, opts, number)
+        now = [_first(state) for state in opts[0].state.values()]
+        same += [one is other for one, other in zip(first, now, strict=True)]
+        if number == 2:
+            [tensor.sum() for tensor in now]
+    return same
+
+
+@pytest.mark.parametrize("kind", ["adamw", *KINDS])
+def test_tensors_of_the_state_are_the_same_objects_over_steps(ranks, kind):
+    for result in ranks(2)(both, same_objects, kind, options=ALL | NAMED):
+        assert result["stock"] == result["patched"]
+        assert all(result["patched"])
+        assert result["counters"]["state_refilled"] == 0
+
+
+def after_the_end() -> tuple[str, float]:
+    with ovpatch.applied("ddp", "dist_optimizer", options={"dist_optimizer": ALL}):
+        group = dist.new_group([0, 1])
+        model = DistributedDataParallel(net(), process_group=group)
+        opt = torch.optim.AdamW(model.parameters(), 0.01)
+        step(model, [opt], 0)
+        copy.deepcopy(opt.state_dict())  # so the peers' addresses are known
+        dist.destroy_process_group(group)
+        dist.barrier()
+        begin = time.monotonic()
+        with pytest.raises(RuntimeError) as caught:
+            copy.deepcopy(opt.state_dict())
+        took = time.monotonic() - begin
+        dist.barrier()
+        return str(caught.value), took
+
+
+def test_a_state_that_is_read_after_its_group_was_destroyed_is_an_error_at_once(ranks):
+    for text, took in ranks(2)(after_the_end):
+        assert text.endswith("optimizer.state_dict(), before destroy_process_group().")
+        assert took < 5
