@@ -79,7 +79,9 @@ def agree(
     if group.rank() == 0:
         prefix = f"{base}/{store.add(f'{base}/rounds', 1)}"
         store.set(f"{prefix}/0", mine)
-        verdict = _publish(store, prefix, _collect(store, prefix, group, topic, timeout_s, remedy), group, topic, remedy)
+        verdict = _publish(
+            store, prefix, _collect(store, prefix, group, topic, timeout_s, remedy), group, topic, remedy
+        )
     else:
         # Rank 0 may itself wait the whole time for a third rank: leave it room to say so.
         found = _answer(store, base, group.rank(), mark, mine, timeout_s + 5)
