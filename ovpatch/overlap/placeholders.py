@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeGuard
 
 import torch
 from torch import Tensor
@@ -127,6 +127,15 @@ def origin(tensor: Tensor | None) -> tuple[Source | None, Any]:
         return None, None
     known = vars(tensor)
     return known.get("source"), known.get("key")
+
+
+def redirect(placeholder: Tensor | None, source: Source, key: Any) -> TypeGuard[Placeholder]:
+    """Let the content of a placeholder come from elsewhere; return false if somebody has filled it in by now."""
+    with _lock:
+        unread = isinstance(placeholder, Placeholder)
+        if unread:
+            vars(placeholder).update(source=source, key=key)
+        return unread
 
 
 def _mark(tensor: Tensor, source: Source, key: Any) -> Placeholder:
