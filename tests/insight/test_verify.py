@@ -93,11 +93,12 @@ def test_exit_codes():
         "BITWISE": 0,
         "NOISE": 0,
         "DIFFERENT": 1,
-        "NOT_EXERCISED": 2,
-        "NO_STEP": 2,
-        "SCRIPT_FAILS": 2,
-        "NOT_SEEN": 2,
-        "INTERRUPTED": 2,
+        "UNDECIDED": 3,
+        "NOT_EXERCISED": 3,
+        "NO_STEP": 3,
+        "SCRIPT_FAILS": 3,
+        "NOT_SEEN": 3,
+        "INTERRUPTED": 130,
     }
 
 
@@ -129,21 +130,21 @@ def test_a_fault_is_traced_to_the_feature(verify, site):
 @pytest.mark.slow
 def test_a_feature_that_did_nothing_is_not_exercised(verify):
     code, out, data = verify(loop("step()"), "--features=idle")
-    assert (code, data["verdict"]) == (2, "not exercised")
+    assert (code, data["verdict"]) == (3, "not exercised")
     assert "no feature that was on did any work (idle: applied and called, but it has done nothing so far)" in out
 
 
 @pytest.mark.slow
 def test_a_script_without_a_step(verify):
     code, out, data = verify(loop("net(torch.ones(5, 4)).sum().backward()"), "--features=counts")
-    assert (code, data["verdict"]) == (2, "nothing to compare")
+    assert (code, data["verdict"]) == (3, "nothing to compare")
     assert "1 losses are equal, but no optimizer of torch.optim made a step" in out
 
 
 @pytest.mark.slow
 def test_a_script_that_fails_by_itself(verify):
     code, out, data = verify(loop("raise ValueError('no data')"), "--features=counts")
-    assert (code, data["verdict"], list(data["arms"])) == (2, "the script itself fails", ["stock"])
+    assert (code, data["verdict"], list(data["arms"])) == (3, "the script itself fails", ["stock"])
     assert "ValueError: no data" in out
 
 
@@ -179,7 +180,7 @@ def test_a_disk_that_is_full_is_not_a_difference(verify, monkeypatch, capfd):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(arms, "run", full)
-    assert verify(loop(""), "--features=counts")[0] == 2
+    assert verify(loop(""), "--features=counts")[0] == 3
 
 
 def test_mistakes_cost_no_run(verify, monkeypatch, capfd, site):
@@ -197,7 +198,7 @@ def test_mistakes_cost_no_run(verify, monkeypatch, capfd, site):
     code, err = usage("--features=countz", "--", "true")
     assert (code, "did you mean 'counts'" in err) == (2, True)
     code, err = usage("--", "no-such-program")
-    assert (code, "command not found" in err) == (2, True)
+    assert (code, "command not found" in err) == (127, True)
     monkeypatch.setenv("OVPATCH", "0")
     code, err = usage("--features=counts", "--", "true")
     assert (code, "disagree" in err) == (2, True)
