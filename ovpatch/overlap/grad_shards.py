@@ -177,7 +177,7 @@ class GradShards:
 
     def was_delivered(self, index: int) -> bool:
         """Tell whether the last backward left parts of a gradient, whatever ``p.grad`` is now; alike on all ranks."""
-        return not self.local and self._delivered.get(index) == self._backwards
+        return not (self.local or self.left) and self._delivered.get(index) == self._backwards
 
     def is_newest(self, backward: int) -> bool:
         """Tell whether a backward is the last that was reduced."""
