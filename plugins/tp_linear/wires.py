@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
@@ -13,10 +14,13 @@ from torch import Tensor
 from torch.distributed import distributed_c10d
 
 from ovpatch.overlap.collectives import AllGather, AllReduce, ReduceScatter
-from ovpatch.overlap.works import Pending
+from ovpatch.overlap.works import Pending, Work
+from ovpatch_plugins.tp_linear import dispatched
 
 # Where a backend tells messages apart by tags (gloo), ours must not be taken for the script's, nor for each other.
 _TAGS = range(1 << 20, 1 << 21)
+
+_watched = torch._C._len_torch_dispatch_stack  # see [Note: what a mode sees]; 30 ns
 
 
 class Wires:
@@ -42,8 +46,15 @@ class Wires:
 
     def all_gather(self, rows: Tensor) -> tuple[Tensor, Pending]:
         """Start to gather ``[m, k]`` into ``[world * m, k]``; there when the second result has been waited for."""
+        if _watched():
+            whole, works = dispatched.all_gather(rows, self.group, self._start_gather)
+        else:
+            whole, works = self._start_gather(rows)
+        return whole, Pending(works)
+
+    def _start_gather(self, rows: Tensor) -> tuple[Tensor, Sequence[Work]]:
         whole = rows.new_empty((self.world * rows.shape[0], rows.shape[1]))
-        return whole, Pending(self._gather([whole], [rows]))
+        return whole, self._gather([whole], [rows])
 
     def gathered(self, rows: Tensor) -> Tensor:
         """Gather ``[m, k]`` into ``[world * m, k]``."""
@@ -53,12 +64,25 @@ class Wires:
 
     def reduce_scatter(self, rows: Tensor) -> tuple[Tensor, Pending]:
         """Start to sum ``[world * m, n]`` over the ranks, and give each its ``[m, n]``."""
+        if _watched():
+            part, works = dispatched.reduce_scatter(rows, self.group, self._start_scatter)
+        else:
+            part, works = self._start_scatter(rows)
+        return part, Pending(works, (rows,))
+
+    def _start_scatter(self, rows: Tensor) -> tuple[Tensor, Sequence[Work]]:
         part = rows.new_empty((rows.shape[0] // self.world, rows.shape[1]))
-        return part, Pending(self._scatter([part], [rows]), (rows,))
+        return part, self._scatter([part], [rows])
 
     def all_reduce(self, rows: Tensor) -> Pending:
         """Start to sum over the ranks, in place."""
+        if _watched():
+            return Pending(dispatched.all_reduce(rows, self.group, self._start_reduce))
         return Pending(self._reduce([rows]))
+
+    def _start_reduce(self, rows: Tensor) -> tuple[Tensor, Sequence[Work]]:
+        total = rows.clone()  # the operator that modes see leaves its input as it is
+        return total, self._reduce([total])
 
     def exchange(self, sent: Tensor, to: int, received: Tensor, source: int) -> Pending:
         """Start to send one tensor to a rank and to receive one from another; all ranks do so in the same order."""
