@@ -1,5 +1,39 @@
-"""Build entry point; all metadata is in setup.cfg."""
+"""Build entry point; all metadata is in setup.cfg. Here stands how `pip install -e .` finds the two packages."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
 
 from setuptools import setup
+from setuptools.command.editable_wheel import editable_wheel
 
-setup()
+ROOT = Path(__file__).resolve().parent
+FOLDERS = (ROOT, ROOT / "plugins")
+
+
+class PathFile:
+    """An editable wheel that holds one .pth file, which type checkers and editors read; they know no import hooks."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def __enter__(self) -> PathFile:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        return None
+
+    def __call__(self, wheel: Any, _files: Any, _mapping: Any) -> None:
+        """Write the file into the wheel."""
+        wheel.writestr(f"__editable__.{self.name}.pth", "".join(f"{folder}\n" for folder in FOLDERS))
+
+
+class EditableWheel(editable_wheel):
+    """setuptools' own command with another strategy; without this method it installs an import hook, which runs too."""
+
+    def _select_strategy(self, name: str, tag: str, _build_lib: Any) -> PathFile:
+        return PathFile(f"{name}-{tag}")
+
+
+setup(cmdclass={"editable_wheel": EditableWheel})

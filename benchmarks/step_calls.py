@@ -32,7 +32,7 @@ from torch import nn
 import ovpatch
 
 ROOT = Path(__file__).resolve().parent.parent
-OURS = (str(ROOT / "ovpatch"), str(ROOT / "plugins"))
+OURS = (str(ROOT / "ovpatch"), str(ROOT / "plugins" / "ovpatch_plugins"))
 FSDP2 = (str(Path(torch.__file__).parent / "distributed" / "fsdp" / "_fully_shard"),)
 ARMS = {"ddp": OURS, "ddp + dist_optimizer": OURS, "FSDP2": FSDP2}
 

@@ -19,7 +19,7 @@ from benchmarks.peaks import PEAK_TFLOPS
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
 FEATURES = ("ddp", "dist_optimizer", "tp_linear", "pipe_experts")
-PAGES = [ROOT / "README.md", *(ROOT / "plugins" / name / "README.md" for name in FEATURES)]
+PAGES = [ROOT / "README.md", *(ROOT / "plugins" / "ovpatch_plugins" / name / "README.md" for name in FEATURES)]
 
 TP_ARMS = {
     "limit": "no communication",

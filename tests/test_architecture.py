@@ -22,7 +22,8 @@ FOLDERS = ("ovpatch", "plugins", "examples", "tests", "benchmarks")
 
 def module_name(path: Path) -> str:
     parts = list(path.relative_to(ROOT).with_suffix("").parts)
-    parts[0] = {"plugins": "ovpatch_plugins"}.get(parts[0], parts[0])
+    if parts[0] == "plugins":
+        del parts[0]
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 

@@ -30,12 +30,13 @@ from ovpatch.settings.settings import RESERVED, near_variable, variable
 from tests.support.environment import clean
 
 ROOT = Path(__file__).resolve().parent.parent
+FEATURE_PAGES = "plugins/ovpatch_plugins"
 PAGES = sorted(
     page
-    for pattern in ("*.md", "docs/*.md", "plugins/*/README.md", "examples/**/*.md", "benchmarks/**/*.md")
+    for pattern in ("*.md", "docs/*.md", "plugins/*/*/README.md", "examples/**/*.md", "benchmarks/**/*.md")
     for page in ROOT.glob(pattern)
 )
-DDP = ROOT / "plugins" / "ddp"
+DDP = ROOT / FEATURE_PAGES / "ddp"
 
 each_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
 
@@ -84,7 +85,7 @@ def broken_links(page: Path) -> list[str]:
 
 def test_the_pages_are_there():
     names = {page.relative_to(ROOT).as_posix() for page in PAGES}
-    wanted = {"CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md", "plugins/ddp/README.md", "docs/README.md"}
+    wanted = {"CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md", f"{FEATURE_PAGES}/ddp/README.md", "docs/README.md"}
     assert wanted | {f"docs/{name}.md" for name in ("quick-start", "cluster", "how-it-works", "settings")} <= names
 
 
@@ -145,13 +146,13 @@ def test_every_note_that_the_documentation_names_is_in_the_code():
         assert not named - notes
 
 
-# --- plugins/*/README.md ---
+# --- plugins/ovpatch_plugins/*/README.md ---
 
 FEATURES = ("ddp", "dist_optimizer", "pipe_experts", "tp_linear")
 
 
 def test_no_feature_is_forgotten_here():
-    assert sorted(FEATURES) == sorted(path.parent.name for path in (ROOT / "plugins").glob("*/plugin.py"))
+    assert sorted(FEATURES) == sorted(path.parent.name for path in (ROOT / FEATURE_PAGES).glob("*/plugin.py"))
 
 
 @pytest.mark.parametrize("feature", FEATURES)
@@ -167,7 +168,7 @@ def test_the_options_table_is_the_codes(feature):
         ]
         for option in options
     ]
-    assert cells(part(ROOT / "plugins" / feature / "README.md", "options"))[2:] == expected
+    assert cells(part(ROOT / FEATURE_PAGES / feature / "README.md", "options"))[2:] == expected
 
 
 @pytest.mark.parametrize("feature", FEATURES)
@@ -175,7 +176,7 @@ def test_the_counters_are_all_explained(feature):
     Counters = importlib.import_module(f"ovpatch_plugins.{feature}.counters").Counters
 
     text = (
-        (ROOT / "plugins" / feature / "README.md")
+        (ROOT / FEATURE_PAGES / feature / "README.md")
         .read_text(encoding="utf-8")
         .partition("## Counters")[2]
         .partition("\n## ")[0]
@@ -183,7 +184,7 @@ def test_the_counters_are_all_explained(feature):
     assert [row[0].strip("`") for row in cells(text)[2:]] == list(Counters().as_dict())
 
 
-# --- plugins/ddp/README.md ---
+# --- plugins/ovpatch_plugins/ddp/README.md ---
 
 
 def test_every_reason_for_the_stock_reducer_is_listed_and_no_other():
@@ -226,7 +227,12 @@ def test_the_quoted_error_is_the_one_that_is_raised():
 
 
 #: Pages whose blocks define what others call: they are imported as modules; those of the rest are run as they stand.
-MODULES = ("plugins/pipe_experts/README.md", "plugins/tp_linear/README.md", "CONTRIBUTING.md", "docs/write-a-plugin.md")
+MODULES = (
+    f"{FEATURE_PAGES}/pipe_experts/README.md",
+    f"{FEATURE_PAGES}/tp_linear/README.md",
+    "CONTRIBUTING.md",
+    "docs/write-a-plugin.md",
+)
 
 
 def defined(page: str) -> dict[str, object]:
@@ -260,8 +266,8 @@ def called(page: str) -> list[tuple[int, ...]]:
 
 
 SHAPES = {
-    "plugins/pipe_experts/README.md": [(6, 8), (6, 8)],
-    "plugins/tp_linear/README.md": [(3, 2, 4)],
+    f"{FEATURE_PAGES}/pipe_experts/README.md": [(6, 8), (6, 8)],
+    f"{FEATURE_PAGES}/tp_linear/README.md": [(3, 2, 4)],
     "CONTRIBUTING.md": [(1,)],
     "docs/write-a-plugin.md": [],  # which tests/test_cli.py installs
 }

@@ -17,7 +17,7 @@ import pytest
 from packaging.requirements import Requirement
 
 ROOT = Path(__file__).resolve().parent.parent
-PACKAGES = {"ovpatch": "ovpatch", "plugins": "ovpatch_plugins"}  # folder -> the name it is imported by
+PACKAGES = {"ovpatch": "ovpatch", "plugins/ovpatch_plugins": "ovpatch_plugins"}  # folder -> the name it is imported by
 
 pytestmark = pytest.mark.slow
 
@@ -88,7 +88,7 @@ def test_entry_points_of_all_three_groups(dist_info):
 def test_every_feature_folder_has_an_entry_point(dist_info):
     points = configparser.ConfigParser()
     points.read_string(dist_info("entry_points.txt"))
-    features = {path.parent.name for path in (ROOT / "plugins").glob("*/plugin.py")}
+    features = {path.parent.name for path in (ROOT / "plugins" / "ovpatch_plugins").glob("*/plugin.py")}
     assert features <= set(points["ovpatch"])
 
 
