@@ -42,7 +42,8 @@ import ovpatch
 from benchmarks.decoders import SIZES, Decoder, Shape, alone, cut, flops_per_step, parameters
 from benchmarks.peaks import PEAK_TFLOPS
 from benchmarks.runs import CUDA, add_timing, alternate, clocked, device, merged, running, start
-from ovpatch.overlap import autotune, farewell
+from ovpatch.overlap import autotune
+from ovpatch.overlap.peer_rpc import shutdown
 
 Step = Callable[[], Tensor]
 LR = 1e-4
@@ -199,7 +200,7 @@ def measure(name: str, args: argparse.Namespace, mesh: DeviceMesh) -> dict[str, 
     finally:
         gc.collect()
         dist.barrier()
-        farewell.met(mesh["dp"].get_group())  # nobody asks for what an arm has kept for slower ranks
+        shutdown.met(mesh["dp"].get_group())  # nobody asks for what an arm has kept for slower ranks
         if CUDA:
             torch.cuda.empty_cache()
     row = {"arm": name, **found, "loss": round(value, 4), "features": features}

@@ -26,8 +26,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from benchmarks.runs import CUDA, add_timing, alternate, clocked, device, start, timed
 from ovpatch_plugins.pipe_experts import How, expert_parallel_ffn
 from ovpatch_plugins.pipe_experts.experts import swiglu
-from ovpatch_plugins.pipe_experts.products import Groups, grouped
-from ovpatch_plugins.pipe_experts.sharing import lane_of, objections
+from ovpatch_plugins.pipe_experts.grouped_gemm import Groups, grouped
+from ovpatch_plugins.pipe_experts.symm_all_to_all import lane_of, objections
 
 SHAPES = {  # tokens of a rank, experts of a token, features, those between, experts of a rank
     "mixtral": (4096, 2, 4096, 14336, 1),

@@ -70,9 +70,9 @@ def linear(kind: str, mesh: DeviceMesh) -> tuple[nn.Linear, Tensor]:
 @contextlib.contextmanager
 def not_launched() -> Iterator[None]:
     """Let the feature's collectives do nothing."""
-    from ovpatch_plugins.tp_linear import wires
+    from ovpatch_plugins.tp_linear import tp_group
 
-    done = wires.Pending(())
+    done = tp_group.Pending(())
 
     def all_gather(self: Any, rows: Tensor) -> Any:
         return rows.new_empty((self.world * rows.shape[0], rows.shape[1])), done
@@ -81,9 +81,9 @@ def not_launched() -> Iterator[None]:
         return rows.new_empty((rows.shape[0] // self.world, rows.shape[1])), done
 
     with (
-        patch.object(wires.Wires, "all_gather", all_gather),
-        patch.object(wires.Wires, "reduce_scatter", reduce_scatter),
-        patch.object(wires.Wires, "all_reduce", lambda self, rows: done),
+        patch.object(tp_group.Wires, "all_gather", all_gather),
+        patch.object(tp_group.Wires, "reduce_scatter", reduce_scatter),
+        patch.object(tp_group.Wires, "all_reduce", lambda self, rows: done),
     ):
         yield
 

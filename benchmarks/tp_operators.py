@@ -28,7 +28,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from benchmarks.runs import CUDA, add_timing, alternate, clocked, device, graphed, start, timed
-from ovpatch_plugins.tp_linear import wires
+from ovpatch_plugins.tp_linear import tp_group
 from ovpatch_plugins.tp_linear.schedules import SCHEDULES
 
 SHAPES = {  # tokens, features outside, features between, over all ranks
@@ -56,7 +56,7 @@ class Linear:
     def __init__(self) -> None:
         self.group, self.world = dist.group.WORLD, dist.get_world_size()
         self.mesh = DeviceMesh.from_group(self.group, device().type)
-        self.wires = wires.of(self.group, device())
+        self.wires = tp_group.of(self.group, device())
         self.draw = functools.partial(torch.randn, dtype=torch.bfloat16 if CUDA else torch.float32, device=device())
 
     def sharded(self, local: Tensor, dim: int) -> DTensor:

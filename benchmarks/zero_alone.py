@@ -39,12 +39,13 @@ import ovpatch
 from benchmarks import zero_step
 from benchmarks.runs import CUDA, alternate, clocked, running
 from benchmarks.zero_step import OURS, PEERS, Problem, ddp, parser
-from ovpatch.overlap import gate, half_wire
-from ovpatch.overlap.ballot import Ballots
-from ovpatch.overlap.collectives import AllGather, AllReduce, Collectives, ReduceScatter
-from ovpatch.overlap.gate import Gate
-from ovpatch.overlap.works import Pending, Work
-from ovpatch_plugins.ddp import communicator
+from ovpatch.overlap.comm.collectives import AllGather, AllReduce, Collectives, ReduceScatter
+from ovpatch.overlap.comm.step_flags import Ballots
+from ovpatch.overlap.comm.work import Pending, Work
+from ovpatch.overlap.data_parallel import half_wire
+from ovpatch.overlap.peer_rpc import host_barrier
+from ovpatch.overlap.peer_rpc.host_barrier import Gate
+from ovpatch_plugins.ddp import process_group
 
 _LONGEST_S = 600
 
@@ -87,10 +88,10 @@ def nobody_there(warming: Callable[[], bool], *, copied: bool) -> Iterator[None]
     meet = mock.patch.object(Gate, "meet", lambda self, flag=None: bool(flag))
     # A copy on another stream waits for a sum, and no stream waits for a fake one: what it reads is nobody's ballot.
     quiet = mock.patch.multiple(Ballots, count=mock.DEFAULT, losses=mock.Mock(return_value=[]))
-    averages = mock.patch.object(communicator, "averages", return_value=True)
+    averages = mock.patch.object(process_group, "averages", return_value=True)
     widely = mock.patch.object(Collectives, "average_widely", scattered)
     copying = mock.patch.multiple(half_wire, scattering=lambda *_: copied or None), widely
-    hosts = mock.patch.object(gate, "needed", return_value=True)
+    hosts = mock.patch.object(host_barrier, "needed", return_value=True)
     ways = ((AllReduce, reduced), (AllGather, gathered), (ReduceScatter, scattered))
     with contextlib.ExitStack() as patches:
         for patch in (mock.patch.object(Gate, "come"), meet, quiet, averages, hosts, *copying):

@@ -26,7 +26,7 @@ from torch.nn.parallel import DistributedDataParallel
 import ovpatch
 from benchmarks.models import GPT, SIZES, flops_per_step
 from benchmarks.runs import CUDA, add_timing, alternate, clocked, device, running, start
-from ovpatch.overlap import farewell
+from ovpatch.overlap.peer_rpc import shutdown
 
 Step = Callable[[], None]
 LR = 1e-4
@@ -266,7 +266,7 @@ def measure(name: str, args: argparse.Namespace) -> dict[str, Any]:
         torch._dynamo.reset()
         gc.collect()
         dist.barrier()
-        farewell.met(dist.group.WORLD)  # nobody asks for what an arm has kept for slower ranks
+        shutdown.met(dist.group.WORLD)  # nobody asks for what an arm has kept for slower ranks
         if CUDA:
             torch.cuda.empty_cache()
     return {"arm": name, **found}

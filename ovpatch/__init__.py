@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from ovpatch.api import FeatureError, applied, apply, report, revert
     from ovpatch.hookspecs import Feature, Option, Registrar, hookimpl
     from ovpatch.patching import PatchError, PatchManager
-    from ovpatch.reports.reporting import Report
+    from ovpatch.session.report import Report
     from ovpatch.settings.selection import SettingsError
 
 __all__ = [
@@ -52,7 +52,7 @@ _HOME = {
     "hookimpl": "ovpatch.hookspecs",
     "PatchError": "ovpatch.patching",
     "PatchManager": "ovpatch.patching",
-    "Report": "ovpatch.reports.reporting",
+    "Report": "ovpatch.session.report",
     "SettingsError": "ovpatch.settings.selection",
 }
 

@@ -7,9 +7,9 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, Final
 
-from ovpatch.reports import workers
-from ovpatch.reports.reporting import Report
+from ovpatch.session import worker_reports
 from ovpatch.session.plan import FeatureError
+from ovpatch.session.report import Report
 from ovpatch.session.session import Session
 
 __all__ = ["FeatureError", "applied", "apply", "report", "revert", "session"]
@@ -43,7 +43,7 @@ def apply(*features: str, options: Mapping[str, Mapping[str, Any]] | None = None
     """
     _import_torch()
     report = session.apply(features, options, strict)
-    workers.report_in(session.report)
+    worker_reports.report_in(session.report)
     return report
 
 
@@ -63,7 +63,7 @@ def applied(
     """
     _import_torch()
     with session.applied(features, options, strict) as report:
-        workers.report_in(session.report)
+        worker_reports.report_in(session.report)
         yield report
 
 

@@ -45,10 +45,10 @@ def _register_log(*, at_once: bool) -> None:
 
 def _apply() -> None:
     try:
-        from ovpatch.reports import workers
+        from ovpatch.session import worker_reports
         from ovpatch.settings import settings
 
-        if settings.read().auto and workers.role() != "launcher":
+        if settings.read().auto and worker_reports.role() != "launcher":
             from ovpatch import api
 
             api.apply()
@@ -58,7 +58,7 @@ def _apply() -> None:
 
 def _observe() -> None:
     try:
-        from ovpatch.jobs import orders
+        from ovpatch.session import orders
 
         orders.begin()
     except Exception as error:  # noqa: BLE001  # as above
@@ -73,10 +73,10 @@ def _complain(message: str, *, record: bool = False) -> None:
     """Say on stderr what is wrong; never raises, for the same reason."""
     try:
         from ovpatch import logs
-        from ovpatch.reports import workers
+        from ovpatch.session import worker_reports
 
         logs.complain(message)
         if record:
-            workers.report_failure(message)
+            worker_reports.report_failure(message)
     except Exception:  # noqa: BLE001  # nothing is left to report it to
         pass

@@ -15,9 +15,12 @@ class ExitCode(IntEnum):
     """
 
     OK = 0, "fine; for verify: the same results; for bench: it was measured, whatever came out"
-    PROBLEM = 1, (
-        "a problem was found: verify found different results, a patched run failed, no process was patched, or doctor "
-        "or list has something to complain about"
+    PROBLEM = (
+        1,
+        (
+            "a problem was found: verify found different results, a patched run failed, no process was patched, or "
+            "doctor or list has something to complain about"
+        ),
     )
     USAGE = 2, "a mistake in the command line or in a setting; nothing was run"
     UNDECIDED = 3, "nothing can be concluded: the script fails under stock PyTorch as well, or made no step"

@@ -7,9 +7,8 @@ import sys
 import pytest
 
 import ovpatch
-from ovpatch.reports.reporting import NEVER_CALLED, NO_WORK
 from ovpatch.session.plan import FeatureError
-from ovpatch.session.snapshot import SPAWNED
+from ovpatch.session.report import NEVER_CALLED, NO_WORK, SPAWNED
 from tests.support import fake_plugins
 from tests.support.fake_plugins import ADD, ADD_N, OPTION, REASON, states
 

@@ -15,7 +15,7 @@ import pytest
 from tests.support.environment import clean
 
 ROOT = Path(__file__).resolve().parent.parent
-COMMANDS = ("ovpatch.cli", "ovpatch.__main__", "ovpatch.commands")
+COMMANDS = ("ovpatch.cli.main", "ovpatch.__main__", "ovpatch.commands")
 LONGEST = 800  # lines
 FOLDERS = ("ovpatch", "plugins", "examples", "tests", "benchmarks")
 
@@ -134,8 +134,8 @@ def test_insight_is_above_the_api_and_below_the_commands():
 def test_only_the_engine_and_the_report_speak_to_the_patch_manager():
     allowed = (
         "ovpatch.session.activation",
-        "ovpatch.session.snapshot",
-        "ovpatch.reports.reporting",
+        "ovpatch.session.report",
+        "ovpatch.session.report",
         "ovpatch",
         "ovpatch.insight",
         "ovpatch.patching",
@@ -143,7 +143,7 @@ def test_only_the_engine_and_the_report_speak_to_the_patch_manager():
     others = [name for name in of("ovpatch") if name not in allowed and not within(name, *allowed[4:])]
 
     def forbidden(name, target, eager):
-        return within(target, "ovpatch.patching") and target != "ovpatch.patching.versions"  # no part of the manager
+        return within(target, "ovpatch.patching") and target != "ovpatch.patching.patch"  # no part of the manager
 
     assert not offenders(others, forbidden)
 
@@ -241,7 +241,7 @@ import torch
 assert not torch.distributed.is_available()
 import ovpatch
 report = ovpatch.apply()
-import ovpatch.commands.doctor, ovpatch.commands.run, ovpatch.commands.docs_table, ovpatch.commands.timeline
+import ovpatch.cli.doctor, ovpatch.cli.run, ovpatch.cli.docs_table, ovpatch.cli.timeline
 sys.stdout.write(report["ddp"].state + ": " + report["ddp"].reason)
 """
 

@@ -13,11 +13,10 @@ from pathlib import Path
 import pytest
 
 import ovpatch
-from ovpatch import cli
-from ovpatch.commands import doctor
+from ovpatch.cli import doctor, main
 from ovpatch.exit_codes import ExitCode
-from ovpatch.jobs import launching
-from ovpatch.reports.reporting import wants_colour
+from ovpatch.insight import launch
+from ovpatch.session.report import wants_colour
 from ovpatch.session.session import Session
 from tests.support import fake_plugins
 from tests.support.environment import clean, forget
@@ -34,7 +33,7 @@ def command(monkeypatch, capsys):
     monkeypatch.setattr(doctor, "session", session)
 
     def command(*line):
-        code = cli.main(line)
+        code = main.main(line)
         return (code, *capsys.readouterr())
 
     yield command
@@ -116,7 +115,7 @@ def test_the_terminal_is_as_wide_as_it_is(command, monkeypatch, columns):
 )
 def test_a_misspelt_word_gets_a_suggestion(capsys, line, said):
     with pytest.raises(SystemExit) as ended:
-        cli.main(line)
+        main.main(line)
     assert ended.value.code == ExitCode.USAGE
     assert said in capsys.readouterr().err
 
@@ -141,7 +140,7 @@ def test_one_mistake_has_one_exit_code(command, site, monkeypatch, tmp_path, run
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     started: list[str] = []
-    monkeypatch.setattr(launching, "started", lambda *args, **kwargs: started.append(runner))
+    monkeypatch.setattr(launch, "started", lambda *args, **kwargs: started.append(runner))
     code, out, err = command(runner, *words)
     assert (code, out, started) == (expected, "", []), "nothing was started"
     assert err.startswith(f"ovpatch {runner}: ")
@@ -151,7 +150,7 @@ def test_one_mistake_has_one_exit_code(command, site, monkeypatch, tmp_path, run
 @pytest.mark.parametrize("runner", ["verify", "bench"])
 def test_stock_is_not_compared_with_stock(command, monkeypatch, runner):
     monkeypatch.setenv("OVPATCH", "0")
-    monkeypatch.setattr(launching, "started", lambda *args, **kwargs: pytest.fail("it ran"))
+    monkeypatch.setattr(launch, "started", lambda *args, **kwargs: pytest.fail("it ran"))
     code, _, err = command(runner, "--", "true")
     assert code == ExitCode.USAGE
     assert "there is nothing to compare" in err
@@ -276,7 +275,7 @@ def test_wrong_settings_are_exit_code_2(command, monkeypatch):
 @pytest.mark.parametrize("line", [[], ["nonsense"], ["list", "--nonsense"]])
 def test_wrong_usage_is_exit_code_2(line, capsys):
     with pytest.raises(SystemExit) as error:
-        cli.main(line)
+        main.main(line)
     assert error.value.code == 2
     assert "usage: ovpatch" in capsys.readouterr().err
 
@@ -293,7 +292,7 @@ def test_a_reader_that_stops_reading_is_no_traceback(tmp_path):
 
 def test_version(capsys):
     with pytest.raises(SystemExit) as error:
-        cli.main(["--version"])
+        main.main(["--version"])
     assert (error.value.code, capsys.readouterr().out) == (0, f"ovpatch {ovpatch.__version__}\n")
 
 

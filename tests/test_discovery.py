@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from ovpatch.session import discovery
+from ovpatch.session import plugins
 from ovpatch.session.plugins import PluginError, Plugins
 from tests.support import fake_plugins
 from tests.support.fake_plugins import Site
@@ -16,7 +16,7 @@ site = fake_plugins.site
 
 @pytest.fixture
 def find(site):
-    return lambda *more: discovery.find([str(site.folder), *map(str, more)])
+    return lambda *more: plugins.find([str(site.folder), *map(str, more)])
 
 
 @pytest.fixture
@@ -91,7 +91,7 @@ def test_the_same_line_twice_in_one_distribution_is_no_duplicate(site, find):
 @pytest.mark.parametrize("name", ["9lives", "a.b", "all", "on"])
 def test_names_that_settings_could_not_write(site, find, name):
     site.announce(name, "fake_x", dist="odd")
-    assert find()[discovery.normalise(name)].problem
+    assert find()[plugins.normalise(name)].problem
 
 
 # --- loading ---

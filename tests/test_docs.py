@@ -22,8 +22,8 @@ import torch.distributed as dist
 from torch import nn
 
 import ovpatch
-from ovpatch import cli
-from ovpatch.session.plugins import Plugins
+from ovpatch.cli import main
+from ovpatch.session.plugins import Plugins, find
 from ovpatch.session.session import Session
 from ovpatch.settings.options import variables_of
 from ovpatch.settings.settings import RESERVED, near_variable, variable
@@ -112,10 +112,8 @@ def test_the_index_names_every_page():
 
 
 def shipped_variables() -> set[str]:
-    from ovpatch.session import discovery
-
     plugins = Plugins()
-    features = [plugins.load(found) for found in discovery.find().values() if found.first_party]
+    features = [plugins.load(found) for found in find().values() if found.first_party]
     return set(RESERVED) | {name for feature in features for name in variables_of(feature)}
 
 
@@ -173,7 +171,7 @@ def test_the_options_table_is_the_codes(feature):
 
 @pytest.mark.parametrize("feature", FEATURES)
 def test_the_counters_are_all_explained(feature):
-    Counters = importlib.import_module(f"ovpatch_plugins.{feature}.counters").Counters
+    Counters = importlib.import_module(f"ovpatch_plugins.{feature}.report").Counters
 
     text = (
         (ROOT / FEATURE_PAGES / feature / "README.md")
@@ -188,9 +186,9 @@ def test_the_counters_are_all_explained(feature):
 
 
 def test_every_reason_for_the_stock_reducer_is_listed_and_no_other():
-    from ovpatch_plugins.ddp import plugin, support
+    from ovpatch_plugins.ddp import plugin, takeover
 
-    tree = ast.parse(inspect.getsource(support.objection))
+    tree = ast.parse(inspect.getsource(takeover.objection))
     returned = [node.value for node in ast.walk(tree) if isinstance(node, ast.Return)]
     reasons = {value.value for value in returned if isinstance(value, ast.Constant) and value.value}
     assert len(reasons) > 3
@@ -218,7 +216,7 @@ def test_every_patched_method_of_ddp_is_explained():
 
 
 def test_the_quoted_error_is_the_one_that_is_raised():
-    from ovpatch.overlap.agreement import _missing
+    from ovpatch.overlap.comm.consensus import _missing
 
     assert f"> {_missing('ddp', [1], 20.0)}\n" in (ROOT / "docs" / "cluster.md").read_text(encoding="utf-8")
 
@@ -387,10 +385,10 @@ def fenced(page: Path) -> list[str]:
 
 
 def test_every_command_line_in_the_documentation_is_understood():
-    found = [(place, words) for place, words in commands() if words[0] in cli.COMMANDS]
-    assert {words[0] for _, words in found} == {*cli.COMMANDS}
+    found = [(place, words) for place, words in commands() if words[0] in main.COMMANDS]
+    assert {words[0] for _, words in found} == {*main.COMMANDS}
     for place, words in found:
         try:
-            cli._parser(words[0]).parse_args(words)
+            main._parser(words[0]).parse_args(words)
         except SystemExit:
             pytest.fail(f"{place}: ovpatch {' '.join(words)}")

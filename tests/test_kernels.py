@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from ovpatch.overlap import following
-from ovpatch.overlap.halves import followed
-from ovpatch_plugins.pipe_experts import kernels, routing
-from ovpatch_plugins.pipe_experts.parts import Counts, plan
+from ovpatch.overlap.data_parallel import fp32_kernels
+from ovpatch.overlap.data_parallel.fp32_accumulation import followed
+from ovpatch_plugins.pipe_experts import routing, triton_combine
+from ovpatch_plugins.pipe_experts.chunks import Counts, plan
 from ovpatch_plugins.pipe_experts.routing import Route
 from tests.support.interpreter import interpreted
 
@@ -56,7 +56,7 @@ def run(route: Route, rows: Tensor, weights: Tensor, grad: Tensor, dtype: torch.
 
 def put_together() -> list[str]:
     """Return which results of the kernels that put tokens together are not those of torch's operations."""
-    kernels._BLOCK, wrong = 8, []
+    triton_combine._BLOCK, wrong = 8, []
     for tokens, top_k, features, dropped in CASES:
         for of_rows, of_weights, dtype in DTYPES:
             route = made(tokens, top_k, dropped)
@@ -79,8 +79,8 @@ def in_fp32() -> list[list[float]]:
     route = Route(torch.tensor([1, 0, 3]), 6, 2, route.counts, route.plan)
     rows = torch.tensor([[1.0], [256.0], [torch.inf]]).bfloat16()
     weights = torch.tensor([[1, 1], [torch.nan, 0.5], [1, 1]])
-    sums = kernels.weighted_sum(rows, weights[:1].expand(3, 2).contiguous(), route.place, 2, torch.float32)
-    rounded = kernels.weighted_sum(rows, None, route.place, 2, torch.bfloat16)
+    sums = triton_combine.weighted_sum(rows, weights[:1].expand(3, 2).contiguous(), route.place, 2, torch.float32)
+    rounded = triton_combine.weighted_sum(rows, None, route.place, 2, torch.bfloat16)
     return [sums.flatten().tolist(), rounded.flatten().tolist()]
 
 
@@ -92,7 +92,7 @@ def numbers(n: int, dtype: torch.dtype) -> Tensor:
 
 def following_roundings() -> list[str]:
     """Return of which tensors the numbers are not what :func:`followed` makes of them."""
-    following._BLOCK, wrong = 8, []
+    fp32_kernels._BLOCK, wrong = 8, []
     special = torch.tensor([-0.0, torch.nan, 1.0, torch.inf, 3e38, 0.0, -0.0])
     becomes = torch.tensor([-0.0, torch.nan, torch.nan, torch.inf, 1.0, -0.0, 0.0])
     for dtype in (torch.float16, torch.bfloat16):
@@ -107,7 +107,7 @@ def following_roundings() -> list[str]:
         table = torch.tensor(
             [(wide.data_ptr(), half.data_ptr(), len(wide)) for wide, half in zip(wides, halves, strict=True)]
         )
-        following.follow(table, dtype, 24)
+        fp32_kernels.follow(table, dtype, 24)
         for i, (wide, expected) in enumerate(zip(wides, right, strict=True)):
             if not same(wide, expected):
                 wrong.append(f"tensor {i} of {dtype}")

@@ -81,7 +81,7 @@ def test_entry_points_of_all_three_groups(dist_info):
     points = configparser.ConfigParser()
     points.read_string(dist_info("entry_points.txt"))
     assert points["ovpatch"]["ddp"] == "ovpatch_plugins.ddp.plugin"
-    assert points["console_scripts"]["ovpatch"] == "ovpatch.cli:main"
+    assert points["console_scripts"]["ovpatch"] == "ovpatch.cli.main:main"
     assert points["torch.backends"]["ovpatch"].startswith("ovpatch.autoload:")
 
 

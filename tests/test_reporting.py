@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from ovpatch.patching import PatchState, PatchStatus
-from ovpatch.reports.merging import merge
-from ovpatch.reports.reporting import NEVER_CALLED, NO_WORK, STATES, FeatureReport, Report, did_work, plain, table_of
+from ovpatch.session.report import NEVER_CALLED, NO_WORK, STATES, FeatureReport, Report, did_work, plain, table_of
+from ovpatch.session.worker_reports import merge
 from ovpatch.settings.options import OptionValue
 
 

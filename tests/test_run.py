@@ -11,7 +11,7 @@ import textwrap
 
 import pytest
 
-from ovpatch import cli
+from ovpatch.cli import main
 from tests.support.environment import clean, forget
 from tests.support.fake_plugins import Site
 
@@ -53,7 +53,7 @@ def here(monkeypatch, capfd):
     forget(monkeypatch)
 
     def here(*line):
-        code = cli.main(["run", *map(str, line)])
+        code = main.main(["run", *map(str, line)])
         out, err = capfd.readouterr()
         return code, out, err
 

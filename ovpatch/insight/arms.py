@@ -11,17 +11,16 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Final
 
-from ovpatch.insight import leftovers
-from ovpatch.jobs import launching, orders
-from ovpatch.jobs.orders import Orders
-from ovpatch.reports import merging, workers
-from ovpatch.reports.reporting import IDLE, did_work
+from ovpatch.insight import launch
+from ovpatch.session import orders, worker_reports
+from ovpatch.session.orders import Orders
+from ovpatch.session.report import IDLE, did_work
 from ovpatch.settings.settings import SettingsError
 
 STOCK: Final = "0"
 
 #: Variables that would let a process of the command go its own way.
-_OURS: Final = ("OVPATCH_AUTO", workers.REPORT_DIR, orders.VARIABLE)
+_OURS: Final = ("OVPATCH_AUTO", worker_reports.REPORT_DIR, orders.VARIABLE)
 
 
 @dataclass(frozen=True)
@@ -52,7 +51,7 @@ class Arm:
             environment["OVPATCH"] = self.features
         if self.patched:
             environment["OVPATCH_AUTO"] = "1"
-        environment[workers.REPORT_DIR] = str(folder.absolute())
+        environment[worker_reports.REPORT_DIR] = str(folder.absolute())
         return {**environment, **Orders(worker, folder, self.details).variables(), **self.variables}
 
 
@@ -104,8 +103,8 @@ class Outcome:
     @cached_property
     def report(self) -> dict[str, Any] | None:
         """The report of ovpatch merged over the processes; None if no process had one."""
-        reports = workers.read_all(self.folder, "worker")
-        return merging.merge(reports) if reports else None
+        reports = worker_reports.read_all(self.folder, "worker")
+        return worker_reports.merge(reports) if reports else None
 
     @property
     def counters(self) -> dict[str, dict[str, int]]:
@@ -169,7 +168,7 @@ class Outcome:
     @property
     def failures(self) -> list[dict[str, Any]]:
         """Processes in which ovpatch, or the tool, could not do its work: pid, rank and error."""
-        return workers.read_all(self.folder, "failed")
+        return worker_reports.read_all(self.folder, "failed")
 
     def says(self, words: str) -> bool:
         """Tell whether the log has these words."""
@@ -207,23 +206,23 @@ def run(
     Args:
         arm: What to run.
         command: Program and arguments.
-        worker: Module of the tool that begins in each process, see :class:`~ovpatch.jobs.orders.Orders`.
+        worker: Module of the tool that begins in each process, see :class:`~ovpatch.session.orders.Orders`.
         out: Folder in which the arm gets its own, and its log; a folder that an earlier call left must be gone.
         timeout: Seconds without a step by any process, and without a new process, after which it has hung.
         progress: Called about twice a second with the last step that all processes that step have taken.
 
     Raises:
-        ovpatch.jobs.launching.NotStartedError: The command could not be started.
+        ovpatch.insight.launch.NotStartedError: The command could not be started.
     """
     folder, log = out / arm.name, out / f"{arm.name}.log"
     folder.mkdir(parents=True)
     watch = _Watch(folder, timeout, progress)
     began = time.monotonic()
     try:
-        with launching.started(command, arm.environment(worker, folder), log=log) as job:
+        with launch.started(command, arm.environment(worker, folder), log=log) as job:
             code = job.wait(lambda: watch.look(job))
     finally:
-        leftovers.end(f"{workers.REPORT_DIR}={folder.absolute()}")
+        launch.end(f"{worker_reports.REPORT_DIR}={folder.absolute()}")
     seconds, interrupted = time.monotonic() - began, job.interrupted is not None
     return Outcome(arm, folder, log, code, seconds, watch.timed_out, interrupted, _read_stacks(folder))
 
@@ -239,7 +238,7 @@ class _Watch:
         self._ended = False
         self.timed_out = False
 
-    def look(self, job: launching.Job) -> None:
+    def look(self, job: launch.Job) -> None:
         """See whether there is news; end a job that has hung, or of which a process could not be patched."""
         if self._ended:
             return
@@ -256,17 +255,17 @@ class _Watch:
             ask_for_stacks(self._folder)
             self._end(job)
 
-    def _lose_patience(self, job: launching.Job) -> None:
+    def _lose_patience(self, job: launch.Job) -> None:
         """End a command that goes on although it was asked to end, at once if that was twice."""
         self._interrupted = self._interrupted or time.monotonic()
-        if job.asked > 1 or time.monotonic() - self._interrupted > launching.GRACE:
+        if job.asked > 1 or time.monotonic() - self._interrupted > launch.GRACE:
             self._end(job, 1.0)
 
-    def _end(self, job: launching.Job, grace: float = launching.GRACE) -> None:
+    def _end(self, job: launch.Job, grace: float = launch.GRACE) -> None:
         self._ended = True
         job.end(grace)
         for pid in processes(self._folder):  # torchrun's workers are in sessions of their own
-            leftovers.send(pid, signal.SIGKILL)
+            launch.send(pid, signal.SIGKILL)
 
 
 def slowest(folder: Path) -> int:
@@ -285,12 +284,14 @@ def _beats(folder: Path) -> list[int]:
 
 def processes(folder: Path) -> list[int]:
     """Return the numbers of the processes that signed in and live on this host."""
-    return [one["pid"] for one in workers.read_all(folder, "process") if _lives(one["pid"], folder)]
+    return [one["pid"] for one in worker_reports.read_all(folder, "process") if _lives(one["pid"], folder)]
 
 
 def ranks(folder: Path) -> dict[int, str]:
     """Return the ranks of the processes that signed in, by their numbers, where the launcher gave them one."""
-    return {one["pid"]: one["rank"] for one in workers.read_all(folder, "process") if one.get("rank") is not None}
+    return {
+        one["pid"]: one["rank"] for one in worker_reports.read_all(folder, "process") if one.get("rank") is not None
+    }
 
 
 def _lives(pid: int, folder: Path) -> bool:
@@ -308,7 +309,7 @@ def ask_for_stacks(folder: Path, patience: float = 2.0) -> None:
     if orders.STACKS is None:
         return
     for pid in processes(folder):
-        leftovers.send(pid, orders.STACKS)
+        launch.send(pid, orders.STACKS)
     time.sleep(patience)
 
 

@@ -5,15 +5,17 @@ It knows nothing of tensors and imports torch nowhere. :class:`PatchManager` is 
 
 from __future__ import annotations
 
-from ovpatch.patching.errors import (
+from ovpatch.patching.manager import PatchManager
+from ovpatch.patching.patch import (
     DeclarationError,
     IncompatiblePatchError,
     PatchConflictError,
     PatchError,
+    PatchState,
+    PatchStatus,
+    Removable,
     TargetNotFoundError,
 )
-from ovpatch.patching.manager import PatchManager
-from ovpatch.patching.patches import PatchState, PatchStatus, Removable
 
 __all__ = [
     "DeclarationError",

@@ -15,8 +15,7 @@ from ovpatch.patching import (
     PatchStatus,
     TargetNotFoundError,
 )
-from ovpatch.session import relations
-from ovpatch.session.plan import PLANNED, Entry, FeatureError, Plan
+from ovpatch.session.plan import PLANNED, Entry, FeatureError, Plan, in_order
 from ovpatch.session.plugins import PluginError, Plugins
 from ovpatch.settings import options as opts
 
@@ -92,12 +91,12 @@ class Engine:
             plan.entries[name].remarks = self.active[name].remarks
         self._register(plan)
         self._patch(plan)
-        for name in relations.in_order(plan.planned()):
+        for name in in_order(plan.planned()):
             if plan.entries[name].state == PLANNED:
                 self._activate(plan, name)
 
     def _register(self, plan: Plan) -> None:
-        for name in relations.in_order(plan.planned()):
+        for name in in_order(plan.planned()):
             entry = plan.entries[name]
             self._manager.unregister(name)
             try:
@@ -110,7 +109,7 @@ class Engine:
     def _patch(self, plan: Plan) -> None:
         """Apply all patches at once; only if that fails, feature by feature, to know whose fault it is."""
         patching = {status.feature for status in self.statuses()}  # some work without any patch
-        names = [name for name in relations.in_order(plan.planned()) if name in patching]
+        names = [name for name in in_order(plan.planned()) if name in patching]
         if not names:
             return
         try:

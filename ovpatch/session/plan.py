@@ -2,18 +2,114 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
 from ovpatch.exit_codes import ExitCode
 from ovpatch.hookspecs import Feature
-from ovpatch.session import relations
-from ovpatch.session.discovery import Found
-from ovpatch.session.plugins import PluginError, Plugins, describe
+from ovpatch.session.plugins import Found, PluginError, Plugins, describe
 from ovpatch.settings import options as opts
 from ovpatch.settings import settings
 from ovpatch.settings.settings import Environment, Wish
+
+# Features among each other: in which order, and who stands down for whom. Pure functions over descriptions.
+
+
+def in_order(features: Mapping[str, Feature]) -> list[str]:
+    """Return the names so that each comes after what it requires; otherwise the given order is kept.
+
+    Features that require each other stay in the given order.
+    """
+    ordered: list[str] = []
+    visiting: set[str] = set()
+
+    def visit(name: str) -> None:
+        if name in visiting or name not in features:
+            return
+        visiting.add(name)
+        for other in features[name].requires:
+            visit(other)
+        ordered.append(name)
+
+    for name in features:
+        visit(name)
+    return ordered
+
+
+def dependents(name: str, features: Mapping[str, Feature]) -> list[str]:
+    """Return the features that require ``name``, directly or through others."""
+    found: list[str] = []
+    wave = [name]
+    while wave:
+        wave = [
+            other
+            for other, feature in features.items()
+            if other != name and other not in found and set(wave) & set(feature.requires)
+        ]
+        found += wave
+    return found
+
+
+def conflicts(features: Mapping[str, Feature], ranking: Sequence[Collection[str]]) -> dict[str, str]:
+    """Find features that cannot run together.
+
+    Args:
+        features: What is about to be on.
+        ranking: Groups of names, the strongest first; of two in conflict the one in the stronger group stays. Two of
+            the same group stand down both.
+
+    Returns:
+        The features that stand down, each with the reason.
+    """
+    lost: dict[str, str] = {}
+    names = list(features)
+    pairs = [(a, b) for i, a in enumerate(names) for b in names[i + 1 :] if _exclude(features[a], features[b])]
+    for a, b in sorted(pairs, key=lambda pair: min(_rank(pair[0], ranking), _rank(pair[1], ranking))):
+        if a in lost or b in lost:
+            continue
+        for loser, winner in ((a, b), (b, a)):
+            if _rank(loser, ranking) >= _rank(winner, ranking):
+                lost[loser] = f"conflicts with {winner!r}; switch one of them off, for example by OVPATCH=-{winner}"
+    return lost
+
+
+def _exclude(one: Feature, other: Feature) -> bool:
+    return other.name in one.conflicts or one.name in other.conflicts
+
+
+def _rank(name: str, ranking: Sequence[Collection[str]]) -> int:
+    return next((index for index, group in enumerate(ranking) if name in group), len(ranking))
+
+
+def unmet(features: Mapping[str, Feature], reasons: Mapping[str, str]) -> dict[str, str]:
+    """Find features that lack what they require, and then those that lack these, until nothing changes.
+
+    Args:
+        features: What is about to be on.
+        reasons: Why other features are not on, by name; a name that is missing here is not installed.
+
+    Returns:
+        The features that stand down, each with the reason.
+    """
+    lost: dict[str, str] = {}
+    changed = True
+    while changed:
+        changed = False
+        for name, feature in features.items():
+            missing = [one for one in feature.requires if one not in features or one in lost]
+            if missing and name not in lost:
+                lost[name] = "; ".join(_why_missing(one, reasons, lost) for one in missing)
+                changed = True
+    return lost
+
+
+def _why_missing(name: str, reasons: Mapping[str, str], lost: Mapping[str, str]) -> str:
+    why = lost.get(name) or reasons.get(name)
+    if why is None:
+        return f"requires {name!r}, which is not installed"
+    return f"requires {name!r}, which is not on ({why}); name both, or OVPATCH=+{name}"
+
 
 PLANNED: Final = "planned"
 _FINE: Final = frozenset({"applied", "pending", "disabled", PLANNED})
@@ -75,7 +171,7 @@ class Plan:
     def drop_unmet(self) -> list[str]:
         """Stand down what lacks a required feature; returns the names."""
         on = {n: e.feature for n, e in self.entries.items() if e.state == "applied" and e.feature is not None}
-        lost = relations.unmet({**on, **self.planned()}, self.reasons())
+        lost = unmet({**on, **self.planned()}, self.reasons())
         for name, reason in lost.items():
             self.entries[name].stand_down("skipped", reason)
         return list(lost)
@@ -140,7 +236,7 @@ def make(
     if ask_machine:
         _ask(plan, plugins, active)
     ranking = (active, _by_name(plan), {name for name, one in found.items() if one.first_party})
-    for name, reason in relations.conflicts(plan.planned(), ranking).items():
+    for name, reason in conflicts(plan.planned(), ranking).items():
         plan.entries[name].stand_down("conflict", reason)
     plan.drop_unmet()
     return plan

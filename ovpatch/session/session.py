@@ -9,11 +9,11 @@ from contextlib import contextmanager
 from typing import Any, Final
 
 from ovpatch import logs
-from ovpatch.reports.reporting import TROUBLE, Report
-from ovpatch.session import discovery, relations, snapshot
 from ovpatch.session import plan as plans
+from ovpatch.session import plugins, report
 from ovpatch.session.activation import Engine
-from ovpatch.session.plan import PLANNED, Entry, FeatureError, Plan
+from ovpatch.session.plan import PLANNED, Entry, FeatureError, Plan, dependents
+from ovpatch.session.report import TROUBLE, Report
 from ovpatch.settings import settings
 from ovpatch.settings.settings import SettingsError, Wish, normalise
 
@@ -67,7 +67,7 @@ class Session:
                 strict,
                 [_name(name) for name in asked],
                 self._with(options),
-                {name: entry.found for name, entry in self._engine.active.items()} | discovery.find(),
+                {name: entry.found for name, entry in self._engine.active.items()} | plugins.find(),
                 self._engine.plugins,
                 self._engine.active,
                 ask_machine=ask_machine,
@@ -128,7 +128,7 @@ class Session:
         for name, entry in self._engine.active.items():
             planned = plan.entries[name]
             if planned.state != PLANNED or planned.options != entry.options:
-                going |= {name, *relations.dependents(name, features)}
+                going |= {name, *dependents(name, features)}
         return [name for name in self._engine.active if name in going]
 
     def _restore(self, before: Mapping[str, Entry]) -> None:
@@ -152,7 +152,7 @@ class Session:
         """Turn features off; see :func:`ovpatch.revert`."""
         with self._exclusive():
             names = [_name(name) for name in asked]
-            known = self._entries or discovery.find()
+            known = self._entries or plugins.find()
             for name in names:
                 if name not in known:
                     raise SettingsError(settings.unknown_feature("revert()", name, known))
@@ -162,7 +162,7 @@ class Session:
     def _revert_only(self, names: Collection[str]) -> None:
         features = {name: entry.feature for name, entry in self._engine.active.items() if entry.feature is not None}
         named = [name for name in names if name in self._engine.active]
-        along = {one: name for name in named for one in relations.dependents(name, features)}
+        along = {one: name for name in named for one in dependents(name, features)}
         reasons = {one: f"reverted together with {name!r}, which it requires" for one, name in along.items()}
         reasons |= dict.fromkeys(named, "reverted")
         found = {name: self._engine.active[name].found for name in reasons}
@@ -190,9 +190,9 @@ class Session:
     def report(self) -> Report:
         """Return what is on, what is off and why, at this moment."""
         with self._lock:
-            known = self._entries or {name: _untouched(found) for name, found in discovery.find().items()}
+            known = self._entries or {name: _untouched(found) for name, found in plugins.find().items()}
             entries = {name: self._engine.active.get(name, entry) for name, entry in known.items()}
-            return snapshot.take(entries, self._engine.active, self._engine.plugins, self._engine.statuses())
+            return report.take(entries, self._engine.active, self._engine.plugins, self._engine.statuses())
 
 
 def _name(name: object) -> str:
@@ -214,7 +214,7 @@ def _normalised(values: object, where: str, shape: str) -> Iterator[tuple[str, A
         yield name, value
 
 
-def _untouched(found: discovery.Found) -> Entry:
+def _untouched(found: plugins.Found) -> Entry:
     return Entry(found, Wish(None), "disabled", "apply() has not been called in this process")
 
 

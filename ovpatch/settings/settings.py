@@ -12,14 +12,7 @@ from pathlib import Path
 from typing import Final, NamedTuple
 
 from ovpatch.settings.cache import cache_dir
-from ovpatch.settings.selection import (
-    Selection,
-    SettingsError,
-    did_you_mean,
-    normalise,
-    parse_flag,
-    parse_selection,
-)
+from ovpatch.settings.selection import Selection, SettingsError, did_you_mean, normalise, parse_flag, parse_selection
 
 __all__ = [
     "RESERVED",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 from ovpatch.insight import steps
-from ovpatch.jobs.orders import Orders
+from ovpatch.session.orders import Orders
 
 
 def begin(orders: Orders) -> None:

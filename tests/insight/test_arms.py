@@ -13,9 +13,9 @@ import time
 
 import pytest
 
-from ovpatch.commands import asking
-from ovpatch.insight import arms, leftovers
-from ovpatch.jobs import launching, orders
+from ovpatch.cli import arguments
+from ovpatch.insight import arms, launch
+from ovpatch.session import orders
 from ovpatch.settings.settings import SettingsError
 from tests.insight import programs
 from tests.insight.programs import TORCHRUN
@@ -170,7 +170,7 @@ def test_nothing_is_left_of_what_a_script_started(run, tmp_path):
         head=ALONE,
     )
     assert (outcome.code, outcome.timed_out) == (0, False)
-    assert leftovers.find(f"OVPATCH_REPORT_DIR={outcome.folder}") == []
+    assert launch.find(f"OVPATCH_REPORT_DIR={outcome.folder}") == []
 
 
 @pytest.mark.slow
@@ -190,7 +190,7 @@ def test_a_forked_rank_that_hangs_shows_its_own_stacks(run):
 
 @pytest.mark.slow
 def test_a_second_ctrl_c_ends_what_ignores_the_first(run, monkeypatch, tmp_path):
-    monkeypatch.setattr(launching, "GRACE", 1000)  # after which the first would
+    monkeypatch.setattr(launch, "GRACE", 1000)  # after which the first would
 
     def interrupt():
         while not list(tmp_path.glob("out/stock/process-*.json")):
@@ -205,7 +205,7 @@ def test_a_second_ctrl_c_ends_what_ignores_the_first(run, monkeypatch, tmp_path)
     outcome = run("wait_here()", head=ignoring + ALONE)
     thread.join()
     assert (outcome.interrupted, outcome.timed_out) == (True, False)
-    assert leftovers.find(f"OVPATCH_REPORT_DIR={outcome.folder}") == []
+    assert launch.find(f"OVPATCH_REPORT_DIR={outcome.folder}") == []
 
 
 @pytest.mark.slow
@@ -220,11 +220,11 @@ def test_a_worker_that_cannot_begin_ends_the_arm(run, monkeypatch, tmp_path):
 
 def test_what_cannot_be_seen_is_refused(monkeypatch, tmp_path):
     with pytest.raises(SettingsError, match="two dashes"):
-        asking.check_command([])
+        arguments.check_command([])
     monkeypatch.setenv("TORCH_DEVICE_BACKEND_AUTOLOAD", "0")
     with pytest.raises(SettingsError, match="Unset it"):
         arms.check_autoload()
-    with pytest.raises(launching.NotStartedError, match="not found"):
+    with pytest.raises(launch.NotStartedError, match="not found"):
         arms.run(arms.Arm("stock"), ["no-such-program"], WORKER, tmp_path, timeout=1.0)
 
 

@@ -8,7 +8,7 @@ import textwrap
 
 import pytest
 
-from ovpatch import cli
+from ovpatch.cli import main
 from tests.insight import programs
 from tests.insight.programs import ALONE, TORCHRUN
 
@@ -47,7 +47,7 @@ def bench(tmp_path, capfd):
         (tmp_path / "train.py").write_text(script)
         file, out = tmp_path / "found.json", tmp_path / "out"
         options = ["--json", str(file), "--out", str(out), "--warmup", "3", "--timeout", "90", *arguments]
-        code = cli.main(["bench", *options, "--", *launcher, str(tmp_path / "train.py")])
+        code = main.main(["bench", *options, "--", *launcher, str(tmp_path / "train.py")])
         return code, capfd.readouterr(), json.loads(file.read_text()) if file.exists() else None
 
     return bench

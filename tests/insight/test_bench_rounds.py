@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from ovpatch import cli
+from ovpatch.cli import main
 from ovpatch.insight import arms
-from ovpatch.insight.bench import measured, rounds
+from ovpatch.insight.bench import analysis, rounds
 from tests.support.environment import forget
 
 MS = {"stock": 10.0, "patched": 8.0, "without-a": 9.0, "without-b": 8.0}
@@ -94,7 +94,7 @@ def machine(monkeypatch):
 def bench(machine, tmp_path, capsys):
     def bench(*arguments):
         file = tmp_path / "found.json"
-        code = cli.main(["bench", "--steps", "10", "--json", str(file), *arguments, "--", "true"])
+        code = main.main(["bench", "--steps", "10", "--json", str(file), *arguments, "--", "true"])
         return code, capsys.readouterr(), json.loads(file.read_text()) if file.exists() else None
 
     return bench
@@ -260,20 +260,20 @@ def test_fewer_steps_than_asked_are_measured_and_said(machine, bench):
 def test_what_cannot_be_done_is_said_before_anything_runs(machine, tmp_path, capsys, arguments, complaint):
     (tmp_path / "something").touch()
     arguments = [word.format(full=tmp_path) for word in arguments]
-    assert cli.main(["bench", *arguments]) == 2
+    assert main.main(["bench", *arguments]) == 2
     assert complaint in capsys.readouterr().err
     assert machine.ran == []
 
 
 def test_on_a_terminal_progress_is_a_bar(bench, monkeypatch):
-    from ovpatch.insight.bench import bar
+    from ovpatch.insight.bench import rounds
 
     class Terminal(io.StringIO):
         def isatty(self):
             return True
 
     terminal = Terminal()
-    monkeypatch.setattr(bar, "Console", lambda stderr: Console(file=terminal, force_terminal=True, width=100))
+    monkeypatch.setattr(rounds, "Console", lambda stderr: Console(file=terminal, force_terminal=True, width=100))
     monkeypatch.setattr("sys.stderr", terminal)
     code, _, _ = bench("--rounds", "2")
     assert code == 0
@@ -284,7 +284,7 @@ def test_on_a_terminal_progress_is_a_bar(bench, monkeypatch):
 @pytest.mark.parametrize("option", [["--steps", "4"], ["--warmup", "2"], ["--rounds", "0"], ["--peak-tflops", "-1"]])
 def test_numbers_have_limits(option, capsys):
     with pytest.raises(SystemExit) as ended:
-        cli.main(["bench", *option, "--", "x"])
+        main.main(["bench", *option, "--", "x"])
     assert ended.value.code == 2
 
 
@@ -318,7 +318,7 @@ def test_a_restart_with_fewer_ranks_leaves_the_others_out(leave, tmp_path):
     for rank in range(3):
         leave(rank, rank=rank, world=3, ms=[90.0], steps=99)
     leave(9, rank=0, world=1, restart=1, ms=[1.0])
-    found = measured.read(tmp_path)
+    found = analysis.read(tmp_path)
     assert (found.times, found.world, found.samples, found.missing) == ([1.0], 1, 4.0, [])
 
 
@@ -334,10 +334,10 @@ def test_files_of_ranks_are_put_together(leave, tmp_path):
     leave(1, rank=0, restart=0, steps=99)
     leave(2, rank=0, restart=1, steps=5, ms=[5.0, 1.0], clock="host clock", host_ms=[50.0, 10.0])
     leave(3, rank=1, restart=1, steps=6, ms=[1.0, 7.0, 3.0], host_ms=[10.0, 70.0, 30.0])
-    found = measured.read(tmp_path)
+    found = analysis.read(tmp_path)
     assert (found.taken, found.clock, found.times) == (5, "host clock", [50.0, 70.0])  # events and clock do not mix
     assert (found.samples, found.tokens) == (8.0, 128.0)
-    assert measured.read(Path(tmp_path / "none")) == measured.Measured()
+    assert analysis.read(Path(tmp_path / "none")) == analysis.Measured()
 
 
 def test_an_environment_that_turns_everything_off_is_noticed(machine, bench, monkeypatch):

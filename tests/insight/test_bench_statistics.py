@@ -6,7 +6,8 @@ import random
 
 import pytest
 
-from ovpatch.insight.bench.statistics import FASTER, SAME, SLOWER, judge, quantile, slowest_rank, spread
+from ovpatch.insight.bench.analysis import FASTER, SAME, SLOWER, judge, quantile, spread
+from ovpatch.insight.bench.rounds import slowest_rank
 
 
 def runs(chance, rounds, *, ms=100.0, between=0.01, within=0.02, steps=20):
@@ -29,7 +30,7 @@ def claims(rounds, cases, **second):
 @pytest.fixture
 def quick(monkeypatch):
     """Hundreds of judgements with fewer resamples, which only decide the last digits of an interval."""
-    monkeypatch.setattr("ovpatch.insight.bench.statistics._RESAMPLES", 40)
+    monkeypatch.setattr("ovpatch.insight.bench.analysis._RESAMPLES", 40)
 
 
 @pytest.mark.parametrize("rounds", [2, 3, 5])
@@ -39,7 +40,7 @@ def test_what_differs_by_chance_alone_is_hardly_ever_claimed(quick, rounds):
 
 @pytest.mark.parametrize("rounds", [2, 3])
 def test_the_test_above_would_see_a_rule_that_claims_too_much(quick, monkeypatch, rounds):
-    monkeypatch.setattr("ovpatch.insight.bench.statistics._COUNTS", {2: (1.0, 1.0), 3: (0.5, 0.5)})
+    monkeypatch.setattr("ovpatch.insight.bench.analysis._COUNTS", {2: (1.0, 1.0), 3: (0.5, 0.5)})
     assert claims(rounds, 150) > 0.12
 
 

@@ -13,9 +13,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
-from ovpatch.insight.bench import clocks, flops, peaks, throughput
-from ovpatch.insight.bench.flops import FlopCount
-from ovpatch.insight.bench.throughput import Batches, sizes
+from ovpatch.insight.bench import throughput, worker
+from ovpatch.insight.bench.throughput import Batches, FlopCount, sizes
 
 # --- operations ---
 
@@ -85,15 +84,15 @@ def counts(*orders):
 
 @pytest.mark.parametrize("orders", [(1, 3), (3, 1), (None, 1), (1, None)])
 def test_an_evaluation_in_one_of_two_steps_does_not_count(orders):
-    assert flops.cheaper(list(counts(*orders))) == {"by_dtype": {"float32": 16}, "again": 0, "reason": ""}
-    assert "nothing in a step is a product" in flops.cheaper(list(counts(None, 0)))["reason"]
+    assert throughput.cheaper(list(counts(*orders))) == {"by_dtype": {"float32": 16}, "again": 0, "reason": ""}
+    assert "nothing in a step is a product" in throughput.cheaper(list(counts(None, 0)))["reason"]
 
 
 def test_a_formula_that_fails_harms_nobody(model, monkeypatch):
     def broken(*args, **kwargs):
         raise ValueError("an unknown shape")
 
-    monkeypatch.setitem(flops.flop_registry, torch.ops.aten.addmm, broken)
+    monkeypatch.setitem(throughput.flop_registry, torch.ops.aten.addmm, broken)
     ours = FlopCount()
     ours.start()
     nn.Linear(4, 4)(torch.randn(2, 4)).sum().backward()
@@ -110,9 +109,9 @@ def test_where_counting_could_harm_it_is_not_tried(monkeypatch):
     with FlopCounterMode(display=False):
         ours.start()
     assert "dispatch mode of its own" in ours.reason
-    monkeypatch.setattr(flops, "compiling", lambda: True)
+    monkeypatch.setattr(throughput, "compiling", lambda: True)
     ours.start()
-    assert ours.reason == flops.COMPILED
+    assert ours.reason == throughput.COMPILED
     ours.stop()
     assert torch.utils._python_dispatch._get_current_dispatch_mode() is None
 
@@ -121,9 +120,9 @@ def test_a_script_that_compiles_in_the_counted_step(monkeypatch):
     ours = FlopCount()
     ours.start()
     nn.Linear(4, 4)(torch.randn(2, 4))
-    monkeypatch.setattr(flops, "compiling", lambda: True)
+    monkeypatch.setattr(throughput, "compiling", lambda: True)
     ours.stop()
-    assert ours.to_json() == {"by_dtype": {}, "again": 0, "reason": flops.COMPILED}
+    assert ours.to_json() == {"by_dtype": {}, "again": 0, "reason": throughput.COMPILED}
 
 
 def test_a_step_in_backward_is_not_counted():
@@ -151,9 +150,9 @@ def test_a_script_that_ends_before_it_is_counted():
 
 def test_compiling_is_noticed(model):
     torch._dynamo.utils.counters.clear()
-    assert not flops.compiling()
+    assert not throughput.compiling()
     torch.compile(model, backend="eager")(torch.randn(2, 4, 16))
-    assert flops.compiling()
+    assert throughput.compiling()
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
 
@@ -177,7 +176,7 @@ def test_compiling_is_noticed(model):
     ],
 )
 def test_peaks(device, by_dtype, expected):
-    found, reason = peaks.peak(device, by_dtype)
+    found, reason = throughput.peak(device, by_dtype)
     assert found == expected if isinstance(expected, float) else (found is None and expected in reason)
 
 
@@ -294,8 +293,8 @@ def test_sizes(args, kwargs, expected):
 
 def test_times_are_what_lies_between_marks(monkeypatch):
     ticks = iter([0, 5_000_000, 7_000_000])
-    monkeypatch.setattr(clocks.time, "perf_counter_ns", lambda: next(ticks))
-    clock = clocks.Clock(torch.device("cpu"), 2)
+    monkeypatch.setattr(worker.time, "perf_counter_ns", lambda: next(ticks))
+    clock = worker.Clock(torch.device("cpu"), 2)
     for _ in range(3):
         clock.mark()
     assert (clock.times(), clock.host_times(), clock.kind) == ([5.0, 2.0], [5.0, 2.0], "host clock")
@@ -304,8 +303,8 @@ def test_times_are_what_lies_between_marks(monkeypatch):
 def test_the_peak_of_a_process_covers_what_it_holds():
     cpu = torch.device("cpu")
     held = torch.ones(1 << 22)
-    assert clocks.Memory(cpu).peak()["resident"] > held.numel() * 4
-    assert (clocks.name_of(cpu), clocks.clock_rate(cpu)) == ("cpu", None)
+    assert worker.Memory(cpu).peak()["resident"] > held.numel() * 4
+    assert (worker.name_of(cpu), worker.clock_rate(cpu)) == ("cpu", None)
 
 
 class NVMLError_NotSupported(Exception):
@@ -317,7 +316,7 @@ def test_a_device_that_does_not_tell_its_clock_fails_no_script(monkeypatch):
         raise NVMLError_NotSupported
 
     monkeypatch.setattr(torch.cuda, "clock_rate", unsupported)
-    assert clocks.clock_rate(torch.device("cuda", 0)) is None
+    assert worker.clock_rate(torch.device("cuda", 0)) is None
 
 
 class Event:
@@ -344,7 +343,7 @@ class Event:
 def test_events_of_several_streams_are_all_waited_for(monkeypatch):
     monkeypatch.setattr(torch.cuda, "Event", Event)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: None)
-    clock = clocks.Clock(torch.device("cuda", 0), 2)
+    clock = worker.Clock(torch.device("cuda", 0), 2)
     for _ in range(3):
         clock.mark()
     assert clock.times() == [1.0, 1.0]
@@ -354,7 +353,7 @@ def test_events_of_several_streams_are_all_waited_for(monkeypatch):
 def test_a_device_is_timed_where_it_works():
     device = torch.device("cuda", torch.cuda.current_device())
     x = torch.randn(4096, 4096, device=device)
-    memory, clock = clocks.Memory(device), clocks.Clock(device, 2)
+    memory, clock = worker.Memory(device), worker.Clock(device, 2)
     clock.mark()
     for _ in range(50):
         x @ x
@@ -364,4 +363,4 @@ def test_a_device_is_timed_where_it_works():
     assert clock.kind == "device events"
     assert long > 10 * short
     assert memory.peak()["allocated"] >= 2 * x.numel() * 4
-    assert clocks.working_device(torch.device("cpu")) == device
+    assert worker.working_device(torch.device("cpu")) == device

@@ -13,7 +13,7 @@ import numpy
 import pytest
 import torch
 
-from ovpatch.insight import difference as differences
+from ovpatch.insight import equality as differences
 from ovpatch.insight.equality import Verdict, compare
 
 NAN, INF = math.nan, math.inf

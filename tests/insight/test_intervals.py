@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ovpatch.insight.intervals import Intervals
+from ovpatch.insight.timeline.trace import Intervals
 
 POINTS = st.integers(-30, 30)
 SPANS = st.lists(st.tuples(POINTS, POINTS), max_size=12)

@@ -8,8 +8,8 @@ import weakref
 import pytest
 import torch
 
-from ovpatch.insight import step_hooks
-from ovpatch.insight.step_hooks import StepHooks
+from ovpatch.insight import steps
+from ovpatch.insight.steps import StepHooks
 
 
 class Base(torch.optim.SGD):
@@ -129,7 +129,7 @@ def test_a_compiled_step_is_seen_once(seen):
 
 
 def test_a_step_whose_wrapper_is_not_recognised_is_still_one(seen, monkeypatch):
-    monkeypatch.setattr(step_hooks, "_WRAPPER", None)
+    monkeypatch.setattr(steps, "_WRAPPER", None)
     own = optimizer(Own)
     with pytest.raises(ValueError, match="no step"):
         own.step("raise")

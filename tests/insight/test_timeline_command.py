@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from ovpatch import cli
-from ovpatch.insight.timeline import picture
+from ovpatch.cli import main
+from ovpatch.insight.timeline import output
 from ovpatch.insight.timeline.trace import read
 from tests.insight.programs import ALONE, ROOT, TORCHRUN
 from tests.insight.traces import DATA, Synthetic, recorded
@@ -29,7 +29,7 @@ def timeline(monkeypatch, capfd, tmp_path):
     monkeypatch.chdir(tmp_path)
 
     def timeline(*line):
-        code = cli.main(["timeline", *map(str, line)])
+        code = main.main(["timeline", *map(str, line)])
         out, err = capfd.readouterr()
         return code, out, err
 
@@ -70,7 +70,7 @@ def test_mistakes_are_found_before_anything_runs(timeline, monkeypatch, tmp_path
 
 
 def test_without_matplotlib_it_is_said_before_and_the_tables_still_come(timeline, monkeypatch, tmp_path):
-    monkeypatch.setattr(picture, "find_spec", lambda name: None)
+    monkeypatch.setattr(output, "find_spec", lambda name: None)
     code, out, err = timeline(recorded("stock")[0])
     assert (code, out) == (2, "")
     assert "pip install 'ovpatch[plot]'" in err

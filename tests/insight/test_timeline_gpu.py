@@ -9,8 +9,8 @@ from itertools import pairwise
 
 import pytest
 
-from ovpatch.insight.timeline.building import read_run
 from ovpatch.insight.timeline.summary import groups_of, parts_of, run_of
+from ovpatch.insight.timeline.tracks import read_run
 from tests.insight.traces import recorded
 
 ARMS = ("gpu-stock", "gpu-patched")

@@ -6,8 +6,7 @@ import re
 
 import pytest
 
-from ovpatch.insight.timeline.kinds import Kind, collective_of, collective_on_cpu, kind_of
-from ovpatch.insight.timeline.trace import Event
+from ovpatch.insight.timeline.trace import Event, Kind, collective_of, collective_on_cpu, kind_of
 from tests.insight.traces import ALL_REDUCE, GEMM
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from ovpatch.insight.timeline.building import lanes_of, read_run
 from ovpatch.insight.timeline.trace import TraceError, read
+from ovpatch.insight.timeline.tracks import lanes_of, read_run
 from tests.insight.traces import DEVICE, PEER_COPY, Synthetic
 
 

@@ -8,14 +8,14 @@ from collections import Counter
 
 import pytest
 
-from ovpatch.insight.timeline import merging
-from ovpatch.insight.timeline.building import read_run
+from ovpatch.insight.timeline import output
 from ovpatch.insight.timeline.summary import parts_of, run_of
+from ovpatch.insight.timeline.tracks import read_run
 from tests.insight.traces import Synthetic, recorded
 
 
 def merged(runs, path):
-    merging.write(runs, path)
+    output.write(runs, path)
     return json.loads(gzip.decompress(path.read_bytes()))["traceEvents"]
 
 

@@ -14,10 +14,9 @@ import pytest
 from torch.autograd.profiler import profile as Session
 from torch.profiler import ProfilerActivity
 
-from ovpatch.insight.timeline.building import read_run
-from ovpatch.insight.timeline.recorder import Recorder
-from ovpatch.insight.timeline.recording import Cost, collect, cost_of
+from ovpatch.insight.timeline.recording import Cost, Recorder, collect, cost_of
 from ovpatch.insight.timeline.trace import TraceError
+from ovpatch.insight.timeline.tracks import read_run
 from tests.insight.traces import Synthetic
 from tests.support.environment import clean
 
@@ -43,7 +42,7 @@ import json, os, sys
 from pathlib import Path
 import torch
 from ovpatch.insight.timeline import worker
-from ovpatch.jobs.orders import Orders
+from ovpatch.session.orders import Orders
 import torch.profiler, torch._dynamo, torch._inductor.config  # as the first optimizer will
 for line in sys.stdin:
     one = json.loads(line)

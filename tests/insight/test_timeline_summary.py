@@ -8,12 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ovpatch.insight.intervals import Intervals
-from ovpatch.insight.timeline import text
-from ovpatch.insight.timeline.building import read_run
-from ovpatch.insight.timeline.lanes import Communication, Lanes, Step
+from ovpatch.insight.timeline import summary
 from ovpatch.insight.timeline.summary import efficiency, groups_of, parts_of, run_of, to_json
 from ovpatch.insight.timeline.trace import TraceError
+from ovpatch.insight.timeline.tracks import Communication, Intervals, Lanes, Step, read_run
 from tests.insight.traces import Synthetic, recorded
 
 
@@ -53,7 +51,7 @@ def test_what_crosses_a_border_is_split():
 def test_without_communication_there_is_no_share():
     one = lanes([(0, 50)], [])
     assert parts_of(one, one.steps[0]).hidden_share is None
-    assert text.percent(None) == "n/a"
+    assert summary.percent(None) == "n/a"
 
 
 SPANS = st.lists(st.tuples(st.integers(0, 60), st.integers(0, 60)), max_size=8)
@@ -132,7 +130,7 @@ def arms(tmp_path):
 
 
 def test_the_text(arms):
-    found = text.report(arms)
+    found = summary.report(arms)
     lines = {tuple(cell.strip() for cell in line.split("|")[1:-1]) for line in found.splitlines()}
     assert ("stock", "0 <- most exposed", "210", "172", "80.0", "38.0", "0", "0", "68%") in lines
     assert ("patched", "1", "190", "180", "80.0", "10.0", "0", "0", "89%") in lines

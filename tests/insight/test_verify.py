@@ -8,9 +8,9 @@ import textwrap
 
 import pytest
 
-from ovpatch import cli
+from ovpatch.cli import main
 from ovpatch.insight import arms
-from ovpatch.insight.verify.verdict import Verdict
+from ovpatch.insight.verify.verify import Verdict
 from tests.insight.programs import PATIENCE
 from tests.support.environment import cleaned
 from tests.support.fake_plugins import Site
@@ -77,7 +77,7 @@ def verify(site, monkeypatch, capfd):
         (site.folder / "train.py").write_text(script)
         file = site.folder / "verify.json"
         line = ["verify", "--json", str(file), *options, "--", sys.executable, str(site.folder / "train.py")]
-        code = cli.main(line)
+        code = main.main(line)
         out = capfd.readouterr().out
         return code, out, json.loads(file.read_text()) if file.exists() else {}
 
@@ -185,7 +185,7 @@ def test_a_disk_that_is_full_is_not_a_difference(verify, monkeypatch, capfd):
 
 def test_mistakes_cost_no_run(verify, monkeypatch, capfd, site):
     def usage(*line):
-        return cli.main(["verify", *line]), capfd.readouterr().err
+        return main.main(["verify", *line]), capfd.readouterr().err
 
     code, err = usage("--steps=3")
     assert (code, "two dashes" in err) == (2, True)
@@ -203,5 +203,5 @@ def test_mistakes_cost_no_run(verify, monkeypatch, capfd, site):
     code, err = usage("--features=counts", "--", "true")
     assert (code, "disagree" in err) == (2, True)
     with pytest.raises(SystemExit) as error:
-        cli.main(["verify", "--steps=0", "--", "true"])
+        main.main(["verify", "--steps=0", "--", "true"])
     assert error.value.code == 2

@@ -9,12 +9,12 @@ import torch
 from rich.console import Console
 
 from ovpatch.insight.equality import Verdict
-from ovpatch.insight.verify import records, table
-from ovpatch.insight.verify.comparing import ORDER, compare, compare_values
+from ovpatch.insight.verify import recording, table
+from ovpatch.insight.verify.compare import ORDER, compare, compare_values
 from ovpatch.insight.verify.recording import BACKWARD, CHECKPOINT, SCALE, STEP, Recorder
 from ovpatch.insight.verify.values import WHOLE, keep, text
-from ovpatch.insight.verify.verdict import Result
-from ovpatch.insight.verify.verdict import Verdict as Verdicts
+from ovpatch.insight.verify.verify import Result
+from ovpatch.insight.verify.verify import Verdict as Verdicts
 
 
 def value(number=1.0, more=0.0, size=4):
@@ -38,7 +38,7 @@ def record(tmp_path, monkeypatch):
                     step += 1
                     recorder.flush()
             recorder.flush()
-        return records.read(tmp_path / name, cut=cut)
+        return recording.read(tmp_path / name, cut=cut)
 
     return record
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ovpatch.insight.verify.endings import why
+from ovpatch.insight.verify.verify import why
 
 LOG = """step 1
 [rank1]: Traceback (most recent call last):

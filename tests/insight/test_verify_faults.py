@@ -8,9 +8,9 @@ from dataclasses import dataclass
 import pytest
 
 from ovpatch.insight import arms
-from ovpatch.insight.verify import records
-from ovpatch.insight.verify.comparing import Compared, compare
-from ovpatch.insight.verify.verifying import WORKER, Request
+from ovpatch.insight.verify import recording
+from ovpatch.insight.verify.compare import Compared, compare
+from ovpatch.insight.verify.verify import WORKER, Request
 from tests.insight import faults
 from tests.support.environment import cleaned
 from tests.support.fake_plugins import Site
@@ -31,8 +31,8 @@ class Arms:
         assert outcome.code == 0, outcome.tail(40)
         return outcome
 
-    def read(self, name: str) -> records.Run:
-        return records.read(self.request.out / name)
+    def read(self, name: str) -> recording.Run:
+        return recording.read(self.request.out / name)
 
     def compare(self, name: str) -> Compared:
         outcome = self.run(name, name)

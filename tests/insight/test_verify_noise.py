@@ -10,12 +10,9 @@ import torch
 from torch import Tensor
 
 from ovpatch.insight.equality import Verdict
-from ovpatch.insight.verify import records
-from ovpatch.insight.verify.comparing import Compared, compare
-from ovpatch.insight.verify.judging import judge
-from ovpatch.insight.verify.noise import Noise, Size
-from ovpatch.insight.verify.recording import STEP, Recorder
-from ovpatch.insight.verify.records import Run
+from ovpatch.insight.verify import recording
+from ovpatch.insight.verify.compare import Compared, Noise, Size, compare, judge
+from ovpatch.insight.verify.recording import STEP, Recorder, Run
 from ovpatch.insight.verify.values import WHOLE, keep
 from tests.insight.chaos import Event, trained
 
@@ -34,7 +31,7 @@ def recorded(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Sequence[Eve
             recorder.add(kind, values, step=step, label="AdamW")
             step += kind == STEP
         recorder.flush()
-        return records.read(folder)
+        return recording.read(folder)
 
     return recorded
 

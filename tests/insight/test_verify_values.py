@@ -10,9 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from ovpatch.insight.verify import digests, sketches, values
-from ovpatch.insight.verify.checkpoints import contents
-from ovpatch.insight.verify.names import Names, strip
+from ovpatch.insight.verify import values
+from ovpatch.insight.verify.probes import Names, contents, strip
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.uint8, torch.float8_e4m3fn)
 
@@ -32,73 +31,73 @@ def test_any_flipped_bit_changes_the_digest(dtype, position, bit, size):
     index = position % size
     flipped[index] ^= mask - (1 << 64) if bit % width == 63 else torch.tensor(mask).to(flipped.dtype)
     assert not torch.equal(ints, flipped)
-    both = digests.digest(ints.view(dtype)), digests.digest(flipped.view(dtype))
+    both = values.digest(ints.view(dtype)), values.digest(flipped.view(dtype))
     assert len(both[0]) == 32
     assert both[0][:16] != both[1][:16]  # each of the two sums alone sees it
     assert both[0][16:] != both[1][16:]
 
 
 def test_a_flipped_bit_in_any_chunk_changes_the_digest(monkeypatch):
-    tensor = torch.zeros(2 * digests.CHUNK + 5)
-    before = digests.digest(tensor)
-    for index in (0, digests.CHUNK - 1, digests.CHUNK, 2 * digests.CHUNK + 4):
+    tensor = torch.zeros(2 * values.CHUNK + 5)
+    before = values.digest(tensor)
+    for index in (0, values.CHUNK - 1, values.CHUNK, 2 * values.CHUNK + 4):
         tensor[index] = -0.0
-        assert digests.digest(tensor) != before
+        assert values.digest(tensor) != before
         tensor[index] = 0.0
-    assert digests.digest(tensor) == before
+    assert values.digest(tensor) == before
 
 
 def test_values_that_change_places_change_the_digest():
     tensor = torch.arange(10.0)
     swapped = tensor.flip(0)
-    assert digests.digest(tensor) != digests.digest(swapped)
-    far = torch.zeros(digests.CHUNK * 2)
+    assert values.digest(tensor) != values.digest(swapped)
+    far = torch.zeros(values.CHUNK * 2)
     far[0] = 1.0
-    assert digests.digest(far) != digests.digest(far.roll(digests.CHUNK))
+    assert values.digest(far) != values.digest(far.roll(values.CHUNK))
 
 
 def test_the_digest_is_of_the_values_and_not_of_how_they_lie():
     tensor = torch.randn(3, 4, 5, 6)
-    assert digests.digest(tensor) == digests.digest(tensor.to(memory_format=torch.channels_last))
-    assert digests.digest(torch.empty(0)) == digests.digest(torch.empty(0, 3))
+    assert values.digest(tensor) == values.digest(tensor.to(memory_format=torch.channels_last))
+    assert values.digest(torch.empty(0)) == values.digest(torch.empty(0, 3))
     number = torch.tensor([1 + 2j])
-    assert digests.digest(number.conj()) == digests.digest(torch.tensor([1 - 2j]))
+    assert values.digest(number.conj()) == values.digest(torch.tensor([1 - 2j]))
 
 
 # --- sketches ---
 
 
 def test_the_difference_of_sketches_is_the_sketch_of_the_difference():
-    a, b = torch.randn(2, 3 * sketches.BUCKETS + 17, dtype=torch.float64)
-    torch.testing.assert_close(sketches.sketch(a) - sketches.sketch(b), sketches.sketch(a - b), rtol=0, atol=1e-12)
+    a, b = torch.randn(2, 3 * values.BUCKETS + 17, dtype=torch.float64)
+    torch.testing.assert_close(values.sketch(a) - values.sketch(b), values.sketch(a - b), rtol=0, atol=1e-12)
 
 
 def test_noise_keeps_its_size_and_a_lone_difference_is_spread_thin():
-    noise = torch.randn(1000 * sketches.BUCKETS)
-    assert 0.9 < sketches.sketch(noise).std() < 1.1
-    lone = torch.zeros(100 * sketches.BUCKETS)
+    noise = torch.randn(1000 * values.BUCKETS)
+    assert 0.9 < values.sketch(noise).std() < 1.1
+    lone = torch.zeros(100 * values.BUCKETS)
     lone[12345] = 1.0
-    assert sketches.sketch(lone).abs().max() == 0.1
-    assert sketches.sketch(lone).count_nonzero() == 1
+    assert values.sketch(lone).abs().max() == 0.1
+    assert values.sketch(lone).count_nonzero() == 1
 
 
 def test_signs_differ_between_chunks():
-    period = torch.ones(2 * digests.CHUNK)
-    period[digests.CHUNK :] = -1  # would cancel out if all chunks had the same signs
-    rows = 2 * digests.CHUNK // sketches.BUCKETS
-    assert (sketches.sketch(period) * rows**0.5).abs().max() > 4
+    period = torch.ones(2 * values.CHUNK)
+    period[values.CHUNK :] = -1  # would cancel out if all chunks had the same signs
+    rows = 2 * values.CHUNK // values.BUCKETS
+    assert (values.sketch(period) * rows**0.5).abs().max() > 4
 
 
 def test_a_nan_does_not_swallow_what_is_beside_it():
-    tensor = torch.randn(4 * sketches.BUCKETS)
+    tensor = torch.randn(4 * values.BUCKETS)
     tensor[7] = float("nan")
     other = tensor.clone()
-    other[7 + sketches.BUCKETS] += 1
-    assert sketches.not_finite(tensor) == sketches.not_finite(other) != ""
-    assert (sketches.sketch(tensor) - sketches.sketch(other)).abs().max().item() == pytest.approx(0.5, abs=1e-6)
+    other[7 + values.BUCKETS] += 1
+    assert values.not_finite(tensor) == values.not_finite(other) != ""
+    assert (values.sketch(tensor) - values.sketch(other)).abs().max().item() == pytest.approx(0.5, abs=1e-6)
     moved = tensor.roll(1)
-    assert sketches.not_finite(moved) != sketches.not_finite(tensor)
-    assert sketches.not_finite(torch.tensor([1.0])) == ""
+    assert values.not_finite(moved) != values.not_finite(tensor)
+    assert values.not_finite(torch.tensor([1.0])) == ""
 
 
 # --- values ---
@@ -112,7 +111,7 @@ def test_small_tensors_are_copies_and_large_ones_are_folded():
     assert (kept.form, kept.folded) == ("float32 [3]", False)
     large = values.keep(torch.ones(values.WHOLE + 1))
     assert large.folded
-    assert large.values.shape == (sketches.BUCKETS,)
+    assert large.values.shape == (values.BUCKETS,)
 
 
 @pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor", "ignore:The PyTorch API of nested")

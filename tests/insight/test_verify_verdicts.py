@@ -11,12 +11,12 @@ from rich.console import Console
 
 from ovpatch.insight import arms
 from ovpatch.insight.arms import Outcome
-from ovpatch.insight.verify import table, verifying
+from ovpatch.insight.verify import table
+from ovpatch.insight.verify import verify as verifying
 from ovpatch.insight.verify.recording import BACKWARD, SCALE, STEP, Recorder
 from ovpatch.insight.verify.values import keep
-from ovpatch.insight.verify.verdict import Verdict
-from ovpatch.insight.verify.verifying import Request
-from ovpatch.reports.reporting import NEVER_CALLED
+from ovpatch.insight.verify.verify import Request, Verdict
+from ovpatch.session.report import NEVER_CALLED
 
 STOCK = 1.0
 SKIPPED = -1.0  # its second step

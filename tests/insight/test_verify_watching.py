@@ -15,9 +15,9 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ovpatch.insight.steps import Steps
-from ovpatch.insight.verify import recording, records, reordering, seeds
+from ovpatch.insight.verify import noise_arms, recording
+from ovpatch.insight.verify.probes import Watch
 from ovpatch.insight.verify.recording import Recorder
-from ovpatch.insight.verify.watching import Watch
 from ovpatch.patching import PatchManager
 
 
@@ -37,8 +37,8 @@ def watched(tmp_path):
             steps.unwatch()
             watch.patches.revert()
         recorder.flush()
-        (process,) = records.read(tmp_path).processes
-        return list(records.read(tmp_path).events(process))
+        (process,) = recording.read(tmp_path).processes
+        return list(recording.read(tmp_path).events(process))
 
     return watched
 
@@ -222,7 +222,7 @@ def test_a_checkpoint_is_recorded_even_if_the_script_leaves_at_once(tmp_path):
     watch.begin()
     torch.save([1], io.BytesIO())
     watch.patches.revert()  # nothing else is written from here on
-    assert [event.kind for event in records.read(tmp_path).events("rank 0")] == ["checkpoint"]
+    assert [event.kind for event in recording.read(tmp_path).events("rank 0")] == ["checkpoint"]
 
 
 def test_a_process_keeps_its_rank_and_its_order_when_its_group_is_gone(tmp_path, monkeypatch):
@@ -232,7 +232,7 @@ def test_a_process_keeps_its_rank_and_its_order_when_its_group_is_gone(tmp_path,
         monkeypatch.setattr(torch.distributed, "is_initialized", lambda rank=rank: rank == 3)
         recorder.add(recording.STEP, {}, step=step)
         recorder.flush()
-    run = records.read(tmp_path)
+    run = recording.read(tmp_path)
     assert list(run.processes) == ["rank 3"]
     assert [event.step for event in run.events("rank 3")] == [1, 2, 3]
 
@@ -243,7 +243,7 @@ def test_events_from_before_a_process_had_its_rank_come_first(tmp_path, monkeypa
         monkeypatch.setattr(recorder, "_know_rank", lambda rank=rank: rank)
         recorder.add(recording.STEP, {}, step=step)
         recorder.flush()
-    assert [event.step for event in records.read(tmp_path).events("rank 3")] == [1, 2]
+    assert [event.step for event in recording.read(tmp_path).events("rank 3")] == [1, 2]
 
 
 def test_children_are_told_apart_by_their_number_not_by_their_birth(tmp_path, monkeypatch):
@@ -252,7 +252,7 @@ def test_children_are_told_apart_by_their_number_not_by_their_birth(tmp_path, mo
         recorder = Recorder(tmp_path)
         recorder.add(recording.STEP, {}, step=number)
         recorder.flush()
-    run = records.read(tmp_path)
+    run = recording.read(tmp_path)
     found = {name: [event.step for event in run.events(name)] for name in run.processes}
     assert found == {"rank 0": [2], "rank 0, process 2": [10]}
 
@@ -359,8 +359,8 @@ def test_events_are_written_whole_and_by_the_process_that_they_belong_to(tmp_pat
 def test_the_generators_start_from_a_number_of_the_rank(monkeypatch):
     def state(rank):
         monkeypatch.setenv("RANK", rank)
-        seeds.seed()
-        return {name: kept.digest for name, kept in seeds.digests().items()}
+        noise_arms.seed()
+        return {name: kept.digest for name, kept in noise_arms.digests().items()}
 
     monkeypatch.setattr(os, "register_at_fork", lambda **hooks: None)  # it could not be taken back
     kept = random.getstate(), numpy.random.get_state(), torch.get_rng_state()
@@ -387,7 +387,7 @@ def stock_and_reordered_buckets(cap=None):
     found = [buckets(cap)]
     for turn in (1, 2):
         patches = PatchManager()
-        reordering.reorder(patches, turn)
+        noise_arms.reorder_reductions(patches, turn)
         with patches.applied():
             found.append(buckets(cap))
     return found
@@ -421,7 +421,7 @@ def compiled_buckets():
 def stock_and_reordered_compiled():
     stock = compiled_buckets()
     patches = PatchManager()
-    reordering.reorder(patches)
+    noise_arms.reorder_reductions(patches)
     with patches.applied():
         return stock, compiled_buckets()
 
@@ -445,7 +445,7 @@ def buckets_of_a_list():
 def stock_and_reordered_lists():
     stock = buckets_of_a_list()
     patches = PatchManager()
-    reordering.reorder(patches)
+    noise_arms.reorder_reductions(patches)
     with patches.applied():
         return stock, buckets_of_a_list()
 
@@ -464,7 +464,7 @@ def test_the_reordered_arm_has_norms_that_are_rounded_otherwise():
     gradients = [torch.randn(37, 41) for _ in range(20)]
     stock = torch.nn.utils.get_total_norm(gradients)
     patches = PatchManager()
-    reordering.reorder(patches)
+    noise_arms.reorder_reductions(patches)
     with patches.applied():
         reordered = torch.nn.utils.get_total_norm(gradients)
         largest = torch.nn.utils.get_total_norm(gradients, float("inf"))

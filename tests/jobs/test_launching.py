@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from ovpatch.jobs import launching
+from ovpatch.insight import launch
 
 
 @pytest.fixture
@@ -16,7 +16,7 @@ def started(tmp_path):
     """Start a line of shell, whose child leaves its number; wait for that."""
 
     def started(line, pid=tmp_path / "pid"):
-        job = launching.Job(own_session=True)
+        job = launch.Job(own_session=True)
         job.start(["bash", "-c", line.replace("PID", f"'{pid}'")], os.environ, None)
         while not (pid.exists() and pid.read_text().strip()):
             time.sleep(0.01)
@@ -26,7 +26,7 @@ def started(tmp_path):
 
 
 def lives(pid):
-    return launching._state(launching.Path(f"/proc/{pid}/stat"))[0] not in "ZX"
+    return launch._state(launch.Path(f"/proc/{pid}/stat"))[0] not in "ZX"
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

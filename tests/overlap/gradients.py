@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ovpatch.overlap.buckets import GradBucket
+from ovpatch.overlap.data_parallel.bucket import GradBucket
 
 FLAT = 1 << 60  # as flat_below: every gradient is small
 ALONE = 0  # as flat_below: none is
@@ -30,7 +30,7 @@ def alike(given: Sequence[nn.Parameter]) -> list[nn.Parameter]:
 
 
 def reduce(buckets: Sequence[GradBucket], *, average: bool = False, absent: Sequence[Any] = (), skip: Any = ()) -> None:
-    """Reduce the gradients in ``buckets``, one per rank, as :class:`ovpatch.overlap.reduction.Reduction` does."""
+    """Reduce the gradients in ``buckets``, one per rank, as ``Reduction`` does."""
     world = len(buckets)
     given = absent or [()] * world
     packs = [b.pack(1 if average else world, absent=left_out) for b, left_out in zip(buckets, given, strict=True)]

@@ -17,7 +17,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from ovpatch.overlap.peers import Peers
+from ovpatch.overlap.peer_rpc.rpc import Peers
 
 WORLD = 3
 LATE_S = 0.6

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ovpatch.overlap.pending import is_pending, mark, plainly, unmark
-from ovpatch.overlap.readers import ENTRANCES
+from ovpatch.overlap.tensors.pending_param import is_pending, mark, plainly, unmark
+from ovpatch.overlap.tensors.read_hooks import ENTRANCES
 from ovpatch.patching import PatchManager
 
 GARBAGE = 1e4

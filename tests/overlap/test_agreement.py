@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from ovpatch.overlap.agreement import DisagreementError, agree
+from ovpatch.overlap.comm.consensus import DisagreementError, agree
 
 
 def group() -> dist.ProcessGroup:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from ovpatch.overlap import agreement
+from ovpatch.overlap.comm import consensus
 
 
 class Group:
@@ -28,9 +28,9 @@ def stores(monkeypatch):
     """The store that each rank sees, by rank; by default one and the same."""
     store = dist.HashStore()
     seen: dict[int, Any] = {}
-    monkeypatch.setattr(agreement.dist, "get_backend", lambda group: "gloo")
-    monkeypatch.setattr(agreement.dist, "get_global_rank", lambda group, rank: rank)
-    monkeypatch.setattr(agreement.c10d, "_get_process_group_store", lambda group: seen.setdefault(group.rank(), store))
+    monkeypatch.setattr(consensus.dist, "get_backend", lambda group: "gloo")
+    monkeypatch.setattr(consensus.dist, "get_global_rank", lambda group, rank: rank)
+    monkeypatch.setattr(consensus.c10d, "_get_process_group_store", lambda group: seen.setdefault(group.rank(), store))
     return seen, store
 
 
@@ -38,9 +38,9 @@ def stores(monkeypatch):
 @pytest.mark.usefixtures("stores")
 def test_a_rank_that_died_before_it_arrived_does_not_shift_later_rounds(alone):
     def agree(rank, timeout_s):
-        return agreement.agree(Group(rank), "topic", {"a": 1}, timeout_s=timeout_s)
+        return consensus.agree(Group(rank), "topic", {"a": 1}, timeout_s=timeout_s)
 
-    with pytest.raises(agreement.DisagreementError, match=f"no answer from rank {1 - alone}"):
+    with pytest.raises(consensus.DisagreementError, match=f"no answer from rank {1 - alone}"):
         agree(alone, 0.1 if alone == 0 else -4.9)  # another rank than 0 waits 5 s longer
     with ThreadPoolExecutor(2) as pool:
         for _ in range(3):
@@ -71,8 +71,8 @@ class Delayed:
 
 def ended(rank: int, size: int, timeout_s: float) -> str:
     try:
-        return agreement.agree(Group(rank, size), "topic", {"a": 1}, timeout_s=timeout_s)
-    except agreement.DisagreementError as error:
+        return consensus.agree(Group(rank, size), "topic", {"a": 1}, timeout_s=timeout_s)
+    except consensus.DisagreementError as error:
         return str(error)
 
 

@@ -16,12 +16,12 @@ import torch
 import torch.distributed as dist
 from torch.utils.flop_counter import FlopCounterMode
 
-from ovpatch.overlap.agreement import DisagreementError
 from ovpatch.overlap.autotune import Autotuner, Tuning, TuningBudget, autotuner_for, report_lines
 from ovpatch.overlap.autotune import autotuner as autotuner_module
 from ovpatch.overlap.autotune.autotuner import run_in_own_thread
 from ovpatch.overlap.autotune.cache import TuningCache
 from ovpatch.overlap.autotune.measure import pick_fastest
+from ovpatch.overlap.comm.consensus import DisagreementError
 
 CPU = torch.device("cpu")
 ENVIRONMENT = {"device": "a", "ranks": "2"}

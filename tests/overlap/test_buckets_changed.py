@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from ovpatch.overlap.buckets import GradBucket
+from ovpatch.overlap.data_parallel.bucket import GradBucket
 from tests.overlap.gradients import ALONE, FLAT, address, backward, finish, params
 
 WAYS = pytest.mark.parametrize("flat_below", [ALONE, 50, FLAT])

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ovpatch.overlap.collectives import AllGather, AllReduce, ReduceScatter, backend_name
+from ovpatch.overlap.comm.collectives import AllGather, AllReduce, ReduceScatter, backend_name
 
 CPU = torch.device("cpu")
 DTYPES = [torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.complex64, torch.complex128, torch.int32]

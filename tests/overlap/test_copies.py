@@ -18,15 +18,15 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ovpatch.overlap.autotune import autotuner, report_lines
-from ovpatch.overlap.collectives import AllGather, ReduceScatter
-from ovpatch.overlap.copies import registry
-from ovpatch.overlap.copies.attendance import attend
-from ovpatch.overlap.copies.choosing import choose
-from ovpatch.overlap.copies.engine import Engine
-from ovpatch.overlap.copies.rounds import rounds
-from ovpatch.overlap.copies.spans import Addend, Span
+from ovpatch.overlap.comm.collectives import AllGather, ReduceScatter
+from ovpatch.overlap.comm.work import Pending
+from ovpatch.overlap.copy_engine import registry
+from ovpatch.overlap.copy_engine.collectives import Engine
+from ovpatch.overlap.copy_engine.driver import Addend, Span
+from ovpatch.overlap.copy_engine.registry import attend
+from ovpatch.overlap.copy_engine.selection import choose
+from ovpatch.overlap.copy_engine.window import rounds
 from ovpatch.overlap.symm_mem import support
-from ovpatch.overlap.works import Pending
 from tests.support import windows
 from tests.support.interpreter import interpreted
 
@@ -255,12 +255,12 @@ class Known:
 
 
 def added(known: bool) -> list[tuple[Tensor, Tensor]]:
-    from ovpatch.overlap.copies import kernels, sums
+    from ovpatch.overlap.copy_engine import collectives, sum_kernel
 
-    kernels._BLOCK, kernels._GRID = 64, (3, 1, 1)
-    kernels._on = torch.cuda.device = lambda *_: contextlib.nullcontext()
+    sum_kernel._BLOCK, sum_kernel._GRID = 64, (3, 1, 1)
+    sum_kernel._on = torch.cuda.device = lambda *_: contextlib.nullcontext()
     if known:
-        kernels._compiled = Known()
+        sum_kernel._compiled = Known()
 
     def span(values: Tensor, begin: int = 0) -> Span:
         memory = torch.cat([torch.full((begin,), torch.nan), values, torch.full((3,), torch.nan)]).to(values.dtype)
@@ -279,12 +279,12 @@ def added(known: bool) -> list[tuple[Tensor, Tensor]]:
         places = [sum(sizes[:i]) for i in range(len(sizes))]
         own = [span(torch.randn(numel).to(dtype), i % 3) for i, numel in enumerate(sizes)]
         ours, expected = ([span(torch.zeros(numel, dtype=wide), 2) for numel in sizes] for _ in range(2))
-        kernels.add_up(slots, [*map(Addend, own, ours, places)], 1 / 4, 0)
-        sums.add_up(slots, [*map(Addend, own, expected, places)], 1 / 4, 0)
+        sum_kernel.add_up(slots, [*map(Addend, own, ours, places)], 1 / 4, 0)
+        collectives.add_up(slots, [*map(Addend, own, expected, places)], 1 / 4, 0)
         found += [(one.memory, other.memory) for one, other in zip(ours, expected, strict=True)]
     if known:
-        together = [key for key in kernels._compiled.keys if not key[-1]]
-        assert len(together) < len(kernels._compiled.keys) < len(found), "some go together, some by themselves"
+        together = [key for key in sum_kernel._compiled.keys if not key[-1]]
+        assert len(together) < len(sum_kernel._compiled.keys) < len(found), "some go together, some by themselves"
     return found
 
 

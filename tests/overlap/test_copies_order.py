@@ -21,12 +21,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from ovpatch.overlap.copies import engine as engines
-from ovpatch.overlap.copies import lanes, sums
-from ovpatch.overlap.copies.engine import Engine
-from ovpatch.overlap.copies.meeting import BYTES, Meeting
-from ovpatch.overlap.copies.spans import Addend, Batch, Span
-from ovpatch.overlap.copies.window import Window
+from ovpatch.overlap.copy_engine import collectives, window
+from ovpatch.overlap.copy_engine import collectives as engines
+from ovpatch.overlap.copy_engine.collectives import Engine
+from ovpatch.overlap.copy_engine.driver import Addend, Batch, Span
+from ovpatch.overlap.copy_engine.window import BYTES, Meeting, Window
 from tests.support import windows
 
 SLOT = 2 * 128 * 2  # bytes: some elements more than a piece, so there are many rounds
@@ -122,10 +121,10 @@ def played(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> N
     monkeypatch.setitem(writing, "to peers", request.param)
     cuda = SimpleNamespace(Stream=Stream, Event=Event, stream=stream, current_stream=lambda _: current[0])
     cuda._is_in_bad_fork, cuda.device = lambda: False, contextlib.nullcontext
-    monkeypatch.setattr(lanes, "torch", SimpleNamespace(cuda=cuda))
+    monkeypatch.setattr(window, "torch", SimpleNamespace(cuda=cuda))
 
     def add_up(slots: list[Span | None], addends: list[Addend], scale: float, stream: Stream) -> None:
-        stream.add(lambda: sums.add_up(slots, addends, scale, 0))
+        stream.add(lambda: collectives.add_up(slots, addends, scale, 0))
 
     monkeypatch.setattr(engines, "add_up", add_up)
 
@@ -254,7 +253,7 @@ def test_nobody_waits_for_ever_for_a_rank_that_is_gone(monkeypatch: pytest.Monke
     begin = time.monotonic()
     assert not here.drain(timeout_s=0.05)
     assert time.monotonic() - begin < 5
-    monkeypatch.setattr(lanes.torch.cuda, "_is_in_bad_fork", lambda: True)
+    monkeypatch.setattr(window.torch.cuda, "_is_in_bad_fork", lambda: True)
     assert here.drain(timeout_s=60), "a fork has nothing under way"
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from ovpatch.overlap.pending import any_pending, settle_all
+from ovpatch.overlap.tensors.pending_param import any_pending, settle_all
 from tests.overlap.stale import entrances, stale
 
 

@@ -1,4 +1,4 @@
-"""Hosts meet at the gate, as often as they come, and nobody goes on before the last is there."""
+"""Hosts meet at the barrier, as often as they come, and nobody goes on before the last is there."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ import torch.distributed as dist
 from torch import nn
 
 import ovpatch
-from ovpatch.overlap import gate
-from ovpatch.overlap.gate import Gate
-from ovpatch.overlap.peers import Peers
+from ovpatch.overlap.peer_rpc import host_barrier
+from ovpatch.overlap.peer_rpc.host_barrier import Gate
+from ovpatch.overlap.peer_rpc.rpc import Peers
 from tests.plugins.ddp.arms import data
 from tests.plugins.dist_optimizer import test_loop_styles, test_models, test_reads_of_gradients
 from tests.plugins.dist_optimizer.arms import SMALL, both
@@ -124,7 +124,7 @@ def in_a_file(path: str) -> int:
     """Return by how many bytes the file of a store grows while a rank waits."""
     one = Gate(dist.group.WORLD)
     one._store = dist.PrefixStore("gate", dist.FileStore(path, dist.get_world_size()))
-    one._in_file = gate._is_in_file(one._store)
+    one._in_file = host_barrier._is_in_file(one._store)
     told = [one.meet(number == dist.get_rank()) for number in range(3)]
     assert told == [True, True, False]
     size = os.path.getsize(path)
@@ -188,7 +188,7 @@ def counted() -> Iterator[collections.Counter[str]]:
 
         return mock.patch.object(Gate, name, call)
 
-    with mock.patch.object(gate, "needed", return_value=True), counting("meet"), counting("come"):
+    with mock.patch.object(host_barrier, "needed", return_value=True), counting("meet"), counting("come"):
         yield calls
 
 
@@ -213,7 +213,7 @@ def asked_ahead() -> list[str]:
     topics, ask = [], Peers.ask
 
     def asking(self: Peers, topic: str, *args: Any, **kwargs: Any) -> Any:
-        if any(one._ahead for one in gate._gates.values()):
+        if any(one._ahead for one in host_barrier._gates.values()):
             topics.append(topic)
         return ask(self, topic, *args, **kwargs)
 

@@ -14,10 +14,10 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from ovpatch.overlap import pending
-from ovpatch.overlap.gathering import ParamGather
-from ovpatch.overlap.pending import any_pending, is_pending, refusal, settle_all
-from ovpatch.overlap.slices import cut, flat
+from ovpatch.overlap.tensors import pending_param
+from ovpatch.overlap.tensors.pending_param import any_pending, is_pending, refusal, settle_all
+from ovpatch.overlap.tensors.shard import cut, flat
+from ovpatch_plugins.dist_optimizer.param_all_gather import ParamGather
 from tests.overlap.reading import READERS
 from tests.overlap.stale import GARBAGE, entrances, same, tensors
 
@@ -280,14 +280,14 @@ def let_go_at_once() -> list[Any]:
     gather = ParamGather(list(model.parameters()), group())
     quiet(gather._params)
     forget_the_others(gather._params)
-    counted, extra = pending.storage_references, [1]
-    pending.storage_references = lambda tensor: counted(tensor) + (extra.pop() if extra else 0)
+    counted, extra = pending_param.storage_references, [1]
+    pending_param.storage_references = lambda tensor: counted(tensor) + (extra.pop() if extra else 0)
     try:
         if dist.get_rank() == 0:
             time.sleep(LATE)
         reason = gather.launch()
     finally:
-        pending.storage_references = counted
+        pending_param.storage_references = counted
     return [reason, torch.equal(model.weight.data, expected), any_pending()]
 
 

@@ -10,11 +10,10 @@ import pytest
 import torch
 from torch import nn
 
-from ovpatch.overlap import layout as layout_module
-from ovpatch.overlap.buckets import GradBucket
-from ovpatch.overlap.layout import Layout, layer_of
-from ovpatch.overlap.reduction import Bucket
-from ovpatch.overlap.sparse import SparseBucket
+from ovpatch.overlap.data_parallel import bucket_assignment as layout_module
+from ovpatch.overlap.data_parallel.bucket import GradBucket, SparseBucket
+from ovpatch.overlap.data_parallel.bucket_assignment import Layout, layer_of
+from ovpatch.overlap.data_parallel.grad_sync import Bucket
 
 F32, F64, F16, BF16 = torch.float32, torch.float64, torch.float16, torch.bfloat16
 

@@ -8,7 +8,13 @@ import pytest
 import torch
 from torch import nn
 
-from ovpatch.overlap.ledger import ANY, GradLedger, SurplusGradientError, expect_gradients, mark_gradient
+from ovpatch.overlap.data_parallel.grad_sync import (
+    ANY,
+    GradLedger,
+    SurplusGradientError,
+    expect_gradients,
+    mark_gradient,
+)
 
 
 class Owner:

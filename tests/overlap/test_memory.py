@@ -8,8 +8,14 @@ import pytest
 import torch
 from torch import nn
 
-from ovpatch.overlap.buckets import GradBucket
-from ovpatch.overlap.memory import contiguous_strides, is_dense, references_of_one, same_layout, storage_references
+from ovpatch.overlap.data_parallel.bucket import GradBucket
+from ovpatch.overlap.tensors.ownership import (
+    contiguous_strides,
+    is_dense,
+    references_of_one,
+    same_layout,
+    storage_references,
+)
 from tests.overlap.gradients import ALONE, address, params
 
 SHAPE = (30, 40)

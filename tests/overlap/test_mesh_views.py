@@ -18,8 +18,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_modul
 from torch.distributed.tensor.parallel import ddp as over_meshes
 from torch.nn.parallel import DistributedDataParallel as DDP
 
-from ovpatch.overlap.mesh_views import noting_views, view_of
-from ovpatch.overlap.pending import is_pending, lose, mark, unmark
+from ovpatch.overlap.tensors.pending_param import is_pending, lose, mark, noting_views, unmark, view_of
 from ovpatch.patching import PatchManager
 from tests.overlap.stale import Stale, entrances
 

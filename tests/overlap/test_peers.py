@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ovpatch.overlap.peers import PeerError, Peers
+from ovpatch.overlap.peer_rpc.rpc import PeerError, Peers
 
 DTYPES = [
     torch.float32,

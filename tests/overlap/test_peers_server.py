@@ -13,12 +13,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ovpatch.overlap import cards
-from ovpatch.overlap.answering import Server
-from ovpatch.overlap.asking import Inquiry
-from ovpatch.overlap.cards import Card, Directory
-from ovpatch.overlap.peers import PeerError, Peers
-from ovpatch.overlap.wire import Line, pack
+from ovpatch.overlap.peer_rpc import rendezvous
+from ovpatch.overlap.peer_rpc.client import Inquiry
+from ovpatch.overlap.peer_rpc.rendezvous import Card, Directory
+from ovpatch.overlap.peer_rpc.rpc import PeerError, Peers
+from ovpatch.overlap.peer_rpc.server import Server
+from ovpatch.overlap.peer_rpc.wire import Line, pack
 
 NOBODY = "00" * 32
 
@@ -42,7 +42,7 @@ class Group:
 @pytest.fixture
 def directory(monkeypatch):
     group, store = Group(), dist.HashStore()
-    monkeypatch.setattr(cards, "store_of", lambda found: store)
+    monkeypatch.setattr(rendezvous, "store_of", lambda found: store)
     found = Directory(group)
     found.group = group  # it holds it weakly
     return found
@@ -194,12 +194,12 @@ def test_the_loopback_device_serves_the_same_machine_and_only_that():
     assert here.ways() == ["127.0.0.1", "::1", "10.0.0.5"]
     assert replace(here, host="elsewhere").ways() == ["10.0.0.5"]
     assert replace(here, host="elsewhere", addresses=()).ways() == ["127.0.0.1", "::1"]
-    assert not any(address.startswith("127.") for address in cards.own_addresses(None))
+    assert not any(address.startswith("127.") for address in rendezvous.own_addresses(None))
 
 
 def test_a_card_is_plain_text_in_the_store(server, directory):
     directory.publish(1, server.card)
-    assert json.loads(cards.store_of(None).get("ovpatch/peers/2/1"))["port"] == asdict(server.card)["port"]
+    assert json.loads(rendezvous.store_of(None).get("ovpatch/peers/2/1"))["port"] == asdict(server.card)["port"]
     assert directory.look_up(0) is None
 
 

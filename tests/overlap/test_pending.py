@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from ovpatch.overlap.pending import (
+from ovpatch.overlap.tensors.pending_param import (
     PendingParameter,
     any_pending,
     is_pending,
@@ -22,7 +22,7 @@ from ovpatch.overlap.pending import (
     settle_all,
     unmark,
 )
-from ovpatch.overlap.readers import settle_module
+from ovpatch.overlap.tensors.read_hooks import settle_module
 from tests.overlap.stale import GARBAGE, Stale, entrances, stale
 
 

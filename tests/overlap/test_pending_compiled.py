@@ -13,8 +13,8 @@ from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.nn.parallel import DistributedDataParallel
 
-from ovpatch.overlap.gathering import ParamGather
-from ovpatch.overlap.pending import is_pending, settle_all
+from ovpatch.overlap.tensors.pending_param import is_pending, settle_all
+from ovpatch_plugins.dist_optimizer.param_all_gather import ParamGather
 from tests.overlap.stale import GARBAGE, Stale, entrances
 from tests.overlap.test_gathering import forget_the_others, group, quiet
 

@@ -7,7 +7,7 @@ import copy
 import pytest
 import torch
 
-from ovpatch.overlap.pending import any_pending, settle_all
+from ovpatch.overlap.tensors.pending_param import any_pending, settle_all
 from tests.overlap.reading import READERS
 from tests.overlap.stale import entrances, same, stale, tensors
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from ovpatch.overlap import placeholders
-from ovpatch.overlap.placeholders import Placeholder
+from ovpatch.overlap.tensors import lazy_tensor
+from ovpatch.overlap.tensors.lazy_tensor import Placeholder
 
 
 class Ones:
@@ -19,7 +19,7 @@ class Ones:
         return [torch.ones(one.shape) for one in placeholders]
 
 
-MAKE = [placeholders.make, placeholders.empty_out]
+MAKE = [lazy_tensor.make, lazy_tensor.empty_out]
 
 
 @pytest.mark.parametrize("make", MAKE)

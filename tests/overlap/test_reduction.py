@@ -9,9 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ovpatch.overlap.buckets import GradBucket
-from ovpatch.overlap.reduction import Bucket, Reduction
-from ovpatch.overlap.sparse import SparseBucket
+from ovpatch.overlap.data_parallel.bucket import GradBucket, SparseBucket
+from ovpatch.overlap.data_parallel.grad_sync import Bucket, Reduction
 from tests.overlap.gradients import backward, params
 from tests.support.gloo import one_thread_group
 

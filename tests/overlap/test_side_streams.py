@@ -12,10 +12,10 @@ import pytest
 import torch
 from torch import nn
 
-from ovpatch.overlap import side_streams as module
-from ovpatch.overlap.gathering import ParamGather
-from ovpatch.overlap.pending import is_pending
-from ovpatch.overlap.side_streams import SideStreams, noting, noting_numbers, outlive, quietly_on, side_streams
+from ovpatch.overlap.comm import side_streams as module
+from ovpatch.overlap.comm.side_streams import SideStreams, noting, noting_numbers, outlive, quietly_on, side_streams
+from ovpatch.overlap.tensors.pending_param import is_pending
+from ovpatch_plugins.dist_optimizer.param_all_gather import ParamGather
 from tests.overlap.stale import entrances
 from tests.overlap.test_gathering import forget_the_others, group
 
@@ -80,7 +80,7 @@ def cuda(monkeypatch) -> Cuda:
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda _: cuda.current_stream().stream_id, raising=False)
     streams = SideStreams()
     monkeypatch.setattr(module, "side_streams", streams)
-    monkeypatch.setattr("ovpatch.overlap.gathering.side_streams", streams)
+    monkeypatch.setattr("ovpatch_plugins.dist_optimizer.param_all_gather.side_streams", streams)
     return cuda
 
 

@@ -6,9 +6,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ovpatch.overlap.ballot import Ballots
-from ovpatch.overlap.labels import label, span
-from ovpatch.overlap.lanes import Producers
+from ovpatch.overlap.comm.step_flags import Ballots
+from ovpatch.overlap.comm.streams import Producers, label, span
 
 
 def test_labels_show_in_the_profile_and_cost_nothing_without_one():

@@ -9,10 +9,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ovpatch.overlap import ungrouped
-from ovpatch.overlap.collectives import AllGather, AllReduce, ReduceScatter
-from ovpatch.overlap.ungrouped import Spare
-from ovpatch.overlap.works import Unpacked, Work
+from ovpatch.overlap.comm import gloo
+from ovpatch.overlap.comm.collectives import AllGather, AllReduce, ReduceScatter
+from ovpatch.overlap.comm.gloo import Spare
+from ovpatch.overlap.comm.work import Unpacked, Work
 
 CPU = torch.device("cpu")
 DTYPES = [torch.float32, torch.float16, torch.bfloat16, torch.complex64, torch.int32]
@@ -41,7 +41,7 @@ def three_times(sizes: list[int], dtype: torch.dtype) -> list[dict[str, Any]]:
     rank, world = dist.get_rank(), dist.get_world_size()
     wholes = [size * world for size in sizes]
     found = []
-    with mock.patch.object(ungrouped, "_ALONE", 200 * world * dtype.itemsize):
+    with mock.patch.object(gloo, "_ALONE", 200 * world * dtype.itemsize):
         all_reduce, scatter, gather = AllReduce(group(), CPU), ReduceScatter(group(), CPU), AllGather(group(), CPU)
         for _ in range(3):
             summed = [drawn(rank, size, dtype) for size in wholes]
@@ -84,7 +84,7 @@ def test_memory_is_used_again_when_it_has_been_given_back():
     assert spare.take(5, like).numel() == 5
     for numel in range(100, 200):
         spare.give_back(torch.empty(numel))
-    assert len(spare._idle) == ungrouped._KEPT, "sizes may change from step to step"
+    assert len(spare._idle) == gloo._KEPT, "sizes may change from step to step"
     assert spare.take(4, like.double()).dtype == torch.float64
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from ovpatch.patching import IncompatiblePatchError, PatchConflictError, PatchError, PatchManager
-from ovpatch.patching.signatures import difference
+from ovpatch.patching.stack import difference
 
 from .conftest import MakeModule
 from .tools import same, snapshot, states, tag
@@ -151,7 +151,7 @@ def test_half_failing_set_is_rolled_back(pm: PatchManager, make: MakeModule, fai
 def test_failure_while_writing_is_rolled_back(
     pm: PatchManager, make: MakeModule, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    import ovpatch.patching.journal as journal
+    import ovpatch.patching.slot as journal
 
     m = make("def f(): return 'f'\nclass C:\n    def g(self): return 'g'")
     user = make(h=m.f)
@@ -328,7 +328,7 @@ def test_version_range(
 def test_version_is_read_without_importing_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     import importlib.metadata
 
-    from ovpatch.patching.versions import torch_mismatch
+    from ovpatch.patching.patch import torch_mismatch
 
     monkeypatch.delitem(sys.modules, "torch", raising=False)
     monkeypatch.setattr(importlib.metadata, "version", lambda name: {"torch": "2.12.0"}[name])

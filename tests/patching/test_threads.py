@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from ovpatch.patching import PatchManager
-from ovpatch.patching.journal import LOCK
+from ovpatch.patching.slot import LOCK
 
 from .conftest import MakeModule
 from .tools import same, snapshot, states, tag

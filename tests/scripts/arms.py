@@ -21,7 +21,7 @@ import pytest
 import torch
 
 from ovpatch.insight.equality import compare
-from ovpatch.reports.reporting import IDLE
+from ovpatch.session.report import IDLE
 from tests.support import scripts
 from tests.support.forked import Server
 

@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
-from ovpatch.reports.reporting import Report
-from ovpatch.session import discovery
+from ovpatch.session import plugins
+from ovpatch.session.report import Report
 from ovpatch.session.session import Session
 from tests.support.environment import forget
 
@@ -134,7 +134,7 @@ def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Site]:
 @pytest.fixture
 def only_site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Site]:
     """A folder of plugins, and no others."""
-    monkeypatch.setattr(discovery, "find", functools.partial(discovery.find, [str(tmp_path)]))
+    monkeypatch.setattr(plugins, "find", functools.partial(plugins.find, [str(tmp_path)]))
     with _on_path(tmp_path, monkeypatch) as made:
         yield made
 

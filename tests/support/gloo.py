@@ -2,7 +2,7 @@
 
 Two threads of a gloo group write the name of what they have completed into one string without a lock. Names of more
 than 15 letters, as that of sums of sparse tensors, are on the heap, and in the end both threads free the same memory
-(``ovpatch/overlap/ungrouped.py``, *[Note: one tensor on gloo]*). Stock programs meet it as well; what our tests say
+(``ovpatch/overlap/comm/gloo.py``, *[Note: one tensor on gloo]*). Stock programs meet it as well; what our tests say
 must not depend on it.
 """
 

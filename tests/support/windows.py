@@ -12,12 +12,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ovpatch.overlap.copies.spans import Batch
-from ovpatch.overlap.copies.window import Window
+from ovpatch.overlap.copy_engine.driver import Batch
+from ovpatch.overlap.copy_engine.window import Window
 
 
 def allocate(size: int, group: Any, device: torch.device) -> Window:
-    """Stand for :func:`ovpatch.overlap.copies.window.allocate` among processes on one CPU."""
+    """Stand for :func:`ovpatch.overlap.copy_engine.window.allocate` among processes on one CPU."""
     folder = [tempfile.mkdtemp(prefix="window") if group.rank() == 0 else ""]
     dist.broadcast_object_list(folder, group=group, group_src=0)
     paths = [Path(folder[0], str(rank)) for rank in range(group.size())]

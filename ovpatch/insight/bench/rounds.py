@@ -8,20 +8,140 @@ known after the first patched run; the runs without them follow it, and go befor
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
+from statistics import fmean, median
+from types import TracebackType
 from typing import Any, Final, Protocol
+
+from rich import progress as rich_progress
+from rich.console import Console
+from rich.progress import BarColumn, TextColumn, TimeElapsedColumn
 
 from ovpatch.insight import arms
 from ovpatch.insight.arms import Arm, Outcome
-from ovpatch.insight.bench.measured import Measured, read
+from ovpatch.session import worker_reports
 
 WORKER: Final = "ovpatch.insight.bench.worker"
 STOCK: Final = "stock"
 PATCHED: Final = "patched"
 FEWEST: Final = 5  # steps from which a median is worth something
 SHORTEST_WARMUP: Final = 3  # steps; see the worker's note
+
+
+def slowest_rank(ranks: Sequence[Sequence[float]]) -> list[float]:
+    """Return, for each step that all ranks have, the time of the rank that took longest."""
+    return [max(times) for times in zip(*ranks, strict=False)]
+
+
+# What the processes of one arm left behind, put together over the ranks.
+
+
+@dataclass(frozen=True)
+class Measured:
+    """One run of the command.
+
+    Attributes:
+        times: Of each measured step the time in ms of the rank that took longest.
+        taken: Steps that all ranks have taken, warm-up included.
+        clock: What the times were taken with.
+        memory: Of each kind of peak the bytes of the rank that needed most.
+        samples: Per step over all ranks, None if they cannot be told.
+        tokens: The same.
+        batches: Calls of the model per step, and the class of the model.
+        flops: Operations per step and rank by dtype; empty if they were not, or could not be, counted.
+        flops_again: Those of them that activation checkpointing did a second time.
+        flops_reason: Why not.
+        devices: Their names, each once.
+        clocks_mhz: Their clocks at the end, where they could be asked.
+        torch: Its version.
+        world: Number of ranks.
+        missing: Ranks that left nothing, of which nothing above tells.
+    """
+
+    times: list[float] = field(default_factory=list)
+    taken: int = 0
+    clock: str = ""
+    memory: Mapping[str, int] = field(default_factory=dict)
+    samples: float | None = None
+    tokens: float | None = None
+    batches: tuple[float, str] = (0, "")
+    flops: Mapping[str, float] = field(default_factory=dict)
+    flops_again: float = 0
+    flops_reason: str = ""
+    devices: Sequence[str] = ()
+    clocks_mhz: Sequence[int] = ()
+    torch: str = ""
+    world: int = 0
+    missing: Sequence[int] = ()
+
+    def to_json(self) -> dict[str, Any]:
+        """Return it as plain data."""
+        return asdict(self)
+
+    def in_words(self) -> str:
+        """Return what was measured, in a few words."""
+        return f"{median(self.times):.4g} ms a step, worst {max(self.times):.4g}"
+
+
+def read(folder: Path) -> Measured:
+    """Put together what an arm's processes left; without any, nothing was taken."""
+    ranks = _one_each(worker_reports.read_all(folder, "bench"))
+    if not ranks:
+        return Measured()
+    flops, reason = _flops([rank["flops"] for rank in ranks])
+    clocks = {rank["clock"] for rank in ranks if rank["clock"]}
+    column = "ms" if len(clocks) == 1 else "host_ms"  # what differs in kind is not compared
+    first = ranks[0]
+    missing = sorted(set(range(first["world"])) - {rank["rank"] for rank in ranks})
+    return Measured(
+        times=slowest_rank([rank[column] for rank in ranks]),
+        taken=min(rank["steps"] for rank in ranks),
+        clock=clocks.pop() if len(clocks) == 1 else "host clock",
+        memory={kind: max(rank["memory"].get(kind, 0) for rank in ranks) for kind in first["memory"]},
+        samples=None if missing else _sum(rank["batch"]["samples"] for rank in ranks),
+        tokens=None if missing else _sum(rank["batch"]["tokens"] for rank in ranks),
+        batches=(first["batch"]["calls"], first["batch"]["module"]),
+        flops=flops,
+        flops_again=fmean(rank["flops"]["again"] for rank in ranks) if flops else 0,
+        flops_reason=reason,
+        devices=list(dict.fromkeys(rank["device"] for rank in ranks)),
+        clocks_mhz=[rank["clock_mhz"] for rank in ranks if rank["clock_mhz"]],
+        torch=first["torch"],
+        world=first["world"],
+        missing=missing,
+    )
+
+
+def _one_each(files: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """Return one file for each rank: of the last elastic restart, and there of the process that took most steps.
+
+    A restart may be with fewer ranks; those that it has not are left out.
+    """
+    by_rank: dict[int, Mapping[str, Any]] = {}
+    order: Callable[[Mapping[str, Any]], tuple[int, int]] = lambda file: (file["restart"], file["steps"])  # noqa: E731
+    for file in sorted(files, key=order):
+        by_rank[file["rank"]] = file
+    world = max(by_rank.values(), key=order)["world"] if by_rank else 0
+    return [by_rank[rank] for rank in sorted(by_rank) if rank < world]
+
+
+def _sum(values: Any) -> float | None:
+    known = list(values)
+    return None if None in known else sum(known)
+
+
+def _flops(ranks: Sequence[Mapping[str, Any] | None]) -> tuple[dict[str, float], str]:
+    """Return the mean over ranks of the operations by dtype, or why there is none."""
+    counted = [rank for rank in ranks if rank is not None]
+    reasons = [rank["reason"] for rank in counted if rank["reason"]]
+    if reasons or not counted:
+        return {}, next(iter(reasons), "they are counted in the first stock run only")
+    dtypes = dict.fromkeys(dtype for rank in counted for dtype in rank["by_dtype"])
+    return {dtype: sum(rank["by_dtype"].get(dtype, 0) for rank in counted) / len(counted) for dtype in dtypes}, ""
 
 
 @dataclass(frozen=True)
@@ -132,7 +252,7 @@ def run_all(plan: Plan, progress: Progress) -> Runs:
     Raises:
         FailedError: A run failed, hung, or took too few steps.
         StoppedError: A signal ended a run.
-        ovpatch.jobs.launching.NotStartedError: The command could not be started.
+        ovpatch.insight.launch.NotStartedError: The command could not be started.
     """
     return _Rounds(plan, progress).run()
 
@@ -239,3 +359,74 @@ def _too_few(measured: Measured, plan: Plan) -> str:
         f"the script took {measured.taken} steps, of which {plan.warmup} are warm-up, so {found} could be measured; "
         f"the least is {FEWEST}. Let it take {needed} or more (better {plan.warmup + plan.steps}), or lower --warmup"
     )
+
+
+# The progress bar of a bench on a terminal.
+
+
+class Bar:
+    """Shows ``round 2/3, patched: step 12/40`` and, above it, what earlier runs measured."""
+
+    def __init__(self, plan: Plan) -> None:
+        self._plan = plan
+        columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
+        self._progress = rich_progress.Progress(*columns, console=Console(stderr=True), transient=True)
+        self._task = self._progress.add_task("", total=plan.warmup + plan.steps)
+        self._name = ""
+
+    def __enter__(self) -> Bar:
+        self._progress.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._progress.stop()
+
+    def begin(self, kind: str, round: int) -> None:
+        """A run begins."""
+        self._name = f"round {round}/{self._plan.rounds}, {kind}"
+        self._progress.reset(self._task, description=f"{self._name}: starting")
+
+    def step(self, number: int) -> None:
+        """Its slowest rank has taken this many steps."""
+        words = f"{self._name}: step {number}/{self._plan.warmup + self._plan.steps}"
+        self._progress.update(self._task, completed=number, description=words)
+
+    def end(self, measured: Measured) -> None:
+        """The run has been measured."""
+        self._progress.print(f"{self._name}: {measured.in_words()}", highlight=False)
+
+
+# How far a bench is, on stderr: a bar on a terminal, a line for each run elsewhere.
+
+
+class _Lines:
+    """For logs: one line as a run begins, and its result."""
+
+    def __init__(self, plan: Plan) -> None:
+        self._rounds = plan.rounds
+
+    def begin(self, kind: str, round: int) -> None:
+        self._name = f"round {round}/{self._rounds}, {kind}"
+        self._say(f"{self._name}: running")
+
+    def step(self, number: int) -> None:
+        pass
+
+    def end(self, measured: Measured) -> None:
+        self._say(f"{self._name}: {measured.in_words()}")
+
+    def _say(self, message: str) -> None:
+        print(f"ovpatch bench: {message}", file=sys.stderr, flush=True)
+
+
+@contextmanager
+def shown(plan: Plan) -> Iterator[Progress]:
+    """Show progress while the block runs."""
+    if not sys.stderr.isatty():
+        yield _Lines(plan)
+        return
+
+    with Bar(plan) as bar:
+        yield bar

@@ -7,11 +7,9 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Final
 
-from ovpatch.insight.bench.figures import Figures, Row
-from ovpatch.insight.bench.measured import Measured
-from ovpatch.insight.bench.rounds import PATCHED, STOCK, Plan, Runs
-from ovpatch.insight.bench.statistics import SAME, SLOWER, Judgement
-from ovpatch.reports.reporting import render
+from ovpatch.insight.bench.analysis import SAME, SLOWER, Figures, Judgement, Row
+from ovpatch.insight.bench.rounds import PATCHED, STOCK, Measured, Plan, Runs
+from ovpatch.session.report import render
 
 NOTHING: Final = "nothing ran: the two arms are the same program"
 

@@ -9,15 +9,216 @@ the next step on. A global hook would not do: it is not given keyword arguments,
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
-from typing import Any
+import sys
+import threading
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from types import FrameType
+from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
+from torch.utils.flop_counter import flop_registry
 from torch.utils.hooks import RemovableHandle
 
-from ovpatch.insight.bench import flops
-from ovpatch.insight.models import roots
+from ovpatch.insight.steps import roots
+
+# What devices can do at most, by their data sheets, and what a measured rate is of it.
+
+#: Dense bf16 and fp16 matrix products, FLOP/s, by a part of the device's name; the first that fits counts.
+PEAKS: Final = {
+    "H100 PCIe": 756e12,
+    "H100 NVL": 835e12,
+    "H100": 989.4e12,
+    "H200 NVL": 835e12,
+    "H200": 989.4e12,
+    "GH200": 989.4e12,
+    "B200": 2250e12,
+    "A100": 312e12,
+    "A800": 312e12,
+    "L40S": 362e12,
+    "L4": 121e12,
+    "A10G": 70e12,
+    "A10": 125e12,
+    "V100 PCIE": 112e12,
+    "V100": 125e12,
+    "MI300X": 1307.4e12,
+}
+
+HALF: Final = ("bfloat16", "float16")
+_MOSTLY: Final = 0.9  # of a step's operations: the loss and the norms of a bf16 model are done in float32
+
+
+def peak(device: str, flops: Mapping[str, float]) -> tuple[float | None, str]:
+    """Return the device's peak in FLOP/s for a step in half precision, or None with the reason.
+
+    Args:
+        device: Its name.
+        flops: Operations of the step by dtype.
+    """
+    total = sum(flops.values())
+    half = sum(flops.get(dtype, 0) for dtype in HALF)
+    if not total:
+        return None, "operations were not counted"
+    if _peak_named("MIG", device):
+        return None, f"{device} is a part of a device. Give --peak-tflops"
+    known = next((value for words, value in PEAKS.items() if _peak_named(words, device)), None)
+    if known is None:
+        return None, f"the peak of {device} is not known. Give --peak-tflops"
+    if half < _MOSTLY * total:
+        most = max(flops, key=lambda dtype: flops[dtype])
+        return None, f"the step computes mostly in {most}; the peak that is known is for bf16. Give --peak-tflops"
+    return known, ""
+
+
+def _peak_named(words: str, device: str) -> bool:
+    """Whether the words are in the name as words, so that L4 is not found in L40."""
+    return f" {words} " in f" {device.replace('-', ' ')} "
+
+
+# Floating-point operations of one step, counted as torch dispatches them.
+#
+# Matrix products, convolutions and attention are counted by their shapes, forward and backward, with torch's own
+# formulas; what activation checkpointing computes again counts again, and is known apart, since MFU goes without it.
+# Kernels that bypass torch's dispatcher do not count.
+
+COMPILED = "the script compiles; compiled code does not come by the counter"
+
+
+class FlopCount:
+    """Counts between two borders; it must not be able to harm the script.
+
+    Attributes:
+        by_dtype: Operations by the name of the dtype that they were done in.
+        again: Those of them that :mod:`torch.utils.checkpoint` did a second time.
+        reason: Why they cannot be told; empty if they can.
+    """
+
+    def __init__(self) -> None:
+        self.by_dtype: Counter[str] = Counter()
+        self.again: Counter[str] = Counter()
+        self.reason = "the script ended before a step was counted"
+        self._mode: _Counting | None = None
+        self._thread = 0
+
+    def start(self) -> None:
+        """Begin, at a border."""
+        objection = _objection()
+        if objection:
+            self.reason = objection
+        else:
+            self._mode, self._thread = _Counting(self.by_dtype, self.again), threading.get_ident()
+            # By hand, since the step lies between two calls of ours.
+            self._mode.__enter__()  # type: ignore[no-untyped-call]  # mypy excuses torch's names, no inherited ones
+
+    def stop(self) -> None:
+        """End, at the next border; a mode that is not on top of the stack any more is left where it is."""
+        mode, self._mode = self._mode, None
+        if mode is None:
+            return
+        if self._thread != threading.get_ident() or _get_current_dispatch_mode() is not mode:
+            mode.error = "the script changes dispatch modes, or threads, within a step"
+        else:
+            mode.__exit__(None, None, None)  # type: ignore[no-untyped-call]  # inherited, as in start()
+        self.reason = mode.error or ("" if self.by_dtype else "nothing in a step is a product that torch can count")
+        if compiling():
+            self.reason = COMPILED
+
+    def to_json(self) -> dict[str, Any]:
+        """Return ``by_dtype``, the sum of what was done ``again``, and ``reason``."""
+        if self.reason:
+            return {"by_dtype": {}, "again": 0, "reason": self.reason}
+        return {"by_dtype": dict(self.by_dtype), "again": sum(self.again.values()), "reason": ""}
+
+
+def cheaper(counts: Sequence[FlopCount]) -> dict[str, Any]:
+    """Return, as plain data, the count of the step that took fewest operations, or why none can be told."""
+    found = [count.to_json() for count in counts]
+    known = [one for one in found if not one["reason"]]
+    return min(known, key=lambda one: sum(one["by_dtype"].values())) if known else found[-1]
+
+
+def compiling() -> bool:
+    """Whether Dynamo has captured a graph in this process."""
+    utils: Any = sys.modules.get("torch._dynamo.utils")
+    return utils is not None and utils.counters["stats"]["unique_graphs"] > 0
+
+
+def _objection() -> str:
+    if compiling():
+        return COMPILED
+    if torch._C._current_graph_task_id() != -1:
+        return "the optimizer steps inside of backward"
+    if _get_current_dispatch_mode() is not None:
+        return "the script has a dispatch mode of its own"
+    return ""
+
+
+class _Counting(TorchDispatchMode):
+    """Adds up what its operators cost; of tensor subclasses, what their parts on this rank cost."""
+
+    supports_higher_order_operators = True
+
+    def __init__(self, total: Counter[str], again: Counter[str]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # by super() no name of torch's, as in FlopCount.start()
+        self._total, self._again = total, again
+        self.error = ""
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        if any(issubclass(kind, FakeTensor) for kind in types):  # a shape is worked out, nothing is computed
+            return func(*args, **(kwargs or {}))
+        if any(map(_dispatches, types)):  # a DTensor has the shape of the whole; it comes again, as local tensors
+            return NotImplemented
+        out = func(*args, **(kwargs or {}))
+        formula = flop_registry.get(getattr(func, "_overloadpacket", None))
+        if formula is not None and not self.error and _computed(out):
+            self._add(formula, args, kwargs or {}, out)
+        return out
+
+    def _add(self, formula: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> None:
+        try:
+            cost = formula(*args, **kwargs, out_val=out)
+        except Exception as error:  # noqa: BLE001  # whatever a formula does not expect, the script must go on
+            self.error = f"torch's formula failed: {error!r}"
+            return
+        self._total[_dtype(args)] += int(cost)
+        if _recomputes():
+            self._again[_dtype(args)] += int(cost)
+
+
+def _recomputes() -> bool:
+    """Whether this is a forward within backward, called by torch's checkpointing."""
+    if torch._C._current_graph_task_id() == -1 or not torch.is_grad_enabled():
+        return False
+    frame: FrameType | None = sys._getframe()
+    while frame is not None and frame.f_globals.get("__name__") != "torch.utils.checkpoint":
+        frame = frame.f_back
+    return frame is not None
+
+
+def _computed(out: Any) -> bool:
+    """Whether an operator did its work, and not on tensors that are only shapes."""
+    return not any(isinstance(part, torch.Tensor) and part.is_meta for part in (out if type(out) is tuple else (out,)))
+
+
+def _dispatches(kind: type) -> bool:
+    """Whether a tensor's type does something of its own where an operator is dispatched."""
+    return getattr(kind, "__torch_dispatch__", None) is not torch._C._disabled_torch_dispatch_impl
+
+
+def _dtype(args: Sequence[Any]) -> str:
+    """Return the dtype that an operator computes in: that of its last tensor, as addmm's first is a mere bias."""
+    dtypes = [arg.dtype for arg in args if isinstance(arg, torch.Tensor) and arg.dtype.is_floating_point]
+    return str(dtypes[-1]).removeprefix("torch.") if dtypes else "unknown"
+
 
 _watching: Batches | None = None
 
@@ -43,7 +244,7 @@ class Batches:
         """Close a step, at its border."""
         if self._first is not None:
             self._seen.append(self._now)
-        elif not flops.compiling():  # a hook inside of compiled code would be traced into it
+        elif not compiling():  # a hook inside of compiled code would be traced into it
             self._look_at([child for module in self._modules for child in module.children() if _trains(child)])
         self._first, self._now = None, [0, 0, 0]
 

@@ -11,9 +11,8 @@ from rich.text import Text
 
 from ovpatch.insight import arms
 from ovpatch.insight.arms import Outcome
-from ovpatch.insight.verify.comparing import Compared, Finding
-from ovpatch.insight.verify.endings import why
-from ovpatch.insight.verify.verdict import Result, Verdict
+from ovpatch.insight.verify.compare import Compared, Finding
+from ovpatch.insight.verify.verify import Result, Verdict, why
 
 _ROWS: Final = 10
 _COLOURS: Final = {Verdict.BITWISE: "green", Verdict.NOISE: "green", Verdict.DIFFERENT: "red"}

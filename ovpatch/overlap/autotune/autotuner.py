@@ -20,11 +20,11 @@ from typing import Final, Generic, TypeVar
 import torch
 import torch.distributed as dist
 
-from ovpatch.overlap.agreement import DisagreementError, agree, patience
 from ovpatch.overlap.autotune.cache import TuningCache
 from ovpatch.overlap.autotune.measure import Candidates, Choice, RankNumbers, Tuning, measure_candidates, pick_fastest
-from ovpatch.overlap.collectives import backend_name
-from ovpatch.overlap.cuda_graphs import capturing
+from ovpatch.overlap.comm.collectives import backend_name
+from ovpatch.overlap.comm.consensus import DisagreementError, agree, patience
+from ovpatch.overlap.comm.streams import capturing
 
 T = TypeVar("T")
 

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ovpatch.overlap.agreement import agree
+from ovpatch.overlap.comm.consensus import agree
 
 _MULTICAST_OFF = "TORCH_SYMM_MEM_DISABLE_MULTICAST"
 _PATIENCE_S: Final = 60.0

@@ -37,7 +37,7 @@ def ovpatch_feature() -> Feature:
 @hookimpl
 def ovpatch_reasons_against() -> Sequence[str]:
     """Return why the feature cannot run here."""
-    from ovpatch_plugins.ddp.support import reasons_against
+    from ovpatch_plugins.ddp.takeover import reasons_against
 
     return reasons_against()
 
@@ -115,7 +115,7 @@ def ovpatch_deactivate() -> None:
 @hookimpl
 def ovpatch_counters() -> Mapping[str, int]:
     """Return what the feature did so far."""
-    from ovpatch_plugins.ddp.counters import COUNTERS
+    from ovpatch_plugins.ddp.report import COUNTERS
 
     return COUNTERS.as_dict()
 
@@ -123,16 +123,15 @@ def ovpatch_counters() -> Mapping[str, int]:
 @hookimpl
 def ovpatch_remarks() -> Sequence[str]:
     """Return which models were left to the stock reducer, or why there was none, and what else was odd."""
-    from ovpatch_plugins.ddp import bystanders
-    from ovpatch_plugins.ddp.counters import COUNTERS
+    from ovpatch_plugins.ddp import report
+    from ovpatch_plugins.ddp.report import COUNTERS
 
     if "ovpatch_plugins.ddp.takeover" not in sys.modules:
         return []
     if not (COUNTERS.models or COUNTERS.stock_models):
-        text = bystanders.remark()
+        text = report.other_reducers_remark()
         return [text] if text else []
-    remarks = sys.modules.get("ovpatch_plugins.ddp.remarks")  # imported with the first of them
-    return [] if remarks is None else list(remarks.REMARKS)
+    return list(report.REMARKS)
 
 
 def _has_stock_reducer(ddp: Any) -> bool:

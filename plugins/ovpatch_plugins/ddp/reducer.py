@@ -15,37 +15,158 @@ import functools
 import threading
 import weakref
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.autograd.graph import Node
 
-from ovpatch.overlap.backward_task import BackwardTask
-from ovpatch.overlap.ballot import Ballots
-from ovpatch.overlap.engine import accumulates
-from ovpatch.overlap.grad_shards import GradShards
-from ovpatch.overlap.gradient_hooks import GradientHooks, watch_outputs
-from ovpatch.overlap.half_wire import HalfWire
-from ovpatch.overlap.labels import label, span
-from ovpatch.overlap.layout import Layout
-from ovpatch.overlap.ledger import ANY, GradLedger, SurplusGradientError
-from ovpatch.overlap.reduction import Bucket, Reduction
-from ovpatch.overlap.sharding import sharding
-from ovpatch_plugins.ddp import messages
-from ovpatch_plugins.ddp.communicator import meet_for_late_backward, with_budget
-from ovpatch_plugins.ddp.config import ReducerConfig
-from ovpatch_plugins.ddp.counters import COUNTERS
-from ovpatch_plugins.ddp.cutting import Cutting
-from ovpatch_plugins.ddp.hands import ForeignHands
-from ovpatch_plugins.ddp.mode import Mode
-from ovpatch_plugins.ddp.remarks import fell_short, warn_of_create_graph
-from ovpatch_plugins.ddp.step_times import StepTimes
-from ovpatch_plugins.ddp.stock_only import StockOnly
-from ovpatch_plugins.ddp.usage import Search, UsageMap
+from ovpatch.overlap.comm.collectives import AllReduce
+from ovpatch.overlap.comm.step_flags import Ballots
+from ovpatch.overlap.comm.streams import label, span
+from ovpatch.overlap.comm.work import Work
+from ovpatch.overlap.data_parallel.bucket_assignment import Cutting, Layout
+from ovpatch.overlap.data_parallel.grad_hooks import GradientHooks, accumulates, executed, watch_outputs
+from ovpatch.overlap.data_parallel.grad_sharder import sharding
+from ovpatch.overlap.data_parallel.grad_sync import ANY, Bucket, GradLedger, Reduction, SurplusGradientError
+from ovpatch.overlap.data_parallel.half_wire import HalfWire
+from ovpatch.overlap.data_parallel.reducer import BackwardTask
+from ovpatch.overlap.data_parallel.sharded_grads import GradShards
+from ovpatch_plugins.ddp import errors
+from ovpatch_plugins.ddp.foreign_hooks import ForeignHands
+from ovpatch_plugins.ddp.logger import StepTimes, StockOnly
+from ovpatch_plugins.ddp.options import ReducerConfig
+from ovpatch_plugins.ddp.process_group import meet_for_late_backward, with_budget
+from ovpatch_plugins.ddp.report import COUNTERS, fell_short, warn_of_create_graph
 
 if TYPE_CHECKING:
     from ovpatch_plugins.ddp.logger import ReducerLogger
+
+
+# What kind of backward a step has.
+
+
+@dataclass(frozen=True)
+class Mode:
+    """Worked out once per step, because every hook would ask.
+
+    Attributes:
+        searches: Which parameters it leaves out is found when it begins.
+        tracks_usage: Ranks tell each other which parameters they used.
+        launches_early: Buckets are reduced while it computes.
+    """
+
+    searches: bool
+    tracks_usage: bool
+    launches_early: bool
+
+    @staticmethod
+    def of(config: ReducerConfig, *, learns: bool, static: bool, late: bool, first: bool) -> Mode:
+        """Return the mode of a backward.
+
+        Args:
+            config: How to reduce.
+            learns: Whether it shows how often a static graph uses each parameter; nothing is reduced before its end.
+            static: Whether the graph was declared static.
+            late: Whether the forward's first backward has been reduced before.
+            first: Whether it is the model's first.
+        """
+        searches = late or (config.find_unused_parameters and not static)
+        early = config.overlap and not (learns or late or (searches and first))
+        return Mode(searches=searches, tracks_usage=searches or learns, launches_early=early)
+
+
+# Which parameters took part in a step, on this rank and on any.
+
+_LABEL = label("ddp", "usage")
+
+
+class UsageMap:
+    """A flag per parameter, summed over ranks on request.
+
+    A parameter that only other ranks used gets their average; one that nobody used keeps the gradient it had, so that
+    optimizers skip it (no weight decay), as under stock DDP.
+
+    Args:
+        count: Number of parameters.
+        group: The process group.
+        device: Where its collectives run.
+
+    Attributes:
+        alike: Whether in the last map with counts each parameter was used once by all ranks, or by none.
+    """
+
+    def __init__(self, count: int, group: dist.ProcessGroup, device: torch.device) -> None:
+        self._used, self._world = [0] * count, group.size()
+        self._counted = self.alike = False
+        self._device = device
+        self._last = torch.zeros(count, dtype=torch.int32, device=device)
+        self._all_reduce = AllReduce(group, device)
+        self._map: torch.Tensor | None = None
+        self._work: Work | None = None
+
+    def note(self, index: int) -> None:
+        """Remember that this rank gave the parameter a gradient."""
+        self._used[index] = 1
+
+    def all_used(self) -> bool:
+        """Tell whether this rank used every parameter."""
+        return all(self._used)
+
+    def launch(self, counts: Sequence[int] = ()) -> None:
+        """Start the sum over ranks; with counts, how often this rank used each parameter, :attr:`alike` is told."""
+        self._counted = bool(counts)
+        several = self._world + 1  # which makes a sum that no ranks have that used it once
+        by_count = [one * (several if n > 1 else 1) for one, n in zip(self._used, counts, strict=False)]
+        self._map = torch.tensor(by_count or self._used, dtype=torch.int32, device=self._device)
+        with span(_LABEL):
+            (self._work,) = self._all_reduce([self._map])
+
+    def launched(self) -> bool:
+        """Tell whether a sum is under way."""
+        return self._work is not None
+
+    def nowhere_used(self) -> frozenset[int]:
+        """Return the parameters that no rank used, and start afresh.
+
+        Reading the sum makes the host wait for the device, so it is read only if this rank left a parameter out, or
+        has counted.
+        """
+        assert self._map is not None
+        assert self._work is not None
+        self._work.wait()
+        totals = self._map.tolist() if self._counted or not self.all_used() else ()
+        if self._counted:
+            self.alike = all(total in (0, self._world) for total in totals)
+        nowhere = frozenset(i for i, total in enumerate(totals) if total == 0)
+        self._used = [0] * len(self._used)
+        self._last, self._map, self._work = self._map, None, None
+        return nowhere
+
+    def last(self) -> torch.Tensor:
+        """Return by how many ranks each parameter was used in the last step, int32, ``[count]``."""
+        return self._last
+
+
+class Search:
+    """Which parameters a backward leaves out, as far as autograd knows when it begins.
+
+    A parameter that came although it was not to be reached (its gradient is made by a backward inside the backward) is
+    waited for from then on.
+    """
+
+    def __init__(self) -> None:
+        self._nested: set[int] = set()
+
+    def came(self, index: int) -> None:
+        """Remember a parameter that :meth:`left_out` has not foreseen."""
+        self._nested.add(index)
+
+    def left_out(self, nodes: Sequence[Node]) -> list[int]:
+        """Return the parameters not to wait for. Only valid inside a backward; nothing was launched in the first."""
+        return [i for i, comes in enumerate(executed(nodes)) if not comes and i not in self._nested]
 
 
 class GradReducer(StockOnly):
@@ -97,7 +218,7 @@ class GradReducer(StockOnly):
         """Called before a forward that will be synchronised."""
         self.times.forward_begins()
         self._finish_previous()
-        self._ballots.raise_for_losses(messages.peer_lost_backward)
+        self._ballots.raise_for_losses(errors.peer_lost_backward)
         if self._hooks.lost():
             self._attach_anew()
         if self.shards.choose(self._steps, self):
@@ -137,7 +258,7 @@ class GradReducer(StockOnly):
 
     def _set_static_graph(self) -> None:
         if self._steps or self.armed:
-            raise self._told(messages.STATIC_GRAPH_TOO_LATE)
+            raise self._told(errors.STATIC_GRAPH_TOO_LATE)
         self.static_graph = True
         self._set_mode()
 
@@ -145,7 +266,7 @@ class GradReducer(StockOnly):
         """End of the first backward of a static graph: learn how often each parameter is used, then reduce."""
         with self._lock:
             if not self.armed:
-                raise self._told(messages.STATIC_GRAPH_UNSYNCHRONISED)
+                raise self._told(errors.STATIC_GRAPH_UNSYNCHRONISED)
             counts = [self._ledger.seen(i) for i in range(len(self.params))]
             self._reduction.leave_out(counts)
             self._finish(launch_usage=True, counts=counts)
@@ -218,7 +339,7 @@ class GradReducer(StockOnly):
             if reduced:
                 self._search.came(index)
                 if not self._reduction.expect(index):
-                    raise self._told(messages.late_declaration(self.names[index]))
+                    raise self._told(errors.late_declaration(self.names[index]))
 
     def gradient_marked(self, index: int, key: str) -> None:
         """The declared contribution ``key`` has been added to ``grad`` of parameter ``index``."""
@@ -371,7 +492,7 @@ class GradReducer(StockOnly):
         if index in self._reduction.absent:
             self._search.came(index)
         if not self._reduction.arrived(index):
-            raise self._told(messages.late(self.names[index]))
+            raise self._told(errors.late(self.names[index]))
         if not self.has_rebuilt_buckets and not self._late:
             self._cutting.came(index)
         if self._copies_at_once:
@@ -404,7 +525,7 @@ class GradReducer(StockOnly):
             self._wait_for_installed()
         COUNTERS.backwards += 1
         if self._device.type != "cuda":
-            self._ballots.raise_for_losses(messages.peer_lost_backward)
+            self._ballots.raise_for_losses(errors.peer_lost_backward)
 
     def _wait_for_installed(self) -> None:
         installed, self._installed = self._installed, []
@@ -456,8 +577,8 @@ class GradReducer(StockOnly):
     def _unfinished(self) -> str:
         missing = {i: self.names[i] for i in self._ledger.unforeseen()}
         if self.static_graph:
-            return messages.static_graph_lacks(missing, self._group.rank())
-        return messages.unfinished(missing, self._group.rank(), searched=self.config.find_unused_parameters)
+            return errors.static_graph_lacks(missing, self._group.rank())
+        return errors.unfinished(missing, self._group.rank(), searched=self.config.find_unused_parameters)
 
     def _told(self, text: str) -> RuntimeError:
         """Return an error of which the logger knows."""

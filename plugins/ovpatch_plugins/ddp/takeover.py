@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import atexit
 import functools
+import importlib.util
 import inspect
 import sys
 import time
@@ -24,11 +25,58 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import torch
 import torch.distributed as dist
 
-from ovpatch_plugins.ddp import messages
-from ovpatch_plugins.ddp.counters import COUNTERS
+from ovpatch_plugins.ddp import errors
+from ovpatch_plugins.ddp.report import COUNTERS
 
 if TYPE_CHECKING:
-    from ovpatch_plugins.ddp.config import ReducerConfig
+    from torch.nn.parallel import DistributedDataParallel
+
+    from ovpatch_plugins.ddp.options import ReducerConfig
+
+
+# Where our reducer can run, and what is left to the stock reducer.
+
+
+def reasons_against() -> list[str]:
+    """Return why the feature cannot run in this process at all."""
+    if not torch.distributed.is_available():
+        return ["this build of torch has no torch.distributed"]
+    if importlib.util.find_spec("torch.nn.parallel.distributed") is None:
+        return ["this build of torch has no DistributedDataParallel"]
+    return []
+
+
+def objection(ddp: DistributedDataParallel, params: Sequence[torch.nn.Parameter]) -> str:
+    """Return why this model is left to the stock reducer, or ""."""
+    from ovpatch.overlap.peer_rpc.rendezvous import store_of  # only when a model is wrapped
+
+    if ddp._use_python_reducer:
+        return "torch._dynamo.config.optimize_ddp is 'python_reducer'"
+    if ddp.mixed_precision is not None:
+        return "DistributedDataParallel(mixed_precision=...) brings its own hooks"
+    if getattr(ddp, "_delay_all_reduce_params", None):
+        return "delay_all_reduce_named_params has a reduction of its own"
+    if any(_is_dtensor(param) for param in params):
+        return "parameters are DTensors"
+    if store_of(ddp.process_group) is None:
+        return "its process group has no store, through which ranks would compare their settings"
+    if _has_rpc():
+        return "RPC is in use, whose distributed autograd keeps gradients in contexts of its own"
+    return ""
+
+
+DISTRIBUTED_AUTOGRAD = "RPC is in use, whose distributed autograd keeps gradients in contexts of its own"
+
+
+def _has_rpc() -> bool:
+    api = sys.modules.get("torch.distributed.rpc.api")
+    return api is not None and bool(api._is_current_rpc_agent_set())
+
+
+def _is_dtensor(param: torch.nn.Parameter) -> bool:
+    # By name: importing DTensor for the test would cost every script half a second.
+    return any(cls.__name__ == "DTensor" for cls in type(param).__mro__)
+
 
 # A ``DistributedDataParallel`` object; its own annotations know the C++ reducer only.
 Wrapper: TypeAlias = Any
@@ -93,9 +141,8 @@ class Takeover:
                 stock()
                 _note_sharing(ddp, parameters)
                 return
-            from ovpatch.overlap.agreement import agree  # [Note: imported late]
-            from ovpatch.overlap.cards import store_of
-            from ovpatch_plugins.ddp.support import objection
+            from ovpatch.overlap.comm.consensus import agree  # [Note: imported late]
+            from ovpatch.overlap.peer_rpc.rendezvous import store_of
 
             reason = objection(ddp, parameters)
             config = self._config(ddp, parameters, expect_sparse_gradient)
@@ -144,7 +191,6 @@ class Takeover:
 
         @functools.wraps(original)
         def enter(context: Any) -> Any:
-            from ovpatch_plugins.ddp.support import DISTRIBUTED_AUTOGRAD
 
             for ddp in list(_live):
                 if not ddp.reducer.in_backward():  # as that of another thread, which has begun outside
@@ -165,8 +211,8 @@ class Takeover:
         return method
 
     def _config(self, ddp: Wrapper, parameters: Sequence[torch.nn.Parameter], sparse: Sequence[bool]) -> ReducerConfig:
-        from ovpatch_plugins.ddp.communicator import averages, check_budget
-        from ovpatch_plugins.ddp.config import ReducerConfig
+        from ovpatch_plugins.ddp.options import ReducerConfig
+        from ovpatch_plugins.ddp.process_group import averages, check_budget
 
         options = self._options
         own = tuple(getattr(ddp, "bucket_bytes_cap_list", ()))
@@ -255,14 +301,14 @@ def restore_all() -> None:
         _refuse_inside_backward(ddp)
     for ddp in list(_live):
         restore_stock(ddp)
-    hands = sys.modules.get("ovpatch_plugins.ddp.hands")
+    hands = sys.modules.get("ovpatch_plugins.ddp.foreign_hooks")
     if hands is not None:
         hands.stop_watching()
 
 
 def _refuse_inside_backward(ddp: Wrapper) -> None:
     if ddp.reducer.in_backward():
-        raise RuntimeError(messages.inside_backward(model_name(ddp)))
+        raise RuntimeError(errors.inside_backward(model_name(ddp)))
 
 
 def model_name(ddp: Wrapper) -> str:
@@ -319,7 +365,7 @@ def _let_threads_go_at_exit() -> None:
 
 
 def _agree_late(reference: weakref.ref[Wrapper], terms: Mapping[str, Any]) -> None:
-    from ovpatch.overlap.agreement import agree
+    from ovpatch.overlap.comm.consensus import agree
 
     ddp = reference()
     if ddp is not None:
@@ -339,7 +385,7 @@ def _terms(parameters: Sequence[torch.nn.Parameter], config: ReducerConfig, stat
     """Return what must be the same on all ranks, or their collectives would not match."""
     from importlib.metadata import version
 
-    from ovpatch.overlap.sharding import sharding
+    from ovpatch.overlap.data_parallel.grad_sharder import sharding
 
     return {
         "version of ovpatch": version("ovpatch"),
@@ -362,7 +408,7 @@ def _terms(parameters: Sequence[torch.nn.Parameter], config: ReducerConfig, stat
 
 
 def _report_stock(ddp: Wrapper, reason: str) -> None:
-    from ovpatch_plugins.ddp.remarks import remark
+    from ovpatch_plugins.ddp.report import remark
 
     COUNTERS.stock_models += 1
     remark(f"{model_name(ddp)} keeps the stock reducer: {reason}")

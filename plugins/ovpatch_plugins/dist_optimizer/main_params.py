@@ -18,13 +18,12 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from ovpatch.overlap import grad_shards
-from ovpatch.overlap.grad_shards import GradShards
-from ovpatch.overlap.halves import HALVES, Following
-from ovpatch.overlap.placeholders import Placeholder
-from ovpatch.overlap.slices import elements_of
-from ovpatch_plugins.dist_optimizer.model_state import States, Updated
-from ovpatch_plugins.dist_optimizer.slice_state import SlicesOfModel
+from ovpatch.overlap.data_parallel import sharded_grads
+from ovpatch.overlap.data_parallel.fp32_accumulation import HALVES, Following
+from ovpatch.overlap.data_parallel.sharded_grads import GradShards
+from ovpatch.overlap.tensors.lazy_tensor import Placeholder
+from ovpatch.overlap.tensors.shard import elements_of
+from ovpatch_plugins.dist_optimizer.sharded_state import SlicesOfModel, States, Updated
 
 #: The name of the main parameter in the optimizer's state.
 MAIN: Final = "main_param"
@@ -122,7 +121,7 @@ def forget_mains(optimizer: Optimizer) -> None:
 
 
 def _has_main(param: Tensor) -> bool:
-    entry = grad_shards.find(param)
+    entry = sharded_grads.find(param)
     return entry is not None and entry[0].can_be_cut(entry[1])
 
 

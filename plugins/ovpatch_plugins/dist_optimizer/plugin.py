@@ -40,13 +40,11 @@ def ovpatch_register(patches: Registrar, options: Mapping[str, Any]) -> None:
     """Register the patches."""
     from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-    from ovpatch.overlap.mesh_views import noting_views
-    from ovpatch.overlap.readers import ENTRANCES
-    from ovpatch_plugins.dist_optimizer.clipping import wrap_clip, wrap_norm
-    from ovpatch_plugins.dist_optimizer.endings import wrap_destroy
-    from ovpatch_plugins.dist_optimizer.kinds import with_a_step
-    from ovpatch_plugins.dist_optimizer.optimizers import Steps
-    from ovpatch_plugins.dist_optimizer.scaling import wrap_unscale
+    from ovpatch.overlap.tensors.pending_param import noting_views
+    from ovpatch.overlap.tensors.read_hooks import ENTRANCES
+    from ovpatch_plugins.dist_optimizer.clip_grad import wrap_clip, wrap_norm, wrap_unscale
+    from ovpatch_plugins.dist_optimizer.supported_optimizers import with_a_step
+    from ovpatch_plugins.dist_optimizer.takeover import Steps, wrap_destroy
 
     if options["overlap_param_gather"]:
         for target, wrap, why, optional in ENTRANCES:
@@ -97,7 +95,7 @@ def ovpatch_register(patches: Registrar, options: Mapping[str, Any]) -> None:
 @hookimpl
 def ovpatch_activate(options: Mapping[str, Any]) -> Sequence[str]:
     """Let models that are wrapped from now on keep gradients by parts."""
-    from ovpatch.overlap.sharding import sharding
+    from ovpatch.overlap.data_parallel.grad_sharder import sharding
     from ovpatch_plugins.dist_optimizer.main_params import smallest
 
     sharding.minimum, sharding.terms = functools.partial(smallest, dict(options)), dict(options)
@@ -108,12 +106,12 @@ def ovpatch_activate(options: Mapping[str, Any]) -> Sequence[str]:
 @hookimpl
 def ovpatch_deactivate() -> None:
     """Make all optimizers stock again."""
-    from ovpatch.overlap.sharding import sharding
+    from ovpatch.overlap.data_parallel.grad_sharder import sharding
 
     sharding.clear()
-    copies = sys.modules.get("ovpatch.overlap.copies.registry")
-    communicators = sys.modules.get("ovpatch.overlap.step_communicator")
-    optimizers = sys.modules.get("ovpatch_plugins.dist_optimizer.optimizers")
+    copies = sys.modules.get("ovpatch.overlap.copy_engine.registry")
+    communicators = sys.modules.get("ovpatch.overlap.comm.step_communicator")
+    optimizers = sys.modules.get("ovpatch_plugins.dist_optimizer.takeover")
     if optimizers is not None:
         optimizers.release_all()
     if communicators is not None:
@@ -125,7 +123,7 @@ def ovpatch_deactivate() -> None:
 @hookimpl
 def ovpatch_counters() -> Mapping[str, int]:
     """Return what the feature did so far."""
-    from ovpatch_plugins.dist_optimizer.counters import COUNTERS
+    from ovpatch_plugins.dist_optimizer.report import COUNTERS
 
     return COUNTERS.as_dict()
 
@@ -133,7 +131,7 @@ def ovpatch_counters() -> Mapping[str, int]:
 @hookimpl
 def ovpatch_remarks() -> Sequence[str]:
     """Return which optimizers were left stock, and why; and what was chosen by measurement."""
-    optimizers = sys.modules.get("ovpatch_plugins.dist_optimizer.optimizers")
+    optimizers = sys.modules.get("ovpatch_plugins.dist_optimizer.takeover")
     autotune = sys.modules.get("ovpatch.overlap.autotune")
     remarks = [] if optimizers is None else list(optimizers.remarks())
     return remarks + ([] if autotune is None else autotune.report_lines("dist_optimizer"))

@@ -12,11 +12,11 @@ from typing import Any, Final
 
 _HOMES: Final = {
     "ExpertParallelFFN": "module",
-    "How": "how",
-    "all_to_all": "exchange",
-    "expert_data_parallel": "data_parallel",
+    "How": "config",
+    "all_to_all": "all_to_all",
+    "expert_data_parallel": "expert_data_parallel",
     "expert_parallel_ffn": "layer",
-    "pipelined": "pipeline",
+    "pipelined": "pipelined_forward",
     "run_experts": "layer",
     "run_grouped_experts": "layer",
 }

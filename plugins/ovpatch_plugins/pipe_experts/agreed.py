@@ -1,4 +1,4 @@
-"""Whether the ranks of a group compute a layer in the same parts; see :mod:`ovpatch.overlap.agreement`.
+"""Whether the ranks of a group compute a layer in the same parts; see :mod:`ovpatch.overlap.comm.consensus`.
 
 They agree in the first call of a layer, where stock, too, needs them all.
 """
@@ -12,8 +12,8 @@ from dataclasses import asdict
 import torch
 import torch.distributed as dist
 
-from ovpatch.overlap.agreement import agree, patience
-from ovpatch_plugins.pipe_experts.how import How
+from ovpatch.overlap.comm.consensus import agree, patience
+from ovpatch_plugins.pipe_experts.config import How
 
 PATIENCE_S = 300.0  # ranks may load or make their models at different speeds
 

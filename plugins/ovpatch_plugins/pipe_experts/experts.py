@@ -10,10 +10,10 @@ from typing import Any, Final, Protocol
 import torch
 from torch import Tensor, nn
 
-from ovpatch_plugins.pipe_experts.memory import Memory, cut
-from ovpatch_plugins.pipe_experts.parts import Counts, Plan
-from ovpatch_plugins.pipe_experts.products import Groups
-from ovpatch_plugins.pipe_experts.weights import Weights
+from ovpatch_plugins.pipe_experts.chunks import Counts, Plan
+from ovpatch_plugins.pipe_experts.grouped_gemm import Groups
+from ovpatch_plugins.pipe_experts.row_buffer import Memory, cut
+from ovpatch_plugins.pipe_experts.wgrad import Weights
 
 Activation = Callable[[Tensor], Tensor]
 """What is between two products: ``[rows, n]`` -> ``[rows, k]``, row by row."""

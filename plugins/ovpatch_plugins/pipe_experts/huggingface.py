@@ -16,11 +16,11 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from ovpatch.overlap.autocast import autocast_dtype
-from ovpatch_plugins.pipe_experts.counters import COUNTERS
+from ovpatch.overlap.tensors.autocast import autocast_dtype
+from ovpatch_plugins.pipe_experts.config import STATE
 from ovpatch_plugins.pipe_experts.experts import Activation, Maker, Numbered
 from ovpatch_plugins.pipe_experts.layer import run, stacked
-from ovpatch_plugins.pipe_experts.state import STATE
+from ovpatch_plugins.pipe_experts.report import COUNTERS
 
 NAME: Final = "ovpatch"
 

@@ -9,14 +9,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ovpatch.overlap.autocast import autocast_dtype
+from ovpatch.overlap.tensors.autocast import autocast_dtype
 from ovpatch_plugins.pipe_experts import agreed
-from ovpatch_plugins.pipe_experts.choosing import plans_of
-from ovpatch_plugins.pipe_experts.computing import computed
-from ovpatch_plugins.pipe_experts.counters import COUNTERS
+from ovpatch_plugins.pipe_experts.autotune import plans_of
+from ovpatch_plugins.pipe_experts.config import How
 from ovpatch_plugins.pipe_experts.experts import Activation, Grouped, Maker, Separate, Stacked
-from ovpatch_plugins.pipe_experts.how import How
-from ovpatch_plugins.pipe_experts.sharing import possible
+from ovpatch_plugins.pipe_experts.pipelined_forward import computed
+from ovpatch_plugins.pipe_experts.report import COUNTERS
+from ovpatch_plugins.pipe_experts.symm_all_to_all import possible
 
 DEFAULT = How()
 

@@ -10,8 +10,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import distributed_c10d
 
+from ovpatch_plugins.pipe_experts.config import How
 from ovpatch_plugins.pipe_experts.experts import ACTIVATIONS
-from ovpatch_plugins.pipe_experts.how import How
 from ovpatch_plugins.pipe_experts.layer import expert_parallel_ffn, ranks_of
 from ovpatch_plugins.pipe_experts.routing import capacity_of, drop_surplus
 

@@ -28,7 +28,7 @@ def ovpatch_feature() -> Feature:
 @hookimpl
 def ovpatch_reasons_against() -> Sequence[str]:
     """Return why the feature cannot run here."""
-    from ovpatch_plugins.pipe_experts.support import reasons_against
+    from ovpatch_plugins.pipe_experts.takeover import reasons_against
 
     return reasons_against()
 
@@ -54,7 +54,7 @@ def ovpatch_register(patches: Registrar, options: Mapping[str, Any]) -> None:
 @hookimpl
 def ovpatch_activate(options: Mapping[str, Any]) -> Sequence[str]:
     """Compute as the options say."""
-    from ovpatch_plugins.pipe_experts.state import STATE
+    from ovpatch_plugins.pipe_experts.config import STATE
 
     STATE.turn_on(options)
     return []
@@ -63,7 +63,7 @@ def ovpatch_activate(options: Mapping[str, Any]) -> Sequence[str]:
 @hookimpl
 def ovpatch_deactivate() -> None:
     """Give all layers back to their library."""
-    from ovpatch_plugins.pipe_experts.state import STATE
+    from ovpatch_plugins.pipe_experts.config import STATE
 
     STATE.on = False
 
@@ -71,7 +71,7 @@ def ovpatch_deactivate() -> None:
 @hookimpl
 def ovpatch_counters() -> Mapping[str, int]:
     """Return what the feature did so far."""
-    from ovpatch_plugins.pipe_experts.counters import COUNTERS
+    from ovpatch_plugins.pipe_experts.report import COUNTERS
 
     return COUNTERS.as_dict()
 
@@ -79,11 +79,11 @@ def ovpatch_counters() -> Mapping[str, int]:
 @hookimpl
 def ovpatch_remarks() -> Sequence[str]:
     """Say what was chosen by measurement, what stood down, and if less than all was taken over, or nothing."""
-    from ovpatch_plugins.pipe_experts.counters import COUNTERS
+    from ovpatch_plugins.pipe_experts.report import COUNTERS
 
     autotune = sys.modules.get("ovpatch.overlap.autotune")
     chosen = [] if autotune is None else autotune.report_lines("pipe_experts")
-    sharing = sys.modules.get("ovpatch_plugins.pipe_experts.sharing")
+    sharing = sys.modules.get("ovpatch_plugins.pipe_experts.symm_all_to_all")
     problems = [] if sharing is None else sharing.objections()
     chosen += [f"rows travel by c10d's all-to-alls, not over symmetric memory: {problem}" for problem in problems]
     if COUNTERS.library_experts:
@@ -105,8 +105,8 @@ def ovpatch_remarks() -> Sequence[str]:
 
 def _whole() -> list[str]:
     """Say so if nothing was computed in parts since nobody has said in which."""
-    from ovpatch_plugins.pipe_experts.counters import COUNTERS
-    from ovpatch_plugins.pipe_experts.state import STATE
+    from ovpatch_plugins.pipe_experts.config import STATE
+    from ovpatch_plugins.pipe_experts.report import COUNTERS
 
     if STATE.how.cut != "auto" or COUNTERS.stacked_calls or COUNTERS.parts != COUNTERS.calls:
         return []
@@ -117,7 +117,7 @@ def _wrap_call(call: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(call)
     def __call__(self: Any, hidden_states: Any, top_k_index: Any, top_k_weights: Any) -> Any:
         from ovpatch_plugins.pipe_experts import huggingface
-        from ovpatch_plugins.pipe_experts.state import STATE
+        from ovpatch_plugins.pipe_experts.config import STATE
 
         compute = huggingface.compute if STATE.on and huggingface.is_stock(self) else call
         return compute(self, hidden_states, top_k_index, top_k_weights)

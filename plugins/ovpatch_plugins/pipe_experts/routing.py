@@ -16,10 +16,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from ovpatch.overlap.engine import apply_function
+from ovpatch.overlap.data_parallel.grad_hooks import apply_function
 from ovpatch.overlap.symm_mem.support import triton_unavailable_reason
-from ovpatch_plugins.pipe_experts.lanes import Collective, Lane
-from ovpatch_plugins.pipe_experts.parts import Counts, Plan, Plans, positions_on
+from ovpatch_plugins.pipe_experts.all_to_all import Collective, Lane
+from ovpatch_plugins.pipe_experts.chunks import Counts, Plan, Plans, positions_on
 
 DROPPED = -1
 """Stands for an expert in a routing table where a token goes to none."""
@@ -83,7 +83,7 @@ class Route:
     def summed(self, rows: Tensor, dtype: torch.dtype) -> Tensor:
         """Return the sum of each token's rows: ``[rows, h]`` -> ``[tokens, h]``, always in the same order."""
         if _by_kernel(rows):
-            from ovpatch_plugins.pipe_experts.kernels import weighted_sum
+            from ovpatch_plugins.pipe_experts.triton_combine import weighted_sum
 
             return weighted_sum(rows.contiguous(), None, self.place, self.top_k, dtype)
         return self.spread(rows).view(-1, self.top_k, rows.shape[1]).sum(dim=1, dtype=dtype)
@@ -115,7 +115,7 @@ class _Rows(torch.autograd.Function):
 class _WeightedSum(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, route: Route, rows: Tensor, weights: Tensor, dtype: torch.dtype) -> Tensor:
-        from ovpatch_plugins.pipe_experts.kernels import weighted_sum
+        from ovpatch_plugins.pipe_experts.triton_combine import weighted_sum
 
         ctx.route = route
         ctx.save_for_backward(rows, weights)
@@ -125,7 +125,7 @@ class _WeightedSum(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-        from ovpatch_plugins.pipe_experts.kernels import weighted_sum_back
+        from ovpatch_plugins.pipe_experts.triton_combine import weighted_sum_back
 
         rows, weights = (saved.contiguous() for saved in ctx.saved_tensors)
         _, of_rows, of_weights, _ = ctx.needs_input_grad

@@ -1,4 +1,4 @@
-"""Whether the ranks of a group compute in the same way; see :mod:`ovpatch.overlap.agreement`.
+"""Whether the ranks of a group compute in the same way; see :mod:`ovpatch.overlap.comm.consensus`.
 
 Ranks agree when ``parallelize_module`` first cuts a linear over a group, where stock, too, needs them all. Models
 that were made parallel before ``ovpatch.apply()`` have their ranks agree in their first forward.
@@ -13,8 +13,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from ovpatch.overlap.agreement import agree, patience
-from ovpatch_plugins.tp_linear.state import STATE
+from ovpatch.overlap.comm.consensus import agree, patience
+from ovpatch_plugins.tp_linear.config import STATE
 
 PATIENCE_S = 300.0  # ranks may load or make their models at different speeds
 

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack, _pop_mode, _push_mode
 
-from ovpatch.overlap.works import Unpacked, Work
+from ovpatch.overlap.comm.work import Unpacked, Work
 
 Started = tuple[Tensor, Sequence[Work]]
 """The result of a collective, and the works that will have written it."""

@@ -29,7 +29,7 @@ def ovpatch_feature() -> Feature:
 @hookimpl
 def ovpatch_reasons_against() -> Sequence[str]:
     """Return why the feature cannot run here."""
-    from ovpatch_plugins.tp_linear.support import reasons_against
+    from ovpatch_plugins.tp_linear.takeover import reasons_against
 
     return reasons_against()
 
@@ -59,26 +59,26 @@ def ovpatch_activate() -> Sequence[str]:
     if _STYLE not in sys.modules:
         return []
     _turned_on()
-    from ovpatch_plugins.tp_linear import late
+    from ovpatch_plugins.tp_linear import takeover
 
-    return late.recover()
+    return takeover.recover()
 
 
 @hookimpl
 def ovpatch_deactivate() -> None:
     """Give all modules back to stock."""
-    state = sys.modules.get("ovpatch_plugins.tp_linear.state")
+    state = sys.modules.get("ovpatch_plugins.tp_linear.config")
     if state is not None:
         state.STATE.on = False
-    styles = sys.modules.get("ovpatch_plugins.tp_linear.styles")
-    if styles is not None:
-        styles.give_all_back()
+    takeover = sys.modules.get("ovpatch_plugins.tp_linear.takeover")
+    if takeover is not None:
+        takeover.give_all_back()
 
 
 @hookimpl
 def ovpatch_counters() -> Mapping[str, int]:
     """Return what the feature did so far."""
-    from ovpatch_plugins.tp_linear.counters import COUNTERS
+    from ovpatch_plugins.tp_linear.report import COUNTERS
 
     return COUNTERS.as_dict()
 
@@ -86,16 +86,16 @@ def ovpatch_counters() -> Mapping[str, int]:
 @hookimpl
 def ovpatch_remarks() -> Sequence[str]:
     """Return what was chosen by measurement, what was left to stock, and what was computed for nothing."""
-    from ovpatch_plugins.tp_linear.counters import COUNTERS
+    from ovpatch_plugins.tp_linear.report import COUNTERS
 
     autotune = sys.modules.get("ovpatch.overlap.autotune")
     remarks = [] if autotune is None else autotune.report_lines("tp_linear")
-    sharing = sys.modules.get("ovpatch_plugins.tp_linear.sharing")
+    sharing = sys.modules.get("ovpatch_plugins.tp_linear.fused_support")
     if sharing is not None:
         remarks += [f"schedule fused computes as bulk does: {reason}" for reason in sharing.objections()]
-    styles = sys.modules.get("ovpatch_plugins.tp_linear.styles")
-    if styles is not None:
-        remarks += [f"{name} is left to stock: {reason}" for name, reason in styles.left_alone().items()]
+    takeover = sys.modules.get("ovpatch_plugins.tp_linear.takeover")
+    if takeover is not None:
+        remarks += [f"{name} is left to stock: {reason}" for name, reason in takeover.left_alone().items()]
     if COUNTERS.unused:
         remarks.append(
             f"{COUNTERS.unused} products were computed with a shared gather and never asked for: "
@@ -125,9 +125,9 @@ def _wrap_gather(apply: Callable[..., Any]) -> Callable[..., Any]:
 
 def _turned_on() -> Any:
     """Return the module that takes modules over; the first call after ``apply()`` imports it and sets the options."""
-    from ovpatch_plugins.tp_linear import styles
-    from ovpatch_plugins.tp_linear.state import STATE
+    from ovpatch_plugins.tp_linear import takeover
+    from ovpatch_plugins.tp_linear.config import STATE
 
     if not STATE.on:
         STATE.turn_on(_settings)
-    return styles
+    return takeover

@@ -54,6 +54,6 @@ def data(step: int, *shape: int, micro: int = 0) -> torch.Tensor:
 
 
 def _counters() -> dict[str, int]:
-    from ovpatch_plugins.ddp.counters import COUNTERS
+    from ovpatch_plugins.ddp.report import COUNTERS
 
     return COUNTERS.as_dict()

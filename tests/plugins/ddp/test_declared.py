@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 import ovpatch
 from ovpatch.insight.equality import compare
-from ovpatch.overlap.ledger import SurplusGradientError, expect_gradients, mark_gradient
+from ovpatch.overlap.data_parallel.grad_sync import SurplusGradientError, expect_gradients, mark_gradient
 from tests.plugins.ddp.arms import Record, data, seen
 from tests.plugins.ddp.test_failures import Bomb
 
@@ -201,8 +201,8 @@ def _named(values: dict[str, Any]) -> dict[str, Any]:
 
 def both(ddp: dict[str, Any], features: tuple[str, ...] = ("ddp",), **kwargs: Any) -> dict[str, Any]:
     """Train without chunks under stock DDP, and with them, patched; also stock with sums in another order."""
-    from ovpatch_plugins.ddp.counters import COUNTERS
-    from ovpatch_plugins.dist_optimizer.counters import COUNTERS as DIVIDED
+    from ovpatch_plugins.ddp.report import COUNTERS
+    from ovpatch_plugins.dist_optimizer.report import COUNTERS as DIVIDED
 
     plain = {name: value for name, value in kwargs.items() if name != "prepare"}
     stock, reordered = (train(False, ddp, **plain, chunks=chunks) for chunks in (1, CHUNKS))
@@ -376,8 +376,7 @@ def short_on_one_rank(net: Net) -> None:
 
 
 def falling_short(*args: Any, **kwargs: Any) -> dict[str, Any]:
-    from ovpatch_plugins.ddp.counters import COUNTERS
-    from ovpatch_plugins.ddp.remarks import REMARKS
+    from ovpatch_plugins.ddp.report import COUNTERS, REMARKS
 
     REMARKS.clear()
     COUNTERS.shortfalls = 0
@@ -503,7 +502,7 @@ def test_what_was_taken_for_unused_and_comes_too_late_is_told(ranks):
 
 def twice_through_one_forward() -> dict[str, Any]:
     """Two backwards through one forward: the second is reduced, too, and declares while it has not begun."""
-    from ovpatch_plugins.ddp.counters import COUNTERS
+    from ovpatch_plugins.ddp.report import COUNTERS
 
     records = {}
     with ovpatch.applied("ddp"):

@@ -58,7 +58,7 @@ def train(steps: list[tuple[int, int | None]], ddp: dict[str, Any], *, catch: bo
 
 
 def patched_train(*args: Any, **kwargs: Any) -> tuple[list[Record], dict[str, int]]:
-    from ovpatch_plugins.ddp.counters import COUNTERS
+    from ovpatch_plugins.ddp.report import COUNTERS
 
     with ovpatch.applied("ddp"):
         before = COUNTERS.recovered

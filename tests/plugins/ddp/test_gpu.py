@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 from ovpatch.insight.equality import compare
-from ovpatch.overlap.ballot import PERIOD, Ballots
+from ovpatch.overlap.comm.step_flags import PERIOD, Ballots
 from tests.plugins.ddp import test_failures, test_gradients_kept, test_loops
 from tests.plugins.ddp.arms import Record, both, data, device, seen
 

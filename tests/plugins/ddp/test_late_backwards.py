@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 import ovpatch
 from ovpatch.insight.equality import compare
-from ovpatch.overlap.agreement import DisagreementError
+from ovpatch.overlap.comm.consensus import DisagreementError
 from tests.plugins.ddp.arms import Record, both, data, seen
 from tests.plugins.ddp.checks import average_by_hand, check
 
@@ -142,7 +142,7 @@ def train(way: str, wrapped: nn.Module, model: nn.Module, *, by_hand: bool = Fal
 
 
 def by_hand_and_ours(way: str, ddp: dict[str, Any], reentrant: bool = False, **more: Any) -> dict[str, Any]:
-    from ovpatch_plugins.ddp.counters import COUNTERS
+    from ovpatch_plugins.ddp.report import COUNTERS
 
     torch.manual_seed(0)
     model = TwoHeads(reentrant)

@@ -70,7 +70,7 @@ def train(reentrant: bool, spare: str, ddp: dict[str, Any], fails: tuple[int, ..
 
 def reentrant_and_not(spare: str, ddp: dict[str, Any], fails: tuple[int, ...] = ()) -> dict[str, Any]:
     """Stock cannot search inside reentrant checkpoints, so its arm has the other kind."""
-    from ovpatch_plugins.ddp.counters import COUNTERS
+    from ovpatch_plugins.ddp.report import COUNTERS
 
     stock = train(False, spare, ddp)
     with ovpatch.applied("ddp"):

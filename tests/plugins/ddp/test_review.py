@@ -190,7 +190,7 @@ def test_a_failed_step_may_be_followed_by_one_without_synchronisation(ranks, dep
 
 def interrupted_while_waiting() -> dict[str, Any]:
     """Ctrl-C arrives in the engine's callback, after some or all collectives of the step."""
-    from ovpatch.overlap.buckets import GradBucket
+    from ovpatch.overlap.data_parallel.bucket import GradBucket
 
     def interrupt(*_: Any, **__: Any) -> None:
         raise KeyboardInterrupt

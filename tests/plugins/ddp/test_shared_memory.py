@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 import ovpatch
-from ovpatch.overlap.agreement import DisagreementError
+from ovpatch.overlap.comm.consensus import DisagreementError
 from tests.plugins.ddp.arms import Record, both, data, seen
 from tests.plugins.ddp.checks import check
 
@@ -179,7 +179,7 @@ def failing(patched: bool, **ddp: Any) -> list[Record]:
 def failing_then_zeroed_in_place(**ddp: Any) -> dict[str, Any]:
     stock = failing(False, **ddp)  # it cannot go on after the exception, so it has none
     with ovpatch.applied("ddp"):
-        from ovpatch_plugins.ddp.counters import COUNTERS
+        from ovpatch_plugins.ddp.report import COUNTERS
 
         before = COUNTERS.as_dict()
         patched = failing(True, **ddp)

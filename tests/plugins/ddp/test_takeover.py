@@ -74,7 +74,7 @@ def test_what_needs_the_stock_reducer_gets_it_and_the_report_says_so(ranks, worl
 
 
 def both_with_remarks(loop: Any) -> dict[str, Any]:
-    from ovpatch_plugins.ddp.remarks import REMARKS
+    from ovpatch_plugins.ddp.report import REMARKS
 
     REMARKS.clear()
     result = both(loop)
@@ -261,17 +261,17 @@ def test_a_rank_without_ovpatch_is_named(ranks, who):
 
 def objecting_alone() -> dict[str, Any]:
     """One rank cannot take part: all of them keep the stock reducer."""
-    from ovpatch_plugins.ddp import support
-    from ovpatch_plugins.ddp.remarks import REMARKS
+    from ovpatch_plugins.ddp import takeover
+    from ovpatch_plugins.ddp.report import REMARKS
 
-    original = support.objection
-    support.objection = lambda *a: "planted" if dist.get_rank() == 1 else original(*a)
+    original = takeover.objection
+    takeover.objection = lambda *a: "planted" if dist.get_rank() == 1 else original(*a)
     try:
         with ovpatch.applied("ddp"):
             wrapped = DDP(net())
             return {"ours": is_ours(wrapped), "records": steps(wrapped, 2), "remarks": list(REMARKS)}
     finally:
-        support.objection = original
+        takeover.objection = original
 
 
 def test_an_objection_of_one_rank_holds_for_all(ranks):

@@ -34,6 +34,6 @@ def both(loop: Loop, *args: Any, options: dict[str, Any] | None = None, **kwargs
 
 
 def _counters() -> dict[str, int]:
-    from ovpatch_plugins.dist_optimizer.counters import COUNTERS
+    from ovpatch_plugins.dist_optimizer.report import COUNTERS
 
     return COUNTERS.as_dict()

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ovpatch.overlap.step_communicator import close, step_communicator
+from ovpatch.overlap.comm.step_communicator import close, step_communicator
 from tests.plugins.ddp.arms import Record, data, device
 from tests.plugins.dist_optimizer.checks import all_cases, check_all, ddp, params, some
 from tests.plugins.dist_optimizer.test_gpu import NCCL

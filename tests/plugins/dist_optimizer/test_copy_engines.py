@@ -16,10 +16,10 @@ import torch
 import torch.distributed as dist
 
 import ovpatch
-from ovpatch.overlap.copies import registry
-from ovpatch.overlap.copies.engine import Engine
-from ovpatch.overlap.step_communicator import step_communicator
-from ovpatch_plugins.dist_optimizer import endings, gathers
+from ovpatch.overlap.comm.step_communicator import step_communicator
+from ovpatch.overlap.copy_engine import registry
+from ovpatch.overlap.copy_engine.collectives import Engine
+from ovpatch_plugins.dist_optimizer import param_all_gather, takeover
 from tests.plugins.ddp.arms import data
 from tests.plugins.dist_optimizer import test_loop_styles, test_loops, test_main_params
 from tests.plugins.dist_optimizer.arms import SMALL
@@ -40,11 +40,11 @@ def in_files() -> Iterator[None]:
             chosen.engine = Engine(group, device, allocate=windows.allocate, slot_bytes=512)
             chosen.gathers = chosen.scatters = True
 
-    before, gathers.choose = gathers.choose, choose
+    before, param_all_gather.choose = param_all_gather.choose, choose
     try:
         yield
     finally:
-        gathers.choose = before
+        param_all_gather.choose = before
 
 
 def on_cpus(loop: Any, cases: Any, **options: Any) -> dict[str, Any]:
@@ -76,11 +76,11 @@ def attended() -> list[Any]:
         beside = communicator is step_communicator(group, device) is not group
         calls.append((group is dist.group.WORLD, str(device), registry.gathering(group, device) is not None, beside))
 
-    before, gathers.attend = gathers.attend, attend
+    before, param_all_gather.attend = param_all_gather.attend, attend
     try:
         on_cpus(test_loops.train, {"adamw": {"optimizer": "adamw", "steps": 3}}, options=BY_COPIES)
     finally:
-        gathers.attend = before
+        param_all_gather.attend = before
     return calls
 
 
@@ -113,15 +113,15 @@ def test_a_rank_that_stays_away_is_noticed(where, noticed):
 
 def test_a_group_that_is_destroyed_gives_its_memory_back_afterwards(monkeypatch):
     calls: list[str] = []
-    for owner, name in ((endings.pending, "settle_all"), (registry, "finish")):
+    for owner, name in ((takeover.pending_param, "settle_all"), (registry, "finish")):
         monkeypatch.setattr(owner, name, lambda *_, name=name: calls.append(name))
-    monkeypatch.setattr(endings.Peers, "drain_all", lambda group: calls.append("drain"))
+    monkeypatch.setattr(takeover.Peers, "drain_all", lambda group: calls.append("drain"))
     monkeypatch.setattr(registry, "forget", lambda group: calls.append(f"forget {group}"))
-    destroy = endings.wrap_destroy(lambda group: calls.append("destroy"))
+    destroy = takeover.wrap_destroy(lambda group: calls.append("destroy"))
     destroy("one")
     assert calls == ["settle_all", "finish", "drain", "destroy", "forget one"]
     calls.clear()
-    monkeypatch.setattr(endings, "failing", lambda: True)
+    monkeypatch.setattr(takeover, "failing", lambda: True)
     destroy("one")
     assert calls == ["settle_all", "destroy"], "peers may wait for this process in a collective"
 

@@ -10,11 +10,13 @@ from unittest import mock
 import pytest
 import torch
 
-from ovpatch.overlap import ballot, editions, grad_shards, votes
-from ovpatch.overlap.editions import Editions
-from ovpatch.overlap.placeholders import Placeholder
-from ovpatch_plugins.dist_optimizer import kinds, optimizers
-from ovpatch_plugins.dist_optimizer import step as divided
+from ovpatch.overlap.comm import step_flags
+from ovpatch.overlap.data_parallel import sharded_grads
+from ovpatch.overlap.peer_rpc import versioned
+from ovpatch.overlap.peer_rpc.versioned import Editions
+from ovpatch.overlap.tensors.lazy_tensor import Placeholder
+from ovpatch_plugins.dist_optimizer import sharded_optimizer as divided
+from ovpatch_plugins.dist_optimizer import supported_optimizers, takeover
 from tests.plugins.ddp.arms import Record, data, device, seen
 from tests.plugins.ddp.test_gpu_options import Mixed, loop_graphed
 from tests.plugins.dist_optimizer.arms import both
@@ -117,7 +119,7 @@ def test_a_whole_step_stays_stock(ranks):
 def as_if_captured() -> Iterator[None]:
     """Have everything on the CPU believe that a CUDA graph is captured."""
     with contextlib.ExitStack() as patches:
-        for module in (ballot, editions, grad_shards, votes, divided):
+        for module in (step_flags, versioned, sharded_grads, step_flags, divided):
             patches.enter_context(mock.patch.object(module, "capturing", return_value=True))
         yield
 
@@ -136,7 +138,7 @@ def loop_of_two_captures() -> list[Any]:
             if captured:
                 assert not any(isinstance(grad, Placeholder) for grad in grads.values())
                 records.append({name: grad.clone() for name, grad in grads.items()})
-                if optimizers.sharded(optimizer) is not None:
+                if takeover.sharded(optimizer) is not None:
                     sharded = True
                     with pytest.raises(RuntimeError, match="AdamW was to be captured into a CUDA graph"):
                         optimizer.step()
@@ -154,7 +156,7 @@ def test_what_is_captured_leaves_whole_gradients_and_no_step(ranks):
 def test_nobody_meets_an_event_of_a_capture():
     one = Editions(torch.device("cpu"))
     one.asynchronous, one._staging = True, mock.Mock()
-    with mock.patch.object(editions, "capturing", return_value=True):
+    with mock.patch.object(versioned, "capturing", return_value=True):
         one.begin()
         one.end()
     assert one.number == 1
@@ -165,7 +167,10 @@ def test_nobody_meets_an_event_of_a_capture():
 def test_an_optimizer_that_may_be_captured_stays_stock():
     ones = [torch.nn.Parameter(torch.zeros(2))]
     made = [torch.optim.AdamW([{"params": ones, "capturable": on}]) for on in (False, True)]
-    assert [kinds.objection(one, kinds.Named())[:15] for one in made] == ["", "capturable=True"]
+    assert [supported_optimizers.unsupported_reason(one, supported_optimizers.Named())[:15] for one in made] == [
+        "",
+        "capturable=True",
+    ]
 
 
 @pytest.mark.gpu(2)

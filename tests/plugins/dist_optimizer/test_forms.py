@@ -7,7 +7,7 @@ import json
 import pytest
 import torch
 
-from ovpatch_plugins.dist_optimizer.forms import Form, pack, unpack
+from ovpatch_plugins.dist_optimizer.state_format import Form, pack, unpack
 
 CPU = torch.device("cpu")
 

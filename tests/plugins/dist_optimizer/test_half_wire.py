@@ -15,10 +15,10 @@ from torch.utils.checkpoint import checkpoint
 
 import ovpatch
 from ovpatch.insight.equality import compare
-from ovpatch.overlap import gate
-from ovpatch.overlap.copies.engine import Engine
-from ovpatch.overlap.gate import Gate
-from ovpatch.overlap.half_wire import HalfWire
+from ovpatch.overlap.copy_engine.collectives import Engine
+from ovpatch.overlap.data_parallel.half_wire import HalfWire
+from ovpatch.overlap.peer_rpc import host_barrier
+from ovpatch.overlap.peer_rpc.host_barrier import Gate
 from tests.plugins.ddp.arms import Record, data, device
 from tests.plugins.dist_optimizer.arms import SMALL
 from tests.plugins.dist_optimizer.checks import ddp, params
@@ -116,7 +116,7 @@ def watched(sent: Sent) -> Iterator[None]:
         sent[-1].update(one.dtype for one in inputs)
         return real(self, outputs, inputs, average=average)
 
-    with mock.patch.object(Engine, "scatter", scatter), mock.patch.object(gate, "needed", return_value=True):
+    with mock.patch.object(Engine, "scatter", scatter), mock.patch.object(host_barrier, "needed", return_value=True):
         yield
 
 

@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 import ovpatch
-from ovpatch.overlap.pending import is_pending
+from ovpatch.overlap.tensors.pending_param import is_pending
 from tests.plugins.ddp.arms import Record, data
 from tests.plugins.dist_optimizer.arms import SMALL
 from tests.plugins.dist_optimizer.checks import all_cases, check_all, ddp, params
@@ -149,7 +149,7 @@ def failing_arms() -> dict[str, Any]:
     torch.manual_seed(0)
     stock = failing_backward(good)
     with ovpatch.applied("ddp", "dist_optimizer", options={"dist_optimizer": SMALL}):
-        from ovpatch_plugins.dist_optimizer.counters import COUNTERS
+        from ovpatch_plugins.dist_optimizer.report import COUNTERS
 
         before = COUNTERS.as_dict()
         torch.manual_seed(0)

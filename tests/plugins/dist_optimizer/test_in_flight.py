@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint_sequential
 
 import ovpatch
 from ovpatch.insight.equality import compare
-from ovpatch.overlap.placeholders import Placeholder
+from ovpatch.overlap.tensors.lazy_tensor import Placeholder
 from tests.plugins.ddp.arms import Record, data
 from tests.plugins.dist_optimizer.arms import SMALL, both
 from tests.plugins.dist_optimizer.checks import all_cases, check_all, ddp, on, params, some
@@ -77,7 +77,7 @@ def arms(kind: str, window: dict[str, Any], more: dict[str, Any]) -> dict[str, A
     if not more:
         found = both(loop, kind, options=window)
         return {"stock": found["stock"], "patched": found["patched"], "by parts": found["counters"]["grads_by_parts"]}
-    from ovpatch_plugins.dist_optimizer.counters import COUNTERS
+    from ovpatch_plugins.dist_optimizer.report import COUNTERS
 
     records = []
     for options in ({"grads_in_flight_mb": 0.0}, window):

@@ -15,8 +15,8 @@ from torch.optim import Optimizer
 
 import ovpatch
 from ovpatch.insight.equality import compare
-from ovpatch.overlap.placeholders import Placeholder
-from ovpatch.overlap.sharding import sharding
+from ovpatch.overlap.data_parallel.grad_sharder import sharding
+from ovpatch.overlap.tensors.lazy_tensor import Placeholder
 from tests.plugins.ddp.arms import Record, data, device
 from tests.plugins.dist_optimizer.arms import SMALL
 from tests.plugins.dist_optimizer.checks import all_cases, check_all, ddp, params

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from ovpatch.reports.reporting import NO_WORK
+from ovpatch.session.report import NO_WORK
 from tests.plugins.ddp.arms import Record, data, device
 from tests.plugins.dist_optimizer.checks import all_cases, check_all, ddp, on, params
 from tests.plugins.dist_optimizer.test_loops import net
@@ -187,7 +187,7 @@ def test_other_optimizers_stay_stock(ranks):
 
 def reported() -> list[str]:
     train("own step")
-    from ovpatch_plugins.dist_optimizer.optimizers import remarks
+    from ovpatch_plugins.dist_optimizer.takeover import remarks
 
     return remarks()
 
@@ -208,14 +208,14 @@ def test_the_report_says_which_and_why(ranks):
 def idle(wrapped: bool) -> tuple[list[str], str, dict[str, int]]:
     """Train with an optimizer that has nothing to divide; return what the feature says of it."""
     import ovpatch
-    from ovpatch_plugins.dist_optimizer import counters, optimizers, step
+    from ovpatch_plugins.dist_optimizer import report, sharded_optimizer, takeover
 
-    fresh = counters.Counters()
+    fresh = report.Counters()
     with contextlib.ExitStack() as stack:
-        for module in (counters, optimizers, step):
+        for module in (report, takeover, sharded_optimizer):
             stack.enter_context(mock.patch.object(module, "COUNTERS", fresh))
-        stack.enter_context(mock.patch.object(optimizers, "_remarks", []))
-        stack.enter_context(mock.patch.object(optimizers, "_strangers", set()))
+        stack.enter_context(mock.patch.object(takeover, "_remarks", []))
+        stack.enter_context(mock.patch.object(takeover, "_strangers", set()))
         stack.enter_context(ovpatch.applied("ddp", "dist_optimizer"))
         model: nn.Module = ddp(net()) if wrapped else net()
         opt = torch.optim.RMSprop(model.parameters(), 0.01)

@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import ovpatch
 from ovpatch.insight.equality import compare
-from ovpatch_plugins.dist_optimizer import same_work
+from ovpatch_plugins.dist_optimizer import supported_optimizers
 from tests.plugins.ddp.arms import Record, data
 from tests.plugins.dist_optimizer.arms import SMALL
 from tests.plugins.dist_optimizer.checks import all_cases, ddp, params
@@ -42,7 +42,7 @@ def shared_out(who: str) -> list[Record]:
 
 def timed(who: str, patience: float, smallest: int) -> tuple[dict[str, Any], float]:
     begin = time.monotonic()
-    with mock.patch.object(same_work, "PATIENCE_S", patience):
+    with mock.patch.object(supported_optimizers, "PATIENCE_S", patience):
         result = all_cases(shared_out, {"": {"who": who}}, options={"min_param_numel": smallest})
     return result[""], time.monotonic() - begin
 
@@ -70,7 +70,7 @@ class Zero(ZeroRedundancyOptimizer):
 def zero() -> list[Record]:
     """On rank 1 of the first optimizer's there is nothing: its work is known without asking."""
     model = ddp(net())
-    with mock.patch.object(same_work, "PATIENCE_S", 0.0):
+    with mock.patch.object(supported_optimizers, "PATIENCE_S", 0.0):
         opts = [
             Zero(ones, torch.optim.AdamW, lr=0.01)
             for ones in ([model.module[0].weight], list(model.module[2:].parameters()))
@@ -132,7 +132,7 @@ def over_two_groups() -> tuple[list[Record], int]:
             opt.step()
             records += [params(model) for model in mine]
         dist.barrier()
-        from ovpatch_plugins.dist_optimizer.optimizers import sharded
+        from ovpatch_plugins.dist_optimizer.takeover import sharded
 
         return records, sharded(opt) is not None
 

@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import ovpatch
 from ovpatch.insight.equality import compare
-from ovpatch.overlap.placeholders import Placeholder
+from ovpatch.overlap.tensors.lazy_tensor import Placeholder
 from tests.plugins.ddp.arms import data
 from tests.plugins.dist_optimizer.arms import SMALL, both
 from tests.plugins.dist_optimizer.test_loops import OPTIMIZERS, net

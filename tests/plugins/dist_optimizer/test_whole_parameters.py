@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 
 import ovpatch
 from ovpatch.insight.equality import compare
-from ovpatch.overlap.placeholders import Placeholder
+from ovpatch.overlap.tensors.lazy_tensor import Placeholder
 from tests.plugins.ddp.arms import Record, data, device
 from tests.plugins.dist_optimizer import test_hooks_and_failures, test_loop_styles, test_models
 from tests.plugins.dist_optimizer.arms import SMALL, both
@@ -179,7 +179,7 @@ def test_each_rank_keeps_its_share_of_the_state(ranks, world, kind):
 
 def dealt(numels: list[int]) -> list[int]:
     """Return how many elements each rank owns, when two optimizers share a model's parameters."""
-    from ovpatch_plugins.dist_optimizer.optimizers import sharded
+    from ovpatch_plugins.dist_optimizer.takeover import sharded
 
     with ovpatch.applied("ddp", "dist_optimizer", options={"dist_optimizer": SMALL | NAMED}):
         model = ddp(nn.ParameterList(torch.ones(numel) for numel in numels))

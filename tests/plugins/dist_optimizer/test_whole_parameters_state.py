@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import ovpatch
 from ovpatch.insight.equality import compare
-from ovpatch.overlap.placeholders import Placeholder
+from ovpatch.overlap.tensors.lazy_tensor import Placeholder
 from tests.plugins.ddp.arms import Record
 from tests.plugins.dist_optimizer import test_checkpoints, test_state
 from tests.plugins.dist_optimizer.arms import SMALL, both

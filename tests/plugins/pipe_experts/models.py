@@ -12,8 +12,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ovpatch_plugins.pipe_experts import experts
+from ovpatch_plugins.pipe_experts.config import How
 from ovpatch_plugins.pipe_experts.experts import ACTIVATIONS
-from ovpatch_plugins.pipe_experts.how import How
 from ovpatch_plugins.pipe_experts.layer import run, run_experts, run_grouped_experts
 from ovpatch_plugins.pipe_experts.module import ExpertParallelFFN
 from ovpatch_plugins.pipe_experts.routing import drop_surplus

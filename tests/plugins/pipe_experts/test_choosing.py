@@ -13,11 +13,11 @@ from torch import Tensor
 import ovpatch
 from ovpatch.insight.equality import compare
 from ovpatch.overlap.autotune import report_lines
-from ovpatch_plugins.pipe_experts import choosing
-from ovpatch_plugins.pipe_experts.counters import COUNTERS
-from ovpatch_plugins.pipe_experts.how import How
+from ovpatch_plugins.pipe_experts import autotune
+from ovpatch_plugins.pipe_experts.chunks import Plan, candidates, plan
+from ovpatch_plugins.pipe_experts.config import How
 from ovpatch_plugins.pipe_experts.layer import expert_parallel_ffn
-from ovpatch_plugins.pipe_experts.parts import Plan, candidates, plan
+from ovpatch_plugins.pipe_experts.report import COUNTERS
 from ovpatch_plugins.pipe_experts.routing import route
 from tests.plugins.pipe_experts.models import KINDS, Case, Record, expected, train
 from tests.plugins.pipe_experts.test_layer import reentrant
@@ -72,7 +72,7 @@ def test_counts_that_are_finer_than_a_plan_needs_are_those_of_the_plan(ranks, to
 
 
 def won_by(first: int, case: Case, **kwargs: Any) -> tuple[list[Record], list[str], int]:
-    choosing._made.clear()
+    autotune._made.clear()
     before = COUNTERS.as_dict()
     with forced(first) as won:
         found = train(case, **kwargs)

@@ -232,8 +232,8 @@ CASES: dict[str, dict[str, Any]] = {
 
 
 def all_cases(arm: str, ep: int) -> dict[str, Any]:
-    from ovpatch_plugins.ddp.counters import COUNTERS as REDUCED
-    from ovpatch_plugins.dist_optimizer.counters import COUNTERS as DIVIDED
+    from ovpatch_plugins.ddp.report import COUNTERS as REDUCED
+    from ovpatch_plugins.dist_optimizer.report import COUNTERS as DIVIDED
 
     before = REDUCED.backwards, DIVIDED.steps, DIVIDED.grads_by_parts
     with features(arm):

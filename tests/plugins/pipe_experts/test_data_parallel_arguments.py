@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ovpatch.overlap.agreement import DisagreementError
+from ovpatch.overlap.comm.consensus import DisagreementError
 from ovpatch_plugins.pipe_experts import expert_data_parallel
 from tests.plugins.pipe_experts.test_data_parallel import Model, _group
 

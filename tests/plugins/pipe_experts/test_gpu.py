@@ -13,8 +13,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ovpatch.insight.equality import compare
+from ovpatch_plugins.pipe_experts.config import How
 from ovpatch_plugins.pipe_experts.experts import swiglu
-from ovpatch_plugins.pipe_experts.how import How
 from ovpatch_plugins.pipe_experts.layer import expert_parallel_ffn
 from tests.plugins.pipe_experts import test_layer, test_order
 from tests.plugins.pipe_experts.models import Case, device, differentiated, expected, one_by_one, train

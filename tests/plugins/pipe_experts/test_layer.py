@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from ovpatch.insight.equality import compare
-from ovpatch.overlap.agreement import DisagreementError
-from ovpatch_plugins.pipe_experts.how import How
+from ovpatch.overlap.comm.consensus import DisagreementError
+from ovpatch_plugins.pipe_experts.config import How
 from ovpatch_plugins.pipe_experts.layer import expert_parallel_ffn
 from ovpatch_plugins.pipe_experts.module import ExpertParallelFFN
 from tests.plugins.pipe_experts.models import KINDS, Case, differentiated, expected, one_by_one, train

@@ -145,24 +145,24 @@ def test_the_report(ranks):
 
 
 def test_nothing_to_take_over_is_said(monkeypatch):
-    from ovpatch_plugins.pipe_experts import counters, plugin, state
+    from ovpatch_plugins.pipe_experts import config, plugin, report
 
-    monkeypatch.setattr(counters, "COUNTERS", counters.Counters())
+    monkeypatch.setattr(report, "COUNTERS", report.Counters())
     monkeypatch.delitem(sys.modules, "transformers", raising=False)
     assert not plugin.ovpatch_remarks(), "nor is there a library whose layers could be found"
     monkeypatch.setitem(sys.modules, "transformers", types.ModuleType("transformers"))
     (remark,) = plugin.ovpatch_remarks()
     assert "no expert-parallel layer was found" in remark
     assert "run_experts()" in remark
-    counters.COUNTERS.calls = counters.COUNTERS.parts = counters.COUNTERS.taken_over = 4
+    report.COUNTERS.calls = report.COUNTERS.parts = report.COUNTERS.taken_over = 4
     (remark,) = plugin.ovpatch_remarks()
     assert "try cut=experts" in remark
-    monkeypatch.setattr(state.STATE, "how", How("none"))
+    monkeypatch.setattr(config.STATE, "how", How("none"))
     assert not plugin.ovpatch_remarks(), "as was said"
-    monkeypatch.setattr(state.STATE, "how", How())
-    counters.COUNTERS.stacked_calls = 1
+    monkeypatch.setattr(config.STATE, "how", How())
+    report.COUNTERS.stacked_calls = 1
     assert not plugin.ovpatch_remarks()
-    counters.COUNTERS.library_experts = 3
+    report.COUNTERS.library_experts = 3
     (remark,) = plugin.ovpatch_remarks()
     assert "in 3 of 4 calls transformers computed its experts itself" in remark
 

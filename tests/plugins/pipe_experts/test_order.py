@@ -13,12 +13,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ovpatch_plugins.pipe_experts import exchange, experts, weights
+from ovpatch_plugins.pipe_experts import all_to_all, experts, wgrad
+from ovpatch_plugins.pipe_experts.config import How
 from ovpatch_plugins.pipe_experts.experts import swiglu
-from ovpatch_plugins.pipe_experts.how import How
 from ovpatch_plugins.pipe_experts.layer import expert_parallel_ffn, run_experts
 from ovpatch_plugins.pipe_experts.module import ExpertParallelFFN
-from ovpatch_plugins.pipe_experts.pipeline import pipelined
+from ovpatch_plugins.pipe_experts.pipelined_forward import pipelined
 
 
 @contextlib.contextmanager
@@ -26,13 +26,13 @@ def recorded() -> Iterator[list[str]]:
     """Record what the feature launches, waits for and computes."""
     found: list[str] = []
     watched = [
-        (exchange._Transfer, "launch", "launch"),
-        (exchange._Transfer, "wait", "wait"),
-        (exchange._Transfer, "launch_back", "launch back"),
-        (exchange._Transfer, "wait_back", "wait back"),
-        (weights, "grouped", "product"),
-        (weights, "grouped_back", "input gradient"),
-        (weights, "add_weight_grads", "weight gradient"),
+        (all_to_all._Transfer, "launch", "launch"),
+        (all_to_all._Transfer, "wait", "wait"),
+        (all_to_all._Transfer, "launch_back", "launch back"),
+        (all_to_all._Transfer, "wait_back", "wait back"),
+        (wgrad, "grouped", "product"),
+        (wgrad, "grouped_back", "input gradient"),
+        (wgrad, "add_weight_grads", "weight gradient"),
     ]
     before = [(owner, name, getattr(owner, name)) for owner, name, _ in watched]
     for (owner, name, function), (_, _, said) in zip(before, watched, strict=True):
@@ -215,15 +215,15 @@ def left_alive(what: str) -> list[bool]:
     source = torch.randn(2, 6, 4, requires_grad=True)
     x, index = torch.randn(6, 4, requires_grad=True), torch.arange(12).view(6, 2) % (2 * world)
     made: list[Any] = []
-    before = weights._Gradients.__init__
+    before = wgrad._Gradients.__init__
 
     def note(self: Any, *args: Any) -> None:
         made.append(weakref.ref(self))
         before(self, *args)
 
-    weights._Gradients.__init__ = note  # type: ignore[method-assign]
+    wgrad._Gradients.__init__ = note  # type: ignore[method-assign]
     calls: list[int] = []
-    grads = weights.add_weight_grads
+    grads = wgrad.add_weight_grads
 
     def failing(*args: Any) -> Any:
         calls.append(1)
@@ -231,7 +231,7 @@ def left_alive(what: str) -> list[bool]:
             raise ValueError("on purpose")
         return grads(*args)
 
-    weights.add_weight_grads = failing
+    wgrad.add_weight_grads = failing
     try:
         up, down = source * 2, torch.randn(2, 4, 3, requires_grad=True)
         made.append(weakref.ref(up))
@@ -243,7 +243,7 @@ def left_alive(what: str) -> list[bool]:
                 out.sum().backward()
             torch.ones((), requires_grad=True).backward()  # until then the engine keeps what it had still to do
     finally:
-        weights._Gradients.__init__, weights.add_weight_grads = before, grads  # type: ignore[method-assign]
+        wgrad._Gradients.__init__, wgrad.add_weight_grads = before, grads  # type: ignore[method-assign]
     del out, up, down
     gc.collect()
     return [reference() is not None for reference in made]
@@ -260,9 +260,9 @@ def indifferent() -> Tensor | None:
     sizes = [1] * world
     x = torch.full((2, world, 3), float(rank), requires_grad=True)
     outs, _ = pipelined(
-        lambda part: exchange.all_to_all(x[part], sizes, sizes, group),
+        lambda part: all_to_all.all_to_all(x[part], sizes, sizes, group),
         lambda part, rows: rows * 2 if rank < world - 1 else torch.zeros_like(rows),
-        lambda part, rows: exchange.all_to_all(rows, sizes, sizes, group),
+        lambda part, rows: all_to_all.all_to_all(rows, sizes, sizes, group),
         2,
     )
     torch.stack(outs).sum().backward()
@@ -300,7 +300,7 @@ def test_experts_may_compute_in_place(ranks):
 
 def waited_for_twice() -> str:
     sizes = [1] * dist.get_world_size()
-    arriving = exchange.all_to_all(torch.ones(len(sizes), 2), sizes, sizes, dist.group.WORLD)
+    arriving = all_to_all.all_to_all(torch.ones(len(sizes), 2), sizes, sizes, dist.group.WORLD)
     arriving.wait()
     with pytest.raises(RuntimeError, match="keep what wait") as caught:
         arriving.wait()
@@ -366,12 +366,12 @@ def interrupted() -> list[bool]:
             raise ValueError("on purpose")
         return before(*args)
 
-    before = weights.add_weight_grads
-    weights.add_weight_grads = failing
+    before = wgrad.add_weight_grads
+    wgrad.add_weight_grads = failing
     out = layer(x, index, top).square().sum()
     with pytest.raises(ValueError, match="on purpose"):
         out.backward(retain_graph=True)
-    weights.add_weight_grads = before
+    wgrad.add_weight_grads = before
     layer.zero_grad()
     x.grad = None
     out.backward()  # through the graph that is left

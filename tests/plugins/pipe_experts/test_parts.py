@@ -8,10 +8,10 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ovpatch_plugins.pipe_experts.memory import Memory, cut, join
-from ovpatch_plugins.pipe_experts.parts import CUTS, Counts, Plan, plan
-from ovpatch_plugins.pipe_experts.products import _is_readable
+from ovpatch_plugins.pipe_experts.chunks import CUTS, Counts, Plan, plan
+from ovpatch_plugins.pipe_experts.grouped_gemm import _is_readable
 from ovpatch_plugins.pipe_experts.routing import capacity_of, drop_surplus, route
+from ovpatch_plugins.pipe_experts.row_buffer import Memory, cut, join
 
 SIZES = st.integers(1, 6)
 

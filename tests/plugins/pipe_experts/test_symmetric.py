@@ -20,12 +20,12 @@ from triton.compiler import ASTSource
 
 from ovpatch.insight.equality import compare
 from ovpatch.overlap.symm_mem import memory, support
-from ovpatch_plugins.pipe_experts import choosing, plugin, sharing, symmetric
-from ovpatch_plugins.pipe_experts.counters import COUNTERS
-from ovpatch_plugins.pipe_experts.how import How
-from ovpatch_plugins.pipe_experts.kernels_symmetric import MOST, symm_all_to_all_kernel
-from ovpatch_plugins.pipe_experts.parts import candidates
-from ovpatch_plugins.pipe_experts.symmetric import Symmetric
+from ovpatch_plugins.pipe_experts import autotune, plugin, symm_all_to_all
+from ovpatch_plugins.pipe_experts.chunks import candidates
+from ovpatch_plugins.pipe_experts.config import How
+from ovpatch_plugins.pipe_experts.report import COUNTERS
+from ovpatch_plugins.pipe_experts.symm_all_to_all import Symmetric
+from ovpatch_plugins.pipe_experts.triton_exchange import MOST, symm_all_to_all_kernel
 from tests.plugins.pipe_experts.models import Case, expected, train
 from tests.support.interpreter import allocate, interpreted
 from tests.support.races import NOWHERE, forced
@@ -107,7 +107,7 @@ RACED = Case(local=1, top_k=1, how=How("auto", 2, exchange="auto"), tokens=(8, 5
 def trained(cases: tuple[Case, ...]) -> tuple[list[tuple[list[Any], int]], list[str]]:
     """What layers' training sees, and how many all-to-alls were over symmetric memory; who won races."""
     allow()
-    choosing.FEWEST_ROWS, found = 1, []
+    autotune.FEWEST_ROWS, found = 1, []
     with forced(2) as won:
         for case in cases:
             before = COUNTERS.symmetric
@@ -157,10 +157,10 @@ def stood_down(why: str) -> tuple[int, list[str]]:
         ours, theirs = train(case), train(dataclasses.replace(case, how=How("experts")))
     finally:
         support.objection, memory.allocate = objection, made
-        sharing._lanes.clear()
+        symm_all_to_all._lanes.clear()
     compare(theirs, ours).assert_bitwise()
     lines = [line for line in plugin.ovpatch_remarks() if "symmetric memory" in line]
-    sharing._objections.clear()
+    symm_all_to_all._objections.clear()
     return COUNTERS.symmetric - before, lines
 
 
@@ -190,7 +190,7 @@ def compiled(aligned: bool) -> Any:
     source = ASTSource(
         symm_all_to_all_kernel, signature, {(names.index(name),): value for name, value in fixed.items()}
     )
-    return triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": symmetric._WARPS})
+    return triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": symm_all_to_all._WARPS})
 
 
 @pytest.mark.parametrize("aligned", [True, False])
@@ -207,7 +207,7 @@ def test_rows_are_moved_by_16_bytes_where_they_can(aligned, tmp_path, monkeypatc
 
 def test_a_slot_holds_whole_blocks_and_a_ring_two_slots():
     lane = inspect.signature(Symmetric.__init__).parameters
-    for size, _ in symmetric._WORDS:
+    for size, _ in symm_all_to_all._WORDS:
         assert lane["slot"].default // size % lane["block"].default == 0
     assert lane["depth"].default >= 2
     assert lane["channels"].default <= MOST.value

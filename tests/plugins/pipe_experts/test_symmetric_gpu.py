@@ -14,11 +14,11 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from ovpatch.insight.equality import compare
-from ovpatch_plugins.pipe_experts import sharing
-from ovpatch_plugins.pipe_experts.counters import COUNTERS
-from ovpatch_plugins.pipe_experts.how import How
+from ovpatch_plugins.pipe_experts import symm_all_to_all
+from ovpatch_plugins.pipe_experts.config import How
 from ovpatch_plugins.pipe_experts.module import ExpertParallelFFN
-from ovpatch_plugins.pipe_experts.sharing import lane_of
+from ovpatch_plugins.pipe_experts.report import COUNTERS
+from ovpatch_plugins.pipe_experts.symm_all_to_all import lane_of
 from tests.plugins.pipe_experts import test_layer
 from tests.plugins.pipe_experts.models import Case, device, expected, train
 from tests.plugins.pipe_experts.test_gpu import wide
@@ -59,7 +59,7 @@ def differing(hows: list[How]) -> list[str]:
     for how in hows:
         ours, theirs = wide(torch.bfloat16, symmetric(how)), wide(torch.bfloat16, how)
         found += [f"{how}: {name}" for name, value in theirs.items() if not torch.equal(ours[name], value)]
-    return found if not sharing.objections() else sharing.objections()
+    return found if not symm_all_to_all.objections() else symm_all_to_all.objections()
 
 
 def test_all_bits_are_those_of_nccl(ranks, gpus):
@@ -90,7 +90,7 @@ def late(rounds: int) -> int:
     world, rank = dist.get_world_size(), dist.get_rank()
     alike, chance = random.Random(7), random.Random(rank)
     lane = lane_of(dist.group.WORLD, device())
-    assert lane is not None, sharing.objections()
+    assert lane is not None, symm_all_to_all.objections()
     streams = [torch.cuda.Stream() for _ in range(2)]
     wrong = torch.zeros((), dtype=torch.int64, device=device())
     torch.cuda.synchronize()
@@ -126,7 +126,7 @@ def unawaited() -> list[bool]:
     """Whether memory stays as it is that is taken while rows that nobody will wait for are still to come."""
     world, count = dist.get_world_size(), 4096
     lane, found = lane_of(dist.group.WORLD, device()), []
-    assert lane is not None, sharing.objections()
+    assert lane is not None, symm_all_to_all.objections()
     for _ in range(5):
         rows = torch.ones(world * count, 512, device=device())
         into = torch.empty_like(rows)

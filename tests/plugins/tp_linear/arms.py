@@ -30,7 +30,7 @@ def both(function: Callable[..., Any], *args: Any, options: dict[str, Any] | Non
 
 
 def counters() -> dict[str, int]:
-    from ovpatch_plugins.tp_linear.counters import COUNTERS
+    from ovpatch_plugins.tp_linear.report import COUNTERS
 
     return COUNTERS.as_dict()
 

@@ -13,13 +13,13 @@ from torch import Tensor, nn
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import ovpatch
-from ovpatch.overlap.agreement import DisagreementError
 from ovpatch.overlap.autotune import report_lines
+from ovpatch.overlap.comm.consensus import DisagreementError
 from ovpatch_plugins.tp_linear import all_gather_linear, linear_reduce_scatter
-from ovpatch_plugins.tp_linear import wires as wires_of
+from ovpatch_plugins.tp_linear import tp_group as wires_of
 from ovpatch_plugins.tp_linear.options import MEASURED
-from ovpatch_plugins.tp_linear.schedules import named, racing
-from ovpatch_plugins.tp_linear.schedules.racing import Shape, rounded, tuning_for
+from ovpatch_plugins.tp_linear.schedules import autotuned, named
+from ovpatch_plugins.tp_linear.schedules.autotuned import Shape, rounded, tuning_for
 from tests.plugins.tp_linear import test_compiled, test_gpu, test_llama, test_operators, test_shared
 from tests.plugins.tp_linear.arms import Record, both, draw, mesh
 from tests.plugins.tp_linear.models import MLP, WIDTH
@@ -125,9 +125,9 @@ def test_only_what_differs_is_measured():
     def names(operator: str, direction: str) -> tuple[str, ...]:
         shape = Shape(operator, 8, 4, (4,), torch.float32)
         found = tuning_for(wires, torch.device("cpu"), shape, direction, arms, "bulk", anew=True)
-        assert found.arms[0] == "stock"
-        assert found.default in found.arms
-        return tuple(name for name in found.arms if name != "fused")
+        assert found.candidates[0] == "stock"
+        assert found.default in found.candidates
+        return tuple(name for name in found.candidates if name != "fused")
 
     assert names("gather_linear", "forward") == ("stock", "ring", "chunk")
     assert names("gather_linear", "backward") == ("stock", "bulk")
@@ -266,6 +266,6 @@ def test_measuring_leaves_nothing_behind(ranks):
 
 def test_what_schedules_are_raced():
     arms = {name: named(name, 4) for name in MEASURED}
-    assert racing._distinct(arms, "gather_linear") == ("stock", "ring", "chunk", "fused")
-    assert racing._distinct(arms, "gather_linear_backward") == ("stock", "bulk", "fused")
-    assert racing._distinct(arms, "linear_scatter_backward") == ("stock", "ring", "chunk", "fused")
+    assert autotuned._distinct(arms, "gather_linear") == ("stock", "ring", "chunk", "fused")
+    assert autotuned._distinct(arms, "gather_linear_backward") == ("stock", "bulk", "fused")
+    assert autotuned._distinct(arms, "linear_scatter_backward") == ("stock", "ring", "chunk", "fused")

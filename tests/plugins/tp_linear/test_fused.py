@@ -12,8 +12,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ovpatch.overlap.symm_mem import memory, support, workspace
-from ovpatch_plugins.tp_linear import all_gather_linear, linear_reduce_scatter, plugin, sharing
-from ovpatch_plugins.tp_linear.counters import COUNTERS
+from ovpatch_plugins.tp_linear import all_gather_linear, fused_support, linear_reduce_scatter, plugin
+from ovpatch_plugins.tp_linear.report import COUNTERS
 from tests.plugins.tp_linear import test_llama, test_operators
 from tests.plugins.tp_linear.arms import both, draw, mesh, seen
 from tests.plugins.tp_linear.models import Llama, parallel_llama
@@ -24,7 +24,7 @@ FUSED = {"schedule": "fused"}
 
 def allow() -> None:
     """Let this process use the kernels, in a type that the interpreter multiplies exactly enough."""
-    sharing.DTYPES = (torch.float32,)
+    fused_support.DTYPES = (torch.float32,)
     support.objection = lambda group, device: ""
     memory.allocate = allocate
 
@@ -120,7 +120,7 @@ def stood_down() -> tuple[bool, Any, list[str]]:
     weight = torch.ones(16, 8, dtype=torch.bfloat16)
     found = [all_gather_linear(x, [weight], dist.group.WORLD, schedule=name)[0] for name in ("fused", "bulk")]
     remarks = list(plugin.ovpatch_remarks())
-    sharing.forget()
+    fused_support.forget()
     return torch.equal(*found), COUNTERS.fused, remarks
 
 

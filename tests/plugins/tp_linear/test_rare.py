@@ -311,18 +311,18 @@ def test_late_apply_with_foreign_hooks_and_classes(ranks):
 
 
 def kept_after_revert() -> list[int]:
-    from ovpatch_plugins.tp_linear import wires
+    from ovpatch_plugins.tp_linear import tp_group
 
     group = dist.new_group()
     with ovpatch.applied("tp_linear"):
         made()(rows()).sum().backward()
-        wires.of(group, torch.device("cpu"))
+        tp_group.of(group, torch.device("cpu"))
         dist.destroy_process_group(group)
-        others = [key for key, (other, _) in wires._wires.items() if other is not group]
-        wires.of(dist.new_group(), torch.device("cpu"))
-        held = [other for other, _ in wires._wires.values() if other is group]
+        others = [key for key, (other, _) in tp_group._wires.items() if other is not group]
+        tp_group.of(dist.new_group(), torch.device("cpu"))
+        held = [other for other, _ in tp_group._wires.values() if other is group]
     gc.collect()
-    return [len(others), len(held), len(wires._wires)]
+    return [len(others), len(held), len(tp_group._wires)]
 
 
 def test_process_groups_are_let_go(ranks):

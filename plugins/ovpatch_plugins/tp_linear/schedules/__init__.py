@@ -6,7 +6,7 @@ import functools
 from typing import Final
 
 from ovpatch_plugins.tp_linear.options import FIXED, MEASURED
-from ovpatch_plugins.tp_linear.schedules.auto import Auto
+from ovpatch_plugins.tp_linear.schedules.autotuned import Auto
 from ovpatch_plugins.tp_linear.schedules.bulk import Bulk
 from ovpatch_plugins.tp_linear.schedules.chunk import Chunk
 from ovpatch_plugins.tp_linear.schedules.fused import Fused

@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ovpatch.overlap.works import Pending
+from ovpatch.overlap.comm.work import Pending
 from ovpatch_plugins.tp_linear.schedules.stock import ColumnGrads, Schedule
-from ovpatch_plugins.tp_linear.wires import Wires
+from ovpatch_plugins.tp_linear.tp_group import Wires
 
 
 class Bulk(Schedule):

@@ -6,10 +6,10 @@ from collections.abc import Iterator, Sequence
 
 from torch import Tensor
 
-from ovpatch_plugins.tp_linear.products import linear
+from ovpatch_plugins.tp_linear.gemm import linear
 from ovpatch_plugins.tp_linear.schedules.bulk import Bulk
 from ovpatch_plugins.tp_linear.schedules.stock import WeightGrads
-from ovpatch_plugins.tp_linear.wires import Wires
+from ovpatch_plugins.tp_linear.tp_group import Wires
 
 
 class Chunk(Bulk):

@@ -9,13 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ovpatch.overlap.works import Pending
-from ovpatch_plugins.tp_linear import sharing
-from ovpatch_plugins.tp_linear.counters import COUNTERS
-from ovpatch_plugins.tp_linear.products import linear
+from ovpatch.overlap.comm.work import Pending
+from ovpatch_plugins.tp_linear import fused_support
+from ovpatch_plugins.tp_linear.gemm import linear
+from ovpatch_plugins.tp_linear.report import COUNTERS
 from ovpatch_plugins.tp_linear.schedules.bulk import Bulk
 from ovpatch_plugins.tp_linear.schedules.stock import ColumnGrads, WeightGrads
-from ovpatch_plugins.tp_linear.wires import Wires
+from ovpatch_plugins.tp_linear.tp_group import Wires
 
 
 class Fused(Bulk):
@@ -29,7 +29,7 @@ class Fused(Bulk):
 
     def serves(self, wires: Wires, device: torch.device, dtype: torch.dtype, features: Sequence[int]) -> bool:
         """See :meth:`Schedule.serves`."""
-        return sharing.workspace_of(wires, dtype, device, features) is not None
+        return fused_support.workspace_of(wires, dtype, device, features) is not None
 
     def gather_linear(
         self, wires: Wires, x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None], needs_whole: bool
@@ -77,14 +77,14 @@ def _gathered(
     Which linears are computed with a gather may differ between ranks, so that their weights do not decide either: what
     the kernel does not take is computed behind it.
     """
-    workspace = sharing.workspace_of(wires, x.dtype, x.device, [x.shape[1]])
+    workspace = fused_support.workspace_of(wires, x.dtype, x.device, [x.shape[1]])
     if workspace is None:
         return None
     launch = _launch()
-    taken = [i for i, weight in enumerate(weights) if sharing.suits(x.dtype, weight.shape[0])][: launch.MOST]
-    used = sharing.laid_out([weights[i] for i in taken])
+    taken = [i for i, weight in enumerate(weights) if fused_support.suits(x.dtype, weight.shape[0])][: launch.MOST]
+    used = fused_support.laid_out([weights[i] for i in taken])
     added = [biases[i] for i in taken]
-    found: tuple[list[Tensor], Tensor] | None = launch.gather_linear(workspace, sharing.aligned(x), used, added)
+    found: tuple[list[Tensor], Tensor] | None = launch.gather_linear(workspace, fused_support.aligned(x), used, added)
     if found is None:
         return None
     COUNTERS.fused += len(taken)
@@ -98,11 +98,11 @@ def _gathered(
 def _scattered(wires: Wires, xs: Sequence[Tensor], weights: Sequence[Tensor]) -> Tensor | None:
     """Return this rank's rows of a sum of products; None where kernels cannot be used."""
     features = [weights[0].shape[0], *[x.shape[1] for x in xs]]
-    workspace = sharing.workspace_of(wires, xs[0].dtype, xs[0].device, features)
+    workspace = fused_support.workspace_of(wires, xs[0].dtype, xs[0].device, features)
     if workspace is None:
         return None
     found: Tensor | None = _launch().linear_scatter(
-        workspace, [sharing.aligned(x) for x in xs], sharing.laid_out(weights)
+        workspace, [fused_support.aligned(x) for x in xs], fused_support.laid_out(weights)
     )
     COUNTERS.fused += found is not None
     return found
@@ -116,12 +116,12 @@ def _input_scattered(wires: Wires, asked: ColumnGrads, dtype: torch.dtype) -> Te
     """
     used = [(grad, weight) for grad, weight in zip(asked.grads, asked.weights, strict=True) if grad is not None]
     like = used[0][1] if asked.extra is None else asked.extra
-    workspace = sharing.workspace_of(wires, dtype, like.device, [like.shape[1]])
+    workspace = fused_support.workspace_of(wires, dtype, like.device, [like.shape[1]])
     if workspace is None:
         return None
     launch = _launch()
-    alike = all(sharing.suits(dtype, grad.shape[1]) and weight.dtype == dtype for grad, weight in used)
+    alike = all(fused_support.suits(dtype, grad.shape[1]) and weight.dtype == dtype for grad, weight in used)
     if asked.extra is not None or not alike or len(used) > launch.MOST:
-        found: Tensor | None = launch.scatter(workspace, sharing.aligned(asked.of_input(dtype)))
+        found: Tensor | None = launch.scatter(workspace, fused_support.aligned(asked.of_input(dtype)))
         return found
     return _scattered(wires, [grad for grad, _ in used], [weight.t() for _, weight in used])

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from ovpatch_plugins.tp_linear.products import linear
+from ovpatch_plugins.tp_linear.gemm import linear
 from ovpatch_plugins.tp_linear.schedules.chunk import Chunk
-from ovpatch_plugins.tp_linear.wires import Wires
+from ovpatch_plugins.tp_linear.tp_group import Wires
 
 _CHUNKS = 4  # where it has to all-reduce, which no ring does better
 

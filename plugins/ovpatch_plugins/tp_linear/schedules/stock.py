@@ -8,8 +8,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ovpatch_plugins.tp_linear.products import input_grad, linear
-from ovpatch_plugins.tp_linear.wires import Wires
+from ovpatch_plugins.tp_linear.gemm import input_grad, linear
+from ovpatch_plugins.tp_linear.tp_group import Wires
 
 WeightGrads = Callable[[Tensor, Sequence[Tensor | None]], None]
 """Takes the whole input, ``[M, k]``, and the outputs' gradients, ``[M, n_i]``; computes what weights are to get."""

@@ -1,0 +1,166 @@
+"""What the subcommands that run somebody's command have in common: arguments, and mistakes found in time."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from ovpatch.insight import launch
+from ovpatch.settings import settings
+from ovpatch.settings.settings import SettingsError
+
+
+def add_features(parser: argparse.ArgumentParser) -> None:
+    """Declare ``--features``."""
+    parser.add_argument(
+        "--features", metavar="LIST", help="what OVPATCH would say when patched: a,b or all or +c; --features=-c"
+    )
+
+
+def add_timeout(parser: argparse.ArgumentParser) -> None:
+    """Declare ``--timeout``, in seconds."""
+    parser.add_argument(
+        "--timeout",
+        type=positive,
+        default=600.0,
+        metavar="S",
+        help="seconds without a step, after which a run counts as hung and is ended (600)",
+    )
+
+
+def add_command(parser: argparse.ArgumentParser) -> None:
+    """Declare the command, which comes last."""
+    parser.add_argument("command", nargs=argparse.REMAINDER, help="-- and the command, for example: torchrun train.py")
+
+
+def command_of(words: Sequence[str]) -> list[str]:
+    """Return the command among the words that are left, without the two dashes before it."""
+    return list(words[1:] if words[:1] == ["--"] else words)
+
+
+def positive(text: str) -> float:
+    """Parse a finite number above 0."""
+    value = float(text)
+    if not 0 < value < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text} is not a number above 0")
+    return value
+
+
+def at_least(least: int) -> Callable[[str], int]:
+    """Return a parser of whole numbers from ``least`` on."""
+
+    def parse(text: str) -> int:
+        if int(text) < least:
+            raise argparse.ArgumentTypeError(f"{text} is fewer than {least}")
+        return int(text)
+
+    parse.__name__ = "whole number"  # argparse shows it where int() refuses
+    return parse
+
+
+def environment_of(features: str | None) -> dict[str, str]:
+    """Return the environment of the command, patched.
+
+    Args:
+        features: What ``OVPATCH`` shall say; None for what it says already.
+
+    Raises:
+        ovpatch.SettingsError: Both say something, and not the same.
+    """
+    environment = dict(os.environ)
+    already = environment.get("OVPATCH", "").strip()
+    if features is not None and already and already != features:
+        raise SettingsError(f"--features {features} and OVPATCH={already} disagree. Give one of them.")
+    if features is not None:
+        environment["OVPATCH"] = features
+    environment["OVPATCH_AUTO"] = "1"
+    return environment
+
+
+def check_command(command: Sequence[str]) -> None:
+    """Find out that a command cannot be started before anything runs.
+
+    Raises:
+        ovpatch.SettingsError: There is no command.
+        ovpatch.insight.launch.NotStartedError: It does not exist or cannot be executed.
+    """
+    if not command:
+        raise SettingsError("no command given. Write it after two dashes: -- torchrun train.py")
+    launch.check_executable(command)
+
+
+def check_settings(environment: Mapping[str, str]) -> None:
+    """Find every mistake in the settings of a command.
+
+    Args:
+        environment: Of the command.
+
+    Raises:
+        ovpatch.SettingsError: A setting cannot be understood.
+        ovpatch.FeatureError: A feature asked for by name cannot even be loaded.
+    """
+    from ovpatch.session.session import Session
+
+    Session().plan(environ=environment, ask_machine=False).check()
+
+
+def check_comparable(environment: Mapping[str, str]) -> None:
+    """Refuse to compare stock with stock.
+
+    Raises:
+        ovpatch.SettingsError: ``OVPATCH`` turns everything off.
+    """
+    if settings.read(environment).selection.kind == "nothing":
+        raise SettingsError("OVPATCH turns everything off, so there is nothing to compare. Unset it.")
+
+
+def warn_of_near_misses(environment: Mapping[str, str], say: Callable[[str], None]) -> None:
+    """Say which variables look like misspelt ones of ours, which would do nothing in silence."""
+    for text in settings.near_misses(environment):
+        say(text)
+
+
+def check_file(file: Path | None, option: str) -> None:
+    """See that a file can be written in the end.
+
+    Args:
+        file: The file, if one is wanted.
+        option: What names it on the command line.
+
+    Raises:
+        ovpatch.SettingsError: It cannot.
+    """
+    if file is None:
+        return
+    folder = file.absolute().parent
+    if not folder.is_dir():
+        raise SettingsError(f"{option} {file}: its directory does not exist. Create it first.")
+    if file.is_dir():
+        raise SettingsError(f"{option} {file} is a directory. Name a file in it.")
+    if not os.access(folder, os.W_OK):
+        raise SettingsError(f"{option} {file}: its directory is not writable. Name another file.")
+
+
+def check_folder(out: Path | None) -> None:
+    """See that a folder of results would hold nothing else.
+
+    Raises:
+        ovpatch.SettingsError: It is no folder, or not empty.
+    """
+    if out is not None and out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise SettingsError(f"--out {out} is not an empty directory. Name another, or empty it.")
+
+
+@contextmanager
+def folder(out: Path | None) -> Iterator[Path]:
+    """Yield the folder of results, or one that is gone afterwards."""
+    if out is not None:
+        out.mkdir(parents=True, exist_ok=True)
+        yield out
+        return
+    with tempfile.TemporaryDirectory(prefix="ovpatch-", ignore_cleanup_errors=True) as temporary:
+        yield Path(temporary)

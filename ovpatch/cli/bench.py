@@ -1,0 +1,141 @@
+"""``ovpatch bench``: a training command stock and patched in turn; is it faster, and by how much."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+from typing import Any
+
+from ovpatch._version import __version__
+from ovpatch.cli import arguments
+from ovpatch.exit_codes import ExitCode
+from ovpatch.insight import arms
+from ovpatch.insight.bench import rounds, table
+from ovpatch.insight.bench.analysis import Figures, Given, figures
+from ovpatch.insight.bench.rounds import (
+    FEWEST,
+    PATCHED,
+    SHORTEST_WARMUP,
+    STOCK,
+    FailedError,
+    Plan,
+    Runs,
+    StoppedError,
+    run_all,
+)
+from ovpatch.session import worker_reports
+from ovpatch.session.report import wants_colour
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Declare the arguments of ``ovpatch bench``."""
+    add = parser.add_argument
+    add("--steps", type=arguments.at_least(FEWEST), default=30, metavar="N", help="steps to measure in each run (30)")
+    add("--warmup", type=arguments.at_least(SHORTEST_WARMUP), default=10, metavar="M", help="steps before that (10)")
+    add("--rounds", type=arguments.at_least(1), default=3, metavar="R", help="pairs of a stock and a patched run (3)")
+    arguments.add_features(parser)
+    add(
+        "--leave-one-out",
+        action=argparse.BooleanOptionalAction,
+        help="also run without each feature, to tell its part (default: if more than one did something)",
+    )
+    add("--samples-per-step", type=arguments.positive, metavar="X", help="over all ranks; else found out")
+    add("--tokens-per-step", type=arguments.positive, metavar="X", help="over all ranks; else found out")
+    add(
+        "--peak-tflops", type=arguments.positive, metavar="X", help="of one device, for MFU; else by its name, for bf16"
+    )
+    arguments.add_timeout(parser)
+    add("--out", type=Path, metavar="DIR", help="keep logs and raw files there; it must be empty")
+    add("--json", type=Path, metavar="FILE", help="write everything that was found as JSON")
+    arguments.add_command(parser)
+
+
+def main(arguments: argparse.Namespace) -> int:
+    """Run all rounds and print what came of them."""
+    command = arguments.command_of(arguments.command)
+    _check(command, arguments)
+    with arguments.folder(arguments.out) as out:
+        names = ("steps", "warmup", "rounds", "features", "timeout", "leave_one_out")
+        plan = Plan(command, out, **{name: getattr(arguments, name) for name in names})
+        return _measure(plan, arguments)
+
+
+def _check(command: list[str], arguments: argparse.Namespace) -> None:
+    """Find every mistake that can be found before anything runs.
+
+    Raises:
+        ovpatch.SettingsError: One was found.
+        ovpatch.FeatureError: A feature asked for by name cannot even be loaded.
+    """
+    arms.check_autoload()
+    environment = arguments.environment_of(arguments.features)
+    arguments.check_settings(environment)
+    arguments.check_comparable(environment)
+    arguments.warn_of_near_misses(environment, _say)
+    arguments.check_file(arguments.json, "--json")
+    arguments.check_folder(arguments.out)
+    arguments.check_command(command)
+
+
+def _measure(plan: Plan, arguments: argparse.Namespace) -> int:
+    try:
+        with rounds.shown(plan) as shown:
+            runs = run_all(plan, shown)
+    except (StoppedError, KeyboardInterrupt):
+        return _fail("interrupted; nothing was concluded", ExitCode.INTERRUPTED)
+    except FailedError as error:
+        return _explain(error, arguments.out)
+    found = figures(runs, Given(arguments.samples_per_step, arguments.tokens_per_step, arguments.peak_tflops))
+    if arguments.json is not None:
+        worker_reports.write_json(arguments.json, _data(plan, runs, found))
+    _show(plan, runs, found)
+    return ExitCode.OK
+
+
+def _show(plan: Plan, runs: Runs, found: Figures) -> None:
+    colour = wants_colour(sys.stdout)
+    line = f"ovpatch bench: {table.verdict(runs, found)}"
+    print(f"\033[1m{line}\033[0m" if colour else line)
+    print(table.text(plan, runs, found, colour=colour))
+
+
+def _data(plan: Plan, runs: Runs, found: Figures) -> dict[str, Any]:
+    return {
+        "ovpatch": __version__,
+        "command": list(plan.command),
+        "settings": {name: getattr(plan, name) for name in ("steps", "warmup", "rounds", "features", "timeout")},
+        "verdict": table.verdict(runs, found),
+        "exercised": runs.exercised,
+        **found.to_json(),
+        "runs": runs.to_json(),
+        "report": runs.report,
+        "notes": runs.notes,
+    }
+
+
+def _explain(error: FailedError, out: Path | None) -> ExitCode:
+    """Say which run failed and how, and return the exit code."""
+    outcome, code = error.outcome, ExitCode.UNDECIDED if error.kind == STOCK else ExitCode.PROBLEM
+    if not outcome.code:  # it took too few steps
+        return _fail(f"{error}.", code)
+    for pid, stacks in outcome.stacks.items() if outcome.timed_out else ():
+        print(f"--- stacks of process {pid}\n{stacks.rstrip()}", file=sys.stderr)
+    print(f"--- the end of its log\n{outcome.tail()}\n---", file=sys.stderr)
+    where = f"The whole log: {outcome.log}" if out is not None else "Keep whole logs with --out DIR."
+    return _fail(f"{error}. {_whose(error.kind)} {where}", code)
+
+
+def _whose(kind: str) -> str:
+    if kind == STOCK:
+        return "This is the stock run: it is not ovpatch's doing."
+    return "The stock run did not." if kind == PATCHED else "Neither the stock run did, nor that with all features."
+
+
+def _fail(message: str, code: ExitCode) -> ExitCode:
+    _say(message)
+    return code
+
+
+def _say(message: str) -> None:
+    print(f"ovpatch bench: {message}", file=sys.stderr, flush=True)

@@ -1,0 +1,257 @@
+"""``ovpatch list`` and ``ovpatch doctor``: what is installed, and what would happen on this machine.
+
+Both apply ovpatch in their own process, which then ends; a dry run could not tell what patching would find.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import shutil
+import sys
+from collections.abc import Mapping, Sequence
+from importlib.metadata import PackageNotFoundError, entry_points, version
+from typing import Any, Final
+
+from ovpatch.api import session
+from ovpatch.exit_codes import ExitCode
+from ovpatch.session import plugins
+from ovpatch.session.plan import Entry
+from ovpatch.session.report import TROUBLE, Report, plain, render, wants_colour
+from ovpatch.settings import settings
+from ovpatch.settings.cache import cache_dir
+from ovpatch.settings.options import variables_of
+
+_PACKAGES: Final = (
+    "torch",
+    "wrapt",
+    "pluggy",
+    "packaging",
+    "rich",
+    "triton",
+    "accelerate",
+    "transformers",
+    "lightning",
+)
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Declare the arguments of ``ovpatch doctor``."""
+    parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
+
+
+def configure_list(parser: argparse.ArgumentParser) -> None:
+    """Declare the arguments of ``ovpatch list``."""
+    parser.add_argument("feature", nargs="?", metavar="FEATURE", help="show this feature's options")
+    configure(parser)
+
+
+def main_list(arguments: argparse.Namespace) -> int:
+    """Print the features: whether they are on by default, their state here and summary; of one, its options.
+
+    Raises:
+        ovpatch.SettingsError: There is no such feature.
+    """
+    entries, report = _try()
+    wanted = None if arguments.feature is None else settings.normalise(arguments.feature)
+    if wanted is not None and wanted not in entries:
+        raise settings.SettingsError(settings.unknown_feature("the command line", wanted, entries))
+    rows = [
+        {
+            "name": feature.name,
+            "default": feature.default,
+            "state": feature.state,
+            "reason": feature.reason,
+            "options": {name: {"value": plain(o.value), "source": o.source} for name, o in feature.options.items()},
+            "summary": feature.summary,
+            "distribution": feature.distribution,
+        }
+        for feature in report.features
+        if wanted in (None, feature.name)
+    ]
+    if arguments.json:
+        print(json.dumps({"version": report.version, "features": rows}, indent=2))
+    else:
+        print("\n".join(_line(row, rows) for row in rows) if wanted is None else _details(entries[wanted], rows[0]))
+    return ExitCode.PROBLEM if any(feature.state in TROUBLE for feature in report.features) else ExitCode.OK
+
+
+_HEADS: Final = ("feature", "default", "state", "summary")
+
+
+def _line(row: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> str:
+    """Return a feature's line in the list of all, as wide as the terminal at most."""
+    widths = [max(len(_cells(one)[column]) for one in rows) for column in range(3)]
+    cells = [cell.ljust(width) for cell, width in zip(_cells(row), widths, strict=False)]
+    line = "  ".join([*cells, _cells(row)[3].partition("\n")[0]])
+    columns = shutil.get_terminal_size((120, 24)).columns
+    return line if len(line) <= columns else line[: columns - 3] + "..."
+
+
+def _details(entry: Entry, row: Mapping[str, Any]) -> str:
+    colour = wants_colour(sys.stdout)
+    head = render("", _HEADS, [_cells(row)], colour=colour)
+    if entry.feature is None:
+        return head
+    rows = [
+        (
+            option.name,
+            str(row["options"].get(option.name, {}).get("value", plain(option.default))),
+            settings.variable(entry.feature.name, option.name),
+            option.help,
+        )
+        for option in entry.feature.options
+    ]
+    return f"{head}\n\n{render('', ('option', 'value', 'variable', 'meaning'), rows, colour=colour)}"
+
+
+def _cells(row: Mapping[str, Any]) -> tuple[str, ...]:
+    default = {True: "on", False: "off", None: "?"}[row["default"]]
+    summary = row["summary"] or f"(not imported) {row['distribution']}"
+    return row["name"], default, row["state"], "\n".join(filter(None, (summary, row["reason"])))
+
+
+def main_doctor(arguments: argparse.Namespace) -> int:
+    """Print versions, plugins, settings and the state of every feature, and what is wrong."""
+    entries, report = _try()
+    data = examine(entries, report)
+    print(json.dumps(data, indent=2) if arguments.json else _text(data, report))
+    return ExitCode.PROBLEM if data["problems"] else ExitCode.OK
+
+
+def _try() -> tuple[dict[str, Entry], Report]:
+    """Apply in this process, whoever asked for what; features that cannot run are told, not raised."""
+    import torch  # noqa: F401  # with OVPATCH_AUTO=1 this applies already, in the same session
+
+    entries = session.plan().entries
+    return entries, session.apply((), None, None, tolerant=True)
+
+
+def examine(entries: Mapping[str, Entry], report: Report) -> dict[str, Any]:
+    """Return all that the doctor knows, as plain data.
+
+    Args:
+        entries: The features before anything was patched.
+        report: What applying them came to.
+    """
+    autoload = _autoload()
+    return {
+        "versions": {
+            "ovpatch": report.version,
+            "python": report.python,
+            "platform": platform.platform(),
+            **_versions(),
+        },
+        "entry_points": [
+            {key: getattr(entry.found, key) for key in ("name", "target", "distribution", "version", "path")}
+            for entry in entries.values()
+        ],
+        "autoload": {"possible": not autoload, "reason": autoload},
+        "measurements": _measurements(),
+        "settings": _settings(entries),
+        "report": report.to_json(),
+        "problems": _problems(entries, report, autoload),
+    }
+
+
+def _versions() -> dict[str, str]:
+    found: dict[str, str] = {}
+    for name in _PACKAGES:
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            found[name] = "not installed"
+    found["torch"] = str(getattr(sys.modules.get("torch"), "__version__", found["torch"]))
+    return found
+
+
+def _autoload() -> str:
+    """Return why ``OVPATCH_AUTO`` and ``ovpatch run`` cannot work here, or nothing."""
+    if os.environ.get("TORCH_DEVICE_BACKEND_AUTOLOAD", "1") != "1":
+        return "TORCH_DEVICE_BACKEND_AUTOLOAD is set to something other than 1; unset it"
+    if not hasattr(sys.modules["torch"], "_import_device_backends"):
+        return "this torch does not load entry points of the group torch.backends; call ovpatch.apply() instead"
+    if all(not one.value.startswith("ovpatch.autoload") for one in entry_points(group="torch.backends")):
+        return "the entry point torch.backends is not installed; install the package instead of using PYTHONPATH"
+    return ""
+
+
+def _measurements() -> dict[str, Any]:
+    """Return where features keep what they measure, and whether they can."""
+    path = cache_dir()
+    if path is None:
+        return {"path": None, "writable": False}
+    nearest = next((parent for parent in (path, *path.parents) if parent.exists()), path)
+    return {"path": str(path), "writable": nearest.is_dir() and os.access(nearest, os.W_OK | os.X_OK)}
+
+
+def _kept(measurements: Mapping[str, Any]) -> str:
+    if measurements["path"] is None:
+        return "measurements are not kept: this user has no home (OVPATCH_CACHE_DIR names another place)"
+    where = f"in {measurements['path']} (OVPATCH_CACHE_DIR)"
+    return f"measurements are kept {where}" if measurements["writable"] else f"measurements cannot be kept {where}"
+
+
+def _settings(entries: Mapping[str, Entry]) -> list[dict[str, str]]:
+    """Return every variable that is set, with what it is."""
+    meanings = {variable.name: variable.help for variable in settings.VARIABLES}
+    for name, entry in entries.items():
+        meanings[settings.variable(name)] = f"the switch of feature {name!r}"
+        meanings |= variables_of(entry.feature) if entry.feature is not None else {}
+    ours = {name: value for name, value in os.environ.items() if name == "OVPATCH" or name.startswith("OVPATCH_")}
+    unread = "an option of a feature that is not imported"
+    return [
+        {"variable": name, "value": value, "source": "environment", "meaning": meanings.get(name, unread)}
+        for name, value in sorted(ours.items())
+    ]
+
+
+def _problems(entries: Mapping[str, Entry], report: Report, autoload: str) -> list[str]:
+    problems = [f"{one.name} is {one.state}: {one.reason}" for one in report.features if one.state in TROUBLE]
+    problems += [
+        f"{one.name} was asked for by name ({entries[one.name].wish.reason}) and is skipped: {one.reason}"
+        for one in report.features
+        if one.state == "skipped" and entries[one.name].wish.by_name
+    ]
+    problems += [f"{name}: {entry.found.remark}" for name, entry in entries.items() if entry.found.remark]
+    if not entries:
+        problems.append(f"no entry points of the group {plugins.GROUP!r}: install the package with pip")
+    problems += settings.near_misses(os.environ)
+    if autoload and settings.read().auto:
+        problems.append(f"OVPATCH_AUTO is on and cannot work: {autoload}")
+    return problems
+
+
+def _text(data: Mapping[str, Any], report: Report) -> str:
+    colour = wants_colour(sys.stdout)
+    auto = data["autoload"]["reason"] or "possible"
+    parts = [
+        render("versions", ("what", "version"), list(data["versions"].items()), colour=colour),
+        render("plugins", ("feature", "distribution", "version", "target", "path"), _plugin_rows(data), colour=colour),
+        f"ovpatch run and OVPATCH_AUTO=1: {auto}",
+        _kept(data["measurements"]),
+        render("settings", ("variable", "value", "meaning"), _setting_rows(data), colour=colour),
+        render("options", ("option", "value", "source"), _option_rows(report), colour=colour),
+        report.table(colour=colour),
+        "\n".join(f"PROBLEM: {problem}" for problem in data["problems"]) or "No problems found.",
+    ]
+    return "\n\n".join(parts)
+
+
+def _plugin_rows(data: Mapping[str, Any]) -> list[tuple[str, ...]]:
+    keys = ("name", "distribution", "version", "target", "path")
+    return [tuple(str(one[key]) for key in keys) for one in data["entry_points"]]
+
+
+def _setting_rows(data: Mapping[str, Any]) -> list[tuple[str, ...]]:
+    return [(one["variable"], one["value"], one["meaning"]) for one in data["settings"]]
+
+
+def _option_rows(report: Report) -> list[tuple[str, ...]]:
+    return [
+        (f"{feature.name}.{name}", str(plain(option.value)), option.source)
+        for feature in report.features
+        for name, option in feature.options.items()
+    ]

@@ -1,0 +1,116 @@
+"""The command line: ``ovpatch list | doctor | run | verify | bench | timeline``, also as ``python -m ovpatch``.
+
+Exit codes are those of :class:`ovpatch.exit_codes.ExitCode`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Any, Final
+
+from ovpatch._version import __version__
+from ovpatch.exit_codes import ExitCode, exit_code_of
+from ovpatch.settings.selection import did_you_mean
+
+
+@dataclass(frozen=True)
+class _Command:
+    """One subcommand; its module is imported when it is used.
+
+    Attributes:
+        module: Name within ``ovpatch.cli``; has both functions.
+        function: Takes the parsed arguments, returns the exit code.
+        help: One line.
+        configure: Declares its arguments.
+    """
+
+    module: str
+    function: str
+    help: str
+    configure: str = "configure"
+
+
+COMMANDS: Final = {
+    "list": _Command(
+        "doctor", "main_list", "which features there are, and their state on this machine", "configure_list"
+    ),
+    "doctor": _Command("doctor", "main_doctor", "versions, plugins, settings, and what is wrong"),
+    "run": _Command("run", "main", "run a training command with every worker patched"),
+    "verify": _Command("verify", "main", "whether a command computes the same patched as stock"),
+    "bench": _Command("bench", "main", "whether a command is faster patched than stock, and by how much"),
+    "timeline": _Command("timeline", "main", "record steps of a command and show which communication is exposed"),
+}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one subcommand.
+
+    Args:
+        arguments: Command line without the program; ``sys.argv`` by default.
+
+    Returns:
+        The exit code.
+    """
+    line = list(sys.argv[1:] if arguments is None else arguments)
+    chosen = next((word for word in line if not word.startswith("-")), "")
+    parsed = _parser(chosen).parse_args(line)
+    command = COMMANDS[parsed.subcommand]
+    try:
+        code = int(getattr(import_module(f"ovpatch.cli.{command.module}"), command.function)(parsed))
+        sys.stdout.flush()
+        return code
+    except KeyboardInterrupt:  # while no command runs that would have been told
+        print("ovpatch: interrupted", file=sys.stderr)
+        return ExitCode.INTERRUPTED
+    except BrokenPipeError:  # `ovpatch list | head`; Python would complain once more when it flushes at exit
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return ExitCode.PROBLEM
+    except Exception as error:  # what has no exit code is a defect of ours, and is raised
+        ending = exit_code_of(error)
+        if ending is None:
+            raise
+        print(f"ovpatch {parsed.subcommand}: {error}", file=sys.stderr)
+        return ending
+
+
+class _Parser(argparse.ArgumentParser):
+    """A parser whose errors name the nearest option or subcommand."""
+
+    def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """Parse; an unknown option is an error of the subcommand that it was given to."""
+        parsed, unknown = self.parse_known_args(args, namespace)
+        if unknown:
+            parser = self._chosen(parsed)
+            option = unknown[0].partition("=")[0]
+            parser.error(f"unknown option {option}{did_you_mean(option, parser._option_string_actions)}")
+        return parsed
+
+    def _chosen(self, parsed: argparse.Namespace) -> argparse.ArgumentParser:
+        choices = next(action.choices for action in self._actions if action.dest == "subcommand")
+        found: argparse.ArgumentParser = choices[parsed.subcommand]  # type: ignore[index]
+        return found
+
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        if action.dest == "subcommand" and action.choices is not None and value not in action.choices:
+            known = list(action.choices)
+            raise argparse.ArgumentError(
+                None, f"unknown command {value!r}{did_you_mean(value, known)}. Write one of {', '.join(known)}"
+            )
+        super()._check_value(action, value)
+
+
+def _parser(chosen: str) -> argparse.ArgumentParser:
+    """Return the parser; only the chosen subcommand's arguments are declared, so only its module is imported."""
+    parser = _Parser(prog="ovpatch", description="The same program, with its communication hidden.")
+    parser.add_argument("--version", action="version", version=f"ovpatch {__version__}")
+    subparsers = parser.add_subparsers(dest="subcommand", required=True, metavar="command")
+    for name, command in COMMANDS.items():
+        subparser = subparsers.add_parser(name, help=command.help, description=command.help)
+        if name == chosen:
+            getattr(import_module(f"ovpatch.cli.{command.module}"), command.configure)(subparser)
+    return parser

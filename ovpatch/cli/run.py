@@ -1,0 +1,110 @@
+"""``ovpatch run``: patch every worker of an unmodified command, and tell afterwards what came of it.
+
+The command runs as a child with ``OVPATCH_AUTO=1``; each Python process that imports torch then applies ovpatch by
+itself (:mod:`ovpatch.autoload`) and leaves a report in a directory, which is merged when the command has ended.
+Nothing is written on stdout, which belongs to the command.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Final
+
+from ovpatch.cli import arguments
+from ovpatch.exit_codes import ExitCode
+from ovpatch.insight import launch
+from ovpatch.session import worker_reports
+from ovpatch.session.report import IDLE, did_work, table_of, wants_colour
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Declare the arguments of ``ovpatch run``."""
+    parser.add_argument(
+        "--report", metavar="FILE", type=Path, help="write the report, merged over the workers, as JSON"
+    )
+    arguments.add_features(parser)
+    arguments.add_command(parser)
+
+
+def main(arguments: argparse.Namespace) -> int:
+    """Run the command; return its exit code, or 1 if it succeeded without being patched."""
+    command = arguments.command_of(arguments.command)
+    environment = arguments.environment_of(arguments.features)
+    arguments.check_file(arguments.report, "--report")
+    arguments.check_settings(environment)
+    arguments.check_command(command)
+    arguments.warn_of_near_misses(environment, _say)
+    if environment.get("TORCH_DEVICE_BACKEND_AUTOLOAD", "1") != "1":
+        _say("TORCH_DEVICE_BACKEND_AUTOLOAD is not 1: only processes that call ovpatch.apply() will be patched")
+    with tempfile.TemporaryDirectory(prefix="ovpatch-", ignore_cleanup_errors=True) as directory:
+        environment[worker_reports.REPORT_DIR] = directory
+        code = _run(command, environment, Path(directory))
+        return _conclude(code, Path(directory), arguments.report)
+
+
+def _run(command: list[str], environment: Mapping[str, str], directory: Path) -> int:
+    """Run the command; end it early once a worker has reported that it is not patched."""
+    stopped = False
+
+    def look() -> None:
+        nonlocal stopped
+        if not stopped and any(directory.glob("failed-*.json")):
+            _say("a worker could not be patched (its message is above); stopping the command")
+            job.terminate()
+            stopped = True
+
+    with launch.started(command, environment) as job:
+        return job.wait(look)
+
+
+def _conclude(code: int, directory: Path, file: Path | None) -> int:
+    """Merge what the workers reported, write and show it, and return the exit code."""
+    failures, reports = worker_reports.read_all(directory, "failed"), worker_reports.read_all(directory, "worker")
+    merged = worker_reports.merge(reports) if reports else None
+    if merged is not None:
+        _say(f"{len(reports)} process(es) reported\n{table_of(merged, colour=wants_colour(sys.stderr))}")
+        if not _did_anything(merged):
+            _say(_NOTHING)
+    if file is not None:
+        worker_reports.write_json(
+            file, merged if merged is not None else {"features": [], "patches": [], "processes": []}
+        )
+    for failure in failures:
+        _say(f"process {failure['pid']} (rank {failure['rank']}) was not patched: {failure['error']}")
+    if merged is None and not failures and code == ExitCode.OK:  # else its own message says what went wrong
+        _say(_NOBODY)
+    unpatched = bool(failures) or merged is None
+    return ExitCode.PROBLEM if failures or (code == ExitCode.OK and unpatched) else code
+
+
+def _did_anything(merged: Mapping[str, Any]) -> bool:
+    """Return whether a feature did any work in any process, as far as the report can tell."""
+    on = [feature for feature in merged["features"] if feature["state"] == "applied"]
+    idle = [any(map(_tells_idleness, one["remarks"])) and not did_work(one["counters"], one["work"]) for one in on]
+    return not all(idle)
+
+
+def _tells_idleness(remark: str) -> bool:
+    return remark.startswith(tuple(IDLE))  # which processes may follow
+
+
+_NOTHING: Final = (
+    "nothing was accelerated: no feature that is on did any work. The script wrapped no model that these features take "
+    "over (DistributedDataParallel on several ranks, parallelize_module, experts of transformers), or the details "
+    "above say why it was left to stock."
+)
+
+_NOBODY: Final = (
+    "no process of the command reported that it is patched. Possible causes: no process imported torch; "
+    "TORCH_DEVICE_BACKEND_AUTOLOAD=0; the command uses another Python in which ovpatch is not installed; or a launcher "
+    "dropped the variables OVPATCH_AUTO and OVPATCH_REPORT_DIR. Run `python -m ovpatch doctor` "
+    "under that Python, or call ovpatch.apply() in the script."
+)
+
+
+def _say(message: Any) -> None:
+    print(f"ovpatch run: {message}", file=sys.stderr, flush=True)

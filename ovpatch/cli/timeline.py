@@ -1,0 +1,205 @@
+"""``ovpatch timeline``: record a few steps of an unmodified command, and show what communication is exposed.
+
+The tables go to stdout; progress, remarks and ovpatch's own report go to stderr, what the command writes into a log.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+from ovpatch.cli import arguments
+from ovpatch.exit_codes import ExitCode
+from ovpatch.insight.timeline.output import Output
+from ovpatch.insight.timeline.recording import Recording, collect
+from ovpatch.insight.timeline.trace import TraceError
+from ovpatch.session.report import table_of, wants_colour
+from ovpatch.settings import settings
+from ovpatch.settings.settings import SettingsError
+
+if TYPE_CHECKING:
+    from ovpatch.insight.arms import Arm, Outcome
+    from ovpatch.insight.timeline.summary import Run
+
+_WORKER: Final = "ovpatch.insight.timeline.recording"
+_ENDINGS: Final = (".json", ".json.gz")
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Declare the arguments of ``ovpatch timeline``."""
+    add = parser.add_argument
+    add("--step", type=int, default=5, metavar="K", help="first step to record, 2 at least (default: 5)")
+    add("--steps", type=int, default=3, metavar="N", help="how many steps to record (default: 3)")
+    add("--compare", action="store_true", help="run the command stock, too; of traces: two folders, stock first")
+    arguments.add_features(parser)
+    add("--out", type=Path, default=Path("ovpatch-timeline"), metavar="DIR", help="default: ./ovpatch-timeline")
+    add("--no-stop", action="store_true", help="let the command run to its end after the last recorded step")
+    add("--operators", action="store_true", help="on GPUs, record torch's operators beside kernels; costs more")
+    add("--no-picture", action="store_true", help="draw no picture, which needs matplotlib")
+    arguments.add_timeout(parser)
+    add("--communication", metavar="REGEX", help="kernels whose names match communicate, beside those that are known")
+    add("rest", nargs=argparse.REMAINDER, metavar="-- command… | trace.json…", help="what to run, or what to read")
+
+
+def main(arguments: argparse.Namespace) -> int:
+    """Record or read, write everything out, and print the tables."""
+    pattern = _pattern(arguments.communication)
+    output = Output(arguments.out, picture=not arguments.no_picture)
+    if _are_traces(arguments.rest):
+        recordings, code = list(_read(arguments, pattern)), int(ExitCode.OK)
+        output.spare(lanes.path for recording in recordings for lanes in recording.run.ranks)
+        output.prepare(keep_runs=True)
+    else:
+        recordings, code = _record(arguments, output, pattern)
+    if not recordings:
+        return code
+    print(output.write(recordings, colour=wants_colour(sys.stdout)))
+    for recording in recordings:
+        for remark in recording.remarks:
+            _say(remark)
+    _say(f"written: {', '.join(map(str, output.written))}")
+    return code
+
+
+def _pattern(text: str | None) -> re.Pattern[str] | None:
+    try:
+        return None if text is None else re.compile(text)
+    except re.error as error:
+        raise SettingsError(
+            f"--communication {text}: not a regular expression ({error}). Quote what it has of ()[]*+?.|"
+        ) from error
+
+
+# --- traces that exist ---
+
+
+def _are_traces(rest: Sequence[str]) -> bool:
+    """Whether these words are traces, or folders of traces, and no command.
+
+    Raises:
+        ovpatch.SettingsError: They begin with traces and go on with something else.
+    """
+    named = [word.endswith(_ENDINGS) or Path(word).is_dir() for word in rest]
+    if named[:1] == [True] and not all(named):
+        other = rest[named.index(False)]
+        raise SettingsError(
+            f"{rest[0]} is a trace and {other} is none. Put options before traces, and -- before a command."
+        )
+    return bool(named) and all(named)
+
+
+def _read(arguments: argparse.Namespace, pattern: re.Pattern[str] | None) -> Iterator[Recording]:
+    from ovpatch.insight.timeline.summary import run_of
+    from ovpatch.insight.timeline.tracks import read_run
+
+    if not arguments.compare:
+        paths = [path for word in arguments.rest for path in _files(Path(word))]
+        yield _of_traces(run_of("recorded", read_run(paths, pattern)))
+        return
+    if len(arguments.rest) != 2:
+        raise SettingsError(
+            f"--compare takes two folders of traces (or two traces), stock first; {len(arguments.rest)} were given. "
+            "Write: ovpatch timeline --compare stock/ patched/"
+        )
+    for name, word in zip(("stock", "patched"), arguments.rest, strict=True):
+        yield _of_traces(run_of(name, read_run(_files(Path(word)), pattern)))
+
+
+def _of_traces(run: Run) -> Recording:
+    return Recording(run, remarks=tuple(f"{run.name}: {remark}" for remark in run.remarks))
+
+
+def _files(path: Path) -> list[Path]:
+    """Return a trace, or the traces in a folder: ours where there are any, or else every JSON file."""
+    if not path.is_dir():
+        return [path]
+    files = sorted(path.glob("trace-rank*.json*")) or sorted(f for f in path.iterdir() if f.name.endswith(_ENDINGS))
+    if not files:
+        raise TraceError(f"{path} holds no traces. Name a folder with files *.json or *.json.gz of torch.profiler.")
+    return files
+
+
+# --- a command ---
+
+
+def _record(
+    arguments: argparse.Namespace, output: Output, pattern: re.Pattern[str] | None
+) -> tuple[list[Recording], int]:
+    """Run each arm and read what it left; an arm that fails is still shown as far as it got."""
+    from ovpatch.insight import arms
+
+    command = arguments.command_of(arguments.rest)
+    wanted = _wanted(arguments)
+    arms.check_autoload()
+    chosen = _arms(arguments, wanted)
+    arguments.check_command(command)
+    output.prepare(keep_runs=False)
+    recordings, code, failed = [], int(ExitCode.OK), False
+    for arm in chosen:
+        _say(f"running {arm.name}, steps {wanted[0]} to {wanted[-1]} are recorded: {' '.join(command)}")
+        outcome = arms.run(arm, command, _WORKER, output.folder, timeout=arguments.timeout)
+        code = _judge(outcome) or code
+        try:
+            recordings.append(collect(arm.name, outcome.folder, wanted, pattern))
+        except TraceError as error:  # the other arm may have something to show
+            _say(str(error))
+            code = code or ExitCode.UNDECIDED
+        failed = failed or bool(outcome.code or outcome.failures or outcome.timed_out)
+        if outcome.interrupted:
+            break
+    if not recordings and not failed:  # else the log tells why
+        output.discard()
+    return recordings, code
+
+
+def _wanted(arguments: argparse.Namespace) -> range:
+    if arguments.step < 2:
+        raise SettingsError(f"--step {arguments.step}: step 1 has no border before it. Give 2 or more.")
+    if arguments.steps < 1:
+        raise SettingsError(f"--steps {arguments.steps}: nothing would be recorded. Give 1 or more.")
+    return range(arguments.step, arguments.step + arguments.steps)
+
+
+def _arms(arguments: argparse.Namespace, wanted: range) -> list[Arm]:
+    from ovpatch.insight.arms import STOCK, Arm
+
+    details = {
+        "step": wanted[0],
+        "steps": len(wanted),
+        "stop": not arguments.no_stop,
+        "operators": arguments.operators,
+    }
+    patched = Arm("patched", arguments.features, details)
+    environment = arguments.environment_of(arguments.features)
+    arguments.check_settings(environment)
+    arguments.warn_of_near_misses(environment, _say)
+    off = settings.read(environment).selection.kind == "nothing"
+    if off and arguments.compare:
+        raise SettingsError("--compare with OVPATCH=0 would compare stock with stock. Unset OVPATCH.")
+    if off:
+        return [Arm("stock", STOCK, details)]
+    return [Arm("stock", STOCK, details), patched] if arguments.compare else [patched]
+
+
+def _judge(outcome: Outcome) -> int:
+    """Say what ovpatch did in an arm, and what went wrong with it; return the exit code it makes."""
+    if outcome.arm.patched and outcome.report is not None:
+        _say(f"{outcome.arm.name}:\n{table_of(outcome.report, colour=wants_colour(sys.stderr))}")
+    for failure in outcome.failures:
+        _say(f"{outcome.arm.name}: process {failure['pid']} (rank {failure['rank']}): {failure['error']}")
+    if outcome.timed_out:
+        _say(f"{outcome.arm.name}: no step for too long, so it was ended. Its stacks are in {outcome.folder}")
+    elif outcome.code:
+        _say(f"{outcome.arm.name}: the command ended with {outcome.code}; see {outcome.log}\n{outcome.tail()}")
+    elif outcome.arm.patched and not outcome.applied:
+        _say(f"{outcome.arm.name}: no feature of ovpatch was on in every process. `ovpatch doctor` tells why.")
+        return ExitCode.PROBLEM
+    return outcome.code or (ExitCode.PROBLEM if outcome.failures or outcome.timed_out else ExitCode.OK)
+
+
+def _say(message: str) -> None:
+    print(f"ovpatch timeline: {message}", file=sys.stderr, flush=True)

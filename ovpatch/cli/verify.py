@@ -1,0 +1,123 @@
+"""``ovpatch verify``: whether a command computes the same stock and patched.
+
+Both run with the same seeds and are compared step by step on every rank (:mod:`ovpatch.insight.verify`). The outcome
+is written on stdout, progress on stderr; what the command writes goes to one log for each run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ovpatch.cli import arguments
+from ovpatch.session import worker_reports
+
+if TYPE_CHECKING:
+    from ovpatch.insight.verify.verify import Result
+
+Progress = Callable[[str, int], None]
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Declare the arguments of ``ovpatch verify``."""
+    add = parser.add_argument
+    add("--steps", metavar="N", type=arguments.at_least(1), default=5, help="end each run after N optimizer steps (5)")
+    arguments.add_features(parser)
+    add("--noise", action="store_true", help="measure stock's own noise even where every bit is equal")
+    add("--deterministic", action="store_true", help="use deterministic algorithms where torch has them")
+    arguments.add_timeout(parser)
+    add("--json", metavar="FILE", type=Path, help="write the outcome as JSON")
+    add("--out", metavar="DIR", type=Path, help="keep logs and records of all runs there; it must be empty or new")
+    arguments.add_command(parser)
+
+
+def main(arguments: argparse.Namespace) -> int:
+    """Verify the command; return the code of the verdict."""
+    arguments.command = arguments.command_of(arguments.command)
+    _check(arguments)
+    with arguments.folder(arguments.out) as folder:
+        result = _verify(arguments, folder)
+        return _conclude(result, arguments)
+
+
+def _check(arguments: argparse.Namespace) -> None:
+    """Find every mistake that can be found before anything runs.
+
+    Raises:
+        ovpatch.SettingsError: There is no command, a setting cannot be understood, or everything is off.
+        ovpatch.FeatureError: A feature asked for by name cannot even be loaded.
+        ovpatch.insight.launch.NotStartedError: The command cannot be started.
+    """
+    from ovpatch.insight import arms
+
+    arms.check_autoload()
+    environment = arguments.environment_of(arguments.features)
+    arguments.check_settings(environment)
+    arguments.check_comparable(environment)
+    arguments.warn_of_near_misses(environment, _say)
+    arguments.check_file(arguments.json, "--json")
+    arguments.check_folder(arguments.out)
+    arguments.check_command(arguments.command)
+
+
+def _say(message: str) -> None:
+    print(f"ovpatch verify: {message}", file=sys.stderr, flush=True)
+
+
+def _verify(arguments: argparse.Namespace, folder: Path) -> Result:
+    from ovpatch.insight.verify.verify import Request, verify
+
+    request = Request(
+        arguments.command,
+        folder,
+        steps=arguments.steps,
+        features=arguments.features,
+        noise=arguments.noise,
+        deterministic=arguments.deterministic,
+        timeout=arguments.timeout,
+    )
+    with _progress(arguments.steps) as progress:
+        return verify(request, progress)
+
+
+@contextmanager
+def _progress(steps: int) -> Iterator[Progress]:
+    """Show on stderr which run is at which step: a line that moves on a terminal, a line for each run elsewhere."""
+    from rich.console import Console
+
+    console = Console(stderr=True)
+    seen: set[str] = set()
+
+    def tell(arm: str, step: int) -> None:
+        if not console.is_terminal and arm not in seen:
+            console.print(f"ovpatch verify: running {arm}", highlight=False)
+        seen.add(arm)
+        status.update(f"{arm}: step {step} of {steps}")
+
+    with console.status("starting") as status:
+        yield tell
+
+
+def _conclude(result: Result, arguments: argparse.Namespace) -> int:
+    from rich.console import Console
+    from rich.text import Text
+
+    from ovpatch.insight.verify.table import show
+
+    console = Console(width=None if sys.stdout.isatty() else 120)
+    show(result, console)
+    if arguments.json is not None:
+        worker_reports.write_json(arguments.json, _kept(result.to_json(), arguments))
+    if arguments.out is not None:
+        console.print(Text(f"kept        logs and records are in {arguments.out}"), soft_wrap=True)
+    elif result.verdict.code:
+        console.print("more        --out DIR keeps the logs and records of all runs; --json FILE has every number")
+    return result.verdict.code
+
+
+def _kept(data: dict[str, Any], arguments: argparse.Namespace) -> dict[str, Any]:
+    return {"command": list(arguments.command), "requested_steps": arguments.steps, **data}

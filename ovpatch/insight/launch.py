@@ -1,0 +1,290 @@
+"""Somebody's command as a child of ours: signals handed on, its exit code as a shell would tell it, ended on demand.
+
+[Note: whose Ctrl-C it is] A command that shares our terminal (``ovpatch run``) stays in our process group: Ctrl-C
+reaches it by itself, and it decides what that means. A command whose output goes to a file (``verify``, ``bench``,
+``timeline``) gets a session of its own, so that it can be ended with everything it started; there Ctrl-C is handed on
+to its whole process group, as a terminal would: a shell that got it alone would wait until what it runs ends by itself.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from types import FrameType
+from typing import Final
+
+from ovpatch.exit_codes import ExitCode
+
+# Processes that a command leaves behind: data loaders' workers, trackers, whatever a script started and did not end.
+#
+# A run is cut off at a step, by ``os._exit``, so what a script would have ended at its own end lives on. All of them
+# inherit the environment of the command, wherever in the tree of processes and sessions they are.
+
+_PROCESSES: Final = Path("/proc")
+_PATIENCE: Final = 1.5  # seconds for those that end by themselves when their parent is gone, and again after SIGTERM
+
+
+def end(entry: str, patience: float = _PATIENCE) -> None:
+    """End every process that has an entry in its environment: let it, then ask it, then kill it.
+
+    Args:
+        entry: Such as ``NAME=value``. Where the system does not show environments, nothing is done.
+        patience: Seconds between these.
+    """
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        if _wait(lambda: not find(entry), patience):
+            return
+        for pid in find(entry):
+            send(pid, number)
+    _wait(lambda: not find(entry), patience)  # a killed process is still there until the system has cleaned up
+
+
+def find(entry: str) -> list[int]:
+    """Return the numbers of all processes but this one that began with an entry in their environment."""
+    pids = [int(path.name) for path in _PROCESSES.glob("[0-9]*")] if _PROCESSES.is_dir() else []
+    return [pid for pid in pids if pid != os.getpid() and entry.encode() in _environment(pid)]
+
+
+def send(pid: int, number: int) -> None:
+    """Send a signal to a process that may be gone."""
+    with suppress(ProcessLookupError, PermissionError):
+        os.kill(pid, number)
+
+
+def _environment(pid: int) -> list[bytes]:
+    try:
+        return (_PROCESSES / str(pid) / "environ").read_bytes().split(b"\0")
+    except OSError:  # gone, or somebody else's
+        return []
+
+
+def _wait(done: Callable[[], bool], patience: float) -> bool:
+    deadline = time.monotonic() + patience
+    while not done():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.05)
+    return True
+
+
+_ENDING: Final = ("SIGINT", "SIGTERM", "SIGHUP")
+_FORWARDED: Final = (*_ENDING, "SIGUSR1", "SIGUSR2")
+_POLL: Final = 0.5  # seconds between looks at what the command's processes left behind
+_LOOK: Final = 0.05  # seconds between looks at whether it has ended
+_DYING: Final = 5.0  # seconds that the system may take to end what was killed
+GRACE: Final = 40.0  # seconds; torchrun itself gives its workers 30 before it kills them
+
+
+class NotStartedError(Exception):
+    """The command could not be started.
+
+    Attributes:
+        exit_code: What a shell would give.
+    """
+
+    def __init__(self, message: str, exit_code: ExitCode) -> None:
+        super().__init__(message)
+        self.exit_code = exit_code
+
+
+def check_executable(command: Sequence[str]) -> None:
+    """Find a command that cannot be started before anything else is done.
+
+    Raises:
+        NotStartedError: It does not exist or cannot be executed.
+    """
+    name = command[0]
+    if shutil.which(name) is not None:
+        return
+    path = Path(name) if os.path.dirname(name) else None
+    if path is None or not path.exists():
+        raise NotStartedError(f"{name}: command not found", ExitCode.NOT_FOUND)
+    why = os.strerror(errno.EISDIR if path.is_dir() else errno.EACCES)
+    raise NotStartedError(f"{name}: not executable ({why})", ExitCode.NOT_EXECUTABLE)
+
+
+class Job:
+    """A command, from before its start to its end.
+
+    Attributes:
+        interrupted: The signal to us, handed on, that asked it to end, if any.
+        asked: How many such signals there were.
+    """
+
+    def __init__(self, *, own_session: bool) -> None:
+        self._own_session = own_session
+        self._process: subprocess.Popen[bytes] | None = None
+        self._early: list[int] = []  # signals to us while there is no process yet
+        self.interrupted: signal.Signals | None = None
+        self.asked = 0
+
+    def start(self, command: Sequence[str], environment: Mapping[str, str], output: int | None) -> None:
+        """Start it.
+
+        Raises:
+            NotStartedError: It does not exist or cannot be executed.
+        """
+        try:
+            self._process = subprocess.Popen(
+                command,
+                env=dict(environment),
+                stdin=subprocess.DEVNULL if self._own_session else None,
+                stdout=output,
+                stderr=output,
+                start_new_session=self._own_session,
+            )
+        except FileNotFoundError:
+            raise NotStartedError(f"{command[0]}: command not found", ExitCode.NOT_FOUND) from None
+        except OSError as error:  # no permission, a folder, or a script without its first line
+            raise NotStartedError(f"{command[0]}: not executable ({error.strerror})", ExitCode.NOT_EXECUTABLE) from None
+        for number in self._early:
+            self._send(number)
+
+    def wait(self, tick: Callable[[], None] = lambda: None) -> int:
+        """Wait until the command has ended.
+
+        Args:
+            tick: Called about twice a second meanwhile; may call :meth:`terminate` or :meth:`end`.
+
+        Returns:
+            Its exit code, or 128 plus the number of the signal that ended it.
+        """
+        while True:
+            try:
+                code = self._running.wait(_POLL)
+                return code if code >= 0 else 128 - code
+            except subprocess.TimeoutExpired:
+                tick()
+
+    def terminate(self) -> None:
+        """Ask the command to end."""
+        self._send(signal.SIGTERM)
+
+    def end(self, grace: float = GRACE) -> None:
+        """Ask the command to end, and kill what is left of its process group after ``grace`` seconds."""
+        if not self._lives():
+            return
+        self.terminate()
+        if not self._ends_within(grace):
+            self._send(getattr(signal, "SIGKILL", signal.SIGTERM))
+            self._ends_within(_DYING)
+        self._running.wait()
+
+    def _ends_within(self, seconds: float) -> bool:
+        deadline = time.monotonic() + seconds
+        while self._lives():
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(_LOOK)
+        return True
+
+    def _lives(self) -> bool:
+        """Whether it, or where it has a session of its own any process of its group, still runs."""
+        running = self._running.poll() is None
+        return running or (self._own_session and _group_lives(self._running.pid))
+
+    def _send(self, number: int) -> None:
+        if not self._own_session or signal.Signals(number).name not in (*_ENDING, "SIGKILL"):
+            self._running.send_signal(number)
+            return
+        with suppress(ProcessLookupError):
+            os.killpg(self._running.pid, number)
+
+    @property
+    def _running(self) -> subprocess.Popen[bytes]:
+        if self._process is None:
+            raise RuntimeError("the command was not started: call start() first")
+        return self._process
+
+    def forward(self, number: int, frame: FrameType | None) -> None:
+        """Handle a signal to us by handing it on."""
+        if number == signal.SIGINT and not self._own_session and _terminal_sends_it():
+            return  # twice would be a harder stop
+        if signal.Signals(number).name in _ENDING:
+            self.interrupted = signal.Signals(number)
+            self.asked += 1
+        if self._process is None:
+            self._early.append(number)
+        else:
+            self._send(number)
+
+
+def _group_lives(group: int) -> bool:
+    """Whether a process of the group runs; one that has ended, and only waits to be asked for, does not."""
+    try:
+        os.killpg(group, 0)
+    except (ProcessLookupError, PermissionError):
+        return False
+    states = [_state(file) for file in Path("/proc").glob("[0-9]*/stat")]
+    return not states or any(its == group and state not in "ZX" for state, its in states)
+
+
+def _state(file: Path) -> tuple[str, int]:
+    """Return a process's state and group from its ``/proc/<pid>/stat``."""
+    try:
+        state, _, group, *_ = file.read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
+    except (OSError, ValueError):  # it has ended meanwhile
+        return "X", 0
+    return state, int(group)
+
+
+@contextmanager
+def started(command: Sequence[str], environment: Mapping[str, str], *, log: Path | None = None) -> Iterator[Job]:
+    """Start a command, with signals to us handed on for as long as the block runs.
+
+    Args:
+        command: Program and arguments.
+        environment: Its whole environment.
+        log: File to which its stdout and stderr are appended; it then runs in a session of its own and reads nothing.
+            By default it reads and writes where we do.
+
+    Raises:
+        NotStartedError: It does not exist or cannot be executed.
+    """
+    job = Job(own_session=log is not None)
+    with _forwarding(job):
+        with _opened(log) as output:
+            job.start(command, environment, output)
+        try:
+            yield job
+        finally:
+            job.end()
+
+
+@contextmanager
+def _opened(log: Path | None) -> Iterator[int | None]:
+    if log is None:
+        yield None
+        return
+    with log.open("ab") as file:
+        yield file.fileno()
+
+
+@contextmanager
+def _forwarding(job: Job) -> Iterator[None]:
+    numbers = [getattr(signal, name) for name in _FORWARDED if hasattr(signal, name)]
+    numbers = [number for number in numbers if signal.getsignal(number) is not signal.SIG_IGN]  # nohup, sh's "&"
+    before = {number: signal.signal(number, job.forward) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _terminal_sends_it() -> bool:
+    """Whether this process is in the foreground of a terminal, whose Ctrl-C goes to the command as well."""
+    if not hasattr(os, "tcgetpgrp"):
+        return True  # Windows: console events go to all processes of the console
+    try:
+        with open("/dev/tty", "rb") as terminal:
+            return os.tcgetpgrp(terminal.fileno()) == os.getpgrp()
+    except OSError:
+        return False

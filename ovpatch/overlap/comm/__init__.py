@@ -1,0 +1,1 @@
+"""Collectives, work handles, and how ranks agree."""

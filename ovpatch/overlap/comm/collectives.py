@@ -1,0 +1,204 @@
+"""Collectives as features issue them: asynchronous, in place, without the checks of the convenience functions.
+
+``torch.distributed.all_reduce`` costs about 10 µs of Python per call; a backward with many buckets on a fast device
+notices. Stock DDP, too, calls the process group itself.
+
+Backends that cannot group launches get other collectives: :mod:`ovpatch.overlap.comm.gloo`. On one host the GPUs' copy
+engines may do without a backend: :mod:`ovpatch.overlap.copy_engine`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ovpatch.overlap.comm.gloo import UngroupedAllGather, UngroupedAllReduce, UngroupedReduceScatter
+from ovpatch.overlap.comm.work import Work
+from ovpatch.overlap.copy_engine.registry import attend, gathering, scattering
+
+# Backends that launch the collectives of several tensors as one.
+_GROUPING = ("nccl",)
+
+
+def backend_name(group: dist.ProcessGroup, device: torch.device) -> str:
+    """Return the name of the backend that runs the group's collectives on ``device``."""
+    return str(group._get_backend(device).name())
+
+
+class AllReduce:
+    """Sums of tensors over the ranks of a group, in place, in as few launches as the backend allows.
+
+    Args:
+        group: The process group.
+        device: Where the tensors are.
+        average: Divide by the number of ranks, for backends that can.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, device: torch.device, *, average: bool = False) -> None:
+        self._group = group
+        operation = dist.ReduceOp(dist.ReduceOp.AVG if average else dist.ReduceOp.SUM)
+        self._one, self._many = dist.AllreduceOptions(), dist.AllreduceCoalescedOptions()
+        for options in (self._one, self._many):
+            options.reduceOp, options.asyncOp = operation, True
+        self._ungrouped = None if _groups(group, device) else UngroupedAllReduce(group, self._one)
+
+    def __call__(self, tensors: Sequence[Tensor]) -> Sequence[Work]:
+        """Start the sums.
+
+        Args:
+            tensors: Contiguous, of one dtype, of the same sizes on all ranks. Complex numbers are summed as pairs of
+                reals. One tensor alone may be sparse, if the backend sums sparse tensors.
+
+        Returns:
+            The works; ``wait()`` makes the current stream (the host, without streams) wait for the results.
+        """
+        given = _as_reals(tensors)
+        if len(given) < 2:
+            return [self._group.allreduce([tensor], self._one) for tensor in given]
+        if self._ungrouped is not None:
+            return self._ungrouped(given)
+        return [self._group.allreduce_coalesced(given, self._many)]
+
+
+class AllGather:
+    """Concatenations of every rank's part, in as few launches as the backend allows.
+
+    Args:
+        group: The process group.
+        device: Where the tensors are.
+        communicator: Over the same ranks, which the backend gathers on; by default the group itself.
+    """
+
+    def __init__(
+        self, group: dist.ProcessGroup, device: torch.device, communicator: dist.ProcessGroup | None = None
+    ) -> None:
+        self._copied, self._device = group, device
+        self._group = communicator or group
+        self._options = dist.distributed_c10d.AllgatherOptions()
+        self._options.asyncOp = True
+        self._ungrouped = None if _groups(group, device) else UngroupedAllGather(self._group)
+
+    def __call__(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> Sequence[Work]:
+        """Start the gathering.
+
+        Args:
+            outputs: Contiguous, of one dtype, each ``world`` times as long as its input. Complex numbers travel as
+                pairs of reals.
+            inputs: This rank's parts, contiguous. A part may be the very place in its output where it will be: NCCL
+                gathers in place then.
+
+        Returns:
+            The works; ``wait()`` makes the current stream (the host, without streams) wait for the results.
+        """
+        to, of = _as_reals(outputs), _as_reals(inputs)
+        engine = gathering(self._copied, self._device)
+        if engine is not None:
+            return engine.gather(to, of)
+        if self._ungrouped is not None:
+            return self._ungrouped(to, of)
+        if len(to) < 2:
+            return [self._group._allgather_base(*pair, self._options) for pair in zip(to, of, strict=True)]
+        return [self._group.allgather_into_tensor_coalesced(to, of, self._options)]
+
+
+class Broadcast:
+    """Copies of one rank's tensor to all ranks of a group.
+
+    Args:
+        group: The process group.
+        root: The rank in it that has the tensor.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, root: int) -> None:
+        self._group = group
+        self._options = dist.BroadcastOptions()
+        self._options.rootRank, self._options.rootTensor, self._options.asyncOp = root, 0, True
+
+    def __call__(self, tensor: Tensor) -> Work:
+        """Start the copy.
+
+        Args:
+            tensor: Contiguous, of the same size on all ranks; on the others than ``root`` it is written.
+
+        Returns:
+            The work; ``wait()`` makes the current stream (the host, without streams) wait for the result.
+        """
+        return self._group.broadcast([tensor], self._options)
+
+
+class ReduceScatter:
+    """Sums of tensors over the ranks of a group, of which each rank gets its own part.
+
+    Args:
+        group: The process group.
+        device: Where the tensors are.
+        average: Divide by the number of ranks, for backends that can.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, device: torch.device, *, average: bool = False) -> None:
+        self._group, self._device, self._average = group, device, average
+        self._options = dist.ReduceScatterOptions()
+        self._options.reduceOp = dist.ReduceOp(dist.ReduceOp.AVG if average else dist.ReduceOp.SUM)
+        self._options.asyncOp = True
+        self._ungrouped = None if _groups(group, device) else UngroupedReduceScatter(group)
+
+    def __call__(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> Sequence[Work]:
+        """Start the sums.
+
+        Args:
+            outputs: This rank's parts, ``[size]`` each, contiguous.
+            inputs: Contiguous, ``[world * size]`` each, of one dtype; what is left in them is undefined.
+
+        Returns:
+            The works; ``wait()`` makes the current stream (the host, without streams) wait for the results.
+        """
+        to, of = _as_reals(outputs), _as_reals(inputs)
+        engine = scattering(self._group, self._device)
+        if engine is not None and engine.adds(of[0].dtype):
+            return engine.scatter(to, of, average=self._average)
+        if self._ungrouped is not None:
+            return self._ungrouped(to, of)
+        return [self._group.reduce_scatter_tensor_coalesced(to, of, self._options)]
+
+
+class Collectives:
+    """What reduces gradients on one device.
+
+    Args:
+        group: The process group.
+        device: Where the tensors are.
+        average: Divide by the number of ranks, for backends that can.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, device: torch.device, *, average: bool = False) -> None:
+        self._group, self._device = group, device
+        self.all_reduce = AllReduce(group, device, average=average)
+        self.reduce_scatter = ReduceScatter(group, device, average=average)
+
+    def average_widely(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> Sequence[Work]:
+        """Average in fp32 what has another dtype, as :meth:`ReduceScatter.__call__`; only copies between ranks can."""
+        engine = scattering(self._group, self._device)
+        if engine is None:
+            raise RuntimeError(_GONE)
+        return engine.scatter(outputs, inputs, average=True)
+
+    def attend(self) -> None:
+        """End what is reduced together; see [Note: who does not come]."""
+        attend(self._group, self._device)
+
+
+_GONE = (
+    "ovpatch: copies between ranks ended during a backward that others go on with. Restart all ranks; or set "
+    "OVPATCH_DIST_OPTIMIZER_COPY_ENGINES=off, if it happens again."
+)
+
+
+def _groups(group: dist.ProcessGroup, device: torch.device) -> bool:
+    return backend_name(group, device) in _GROUPING
+
+
+def _as_reals(tensors: Sequence[Tensor]) -> list[Tensor]:
+    return [torch.view_as_real(tensor) if tensor.is_complex() else tensor for tensor in tensors]

@@ -1,0 +1,86 @@
+"""Streams on which work was produced, so that a collective starts after all of it.
+
+The autograd engine runs a gradient's hook on the stream of the forward operation. A collective launched from one hook
+is ordered behind that hook's stream only; gradients of the same bucket that came from other streams need a wait.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+# The one helper that names what ovpatch does, in profiles and in logs.
+
+
+def label(feature: str, phase: str, name: str = "") -> str:
+    """Return ``ovpatch::<feature>::<phase> (<name>)``.
+
+    Args:
+        feature: Name of the feature.
+        phase: What is being done, a verb or the name of a collective.
+        name: What it is done to, a fully qualified name where there is one.
+    """
+    return f"ovpatch::{feature}::{phase} ({name})" if name else f"ovpatch::{feature}::{phase}"
+
+
+_NOTHING: AbstractContextManager[Any] = contextlib.nullcontext()
+
+
+def span(text: str) -> AbstractContextManager[Any]:
+    """Return a context manager that shows ``text``, made by :func:`label`, as a range in torch's profiler.
+
+    Without a profiler it is nothing: an idle ``record_function`` costs more than launching a collective.
+    """
+    return torch.autograd.profiler.record_function(text) if torch.autograd._profiler_enabled() else _NOTHING
+
+
+# Whether a CUDA graph is being captured.
+#
+# [Note: captured backwards] A replay makes new gradients, and no host hears of it: who has read a whole one would keep
+# it, and peers would be asked for another replay's parts. So a backward that is captured leaves whole gradients, in the
+# memory that its replays write to.
+
+
+def capturing(device: torch.device) -> bool:
+    """Tell whether the current stream of a device is being captured."""
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+
+class Producers:
+    """The CUDA streams that produced gradients since the last :meth:`clear`, per device."""
+
+    def __init__(self) -> None:
+        self._streams: dict[int, dict[int, torch.cuda.Stream]] = {}
+
+    def note(self, device: int) -> None:
+        """Remember the current stream of a CUDA device. Cheap when it is known already: called for every gradient."""
+        raw = torch._C._cuda_getCurrentRawStream(device)
+        if raw not in self._streams.get(device, ()):
+            self._streams.setdefault(device, {})[raw] = torch.cuda.current_stream(device)
+
+    def join(self, device: torch.device, tensors: Iterable[Tensor]) -> None:
+        """Make the device's current stream wait for all remembered ones.
+
+        Args:
+            device: The device; others than CUDA devices have no streams, so nothing is to be done.
+            tensors: What the current stream is going to read; their memory is kept until it has.
+        """
+        streams = self._streams.get(device.index) if device.type == "cuda" else None
+        if not streams or (len(streams) == 1 and torch._C._cuda_getCurrentRawStream(device.index) in streams):
+            return  # the usual case, told without making a Stream object
+        current = torch.cuda.current_stream(device)
+        others = [stream for stream in streams.values() if stream != current]
+        for stream in others:
+            current.wait_stream(stream)
+        if others:
+            for tensor in tensors:
+                tensor.record_stream(current)
+
+    def clear(self) -> None:
+        """Forget all streams."""
+        self._streams.clear()

@@ -1,0 +1,143 @@
+"""What streams can do and torch does not offer: the CUDA driver's functions, by its library.
+
+[Note: beside what computes] A copy within a GPU is a kernel, unless the driver is asked to have it run beside products;
+a batch of copies can be asked that, of which drivers take notice from CUDA 13.1 on. Drivers older than CUDA 13.0 have
+no such batches: there copies are asked for one by one.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+from typing import Any, Final, NamedTuple
+
+from torch import Tensor
+
+# What is copied or added up, told by where it lies.
+#
+# [Note: by address] A step moves hundreds of pieces. A tensor for each, to be asked where it lies, takes the host
+# longer than the copy takes the device; so pieces are numbers, and a tensor is made where one is needed.
+
+
+class Batch(NamedTuple):
+    """Copies, in any order among themselves.
+
+    Attributes:
+        to: Addresses to copy to.
+        of: Addresses to copy from.
+        sizes: Bytes.
+    """
+
+    to: list[int]
+    of: list[int]
+    sizes: list[int]
+
+
+class Span(NamedTuple):
+    """Elements that lie one behind the other.
+
+    Attributes:
+        memory: A contiguous tensor that they are in.
+        begin: The first of them, in ``memory``.
+        numel: How many.
+        address: Of the first.
+    """
+
+    memory: Tensor
+    begin: int
+    numel: int
+    address: int
+
+    def tensor(self) -> Tensor:
+        """Return them as a tensor, ``[numel]``."""
+        return self.memory.view(-1).narrow(0, self.begin, self.numel)
+
+
+class Addend(NamedTuple):
+    """What a rank adds itself to what the others have sent to it.
+
+    Attributes:
+        own: Its own term.
+        out: Where the sum goes, as long.
+        at: Where the others' terms begin in their slots.
+    """
+
+    own: Span
+    out: Span
+    at: int
+
+
+_AT_LEAST: Final = 0  # CU_STREAM_WAIT_VALUE_GEQ, which takes differences, so that numbers may wrap
+_IN_STREAM_ORDER: Final = 1  # CU_MEMCPY_SRC_ACCESS_ORDER_STREAM
+_NO_PEERS: Final = 13010  # CUDA 13.1, from which on streams write to their own GPU's memory alone
+_BESIDE_COMPUTE: Final = 1  # CU_MEMCPY_FLAG_PREFER_OVERLAP_WITH_COMPUTE
+
+
+class _Attributes(ctypes.Structure):
+    """CUmemcpyAttributes; the hints, of a type and a number each, are for managed memory."""
+
+    _fields_ = (
+        ("order", ctypes.c_int),
+        ("hints", ctypes.c_int * 4),
+        ("flags", ctypes.c_uint),
+    )
+
+
+class Driver:
+    """The driver's functions, on streams that are named by their handles.
+
+    Attributes:
+        writes_to_peers: Whether :meth:`write` reaches other GPUs' memory.
+
+    Raises:
+        OSError: There is no such library.
+        AttributeError: It has no streams that wait for memory.
+    """
+
+    def __init__(self) -> None:
+        library = ctypes.CDLL("libcuda.so.1")
+        value = (ctypes.c_void_p, ctypes.c_uint64, ctypes.c_uint32, ctypes.c_uint)
+        self._write = _function(library, "cuStreamWriteValue32_v2", value)
+        self._wait = _function(library, "cuStreamWaitValue32_v2", value)
+        version = ctypes.c_int(0)
+        _check(library.cuDriverGetVersion(ctypes.byref(version)))
+        self.writes_to_peers = version.value < _NO_PEERS
+        one = (ctypes.c_uint64, ctypes.c_uint64, ctypes.c_size_t, ctypes.c_void_p)
+        self._copy_one = _function(library, "cuMemcpyAsync", one)
+        self._copy: Callable[..., int] | None = None
+        if hasattr(library, "cuMemcpyBatchAsync_v2"):
+            places = ctypes.POINTER(ctypes.c_uint64)
+            batch = (places, places, places, ctypes.c_size_t, ctypes.POINTER(_Attributes), places, ctypes.c_size_t)
+            self._copy = _function(library, "cuMemcpyBatchAsync_v2", (*batch, ctypes.c_void_p))
+        self._attributes = _Attributes(_IN_STREAM_ORDER, (ctypes.c_int * 4)(), _BESIDE_COMPUTE)
+        self._first = ctypes.c_uint64(0)  # the copy from which on the attributes hold
+
+    def write(self, address: int, number: int, stream: int) -> None:
+        """Write a number of 32 bits once all before it in the stream is done, and seen by other GPUs."""
+        _check(self._write(stream, address, number, 0))
+
+    def wait(self, address: int, number: int, stream: int) -> None:
+        """Have the stream wait until a number of 32 bits is there, or a later one."""
+        _check(self._wait(stream, address, number, _AT_LEAST))
+
+    def copy(self, batch: Batch, stream: int) -> None:
+        """Copy, in any order. Memory has to be kept until it is done."""
+        if self._copy is None:
+            for to, of, size in zip(*batch, strict=True):
+                _check(self._copy_one(to, of, size, stream))
+            return
+        count = len(batch.to)
+        numbers = ctypes.c_uint64 * count
+        tos, ofs, sizes = (numbers(*given) for given in batch)
+        _check(self._copy(tos, ofs, sizes, count, self._attributes, self._first, 1, stream))
+
+
+def _function(library: ctypes.CDLL, name: str, types: tuple[Any, ...]) -> Callable[..., int]:
+    function = library[name]
+    function.argtypes, function.restype = types, ctypes.c_int
+    return function
+
+
+def _check(status: int) -> None:
+    if status:
+        raise RuntimeError(f"the CUDA driver refused what a stream was to do (CUresult {status})")

@@ -1,0 +1,198 @@
+"""Whether copy engines or the backend's kernels move tensors, by measurement beside products."""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Final
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ovpatch.overlap.autotune import Candidates, Tuning, autotuner_for
+from ovpatch.overlap.autotune.autotuner import add_report_line
+from ovpatch.overlap.comm.collectives import AllGather, ReduceScatter
+from ovpatch.overlap.comm.consensus import agree
+from ovpatch.overlap.comm.streams import capturing
+from ovpatch.overlap.comm.work import Work
+from ovpatch.overlap.copy_engine.collectives import Engine
+from ovpatch.overlap.copy_engine.registry import Chosen, chosen_for
+from ovpatch.overlap.copy_engine.window import Allocate, allocate
+from ovpatch.overlap.symm_mem import support
+from ovpatch.overlap.symm_mem.support import triton_unavailable_reason
+
+BACKEND: Final = "the backend's collectives"
+COPIES: Final = "copy engines"
+
+# [Note: as in a step] A forward mostly takes longer than its gathers, and a backward than its sums, so what counts is
+# how much longer products take beside them; and when the rest ends. So there is about twice as much to compute as to
+# move. Products are as short as those of a few thousand tokens: what waits for multiprocessors waits for their ends.
+_BYTES: Final = 512 * 1024 * 1024  # that are gathered, or reduced and scattered, in a millisecond or two
+_TENSORS: Final = 32
+_ROWS, _FEATURES = 4096, 4096  # of products, of which each takes a fifth of a millisecond on an H100 or H200
+_BEFORE, _BESIDE = 3, 16
+_PATIENCE_S: Final = 60.0  # ranks have met just before
+
+
+def choose(
+    group: dist.ProcessGroup,
+    device: torch.device,
+    mode: str,
+    *,
+    feature: str,
+    directory: Path | None,
+    allocate: Allocate = allocate,
+    communicator: dist.ProcessGroup | None = None,
+) -> None:
+    """Decide what moves tensors of a group from now on; a collective, if it is not decided yet.
+
+    Args:
+        group: The ranks; all call this, with the same mode.
+        device: Where their tensors are.
+        mode: ``on``, ``off`` or ``auto``, which measures.
+        feature: Whose report says what was chosen.
+        directory: Where measurements are kept from run to run; None to keep none.
+        allocate: Makes memory that all ranks see.
+        communicator: Over the same ranks, on which is measured; by default the group itself.
+    """
+    if mode == "off":
+        return
+    chosen = chosen_for(group, device)
+    if chosen.final or group.size() == 1 or dist.get_backend(group) == "fake":
+        return
+    if device.type != "cuda" and mode == "auto":
+        return
+    if capturing(device):
+        return
+    if mode == "auto" and torch._C._current_graph_task_id() != -1:
+        return  # a step in backward, where nothing is measured
+    if chosen.engine is None:
+        reason = support.objection(group, device, _reason_against) or _made(chosen, group, device, allocate)
+        if reason:
+            chosen.final = True
+            add_report_line(feature, f"{COPIES} are not used: {reason}")
+            return
+    assert chosen.engine is not None
+    sums = support.objection(group, device, _reason_against_sums)
+    if sums:
+        add_report_line(feature, f"{COPIES} do not reduce gradients: {sums}")
+    if mode == "on":
+        chosen.gathers, chosen.scatters, chosen.final = True, not sums, True
+        return
+    ask = functools.partial(_asked, group, communicator or group, device, chosen.engine, feature, directory)
+    chosen.gathers, gathers_finally = ask("gather", _gathers)
+    chosen.scatters, scatters_finally = (False, True) if sums else ask("reduce-scatter", _scatters)
+    chosen.final = gathers_finally and scatters_finally
+    if chosen.final and not chosen.gathers and not chosen.scatters:
+        chosen.engine = None  # its memory
+
+
+def _reason_against(device: torch.device) -> str:
+    if reason := support.reason_against_memory(device):
+        return reason
+    if os.environ.get("NCCL_P2P_DISABLE", "0") not in ("", "0"):
+        return "NCCL_P2P_DISABLE says that GPUs are not to reach each other's memory"
+    if os.environ.get("NCCL_P2P_LEVEL", "").upper() in ("LOC", "0"):
+        return "NCCL_P2P_LEVEL says that GPUs are not to reach each other's memory"
+    return ""
+
+
+def _reason_against_sums(device: torch.device) -> str:
+    return triton_unavailable_reason() if device.type == "cuda" else ""
+
+
+def _made(chosen: Chosen, group: dist.ProcessGroup, device: torch.device, allocate: Allocate) -> str:
+    """Make the engine; return why it cannot be made, if it cannot, the same on all ranks."""
+    reason = ""
+    try:
+        chosen.engine = Engine(group, device, allocate=allocate)
+    except RuntimeError as error:  # of the driver: containers may forbid processes to share memory
+        reason = f"memory cannot be shared ({str(error).splitlines()[0] if str(error) else type(error).__name__})"
+    reason = agree(group, "copy engines", {}, objection=reason, timeout_s=_PATIENCE_S)
+    if not reason and chosen.engine is not None:
+        unheard = ", ".join(str(dist.get_global_rank(group, rank)) for rank in chosen.engine.unheard())
+        silent = f"nothing arrives from rank {unheard}, or something else" if unheard else ""
+        reason = agree(group, "copy engines", {}, objection=silent, timeout_s=_PATIENCE_S)
+    if reason:
+        chosen.engine = None
+    return reason
+
+
+Calls = Callable[[dist.ProcessGroup, Engine, torch.Generator], Candidates]
+
+
+def _asked(
+    group: dist.ProcessGroup,
+    communicator: dist.ProcessGroup,
+    device: torch.device,
+    engine: Engine,
+    feature: str,
+    directory: Path | None,
+    what: str,
+    calls: Calls,
+) -> tuple[bool, bool]:
+    """Return whether the copy engines move what is asked for, and whether that is final."""
+    key = f"{what} of {_BYTES >> 20} MiB beside products, {group.size()} ranks"
+    products = 2 * (2 * _ROWS * _FEATURES + _FEATURES * _FEATURES)
+    needs = 2 * _BYTES + products
+
+    def make(generator: torch.Generator) -> Candidates:
+        return calls(communicator, engine, generator)
+
+    tuning = Tuning(key, (BACKEND, COPIES), BACKEND, make, needs)
+    choice = autotuner_for(group, device, feature, directory).tune(group, tuning, communicator)
+    engine.failed_everywhere()  # if a candidate has failed, or an error would have been raised
+    return choice.candidate == COPIES, choice.final
+
+
+def _gathers(group: dist.ProcessGroup, engine: Engine, generator: torch.Generator) -> Candidates:
+    outputs, parts = _tensors(group, generator)
+    beside = _products(generator)
+    by_backend = AllGather(group, generator.device)
+    return {
+        BACKEND: lambda: beside(lambda: by_backend(outputs, parts)),
+        COPIES: lambda: beside(lambda: engine.gather(outputs, parts)),
+    }
+
+
+def _scatters(group: dist.ProcessGroup, engine: Engine, generator: torch.Generator) -> Candidates:
+    inputs, parts = _tensors(group, generator)
+    outputs = [torch.empty_like(part) for part in parts]
+    beside = _products(generator)
+    by_backend = ReduceScatter(group, generator.device)
+    return {
+        BACKEND: lambda: beside(lambda: by_backend(outputs, inputs)),
+        COPIES: lambda: beside(lambda: engine.scatter(outputs, inputs, average=False)),
+    }
+
+
+def _tensors(group: dist.ProcessGroup, generator: torch.Generator) -> tuple[list[Tensor], list[Tensor]]:
+    """Return tensors, and this rank's parts of them."""
+    world = group.size()
+    size = _BYTES // _TENSORS // torch.float32.itemsize // world
+    whole = torch.randn(_TENSORS, world, size, generator=generator, device=generator.device)
+    return list(whole.view(_TENSORS, -1)), list(whole[:, group.rank()])
+
+
+def _products(generator: torch.Generator) -> Callable[[Callable[[], Sequence[Work]]], None]:
+    """Return what computes while something is moved; and before, so that the host has time to launch that."""
+
+    def draw(rows: int) -> Tensor:
+        return torch.randn(rows, _FEATURES, generator=generator, dtype=torch.bfloat16, device=generator.device)
+
+    x, weight = draw(_ROWS), draw(_FEATURES)
+    out = torch.empty_like(x)
+
+    def beside(start: Callable[[], Sequence[Work]]) -> None:
+        for _ in range(_BEFORE):
+            torch.mm(x, weight, out=out)
+        works = start()
+        for _ in range(_BESIDE):
+            torch.mm(x, weight, out=out)
+        for work in works:
+            work.wait()
+
+    return beside

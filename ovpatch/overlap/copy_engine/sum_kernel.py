@@ -1,0 +1,141 @@
+"""Triton kernel that adds up what several ranks gave; imported only where Triton is there.
+
+[Note: several sums] A launch costs the host some 20 µs, and a bucket has a dozen gradients. So a launch makes several
+sums. Which Triton compiles depends on which numbers are multiples of 16; sums of which all are go together, and any
+other one by itself, so that there are few kernels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, Final
+
+import torch
+import triton
+import triton.language as tl
+
+from ovpatch.overlap.comm.side_streams import quietly_on
+from ovpatch.overlap.copy_engine.driver import Addend, Span
+
+_BLOCK: Final = 8192
+_GRID: Final = (64, 1, 1)  # no more: they share the GPU with products, and memory is what they wait for
+
+
+@triton.jit
+def add_up_kernel(
+    a, b, c, d, e, f, g, h,
+    own0, own1, own2, own3, own4, own5, own6, own7,
+    out0, out1, out2, out3, out4, out5, out6, out7,
+    at0, at1, at2, at3, at4, at5, at6, at7,
+    n0, n1, n2, n3, n4, n5, n6, n7,
+    scale, RANK: tl.constexpr, COUNT: tl.constexpr, EXACT: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Sum i: the terms of the first COUNT ranks, at ``at_i`` of their slots a to h, and ``own_i`` for rank RANK."""
+    first = tl.program_id(0)
+    first = _sum(a, b, c, d, e, f, g, h, own0, out0, at0, n0, first, scale, RANK, COUNT, EXACT, BLOCK)
+    first = _sum(a, b, c, d, e, f, g, h, own1, out1, at1, n1, first, scale, RANK, COUNT, EXACT, BLOCK)
+    first = _sum(a, b, c, d, e, f, g, h, own2, out2, at2, n2, first, scale, RANK, COUNT, EXACT, BLOCK)
+    first = _sum(a, b, c, d, e, f, g, h, own3, out3, at3, n3, first, scale, RANK, COUNT, EXACT, BLOCK)
+    first = _sum(a, b, c, d, e, f, g, h, own4, out4, at4, n4, first, scale, RANK, COUNT, EXACT, BLOCK)
+    first = _sum(a, b, c, d, e, f, g, h, own5, out5, at5, n5, first, scale, RANK, COUNT, EXACT, BLOCK)
+    first = _sum(a, b, c, d, e, f, g, h, own6, out6, at6, n6, first, scale, RANK, COUNT, EXACT, BLOCK)
+    _sum(a, b, c, d, e, f, g, h, own7, out7, at7, n7, first, scale, RANK, COUNT, EXACT, BLOCK)
+
+
+@triton.jit
+def _sum(
+    a, b, c, d, e, f, g, h, own, out, at, n, first, scale,
+    RANK: tl.constexpr, COUNT: tl.constexpr, EXACT: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """This program's blocks of one sum; returns which is its first of the next, so that all have as much to do."""
+    programs = tl.num_programs(0)
+    blocks = tl.cdiv(n, BLOCK)
+    for block in range(first, blocks, programs):
+        i = block * BLOCK + tl.arange(0, BLOCK)
+        inside = i < n
+        mine = _loaded(own + i, inside, EXACT)
+        total = mine if RANK == 0 else _loaded(a + at + i, inside, EXACT)
+        if COUNT > 1:
+            total += mine if RANK == 1 else _loaded(b + at + i, inside, EXACT)
+        if COUNT > 2:
+            total += mine if RANK == 2 else _loaded(c + at + i, inside, EXACT)
+        if COUNT > 3:
+            total += mine if RANK == 3 else _loaded(d + at + i, inside, EXACT)
+        if COUNT > 4:
+            total += mine if RANK == 4 else _loaded(e + at + i, inside, EXACT)
+        if COUNT > 5:
+            total += mine if RANK == 5 else _loaded(f + at + i, inside, EXACT)
+        if COUNT > 6:
+            total += mine if RANK == 6 else _loaded(g + at + i, inside, EXACT)
+        if COUNT > 7:
+            total += mine if RANK == 7 else _loaded(h + at + i, inside, EXACT)
+        tl.store(out + i, total * scale, mask=inside)
+    return (first + programs - blocks % programs) % programs
+
+
+@triton.jit
+def _loaded(at, inside, EXACT: tl.constexpr):
+    value = tl.load(at, mask=inside, other=0.0)
+    return value.to(tl.float64) if EXACT else value.to(tl.float32)
+
+
+MOST: Final = 8  # ranks
+_TOGETHER: Final = 8  # sums of a launch
+
+_compiled: dict[tuple[Any, ...], Callable[..., Any]] = {}
+
+
+def add_up(slots: Sequence[Span | None], addends: Sequence[Addend], scale: float, stream: int) -> None:
+    """See :func:`ovpatch.overlap.copy_engine.collectives.add_up`; at most :data:`MOST` ranks, on the current device."""
+    first = addends[0]
+    dtypes, device = (first.own.memory.dtype, first.out.memory.dtype), first.out.memory.device
+    rank, exact = slots.index(None), dtypes[0] == torch.float64
+    rest = (1.0 if exact else scale, rank, len(slots), exact, _BLOCK)
+    none = [None] * (MOST - len(slots))
+    bases = [None if slot is None else slot.address for slot in slots] + none
+    for ones, aligned in _launches(addends):
+        left = _TOGETHER - len(ones)
+        own, out = [one.own.address for one in ones], [one.out.address for one in ones]
+        places = [one.at for one in ones] + [0] * left
+        sizes = [one.own.numel for one in ones] + [0] * left
+        key = (device, *dtypes, rank, len(slots), aligned)
+        known = _compiled.get(key)
+        if known is not None:
+            own, out = own + [first.own.address & -16] * left, out + [first.out.address & -16] * left
+            known(*bases, *own, *out, *places, *sizes, *rest, stream=stream)
+            continue
+        tensors = [None if slot is None else slot.tensor() for slot in slots] + none
+        spare = torch.empty(16, dtype=dtypes[0], device=device), torch.empty(16, dtype=dtypes[1], device=device)
+        owns, outs = [one.own.tensor() for one in ones], [one.out.tensor() for one in ones]
+        with _on(stream, device):
+            found = add_up_kernel[_GRID](
+                *tensors, *owns, *[spare[0]] * left, *outs, *[spare[1]] * left, *places, *sizes, *rest, num_warps=8
+            )
+        if found is not None:  # else it is interpreted
+            _compiled[key] = found[_GRID]
+    if exact and scale != 1:  # Triton takes numbers as float32
+        with _on(stream, device):
+            for one in addends:
+                one.out.tensor().mul_(scale)
+
+
+def _launches(addends: Sequence[Addend]) -> Iterator[tuple[Sequence[Addend], tuple[bool, ...]]]:
+    """Yield what is launched together, and what of it Triton asks; see [Note: several sums]."""
+    ones: list[Addend] = []
+    for one in addends:
+        numel = one.own.numel
+        asked = one.own.address % 16 == 0, one.out.address % 16 == 0, numel % 16 == 0
+        if not all(asked):
+            yield [one], (*asked, numel == 1)
+        else:
+            ones.append(one)
+            if len(ones) == _TOGETHER:
+                yield ones, ()
+                ones = []
+    if ones:
+        yield ones, ()
+
+
+def _on(stream: int, device: torch.device) -> AbstractContextManager[None]:
+    return quietly_on(torch.cuda.ExternalStream(stream, device))

@@ -1,0 +1,1 @@
+"""Gradients of a backward: hooks, buckets, and their reduction."""

@@ -1,0 +1,179 @@
+"""Which gradients share a bucket.
+
+[Note: stock's cuts] A ring adds the parts of a tensor in an order that depends on where the tensor begins and ends.
+Buckets cut at the places where stock DDP cuts them therefore give stock's bits wherever they are reduced as one flat
+tensor; torch's own function makes the cut.
+
+[Note: small ones wait] A bucket whose large gradients are scattered needs a collective of its own for its small ones, a
+bias here, a norm there, and that takes as long as a launch takes. So they wait for those of later buckets, until they
+are enough to be worth it; at the latest they go with the last bucket of their kind.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from ovpatch.overlap.data_parallel.bucket import SMALL, GradBucket, SparseBucket
+from ovpatch.overlap.data_parallel.fp32_accumulation import HALVES
+from ovpatch.overlap.data_parallel.grad_sync import Bucket
+from ovpatch.overlap.data_parallel.half_wire import HalfWire
+from ovpatch.overlap.data_parallel.sharded_bucket import ShardBucket
+from ovpatch.overlap.data_parallel.sharded_grads import GradShards
+
+_COMPANY = 4 << 20  # bytes of small gradients that wait for no others
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How to cut the parameters of a model into buckets.
+
+    Attributes:
+        params: The parameters in registration order.
+        names: Their fully qualified names.
+        limits: Capacity of the first, second, … bucket in bytes; the last one holds for all that follow.
+        granularity: What a bucket holds: ``size``, as much as its capacity; ``layer``, one layer; ``module``, all.
+        in_fp32: Reduce gradients of half precision in float32.
+        sparse: Whether each parameter's gradient will be sparse.
+        shards: Where parts of gradients go that are not needed whole, if there is such a place.
+        wire: How those travel; None if in the dtype that they are summed in.
+    """
+
+    params: Sequence[torch.nn.Parameter]
+    names: Sequence[str]
+    limits: Sequence[int]
+    granularity: str = "size"
+    in_fp32: bool = False
+    sparse: Sequence[bool] = ()
+    shards: GradShards | None = None
+    wire: HalfWire | None = None
+
+    def initial(self, *, bucketed: bool) -> list[Bucket]:
+        """Return the buckets for the first backward, whose order of gradients is not known yet.
+
+        Args:
+            bucketed: Cut in reverse registration order. Otherwise one bucket per dtype and device, as stock DDP begins
+                where it will see the order of gradients in the first backward.
+        """
+        order = range(len(self.params))
+        if bucketed and self.granularity == "layer":
+            return self._by_layer(list(reversed(order)))
+        groups = self._by_size(order, self.limits if bucketed else [sys.maxsize])
+        return self._buckets(self._small_ones_later(list(reversed(groups))))
+
+    def along(self, order: Sequence[int]) -> list[Bucket]:
+        """Return the buckets cut along ``order``, the parameters' indices as their gradients arrived."""
+        if self.granularity == "layer":
+            return self._by_layer(order)
+        return self._buckets(self._small_ones_later(self._by_size(order, self.limits)))
+
+    def _by_size(self, order: Sequence[int], limits: Sequence[int]) -> list[list[int]]:
+        sizes = [sys.maxsize] if self.granularity == "module" else list(limits)
+        params: list[torch.Tensor] = [self.params[i] for i in order]
+        sparse = [self._is_sparse(i) for i in range(len(self.params))]  # looked up by the parameter's own index
+        indices = [] if isinstance(order, range) else list(order)
+        groups, _ = dist._compute_bucket_assignment_by_size(params, sizes, sparse, indices)
+        return [list(group) for group in groups]
+
+    def _by_layer(self, order: Sequence[int]) -> list[Bucket]:
+        """One bucket per layer, dtype and device, at the place where the last of its gradients comes."""
+        groups: dict[tuple[object, ...], list[int]] = {}
+        for i in order:
+            param = self.params[i]
+            key = (layer_of(self.names[i]), param.dtype, param.device, i if self._is_sparse(i) else None)
+            groups[key] = [*groups.pop(key, []), i]
+        return self._buckets(list(groups.values()))
+
+    def _small_ones_later(self, groups: Sequence[list[int]]) -> list[list[int]]:
+        """Move small gradients to later groups; see [Note: small ones wait]."""
+        if self.shards is None or not self.shards.chosen:
+            return list(groups)
+        last = {self._kind(group): position for position, group in enumerate(groups)}
+        waiting: dict[object, list[int]] = {}
+        moved = []
+        for position, group in enumerate(groups):
+            kind = self._kind(group)
+            group = waiting.pop(kind, []) + group
+            small = [i for i in group if i not in self.shards.chosen and self.params[i].numel() < SMALL]
+            if position < last[kind] and sum(self.params[i].nbytes for i in small) < _COMPANY:
+                waiting[kind] = small
+                group = [i for i in group if i not in small]
+            if group:
+                moved.append(group)
+        return moved
+
+    def _kind(self, group: Sequence[int]) -> object:
+        """Return what gradients of one group have in common; a sparse one is alone."""
+        first = self.params[group[0]]
+        return first.dtype, first.device, group[0] if self._is_sparse(group[0]) else None
+
+    def _buckets(self, groups: Sequence[Sequence[int]]) -> list[Bucket]:
+        return [self._bucket(group) for group in groups]
+
+    def _bucket(self, indices: Sequence[int]) -> Bucket:
+        params = [self.params[i] for i in indices]
+        if self._is_sparse(indices[0]):
+            return SparseBucket(indices[0], params[0])
+        wide = self.in_fp32 and params[0].dtype in HALVES
+        dtype = torch.float32 if wide else None
+        if self.shards is not None and not self.shards.chosen.isdisjoint(indices):
+            return ShardBucket(indices, params, self.shards, self.wire, dtype=dtype)
+        return GradBucket(indices, params, dtype=dtype)
+
+    def _is_sparse(self, index: int) -> bool:
+        return bool(self.sparse) and self.sparse[index]
+
+
+def layer_of(name: str) -> str:
+    """Return the layer that a parameter belongs to: its name up to the first number, else the module that owns it.
+
+    ``transformer.h.3.attn.weight`` is in ``transformer.h.3``, ``model.lm_head.weight`` in ``model.lm_head``.
+    """
+    found = re.match(r"(?:.*?\.)??\d+(?=\.|$)", name)
+    return found.group() if found else name.rpartition(".")[0]
+
+
+# Where the gradients of a model are cut into buckets, and the order in which they come, by which that is decided.
+
+
+class Cutting:
+    """Cuts by registration at first, and anew along the order of a backward's gradients.
+
+    Args:
+        layout: How to cut.
+        group: The process group.
+    """
+
+    def __init__(self, layout: Layout, group: dist.ProcessGroup) -> None:
+        self._layout, self._group = layout, group
+        self._came: list[int] = []
+        self._order: list[int] = []
+
+    def backward_begins(self) -> None:
+        """Forget the order of the last backward."""
+        self._came.clear()
+
+    def came(self, index: int) -> None:
+        """Note that the gradient of a parameter is complete."""
+        self._came.append(index)
+
+    def last(self) -> list[int]:
+        """Return the parameters in the order in which their gradients came, as far as that was noted."""
+        return list(self._came)
+
+    def agree(self) -> None:
+        """Cut along the last backward's order on the group's first rank from now on; every rank calls this."""
+        params = self._layout.params
+        missing = set(range(len(params))).difference(self._came)
+        order = torch.tensor([*self._came, *sorted(missing)], dtype=torch.int64, device=params[0].device)
+        dist.broadcast(order, src=dist.get_global_rank(self._group, 0), group=self._group)
+        self._order = order.tolist()
+
+    def buckets(self, *, bucketed: bool) -> list[Bucket]:
+        """Return the buckets; ``bucketed`` as for :meth:`Layout.initial`, until there is an order."""
+        return self._layout.along(self._order) if self._order else self._layout.initial(bucketed=bucketed)

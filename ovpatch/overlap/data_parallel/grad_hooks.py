@@ -1,0 +1,203 @@
+"""Hooks on the AccumulateGrad nodes of parameters.
+
+[Note: node hook] Stock DDP's reducer is a post-hook of the node, so hooks that users put on the parameter
+(``register_hook``, ``register_post_accumulate_grad_hook``) have all run before it, and what they wrote into the
+gradient is what gets reduced. ``register_post_accumulate_grad_hook`` would run in registration order among theirs.
+"""
+
+from __future__ import annotations
+
+import operator
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Protocol, cast
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import Node
+from torch.nn.parallel.distributed import _find_tensors
+from torch.utils.hooks import RemovableHandle
+
+from ovpatch.overlap.data_parallel import fp32_accumulation
+from ovpatch.overlap.data_parallel.fp32_accumulation import HALVES
+from ovpatch.overlap.data_parallel.sharded_grads import GradShards
+
+# What the autograd engine is about to do, and is told to.
+
+
+def executes(node: Any) -> bool:
+    """Tell whether the backward that runs wants the gradient that a node takes."""
+    try:
+        return torch._C._will_engine_execute_node(node)
+    except RuntimeError:  # torch.autograd.grad() returns this very gradient
+        return True
+
+
+def executed(nodes: Sequence[Node]) -> list[bool]:
+    """Tell which AccumulateGrad nodes the running backward will reach. Only valid inside a backward.
+
+    Nodes inside reentrant checkpoints belong to a backward of their own and show as not reached.
+    """
+    return [torch._C._will_engine_execute_node(node) for node in nodes]
+
+
+def accumulates(nodes: Iterable[Node]) -> bool:
+    """Tell whether the running backward adds to any parameter's ``grad``, which ``torch.autograd.grad`` does not.
+
+    Only valid inside a backward.
+    """
+    try:
+        return any(torch._C._will_engine_execute_node(node) for node in nodes)
+    except RuntimeError as error:
+        if "autograd.grad()" not in str(error):
+            raise
+        return False  # torch refuses to answer for a parameter whose gradient is asked for
+
+
+def apply_function(function: Any, *args: Any) -> Any:
+    """Apply a ``torch.autograd.Function``, whose own ``apply`` has no types.
+
+    Args:
+        function: The class.
+        *args: What its ``forward`` takes behind the context.
+    """
+    return function.apply(*args)
+
+
+_DTYPE = operator.attrgetter("dtype")
+
+
+class Listener(Protocol):
+    """Who wants to know.
+
+    Attributes:
+        quiet: Nothing is wanted for now, as in the rest of a microbatch under ``no_sync`` once its first gradient has
+            come: telling takes some microseconds per parameter.
+    """
+
+    quiet: bool
+
+    def gradient_accumulated(self, index: int, given: Tensor | None) -> None:
+        """The gradient ``given`` has been added to ``grad`` of parameter ``index``."""
+
+
+class GradientHooks:
+    """One hook per parameter.
+
+    The nodes are kept alive here: a parameter holds its node weakly, and a hook is lost with it. The nodes hold the
+    listener weakly, because Python's garbage collector does not see cycles that pass through them.
+
+    Args:
+        params: The parameters.
+        listener: Told of every accumulated gradient.
+        sums_in_fp32: Add gradients of half precision up in fp32, see :mod:`.fp32_accumulation`.
+    """
+
+    def __init__(self, params: Sequence[torch.nn.Parameter], listener: Listener, *, sums_in_fp32: bool = False) -> None:
+        self._params = params
+        self._kinds = self._current_kinds()
+        self.nodes: list[Node] = []
+        self._handles: list[RemovableHandle] = []
+        self._before: list[RemovableHandle] = []
+        reference = weakref.ref(listener)
+        for index, param in enumerate(params):
+            node = _accumulate_node(param)
+            self.nodes.append(node)
+            if sums_in_fp32 and param.dtype in HALVES:
+                before, after = fp32_accumulation.hooks_of(param)
+                self._handles += [node.register_prehook(before), node.register_hook(after)]
+            self._handles.append(node.register_hook(_hook(reference, index)))
+        # The nodes may live on, and the next who listens there would take these for somebody else's.
+        weakref.finalize(listener, _remove, self._handles, self._before).atexit = False
+        self._tables = self._own_tables()
+
+    def lost(self) -> bool:
+        """Tell whether a parameter was cast or moved, which gives it a new node without our hook."""
+        return self._current_kinds() != self._kinds
+
+    def _current_kinds(self) -> tuple[list[torch.dtype], list[int]]:
+        # Before every forward: map() asks all parameters in a tenth of the time that a comprehension takes.
+        with torch._C.DisableTorchFunctionSubclass():  # which a parameter may be that waits for a reader
+            return list(map(_DTYPE, self._params)), list(map(Tensor.get_device, self._params))
+
+    def watch_parts(self, shards: GradShards) -> None:
+        """Put gradients together before a backward adds to one of which there are only parts."""
+        _remove(self._before)
+        reference = weakref.ref(shards)
+        # What is no longer chosen may still be in parts, from the last backward.
+        watched = [i for i in range(len(self.nodes)) if i in shards.chosen or shards.is_pending(i)]
+        self._before += [self.nodes[index].register_prehook(_prehook(reference, index)) for index in watched]
+        self._tables = self._own_tables()
+
+    def foreign(self) -> bool:
+        """Tell whether somebody else has hooks on nodes where we have."""
+        return any(len(table() or ()) > ours for table, ours in self._tables)
+
+    def _own_tables(self) -> list[tuple[Callable[[], Any], int]]:
+        """Return the nodes' tables of hooks, each with the number of ours in it."""
+        tables = [handle.hooks_dict_ref for handle in (*self._handles, *self._before)]
+        ours = Counter(id(table()) for table in tables)
+        return [(table, ours[id(table())]) for table in tables]
+
+    def remove(self) -> None:
+        """Take the hooks away."""
+        fp32_accumulation.drop(self._params)
+        _remove(self._handles, self._before)
+        self.nodes.clear()
+
+
+def _remove(*handles: list[RemovableHandle]) -> None:
+    for ones in handles:
+        for handle in ones:
+            handle.remove()
+        ones.clear()
+
+
+def _accumulate_node(param: torch.nn.Parameter) -> Node:
+    wanted = param.requires_grad
+    # A subclass of Tensor would put nodes of its own between the alias and the parameter.
+    with torch._C.DisableTorchFunctionSubclass(), torch.enable_grad(), torch.inference_mode(False):
+        # A parameter frozen since the wrap has a node, too, and gets gradients again once it is thawed.
+        alias = param.requires_grad_().view_as(param)
+        param.requires_grad_(wanted)
+        assert alias.grad_fn is not None
+        node: Any = alias.grad_fn.next_functions[0][0]
+        assert node.variable is param
+    return cast(Node, node)
+
+
+def _hook(reference: weakref.ref[Listener], index: int) -> Any:
+    def fire(_nothing: Any, given: tuple[Tensor | None]) -> None:
+        listener = reference()
+        if listener is not None and not listener.quiet:
+            listener.gradient_accumulated(index, given[0])
+
+    return fire
+
+
+def _prehook(reference: weakref.ref[GradShards], index: int) -> Any:
+    def fire(given: tuple[Tensor | None]) -> None:
+        shards = reference()
+        if shards is not None:
+            shards.prepare(index, adds=given[0] is not None)
+
+    return fire
+
+
+def watch_outputs(output: Any, reached: Callable[[], None]) -> None:
+    """Have a bound method called when a backward reaches one of the tensors in ``output``; it is held weakly.
+
+    The hooks are on the nodes, not on the tensors, which stay as they were to whoever pickles them.
+    """
+    method = weakref.WeakMethod(reached)
+
+    def fire(_gradients: Any) -> None:
+        target = method()
+        if target is not None:
+            target()
+
+    nodes = {id(tensor.grad_fn): tensor.grad_fn for tensor in _find_tensors(output)}
+    for node in nodes.values():
+        if node is not None:
+            node.register_prehook(fire)

@@ -1,0 +1,1 @@
+"""One-sided reads of tensors on other ranks, without a collective."""

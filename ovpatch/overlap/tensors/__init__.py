@@ -1,0 +1,1 @@
+"""Shards, lazy tensors, pending parameters, and who owns a tensor's memory."""

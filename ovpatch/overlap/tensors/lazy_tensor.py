@@ -1,0 +1,181 @@
+"""Tensors that are read when somebody reads them: of full shape, without memory, filled in at the first look.
+
+[Note: placeholder by class] A placeholder is an ordinary tensor, one zero expanded to the full shape, whose class says
+that its content is elsewhere. ``__torch_function__`` lets questions about shape and kind pass; at anything else the
+content is put in place (``tensor.data``) and the class goes back, so that the tensor object itself, wherever somebody
+holds it, is the whole from then on. What sees neither class nor Python (an extension written in C++ that is handed the
+tensor) meets a tensor of stride 0, into which torch refuses to write.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Protocol, TypeGuard
+
+import torch
+from torch import Tensor
+
+from ovpatch.overlap.tensors.metadata_ops import METADATA, leaves
+from ovpatch.overlap.tensors.ownership import outside_inference
+
+
+class Source(Protocol):
+    """Where the content of placeholders comes from."""
+
+    def fetch(self, placeholders: Sequence[Placeholder], *, noticed: bool) -> list[Tensor]:
+        """Return the contents: of the placeholders' shapes, dtypes and devices, in new memory.
+
+        Args:
+            placeholders: What to return the contents of.
+            noticed: Whether the source is to take it for a sign of what the script needs.
+        """
+
+
+class Form(Protocol):
+    """What a placeholder shows; every tensor has one."""
+
+    @property
+    def shape(self) -> Sequence[int]:
+        """Shape of the content."""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Type of the content's elements."""
+
+    @property
+    def device(self) -> torch.device:
+        """Where the content will be."""
+
+
+class Placeholder(torch.Tensor):
+    """A tensor without content; made by :func:`empty_out` and :func:`make`.
+
+    Attributes:
+        source: Where its content comes from.
+        key: What the source knows it by.
+    """
+
+    source: Source
+    key: Any
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Iterable[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        """Answer questions about shape and kind; fill in the content for anything else."""
+        kwargs = kwargs or {}
+        if func in _ABOUT_KIND:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **kwargs)
+        found = list(dict.fromkeys(leaf for leaf in leaves((args, kwargs)) if isinstance(leaf, Placeholder)))
+        if func in _ZEROING:
+            for placeholder in found:
+                _fill_with_zeros(placeholder)
+        else:
+            settle(found)
+        return func(*args, **kwargs)
+
+
+_lock = threading.RLock()
+
+
+def settle(placeholders: Iterable[Tensor | None]) -> None:
+    """Put the content of all that are placeholders still in place, fetched together where the source is the same."""
+    with _lock, torch.inference_mode(False), torch.no_grad():
+        by_source: dict[int, list[Placeholder]] = {}
+        for one in placeholders:
+            if isinstance(one, Placeholder):
+                by_source.setdefault(id(one.source), []).append(one)
+        for ones in by_source.values():
+            for placeholder, content in zip(ones, ones[0].source.fetch(ones, noticed=True), strict=True):
+                _fill(placeholder, content)
+
+
+def peek(tensor: Tensor) -> Tensor:
+    """Return a tensor's content and change nothing: for those who watch a script, and must not be taken for it."""
+    if not isinstance(tensor, Placeholder):
+        return tensor
+    with _lock, torch.inference_mode(False), torch.no_grad():
+        return tensor.source.fetch([tensor], noticed=False)[0] if isinstance(tensor, Placeholder) else tensor
+
+
+def make(like: Form, source: Source, key: Any) -> Placeholder:
+    """Return a new placeholder of the shape, dtype and device of ``like``."""
+    with torch._C.DisableTorchFunctionSubclass():
+        tensor = _nothing(like.shape, like.dtype, like.device)
+    return _mark(tensor, source, key)
+
+
+def empty_out(tensor: Tensor, source: Source, key: Any) -> Placeholder:
+    """Make a placeholder of a plain tensor, whose memory is given up; the object stays."""
+    kind = (tensor.shape, tensor.dtype, tensor.device)
+    if kind not in _nothings:
+        _nothings[kind] = _nothing(*kind)
+    tensor.data = _nothings[kind]  # the memory alone
+    return _mark(tensor, source, key)
+
+
+def origin(tensor: Tensor | None) -> tuple[Source | None, Any]:
+    """Return a placeholder's source and key, without the lock; None where it is none, or is being filled in."""
+    if not isinstance(tensor, Placeholder):
+        return None, None
+    known = vars(tensor)
+    return known.get("source"), known.get("key")
+
+
+def redirect(placeholder: Tensor | None, source: Source, key: Any) -> TypeGuard[Placeholder]:
+    """Let the content of a placeholder come from elsewhere; return false if somebody has filled it in by now."""
+    with _lock:
+        unread = isinstance(placeholder, Placeholder)
+        if unread:
+            vars(placeholder).update(source=source, key=key)
+        return unread
+
+
+def _mark(tensor: Tensor, source: Source, key: Any) -> Placeholder:
+    vars(tensor).update(source=source, key=key)  # first: another thread looks at the class without the lock
+    tensor.__class__ = Placeholder
+    assert isinstance(tensor, Placeholder)
+    return tensor
+
+
+def _nothing(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+    with outside_inference():
+        kind = (dtype, device)
+        if kind not in _zeros:
+            _zeros[kind] = torch.zeros((), dtype=dtype, device=device)
+        return _zeros[kind].detach().expand(shape)  # of its own: what is done to it as a part of a graph stays there
+
+
+_zeros: dict[tuple[torch.dtype, torch.device], Tensor] = {}
+_nothings: dict[tuple[torch.Size, torch.dtype, torch.device], Tensor] = {}
+
+
+def _fill_with_zeros(placeholder: Placeholder) -> None:
+    with _lock, torch.inference_mode(False), torch.no_grad():
+        if isinstance(placeholder, Placeholder):  # still, now that the lock is ours
+            with torch._C.DisableTorchFunctionSubclass():
+                content = torch.zeros(placeholder.shape, dtype=placeholder.dtype, device=placeholder.device)
+            _fill(placeholder, content)
+
+
+def _fill(placeholder: Placeholder, content: Tensor) -> None:
+    with torch._C.DisableTorchFunctionSubclass():
+        placeholder.data = content
+        del placeholder.source, placeholder.key
+        # Last: another thread looks at the class without the lock.
+        placeholder.__class__ = torch.Tensor  # type: ignore[assignment]  # which is narrowed to Placeholder here
+
+
+_ABOUT_MEMORY = frozenset(
+    getattr(torch.Tensor, name)
+    for name in ("stride", "storage_offset", "is_contiguous", "dim_order", "_is_view")
+    if hasattr(torch.Tensor, name)
+)
+_ABOUT_KIND = METADATA - _ABOUT_MEMORY  # a placeholder's memory is not that of what it stands for
+_ZEROING: frozenset[Any] = frozenset([torch.Tensor.zero_, torch.zero_, torch._foreach_zero_])

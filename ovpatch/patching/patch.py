@@ -1,0 +1,358 @@
+"""What is declared, and what is told about it: frozen data without behaviour."""
+
+from __future__ import annotations
+
+import functools
+import importlib.metadata
+import re
+import sys
+import types
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import Enum
+from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple, Protocol
+
+if TYPE_CHECKING:
+    from packaging.specifiers import SpecifierSet
+
+
+# Errors of the patch manager. Every text names what is meant and ends with the remedy.
+
+
+class PatchError(RuntimeError):
+    """Something about a patch is wrong; nothing of the call that raised it stays applied.
+
+    Attributes:
+        patches: The declarations at fault, where they are known.
+    """
+
+    def __init__(self, text: str, *patches: Any) -> None:
+        super().__init__(text)
+        self.patches = patches
+
+
+class DeclarationError(PatchError, TypeError):
+    """A patch or hook was declared in a way that can never work, whatever the target."""
+
+
+class TargetNotFoundError(PatchError):
+    """The target does not exist here."""
+
+
+class PatchConflictError(PatchError):
+    """Two patches cannot be active together."""
+
+
+class IncompatiblePatchError(PatchError):
+    """The target exists but is not what the patch was written for: kind, signature or version of torch."""
+
+
+# The version of torch, read without importing torch.
+#
+# [Note: plain ranges] Importing packaging takes a sixth of what ``apply()`` may cost. Ranges such as
+# ``>=2.11,<2.16``, as nearly all are, need only a comparison of two pairs of numbers; packaging does the others.
+
+
+def check_specifier(specifier: str, target: str) -> None:
+    """Raise if ``specifier`` is no version range.
+
+    Args:
+        specifier: For example ``">=2.11,<2.16"``.
+        target: Target of the patch it belongs to, for the error.
+
+    Raises:
+        DeclarationError: It cannot be parsed.
+    """
+    if not is_range(specifier):
+        raise DeclarationError(
+            f"torch={specifier!r} of the patch of {target} is not a version range: write it as '>=2.11,<2.16'"
+        )
+
+
+def is_range(specifier: str) -> bool:
+    """Tell whether a text is a version range."""
+    if _plain(specifier):
+        return True
+    from packaging.specifiers import InvalidSpecifier
+
+    try:
+        _parsed(specifier)
+    except InvalidSpecifier:
+        return False
+    return True
+
+
+def torch_mismatch(specifier: str) -> str | None:
+    """Return why the torch at hand is outside a range, or None if it is inside.
+
+    Args:
+        specifier: A checked version range.
+    """
+    text = torch_version()
+    if text is None:
+        return f"needs torch {specifier}, and torch is not installed"
+    numbers = re.match(r"(\d+)\.(\d+)", text)
+    bounds = _plain(specifier)
+    if bounds and numbers:
+        inside = bounds[0] <= (int(numbers[1]), int(numbers[2])) < bounds[1]
+        return None if inside else f"needs torch {specifier}, and this is torch {text}"
+    from packaging.version import InvalidVersion, Version
+
+    try:
+        version = Version(text)
+    except InvalidVersion:
+        return f"needs torch {specifier}, and {text!r} is not a version that can be compared"
+    # Vendors ship builds such as 2.11.0a0+5228986, which are 2.11 in all but name.
+    allowed = _parsed(specifier)
+    if allowed.contains(version, prereleases=True) or allowed.contains(version.base_version):
+        return None
+    return f"needs torch {specifier}, and this is torch {text}"
+
+
+def torch_version() -> str | None:
+    """Return the version of the imported torch, else of the installed one, else None."""
+    imported = getattr(sys.modules.get("torch"), "__version__", None)
+    if imported is not None:
+        return str(imported)
+    try:
+        return importlib.metadata.version("torch")
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _plain(specifier: str) -> tuple[tuple[int, int], tuple[int, int]] | None:
+    """Return both ends of a range ``>=A.B,<C.D``; see [Note: plain ranges]."""
+    match = re.fullmatch(r">=(\d+)\.(\d+),<(\d+)\.(\d+)", specifier)
+    return ((int(match[1]), int(match[2])), (int(match[3]), int(match[4]))) if match else None
+
+
+def _parsed(specifier: str) -> SpecifierSet:
+    # packaging takes 20 ms to import: only patches that name a range pay for it.
+    from packaging.specifiers import SpecifierSet
+
+    return SpecifierSet(specifier)
+
+
+Function = Callable[..., Any]
+Wrap = Callable[[Function], Function]
+Kind = Literal["replace", "wrap", "hook"]
+
+_DESCRIPTORS: Final = (staticmethod, classmethod, property)
+
+
+class Removable(Protocol):
+    """What installing an official hook returns."""
+
+    def remove(self) -> None:
+        """Take the hook away."""
+
+
+class PatchState(str, Enum):
+    """Where a patch stands.
+
+    ``registered``: declared. ``applied``: in force. ``pending``: waits until its target is imported. ``skipped``:
+    optional, and the target is not there. ``incompatible``, ``conflict``, ``failed``: could not be applied, the
+    reason says why. ``shadowed``: somebody else's patch lies over ours; theirs was left alone. ``reverted``: was
+    applied and is gone.
+    """
+
+    REGISTERED = "registered"
+    APPLIED = "applied"
+    PENDING = "pending"
+    SKIPPED = "skipped"
+    INCOMPATIBLE = "incompatible"
+    CONFLICT = "conflict"
+    SHADOWED = "shadowed"
+    FAILED = "failed"
+    REVERTED = "reverted"
+
+
+class PatchStatus(NamedTuple):
+    """One patch or hook as it stands now.
+
+    Attributes:
+        target: Dotted path as it was declared, or the hook's name.
+        feature: Feature it belongs to.
+        kind: ``replace``, ``wrap`` or ``hook``.
+        state: See :class:`PatchState`.
+        reason: Why it is in this state, where that is not obvious.
+        calls: Eager calls that reached this patch. Calls from compiled code are not counted: see ``traces``.
+        location: File and line of the stock function.
+        rebound: References to the function elsewhere (``module.name``) that were pointed to the patch.
+        why: Why this target, as declared.
+        expires: When the patch can be deleted, as declared.
+        traces: How often ``torch.compile`` traced the patch into a graph.
+    """
+
+    target: str
+    feature: str
+    kind: Kind
+    state: PatchState
+    reason: str = ""
+    calls: int = 0
+    location: str = ""
+    rebound: tuple[str, ...] = ()
+    why: str = ""
+    expires: str = ""
+    traces: int = 0
+
+    @property
+    def never_called(self) -> bool:
+        """Whether the patch is in force and nothing has reached it yet, compiled or not."""
+        return self.state is PatchState.APPLIED and self.kind != "hook" and not self.calls and not self.traces
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the status as plain JSON data."""
+        return {**self._asdict(), "state": self.state.value, "rebound": list(self.rebound)}
+
+
+@dataclass(frozen=True, eq=False)
+class Patch:
+    """One declared patch; see :meth:`ovpatch.patching.PatchManager.register_patch` for the fields."""
+
+    target: str
+    replacement: Any = None
+    wrap: Wrap | None = None
+    feature: str = ""
+    optional: bool = False
+    order: int = 0
+    torch: str | None = None
+    why: str = ""
+    expires: str = ""
+    number: int = 0
+
+    def __post_init__(self) -> None:
+        _check_target(self.target)
+        _check_callables(self.target, self.replacement, self.wrap)
+        for name, kind in (("feature", str), ("order", int)):
+            if not isinstance(getattr(self, name), kind):
+                raise DeclarationError(
+                    f"{name}={getattr(self, name)!r} of the patch of {self.target} is of the wrong type: "
+                    f"pass {'a text' if kind is str else 'a whole number'}"
+                )
+        if self.torch is not None:
+            check_specifier(self.torch, self.target)
+
+    @property
+    def kind(self) -> Kind:
+        """Whether it replaces the target or wraps it."""
+        return "wrap" if self.replacement is None else "replace"
+
+    @property
+    def name(self) -> str:
+        """The target: how errors and statuses call it."""
+        return self.target
+
+    @property
+    def source(self) -> Any:
+        """The function that the author of the patch wrote."""
+        return self.wrap if self.replacement is None else self.replacement
+
+    @property
+    def rank(self) -> tuple[bool, int, int]:
+        """Sort key within a stack, closest to the original first: the replacement, then by order and registration."""
+        return (self.kind == "wrap", self.order, self.number)
+
+    def repeats(self, other: Patch | Hook) -> bool:
+        """Whether both say the same thing, so that registering both means it once."""
+        return (
+            isinstance(other, Patch)
+            and (self.target, self.feature, self.order) == (other.target, other.feature, other.order)
+            and _same(self.replacement, other.replacement)
+            and _same(self.wrap, other.wrap)
+        )
+
+    def __str__(self) -> str:
+        return f"{feature_label(self.feature)} ({describe_callable(self.source)})"
+
+
+@dataclass(frozen=True, eq=False)
+class Hook:
+    """One declared official hook; see :meth:`ovpatch.patching.PatchManager.register_hook` for the fields."""
+
+    name: str
+    install: Callable[[], Removable]
+    feature: str = ""
+    why: str = ""
+    number: int = 0
+
+    kind: Kind = "hook"
+    expires: str = ""
+
+    def __post_init__(self) -> None:
+        if not callable(self.install):
+            raise DeclarationError(f"install of hook {self.name!r} is not callable: pass a function without arguments")
+
+    def repeats(self, other: Patch | Hook) -> bool:
+        """Whether both say the same thing."""
+        return (
+            isinstance(other, Hook)
+            and (self.name, self.feature) == (other.name, other.feature)
+            and _same(self.install, other.install)
+        )
+
+    def __str__(self) -> str:
+        return f"{feature_label(self.feature)} (hook {self.name!r})"
+
+
+def feature_label(feature: str) -> str:
+    """Return how errors call a feature; patches of a bare manager need not belong to one."""
+    return f"feature {feature!r}" if feature else "a patch without feature"
+
+
+def bare_function(value: Any) -> Any:
+    """Return the function somebody wrote inside partials, bound methods and descriptors."""
+    while True:
+        if isinstance(value, functools.partial):
+            value = value.func
+        elif isinstance(value, (types.MethodType, staticmethod, classmethod)):
+            value = value.__func__
+        elif isinstance(value, property):
+            value = value.fget
+        else:
+            return value
+
+
+def describe_callable(value: Any) -> str:
+    """Return module, name and, for Python functions, file and line: enough to find who wrote it."""
+    value = bare_function(value)
+    owner = value if hasattr(value, "__qualname__") else type(value)
+    name = f"{owner.__module__}.{owner.__qualname__}"
+    place = location_of(value)
+    return f"{name} at {place}" if place else name
+
+
+def location_of(value: Any) -> str:
+    """Return ``file:line`` of a Python function, or nothing."""
+    code = getattr(bare_function(value), "__code__", None)
+    return f"{code.co_filename}:{code.co_firstlineno}" if isinstance(code, types.CodeType) else ""
+
+
+def _check_target(target: str) -> None:
+    parts = target.split(".") if isinstance(target, str) else []
+    if len(parts) < 2 or not all(part.isidentifier() for part in parts):
+        raise DeclarationError(
+            f"{target!r} is not a target: give the dotted path of a function or method, "
+            "for example 'torch.nn.Linear.forward'"
+        )
+
+
+def _check_callables(target: str, replacement: Any, wrap: Any) -> None:
+    if (replacement is None) == (wrap is None):
+        raise DeclarationError(
+            f"a patch of {target} needs either a replacement or wrap=, exactly one of them: "
+            "register_patch(target, replacement) or register_patch(target, wrap=function)"
+        )
+    if wrap is not None and not callable(wrap):
+        raise DeclarationError(f"wrap= of {target} is not callable: pass a function that takes the original")
+    if wrap is None and not (callable(replacement) or isinstance(replacement, _DESCRIPTORS)):
+        raise DeclarationError(
+            f"the replacement of {target} is {replacement!r}, which is not callable: pass a function"
+        )
+
+
+def _same(one: Any, other: Any) -> bool:
+    """Whether two callables are one; bound methods are made anew at each access, so they are compared by value."""
+    if isinstance(one, types.MethodType) and isinstance(other, types.MethodType):
+        return one.__func__ is other.__func__ and one.__self__ is other.__self__
+    return one is other

@@ -1,0 +1,219 @@
+"""From a dotted path to the slot it names. Looks, and neither imports nor creates anything.
+
+[Note: reading without binding]
+Attributes are read from ``__dict__`` only. ``getattr`` would bind class and static methods, would run the
+``__getattr__`` of lazy modules and would hide whether a class owns an attribute or inherits it.
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib.util
+import sys
+import types
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any, Final, NamedTuple
+
+from ovpatch.patching.patch import IncompatiblePatchError
+
+Owner = types.ModuleType | type
+
+ABSENT: Final[Any] = type("Absent", (), {"__repr__": lambda self: "<absent>"})()
+
+
+@dataclass(frozen=True, eq=False)
+class Place:
+    """A slot that exists.
+
+    Attributes:
+        owner: Module or class whose ``__dict__`` holds, or will hold, the attribute.
+        name: Attribute.
+        raw: What lies there: the descriptor itself, not what reading it would give.
+        heir_of: Class that holds ``raw``, if the owner inherits it.
+    """
+
+    owner: Owner
+    name: str
+    raw: Any
+    heir_of: type | None = None
+
+    @property
+    def path(self) -> str:
+        """Where it is, by the owner's own name."""
+        return f"{owner_path(self.owner)}.{self.name}"
+
+
+class Waiting(NamedTuple):
+    """A slot that cannot be known before more is imported.
+
+    Attributes:
+        modules: Whose import may bring it.
+        reason: What it waits for.
+    """
+
+    modules: tuple[str, ...]
+    reason: str
+
+
+class Missing(NamedTuple):
+    """A slot that does not exist.
+
+    Attributes:
+        reason: What is missing; all that is said of an optional patch.
+        error: The same for who cannot do without: of which target, and the remedy.
+        modules: Whose import would change that after all; empty if nothing would.
+    """
+
+    reason: str
+    error: str
+    modules: tuple[str, ...] = ()
+
+
+def owner_path(owner: Owner) -> str:
+    """Return the dotted path of a module or class."""
+    return owner.__name__ if is_module(owner) else f"{owner.__module__}.{owner.__qualname__}"
+
+
+def is_module(value: object) -> bool:
+    """Whether a value is a real module; asks its type, because proxies lie about ``__class__``."""
+    return issubclass(type(value), types.ModuleType)
+
+
+def is_class(value: object) -> bool:
+    """Whether a value is a real class."""
+    return issubclass(type(value), type)
+
+
+def namespace(owner: Owner) -> dict[str, Any]:
+    """Return what ``owner`` itself holds; see [Note: reading without binding]."""
+    if is_module(owner):
+        found: dict[str, Any] = types.ModuleType.__getattribute__(owner, "__dict__")
+        return found
+    found = type.__dict__["__dict__"].__get__(owner)
+    return found
+
+
+def resolve(target: str, finished: str = "") -> Place | Waiting | Missing:
+    """Find the slot that a target names.
+
+    Args:
+        target: Dotted path of a function, method or property.
+        finished: Module that has been executed although Python still calls it unfinished, as in its import hook.
+
+    Raises:
+        IncompatiblePatchError: The path leads through something that is neither module nor class.
+    """
+    parts = target.split(".")
+    for length in range(len(parts) - 1, 0, -1):
+        module = sys.modules.get(".".join(parts[:length]))
+        if module is not None and is_module(module):
+            found = _walk(target, module, parts, length)
+            if isinstance(found, Missing) and _is_unfinished(module, finished):
+                return Waiting((), f"{module.__name__} is still being imported: call apply() again after that")
+            return found
+    return _absent_package(target, parts)
+
+
+def _absent_package(target: str, parts: list[str]) -> Waiting | Missing:
+    modules = _not_imported(_prefixes(parts))
+    top = parts[0]
+    held = sys.modules.get(top)
+    if held is not None and not is_module(held):
+        raise IncompatiblePatchError(_through_an_object(target, parts, 0, held))
+    if sys.modules.get(top, ABSENT) is None or not _can_be_found(top):
+        reason = f"there is no package {top!r}"
+        remedy = "install it, correct the target, or register the patch with optional=True"
+        return Missing(reason, f"{reason} for {target}: {remedy}", modules)
+    return Waiting(modules, f"{top} is not imported yet")
+
+
+def _walk(target: str, module: types.ModuleType, parts: list[str], at: int) -> Place | Waiting | Missing:
+    owner: Owner = module
+    imported = ".".join(parts[:at])
+    for index in range(at, len(parts) - 1):
+        value = _lookup(owner, parts[index])[0]
+        if value is ABSENT:
+            return _absent(target, owner, parts, index, imported)
+        if not is_module(value) and not is_class(value):
+            raise IncompatiblePatchError(_through_an_object(target, parts, index, value))
+        owner = value
+        imported = value.__name__ if is_module(value) else ""
+    raw, holder = _lookup(owner, parts[-1])
+    if raw is ABSENT:
+        return _absent(target, owner, parts, len(parts) - 1, imported)
+    return Place(owner, parts[-1], raw, None if holder is owner else holder)
+
+
+def _lookup(owner: Owner, name: str) -> tuple[Any, Any]:
+    """Return what lies under a name and who holds it."""
+    holders: Iterable[Any] = (owner,) if is_module(owner) else type.__dict__["__mro__"].__get__(owner)
+    for holder in holders:
+        raw = namespace(holder).get(name, ABSENT)
+        if raw is not ABSENT:
+            return raw, holder
+    return ABSENT, None
+
+
+def _absent(target: str, owner: Owner, parts: list[str], index: int, imported: str) -> Waiting | Missing:
+    name = parts[index]
+    if is_module(owner):
+        submodule = f"{imported}.{name}"
+        if "__path__" in namespace(owner) and _can_be_found(submodule):
+            # For an aliased module the names that will be imported are not those of the target.
+            below = [submodule, *(f"{submodule}.{rest}" for rest in _prefixes(parts[index + 1 :]))]
+            return Waiting(_not_imported(below), f"{submodule} is not imported yet")
+    return _missing(target, owner, name)
+
+
+def _missing(target: str, owner: Owner, name: str) -> Missing:
+    kind = "module" if is_module(owner) else "class"
+    reason = f"{kind} {owner_path(owner)} has no {name!r}"
+    close = difflib.get_close_matches(name, [key for key in _names(owner) if isinstance(key, str)], n=1)
+    hint = f" Did you mean {close[0]!r}?" if close else ""
+    lazy = is_module(owner) and "__getattr__" in namespace(owner)
+    remedy = "name the module that defines it (this one makes its attributes on demand)" if lazy else "correct it"
+    error = (
+        f"{target} does not exist: {reason}.{hint} Nothing was created; {remedy}, or register the patch with "
+        "optional=True"
+    )
+    return Missing(f"{reason}, and makes its attributes on demand" if lazy else reason, error)
+
+
+def _names(owner: Owner) -> set[Any]:
+    holders: Iterable[Any] = (owner,) if is_module(owner) else type.__dict__["__mro__"].__get__(owner)
+    return {key for holder in holders for key in list(namespace(holder))}
+
+
+def _through_an_object(target: str, parts: list[str], index: int, value: object) -> str:
+    cls = type(value)
+    return (
+        f"{target} cannot be patched: {'.'.join(parts[: index + 1])} is an object of type {cls.__name__}, neither a "
+        f"module nor a class. Patch the method on its class, {cls.__module__}.{cls.__qualname__}"
+    )
+
+
+def _is_unfinished(module: types.ModuleType, finished: str) -> bool:
+    spec = namespace(module).get("__spec__")
+    return module.__name__ != finished and bool(getattr(spec, "_initializing", False))
+
+
+def _prefixes(parts: list[str]) -> Iterable[str]:
+    """Yield the dotted paths that may be modules: all proper prefixes."""
+    return (".".join(parts[:length]) for length in range(1, len(parts)))
+
+
+def _not_imported(modules: Iterable[str]) -> tuple[str, ...]:
+    return tuple(name for name in modules if name not in sys.modules)
+
+
+def _can_be_found(module: str) -> bool:
+    """Whether a module could be imported. Its parents are imported already, so that looking imports nothing."""
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ModuleNotFoundError as error:
+        # A finder that lacks something else says nothing about the module itself.
+        missing = error.name or ""
+        return not (module == missing or module.startswith(missing + "."))
+    except (ImportError, ValueError, AttributeError):
+        return False

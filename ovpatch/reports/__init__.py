@@ -1,1 +1,0 @@
-"""What is on, off and why; merged over the workers of a run."""

@@ -1,0 +1,415 @@
+"""What is on, what is off and why: the report, as data, as JSON and as a table."""
+
+from __future__ import annotations
+
+import io
+import os
+import platform
+import shutil
+import sys
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Final, TextIO
+
+from ovpatch._version import __version__
+from ovpatch.patching import PatchStatus
+from ovpatch.patching.patch import torch_mismatch
+from ovpatch.session.plan import Entry
+from ovpatch.session.plugins import PluginError, Plugins
+from ovpatch.settings.options import DEFAULT, OptionValue
+
+if TYPE_CHECKING:
+    from ovpatch.patching import PatchStatus
+
+
+# From the most to the least alarming; ranks that differ are summed up by the first of these that any of them is in.
+STATES: Final = (
+    "failed",
+    "conflict",
+    "incompatible",
+    "unavailable",
+    "shadowed",
+    "skipped",
+    "pending",
+    "disabled",
+    "applied",
+)
+TROUBLE: Final = frozenset({"failed", "conflict", "incompatible", "unavailable", "shadowed"})
+NEVER_CALLED: Final = "applied, but not called so far"
+NO_WORK: Final = "applied and called, but it has done nothing so far"
+IDLE: Final = frozenset({NEVER_CALLED, NO_WORK})
+_COLOURS: Final = {
+    "applied": "green",
+    "applied, idle": "yellow",
+    "pending": "yellow",
+    "skipped": "yellow",
+    "disabled": "dim",
+}
+
+
+@dataclass(frozen=True)
+class FeatureReport:
+    """One feature.
+
+    Attributes:
+        name: The feature.
+        state: One of :data:`STATES`.
+        reason: Why it is in this state; empty for an applied feature.
+        remarks: What else the user should know.
+        options: Every option's value and where it came from; empty while the plugin is not imported.
+        counters: What the feature did in this process.
+        distribution: Who installed the plugin.
+        summary: One line; empty while the plugin is not imported.
+        default: Whether a plain ``apply()`` turns it on; None while the plugin is not imported.
+        requires: Features without which it cannot run; empty while the plugin is not imported.
+        reorders_products: Whether it adds up matrix products in another order than stock.
+        work: Counters that move only when it does its work; see :attr:`ovpatch.Feature.work`.
+    """
+
+    name: str
+    state: str
+    reason: str = ""
+    remarks: tuple[str, ...] = ()
+    options: Mapping[str, OptionValue] = field(default_factory=dict)
+    counters: Mapping[str, int] = field(default_factory=dict)
+    distribution: str = ""
+    summary: str = ""
+    default: bool | None = None
+    requires: tuple[str, ...] = ()
+    reorders_products: bool = False
+    work: tuple[str, ...] = ()
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the feature as it stands in the report's JSON."""
+        return {
+            "name": self.name,
+            "state": self.state,
+            "reason": self.reason,
+            "remarks": list(self.remarks),
+            "options": {k: {"value": plain(o.value), "source": o.source} for k, o in self.options.items()},
+            "counters": dict(self.counters),
+            "distribution": self.distribution,
+            "requires": list(self.requires),
+            "reorders_products": self.reorders_products,
+            "work": list(self.work),
+        }
+
+
+@dataclass(frozen=True)
+class Report:
+    """What ovpatch did in one process, at one moment.
+
+    Attributes:
+        version: Version of ovpatch.
+        torch: Version of torch.
+        python: Version of Python.
+        pid: The process.
+        rank: Rank in the training job; None outside of one.
+        features: All installed features.
+        patches: All patches of the session.
+    """
+
+    version: str
+    torch: str
+    python: str
+    pid: int
+    rank: int | None
+    features: tuple[FeatureReport, ...] = ()
+    patches: tuple[PatchStatus, ...] = ()
+
+    def __getitem__(self, name: str) -> FeatureReport:
+        """Return one feature's part.
+
+        Raises:
+            KeyError: No such feature is installed.
+        """
+        for feature in self.features:
+            if feature.name == name:
+                return feature
+        raise KeyError(name)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the report as plain data, ready for ``json.dumps``."""
+        return {
+            "version": self.version,
+            "torch": self.torch,
+            "python": self.python,
+            "pid": self.pid,
+            "rank": self.rank,
+            "features": [feature.to_json() for feature in self.features],
+            "patches": [patch.to_json() for patch in self.patches],
+        }
+
+    def summary(self) -> str:
+        """Return one line: which features are on, and which are not although they should be."""
+        groups: dict[str, list[str]] = {}
+        for feature in self.features:
+            why = f" ({feature.reason})" if feature.reason and feature.state != "disabled" else ""
+            groups.setdefault(feature.state, []).append(feature.name + why)
+        parts = [f"{state} {', '.join(groups[state])}" for state in reversed(STATES) if state in groups]
+        return "; ".join(parts) or "no features are installed (is the package installed, or only on the path?)"
+
+    def table(self, *, colour: bool = False, width: int | None = None) -> str:
+        """Return the report as a table.
+
+        Args:
+            colour: Whether to use terminal colours.
+            width: Columns; those of the terminal by default.
+        """
+        return table_of(self.to_json(), colour=colour, width=width)
+
+    def __str__(self) -> str:
+        return self.table()
+
+
+def did_work(counters: Mapping[str, int], work: Collection[str] = ()) -> bool:
+    """Return whether counters show work.
+
+    Args:
+        counters: What a feature counted.
+        work: Those that move only when it does its work; by default all but those named ``stock_…``, which count what
+            was left to stock.
+    """
+    return any(count for name, count in counters.items() if (name in work if work else not name.startswith("stock_")))
+
+
+def plain(value: Any) -> Any:
+    """Return a value as JSON can hold it; what it cannot hold becomes text."""
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    if isinstance(value, Mapping):
+        return {str(key): plain(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple, set, frozenset)):
+        return [plain(item) for item in value]
+    return str(value)
+
+
+def wants_colour(stream: TextIO) -> bool:
+    """Return whether to colour what goes to a stream, by NO_COLOR, FORCE_COLOR, TERM and whether it is a terminal."""
+    if os.environ.get("NO_COLOR"):
+        return False
+    if os.environ.get("FORCE_COLOR"):
+        return True
+    return stream.isatty() and os.environ.get("TERM") != "dumb"
+
+
+def table_of(data: Mapping[str, Any], *, colour: bool = False, width: int | None = None) -> str:
+    """Return the table of a report given as JSON, of one process or merged over several.
+
+    Args:
+        data: What :meth:`Report.to_json` or :func:`ovpatch.session.worker_reports.merge` returned.
+        colour: Whether to use terminal colours.
+        width: Columns; those of the terminal by default.
+    """
+    title = f"ovpatch {data['version']}, torch {data['torch']}, Python {data['python']}"
+    rows = [(f["name"], _shown_state(f), _details(f)) for f in data["features"]]
+    return render(title, ("feature", "state", "details"), rows, colour=colour, width=width)
+
+
+def _shown_state(feature: Mapping[str, Any]) -> str:
+    idle = feature["state"] == "applied" and not IDLE.isdisjoint(feature["remarks"])
+    return "applied, idle" if idle else str(feature["state"])
+
+
+def _details(feature: Mapping[str, Any]) -> str:
+    counted = feature["counters"] if feature["state"] != "pending" or any(feature["counters"].values()) else {}
+    counters = ", ".join(f"{name} {count}" for name, count in counted.items())
+    changed = [
+        f"{name}={option['value']} ({option['source']})"
+        for name, option in feature["options"].items()
+        if option["source"] != DEFAULT
+    ]
+    return "\n".join(line for line in (feature["reason"], counters, ", ".join(changed), *feature["remarks"]) if line)
+
+
+def render(
+    title: str,
+    heads: Iterable[str],
+    rows: Iterable[tuple[str, ...]],
+    *,
+    colour: bool = False,
+    width: int | None = None,
+    right: Collection[str] = (),
+) -> str:
+    """Return a table as text; plain ASCII rules and no escape codes unless ``colour``.
+
+    Args:
+        title: Stands above it.
+        heads: Of the columns.
+        rows: Their cells.
+        colour: Whether to use terminal colours.
+        width: Columns; those of the terminal by default.
+        right: Heads of the columns whose cells stand on the right, as numbers do.
+    """
+    from rich import box  # rich takes 50 ms to import, and apply() does not need it
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(title=Text(title), box=box.SIMPLE_HEAD if colour else box.ASCII, title_justify="left")
+    for head in heads:
+        table.add_column(head, overflow="fold", justify="right" if head in right else "left")
+    for row in rows:
+        table.add_row(*(Text(cell, style=_style(cell)) for cell in row))
+    columns = width or shutil.get_terminal_size((120, 24)).columns
+    console = Console(file=io.StringIO(), width=columns, force_terminal=colour, no_color=not colour, highlight=False)
+    console.print(table)
+    out = console.file
+    assert isinstance(out, io.StringIO)
+    return out.getvalue().rstrip("\n")
+
+
+def _style(cell: str) -> str:
+    return "red" if cell in TROUBLE else _COLOURS.get(cell, "")
+
+
+# Taking a report: the session's entries, the plugins' counters and the patches' states at one moment.
+
+NOT_IMPORTED: Final = "not imported"
+SPAWNED: Final = (
+    "child processes were started that run apply() only where it stands at the top of the program's module: move it "
+    'out of if __name__ == "__main__", or set OVPATCH_AUTO=1'
+)
+
+
+def take(
+    entries: Mapping[str, Entry], active: Collection[str], plugins: Plugins, patches: Sequence[PatchStatus]
+) -> Report:
+    """Return the report of this process.
+
+    Args:
+        entries: What the session knows, by feature.
+        active: Features that are on.
+        plugins: Where to ask for counters and remarks.
+        patches: States of all patches.
+    """
+    torch = torch_version()
+    features = []
+    for name, entry in entries.items():
+        own = [patch for patch in patches if patch.feature == name]
+        on = name in active
+        features.append(_active(entry, plugins, own, torch) if on else _inactive(entry, own))
+    return Report(
+        version=__version__,
+        torch=torch,
+        python=platform.python_version(),
+        pid=os.getpid(),
+        rank=rank(),
+        features=tuple(features),
+        patches=tuple(patches),
+    )
+
+
+def torch_version() -> str:
+    """Return the version of torch, if it is imported."""
+    return str(getattr(sys.modules.get("torch"), "__version__", NOT_IMPORTED))
+
+
+def rank() -> int | None:
+    """Return the rank of this process, from the process group if there is one, else from the launcher's variables."""
+    distributed: Any = sys.modules.get("torch.distributed")
+    if distributed is not None and distributed.is_available() and distributed.is_initialized():
+        return int(distributed.get_rank())
+    text = os.environ.get("RANK", "")
+    return int(text) if text.isdigit() else None
+
+
+def _inactive(entry: Entry, patches: Sequence[PatchStatus]) -> FeatureReport:
+    shadowed = [patch for patch in patches if patch.state == "shadowed"]
+    state, reason = entry.state, entry.reason
+    if shadowed:
+        state = state if state in TROUBLE else "shadowed"
+        reason = "; ".join([reason, *(_say(patch) for patch in shadowed)])
+    return _row(entry, state, reason, (), {})
+
+
+def _active(entry: Entry, plugins: Plugins, patches: Sequence[PatchStatus], torch: str) -> FeatureReport:
+    state, reason = _live_state(patches)
+    counters, trouble = _counters(entry.found.name, plugins)
+    remarks = [*entry.remarks, *_asked_remarks(entry.found.name, plugins), *trouble, *_untested(entry, torch)]
+    if state == "applied":
+        remarks += [_say(patch) for patch in patches if patch.state in ("pending", "skipped", "shadowed")]
+        if idle := _idleness(counters, entry.feature.work if entry.feature is not None else (), patches):
+            remarks += [idle, SPAWNED] if _has_spawned() else [idle]
+    return _row(entry, state, reason, tuple(dict.fromkeys(remarks)), counters)
+
+
+def _idleness(counters: Mapping[str, int], work: Collection[str], patches: Sequence[PatchStatus]) -> str:
+    """Return what to say of a feature that has done nothing so far; "" if it has, or cannot tell.
+
+    Calls are counted where they enter a patch, so a wrapper that raised was called.
+    """
+    functions = [patch for patch in patches if patch.kind != "hook" and patch.state == "applied"]
+    if did_work(counters, work) or not (counters or functions):
+        return ""
+    if all(patch.never_called for patch in functions):
+        return NEVER_CALLED
+    return NO_WORK if counters else ""
+
+
+def _has_spawned() -> bool:
+    """Whether this process started children that import the program anew, without being told to patch them."""
+    ways = ("popen_spawn_posix", "popen_spawn_win32", "popen_forkserver")
+    return "OVPATCH_AUTO" not in os.environ and any(f"multiprocessing.{way}" in sys.modules for way in ways)
+
+
+def _row(entry: Entry, state: str, reason: str, remarks: tuple[str, ...], counters: Mapping[str, int]) -> FeatureReport:
+    feature = entry.feature
+    return FeatureReport(
+        name=entry.found.name,
+        state=state,
+        reason=reason,
+        remarks=(*remarks, entry.found.remark) if entry.found.remark else remarks,
+        options=dict(entry.options),
+        counters=counters,
+        distribution=f"{entry.found.distribution} {entry.found.version}",
+        summary=feature.summary if feature is not None else "",
+        default=feature.default if feature is not None else None,
+        requires=tuple(feature.requires) if feature is not None else (),
+        reorders_products=feature is not None and feature.reorders_products,
+        work=tuple(feature.work) if feature is not None else (),
+    )
+
+
+def _live_state(patches: Sequence[PatchStatus]) -> tuple[str, str]:
+    """Return the state of a feature that is on, from its patches: late imports may still have gone wrong."""
+    for state in ("failed", "conflict", "incompatible"):
+        bad = [patch for patch in patches if patch.state == state]
+        if bad:
+            return state, "; ".join(_say(patch) for patch in bad)
+    states = {str(patch.state.value) for patch in patches}
+    if not states or "applied" in states:
+        return "applied", ""
+    for state in ("pending", "shadowed", "skipped"):
+        if state in states:
+            found = [patch for patch in patches if patch.state == state]
+            # Patches that wait or were skipped mostly share a reason: a library that is not imported, or not there.
+            texts = [_say(patch) if state == "shadowed" else patch.reason for patch in found]
+            return state, "; ".join(dict.fromkeys(texts))
+    return "applied", ""
+
+
+def _say(patch: PatchStatus) -> str:
+    return f"{patch.target} is {patch.state.value}" + (f": {patch.reason}" if patch.reason else "")
+
+
+def _counters(name: str, plugins: Plugins) -> tuple[dict[str, int], list[str]]:
+    try:
+        raw: Mapping[str, int] = plugins.call(name, "ovpatch_counters") or {}
+        return {str(key): int(count) for key, count in raw.items()}, []
+    except Exception as error:  # noqa: BLE001  # what a plugin returns may raise anything when it is read
+        return {}, [f"its counters cannot be read: {error}"]
+
+
+def _asked_remarks(name: str, plugins: Plugins) -> list[str]:
+    try:
+        return list(plugins.texts(name, "ovpatch_remarks"))
+    except PluginError as error:
+        return [str(error)]
+
+
+def _untested(entry: Entry, torch: str) -> list[str]:
+    if entry.feature is None or not entry.feature.torch or torch == NOT_IMPORTED:
+        return []
+    untested = torch_mismatch(entry.feature.torch) is not None
+    return [f"untested with torch {torch} (tested with {entry.feature.torch})"] if untested else []

@@ -1,0 +1,367 @@
+"""Reports of worker processes for ``ovpatch run``: one JSON file per process, in the directory it hands down.
+
+A file is written at apply and again at exit, each time atomically. A process that is killed (torchrun ends the others
+so when one fails) still has the file of its apply. Children of :mod:`multiprocessing` skip :mod:`atexit`, and begin
+their life by forgetting inherited finalizers, so they register again after the fork.
+"""
+
+from __future__ import annotations
+
+import atexit
+import json
+import os
+import re
+import sys
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+from ovpatch.logs import logger
+from ovpatch.session.report import IDLE, STATES, Report, did_work
+
+# Reports of several processes merged into one: counters summed, states that differ said.
+
+_Json = Mapping[str, Any]
+
+
+def merge(reports: Sequence[_Json]) -> dict[str, Any]:
+    """Merge the reports of the processes of one job.
+
+    After an elastic restart only the last generation of each rank counts; the earlier ones stay in ``processes``.
+
+    Args:
+        reports: What :meth:`ovpatch.Report.to_json` returned in each process, with ``restart`` where known.
+
+    Returns:
+        The outline of one report, and beyond it: ``processes`` (pid, rank, restart), and per feature ``processes``
+        (state, reason and counters of each), with ``pid`` and ``rank`` None.
+
+    Raises:
+        ValueError: There is no report.
+    """
+    if not reports:
+        raise ValueError("there are no reports to merge; at least one process must have reported")
+    ordered = sorted(reports, key=lambda r: (r["rank"] is None, r["rank"] or 0, r.get("restart", 0), r["pid"]))
+    counted = _last_generation(ordered)
+    names = list(dict.fromkeys(f["name"] for report in counted for f in report["features"]))
+    return {
+        **{key: _common(key, counted) for key in ("version", "torch", "python")},
+        "pid": None,
+        "rank": None,
+        "processes": [{"pid": r["pid"], "rank": r["rank"], "restart": r.get("restart", 0)} for r in ordered],
+        "features": [_merge_feature(name, counted) for name in names],
+        "patches": _merge_patches(counted),
+    }
+
+
+def _last_generation(reports: Sequence[_Json]) -> list[_Json]:
+    last: dict[int, int] = {}
+    for report in reports:
+        if report["rank"] is not None:
+            last[report["rank"]] = max(last.get(report["rank"], 0), report.get("restart", 0))
+    return [r for r in reports if r["rank"] is None or r.get("restart", 0) == last[r["rank"]]]
+
+
+def _common(key: str, reports: Sequence[_Json]) -> str:
+    return ", ".join(dict.fromkeys(str(report[key]) for report in reports))
+
+
+def _merge_feature(name: str, reports: Sequence[_Json]) -> dict[str, Any]:
+    parts = [(_who(report), part) for report in reports for part in report["features"] if part["name"] == name]
+    absent = [_who(report) for report in reports if all(part["name"] != name for part in report["features"])]
+    state, reason = _merge_state(parts, absent)
+    counters = _sum(part["counters"] for _, part in parts)
+    work: list[str] = next((part["work"] for _, part in parts if part["work"]), [])
+    return {
+        "name": name,
+        "state": state,
+        "reason": reason,
+        "remarks": _merge_remarks(parts, worked=did_work(counters, work)),
+        "options": _merge_options(parts),
+        "counters": counters,
+        "distribution": parts[0][1]["distribution"],
+        "requires": next((part["requires"] for _, part in parts if part["requires"]), []),
+        "reorders_products": any(part["reorders_products"] for _, part in parts),
+        "work": work,
+        "processes": [
+            {"pid": who["pid"], "rank": who["rank"], **{k: part[k] for k in ("state", "reason", "counters")}}
+            for who, part in parts
+        ],
+    }
+
+
+def _who(report: _Json) -> dict[str, Any]:
+    rank, pid = report["rank"], report["pid"]
+    return {"pid": pid, "rank": rank, "label": f"rank {rank}" if rank is not None else f"process {pid}"}
+
+
+def _merge_state(parts: Sequence[tuple[_Json, _Json]], absent: Sequence[_Json]) -> tuple[str, str]:
+    """Return the common state and reason, or the worst state and who is in which."""
+    seen = {(part["state"], part["reason"]) for _, part in parts}
+    if len(seen) == 1 and not absent:
+        return next(iter(seen))
+    states = {state for state, _ in seen} | ({"unavailable"} if absent else set())
+    worst = min(states, key=STATES.index)
+    if len(states) == 1:
+        return worst, "; ".join(dict.fromkeys(f"{who['label']}: {part['reason']}" for who, part in parts))
+    groups = _grouped(parts, lambda part: part["state"] + (f" ({part['reason']})" if part["reason"] else ""))
+    groups += [f"not installed on {', '.join(who['label'] for who in absent)}"] if absent else []
+    return worst, "differs between processes: " + "; ".join(groups)
+
+
+def _grouped(parts: Sequence[tuple[_Json, _Json]], text: Callable[[_Json], str]) -> list[str]:
+    groups: dict[str, list[str]] = {}
+    for who, part in parts:
+        groups.setdefault(text(part), []).append(who["label"])
+    return [f"{what} on {', '.join(labels)}" for what, labels in groups.items()]
+
+
+def _merge_remarks(parts: Sequence[tuple[_Json, _Json]], *, worked: bool) -> list[str]:
+    """Collect remarks, each once with its processes; that a feature was idle is said only where it tells something.
+
+    A parent that only spawns the workers calls nothing, so a process without a rank does not count while others work.
+    """
+    owners: dict[str, list[_Json]] = {}
+    for who, part in parts:
+        for remark in part["remarks"]:
+            if not (remark in IDLE and worked and who["rank"] is None):
+                owners.setdefault(remark, []).append(who)
+    everyone = len(parts)
+    return [
+        remark if len(who) == everyone else f"{remark} ({', '.join(one['label'] for one in who)})"
+        for remark, who in owners.items()
+    ]
+
+
+def _merge_options(parts: Sequence[tuple[_Json, _Json]]) -> dict[str, Any]:
+    """Return the options of the first process that has them; where others differ, ``differs`` says how."""
+    merged: dict[str, Any] = {}
+    for name in dict.fromkeys(name for _, part in parts for name in part["options"]):
+        having = [(who, part["options"][name]) for who, part in parts if name in part["options"]]
+        merged[name] = dict(having[0][1])
+        if any(option["value"] != merged[name]["value"] for _, option in having):
+            merged[name]["differs"] = {who["label"]: option["value"] for who, option in having}
+    return merged
+
+
+def _sum(many: Iterable[Mapping[str, int]]) -> dict[str, int]:
+    total: dict[str, int] = {}
+    for counters in many:
+        for name, count in counters.items():
+            total[name] = total.get(name, 0) + count
+    return total
+
+
+def _merge_patches(reports: Sequence[_Json]) -> list[dict[str, Any]]:
+    """Return one entry for each patch and state, with its calls and traces summed."""
+    merged: dict[tuple[str, str, str, str], dict[str, Any]] = {}
+    for report in reports:
+        for patch in report["patches"]:
+            key = (patch["feature"], patch["target"], patch["kind"], patch["state"])
+            if key in merged:
+                merged[key]["calls"] += patch["calls"]
+                merged[key]["traces"] += patch["traces"]
+            else:
+                merged[key] = dict(patch)
+    return list(merged.values())
+
+
+REPORT_DIR: Final = "OVPATCH_REPORT_DIR"
+_LAUNCHERS: Final = frozenset(
+    {"torchrun", "accelerate", "accelerate-launch", "deepspeed", "fabric", "lightning", "composer", "torchx"}
+)
+_LAUNCHER_MODULES: Final = (
+    "torch.distributed.run",
+    "torch.distributed.launch",
+    "torch.distributed.launcher",
+    "accelerate.commands",
+    "deepspeed.launcher",
+)
+_HELPERS: Final = ("multiprocessing.forkserver", "multiprocessing.resource_tracker", "torch._inductor.compile_worker")
+
+
+def role(arguments: list[str] | None = None) -> str:
+    """Tell workers from the processes around them, by how the interpreter was started.
+
+    Args:
+        arguments: Command line of the interpreter; ``sys.orig_argv`` by default.
+
+    Returns:
+        ``launcher`` (torchrun's agent and its like, which train nothing), ``helper`` (fork servers, compile workers:
+        they may be patched, since they fork, but are no workers) or ``worker``.
+    """
+    line = sys.orig_argv if arguments is None else arguments
+    program = _program(line[1:])
+    if program.startswith("-c"):
+        return "helper" if any(name in program for name in _HELPERS) else "worker"
+    if any(program == name or program.startswith(name + ".") for name in _LAUNCHER_MODULES):
+        return "launcher"
+    if any(name in os.path.normpath(program).replace(os.sep, ".") for name in _HELPERS[2:]):
+        return "helper"
+    stem = os.path.basename(program).removesuffix(".exe").removesuffix("-script.py")
+    return "launcher" if stem in _LAUNCHERS else "worker"
+
+
+def _program(arguments: list[str]) -> str:
+    """Return the module, ``-c`` with its code, or the script that a Python command line runs."""
+    rest = iter(arguments)
+    for argument in rest:
+        if re.fullmatch(r"-[bBdEiIOPqsSuvx]*m", argument):
+            return next(rest, "")
+        if re.fullmatch(r"-[bBdEiIOPqsSuvx]*c", argument):
+            return "-c " + next(rest, "")
+        if argument in ("-W", "-X", "--check-hash-based-pycs"):
+            next(rest, None)
+        elif not argument.startswith("-"):
+            return argument
+    return ""
+
+
+class _Reporter:
+    """Writes the file of this process."""
+
+    def __init__(self, directory: Path, take: Callable[[], Report]) -> None:
+        self._directory, self._take = directory, take
+        self._born: Final = {os.getpid(): time.time_ns()}  # distinguishes processes that get the same pid in turn
+        self._base: dict[str, Any] = {}
+        self._base_of_children: dict[str, Any] = {}
+
+    def file(self) -> Path:
+        """Return the path of this process's file; a forked child has one of its own."""
+        born = self._born.setdefault(os.getpid(), time.time_ns())
+        return self._directory / f"worker-{os.getpid()}-{born}.json"
+
+    def write(self) -> None:
+        """Write the present report. A directory that is gone, or on another machine, is no error."""
+        if not self._directory.is_dir():
+            logger.debug("no directory %s here: this process does not report to `ovpatch run`", self._directory)
+            return
+        data = subtract(self._take().to_json(), self._base)
+        data["restart"] = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") or 0)
+        if _is_idle_daemon(data):
+            self.file().unlink(missing_ok=True)
+        else:
+            write_json(self.file(), data)
+
+    def write_at_exit(self) -> None:
+        """Write the last report; nothing may go wrong any more at this point."""
+        try:
+            self.write()
+        except Exception as error:  # noqa: BLE001  # an error at exit would change the script's exit status
+            logger.debug("the last report was not written: %r", error)
+
+    def remember(self) -> None:
+        """Keep what is counted so far, so that a child about to be forked does not report it a second time."""
+        try:
+            self._base_of_children = self._take().to_json()
+        except Exception as error:  # noqa: BLE001  # the user's fork must go on; at worst something is counted twice
+            logger.debug("no report before a fork: %r", error)
+
+    def forked(self) -> None:
+        """Start afresh in a forked child."""
+        self._base = self._base_of_children
+
+
+_reporter: _Reporter | None = None
+
+
+def report_in(take: Callable[[], Report]) -> None:
+    """Report this process to ``ovpatch run``, now and at its exit, if it was started by that.
+
+    Args:
+        take: Returns the present report.
+    """
+    global _reporter
+    directory = os.environ.get(REPORT_DIR)
+    kind = role()
+    if not directory or kind == "launcher":
+        return
+    if _reporter is None:
+        _reporter = _Reporter(Path(directory), take)
+        _arrange(_reporter, kind)
+    if works(kind):
+        _reporter.write()
+
+
+def works(kind: str | None = None) -> bool:
+    """Whether this process may train: it is a worker, or the child of a fork server.
+
+    Args:
+        kind: What :func:`role` says; it is asked by default.
+    """
+    return (role() if kind is None else kind) == "worker" or _in_child()
+
+
+def report_now() -> None:
+    """Write the report of a process that is about to end without :mod:`atexit`."""
+    if _reporter is not None:
+        _reporter.write_at_exit()
+
+
+def _arrange(reporter: _Reporter, kind: str) -> None:
+    from multiprocessing import util
+
+    if hasattr(os, "register_at_fork"):
+        os.register_at_fork(before=reporter.remember, after_in_child=reporter.forked)
+    util.register_after_fork(reporter, _begin_child)
+    if _in_child():
+        util.Finalize(None, reporter.write_at_exit, exitpriority=100)
+    if kind == "worker":
+        atexit.register(reporter.write_at_exit)
+
+
+def _begin_child(reporter: _Reporter) -> None:
+    """Runs first in every child of multiprocessing, forked or spawned, when its own identity is known."""
+    from multiprocessing import util
+
+    util.Finalize(None, reporter.write_at_exit, exitpriority=100)
+    reporter.write_at_exit()
+
+
+def _in_child() -> bool:
+    from multiprocessing import parent_process
+
+    return parent_process() is not None
+
+
+def _is_idle_daemon(data: Mapping[str, Any]) -> bool:
+    """Whether this is a pool's or a data loader's process that did nothing of ours."""
+    process: Any = sys.modules.get("multiprocessing.process")
+    if process is None or not process.current_process().daemon:
+        return False
+    return not any(count for feature in data["features"] for count in feature["counters"].values())
+
+
+def subtract(data: dict[str, Any], base: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a report's JSON without what an earlier one had counted already."""
+    counted = {feature["name"]: feature["counters"] for feature in base.get("features", ())}
+    for feature in data["features"]:
+        before = counted.get(feature["name"], {})
+        feature["counters"] = {name: count - before.get(name, 0) for name, count in feature["counters"].items()}
+    called = {(patch["feature"], patch["target"]): patch for patch in base.get("patches", ())}
+    for patch in data["patches"]:
+        earlier = called.get((patch["feature"], patch["target"]), {})
+        for count in ("calls", "traces"):
+            patch[count] -= earlier.get(count, 0)
+    return data
+
+
+def report_failure(message: str) -> None:
+    """Record that this process is not patched although it should be, so that ``ovpatch run`` fails."""
+    directory = os.environ.get(REPORT_DIR)
+    if directory and Path(directory).is_dir() and role() == "worker":
+        path = Path(directory) / f"failed-{os.getpid()}-{time.time_ns()}.json"
+        write_json(path, {"pid": os.getpid(), "rank": os.environ.get("RANK"), "error": message})
+
+
+def write_json(path: Path, data: Any) -> None:
+    """Write a JSON file so that a reader sees all of it or nothing."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    temporary.write_text(json.dumps(data, indent=2) + "\n", encoding="utf-8")
+    os.replace(temporary, path)
+
+
+def read_all(directory: Path, kind: str) -> list[dict[str, Any]]:
+    """Return the contents of all files of a kind, such as ``worker`` or ``failed``, in a directory."""
+    return [json.loads(path.read_text(encoding="utf-8")) for path in sorted(directory.glob(f"{kind}-*.json"))]

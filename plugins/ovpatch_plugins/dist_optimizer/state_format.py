@@ -1,0 +1,109 @@
+"""What a parameter's state looks like, told to ranks that do not have it.
+
+[Note: told as data] Messages between ranks are data that cannot run code, so what an optimizer keeps besides tensors
+has to be numbers, texts and the like, in lists, tuples and dicts. Tensors inside of those travel along whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ovpatch.overlap.tensors.ownership import contiguous_strides, is_dense
+
+
+@dataclass(frozen=True)
+class Form:
+    """A tensor without its content.
+
+    Attributes:
+        shape: Its shape.
+        strides: How it lies in memory, densely.
+        dtype: Type of its elements.
+        device: Where it is.
+    """
+
+    shape: torch.Size
+    strides: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> Form:
+        """Return a tensor's form; of one that has holes or overlaps, that of a contiguous copy."""
+        strides = tensor.stride() if is_dense(tensor) else contiguous_strides(tensor.shape)
+        return cls(tensor.shape, strides, tensor.dtype, tensor.device)
+
+    def empty(self) -> Tensor:
+        """Return a tensor of this form on the CPU, in new memory."""
+        return torch.empty_strided(self.shape, self.strides, dtype=self.dtype, device="cpu")
+
+
+def pack(state: Mapping[Any, Any]) -> tuple[Any, list[Tensor]]:
+    """Return a state as JSON values, and the tensors inside of it. Its keys may be numbers, too.
+
+    Raises:
+        TypeError: Something in it cannot be told.
+    """
+    tensors: list[Tensor] = []
+    return _packed(dict(state), tensors), tensors
+
+
+def unpack(packed: Any, tensors: Sequence[Tensor], device: torch.device) -> dict[Any, Any]:
+    """Return what :func:`pack` was given.
+
+    Args:
+        packed: JSON values.
+        tensors: The tensors inside, on the CPU.
+        device: Where tensors are to be that were not on the CPU.
+    """
+    state = _unpacked(packed, tensors, device)
+    assert isinstance(state, dict)
+    return state
+
+
+def _packed(value: Any, tensors: list[Tensor]) -> Any:
+    if value is None or type(value) in (bool, int, float, str):
+        return value
+    if type(value) in (list, tuple):
+        return {type(value).__name__: [_packed(one, tensors) for one in value]}
+    if type(value) is dict:
+        return {"dict": [[_packed(key, tensors), _packed(one, tensors)] for key, one in value.items()]}
+    if type(value) is torch.Size:
+        return {"size": list(value)}
+    if type(value) is Form:
+        return {"form": [list(value.shape), list(value.strides), _name(value.dtype), value.device.type == "cpu"]}
+    if type(value) is Tensor and value.layout is torch.strided:
+        tensors.append(value.detach())
+        return {"tensor": [len(tensors) - 1, value.device.type == "cpu"]}
+    raise TypeError(
+        f"ovpatch: an optimizer keeps a {type(value).__name__} in its state, which other ranks cannot be told; take "
+        "its class out of OVPATCH_DIST_OPTIMIZER_PER_PARAMETER"
+    )
+
+
+def _unpacked(packed: Any, tensors: Sequence[Tensor], device: torch.device) -> Any:
+    if not isinstance(packed, dict):
+        return packed
+    [(kind, content)] = packed.items()
+    if kind == "dict":
+        return {_unpacked(key, tensors, device): _unpacked(one, tensors, device) for key, one in content}
+    if kind == "size":
+        return torch.Size(content)
+    if kind == "form":
+        shape, strides, dtype, on_cpu = content
+        where = torch.device("cpu") if on_cpu else device
+        return Form(torch.Size(shape), tuple(strides), getattr(torch, dtype), where)
+    if kind == "tensor":
+        number, on_cpu = content
+        return tensors[number] if on_cpu else tensors[number].to(device)
+    items = [_unpacked(one, tensors, device) for one in content]
+    return tuple(items) if kind == "tuple" else items
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

@@ -1,0 +1,188 @@
+"""Which optimizers can update a parameter by parts, or whole parameters on one rank each.
+
+[Note: only what is known] An element-wise optimizer computes each element's update from that element's gradient and
+state alone, so it can be given any slice of a parameter. Others need a whole parameter but no other one, so it can be
+updated by one rank for all. Whether a class does so cannot be seen from outside; those of torch are known, and the user
+may name others. A subclass that has a ``step`` of its own may do anything there.
+"""
+
+from __future__ import annotations
+
+import enum
+import hashlib
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+import torch
+import torch.distributed as dist
+from torch.optim import Optimizer
+
+from ovpatch.overlap.comm.consensus import DisagreementError, agree, patience
+from ovpatch.overlap.data_parallel import sharded_grads
+from ovpatch.overlap.data_parallel.sharded_grads import GradShards
+
+ELEMENT_WISE: Final[tuple[type[Optimizer], ...]] = (
+    torch.optim.SGD,
+    torch.optim.Adam,
+    torch.optim.AdamW,
+    torch.optim.Adagrad,
+    torch.optim.RMSprop,
+    torch.optim.NAdam,
+    torch.optim.RAdam,
+    torch.optim.Adadelta,
+    torch.optim.Adamax,
+    torch.optim.ASGD,
+    torch.optim.Rprop,
+)
+
+# Not in every version of torch. Which names and tensors a parameter's state has does not change after its first step.
+PER_PARAMETER: Final[tuple[type[Optimizer], ...]] = tuple(
+    getattr(torch.optim, name) for name in ("Adafactor", "Muon") if hasattr(torch.optim, name)
+)
+
+
+class Kind(enum.Enum):
+    """How an optimizer's work is divided among ranks.
+
+    Attributes:
+        SLICES: Each rank updates a slice of every parameter; torch's classes.
+        SLICES_NAMED: The same, for a class of which no more is known than that.
+        WHOLE: Each rank updates some whole parameters; torch's classes.
+        WHOLE_NAMED: The same, for a class of which no more is known than that.
+    """
+
+    SLICES = enum.auto()
+    SLICES_NAMED = enum.auto()
+    WHOLE = enum.auto()
+    WHOLE_NAMED = enum.auto()
+
+
+@dataclass(frozen=True)
+class Named:
+    """Classes that the user has named, as ``module.Class``.
+
+    Attributes:
+        element_wise: They may be given slices.
+        per_parameter: They need whole parameters, one by one.
+    """
+
+    element_wise: Sequence[str] = ()
+    per_parameter: Sequence[str] = ()
+
+    @classmethod
+    def of(cls, options: Mapping[str, Any]) -> Named:
+        """Read the feature's options."""
+        return cls(_names(options["element_wise"]), _names(options["per_parameter"]))
+
+
+def with_a_step(named: Named) -> list[str]:
+    """Return the names of the classes whose ``step`` the others inherit."""
+    known = [cls for cls in (*ELEMENT_WISE, *PER_PARAMETER) if "step" in vars(cls)]
+    return list(dict.fromkeys([*map(name_of, known), *named.element_wise, *named.per_parameter]))
+
+
+def kind_of(cls: type[Optimizer], named: Named) -> Kind | None:
+    """Return how the work of a class of optimizers can be divided, None if that is not known."""
+    for base in cls.__mro__:
+        if name_of(base) in named.per_parameter:
+            return Kind.WHOLE_NAMED
+        if name_of(base) in named.element_wise:
+            return Kind.SLICES_NAMED
+        if base in ELEMENT_WISE:
+            return Kind.SLICES
+        if base in PER_PARAMETER:
+            return Kind.WHOLE
+        if {"step", "_init_group"} & set(vars(base)):
+            return None
+    return None
+
+
+def unsupported_reason(optimizer: Optimizer, named: Named) -> str:
+    """Return why an optimizer stays stock, or "".
+
+    Args:
+        optimizer: The optimizer.
+        named: Further classes.
+    """
+    cls = type(optimizer)
+    if kind_of(cls, named) is None:
+        return (
+            f"{name_of(cls)} is not known to be element-wise, nor to update each parameter by itself; if it is, name "
+            "it in OVPATCH_DIST_OPTIMIZER_ELEMENT_WISE, if it does, in OVPATCH_DIST_OPTIMIZER_PER_PARAMETER"
+        )
+    if any(group.get("differentiable") for group in optimizer.param_groups):
+        return "differentiable=True differentiates through the update"
+    if any(group.get("capturable") for group in optimizer.param_groups):
+        return "capturable=True: it may step inside a CUDA graph, of whose replays nobody hears"
+    return ""
+
+
+def name_of(cls: type) -> str:
+    """Return a class's module and name."""
+    return f"{cls.__module__}.{cls.__qualname__}"
+
+
+def _names(text: str) -> list[str]:
+    return [name.strip() for name in text.split(",") if name.strip()]
+
+
+# Whether all ranks have the same work to divide.
+#
+# [Note: the same everywhere] An optimizer may have other parameters on other ranks: ZeroRedundancyOptimizer has such a
+# one inside, and so have scripts that share the work out by hand. What one rank alone updates cannot be gathered from
+# all. So ranks compare, through the store, before an optimizer's first step; where they differ, it stays stock.
+#
+# [Note: twice] An optimizer may have parameters in several process groups. If it stays stock for what was found in one,
+# the others' ranks must know: a second round tells them.
+
+#: How long a rank waits for the others at most, in seconds; one may save a checkpoint first.
+PATIENCE_S = 300.0
+
+_REMEDY: Final = (
+    "If the script shares the work out itself, as ZeroRedundancyOptimizer does, nothing is wrong; otherwise make the "
+    "same optimizers, and step them in the same order, on every rank."
+)
+
+
+def rank_mismatch(optimizer: Optimizer) -> str:
+    """Return why the ranks cannot divide an optimizer's work; "" if they can, then on all ranks of its groups.
+
+    Every rank calls it at the optimizer's first step, also one that has nothing to divide.
+    """
+    found = [sharded_grads.find(param) for group in optimizer.param_groups for param in group["params"]]
+    entries = [entry for entry in found if entry is not None]
+    reasons: dict[dist.ProcessGroup, str] = {}
+    waits = {shards.group: patience(shards.group, shards.params[0].device, PATIENCE_S) for shards, _ in entries}
+    for group in waits:
+        ones = [entry for entry in entries if entry[0].group is group]
+        reasons[group] = _ask(group, _terms(optimizer, ones), waits[group])
+    reason = next(filter(None, reasons.values()), "")
+    for group in [group for group, failed in reasons.items() if not failed]:
+        reason = _ask(group, {"round": 2}, waits[group], objection=reason) or reason
+    return reason
+
+
+def recognised(optimizer: Optimizer) -> Optimizer | None:
+    """Return the optimizer inside of a ``ZeroRedundancyOptimizer``, which needs no comparison."""
+    module = sys.modules.get("torch.distributed.optim.zero_redundancy_optimizer")
+    if module is not None and isinstance(optimizer, module.ZeroRedundancyOptimizer):
+        return optimizer.optim  # type: ignore[no-any-return]
+    return None
+
+
+def _terms(optimizer: Optimizer, entries: Sequence[tuple[GradShards, int]]) -> dict[str, str]:
+    names = sorted(f"{shards.identity}: {shards.names[index]}" for shards, index in entries)
+    digest = hashlib.sha256("\n".join(names).encode()).hexdigest()[:12]
+    return {
+        "class": name_of(type(optimizer)),
+        "parameters": f"{len(names)} from {names[0]} to {names[-1]} (digest {digest})",
+    }
+
+
+def _ask(group: dist.ProcessGroup, terms: Mapping[str, Any], patience: float, *, objection: str = "") -> str:
+    try:
+        return agree(group, "dist_optimizer", terms, objection=objection, timeout_s=patience, remedy=_REMEDY)
+    except DisagreementError as error:
+        return str(error)

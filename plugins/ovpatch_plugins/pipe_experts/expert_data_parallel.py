@@ -1,0 +1,164 @@
+"""``DistributedDataParallel`` for models whose experts differ from rank to rank."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed import distributed_c10d as c10d
+from torch.nn.parallel import DistributedDataParallel
+
+from ovpatch.overlap.comm.consensus import agree
+from ovpatch_plugins.pipe_experts.expert_grads import ExpertGradients
+from ovpatch_plugins.pipe_experts.module import ExpertParallelFFN
+
+_BROADCAST_BYTES = 250 * 1024 * 1024  # at a time, as DistributedDataParallel does
+
+_SAME_EXPERTS = (
+    "Give expert_data_parallel() the group of the ranks that hold the same experts, and the same experts on all of "
+    "them: dist.new_group([0, 2]) on ranks 0 and 2, if ranks 0 and 1 share the experts out and so do 2 and 3."
+)
+
+
+def expert_data_parallel(
+    model: nn.Module,
+    experts: Iterable[nn.Parameter | nn.Module],
+    group: dist.ProcessGroup | None,
+    **ddp_arguments: Any,
+) -> DistributedDataParallel:
+    """Stand for ``DistributedDataParallel(model, **ddp_arguments)`` where each rank has other experts.
+
+    Dense parameters are averaged over the wrapper's own process group, as ever; experts over ``group``, so that every
+    gradient is that of the mean of all ranks' losses. That takes an all-to-all whose backward sums over the ranks that
+    sent tokens, as that of ``torch.distributed.nn.functional.all_to_all_single`` does. ``no_sync()``, accumulation, and
+    checkpoints work as they do for dense parameters. Where several contributions to an expert are declared
+    (:func:`.grad_sync.expect_gradients`), it is reduced when all are marked. Work that adds to ``grad``
+    without autograd multiplies by the number of copies over the number of ranks itself; see [Note: factor].
+
+    What the experts' modules have as buffers is each rank's own, and never broadcast. ``clip_grad_norm_`` takes the
+    norm of the experts that this rank has, which differs from rank to rank, with and without this function.
+
+    Args:
+        model: The model, with this rank's experts.
+        experts: Parameters, or modules all of whose parameters are meant, in any order; of an
+            :class:`ExpertParallelFFN` all but those of its shared experts, which are dense. Those frozen now are only
+            initialised alike, and stay each rank's own if they are trained later.
+        group: The ranks that hold copies of this rank's experts, and this rank itself; None where there is one of each.
+        **ddp_arguments: As for ``DistributedDataParallel``. With ``init_sync=False`` experts are not broadcast, nor
+            compared, either.
+
+    Returns:
+        The wrapper, an ordinary one; copies and pickles of it take the experts along.
+
+    Raises:
+        ValueError: An expert is no parameter of the model, or on another device; or the group lacks this rank, or has
+            ranks that the wrapper's process group lacks.
+        DisagreementError: The ranks of ``group`` have different experts.
+    """
+    chosen = list(experts)
+    named = _named(model, [*_parameters(chosen)])
+    _check_devices(model, named)
+    _check_membership(group)
+    ignored = {*getattr(model, "_ddp_params_and_buffers_to_ignore", ()), *_all_names(model, chosen)}
+    model._ddp_params_and_buffers_to_ignore = sorted(ignored)  # type: ignore[assignment]
+    ddp = DistributedDataParallel(model, **ddp_arguments)
+    copies = _copies(group, ddp.process_group)
+    if group is not None and ddp_arguments.get("init_sync", True):
+        terms = {"experts": [f"{name} {tuple(param.shape)} {param.dtype}" for name, param in named.items()]}
+        agree(group, "pipe_experts", terms, remedy=_SAME_EXPERTS)
+        dist._broadcast_coalesced(group, [param.detach() for param in named.values()], _BROADCAST_BYTES, 0)
+    trained = {name: param for name, param in named.items() if param.requires_grad}
+    if trained:
+        ours = {id(param) for param in trained.values()}
+        others = [param for param in model.parameters() if id(param) not in ours]
+        factor, lane = copies / ddp.process_group.size(), _lane(group, ddp.process_group)
+        gradients = ExpertGradients(list(trained.values()), list(trained), others, factor, lane)
+        ddp.register_forward_pre_hook(gradients.before_forward)
+        ddp.register_forward_hook(gradients.after_forward)
+    return ddp
+
+
+def _parameters(chosen: Iterable[nn.Parameter | nn.Module]) -> Iterator[nn.Parameter]:
+    for one in chosen:
+        yield from (tensor for tensor in _tensors(one) if isinstance(tensor, nn.Parameter))
+
+
+def _named(model: nn.Module, params: list[nn.Parameter]) -> dict[str, nn.Parameter]:
+    """Return the experts by name, in the model's order, which is the same on all ranks that have the same experts."""
+    wanted = {id(param) for param in params}
+    named = {name: param for name, param in model.named_parameters() if id(param) in wanted}
+    strangers = wanted - {id(param) for param in named.values()}
+    for number, param in enumerate(params):
+        if id(param) in strangers:
+            raise ValueError(
+                f"ovpatch: expert parameter {number}, of shape {tuple(param.shape)}, is no parameter of "
+                f"{type(model).__name__}. Give expert_data_parallel() the model that has the experts, before it is "
+                "wrapped, and parameters as they are in it now."
+            )
+    return named
+
+
+def _all_names(model: nn.Module, chosen: Iterable[nn.Parameter | nn.Module]) -> Iterator[str]:
+    """Yield every name of the experts' parameters and buffers; a tied one has several.
+
+    For what the model itself has, ``DistributedDataParallel`` looks with a dot before the name as well as without.
+    """
+    wanted = {id(tensor) for one in chosen for tensor in _tensors(one)}
+    for prefix, module in model.named_modules(remove_duplicate=False):
+        for name, tensor in (*module._parameters.items(), *module._buffers.items()):
+            if tensor is not None and id(tensor) in wanted:
+                yield f"{prefix}.{name}"
+                if not prefix:
+                    yield name
+
+
+def _tensors(one: nn.Parameter | nn.Module) -> list[torch.Tensor]:
+    if isinstance(one, ExpertParallelFFN):
+        return [one.up, one.down]
+    return [*one.parameters(), *one.buffers()] if isinstance(one, nn.Module) else [one]
+
+
+def _check_devices(model: nn.Module, named: dict[str, nn.Parameter]) -> None:
+    device = next((param.device for name, param in model.named_parameters() if name not in named), None)
+    for name, param in named.items():
+        if device is not None and param.device != device:
+            raise ValueError(
+                f"ovpatch: expert '{name}' is on {param.device}, and the model's dense parameters are on {device}. "
+                "Move all of the model to one device before expert_data_parallel()."
+            )
+
+
+def _check_membership(group: dist.ProcessGroup | None) -> None:
+    if group is not None and dist.get_rank(group) < 0:  # also for what new_group() returns to those left out
+        raise ValueError(f"ovpatch: rank {dist.get_rank()} is not in the group of its own experts. {_SAME_EXPERTS}")
+
+
+def _copies(group: dist.ProcessGroup | None, everyone: dist.ProcessGroup) -> int:
+    """Return on how many ranks this rank's experts are."""
+    if group is None:
+        return 1
+    ranks, all_ranks = dist.get_process_group_ranks(group), dist.get_process_group_ranks(everyone)
+    if not set(ranks) <= set(all_ranks) or len(all_ranks) % len(ranks):
+        raise ValueError(
+            f"ovpatch: experts are averaged over ranks {ranks}, dense parameters over {all_ranks}, which cannot be "
+            f"divided into groups like that. {_SAME_EXPERTS}"
+        )
+    return len(ranks)
+
+
+def _lane(group: dist.ProcessGroup | None, everyone: dist.ProcessGroup) -> dist.ProcessGroup | None:
+    """Return a communicator for the experts alone.
+
+    The dense parameters' collectives, and what scripts do in the default group, come in an order of their own, which
+    depends on each rank's tokens.
+    """
+    if group is None or group.size() == 1:
+        return None
+    if group is not everyone and group is not c10d._get_default_group():
+        return group
+    ranks, backend = dist.get_process_group_ranks(group), dist.get_backend(group)
+    lane = dist.new_group(ranks, backend=backend, use_local_synchronization=True, group_desc="ovpatch experts")
+    return cast(dist.ProcessGroup, lane)

@@ -1,0 +1,244 @@
+"""Averages the gradients of experts over the ranks that hold copies of them.
+
+[Note: factor] Each of the dp ranks has a loss of its own, and the gradient of their mean is wanted: 1/dp times the sum
+over ranks. For an expert, the backward of the all-to-all has summed over the ep ranks of its expert-parallel group, so
+the sum over its dp/ep copies is the sum over all ranks, and what is wanted is 1/ep times the average over the copies.
+Contributions are multiplied by 1/ep as they come, and what has accumulated is averaged: what an earlier backward has
+averaged is the same on all copies, and stays what it is.
+
+[Note: order of experts] The collectives are launched in the order of ``named_parameters()``, on which the ranks have
+agreed: each as soon as its gradient and all before it are complete, the others at the end of the backward. A rank that
+has no gradient of an expert, for want of tokens, adds zeros there; if no copy has one, the gradient becomes zeros.
+
+[Note: every backward] A rank without a single token would not hear of a backward from the experts' hooks, and the
+others would wait for it. So backwards are recognised by the outputs of a synchronised forward. All ranks run those
+alike; this holds for a second backward through the same outputs, too.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd.graph import get_gradient_edge
+from torch.distributed import distributed_c10d as c10d
+from torch.utils.hooks import RemovableHandle
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from ovpatch.overlap.data_parallel.bucket import GradBucket
+from ovpatch.overlap.data_parallel.grad_hooks import GradientHooks, accumulates, watch_outputs
+from ovpatch.overlap.data_parallel.grad_sync import GradLedger, Reduction
+from ovpatch.overlap.data_parallel.reducer import BackwardTask
+
+_WRAP_AGAIN = "Wrap the module itself anew: expert_data_parallel(ddp.module, ...)."
+
+
+class ExpertGradients:
+    """The experts of one ``DistributedDataParallel`` object, which holds it by its forward hooks.
+
+    So it is copied and pickled with that object. The copy finds the process group by its name and ranks.
+
+    Args:
+        params: The experts' parameters, in an order that is the same on all ranks of ``group``.
+        names: Their fully qualified names.
+        others: All other parameters of the model.
+        factor: What each contribution is multiplied by; see [Note: factor].
+        group: The ranks that hold copies, on a communicator that nobody else uses during a backward; None if there
+            are no copies.
+    """
+
+    quiet = False  # told of all gradients; see :class:`ovpatch.overlap.data_parallel.grad_hooks.Listener`
+
+    def __init__(
+        self,
+        params: Sequence[torch.nn.Parameter],
+        names: Sequence[str],
+        others: Sequence[torch.nn.Parameter],
+        factor: float,
+        group: dist.ProcessGroup | None,
+    ) -> None:
+        self._params, self._names, self._others = list(params), list(names), list(others)
+        self._factor = factor
+        self._place = None if group is None else (str(group.group_name), dist.get_process_group_ranks(group))
+        self._begin_life(group)
+
+    def __getstate__(self) -> Mapping[str, Any]:
+        """Return what a copy needs: no group, which cannot be pickled, and nothing of a backward."""
+        kept = ("_params", "_names", "_others", "_factor", "_place")
+        return {name: value for name, value in vars(self).items() if name in kept}
+
+    def __setstate__(self, state: Mapping[str, Any]) -> None:
+        vars(self).update(state)
+        self._begin_life(None)
+
+    def _begin_life(self, group: dist.ProcessGroup | None) -> None:
+        self._group: dist.ProcessGroup | None = None
+        self._retired = self._armed = self._began = False
+        self._task = BackwardTask()
+        self._unfinished: list[Reduction] = []
+        self._scaling: list[RemovableHandle] = []
+        for param in self._params:
+            earlier = _live.get(param, lambda: None)()
+            if earlier is not None:
+                earlier.retire()
+            _live[param] = weakref.ref(self)
+        if self._factor != 1:
+            self._scaling += [param.register_hook(_multiplied(self._factor)) for param in self._params]
+        weakref.finalize(self, _remove, self._scaling).atexit = False
+        if group is not None:
+            self._attach(group)
+
+    def _attach(self, group: dist.ProcessGroup) -> None:
+        self._group = group
+        self._hooks = GradientHooks(self._params, self)
+        remedy = "declare its contributions (ovpatch.overlap.data_parallel.grad_sync.expect_gradients)"
+        self._ledger = GradLedger(self._params, self._names, self, remedy=remedy)
+        self._reduction = self._new_reduction()
+
+    def _new_reduction(self) -> Reduction:
+        assert self._group is not None
+        # A bucket for each: weights of many experts are stacked, and large.
+        buckets = [GradBucket([i], [param]) for i, param in enumerate(self._params)]
+        return Reduction(buckets, self._group, feature="pipe_experts", skip_absent=True)
+
+    def retire(self) -> None:
+        """Leave the parameters to the wrapper that comes after this one."""
+        self._recover()
+        _remove(self._scaling)
+        if self._group is not None:
+            self._hooks.remove()
+        self._retired = True
+
+    # ---------------------------------------------------------------- hooks of the wrapper
+
+    @torch._disable_dynamo
+    def before_forward(self, _ddp: torch.nn.Module, _args: Any) -> None:
+        """Complete the collectives of a backward that an exception cut short, and see that the hooks are in place.
+
+        Raises:
+            RuntimeError: The module was wrapped once more, or this is a copy, and its process group is not here.
+        """
+        if self._retired:
+            raise RuntimeError(f"ovpatch: the experts of this model belong to a later wrapper by now. {_WRAP_AGAIN}")
+        if self._place is None:
+            return
+        self._recover()
+        if self._group is None:
+            self._attach(_found(*self._place))
+        elif self._hooks.lost():
+            self._hooks.remove()
+            self._attach(self._group)
+
+    @torch._disable_dynamo
+    def after_forward(self, ddp: Any, _args: Any, output: Any) -> None:
+        """Reduce the backward that follows, if ``DistributedDataParallel`` will reduce it."""
+        inside = self._began and self._task.alive()  # a checkpoint recomputes the forward
+        if self._group is not None and not inside and torch.is_grad_enabled() and ddp.require_backward_grad_sync:
+            self._arm()
+            watch_outputs(output, self._output_reached)
+
+    # ---------------------------------------------------------------- what happens in a backward
+
+    def _output_reached(self) -> None:
+        trained = (param for param in (*self._others, *self._params) if param.requires_grad)
+        # Not for torch.autograd.grad(), which adds to no gradient.
+        if not (self._began and self._task.queued) and accumulates(get_gradient_edge(p).node for p in trained):
+            if not self._armed:
+                self._arm()  # see [Note: every backward]
+            self._takes_part()
+
+    def gradient_accumulated(self, index: int, given: Tensor | None) -> None:
+        """The gradient ``given`` has been added to ``grad`` of parameter ``index``."""
+        if self._takes_part():
+            self._reduction.produced(index)
+            if self._ledger.hook_fired(index, adds=given is not None):
+                self._complete(index, given)
+
+    def gradients_declared(self, index: int, marks: int) -> None:
+        """Parameter ``index`` will be marked ``marks`` times in this backward."""
+        self._takes_part()
+        self._ledger.declare(index, marks)
+
+    def gradient_marked(self, index: int, key: str) -> None:
+        """The declared contribution ``key`` has been added to ``grad`` of parameter ``index``."""
+        self._reduction.produced(index)
+        if self._ledger.marked(index, key):
+            self._complete(index, None)
+
+    def _arm(self) -> None:
+        self._armed, self._began = True, False
+        self._ledger.open()
+        self._reduction.open()
+        self._reduction.leave_out([int(param.requires_grad) for param in self._params])  # frozen since, on all ranks
+
+    def _takes_part(self) -> bool:
+        if self._armed and not (self._began and self._task.queued):
+            self._task.queue(self._ended, self._died)
+            self._began = True
+        return self._armed
+
+    def _complete(self, index: int, given: Tensor | None) -> None:
+        self._reduction.arrived(index)
+        self._reduction.launch_ready(_ignore, given)
+
+    def _ended(self) -> None:
+        self._task.queued = True  # until closed: what raises from here on leaves a backward to recover
+        self._reduction.launch_rest(_ignore)
+        for earlier in self._unfinished:
+            earlier.wait()
+            earlier.drop()
+        self._unfinished.clear()
+        self._reduction.wait()
+        self._reduction.unpack(())
+        self._close()
+
+    def _died(self) -> None:
+        if self._began:
+            self._reduction.release()
+
+    def _recover(self) -> None:
+        """Add zeros to what other ranks may wait for. Not waited for here: they may have to recover first, too."""
+        if self._began and self._task.queued and not self._task.running():
+            self._reduction.release()
+            self._reduction.launch_zeros()
+            self._unfinished.append(self._reduction)
+            self._reduction = self._new_reduction()
+            self._close()
+
+    def _close(self) -> None:
+        self._ledger.close()
+        self._armed = self._began = self._task.queued = False
+
+
+# Of parameters that are wrapped twice, the last wrapper has the hooks: with both, gradients would be scaled twice.
+_live: Any = WeakTensorKeyDictionary()
+
+
+def _multiplied(factor: float) -> Any:
+    def hook(grad: Tensor | None) -> Tensor | None:
+        return None if grad is None else grad * factor
+
+    return hook
+
+
+def _remove(handles: Iterable[RemovableHandle]) -> None:
+    for handle in handles:
+        handle.remove()
+
+
+def _ignore(_bucket: object) -> None:
+    pass
+
+
+def _found(name: str, ranks: list[int]) -> dist.ProcessGroup:
+    for group, known in c10d._world.pg_names.items():
+        if known == name and dist.get_process_group_ranks(group) == ranks:
+            return group
+    raise RuntimeError(
+        f"ovpatch: this copy of a model averages its experts over the ranks {ranks}, and their process group does not "
+        f"exist here. {_WRAP_AGAIN}"
+    )

@@ -1,0 +1,88 @@
+"""Which groups and which calls the kernels of schedule ``fused`` can serve.
+
+[Note: alike on all ranks] A rank that took another way than its peers would leave them waiting. So what decides is the
+same on all ranks: what they have told each other, dtypes, shapes, and whether a graph is captured. What may be a rank's
+own, as strides and addresses, is put right by a copy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import distributed_c10d
+
+from ovpatch.overlap.comm.streams import capturing
+from ovpatch.overlap.symm_mem import support, workspace
+from ovpatch.overlap.symm_mem.workspace import Workspace
+from ovpatch_plugins.tp_linear.tp_group import Wires
+
+DTYPES: Final = (torch.bfloat16, torch.float16)
+_ALIGNED: Final = 16  # bytes, of addresses and rows, as tensor memory accelerators want them
+
+_known: dict[int, tuple[dist.ProcessGroup, str]] = {}
+
+
+def workspace_of(wires: Wires, dtype: torch.dtype, device: torch.device, features: Sequence[int]) -> Workspace | None:
+    """Return where kernels can serve a call, or None if it has to do without.
+
+    Args:
+        wires: The ranks.
+        dtype: Of the rows that are moved.
+        device: Where they are.
+        features: All numbers of features on which the ranks have to be one.
+    """
+    for count in features:
+        if not suits(dtype, count):
+            return None
+    return None if _objection(wires.group, device) else workspace.of(wires.group, device)
+
+
+def suits(dtype: torch.dtype, features: int) -> bool:
+    """Tell whether kernels can load rows of a type and of so many features."""
+    return dtype in DTYPES and features * dtype.itemsize % _ALIGNED == 0
+
+
+def _objection(group: dist.ProcessGroup, device: torch.device) -> str:
+    found = _known.get(id(group))
+    if found is None or found[0] is not group:
+        if capturing(device):
+            return "a graph is captured before any eager call"  # ranks cannot ask each other now
+        for key in [key for key, (other, _) in _known.items() if other not in distributed_c10d._world.pg_map]:
+            del _known[key]  # destroyed
+        found = _known[id(group)] = (group, support.objection(group, device))
+    return found[1]
+
+
+def objections() -> list[str]:
+    """Return why groups that asked for kernels do without."""
+    return sorted({objection for _, objection in _known.values() if objection})
+
+
+def forget() -> None:
+    """Let go of all groups."""
+    _known.clear()
+    workspace.forget()
+
+
+def aligned(rows: Tensor) -> Tensor:
+    """Return rows that are contiguous and begin where kernels can read."""
+    rows = rows.contiguous()
+    return rows.clone() if rows.data_ptr() % _ALIGNED else rows
+
+
+def laid_out(weights: Sequence[Tensor]) -> list[Tensor]:
+    """Return weights of which all are contiguous, or all transposed."""
+    for packed in (1, 0):
+        if all(_is_packed(weight, packed) for weight in weights):
+            return list(weights)
+    return [aligned(weight) for weight in weights]
+
+
+def _is_packed(weight: Tensor, dim: int) -> bool:
+    """Tell whether numbers that follow each other in a dimension lie side by side, without gaps in the other one."""
+    dense = weight.is_contiguous() if dim == 1 else weight.stride() == (1, weight.shape[0])
+    return dense and weight.data_ptr() % _ALIGNED == 0

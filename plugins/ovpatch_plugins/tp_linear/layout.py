@@ -1,0 +1,177 @@
+"""DTensors and the local tensors in them.
+
+[Note: DTensors without their API] ``DTensor.from_local()`` and ``to_local()`` are autograd nodes, of 40 µs in forward
+and more in backward. An autograd function may take and return DTensors itself: inside, it looks at the local tensors
+and wraps what it returns, gradients of parameters among it, in a layout that was made once.
+"""
+
+from __future__ import annotations
+
+import sys
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
+from torch.distributed.tensor import Placement, Shard
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+
+from ovpatch_plugins.tp_linear.gemm import linear
+
+# Activations as rows of a matrix, the dimension that is cut over the ranks first.
+#
+# [Note: rows by rank] A collective on plain memory puts what the ranks send one behind the other. So an activation that
+# is cut along dimension d becomes rows in which d comes first: then what is gathered is a matrix whose rows are in
+# order, and products take it as it is. Mostly that is a view. With a batch in front of the sequence, the small tensors
+# are laid out anew: the shard before it is gathered, and the product's output, which is a rank's part of the features.
+
+
+def to_rows(x: Tensor, dim: int) -> Tensor:
+    """Return ``[.., s, .., k]`` as contiguous ``[s * .., k]``, dimension ``dim`` first."""
+    if x.dim() != 2:
+        if not _in_front(x.shape, dim):
+            x = x.movedim(dim, 0)
+        x = x.reshape(-1, x.shape[-1])
+    return x.contiguous()
+
+
+def from_rows(rows: Tensor, shape: torch.Size, dim: int) -> Tensor:
+    """Return rows as a contiguous activation.
+
+    Args:
+        rows: ``[s * .., n]``, dimension ``dim`` first.
+        shape: Of an activation of which only dimension ``dim`` and the last may have other sizes.
+        dim: The dimension that comes first in the rows.
+    """
+    if len(shape) == 2:
+        return rows
+    if len(shape) == 1:
+        return rows.view(rows.shape[-1])
+    before, behind = shape[:dim], shape[dim + 1 : -1]
+    first = rows.shape[0] // max(prod(before) * prod(behind), 1)
+    if _in_front(shape, dim):
+        return rows.view(*before, first, *behind, rows.shape[-1])
+    return rows.view(first, *before, *behind, rows.shape[-1]).movedim(0, dim).contiguous()
+
+
+def place(rows: Tensor, features: int, shape: torch.Size, dim: int) -> Tensor:
+    """Return memory for what a linear makes of rows: an activation, contiguous; arguments as of :func:`from_rows`."""
+    others = prod(shape[:dim]) * prod(shape[dim + 1 : -1])
+    return rows.new_empty((*shape[:dim], len(rows) // max(others, 1), *shape[dim + 1 : -1], features))
+
+
+def fill(activation: Tensor, rows: Tensor, weight: Tensor, bias: Tensor | None, dim: int) -> None:
+    """Compute a linear of rows into an activation."""
+    if _in_front(activation.shape, dim):
+        linear(rows, weight, bias, out=activation.view(-1, activation.shape[-1]))
+    else:
+        activation.copy_(from_rows(linear(rows, weight, bias), activation.shape, dim))
+
+
+def _in_front(shape: torch.Size, dim: int) -> bool:
+    return not dim or all(size == 1 for size in shape[:dim])
+
+
+# What stock's placements say about an activation, and whether single operations are recorded.
+
+
+def sequence_dim(layout: Placement, x: Tensor) -> int | None:
+    """Return along which dimension of ``x`` a layout cuts, unless that is the last one, or none."""
+    if type(layout) is not Shard:
+        return None
+    dim = layout.dim + x.dim() if layout.dim < 0 else layout.dim
+    return dim if 0 <= dim < x.dim() - 1 else None
+
+
+def traced() -> bool:
+    """Tell whether single operations are recorded, to be kept, changed or repeated: there stock's have to be seen.
+
+    Selective checkpointing does so, torch.func, and whatever traces graphs; not so modes that only watch, as those that
+    count: they may be on one rank alone, which must not issue other collectives then.
+    """
+    if torch._C._len_torch_dispatch_stack() and any(map(_records, _get_current_dispatch_mode_stack())):
+        return True
+    return is_transformed() or bool(torch._C._is_tracing())
+
+
+def is_transformed() -> bool:
+    """Tell whether torch.func sees operations first."""
+    return bool(torch._C._are_functorch_transforms_active())
+
+
+def _records(mode: Any) -> bool:
+    return getattr(mode, "_mode_key", None) is not None or type(mode).__module__ == "torch.utils.checkpoint"
+
+
+_KEPT = 1024  # layouts; batches of ever new lengths must not fill the memory
+
+_specs: dict[Any, Any] = {}
+
+
+def local(tensor: Tensor) -> Tensor:
+    """Return a tensor's memory on this rank."""
+    found: Tensor | None = getattr(tensor, "_local_tensor", None)
+    return tensor if found is None else found
+
+
+def arrived(x: Tensor) -> Tensor:
+    """Return a tensor that one of torch's functional collectives writes, when it is there."""
+    return x.trigger_wait() if isinstance(x, AsyncCollectiveTensor) else x
+
+
+def like(grad: Tensor, tensor: Tensor) -> Tensor:
+    """Return a local gradient as what a parameter is."""
+    spec = getattr(tensor, "_spec", None)
+    if spec is None:
+        return grad
+    made: Tensor = _dtensor()(grad, spec, requires_grad=False)
+    return made
+
+
+def wrapped(tensor: Tensor, mesh: Any, placement: Any) -> Tensor:
+    """Return a DTensor of a contiguous local tensor, as ``DTensor.from_local`` would, outside of autograd.
+
+    Args:
+        tensor: This rank's part; all ranks' are of the same shape.
+        mesh: Of one dimension.
+        placement: Over it.
+    """
+    key = mesh, placement, tensor.shape, tensor.dtype
+    spec = _specs.get(key)
+    kind = _dtensor()
+    if spec is None:
+        if len(_specs) >= _KEPT:
+            _specs.clear()
+        with torch.no_grad():
+            spec = _specs[key] = kind.from_local(tensor, mesh, (placement,), run_check=False)._spec
+    made: Tensor = kind(tensor, spec, requires_grad=False)
+    return made
+
+
+def unwrapped(grad: Any, placement: Any) -> Tensor:
+    """Return the local part of a gradient, laid out as a tensor of this placement was.
+
+    Args:
+        grad: Of a tensor that was handed out: a DTensor if that was one.
+        placement: Of the tensor; None if it was none.
+    """
+    if placement is None or not isinstance(grad, _dtensor()):
+        return arrived(grad)
+    if grad._spec.placements != (placement,):
+        grad = grad.redistribute(placements=(placement,))
+    return arrived(grad._local_tensor)
+
+
+def is_partial(tensor: Any) -> bool:
+    """Tell whether a DTensor is this rank's term of a sum."""
+    return bool(tensor._spec.placements[0].is_partial())
+
+
+def forget() -> None:
+    """Let go of all meshes."""
+    _specs.clear()
+
+
+def _dtensor() -> Any:
+    return sys.modules["torch.distributed.tensor"].DTensor

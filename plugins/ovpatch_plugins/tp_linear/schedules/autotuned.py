@@ -1,0 +1,287 @@
+"""What schedules are measured on: an operator's products and collectives, of random rows and weights."""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ovpatch.hookspecs import cache_dir
+from ovpatch.overlap.autotune import Candidates, Tuning, autotuner_for
+from ovpatch_plugins.tp_linear.gemm import weight_grad
+from ovpatch_plugins.tp_linear.schedules.bulk import Bulk
+from ovpatch_plugins.tp_linear.schedules.stock import ColumnGrads, Schedule, WeightGrads
+from ovpatch_plugins.tp_linear.tp_group import Wires
+
+Call = Callable[[Schedule], object]
+
+
+class Shape(NamedTuple):
+    """What schedules are chosen by; the same on all ranks.
+
+    Attributes:
+        operator: ``gather_linear``, ``linear_scatter`` or ``linear_reduce``.
+        rows: Of a rank, for ``linear_reduce`` all of them; rounded, see :func:`rounded`.
+        k: Input features of this rank.
+        features: Output features of this rank, of each weight.
+        dtype: In which is computed.
+    """
+
+    operator: str
+    rows: int
+    k: int
+    features: tuple[int, ...]
+    dtype: torch.dtype
+
+    def text(self) -> str:
+        """Return the shape in words."""
+        outputs = " + ".join(map(str, self.features))
+        return f"{self.rows} x {self.k} -> {outputs}, {str(self.dtype).removeprefix('torch.')}"
+
+    def needs(self, world: int) -> int:
+        """Return how many bytes of memory its candidates take, at most: inputs, outputs and gradients, with copies."""
+        total = sum(self.features)
+        return 3 * (world * self.rows * (self.k + total) + self.k * total) * self.dtype.itemsize
+
+
+def rounded(rows: int) -> int:
+    """Return a number of rows to three significant bits, four numbers between a power of two and the next.
+
+    Where sequences differ from step to step, schedules are measured for some lengths, which stand for those near them.
+    """
+    step = 1 << max(rows.bit_length() - 3, 0)
+    return max((rows + step // 2) // step * step, 1)
+
+
+def tuning_for(
+    wires: Wires,
+    device: torch.device,
+    shape: Shape,
+    direction: str,
+    schedules: Mapping[str, Schedule],
+    default: str,
+    *,
+    anew: bool,
+) -> Tuning:
+    """Return the schedules that differ for an operator and a direction.
+
+    Args:
+        wires: The ranks.
+        device: Where.
+        shape: The operator, and of which shape.
+        direction: ``forward`` or ``backward``.
+        schedules: By name, stock first.
+        default: Which is taken where nothing is measured.
+        anew: Whether inputs are gathered anew for the weights' gradients.
+    """
+    method = shape.operator if direction == "forward" else f"{shape.operator}_backward"
+    gathers = anew and method == "gather_linear_backward"
+
+    def make(generator: torch.Generator) -> Candidates:
+        call = _CALLS[method](wires, shape, _Drawing(generator, shape.dtype), gathers)
+        return {name: functools.partial(call, schedules[name]) for name in names}
+
+    def usable(name: str) -> bool:
+        return schedules[name].serves(wires, device, shape.dtype, (shape.k, *shape.features))
+
+    names = _distinct(schedules, method)
+    key = f"{shape.operator} {direction}, {shape.text()}{', gathered anew' if gathers else ''}, {wires.world} ranks"
+    taken = default if default in names else names[0]
+    return Tuning(key, names, taken, make, shape.needs(wires.world), usable)
+
+
+def _distinct(schedules: Mapping[str, Schedule], method: str) -> tuple[str, ...]:
+    """Return the schedules that do not compute a method just as another one does, which stands before them."""
+    found: dict[Any, str] = {}
+    for name, schedule in schedules.items():
+        functions = _functions(type(schedule), method)
+        plain = functions in (_functions(Schedule, method), _functions(Bulk, method))
+        found.setdefault(functions if plain else name, name)
+    return tuple(found.values())
+
+
+def _functions(cls: type[Schedule], method: str) -> tuple[Any, ...]:
+    """Return what a class computes a method by: some leave its steps to others."""
+    return tuple(getattr(cls, name, None) for name in (method, *_STEPS.get(method, ())))
+
+
+_STEPS: Final = {"gather_linear_backward": ("scattered",)}
+
+
+class _Drawing:
+    def __init__(self, generator: torch.Generator, dtype: torch.dtype) -> None:
+        self._generator, self._dtype = generator, dtype
+
+    def __call__(self, *shape: int) -> Tensor:
+        return torch.randn(*shape, generator=self._generator, dtype=self._dtype, device=self._generator.device)
+
+    def weights(self, shape: Shape) -> list[Tensor]:
+        return [self(n, shape.k) * shape.k**-0.5 for n in shape.features]
+
+
+def _gather_linear(wires: Wires, shape: Shape, draw: _Drawing, _: bool) -> Call:
+    x, weights = draw(shape.rows, shape.k), draw.weights(shape)
+    biases = [None] * len(weights)
+    return lambda schedule: schedule.gather_linear(wires, x, weights, biases, True)
+
+
+def _gather_linear_backward(wires: Wires, shape: Shape, draw: _Drawing, anew: bool) -> Call:
+    rows = wires.world * shape.rows
+    kept, weights = draw(shape.rows if anew else rows, shape.k), draw.weights(shape)
+    grads = [draw(rows, n) for n in shape.features]
+
+    def take(whole: Tensor, of_outputs: Sequence[Tensor | None]) -> None:
+        _ = [weight_grad(grad, whole) for grad in of_outputs if grad is not None]
+
+    asked = ColumnGrads(grads, kept, weights, take, shape.dtype, anew=anew)
+    return lambda schedule: schedule.gather_linear_backward(wires, asked)
+
+
+def _linear_scatter(wires: Wires, shape: Shape, draw: _Drawing, _: bool) -> Call:
+    x, (weight,) = draw(wires.world * shape.rows, shape.k), draw.weights(shape)
+    return lambda schedule: schedule.linear_scatter(wires, x, weight)
+
+
+def _linear_scatter_backward(wires: Wires, shape: Shape, draw: _Drawing, _: bool) -> Call:
+    x, (weight,) = draw(wires.world * shape.rows, shape.k), draw.weights(shape)
+    grad = draw(shape.rows, shape.features[0])
+
+    def take(whole: Tensor, _: Any) -> None:
+        weight_grad(whole, x)
+
+    return lambda schedule: schedule.linear_scatter_backward(wires, grad, weight, take, True)
+
+
+def _linear_reduce(wires: Wires, shape: Shape, draw: _Drawing, _: bool) -> Call:
+    x, (weight,) = draw(shape.rows, shape.k), draw.weights(shape)
+    return lambda schedule: schedule.linear_reduce(wires, x, weight)
+
+
+_CALLS: Final[dict[str, Callable[[Wires, Shape, _Drawing, bool], Call]]] = {
+    "gather_linear": _gather_linear,
+    "gather_linear_backward": _gather_linear_backward,
+    "linear_scatter": _linear_scatter,
+    "linear_scatter_backward": _linear_scatter_backward,
+    "linear_reduce": _linear_reduce,
+}
+
+
+# Schedule ``auto``: for each operator, shape, dtype and direction one of the others, by measurement.
+#
+# [Note: forward chooses for backward] A backward cannot measure, since not all ranks need be there; an operator's
+# forward needs them all. So it chooses for both directions, whatever its gradient mode, which a checkpoint may change
+# later. An operator whose forward sends nothing cannot choose at all: what all ranks have takes the default schedule.
+#
+# [Note: readers of a shared gather] Which products are computed with a shared gather may differ between ranks, see
+# [Note: same collectives on all ranks]. What is chosen by is the same on all: the linears that read what is gathered.
+
+_Known = dict[tuple[bool, Shape], "Pair"]
+
+
+class Pair(Schedule):
+    """One schedule for forward, another one for backward.
+
+    Args:
+        forward: The one.
+        backward: The other.
+    """
+
+    def __init__(self, forward: Schedule, backward: Schedule) -> None:
+        self.forward, self.backward, self.ahead = forward, backward, forward.ahead
+        self.name = f"{forward.name}, {backward.name}"
+
+    def gather_linear(
+        self, wires: Wires, x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None], needs_whole: bool
+    ) -> tuple[list[Tensor], Tensor | None]:
+        """See :meth:`Schedule.gather_linear`."""
+        return self.forward.gather_linear(wires, x, weights, biases, needs_whole)
+
+    def gather_linear_backward(self, wires: Wires, asked: ColumnGrads) -> Tensor | None:
+        """See :meth:`Schedule.gather_linear_backward`."""
+        return self.backward.gather_linear_backward(wires, asked)
+
+
+class Auto(Bulk):
+    """Asks the group's choices which schedule computes a call.
+
+    Args:
+        name: What it is called.
+        candidates: The other schedules, by name, stock first.
+        default: Which of them is taken where nothing is measured.
+        anew: Whether inputs are gathered anew for the weights' gradients.
+    """
+
+    chooses = True
+
+    def __init__(self, name: str, candidates: Mapping[str, Schedule], default: str, *, anew: bool) -> None:
+        self.name, self._candidates, self._default, self._anew = name, dict(candidates), default, anew
+        self._known: weakref.WeakKeyDictionary[Wires, _Known] = weakref.WeakKeyDictionary()
+
+    def together(
+        self, wires: Wires, device: torch.device, rows: int, k: int, features: Sequence[int], dtype: torch.dtype
+    ) -> Schedule:
+        """See :meth:`Schedule.together`."""
+        return self._chosen(wires, device, Shape("gather_linear", rounded(rows), k, tuple(features), dtype))
+
+    def gather_linear(
+        self, wires: Wires, x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None], needs_whole: bool
+    ) -> tuple[list[Tensor], Tensor | None]:
+        """See :meth:`Schedule.gather_linear`."""
+        shape = Shape("gather_linear", rounded(len(x)), x.shape[1], tuple(map(len, weights)), x.dtype)
+        forward = self._chosen(wires, x.device, shape).forward
+        return forward.gather_linear(wires, x, weights, biases, needs_whole)
+
+    def gather_linear_backward(self, wires: Wires, asked: ColumnGrads) -> Tensor | None:
+        """See :meth:`Schedule.gather_linear_backward`."""
+        grad = next(grad for grad in asked.grads if grad is not None)
+        rows, weight = len(grad) // wires.world, asked.weights[0]
+        shape = Shape("gather_linear", rounded(rows), weight.shape[1], tuple(map(len, asked.weights)), weight.dtype)
+        return self._chosen(wires, grad.device, shape).backward.gather_linear_backward(wires, asked)
+
+    def linear_scatter(self, wires: Wires, x: Tensor, weight: Tensor) -> Tensor:
+        """See :meth:`Schedule.linear_scatter`."""
+        shape = Shape("linear_scatter", rounded(len(x) // wires.world), x.shape[1], (len(weight),), x.dtype)
+        return self._chosen(wires, x.device, shape).forward.linear_scatter(wires, x, weight)
+
+    def linear_scatter_backward(
+        self, wires: Wires, grad: Tensor, weight: Tensor, weight_grads: WeightGrads | None, needs_input: bool
+    ) -> Tensor | None:
+        """See :meth:`Schedule.linear_scatter_backward`."""
+        shape = Shape("linear_scatter", rounded(len(grad)), weight.shape[1], (len(weight),), weight.dtype)
+        backward = self._chosen(wires, grad.device, shape).backward
+        return backward.linear_scatter_backward(wires, grad, weight, weight_grads, needs_input)
+
+    def linear_reduce(self, wires: Wires, x: Tensor, weight: Tensor) -> Tensor:
+        """See :meth:`Schedule.linear_reduce`."""
+        shape = Shape("linear_reduce", rounded(len(x)), x.shape[1], (len(weight),), x.dtype)
+        return self._chosen(wires, x.device, shape).forward.linear_reduce(wires, x, weight)
+
+    def _chosen(self, wires: Wires, device: torch.device, shape: Shape) -> Pair:
+        """Return the schedules of a shape; see [Note: forward chooses for backward]."""
+        known = self._known.get(wires)
+        if known is None:
+            known = self._known[wires] = {}
+        key = (torch.are_deterministic_algorithms_enabled(), shape)
+        found = known.get(key)
+        if found is None:
+            found, final = self._asked(wires, device, shape)
+            if final:
+                known[key] = found
+        return found
+
+    def _asked(self, wires: Wires, device: torch.device, shape: Shape) -> tuple[Pair, bool]:
+        autotuner = autotuner_for(wires.group, device, "tp_linear", cache_dir())
+        forward, backward = (
+            autotuner.tune(
+                wires.group,
+                tuning_for(wires, device, shape, direction, self._candidates, self._default, anew=self._anew),
+            )
+            for direction in ("forward", "backward")
+        )
+        return Pair(
+            self._candidates[forward.candidate], self._candidates[backward.candidate]
+        ), forward.final and backward.final

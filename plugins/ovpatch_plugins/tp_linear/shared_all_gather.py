@@ -1,0 +1,382 @@
+"""One gather for several linears, computed together with their products.
+
+[Note: products behind one gather] ``PrepareModuleInput`` gathers an attention's or a gated feed-forward's input once,
+in a forward pre-hook of the parent, and the linears in it get the gathered DTensor. Which they are can be told from the
+parent: its own children that are cut by columns and take a replicated input. Gather and products are one autograd node
+then, whose backward adds up their input gradients before it sends them, and hides that under the weights' gradients.
+Its outputs wait until each linear is called with that very tensor. Where the schedule cuts the gather to hide it, they
+are computed with it; else they are empty until then, and the linear computes into its own.
+
+[Note: nothing has changed since] An output is handed out only if nothing has changed since the gather: the weight, the
+gathered tensor's values, autocast, grad mode, and what keeps tensors for backward (a region of a checkpoint must keep
+what it will compute again). Where something has, the linear computes for itself. What is computed ahead needs more: the
+weight's values must be the same, which a version tells, but not for writes through ``.data``; so nothing is where hooks
+will still run that could write.
+
+[Note: same collectives on all ranks] Hooks, profilers and counters may be on one rank alone. So what is sent does not
+depend on what is computed ahead: forward gathers once; backward adds up over the ranks once, the gradients of products
+computed ahead and the terms of linears that computed for themselves, whose DTensors say that they are terms; and it
+gathers anew if any of the linears, by how they are cut, has a weight to train.
+
+[Note: whose gradient it is] The products' gradients go to the input of the gather, past the gathered tensor. Who looks
+at that tensor's gradient, by a hook or ``retain_grad()``, gets no products from it; who begins to after a product has
+been handed out is told so in backward.
+
+[Note: DTensors of parameters] ``DistributedDataParallel(device_mesh=)`` takes local tensors for parameters, and in the
+first forward puts DTensors of them in their places, as plain attributes that stay. They are views of the parameters, by
+a node that keeps nothing, so they are as good as these. What else stands there has been computed, as by
+``weight_norm``: the next call will compute it anew, and the graph of the last may be gone.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import functools
+import weakref
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.parallel.style import PrepareModuleInput
+
+from ovpatch.overlap.tensors.autocast import autocast_dtype
+from ovpatch_plugins.tp_linear import tp_group as wires_of
+from ovpatch_plugins.tp_linear.autograd import GatherLinear, run
+from ovpatch_plugins.tp_linear.config import STATE, Call, How
+from ovpatch_plugins.tp_linear.layout import fill, local, sequence_dim, traced
+from ovpatch_plugins.tp_linear.report import COUNTERS
+from ovpatch_plugins.tp_linear.tp_group import Wires
+
+if TYPE_CHECKING:
+    from ovpatch_plugins.tp_linear.tp_linear import Parallel
+
+_WHOLE = Replicate()
+
+
+class _Product(NamedTuple):
+    output: Tensor
+    place: Tensor | None  # the memory of an output that is still to be computed
+    weight: Tensor
+    bias: Tensor | None
+    versions: tuple[Any, ...]
+
+
+class Watch:
+    """Tells backward whether somebody looks at the gathered tensor's gradient; see [Note: whose gradient it is].
+
+    Attributes:
+        handed_out: Weights of products that were, and their versions then.
+    """
+
+    def __init__(self) -> None:
+        self.handed_out: list[tuple[Tensor, int]] = []
+        self._gathered: Callable[[], Any] = lambda: None
+        self._hooks: dict[int, Any] = {}
+
+    def begin(self, gathered: Any) -> Callable[[], Any]:
+        """Watch a tensor; return a weak reference to it."""
+        self._gathered = weakref.ref(gathered, functools.partial(_let_go, id(gathered)))
+        if gathered.requires_grad:  # hooks outlive the tensor, in a dictionary that the first one makes
+            gathered.register_hook(_nothing).remove()
+            self._hooks = gathered._backward_hooks
+        return self._gathered
+
+    def check(self) -> None:
+        """Be called before backward.
+
+        Raises:
+            RuntimeError: Somebody looks, or has written into a weight meanwhile.
+        """
+        for weight, version in self.handed_out:
+            if weight._version != version:
+                raise RuntimeError(
+                    f"a weight {tuple(weight.shape)} needed for gradient computation has been modified by an inplace "
+                    "operation since its linear was called: change weights behind backward"
+                )
+        gathered = self._gathered() if self.handed_out else None
+        if gathered is not None:
+            gathered._fix_weakref()  # its Python object may have been about to go
+        if self.handed_out and (self._hooks or (gathered is not None and gathered.retains_grad)):
+            raise RuntimeError(
+                "a hook or retain_grad() on the gathered input of a module that PrepareModuleInput prepares would miss "
+                "the gradients of its linears, which were computed together with the gather: register it before the "
+                "linears are called, or set OVPATCH_TP_LINEAR_SHARED_GATHER=0"
+            )
+
+
+class Products:
+    """Outputs that wait for their linears; see [Note: nothing has changed since].
+
+    Args:
+        gathered: The tensor with which the linears will be called.
+        linears: The linears.
+        outputs: Of each.
+        watch: Told when an output is handed out.
+        later: What linears need that have to compute their products themselves; None if all are there.
+    """
+
+    def __init__(
+        self,
+        gathered: Tensor,
+        linears: Sequence[nn.Linear],
+        outputs: Sequence[Tensor],
+        watch: Watch,
+        later: _Later | None,
+    ) -> None:
+        self.gathered = watch.begin(gathered)
+        self._watch, self._conditions = watch, _conditions(gathered)
+        self._dim, (self._rows, places) = (0, (None, ())) if later is None else (later.dim, later.taken())
+        self._waiting: dict[int, _Product] = {}
+        for i, (linear, output) in enumerate(zip(linears, outputs, strict=True)):
+            weight, bias = linear.weight, linear.bias
+            versions, place = (_version(weight), _version(bias)), places[i] if places else None
+            self._waiting[id(linear)] = _Product(output, place, weight, bias, versions)
+
+    def take(self, x: Tensor, linear: nn.Linear) -> Tensor | None:
+        """Return a linear's output, once, unless it has to be computed apart."""
+        found = self._waiting.get(id(linear))
+        if found is None or linear.weight is not found.weight or linear.bias is not found.bias:
+            return None
+        if _conditions(x) != self._conditions or _observed(x):
+            return None
+        if found.place is None:
+            if (_version(found.weight), _version(found.bias)) != found.versions:
+                return None
+        elif not self._compute(found):
+            return None
+        del self._waiting[id(linear)]
+        if not self._waiting:
+            self._rows = None
+        self._watch.handed_out.append((found.weight, found.weight._version))
+        return found.output
+
+    def _compute(self, found: _Product) -> bool:
+        """Compute a product into its place, unless the weight does not fit into it any more."""
+        place, rows = found.place, self._rows
+        weight, bias = local(found.weight), None if found.bias is None else local(found.bias)
+        if place is None or rows is None or len(weight) != place.shape[-1]:
+            return False
+        with torch.no_grad():
+            fill(place, rows, weight.to(rows.dtype), None if bias is None else bias.to(rows.dtype), self._dim)
+        return True
+
+    def __del__(self) -> None:
+        COUNTERS.unused += sum(product.place is None for product in self._waiting.values())
+
+
+class _Later:
+    """What is needed for products that are computed behind the gather.
+
+    The autograd node knows of it for as long as the graph lives: it must not hold memory.
+
+    Args:
+        dim: Which dimension of activations comes first in rows.
+    """
+
+    def __init__(self, dim: int) -> None:
+        self.dim = dim
+        self._rows: Tensor | None = None
+        self._places: Sequence[Tensor] = ()
+
+    def __call__(self, rows: Tensor, places: list[Tensor]) -> None:
+        """Be told the gathered rows, ``[M, k]``, and the outputs' memory, of each linear."""
+        self._rows, self._places = rows, places
+
+    def taken(self) -> tuple[Tensor | None, Sequence[Tensor]]:
+        """Return them, and let go of them."""
+        found = self._rows, self._places
+        self._rows, self._places = None, ()
+        return found
+
+
+# By the id of the gathered tensor. Not an attribute of it, which would be saved with it.
+_products: dict[int, Products] = {}
+
+
+def _let_go(key: int, _: Any) -> None:
+    _products.pop(key, None)
+
+
+def _nothing(_: Tensor) -> None:
+    pass
+
+
+def claim(x: Any, linear: nn.Linear) -> Tensor | None:
+    """Return what was computed for a linear when its input was gathered, or None."""
+    products = _products.get(id(x))
+    gathered = None if products is None else products.gathered()
+    if products is None or gathered is None or gathered is not x:
+        return None
+    output = products.take(gathered, linear)
+    if output is not None:
+        COUNTERS.calls += 1
+        COUNTERS.shared_calls += 1
+    return output
+
+
+class SharedGather:
+    """Stands for the forward pre-hook by which ``PrepareModuleInput`` prepares a module's inputs.
+
+    Args:
+        stock: Stock's hook.
+        style: The style that made it.
+        mesh: Over which it gathers.
+    """
+
+    def __init__(self, stock: Callable[..., Any], style: PrepareModuleInput, mesh: DeviceMesh) -> None:
+        self.stock, self._style, self._mesh, self._world = stock, style, mesh, mesh.size()
+        layouts = style.input_layouts or ()
+        self._is_alone = len(layouts) == 1 and gathers(layouts[0], (style.desired_input_layouts or (None,))[0])
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> SharedGather:
+        return self  # never changed
+
+    def __call__(self, module: nn.Module, *args: Any) -> Any:
+        """Prepare the inputs; ``args`` are the positional ones and, if the style wants them, those by keyword."""
+        if not STATE.on or not STATE.shares or torch.compiler.is_compiling():
+            return self.stock(module, *args)
+        if self._is_alone and len(args) == 1 and len(args[0]) == 1:  # as mostly
+            layouts: Any = self._style.input_layouts, self._style.desired_input_layouts
+            return (self._argument(module, args[0][0], self._mesh, layouts[0][0], layouts[1][0]),)
+        style: Any = copy.copy(self._style)  # stock walks the arguments, and asks this copy for each
+        style._prepare_input_arg = functools.partial(self._argument, module)
+        prepare = style._prepare_input_kwarg_fn if len(args) > 1 else style._prepare_input_fn
+        return prepare(*args, self._mesh)
+
+    def _argument(self, module: nn.Module, x: Any, mesh: DeviceMesh, layout: Any, desired: Any) -> Any:
+        if gathers(layout, desired):
+            found = self._gathered(module, x, layout)
+            if found is not None:
+                return found
+        return self._style._prepare_input_arg(x, mesh, layout, desired)
+
+    def _gathered(self, module: nn.Module, x: Any, layout: Any) -> Any:
+        """Return the gathered input, whose products wait for their linears, or None if stock has to gather."""
+        if traced() or torch.is_inference_mode_enabled():  # where no version tells that a tensor has changed
+            return None
+        dim = sequence_dim(layout, x) if isinstance(x, Tensor) else None
+        if dim is None or not x.numel():
+            return None
+        given = None
+        if isinstance(x, DTensor):
+            given = Shard(dim)
+            if x.device_mesh != self._mesh or x.placements != (given,) or x.shape[dim] % self._world:
+                return None
+        elif type(x) is not Tensor or x.device.type != self._mesh.device_type:
+            return None
+        linears = readers(module, self._mesh, x)
+        if not linears:
+            return None
+        wires = wires_of.of(vars(linears[0])["_ovpatch_parallel"].group, x.device)
+        how = _how(wires, linears, x)
+        later = None if how.schedule.ahead else _Later(dim)
+        ahead = [linear for linear in linears if is_plain(linear, module if later is None else None)]
+        watch = Watch()
+        call = Call(
+            how,
+            wires,
+            dim,
+            len(ahead),
+            constant=not x.requires_grad,
+            mesh=self._mesh,
+            given=given,
+            whole=_WHOLE,
+            check=watch.check if x.requires_grad else None,  # else backward needs no weights, and no one hooks
+            later=later,
+            trains=any(linear.weight.requires_grad for linear in linears),
+        )
+        weights = [linear.weight for linear in ahead]
+        *outputs, whole = run(GatherLinear, call, x, *weights, *[linear.bias for linear in ahead])
+        _products[id(whole)] = Products(whole, ahead, outputs, watch, later)
+        return whole
+
+
+def _how(wires: Wires, linears: Sequence[nn.Linear], x: Tensor) -> How:
+    """Return how a gather for linears is computed; see [Note: readers of a shared gather]."""
+    here, how = local(x), STATE.how
+    if not how.schedule.chooses:
+        return how
+    dtype = autocast_dtype(wires.kind, x.dtype) or x.dtype
+    features = [len(local(linear.weight)) for linear in linears]
+    rows = here.numel() // here.shape[-1]
+    schedule = how.schedule.together(wires, here.device, rows, here.shape[-1], features, dtype)
+    return dataclasses.replace(how, schedule=schedule)
+
+
+def gathers(layout: Any, desired: Any) -> bool:
+    """Tell whether preparing an argument means to gather it."""
+    return layout is not None and desired is not None and layout.is_shard() and desired.is_replicate()
+
+
+def readers(module: nn.Module, mesh: DeviceMesh, x: Tensor) -> list[nn.Linear]:
+    """Return a module's own linears that read its gathered input: the same on all ranks.
+
+    They are cut by columns, over ``mesh``, and take a replicated input, of the features and the dtype of ``x``.
+    """
+    casts = autocast_dtype(x.device.type, x.dtype) is not None
+    features, found = x.shape[-1], []
+    for child in module._modules.values():
+        parallel: Parallel | None = vars(child).get("_ovpatch_parallel")
+        if parallel is None or not parallel.column or not parallel.takes_replicated or parallel.mesh != mesh:
+            continue
+        if not isinstance(child, nn.Linear) or not _stands(child) or child.in_features != features:
+            continue
+        weight = child.weight
+        of_dtype = weight.dtype == x.dtype or (casts and weight.dtype != torch.float64)
+        if of_dtype and parallel.fits(weight, child.bias):
+            found.append(child)
+    return found
+
+
+def _stands(linear: nn.Linear) -> bool:
+    """Tell whether a weight is there, and not computed at every look or call; see [Note: DTensors of parameters]."""
+    if "weight" in linear._parameters:
+        return True
+    weight = vars(linear).get("weight")
+    if not isinstance(weight, DTensor):
+        return False
+    made = weight.grad_fn
+    if made is None:  # it is not trained
+        return True
+    given = (node for node, _ in made.next_functions if node is not None)
+    # Of a parameter, whose node is the only kind that has a variable.
+    return type(made).__name__ == "_FromTorchTensorBackward" and all(hasattr(node, "variable") for node in given)
+
+
+def is_plain(linear: nn.Linear, parent: nn.Module | None) -> bool:
+    """Tell whether nothing on this rank speaks against a linear's product being one of the gather's node.
+
+    Args:
+        linear: The linear.
+        parent: The module for which is gathered, if the product is to be computed ahead; that could then be for nobody.
+    """
+    weight, bias = linear.weight, linear.bias
+    if weight.is_inference() or weight._backward_hooks or (bias is not None and bias._backward_hooks):
+        return False
+    if parent is None:
+        return True
+    if torch.nn.modules.module._global_forward_pre_hooks or linear._forward_pre_hooks:
+        return False
+    replaced = parent._backward_hooks or parent._backward_pre_hooks  # the gathered tensor, by a view of it
+    return not replaced and isinstance(next(reversed(parent._forward_pre_hooks.values())), SharedGather)
+
+
+def _observed(gathered: Tensor) -> bool:
+    return bool(gathered._backward_hooks) or gathered.retains_grad
+
+
+def _version(tensor: Tensor | None) -> tuple[int, int] | None:
+    return None if tensor is None else (tensor._version, local(tensor)._version)
+
+
+def _conditions(x: Tensor) -> tuple[Any, ...]:
+    kind = x.device.type
+    enabled = torch.is_autocast_enabled(kind)
+    keeping = torch._C._autograd._top_saved_tensors_default_hooks(False)
+    dtype = torch.get_autocast_dtype(kind) if enabled else None
+    stream = torch._C._cuda_getCurrentRawStream(x.device.index) if kind == "cuda" else None  # owns an output's memory
+    return torch.is_grad_enabled(), dtype, keeping, stream, x.requires_grad, _version(x)

@@ -1,0 +1,112 @@
+"""The collectives of one process group, on rows of matrices.
+
+``[rows, columns]`` of all ranks lie one behind the other, by rank, in what is gathered and in what is scattered.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import distributed_c10d
+
+from ovpatch.overlap.comm.collectives import AllGather, AllReduce, ReduceScatter
+from ovpatch.overlap.comm.work import Pending, Work
+from ovpatch_plugins.tp_linear import dispatched
+
+# Where a backend tells messages apart by tags (gloo), ours must not be taken for the script's, nor for each other.
+_TAGS = range(1 << 20, 1 << 21)
+
+_watched = torch._C._len_torch_dispatch_stack  # see [Note: what a mode sees]; 30 ns
+
+
+class Wires:
+    """What one process group's ranks send each other.
+
+    Args:
+        group: The process group.
+        device: Where the tensors are.
+
+    Attributes:
+        world: Number of ranks.
+        rank: This rank.
+        kind: Type of the device.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
+        self.group, self.world, self.rank = group, group.size(), group.rank()
+        self.kind = device.type
+        self._gather = AllGather(group, device)
+        self._scatter = ReduceScatter(group, device)
+        self._reduce = AllReduce(group, device)
+        self._tags = itertools.cycle(_TAGS)  # of this group: other ranks may be in other groups as well
+
+    def all_gather(self, rows: Tensor) -> tuple[Tensor, Pending]:
+        """Start to gather ``[m, k]`` into ``[world * m, k]``; there when the second result has been waited for."""
+        if _watched():
+            whole, works = dispatched.all_gather(rows, self.group, self._start_gather)
+        else:
+            whole, works = self._start_gather(rows)
+        return whole, Pending(works)
+
+    def _start_gather(self, rows: Tensor) -> tuple[Tensor, Sequence[Work]]:
+        whole = rows.new_empty((self.world * rows.shape[0], rows.shape[1]))
+        return whole, self._gather([whole], [rows])
+
+    def gathered(self, rows: Tensor) -> Tensor:
+        """Gather ``[m, k]`` into ``[world * m, k]``."""
+        whole, pending = self.all_gather(rows)
+        pending.wait()
+        return whole
+
+    def reduce_scatter(self, rows: Tensor) -> tuple[Tensor, Pending]:
+        """Start to sum ``[world * m, n]`` over the ranks, and give each its ``[m, n]``."""
+        if _watched():
+            part, works = dispatched.reduce_scatter(rows, self.group, self._start_scatter)
+        else:
+            part, works = self._start_scatter(rows)
+        return part, Pending(works, (rows,))
+
+    def _start_scatter(self, rows: Tensor) -> tuple[Tensor, Sequence[Work]]:
+        part = rows.new_empty((rows.shape[0] // self.world, rows.shape[1]))
+        return part, self._scatter([part], [rows])
+
+    def all_reduce(self, rows: Tensor) -> Pending:
+        """Start to sum over the ranks, in place."""
+        if _watched():
+            return Pending(dispatched.all_reduce(rows, self.group, self._start_reduce))
+        return Pending(self._reduce([rows]))
+
+    def _start_reduce(self, rows: Tensor) -> tuple[Tensor, Sequence[Work]]:
+        total = rows.clone()  # the operator that modes see leaves its input as it is
+        return total, self._reduce([total])
+
+    def exchange(self, sent: Tensor, to: int, received: Tensor, source: int) -> Pending:
+        """Start to send one tensor to a rank and to receive one from another; all ranks do so in the same order."""
+        tag = next(self._tags)
+        operations = [
+            dist.P2POp(dist.isend, sent, group=self.group, tag=tag, group_peer=to),
+            dist.P2POp(dist.irecv, received, group=self.group, tag=tag, group_peer=source),
+        ]
+        return Pending(dist.batch_isend_irecv(operations), (sent,))
+
+
+_wires: dict[tuple[int, torch.device], tuple[dist.ProcessGroup, Wires]] = {}
+
+
+def of(group: dist.ProcessGroup, device: torch.device) -> Wires:
+    """Return the wires of a group; made once."""
+    found = _wires.get((id(group), device))
+    if found is None or found[0] is not group:
+        for key in [key for key, (other, _) in _wires.items() if other not in distributed_c10d._world.pg_map]:
+            del _wires[key]  # destroyed
+        found = _wires[id(group), device] = (group, Wires(group, device))
+    return found[1]
+
+
+def forget() -> None:
+    """Let go of all groups."""
+    _wires.clear()
