@@ -24,7 +24,7 @@ from torch.distributed._functional_collectives import all_to_all_single_autograd
 from torch.distributed.device_mesh import init_device_mesh
 
 from benchmarks.runs import CUDA, add_timing, alternate, clocked, device, start, timed
-from ovpatch_plugins.pipe_experts import How, expert_parallel_ffn
+from ovpatch_plugins.pipe_experts import MoEConfig, expert_parallel_ffn
 from ovpatch_plugins.pipe_experts.experts import swiglu
 from ovpatch_plugins.pipe_experts.grouped_gemm import Groups, grouped
 from ovpatch_plugins.pipe_experts.symm_all_to_all import lane_of, objections
@@ -36,18 +36,18 @@ SHAPES = {  # tokens of a rank, experts of a token, features, those between, exp
     "tiny": (64, 2, 32, 48, 4),
 }
 OURS = {
-    "ovpatch, auto": How("auto"),
-    "ovpatch, none": How("none"),
-    **{f"ovpatch, experts {n}": How("experts", n) for n in (2, 4, 8)},
-    "ovpatch, experts 4, at once": How("experts", 4, delay_wgrad=False),
-    "ovpatch, experts 4, 2 communicators": How("experts", 4, multi_stream=True),
-    **{f"ovpatch, tokens {n}": How("tokens", n) for n in (2, 4)},
-    "ovpatch, tokens 2, 2 communicators": How("tokens", 2, multi_stream=True),
+    "ovpatch, auto": MoEConfig("auto"),
+    "ovpatch, none": MoEConfig("none"),
+    **{f"ovpatch, experts {n}": MoEConfig("experts", n) for n in (2, 4, 8)},
+    "ovpatch, experts 4, at once": MoEConfig("experts", 4, delay_wgrad=False),
+    "ovpatch, experts 4, 2 communicators": MoEConfig("experts", 4, multi_stream=True),
+    **{f"ovpatch, tokens {n}": MoEConfig("tokens", n) for n in (2, 4)},
+    "ovpatch, tokens 2, 2 communicators": MoEConfig("tokens", 2, multi_stream=True),
 }
 PROGRAMS = (8, 16)  # of the kernel that sends rows over symmetric memory
 OVER_SYMMETRIC = {
     f"ovpatch, {name}, symmetric, {programs} programs": (dataclasses.replace(how, exchange="symmetric"), programs)
-    for name, how in (("none", How("none")), ("experts 8", How("experts", 8)))
+    for name, how in (("none", MoEConfig("none")), ("experts 8", MoEConfig("experts", 8)))
     for programs in PROGRAMS
 }
 LIMITS = ("experts", "all-to-alls")
@@ -90,11 +90,11 @@ class Problem:
         self.index = chances.topk(top_k, dim=-1).indices
         self.group = dist.group.WORLD
 
-    def ours(self, how: How) -> Tensor:
+    def ours(self, how: MoEConfig) -> Tensor:
         """Compute by the feature."""
         return expert_parallel_ffn(self.x, self.index, self.weights, (self.up, self.down), swiglu, self.group, how)
 
-    def over_symmetric(self, how: How, programs: int) -> Tensor:
+    def over_symmetric(self, how: MoEConfig, programs: int) -> Tensor:
         """Compute by the feature, over symmetric memory.
 
         Raises:

@@ -81,9 +81,9 @@ def not_launched() -> Iterator[None]:
         return rows.new_empty((rows.shape[0] // self.world, rows.shape[1])), done
 
     with (
-        patch.object(tp_group.Wires, "all_gather", all_gather),
-        patch.object(tp_group.Wires, "reduce_scatter", reduce_scatter),
-        patch.object(tp_group.Wires, "all_reduce", lambda self, rows: done),
+        patch.object(tp_group.TPGroup, "all_gather", all_gather),
+        patch.object(tp_group.TPGroup, "reduce_scatter", reduce_scatter),
+        patch.object(tp_group.TPGroup, "all_reduce", lambda self, rows: done),
     ):
         yield
 

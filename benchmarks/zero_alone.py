@@ -41,10 +41,10 @@ from benchmarks.runs import CUDA, alternate, clocked, running
 from benchmarks.zero_step import OURS, PEERS, Problem, ddp, parser
 from ovpatch.overlap.comm.collectives import AllGather, AllReduce, Collectives, ReduceScatter
 from ovpatch.overlap.comm.step_flags import Ballots
-from ovpatch.overlap.comm.work import Pending, Work
+from ovpatch.overlap.comm.work import Work, WorkGroup
 from ovpatch.overlap.data_parallel import half_wire
 from ovpatch.overlap.peer_rpc import host_barrier
-from ovpatch.overlap.peer_rpc.host_barrier import Gate
+from ovpatch.overlap.peer_rpc.host_barrier import HostBarrier
 from ovpatch_plugins.ddp import process_group
 
 _LONGEST_S = 600
@@ -71,7 +71,7 @@ def nobody_there(warming: Callable[[], bool], *, copied: bool) -> Iterator[None]
         for votes in tensors:
             if not votes.is_floating_point():
                 votes.mul_(dist.get_world_size())
-        return [Pending([])]
+        return [WorkGroup([])]
 
     def gathered(self: AllGather, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> Sequence[Work]:
         pairs = list(zip(outputs, inputs, strict=True))
@@ -79,13 +79,13 @@ def nobody_there(warming: Callable[[], bool], *, copied: bool) -> Iterator[None]
             _copy([(to.view(dist.get_world_size(), -1), of.clone().view(1, -1)) for to, of in pairs])
         own = [(_own(to), of.view(-1)) for to, of in pairs]
         _copy([(to, of) for to, of in own if to.data_ptr() != of.data_ptr()])
-        return [Pending([])]
+        return [WorkGroup([])]
 
     def scattered(self: object, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> Sequence[Work]:
         _copy([(part.view(-1), _own(whole)) for part, whole in zip(outputs, inputs, strict=True)])
-        return [Pending([])]
+        return [WorkGroup([])]
 
-    meet = mock.patch.object(Gate, "meet", lambda self, flag=None: bool(flag))
+    meet = mock.patch.object(HostBarrier, "meet", lambda self, flag=None: bool(flag))
     # A copy on another stream waits for a sum, and no stream waits for a fake one: what it reads is nobody's ballot.
     quiet = mock.patch.multiple(Ballots, count=mock.DEFAULT, losses=mock.Mock(return_value=[]))
     averages = mock.patch.object(process_group, "averages", return_value=True)
@@ -94,7 +94,7 @@ def nobody_there(warming: Callable[[], bool], *, copied: bool) -> Iterator[None]
     hosts = mock.patch.object(host_barrier, "needed", return_value=True)
     ways = ((AllReduce, reduced), (AllGather, gathered), (ReduceScatter, scattered))
     with contextlib.ExitStack() as patches:
-        for patch in (mock.patch.object(Gate, "come"), meet, quiet, averages, hosts, *copying):
+        for patch in (mock.patch.object(HostBarrier, "come"), meet, quiet, averages, hosts, *copying):
             patches.enter_context(patch)
         for made, way in ways:
             patches.enter_context(mock.patch.object(made, "__call__", way))

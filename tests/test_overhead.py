@@ -47,7 +47,7 @@ def test_nothing_is_imported_that_does_the_work_before_there_is_any(features):
     """Reducers, collectives, experts and linears are imported with the first model that needs them."""
     loaded = output_of(LOADED.format(features)).split()
     assert "ovpatch_plugins.ddp.plugin" in loaded, "the feature is on"
-    light = {"", "bystanders", "counters", "logs", "messages", "options", "plugin", "state", "support", "takeover"}
+    light = {"", "config", "errors", "options", "plugin", "report", "takeover"}
     work = [
         name
         for name in loaded

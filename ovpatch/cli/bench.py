@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ovpatch._version import __version__
-from ovpatch.cli import arguments
+from ovpatch.cli import command_line
 from ovpatch.exit_codes import ExitCode
 from ovpatch.insight import arms
 from ovpatch.insight.bench import rounds, table
@@ -31,31 +31,38 @@ from ovpatch.session.report import wants_colour
 def configure(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of ``ovpatch bench``."""
     add = parser.add_argument
-    add("--steps", type=arguments.at_least(FEWEST), default=30, metavar="N", help="steps to measure in each run (30)")
-    add("--warmup", type=arguments.at_least(SHORTEST_WARMUP), default=10, metavar="M", help="steps before that (10)")
-    add("--rounds", type=arguments.at_least(1), default=3, metavar="R", help="pairs of a stock and a patched run (3)")
-    arguments.add_features(parser)
+    add(
+        "--steps", type=command_line.at_least(FEWEST), default=30, metavar="N", help="steps to measure in each run (30)"
+    )
+    add("--warmup", type=command_line.at_least(SHORTEST_WARMUP), default=10, metavar="M", help="steps before that (10)")
+    add(
+        "--rounds", type=command_line.at_least(1), default=3, metavar="R", help="pairs of a stock and a patched run (3)"
+    )
+    command_line.add_features(parser)
     add(
         "--leave-one-out",
         action=argparse.BooleanOptionalAction,
         help="also run without each feature, to tell its part (default: if more than one did something)",
     )
-    add("--samples-per-step", type=arguments.positive, metavar="X", help="over all ranks; else found out")
-    add("--tokens-per-step", type=arguments.positive, metavar="X", help="over all ranks; else found out")
+    add("--samples-per-step", type=command_line.positive, metavar="X", help="over all ranks; else found out")
+    add("--tokens-per-step", type=command_line.positive, metavar="X", help="over all ranks; else found out")
     add(
-        "--peak-tflops", type=arguments.positive, metavar="X", help="of one device, for MFU; else by its name, for bf16"
+        "--peak-tflops",
+        type=command_line.positive,
+        metavar="X",
+        help="of one device, for MFU; else by its name, for bf16",
     )
-    arguments.add_timeout(parser)
+    command_line.add_timeout(parser)
     add("--out", type=Path, metavar="DIR", help="keep logs and raw files there; it must be empty")
     add("--json", type=Path, metavar="FILE", help="write everything that was found as JSON")
-    arguments.add_command(parser)
+    command_line.add_command(parser)
 
 
 def main(arguments: argparse.Namespace) -> int:
     """Run all rounds and print what came of them."""
-    command = arguments.command_of(arguments.command)
+    command = command_line.command_of(arguments.command)
     _check(command, arguments)
-    with arguments.folder(arguments.out) as out:
+    with command_line.folder(arguments.out) as out:
         names = ("steps", "warmup", "rounds", "features", "timeout", "leave_one_out")
         plan = Plan(command, out, **{name: getattr(arguments, name) for name in names})
         return _measure(plan, arguments)
@@ -69,13 +76,13 @@ def _check(command: list[str], arguments: argparse.Namespace) -> None:
         ovpatch.FeatureError: A feature asked for by name cannot even be loaded.
     """
     arms.check_autoload()
-    environment = arguments.environment_of(arguments.features)
-    arguments.check_settings(environment)
-    arguments.check_comparable(environment)
-    arguments.warn_of_near_misses(environment, _say)
-    arguments.check_file(arguments.json, "--json")
-    arguments.check_folder(arguments.out)
-    arguments.check_command(command)
+    environment = command_line.environment_of(arguments.features)
+    command_line.check_settings(environment)
+    command_line.check_comparable(environment)
+    command_line.warn_of_near_misses(environment, _say)
+    command_line.check_file(arguments.json, "--json")
+    command_line.check_folder(arguments.out)
+    command_line.check_command(command)
 
 
 def _measure(plan: Plan, arguments: argparse.Namespace) -> int:

@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
 
-from ovpatch.cli import arguments
+from ovpatch.cli import command_line
 from ovpatch.exit_codes import ExitCode
 from ovpatch.insight import launch
 from ovpatch.session import worker_reports
@@ -26,18 +26,18 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--report", metavar="FILE", type=Path, help="write the report, merged over the workers, as JSON"
     )
-    arguments.add_features(parser)
-    arguments.add_command(parser)
+    command_line.add_features(parser)
+    command_line.add_command(parser)
 
 
 def main(arguments: argparse.Namespace) -> int:
     """Run the command; return its exit code, or 1 if it succeeded without being patched."""
-    command = arguments.command_of(arguments.command)
-    environment = arguments.environment_of(arguments.features)
-    arguments.check_file(arguments.report, "--report")
-    arguments.check_settings(environment)
-    arguments.check_command(command)
-    arguments.warn_of_near_misses(environment, _say)
+    command = command_line.command_of(arguments.command)
+    environment = command_line.environment_of(arguments.features)
+    command_line.check_file(arguments.report, "--report")
+    command_line.check_settings(environment)
+    command_line.check_command(command)
+    command_line.warn_of_near_misses(environment, _say)
     if environment.get("TORCH_DEVICE_BACKEND_AUTOLOAD", "1") != "1":
         _say("TORCH_DEVICE_BACKEND_AUTOLOAD is not 1: only processes that call ovpatch.apply() will be patched")
     with tempfile.TemporaryDirectory(prefix="ovpatch-", ignore_cleanup_errors=True) as directory:

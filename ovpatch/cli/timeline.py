@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from ovpatch.cli import arguments
+from ovpatch.cli import command_line
 from ovpatch.exit_codes import ExitCode
 from ovpatch.insight.timeline.output import Output
 from ovpatch.insight.timeline.recording import Recording, collect
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from ovpatch.insight.arms import Arm, Outcome
     from ovpatch.insight.timeline.summary import Run
 
-_WORKER: Final = "ovpatch.insight.timeline.recording"
+_WORKER: Final = "ovpatch.insight.timeline.worker"
 _ENDINGS: Final = (".json", ".json.gz")
 
 
@@ -35,12 +35,12 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add("--step", type=int, default=5, metavar="K", help="first step to record, 2 at least (default: 5)")
     add("--steps", type=int, default=3, metavar="N", help="how many steps to record (default: 3)")
     add("--compare", action="store_true", help="run the command stock, too; of traces: two folders, stock first")
-    arguments.add_features(parser)
+    command_line.add_features(parser)
     add("--out", type=Path, default=Path("ovpatch-timeline"), metavar="DIR", help="default: ./ovpatch-timeline")
     add("--no-stop", action="store_true", help="let the command run to its end after the last recorded step")
     add("--operators", action="store_true", help="on GPUs, record torch's operators beside kernels; costs more")
     add("--no-picture", action="store_true", help="draw no picture, which needs matplotlib")
-    arguments.add_timeout(parser)
+    command_line.add_timeout(parser)
     add("--communication", metavar="REGEX", help="kernels whose names match communicate, beside those that are known")
     add("rest", nargs=argparse.REMAINDER, metavar="-- command… | trace.json…", help="what to run, or what to read")
 
@@ -132,11 +132,11 @@ def _record(
     """Run each arm and read what it left; an arm that fails is still shown as far as it got."""
     from ovpatch.insight import arms
 
-    command = arguments.command_of(arguments.rest)
+    command = command_line.command_of(arguments.rest)
     wanted = _wanted(arguments)
     arms.check_autoload()
     chosen = _arms(arguments, wanted)
-    arguments.check_command(command)
+    command_line.check_command(command)
     output.prepare(keep_runs=False)
     recordings, code, failed = [], int(ExitCode.OK), False
     for arm in chosen:
@@ -174,9 +174,9 @@ def _arms(arguments: argparse.Namespace, wanted: range) -> list[Arm]:
         "operators": arguments.operators,
     }
     patched = Arm("patched", arguments.features, details)
-    environment = arguments.environment_of(arguments.features)
-    arguments.check_settings(environment)
-    arguments.warn_of_near_misses(environment, _say)
+    environment = command_line.environment_of(arguments.features)
+    command_line.check_settings(environment)
+    command_line.warn_of_near_misses(environment, _say)
     off = settings.read(environment).selection.kind == "nothing"
     if off and arguments.compare:
         raise SettingsError("--compare with OVPATCH=0 would compare stock with stock. Unset OVPATCH.")

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ovpatch.cli import arguments
+from ovpatch.cli import command_line
 from ovpatch.session import worker_reports
 
 if TYPE_CHECKING:
@@ -25,21 +25,27 @@ Progress = Callable[[str, int], None]
 def configure(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of ``ovpatch verify``."""
     add = parser.add_argument
-    add("--steps", metavar="N", type=arguments.at_least(1), default=5, help="end each run after N optimizer steps (5)")
-    arguments.add_features(parser)
+    add(
+        "--steps",
+        metavar="N",
+        type=command_line.at_least(1),
+        default=5,
+        help="end each run after N optimizer steps (5)",
+    )
+    command_line.add_features(parser)
     add("--noise", action="store_true", help="measure stock's own noise even where every bit is equal")
     add("--deterministic", action="store_true", help="use deterministic algorithms where torch has them")
-    arguments.add_timeout(parser)
+    command_line.add_timeout(parser)
     add("--json", metavar="FILE", type=Path, help="write the outcome as JSON")
     add("--out", metavar="DIR", type=Path, help="keep logs and records of all runs there; it must be empty or new")
-    arguments.add_command(parser)
+    command_line.add_command(parser)
 
 
 def main(arguments: argparse.Namespace) -> int:
     """Verify the command; return the code of the verdict."""
-    arguments.command = arguments.command_of(arguments.command)
+    arguments.command = command_line.command_of(arguments.command)
     _check(arguments)
-    with arguments.folder(arguments.out) as folder:
+    with command_line.folder(arguments.out) as folder:
         result = _verify(arguments, folder)
         return _conclude(result, arguments)
 
@@ -55,13 +61,13 @@ def _check(arguments: argparse.Namespace) -> None:
     from ovpatch.insight import arms
 
     arms.check_autoload()
-    environment = arguments.environment_of(arguments.features)
-    arguments.check_settings(environment)
-    arguments.check_comparable(environment)
-    arguments.warn_of_near_misses(environment, _say)
-    arguments.check_file(arguments.json, "--json")
-    arguments.check_folder(arguments.out)
-    arguments.check_command(arguments.command)
+    environment = command_line.environment_of(arguments.features)
+    command_line.check_settings(environment)
+    command_line.check_comparable(environment)
+    command_line.warn_of_near_misses(environment, _say)
+    command_line.check_file(arguments.json, "--json")
+    command_line.check_folder(arguments.out)
+    command_line.check_command(arguments.command)
 
 
 def _say(message: str) -> None:

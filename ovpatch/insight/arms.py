@@ -238,7 +238,7 @@ class _Watch:
         self._ended = False
         self.timed_out = False
 
-    def look(self, job: launch.Job) -> None:
+    def look(self, job: launch.Command) -> None:
         """See whether there is news; end a job that has hung, or of which a process could not be patched."""
         if self._ended:
             return
@@ -255,13 +255,13 @@ class _Watch:
             ask_for_stacks(self._folder)
             self._end(job)
 
-    def _lose_patience(self, job: launch.Job) -> None:
+    def _lose_patience(self, job: launch.Command) -> None:
         """End a command that goes on although it was asked to end, at once if that was twice."""
         self._interrupted = self._interrupted or time.monotonic()
         if job.asked > 1 or time.monotonic() - self._interrupted > launch.GRACE:
             self._end(job, 1.0)
 
-    def _end(self, job: launch.Job, grace: float = launch.GRACE) -> None:
+    def _end(self, job: launch.Command, grace: float = launch.GRACE) -> None:
         self._ended = True
         job.end(grace)
         for pid in processes(self._folder):  # torchrun's workers are in sessions of their own

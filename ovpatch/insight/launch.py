@@ -110,7 +110,7 @@ def check_executable(command: Sequence[str]) -> None:
     raise NotStartedError(f"{name}: not executable ({why})", ExitCode.NOT_EXECUTABLE)
 
 
-class Job:
+class Command:
     """A command, from before its start to its end.
 
     Attributes:
@@ -236,7 +236,7 @@ def _state(file: Path) -> tuple[str, int]:
 
 
 @contextmanager
-def started(command: Sequence[str], environment: Mapping[str, str], *, log: Path | None = None) -> Iterator[Job]:
+def started(command: Sequence[str], environment: Mapping[str, str], *, log: Path | None = None) -> Iterator[Command]:
     """Start a command, with signals to us handed on for as long as the block runs.
 
     Args:
@@ -248,7 +248,7 @@ def started(command: Sequence[str], environment: Mapping[str, str], *, log: Path
     Raises:
         NotStartedError: It does not exist or cannot be executed.
     """
-    job = Job(own_session=log is not None)
+    job = Command(own_session=log is not None)
     with _forwarding(job):
         with _opened(log) as output:
             job.start(command, environment, output)
@@ -268,7 +268,7 @@ def _opened(log: Path | None) -> Iterator[int | None]:
 
 
 @contextmanager
-def _forwarding(job: Job) -> Iterator[None]:
+def _forwarding(job: Command) -> Iterator[None]:
     numbers = [getattr(signal, name) for name in _FORWARDED if hasattr(signal, name)]
     numbers = [number for number in numbers if signal.getsignal(number) is not signal.SIG_IGN]  # nohup, sh's "&"
     before = {number: signal.signal(number, job.forward) for number in numbers}

@@ -24,11 +24,11 @@ from ovpatch.patching.patch import (
     Wrap,
     location_of,
 )
-from ovpatch.patching.plan import Entry, Group, Plan, find_stack, holder, make_plan
+from ovpatch.patching.plan import Group, PatchRecord, Plan, find_stack, holder, make_plan
 from ovpatch.patching.references import author_packages, find, keeps_its_own, within
 from ovpatch.patching.slot import LOCK, Journal, Write, function_in
-from ovpatch.patching.stack import Layer, Stack, learn_about_torch
-from ovpatch.patching.target import Place, is_module, namespace, resolve
+from ovpatch.patching.stack import Wrapper, WrapperChain, learn_about_torch
+from ovpatch.patching.target import Slot, is_module, namespace, resolve
 
 # Code that torch.compile made before a patch came or went.
 
@@ -51,7 +51,7 @@ def forget_compiled_code() -> None:
 # Writing a plan's stacks into their slots, and taking them out again. All of it runs under the write lock.
 
 
-def put_on(groups: Sequence[Group], stacks: list[Stack]) -> None:
+def put_on(groups: Sequence[Group], stacks: list[WrapperChain]) -> None:
     """Write everything, or nothing if that fails.
 
     Args:
@@ -95,7 +95,7 @@ def _rebind(groups: Sequence[Group], journal: Journal) -> list[tuple[list[Write]
     return written
 
 
-def take_off(entry: Entry, stack: Stack, layer: Layer) -> None:
+def take_off(entry: PatchRecord, stack: WrapperChain, layer: Wrapper) -> None:
     """Take one patch out of its stack; from then on no call reaches it.
 
     Args:
@@ -108,7 +108,7 @@ def take_off(entry: Entry, stack: Stack, layer: Layer) -> None:
     entry.layers = [one for one in entry.layers if one[1] is not layer]
 
 
-def release(emptied: Sequence[Stack], stacks: list[Stack]) -> list[Stack]:
+def release(emptied: Sequence[WrapperChain], stacks: list[WrapperChain]) -> list[WrapperChain]:
     """Restore the slots of stacks that have no patches left.
 
     Args:
@@ -128,7 +128,7 @@ def release(emptied: Sequence[Stack], stacks: list[Stack]) -> list[Stack]:
     return covered
 
 
-def _forget_references(stacks: Sequence[Stack]) -> None:
+def _forget_references(stacks: Sequence[WrapperChain]) -> None:
     """Point to the originals whoever took a reference to an entry after apply()."""
     entries = {id(stack.entry.function): stack for stack in stacks if is_module(stack.place.owner)}
     slots = {(id(write.owner), write.name) for stack in stacks for write in stack.writes}
@@ -137,7 +137,7 @@ def _forget_references(stacks: Sequence[Stack]) -> None:
             namespace(module)[name] = entries[found].original
 
 
-def restore_uncovered(stacks: list[Stack], entries: Sequence[Entry]) -> bool:
+def restore_uncovered(stacks: list[WrapperChain], entries: Sequence[PatchRecord]) -> bool:
     """Restore slots whose stacks are empty and over which nobody lies any more.
 
     Args:
@@ -181,8 +181,8 @@ class Engine:
     """
 
     def __init__(self) -> None:
-        self.entries: list[Entry] = []
-        self.stacks: list[Stack] = []
+        self.entries: list[PatchRecord] = []
+        self.stacks: list[WrapperChain] = []
         self._numbers = itertools.count(1)
         self._version = 0
 
@@ -190,7 +190,7 @@ class Engine:
         """Return a number larger than all before: of registrations, and of what was applied when."""
         return next(self._numbers)
 
-    def forget(self, entries: Sequence[Entry]) -> None:
+    def forget(self, entries: Sequence[PatchRecord]) -> None:
         """Drop declarations."""
         self.entries = [entry for entry in self.entries if entry not in entries]
 
@@ -198,9 +198,9 @@ class Engine:
         """Remember a declaration, unless it is known."""
         with LOCK:
             if not any(declared.repeats(entry.declared) for entry in self.entries):
-                self.entries.append(Entry(declared))
+                self.entries.append(PatchRecord(declared))
 
-    def selected(self, features: Sequence[str], *, to_apply: bool = False) -> list[Entry]:
+    def selected(self, features: Sequence[str], *, to_apply: bool = False) -> list[PatchRecord]:
         """Return the entries of some features, or all.
 
         Args:
@@ -217,7 +217,7 @@ class Engine:
                 raise PatchError(_unknown_text(unknown[0], known))
             return [entry for entry in self.entries if not features or entry.declared.feature in features]
 
-    def put_on(self, entries: list[Entry], finished: str = "") -> None:
+    def put_on(self, entries: list[PatchRecord], finished: str = "") -> None:
         """Apply declarations: all or none.
 
         Args:
@@ -236,7 +236,7 @@ class Engine:
         if plan.groups and not finished:
             forget_compiled_code()
 
-    def _try(self, entries: list[Entry], finished: str) -> Plan:
+    def _try(self, entries: list[PatchRecord], finished: str) -> Plan:
         """Plan, build and write until nobody comes in between; see [Note: callbacks outside the lock]."""
         while True:
             with LOCK:
@@ -287,11 +287,11 @@ class Engine:
         for entry, modules in plan.gone:
             entry.waits_for = modules
 
-    def _applied(self, entry: Entry) -> None:
+    def _applied(self, entry: PatchRecord) -> None:
         entry.become(PatchState.APPLIED)
         entry.turn = next(self._numbers)
 
-    def take_back(self, entries: list[Entry]) -> None:
+    def take_back(self, entries: list[PatchRecord]) -> None:
         """Revert declarations, the last first; those that only wait for an import stop waiting.
 
         Args:
@@ -315,7 +315,7 @@ class Engine:
         if problems:
             raise problems[0]
 
-    def _take_off(self, entries: list[Entry]) -> list[Stack]:
+    def _take_off(self, entries: list[PatchRecord]) -> list[WrapperChain]:
         """Take patches off and restore what lay there; returns the stacks they came from."""
         homes = {entry: [stack for stack, _ in entry.layers] for entry in entries}
         for entry in entries:
@@ -350,7 +350,7 @@ class Engine:
             except Exception as error:  # noqa: BLE001 - told in the report; it must not break the user's import
                 self._give_up(own, error, name)
 
-    def _give_up(self, entries: list[Entry], error: Exception, finished: str) -> None:
+    def _give_up(self, entries: list[PatchRecord], error: Exception, finished: str) -> None:
         """Leave out a feature's patches of one module when one of them failed; those of other modules go on waiting."""
         _logger.warning("patches were left out: %s", error)
         reason = f"left out because a patch of the feature failed: {error}"
@@ -360,13 +360,13 @@ class Engine:
             except PatchError as own:
                 entry.become(PatchState.FAILED, str(own))
                 continue
-            if isinstance(found, Place):
+            if isinstance(found, Slot):
                 entry.become(PatchState.FAILED, reason)
             else:
                 entry.become(entry.state, found.reason, found.modules)
                 self._wait_for(list(found.modules))
 
-    def _blame(self, entries: list[Entry], error: PatchError) -> None:
+    def _blame(self, entries: list[PatchRecord], error: PatchError) -> None:
         states: list[tuple[type[PatchError], PatchState]] = [
             (PatchConflictError, PatchState.CONFLICT),
             (IncompatiblePatchError, PatchState.INCOMPATIBLE),
@@ -387,7 +387,7 @@ def _unknown_text(name: str, known: Iterable[str]) -> str:
     )
 
 
-def _remove(entry: Entry, handle: Removable) -> list[PatchError]:
+def _remove(entry: PatchRecord, handle: Removable) -> list[PatchError]:
     try:
         handle.remove()
     except Exception as error:  # noqa: BLE001 - the other hooks and patches must come off all the same
@@ -553,8 +553,8 @@ class PatchManager:
             return stack is not None and bool(stack.layers)
 
     @staticmethod
-    def _place(target: str) -> Place:
+    def _place(target: str) -> Slot:
         found = resolve(target)
-        if isinstance(found, Place):
+        if isinstance(found, Slot):
             return holder(found)
         raise TargetNotFoundError(f"{target}: {found.reason}")

@@ -20,8 +20,8 @@ from ovpatch.patching.patch import (
 )
 from ovpatch.patching.references import author_packages, keeps_its_own, within
 from ovpatch.patching.slot import current, settle_name
-from ovpatch.patching.stack import Layer, Stack, Staged
-from ovpatch.patching.target import ABSENT, Missing, Place, Waiting, is_module, owner_path, resolve
+from ovpatch.patching.stack import Staged, Wrapper, WrapperChain
+from ovpatch.patching.target import ABSENT, Missing, Slot, Waiting, is_module, owner_path, resolve
 
 # What a manager remembers about each declaration.
 
@@ -29,7 +29,7 @@ _LIVE: Final = (PatchState.APPLIED, PatchState.PENDING)
 
 
 @dataclass(eq=False)
-class Entry:
+class PatchRecord:
     """One declaration and where it stands; changes under the write lock.
 
     Attributes:
@@ -47,8 +47,8 @@ class Entry:
     declared: Patch | Hook
     state: PatchState = PatchState.REGISTERED
     reason: str = ""
-    layers: list[tuple[Stack, Layer]] = field(default_factory=list)
-    over: list[Stack] = field(default_factory=list)
+    layers: list[tuple[WrapperChain, Wrapper]] = field(default_factory=list)
+    over: list[WrapperChain] = field(default_factory=list)
     handle: Removable | None = None
     waits_for: tuple[str, ...] = ()
     turn: int = 0
@@ -65,7 +65,7 @@ class Entry:
         """Change the state."""
         self.state, self.reason, self.waits_for = state, reason, waits_for
 
-    def keep_counts(self, layer: Layer) -> None:
+    def keep_counts(self, layer: Wrapper) -> None:
         """Remember what a layer that goes away has counted."""
         self._calls += layer.calls
         self._traces += layer.traces
@@ -99,7 +99,7 @@ class Entry:
         return PatchState.SHADOWED, f"{lost} after apply(): call apply() again"
 
 
-def find_stack(stacks: list[Stack], place: Place) -> Stack | None:
+def find_stack(stacks: list[WrapperChain], place: Slot) -> WrapperChain | None:
     """Return the stack that a slot belongs to, seen through every alias.
 
     A function of a module is one slot however many modules hold it. An attribute of a class is a slot by itself.
@@ -117,18 +117,18 @@ def find_stack(stacks: list[Stack], place: Place) -> Stack | None:
     return None
 
 
-def _is_alias(place: Place, stack: Stack) -> bool:
+def _is_alias(place: Slot, stack: WrapperChain) -> bool:
     """Whether a module's function is the one that a stack patches in another module."""
     both = is_module(place.owner) and is_module(stack.place.owner)
     return both and (place.raw is stack.installed or place.raw is stack.original)
 
 
-def holder(place: Place) -> Place:
+def holder(place: Slot) -> Slot:
     """Return the slot that an inherited attribute really is."""
-    return place if place.heir_of is None else Place(place.heir_of, place.name, place.raw)
+    return place if place.heir_of is None else Slot(place.heir_of, place.name, place.raw)
 
 
-def conflict(one: Patch, other: Patch, place: Place) -> PatchConflictError:
+def conflict(one: Patch, other: Patch, place: Slot) -> PatchConflictError:
     """Return the error for two replacements of one slot.
 
     Args:
@@ -166,9 +166,9 @@ class Group:
         staged: The stack as it will be.
     """
 
-    stack: Stack
-    places: list[Place] = field(default_factory=list)
-    entries: list[Entry] = field(default_factory=list)
+    stack: WrapperChain
+    places: list[Slot] = field(default_factory=list)
+    entries: list[PatchRecord] = field(default_factory=list)
     staged: Staged = field(default_factory=list)
 
     @property
@@ -179,7 +179,7 @@ class Group:
             for place in self.places
         )
 
-    def layer_of(self, entry: Entry) -> Layer:
+    def layer_of(self, entry: PatchRecord) -> Wrapper:
         """Return the staged layer of one of the entries."""
         return next(layer for layer, _, _ in self.staged if layer.patch is entry.declared)
 
@@ -201,11 +201,11 @@ class Plan:
     version: int
     finished: str = ""
     groups: list[Group] = field(default_factory=list)
-    hooks: list[tuple[Entry, Hook]] = field(default_factory=list)
-    handles: list[tuple[Entry, Removable]] = field(default_factory=list)
-    idle: list[tuple[Entry, PatchState, str, tuple[str, ...]]] = field(default_factory=list)
-    gone: list[tuple[Entry, tuple[str, ...]]] = field(default_factory=list)
-    lost: list[tuple[Entry, Stack, Layer]] = field(default_factory=list)
+    hooks: list[tuple[PatchRecord, Hook]] = field(default_factory=list)
+    handles: list[tuple[PatchRecord, Removable]] = field(default_factory=list)
+    idle: list[tuple[PatchRecord, PatchState, str, tuple[str, ...]]] = field(default_factory=list)
+    gone: list[tuple[PatchRecord, tuple[str, ...]]] = field(default_factory=list)
+    lost: list[tuple[PatchRecord, WrapperChain, Wrapper]] = field(default_factory=list)
 
     @property
     def modules(self) -> list[str]:
@@ -246,7 +246,7 @@ class Plan:
             self.handles.pop()[1].remove()
 
 
-def make_plan(entries: Sequence[Entry], stacks: Sequence[Stack], version: int, finished: str = "") -> Plan:
+def make_plan(entries: Sequence[PatchRecord], stacks: Sequence[WrapperChain], version: int, finished: str = "") -> Plan:
     """Resolve and check some declarations.
 
     Args:
@@ -271,13 +271,13 @@ def make_plan(entries: Sequence[Entry], stacks: Sequence[Stack], version: int, f
     return plan
 
 
-def _plan_patch(plan: Plan, entry: Entry, patch: Patch, stacks: list[Stack]) -> None:
+def _plan_patch(plan: Plan, entry: PatchRecord, patch: Patch, stacks: list[WrapperChain]) -> None:
     try:
         found = resolve(patch.target, plan.finished)
     except IncompatiblePatchError as error:
         _refuse(plan, entry, IncompatiblePatchError(f"{patch}: {error}", patch))
         return
-    if not isinstance(found, Place):
+    if not isinstance(found, Slot):
         _plan_absent(plan, entry, patch, found)
         return
     mismatch = torch_mismatch(patch.torch) if patch.torch else None
@@ -293,7 +293,7 @@ def _plan_patch(plan: Plan, entry: Entry, patch: Patch, stacks: list[Stack]) -> 
     _plan_place(plan, entry, patch, found, stack)
 
 
-def _plan_absent(plan: Plan, entry: Entry, patch: Patch, found: Waiting | Missing) -> None:
+def _plan_absent(plan: Plan, entry: PatchRecord, patch: Patch, found: Waiting | Missing) -> None:
     if entry.layers:  # the code that was patched lives on although its module was removed
         plan.gone.append((entry, found.modules))
     elif isinstance(found, Waiting):
@@ -304,7 +304,7 @@ def _plan_absent(plan: Plan, entry: Entry, patch: Patch, found: Waiting | Missin
         raise TargetNotFoundError(f"{patch}: {found.error}", patch)
 
 
-def _plan_place(plan: Plan, entry: Entry, patch: Patch, place: Place, stack: Stack | None) -> None:
+def _plan_place(plan: Plan, entry: PatchRecord, patch: Patch, place: Slot, stack: WrapperChain | None) -> None:
     try:
         group = _group(plan, place, stack)
         if patch.wrap is None:
@@ -320,7 +320,7 @@ def _plan_place(plan: Plan, entry: Entry, patch: Patch, place: Place, stack: Sta
     )
 
 
-def _refuse(plan: Plan, entry: Entry, error: IncompatiblePatchError) -> None:
+def _refuse(plan: Plan, entry: PatchRecord, error: IncompatiblePatchError) -> None:
     """Raise, unless the patch is optional."""
     if not error.patches[0].optional:
         raise error
@@ -328,11 +328,11 @@ def _refuse(plan: Plan, entry: Entry, error: IncompatiblePatchError) -> None:
         plan.idle.append((entry, PatchState.INCOMPATIBLE, str(error), ()))
 
 
-def _group(plan: Plan, place: Place, stack: Stack | None) -> Group:
+def _group(plan: Plan, place: Slot, stack: WrapperChain | None) -> Group:
     """Return the group of a slot, and see to it that the slot will be written if it has to be."""
     group = next((one for one in plan.groups if one.stack is stack or _is_same(one.stack.place, place)), None)
     if group is None:
-        group = Group(stack or Stack(place))
+        group = Group(stack or WrapperChain(place))
         plan.groups.append(group)
     of_stack = stack is not None and (place.raw is stack.installed or _is_slot(stack.place, place))
     if not of_stack and not any(_is_slot(known, place) for known in group.places):
@@ -340,11 +340,11 @@ def _group(plan: Plan, place: Place, stack: Stack | None) -> Group:
     return group
 
 
-def _is_slot(one: Place, other: Place) -> bool:
+def _is_slot(one: Slot, other: Slot) -> bool:
     return one.owner is other.owner and one.name == other.name
 
 
-def _is_same(one: Place, other: Place) -> bool:
+def _is_same(one: Slot, other: Slot) -> bool:
     both_functions = is_module(one.owner) and is_module(other.owner)
     return _is_slot(one, other) or (both_functions and one.raw is other.raw)
 
@@ -370,7 +370,7 @@ def _settle_name(group: Group) -> None:
     )
 
 
-def _patch(entry: Entry) -> Patch:
+def _patch(entry: PatchRecord) -> Patch:
     assert isinstance(entry.declared, Patch)
     return entry.declared
 

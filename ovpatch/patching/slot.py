@@ -14,12 +14,12 @@ from enum import Enum
 from typing import Any, Final
 
 from ovpatch.patching.patch import IncompatiblePatchError
-from ovpatch.patching.target import ABSENT, Owner, Place, is_class, is_module, namespace, owner_path
+from ovpatch.patching.target import ABSENT, Owner, Slot, is_class, is_module, namespace, owner_path
 
 Function = Callable[..., Any]
 
 
-class Kind(Enum):
+class SlotKind(Enum):
     """How Python reads the attribute."""
 
     FUNCTION = "function"
@@ -31,23 +31,23 @@ class Kind(Enum):
 
 _CACHED: Final = type(functools.lru_cache(maxsize=None)(lambda: None))
 # What an attribute is, by the type of the object in the class's namespace.
-_CLASS_KINDS: Final[dict[type, Kind]] = {
-    types.FunctionType: Kind.METHOD,
-    _CACHED: Kind.METHOD,
-    types.MethodDescriptorType: Kind.METHOD,
-    types.WrapperDescriptorType: Kind.METHOD,
-    types.BuiltinFunctionType: Kind.STATIC,
-    types.MethodType: Kind.STATIC,
-    types.MethodWrapperType: Kind.STATIC,
-    staticmethod: Kind.STATIC,
-    classmethod: Kind.CLASSMETHOD,
-    types.ClassMethodDescriptorType: Kind.CLASSMETHOD,
-    property: Kind.GETTER,
+_CLASS_KINDS: Final[dict[type, SlotKind]] = {
+    types.FunctionType: SlotKind.METHOD,
+    _CACHED: SlotKind.METHOD,
+    types.MethodDescriptorType: SlotKind.METHOD,
+    types.WrapperDescriptorType: SlotKind.METHOD,
+    types.BuiltinFunctionType: SlotKind.STATIC,
+    types.MethodType: SlotKind.STATIC,
+    types.MethodWrapperType: SlotKind.STATIC,
+    staticmethod: SlotKind.STATIC,
+    classmethod: SlotKind.CLASSMETHOD,
+    types.ClassMethodDescriptorType: SlotKind.CLASSMETHOD,
+    property: SlotKind.GETTER,
 }
 _DESCRIPTORS: Final = (staticmethod, classmethod, types.ClassMethodDescriptorType, property)
 
 
-def kind_of(place: Place) -> Kind:
+def kind_of(place: Slot) -> SlotKind:
     """Return how the slot is read.
 
     Raises:
@@ -69,18 +69,18 @@ def kind_of(place: Place) -> Kind:
     return kind
 
 
-def _kind_in_module(raw: Any) -> Kind | None:
-    return Kind.FUNCTION if type(raw) in _CLASS_KINDS and type(raw) not in _DESCRIPTORS else None
+def _kind_in_module(raw: Any) -> SlotKind | None:
+    return SlotKind.FUNCTION if type(raw) in _CLASS_KINDS and type(raw) not in _DESCRIPTORS else None
 
 
-def _kind_in_class(raw: Any) -> Kind | None:
+def _kind_in_class(raw: Any) -> SlotKind | None:
     kind = _CLASS_KINDS.get(type(raw))
-    if kind in (Kind.STATIC, Kind.CLASSMETHOD, Kind.GETTER) and not callable(function_in(raw)):
+    if kind in (SlotKind.STATIC, SlotKind.CLASSMETHOD, SlotKind.GETTER) and not callable(function_in(raw)):
         return None
     return kind
 
 
-def _refusal(place: Place) -> str:
+def _refusal(place: Slot) -> str:
     if is_module(place.raw):
         return f"{place.path} is a module: name a function or method in it"
     if is_class(place.raw):
@@ -104,28 +104,30 @@ def function_in(raw: Any) -> Any:
     return raw.fget if isinstance(raw, property) else raw
 
 
-def descriptor(place: Place, kind: Kind, function: Function) -> Any:
+def descriptor(place: Slot, kind: SlotKind, function: Function) -> Any:
     """Return what to put into the slot so that reading it works as before and calls ``function``."""
-    if kind is Kind.STATIC:
+    if kind is SlotKind.STATIC:
         return staticmethod(function)
-    if kind is Kind.CLASSMETHOD:
+    if kind is SlotKind.CLASSMETHOD:
         return classmethod(function)
-    return place.raw.getter(function) if kind is Kind.GETTER else function
+    return place.raw.getter(function) if kind is SlotKind.GETTER else function
 
 
-def replacement_function(replacement: Any, place: Place, kind: Kind) -> Function:
+def replacement_function(replacement: Any, place: Slot, kind: SlotKind) -> Function:
     """Return the function of a replacement, which may come in the descriptor of its target's kind.
 
     Raises:
         IncompatiblePatchError: It comes in another descriptor, or brings a setter of its own.
     """
-    wanted = {staticmethod: Kind.STATIC, classmethod: Kind.CLASSMETHOD, property: Kind.GETTER}.get(type(replacement))
+    wanted = {staticmethod: SlotKind.STATIC, classmethod: SlotKind.CLASSMETHOD, property: SlotKind.GETTER}.get(
+        type(replacement)
+    )
     if wanted not in (None, kind):
         raise IncompatiblePatchError(
             f"{place.path} is a {kind.value} and its replacement is a {type(replacement).__name__}: pass a plain "
             "function, the descriptor is kept"
         )
-    if wanted is Kind.GETTER and (replacement.fset, replacement.fdel) not in ((None, None), _accessors(place.raw)):
+    if wanted is SlotKind.GETTER and (replacement.fset, replacement.fdel) not in ((None, None), _accessors(place.raw)):
         raise IncompatiblePatchError(
             f"the replacement of property {place.path} brings a setter or deleter, and only the getter of a property "
             "is patched: pass the getter function"
@@ -138,7 +140,7 @@ def _accessors(raw: property) -> tuple[Any, Any]:
     return raw.fset, raw.fdel
 
 
-def base_of(place: Place, kind: Kind) -> Function:
+def base_of(place: Slot, kind: SlotKind) -> Function:
     """Return what a patch gets as the original.
 
     An inherited attribute is looked up at each call, as Python would without the patch: its base class may be patched
@@ -148,10 +150,10 @@ def base_of(place: Place, kind: Kind) -> Function:
         function: Function = function_in(place.raw)
         return function
     builders = {
-        Kind.METHOD: _inherited_step if _is_unhooked_step(place) else _inherited_method,
-        Kind.CLASSMETHOD: _inherited_classmethod,
-        Kind.STATIC: _inherited_static,
-        Kind.GETTER: _inherited_getter,
+        SlotKind.METHOD: _inherited_step if _is_unhooked_step(place) else _inherited_method,
+        SlotKind.CLASSMETHOD: _inherited_classmethod,
+        SlotKind.STATIC: _inherited_static,
+        SlotKind.GETTER: _inherited_getter,
     }
     return builders[kind](place.owner, place.name, function_in(place.raw))
 
@@ -165,7 +167,7 @@ def _inherited_method(owner: Any, name: str, found: Any) -> Function:
     return inherited
 
 
-def _is_unhooked_step(place: Place) -> bool:
+def _is_unhooked_step(place: Slot) -> bool:
     return place.name == "step" and not hasattr(function_in(place.raw), "hooked")
 
 
@@ -211,7 +213,7 @@ def _inherited_getter(owner: Any, name: str, found: Any) -> Function:
     return inherited
 
 
-def settle_name(function: Any, place: Place, away: Callable[[types.ModuleType], bool]) -> None:
+def settle_name(function: Any, place: Slot, away: Callable[[types.ModuleType], bool]) -> None:
     """Make an installed function picklable where the original was: its qualified name must lead to it.
 
     Args:
@@ -230,7 +232,7 @@ def settle_name(function: Any, place: Place, away: Callable[[types.ModuleType], 
         function.__module__, function.__qualname__ = place.owner.__name__, place.name
 
 
-def _qualname(place: Place) -> str:
+def _qualname(place: Slot) -> str:
     return f"{place.owner.__qualname__}.{place.name}"
 
 

@@ -22,8 +22,17 @@ from typing import Any, Final, Protocol
 from ovpatch.patching.import_hooks import watch
 from ovpatch.patching.patch import IncompatiblePatchError, Patch, PatchError, describe_callable
 from ovpatch.patching.references import is_fresh_copy, reaches
-from ovpatch.patching.slot import Kind, Write, base_of, current, descriptor, function_in, kind_of, replacement_function
-from ovpatch.patching.target import ABSENT, Place, owner_path
+from ovpatch.patching.slot import (
+    SlotKind,
+    Write,
+    base_of,
+    current,
+    descriptor,
+    function_in,
+    kind_of,
+    replacement_function,
+)
+from ovpatch.patching.target import ABSENT, Slot, owner_path
 
 # Whether one function can be called in every way another one can, by its signature alone.
 
@@ -262,7 +271,7 @@ def _disguise(function: Function, like: Function) -> None:
 
 
 @dataclass(eq=False)
-class Layer:
+class Wrapper:
     """One patch in a stack.
 
     Attributes:
@@ -287,11 +296,11 @@ class Layer:
 
 
 # A layer with the function and the dispatcher that it will have.
-Staged = list[tuple[Layer, Function, Dispatcher | None]]
+Staged = list[tuple[Wrapper, Function, Dispatcher | None]]
 
 
 @dataclass(eq=False)
-class Stack:
+class WrapperChain:
     """The patches of one slot; not thread-safe: changes happen under the write lock.
 
     Attributes:
@@ -306,13 +315,13 @@ class Stack:
         references: References elsewhere that were pointed to it.
     """
 
-    place: Place
-    kind: Kind = field(init=False)
+    place: Slot
+    kind: SlotKind = field(init=False)
     original: Function = field(init=False)
     base: Function = field(init=False)
     entry: Dispatcher = field(init=False)
     installed: Any = field(init=False)
-    layers: list[Layer] = field(default_factory=list, init=False)
+    layers: list[Wrapper] = field(default_factory=list, init=False)
     writes: list[Write] = field(default_factory=list, init=False)
     references: list[Write] = field(default_factory=list, init=False)
 
@@ -344,7 +353,7 @@ class Stack:
             fresh = fresh or layer is None
             function = self._build(patch, below) if layer is None or fresh else layer.function
             inner = Dispatcher(function, self.original) if fresh or not layer or not layer.inner else layer.inner
-            staged.append((layer or Layer(patch, function), function, inner))
+            staged.append((layer or Wrapper(patch, function), function, inner))
             below = inner.function
         outermost, function, _ = staged[-1]
         return [*staged[:-1], (outermost, function, None)]
@@ -379,7 +388,7 @@ class Stack:
         return function
 
     def _check_signature(self, patch: Patch, function: Function) -> None:
-        bound = self.kind in (Kind.METHOD, Kind.CLASSMETHOD, Kind.GETTER)
+        bound = self.kind in (SlotKind.METHOD, SlotKind.CLASSMETHOD, SlotKind.GETTER)
         problem = difference(self.original, function, bound=bound)
         if problem:
             raise IncompatiblePatchError(
@@ -402,7 +411,7 @@ class Stack:
         self.layers = [layer for layer, _, _ in staged]
         self.entry.switch(self.layers[-1].function if self.layers else self.base)
 
-    def remove(self, layer: Layer) -> None:
+    def remove(self, layer: Wrapper) -> None:
         """Take one patch out. Calls nothing of anybody: what lies above goes through to what lies below."""
         self.settle()
         index = self.layers.index(layer)
@@ -458,7 +467,7 @@ class Stack:
 class StackMark:
     """``__ovpatch__`` of an installed function: names its target and the patches that a call runs through."""
 
-    def __init__(self, stack: Stack) -> None:
+    def __init__(self, stack: WrapperChain) -> None:
         self._stack = stack
 
     @property

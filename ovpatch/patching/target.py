@@ -23,7 +23,7 @@ ABSENT: Final[Any] = type("Absent", (), {"__repr__": lambda self: "<absent>"})()
 
 
 @dataclass(frozen=True, eq=False)
-class Place:
+class Slot:
     """A slot that exists.
 
     Attributes:
@@ -94,7 +94,7 @@ def namespace(owner: Owner) -> dict[str, Any]:
     return found
 
 
-def resolve(target: str, finished: str = "") -> Place | Waiting | Missing:
+def resolve(target: str, finished: str = "") -> Slot | Waiting | Missing:
     """Find the slot that a target names.
 
     Args:
@@ -128,7 +128,7 @@ def _absent_package(target: str, parts: list[str]) -> Waiting | Missing:
     return Waiting(modules, f"{top} is not imported yet")
 
 
-def _walk(target: str, module: types.ModuleType, parts: list[str], at: int) -> Place | Waiting | Missing:
+def _walk(target: str, module: types.ModuleType, parts: list[str], at: int) -> Slot | Waiting | Missing:
     owner: Owner = module
     imported = ".".join(parts[:at])
     for index in range(at, len(parts) - 1):
@@ -142,7 +142,7 @@ def _walk(target: str, module: types.ModuleType, parts: list[str], at: int) -> P
     raw, holder = _lookup(owner, parts[-1])
     if raw is ABSENT:
         return _absent(target, owner, parts, len(parts) - 1, imported)
-    return Place(owner, parts[-1], raw, None if holder is owner else holder)
+    return Slot(owner, parts[-1], raw, None if holder is owner else holder)
 
 
 def _lookup(owner: Owner, name: str) -> tuple[Any, Any]:

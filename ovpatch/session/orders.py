@@ -1,7 +1,7 @@
 """What ``verify``, ``bench`` and ``timeline`` want of the processes of a command, handed down in one variable.
 
 A process that imports torch reads it (:mod:`ovpatch.autoload`), signs in, and lets the tool's own module, such as
-``ovpatch.insight.timeline.recording``, begin. That works the same whether the process is patched or stock.
+``ovpatch.insight.timeline.worker``, begin. That works the same whether the process is patched or stock.
 """
 
 from __future__ import annotations

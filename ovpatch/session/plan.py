@@ -11,7 +11,7 @@ from ovpatch.hookspecs import Feature
 from ovpatch.session.plugins import Found, PluginError, Plugins, describe
 from ovpatch.settings import options as opts
 from ovpatch.settings import settings
-from ovpatch.settings.settings import Environment, Wish
+from ovpatch.settings.settings import Environment, FeatureRequest
 
 # Features among each other: in which order, and who stands down for whom. Pure functions over descriptions.
 
@@ -136,7 +136,7 @@ class Entry:
     """
 
     found: Found
-    wish: Wish
+    wish: FeatureRequest
     state: str = "disabled"
     reason: str = ""
     feature: Feature | None = None
@@ -242,13 +242,13 @@ def make(
     return plan
 
 
-def _wish(one: Found, environment: Environment, asked: Collection[str], known: Collection[str]) -> Wish:
+def _wish(one: Found, environment: Environment, asked: Collection[str], known: Collection[str]) -> FeatureRequest:
     if not environment.third_party and not one.first_party:
-        return Wish(False, enforced=True, reason="left out by OVPATCH_THIRD_PARTY=0")
+        return FeatureRequest(False, enforced=True, reason="left out by OVPATCH_THIRD_PARTY=0")
     return settings.wish(one.name, environment, asked, known)
 
 
-def _start(one: Found, wish: Wish, active: Mapping[str, Entry]) -> Entry:
+def _start(one: Found, wish: FeatureRequest, active: Mapping[str, Entry]) -> Entry:
     stays = one.name in active and not wish.enforced
     if wish.on is False and not stays:
         return Entry(one, wish, "disabled", wish.reason)

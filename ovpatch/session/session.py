@@ -15,7 +15,7 @@ from ovpatch.session.activation import Engine
 from ovpatch.session.plan import PLANNED, Entry, FeatureError, Plan, dependents
 from ovpatch.session.report import TROUBLE, Report
 from ovpatch.settings import settings
-from ovpatch.settings.settings import SettingsError, Wish, normalise
+from ovpatch.settings.settings import FeatureRequest, SettingsError, normalise
 
 Options = Mapping[str, Mapping[str, Any]]
 
@@ -170,7 +170,7 @@ class Session:
             self._engine.turn_off(reasons)
         finally:
             for name in [name for name in reasons if name not in self._engine.active]:
-                self._entries[name] = Entry(found[name], Wish(False), "disabled", reasons[name])
+                self._entries[name] = Entry(found[name], FeatureRequest(False), "disabled", reasons[name])
                 self._arguments.pop(name, None)
 
     @contextmanager
@@ -215,7 +215,7 @@ def _normalised(values: object, where: str, shape: str) -> Iterator[tuple[str, A
 
 
 def _untouched(found: plugins.Found) -> Entry:
-    return Entry(found, Wish(None), "disabled", "apply() has not been called in this process")
+    return Entry(found, FeatureRequest(None), "disabled", "apply() has not been called in this process")
 
 
 def _log(report: Report, *, changed: bool, known: Mapping[str, Entry]) -> None:

@@ -21,7 +21,7 @@ __all__ = [
     "Selection",
     "SettingsError",
     "Variable",
-    "Wish",
+    "FeatureRequest",
     "check_names",
     "did_you_mean",
     "near_misses",
@@ -104,7 +104,7 @@ class Environment(NamedTuple):
     features: Mapping[str, str]
 
 
-class Wish(NamedTuple):
+class FeatureRequest(NamedTuple):
     """Whether a feature shall be on, before the machine has its say.
 
     Attributes:
@@ -227,7 +227,7 @@ def switch(environment: Environment, name: str, known: Collection[str] = ()) -> 
     return _flag(environment.features, own)
 
 
-def wish(name: str, environment: Environment, asked: Collection[str], known: Collection[str] = ()) -> Wish:
+def wish(name: str, environment: Environment, asked: Collection[str], known: Collection[str] = ()) -> FeatureRequest:
     """Decide whether a feature shall be on, by the rule at the top of this module.
 
     Args:
@@ -238,20 +238,22 @@ def wish(name: str, environment: Environment, asked: Collection[str], known: Col
     """
     selection, own, said = environment.selection, variable(name), switch(environment, name, known)
     if selection.kind == "nothing":
-        return Wish(False, enforced=True, reason=f"off by OVPATCH={selection.text}")
+        return FeatureRequest(False, enforced=True, reason=f"off by OVPATCH={selection.text}")
     if said is False:
-        return Wish(False, enforced=True, reason=f"off by {own}=0")
+        return FeatureRequest(False, enforced=True, reason=f"off by {own}=0")
     if name in selection.without:
-        return Wish(False, enforced=True, reason=f"off by OVPATCH={selection.text}")
+        return FeatureRequest(False, enforced=True, reason=f"off by OVPATCH={selection.text}")
     if said or name in selection.names:
-        return Wish(True, by_name=True, reason=f"{own}=1" if said else f"OVPATCH={selection.text}")
+        return FeatureRequest(True, by_name=True, reason=f"{own}=1" if said else f"OVPATCH={selection.text}")
     if selection.kind == "only":
-        return Wish(False, enforced=True, reason=f"not named in OVPATCH={selection.text}")
+        return FeatureRequest(False, enforced=True, reason=f"not named in OVPATCH={selection.text}")
     if name in asked:
-        return Wish(True, by_name=True, reason="named in the call")
+        return FeatureRequest(True, by_name=True, reason="named in the call")
     if selection.kind == "all":
-        return Wish(True, reason="OVPATCH=all")
-    return Wish(False, reason="not named in the call") if asked else Wish(None, reason="on by default")
+        return FeatureRequest(True, reason="OVPATCH=all")
+    return (
+        FeatureRequest(False, reason="not named in the call") if asked else FeatureRequest(None, reason="on by default")
+    )
 
 
 def check_names(environment: Environment, asked: Iterable[str], options: Iterable[str], known: Collection[str]) -> None:

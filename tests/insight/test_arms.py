@@ -13,7 +13,7 @@ import time
 
 import pytest
 
-from ovpatch.cli import arguments
+from ovpatch.cli import command_line
 from ovpatch.insight import arms, launch
 from ovpatch.session import orders
 from ovpatch.settings.settings import SettingsError
@@ -220,7 +220,7 @@ def test_a_worker_that_cannot_begin_ends_the_arm(run, monkeypatch, tmp_path):
 
 def test_what_cannot_be_seen_is_refused(monkeypatch, tmp_path):
     with pytest.raises(SettingsError, match="two dashes"):
-        arguments.check_command([])
+        command_line.check_command([])
     monkeypatch.setenv("TORCH_DEVICE_BACKEND_AUTOLOAD", "0")
     with pytest.raises(SettingsError, match="Unset it"):
         arms.check_autoload()

@@ -13,7 +13,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
-from ovpatch.insight.bench import throughput, worker
+from ovpatch.insight.bench import analysis, throughput, worker
 from ovpatch.insight.bench.throughput import Batches, FlopCount, sizes
 
 # --- operations ---
@@ -176,7 +176,7 @@ def test_compiling_is_noticed(model):
     ],
 )
 def test_peaks(device, by_dtype, expected):
-    found, reason = throughput.peak(device, by_dtype)
+    found, reason = analysis.peak(device, by_dtype)
     assert found == expected if isinstance(expected, float) else (found is None and expected in reason)
 
 

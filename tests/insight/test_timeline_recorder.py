@@ -14,9 +14,10 @@ import pytest
 from torch.autograd.profiler import profile as Session
 from torch.profiler import ProfilerActivity
 
-from ovpatch.insight.timeline.recording import Cost, Recorder, collect, cost_of
+from ovpatch.insight.timeline.recording import Cost, collect, cost_of
 from ovpatch.insight.timeline.trace import TraceError
 from ovpatch.insight.timeline.tracks import read_run
+from ovpatch.insight.timeline.worker import Recorder
 from tests.insight.traces import Synthetic
 from tests.support.environment import clean
 

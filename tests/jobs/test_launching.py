@@ -16,7 +16,7 @@ def started(tmp_path):
     """Start a line of shell, whose child leaves its number; wait for that."""
 
     def started(line, pid=tmp_path / "pid"):
-        job = launch.Job(own_session=True)
+        job = launch.Command(own_session=True)
         job.start(["bash", "-c", line.replace("PID", f"'{pid}'")], os.environ, None)
         while not (pid.exists() and pid.read_text().strip()):
             time.sleep(0.01)

@@ -17,21 +17,21 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from ovpatch.overlap.peer_rpc.rpc import Peers
+from ovpatch.overlap.peer_rpc.rpc import PeerRpc
 
 WORLD = 3
 LATE_S = 0.6
 
 
-def begin(rank: int, store: dist.Store) -> Peers:
+def begin(rank: int, store: dist.Store) -> PeerRpc:
     dist.init_process_group("gloo", store=store, rank=rank, world_size=WORLD, timeout=timedelta(seconds=60))
-    peers = Peers.of(dist.distributed_c10d._get_default_group())
+    peers = PeerRpc.of(dist.distributed_c10d._get_default_group())
     peers.serve("value", lambda question: ({}, [torch.tensor(10 * rank)]))
     dist.barrier()
     return peers
 
 
-def ask(peers: Peers) -> None:
+def ask(peers: PeerRpc) -> None:
     values = {rank: int(tensor) for rank, (_, (tensor,)) in peers.ask("value", {}).items()}
     assert values == {rank: 10 * rank for rank in range(WORLD) if rank != peers._rank}, values
 
@@ -64,7 +64,7 @@ def two_groups(rank: int, store: dist.Store) -> None:
     peers = begin(rank, store)
     pair = dist.new_group([1, 2])
     if rank:
-        inner = Peers.of(pair)
+        inner = PeerRpc.of(pair)
         inner.serve("inner", lambda question: ({"rank": rank}, []))
         if rank == 1:
             time.sleep(LATE_S)
@@ -97,7 +97,7 @@ def first_is_gone(rank: int, store: dist.Store) -> None:
 def never_meant_it(rank: int, store: dist.Store) -> None:
     """Nobody has served or asked: nobody waits for the one that sleeps."""
     dist.init_process_group("gloo", store=store, rank=rank, world_size=WORLD)
-    Peers.of(dist.distributed_c10d._get_default_group())
+    PeerRpc.of(dist.distributed_c10d._get_default_group())
     dist.barrier()
     if rank == 1:
         time.sleep(2)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from ovpatch.overlap.tensors.pending_param import is_pending, mark, plainly, unmark
-from ovpatch.overlap.tensors.read_hooks import ENTRANCES
+from ovpatch.overlap.tensors.read_hooks import READ_HOOKS
 from ovpatch.patching import PatchManager
 
 GARBAGE = 1e4
@@ -55,7 +55,7 @@ def stale(model: nn.Module) -> Stale:
 def entrances() -> Iterator[None]:
     """Install the entrances as a feature would."""
     patches = PatchManager()
-    for entrance in ENTRANCES:
+    for entrance in READ_HOOKS:
         patches.register_patch(
             entrance.target, wrap=entrance.wrap, feature="pending", why=entrance.why, optional=entrance.optional
         )

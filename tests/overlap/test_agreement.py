@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from ovpatch.overlap.comm.consensus import DisagreementError, agree
+from ovpatch.overlap.comm.consensus import RankMismatchError, check_consistent
 
 
 def group() -> dist.ProcessGroup:
@@ -17,7 +17,7 @@ def group() -> dist.ProcessGroup:
 
 
 def agree_many(times: int) -> list[str]:
-    return [agree(group(), "topic", {"a": 1, "round": i}) for i in range(times)]
+    return [check_consistent(group(), "topic", {"a": 1, "round": i}) for i in range(times)]
 
 
 @pytest.mark.parametrize("world", [1, 2, 3])
@@ -32,8 +32,8 @@ def test_groups_of_other_sizes_meet_the_same_store_without_confusion(ranks):
 
 def differing(terms: list[dict[str, Any]]) -> str:
     try:
-        return agree(group(), "topic", terms[dist.get_rank()])
-    except DisagreementError as error:
+        return check_consistent(group(), "topic", terms[dist.get_rank()])
+    except RankMismatchError as error:
         return str(error)
 
 
@@ -47,7 +47,7 @@ def test_a_difference_names_the_term_the_values_and_the_ranks(ranks):
 
 
 def objecting() -> str:
-    return agree(group(), "topic", {}, objection="" if dist.get_rank() == 0 else "no room")
+    return check_consistent(group(), "topic", {}, objection="" if dist.get_rank() == 0 else "no room")
 
 
 def test_objections_reach_every_rank(ranks):
@@ -57,8 +57,8 @@ def test_objections_reach_every_rank(ranks):
 def absent(who: int) -> tuple[str, float]:
     begin = time.monotonic()
     try:
-        text = "absent" if dist.get_rank() == who else agree(group(), "topic", {}, timeout_s=1.0)
-    except DisagreementError as error:
+        text = "absent" if dist.get_rank() == who else check_consistent(group(), "topic", {}, timeout_s=1.0)
+    except RankMismatchError as error:
         text = str(error)
     dist.barrier()
     return text, time.monotonic() - begin
@@ -82,8 +82,8 @@ def in_subgroups() -> str:
 
 def differing_in(mine: dist.ProcessGroup) -> str:
     try:
-        return agree(mine, "topic", {"rank": dist.get_rank()})
-    except DisagreementError as error:
+        return check_consistent(mine, "topic", {"rank": dist.get_rank()})
+    except RankMismatchError as error:
         return str(error)
 
 
@@ -98,11 +98,11 @@ def in_other_orders() -> list[str]:
     """Rank 0 agrees in two groups on two threads, rank 1 in one after the other."""
     first, second = dist.new_group(), dist.new_group()
     if dist.get_rank() == 1:
-        return [agree(one, "topic", {}, timeout_s=10) for one in (second, first)]
+        return [check_consistent(one, "topic", {}, timeout_s=10) for one in (second, first)]
     with ThreadPoolExecutor(1) as pool:
-        waiting = pool.submit(agree, first, "topic", {}, timeout_s=10)
+        waiting = pool.submit(check_consistent, first, "topic", {}, timeout_s=10)
         time.sleep(0.1)
-        return [agree(second, "topic", {}, timeout_s=10), waiting.result()]
+        return [check_consistent(second, "topic", {}, timeout_s=10), waiting.result()]
 
 
 def test_a_thread_that_waits_holds_up_no_other(ranks):

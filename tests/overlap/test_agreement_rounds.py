@@ -38,9 +38,9 @@ def stores(monkeypatch):
 @pytest.mark.usefixtures("stores")
 def test_a_rank_that_died_before_it_arrived_does_not_shift_later_rounds(alone):
     def agree(rank, timeout_s):
-        return consensus.agree(Group(rank), "topic", {"a": 1}, timeout_s=timeout_s)
+        return consensus.check_consistent(Group(rank), "topic", {"a": 1}, timeout_s=timeout_s)
 
-    with pytest.raises(consensus.DisagreementError, match=f"no answer from rank {1 - alone}"):
+    with pytest.raises(consensus.RankMismatchError, match=f"no answer from rank {1 - alone}"):
         agree(alone, 0.1 if alone == 0 else -4.9)  # another rank than 0 waits 5 s longer
     with ThreadPoolExecutor(2) as pool:
         for _ in range(3):
@@ -71,8 +71,8 @@ class Delayed:
 
 def ended(rank: int, size: int, timeout_s: float) -> str:
     try:
-        return consensus.agree(Group(rank, size), "topic", {"a": 1}, timeout_s=timeout_s)
-    except consensus.DisagreementError as error:
+        return consensus.check_consistent(Group(rank, size), "topic", {"a": 1}, timeout_s=timeout_s)
+    except consensus.RankMismatchError as error:
         return str(error)
 
 

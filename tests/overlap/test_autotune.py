@@ -21,7 +21,7 @@ from ovpatch.overlap.autotune import autotuner as autotuner_module
 from ovpatch.overlap.autotune.autotuner import run_in_own_thread
 from ovpatch.overlap.autotune.cache import TuningCache
 from ovpatch.overlap.autotune.measure import pick_fastest
-from ovpatch.overlap.comm.consensus import DisagreementError
+from ovpatch.overlap.comm.consensus import RankMismatchError
 
 CPU = torch.device("cpu")
 ENVIRONMENT = {"device": "a", "ranks": "2"}
@@ -349,7 +349,7 @@ def differing() -> list[str]:
         (f"rows {dist.get_rank()}", SLEEPS),
         ("key", SLEEPS if dist.get_rank() else {"first": 0.0, "x": 0.0}),
     ):
-        with pytest.raises(DisagreementError) as caught:
+        with pytest.raises(RankMismatchError) as caught:
             make_tuner().tune(group(), Sleepers(candidates).tuning(key))
         found.append(str(caught.value))
     return found

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from ovpatch.overlap.autotune import autotuner, report_lines
 from ovpatch.overlap.comm.collectives import AllGather, ReduceScatter
-from ovpatch.overlap.comm.work import Pending
+from ovpatch.overlap.comm.work import WorkGroup
 from ovpatch.overlap.copy_engine import registry
 from ovpatch.overlap.copy_engine.collectives import Engine
 from ovpatch.overlap.copy_engine.driver import Addend, Span
@@ -154,10 +154,10 @@ class Recorded:
     def __init__(self) -> None:
         self.number, self.calls = torch.zeros(1), []
 
-    def allreduce(self, tensors: list[Tensor]) -> Pending:
+    def allreduce(self, tensors: list[Tensor]) -> WorkGroup:
         assert tensors[0] is self.number
         self.calls.append("all-reduce")
-        return Pending(())
+        return WorkGroup(())
 
     @contextlib.contextmanager
     def behind(self) -> Iterator[None]:

@@ -17,8 +17,8 @@ from torch import nn
 
 import ovpatch
 from ovpatch.overlap.peer_rpc import host_barrier
-from ovpatch.overlap.peer_rpc.host_barrier import Gate
-from ovpatch.overlap.peer_rpc.rpc import Peers
+from ovpatch.overlap.peer_rpc.host_barrier import HostBarrier
+from ovpatch.overlap.peer_rpc.rpc import PeerRpc
 from tests.plugins.ddp.arms import data
 from tests.plugins.dist_optimizer import test_loop_styles, test_models, test_reads_of_gradients
 from tests.plugins.dist_optimizer.arms import SMALL, both
@@ -33,7 +33,7 @@ def meetings(late: int) -> list[float]:
         if dist.get_rank() == late and number in (2, 4):
             time.sleep(0.2)
         arrived = time.time()
-        Gate.of(group).meet()
+        HostBarrier.of(group).meet()
         found.append((arrived, time.time()))
     return found
 
@@ -49,7 +49,7 @@ def test_nobody_leaves_before_the_last_has_come(ranks, world, late):
 
 def ahead(late: int) -> list[tuple[float, float, float]]:
     """Ranks say at once that they come; one meets the others later than they do."""
-    one, found = Gate.of(dist.group.WORLD), []
+    one, found = HostBarrier.of(dist.group.WORLD), []
     for number in range(6):
         came = time.time()
         one.come()
@@ -72,7 +72,7 @@ def test_nobody_waits_for_who_has_said_that_it_comes(ranks, world):
 
 
 def told(flags: list[list[bool]]) -> list[bool]:
-    return [Gate.of(dist.group.WORLD).meet(mine[dist.get_rank()]) for mine in flags]
+    return [HostBarrier.of(dist.group.WORLD).meet(mine[dist.get_rank()]) for mine in flags]
 
 
 def test_all_ranks_hear_what_any_of_them_tells(ranks):
@@ -82,7 +82,7 @@ def test_all_ranks_hear_what_any_of_them_tells(ranks):
 
 def hurried(meetings: int) -> list[bool]:
     """Nobody waits between meetings, so the fastest raises its next flag while others still look for the last."""
-    one, rank = Gate.of(dist.group.WORLD), dist.get_rank()
+    one, rank = HostBarrier.of(dist.group.WORLD), dist.get_rank()
     return [one.meet(number % 4 == rank) for number in range(meetings)]
 
 
@@ -92,9 +92,9 @@ def test_a_flag_is_of_its_meeting(ranks):
 
 def interrupted_meetings() -> list[bool]:
     """Rank 0 is interrupted while it waits, and meets again; rank 1 raises its flag at the second meeting."""
-    one, rank = Gate.of(dist.group.WORLD), dist.get_rank()
+    one, rank = HostBarrier.of(dist.group.WORLD), dist.get_rank()
     if rank == 0:
-        with mock.patch.object(Gate, "_wait", side_effect=KeyboardInterrupt), pytest.raises(KeyboardInterrupt):
+        with mock.patch.object(HostBarrier, "_wait", side_effect=KeyboardInterrupt), pytest.raises(KeyboardInterrupt):
             one.meet(False)
     dist.barrier()
     return [one.meet(rank == 1 and number == 1) for number in range(3)]
@@ -106,7 +106,7 @@ def test_who_is_interrupted_comes_back_to_the_same_meeting(ranks):
 
 def keys_left() -> int:
     store = dist.distributed_c10d._get_default_store()
-    one = Gate.of(dist.group.WORLD)
+    one = HostBarrier.of(dist.group.WORLD)
     one.meet()
     before = store.num_keys()
     for number in range(50):
@@ -122,7 +122,7 @@ def test_it_leaves_no_keys_behind(ranks):
 
 def in_a_file(path: str) -> int:
     """Return by how many bytes the file of a store grows while a rank waits."""
-    one = Gate(dist.group.WORLD)
+    one = HostBarrier(dist.group.WORLD)
     one._store = dist.PrefixStore("gate", dist.FileStore(path, dist.get_world_size()))
     one._in_file = host_barrier._is_in_file(one._store)
     told = [one.meet(number == dist.get_rank()) for number in range(3)]
@@ -143,12 +143,12 @@ def groups() -> None:
     """Gates of several groups, and of one that is made anew, know nothing of each other."""
     pair = dist.new_group([0, 1])
     for _ in range(3):
-        Gate.of(dist.group.WORLD).meet()
+        HostBarrier.of(dist.group.WORLD).meet()
     if dist.get_rank() < 2:
-        Gate.of(pair).meet()
-    Gate.of(dist.group.WORLD).meet()
-    assert Gate.of(dist.group.WORLD)._key() != (Gate.of(pair)._key() if dist.get_rank() < 2 else "")
-    Peers.of(dist.group.WORLD).drain()
+        HostBarrier.of(pair).meet()
+    HostBarrier.of(dist.group.WORLD).meet()
+    assert HostBarrier.of(dist.group.WORLD)._key() != (HostBarrier.of(pair)._key() if dist.get_rank() < 2 else "")
+    PeerRpc.of(dist.group.WORLD).drain()
 
 
 def test_groups_have_gates_of_their_own(ranks):
@@ -156,7 +156,7 @@ def test_groups_have_gates_of_their_own(ranks):
 
 
 def absent() -> str:
-    one = Gate.of(dist.group.WORLD)
+    one = HostBarrier.of(dist.group.WORLD)
     one.meet()
     one._timeout_s = 0.3
     text = ""
@@ -180,13 +180,13 @@ def counted() -> Iterator[collections.Counter[str]]:
     calls: collections.Counter[str] = collections.Counter()
 
     def counting(name: str) -> Any:
-        original = getattr(Gate, name)
+        original = getattr(HostBarrier, name)
 
-        def call(self: Gate, *args: Any) -> Any:
+        def call(self: HostBarrier, *args: Any) -> Any:
             calls[name] += 1
             return original(self, *args)
 
-        return mock.patch.object(Gate, name, call)
+        return mock.patch.object(HostBarrier, name, call)
 
     with mock.patch.object(host_barrier, "needed", return_value=True), counting("meet"), counting("come"):
         yield calls
@@ -210,14 +210,14 @@ def test_training_with_gates(ranks):
 
 def asked_ahead() -> list[str]:
     """Return what is asked after hosts have said that they come, where a model's gradients and state are laid anew."""
-    topics, ask = [], Peers.ask
+    topics, ask = [], PeerRpc.ask
 
-    def asking(self: Peers, topic: str, *args: Any, **kwargs: Any) -> Any:
+    def asking(self: PeerRpc, topic: str, *args: Any, **kwargs: Any) -> Any:
         if any(one._ahead for one in host_barrier._gates.values()):
             topics.append(topic)
         return ask(self, topic, *args, **kwargs)
 
-    with counted() as calls, mock.patch.object(Peers, "ask", asking):
+    with counted() as calls, mock.patch.object(PeerRpc, "ask", asking):
         both(test_models.wrapped_twice)
         both(test_models.cast_later, False)
     assert calls["come"]

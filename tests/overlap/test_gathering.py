@@ -16,8 +16,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ovpatch.overlap.tensors import pending_param
 from ovpatch.overlap.tensors.pending_param import any_pending, is_pending, refusal, settle_all
-from ovpatch.overlap.tensors.shard import cut, flat
-from ovpatch_plugins.dist_optimizer.param_all_gather import ParamGather
+from ovpatch.overlap.tensors.shard import flat, shard_range
+from ovpatch_plugins.dist_optimizer.param_all_gather import ParamAllGather
 from tests.overlap.reading import READERS
 from tests.overlap.stale import GARBAGE, entrances, same, tensors
 
@@ -34,7 +34,7 @@ def group() -> dist.ProcessGroup:
 def forget_the_others(params: list[nn.Parameter]) -> None:
     """Keep what this rank owns of each parameter, and write garbage elsewhere."""
     for param in params:
-        part = cut(param.numel(), dist.get_world_size(), dist.get_rank())
+        part = shard_range(param.numel(), dist.get_world_size(), dist.get_rank())
         elements = flat(param.data)
         elements[: part.begin] = GARBAGE
         elements[part.end :] = GARBAGE
@@ -53,7 +53,7 @@ def gathered(sizes: list[tuple[int, ...]], dtype: torch.dtype, memory_format: to
     wanted = [w.contiguous(memory_format=memory_format) if w.dim() == 4 else w for w in wanted]
     params = [nn.Parameter(w.clone()) for w in wanted]
     before = [(p.data_ptr(), p.stride(), p.dtype, p.shape, p._version) for p in params]
-    gather = ParamGather(params, group())
+    gather = ParamAllGather(params, group())
     outcome = []
     for _ in range(3):
         quiet(params)
@@ -100,7 +100,7 @@ def read_by_all(names: list[str]) -> list[str]:
 
 def read_after_a_gather(model: nn.Module, read: Any, expected: list[Any]) -> bool:
     params = list(model.parameters())
-    gather = ParamGather(params, group())
+    gather = ParamAllGather(params, group())
     forget_the_others(params)
     dist.barrier()
     if dist.get_rank():
@@ -119,7 +119,7 @@ def under_ddp(steps: int) -> list[str]:
     """A loss that is alive, an optimizer, DDP's reducer: nothing of this is in the way."""
     model = DistributedDataParallel(nn.Sequential(nn.Linear(6, 12), nn.ReLU(), nn.Linear(12, 5)))
     optimizer = torch.optim.AdamW(model.parameters())
-    gather, reasons = ParamGather(list(model.parameters()), group()), []
+    gather, reasons = ParamAllGather(list(model.parameters()), group()), []
     for _ in range(steps):
         optimizer.zero_grad()
         loss = model(torch.ones(3, 6)).sum()
@@ -142,7 +142,7 @@ def steps(count: int) -> tuple[list[float], list[bool]]:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(6, 12), nn.ReLU(), nn.Linear(12, 5))
     alone = copy.deepcopy(model)
-    buckets = [ParamGather(list(part.parameters()), group(), name=str(i)) for i, part in enumerate(model) if i != 1]
+    buckets = [ParamAllGather(list(part.parameters()), group(), name=str(i)) for i, part in enumerate(model) if i != 1]
     losses, equal = [], []
     for step in range(count):
         x = torch.full((3, 6), 0.1 * step)
@@ -174,12 +174,12 @@ def test_training_goes_on_over_gathers(ranks, world):
     assert results[0][1] == [True] * 3
 
 
-def under_way() -> tuple[nn.Linear, torch.Tensor, ParamGather]:
+def under_way() -> tuple[nn.Linear, torch.Tensor, ParamAllGather]:
     """Return a model whose weight is being gathered, what it will be, and the gather."""
     model = nn.Linear(6, 7)
     dist.broadcast(model.weight.data, 0)
     expected = model.weight.detach().clone()
-    gather = ParamGather([model.weight], group())
+    gather = ParamAllGather([model.weight], group())
     quiet([model.weight])
     forget_the_others([model.weight])
     gather.launch()
@@ -225,7 +225,7 @@ def communicated(name: str) -> list[bool]:
         "all_gather": lambda p: (dist.all_gather(parts := [torch.empty_like(p) for _ in range(2)], p), parts[1])[1],
     }
     param = nn.Parameter(torch.arange(7.0))
-    gather = ParamGather([param], group())
+    gather = ParamAllGather([param], group())
     forget_the_others([param])
     with entrances(), torch.no_grad():
         assert gather.launch() == ""
@@ -242,7 +242,7 @@ def by_threads() -> list[bool]:
     for _ in range(20):
         params = [nn.Parameter(torch.arange(float(n))) for n in (60, 7, 13)]
         expected = [p.detach().clone() for p in params]
-        gather = ParamGather(params, group())
+        gather = ParamAllGather(params, group())
         forget_the_others(params)
         threads = [
             threading.Thread(target=lambda p=p, e=e: found.append(torch.equal(p, e)))
@@ -265,7 +265,7 @@ def refused() -> list[Any]:
     model = nn.Linear(6, 6)
     dist.broadcast(model.weight.data, 0)
     expected = model.weight.detach().clone()
-    gather = ParamGather([model.weight], group())
+    gather = ParamAllGather([model.weight], group())
     quiet([model.weight])
     alias = model.weight.detach() if dist.get_rank() == 0 else None
     forget_the_others([model.weight])
@@ -277,7 +277,7 @@ def let_go_at_once() -> list[Any]:
     """Somebody else, such as gloo's thread, shares a parameter's memory as it is looked at, and not a moment later."""
     model = nn.Linear(8, 8)
     expected = model.weight.detach().clone()
-    gather = ParamGather(list(model.parameters()), group())
+    gather = ParamAllGather(list(model.parameters()), group())
     quiet(gather._params)
     forget_the_others(gather._params)
     counted, extra = pending_param.storage_references, [1]
@@ -308,7 +308,7 @@ def scripted(wrapped: bool) -> list[Any]:
         torch.manual_seed(0)
         model = nn.Linear(6, 7)
         expected = model(torch.ones(1, 6))
-        gather = ParamGather(list(model.parameters()), group())
+        gather = ParamAllGather(list(model.parameters()), group())
         wrapper = DistributedDataParallel(model) if wrapped else None
         gather.launch()
         gather.settle()
@@ -328,7 +328,7 @@ def test_a_scripted_module_is_gathered_at_once(ranks, wrapped):
 
 
 def launched_twice() -> str:
-    gather = ParamGather([nn.Parameter(torch.zeros(4))], group())
+    gather = ParamAllGather([nn.Parameter(torch.zeros(4))], group())
     gather.launch()
     try:
         gather.launch()
@@ -344,7 +344,7 @@ def test_a_second_launch_is_refused(ranks):
 
 
 def profiled() -> list[str]:
-    gather = ParamGather([nn.Parameter(torch.zeros(4))], group(), name="0")
+    gather = ParamAllGather([nn.Parameter(torch.zeros(4))], group(), name="0")
     with torch.profiler.profile() as profile:
         gather.launch()
         gather.settle()

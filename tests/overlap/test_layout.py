@@ -12,15 +12,15 @@ from torch import nn
 
 from ovpatch.overlap.data_parallel import bucket_assignment as layout_module
 from ovpatch.overlap.data_parallel.bucket import GradBucket, SparseBucket
-from ovpatch.overlap.data_parallel.bucket_assignment import Layout, layer_of
+from ovpatch.overlap.data_parallel.bucket_assignment import BucketAssignment, layer_of
 from ovpatch.overlap.data_parallel.grad_sync import Bucket
 
 F32, F64, F16, BF16 = torch.float32, torch.float64, torch.float16, torch.bfloat16
 
 
-def layout(dtypes: list[torch.dtype], *, limits: tuple[int, ...] = (sys.maxsize,), **more: object) -> Layout:
+def layout(dtypes: list[torch.dtype], *, limits: tuple[int, ...] = (sys.maxsize,), **more: object) -> BucketAssignment:
     given = [nn.Parameter(torch.zeros(100, dtype=dtype)) for dtype in dtypes]
-    return Layout(given, more.pop("names", [f"p{i}.weight" for i in range(len(dtypes))]), limits, **more)
+    return BucketAssignment(given, more.pop("names", [f"p{i}.weight" for i in range(len(dtypes))]), limits, **more)
 
 
 def cut(buckets: list[Bucket]) -> list[list[int]]:

@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ovpatch.overlap.peer_rpc.rpc import PeerError, Peers
+from ovpatch.overlap.peer_rpc.rpc import PeerError, PeerRpc
 
 DTYPES = [
     torch.float32,
@@ -38,8 +38,8 @@ def group() -> dist.ProcessGroup:
     return dist.distributed_c10d._get_default_group()
 
 
-def meeting() -> Peers:
-    peers = Peers.of(group())
+def meeting() -> PeerRpc:
+    peers = PeerRpc.of(group())
     dist.barrier()
     return peers
 
@@ -153,8 +153,8 @@ def test_both_ask_from_several_threads_while_collectives_run(ranks):
 def in_subgroups() -> list[int]:
     pair, alone = dist.new_group([0, 2]), dist.new_group([1])
     mine = alone if dist.get_rank() == 1 else pair
-    peers, world = Peers.of(mine), meeting()
-    assert peers is Peers.of(mine)
+    peers, world = PeerRpc.of(mine), meeting()
+    assert peers is PeerRpc.of(mine)
     assert peers is not world
     peers.serve("who", lambda question: ({"who": dist.get_rank()}, []))
     world.serve("who", lambda question: ({"who": -1}, []))
@@ -203,7 +203,7 @@ def test_answers_that_block_do_not_hold_up_others(ranks):
     ranks(2)(blocked)
 
 
-def error_of(peers: Peers, topic: str, **options: Any) -> tuple[str, str]:
+def error_of(peers: PeerRpc, topic: str, **options: Any) -> tuple[str, str]:
     try:
         peers.ask(topic, {}, **options)
     except PeerError as error:
@@ -278,7 +278,7 @@ def test_a_topic_may_come_later_and_again(ranks):
 
 
 def hanging() -> tuple[str, float]:
-    """Of three, rank 2 hangs in its answer, and rank 1 has never heard of Peers."""
+    """Of three, rank 2 hangs in its answer, and rank 1 has never heard of PeerRpc."""
     text, gate = "", threading.Event()
     begin = time.monotonic()
 
@@ -287,11 +287,11 @@ def hanging() -> tuple[str, float]:
         return {}, []
 
     if dist.get_rank() != 1:
-        Peers.of(group()).serve("hangs", answer)
+        PeerRpc.of(group()).serve("hangs", answer)
     dist.barrier()
     if dist.get_rank() == 0:
         begin = time.monotonic()
-        text, _ = error_of(Peers.of(group()), "hangs", timeout_s=1)
+        text, _ = error_of(PeerRpc.of(group()), "hangs", timeout_s=1)
     seconds = time.monotonic() - begin
     dist.barrier()
     gate.set()
@@ -307,7 +307,7 @@ def test_who_is_late_is_named_with_how_far_it_got(ranks):
 
 
 def outside() -> None:
-    peers = Peers.of(group())
+    peers = PeerRpc.of(group())
     with pytest.raises(ValueError, match=r"group ranks are 0 to 1, not \[2\]"):
         peers.ask("topic", {}, ranks=[0, 2])
     peers.serve("own", lambda question: ({}, []))
@@ -343,7 +343,7 @@ def after_destruction() -> None:
         dist.init_process_group("gloo", store=fresh_store(name), rank=rank, world_size=world)
     with suppress(NameError):
         del held
-    Peers.of(group())
+    PeerRpc.of(group())
     deadline = time.monotonic() + 10
     while len({name.rpartition("-")[2] for name in threads_of_ours()}) > 1 or len(threads_of_ours()) > 4:
         assert time.monotonic() < deadline, threads_of_ours()

@@ -14,11 +14,11 @@ import torch
 import torch.distributed as dist
 
 from ovpatch.overlap.peer_rpc import rendezvous
-from ovpatch.overlap.peer_rpc.client import Inquiry
-from ovpatch.overlap.peer_rpc.rendezvous import Card, Directory
-from ovpatch.overlap.peer_rpc.rpc import PeerError, Peers
+from ovpatch.overlap.peer_rpc.client import Request
+from ovpatch.overlap.peer_rpc.rendezvous import Endpoint, Endpoints
+from ovpatch.overlap.peer_rpc.rpc import PeerError, PeerRpc
 from ovpatch.overlap.peer_rpc.server import Server
-from ovpatch.overlap.peer_rpc.wire import Line, pack
+from ovpatch.overlap.peer_rpc.wire import Connection, pack
 
 NOBODY = "00" * 32
 
@@ -43,14 +43,14 @@ class Group:
 def directory(monkeypatch):
     group, store = Group(), dist.HashStore()
     monkeypatch.setattr(rendezvous, "store_of", lambda found: store)
-    found = Directory(group)
+    found = Endpoints(group)
     found.group = group  # it holds it weakly
     return found
 
 
-def echo(directory: Directory, seconds: float = 20, **options) -> Inquiry:
+def echo(directory: Endpoints, seconds: float = 20, **options) -> Request:
     question = {"topic": "echo", "question": {"a": 1}}
-    inquiry = Inquiry(directory, [1], question, time.monotonic() + seconds, **options)
+    inquiry = Request(directory, [1], question, time.monotonic() + seconds, **options)
     inquiry.run()
     return inquiry
 
@@ -83,7 +83,7 @@ def test_no_more_are_asked_at_once_than_may_be(directory, at_once):
     late = [(rank, server.card) for rank, server in enumerate(servers) if rank % 3 == 0]
     timer = threading.Timer(0.1, lambda: [directory.publish(*one) for one in late])
     question = {"topic": "echo", "question": {"a": 1}}
-    inquiry = Inquiry(directory, range(count), question, time.monotonic() + 20, at_once=at_once)
+    inquiry = Request(directory, range(count), question, time.monotonic() + 20, at_once=at_once)
     timer.start()
     inquiry.run()
     assert sorted(inquiry.replies) == list(range(count))
@@ -106,7 +106,7 @@ def test_who_does_not_know_the_secret_is_turned_away(server):
 
 def test_a_server_that_does_not_know_the_secret_is_not_believed():
     ours, theirs = socket.socketpair(socket.AF_UNIX)
-    lines = [object.__new__(Line) for _ in range(2)]
+    lines = [object.__new__(Connection) for _ in range(2)]
     for line, sock in zip(lines, (ours, theirs), strict=True):
         line._socket, line.deadline = sock, time.monotonic() + 10
     theirs.sendall(b"n" * 32)
@@ -164,7 +164,7 @@ def test_a_rank_that_ends_while_it_is_asked_is_lost_at_once(server, directory):
     server._hear = lambda line: (vanishing.append(line._socket), take(line))[1]
     server.serve("vanish", vanish)
     directory.publish(1, server.card)
-    inquiry = Inquiry(directory, [1], {"topic": "vanish", "question": {}}, time.monotonic() + 60)
+    inquiry = Request(directory, [1], {"topic": "vanish", "question": {}}, time.monotonic() + 60)
     inquiry.run()
     assert inquiry.lost == {1: "ended before it had answered"}
 
@@ -190,7 +190,7 @@ def test_where_no_more_threads_can_be_started_the_spare_ones_answer(server, dire
 
 
 def test_the_loopback_device_serves_the_same_machine_and_only_that():
-    here = Card("", socket.gethostname(), ("10.0.0.5",), 1)
+    here = Endpoint("", socket.gethostname(), ("10.0.0.5",), 1)
     assert here.ways() == ["127.0.0.1", "::1", "10.0.0.5"]
     assert replace(here, host="elsewhere").ways() == ["10.0.0.5"]
     assert replace(here, host="elsewhere", addresses=()).ways() == ["127.0.0.1", "::1"]
@@ -215,13 +215,13 @@ def test_what_cannot_be_sent_is_refused_before_anything_is():
 
 def in_a_fork() -> str:
     group = dist.distributed_c10d._get_default_group()
-    peers = Peers.of(group)
+    peers = PeerRpc.of(group)
     peers.serve("value", lambda question: ({"rank": dist.get_rank()}, []))
     reader, writer = os.pipe()
     pid = os.fork()
     if pid == 0:
         texts = []
-        for action in (lambda: Peers.of(group), lambda: peers.ask("value", {})):
+        for action in (lambda: PeerRpc.of(group), lambda: peers.ask("value", {})):
             try:
                 action()
             except PeerError as error:

@@ -14,7 +14,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch.nn.parallel import DistributedDataParallel
 
 from ovpatch.overlap.tensors.pending_param import is_pending, settle_all
-from ovpatch_plugins.dist_optimizer.param_all_gather import ParamGather
+from ovpatch_plugins.dist_optimizer.param_all_gather import ParamAllGather
 from tests.overlap.stale import GARBAGE, Stale, entrances
 from tests.overlap.test_gathering import forget_the_others, group, quiet
 
@@ -186,7 +186,7 @@ def compiled_ddp(*, gathers: bool) -> tuple[list[float], int, int]:
     counter = CompileCounterWithBackend("eager")
     model = DistributedDataParallel(Block(network()))
     compiled, params = torch.compile(model, backend=counter), list(model.parameters())
-    gather, losses = ParamGather(params, group()), []
+    gather, losses = ParamAllGather(params, group()), []
     for _ in range(3):
         losses += step(compiled, model)
         quiet(params)

@@ -9,17 +9,17 @@ import torch
 from torch import Tensor
 
 from ovpatch.overlap.tensors import lazy_tensor
-from ovpatch.overlap.tensors.lazy_tensor import Placeholder
+from ovpatch.overlap.tensors.lazy_tensor import LazyTensor
 
 
 class Ones:
     """A source whose contents are all ones."""
 
-    def fetch(self, placeholders: Sequence[Placeholder], *, noticed: bool) -> list[Tensor]:
+    def fetch(self, placeholders: Sequence[LazyTensor], *, noticed: bool) -> list[Tensor]:
         return [torch.ones(one.shape) for one in placeholders]
 
 
-MAKE = [lazy_tensor.make, lazy_tensor.empty_out]
+MAKE = [lazy_tensor.make, lazy_tensor.make_lazy_]
 
 
 @pytest.mark.parametrize("make", MAKE)

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 
 from ovpatch.overlap.data_parallel.bucket import GradBucket, SparseBucket
-from ovpatch.overlap.data_parallel.grad_sync import Bucket, Reduction
+from ovpatch.overlap.data_parallel.grad_sync import Bucket, GradSync
 from tests.overlap.gradients import backward, params
 from tests.support.gloo import one_thread_group
 
@@ -25,7 +25,7 @@ class Setup:
         self.world, self.rank = group.size(), group.rank()
         self.params = params(*[(i + 2, 3) for i in range(6)])
         self.buckets: list[Bucket] = [GradBucket(part, [self.params[i] for i in part]) for part in LAYOUT]
-        self.reduction = Reduction(self.buckets, group, feature="test", **options)
+        self.reduction = GradSync(self.buckets, group, feature="test", **options)
         self.launched: list[int] = []
 
     def on_launch(self, bucket: Bucket) -> None:
@@ -258,7 +258,7 @@ def of_many_kinds() -> None:
     buckets += [GradBucket([2], [wide], flat_below=100)]
     embedding(torch.tensor([rank, 3])).sum().backward()
     low.grad, wide.grad = torch.full_like(low, 1.0 + rank), torch.full_like(wide, 1.0 - rank)
-    reduction = Reduction(buckets, group, feature="test")
+    reduction = GradSync(buckets, group, feature="test")
     for index in range(3):
         reduction.stage(index)
         reduction.arrived(index)

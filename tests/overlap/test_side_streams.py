@@ -15,7 +15,7 @@ from torch import nn
 from ovpatch.overlap.comm import side_streams as module
 from ovpatch.overlap.comm.side_streams import SideStreams, noting, noting_numbers, outlive, quietly_on, side_streams
 from ovpatch.overlap.tensors.pending_param import is_pending
-from ovpatch_plugins.dist_optimizer.param_all_gather import ParamGather
+from ovpatch_plugins.dist_optimizer.param_all_gather import ParamAllGather
 from tests.overlap.stale import entrances
 from tests.overlap.test_gathering import forget_the_others, group
 
@@ -97,9 +97,9 @@ class Group:
         return SimpleNamespace(name=lambda: "nccl")
 
 
-def launched(stream: Stream, *names: str, padded: bool = False) -> ParamGather:
+def launched(stream: Stream, *names: str, padded: bool = False) -> ParamAllGather:
     """Return a gather that is under way."""
-    gather = ParamGather([nn.Parameter(torch.zeros(4))], Group())
+    gather = ParamAllGather([nn.Parameter(torch.zeros(4))], Group())
     gather._stream, gather._works = stream, [Work(name) for name in names]
     gather._padded = [(torch.zeros(3), torch.zeros(4))] if padded else []
     return gather
@@ -262,7 +262,7 @@ def read_elsewhere(how: str) -> list[bool]:
                 copy()
 
         # Beforehand once, for kernels that are loaded now wait for the device.
-        gather = ParamGather(params, group())
+        gather = ParamAllGather(params, group())
         gather.launch()
         [(param.sum(), param.detach().clone()) for param in params]
         torch.cuda.synchronize()

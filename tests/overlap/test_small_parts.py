@@ -7,21 +7,21 @@ import torch
 import torch.distributed as dist
 
 from ovpatch.overlap.comm.step_flags import Ballots
-from ovpatch.overlap.comm.streams import Producers, label, span
+from ovpatch.overlap.comm.streams import ProducerStreams, profiler_label, profiler_span
 
 
 def test_labels_show_in_the_profile_and_cost_nothing_without_one():
-    text = label("ddp", "all_reduce", "bucket 3")
+    text = profiler_label("ddp", "all_reduce", "bucket 3")
     assert text == "ovpatch::ddp::all_reduce (bucket 3)"
-    assert label("ddp", "recover") == "ovpatch::ddp::recover"
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile, span(text):
+    assert profiler_label("ddp", "recover") == "ovpatch::ddp::recover"
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile, profiler_span(text):
         torch.zeros(1)
     assert text in {event.name for event in profile.events()}
-    assert span(text) is span(text)
+    assert profiler_span(text) is profiler_span(text)
 
 
 def test_producers_do_nothing_without_streams():
-    producers = Producers()
+    producers = ProducerStreams()
     producers.join(torch.device("cpu"), [torch.zeros(1)])
     producers.join(torch.device("cuda", 0), [torch.zeros(1)])  # from which no gradient came
     producers.clear()
@@ -52,7 +52,7 @@ def test_the_current_stream_waits_for_each_other_producer_once(monkeypatch):
     current = [0]
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: current[0], raising=False)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: streams[current[0]])
-    producers, read = Producers(), Read()
+    producers, read = ProducerStreams(), Read()
     for current[0] in (1, 2, 1, 3, 2):
         producers.note(0)
     producers.join(torch.device("cuda", 1), [read])

@@ -11,8 +11,8 @@ import torch.distributed as dist
 
 from ovpatch.overlap.comm import gloo
 from ovpatch.overlap.comm.collectives import AllGather, AllReduce, ReduceScatter
-from ovpatch.overlap.comm.gloo import Spare
-from ovpatch.overlap.comm.work import Unpacked, Work
+from ovpatch.overlap.comm.gloo import BufferPool
+from ovpatch.overlap.comm.work import Work, WorkWithEpilogue
 
 CPU = torch.device("cpu")
 DTYPES = [torch.float32, torch.float16, torch.bfloat16, torch.complex64, torch.int32]
@@ -61,7 +61,7 @@ def test_what_everybody_gets(ranks, world, dtype, sizes):
     sums = [sum(drawn(rank, size * world, dtype) for rank in range(world)) for size in sizes]
     wholes = [torch.cat([drawn(rank, size, dtype) for rank in range(world)]) for size in sizes]
     small = sum(size < 200 for size in sizes)
-    through_one = Unpacked if small > 1 else None
+    through_one = WorkWithEpilogue if small > 1 else None
     for rank, results in enumerate(ranks(world)(three_times, sizes, dtype)):
         for result in results:
             for whole, part, total in zip(result["summed"], result["parts"], sums, strict=True):
@@ -73,7 +73,7 @@ def test_what_everybody_gets(ranks, world, dtype, sizes):
 
 
 def test_memory_is_used_again_when_it_has_been_given_back():
-    spare, like = Spare(), torch.empty(0)
+    spare, like = BufferPool(), torch.empty(0)
     first = spare.take(4, like)
     assert spare.take(4, like) is not first, "it is still in use"
     spare.give_back(first)
@@ -127,7 +127,7 @@ def waited_for_within() -> dict[str, Any]:
     scatter = ReduceScatter(group(), CPU)
     parts = [torch.zeros(2), torch.zeros(3)]
     (unpacked,) = scatter(parts, [torch.ones(4), torch.full((6,), 2.0)])
-    assert isinstance(unpacked, Unpacked)
+    assert isinstance(unpacked, WorkWithEpilogue)
     interrupted = Interrupted(unpacked._works[0])
     unpacked._works = [interrupted]
     interrupted.outer = unpacked

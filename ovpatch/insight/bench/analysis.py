@@ -22,12 +22,11 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from statistics import median
 from typing import Any, Final
 
-from ovpatch.insight.bench import throughput
 from ovpatch.insight.bench.rounds import PATCHED, STOCK, Runs
 
 FASTER: Final = "faster"
@@ -166,6 +165,59 @@ def _resampled(times: Sequence[float], chance: random.Random) -> float:
     return median(drawn[:count])
 
 
+# What devices can do at most, by their data sheets, and what a measured rate is of it.
+
+#: Dense bf16 and fp16 matrix products, FLOP/s, by a part of the device's name; the first that fits counts.
+PEAKS: Final = {
+    "H100 PCIe": 756e12,
+    "H100 NVL": 835e12,
+    "H100": 989.4e12,
+    "H200 NVL": 835e12,
+    "H200": 989.4e12,
+    "GH200": 989.4e12,
+    "B200": 2250e12,
+    "A100": 312e12,
+    "A800": 312e12,
+    "L40S": 362e12,
+    "L4": 121e12,
+    "A10G": 70e12,
+    "A10": 125e12,
+    "V100 PCIE": 112e12,
+    "V100": 125e12,
+    "MI300X": 1307.4e12,
+}
+
+HALF: Final = ("bfloat16", "float16")
+_MOSTLY: Final = 0.9  # of a step's operations: the loss and the norms of a bf16 model are done in float32
+
+
+def peak(device: str, flops: Mapping[str, float]) -> tuple[float | None, str]:
+    """Return the device's peak in FLOP/s for a step in half precision, or None with the reason.
+
+    Args:
+        device: Its name.
+        flops: Operations of the step by dtype.
+    """
+    total = sum(flops.values())
+    half = sum(flops.get(dtype, 0) for dtype in HALF)
+    if not total:
+        return None, "operations were not counted"
+    if _names("MIG", device):
+        return None, f"{device} is a part of a device. Give --peak-tflops"
+    known = next((value for words, value in PEAKS.items() if _names(words, device)), None)
+    if known is None:
+        return None, f"the peak of {device} is not known. Give --peak-tflops"
+    if half < _MOSTLY * total:
+        most = max(flops, key=lambda dtype: flops[dtype])
+        return None, f"the step computes mostly in {most}; the peak that is known is for bf16. Give --peak-tflops"
+    return known, ""
+
+
+def _names(words: str, device: str) -> bool:
+    """Whether the words are in the name as words, so that L4 is not found in L40."""
+    return f" {words} " in f" {device.replace('-', ' ')} "
+
+
 # The figures of a bench: one row for each kind of run, the ratio, and each feature's part.
 
 
@@ -279,7 +331,7 @@ def _peak(runs: Runs, given: Given) -> tuple[float | None, str]:
         return given.peak_tflops * 1e12, ""
     if len(first.devices) != 1:
         return None, "the ranks have different devices. Give --peak-tflops"
-    return throughput.peak(first.devices[0], first.flops)
+    return peak(first.devices[0], first.flops)
 
 
 def _per_second(count: float | None, ms: Spread) -> float | None:

@@ -23,8 +23,8 @@ import torch.distributed as dist
 from ovpatch.overlap.autotune.cache import TuningCache
 from ovpatch.overlap.autotune.measure import Candidates, Choice, RankNumbers, Tuning, measure_candidates, pick_fastest
 from ovpatch.overlap.comm.collectives import backend_name
-from ovpatch.overlap.comm.consensus import DisagreementError, agree, patience
-from ovpatch.overlap.comm.streams import capturing
+from ovpatch.overlap.comm.consensus import RankMismatchError, check_consistent, patience
+from ovpatch.overlap.comm.streams import is_capturing
 
 T = TypeVar("T")
 
@@ -123,7 +123,7 @@ class Autotuner:
             communicator: Over the same ranks, on which numbers are exchanged; by default the group itself.
 
         Raises:
-            DisagreementError: Ranks ask for different keys, or a rank does not come.
+            RankMismatchError: Ranks ask for different keys, or a rank does not come.
         """
         deterministic = torch.are_deterministic_algorithms_enabled()
         question = (deterministic, tuning.key, tuning.candidates)
@@ -148,7 +148,7 @@ class Autotuner:
             "deterministic algorithms": deterministic,
         }
         limit = patience(group, self._device, PATIENCE_S)
-        agree(group, f"{self._feature}: choice", terms, timeout_s=limit, remedy=_REMEDY)
+        check_consistent(group, f"{self._feature}: choice", terms, timeout_s=limit, remedy=_REMEDY)
         if deterministic:
             return Choice(tuning.default, "not measured, since algorithms must be deterministic")
         return run_in_own_thread(functools.partial(self._look_up_or_measure, group, communicator, tuning), self._device)
@@ -337,8 +337,8 @@ def _synchronize(device: torch.device) -> int:
 def _fails_on_all_ranks(group: dist.ProcessGroup, topic: str, key: str) -> bool:
     """Return whether all ranks call this."""
     try:
-        agree(group, topic, {"what fails": key}, timeout_s=FAILURE_S)
-    except DisagreementError:
+        check_consistent(group, topic, {"what fails": key}, timeout_s=FAILURE_S)
+    except RankMismatchError:
         return False
     return True
 
@@ -351,7 +351,7 @@ def _cannot_measure(device: torch.device) -> bool:
     """Return whether nothing can be measured here; see [Note: when to measure]."""
     if torch.compiler.is_compiling() or torch._C._current_graph_task_id() != -1:
         return True
-    return capturing(device)
+    return is_capturing(device)
 
 
 def _free_bytes(device: torch.device) -> float:

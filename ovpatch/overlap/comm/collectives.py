@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ovpatch.overlap.comm.gloo import UngroupedAllGather, UngroupedAllReduce, UngroupedReduceScatter
+from ovpatch.overlap.comm.gloo import GlooAllGather, GlooAllReduce, GlooReduceScatter
 from ovpatch.overlap.comm.work import Work
 from ovpatch.overlap.copy_engine.registry import attend, gathering, scattering
 
@@ -43,7 +43,7 @@ class AllReduce:
         self._one, self._many = dist.AllreduceOptions(), dist.AllreduceCoalescedOptions()
         for options in (self._one, self._many):
             options.reduceOp, options.asyncOp = operation, True
-        self._ungrouped = None if _groups(group, device) else UngroupedAllReduce(group, self._one)
+        self._ungrouped = None if _groups(group, device) else GlooAllReduce(group, self._one)
 
     def __call__(self, tensors: Sequence[Tensor]) -> Sequence[Work]:
         """Start the sums.
@@ -79,7 +79,7 @@ class AllGather:
         self._group = communicator or group
         self._options = dist.distributed_c10d.AllgatherOptions()
         self._options.asyncOp = True
-        self._ungrouped = None if _groups(group, device) else UngroupedAllGather(self._group)
+        self._ungrouped = None if _groups(group, device) else GlooAllGather(self._group)
 
     def __call__(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> Sequence[Work]:
         """Start the gathering.
@@ -143,7 +143,7 @@ class ReduceScatter:
         self._options = dist.ReduceScatterOptions()
         self._options.reduceOp = dist.ReduceOp(dist.ReduceOp.AVG if average else dist.ReduceOp.SUM)
         self._options.asyncOp = True
-        self._ungrouped = None if _groups(group, device) else UngroupedReduceScatter(group)
+        self._ungrouped = None if _groups(group, device) else GlooReduceScatter(group)
 
     def __call__(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> Sequence[Work]:
         """Start the sums.

@@ -37,11 +37,11 @@ from torch.distributed import distributed_c10d as c10d
 _LONGEST_PAUSE = 0.05
 
 
-class DisagreementError(RuntimeError):
+class RankMismatchError(RuntimeError):
     """Ranks differ in their settings, or a rank takes no part. The text names ranks, difference and remedy."""
 
 
-def agree(
+def check_consistent(
     group: dist.ProcessGroup,
     topic: str,
     terms: Mapping[str, Any],
@@ -67,7 +67,7 @@ def agree(
         "" when all ranks take part, otherwise the reasons of those that object, the same text on every rank.
 
     Raises:
-        DisagreementError: Terms differ, or a rank did not answer in time.
+        RankMismatchError: Terms differ, or a rank did not answer in time.
     """
     world = group.size()
     if world == 1 or dist.get_backend(group) == "fake":
@@ -87,7 +87,7 @@ def agree(
         found = _answer(store, base, group.rank(), mark, mine, timeout_s + 5)
         verdict = found or {"error": _missing(topic, _global(group, [0]), timeout_s, remedy)}
     if "error" in verdict:
-        raise DisagreementError(verdict["error"])
+        raise RankMismatchError(verdict["error"])
     return str(verdict["objection"])
 
 

@@ -24,14 +24,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ovpatch.overlap.comm.work import Unpacked, Work
+from ovpatch.overlap.comm.work import Work, WorkWithEpilogue
 
 _KEPT = 16  # idle tensors for one collective of one group
 
 _ALONE = 1024 * 1024  # bytes; below it, a launch takes longer than the copies that it saves
 
 
-class Spare:
+class BufferPool:
     """Flat tensors on the CPU that are used again; see [Note: large tensors alone]. Elsewhere torch keeps memory.
 
     Those that were used last are kept, since sizes may change from step to step.
@@ -55,7 +55,7 @@ class Spare:
             del self._idle[:-_KEPT]
 
 
-class UngroupedAllReduce:
+class GlooAllReduce:
     """See :class:`ovpatch.overlap.comm.collectives.AllReduce`.
 
     Args:
@@ -65,7 +65,7 @@ class UngroupedAllReduce:
 
     def __init__(self, group: dist.ProcessGroup, options: dist.AllreduceOptions) -> None:
         self._group, self._options = group, options
-        self._spare = Spare()
+        self._spare = BufferPool()
 
     def __call__(self, tensors: Sequence[Tensor]) -> Sequence[Work]:
         """Start the sums of contiguous real tensors of one dtype, in place."""
@@ -87,10 +87,10 @@ class UngroupedAllReduce:
             _copy(tensors, pieces)
             self._spare.give_back(flat)
 
-        return Unpacked([self._group.allreduce([flat], self._options)], unpack)
+        return WorkWithEpilogue([self._group.allreduce([flat], self._options)], unpack)
 
 
-class UngroupedAllGather:
+class GlooAllGather:
     """See :class:`ovpatch.overlap.comm.collectives.AllGather`.
 
     Args:
@@ -99,7 +99,7 @@ class UngroupedAllGather:
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group, self._world, self._rank = group, group.size(), group.rank()
-        self._spare = Spare()
+        self._spare = BufferPool()
         self._options = []
         for rank in range(self._world):
             options = dist.BroadcastOptions()
@@ -134,10 +134,10 @@ class UngroupedAllGather:
             _copy(targets, [place[rank] for place in places for rank in others])
             self._spare.give_back(flat)
 
-        return Unpacked(self._from_everybody(flat.view(self._world, -1)), unpack)
+        return WorkWithEpilogue(self._from_everybody(flat.view(self._world, -1)), unpack)
 
 
-class UngroupedReduceScatter:
+class GlooReduceScatter:
     """See :class:`ovpatch.overlap.comm.collectives.ReduceScatter`; sums only.
 
     Args:
@@ -149,7 +149,7 @@ class UngroupedReduceScatter:
         options = dist.AllreduceOptions()
         options.asyncOp = True
         self._exchange = Exchange(group) if self._world == 2 else None
-        self._all_reduce = UngroupedAllReduce(group, options)
+        self._all_reduce = GlooAllReduce(group, options)
 
     def __call__(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> Sequence[Work]:
         """Start summing contiguous real tensors of one dtype; each output gets this rank's part."""
@@ -157,7 +157,7 @@ class UngroupedReduceScatter:
         if self._exchange is not None:
             return self._exchange(parts, rows)
         works = self._all_reduce(inputs)
-        return [Unpacked(works, lambda: _copy(parts, [row[self._rank] for row in rows]))]
+        return [WorkWithEpilogue(works, lambda: _copy(parts, [row[self._rank] for row in rows]))]
 
 
 class Exchange:
@@ -169,7 +169,7 @@ class Exchange:
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group, self._world = group, group.size()
-        self._spare = Spare()
+        self._spare = BufferPool()
         self._options = dist.AllToAllOptions()
         self._options.asyncOp = True
 
@@ -203,7 +203,7 @@ class Exchange:
             for flat in (received, *used):
                 self._spare.give_back(flat)
 
-        return Unpacked([work], unpack)
+        return WorkWithEpilogue([work], unpack)
 
 
 def _by_size(tensors: Sequence[Tensor]) -> tuple[list[int], list[int]]:

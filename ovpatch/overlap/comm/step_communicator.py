@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 
 from ovpatch.overlap.peer_rpc.rendezvous import store_of
-from ovpatch.overlap.peer_rpc.rpc import Peers, timeout_of
+from ovpatch.overlap.peer_rpc.rpc import PeerRpc, timeout_of
 from ovpatch.overlap.peer_rpc.shutdown import failing
 
 # By the group beside which they stand, and the type of device.
@@ -122,8 +122,8 @@ def _name(group: dist.ProcessGroup) -> str:
     number = _numbers[group] = _numbers.get(group, 0) + 1
     topic = f"the name of communicator {number}"
     if group.rank():
-        header, _ = Peers.of(group).ask(topic, {}, ranks=[0])[0]
+        header, _ = PeerRpc.of(group).ask(topic, {}, ranks=[0])[0]
         return str(header["name"])
     name = f"ovpatch/communicator/{uuid.uuid4().hex}"
-    Peers.of(group).serve(topic, lambda _: ({"name": name}, []))
+    PeerRpc.of(group).serve(topic, lambda _: ({"name": name}, []))
     return name

@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 from ovpatch.overlap.comm.collectives import AllReduce
 from ovpatch.overlap.comm.side_streams import quietly_on
-from ovpatch.overlap.comm.streams import capturing, label, span
+from ovpatch.overlap.comm.streams import is_capturing, profiler_label, profiler_span
 from ovpatch.overlap.comm.work import Work
 
 # Steps per ballot where casting one is not free.
@@ -42,7 +42,7 @@ class Ballots:
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device, feature: str) -> None:
         self._device = device
-        self._label = label(feature, "ballot")
+        self._label = profiler_label(feature, "ballot")
         self._all_reduce = AllReduce(group, device)
         self._period = PERIOD if device.type == "cuda" else 1
         self._failed = 0
@@ -54,14 +54,14 @@ class Ballots:
 
         A step that is captured into a CUDA graph is not counted: nobody would read its ballot at a replay.
         """
-        if capturing(self._device):
+        if is_capturing(self._device):
             return
         self._failed += failed
         if step < self._period or (step + 1) % self._period == 0:
             vote = torch.full((1,), self._failed, dtype=torch.int32, device=self._device)
             steps = range(self._last + 1, step + 1)
             self._last = step
-            with span(self._label):
+            with profiler_span(self._label):
                 self._open.append(_Ballot.cast(steps, self._failed, vote, self._all_reduce))
             self._failed = 0
 
@@ -71,7 +71,7 @@ class Ballots:
         A range of steps stands for one or more among them. See [Note: when a ballot is read].
         """
         steps: list[range] = []
-        if capturing(self._device):
+        if is_capturing(self._device):
             return steps
         while self._open and (len(self._open) > _PATIENCE or self._open[0].ready()):
             ballot = self._open.popleft()
@@ -154,18 +154,18 @@ class Votes:
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device, feature: str) -> None:
         self._device = device
-        self._label = label(feature, "votes")
+        self._label = profiler_label(feature, "votes")
         self._all_reduce = AllReduce(group, device)
         self._cast: tuple[int, torch.Tensor, Work] | None = None
 
     def cast(self, step: int, flags: Sequence[int]) -> None:
         """Start the sum, if one is due after this step. Every rank calls this after the same steps."""
-        if (step < PERIOD or (step + 1) % PERIOD == 0) and not capturing(self._device):
+        if (step < PERIOD or (step + 1) % PERIOD == 0) and not is_capturing(self._device):
             self._wait()
             # From pinned memory, or the host would wait for all that the device has to do.
             cast = torch.tensor(flags, dtype=torch.int32, device="cpu", pin_memory=self._device.type == "cuda")
             votes = cast.to(self._device, non_blocking=True)
-            with span(self._label):
+            with profiler_span(self._label):
                 (work,) = self._all_reduce([votes])
             self._cast = (step, votes, work)
 
@@ -173,7 +173,7 @@ class Votes:
         """Return the sums that take effect before this step, if any do."""
         if self._cast is None or step < self._cast[0] + (1 if self._cast[0] < PERIOD else PERIOD // 2):
             return None
-        if capturing(self._device):
+        if is_capturing(self._device):
             return None
         votes = self._wait()
         assert votes is not None

@@ -17,7 +17,7 @@ from torch import Tensor
 # The one helper that names what ovpatch does, in profiles and in logs.
 
 
-def label(feature: str, phase: str, name: str = "") -> str:
+def profiler_label(feature: str, phase: str, name: str = "") -> str:
     """Return ``ovpatch::<feature>::<phase> (<name>)``.
 
     Args:
@@ -31,8 +31,8 @@ def label(feature: str, phase: str, name: str = "") -> str:
 _NOTHING: AbstractContextManager[Any] = contextlib.nullcontext()
 
 
-def span(text: str) -> AbstractContextManager[Any]:
-    """Return a context manager that shows ``text``, made by :func:`label`, as a range in torch's profiler.
+def profiler_span(text: str) -> AbstractContextManager[Any]:
+    """Return a context manager that shows ``text``, made by :func:`profiler_label`, as a range in torch's profiler.
 
     Without a profiler it is nothing: an idle ``record_function`` costs more than launching a collective.
     """
@@ -46,12 +46,12 @@ def span(text: str) -> AbstractContextManager[Any]:
 # memory that its replays write to.
 
 
-def capturing(device: torch.device) -> bool:
+def is_capturing(device: torch.device) -> bool:
     """Tell whether the current stream of a device is being captured."""
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
-class Producers:
+class ProducerStreams:
     """The CUDA streams that produced gradients since the last :meth:`clear`, per device."""
 
     def __init__(self) -> None:

@@ -16,7 +16,7 @@ class Work(Protocol):
         """Make the current stream (the host, without streams) wait for the result."""
 
 
-class Pending:
+class WorkGroup:
     """Collectives under way.
 
     Args:
@@ -36,7 +36,7 @@ class Pending:
         self._works = self._inputs = ()
 
 
-class Unpacked:
+class WorkWithEpilogue:
     """Collectives under way whose results will then be put where they belong.
 
     Args:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from ovpatch.overlap.comm.streams import capturing
+from ovpatch.overlap.comm.streams import is_capturing
 from ovpatch.overlap.copy_engine.collectives import Engine
 from ovpatch.overlap.peer_rpc.rpc import timeout_of
 from ovpatch.overlap.peer_rpc.shutdown import at_exit, failing
@@ -59,7 +59,7 @@ def _found(group: dist.ProcessGroup, device: torch.device) -> Chosen | None:
     found = _chosen.get(group, {}).get(device) if _chosen else None
     if found is None or found.engine is None:
         return None
-    if capturing(device):
+    if is_capturing(device):
         return None  # a replayed graph would use the halves in another order than eager calls do
     return found
 

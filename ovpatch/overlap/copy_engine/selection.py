@@ -15,8 +15,8 @@ from torch import Tensor
 from ovpatch.overlap.autotune import Candidates, Tuning, autotuner_for
 from ovpatch.overlap.autotune.autotuner import add_report_line
 from ovpatch.overlap.comm.collectives import AllGather, ReduceScatter
-from ovpatch.overlap.comm.consensus import agree
-from ovpatch.overlap.comm.streams import capturing
+from ovpatch.overlap.comm.consensus import check_consistent
+from ovpatch.overlap.comm.streams import is_capturing
 from ovpatch.overlap.comm.work import Work
 from ovpatch.overlap.copy_engine.collectives import Engine
 from ovpatch.overlap.copy_engine.registry import Chosen, chosen_for
@@ -65,7 +65,7 @@ def choose(
         return
     if device.type != "cuda" and mode == "auto":
         return
-    if capturing(device):
+    if is_capturing(device):
         return
     if mode == "auto" and torch._C._current_graph_task_id() != -1:
         return  # a step in backward, where nothing is measured
@@ -111,11 +111,11 @@ def _made(chosen: Chosen, group: dist.ProcessGroup, device: torch.device, alloca
         chosen.engine = Engine(group, device, allocate=allocate)
     except RuntimeError as error:  # of the driver: containers may forbid processes to share memory
         reason = f"memory cannot be shared ({str(error).splitlines()[0] if str(error) else type(error).__name__})"
-    reason = agree(group, "copy engines", {}, objection=reason, timeout_s=_PATIENCE_S)
+    reason = check_consistent(group, "copy engines", {}, objection=reason, timeout_s=_PATIENCE_S)
     if not reason and chosen.engine is not None:
         unheard = ", ".join(str(dist.get_global_rank(group, rank)) for rank in chosen.engine.unheard())
         silent = f"nothing arrives from rank {unheard}, or something else" if unheard else ""
-        reason = agree(group, "copy engines", {}, objection=silent, timeout_s=_PATIENCE_S)
+        reason = check_consistent(group, "copy engines", {}, objection=silent, timeout_s=_PATIENCE_S)
     if reason:
         chosen.engine = None
     return reason

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ovpatch.overlap.comm.side_streams import quietly_on
-from ovpatch.overlap.comm.work import Pending, Work
+from ovpatch.overlap.comm.work import Work, WorkGroup
 from ovpatch.overlap.copy_engine.driver import Batch, Driver
 from ovpatch.overlap.symm_mem import memory
 
@@ -349,7 +349,7 @@ class NoStreams:
     def end(self, launched: None, tensors: Sequence[Tensor]) -> Work:
         """See :class:`Lanes`."""
         del launched, tensors
-        return Pending(())
+        return WorkGroup(())
 
     def behind(self) -> AbstractContextManager[None]:
         """See :class:`Lanes`."""

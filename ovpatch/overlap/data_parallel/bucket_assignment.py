@@ -23,14 +23,14 @@ from ovpatch.overlap.data_parallel.bucket import SMALL, GradBucket, SparseBucket
 from ovpatch.overlap.data_parallel.fp32_accumulation import HALVES
 from ovpatch.overlap.data_parallel.grad_sync import Bucket
 from ovpatch.overlap.data_parallel.half_wire import HalfWire
-from ovpatch.overlap.data_parallel.sharded_bucket import ShardBucket
-from ovpatch.overlap.data_parallel.sharded_grads import GradShards
+from ovpatch.overlap.data_parallel.sharded_bucket import ShardedGradBucket
+from ovpatch.overlap.data_parallel.sharded_grads import ShardedGrads
 
 _COMPANY = 4 << 20  # bytes of small gradients that wait for no others
 
 
 @dataclass(frozen=True)
-class Layout:
+class BucketAssignment:
     """How to cut the parameters of a model into buckets.
 
     Attributes:
@@ -50,7 +50,7 @@ class Layout:
     granularity: str = "size"
     in_fp32: bool = False
     sparse: Sequence[bool] = ()
-    shards: GradShards | None = None
+    shards: ShardedGrads | None = None
     wire: HalfWire | None = None
 
     def initial(self, *, bucketed: bool) -> list[Bucket]:
@@ -122,7 +122,7 @@ class Layout:
         wide = self.in_fp32 and params[0].dtype in HALVES
         dtype = torch.float32 if wide else None
         if self.shards is not None and not self.shards.chosen.isdisjoint(indices):
-            return ShardBucket(indices, params, self.shards, self.wire, dtype=dtype)
+            return ShardedGradBucket(indices, params, self.shards, self.wire, dtype=dtype)
         return GradBucket(indices, params, dtype=dtype)
 
     def _is_sparse(self, index: int) -> bool:
@@ -141,7 +141,7 @@ def layer_of(name: str) -> str:
 # Where the gradients of a model are cut into buckets, and the order in which they come, by which that is decided.
 
 
-class Cutting:
+class BucketOrder:
     """Cuts by registration at first, and anew along the order of a backward's gradients.
 
     Args:
@@ -149,7 +149,7 @@ class Cutting:
         group: The process group.
     """
 
-    def __init__(self, layout: Layout, group: dist.ProcessGroup) -> None:
+    def __init__(self, layout: BucketAssignment, group: dist.ProcessGroup) -> None:
         self._layout, self._group = layout, group
         self._came: list[int] = []
         self._order: list[int] = []
@@ -175,5 +175,5 @@ class Cutting:
         self._order = order.tolist()
 
     def buckets(self, *, bucketed: bool) -> list[Bucket]:
-        """Return the buckets; ``bucketed`` as for :meth:`Layout.initial`, until there is an order."""
+        """Return the buckets; ``bucketed`` as for :meth:`BucketAssignment.initial`, until there is an order."""
         return self._layout.along(self._order) if self._order else self._layout.initial(bucketed=bucketed)

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 
 from torch import Tensor
 
-from ovpatch.overlap.tensors.lazy_tensor import Placeholder
+from ovpatch.overlap.tensors.lazy_tensor import LazyTensor
 
 _TOO_EARLY = (
     "ovpatch: the gradient of parameter '{}' was read, or added to, while a backward computes that has already reduced "
@@ -25,7 +25,7 @@ _LOST = (
 )
 
 
-class GivenUp:
+class FreedGrads:
     """Those of one model in the running backward.
 
     Args:
@@ -34,12 +34,12 @@ class GivenUp:
 
     def __init__(self, names: Sequence[str]) -> None:
         self._names = names
-        self._grads: dict[int, weakref.ref[Placeholder]] = {}
+        self._grads: dict[int, weakref.ref[LazyTensor]] = {}
 
     def __contains__(self, index: int) -> bool:
         return index in self._grads
 
-    def add(self, index: int, grad: Placeholder) -> None:
+    def add(self, index: int, grad: LazyTensor) -> None:
         """Note that the gradient of a parameter has been given up."""
         self._grads[index] = weakref.ref(grad)
 
@@ -67,8 +67,8 @@ class GivenUp:
             self.arrived(index, None)
         return indices
 
-    def _lose(self, index: int, grad: Placeholder) -> None:
-        if isinstance(grad, Placeholder):  # still: who has zeroed it has a plain gradient
+    def _lose(self, index: int, grad: LazyTensor) -> None:
+        if isinstance(grad, LazyTensor):  # still: who has zeroed it has a plain gradient
             grad.source = _Lost(self._names[index])
 
 
@@ -76,7 +76,7 @@ class _Lost:
     def __init__(self, name: str) -> None:
         self._name = name
 
-    def fetch(self, placeholders: Sequence[Placeholder], *, noticed: bool) -> list[Tensor]:
+    def fetch(self, placeholders: Sequence[LazyTensor], *, noticed: bool) -> list[Tensor]:
         """Say that there is nothing."""
         del placeholders, noticed
         raise RuntimeError(_LOST.format(self._name))

@@ -21,7 +21,7 @@ from torch.utils.hooks import RemovableHandle
 
 from ovpatch.overlap.data_parallel import fp32_accumulation
 from ovpatch.overlap.data_parallel.fp32_accumulation import HALVES
-from ovpatch.overlap.data_parallel.sharded_grads import GradShards
+from ovpatch.overlap.data_parallel.sharded_grads import ShardedGrads
 
 # What the autograd engine is about to do, and is told to.
 
@@ -121,7 +121,7 @@ class GradientHooks:
         with torch._C.DisableTorchFunctionSubclass():  # which a parameter may be that waits for a reader
             return list(map(_DTYPE, self._params)), list(map(Tensor.get_device, self._params))
 
-    def watch_parts(self, shards: GradShards) -> None:
+    def watch_parts(self, shards: ShardedGrads) -> None:
         """Put gradients together before a backward adds to one of which there are only parts."""
         _remove(self._before)
         reference = weakref.ref(shards)
@@ -176,7 +176,7 @@ def _hook(reference: weakref.ref[Listener], index: int) -> Any:
     return fire
 
 
-def _prehook(reference: weakref.ref[GradShards], index: int) -> Any:
+def _prehook(reference: weakref.ref[ShardedGrads], index: int) -> Any:
     def fire(given: tuple[Tensor | None]) -> None:
         shards = reference()
         if shards is not None:

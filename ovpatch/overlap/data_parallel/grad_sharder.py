@@ -12,7 +12,7 @@ from torch import Tensor
 
 
 class Arriving(Protocol):
-    """Reductions under way, as :class:`ovpatch.overlap.data_parallel.grad_sync.Reduction`."""
+    """Reductions under way, as :class:`ovpatch.overlap.data_parallel.grad_sync.GradSync`."""
 
     def wait_for_peers(self) -> None:
         """Wait until all ranks have taken part; no part has been written."""

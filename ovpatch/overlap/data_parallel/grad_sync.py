@@ -24,8 +24,8 @@ from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from ovpatch.overlap.comm.collectives import Collectives
-from ovpatch.overlap.comm.streams import Producers, label, span
-from ovpatch.overlap.comm.work import Unpacked, Work
+from ovpatch.overlap.comm.streams import ProducerStreams, profiler_label, profiler_span
+from ovpatch.overlap.comm.work import Work, WorkWithEpilogue
 from ovpatch.overlap.data_parallel.bucket import GradBucket, SparseBucket
 from ovpatch.overlap.tensors.metadata_ops import grad_of
 
@@ -263,7 +263,7 @@ def mark_gradient(param: torch.nn.Parameter, key: str) -> None:
 Bucket: TypeAlias = GradBucket | SparseBucket
 
 
-class Reduction:
+class GradSync:
     """Reduces a fixed sequence of buckets, once per backward.
 
     Args:
@@ -291,9 +291,9 @@ class Reduction:
         self._skip_absent, self._limit, self._meet = skip_absent, in_flight, meet
         self._divisor = 1 if average else group.size()
         self._bucket_of = {index: b for b, bucket in enumerate(buckets) for index in bucket.indices}
-        self._labels = [label(feature, "all_reduce", f"bucket {b}") for b in range(len(buckets))]
+        self._labels = [profiler_label(feature, "all_reduce", f"bucket {b}") for b in range(len(buckets))]
         self._sizes = [len(bucket.indices) for bucket in buckets]
-        self._producers = Producers()
+        self._producers = ProducerStreams()
         self._cuda = {i: b.device.index for b in buckets for i in b.indices if b.device.type == "cuda"}
         self._collectives = {b.device: Collectives(group, b.device, average=average) for b in buckets}
         self.open()
@@ -422,7 +422,7 @@ class Reduction:
     def _launch(self, on_launch: Callable[[Bucket], None], given: Tensor | None) -> None:
         index, bucket = self.launched, self.buckets[self.launched]
         if not self._skipped(bucket):
-            with span(self._labels[index]):
+            with profiler_span(self._labels[index]):
                 self._meet_once()
                 self._join(bucket)
                 works = self._start(bucket, bucket.pack(self._divisor, absent=self.absent, given=given))
@@ -473,4 +473,4 @@ class Reduction:
 def _wait_for_peers(works: Sequence[Work]) -> None:
     """Wait for collectives; what has to be put in its place afterwards is not yet."""
     for work in works:
-        (work.wait_for_results if isinstance(work, Unpacked) else work.wait)()
+        (work.wait_for_results if isinstance(work, WorkWithEpilogue) else work.wait)()

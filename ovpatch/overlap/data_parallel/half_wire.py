@@ -21,7 +21,7 @@ from torch import Tensor
 from ovpatch.overlap.copy_engine.registry import scattering
 from ovpatch.overlap.data_parallel import fp32_accumulation
 from ovpatch.overlap.data_parallel.fp32_accumulation import HALVES
-from ovpatch.overlap.data_parallel.sharded_grads import GradShards
+from ovpatch.overlap.data_parallel.sharded_grads import ShardedGrads
 
 
 class HalfWire:
@@ -41,7 +41,7 @@ class HalfWire:
     def __init__(
         self,
         params: Sequence[torch.nn.Parameter],
-        shards: GradShards,
+        shards: ShardedGrads,
         *,
         in_fp32: bool,
         sums: bool,

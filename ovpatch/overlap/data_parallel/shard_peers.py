@@ -15,11 +15,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ovpatch.overlap.peer_rpc.rpc import Peers
-from ovpatch.overlap.peer_rpc.shutdown import Farewell
-from ovpatch.overlap.peer_rpc.versioned import Editions, to_host
+from ovpatch.overlap.peer_rpc.rpc import PeerRpc
+from ovpatch.overlap.peer_rpc.shutdown import KeepAlive
+from ovpatch.overlap.peer_rpc.versioned import VersionedTensors, to_host
 from ovpatch.overlap.tensors.ownership import weakly
-from ovpatch.overlap.tensors.shard import cut
+from ovpatch.overlap.tensors.shard import shard_range
 
 _PATIENCE_S = 600.0  # for a peer that is slower in its backward; the asker's own time-out comes first
 
@@ -37,12 +37,12 @@ class ShardPeers:
     def __init__(
         self,
         group: dist.ProcessGroup,
-        editions: Editions,
+        editions: VersionedTensors,
         parts: Mapping[int, Tensor],
         numels: Sequence[int],
     ) -> None:
         self._group, self._editions, self._parts, self._numels = group, editions, parts, numels
-        self._farewell = Farewell(group)
+        self._farewell = KeepAlive(group)
         self._topic = ""
 
     @property
@@ -62,23 +62,23 @@ class ShardPeers:
                 for order in (2.0, math.inf):
                     part_norms([torch.zeros(1, dtype=tensor.dtype, device=tensor.device)], order).tolist()
         self._topic = f"gradients of {identity}"
-        weakref.finalize(self, Peers.of(self._group).serve(self._topic, weakly(self._answer)))
+        weakref.finalize(self, PeerRpc.of(self._group).serve(self._topic, weakly(self._answer)))
 
     def pull(self, indices: Sequence[int]) -> dict[int, list[Tensor]]:
         """Return the other ranks' parts of some gradients, padded, on the CPU, by rank."""
         question = self._farewell.mark({"edition": self._editions.number, "indices": list(indices)})
-        answers = Peers.of(self._group).ask(self._topic, question)
+        answers = PeerRpc.of(self._group).ask(self._topic, question)
         return {rank: tensors for rank, (_, tensors) in answers.items()}
 
     def norms(self, indices: Sequence[int], order: float) -> dict[int, list[float]]:
         """Return the norm of each of the other ranks' parts, by rank."""
         question = {"edition": self._editions.number, "indices": list(indices), "norm": order}
-        answers = Peers.of(self._group).ask(self._topic, question)
+        answers = PeerRpc.of(self._group).ask(self._topic, question)
         return {rank: header["norms"] for rank, (header, _) in answers.items()}
 
     def leave(self) -> bool:
         """Tell whether there are still peers to ask; this is the last time."""
-        there = self.serving and not Peers.destroyed(self._group)
+        there = self.serving and not PeerRpc.destroyed(self._group)
         if there:
             self._farewell.say(self)
         return there
@@ -99,7 +99,7 @@ class ShardPeers:
         return {}, parts
 
     def _without_padding(self, index: int) -> Tensor:
-        own = cut(self._numels[index], self._group.size(), self._group.rank())
+        own = shard_range(self._numels[index], self._group.size(), self._group.rank())
         return self._parts[index][: own.numel]
 
 

@@ -12,12 +12,12 @@ from ovpatch.overlap.comm.side_streams import outlive, side_streams
 from ovpatch.overlap.comm.work import Work
 from ovpatch.overlap.data_parallel.bucket import GradBucket
 from ovpatch.overlap.data_parallel.half_wire import HalfWire, sent
-from ovpatch.overlap.data_parallel.sharded_grads import GradShards
+from ovpatch.overlap.data_parallel.sharded_grads import ShardedGrads
 from ovpatch.overlap.tensors.metadata_ops import grad_of
 from ovpatch.overlap.tensors.shard import flat
 
 
-class ShardBucket(GradBucket):
+class ShardedGradBucket(GradBucket):
     """Gradients of some parameters, most of which are reduced and scattered; the others are all-reduced.
 
     Args:
@@ -32,7 +32,7 @@ class ShardBucket(GradBucket):
         self,
         indices: Sequence[int],
         params: Sequence[torch.nn.Parameter],
-        shards: GradShards,
+        shards: ShardedGrads,
         wire: HalfWire | None = None,
         *,
         dtype: torch.dtype | None = None,

@@ -1,6 +1,6 @@
 """The gradients of one model of which each rank keeps a part.
 
-[Note: on request] Who updates parameters by parts asks for their gradients by parts (:meth:`GradShards.want`), and
+[Note: on request] Who updates parameters by parts asks for their gradients by parts (:meth:`ShardedGrads.want`), and
 who reads a whole gradient, by looking at ``p.grad`` as any script may, is noticed. Both are told to the other ranks by
 votes: a gradient is reduced and scattered from the step on in which all ranks want that and none has ever read the
 whole. Until then, and again afterwards, it is all-reduced as stock does it. So a script that reads gradients pays for
@@ -22,18 +22,18 @@ from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
 from ovpatch.overlap.comm.step_flags import Votes
-from ovpatch.overlap.comm.streams import capturing
-from ovpatch.overlap.data_parallel.given_up import GivenUp
+from ovpatch.overlap.comm.streams import is_capturing
+from ovpatch.overlap.data_parallel.given_up import FreedGrads
 from ovpatch.overlap.data_parallel.grad_sharder import Arriving, Minimum, Reducer
 from ovpatch.overlap.data_parallel.shard_peers import ShardPeers
 from ovpatch.overlap.peer_rpc import host_barrier, shutdown
-from ovpatch.overlap.peer_rpc.host_barrier import Gate
-from ovpatch.overlap.peer_rpc.versioned import Editions
+from ovpatch.overlap.peer_rpc.host_barrier import HostBarrier
+from ovpatch.overlap.peer_rpc.versioned import VersionedTensors
 from ovpatch.overlap.tensors import lazy_tensor
-from ovpatch.overlap.tensors.lazy_tensor import Placeholder
+from ovpatch.overlap.tensors.lazy_tensor import LazyTensor
 from ovpatch.overlap.tensors.metadata_ops import grad_of
-from ovpatch.overlap.tensors.ownership import Weakly, forget, is_nobody_elses, is_shared
-from ovpatch.overlap.tensors.shard import Slice, assemble, can_be_cut, cut, elements_of
+from ovpatch.overlap.tensors.ownership import WeakParams, forget, is_nobody_elses, is_shared
+from ovpatch.overlap.tensors.shard import Shard, can_be_sharded, shard_range, shard_view, unshard
 
 _LAID_OUT_ANEW = (
     "ovpatch: parameter '{}' was laid out anew in memory (memory_format?) after its model was wrapped, and parts of "
@@ -42,7 +42,7 @@ _LAID_OUT_ANEW = (
 )
 
 
-class GradShards:
+class ShardedGrads:
     """This rank's parts of one model's gradients.
 
     Args:
@@ -70,18 +70,18 @@ class GradShards:
         *,
         whole: Collection[int] = (),
     ) -> None:
-        self.params, self.names, self.group = Weakly(params), list(names), group
+        self.params, self.names, self.group = WeakParams(params), list(names), group
         self.chosen = self._elected = frozenset[int]()
         self.local = self.retired = self.left = False
         device = params[0].device
-        self.editions = Editions(device)
+        self.editions = VersionedTensors(device)
         self._votes = Votes(group, device, "dist_optimizer")
         self._wanted: set[int] = set()
         self._read: set[int] = set()
         self._parts: dict[int, Tensor] = {}
         self._given: dict[int, weakref.ref[Tensor]] = {}
         self._delivered: dict[int, int] = {}  # the backward that last left parts of a gradient
-        self._early = GivenUp(names)
+        self._early = FreedGrads(names)
         self._backwards = 0
         self._listens: weakref.finalize[..., Reducer] | None = None
         self.identity = ""
@@ -89,14 +89,17 @@ class GradShards:
         self._rank, self._world = group.rank(), group.size()
         self._active = minimum is not None and all(param.device == device for param in params)
         self._gate = (
-            Gate.of(group, device) if self._active and self._world > 1 and host_barrier.needed(device) else None
+            HostBarrier.of(group, device) if self._active and self._world > 1 and host_barrier.needed(device) else None
         )
         # Once and for all: during a step the parameters themselves are slices, and peers' questions come at any time.
         self._numels = [param.numel() for param in params]
         self._strides = [param.stride() for param in params]
         self._peers = ShardPeers(group, self.editions, self._parts, self._numels)
         self._cuttable = [
-            minimum is not None and self._active and i not in whole and can_be_cut(param, self._world, minimum(param))
+            minimum is not None
+            and self._active
+            and i not in whole
+            and can_be_sharded(param, self._world, minimum(param))
             for i, param in enumerate(params)
         ]
         if self._active:
@@ -107,7 +110,7 @@ class GradShards:
 
     # ---------------------------------------------------------------- what optimizers call
 
-    def can_be_cut(self, index: int) -> bool:
+    def can_be_sharded(self, index: int) -> bool:
         """Tell whether there are parts of a parameter; it is dense, and large enough."""
         return self._cuttable[index]
 
@@ -117,13 +120,13 @@ class GradShards:
             (self._wanted.add if wanted else self._wanted.discard)(index)
         return self._cuttable[index]
 
-    def slice(self, index: int) -> Slice:
+    def slice(self, index: int) -> Shard:
         """Return which of a parameter's elements this rank owns."""
-        return cut(self._numels[index], self._world, self._rank)
+        return shard_range(self._numels[index], self._world, self._rank)
 
-    def slices(self, index: int) -> list[Slice]:
+    def slices(self, index: int) -> list[Shard]:
         """Return which of a parameter's elements each rank owns."""
-        return [cut(self._numels[index], self._world, rank) for rank in range(self._world)]
+        return [shard_range(self._numels[index], self._world, rank) for rank in range(self._world)]
 
     def own_part(self, index: int) -> Tensor | None:
         """Return this rank's part of ``p.grad``, ``[slice.numel]``, of the parameter's dtype; None without a gradient.
@@ -141,7 +144,7 @@ class GradShards:
             return None
         if self.is_ours(grad):
             return self.part_of(index).to(param.dtype)
-        return elements_of(self.in_param_layout(index, grad), own)
+        return shard_view(self.in_param_layout(index, grad), own)
 
     def in_param_layout(self, index: int, grad: Tensor) -> Tensor:
         """Return a whole gradient whose elements lie in memory as the parameter's do, of which slices are cut."""
@@ -206,7 +209,7 @@ class GradShards:
                 self._peers.serve(self.identity, self._like())
                 weakref.finalize(reducer, shutdown.keep, self.group, self._peers).atexit = False  # a slower peer asks
         # cuda_graphs.py, [Note: captured backwards]
-        chosen = frozenset() if capturing(self.editions.device) else self._elected
+        chosen = frozenset() if is_capturing(self.editions.device) else self._elected
         changed, self.chosen = chosen != self.chosen, chosen
         return changed
 
@@ -246,7 +249,7 @@ class GradShards:
             self._gate.come()
 
     def meet(self, flag: bool | None = None) -> bool:
-        """Have the host wait, before collectives, in their order, as :meth:`Gate.meet`; true if flags mean nothing."""
+        """Have the host wait, before collectives, in order, as ``HostBarrier.meet``; true if flags mean nothing."""
         return self._gate is None or self._gate.meet(flag) or len(self._gate.devices) > 1
 
     def receive(self, reduction: Arriving) -> None:
@@ -271,12 +274,12 @@ class GradShards:
         """
         grad = grad_of(self.params[index])
         if grad is not None and _may_go(grad, ours=ours):
-            self._early.add(index, lazy_tensor.empty_out(grad, self, index))
+            self._early.add(index, lazy_tensor.make_lazy_(grad, self, index))
 
     def lose(self) -> None:
         """Take the gradients that were given up away from their parameters: there will be no parts of them."""
         for index in self._early.fail():
-            if isinstance(self.params[index].grad, Placeholder):
+            if isinstance(self.params[index].grad, LazyTensor):
                 self.params[index].grad = None
 
     def deliver(self, index: int, *, ours: bool) -> None:
@@ -294,7 +297,7 @@ class GradShards:
         elif self.is_ours(grad):
             pass  # it was given up
         elif _may_go(grad, ours=ours):
-            lazy_tensor.empty_out(grad, self, index)
+            lazy_tensor.make_lazy_(grad, self, index)
         else:
             self._overdue.append(index)  # somebody holds its memory, and must find the average there
         self._delivered[index] = self._backwards
@@ -342,7 +345,7 @@ class GradShards:
 
     # ---------------------------------------------------------------- reading
 
-    def fetch(self, wanted: Sequence[Placeholder], *, noticed: bool) -> list[Tensor]:
+    def fetch(self, wanted: Sequence[LazyTensor], *, noticed: bool) -> list[Tensor]:
         """Return whole gradients; by asking all peers."""
         indices = [one.key for one in wanted]
         self._early.refuse(indices)
@@ -358,7 +361,7 @@ class GradShards:
             parts = {rank: tensors[position] for rank, tensors in answers.items()}
             parts[self._rank] = self._parts[index]
             with torch.inference_mode(False):
-                wholes.append(assemble(self.params[index], parts, self.slices(index)))
+                wholes.append(unshard(self.params[index], parts, self.slices(index)))
         return wholes
 
     def norms_of_peers(self, indices: Sequence[int], norm_type: float) -> dict[int, list[float]]:
@@ -376,7 +379,7 @@ def _may_go(grad: Tensor, *, ours: bool) -> bool:
     return (ours or is_nobody_elses(grad)) and not is_shared(grad)
 
 
-def _listen(reference: weakref.ref[GradShards]) -> None:
+def _listen(reference: weakref.ref[ShardedGrads]) -> None:
     shards = reference()
     if shards is None or shards.retired:
         return
@@ -396,7 +399,7 @@ def _unlisten(param: Tensor) -> None:
 class _Unreduced:
     """A hook that says that gradients are local; copies of the parameter, which are nobody's, may have it, too."""
 
-    def __init__(self, reference: weakref.ref[GradShards]) -> None:
+    def __init__(self, reference: weakref.ref[ShardedGrads]) -> None:
         self._reference = reference
 
     def __call__(self, param: Tensor) -> None:
@@ -408,10 +411,10 @@ class _Unreduced:
 
 _listening: dict[int, RemovableHandle] = {}
 
-_owners: dict[int, tuple[weakref.ref[torch.nn.Parameter], weakref.ref[GradShards], int]] = {}
+_owners: dict[int, tuple[weakref.ref[torch.nn.Parameter], weakref.ref[ShardedGrads], int]] = {}
 
 
-def find(param: Tensor) -> tuple[GradShards, int] | None:
+def find(param: Tensor) -> tuple[ShardedGrads, int] | None:
     """Return the shards that a parameter's gradient belongs to, and its index there."""
     entry = _owners.get(id(param))
     if entry is None or entry[0]() is not param:
@@ -421,10 +424,10 @@ def find(param: Tensor) -> tuple[GradShards, int] | None:
 
 
 # Gradients that a backward left in parts, as long as somebody holds the tensor object, also if they are whole by now.
-_deliveries: dict[int, tuple[weakref.ref[Tensor], weakref.ref[GradShards], int, int]] = {}
+_deliveries: dict[int, tuple[weakref.ref[Tensor], weakref.ref[ShardedGrads], int, int]] = {}
 
 
-def delivered(grad: Tensor) -> tuple[GradShards, int] | None:
+def delivered(grad: Tensor) -> tuple[ShardedGrads, int] | None:
     """Return whose a gradient is that the last backward left in parts; the same on all ranks."""
     entry = _deliveries.get(id(grad))
     if entry is None or entry[0]() is not grad:
@@ -445,7 +448,7 @@ reads = Reads()
 
 
 @contextmanager
-def changing(those: Sequence[tuple[GradShards, int]]) -> Iterator[None]:
+def changing(those: Sequence[tuple[ShardedGrads, int]]) -> Iterator[None]:
     """Say that gradients by parts are changed in place while the block runs, on all ranks alike.
 
     Some ranks may have put a gradient together. The block changes the whole there, and the part follows: peers ask for

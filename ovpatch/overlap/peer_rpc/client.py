@@ -16,8 +16,8 @@ from typing import Any
 
 from torch import Tensor
 
-from ovpatch.overlap.peer_rpc.rendezvous import Card, Directory
-from ovpatch.overlap.peer_rpc.wire import Line
+from ovpatch.overlap.peer_rpc.rendezvous import Endpoint, Endpoints
+from ovpatch.overlap.peer_rpc.wire import Connection
 
 # Seconds that the others may still take, once one rank has failed: who else fails is worth knowing.
 _GRACE_S = 1.0
@@ -47,8 +47,8 @@ class _Lost(Exception):
 class _Call:
     rank: int
     state: str = "has not been looked up"
-    line: Line | None = None
-    card: Card | None = None
+    line: Connection | None = None
+    card: Endpoint | None = None
     stage: str = ""
     signature: bytes = b""
     begun: float = 0.0
@@ -56,7 +56,7 @@ class _Call:
 
 
 @dataclass
-class Inquiry:
+class Request:
     """Asks ranks of a group and collects what they say; one that is late does not hold up the others.
 
     Args:
@@ -68,7 +68,7 @@ class Inquiry:
         at_once: How many may be asked at the same time.
     """
 
-    directory: Directory
+    directory: Endpoints
     ranks: Iterable[int]
     question: Mapping[str, Any]
     deadline: float

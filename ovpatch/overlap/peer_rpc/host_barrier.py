@@ -1,6 +1,6 @@
 """Where the ranks' hosts meet before their devices begin to wait for each other.
 
-[Note: hosts first] Peers' questions are answered by a thread, and CUDA keeps every thread of a process from copying
+[Note: hosts first] PeerRpc' questions are answered by a thread, and CUDA keeps every thread of a process from copying
 while one of them is inside a copy from or to pageable memory, as ``batch.to(device)`` is. A host that has run ahead can
 stay inside such a copy as long as its device waits for a rank that has not launched its part of a collective; and if
 that rank is the one that asks, both wait for ever. So hosts wait here, where they hold nothing that an answer needs. It
@@ -12,8 +12,8 @@ comes last asks the store once, and nothing is left to be deleted. To add nothin
 where ``get()`` takes two; but a store in a file writes down whatever is added, and would grow as long as anybody waits.
 
 [Note: ahead] A rank that asks nobody anything until its next collective may say before that it comes
-(:meth:`Gate.come`). Hosts are never equally fast, and a step whose device waits for its host takes as long as the
-slower of them at every meeting; what lies between coming and meeting evens that out.
+(:meth:`HostBarrier.come`). Hosts are never equally fast, and a step whose device waits for its host takes as long as
+the slower of them at every meeting; what lies between coming and meeting evens that out.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ import torch
 import torch.distributed as dist
 
 from ovpatch.overlap.peer_rpc.rendezvous import store_of
-from ovpatch.overlap.peer_rpc.rpc import Peers, timeout_of
+from ovpatch.overlap.peer_rpc.rpc import PeerRpc, timeout_of
 
 _TOPIC: Final = "the gate's name"
 
@@ -41,7 +41,7 @@ def needed(device: torch.device) -> bool:
     return device.type == "cuda"
 
 
-class Gate:
+class HostBarrier:
     """The gate of one process group; from :meth:`of`.
 
     Attributes:
@@ -65,10 +65,10 @@ class Gate:
         self._name = uuid.uuid4().hex if self._rank == 0 else ""
         if self._rank == 0:
             name = self._name
-            Peers.of(group).serve(_TOPIC, lambda _: ({"name": name}, []))
+            PeerRpc.of(group).serve(_TOPIC, lambda _: ({"name": name}, []))
 
     @classmethod
-    def of(cls, group: dist.ProcessGroup, device: torch.device | None = None) -> Gate:
+    def of(cls, group: dist.ProcessGroup, device: torch.device | None = None) -> HostBarrier:
         """Return the group's gate. Every rank makes this call before the first that meets.
 
         Args:
@@ -139,7 +139,7 @@ class Gate:
         if not self._name:
             group = self._group()
             assert group is not None
-            header, _ = Peers.of(group).ask(_TOPIC, {}, ranks=[0])[0]
+            header, _ = PeerRpc.of(group).ask(_TOPIC, {}, ranks=[0])[0]
             self._name = header["name"]
         return f"ovpatch/gate/{self._name}"
 
@@ -150,7 +150,7 @@ def _is_in_file(store: dist.Store) -> bool:
     return isinstance(store, dist.FileStore)
 
 
-_gates: weakref.WeakKeyDictionary[dist.ProcessGroup, Gate] = weakref.WeakKeyDictionary()
+_gates: weakref.WeakKeyDictionary[dist.ProcessGroup, HostBarrier] = weakref.WeakKeyDictionary()
 
 _MISSING = (
     "ovpatch: not all ranks came to the same collective within {:g} s. Look at the output of the others: one may have "

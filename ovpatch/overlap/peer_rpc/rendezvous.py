@@ -22,7 +22,7 @@ from dataclasses import asdict, dataclass
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
-from ovpatch.overlap.peer_rpc.wire import Line
+from ovpatch.overlap.peer_rpc.wire import Connection
 
 # Seconds until one attempt to connect is given up and the next address is tried.
 _CONNECT_S = 3.0
@@ -35,7 +35,7 @@ _OF_NO_USE = ("127.", "::1", "fe80:")
 
 
 @dataclass(frozen=True)
-class Card:
+class Endpoint:
     """How to reach a server.
 
     Args:
@@ -56,7 +56,7 @@ class Card:
         others = [address for address in self.addresses if address not in loopback]
         return [*loopback, *others] if self.host == socket.gethostname() or not others else others
 
-    def dial(self, attempt: int, deadline: float) -> Line:
+    def dial(self, attempt: int, deadline: float) -> Connection:
         """Connect, without a word said yet.
 
         Args:
@@ -72,22 +72,22 @@ class Card:
         for way in ways[first:] + ways[:first]:
             limit = max(0.001, min(_CONNECT_S, deadline - time.monotonic()))
             try:
-                return Line(socket.create_connection((way, self.port), limit), deadline)
+                return Connection(socket.create_connection((way, self.port), limit), deadline)
             except OSError as error:
                 # Where one way is refused and another leads nowhere, the refusal tells more.
                 failure = failure if isinstance(failure, ConnectionRefusedError) else error
         raise failure
 
 
-class Directory:
+class Endpoints:
     """The cards of a process group's ranks, by group rank."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group = weakref.ref(group)
         self._base = f"ovpatch/peers/{group.size()}"
-        self._proven: dict[int, Card] = {}
+        self._proven: dict[int, Endpoint] = {}
 
-    def publish(self, rank: int, card: Card) -> None:
+    def publish(self, rank: int, card: Endpoint) -> None:
         """Put this process's card into the store, for all to see when this returns."""
         store, key = self._store(), f"{self._base}/{rank}"
         assert store is not None, "the process group was destroyed"
@@ -96,7 +96,7 @@ class Directory:
         # A peer that looks meanwhile would think that this rank takes no part.
         store.check([key])
 
-    def look_up(self, rank: int) -> Card | None:
+    def look_up(self, rank: int) -> Endpoint | None:
         """Return the newest card of a rank; None where there is none yet.
 
         Raises:
@@ -114,13 +114,13 @@ class Directory:
             if rank in self._proven:
                 return self._proven[rank]
             raise
-        return Card(fields["secret"], fields["host"], tuple(fields["addresses"]), fields["port"])
+        return Endpoint(fields["secret"], fields["host"], tuple(fields["addresses"]), fields["port"])
 
-    def proven(self, rank: int) -> Card | None:
+    def proven(self, rank: int) -> Endpoint | None:
         """Return the card by which this process has reached a rank's server before."""
         return self._proven.get(rank)
 
-    def prove(self, rank: int, card: Card) -> None:
+    def prove(self, rank: int, card: Endpoint) -> None:
         """Remember the card by which a rank was reached."""
         self._proven[rank] = card
 

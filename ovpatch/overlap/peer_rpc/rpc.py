@@ -16,10 +16,10 @@ from typing import Any
 
 import torch.distributed as dist
 
-from ovpatch.overlap.peer_rpc.client import AT_ONCE, Inquiry, Replies
-from ovpatch.overlap.peer_rpc.rendezvous import Directory, own_addresses, store_of
+from ovpatch.overlap.peer_rpc.client import AT_ONCE, Replies, Request
+from ovpatch.overlap.peer_rpc.rendezvous import Endpoints, own_addresses, store_of
 from ovpatch.overlap.peer_rpc.server import Answer, Server
-from ovpatch.overlap.peer_rpc.shutdown import Departure, at_exit, failing, leave
+from ovpatch.overlap.peer_rpc.shutdown import ShutdownBarrier, at_exit, failing, leave
 
 # Seconds without a question after which a process that has come to its end no longer waits for its peers.
 AT_EXIT_S = 300.0
@@ -29,24 +29,24 @@ class PeerError(RuntimeError):
     """A rank did not answer, or could not. The text names ranks, reasons and remedy."""
 
 
-class Peers:
+class PeerRpc:
     """Questions to the other ranks of a process group; one object per process group, from :meth:`of`."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._rank, self._size, self._pid = group.rank(), group.size(), os.getpid()
         self._names = [dist.get_global_rank(group, rank) for rank in range(self._size)]
         self._timeout_s = timeout_of(group)
-        self._directory = Directory(group)
+        self._directory = Endpoints(group)
         directory = self._directory  # not self: the server's threads would keep it
         self._server = Server(
             str(group.group_name), own_addresses(store_of(group)), lambda: directory.destroyed() and not _exiting
         )
-        self._departure = Departure(self._rank, self._names, self._directory, self._server)
+        self._departure = ShutdownBarrier(self._rank, self._names, self._directory, self._server)
         self._directory.publish(self._rank, self._server.card)
         weakref.finalize(group, self._server.close).atexit = False
 
     @classmethod
-    def of(cls, group: dist.ProcessGroup) -> Peers:
+    def of(cls, group: dist.ProcessGroup) -> PeerRpc:
         """Return the group's peers; the first call starts this process's server. No collective.
 
         Ranks come to know of each other by this call: every rank makes it before the feature's first collective.
@@ -108,7 +108,7 @@ class Peers:
         patience, begin = self._timeout_s if timeout_s is None else timeout_s, time.monotonic()
         asked = {"topic": topic, "question": dict(question)}
         in_turn = sorted(wanted, key=lambda rank: (rank - self._rank) % self._size)
-        inquiry = Inquiry(
+        inquiry = Request(
             self._directory,
             in_turn,
             asked,
@@ -158,7 +158,7 @@ class Peers:
         if self._directory.destroyed() and not all(map(self._directory.proven, ranks)):
             raise PeerError(_DESTROYED)
 
-    def _raise(self, topic: str, inquiry: Inquiry, seconds: float) -> None:
+    def _raise(self, topic: str, inquiry: Request, seconds: float) -> None:
         # Who was merely cut short by another's failure is not to blame.
         reasons = inquiry.lost or inquiry.late()
         text = "; ".join(f"rank {self._names[rank]} {reason}" for rank, reason in sorted(reasons.items()))
@@ -202,7 +202,7 @@ def _start_afresh_in_child() -> None:
     _peers.clear()
 
 
-_peers: weakref.WeakKeyDictionary[dist.ProcessGroup, Peers] = weakref.WeakKeyDictionary()
+_peers: weakref.WeakKeyDictionary[dist.ProcessGroup, PeerRpc] = weakref.WeakKeyDictionary()
 _inherited: weakref.WeakSet[dist.ProcessGroup] = weakref.WeakSet()
 _lock = threading.RLock()
 _exiting = False

@@ -24,8 +24,8 @@ from typing import Any
 
 from torch import Tensor
 
-from ovpatch.overlap.peer_rpc.rendezvous import Card
-from ovpatch.overlap.peer_rpc.wire import Line, Message, pack
+from ovpatch.overlap.peer_rpc.rendezvous import Endpoint
+from ovpatch.overlap.peer_rpc.wire import Connection, Message, pack
 
 # What answers a question: a header in JSON to a header in JSON and tensors.
 Answer = Callable[[dict[str, Any]], tuple[dict[str, Any], list[Tensor]]]
@@ -58,14 +58,14 @@ class Server:
         self._listener = _listen()
         self._wake, self._awake = socket.socketpair()
         secret = secrets.token_hex(32)
-        self.card = Card(secret, socket.gethostname(), addresses, self._listener.getsockname()[1])
+        self.card = Endpoint(secret, socket.gethostname(), addresses, self._listener.getsockname()[1])
         self.asked_at = 0.0  # when the newest question came, by time.monotonic(); 0 before the first
         self._answers: dict[str, Answer] = {}
         self._arrivals: queue.SimpleQueue[socket.socket | None] = queue.SimpleQueue()
         self._changed = threading.Condition()
         self._idle = 0
         self._released = self._closed = False
-        self._parked: list[Line] = []
+        self._parked: list[Connection] = []
         _servers.add(self)
         self._start("accept", self._accept)
         with self._changed:
@@ -167,14 +167,14 @@ class Server:
     def _converse(self, sock: socket.socket) -> None:
         kept = False
         try:
-            kept = self._hear(Line(sock, time.monotonic() + _GREETING_S))
+            kept = self._hear(Connection(sock, time.monotonic() + _GREETING_S))
         except OSError as error:  # who asked is gone, has no more time, or is a stranger
             _log.debug("a question was broken off: %s", error)
         finally:
             if not kept:
                 sock.close()
 
-    def _hear(self, line: Line) -> bool:
+    def _hear(self, line: Connection) -> bool:
         """Let one in and take his question; return whether the line stays open."""
         if self._closed or self._deaf():
             return False
@@ -186,7 +186,7 @@ class Server:
         self._reply(line, question)
         return False
 
-    def _park(self, line: Line) -> bool:
+    def _park(self, line: Connection) -> bool:
         """Keep a line until this rank is released; tell at once if it is."""
         with self._changed:
             if not self._released and not self._closed:
@@ -196,7 +196,7 @@ class Server:
             _tell(line)
         return False
 
-    def _reply(self, line: Line, question: dict[str, Any]) -> None:
+    def _reply(self, line: Connection, question: dict[str, Any]) -> None:
         self.asked_at = time.monotonic()
         answer = self._find(line, question["topic"])
         if answer is not None:
@@ -204,7 +204,7 @@ class Server:
             line.post(_message(answer, question["question"]))
             self.asked_at = time.monotonic()
 
-    def _find(self, line: Line, topic: str) -> Answer | None:
+    def _find(self, line: Connection, topic: str) -> Answer | None:
         """Return what answers a topic; it may be served a little later than it is asked for."""
         if topic not in self._answers:
             line.send({"state": "unserved"})
@@ -223,7 +223,7 @@ def _message(answer: Answer, question: dict[str, Any]) -> Message:
         return pack({"state": "failed", "error": text, "traceback": traceback.format_exc()})
 
 
-def _tell(line: Line) -> None:
+def _tell(line: Connection) -> None:
     with contextlib.suppress(OSError), line:  # who asked may be gone
         line.deadline = time.monotonic() + _GREETING_S
         line.send({"state": "done", "answer": {}})

@@ -23,14 +23,14 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
-from ovpatch.overlap.peer_rpc.client import Inquiry
-from ovpatch.overlap.peer_rpc.rendezvous import Directory
+from ovpatch.overlap.peer_rpc.client import Request
+from ovpatch.overlap.peer_rpc.rendezvous import Endpoints
 from ovpatch.overlap.peer_rpc.server import Server
 
 _log = logging.getLogger("ovpatch.peers")
 
 
-class Departure:
+class ShutdownBarrier:
     """How one rank takes leave of a process group.
 
     Args:
@@ -40,7 +40,7 @@ class Departure:
         server: What answers meanwhile.
     """
 
-    def __init__(self, rank: int, names: Sequence[int], directory: Directory, server: Server) -> None:
+    def __init__(self, rank: int, names: Sequence[int], directory: Endpoints, server: Server) -> None:
         self.rank, self.used, self.left = rank, False, False
         self._names, self._directory, self._server, self._pid = names, directory, server, os.getpid()
 
@@ -60,7 +60,7 @@ class Departure:
         """Wait until the others have left, as far as this rank has to know, or are gone."""
         ranks = [0] if self.rank else range(1, len(self._names))
         begin = time.monotonic()
-        inquiry = Inquiry(self._directory, ranks, {"leave": True}, begin + timeout_s, insist=False)
+        inquiry = Request(self._directory, ranks, {"leave": True}, begin + timeout_s, insist=False)
         try:
             while inquiry.late() and time.monotonic() < inquiry.deadline:
                 inquiry.step()
@@ -74,7 +74,7 @@ class Departure:
             _log.warning("rank %s has not come to its end in %g s and is not waited for any longer", late, timeout_s)
 
 
-def leave(departures: Iterable[Departure], timeout_s: float) -> None:
+def leave(departures: Iterable[ShutdownBarrier], timeout_s: float) -> None:
     """Take leave of several process groups; see [Note: who leaves last].
 
     Args:
@@ -126,7 +126,7 @@ _registered: dict[Callable[[], None], int] = {}  # in which process; a fork inhe
 # peer still asks.
 
 
-class Farewell:
+class KeepAlive:
     """Keeps its owner alive from its own last question until all others have asked theirs.
 
     Args:

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from ovpatch.overlap.comm.side_streams import quietly_on
-from ovpatch.overlap.comm.streams import capturing
+from ovpatch.overlap.comm.streams import is_capturing
 from ovpatch.overlap.tensors.shard import flat
 
 # Copies to the host that no other thread's copy can hold up.
@@ -93,7 +93,7 @@ class TornReadError(RuntimeError):
     """The edition that was asked for is not, or no longer, there."""
 
 
-class Editions:
+class VersionedTensors:
     """The editions of some tensors on one device.
 
     Args:
@@ -179,7 +179,7 @@ class Editions:
         return start.query() if start is not None else self._begun > number
 
     def _record(self, events: dict[int, torch.cuda.Event], number: int) -> None:
-        if self.asynchronous and not capturing(self.device):  # nobody could query an event of a capture
+        if self.asynchronous and not is_capturing(self.device):  # nobody could query an event of a capture
             event = torch.cuda.Event()
             event.record(torch.cuda.current_stream(self.device))
             events[number] = event

@@ -40,7 +40,7 @@ _LONGEST = 1 << 30
 _KEEPALIVE = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3}
 
 
-class Line:
+class Connection:
     """One connection. Everything on it has to be through by ``deadline``, in seconds of ``time.monotonic()``.
 
     Args:
@@ -145,7 +145,7 @@ class Line:
             raise TimeoutError("timed out")
         self._socket.settimeout(None if left == math.inf else left)
 
-    def __enter__(self) -> Line:
+    def __enter__(self) -> Connection:
         return self
 
     def __exit__(
@@ -207,7 +207,7 @@ def _sign(secret: bytes, role: bytes, *nonces: bytes) -> bytes:
     return hmac.new(secret, role + b"".join(nonces), hashlib.sha256).digest()
 
 
-_lines: weakref.WeakSet[Line] = weakref.WeakSet()
+_lines: weakref.WeakSet[Connection] = weakref.WeakSet()
 
 
 def _hang_up_in_child() -> None:

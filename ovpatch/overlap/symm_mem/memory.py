@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ovpatch.overlap.comm.consensus import agree
+from ovpatch.overlap.comm.consensus import check_consistent
 
 _MULTICAST_OFF = "TORCH_SYMM_MEM_DISABLE_MULTICAST"
 _PATIENCE_S: Final = 60.0
@@ -102,7 +102,7 @@ def allocate_on_all(
 
 
 def _agree(objection: str, group: dist.ProcessGroup) -> None:
-    lacking = agree(group, "symmetric memory", {}, objection=objection, timeout_s=_PATIENCE_S)
+    lacking = check_consistent(group, "symmetric memory", {}, objection=objection, timeout_s=_PATIENCE_S)
     if lacking:
         raise LackingError(lacking)
 

@@ -23,7 +23,7 @@ from ovpatch.overlap.tensors.ownership import outside_inference
 class Source(Protocol):
     """Where the content of placeholders comes from."""
 
-    def fetch(self, placeholders: Sequence[Placeholder], *, noticed: bool) -> list[Tensor]:
+    def fetch(self, placeholders: Sequence[LazyTensor], *, noticed: bool) -> list[Tensor]:
         """Return the contents: of the placeholders' shapes, dtypes and devices, in new memory.
 
         Args:
@@ -48,8 +48,8 @@ class Form(Protocol):
         """Where the content will be."""
 
 
-class Placeholder(torch.Tensor):
-    """A tensor without content; made by :func:`empty_out` and :func:`make`.
+class LazyTensor(torch.Tensor):
+    """A tensor without content; made by :func:`make_lazy_` and :func:`make`.
 
     Attributes:
         source: Where its content comes from.
@@ -72,7 +72,7 @@ class Placeholder(torch.Tensor):
         if func in _ABOUT_KIND:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
-        found = list(dict.fromkeys(leaf for leaf in leaves((args, kwargs)) if isinstance(leaf, Placeholder)))
+        found = list(dict.fromkeys(leaf for leaf in leaves((args, kwargs)) if isinstance(leaf, LazyTensor)))
         if func in _ZEROING:
             for placeholder in found:
                 _fill_with_zeros(placeholder)
@@ -87,9 +87,9 @@ _lock = threading.RLock()
 def settle(placeholders: Iterable[Tensor | None]) -> None:
     """Put the content of all that are placeholders still in place, fetched together where the source is the same."""
     with _lock, torch.inference_mode(False), torch.no_grad():
-        by_source: dict[int, list[Placeholder]] = {}
+        by_source: dict[int, list[LazyTensor]] = {}
         for one in placeholders:
-            if isinstance(one, Placeholder):
+            if isinstance(one, LazyTensor):
                 by_source.setdefault(id(one.source), []).append(one)
         for ones in by_source.values():
             for placeholder, content in zip(ones, ones[0].source.fetch(ones, noticed=True), strict=True):
@@ -98,20 +98,20 @@ def settle(placeholders: Iterable[Tensor | None]) -> None:
 
 def peek(tensor: Tensor) -> Tensor:
     """Return a tensor's content and change nothing: for those who watch a script, and must not be taken for it."""
-    if not isinstance(tensor, Placeholder):
+    if not isinstance(tensor, LazyTensor):
         return tensor
     with _lock, torch.inference_mode(False), torch.no_grad():
-        return tensor.source.fetch([tensor], noticed=False)[0] if isinstance(tensor, Placeholder) else tensor
+        return tensor.source.fetch([tensor], noticed=False)[0] if isinstance(tensor, LazyTensor) else tensor
 
 
-def make(like: Form, source: Source, key: Any) -> Placeholder:
+def make(like: Form, source: Source, key: Any) -> LazyTensor:
     """Return a new placeholder of the shape, dtype and device of ``like``."""
     with torch._C.DisableTorchFunctionSubclass():
         tensor = _nothing(like.shape, like.dtype, like.device)
     return _mark(tensor, source, key)
 
 
-def empty_out(tensor: Tensor, source: Source, key: Any) -> Placeholder:
+def make_lazy_(tensor: Tensor, source: Source, key: Any) -> LazyTensor:
     """Make a placeholder of a plain tensor, whose memory is given up; the object stays."""
     kind = (tensor.shape, tensor.dtype, tensor.device)
     if kind not in _nothings:
@@ -122,25 +122,25 @@ def empty_out(tensor: Tensor, source: Source, key: Any) -> Placeholder:
 
 def origin(tensor: Tensor | None) -> tuple[Source | None, Any]:
     """Return a placeholder's source and key, without the lock; None where it is none, or is being filled in."""
-    if not isinstance(tensor, Placeholder):
+    if not isinstance(tensor, LazyTensor):
         return None, None
     known = vars(tensor)
     return known.get("source"), known.get("key")
 
 
-def redirect(placeholder: Tensor | None, source: Source, key: Any) -> TypeGuard[Placeholder]:
+def redirect(placeholder: Tensor | None, source: Source, key: Any) -> TypeGuard[LazyTensor]:
     """Let the content of a placeholder come from elsewhere; return false if somebody has filled it in by now."""
     with _lock:
-        unread = isinstance(placeholder, Placeholder)
+        unread = isinstance(placeholder, LazyTensor)
         if unread:
             vars(placeholder).update(source=source, key=key)
         return unread
 
 
-def _mark(tensor: Tensor, source: Source, key: Any) -> Placeholder:
+def _mark(tensor: Tensor, source: Source, key: Any) -> LazyTensor:
     vars(tensor).update(source=source, key=key)  # first: another thread looks at the class without the lock
-    tensor.__class__ = Placeholder
-    assert isinstance(tensor, Placeholder)
+    tensor.__class__ = LazyTensor
+    assert isinstance(tensor, LazyTensor)
     return tensor
 
 
@@ -156,20 +156,20 @@ _zeros: dict[tuple[torch.dtype, torch.device], Tensor] = {}
 _nothings: dict[tuple[torch.Size, torch.dtype, torch.device], Tensor] = {}
 
 
-def _fill_with_zeros(placeholder: Placeholder) -> None:
+def _fill_with_zeros(placeholder: LazyTensor) -> None:
     with _lock, torch.inference_mode(False), torch.no_grad():
-        if isinstance(placeholder, Placeholder):  # still, now that the lock is ours
+        if isinstance(placeholder, LazyTensor):  # still, now that the lock is ours
             with torch._C.DisableTorchFunctionSubclass():
                 content = torch.zeros(placeholder.shape, dtype=placeholder.dtype, device=placeholder.device)
             _fill(placeholder, content)
 
 
-def _fill(placeholder: Placeholder, content: Tensor) -> None:
+def _fill(placeholder: LazyTensor, content: Tensor) -> None:
     with torch._C.DisableTorchFunctionSubclass():
         placeholder.data = content
         del placeholder.source, placeholder.key
         # Last: another thread looks at the class without the lock.
-        placeholder.__class__ = torch.Tensor  # type: ignore[assignment]  # which is narrowed to Placeholder here
+        placeholder.__class__ = torch.Tensor  # type: ignore[assignment]  # which is narrowed to LazyTensor here
 
 
 _ABOUT_MEMORY = frozenset(

@@ -16,7 +16,7 @@ from torch import Tensor
 # References that keep nothing alive.
 
 
-class Weakly(Sequence[torch.nn.Parameter]):
+class WeakParams(Sequence[torch.nn.Parameter]):
     """Parameters that are not kept alive.
 
     A gradient that is a placeholder knows the shards, and belongs to its parameter in a way that Python's garbage

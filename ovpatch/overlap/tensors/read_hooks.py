@@ -1,7 +1,7 @@
 """Readers of parameters that do not ask the parameter's class, and where they pass before they read.
 
 What a class can see is in ``pending.py``, [Note: pending by type]. The rest is wrapped at the one function through
-which it goes: :data:`ENTRANCES`, for a feature to register as patches.
+which it goes: :data:`READ_HOOKS`, for a feature to register as patches.
 
 [Note: compiled code] A graph reads memory, and its guards compare classes, so both need settled parameters before the
 compiled frame is entered. Every way in, of ``torch.compile`` of a function, a module or DDP, of ``module.compile()``
@@ -48,7 +48,7 @@ _READ_ALL = (torch.jit.ScriptModule, nn.DataParallel)
 _FAST = (nn.MultiheadAttention, nn.TransformerEncoderLayer, nn.TransformerEncoder)
 
 
-class Entrance(NamedTuple):
+class ReadHook(NamedTuple):
     """A function of torch through which readers pass.
 
     Attributes:
@@ -173,83 +173,83 @@ def _frames(frame: FrameType | None) -> Iterator[FrameType]:
 
 
 _OF_STREAMS: Final = (
-    Entrance(
+    ReadHook(
         "torch._C._cuda_setStream",
         noting_numbers,
         "makes a stream current, on which parameters may be read that another one has waited for",
     ),
-    Entrance("torch._C._accelerator_setStream", noting, "as torch._C._cuda_setStream", optional=True),
-    Entrance("torch.cuda.streams.Stream.__enter__", noting, "as torch._C._cuda_setStream", optional=True),
-    Entrance("torch.cuda.streams.Stream.__exit__", noting, "makes the stream before it current again", optional=True),
+    ReadHook("torch._C._accelerator_setStream", noting, "as torch._C._cuda_setStream", optional=True),
+    ReadHook("torch.cuda.streams.Stream.__enter__", noting, "as torch._C._cuda_setStream", optional=True),
+    ReadHook("torch.cuda.streams.Stream.__exit__", noting, "makes the stream before it current again", optional=True),
 )
 
-ENTRANCES: Final = (
+READ_HOOKS: Final = (
     *(_OF_STREAMS if hasattr(torch._C, "_cuda_setStream") else ()),  # builds without CUDA have no streams
-    Entrance(
+    ReadHook(
         "torch._dynamo.eval_frame._callback_from_stance",
         settling_compiled_calls,
         "is called right before compiled code, outside of it, whatever was compiled and when; graphs read memory, and "
         "their guards compare classes",
     ),
-    Entrance(
+    ReadHook(
         "torch._C._get_tracing_state",
         settling_module_calls,
         "is what every module call in eager mode calls first; scripted functions and extensions read the memory of the "
         "module's parameters, and a global hook makes compiled modules warn",
     ),
-    Entrance(
+    ReadHook(
         "torch.cuda.graphs.CUDAGraph.capture_begin",
         settling_graphs,
         "begins the capture of a CUDA graph, in which nothing can be waited for that was launched before",
     ),
-    Entrance(
+    ReadHook(
         "torch.cuda.graphs.CUDAGraph.replay",
         settling_graphs,
         "replays a CUDA graph, which reads the memory of parameters",
     ),
-    Entrance(
+    ReadHook(
         "torch.accelerator.graphs.Graph.capture_begin",
         settling_graphs,
         "as torch.cuda.graphs.CUDAGraph",
         optional=True,
     ),
-    Entrance("torch.accelerator.graphs.Graph.replay", settling_graphs, "as torch.cuda.graphs.CUDAGraph", optional=True),
-    Entrance(
+    ReadHook("torch.accelerator.graphs.Graph.replay", settling_graphs, "as torch.cuda.graphs.CUDAGraph", optional=True),
+    ReadHook(
         "torch._functorch.utils.unwrap_dead_wrappers",
         settling_arguments,
         "sees the arguments of every autograd.Function, whose kernels may read memory",
     ),
-    Entrance(
+    ReadHook(
         "torch._functorch.eager_transforms._wrap_tensor_for_grad",
         settling_arguments,
         "sees the arguments of torch.func.grad, vjp, jvp and what is made of them; below it is C++",
     ),
-    Entrance(
+    ReadHook(
         "torch._functorch.eager_transforms._maybe_wrap_functional_tensor",
         settling_arguments,
         "sees the arguments of torch.func.functionalize; below it is C++",
     ),
-    Entrance(
+    ReadHook(
         "torch._functorch.vmap._create_batched_inputs",
         settling_arguments,
         "sees the arguments of torch.vmap; below it is C++",
     ),
-    Entrance(
+    ReadHook(
         "torch.distributed.distributed_c10d._check_single_tensor",
         settling_arguments,
         "sees the tensors of torch.distributed's collectives before C++ does",
     ),
-    Entrance(
+    ReadHook(
         "torch.distributed.distributed_c10d._check_tensor_list",
         settling_arguments,
         "sees the lists of tensors of torch.distributed's collectives before C++ does",
     ),
-    Entrance(
+    ReadHook(
         "torch.distributed.utils._verify_param_shape_across_processes",
         settling_arguments,
         "sees the parameters of a module that is wrapped; below it C++ compares their strides",
     ),
-    Entrance(
+    ReadHook(
         "torch.nn.parameter.Parameter.__new__",
         settling_arguments,
         "compares the type of what a parameter is made of with Parameter, exactly",

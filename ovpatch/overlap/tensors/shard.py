@@ -20,7 +20,7 @@ from ovpatch.overlap.tensors.ownership import is_dense
 
 
 @dataclass(frozen=True)
-class Slice:
+class Shard:
     """The part ``[begin, end)`` of a tensor's elements, in memory order.
 
     Attributes:
@@ -40,13 +40,13 @@ class Slice:
 
 
 @functools.lru_cache(maxsize=4096)  # every step asks for every parameter several times
-def cut(numel: int, world: int, rank: int) -> Slice:
+def shard_range(numel: int, world: int, rank: int) -> Shard:
     """Return the part of ``numel`` elements that a rank of ``world`` ranks owns."""
     size = -(-numel // world)
-    return Slice(min(rank * size, numel), min((rank + 1) * size, numel), size)
+    return Shard(min(rank * size, numel), min((rank + 1) * size, numel), size)
 
 
-def can_be_cut(param: Tensor, world: int, minimum: int) -> bool:
+def can_be_sharded(param: Tensor, world: int, minimum: int) -> bool:
     """Tell whether a parameter is dealt out: dense, of floating point, and large enough for every rank to get a part.
 
     Args:
@@ -62,7 +62,7 @@ def can_be_cut(param: Tensor, world: int, minimum: int) -> bool:
     )
 
 
-def elements_of(tensor: Tensor, own: Slice) -> Tensor:
+def shard_view(tensor: Tensor, own: Shard) -> Tensor:
     """Return a rank's part of a dense tensor as a one-dimensional view, ``[own.numel]``."""
     return tensor.as_strided((own.numel,), (1,), tensor.storage_offset() + own.begin)
 
@@ -75,10 +75,10 @@ def flat(tensor: Tensor) -> Tensor:
     return tensor.as_strided((tensor.numel(),), (1,))
 
 
-def assemble(param: Tensor, parts: Mapping[int, Tensor], slices: Sequence[Slice]) -> Tensor:
+def unshard(param: Tensor, parts: Mapping[int, Tensor], slices: Sequence[Shard]) -> Tensor:
     """Return a tensor like ``param`` whose elements are the ranks' parts, in memory order."""
     whole = torch.empty_like(param, requires_grad=False)
     for rank, part in parts.items():
         own = slices[rank]
-        elements_of(whole, own).copy_(part[: own.numel])
+        shard_view(whole, own).copy_(part[: own.numel])
     return whole

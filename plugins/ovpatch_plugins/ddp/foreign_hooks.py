@@ -22,7 +22,7 @@ _TENSOR_HOOKS = operator.attrgetter("_backward_hooks")
 _ACCUMULATION_HOOKS = operator.attrgetter("_post_accumulate_grad_hooks")
 
 
-class ForeignHands:
+class ForeignHooks:
     """Hooks of the script on one model.
 
     Args:

@@ -46,12 +46,12 @@ class ReducerConfig:
 
     @property
     def layout(self) -> tuple[tuple[int, ...], str, bool, tuple[bool, ...]]:
-        """What :class:`ovpatch.overlap.data_parallel.bucket_assignment.Layout` is told of it."""
+        """What :class:`ovpatch.overlap.data_parallel.bucket_assignment.BucketAssignment` is told of it."""
         return self.bucket_limits, self.granularity, self.in_fp32, self.sparse
 
     @property
     def reduction(self) -> dict[str, bool]:
-        """What :class:`ovpatch.overlap.data_parallel.grad_sync.Reduction` is told of it."""
+        """What :class:`ovpatch.overlap.data_parallel.grad_sync.GradSync` is told of it."""
         return {"average": self.average, "skip_absent": self.skip_unused}
 
 

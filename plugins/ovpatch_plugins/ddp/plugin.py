@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import gc
+import importlib.util
 import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -37,9 +38,13 @@ def ovpatch_feature() -> Feature:
 @hookimpl
 def ovpatch_reasons_against() -> Sequence[str]:
     """Return why the feature cannot run here."""
-    from ovpatch_plugins.ddp.takeover import reasons_against
+    import torch
 
-    return reasons_against()
+    if not torch.distributed.is_available():
+        return ["this build of torch has no torch.distributed"]
+    if importlib.util.find_spec("torch.nn.parallel.distributed") is None:
+        return ["this build of torch has no DistributedDataParallel"]
+    return []
 
 
 @hookimpl

@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 
 from ovpatch.overlap.comm.collectives import backend_name
-from ovpatch.overlap.comm.consensus import agree
+from ovpatch.overlap.comm.consensus import check_consistent
 from ovpatch_plugins.ddp import errors
 
 # Communicators with an SM budget, by the one they stand beside. Models share them: each takes memory on the device.
@@ -100,4 +100,4 @@ def meet_for_late_backward(group: dist.ProcessGroup, model: str, number: int, ti
         DisagreementError: Some ranks do not come, or come with another model.
     """
     terms = {"model": model, "backward number": number}
-    agree(group, "ddp, second backward", terms, timeout_s=timeout_s, remedy=errors.LATE_ON_SOME_RANKS)
+    check_consistent(group, "ddp, second backward", terms, timeout_s=timeout_s, remedy=errors.LATE_ON_SOME_RANKS)

@@ -25,17 +25,17 @@ from torch.autograd.graph import Node
 
 from ovpatch.overlap.comm.collectives import AllReduce
 from ovpatch.overlap.comm.step_flags import Ballots
-from ovpatch.overlap.comm.streams import label, span
+from ovpatch.overlap.comm.streams import profiler_label, profiler_span
 from ovpatch.overlap.comm.work import Work
-from ovpatch.overlap.data_parallel.bucket_assignment import Cutting, Layout
+from ovpatch.overlap.data_parallel.bucket_assignment import BucketAssignment, BucketOrder
 from ovpatch.overlap.data_parallel.grad_hooks import GradientHooks, accumulates, executed, watch_outputs
 from ovpatch.overlap.data_parallel.grad_sharder import sharding
-from ovpatch.overlap.data_parallel.grad_sync import ANY, Bucket, GradLedger, Reduction, SurplusGradientError
+from ovpatch.overlap.data_parallel.grad_sync import ANY, Bucket, GradLedger, GradSync, SurplusGradientError
 from ovpatch.overlap.data_parallel.half_wire import HalfWire
 from ovpatch.overlap.data_parallel.reducer import BackwardTask
-from ovpatch.overlap.data_parallel.sharded_grads import GradShards
+from ovpatch.overlap.data_parallel.sharded_grads import ShardedGrads
 from ovpatch_plugins.ddp import errors
-from ovpatch_plugins.ddp.foreign_hooks import ForeignHands
+from ovpatch_plugins.ddp.foreign_hooks import ForeignHooks
 from ovpatch_plugins.ddp.logger import StepTimes, StockOnly
 from ovpatch_plugins.ddp.options import ReducerConfig
 from ovpatch_plugins.ddp.process_group import meet_for_late_backward, with_budget
@@ -80,10 +80,10 @@ class Mode:
 
 # Which parameters took part in a step, on this rank and on any.
 
-_LABEL = label("ddp", "usage")
+_LABEL = profiler_label("ddp", "usage")
 
 
-class UsageMap:
+class LocallyUsedMap:
     """A flag per parameter, summed over ranks on request.
 
     A parameter that only other ranks used gets their average; one that nobody used keeps the gradient it had, so that
@@ -121,7 +121,7 @@ class UsageMap:
         several = self._world + 1  # which makes a sum that no ranks have that used it once
         by_count = [one * (several if n > 1 else 1) for one, n in zip(self._used, counts, strict=False)]
         self._map = torch.tensor(by_count or self._used, dtype=torch.int32, device=self._device)
-        with span(_LABEL):
+        with profiler_span(_LABEL):
             (self._work,) = self._all_reduce([self._map])
 
     def launched(self) -> bool:
@@ -150,7 +150,7 @@ class UsageMap:
         return self._last
 
 
-class Search:
+class UnusedParams:
     """Which parameters a backward leaves out, as far as autograd knows when it begins.
 
     A parameter that came although it was not to be reached (its gradient is made by a backward inside the backward) is
@@ -199,7 +199,7 @@ class GradReducer(StockOnly):
         self.config = config
         self.static_graph = self.has_rebuilt_buckets = False
         self.on_first_use: Callable[[], None] | None = None
-        self.hands = ForeignHands(params)
+        self.hands = ForeignHooks(params)
         self.name, self._attached, self._steps, self._ended = "", 0, 0, False
         self._group, self._lock = group, threading.RLock()
         self.times, self.left_out, self.buckets_reduced = StepTimes(), list[int](), 0
@@ -392,20 +392,20 @@ class GradReducer(StockOnly):
         self._device = self.params[0].device
         self._hooks = GradientHooks(self.params, self, sums_in_fp32=self.config.sums_in_fp32)
         self._ledger = GradLedger(self.params, self.names, self)
-        self._usage = UsageMap(len(self.params), self._group, self._device)
+        self._usage = LocallyUsedMap(len(self.params), self._group, self._device)
         self._ballots = Ballots(self._group, self._device, "ddp")
-        self._search = Search()
+        self._search = UnusedParams()
         self.armed = self._began = self._task.queued = self._ordered = self._late = self._revisited = self.quiet = False
         self.has_rebuilt_buckets = False
         self._set_mode()
         self._lane: dist.ProcessGroup | None = None
         self._attached += 1
         sparse = [i for i, is_sparse in enumerate(self.config.sparse) if is_sparse]
-        self.shards: GradShards = GradShards(self.params, self.names, self._group, sharding.minimum, whole=sparse)
+        self.shards: ShardedGrads = ShardedGrads(self.params, self.names, self._group, sharding.minimum, whole=sparse)
         self.shards.outlive(self)
         self._wire = HalfWire(self.params, self.shards, in_fp32=self.config.in_fp32, sums=self.config.sums_in_fp32)
-        layout = Layout(self.params, self.names, *self.config.layout, self.shards, self._wire)
-        self._cutting = Cutting(layout, self._group)
+        layout = BucketAssignment(self.params, self.names, *self.config.layout, self.shards, self._wire)
+        self._cutting = BucketOrder(layout, self._group)
         self._set_buckets()
 
     def _attach_anew(self) -> None:
@@ -431,7 +431,7 @@ class GradReducer(StockOnly):
     def _set_buckets(self) -> None:
         buckets, group = self._cutting.buckets(bucketed=self._mode.searches), self._lane or self._group
         self._wire.group = group
-        self._reduction = Reduction(
+        self._reduction = GradSync(
             buckets,
             group,
             feature="ddp",
@@ -478,7 +478,7 @@ class GradReducer(StockOnly):
             if not self.has_rebuilt_buckets and not self._late:
                 self._cutting.backward_begins()
             if self._mode.searches:
-                with span("torch.distributed.ddp.reducer::search_unused_parameters"):  # stock's name
+                with profiler_span("torch.distributed.ddp.reducer::search_unused_parameters"):  # stock's name
                     self._leave_out(self._search.left_out(self._hooks.nodes))
 
     def _leave_out(self, indices: list[int]) -> None:
@@ -556,7 +556,7 @@ class GradReducer(StockOnly):
         """Complete the collectives of a backward that an exception cut short; see [Note: interrupted backward]."""
         if not (self._began and self._task.queued) or self._task.running():
             return
-        with span(label("ddp", "recover")):
+        with profiler_span(profiler_label("ddp", "recover")):
             self._reduction.release()
             self._reduction.launch_zeros()
             if not self._voted:

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import atexit
 import functools
-import importlib.util
 import inspect
 import sys
 import time
@@ -32,18 +31,6 @@ if TYPE_CHECKING:
     from torch.nn.parallel import DistributedDataParallel
 
     from ovpatch_plugins.ddp.options import ReducerConfig
-
-
-# Where our reducer can run, and what is left to the stock reducer.
-
-
-def reasons_against() -> list[str]:
-    """Return why the feature cannot run in this process at all."""
-    if not torch.distributed.is_available():
-        return ["this build of torch has no torch.distributed"]
-    if importlib.util.find_spec("torch.nn.parallel.distributed") is None:
-        return ["this build of torch has no DistributedDataParallel"]
-    return []
 
 
 def objection(ddp: DistributedDataParallel, params: Sequence[torch.nn.Parameter]) -> str:
@@ -141,14 +128,14 @@ class Takeover:
                 stock()
                 _note_sharing(ddp, parameters)
                 return
-            from ovpatch.overlap.comm.consensus import agree  # [Note: imported late]
+            from ovpatch.overlap.comm.consensus import check_consistent  # [Note: imported late]
             from ovpatch.overlap.peer_rpc.rendezvous import store_of
 
             reason = objection(ddp, parameters)
             config = self._config(ddp, parameters, expect_sparse_gradient)
             terms = _terms(parameters, config, static_graph)
             if _ranks_are_together.get() and store_of(ddp.process_group) is not None:
-                reason = agree(
+                reason = check_consistent(
                     ddp.process_group,
                     "ddp",
                     terms,
@@ -365,12 +352,12 @@ def _let_threads_go_at_exit() -> None:
 
 
 def _agree_late(reference: weakref.ref[Wrapper], terms: Mapping[str, Any]) -> None:
-    from ovpatch.overlap.comm.consensus import agree
+    from ovpatch.overlap.comm.consensus import check_consistent
 
     ddp = reference()
     if ddp is not None:
         timeout = ddp.process_group._get_backend(ddp.device).options._timeout.total_seconds()
-        agree(ddp.process_group, "ddp", terms, timeout_s=timeout)
+        check_consistent(ddp.process_group, "ddp", terms, timeout_s=timeout)
         _identify(ddp)
 
 

@@ -28,15 +28,15 @@ from torch.optim import Optimizer
 from ovpatch.overlap.comm.step_communicator import step_communicator
 from ovpatch.overlap.data_parallel import sharded_grads
 from ovpatch.overlap.data_parallel.shard_peers import part_norms
-from ovpatch.overlap.data_parallel.sharded_grads import GradShards, changing
-from ovpatch.overlap.tensors.shard import elements_of
+from ovpatch.overlap.data_parallel.sharded_grads import ShardedGrads, changing
+from ovpatch.overlap.tensors.shard import shard_view
 from ovpatch_plugins.dist_optimizer import takeover
 from ovpatch_plugins.dist_optimizer.report import COUNTERS
-from ovpatch_plugins.dist_optimizer.sharded_param import Part, standing_in
+from ovpatch_plugins.dist_optimizer.sharded_param import ShardedParam, standing_in
 
 _FRAMES = 4  # how far up the caller may be: other patches put frames of their own between
 
-Place = tuple[GradShards, int]
+Place = tuple[ShardedGrads, int]
 
 
 def wrap_norm(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
@@ -142,7 +142,7 @@ def _norms_of_all(
     places = _places(params)
     if not places:
         return None
-    by_model: dict[GradShards, list[int]] = {}
+    by_model: dict[ShardedGrads, list[int]] = {}
     for shards, index in places.values():
         by_model.setdefault(shards, []).append(index)
     norms: dict[Place, Tensor] = {}
@@ -165,7 +165,7 @@ def _norms_of_this_rank(
     given: Sequence[Tensor], places: Sequence[Place | None], order: float, foreach: bool | None
 ) -> list[Tensor]:
     """Return the norm of each gradient; peers tell those of their parts, and take no part."""
-    by_model: dict[GradShards, list[int]] = {}
+    by_model: dict[ShardedGrads, list[int]] = {}
     norms: dict[Place, Tensor] = {}
     for grad, place in zip(given, places, strict=True):
         if place is None:
@@ -175,7 +175,7 @@ def _norms_of_this_rank(
             by_model.setdefault(shards, []).append(index)
         else:  # in the same steps as the peers, which may not have put it together
             flat = shards.in_param_layout(index, grad)
-            cuts = [part_norms([elements_of(flat, own)], order) for own in shards.slices(index)]
+            cuts = [part_norms([shard_view(flat, own)], order) for own in shards.slices(index)]
             norms[place] = _combined(torch.stack(cuts), order)[0]
     for shards, indices in by_model.items():
         own = part_norms([shards.part_of(index) for index in indices], order)
@@ -260,7 +260,7 @@ def wrap_unscale(original: Unscale) -> Unscale:
 
 
 @contextmanager
-def _pending_as_parts(optimizer: Optimizer, parts: Sequence[Part]) -> Iterator[None]:
+def _pending_as_parts(optimizer: Optimizer, parts: Sequence[ShardedParam]) -> Iterator[None]:
     """Show the parts of gradients that nobody has put together; what was put together is scaled whole."""
     pending = [part for part in parts if part.shards.is_pending(part.index)]
     with standing_in(optimizer, pending) as stand_ins:

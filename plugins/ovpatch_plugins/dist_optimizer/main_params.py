@@ -20,10 +20,10 @@ from torch.optim import Optimizer
 
 from ovpatch.overlap.data_parallel import sharded_grads
 from ovpatch.overlap.data_parallel.fp32_accumulation import HALVES, Following
-from ovpatch.overlap.data_parallel.sharded_grads import GradShards
-from ovpatch.overlap.tensors.lazy_tensor import Placeholder
-from ovpatch.overlap.tensors.shard import elements_of
-from ovpatch_plugins.dist_optimizer.sharded_state import SlicesOfModel, States, Updated
+from ovpatch.overlap.data_parallel.sharded_grads import ShardedGrads
+from ovpatch.overlap.tensors.lazy_tensor import LazyTensor
+from ovpatch.overlap.tensors.shard import shard_view
+from ovpatch_plugins.dist_optimizer.sharded_state import ShardedStateOfModel, States, Updated
 
 #: The name of the main parameter in the optimizer's state.
 MAIN: Final = "main_param"
@@ -39,10 +39,10 @@ def smallest(options: Mapping[str, Any], param: Tensor) -> int:
     return 1 if options["main_params_in_fp32"] and is_low(param) else int(options["min_param_numel"])
 
 
-class MainSlicesOfModel(SlicesOfModel):
+class MainParamsOfModel(ShardedStateOfModel):
     """Slices of state, fp32 where the parameter is of half precision, and with its slice of the main parameter."""
 
-    def __init__(self, shards: GradShards, number: int) -> None:
+    def __init__(self, shards: ShardedGrads, number: int) -> None:
         self._follow = Following()
         super().__init__(shards, number)  # from here on peers ask
 
@@ -69,7 +69,7 @@ class MainSlicesOfModel(SlicesOfModel):
         with torch.inference_mode(False), torch.no_grad():
             for part, stand_in in low:
                 own = self._shards.slice(part.index)
-                slices.append(elements_of(part.param.data, own))
+                slices.append(shard_view(part.param.data, own))
                 states.setdefault(stand_in, {})[MAIN] = stand_in.detach()
             if slices:
                 torch._foreach_copy_(slices, [stand_in.detach() for _, stand_in in low])
@@ -77,7 +77,7 @@ class MainSlicesOfModel(SlicesOfModel):
     def cut_whole(self, param: Tensor, state: dict[Any, Any]) -> None:
         """Keep this rank's slices of state that is whole; what a stock run has saved is of half precision."""
         index = self._index.get(id(param))
-        if index is not None and self._shards.can_be_cut(index) and is_low(param):
+        if index is not None and self._shards.can_be_sharded(index) and is_low(param):
             for name, value in state.items():
                 if isinstance(value, Tensor) and not self._is_ours(value) and value.shape == param.shape:
                     state[name] = value.float() if is_low(value) else value
@@ -109,7 +109,7 @@ def round_state(optimizer: Optimizer) -> None:
         if is_low(param) and _has_main(param):
             state.pop(MAIN, None)
             for name, value in state.items():
-                if isinstance(value, Tensor) and not isinstance(value, Placeholder) and value.shape == param.shape:
+                if isinstance(value, Tensor) and not isinstance(value, LazyTensor) and value.shape == param.shape:
                     state[name] = value.to(param.dtype)
 
 
@@ -122,7 +122,7 @@ def forget_mains(optimizer: Optimizer) -> None:
 
 def _has_main(param: Tensor) -> bool:
     entry = sharded_grads.find(param)
-    return entry is not None and entry[0].can_be_cut(entry[1])
+    return entry is not None and entry[0].can_be_sharded(entry[1])
 
 
 def _put_back(optimizer: Optimizer, state_dict: Mapping[str, Any]) -> None:

@@ -18,18 +18,18 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from ovpatch.overlap.data_parallel.sharded_grads import GradShards
-from ovpatch.overlap.peer_rpc.rpc import Peers
+from ovpatch.overlap.data_parallel.sharded_grads import ShardedGrads
+from ovpatch.overlap.peer_rpc.rpc import PeerRpc
 from ovpatch.overlap.peer_rpc.versioned import to_host
 from ovpatch.overlap.tensors import lazy_tensor
-from ovpatch.overlap.tensors.lazy_tensor import Placeholder
+from ovpatch.overlap.tensors.lazy_tensor import LazyTensor
 from ovpatch.overlap.tensors.ownership import is_unshared
-from ovpatch.overlap.tensors.shard import Slice
+from ovpatch.overlap.tensors.shard import Shard
 from ovpatch_plugins.dist_optimizer.sharded_state import PATIENCE_S, Key, StateOfModel, States
-from ovpatch_plugins.dist_optimizer.state_format import Form, pack, unpack
+from ovpatch_plugins.dist_optimizer.state_format import StateFormat, pack, unpack
 
 if TYPE_CHECKING:
-    from ovpatch_plugins.dist_optimizer.sharded_param import Part
+    from ovpatch_plugins.dist_optimizer.sharded_param import ShardedParam
 
 
 # Which rank owns which whole parameter.
@@ -41,10 +41,10 @@ if TYPE_CHECKING:
 # off, or one optimizer per parameter would leave everything to rank 0.
 
 # How many elements of each model each rank owns.
-_loads: weakref.WeakKeyDictionary[GradShards, list[int]] = weakref.WeakKeyDictionary()
+_loads: weakref.WeakKeyDictionary[ShardedGrads, list[int]] = weakref.WeakKeyDictionary()
 
 
-def deal_out(shards: GradShards, indices: Iterable[int]) -> dict[int, int]:
+def assign_owners(shards: ShardedGrads, indices: Iterable[int]) -> dict[int, int]:
     """Give each of some parameters an owner. All ranks call this for the same ones, in the same order of calls.
 
     Args:
@@ -63,10 +63,10 @@ def deal_out(shards: GradShards, indices: Iterable[int]) -> dict[int, int]:
     return owners
 
 
-class WholesOfModel(StateOfModel):
+class OwnedStateOfModel(StateOfModel):
     """The state of the parameters that this rank owns."""
 
-    def __init__(self, shards: GradShards, number: int) -> None:
+    def __init__(self, shards: ShardedGrads, number: int) -> None:
         self._owners: dict[int, int] = {}
         self._owned: dict[int, dict[Any, Any]] = {}  # state of parameters, as after the last step
         self._shown: dict[int, dict[Any, Any]] = {}  # what stands for this rank's tensors, while those are in place
@@ -76,12 +76,12 @@ class WholesOfModel(StateOfModel):
         """Return the ranks that own some parameters, which get one now if they have none; the same on all ranks."""
         ones = list(indices)
         new = sorted(index for index in ones if index not in self._owners)
-        self._owners |= deal_out(self._shards, new)
+        self._owners |= assign_owners(self._shards, new)
         return [self._owners[index] for index in ones]
 
     # ---------------------------------------------------------------- around a step
 
-    def put_parts(self, part: Part, states: States, stand_in: Tensor | None) -> None:
+    def put_parts(self, part: ShardedParam, states: States, stand_in: Tensor | None) -> None:
         """Put this rank's tensors in place."""
         state = states.get(part.param)
         if state is not None:
@@ -92,7 +92,7 @@ class WholesOfModel(StateOfModel):
                 }
                 state.update({name: self._parts[part.index, name] for name in shown})
 
-    def take_parts(self, part: Part, states: States, stand_in: Tensor | None) -> None:
+    def take_parts(self, part: ShardedParam, states: States, stand_in: Tensor | None) -> None:
         """Leave placeholders for them again."""
         state = states.get(part.param)
         if stand_in is None or state is None:
@@ -102,7 +102,7 @@ class WholesOfModel(StateOfModel):
             for name, value in state.items():
                 if _is_kept(value):
                     self._parts[part.index, name] = value
-                    self._leave_placeholder((part.index, name), Form.of(value), state, shown.get(name))
+                    self._leave_placeholder((part.index, name), StateFormat.of(value), state, shown.get(name))
             self._owned[part.index] = state
 
     def cut_whole(self, param: Tensor, state: dict[Any, Any]) -> None:
@@ -110,24 +110,24 @@ class WholesOfModel(StateOfModel):
         index = self._index.get(id(param))
         if index is None or index not in self._owners:
             return
-        lazy_tensor.settle(v for v in state.values() if isinstance(v, Placeholder) and not self._is_ours(v))
+        lazy_tensor.settle(v for v in state.values() if isinstance(v, LazyTensor) and not self._is_ours(v))
         for name, value in state.items():
             if _is_kept(value):
-                key, form, sole = (index, name), Form.of(value), is_unshared(value)
+                key, form, sole = (index, name), StateFormat.of(value), is_unshared(value)
                 if self._owns(index):
                     self._parts[key] = value.detach() if sole else value.clone()
                 self._leave_placeholder(key, form, state, value, sole=sole)
 
-    def _places(self, key: Key) -> Mapping[int, Slice]:
+    def _places(self, key: Key) -> Mapping[int, Shard]:
         numel = self._forms[key].shape.numel()
-        return {self._owners[key[0]]: Slice(0, numel, numel)}
+        return {self._owners[key[0]]: Shard(0, numel, numel)}
 
     def _owns(self, index: int) -> bool:
         return self._owners[index] == self._group.rank()
 
     # ---------------------------------------------------------------- telling the others
 
-    def learn(self, parts: Iterable[Part], states: States, *, steady: bool) -> None:
+    def learn(self, parts: Iterable[ShardedParam], states: States, *, steady: bool) -> None:
         """Show the state that others' parameters have after a step, once all ranks have come to its end.
 
         Args:
@@ -144,7 +144,7 @@ class WholesOfModel(StateOfModel):
             return
         question = {"edition": self.editions.number, "forms": list(params)}
         owners = sorted({self._owners[index] for index in params})
-        for header, tensors in Peers.of(self._group).ask(self._topic, question, owners).values():
+        for header, tensors in PeerRpc.of(self._group).ask(self._topic, question, owners).values():
             for index, form in unpack(header["forms"], tensors, self._shards.params[0].device).items():
                 self._show(index, form, states.setdefault(params[index], {}))
 
@@ -153,7 +153,7 @@ class WholesOfModel(StateOfModel):
         if list(state) != list(form):
             state.clear()
         for name, value in form.items():
-            if isinstance(value, Form):
+            if isinstance(value, StateFormat):
                 self._leave_placeholder((index, name), value, state, shown.get(name))
             else:
                 state[name] = value

@@ -23,13 +23,13 @@ from ovpatch.hookspecs import cache_dir
 from ovpatch.overlap.comm.collectives import AllGather
 from ovpatch.overlap.comm.side_streams import quietly_on, side_streams
 from ovpatch.overlap.comm.step_communicator import step_communicator
-from ovpatch.overlap.comm.streams import label, span
-from ovpatch.overlap.comm.work import Unpacked, Work
+from ovpatch.overlap.comm.streams import profiler_label, profiler_span
+from ovpatch.overlap.comm.work import Work, WorkWithEpilogue
 from ovpatch.overlap.copy_engine.registry import attend, gathering
 from ovpatch.overlap.copy_engine.selection import choose
 from ovpatch.overlap.data_parallel.bucket_assignment import layer_of
 from ovpatch.overlap.tensors.pending_param import is_pending, lose, mark, owners_of, plainly, unmark
-from ovpatch.overlap.tensors.shard import Slice, cut, elements_of, flat
+from ovpatch.overlap.tensors.shard import Shard, flat, shard_range, shard_view
 from ovpatch_plugins.dist_optimizer.report import COUNTERS
 
 if TYPE_CHECKING:
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     import torch.distributed as dist
     from torch.optim import Optimizer
 
-    from ovpatch_plugins.dist_optimizer.sharded_param import Part
+    from ovpatch_plugins.dist_optimizer.sharded_param import ShardedParam
 
 
 class _Arrived(NamedTuple):
@@ -61,21 +61,21 @@ class _Padded(NamedTuple):
     gathered: Tensor
 
 
-def launch(gathers: Iterable[ParamGather]) -> None:
-    """Launch gathers one behind the other; see :meth:`ParamGather.launch`."""
+def launch(gathers: Iterable[ParamAllGather]) -> None:
+    """Launch gathers one behind the other; see :meth:`ParamAllGather.launch`."""
     with plainly():
         for gather in gathers:
             gather._launch()
 
 
-class ParamGather:
-    """Gathers the slices of a bucket's parameters, in the parameters' own memory.
+class ParamAllGather:
+    """ParamAllGathers the slices of a bucket's parameters, in the parameters' own memory.
 
     Use it over and over: :meth:`launch` after each step, :meth:`settle` before the next. Readers in between settle by
     themselves.
 
     Args:
-        params: Dense parameters of one dtype and device, each cut by :func:`ovpatch.overlap.tensors.shard.cut`.
+        params: Dense parameters of one dtype and device, each cut by :func:`ovpatch.overlap.tensors.shard.shard_range`.
         group: The process group, on whose ranks the slices are.
         feature: For labels in profiles.
         name: Of the bucket, for labels in profiles.
@@ -95,7 +95,7 @@ class ParamGather:
         self._group, self._world, self._rank = group, group.size(), group.rank()
         self._device = params[0].device
         self._gather = AllGather(group, self._device, communicator)
-        self._labels = label(feature, "all_gather", name), label(feature, "wait", name)
+        self._labels = profiler_label(feature, "all_gather", name), profiler_label(feature, "wait", name)
         self._lock = threading.RLock()  # re-entered if a finaliser or a signal handler reads while we settle
         self._works: Sequence[Work] = []
         self._padded: list[_Padded] = []
@@ -163,7 +163,7 @@ class ParamGather:
             if not self._works:
                 return
             try:
-                with plainly(), span(self._labels[1]):
+                with plainly(), profiler_span(self._labels[1]):
                     self._wait()
             except RuntimeError as error:  # of the collective
                 for param in self._params:
@@ -189,7 +189,7 @@ class ParamGather:
             unmark(param)
 
     def _start(self) -> None:
-        with span(self._labels[0]):
+        with profiler_span(self._labels[0]):
             pairs = [self._output_and_input(param) for param in self._params]
             device = self._params[0].device
             self._stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
@@ -198,12 +198,12 @@ class ParamGather:
     def _output_and_input(self, param: Parameter) -> tuple[Tensor, Tensor]:
         data = param.data
         numel = data.numel()
-        part = cut(numel, self._world, self._rank)
+        part = shard_range(numel, self._world, self._rank)
         if part.size * self._world == numel:
-            return flat(data), elements_of(data, part)
+            return flat(data), shard_view(data, part)
         return self._padded_copy(flat(data), part)
 
-    def _padded_copy(self, elements: Tensor, part: Slice) -> tuple[Tensor, Tensor]:
+    def _padded_copy(self, elements: Tensor, part: Shard) -> tuple[Tensor, Tensor]:
         gathered = elements.new_empty(part.size * self._world)
         begin = self._rank * part.size
         gathered[begin : begin + part.numel].copy_(elements[part.begin : part.end])
@@ -220,7 +220,7 @@ class ParamGather:
         else:
             with quietly_on(self._stream):
                 self._take()
-        copied = self._padded or any(isinstance(work, Unpacked) for work in self._works)  # on launch's stream
+        copied = self._padded or any(isinstance(work, WorkWithEpilogue) for work in self._works)  # on launch's stream
         event = self._stream.record_event() if copied else None
         self._arrived = _Arrived(self._works, event, {self._stream.stream_id})
         for stream in (reader, *side_streams.arriving(self, self._stream)):
@@ -252,17 +252,17 @@ class ParamGather:
             param.copy_(gathered[: param.numel()])
 
 
-# Gathers whose optimizer is gone.
+# ParamAllGathers whose optimizer is gone.
 #
 # [Note: orphans] A parameter stays alive until its values have come, which its next reader or its optimizer's next
 # step sees to. If a script drops model and optimizer right after a step, there is neither. So the gathers of an
 # optimizer that is gone are settled before the next step of any other one. Not in the finaliser: that may run in a
 # thread on which the collective itself depends, or while a CUDA graph is captured.
 
-_orphans: list[Gathers] = []
+_orphans: list[ParamAllGathers] = []
 
 
-def after(optimizer: Optimizer, gathers: Gathers) -> None:
+def after(optimizer: Optimizer, gathers: ParamAllGathers) -> None:
     """Remember gathers once their optimizer is gone."""
     weakref.finalize(optimizer, _orphans.append, gathers).atexit = False
 
@@ -287,7 +287,7 @@ _FEWEST = 16  # buckets of a model, as far as they hold more than _SMALLEST byte
 _SMALLEST = MIB
 
 
-class Gathers:
+class ParamAllGathers:
     """The gathers of one optimizer's parameters.
 
     Args:
@@ -301,10 +301,10 @@ class Gathers:
         self._overlap, self._granularity, self._capacity = overlap, granularity, bucket_mb * MIB
         self._copy_engines = copy_engines
         self._of: tuple[tuple[int, int], ...] = ()
-        self._buckets: list[ParamGather] = []
+        self._buckets: list[ParamAllGather] = []
         self._places: Iterable[tuple[dist.ProcessGroup, torch.device]] = ()
 
-    def launch(self, parts: Sequence[Part]) -> None:
+    def launch(self, parts: Sequence[ShardedParam]) -> None:
         """Start to gather; all ranks do so for the same parameters."""
         which = tuple((id(part.shards), id(part.param)) for part in parts)
         if which != self._of:
@@ -338,37 +338,37 @@ class Gathers:
         for gather in self._buckets:
             gather.settle()
 
-    def _gather(self, parts: Sequence[Part]) -> ParamGather:
+    def _gather(self, parts: Sequence[ShardedParam]) -> ParamAllGather:
         shards = parts[0].shards
         name = shards.names[parts[0].index]
         communicator = step_communicator(shards.group, parts[0].param.device)
-        return ParamGather([part.param for part in parts], shards.group, name=name, communicator=communicator)
+        return ParamAllGather([part.param for part in parts], shards.group, name=name, communicator=communicator)
 
-    def _cut(self, parts: Sequence[Part]) -> Iterator[list[Part]]:
+    def _cut(self, parts: Sequence[ShardedParam]) -> Iterator[list[ShardedParam]]:
         for ones in alike(parts, self._kind):
             yield from by_size(ones, self._capacity_for(ones)) if self._granularity == "size" else [ones]
 
-    def _capacity_for(self, parts: Sequence[Part]) -> float:
+    def _capacity_for(self, parts: Sequence[ShardedParam]) -> float:
         sixteenth = sum(part.param.nbytes for part in parts) / _FEWEST
         return min(self._capacity, max(_SMALLEST, sixteenth)) if self._overlap else self._capacity
 
-    def _kind(self, part: Part) -> tuple[Hashable, ...]:
+    def _kind(self, part: ShardedParam) -> tuple[Hashable, ...]:
         layer = layer_of(part.shards.names[part.index]) if self._granularity == "layer" else ""
         return layer, part.param.dtype
 
 
-def alike(parts: Sequence[Part], kind: Callable[[Part], Hashable]) -> Iterable[list[Part]]:
+def alike(parts: Sequence[ShardedParam], kind: Callable[[ShardedParam], Hashable]) -> Iterable[list[ShardedParam]]:
     """Return the parameters of each model and kind, in registration order, each kind where the first of it stands."""
-    ones: dict[Hashable, list[Part]] = {}
+    ones: dict[Hashable, list[ShardedParam]] = {}
     models = list(dict.fromkeys(part.shards for part in parts))
     for part in sorted(parts, key=lambda part: (models.index(part.shards), part.index)):
         ones.setdefault((part.shards, kind(part)), []).append(part)
     return ones.values()
 
 
-def by_size(parts: Iterable[Part], capacity: float) -> Iterator[list[Part]]:
+def by_size(parts: Iterable[ShardedParam], capacity: float) -> Iterator[list[ShardedParam]]:
     """Yield buckets of at most ``capacity`` bytes; a parameter that is larger is one by itself."""
-    bucket: list[Part] = []
+    bucket: list[ShardedParam] = []
     size = 0
     for part in parts:
         if bucket and size + part.param.nbytes > capacity:

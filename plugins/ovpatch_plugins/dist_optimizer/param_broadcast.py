@@ -12,7 +12,7 @@ from torch.nn import Parameter
 
 from ovpatch.overlap.comm.collectives import Broadcast
 from ovpatch.overlap.comm.step_communicator import step_communicator
-from ovpatch.overlap.comm.streams import label, span
+from ovpatch.overlap.comm.streams import profiler_label, profiler_span
 from ovpatch.overlap.comm.work import Work
 from ovpatch.overlap.tensors.pending_param import plainly
 from ovpatch.overlap.tensors.shard import flat
@@ -20,10 +20,10 @@ from ovpatch_plugins.dist_optimizer.param_all_gather import MIB, alike, by_size
 from ovpatch_plugins.dist_optimizer.report import COUNTERS
 
 if TYPE_CHECKING:
-    from ovpatch_plugins.dist_optimizer.sharded_param import Part
+    from ovpatch_plugins.dist_optimizer.sharded_param import ShardedParam
 
 
-class ParamHandout:
+class ParamBroadcast:
     """Hands out one owner's parameters, together: a parameter alone in its own memory, several through a flat copy.
 
     Use it over and over: :meth:`start` after each step, then :meth:`finish`, both on the same stream.
@@ -48,12 +48,12 @@ class ParamHandout:
         self._params = tuple(params)
         self._is_owner = group.rank() == owner
         self._broadcast = Broadcast(group, owner)
-        self._labels = label(feature, "broadcast", name), label(feature, "wait", name)
+        self._labels = profiler_label(feature, "broadcast", name), profiler_label(feature, "wait", name)
         self._under_way: tuple[Work, Tensor] | None = None
 
     def start(self) -> None:
         """Start: a collective, which all ranks of the group must call in the same order."""
-        with plainly(), span(self._labels[0]):
+        with plainly(), profiler_span(self._labels[0]):
             elements = self._elements()
             if len(elements) == 1:
                 sent = elements[0]
@@ -66,7 +66,7 @@ class ParamHandout:
     def finish(self) -> None:
         """Make the current stream wait for the values."""
         assert self._under_way is not None
-        with plainly(), span(self._labels[1]):
+        with plainly(), profiler_span(self._labels[1]):
             work, received = self._under_way
             self._under_way = None
             work.wait()
@@ -84,7 +84,7 @@ class ParamHandout:
 # while the last is copied out, and no more than these two take memory.
 
 
-class Handouts:
+class ParamBroadcasts:
     """What gives one optimizer's parameters to the ranks that do not own them.
 
     Args:
@@ -94,9 +94,9 @@ class Handouts:
     def __init__(self, bucket_mb: float) -> None:
         self._capacity = bucket_mb * MIB
         self._of: tuple[tuple[int, int], ...] = ()
-        self._buckets: list[ParamHandout] = []
+        self._buckets: list[ParamBroadcast] = []
 
-    def launch(self, parts: Sequence[Part]) -> None:
+    def launch(self, parts: Sequence[ShardedParam]) -> None:
         """Hand out, and wait; all ranks do so for the same parameters."""
         which = tuple((id(part.shards), part.index) for part in parts)
         if which != self._of:
@@ -114,13 +114,13 @@ class Handouts:
         """Do nothing: nothing stays under way."""
 
 
-def _kind(part: Part) -> Hashable:
+def _kind(part: ShardedParam) -> Hashable:
     return part.owner, part.param.dtype
 
 
-def _handout(parts: Sequence[Part]) -> ParamHandout:
+def _handout(parts: Sequence[ShardedParam]) -> ParamBroadcast:
     shards, owner = parts[0].shards, parts[0].owner
     assert owner is not None
     name = shards.names[parts[0].index]
     communicator = step_communicator(shards.group, parts[0].param.device)
-    return ParamHandout([part.param for part in parts], communicator, owner, name=name)
+    return ParamBroadcast([part.param for part in parts], communicator, owner, name=name)

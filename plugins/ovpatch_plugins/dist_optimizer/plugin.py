@@ -41,13 +41,13 @@ def ovpatch_register(patches: Registrar, options: Mapping[str, Any]) -> None:
     from torch.optim.optimizer import register_optimizer_step_pre_hook
 
     from ovpatch.overlap.tensors.pending_param import noting_views
-    from ovpatch.overlap.tensors.read_hooks import ENTRANCES
+    from ovpatch.overlap.tensors.read_hooks import READ_HOOKS
     from ovpatch_plugins.dist_optimizer.clip_grad import wrap_clip, wrap_norm, wrap_unscale
     from ovpatch_plugins.dist_optimizer.supported_optimizers import with_a_step
     from ovpatch_plugins.dist_optimizer.takeover import Steps, wrap_destroy
 
     if options["overlap_param_gather"]:
-        for target, wrap, why, optional in ENTRANCES:
+        for target, wrap, why, optional in READ_HOOKS:
             patches.register_patch(target, wrap=wrap, optional=optional, why=why)
         patches.register_patch(
             "torch.distributed.tensor.parallel.ddp._unflatten_tensor",

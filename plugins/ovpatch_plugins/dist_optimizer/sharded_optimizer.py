@@ -25,17 +25,17 @@ from typing import Any, Protocol
 import torch
 from torch.optim import Optimizer
 
-from ovpatch.overlap.comm.streams import capturing
+from ovpatch.overlap.comm.streams import is_capturing
 from ovpatch.overlap.data_parallel import sharded_grads
-from ovpatch.overlap.data_parallel.sharded_grads import GradShards
+from ovpatch.overlap.data_parallel.sharded_grads import ShardedGrads
 from ovpatch_plugins.dist_optimizer import supported_optimizers
-from ovpatch_plugins.dist_optimizer.main_params import MainSlicesOfModel, forget_mains, round_state
-from ovpatch_plugins.dist_optimizer.owned_state import WholesOfModel
-from ovpatch_plugins.dist_optimizer.param_all_gather import Gathers
-from ovpatch_plugins.dist_optimizer.param_broadcast import Handouts
+from ovpatch_plugins.dist_optimizer.main_params import MainParamsOfModel, forget_mains, round_state
+from ovpatch_plugins.dist_optimizer.owned_state import OwnedStateOfModel
+from ovpatch_plugins.dist_optimizer.param_all_gather import ParamAllGathers
+from ovpatch_plugins.dist_optimizer.param_broadcast import ParamBroadcasts
 from ovpatch_plugins.dist_optimizer.report import COUNTERS
-from ovpatch_plugins.dist_optimizer.sharded_param import Part, leaving_out, standing_in
-from ovpatch_plugins.dist_optimizer.sharded_state import ShardedState, SlicesOfModel, put_in_order
+from ovpatch_plugins.dist_optimizer.sharded_param import ShardedParam, leaving_out, standing_in
+from ovpatch_plugins.dist_optimizer.sharded_state import ShardedState, ShardedStateOfModel, put_in_order
 
 Inner = Callable[..., Any]
 
@@ -64,7 +64,7 @@ _CAPTURED = (
 class Exchange(Protocol):
     """What makes parameters the same on all ranks after a step."""
 
-    def launch(self, parts: Sequence[Part]) -> None:
+    def launch(self, parts: Sequence[ShardedParam]) -> None:
         """Start; all ranks do so for the same parameters."""
 
     def settle(self) -> None:
@@ -103,7 +103,7 @@ class ShardedOptimizer(abc.ABC):
         args, kwargs = _with_loss(args, kwargs)
         self._exchange.settle()  # a second step without a forward in between
         parts = self.parts(optimizer)
-        if any(capturing(device) for device in {part.shards.editions.device for part in parts}):
+        if any(is_capturing(device) for device in {part.shards.editions.device for part in parts}):
             raise RuntimeError(_CAPTURED.format(type(optimizer).__name__))
         if reason := self._objection(optimizer, parts):
             self.release()
@@ -119,7 +119,7 @@ class ShardedOptimizer(abc.ABC):
         COUNTERS.params_updated += len(parts)
         return result
 
-    def _objection(self, optimizer: Optimizer, parts: Sequence[Part]) -> str:
+    def _objection(self, optimizer: Optimizer, parts: Sequence[ShardedParam]) -> str:
         """Return why the optimizer has to go on as stock from now on, the same on all ranks; "" if it has not."""
         if torch._C._current_graph_task_id() != -1:
             return IN_BACKWARD
@@ -134,7 +134,7 @@ class ShardedOptimizer(abc.ABC):
         COUNTERS.optimizers += not reason
         return reason
 
-    def _update(self, parts: list[Part], inner: Callable[[], Any], optimizer: Optimizer) -> Any:
+    def _update(self, parts: list[ShardedParam], inner: Callable[[], Any], optimizer: Optimizer) -> Any:
         known = len(optimizer.state)
         try:
             with self._divided(optimizer, parts), self._being_inside():
@@ -148,7 +148,7 @@ class ShardedOptimizer(abc.ABC):
         put_in_order(optimizer, known)
         return result
 
-    def _hand_on(self, optimizer: Optimizer, parts: Sequence[Part]) -> None:
+    def _hand_on(self, optimizer: Optimizer, parts: Sequence[ShardedParam]) -> None:
         del optimizer
         # They were changed behind their backs; a graph that still needs the old values must notice.
         torch.autograd.graph.increment_version([part.param for part in parts])
@@ -156,7 +156,7 @@ class ShardedOptimizer(abc.ABC):
             shards.meet()
         self._exchange.launch(parts)
 
-    def _to_meet(self, parts: Sequence[Part]) -> Iterable[GradShards]:
+    def _to_meet(self, parts: Sequence[ShardedParam]) -> Iterable[ShardedGrads]:
         """Return by which hosts meet before the parameters' exchange, one for each process group."""
         return {part.shards.group: part.shards for part in parts}.values()
 
@@ -168,7 +168,7 @@ class ShardedOptimizer(abc.ABC):
         finally:
             self._inside = False
 
-    def parts(self, optimizer: Optimizer) -> list[Part]:
+    def parts(self, optimizer: Optimizer) -> list[ShardedParam]:
         """Return the parameters with a gradient whose update is divided."""
         found = []
         with torch._C.DisableTorchFunctionSubclass():  # whatever parameters are now, that they have a gradient is plain
@@ -176,15 +176,15 @@ class ShardedOptimizer(abc.ABC):
                 for param in group["params"]:
                     entry = sharded_grads.find(param)
                     if entry is not None and self._divides(*entry) and param.grad is not None:
-                        found.append(Part(param, *entry))
+                        found.append(ShardedParam(param, *entry))
         return found
 
     @abc.abstractmethod
-    def _divides(self, shards: GradShards, index: int) -> bool:
+    def _divides(self, shards: ShardedGrads, index: int) -> bool:
         """Tell whether a parameter's update can be divided, and ask for what that takes of its gradient."""
 
     @abc.abstractmethod
-    def _divided(self, optimizer: Optimizer, parts: Sequence[Part]) -> AbstractContextManager[None]:
+    def _divided(self, optimizer: Optimizer, parts: Sequence[ShardedParam]) -> AbstractContextManager[None]:
         """Show the optimizer nothing but this rank's share, for the time of a step."""
 
     def release(self) -> None:
@@ -208,7 +208,7 @@ def _with_loss(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any
 # An optimizer whose parameters are updated by slices, of which each rank has one.
 
 
-class SlicedOptimizer(ShardedOptimizer):
+class ElementwiseOptimizer(ShardedOptimizer):
     """What the feature knows of one element-wise optimizer.
 
     Args:
@@ -222,27 +222,27 @@ class SlicedOptimizer(ShardedOptimizer):
     def __init__(
         self,
         optimizer: Optimizer,
-        gathers: Gathers,
+        gathers: ParamAllGathers,
         stand_down: Callable[[Optimizer, str], None],
         *,
         quiet: bool = False,
         in_fp32: bool = False,
     ) -> None:
-        state = ShardedState(optimizer, MainSlicesOfModel if in_fp32 else SlicesOfModel)
+        state = ShardedState(optimizer, MainParamsOfModel if in_fp32 else ShardedStateOfModel)
         super().__init__(optimizer, gathers, state, stand_down)
         self._quiet, self._in_fp32 = quiet, in_fp32
 
-    def _divides(self, shards: GradShards, index: int) -> bool:
+    def _divides(self, shards: ShardedGrads, index: int) -> bool:
         return shards.want(index)
 
-    def _update(self, parts: list[Part], inner: Callable[[], Any], optimizer: Optimizer) -> Any:
+    def _update(self, parts: list[ShardedParam], inner: Callable[[], Any], optimizer: Optimizer) -> Any:
         self._state.take_over(parts)
         for shards in self._to_meet(parts) if self._quiet else ():
             shards.come()  # [Note: ahead]
         return super()._update(parts, inner, optimizer)
 
     @contextmanager
-    def _divided(self, optimizer: Optimizer, parts: Sequence[Part]) -> Iterator[None]:
+    def _divided(self, optimizer: Optimizer, parts: Sequence[ShardedParam]) -> Iterator[None]:
         with standing_in(optimizer, parts) as stand_ins, self._state.written(parts, stand_ins):
             yield
 
@@ -267,7 +267,7 @@ class SlicedOptimizer(ShardedOptimizer):
 # would have to ask for it.
 
 
-class WholeOptimizer(ShardedOptimizer):
+class OwnedParamOptimizer(ShardedOptimizer):
     """What the feature knows of one optimizer that needs whole parameters.
 
     Args:
@@ -278,17 +278,22 @@ class WholeOptimizer(ShardedOptimizer):
     """
 
     def __init__(
-        self, optimizer: Optimizer, handouts: Handouts, stand_down: Callable[[Optimizer, str], None], *, steady: bool
+        self,
+        optimizer: Optimizer,
+        handouts: ParamBroadcasts,
+        stand_down: Callable[[Optimizer, str], None],
+        *,
+        steady: bool,
     ) -> None:
-        self._wholes = ShardedState(optimizer, WholesOfModel)
+        self._wholes = ShardedState(optimizer, OwnedStateOfModel)
         self._steady = steady
         super().__init__(optimizer, handouts, self._wholes, stand_down)
 
-    def _divides(self, shards: GradShards, index: int) -> bool:
-        return shards.can_be_cut(index)
+    def _divides(self, shards: ShardedGrads, index: int) -> bool:
+        return shards.can_be_sharded(index)
 
     @contextmanager
-    def _divided(self, optimizer: Optimizer, parts: Sequence[Part]) -> Iterator[None]:
+    def _divided(self, optimizer: Optimizer, parts: Sequence[ShardedParam]) -> Iterator[None]:
         for ones in self._by_model(parts).values():
             owners = self._wholes.model(ones[0].shards).owners(part.index for part in ones)
             for part, owner in zip(ones, owners, strict=True):
@@ -297,7 +302,7 @@ class WholeOptimizer(ShardedOptimizer):
             yield
         COUNTERS.params_owned += len(own)
 
-    def _hand_on(self, optimizer: Optimizer, parts: Sequence[Part]) -> None:
+    def _hand_on(self, optimizer: Optimizer, parts: Sequence[ShardedParam]) -> None:
         try:
             for ones in self._by_model(parts).values():
                 self._wholes.model(ones[0].shards).learn(ones, optimizer.state, steady=self._steady)
@@ -305,8 +310,8 @@ class WholeOptimizer(ShardedOptimizer):
             super()._hand_on(optimizer, parts)
 
     @staticmethod
-    def _by_model(parts: Sequence[Part]) -> dict[int, list[Part]]:
-        found: dict[int, list[Part]] = {}
+    def _by_model(parts: Sequence[ShardedParam]) -> dict[int, list[ShardedParam]]:
+        found: dict[int, list[ShardedParam]] = {}
         for part in parts:
             found.setdefault(id(part.shards), []).append(part)
         return found

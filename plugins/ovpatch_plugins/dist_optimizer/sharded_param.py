@@ -15,14 +15,14 @@ import torch
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
-from ovpatch.overlap.data_parallel.sharded_grads import GradShards
-from ovpatch.overlap.tensors.shard import elements_of
+from ovpatch.overlap.data_parallel.sharded_grads import ShardedGrads
+from ovpatch.overlap.tensors.shard import shard_view
 
 StandIns = Mapping[int, Parameter]
 
 
 @dataclass
-class Part:
+class ShardedParam:
     """A parameter that is updated by parts, or by one rank for all.
 
     Attributes:
@@ -33,7 +33,7 @@ class Part:
     """
 
     param: torch.nn.Parameter
-    shards: GradShards
+    shards: ShardedGrads
     index: int
     owner: int | None = None
 
@@ -49,7 +49,7 @@ class Part:
 
 
 @contextmanager
-def standing_in(optimizer: Optimizer, parts: Sequence[Part]) -> Iterator[StandIns]:
+def standing_in(optimizer: Optimizer, parts: Sequence[ShardedParam]) -> Iterator[StandIns]:
     """Give an optimizer stand-ins for the parameters that are updated by parts.
 
     Yields:
@@ -62,7 +62,7 @@ def standing_in(optimizer: Optimizer, parts: Sequence[Part]) -> Iterator[StandIn
 
 
 @contextmanager
-def leaving_out(optimizer: Optimizer, parts: Sequence[Part]) -> Iterator[StandIns]:
+def leaving_out(optimizer: Optimizer, parts: Sequence[ShardedParam]) -> Iterator[StandIns]:
     """Show an optimizer none of the parameters that other ranks own; groups stay, though they may be empty.
 
     Yields:
@@ -85,8 +85,8 @@ def _replacing(optimizer: Optimizer, by: Mapping[int, Parameter | None]) -> Iter
             group["params"] = params
 
 
-def _stand_in(part: Part) -> Parameter:
-    elements = elements_of(part.param.data, part.shards.slice(part.index))
+def _stand_in(part: ShardedParam) -> Parameter:
+    elements = shard_view(part.param.data, part.shards.slice(part.index))
     with torch._C.DisableTorchFunctionSubclass():
         # What Parameter() does, without asking whether there is something to settle.
         stand_in: Parameter = torch.Tensor._make_subclass(Parameter, elements, part.param.requires_grad)

@@ -2,7 +2,7 @@
 
 [Note: numbers of editions] A step makes an edition, on all ranks, and so does ``load_state_dict()``, which ranks call
 one earlier than the other. Who still reads what was there before must get that, so a rank that loads keeps it for a
-while; and who reads what it has loaded waits until its peers have loaded it, too. Editions are numbered by steps first,
+while; and who reads what it has loaded waits until its peers have loaded it, too. They are numbered by steps first,
 so that ranks agree again after the next step even if only one of them has loaded.
 
 [Note: the same tensor] A script may hold a tensor of the state over steps, read it and write to it: stock updates it in
@@ -30,24 +30,24 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
-from ovpatch.overlap.data_parallel.sharded_grads import GradShards
+from ovpatch.overlap.data_parallel.sharded_grads import ShardedGrads
 from ovpatch.overlap.peer_rpc import shutdown
-from ovpatch.overlap.peer_rpc.rpc import Peers
-from ovpatch.overlap.peer_rpc.shutdown import Farewell
-from ovpatch.overlap.peer_rpc.versioned import Editions, TornReadError, to_host
+from ovpatch.overlap.peer_rpc.rpc import PeerRpc
+from ovpatch.overlap.peer_rpc.shutdown import KeepAlive
+from ovpatch.overlap.peer_rpc.versioned import TornReadError, VersionedTensors, to_host
 from ovpatch.overlap.tensors import lazy_tensor
-from ovpatch.overlap.tensors.lazy_tensor import Placeholder
+from ovpatch.overlap.tensors.lazy_tensor import LazyTensor
 from ovpatch.overlap.tensors.ownership import is_dense, is_unshared, weakly
-from ovpatch.overlap.tensors.shard import Slice, elements_of, flat
+from ovpatch.overlap.tensors.shard import Shard, flat, shard_view
 from ovpatch_plugins.dist_optimizer.report import COUNTERS
-from ovpatch_plugins.dist_optimizer.state_format import Form
+from ovpatch_plugins.dist_optimizer.state_format import StateFormat
 
 if TYPE_CHECKING:
-    from ovpatch_plugins.dist_optimizer.sharded_param import Part, StandIns
+    from ovpatch_plugins.dist_optimizer.sharded_param import ShardedParam, StandIns
 
 
 States = dict[Any, dict[Any, Any]]
-Updated = Sequence[tuple["Part", Parameter]]  # each with what stands in for it
+Updated = Sequence[tuple["ShardedParam", Parameter]]  # each with what stands in for it
 Key = tuple[int, Any]  # index of the parameter, and the optimizer's name of the tensor
 
 _LOADS = 1 << 20  # editions from one step to the next; all but the first are made by load_state_dict()
@@ -68,15 +68,15 @@ class StateOfModel(abc.ABC):
         editions: The editions of the parts.
     """
 
-    def __init__(self, shards: GradShards, number: int) -> None:
-        self.editions = Editions(shards.params[0].device)
+    def __init__(self, shards: ShardedGrads, number: int) -> None:
+        self.editions = VersionedTensors(shards.params[0].device)
         self._shards, self._group = shards, shards.group
-        self._farewell = Farewell(shards.group)
+        self._farewell = KeepAlive(shards.group)
         self._index = {id(param): index for index, param in enumerate(shards.params)}
         self._parts: dict[Key, Tensor] = {}
-        self._forms: dict[Key, Form] = {}
+        self._forms: dict[Key, StateFormat] = {}
         # Weakly: they know their source, whose parts must not wait for the garbage collector.
-        self._placeholders: weakref.WeakValueDictionary[Key, Placeholder] = weakref.WeakValueDictionary()
+        self._placeholders: weakref.WeakValueDictionary[Key, LazyTensor] = weakref.WeakValueDictionary()
         self._whole: dict[Key, Tensor] = {}  # what stays so in this step; see [Note: the same tensor]
         self._counted = 0, 0  # bytes that this rank keeps, and bytes of the whole
         self._steps = self._coming_to = 0
@@ -84,7 +84,7 @@ class StateOfModel(abc.ABC):
         self._changed = threading.Condition()
         self._earlier: dict[int, dict[Key, Tensor]] = {}  # what there was before state was loaded, by edition
         self._topic = f"state of optimizer {number} of {shards.identity}"
-        weakref.finalize(self, Peers.of(shards.group).serve(self._topic, weakly(self._answer)))
+        weakref.finalize(self, PeerRpc.of(shards.group).serve(self._topic, weakly(self._answer)))
 
     # ---------------------------------------------------------------- around a step
 
@@ -105,7 +105,7 @@ class StateOfModel(abc.ABC):
             with self._changed:
                 self._coming_to = self._steps + 1
                 self._changed.notify_all()
-            Peers.of(self._group).ask(self._topic, {"coming to": self._coming_to})
+            PeerRpc.of(self._group).ask(self._topic, {"coming to": self._coming_to})
 
     def refill(self) -> None:
         """Put together after a step what stays whole."""
@@ -125,7 +125,7 @@ class StateOfModel(abc.ABC):
         """Cut what was loaded; see [Note: numbers of editions]."""
         now = {id(value) for state in states.values() for value in state.values()}
         # What the script still holds of the state before keeps its content, as under stock.
-        if not Peers.destroyed(self._group):
+        if not PeerRpc.destroyed(self._group):
             held = [mark for mark in self._placeholders.values() if id(mark) not in now and self._is_ours(mark)]
             lazy_tensor.settle(held)
         self._earlier[self.editions.number] = self._parts
@@ -140,7 +140,7 @@ class StateOfModel(abc.ABC):
             self.editions.end()
 
     @abc.abstractmethod
-    def put_parts(self, part: Part, states: States, stand_in: Tensor | None) -> None:
+    def put_parts(self, part: ShardedParam, states: States, stand_in: Tensor | None) -> None:
         """Put this rank's parts of a parameter's state where the optimizer looks for them.
 
         Args:
@@ -150,7 +150,7 @@ class StateOfModel(abc.ABC):
         """
 
     @abc.abstractmethod
-    def take_parts(self, part: Part, states: States, stand_in: Tensor | None) -> None:
+    def take_parts(self, part: ShardedParam, states: States, stand_in: Tensor | None) -> None:
         """Keep what a step has made of them, and leave placeholders; arguments as in :meth:`put_parts`."""
 
     def begin_update(self, updated: Updated, states: States) -> None:
@@ -166,11 +166,11 @@ class StateOfModel(abc.ABC):
         """Keep this rank's parts of a parameter's state that is whole, and leave placeholders."""
 
     @abc.abstractmethod
-    def _places(self, key: Key) -> Mapping[int, Slice]:
+    def _places(self, key: Key) -> Mapping[int, Shard]:
         """Return which of a tensor's elements each rank keeps."""
 
     def _leave_placeholder(
-        self, key: Key, form: Form, state: dict[Any, Any], held: Any = None, *, sole: bool | None = None
+        self, key: Key, form: StateFormat, state: dict[Any, Any], held: Any = None, *, sole: bool | None = None
     ) -> None:
         """Leave in ``state`` what stands for a tensor of which this rank has taken its part.
 
@@ -186,9 +186,9 @@ class StateOfModel(abc.ABC):
         if self._is_ours(held) and held.key == key and (known is form or known == form):
             state[key[1]] = held
             return
-        if isinstance(held, Tensor) and not isinstance(held, Placeholder) and _is_like(held, form):
+        if isinstance(held, Tensor) and not isinstance(held, LazyTensor) and _is_like(held, form):
             if is_unshared(held) if sole is None else sole:
-                mark = lazy_tensor.empty_out(held, self, key)
+                mark = lazy_tensor.make_lazy_(held, self, key)
             elif not held.is_inference():
                 self._whole[key] = state[key[1]] = held
                 return
@@ -206,7 +206,7 @@ class StateOfModel(abc.ABC):
         return self._is_ours(value) or (bool(self._whole) and self._whole.get(key) is value)
 
     def _is_ours(self, value: Any) -> bool:
-        return isinstance(value, Placeholder) and value.source is self
+        return isinstance(value, LazyTensor) and value.source is self
 
     def count(self) -> None:
         """Count what is kept, where more has come since the last time."""
@@ -230,17 +230,17 @@ class StateOfModel(abc.ABC):
 
     def leave(self) -> bool:
         """Tell whether there are still peers to ask; this is the last time."""
-        there = not Peers.destroyed(self._group)
+        there = not PeerRpc.destroyed(self._group)
         if there:
             self._farewell.say(self)
         return there
 
-    def fetch(self, wanted: Sequence[Placeholder], *, noticed: bool) -> list[Tensor]:
+    def fetch(self, wanted: Sequence[LazyTensor], *, noticed: bool) -> list[Tensor]:
         """Return whole tensors where the placeholders are."""
         del noticed
         return [whole.to(one.device) for one, whole in zip(wanted, self.whole(wanted), strict=True)]
 
-    def whole(self, wanted: Sequence[Placeholder]) -> list[Tensor]:
+    def whole(self, wanted: Sequence[LazyTensor]) -> list[Tensor]:
         """Return whole tensors on the CPU, in new memory, of the edition that this rank has, to who reads them."""
         self._read_after = self._shards.backwards
         return self._wholes([one.key for one in wanted])
@@ -249,7 +249,7 @@ class StateOfModel(abc.ABC):
         number = self.editions.number
         question = self._farewell.mark({"edition": number, "entries": keys})
         begin = time.monotonic()
-        answers = Peers.of(self._group).ask(self._topic, question)
+        answers = PeerRpc.of(self._group).ask(self._topic, question)
         COUNTERS.state_reads += 1
         COUNTERS.state_read_ms += round(1e3 * (time.monotonic() - begin))
         parts: dict[Key, dict[int, Tensor]] = {key: {} for key in keys}
@@ -271,7 +271,7 @@ class StateOfModel(abc.ABC):
             )
         whole = self._forms[key].empty()
         for rank, part in parts.items():
-            elements_of(whole, places[rank]).copy_(part)
+            shard_view(whole, places[rank]).copy_(part)
         return whole
 
     def _answer(self, question: Mapping[str, Any]) -> tuple[dict[str, Any], list[Tensor]]:
@@ -302,14 +302,14 @@ class StateOfModel(abc.ABC):
         return self.editions.read(number, lambda: copy(earlier), PATIENCE_S, kept=True)
 
 
-def _is_like(tensor: Tensor, form: Form) -> bool:
+def _is_like(tensor: Tensor, form: StateFormat) -> bool:
     return tensor.shape == form.shape and tensor.dtype == form.dtype and tensor.device == form.device
 
 
 class _Replaced:
     """The source of tensors in whose place the script has put others, and steps have been made since."""
 
-    def fetch(self, wanted: Sequence[Placeholder], *, noticed: bool) -> list[Tensor]:
+    def fetch(self, wanted: Sequence[LazyTensor], *, noticed: bool) -> list[Tensor]:
         del noticed
         raise RuntimeError(
             f"ovpatch: a tensor that was '{wanted[0].key[1]}' in an optimizer's state was replaced there, and there "
@@ -327,10 +327,10 @@ def _elements(part: Tensor) -> Tensor:
 # State of element-wise optimizers: each rank keeps a slice of every tensor that has its parameter's shape.
 
 
-class SlicesOfModel(StateOfModel):
+class ShardedStateOfModel(StateOfModel):
     """The slices; what has another shape, as the number of steps, is on all ranks."""
 
-    def put_parts(self, part: Part, states: States, stand_in: Tensor | None) -> None:
+    def put_parts(self, part: ShardedParam, states: States, stand_in: Tensor | None) -> None:
         """Make this rank's slices the stand-in's state."""
         state = states.get(part.param)
         if state is not None:
@@ -340,7 +340,7 @@ class SlicesOfModel(StateOfModel):
                 for name, value in state.items()
             }
 
-    def take_parts(self, part: Part, states: States, stand_in: Tensor | None) -> None:
+    def take_parts(self, part: ShardedParam, states: States, stand_in: Tensor | None) -> None:
         """Keep what a step has made of them, and leave placeholders."""
         if stand_in is None or stand_in not in states:
             return
@@ -354,7 +354,7 @@ class SlicesOfModel(StateOfModel):
     def cut_whole(self, param: Tensor, state: dict[Any, Any]) -> None:
         """Keep this rank's slices of state that is whole, and leave placeholders."""
         index = self._index.get(id(param))
-        if index is None or not self._shards.can_be_cut(index):
+        if index is None or not self._shards.can_be_sharded(index):
             return
         own = self._shards.slice(index)
         with torch._C.DisableTorchFunctionSubclass():
@@ -364,7 +364,7 @@ class SlicesOfModel(StateOfModel):
                 laid_out = value.detach()
                 if value.stride() != param.stride():
                     laid_out = torch.empty_like(param, dtype=value.dtype).copy_(value)
-                part = elements_of(laid_out, own).clone()
+                part = shard_view(laid_out, own).clone()
                 del laid_out  # else it would count as somebody who looks into the memory
                 self._keep((index, name), part, state, value)
 
@@ -373,10 +373,10 @@ class SlicesOfModel(StateOfModel):
         form = self._forms.get(key)
         if form is None or form.dtype != part.dtype:  # the rest is the parameter's, as long as it has these shards
             param = self._shards.params[key[0]]
-            form = Form(param.shape, param.stride(), part.dtype, param.device)
+            form = StateFormat(param.shape, param.stride(), part.dtype, param.device)
         self._leave_placeholder(key, form, state, held)
 
-    def _places(self, key: Key) -> Mapping[int, Slice]:
+    def _places(self, key: Key) -> Mapping[int, Shard]:
         return dict(enumerate(self._shards.slices(key[0])))
 
 
@@ -391,7 +391,7 @@ class SlicesOfModel(StateOfModel):
 _Model = TypeVar("_Model", bound=StateOfModel)
 
 # How many optimizers have stepped over each model; the same on all ranks, which step in the same order.
-_optimizers_of: weakref.WeakKeyDictionary[GradShards, int] = weakref.WeakKeyDictionary()
+_optimizers_of: weakref.WeakKeyDictionary[ShardedGrads, int] = weakref.WeakKeyDictionary()
 
 
 class ShardedState(Generic[_Model]):
@@ -402,7 +402,7 @@ class ShardedState(Generic[_Model]):
         of_model: What keeps them, for one model.
     """
 
-    def __init__(self, optimizer: Optimizer, of_model: Callable[[GradShards, int], _Model]) -> None:
+    def __init__(self, optimizer: Optimizer, of_model: Callable[[ShardedGrads, int], _Model]) -> None:
         self._optimizer = weakref.ref(optimizer)
         self._of_model = of_model
         self._models: dict[int, _Model] = {}
@@ -411,7 +411,7 @@ class ShardedState(Generic[_Model]):
             optimizer.register_load_state_dict_post_hook(weakly(self._loaded)),
         )
 
-    def take_over(self, parts: Sequence[Part]) -> None:
+    def take_over(self, parts: Sequence[ShardedParam]) -> None:
         """Fill in what a step would ask for: gradients and state that are other shards', as of a model wrapped anew.
 
         Called before hosts come to the gathers, from when on no rank may ask ([Note: ahead]).
@@ -423,7 +423,7 @@ class ShardedState(Generic[_Model]):
         for part in parts:
             ours = part.shards, self._models.get(id(part.shards))
             held = (part.param.grad, *optimizer.state.get(part.param, {}).values())
-            lazy_tensor.settle(one for one in held if isinstance(one, Placeholder) and one.source not in ours)
+            lazy_tensor.settle(one for one in held if isinstance(one, LazyTensor) and one.source not in ours)
 
     def come(self) -> None:
         """Say that a step comes; see model_state.py, [Note: read before the step]."""
@@ -436,7 +436,7 @@ class ShardedState(Generic[_Model]):
             model.refill()
 
     @contextmanager
-    def written(self, parts: Sequence[Part], stand_ins: StandIns) -> Iterator[None]:
+    def written(self, parts: Sequence[ShardedParam], stand_ins: StandIns) -> Iterator[None]:
         """Put this rank's parts into ``optimizer.state``, as the stand-ins' state, for the time of a step."""
         optimizer = self._optimizer()
         assert optimizer is not None
@@ -445,7 +445,7 @@ class ShardedState(Generic[_Model]):
             for model in dict.fromkeys(model for _, model in by_model):
                 afterwards.callback(model.end_step, model.size)
                 model.begin_step()
-            updated: dict[_Model, list[tuple[Part, Parameter]]] = {}
+            updated: dict[_Model, list[tuple[ShardedParam, Parameter]]] = {}
             for part, model in by_model:
                 stand_in = stand_ins.get(id(part.param))
                 afterwards.callback(model.take_parts, part, optimizer.state, stand_in)
@@ -465,9 +465,9 @@ class ShardedState(Generic[_Model]):
         if optimizer is not None:
             leaving: list[StateOfModel] = [model for model in self._models.values() if model.leave()]
             values = [value for state in optimizer.state.values() for value in state.values()]
-            lazy_tensor.settle(v for v in values if isinstance(v, Placeholder) and v.source in leaving)
+            lazy_tensor.settle(v for v in values if isinstance(v, LazyTensor) and v.source in leaving)
 
-    def model(self, shards: GradShards) -> _Model:
+    def model(self, shards: ShardedGrads) -> _Model:
         """Return what keeps the parts of one model's parameters."""
         if id(shards) not in self._models:
             number = _optimizers_of[shards] = _optimizers_of.get(shards, 0) + 1
@@ -485,7 +485,7 @@ class ShardedState(Generic[_Model]):
             (number, name, value)
             for number, state in state_dict["state"].items()
             for name, value in state.items()
-            if isinstance(value, Placeholder) and isinstance(value.source, StateOfModel)
+            if isinstance(value, LazyTensor) and isinstance(value.source, StateOfModel)
         ]
         if not wanted:
             return
@@ -520,8 +520,8 @@ def _on_cpu(state: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _copied(value: Tensor) -> Tensor:
-    return value if value.ndim == 0 or isinstance(value, Placeholder) else value.cpu()
+    return value if value.ndim == 0 or isinstance(value, LazyTensor) else value.cpu()
 
 
-def _source(wanted: tuple[Any, str, Placeholder]) -> int:
+def _source(wanted: tuple[Any, str, LazyTensor]) -> int:
     return id(wanted[2].source)

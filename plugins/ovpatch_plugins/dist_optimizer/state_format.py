@@ -17,7 +17,7 @@ from ovpatch.overlap.tensors.ownership import contiguous_strides, is_dense
 
 
 @dataclass(frozen=True)
-class Form:
+class StateFormat:
     """A tensor without its content.
 
     Attributes:
@@ -33,7 +33,7 @@ class Form:
     device: torch.device
 
     @classmethod
-    def of(cls, tensor: Tensor) -> Form:
+    def of(cls, tensor: Tensor) -> StateFormat:
         """Return a tensor's form; of one that has holes or overlaps, that of a contiguous copy."""
         strides = tensor.stride() if is_dense(tensor) else contiguous_strides(tensor.shape)
         return cls(tensor.shape, strides, tensor.dtype, tensor.device)
@@ -75,7 +75,7 @@ def _packed(value: Any, tensors: list[Tensor]) -> Any:
         return {"dict": [[_packed(key, tensors), _packed(one, tensors)] for key, one in value.items()]}
     if type(value) is torch.Size:
         return {"size": list(value)}
-    if type(value) is Form:
+    if type(value) is StateFormat:
         return {"form": [list(value.shape), list(value.strides), _name(value.dtype), value.device.type == "cpu"]}
     if type(value) is Tensor and value.layout is torch.strided:
         tensors.append(value.detach())
@@ -97,7 +97,7 @@ def _unpacked(packed: Any, tensors: Sequence[Tensor], device: torch.device) -> A
     if kind == "form":
         shape, strides, dtype, on_cpu = content
         where = torch.device("cpu") if on_cpu else device
-        return Form(torch.Size(shape), tuple(strides), getattr(torch, dtype), where)
+        return StateFormat(torch.Size(shape), tuple(strides), getattr(torch, dtype), where)
     if kind == "tensor":
         number, on_cpu = content
         return tensors[number] if on_cpu else tensors[number].to(device)

@@ -19,9 +19,9 @@ import torch
 import torch.distributed as dist
 from torch.optim import Optimizer
 
-from ovpatch.overlap.comm.consensus import DisagreementError, agree, patience
+from ovpatch.overlap.comm.consensus import RankMismatchError, check_consistent, patience
 from ovpatch.overlap.data_parallel import sharded_grads
-from ovpatch.overlap.data_parallel.sharded_grads import GradShards
+from ovpatch.overlap.data_parallel.sharded_grads import ShardedGrads
 
 ELEMENT_WISE: Final[tuple[type[Optimizer], ...]] = (
     torch.optim.SGD,
@@ -172,7 +172,7 @@ def recognised(optimizer: Optimizer) -> Optimizer | None:
     return None
 
 
-def _terms(optimizer: Optimizer, entries: Sequence[tuple[GradShards, int]]) -> dict[str, str]:
+def _terms(optimizer: Optimizer, entries: Sequence[tuple[ShardedGrads, int]]) -> dict[str, str]:
     names = sorted(f"{shards.identity}: {shards.names[index]}" for shards, index in entries)
     digest = hashlib.sha256("\n".join(names).encode()).hexdigest()[:12]
     return {
@@ -183,6 +183,6 @@ def _terms(optimizer: Optimizer, entries: Sequence[tuple[GradShards, int]]) -> d
 
 def _ask(group: dist.ProcessGroup, terms: Mapping[str, Any], patience: float, *, objection: str = "") -> str:
     try:
-        return agree(group, "dist_optimizer", terms, objection=objection, timeout_s=patience, remedy=_REMEDY)
-    except DisagreementError as error:
+        return check_consistent(group, "dist_optimizer", terms, objection=objection, timeout_s=patience, remedy=_REMEDY)
+    except RankMismatchError as error:
         return str(error)

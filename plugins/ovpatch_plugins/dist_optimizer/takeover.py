@@ -15,15 +15,15 @@ from torch.optim import Optimizer
 from ovpatch.overlap.comm import step_communicator
 from ovpatch.overlap.copy_engine import registry as copies
 from ovpatch.overlap.data_parallel import sharded_grads
-from ovpatch.overlap.peer_rpc.rpc import Peers
+from ovpatch.overlap.peer_rpc.rpc import PeerRpc
 from ovpatch.overlap.peer_rpc.shutdown import failing
 from ovpatch.overlap.tensors import pending_param
 from ovpatch_plugins.dist_optimizer import param_all_gather, supported_optimizers
 from ovpatch_plugins.dist_optimizer.main_params import load_in_fp32
-from ovpatch_plugins.dist_optimizer.param_all_gather import Gathers
-from ovpatch_plugins.dist_optimizer.param_broadcast import Handouts
+from ovpatch_plugins.dist_optimizer.param_all_gather import ParamAllGathers
+from ovpatch_plugins.dist_optimizer.param_broadcast import ParamBroadcasts
 from ovpatch_plugins.dist_optimizer.report import COUNTERS
-from ovpatch_plugins.dist_optimizer.sharded_optimizer import ShardedOptimizer, SlicedOptimizer, WholeOptimizer
+from ovpatch_plugins.dist_optimizer.sharded_optimizer import ElementwiseOptimizer, OwnedParamOptimizer, ShardedOptimizer
 from ovpatch_plugins.dist_optimizer.supported_optimizers import Kind, Named, kind_of, unsupported_reason
 
 # The end of a process group, of which others may still need something.
@@ -48,7 +48,7 @@ def wrap_destroy(original: Callable[..., None]) -> Callable[..., None]:
         leaving = not failing()
         if leaving:
             copies.finish(ending)
-            Peers.drain_all(ending)
+            PeerRpc.drain_all(ending)
             step_communicator.close(ending)
         original(group)
         if leaving:
@@ -104,7 +104,7 @@ class Steps:
         @functools.wraps(original)
         def load_state_dict(optimizer: Optimizer, *args: Any, **kwargs: Any) -> None:
             load = functools.partial(original, optimizer, *args, **kwargs)
-            if isinstance(self._find(optimizer), SlicedOptimizer):
+            if isinstance(self._find(optimizer), ElementwiseOptimizer):
                 load_in_fp32(optimizer, load)
             else:
                 load()
@@ -137,7 +137,7 @@ class Steps:
         """Remark that an optimizer has no parameter that can be cut, if so: its steps are stock's."""
         params = [param for group in optimizer.param_groups for param in group["params"]]
         entries = [entry for entry in map(sharded_grads.find, params) if entry is not None]
-        if not any(shards.can_be_cut(index) for shards, index in entries):
+        if not any(shards.can_be_sharded(index) for shards, index in entries):
             minimum, largest = self._options["min_param_numel"], max(param.numel() for param in params)
             _remark(
                 f"{type(optimizer).__name__} had nothing to divide at its first step: none of its {len(params)} "
@@ -149,22 +149,22 @@ class Steps:
         bucket_mb = options["gather_bucket_mb"]
         kind = kind_of(type(optimizer), self.named)
         if kind in (Kind.SLICES, Kind.SLICES_NAMED):
-            gathers = Gathers(
+            gathers = ParamAllGathers(
                 overlap=options["overlap_param_gather"],
                 granularity=options["gather_granularity"],
                 bucket_mb=bucket_mb,
                 copy_engines=options["copy_engines"],
             )
             param_all_gather.after(optimizer, gathers)
-            return SlicedOptimizer(
+            return ElementwiseOptimizer(
                 optimizer,
                 gathers,
                 stand_down=_leave,
                 quiet=kind is Kind.SLICES,
                 in_fp32=options["main_params_in_fp32"],
             )
-        return WholeOptimizer(
-            optimizer, Handouts(min(bucket_mb, _HANDED_MB)), stand_down=_leave, steady=kind is Kind.WHOLE
+        return OwnedParamOptimizer(
+            optimizer, ParamBroadcasts(min(bucket_mb, _HANDED_MB)), stand_down=_leave, steady=kind is Kind.WHOLE
         )
 
 

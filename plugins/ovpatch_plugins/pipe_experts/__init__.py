@@ -12,9 +12,9 @@ from typing import Any, Final
 
 _HOMES: Final = {
     "ExpertParallelFFN": "module",
-    "How": "config",
-    "all_to_all": "all_to_all",
-    "expert_data_parallel": "expert_data_parallel",
+    "MoEConfig": "config",
+    "all_to_all": "exchange",
+    "expert_data_parallel": "data_parallel",
     "expert_parallel_ffn": "layer",
     "pipelined": "pipelined_forward",
     "run_experts": "layer",

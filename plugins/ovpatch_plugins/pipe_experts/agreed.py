@@ -12,8 +12,8 @@ from dataclasses import asdict
 import torch
 import torch.distributed as dist
 
-from ovpatch.overlap.comm.consensus import agree, patience
-from ovpatch_plugins.pipe_experts.config import How
+from ovpatch.overlap.comm.consensus import check_consistent, patience
+from ovpatch_plugins.pipe_experts.config import MoEConfig
 
 PATIENCE_S = 300.0  # ranks may load or make their models at different speeds
 
@@ -23,10 +23,10 @@ _REMEDY = (
     "layers to stock."
 )
 
-_agreed: weakref.WeakKeyDictionary[dist.ProcessGroup, set[tuple[How, int, int]]] = weakref.WeakKeyDictionary()
+_agreed: weakref.WeakKeyDictionary[dist.ProcessGroup, set[tuple[MoEConfig, int, int]]] = weakref.WeakKeyDictionary()
 
 
-def ensure(group: dist.ProcessGroup, device: torch.device, how: How, local: int, top_k: int) -> None:
+def ensure(group: dist.ProcessGroup, device: torch.device, how: MoEConfig, local: int, top_k: int) -> None:
     """Have the ranks agree on how layers with so many experts are computed, once.
 
     Args:
@@ -44,5 +44,5 @@ def ensure(group: dist.ProcessGroup, device: torch.device, how: How, local: int,
         return
     version = importlib.metadata.version("ovpatch")
     terms = {"version of ovpatch": version, "experts of a rank": local, "experts of a token": top_k, **asdict(how)}
-    agree(group, "pipe_experts", terms, timeout_s=patience(group, device, PATIENCE_S), remedy=_REMEDY)
+    check_consistent(group, "pipe_experts", terms, timeout_s=patience(group, device, PATIENCE_S), remedy=_REMEDY)
     known.add((how, local, top_k))

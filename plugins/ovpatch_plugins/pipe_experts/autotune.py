@@ -21,8 +21,8 @@ from torch import Tensor, nn
 
 from ovpatch.hookspecs import cache_dir
 from ovpatch.overlap.autotune import Candidates, Tuning, autotuner_for
-from ovpatch_plugins.pipe_experts.chunks import Plan, Plans, candidates
-from ovpatch_plugins.pipe_experts.config import How
+from ovpatch_plugins.pipe_experts.chunks import ChunkPlan, Plans, candidates
+from ovpatch_plugins.pipe_experts.config import MoEConfig
 from ovpatch_plugins.pipe_experts.experts import Activation, Stacked, swiglu
 from ovpatch_plugins.pipe_experts.pipelined_forward import computed
 
@@ -45,7 +45,7 @@ class Layer:
         device: Where.
     """
 
-    how: How
+    how: MoEConfig
     world: int
     local: int
     top_k: int
@@ -86,13 +86,13 @@ class Measured:
         self._plans = candidates(layer.world, layer.local, layer.how.parts, layer.how.exchange)
         fixed = layer.how.plan(layer.world, layer.local)
         self._fixed = next(name for name, plan in self._plans.items() if plan == fixed)
-        self._known: dict[tuple[bool, bool, int], Plan] = {}
+        self._known: dict[tuple[bool, bool, int], ChunkPlan] = {}
         self.world, self.local = layer.world, layer.local
         self.chunks = math.lcm(*(plan.chunks for plan in self._plans.values()))
         self.symmetric = any(plan.symmetric for plan in self._plans.values())
         self.expected = self._uncut = next(iter(self._plans.values()))
 
-    def chosen(self, group: dist.ProcessGroup, tokens: int, trains: bool) -> Plan:
+    def chosen(self, group: dist.ProcessGroup, tokens: int, trains: bool) -> ChunkPlan:
         """Return the plan for a number of tokens; see [Note: by the most tokens]."""
         if tokens * self._layer.top_k < FEWEST_ROWS:
             return self._uncut
@@ -106,7 +106,7 @@ class Measured:
         self.expected = found
         return found
 
-    def _asked(self, group: dist.ProcessGroup, tokens: int, trains: bool) -> tuple[Plan, bool]:
+    def _asked(self, group: dist.ProcessGroup, tokens: int, trains: bool) -> tuple[ChunkPlan, bool]:
         """Choose for both directions, since a checkpoint may call without gradients what it computes again with."""
         autotuner = autotuner_for(group, self._layer.device, "pipe_experts", cache_dir())
         forward, training = (autotuner.tune(group, self._tuning(group, tokens, backward)) for backward in (False, True))
@@ -141,7 +141,7 @@ class Measured:
         maker = Stacked(weights, self._activation, delays=layer.how.delay_wgrad)
         back = layer.how.way_back(group)
 
-        def run(plan: Plan) -> None:
+        def run(plan: ChunkPlan) -> None:
             with torch.set_grad_enabled(backward):
                 out, _ = computed(x, index, top, maker, plan, group, back, layer.dtype)
                 if backward:
@@ -154,7 +154,7 @@ _made: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[Layer, Measured]] = wea
 
 
 def plans_of(
-    how: How, maker: object, group: dist.ProcessGroup, local: int, x: Tensor, top_k: int, dtype: torch.dtype
+    how: MoEConfig, maker: object, group: dist.ProcessGroup, local: int, x: Tensor, top_k: int, dtype: torch.dtype
 ) -> Plans:
     """Return the plan of a layer, or those between which is chosen.
 

@@ -23,7 +23,7 @@ _MEASURED: Final = (2, 4, 8)
 
 
 @dataclass(frozen=True)
-class Plan:
+class ChunkPlan:
     """Which parts there are.
 
     Attributes:
@@ -54,11 +54,11 @@ class Plan:
         return [(chunk, group) for chunk in range(self.chunks) for group in self.groups]
 
     @property
-    def expected(self) -> Plan:
+    def expected(self) -> ChunkPlan:
         """See :class:`Plans`."""
         return self
 
-    def chosen(self, group: dist.ProcessGroup, tokens: int, trains: bool) -> Plan:
+    def chosen(self, group: dist.ProcessGroup, tokens: int, trains: bool) -> ChunkPlan:
         """See :class:`Plans`."""
         return self
 
@@ -94,10 +94,10 @@ class Plans(Protocol):
         """Whether rows may travel by symmetric memory."""
 
     @property
-    def expected(self) -> Plan:
+    def expected(self) -> ChunkPlan:
         """The plan that is probably chosen; ranks may expect different ones."""
 
-    def chosen(self, group: dist.ProcessGroup, tokens: int, trains: bool) -> Plan:
+    def chosen(self, group: dist.ProcessGroup, tokens: int, trains: bool) -> ChunkPlan:
         """Return a plan, the same on all ranks.
 
         Args:
@@ -108,7 +108,7 @@ class Plans(Protocol):
 
 
 @functools.lru_cache(maxsize=64)
-def plan(world: int, local: int, cut: str = "auto", parts: int = 0, exchange: str = "c10d") -> Plan:
+def plan(world: int, local: int, cut: str = "auto", parts: int = 0, exchange: str = "c10d") -> ChunkPlan:
     """Return the parts of a layer.
 
     By groups of experts each weight is used once, and rows of a single expert need no sorting where they arrive. Chunks
@@ -133,13 +133,13 @@ def plan(world: int, local: int, cut: str = "auto", parts: int = 0, exchange: st
         raise ValueError(f"parts={parts}: expected a number of parts, or 0 for as many as the cut thinks best")
     symmetric = exchange == "symmetric" and world > 1
     if cut == "tokens":
-        return Plan(world, (range(local),), parts or 2, symmetric)
+        return ChunkPlan(world, (range(local),), parts or 2, symmetric)
     count = min(parts or _MOST_GROUPS, local) if cut == "experts" else 1
     groups = tuple(range(local * i // count, local * (i + 1) // count) for i in range(count))
-    return Plan(world, groups, symmetric=symmetric)
+    return ChunkPlan(world, groups, symmetric=symmetric)
 
 
-def candidates(world: int, local: int, parts: int = 0, exchange: str = "c10d") -> dict[str, Plan]:
+def candidates(world: int, local: int, parts: int = 0, exchange: str = "c10d") -> dict[str, ChunkPlan]:
     """Return the plans between which can be chosen, each once, by name; the one that does not cut comes first.
 
     Args:
@@ -148,7 +148,7 @@ def candidates(world: int, local: int, parts: int = 0, exchange: str = "c10d") -
         parts: How many; 0 for 2, 4 and 8.
         exchange: By what rows travel; ``auto`` for any way.
     """
-    found: dict[Plan, str] = {}
+    found: dict[ChunkPlan, str] = {}
     for way in ("c10d", "symmetric") if exchange == "auto" else (exchange,):
         behind = ", symmetric" if way == "symmetric" else ""
         found.setdefault(plan(world, local, "none", exchange=way), f"none{behind}")
@@ -160,8 +160,8 @@ def candidates(world: int, local: int, parts: int = 0, exchange: str = "c10d") -
 
 
 @functools.lru_cache(maxsize=64)
-def positions_on(plan: Plan, device: torch.device) -> torch.Tensor:
-    """Return :meth:`Plan.positions` as a tensor, ``[experts]``."""
+def positions_on(plan: ChunkPlan, device: torch.device) -> torch.Tensor:
+    """Return :meth:`ChunkPlan.positions` as a tensor, ``[experts]``."""
     return torch.tensor(plan.positions(), device=device)
 
 
@@ -179,7 +179,7 @@ class Counts:
 
     @classmethod
     def of(
-        cls, plan: Plan, sent: Sequence[Sequence[Sequence[int]]], arriving: Sequence[Sequence[Sequence[int]]]
+        cls, plan: ChunkPlan, sent: Sequence[Sequence[Sequence[int]]], arriving: Sequence[Sequence[Sequence[int]]]
     ) -> Counts:
         """Arrange by parts what is given by ``[rank][chunk][local expert]``."""
         return cls(

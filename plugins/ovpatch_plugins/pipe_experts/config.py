@@ -6,20 +6,21 @@ import functools
 import weakref
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
-from ovpatch_plugins.pipe_experts import chunks as parts_of
-from ovpatch_plugins.pipe_experts.chunks import Plan
 from ovpatch_plugins.pipe_experts.options import DEFAULT_EXCHANGE
+
+if TYPE_CHECKING:
+    from ovpatch_plugins.pipe_experts.chunks import ChunkPlan
 
 # Second communicators, by the one they stand beside: layers share them, each takes memory on the device.
 _lanes: weakref.WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = weakref.WeakKeyDictionary()
 
 
 @dataclass(frozen=True)
-class How:
+class MoEConfig:
     """How a layer is computed; the same on all ranks.
 
     Attributes:
@@ -36,9 +37,11 @@ class How:
     multi_stream: bool = False
     exchange: str = DEFAULT_EXCHANGE
 
-    def plan(self, world: int, local: int) -> Plan:
+    def plan(self, world: int, local: int) -> ChunkPlan:
         """Return the parts of a layer with ``local`` experts on each of ``world`` ranks."""
-        return parts_of.plan(world, local, self.cut, self.parts, self.exchange)
+        from ovpatch_plugins.pipe_experts import chunks  # not before a layer needs it
+
+        return chunks.plan(world, local, self.cut, self.parts, self.exchange)
 
     def way_back(self, group: dist.ProcessGroup) -> dist.ProcessGroup:
         """Return the communicator on which rows are sent back; made when first needed, by all ranks of the group."""
@@ -71,9 +74,9 @@ class State:
         self.on = True
 
     @functools.cached_property
-    def how(self) -> How:
+    def how(self) -> MoEConfig:
         """How layers are computed; imported with the first layer, which a script may not have."""
-        return How(**self._options)
+        return MoEConfig(**self._options)
 
 
 STATE = State()

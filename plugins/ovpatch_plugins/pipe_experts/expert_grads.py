@@ -31,7 +31,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from ovpatch.overlap.data_parallel.bucket import GradBucket
 from ovpatch.overlap.data_parallel.grad_hooks import GradientHooks, accumulates, watch_outputs
-from ovpatch.overlap.data_parallel.grad_sync import GradLedger, Reduction
+from ovpatch.overlap.data_parallel.grad_sync import GradLedger, GradSync
 from ovpatch.overlap.data_parallel.reducer import BackwardTask
 
 _WRAP_AGAIN = "Wrap the module itself anew: expert_data_parallel(ddp.module, ...)."
@@ -79,7 +79,7 @@ class ExpertGradients:
         self._group: dist.ProcessGroup | None = None
         self._retired = self._armed = self._began = False
         self._task = BackwardTask()
-        self._unfinished: list[Reduction] = []
+        self._unfinished: list[GradSync] = []
         self._scaling: list[RemovableHandle] = []
         for param in self._params:
             earlier = _live.get(param, lambda: None)()
@@ -99,11 +99,11 @@ class ExpertGradients:
         self._ledger = GradLedger(self._params, self._names, self, remedy=remedy)
         self._reduction = self._new_reduction()
 
-    def _new_reduction(self) -> Reduction:
+    def _new_reduction(self) -> GradSync:
         assert self._group is not None
         # A bucket for each: weights of many experts are stacked, and large.
         buckets = [GradBucket([i], [param]) for i, param in enumerate(self._params)]
-        return Reduction(buckets, self._group, feature="pipe_experts", skip_absent=True)
+        return GradSync(buckets, self._group, feature="pipe_experts", skip_absent=True)
 
     def retire(self) -> None:
         """Leave the parameters to the wrapper that comes after this one."""

@@ -10,10 +10,10 @@ from typing import Any, Final, Protocol
 import torch
 from torch import Tensor, nn
 
-from ovpatch_plugins.pipe_experts.chunks import Counts, Plan
+from ovpatch_plugins.pipe_experts.chunks import ChunkPlan, Counts
 from ovpatch_plugins.pipe_experts.grouped_gemm import Groups
-from ovpatch_plugins.pipe_experts.row_buffer import Memory, cut
-from ovpatch_plugins.pipe_experts.wgrad import Weights
+from ovpatch_plugins.pipe_experts.row_buffer import RowBuffer, cut
+from ovpatch_plugins.pipe_experts.wgrad import DelayedWeightGrads
 
 Activation = Callable[[Tensor], Tensor]
 """What is between two products: ``[rows, n]`` -> ``[rows, k]``, row by row."""
@@ -33,7 +33,7 @@ class Experts(Protocol):
         """Return a part's outputs: ``[rows, h]`` -> ``[rows, h]``, rows by rank and then by expert."""
 
 
-Maker = Callable[[Plan, Counts], Experts]
+Maker = Callable[[ChunkPlan, Counts], Experts]
 """Makes what computes the parts of one call."""
 
 
@@ -60,7 +60,7 @@ class _Parts:
         trains: See :attr:`Experts.trains`.
     """
 
-    def __init__(self, plan: Plan, counts: Counts, trains: bool) -> None:
+    def __init__(self, plan: ChunkPlan, counts: Counts, trains: bool) -> None:
         self._parts, self._counts, self.trains = plan.parts, counts, trains
 
     def begin(self, part: int) -> None:
@@ -89,13 +89,13 @@ class StackedFFN(_ByExpert):
         counts: Rows of each.
         weights: ``[e, n, h]`` and ``[e, h, k]``, in the dtype in which is computed.
         activation: Between the products.
-        delays: See :class:`Weights`.
+        delays: See :class:`DelayedWeightGrads`.
     """
 
     def __init__(
-        self, plan: Plan, counts: Counts, weights: Sequence[Tensor], activation: Activation, *, delays: bool
+        self, plan: ChunkPlan, counts: Counts, weights: Sequence[Tensor], activation: Activation, *, delays: bool
     ) -> None:
-        self._weights, self._activation = Weights(weights, delays=delays, reused=plan.chunks > 1), activation
+        self._weights, self._activation = DelayedWeightGrads(weights, delays=delays, reused=plan.chunks > 1), activation
         super().__init__(plan, counts, self._weights.trained)
 
     def begin(self, part: int) -> None:
@@ -117,7 +117,7 @@ class Stacked:
     activation: Activation
     delays: bool
 
-    def __call__(self, plan: Plan, counts: Counts) -> Experts:
+    def __call__(self, plan: ChunkPlan, counts: Counts) -> Experts:
         """Make what computes the parts of one call."""
         return StackedFFN(plan, counts, self.weights, self.activation, delays=self.delays)
 
@@ -132,12 +132,12 @@ class Separate(_ByExpert):
             its parameters have a gradient on every rank.
     """
 
-    def __init__(self, plan: Plan, counts: Counts, modules: Sequence[Callable[[Tensor], Tensor]]) -> None:
+    def __init__(self, plan: ChunkPlan, counts: Counts, modules: Sequence[Callable[[Tensor], Tensor]]) -> None:
         super().__init__(plan, counts, any(_trains(module) for module in modules))
         self._modules = modules
 
     def _computed(self, rows: Tensor, experts: range, sizes: list[int]) -> Tensor:
-        split = cut(rows, Memory(sizes))
+        split = cut(rows, RowBuffer(sizes))
         return torch.cat([self._modules[i](some) for i, some in zip(experts, split, strict=True)])
 
 
@@ -151,7 +151,7 @@ class Grouped(_ByExpert):
             ``[rows, h]``. It is called in every part, also without rows.
     """
 
-    def __init__(self, plan: Plan, counts: Counts, function: Callable[[Tensor, Tensor], Tensor]) -> None:
+    def __init__(self, plan: ChunkPlan, counts: Counts, function: Callable[[Tensor, Tensor], Tensor]) -> None:
         super().__init__(plan, counts, _trains(function))
         self._function, self._local = function, plan.local
 
@@ -171,7 +171,7 @@ class Numbered(_Parts):
             has any; what it returns becomes of the rows' dtype, as it is on ranks where it is not called.
     """
 
-    def __init__(self, plan: Plan, counts: Counts, function: Callable[[Tensor, Tensor], Tensor]) -> None:
+    def __init__(self, plan: ChunkPlan, counts: Counts, function: Callable[[Tensor, Tensor], Tensor]) -> None:
         super().__init__(plan, counts, _trains(function))
         self._function = function
         self._gets_none = not any(sum(counts.received(part)) for part in range(len(self._parts)))

@@ -12,13 +12,13 @@ from torch import Tensor
 from ovpatch.overlap.tensors.autocast import autocast_dtype
 from ovpatch_plugins.pipe_experts import agreed
 from ovpatch_plugins.pipe_experts.autotune import plans_of
-from ovpatch_plugins.pipe_experts.config import How
+from ovpatch_plugins.pipe_experts.config import MoEConfig
 from ovpatch_plugins.pipe_experts.experts import Activation, Grouped, Maker, Separate, Stacked
 from ovpatch_plugins.pipe_experts.pipelined_forward import computed
 from ovpatch_plugins.pipe_experts.report import COUNTERS
 from ovpatch_plugins.pipe_experts.symm_all_to_all import possible
 
-DEFAULT = How()
+DEFAULT = MoEConfig()
 
 
 def expert_parallel_ffn(
@@ -28,7 +28,7 @@ def expert_parallel_ffn(
     weights: Sequence[Tensor],
     activation: Activation,
     group: dist.ProcessGroup | None,
-    how: How = DEFAULT,
+    how: MoEConfig = DEFAULT,
     meanwhile: Callable[[], Tensor] | None = None,
 ) -> Tensor:
     """Apply experts that are feed-forward networks to the tokens that are routed to them.
@@ -54,7 +54,7 @@ def expert_parallel_ffn(
     return run(x, top_k_index, top_k_weights, maker, len(weights[0]), group, how, meanwhile, dtype)
 
 
-def stacked(weights: Sequence[Tensor], activation: Activation, dtype: torch.dtype | None, how: How) -> Stacked:
+def stacked(weights: Sequence[Tensor], activation: Activation, dtype: torch.dtype | None, how: MoEConfig) -> Stacked:
     """Return what makes experts whose weights are stacked.
 
     Args:
@@ -73,7 +73,7 @@ def run_experts(
     top_k_index: Tensor,
     top_k_weights: Tensor,
     group: dist.ProcessGroup | None,
-    how: How = DEFAULT,
+    how: MoEConfig = DEFAULT,
     meanwhile: Callable[[], Tensor] | None = None,
 ) -> Tensor:
     """Apply experts that are modules, such as those of an ``nn.ModuleList``, to the tokens that are routed to them.
@@ -101,7 +101,7 @@ def run_grouped_experts(
     top_k_index: Tensor,
     top_k_weights: Tensor,
     group: dist.ProcessGroup | None,
-    how: How = DEFAULT,
+    how: MoEConfig = DEFAULT,
     meanwhile: Callable[[], Tensor] | None = None,
 ) -> Tensor:
     """Apply experts that one function computes, such as torchtitan's, to the tokens that are routed to them.
@@ -150,7 +150,7 @@ def run(
     maker: Maker,
     local: int,
     group: dist.ProcessGroup | None,
-    how: How = DEFAULT,
+    how: MoEConfig = DEFAULT,
     meanwhile: Callable[[], Tensor] | None = None,
     dtype: torch.dtype | None = None,
 ) -> Tensor:

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import distributed_c10d
 
-from ovpatch_plugins.pipe_experts.config import How
+from ovpatch_plugins.pipe_experts.config import MoEConfig
 from ovpatch_plugins.pipe_experts.experts import ACTIVATIONS
 from ovpatch_plugins.pipe_experts.layer import expert_parallel_ffn, ranks_of
 from ovpatch_plugins.pipe_experts.routing import capacity_of, drop_surplus
@@ -52,7 +52,7 @@ class ExpertParallelFFN(nn.Module):
         activation: str = "swiglu",
         capacity_factor: float | None = None,
         shared: nn.Module | None = None,
-        how: How | None = None,
+        how: MoEConfig | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
@@ -63,7 +63,7 @@ class ExpertParallelFFN(nn.Module):
         if activation not in ACTIVATIONS:
             raise ValueError(f"activation={activation!r}: choose one of {', '.join(ACTIVATIONS)}")
         self.experts, self.activation, self.capacity_factor = experts, activation, capacity_factor
-        self.shared, self.how = shared, how or How()
+        self.shared, self.how = shared, how or MoEConfig()
         self.group_name = found.group_name  # and not the group: copies and pickles of modules are made
         local, wide = experts // found.size(), 2 * ffn if activation == "swiglu" else ffn
         self.up = nn.Parameter(torch.empty(local, wide, hidden, device=device, dtype=dtype))

@@ -10,11 +10,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ovpatch_plugins.pipe_experts.all_to_all import Arriving, Collective, Lane, send, tie
-from ovpatch_plugins.pipe_experts.chunks import Plan, Plans
+from ovpatch_plugins.pipe_experts.chunks import ChunkPlan, Plans
+from ovpatch_plugins.pipe_experts.exchange import AllToAllTransport, Arriving, CollectiveAllToAll, send, tie
 from ovpatch_plugins.pipe_experts.experts import Maker
 from ovpatch_plugins.pipe_experts.routing import route
-from ovpatch_plugins.pipe_experts.row_buffer import Memory, cut, join
+from ovpatch_plugins.pipe_experts.row_buffer import RowBuffer, cut, join
 from ovpatch_plugins.pipe_experts.symm_all_to_all import lane_of
 
 # Dispatch, experts and combine of several parts, each part's communication under other parts' experts.
@@ -23,7 +23,7 @@ T = TypeVar("T")
 
 
 class Awaitable(Protocol):
-    """Rows on their way, such as :func:`ovpatch_plugins.pipe_experts.all_to_all` returns."""
+    """Rows on their way, such as :func:`ovpatch_plugins.pipe_experts.exchange` returns."""
 
     def wait(self) -> Tensor:
         """Return the rows."""
@@ -102,7 +102,7 @@ def computed(
     lane = lane_of(group, x.device) if plans.symmetric else None
     found = route(top_k_index, plans, group, lane)
     counts, experts, sizes = found.counts, maker(found.plan, found.counts), found.counts.sizes()
-    returned, gradient = Memory(sizes), Memory(sizes)
+    returned, gradient = RowBuffer(sizes), RowBuffer(sizes)
     rows = cut(found.rows(x, dtype), gradient)
     to_experts, to_tokens = _lanes(found.plan, group, back, lane)
 
@@ -121,8 +121,10 @@ def computed(
     return (out if other is None else out + other), len(sizes)
 
 
-def _lanes(plan: Plan, group: dist.ProcessGroup, back: dist.ProcessGroup, lane: Lane | None) -> tuple[Lane, Lane]:
+def _lanes(
+    plan: ChunkPlan, group: dist.ProcessGroup, back: dist.ProcessGroup, lane: AllToAllTransport | None
+) -> tuple[AllToAllTransport, AllToAllTransport]:
     """Return by what rows travel to experts and back."""
     if plan.symmetric and lane is not None:
         return lane, lane
-    return Collective(group), Collective(back)
+    return CollectiveAllToAll(group), CollectiveAllToAll(back)

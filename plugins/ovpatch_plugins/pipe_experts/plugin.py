@@ -28,9 +28,9 @@ def ovpatch_feature() -> Feature:
 @hookimpl
 def ovpatch_reasons_against() -> Sequence[str]:
     """Return why the feature cannot run here."""
-    from ovpatch_plugins.pipe_experts.takeover import reasons_against
+    import torch
 
-    return reasons_against()
+    return [] if torch.distributed.is_available() else ["this build of torch has no torch.distributed"]
 
 
 @hookimpl
@@ -116,10 +116,10 @@ def _whole() -> list[str]:
 def _wrap_call(call: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(call)
     def __call__(self: Any, hidden_states: Any, top_k_index: Any, top_k_weights: Any) -> Any:
-        from ovpatch_plugins.pipe_experts import huggingface
+        from ovpatch_plugins.pipe_experts import takeover
         from ovpatch_plugins.pipe_experts.config import STATE
 
-        compute = huggingface.compute if STATE.on and huggingface.is_stock(self) else call
+        compute = takeover.compute if STATE.on and takeover.is_stock(self) else call
         return compute(self, hidden_states, top_k_index, top_k_weights)
 
     return __call__
@@ -128,9 +128,9 @@ def _wrap_call(call: Callable[..., Any]) -> Callable[..., Any]:
 def _wrap_install(install: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(install)
     def install_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        from ovpatch_plugins.pipe_experts import huggingface
+        from ovpatch_plugins.pipe_experts import takeover
 
-        huggingface.register()
+        takeover.register()
         return install(self, *args, **kwargs)
 
     return install_forward

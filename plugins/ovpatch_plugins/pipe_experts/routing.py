@@ -18,8 +18,8 @@ from torch.autograd.function import once_differentiable
 
 from ovpatch.overlap.data_parallel.grad_hooks import apply_function
 from ovpatch.overlap.symm_mem.support import triton_unavailable_reason
-from ovpatch_plugins.pipe_experts.all_to_all import Collective, Lane
-from ovpatch_plugins.pipe_experts.chunks import Counts, Plan, Plans, positions_on
+from ovpatch_plugins.pipe_experts.chunks import ChunkPlan, Counts, Plans, positions_on
+from ovpatch_plugins.pipe_experts.exchange import AllToAllTransport, CollectiveAllToAll
 
 DROPPED = -1
 """Stands for an expert in a routing table where a token goes to none."""
@@ -65,7 +65,7 @@ class Route:
     slots: int
     top_k: int
     counts: Counts
-    plan: Plan
+    plan: ChunkPlan
 
     def rows(self, x: Tensor, dtype: torch.dtype) -> Tensor:
         """Return what is sent, in a dtype: tokens ``[tokens, h]`` -> ``[rows, h]``."""
@@ -140,7 +140,7 @@ def _by_kernel(*tensors: Tensor) -> bool:
     return all(t.is_cuda and t.dtype in _OF_KERNELS for t in tensors) and not triton_unavailable_reason()
 
 
-def route(top_k_index: Tensor, plans: Plans, group: dist.ProcessGroup, lane: Lane | None = None) -> Route:
+def route(top_k_index: Tensor, plans: Plans, group: dist.ProcessGroup, lane: AllToAllTransport | None = None) -> Route:
     """Agree with the other ranks on what is sent, and in which parts. The host waits for the counts, once.
 
     [Note: sorted ahead] Which plan is chosen may depend on what the counts tell. They are exchanged so finely that they
@@ -159,7 +159,7 @@ def route(top_k_index: Tensor, plans: Plans, group: dist.ProcessGroup, lane: Lan
     tokens, top_k = top_k_index.shape
     chosen, expected = top_k_index.reshape(-1).long(), plans.expected
     order = _order(chosen, expected, tokens)
-    sent, arriving = _exchanged(chosen, plans, tokens, lane or Collective(group))
+    sent, arriving = _exchanged(chosen, plans, tokens, lane or CollectiveAllToAll(group))
     _check(arriving, expected)
     most, trains = divmod(int(arriving[:, -1].max()), 2)
     plan = plans.chosen(group, most, bool(trains))
@@ -169,7 +169,7 @@ def route(top_k_index: Tensor, plans: Plans, group: dist.ProcessGroup, lane: Lan
     return Route(order[: sum(found.sizes())], tokens * top_k, top_k, found, plan)
 
 
-def _order(chosen: Tensor, plan: Plan, tokens: int) -> Tensor:
+def _order(chosen: Tensor, plan: ChunkPlan, tokens: int) -> Tensor:
     """Return slots in the order in which a plan sends them, ``[slots]``; those that go nowhere come last."""
     place = chosen
     if len(plan.groups) > 1:
@@ -185,7 +185,7 @@ def _chunk(chosen: Tensor, chunks: int, tokens: int) -> Tensor | int:
     return torch.arange(len(chosen), device=chosen.device) // (len(chosen) // tokens) * chunks // tokens
 
 
-def _exchanged(chosen: Tensor, plans: Plans, tokens: int, lane: Lane) -> tuple[Tensor, Tensor]:
+def _exchanged(chosen: Tensor, plans: Plans, tokens: int, lane: AllToAllTransport) -> tuple[Tensor, Tensor]:
     """Return how many rows are sent to each rank, and come from it, ``[rank, chunk * local expert]``.
 
     Behind that are two more columns: an expert that is none, or 0; and twice the rank's tokens, plus 1 if gradients are
@@ -206,7 +206,7 @@ def _exchanged(chosen: Tensor, plans: Plans, tokens: int, lane: Lane) -> tuple[T
     return here[0], here[1]
 
 
-def _check(arriving: Tensor, plan: Plan) -> None:
+def _check(arriving: Tensor, plan: ChunkPlan) -> None:
     for rank, expert in enumerate(arriving[:, -2].tolist()):
         if expert:
             raise ValueError(
@@ -216,7 +216,7 @@ def _check(arriving: Tensor, plan: Plan) -> None:
             )
 
 
-def _by_chunk(counts: Tensor, plan: Plan) -> list[list[list[int]]]:
+def _by_chunk(counts: Tensor, plan: ChunkPlan) -> list[list[list[int]]]:
     """Return ``[rank][chunk of the plan][local expert]``."""
     found: list[list[list[int]]] = counts[:, :-2].view(plan.world, plan.chunks, -1, plan.local).sum(dim=2).tolist()
     return found

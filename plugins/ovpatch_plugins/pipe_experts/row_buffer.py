@@ -13,7 +13,7 @@ from torch.autograd.function import once_differentiable
 from ovpatch.overlap.data_parallel.grad_hooks import apply_function
 
 
-class Memory:
+class RowBuffer:
     """Memory for the rows of several parts, one behind the other; made when the first is asked for.
 
     Args:
@@ -48,7 +48,7 @@ class Memory:
         return there and part.dtype == whole.dtype and part.is_contiguous()
 
 
-def cut(rows: Tensor, gradient: Memory) -> tuple[Tensor, ...]:
+def cut(rows: Tensor, gradient: RowBuffer) -> tuple[Tensor, ...]:
     """Return rows in parts of the memory's sizes; their gradients are joined in the memory.
 
     To autograd they are no views of each other's memory: one may be written into without another's being noticed.
@@ -57,15 +57,15 @@ def cut(rows: Tensor, gradient: Memory) -> tuple[Tensor, ...]:
     return found
 
 
-def join(parts: Sequence[Tensor], memory: Memory) -> Tensor:
-    """Return what :meth:`Memory.joined` returns, differentiably."""
+def join(parts: Sequence[Tensor], memory: RowBuffer) -> Tensor:
+    """Return what :meth:`RowBuffer.joined` returns, differentiably."""
     found: Tensor = apply_function(_Join, memory, *parts)
     return found
 
 
 class _Cut(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, memory: Memory, rows: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, memory: RowBuffer, rows: Tensor) -> tuple[Tensor, ...]:
         ctx.memory = memory
         return tuple(part.data for part in rows.split(memory.sizes))
 
@@ -77,7 +77,7 @@ class _Cut(torch.autograd.Function):
 
 class _Join(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, memory: Memory, *parts: Tensor) -> Tensor:
+    def forward(ctx: Any, memory: RowBuffer, *parts: Tensor) -> Tensor:
         ctx.sizes = memory.sizes
         return memory.joined(parts)
 

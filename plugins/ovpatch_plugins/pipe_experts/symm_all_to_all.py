@@ -17,10 +17,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ovpatch.overlap.comm.streams import label, span
-from ovpatch.overlap.comm.work import Pending
+from ovpatch.overlap.comm.streams import profiler_label, profiler_span
+from ovpatch.overlap.comm.work import WorkGroup
 from ovpatch.overlap.symm_mem import memory, support
-from ovpatch_plugins.pipe_experts.config import How
+from ovpatch_plugins.pipe_experts.config import MoEConfig
 from ovpatch_plugins.pipe_experts.report import COUNTERS
 
 CHANNELS: Final = 16  # programs, each of which takes a multiprocessor
@@ -34,7 +34,7 @@ _ALIGNED: Final = 16  # bytes
 Counts = Sequence[int]
 
 
-class Symmetric:
+class SymmAllToAll:
     """A lane over symmetric memory, for one group on one device; see [Note: channels] of the kernel.
 
     Rows that stay on this rank are copied beside the kernel. The host waits for nothing.
@@ -79,8 +79,8 @@ class Symmetric:
         if self._stream is not None:
             torch.cuda.synchronize(device)  # it is going to read what the current one has written
 
-    def start(self, found: Tensor, rows: Tensor, received: Counts, sent: Counts) -> Pending:
-        """See :meth:`ovpatch_plugins.pipe_experts.all_to_all.Lane.start`."""
+    def start(self, found: Tensor, rows: Tensor, received: Counts, sent: Counts) -> WorkGroup:
+        """See :meth:`ovpatch_plugins.pipe_experts.exchange.AllToAllTransport.start`."""
         while self._under_way and self._under_way[0].is_over():
             self._under_way.popleft()
         COUNTERS.symmetric += 1
@@ -93,7 +93,7 @@ class Symmetric:
         if found.data_ptr() % by:
             raise ValueError(f"memory for received rows begins at no multiple of {by} bytes: give memory that does")
         work = _Work(found, rows, self._stream)
-        with span(label("pipe_experts", "all_to_all")):
+        with profiler_span(profiler_label("pipe_experts", "all_to_all")):
             if sum(sent) + sum(received) > 2 * own:
                 kernel = self._kernels.get((word, aligned, self.channels)) or self._made(word, aligned)
                 args = *sent, *self._others, *received, *self._others, row // size
@@ -102,7 +102,7 @@ class Symmetric:
             if own:  # on the current stream: the kernel need not wait for it, nor be longer
                 begin, put = sum(sent[: self._rank]), sum(received[: self._rank])
                 found[put : put + own].copy_(rows[begin : begin + own])
-        return Pending((work,))
+        return WorkGroup((work,))
 
     def _made(self, word: torch.dtype, aligned: bool) -> _Kernel:
         fixed = (
@@ -187,11 +187,13 @@ def _clear(header: Tensor) -> None:
 
 # Which groups have a lane over symmetric memory.
 
-_lanes: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[torch.device, Symmetric | None]] = weakref.WeakKeyDictionary()
+_lanes: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[torch.device, SymmAllToAll | None]] = (
+    weakref.WeakKeyDictionary()
+)
 _objections: dict[str, None] = {}  # they outlive groups, for the report
 
 
-def lane_of(group: dist.ProcessGroup, device: torch.device) -> Symmetric | None:
+def lane_of(group: dist.ProcessGroup, device: torch.device) -> SymmAllToAll | None:
     """Return the lane of a group; None if it can have none, which is the same on all ranks.
 
     A collective when it is first called for a group and device; no memory is taken after that.
@@ -206,18 +208,18 @@ def lane_of(group: dist.ProcessGroup, device: torch.device) -> Symmetric | None:
     return known[device]
 
 
-def _made(group: dist.ProcessGroup, device: torch.device) -> Symmetric | None:
+def _made(group: dist.ProcessGroup, device: torch.device) -> SymmAllToAll | None:
     problem = support.objection(group, device)
     if not problem:
         try:
-            return Symmetric(group, device)
+            return SymmAllToAll(group, device)
         except memory.LackingError as error:
             problem = str(error)
     _objections[problem] = None
     return None
 
 
-def possible(how: How, group: dist.ProcessGroup, device: torch.device) -> How:
+def possible(how: MoEConfig, group: dist.ProcessGroup, device: torch.device) -> MoEConfig:
     """Return how can be computed what is to be computed so: with c10d's all-to-alls where there is no other lane."""
     if how.exchange == "c10d":
         return how

@@ -22,7 +22,7 @@ from ovpatch.overlap.data_parallel.grad_hooks import apply_function, executes
 from ovpatch_plugins.pipe_experts.grouped_gemm import Groups, add_weight_grads, grouped, grouped_back
 
 
-class Weights:
+class DelayedWeightGrads:
     """The experts' weights in one call of a layer.
 
     The graph must not refer to it, since it refers to the graph, and no garbage collector sees cycles through nodes.

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from ovpatch.overlap.comm.consensus import agree, patience
+from ovpatch.overlap.comm.consensus import check_consistent, patience
 from ovpatch_plugins.tp_linear.config import STATE
 
 PATIENCE_S = 300.0  # ranks may load or make their models at different speeds
@@ -42,7 +42,7 @@ def ensure(group: dist.ProcessGroup, device: torch.device) -> None:
     if group in _groups:
         return
     terms = {"version of ovpatch": importlib.metadata.version("ovpatch"), **STATE.terms}
-    agree(group, "tp_linear", terms, timeout_s=patience(group, device, PATIENCE_S), remedy=_REMEDY)
+    check_consistent(group, "tp_linear", terms, timeout_s=patience(group, device, PATIENCE_S), remedy=_REMEDY)
     _groups.add(group)
 
 

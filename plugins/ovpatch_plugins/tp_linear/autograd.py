@@ -1,7 +1,7 @@
 """The operators' autograd functions.
 
 Each computes on rows, ``[sequence, features]``; forward and backward are one schedule's. Inputs and outputs may be
-DTensors, as a :class:`Call` says.
+DTensors, as a :class:`OpContext` says.
 
 [Note: what is kept for backward] Rows are mostly a view of the input. Kept is the input itself, then, so that autograd
 notices if somebody writes into it before backward: a DTensor's version is not that of its local tensor. What is
@@ -21,7 +21,7 @@ from torch import Tensor
 
 from ovpatch.overlap.data_parallel.grad_hooks import executes
 from ovpatch.overlap.tensors.autocast import autocast_dtype
-from ovpatch_plugins.tp_linear.config import Call
+from ovpatch_plugins.tp_linear.config import OpContext
 from ovpatch_plugins.tp_linear.gemm import cast, linear, weight_grad
 from ovpatch_plugins.tp_linear.layout import (
     arrived,
@@ -36,7 +36,7 @@ from ovpatch_plugins.tp_linear.layout import (
     wrapped,
 )
 from ovpatch_plugins.tp_linear.schedules.stock import ColumnGrads
-from ovpatch_plugins.tp_linear.tp_group import Wires
+from ovpatch_plugins.tp_linear.tp_group import TPGroup
 
 # Weights to whose gradients an operator can add.
 
@@ -150,7 +150,7 @@ class GatherLinear(torch.autograd.Function):
 
     @staticmethod
     def compute(
-        call: Call, x: Tensor, *params: Tensor | None, keeps: bool = False
+        call: OpContext, x: Tensor, *params: Tensor | None, keeps: bool = False
     ) -> tuple[tuple[Tensor, ...], Tensor]:
         """Return the outputs, and what is to be kept for backward."""
         weights, biases = params[: call.count], params[call.count :]
@@ -183,7 +183,7 @@ class GatherLinear(torch.autograd.Function):
         return tuple(results), kept
 
     @staticmethod
-    def forward(ctx: Any, call: Call, x: Tensor, *params: Tensor | None) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, call: OpContext, x: Tensor, *params: Tensor | None) -> tuple[Tensor, ...]:
         """Return the outputs."""
         results, kept = GatherLinear.compute(call, x, *params, keeps=True)
         if call.constant:  # then outputs differ in whether they need gradients
@@ -198,7 +198,7 @@ class GatherLinear(torch.autograd.Function):
     @_once
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
         """Return the gradients of what forward was given."""
-        call: Call = ctx.call
+        call: OpContext = ctx.call
         if call.check is not None:
             call.check()
         others, terms = _of_other_readers(call, grads[-1]) if call.whole is not None else (None, None)
@@ -233,12 +233,12 @@ class LinearScatter(torch.autograd.Function):
     """Applies a linear and adds up over the ranks; each keeps its part of the sequence."""
 
     @staticmethod
-    def compute(call: Call, x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
+    def compute(call: OpContext, x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
         """Return the output, and what is to be kept for backward."""
         return _summed(call.how.schedule.linear_scatter, call, x, weight, bias, call.dim)
 
     @staticmethod
-    def forward(ctx: Any, call: Call, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    def forward(ctx: Any, call: OpContext, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """Return the output."""
         result, kept = LinearScatter.compute(call, x, weight, bias)
         _keep(ctx, call, x, (weight,), (bias,), kept)
@@ -248,7 +248,7 @@ class LinearScatter(torch.autograd.Function):
     @_once
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         """Return the gradients of what forward was given."""
-        call: Call = ctx.call
+        call: OpContext = ctx.call
         rows, (used,), collector = _resume(ctx)
 
         def take(whole: Tensor, _: Any) -> None:
@@ -269,12 +269,12 @@ class LinearReduce(torch.autograd.Function):
     """Applies a linear and adds up over the ranks."""
 
     @staticmethod
-    def compute(call: Call, x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
+    def compute(call: OpContext, x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
         """Return the output, and what is to be kept for backward."""
         return _summed(call.how.schedule.linear_reduce, call, x, weight, bias, 0)
 
     @staticmethod
-    def forward(ctx: Any, call: Call, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    def forward(ctx: Any, call: OpContext, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """Return the output."""
         result, kept = LinearReduce.compute(call, x, weight, bias)
         _keep(ctx, call, x, (weight,), (bias,), kept)
@@ -296,7 +296,7 @@ class ReplicatedLinear(torch.autograd.Function):
     """Applies a linear to what all ranks have; the input's gradient is added up over them, unless it stays partial."""
 
     @staticmethod
-    def compute(call: Call, x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
+    def compute(call: OpContext, x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
         """Return the output, and what is to be kept for backward."""
         here = arrived(local(x))
         rows, used, added = _cast_one(call, to_rows(here, 0), weight, bias)
@@ -304,7 +304,7 @@ class ReplicatedLinear(torch.autograd.Function):
         return _returned(call, result), _as_given(rows, here, x)
 
     @staticmethod
-    def forward(ctx: Any, call: Call, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    def forward(ctx: Any, call: OpContext, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """Return the output."""
         result, kept = ReplicatedLinear.compute(call, x, weight, bias)
         _keep(ctx, call, x, (weight,), (bias,), kept)
@@ -314,7 +314,7 @@ class ReplicatedLinear(torch.autograd.Function):
     @_once
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         """Return the gradients of what forward was given."""
-        call: Call = ctx.call
+        call: OpContext = ctx.call
         rows, (used,), collector = _resume(ctx)
         grads = (_grad(grad, call, ctx.computed),)
         wants = _wants_input(ctx)
@@ -338,7 +338,7 @@ FUNCTIONS: Final[dict[str, Any]] = {
 }
 
 
-def run(function: Any, call: Call, x: Tensor, *params: Tensor | None) -> Any:
+def run(function: Any, call: OpContext, x: Tensor, *params: Tensor | None) -> Any:
     """Apply one of the functions above."""
     if not torch.is_grad_enabled():
         return function.compute(call, x, *params)[0]
@@ -348,8 +348,8 @@ def run(function: Any, call: Call, x: Tensor, *params: Tensor | None) -> Any:
 
 
 def _summed(
-    product: Callable[[Wires, Tensor, Tensor], Tensor],
-    call: Call,
+    product: Callable[[TPGroup, Tensor, Tensor], Tensor],
+    call: OpContext,
     x: Tensor,
     weight: Tensor,
     bias: Tensor | None,
@@ -365,7 +365,7 @@ def _summed(
 
 
 def _keep(
-    ctx: Any, call: Call, x: Tensor, weights: Sequence[Any], biases: Sequence[Tensor | None], kept: Tensor
+    ctx: Any, call: OpContext, x: Tensor, weights: Sequence[Any], biases: Sequence[Tensor | None], kept: Tensor
 ) -> None:
     """Keep what backward needs; see [Note: what is kept for backward]."""
     ctx.call, ctx.shape, ctx.dtype, ctx.computed = call, local(x).shape, x.dtype, kept.dtype
@@ -403,13 +403,13 @@ def _input_grad(ctx: Any, dx: Tensor | None) -> Tensor | None:
     return dx if call.given is None else wrapped(dx, call.mesh, call.given)
 
 
-def _grad(grad: Tensor, call: Call, dtype: torch.dtype) -> Tensor:
+def _grad(grad: Tensor, call: OpContext, dtype: torch.dtype) -> Tensor:
     """Return the gradient of an output as rows."""
     grad = unwrapped(grad, call.returned)
     return to_rows(grad if grad.dtype is dtype else grad.to(dtype), call.dim)
 
 
-def _of_other_readers(call: Call, grad: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
+def _of_other_readers(call: OpContext, grad: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
     """Return the gathered input's gradient, as rows: as it is on all ranks, or as this rank's term of a sum.
 
     [Note: other readers] What reads a gathered input beside the linears whose products were computed with the gather
@@ -423,13 +423,13 @@ def _of_other_readers(call: Call, grad: Tensor | None) -> tuple[Tensor | None, T
     return to_rows(unwrapped(grad, call.whole), call.dim), None
 
 
-def _constant(call: Call, results: Sequence[Tensor], params: Sequence[Tensor | None]) -> list[Tensor]:
+def _constant(call: OpContext, results: Sequence[Tensor], params: Sequence[Tensor | None]) -> list[Tensor]:
     """Return what needs no gradient of the results of an input that needs none."""
     needs = [param is not None and param.requires_grad for param in params]
     return [result for i, result in enumerate(results) if i == call.count or not (needs[i] or needs[call.count + i])]
 
 
-def _returned(call: Call, result: Tensor) -> Tensor:
+def _returned(call: OpContext, result: Tensor) -> Tensor:
     return result if call.returned is None else wrapped(result, call.mesh, call.returned)
 
 
@@ -449,7 +449,7 @@ def _used(weight: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _cast(
-    call: Call, rows: Tensor, weights: Sequence[Any], biases: Sequence[Any]
+    call: OpContext, rows: Tensor, weights: Sequence[Any], biases: Sequence[Any]
 ) -> tuple[Tensor, list[Tensor], list[Tensor | None]]:
     """Return local tensors, as autocast would have them for linears."""
     used = [local(weight) for weight in weights]
@@ -461,6 +461,8 @@ def _cast(
     return rows.to(dtype), [weight.to(dtype) for weight in used], biased
 
 
-def _cast_one(call: Call, rows: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
+def _cast_one(
+    call: OpContext, rows: Tensor, weight: Tensor, bias: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor | None]:
     """Return local tensors, as autocast would have them for a linear."""
     return cast(call.wires.kind, rows, local(weight), None if bias is None else local(bias))

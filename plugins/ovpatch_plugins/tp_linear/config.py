@@ -10,11 +10,11 @@ from torch import Tensor
 
 from ovpatch_plugins.tp_linear.options import DEFAULT
 from ovpatch_plugins.tp_linear.schedules import Schedule, named
-from ovpatch_plugins.tp_linear.tp_group import Wires
+from ovpatch_plugins.tp_linear.tp_group import TPGroup
 
 
 @dataclass(frozen=True)
-class How:
+class TPConfig:
     """How an operator is computed.
 
     Attributes:
@@ -29,7 +29,7 @@ class How:
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
+class OpContext:
     """What an operator is told beside tensors; the same for all calls of a linear that are alike.
 
     Attributes:
@@ -47,8 +47,8 @@ class Call:
         trains: Whether any weight needs a gradient, also if none does that this very call knows of.
     """
 
-    how: How
-    wires: Wires
+    how: TPConfig
+    wires: TPGroup
     dim: int = 0
     count: int = 1
     constant: bool = False
@@ -87,7 +87,7 @@ class State:
     """
 
     on: bool = False
-    how: How = field(default_factory=lambda: How(named(DEFAULT, 4)))
+    how: TPConfig = field(default_factory=lambda: TPConfig(named(DEFAULT, 4)))
     shares: bool = True
     compiles: bool = False
     terms: dict[str, Any] = field(default_factory=dict)
@@ -95,7 +95,7 @@ class State:
     def turn_on(self, options: Mapping[str, Any]) -> None:
         """Compute as the feature's options say."""
         schedule = named(options["schedule"], options["chunks"], anew=options["regather"])
-        self.how = How(schedule, options["gradient_accumulation_fusion"], options["regather"])
+        self.how = TPConfig(schedule, options["gradient_accumulation_fusion"], options["regather"])
         self.terms = dict(options)
         self.shares, self.compiles, self.on = options["shared_gather"], options["compiled"], True
 

@@ -23,7 +23,7 @@ from ovpatch_plugins.tp_linear.layout import from_rows, to_rows
 from ovpatch_plugins.tp_linear.report import COUNTERS
 from ovpatch_plugins.tp_linear.schedules import Schedule, named
 from ovpatch_plugins.tp_linear.schedules.stock import ColumnGrads, WeightGrads
-from ovpatch_plugins.tp_linear.tp_group import Wires
+from ovpatch_plugins.tp_linear.tp_group import TPGroup
 
 
 def run(
@@ -58,7 +58,7 @@ def _group(name: Any) -> dist.ProcessGroup:
     return distributed_c10d._resolve_process_group(name)
 
 
-def _of(group: str, like: Tensor) -> Wires:
+def _of(group: str, like: Tensor) -> TPGroup:
     return wires_of.of(_group(group), like.device)
 
 

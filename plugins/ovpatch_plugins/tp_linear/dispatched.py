@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack, _pop_mode, _push_mode
 
-from ovpatch.overlap.comm.work import Unpacked, Work
+from ovpatch.overlap.comm.work import Work, WorkWithEpilogue
 
 Started = tuple[Tensor, Sequence[Work]]
 """The result of a collective, and the works that will have written it."""
@@ -42,7 +42,7 @@ def all_reduce(rows: Tensor, group: dist.ProcessGroup, start: Start) -> Sequence
     def put_in_place() -> None:
         rows.copy_(total)
 
-    return [Unpacked(works, put_in_place)]
+    return [WorkWithEpilogue(works, put_in_place)]
 
 
 def _dispatch(name: str, args: tuple[Any, ...], start: Start) -> Started:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ovpatch_plugins.tp_linear import tp_group as wires_of
 from ovpatch_plugins.tp_linear.autograd import GatherLinear, LinearScatter, run
-from ovpatch_plugins.tp_linear.config import Call, How
+from ovpatch_plugins.tp_linear.config import OpContext, TPConfig
 from ovpatch_plugins.tp_linear.options import DEFAULT, SCHEDULES
 from ovpatch_plugins.tp_linear.schedules import Schedule, named
 
@@ -56,8 +56,8 @@ def all_gather_linear(
     if len(given) != len(weights):
         raise ValueError(f"got {len(weights)} weights and {len(given)} biases: give one bias, or None, for each weight")
     _refuse_complex(x, *weights)
-    call = Call(
-        How(_schedule(schedule, chunks, anew=regather), regather=regather),
+    call = OpContext(
+        TPConfig(_schedule(schedule, chunks, anew=regather), regather=regather),
         wires_of.of(group, x.device),
         _dim(x, dim),
         len(weights),
@@ -96,7 +96,7 @@ def linear_reduce_scatter(
         ValueError: The schedule or the dimension is wrong, a tensor is complex, or the sequence does not divide by the
             number of ranks.
     """
-    how = How(_schedule(schedule, chunks))
+    how = TPConfig(_schedule(schedule, chunks))
     _refuse_complex(x, weight)
     dim, wires = _dim(x, dim), wires_of.of(group, x.device)
     if x.shape[dim] % wires.world:
@@ -104,7 +104,7 @@ def linear_reduce_scatter(
             f"dimension {dim} of the input has size {x.shape[dim]}, which does not divide by {wires.world} ranks: pad "
             "the sequence"
         )
-    result: Tensor = run(LinearScatter, Call(how, wires, dim), x, weight, bias)
+    result: Tensor = run(LinearScatter, OpContext(how, wires, dim), x, weight, bias)
     return result
 
 

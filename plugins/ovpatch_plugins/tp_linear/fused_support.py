@@ -15,10 +15,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import distributed_c10d
 
-from ovpatch.overlap.comm.streams import capturing
+from ovpatch.overlap.comm.streams import is_capturing
 from ovpatch.overlap.symm_mem import support, workspace
 from ovpatch.overlap.symm_mem.workspace import Workspace
-from ovpatch_plugins.tp_linear.tp_group import Wires
+from ovpatch_plugins.tp_linear.tp_group import TPGroup
 
 DTYPES: Final = (torch.bfloat16, torch.float16)
 _ALIGNED: Final = 16  # bytes, of addresses and rows, as tensor memory accelerators want them
@@ -26,7 +26,7 @@ _ALIGNED: Final = 16  # bytes, of addresses and rows, as tensor memory accelerat
 _known: dict[int, tuple[dist.ProcessGroup, str]] = {}
 
 
-def workspace_of(wires: Wires, dtype: torch.dtype, device: torch.device, features: Sequence[int]) -> Workspace | None:
+def workspace_of(wires: TPGroup, dtype: torch.dtype, device: torch.device, features: Sequence[int]) -> Workspace | None:
     """Return where kernels can serve a call, or None if it has to do without.
 
     Args:
@@ -49,7 +49,7 @@ def suits(dtype: torch.dtype, features: int) -> bool:
 def _objection(group: dist.ProcessGroup, device: torch.device) -> str:
     found = _known.get(id(group))
     if found is None or found[0] is not group:
-        if capturing(device):
+        if is_capturing(device):
             return "a graph is captured before any eager call"  # ranks cannot ask each other now
         for key in [key for key, (other, _) in _known.items() if other not in distributed_c10d._world.pg_map]:
             del _known[key]  # destroyed

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ovpatch_plugins.tp_linear.tp_linear import Parallel
+from ovpatch_plugins.tp_linear.tp_linear import TPLinear
 
 
 class Linear(nn.Linear):
@@ -17,7 +17,7 @@ class Linear(nn.Linear):
     a module, which keeps ``isinstance``, ``repr``, ``deepcopy``, pickling and FSDP2's own change of classes.
     """
 
-    _ovpatch_parallel: Parallel
+    _ovpatch_parallel: TPLinear
 
     def forward(self, input: Tensor) -> Any:
         """Return what stock returns: a local tensor, or a DTensor if the style says so."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import importlib.util
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -29,9 +30,13 @@ def ovpatch_feature() -> Feature:
 @hookimpl
 def ovpatch_reasons_against() -> Sequence[str]:
     """Return why the feature cannot run here."""
-    from ovpatch_plugins.tp_linear.takeover import reasons_against
+    import torch
 
-    return reasons_against()
+    if not torch.distributed.is_available():
+        return ["this build of torch has no torch.distributed"]
+    if importlib.util.find_spec("torch.distributed.tensor") is None:
+        return ["this build of torch has no torch.distributed.tensor"]
+    return []
 
 
 @hookimpl

@@ -46,13 +46,13 @@ from torch.distributed.tensor.parallel.style import PrepareModuleInput
 from ovpatch.overlap.tensors.autocast import autocast_dtype
 from ovpatch_plugins.tp_linear import tp_group as wires_of
 from ovpatch_plugins.tp_linear.autograd import GatherLinear, run
-from ovpatch_plugins.tp_linear.config import STATE, Call, How
+from ovpatch_plugins.tp_linear.config import STATE, OpContext, TPConfig
 from ovpatch_plugins.tp_linear.layout import fill, local, sequence_dim, traced
 from ovpatch_plugins.tp_linear.report import COUNTERS
-from ovpatch_plugins.tp_linear.tp_group import Wires
+from ovpatch_plugins.tp_linear.tp_group import TPGroup
 
 if TYPE_CHECKING:
-    from ovpatch_plugins.tp_linear.tp_linear import Parallel
+    from ovpatch_plugins.tp_linear.tp_linear import TPLinear
 
 _WHOLE = Replicate()
 
@@ -65,7 +65,7 @@ class _Product(NamedTuple):
     versions: tuple[Any, ...]
 
 
-class Watch:
+class GatherGuard:
     """Tells backward whether somebody looks at the gathered tensor's gradient; see [Note: whose gradient it is].
 
     Attributes:
@@ -108,7 +108,7 @@ class Watch:
             )
 
 
-class Products:
+class PrecomputedOutputs:
     """Outputs that wait for their linears; see [Note: nothing has changed since].
 
     Args:
@@ -124,7 +124,7 @@ class Products:
         gathered: Tensor,
         linears: Sequence[nn.Linear],
         outputs: Sequence[Tensor],
-        watch: Watch,
+        watch: GatherGuard,
         later: _Later | None,
     ) -> None:
         self.gathered = watch.begin(gathered)
@@ -194,7 +194,7 @@ class _Later:
 
 
 # By the id of the gathered tensor. Not an attribute of it, which would be saved with it.
-_products: dict[int, Products] = {}
+_products: dict[int, PrecomputedOutputs] = {}
 
 
 def _let_go(key: int, _: Any) -> None:
@@ -218,7 +218,7 @@ def claim(x: Any, linear: nn.Linear) -> Tensor | None:
     return output
 
 
-class SharedGather:
+class SharedAllGather:
     """Stands for the forward pre-hook by which ``PrepareModuleInput`` prepares a module's inputs.
 
     Args:
@@ -232,7 +232,7 @@ class SharedGather:
         layouts = style.input_layouts or ()
         self._is_alone = len(layouts) == 1 and gathers(layouts[0], (style.desired_input_layouts or (None,))[0])
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> SharedGather:
+    def __deepcopy__(self, memo: dict[int, Any]) -> SharedAllGather:
         return self  # never changed
 
     def __call__(self, module: nn.Module, *args: Any) -> Any:
@@ -275,8 +275,8 @@ class SharedGather:
         how = _how(wires, linears, x)
         later = None if how.schedule.ahead else _Later(dim)
         ahead = [linear for linear in linears if is_plain(linear, module if later is None else None)]
-        watch = Watch()
-        call = Call(
+        watch = GatherGuard()
+        call = OpContext(
             how,
             wires,
             dim,
@@ -291,11 +291,11 @@ class SharedGather:
         )
         weights = [linear.weight for linear in ahead]
         *outputs, whole = run(GatherLinear, call, x, *weights, *[linear.bias for linear in ahead])
-        _products[id(whole)] = Products(whole, ahead, outputs, watch, later)
+        _products[id(whole)] = PrecomputedOutputs(whole, ahead, outputs, watch, later)
         return whole
 
 
-def _how(wires: Wires, linears: Sequence[nn.Linear], x: Tensor) -> How:
+def _how(wires: TPGroup, linears: Sequence[nn.Linear], x: Tensor) -> TPConfig:
     """Return how a gather for linears is computed; see [Note: readers of a shared gather]."""
     here, how = local(x), STATE.how
     if not how.schedule.chooses:
@@ -320,7 +320,7 @@ def readers(module: nn.Module, mesh: DeviceMesh, x: Tensor) -> list[nn.Linear]:
     casts = autocast_dtype(x.device.type, x.dtype) is not None
     features, found = x.shape[-1], []
     for child in module._modules.values():
-        parallel: Parallel | None = vars(child).get("_ovpatch_parallel")
+        parallel: TPLinear | None = vars(child).get("_ovpatch_parallel")
         if parallel is None or not parallel.column or not parallel.takes_replicated or parallel.mesh != mesh:
             continue
         if not isinstance(child, nn.Linear) or not _stands(child) or child.in_features != features:
@@ -362,7 +362,7 @@ def is_plain(linear: nn.Linear, parent: nn.Module | None) -> bool:
     if torch.nn.modules.module._global_forward_pre_hooks or linear._forward_pre_hooks:
         return False
     replaced = parent._backward_hooks or parent._backward_pre_hooks  # the gathered tensor, by a view of it
-    return not replaced and isinstance(next(reversed(parent._forward_pre_hooks.values())), SharedGather)
+    return not replaced and isinstance(next(reversed(parent._forward_pre_hooks.values())), SharedAllGather)
 
 
 def _observed(gathered: Tensor) -> bool:

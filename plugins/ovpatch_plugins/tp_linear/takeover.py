@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 import gc
-import importlib.util
 import inspect
 import weakref
 from collections.abc import Callable, Iterator, Mapping
@@ -24,21 +23,10 @@ from torch.distributed.tensor.parallel.style import ColwiseParallel, PrepareModu
 from ovpatch_plugins.tp_linear import agreed, fused_support, layout, tp_group
 from ovpatch_plugins.tp_linear.module import Linear
 from ovpatch_plugins.tp_linear.report import COUNTERS
-from ovpatch_plugins.tp_linear.shared_all_gather import SharedGather, gathers
-from ovpatch_plugins.tp_linear.tp_linear import Parallel, Style
-
-# Where the feature can run, and which linears are left alone.
+from ovpatch_plugins.tp_linear.shared_all_gather import SharedAllGather, gathers
+from ovpatch_plugins.tp_linear.tp_linear import Style, TPLinear
 
 _OURS = ("_prepare_input_fn", "_prepare_output_fn", "_partition_linear_fn")
-
-
-def reasons_against() -> list[str]:
-    """Return why the feature cannot run in this process at all."""
-    if not torch.distributed.is_available():
-        return ["this build of torch has no torch.distributed"]
-    if importlib.util.find_spec("torch.distributed.tensor") is None:
-        return ["this build of torch has no torch.distributed.tensor"]
-    return []
 
 
 def objection(style: Any, linear: nn.Linear, dimensions: int) -> str:
@@ -92,7 +80,7 @@ def apply_to_linear(apply: Callable[..., nn.Module], style: Style, module: nn.Mo
     return made
 
 
-def take_over(linear: nn.Linear, style: Style, mesh: DeviceMesh, ours: Callable[[int], bool]) -> Parallel | None:
+def take_over(linear: nn.Linear, style: Style, mesh: DeviceMesh, ours: Callable[[int], bool]) -> TPLinear | None:
     """Make a linear compute by our operators, unless something speaks against it; return what it knows then.
 
     Args:
@@ -105,7 +93,7 @@ def take_over(linear: nn.Linear, style: Style, mesh: DeviceMesh, ours: Callable[
         _left[type(linear).__name__] = reason
         return None
     _taken[linear] = _put_aside(linear._forward_pre_hooks, ours), _put_aside(linear._forward_hooks, ours)
-    parallel = Parallel(isinstance(style, ColwiseParallel), mesh, style)
+    parallel = TPLinear(isinstance(style, ColwiseParallel), mesh, style)
     object.__setattr__(linear, "_ovpatch_parallel", parallel)
     linear.__class__ = Linear
     COUNTERS.linears += 1
@@ -142,7 +130,7 @@ def take_over_gather(module: nn.Module, key: int, style: PrepareModuleInput, mes
     several = sum(gathers(*pair) for pair in _layouts(style)) != 1
     if of_its_own or several or mesh.ndim != 1 or style.use_local_output:
         return
-    module._forward_pre_hooks[key] = SharedGather(module._forward_pre_hooks[key], style, mesh)
+    module._forward_pre_hooks[key] = SharedAllGather(module._forward_pre_hooks[key], style, mesh)
     _gathers[module] = None
     COUNTERS.gathers += 1
 
@@ -159,7 +147,7 @@ def give_all_back() -> None:
         del _taken[module]
     for module in _gathers:
         for key, hook in module._forward_pre_hooks.items():
-            if isinstance(hook, SharedGather):
+            if isinstance(hook, SharedAllGather):
                 module._forward_pre_hooks[key] = hook.stock
     _gathers.clear()
     _left.clear()

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.distributed import distributed_c10d
 
 from ovpatch.overlap.comm.collectives import AllGather, AllReduce, ReduceScatter
-from ovpatch.overlap.comm.work import Pending, Work
+from ovpatch.overlap.comm.work import Work, WorkGroup
 from ovpatch_plugins.tp_linear import dispatched
 
 # Where a backend tells messages apart by tags (gloo), ours must not be taken for the script's, nor for each other.
@@ -23,7 +23,7 @@ _TAGS = range(1 << 20, 1 << 21)
 _watched = torch._C._len_torch_dispatch_stack  # see [Note: what a mode sees]; 30 ns
 
 
-class Wires:
+class TPGroup:
     """What one process group's ranks send each other.
 
     Args:
@@ -44,13 +44,13 @@ class Wires:
         self._reduce = AllReduce(group, device)
         self._tags = itertools.cycle(_TAGS)  # of this group: other ranks may be in other groups as well
 
-    def all_gather(self, rows: Tensor) -> tuple[Tensor, Pending]:
+    def all_gather(self, rows: Tensor) -> tuple[Tensor, WorkGroup]:
         """Start to gather ``[m, k]`` into ``[world * m, k]``; there when the second result has been waited for."""
         if _watched():
             whole, works = dispatched.all_gather(rows, self.group, self._start_gather)
         else:
             whole, works = self._start_gather(rows)
-        return whole, Pending(works)
+        return whole, WorkGroup(works)
 
     def _start_gather(self, rows: Tensor) -> tuple[Tensor, Sequence[Work]]:
         whole = rows.new_empty((self.world * rows.shape[0], rows.shape[1]))
@@ -62,48 +62,48 @@ class Wires:
         pending.wait()
         return whole
 
-    def reduce_scatter(self, rows: Tensor) -> tuple[Tensor, Pending]:
+    def reduce_scatter(self, rows: Tensor) -> tuple[Tensor, WorkGroup]:
         """Start to sum ``[world * m, n]`` over the ranks, and give each its ``[m, n]``."""
         if _watched():
             part, works = dispatched.reduce_scatter(rows, self.group, self._start_scatter)
         else:
             part, works = self._start_scatter(rows)
-        return part, Pending(works, (rows,))
+        return part, WorkGroup(works, (rows,))
 
     def _start_scatter(self, rows: Tensor) -> tuple[Tensor, Sequence[Work]]:
         part = rows.new_empty((rows.shape[0] // self.world, rows.shape[1]))
         return part, self._scatter([part], [rows])
 
-    def all_reduce(self, rows: Tensor) -> Pending:
+    def all_reduce(self, rows: Tensor) -> WorkGroup:
         """Start to sum over the ranks, in place."""
         if _watched():
-            return Pending(dispatched.all_reduce(rows, self.group, self._start_reduce))
-        return Pending(self._reduce([rows]))
+            return WorkGroup(dispatched.all_reduce(rows, self.group, self._start_reduce))
+        return WorkGroup(self._reduce([rows]))
 
     def _start_reduce(self, rows: Tensor) -> tuple[Tensor, Sequence[Work]]:
         total = rows.clone()  # the operator that modes see leaves its input as it is
         return total, self._reduce([total])
 
-    def exchange(self, sent: Tensor, to: int, received: Tensor, source: int) -> Pending:
+    def exchange(self, sent: Tensor, to: int, received: Tensor, source: int) -> WorkGroup:
         """Start to send one tensor to a rank and to receive one from another; all ranks do so in the same order."""
         tag = next(self._tags)
         operations = [
             dist.P2POp(dist.isend, sent, group=self.group, tag=tag, group_peer=to),
             dist.P2POp(dist.irecv, received, group=self.group, tag=tag, group_peer=source),
         ]
-        return Pending(dist.batch_isend_irecv(operations), (sent,))
+        return WorkGroup(dist.batch_isend_irecv(operations), (sent,))
 
 
-_wires: dict[tuple[int, torch.device], tuple[dist.ProcessGroup, Wires]] = {}
+_wires: dict[tuple[int, torch.device], tuple[dist.ProcessGroup, TPGroup]] = {}
 
 
-def of(group: dist.ProcessGroup, device: torch.device) -> Wires:
+def of(group: dist.ProcessGroup, device: torch.device) -> TPGroup:
     """Return the wires of a group; made once."""
     found = _wires.get((id(group), device))
     if found is None or found[0] is not group:
         for key in [key for key, (other, _) in _wires.items() if other not in distributed_c10d._world.pg_map]:
             del _wires[key]  # destroyed
-        found = _wires[id(group), device] = (group, Wires(group, device))
+        found = _wires[id(group), device] = (group, TPGroup(group, device))
     return found[1]
 
 

@@ -5,7 +5,7 @@ neither; where our operators do not apply, its forward calls what the hooks call
 DTensors.
 
 [Note: decided once] Comparing placements, and looking up groups, takes microseconds. So what follows from an input's
-layout is decided once and kept as a :class:`_Way`; what depends on the very tensors is asked at each call.
+layout is decided once and kept as a :class:`_OpPlan`; what depends on the very tensors is asked at each call.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from torch.distributed.tensor.parallel.style import ColwiseParallel, RowwisePara
 from ovpatch_plugins.tp_linear import agreed, custom_ops
 from ovpatch_plugins.tp_linear import tp_group as wires_of
 from ovpatch_plugins.tp_linear.autograd import FUNCTIONS, run
-from ovpatch_plugins.tp_linear.config import STATE, Call
+from ovpatch_plugins.tp_linear.config import STATE, OpContext
 from ovpatch_plugins.tp_linear.layout import sequence_dim, traced
 from ovpatch_plugins.tp_linear.report import COUNTERS
 from ovpatch_plugins.tp_linear.shared_all_gather import claim
@@ -33,7 +33,7 @@ _FEATURES = Shard(-1)
 _PLAIN = (Tensor, nn.Parameter)
 
 
-class _Way:
+class _OpPlan:
     """How inputs of one layout are computed.
 
     Args:
@@ -50,7 +50,7 @@ class _Way:
         self, operator: str, dim: int, given: Placement | None, returned: Placement | None, finish: bool
     ) -> None:
         self.operator, self.dim, self.given, self.returned, self.finish = operator, dim, given, returned, finish
-        self.calls: dict[bool, Call] = {}  # by whether the input needs a gradient
+        self.calls: dict[bool, OpContext] = {}  # by whether the input needs a gradient
 
     @property
     def partial(self) -> bool:
@@ -58,7 +58,7 @@ class _Way:
         return self.given is not None and self.given.is_partial()
 
 
-class Parallel:
+class TPLinear:
     """How one linear is cut.
 
     Args:
@@ -85,14 +85,14 @@ class Parallel:
 
     def _forget(self) -> None:
         self._known: Any = (None, None)  # the layouts of weight and bias that were found right last
-        self._ways: dict[int, _Way | None] = {}  # of plain tensors, by their number of dimensions
-        self._last: tuple[Any, _Way | None] = (None, None)  # the last DTensor's layout, and its way
+        self._ways: dict[int, _OpPlan | None] = {}  # of plain tensors, by their number of dimensions
+        self._last: tuple[Any, _OpPlan | None] = (None, None)  # the last DTensor's layout, and its way
 
     def has_agreed(self, group: dist.ProcessGroup) -> None:
         """Be told the ranks over which the linear is cut."""
         self._group, self._era = group, agreed.era()
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Parallel:
+    def __deepcopy__(self, memo: dict[int, Any]) -> TPLinear:
         return self  # never changed, and a mesh is not copied either
 
     def __getstate__(self) -> dict[str, Any]:
@@ -151,7 +151,7 @@ class Parallel:
         needs = x.requires_grad
         call = way.calls.get(needs)
         if call is None:
-            call = way.calls[needs] = Call(
+            call = way.calls[needs] = OpContext(
                 STATE.how,
                 wires_of.of(self.group, x.device),
                 way.dim,
@@ -211,13 +211,13 @@ class Parallel:
                 self._known = spec, other
         return True
 
-    def _takes(self, way: _Way, x: Tensor) -> bool:
+    def _takes(self, way: _OpPlan, x: Tensor) -> bool:
         """Tell whether a tensor of a known layout can be computed."""
         if not x.numel() or (way.operator == "linear_scatter" and x.shape[way.dim] % self._world):
             return False
         return way.given is not None or (x.get_device() < 0) is self._on_cpu  # stock moves it
 
-    def _way(self, x: Tensor) -> _Way | None:
+    def _way(self, x: Tensor) -> _OpPlan | None:
         """Return how a tensor's layout is computed, or None if stock has to."""
         if torch.compiler.is_compiling():  # where nothing is to be kept
             return self._way_of_dtensor(x) if isinstance(x, DTensor) else self._way_of_plain(x)
@@ -232,14 +232,14 @@ class Parallel:
             self._ways[dims] = self._way_of_plain(x)
         return self._ways[dims]
 
-    def _way_of_plain(self, x: Tensor) -> _Way | None:
+    def _way_of_plain(self, x: Tensor) -> _OpPlan | None:
         if self.column:
             return self._column_way(x, self.input_layouts[0], None)
         if self.input_layouts != self.desired and self.input_layouts != (Shard(x.dim() - 1),):
             return None
         return self._row_way(x, None)
 
-    def _way_of_dtensor(self, x: DTensor) -> _Way | None:
+    def _way_of_dtensor(self, x: DTensor) -> _OpPlan | None:
         if x.device_mesh != self.mesh:
             return None
         if not self.column:
@@ -255,24 +255,24 @@ class Parallel:
             return None
         return self._column_way(x, placement, placement)
 
-    def _column_way(self, x: Tensor, layout: Placement, given: Placement | None) -> _Way | None:
+    def _column_way(self, x: Tensor, layout: Placement, given: Placement | None) -> _OpPlan | None:
         features = Shard(x.dim() - 1)
         as_computed = self.output_layouts in ((_FEATURES,), (features,))
         local = as_computed and self.use_local_output
         returned, finish = None if local else features, not as_computed
         if layout.is_replicate():
-            return _Way("replicated_linear", 0, given, returned, finish)
+            return _OpPlan("replicated_linear", 0, given, returned, finish)
         dim = sequence_dim(layout, x)
-        return None if dim is None else _Way("gather_linear", dim, given, returned, finish)
+        return None if dim is None else _OpPlan("gather_linear", dim, given, returned, finish)
 
-    def _row_way(self, x: Tensor, given: Placement | None) -> _Way | None:
+    def _row_way(self, x: Tensor, given: Placement | None) -> _OpPlan | None:
         layout = self.output_layouts[0]
         if layout.is_replicate():
-            return _Way("linear_reduce", 0, given, None if self.use_local_output else layout, False)
+            return _OpPlan("linear_reduce", 0, given, None if self.use_local_output else layout, False)
         dim = sequence_dim(layout, x)
         if dim is None:
             return None
-        return _Way("linear_scatter", dim, given, None if self.use_local_output else Shard(dim), False)
+        return _OpPlan("linear_scatter", dim, given, None if self.use_local_output else Shard(dim), False)
 
     def _claimed(self, linear: nn.Linear, output: Tensor) -> Any:
         """Return an output that was computed with a gather, as the style says."""

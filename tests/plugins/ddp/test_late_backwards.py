@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 import ovpatch
 from ovpatch.insight.equality import compare
-from ovpatch.overlap.comm.consensus import DisagreementError
+from ovpatch.overlap.comm.consensus import RankMismatchError
 from tests.plugins.ddp.arms import Record, both, data, seen
 from tests.plugins.ddp.checks import average_by_hand, check
 
@@ -213,7 +213,7 @@ def on_one_rank_only(who: int) -> tuple[str, float]:
             loss.backward(retain_graph=True)
         begin, text = time.monotonic(), "alone"
         if dist.get_rank() != who:
-            with pytest.raises(DisagreementError) as caught:
+            with pytest.raises(RankMismatchError) as caught:
                 loss.backward()
             text = str(caught.value)
         seconds = time.monotonic() - begin

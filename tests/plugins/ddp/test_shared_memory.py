@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 import ovpatch
-from ovpatch.overlap.comm.consensus import DisagreementError
+from ovpatch.overlap.comm.consensus import RankMismatchError
 from tests.plugins.ddp.arms import Record, both, data, seen
 from tests.plugins.ddp.checks import check
 
@@ -203,7 +203,7 @@ def swapped() -> str:
             loss.backward(retain_graph=True)
         if dist.get_rank():
             losses.reverse()
-        with pytest.raises(DisagreementError) as error:
+        with pytest.raises(RankMismatchError) as error:
             losses[0].backward()
         return str(error.value)
 

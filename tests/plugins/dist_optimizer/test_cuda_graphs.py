@@ -13,8 +13,8 @@ import torch
 from ovpatch.overlap.comm import step_flags
 from ovpatch.overlap.data_parallel import sharded_grads
 from ovpatch.overlap.peer_rpc import versioned
-from ovpatch.overlap.peer_rpc.versioned import Editions
-from ovpatch.overlap.tensors.lazy_tensor import Placeholder
+from ovpatch.overlap.peer_rpc.versioned import VersionedTensors
+from ovpatch.overlap.tensors.lazy_tensor import LazyTensor
 from ovpatch_plugins.dist_optimizer import sharded_optimizer as divided
 from ovpatch_plugins.dist_optimizer import supported_optimizers, takeover
 from tests.plugins.ddp.arms import Record, data, device, seen
@@ -136,13 +136,13 @@ def loop_of_two_captures() -> list[Any]:
             model(data(number, 5, 6)).square().mean().backward()
             grads = {name: param.grad for name, param in model.named_parameters()}
             if captured:
-                assert not any(isinstance(grad, Placeholder) for grad in grads.values())
+                assert not any(isinstance(grad, LazyTensor) for grad in grads.values())
                 records.append({name: grad.clone() for name, grad in grads.items()})
                 if takeover.sharded(optimizer) is not None:
                     sharded = True
                     with pytest.raises(RuntimeError, match="AdamW was to be captured into a CUDA graph"):
                         optimizer.step()
-        by_parts = any(isinstance(grad, Placeholder) for grad in grads.values())
+        by_parts = any(isinstance(grad, LazyTensor) for grad in grads.values())
         del grads  # a gradient that is kept beyond the next backward counts as read
         assert by_parts == (sharded and number in (3, 4, 6, 7, 8)), f"{number}: casting and reading votes takes a host"
         optimizer.step()
@@ -154,7 +154,7 @@ def test_what_is_captured_leaves_whole_gradients_and_no_step(ranks):
 
 
 def test_nobody_meets_an_event_of_a_capture():
-    one = Editions(torch.device("cpu"))
+    one = VersionedTensors(torch.device("cpu"))
     one.asynchronous, one._staging = True, mock.Mock()
     with mock.patch.object(versioned, "capturing", return_value=True):
         one.begin()

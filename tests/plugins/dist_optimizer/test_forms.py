@@ -7,7 +7,7 @@ import json
 import pytest
 import torch
 
-from ovpatch_plugins.dist_optimizer.state_format import Form, pack, unpack
+from ovpatch_plugins.dist_optimizer.state_format import StateFormat, pack, unpack
 
 CPU = torch.device("cpu")
 
@@ -53,7 +53,7 @@ def test_tensors_inside_travel_along():
     ids=str,
 )
 def test_a_form_makes_a_dense_tensor_of_the_same_shape(tensor):
-    form = told({"": Form.of(tensor)})[""]
+    form = told({"": StateFormat.of(tensor)})[""]
     made = form.empty()
     assert (made.shape, made.dtype, form.device) == (tensor.shape, tensor.dtype, tensor.device)
     assert made.stride() == torch.empty_like(tensor, memory_format=torch.preserve_format).stride()

@@ -18,7 +18,7 @@ from ovpatch.insight.equality import compare
 from ovpatch.overlap.copy_engine.collectives import Engine
 from ovpatch.overlap.data_parallel.half_wire import HalfWire
 from ovpatch.overlap.peer_rpc import host_barrier
-from ovpatch.overlap.peer_rpc.host_barrier import Gate
+from ovpatch.overlap.peer_rpc.host_barrier import HostBarrier
 from tests.plugins.ddp.arms import Record, data, device
 from tests.plugins.dist_optimizer.arms import SMALL
 from tests.plugins.dist_optimizer.checks import ddp, params
@@ -179,7 +179,7 @@ def test_what_is_cast(ranks, style):
 
 
 def arms_of_two_devices(*args: Any) -> dict[str, tuple[list[Record], Sent]]:
-    Gate.of(dist.group.WORLD, torch.device("meta"))
+    HostBarrier.of(dist.group.WORLD, torch.device("meta"))
     return arms(*args)
 
 

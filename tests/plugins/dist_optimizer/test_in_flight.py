@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint_sequential
 
 import ovpatch
 from ovpatch.insight.equality import compare
-from ovpatch.overlap.tensors.lazy_tensor import Placeholder
+from ovpatch.overlap.tensors.lazy_tensor import LazyTensor
 from tests.plugins.ddp.arms import Record, data
 from tests.plugins.dist_optimizer.arms import SMALL, both
 from tests.plugins.dist_optimizer.checks import all_cases, check_all, ddp, on, params, some
@@ -122,7 +122,7 @@ def memory(window: float) -> list[int]:
 
     def look() -> None:
         grads = [p.grad for p in model.parameters() if p.grad is not None]
-        found.append(sum(g.nelement() * g.element_size() for g in grads if not isinstance(g, Placeholder)))
+        found.append(sum(g.nelement() * g.element_size() for g in grads if not isinstance(g, LazyTensor)))
 
     options = SMALL | {"grads_in_flight_mb": window}
     with ovpatch.applied("ddp", "dist_optimizer", options={"dist_optimizer": options}):
@@ -278,7 +278,7 @@ def taken() -> list[Any]:
             opt.step()
         with pytest.raises(RuntimeError, match="taken from the parameter"):
             held[0].sum()
-        return [isinstance(held[0], Placeholder), params(model)]
+        return [isinstance(held[0], LazyTensor), params(model)]
 
 
 def test_what_was_taken_while_it_had_been_given_up_is_not_another_steps(ranks):

@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 import ovpatch
 from ovpatch.insight.equality import compare
 from ovpatch.overlap.data_parallel.grad_sharder import sharding
-from ovpatch.overlap.tensors.lazy_tensor import Placeholder
+from ovpatch.overlap.tensors.lazy_tensor import LazyTensor
 from tests.plugins.ddp.arms import Record, data, device
 from tests.plugins.dist_optimizer.arms import SMALL
 from tests.plugins.dist_optimizer.checks import all_cases, check_all, ddp, params
@@ -235,7 +235,7 @@ def across() -> dict[str, Any]:
         step(model, opt, 1)
         step(model, opt, 2)
         first = next(iter(model.parameters()))
-        assert isinstance(opt.state[first]["exp_avg"], Placeholder)
+        assert isinstance(opt.state[first]["exp_avg"], LazyTensor)
         ours = copy.deepcopy(opt.state_dict())
         live = copy.deepcopy(opt).state_dict()
         dist.barrier()

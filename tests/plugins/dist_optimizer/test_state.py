@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import ovpatch
 from ovpatch.insight.equality import compare
-from ovpatch.overlap.tensors.lazy_tensor import Placeholder
+from ovpatch.overlap.tensors.lazy_tensor import LazyTensor
 from tests.plugins.ddp.arms import data
 from tests.plugins.dist_optimizer.arms import SMALL, both
 from tests.plugins.dist_optimizer.test_loops import OPTIMIZERS, net
@@ -121,7 +121,7 @@ def nothing_is_a_slice() -> None:
                 if name != "step":
                     assert value.shape == param.shape
                     assert value.dtype == param.dtype
-                    cut += isinstance(value, Placeholder)
+                    cut += isinstance(value, LazyTensor)
         assert cut == 8, "nothing is cut, so the test shows nothing"
         dist.barrier()
 
@@ -259,7 +259,7 @@ def reverted() -> list[dict[str, Any]]:
             records.append({"state": copy.deepcopy(opt.state_dict()["state"])})
         step(model, opt, number)
         records.append({"param": {n: p.detach().clone() for n, p in model.named_parameters()}})
-    assert not any(isinstance(v, Placeholder) for s in opt.state.values() for v in s.values())
+    assert not any(isinstance(v, LazyTensor) for s in opt.state.values() for v in s.values())
     dist.barrier()
     return records
 
@@ -287,7 +287,7 @@ def unreadable() -> list[bool]:
         model, opt = build()
         for number in range(4):
             step(model, opt, number)
-        (source,) = {v.source for s in opt.state.values() for v in s.values() if isinstance(v, Placeholder)}
+        (source,) = {v.source for s in opt.state.values() for v in s.values() if isinstance(v, LazyTensor)}
         takes, raising = source.take_parts, [True]
 
         def take_parts(*args: Any) -> None:

@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 
 import ovpatch
 from ovpatch.insight.equality import compare
-from ovpatch.overlap.tensors.lazy_tensor import Placeholder
+from ovpatch.overlap.tensors.lazy_tensor import LazyTensor
 from tests.plugins.ddp.arms import Record, data, device
 from tests.plugins.dist_optimizer import test_hooks_and_failures, test_loop_styles, test_models
 from tests.plugins.dist_optimizer.arms import SMALL, both
@@ -157,7 +157,7 @@ def shares(kind: str) -> tuple[list[int], int]:
             model(data(number, 5, 16)).square().mean().backward()
             opt.step()
         values = [v for state in opt.state.values() for v in state.values() if isinstance(v, Tensor)]
-        assert all(isinstance(value, Placeholder) for value in values)
+        assert all(isinstance(value, LazyTensor) for value in values)
         (source,) = {value.source for value in values}
         kept, everything = sum(part.numel() for part in source._parts.values()), sum(v.numel() for v in values)
         dist.barrier()

@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import ovpatch
 from ovpatch.insight.equality import compare
-from ovpatch.overlap.tensors.lazy_tensor import Placeholder
+from ovpatch.overlap.tensors.lazy_tensor import LazyTensor
 from tests.plugins.ddp.arms import Record
 from tests.plugins.dist_optimizer import test_checkpoints, test_state
 from tests.plugins.dist_optimizer.arms import SMALL, both
@@ -49,7 +49,7 @@ def layouts(kind: str) -> list[Any]:
                 records.append(tuple(param.shape))
                 for name, value in state.items():
                     is_tensor = isinstance(value, torch.Tensor)
-                    assert not isinstance(value, Placeholder) or value.numel() < 100
+                    assert not isinstance(value, LazyTensor) or value.numel() < 100
                     records.append([name, (tuple(value.shape), str(value.dtype)) if is_tensor else repr(value)])
     return records
 
@@ -144,7 +144,7 @@ def dropped_at_once(kind: str) -> None:
         opts[0].load_state_dict(copy.deepcopy(opts[0].state_dict()))
         for param, state in opts[0].state.items():
             for value in state.values():
-                assert param.numel() < 8 or not isinstance(value, torch.Tensor) or isinstance(value, Placeholder)
+                assert param.numel() < 8 or not isinstance(value, torch.Tensor) or isinstance(value, LazyTensor)
         dist.barrier()
 
 
@@ -206,7 +206,7 @@ def reverted(kind: str, patched: bool) -> list[Record]:
     for number in range(9):
         if number == 5 and patched:
             ovpatch.revert()
-            assert not any(isinstance(v, Placeholder) for opt in opts for s in opt.state.values() for v in s.values())
+            assert not any(isinstance(v, LazyTensor) for opt in opts for s in opt.state.values() for v in s.values())
         if number == 5:
             records.append({str(i): copy.deepcopy(on_cpu(opt.state_dict())) for i, opt in enumerate(opts)})
         step(model, opts, number)

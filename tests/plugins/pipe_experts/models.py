@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ovpatch_plugins.pipe_experts import experts
-from ovpatch_plugins.pipe_experts.config import How
+from ovpatch_plugins.pipe_experts.config import MoEConfig
 from ovpatch_plugins.pipe_experts.experts import ACTIVATIONS
 from ovpatch_plugins.pipe_experts.layer import run, run_experts, run_grouped_experts
 from ovpatch_plugins.pipe_experts.module import ExpertParallelFFN
@@ -58,7 +58,7 @@ class Case:
     module: str = "stacked"
     steps: int = 2
     seed: int = 0
-    how: How = field(default_factory=How)
+    how: MoEConfig = field(default_factory=MoEConfig)
     sizes: tuple[int, int] = (6, 5)
 
     def tokens_of(self, rank: int) -> int:

@@ -14,8 +14,8 @@ import ovpatch
 from ovpatch.insight.equality import compare
 from ovpatch.overlap.autotune import report_lines
 from ovpatch_plugins.pipe_experts import autotune
-from ovpatch_plugins.pipe_experts.chunks import Plan, candidates, plan
-from ovpatch_plugins.pipe_experts.config import How
+from ovpatch_plugins.pipe_experts.chunks import ChunkPlan, candidates, plan
+from ovpatch_plugins.pipe_experts.config import MoEConfig
 from ovpatch_plugins.pipe_experts.layer import expert_parallel_ffn
 from ovpatch_plugins.pipe_experts.report import COUNTERS
 from ovpatch_plugins.pipe_experts.routing import route
@@ -24,7 +24,7 @@ from tests.plugins.pipe_experts.test_layer import reentrant
 from tests.support.races import NOWHERE, forced
 
 PLANS = ["none", "experts 2", "experts 4", "tokens 2", "tokens 4", "tokens 8"]
-CASE = Case(local=4, tokens=(160, 0, 37), steps=1, how=How("auto"))
+CASE = Case(local=4, tokens=(160, 0, 37), steps=1, how=MoEConfig("auto"))
 
 
 def test_what_is_chosen_between():
@@ -39,13 +39,13 @@ def test_what_is_chosen_between():
 class Finest:
     """Expects another plan than is chosen, of counts that are finer than that needs."""
 
-    def __init__(self, wanted: Plan) -> None:
+    def __init__(self, wanted: ChunkPlan) -> None:
         self.world, self.local, self.chunks, self.wanted = wanted.world, wanted.local, 8, wanted
         self.expected = plan(wanted.world, wanted.local, "experts")
         self.symmetric = False
         self.told: list[tuple[int, bool]] = []
 
-    def chosen(self, group: dist.ProcessGroup, tokens: int, trains: bool) -> Plan:
+    def chosen(self, group: dist.ProcessGroup, tokens: int, trains: bool) -> ChunkPlan:
         self.told.append((tokens, trains))
         return self.wanted
 

@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 import ovpatch
 from ovpatch.insight.equality import compare
-from ovpatch_plugins.pipe_experts import ExpertParallelFFN, How, expert_data_parallel, run_experts
+from ovpatch_plugins.pipe_experts import ExpertParallelFFN, MoEConfig, expert_data_parallel, run_experts
 from tests.plugins.ddp.test_declared import InChunks
 from tests.plugins.ddp.test_failures import Bomb
 
@@ -31,7 +31,7 @@ class Model(nn.Module):
     """A dense layer, top-1 experts, a dense layer.
 
     Args:
-        count: How many experts there are on all ranks.
+        count: MoEConfig many experts there are on all ranks.
         group: The ranks among which they are shared out, ``LOCAL`` each; None: all are here.
     """
 
@@ -44,7 +44,7 @@ class Model(nn.Module):
         )
         self.group, self.bombs = group, ""
         self.reentrant: bool | None = None  # the kind of checkpoint around the experts, if any
-        self.how: How | None = None
+        self.how: MoEConfig | None = None
 
     def forward(self, x: torch.Tensor, closed: tuple[int, ...] = ()) -> torch.Tensor:
         h = self._bomb("late", torch.tanh(self.first(x)))
@@ -177,7 +177,7 @@ def train(
     keep: bool = False,
     closed: bool = False,
     reentrant: bool | None = None,
-    how: How | None = None,
+    how: MoEConfig | None = None,
     more: int = 0,
     **kw: Any,
 ) -> list[Any]:
@@ -224,10 +224,10 @@ CASES: dict[str, dict[str, Any]] = {
     "in chunks, no_sync": {"chunked": True, "micro": 2, "keep": True},
     "in chunks, one too few, checkpoint": {"chunked": True, "more": -1, "reentrant": False, "closed": True},
     "in chunks, reentrant": {"chunked": True, "reentrant": True},
-    "in parts": {"how": How("tokens", 3), "closed": True},
-    "in parts, no_sync": {"how": How("experts"), "micro": 2, "keep": True},
-    "in parts, reentrant": {"how": How("experts"), "reentrant": True},
-    "in parts, checkpoint": {"how": How("tokens", 2), "reentrant": False},
+    "in parts": {"how": MoEConfig("tokens", 3), "closed": True},
+    "in parts, no_sync": {"how": MoEConfig("experts"), "micro": 2, "keep": True},
+    "in parts, reentrant": {"how": MoEConfig("experts"), "reentrant": True},
+    "in parts, checkpoint": {"how": MoEConfig("tokens", 2), "reentrant": False},
 }
 
 

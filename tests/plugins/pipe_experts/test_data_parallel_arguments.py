@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ovpatch.overlap.comm.consensus import DisagreementError
+from ovpatch.overlap.comm.consensus import RankMismatchError
 from ovpatch_plugins.pipe_experts import expert_data_parallel
 from tests.plugins.pipe_experts.test_data_parallel import Model, _group
 
@@ -68,7 +68,7 @@ def refused(what: str) -> str:
     try:
         if what != "group" or dist.get_rank() == 1:
             expert_data_parallel(model, experts, group)
-    except (ValueError, DisagreementError) as error:
+    except (ValueError, RankMismatchError) as error:
         return str(error)
     return "no error"
 

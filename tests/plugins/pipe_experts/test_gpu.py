@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ovpatch.insight.equality import compare
-from ovpatch_plugins.pipe_experts.config import How
+from ovpatch_plugins.pipe_experts.config import MoEConfig
 from ovpatch_plugins.pipe_experts.experts import swiglu
 from ovpatch_plugins.pipe_experts.layer import expert_parallel_ffn
 from tests.plugins.pipe_experts import test_layer, test_order
@@ -38,7 +38,7 @@ def test_any_layer_may_be_cut(ranks, how):
 @pytest.mark.parametrize("frozen", test_layer.FROZEN)
 def test_what_is_frozen(ranks, frozen):
     for module in ("stacked", "numbered"):
-        check(ranks, Case(frozen=test_layer.FROZEN[frozen], module=module, tokens=(5, 0), how=How("experts")))
+        check(ranks, Case(frozen=test_layer.FROZEN[frozen], module=module, tokens=(5, 0), how=MoEConfig("experts")))
 
 
 def on_gpu(function: Callable[..., Any], *args: Any) -> Any:
@@ -49,7 +49,7 @@ def on_gpu(function: Callable[..., Any], *args: Any) -> Any:
 
 def test_every_part_hides_what_it_can(ranks):
     part, back = test_order.PART, test_order.PART_BACK + test_order.GRADS
-    for forward, backward in ranks(2)(on_gpu, test_order.run, How("experts"), **NCCL):
+    for forward, backward in ranks(2)(on_gpu, test_order.run, MoEConfig("experts"), **NCCL):
         assert forward == ["launch", "launch", "shared", *part, *part, "wait", "wait"]
         assert backward == ["launch back"] * 2 + back * 2 + ["shared back", "wait back", "wait back"]
 
@@ -59,7 +59,7 @@ def test_nothing_outlives_a_step(ranks, what):
     assert ranks(2)(on_gpu, test_order.left_alive, what, **NCCL) == [[False, False]] * 2
 
 
-def wide(dtype: torch.dtype, how: How | None, delay: float = 0.0) -> dict[str, Tensor]:
+def wide(dtype: torch.dtype, how: MoEConfig | None, delay: float = 0.0) -> dict[str, Tensor]:
     """A layer wide enough for torch's grouped kernel; without ``how``, all experts on all ranks, one after the other.
 
     With ``delay``, ranks and streams are late by chance.
@@ -94,14 +94,14 @@ def wide(dtype: torch.dtype, how: How | None, delay: float = 0.0) -> dict[str, T
 
 def test_bfloat16_is_hardly_farther_from_the_truth_than_one_expert_after_the_other(ranks):
     truth, one_by_one = (ranks(2)(wide, dtype, None, **NCCL) for dtype in (torch.float64, torch.bfloat16))
-    for how in (How("none"), How("experts", 2), How("experts", 4), How("tokens", 3)):
+    for how in (MoEConfig("none"), MoEConfig("experts", 2), MoEConfig("experts", 4), MoEConfig("tokens", 3)):
         for right, peer, ours in zip(truth, one_by_one, ranks(2)(wide, torch.bfloat16, how, **NCCL), strict=True):
             for name, value in right.items():
                 error, allowed = ((found[name] - value).norm() / value.norm() for found in (ours, peer))
                 assert error <= 1.25 * allowed + 1e-4, (how, name)
 
 
-def repeated(how: How, times: int) -> bool:
+def repeated(how: MoEConfig, times: int) -> bool:
     """Whether a layer computes the same bits every time, whoever is late."""
     first = wide(torch.bfloat16, how)
     torch.manual_seed(dist.get_rank())

@@ -13,8 +13,8 @@ from torch.distributed.tensor import DTensor
 
 import ovpatch
 from ovpatch.insight.equality import Verdict, compare
-from ovpatch_plugins.pipe_experts.huggingface import is_stock
 from ovpatch_plugins.pipe_experts.report import COUNTERS
+from ovpatch_plugins.pipe_experts.takeover import is_stock
 
 pytest.importorskip("transformers.distributed.expert_parallel", reason="needs transformers with expert parallelism")
 

@@ -14,20 +14,20 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from ovpatch.insight.equality import compare
-from ovpatch.overlap.comm.consensus import DisagreementError
-from ovpatch_plugins.pipe_experts.config import How
+from ovpatch.overlap.comm.consensus import RankMismatchError
+from ovpatch_plugins.pipe_experts.config import MoEConfig
 from ovpatch_plugins.pipe_experts.layer import expert_parallel_ffn
 from ovpatch_plugins.pipe_experts.module import ExpertParallelFFN
 from tests.plugins.pipe_experts.models import KINDS, Case, differentiated, expected, one_by_one, train
 
 HOWS = {
-    "none": How("none"),
-    "experts": How("experts"),
-    "experts, at once": How("experts", delay_wgrad=False),
-    "2 chunks": How("tokens", 2),
-    "5 chunks": How("tokens", 5),
-    "chunks, at once, 2 communicators": How("tokens", 2, delay_wgrad=False, multi_stream=True),
-    "experts, 2 communicators": How("experts", multi_stream=True),
+    "none": MoEConfig("none"),
+    "experts": MoEConfig("experts"),
+    "experts, at once": MoEConfig("experts", delay_wgrad=False),
+    "2 chunks": MoEConfig("tokens", 2),
+    "5 chunks": MoEConfig("tokens", 5),
+    "chunks, at once, 2 communicators": MoEConfig("tokens", 2, delay_wgrad=False, multi_stream=True),
+    "experts, 2 communicators": MoEConfig("experts", multi_stream=True),
 }
 CASES = {
     "4 experts": Case(local=4),
@@ -148,7 +148,7 @@ def test_any_numbers_of_tokens(ranks, tokens, local, top_k, how, favourites, see
     check(ranks, 2, Case(local, top_k, tuple(tokens), favourites, steps=1, seed=seed, how=HOWS[how]))
 
 
-def autocast_layer(activation: str, how: How | None) -> dict[str, Any]:
+def autocast_layer(activation: str, how: MoEConfig | None) -> dict[str, Any]:
     """A layer under autocast; without ``how`` one after the other, by linears."""
     world, rank = dist.get_world_size(), dist.get_rank()
     generator = torch.Generator().manual_seed(1)
@@ -186,7 +186,9 @@ def step_function() -> list[Any]:
     """An activation that passes no gradient on: nothing reaches the first weight, as in any graph."""
     found: list[Any] = []
     for delay in (True, False):
-        layer = ExpertParallelFFN(4, 3, 2 * dist.get_world_size(), activation="relu", how=How("experts", 0, delay))
+        layer = ExpertParallelFFN(
+            4, 3, 2 * dist.get_world_size(), activation="relu", how=MoEConfig("experts", 0, delay)
+        )
         x = torch.randn(6, 4, requires_grad=True)
         index = torch.arange(12).view(6, 2) % (2 * dist.get_world_size())
         group = dist.group.WORLD
@@ -218,7 +220,7 @@ def different_top_k() -> str:
     top_k = 1 + dist.get_rank()
     x, weights = torch.randn(6, 8), (torch.randn(2, 10, 8), torch.randn(2, 8, 10))
     index, top = torch.zeros(6, top_k, dtype=torch.int64), torch.ones(6, top_k)
-    with pytest.raises(DisagreementError) as caught:
+    with pytest.raises(RankMismatchError) as caught:
         expert_parallel_ffn(x, index, top, weights, nn.functional.silu, dist.group.WORLD)
     return str(caught.value)
 

@@ -16,14 +16,14 @@ from torch import Tensor, nn
 import ovpatch
 from ovpatch.insight.equality import compare
 from ovpatch_plugins import pipe_experts
-from ovpatch_plugins.pipe_experts import ExpertParallelFFN, How, run_experts
+from ovpatch_plugins.pipe_experts import ExpertParallelFFN, MoEConfig, run_experts
 
 TOKENS, HIDDEN = 6, 4
 
 
 def made(**kwargs: Any) -> ExpertParallelFFN:
     torch.manual_seed(dist.get_rank())
-    return ExpertParallelFFN(HIDDEN, 3, 2 * dist.get_world_size(), how=How("experts"), **kwargs)
+    return ExpertParallelFFN(HIDDEN, 3, 2 * dist.get_world_size(), how=MoEConfig("experts"), **kwargs)
 
 
 def routing() -> tuple[Tensor, Tensor]:
@@ -157,9 +157,9 @@ def test_nothing_to_take_over_is_said(monkeypatch):
     report.COUNTERS.calls = report.COUNTERS.parts = report.COUNTERS.taken_over = 4
     (remark,) = plugin.ovpatch_remarks()
     assert "try cut=experts" in remark
-    monkeypatch.setattr(config.STATE, "how", How("none"))
+    monkeypatch.setattr(config.STATE, "how", MoEConfig("none"))
     assert not plugin.ovpatch_remarks(), "as was said"
-    monkeypatch.setattr(config.STATE, "how", How())
+    monkeypatch.setattr(config.STATE, "how", MoEConfig())
     report.COUNTERS.stacked_calls = 1
     assert not plugin.ovpatch_remarks()
     report.COUNTERS.library_experts = 3

@@ -13,8 +13,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ovpatch_plugins.pipe_experts import all_to_all, experts, wgrad
-from ovpatch_plugins.pipe_experts.config import How
+from ovpatch_plugins.pipe_experts import exchange, experts, wgrad
+from ovpatch_plugins.pipe_experts.config import MoEConfig
 from ovpatch_plugins.pipe_experts.experts import swiglu
 from ovpatch_plugins.pipe_experts.layer import expert_parallel_ffn, run_experts
 from ovpatch_plugins.pipe_experts.module import ExpertParallelFFN
@@ -26,10 +26,10 @@ def recorded() -> Iterator[list[str]]:
     """Record what the feature launches, waits for and computes."""
     found: list[str] = []
     watched = [
-        (all_to_all._Transfer, "launch", "launch"),
-        (all_to_all._Transfer, "wait", "wait"),
-        (all_to_all._Transfer, "launch_back", "launch back"),
-        (all_to_all._Transfer, "wait_back", "wait back"),
+        (exchange._Transfer, "launch", "launch"),
+        (exchange._Transfer, "wait", "wait"),
+        (exchange._Transfer, "launch_back", "launch back"),
+        (exchange._Transfer, "wait_back", "wait back"),
         (wgrad, "grouped", "product"),
         (wgrad, "grouped_back", "input gradient"),
         (wgrad, "add_weight_grads", "weight gradient"),
@@ -67,7 +67,7 @@ class Shared(torch.autograd.Function):
         return None, grad * 2
 
 
-def run(how: How, frozen: bool = False) -> tuple[list[str], list[str]]:
+def run(how: MoEConfig, frozen: bool = False) -> tuple[list[str], list[str]]:
     world = dist.get_world_size()
     layer = ExpertParallelFFN(4, 3, 2 * world, how=how, activation="relu")
     layer.requires_grad_(not frozen)
@@ -88,7 +88,7 @@ GRADS = ["weight gradient", "weight gradient"]
 
 
 def test_every_part_hides_what_it_can(ranks):
-    for forward, backward in ranks(2)(run, How("experts")):
+    for forward, backward in ranks(2)(run, MoEConfig("experts")):
         assert forward == ["launch", "launch", "shared", *PART, *PART, "wait", "wait"]
         assert backward == [
             "launch back",
@@ -102,20 +102,20 @@ def test_every_part_hides_what_it_can(ranks):
 
 
 def test_weight_gradients_at_once(ranks):
-    for _, backward in ranks(2)(run, How("tokens", 2, delay_wgrad=False)):
+    for _, backward in ranks(2)(run, MoEConfig("tokens", 2, delay_wgrad=False)):
         at_once = ["wait back", *["input gradient", "weight gradient"] * 2, "launch back"]
         assert backward == ["launch back"] * 2 + at_once * 2 + ["shared back", "wait back", "wait back"]
 
 
 def test_frozen_experts_have_no_weight_gradients(ranks):
-    for _, backward in ranks(2)(run, How("experts"), frozen=True):
+    for _, backward in ranks(2)(run, MoEConfig("experts"), frozen=True):
         assert "weight gradient" not in backward
         assert backward.count("launch back") == 4
 
 
 def for_the_input_alone() -> list[str]:
     world = dist.get_world_size()
-    layer = ExpertParallelFFN(4, 3, 2 * world, how=How("experts", delay_wgrad=False))
+    layer = ExpertParallelFFN(4, 3, 2 * world, how=MoEConfig("experts", delay_wgrad=False))
     x = torch.randn(6, 4, requires_grad=True)
     out = layer(x, torch.arange(12).view(6, 2) % (2 * world), torch.rand(6, 2))
     with recorded() as found:
@@ -172,7 +172,7 @@ def test_the_schedule_alone(count):
 
 def partly_frozen() -> list[str]:
     world = dist.get_world_size()
-    layer = ExpertParallelFFN(4, 3, 2 * world, how=How("experts"))
+    layer = ExpertParallelFFN(4, 3, 2 * world, how=MoEConfig("experts"))
     layer.up.requires_grad_(False)
     x = torch.randn(6, 4, requires_grad=True)
     out = layer(x, torch.arange(12).view(6, 2) % (2 * world), torch.rand(6, 2))
@@ -189,7 +189,7 @@ def test_frozen_weights_cost_nothing(ranks):
 def ways_back(multi_stream: bool) -> list[bool]:
     """Over which communicators parts are sent: whether each is the layer's own group."""
     world, found, own = dist.get_world_size(), [], dist.group.WORLD
-    layer = ExpertParallelFFN(4, 3, 2 * world, how=How("experts", multi_stream=multi_stream))
+    layer = ExpertParallelFFN(4, 3, 2 * world, how=MoEConfig("experts", multi_stream=multi_stream))
     before = dist.all_to_all_single
 
     def record(*args: Any, group: Any, **kwargs: Any) -> Any:
@@ -235,7 +235,9 @@ def left_alive(what: str) -> list[bool]:
     try:
         up, down = source * 2, torch.randn(2, 4, 3, requires_grad=True)
         made.append(weakref.ref(up))
-        out = expert_parallel_ffn(x, index, torch.rand(6, 2), (up, down), swiglu, dist.group.WORLD, How("experts"))
+        out = expert_parallel_ffn(
+            x, index, torch.rand(6, 2), (up, down), swiglu, dist.group.WORLD, MoEConfig("experts")
+        )
         if what == "a backward":
             out.sum().backward()
         elif what == "an exception":
@@ -260,9 +262,9 @@ def indifferent() -> Tensor | None:
     sizes = [1] * world
     x = torch.full((2, world, 3), float(rank), requires_grad=True)
     outs, _ = pipelined(
-        lambda part: all_to_all.all_to_all(x[part], sizes, sizes, group),
+        lambda part: exchange.all_to_all(x[part], sizes, sizes, group),
         lambda part, rows: rows * 2 if rank < world - 1 else torch.zeros_like(rows),
-        lambda part, rows: all_to_all.all_to_all(rows, sizes, sizes, group),
+        lambda part, rows: exchange.all_to_all(rows, sizes, sizes, group),
         2,
     )
     torch.stack(outs).sum().backward()
@@ -286,7 +288,7 @@ def in_place() -> list[Tensor]:
             return (rows.mul_(2) if inside else rows * 2) @ weight
 
         index = torch.arange(5)[:, None] % (2 * dist.get_world_size())
-        out = run_experts([expert, expert], x, index, torch.ones(5, 1), dist.group.WORLD, How("tokens", 2))
+        out = run_experts([expert, expert], x, index, torch.ones(5, 1), dist.group.WORLD, MoEConfig("tokens", 2))
         out.square().sum().backward()
         found += [x.grad, weight.grad]
     return found
@@ -300,7 +302,7 @@ def test_experts_may_compute_in_place(ranks):
 
 def waited_for_twice() -> str:
     sizes = [1] * dist.get_world_size()
-    arriving = all_to_all.all_to_all(torch.ones(len(sizes), 2), sizes, sizes, dist.group.WORLD)
+    arriving = exchange.all_to_all(torch.ones(len(sizes), 2), sizes, sizes, dist.group.WORLD)
     arriving.wait()
     with pytest.raises(RuntimeError, match="keep what wait") as caught:
         arriving.wait()
@@ -315,7 +317,7 @@ def hooks_and_graphs() -> dict[str, Any]:
     """What hooks of weights that several parts use see; gradients for some alone; a second derivative."""
     world = dist.get_world_size()
     torch.manual_seed(dist.get_rank())
-    layer = ExpertParallelFFN(4, 3, 2 * world, how=How("tokens", 3))
+    layer = ExpertParallelFFN(4, 3, 2 * world, how=MoEConfig("tokens", 3))
     fired: list[str] = []
     layer.up.register_hook(lambda grad: fired.append("hook"))
     layer.up.register_post_accumulate_grad_hook(lambda param: fired.append("accumulated"))
@@ -347,7 +349,7 @@ def interrupted() -> list[bool]:
     """An exception in the second part's backward, on all ranks, and then a step without one."""
     world = dist.get_world_size()
     torch.manual_seed(dist.get_rank())
-    layer = ExpertParallelFFN(4, 3, 2 * world, how=How("tokens", 3))
+    layer = ExpertParallelFFN(4, 3, 2 * world, how=MoEConfig("tokens", 3))
     x = torch.randn(6, 4, requires_grad=True)
     index, top = torch.arange(12).view(6, 2) % (2 * world), torch.rand(6, 2)
 

@@ -8,10 +8,10 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ovpatch_plugins.pipe_experts.chunks import CUTS, Counts, Plan, plan
+from ovpatch_plugins.pipe_experts.chunks import CUTS, ChunkPlan, Counts, plan
 from ovpatch_plugins.pipe_experts.grouped_gemm import _is_readable
 from ovpatch_plugins.pipe_experts.routing import capacity_of, drop_surplus, route
-from ovpatch_plugins.pipe_experts.row_buffer import Memory, cut, join
+from ovpatch_plugins.pipe_experts.row_buffer import RowBuffer, cut, join
 
 SIZES = st.integers(1, 6)
 
@@ -40,12 +40,12 @@ def test_how_many_parts():
 
 
 def test_positions_are_by_group_and_then_by_rank():
-    assert Plan(2, (range(1), range(1, 3))).positions() == [0, 2, 3, 1, 4, 5]
+    assert ChunkPlan(2, (range(1), range(1, 3))).positions() == [0, 2, 3, 1, 4, 5]
 
 
 def test_counts_by_part():
     by_rank = [[[1, 2, 3], [4, 5, 6]], [[0, 1, 0], [7, 0, 9]]]  # [rank][chunk][expert]
-    found = Counts.of(Plan(2, (range(1), range(1, 3)), 2), by_rank, by_rank)
+    found = Counts.of(ChunkPlan(2, (range(1), range(1, 3)), 2), by_rank, by_rank)
     assert found.sent == [[1, 0], [5, 1], [4, 7], [11, 9]]
     assert found.arriving[1] == [[2, 3], [1, 0]]
     assert found.received(3) == [11, 9]
@@ -111,7 +111,7 @@ def test_an_expert_that_is_none_is_an_error_on_all_ranks(ranks, expert):
 
 
 def test_memory_is_shared_and_let_go_of():
-    memory = Memory([2, 0, 3])
+    memory = RowBuffer([2, 0, 3])
     like = torch.empty(1, 4)
     parts = [memory.part(i, like).fill_(i) for i in range(3)]
     whole = memory.joined(parts)
@@ -129,8 +129,8 @@ def test_cut_and_join_are_their_own_gradients():
     rows = torch.randn(5, 2, dtype=torch.float64, requires_grad=True)
 
     def through(rows: torch.Tensor) -> torch.Tensor:
-        parts = cut(rows, Memory([2, 0, 3]))
-        return join([part * (i + 1) for i, part in enumerate(parts)], Memory([2, 0, 3]))
+        parts = cut(rows, RowBuffer([2, 0, 3]))
+        return join([part * (i + 1) for i, part in enumerate(parts)], RowBuffer([2, 0, 3]))
 
     assert torch.autograd.gradcheck(through, (rows,))
 

@@ -22,9 +22,9 @@ from ovpatch.insight.equality import compare
 from ovpatch.overlap.symm_mem import memory, support
 from ovpatch_plugins.pipe_experts import autotune, plugin, symm_all_to_all
 from ovpatch_plugins.pipe_experts.chunks import candidates
-from ovpatch_plugins.pipe_experts.config import How
+from ovpatch_plugins.pipe_experts.config import MoEConfig
 from ovpatch_plugins.pipe_experts.report import COUNTERS
-from ovpatch_plugins.pipe_experts.symm_all_to_all import Symmetric
+from ovpatch_plugins.pipe_experts.symm_all_to_all import SymmAllToAll
 from ovpatch_plugins.pipe_experts.triton_exchange import MOST, symm_all_to_all_kernel
 from tests.plugins.pipe_experts.models import Case, expected, train
 from tests.support.interpreter import allocate, interpreted
@@ -55,7 +55,7 @@ def sent_and_right(table: list[list[int]], rank: int, width: int, dtype: torch.d
     return rows, torch.cat([drawn(source, rank, table[source][rank], width, dtype) for source in world])
 
 
-def wrong(lane: Symmetric, table: list[list[int]], rank: int, width: int, dtype: torch.dtype) -> bool:
+def wrong(lane: SymmAllToAll, table: list[list[int]], rank: int, width: int, dtype: torch.dtype) -> bool:
     """Whether rows that are sent, and sent back, are not what they should be."""
     rows, right = sent_and_right(table, rank, width, dtype)
     sent, received = table[rank], [of[rank] for of in table]
@@ -73,7 +73,7 @@ def exchanged(delay: float) -> list[str]:
         group = dist.new_group(list(range(world)))
         if rank >= world:
             continue
-        lane = Symmetric(group, CPU, **SMALL)
+        lane = SymmAllToAll(group, CPU, **SMALL)
         for table, (width, dtype) in zip(tables, itertools.cycle(WIDTHS)):
             time.sleep(delay * chance.random())
             if wrong(lane, table, rank, width, dtype):
@@ -92,16 +92,21 @@ def allow() -> None:
     """Let this process use the kernel, with rings that are soon full."""
     support.objection = lambda group, device: ""
     memory.allocate = allocate
-    Symmetric.__init__.__defaults__ = tuple({**SMALL, "channels": 2, "slot": 256}.values())
+    SymmAllToAll.__init__.__defaults__ = tuple({**SMALL, "channels": 2, "slot": 256}.values())
 
 
 LAYERS = (
-    Case(local=2, how=How("experts", exchange="symmetric"), tokens=(17, 0), steps=1),
+    Case(local=2, how=MoEConfig("experts", exchange="symmetric"), tokens=(17, 0), steps=1),
     Case(
-        top_k=1, favourites=(1,), module="numbered", how=How("tokens", 2, exchange="symmetric"), tokens=(9, 4), steps=1
+        top_k=1,
+        favourites=(1,),
+        module="numbered",
+        how=MoEConfig("tokens", 2, exchange="symmetric"),
+        tokens=(9, 4),
+        steps=1,
     ),
 )
-RACED = Case(local=1, top_k=1, how=How("auto", 2, exchange="auto"), tokens=(8, 5), steps=1)
+RACED = Case(local=1, top_k=1, how=MoEConfig("auto", 2, exchange="auto"), tokens=(8, 5), steps=1)
 
 
 def trained(cases: tuple[Case, ...]) -> tuple[list[tuple[list[Any], int]], list[str]]:
@@ -141,9 +146,9 @@ def test_what_is_chosen_between():
     both = candidates(2, 4, 2, "auto")
     assert list(both) == [*known, *(f"{name}, symmetric" for name in known)]
     assert [plan.symmetric for plan in both.values()] == [False] * 3 + [True] * 3
-    assert not How("experts", exchange="auto").plan(2, 4).symmetric, "nothing is measured there"
+    assert not MoEConfig("experts", exchange="auto").plan(2, 4).symmetric, "nothing is measured there"
     with pytest.raises(ValueError, match="exchange='nccl': choose one of c10d, symmetric, auto"):
-        How(exchange="nccl").plan(2, 4)
+        MoEConfig(exchange="nccl").plan(2, 4)
 
 
 def stood_down(why: str) -> tuple[int, list[str]]:
@@ -152,9 +157,9 @@ def stood_down(why: str) -> tuple[int, list[str]]:
     if why:
         support.objection = lambda group, device: ""
         memory.allocate = functools.partial(lacking, why)
-    case = Case(tokens=(5, 3), steps=1, how=How("experts", exchange="symmetric"))
+    case = Case(tokens=(5, 3), steps=1, how=MoEConfig("experts", exchange="symmetric"))
     try:
-        ours, theirs = train(case), train(dataclasses.replace(case, how=How("experts")))
+        ours, theirs = train(case), train(dataclasses.replace(case, how=MoEConfig("experts")))
     finally:
         support.objection, memory.allocate = objection, made
         symm_all_to_all._lanes.clear()
@@ -206,7 +211,7 @@ def test_rows_are_moved_by_16_bytes_where_they_can(aligned, tmp_path, monkeypatc
 
 
 def test_a_slot_holds_whole_blocks_and_a_ring_two_slots():
-    lane = inspect.signature(Symmetric.__init__).parameters
+    lane = inspect.signature(SymmAllToAll.__init__).parameters
     for size, _ in symm_all_to_all._WORDS:
         assert lane["slot"].default // size % lane["block"].default == 0
     assert lane["depth"].default >= 2

@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from ovpatch.insight.equality import compare
 from ovpatch_plugins.pipe_experts import symm_all_to_all
-from ovpatch_plugins.pipe_experts.config import How
+from ovpatch_plugins.pipe_experts.config import MoEConfig
 from ovpatch_plugins.pipe_experts.module import ExpertParallelFFN
 from ovpatch_plugins.pipe_experts.report import COUNTERS
 from ovpatch_plugins.pipe_experts.symm_all_to_all import lane_of
@@ -26,10 +26,10 @@ from tests.plugins.pipe_experts.test_gpu import wide
 pytestmark = pytest.mark.gpu(2)
 
 NCCL = {"backend": "nccl", "timeout": 120}
-HOWS = {"none": How("none"), "experts": How("experts"), "chunks": How("tokens", 3, delay_wgrad=False)}
+HOWS = {"none": MoEConfig("none"), "experts": MoEConfig("experts"), "chunks": MoEConfig("tokens", 3, delay_wgrad=False)}
 
 
-def symmetric(how: How) -> How:
+def symmetric(how: MoEConfig) -> MoEConfig:
     return dataclasses.replace(how, exchange="symmetric")
 
 
@@ -53,7 +53,7 @@ def test_any_layer(ranks, gpus):
             assert count, case
 
 
-def differing(hows: list[How]) -> list[str]:
+def differing(hows: list[MoEConfig]) -> list[str]:
     """What is not bitwise what NCCL's all-to-alls give."""
     found = []
     for how in hows:
@@ -63,11 +63,11 @@ def differing(hows: list[How]) -> list[str]:
 
 
 def test_all_bits_are_those_of_nccl(ranks, gpus):
-    hows = [How("none"), How("experts", 2), How("experts"), How("tokens", 3)]
+    hows = [MoEConfig("none"), MoEConfig("experts", 2), MoEConfig("experts"), MoEConfig("tokens", 3)]
     assert ranks(gpus)(differing, hows, **NCCL) == [[]] * gpus
 
 
-def repeated(how: How, times: int) -> bool:
+def repeated(how: MoEConfig, times: int) -> bool:
     first = wide(torch.bfloat16, symmetric(how))
     torch.manual_seed(dist.get_rank())
     for _ in range(times):
@@ -143,7 +143,7 @@ def test_rows_that_nobody_waits_for_overwrite_nothing(ranks, gpus):
     assert ranks(gpus)(unawaited, **NCCL) == [[True] * 5] * gpus
 
 
-def checkpointed(how: How) -> list[Tensor]:
+def checkpointed(how: MoEConfig) -> list[Tensor]:
     """Two layers, each on a stream of its own, and each computed again in backward."""
     torch.manual_seed(dist.get_rank())
     world, dtype = dist.get_world_size(), torch.bfloat16
@@ -164,7 +164,7 @@ def checkpointed(how: How) -> list[Tensor]:
     return [tensor.cpu() for tensor in (*(out.detach() for out in outs), x.grad, *(param.grad for param in params))]
 
 
-def both(how: How) -> list[bool]:
+def both(how: MoEConfig) -> list[bool]:
     pairs = zip(checkpointed(symmetric(how)), checkpointed(how), strict=True)
     return [torch.equal(ours, theirs) for ours, theirs in pairs]
 

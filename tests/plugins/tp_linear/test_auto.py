@@ -14,7 +14,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 import ovpatch
 from ovpatch.overlap.autotune import report_lines
-from ovpatch.overlap.comm.consensus import DisagreementError
+from ovpatch.overlap.comm.consensus import RankMismatchError
 from ovpatch_plugins.tp_linear import all_gather_linear, linear_reduce_scatter
 from ovpatch_plugins.tp_linear import tp_group as wires_of
 from ovpatch_plugins.tp_linear.options import MEASURED
@@ -106,7 +106,7 @@ def test_each_shape_is_measured_once_and_kept(ranks, tmp_path):
 
 
 def shapes_that_differ() -> str:
-    with pytest.raises(DisagreementError) as caught:
+    with pytest.raises(RankMismatchError) as caught:
         all_gather_linear(torch.ones(4, 8), [torch.ones(2 + dist.get_rank(), 8)], dist.group.WORLD, schedule="auto")
     return str(caught.value)
 

@@ -15,7 +15,7 @@ from ovpatch.overlap.autotune import Candidates, Tuning, autotuner_for
 from ovpatch_plugins.tp_linear.gemm import weight_grad
 from ovpatch_plugins.tp_linear.schedules.bulk import Bulk
 from ovpatch_plugins.tp_linear.schedules.stock import ColumnGrads, Schedule, WeightGrads
-from ovpatch_plugins.tp_linear.tp_group import Wires
+from ovpatch_plugins.tp_linear.tp_group import TPGroup
 
 Call = Callable[[Schedule], object]
 
@@ -58,7 +58,7 @@ def rounded(rows: int) -> int:
 
 
 def tuning_for(
-    wires: Wires,
+    wires: TPGroup,
     device: torch.device,
     shape: Shape,
     direction: str,
@@ -123,13 +123,13 @@ class _Drawing:
         return [self(n, shape.k) * shape.k**-0.5 for n in shape.features]
 
 
-def _gather_linear(wires: Wires, shape: Shape, draw: _Drawing, _: bool) -> Call:
+def _gather_linear(wires: TPGroup, shape: Shape, draw: _Drawing, _: bool) -> Call:
     x, weights = draw(shape.rows, shape.k), draw.weights(shape)
     biases = [None] * len(weights)
     return lambda schedule: schedule.gather_linear(wires, x, weights, biases, True)
 
 
-def _gather_linear_backward(wires: Wires, shape: Shape, draw: _Drawing, anew: bool) -> Call:
+def _gather_linear_backward(wires: TPGroup, shape: Shape, draw: _Drawing, anew: bool) -> Call:
     rows = wires.world * shape.rows
     kept, weights = draw(shape.rows if anew else rows, shape.k), draw.weights(shape)
     grads = [draw(rows, n) for n in shape.features]
@@ -141,12 +141,12 @@ def _gather_linear_backward(wires: Wires, shape: Shape, draw: _Drawing, anew: bo
     return lambda schedule: schedule.gather_linear_backward(wires, asked)
 
 
-def _linear_scatter(wires: Wires, shape: Shape, draw: _Drawing, _: bool) -> Call:
+def _linear_scatter(wires: TPGroup, shape: Shape, draw: _Drawing, _: bool) -> Call:
     x, (weight,) = draw(wires.world * shape.rows, shape.k), draw.weights(shape)
     return lambda schedule: schedule.linear_scatter(wires, x, weight)
 
 
-def _linear_scatter_backward(wires: Wires, shape: Shape, draw: _Drawing, _: bool) -> Call:
+def _linear_scatter_backward(wires: TPGroup, shape: Shape, draw: _Drawing, _: bool) -> Call:
     x, (weight,) = draw(wires.world * shape.rows, shape.k), draw.weights(shape)
     grad = draw(shape.rows, shape.features[0])
 
@@ -156,12 +156,12 @@ def _linear_scatter_backward(wires: Wires, shape: Shape, draw: _Drawing, _: bool
     return lambda schedule: schedule.linear_scatter_backward(wires, grad, weight, take, True)
 
 
-def _linear_reduce(wires: Wires, shape: Shape, draw: _Drawing, _: bool) -> Call:
+def _linear_reduce(wires: TPGroup, shape: Shape, draw: _Drawing, _: bool) -> Call:
     x, (weight,) = draw(shape.rows, shape.k), draw.weights(shape)
     return lambda schedule: schedule.linear_reduce(wires, x, weight)
 
 
-_CALLS: Final[dict[str, Callable[[Wires, Shape, _Drawing, bool], Call]]] = {
+_CALLS: Final[dict[str, Callable[[TPGroup, Shape, _Drawing, bool], Call]]] = {
     "gather_linear": _gather_linear,
     "gather_linear_backward": _gather_linear_backward,
     "linear_scatter": _linear_scatter,
@@ -195,12 +195,12 @@ class Pair(Schedule):
         self.name = f"{forward.name}, {backward.name}"
 
     def gather_linear(
-        self, wires: Wires, x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None], needs_whole: bool
+        self, wires: TPGroup, x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None], needs_whole: bool
     ) -> tuple[list[Tensor], Tensor | None]:
         """See :meth:`Schedule.gather_linear`."""
         return self.forward.gather_linear(wires, x, weights, biases, needs_whole)
 
-    def gather_linear_backward(self, wires: Wires, asked: ColumnGrads) -> Tensor | None:
+    def gather_linear_backward(self, wires: TPGroup, asked: ColumnGrads) -> Tensor | None:
         """See :meth:`Schedule.gather_linear_backward`."""
         return self.backward.gather_linear_backward(wires, asked)
 
@@ -219,48 +219,48 @@ class Auto(Bulk):
 
     def __init__(self, name: str, candidates: Mapping[str, Schedule], default: str, *, anew: bool) -> None:
         self.name, self._candidates, self._default, self._anew = name, dict(candidates), default, anew
-        self._known: weakref.WeakKeyDictionary[Wires, _Known] = weakref.WeakKeyDictionary()
+        self._known: weakref.WeakKeyDictionary[TPGroup, _Known] = weakref.WeakKeyDictionary()
 
     def together(
-        self, wires: Wires, device: torch.device, rows: int, k: int, features: Sequence[int], dtype: torch.dtype
+        self, wires: TPGroup, device: torch.device, rows: int, k: int, features: Sequence[int], dtype: torch.dtype
     ) -> Schedule:
         """See :meth:`Schedule.together`."""
         return self._chosen(wires, device, Shape("gather_linear", rounded(rows), k, tuple(features), dtype))
 
     def gather_linear(
-        self, wires: Wires, x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None], needs_whole: bool
+        self, wires: TPGroup, x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None], needs_whole: bool
     ) -> tuple[list[Tensor], Tensor | None]:
         """See :meth:`Schedule.gather_linear`."""
         shape = Shape("gather_linear", rounded(len(x)), x.shape[1], tuple(map(len, weights)), x.dtype)
         forward = self._chosen(wires, x.device, shape).forward
         return forward.gather_linear(wires, x, weights, biases, needs_whole)
 
-    def gather_linear_backward(self, wires: Wires, asked: ColumnGrads) -> Tensor | None:
+    def gather_linear_backward(self, wires: TPGroup, asked: ColumnGrads) -> Tensor | None:
         """See :meth:`Schedule.gather_linear_backward`."""
         grad = next(grad for grad in asked.grads if grad is not None)
         rows, weight = len(grad) // wires.world, asked.weights[0]
         shape = Shape("gather_linear", rounded(rows), weight.shape[1], tuple(map(len, asked.weights)), weight.dtype)
         return self._chosen(wires, grad.device, shape).backward.gather_linear_backward(wires, asked)
 
-    def linear_scatter(self, wires: Wires, x: Tensor, weight: Tensor) -> Tensor:
+    def linear_scatter(self, wires: TPGroup, x: Tensor, weight: Tensor) -> Tensor:
         """See :meth:`Schedule.linear_scatter`."""
         shape = Shape("linear_scatter", rounded(len(x) // wires.world), x.shape[1], (len(weight),), x.dtype)
         return self._chosen(wires, x.device, shape).forward.linear_scatter(wires, x, weight)
 
     def linear_scatter_backward(
-        self, wires: Wires, grad: Tensor, weight: Tensor, weight_grads: WeightGrads | None, needs_input: bool
+        self, wires: TPGroup, grad: Tensor, weight: Tensor, weight_grads: WeightGrads | None, needs_input: bool
     ) -> Tensor | None:
         """See :meth:`Schedule.linear_scatter_backward`."""
         shape = Shape("linear_scatter", rounded(len(grad)), weight.shape[1], (len(weight),), weight.dtype)
         backward = self._chosen(wires, grad.device, shape).backward
         return backward.linear_scatter_backward(wires, grad, weight, weight_grads, needs_input)
 
-    def linear_reduce(self, wires: Wires, x: Tensor, weight: Tensor) -> Tensor:
+    def linear_reduce(self, wires: TPGroup, x: Tensor, weight: Tensor) -> Tensor:
         """See :meth:`Schedule.linear_reduce`."""
         shape = Shape("linear_reduce", rounded(len(x)), x.shape[1], (len(weight),), x.dtype)
         return self._chosen(wires, x.device, shape).forward.linear_reduce(wires, x, weight)
 
-    def _chosen(self, wires: Wires, device: torch.device, shape: Shape) -> Pair:
+    def _chosen(self, wires: TPGroup, device: torch.device, shape: Shape) -> Pair:
         """Return the schedules of a shape; see [Note: forward chooses for backward]."""
         known = self._known.get(wires)
         if known is None:
@@ -273,7 +273,7 @@ class Auto(Bulk):
                 known[key] = found
         return found
 
-    def _asked(self, wires: Wires, device: torch.device, shape: Shape) -> tuple[Pair, bool]:
+    def _asked(self, wires: TPGroup, device: torch.device, shape: Shape) -> tuple[Pair, bool]:
         autotuner = autotuner_for(wires.group, device, "tp_linear", cache_dir())
         forward, backward = (
             autotuner.tune(

@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ovpatch.overlap.comm.work import Pending
+from ovpatch.overlap.comm.work import WorkGroup
 from ovpatch_plugins.tp_linear.schedules.stock import ColumnGrads, Schedule
-from ovpatch_plugins.tp_linear.tp_group import Wires
+from ovpatch_plugins.tp_linear.tp_group import TPGroup
 
 
 class Bulk(Schedule):
@@ -21,12 +21,12 @@ class Bulk(Schedule):
 
     name = "bulk"
 
-    def gather_linear_backward(self, wires: Wires, asked: ColumnGrads) -> Tensor | None:
+    def gather_linear_backward(self, wires: TPGroup, asked: ColumnGrads) -> Tensor | None:
         """See :meth:`Schedule.gather_linear_backward`."""
-        whole, gathering = asked.kept, Pending(())
+        whole, gathering = asked.kept, WorkGroup(())
         if asked.anew and asked.kept is not None and asked.weight_grads is not None:
             whole, gathering = wires.all_gather(asked.kept)
-        result, scattering = None, Pending(())
+        result, scattering = None, WorkGroup(())
         if asked.input_dtype is not None:
             result, scattering = self.scattered(wires, asked, asked.input_dtype)
         gathering.wait()
@@ -35,13 +35,13 @@ class Bulk(Schedule):
         scattering.wait()
         return result
 
-    def scattered(self, wires: Wires, asked: ColumnGrads, dtype: torch.dtype) -> tuple[Tensor, Pending]:
+    def scattered(self, wires: TPGroup, asked: ColumnGrads, dtype: torch.dtype) -> tuple[Tensor, WorkGroup]:
         """Start to add up the input's gradient over the ranks; return where this rank's rows will be, ``[m, k]``."""
         return wires.reduce_scatter(asked.of_input(dtype))
 
-    def replicated_linear_backward(self, wires: Wires, asked: ColumnGrads) -> Tensor | None:
+    def replicated_linear_backward(self, wires: TPGroup, asked: ColumnGrads) -> Tensor | None:
         """See :meth:`Schedule.replicated_linear_backward`."""
-        result, reducing = None, Pending(())
+        result, reducing = None, WorkGroup(())
         if asked.input_dtype is not None:
             result = asked.of_input(asked.input_dtype)
             reducing = wires.all_reduce(result)

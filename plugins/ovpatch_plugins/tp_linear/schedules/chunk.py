@@ -9,7 +9,7 @@ from torch import Tensor
 from ovpatch_plugins.tp_linear.gemm import linear
 from ovpatch_plugins.tp_linear.schedules.bulk import Bulk
 from ovpatch_plugins.tp_linear.schedules.stock import WeightGrads
-from ovpatch_plugins.tp_linear.tp_group import Wires
+from ovpatch_plugins.tp_linear.tp_group import TPGroup
 
 
 class Chunk(Bulk):
@@ -31,7 +31,7 @@ class Chunk(Bulk):
         return f"chunk{chunks}"
 
     def gather_linear(
-        self, wires: Wires, x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None], needs_whole: bool
+        self, wires: TPGroup, x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None], needs_whole: bool
     ) -> tuple[list[Tensor], Tensor | None]:
         """See :meth:`Schedule.gather_linear`."""
         outs = [x.new_empty((wires.world * len(x), len(weight))) for weight in weights]
@@ -43,7 +43,7 @@ class Chunk(Bulk):
                 _put(out, linear(gathered, weight, bias), rows, wires.world)
         return outs, whole
 
-    def linear_scatter(self, wires: Wires, x: Tensor, weight: Tensor) -> Tensor:
+    def linear_scatter(self, wires: TPGroup, x: Tensor, weight: Tensor) -> Tensor:
         """See :meth:`Schedule.linear_scatter`."""
         by_rank = x.view(wires.world, -1, x.shape[1])
         result = x.new_empty((by_rank.shape[1], len(weight)))
@@ -57,7 +57,7 @@ class Chunk(Bulk):
         return result
 
     def linear_scatter_backward(
-        self, wires: Wires, grad: Tensor, weight: Tensor, weight_grads: WeightGrads | None, needs_input: bool
+        self, wires: TPGroup, grad: Tensor, weight: Tensor, weight_grads: WeightGrads | None, needs_input: bool
     ) -> Tensor | None:
         """See :meth:`Schedule.linear_scatter_backward`."""
         if not needs_input:
@@ -67,7 +67,7 @@ class Chunk(Bulk):
             weight_grads(whole, ())
         return result
 
-    def linear_reduce(self, wires: Wires, x: Tensor, weight: Tensor) -> Tensor:
+    def linear_reduce(self, wires: TPGroup, x: Tensor, weight: Tensor) -> Tensor:
         """See :meth:`Schedule.linear_reduce`."""
         result = x.new_empty((len(x), len(weight)))
         under_way = []
@@ -82,7 +82,7 @@ class Chunk(Bulk):
         count = max((count for count in range(1, self.chunks + 1) if rows % count == 0), default=1)
         return [slice(i * (rows // count), (i + 1) * (rows // count)) for i in range(count)]
 
-    def _gathered(self, wires: Wires, x: Tensor) -> Iterator[tuple[slice, Tensor]]:
+    def _gathered(self, wires: TPGroup, x: Tensor) -> Iterator[tuple[slice, Tensor]]:
         """Yield rows of every rank, ``[world * rows, k]``, while the next ones are on their way."""
         ahead = None
         for rows in self._cut(len(x)):

@@ -9,13 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ovpatch.overlap.comm.work import Pending
+from ovpatch.overlap.comm.work import WorkGroup
 from ovpatch_plugins.tp_linear import fused_support
 from ovpatch_plugins.tp_linear.gemm import linear
 from ovpatch_plugins.tp_linear.report import COUNTERS
 from ovpatch_plugins.tp_linear.schedules.bulk import Bulk
 from ovpatch_plugins.tp_linear.schedules.stock import ColumnGrads, WeightGrads
-from ovpatch_plugins.tp_linear.tp_group import Wires
+from ovpatch_plugins.tp_linear.tp_group import TPGroup
 
 
 class Fused(Bulk):
@@ -27,29 +27,29 @@ class Fused(Bulk):
     name = "fused"
     ahead = True
 
-    def serves(self, wires: Wires, device: torch.device, dtype: torch.dtype, features: Sequence[int]) -> bool:
+    def serves(self, wires: TPGroup, device: torch.device, dtype: torch.dtype, features: Sequence[int]) -> bool:
         """See :meth:`Schedule.serves`."""
         return fused_support.workspace_of(wires, dtype, device, features) is not None
 
     def gather_linear(
-        self, wires: Wires, x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None], needs_whole: bool
+        self, wires: TPGroup, x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None], needs_whole: bool
     ) -> tuple[list[Tensor], Tensor | None]:
         """See :meth:`Schedule.gather_linear`."""
         found = _gathered(wires, x, weights, biases)
         return super().gather_linear(wires, x, weights, biases, needs_whole) if found is None else found
 
-    def linear_scatter(self, wires: Wires, x: Tensor, weight: Tensor) -> Tensor:
+    def linear_scatter(self, wires: TPGroup, x: Tensor, weight: Tensor) -> Tensor:
         """See :meth:`Schedule.linear_scatter`."""
         found = _scattered(wires, [x], [weight])
         return super().linear_scatter(wires, x, weight) if found is None else found
 
-    def scattered(self, wires: Wires, asked: ColumnGrads, dtype: torch.dtype) -> tuple[Tensor, Pending]:
+    def scattered(self, wires: TPGroup, asked: ColumnGrads, dtype: torch.dtype) -> tuple[Tensor, WorkGroup]:
         """See :meth:`Bulk.scattered`."""
         found = _input_scattered(wires, asked, dtype)
-        return super().scattered(wires, asked, dtype) if found is None else (found, Pending(()))
+        return super().scattered(wires, asked, dtype) if found is None else (found, WorkGroup(()))
 
     def linear_scatter_backward(
-        self, wires: Wires, grad: Tensor, weight: Tensor, weight_grads: WeightGrads | None, needs_input: bool
+        self, wires: TPGroup, grad: Tensor, weight: Tensor, weight_grads: WeightGrads | None, needs_input: bool
     ) -> Tensor | None:
         """See :meth:`Schedule.linear_scatter_backward`."""
         found = _gathered(wires, grad, [weight.t()], [None]) if needs_input else None
@@ -70,7 +70,7 @@ def _launch() -> Any:
 
 
 def _gathered(
-    wires: Wires, x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None]
+    wires: TPGroup, x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None]
 ) -> tuple[list[Tensor], Tensor] | None:
     """Return outputs and all rows; None where kernels cannot be used.
 
@@ -95,7 +95,7 @@ def _gathered(
     return [outs[i] if i in outs else linear(whole, *params) for i, params in every], whole
 
 
-def _scattered(wires: Wires, xs: Sequence[Tensor], weights: Sequence[Tensor]) -> Tensor | None:
+def _scattered(wires: TPGroup, xs: Sequence[Tensor], weights: Sequence[Tensor]) -> Tensor | None:
     """Return this rank's rows of a sum of products; None where kernels cannot be used."""
     features = [weights[0].shape[0], *[x.shape[1] for x in xs]]
     workspace = fused_support.workspace_of(wires, xs[0].dtype, xs[0].device, features)
@@ -108,7 +108,7 @@ def _scattered(wires: Wires, xs: Sequence[Tensor], weights: Sequence[Tensor]) ->
     return found
 
 
-def _input_scattered(wires: Wires, asked: ColumnGrads, dtype: torch.dtype) -> Tensor | None:
+def _input_scattered(wires: TPGroup, asked: ColumnGrads, dtype: torch.dtype) -> Tensor | None:
     """Return this rank's rows of an input's gradient; None where kernels cannot be used.
 
     Which linears have gradients, and whether other readers of a gathered input add a term, may differ between ranks,

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from ovpatch_plugins.tp_linear.gemm import linear
 from ovpatch_plugins.tp_linear.schedules.chunk import Chunk
-from ovpatch_plugins.tp_linear.tp_group import Wires
+from ovpatch_plugins.tp_linear.tp_group import TPGroup
 
 _CHUNKS = 4  # where it has to all-reduce, which no ring does better
 
@@ -25,7 +25,7 @@ class Ring(Chunk):
         self.name = "ring"
 
     def gather_linear(
-        self, wires: Wires, x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None], needs_whole: bool
+        self, wires: TPGroup, x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None], needs_whole: bool
     ) -> tuple[list[Tensor], Tensor | None]:
         """See :meth:`Schedule.gather_linear`."""
         world, rank = wires.world, wires.rank
@@ -44,7 +44,7 @@ class Ring(Chunk):
                 pending.wait()
         return outs, whole
 
-    def linear_scatter(self, wires: Wires, x: Tensor, weight: Tensor) -> Tensor:
+    def linear_scatter(self, wires: TPGroup, x: Tensor, weight: Tensor) -> Tensor:
         """See :meth:`Schedule.linear_scatter`."""
         world, rank = wires.world, wires.rank
         by_rank = x.view(world, -1, x.shape[1])

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ovpatch_plugins.tp_linear.gemm import input_grad, linear
-from ovpatch_plugins.tp_linear.tp_group import Wires
+from ovpatch_plugins.tp_linear.tp_group import TPGroup
 
 WeightGrads = Callable[[Tensor, Sequence[Tensor | None]], None]
 """Takes the whole input, ``[M, k]``, and the outputs' gradients, ``[M, n_i]``; computes what weights are to get."""
@@ -58,7 +58,7 @@ class Schedule:
     chooses = False
 
     def gather_linear(
-        self, wires: Wires, x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None], needs_whole: bool
+        self, wires: TPGroup, x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None], needs_whole: bool
     ) -> tuple[list[Tensor], Tensor | None]:
         """Gather the input, and feed it to several linears.
 
@@ -75,7 +75,7 @@ class Schedule:
         whole = wires.gathered(x)
         return [linear(whole, weight, bias) for weight, bias in zip(weights, biases, strict=True)], whole
 
-    def serves(self, wires: Wires, device: torch.device, dtype: torch.dtype, features: Sequence[int]) -> bool:
+    def serves(self, wires: TPGroup, device: torch.device, dtype: torch.dtype, features: Sequence[int]) -> bool:
         """Tell whether this is another schedule than the one that stands in for it, the same on all ranks.
 
         All ranks call this at the same time.
@@ -89,7 +89,7 @@ class Schedule:
         return True
 
     def together(
-        self, wires: Wires, device: torch.device, rows: int, k: int, features: Sequence[int], dtype: torch.dtype
+        self, wires: TPGroup, device: torch.device, rows: int, k: int, features: Sequence[int], dtype: torch.dtype
     ) -> Schedule:
         """Return the schedule by which a gather for several linears is computed: here this very one.
 
@@ -103,7 +103,7 @@ class Schedule:
         """
         return self
 
-    def gather_linear_backward(self, wires: Wires, asked: ColumnGrads) -> Tensor | None:
+    def gather_linear_backward(self, wires: TPGroup, asked: ColumnGrads) -> Tensor | None:
         """Return the input's gradient, ``[m, k]``; None if it needs none."""
         result: Tensor | None = None
         if asked.input_dtype is not None:
@@ -113,14 +113,14 @@ class Schedule:
             asked.weight_grads(wires.gathered(asked.kept) if asked.anew else asked.kept, asked.grads)
         return result
 
-    def linear_scatter(self, wires: Wires, x: Tensor, weight: Tensor) -> Tensor:
+    def linear_scatter(self, wires: TPGroup, x: Tensor, weight: Tensor) -> Tensor:
         """Return this rank's rows of a product whose terms are on all ranks: ``[M, k]``, ``[n, k]`` -> ``[m, n]``."""
         result, pending = wires.reduce_scatter(linear(x, weight))
         pending.wait()
         return result
 
     def linear_scatter_backward(
-        self, wires: Wires, grad: Tensor, weight: Tensor, weight_grads: WeightGrads | None, needs_input: bool
+        self, wires: TPGroup, grad: Tensor, weight: Tensor, weight_grads: WeightGrads | None, needs_input: bool
     ) -> Tensor | None:
         """Return the input's gradient: of ``[m, n]``, ``[n, k]`` -> ``[M, k]``.
 
@@ -137,13 +137,13 @@ class Schedule:
             weight_grads(whole, ())
         return result
 
-    def linear_reduce(self, wires: Wires, x: Tensor, weight: Tensor) -> Tensor:
+    def linear_reduce(self, wires: TPGroup, x: Tensor, weight: Tensor) -> Tensor:
         """Return a product whose terms are on all ranks, on all ranks: ``[M, k]``, ``[n, k]`` -> ``[M, n]``."""
         result = linear(x, weight)
         wires.all_reduce(result).wait()
         return result
 
-    def replicated_linear_backward(self, wires: Wires, asked: ColumnGrads) -> Tensor | None:
+    def replicated_linear_backward(self, wires: TPGroup, asked: ColumnGrads) -> Tensor | None:
         """Return the gradient of an input that all ranks have, ``[M, k]``; None if it needs none."""
         result: Tensor | None = None
         if asked.input_dtype is not None:

@@ -19,17 +19,17 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from ovpatch.overlap.comm.streams import label, span
-from ovpatch.overlap.comm.work import Pending
+from ovpatch.overlap.comm.streams import profiler_label, profiler_span
+from ovpatch.overlap.comm.work import WorkGroup
 from ovpatch.overlap.data_parallel.grad_hooks import apply_function
 
 # By what rows travel between the ranks of a group.
 
 
-class Lane(Protocol):
+class AllToAllTransport(Protocol):
     """Carries rows; one all-to-all behind the other, on all ranks in the same order."""
 
-    def start(self, found: Tensor, rows: Tensor, received: Sequence[int], sent: Sequence[int]) -> Pending:
+    def start(self, found: Tensor, rows: Tensor, received: Sequence[int], sent: Sequence[int]) -> WorkGroup:
         """Start to send rows.
 
         Args:
@@ -44,7 +44,7 @@ class Lane(Protocol):
 
 
 @dataclass(frozen=True)
-class Collective:
+class CollectiveAllToAll:
     """torch.distributed's own all-to-all.
 
     Attributes:
@@ -53,11 +53,11 @@ class Collective:
 
     group: dist.ProcessGroup
 
-    def start(self, found: Tensor, rows: Tensor, received: Sequence[int], sent: Sequence[int]) -> Pending:
-        """See :meth:`Lane.start`."""
-        with span(label("pipe_experts", "all_to_all")):
+    def start(self, found: Tensor, rows: Tensor, received: Sequence[int], sent: Sequence[int]) -> WorkGroup:
+        """See :meth:`AllToAllTransport.start`."""
+        with profiler_span(profiler_label("pipe_experts", "all_to_all")):
             work = dist.all_to_all_single(found, rows, list(received), list(sent), group=self.group, async_op=True)
-        return Pending((work,), (rows,))
+        return WorkGroup((work,), (rows,))
 
 
 Place = Callable[[Tensor], Tensor]
@@ -86,14 +86,14 @@ def all_to_all(
     Returns:
         What to wait for.
     """
-    return send(rows, sent, received, Collective(group), place=place, place_gradient=place_gradient)
+    return send(rows, sent, received, CollectiveAllToAll(group), place=place, place_gradient=place_gradient)
 
 
 def send(
     rows: Tensor,
     sent: Sequence[int],
     received: Sequence[int],
-    lane: Lane,
+    lane: AllToAllTransport,
     *,
     place: Place | None = None,
     place_gradient: Place | None = None,
@@ -128,7 +128,7 @@ class _Transfer:
 
     def __init__(
         self,
-        lane: Lane,
+        lane: AllToAllTransport,
         sent: list[int],
         received: list[int],
         place: Place | None,
@@ -136,8 +136,8 @@ class _Transfer:
     ) -> None:
         self._lane, self._sent, self._received = lane, sent, received
         self._place, self._place_gradient = place, place_gradient
-        self._forward = Pending(())
-        self._backward: tuple[Tensor, Pending] | None = None
+        self._forward = WorkGroup(())
+        self._backward: tuple[Tensor, WorkGroup] | None = None
 
     def launch(self, rows: Tensor) -> Tensor:
         """Start; return the memory in which the rows will be."""
@@ -159,7 +159,9 @@ class _Transfer:
         pending.wait()
         return grad
 
-    def _start(self, rows: Tensor, sent: list[int], received: list[int], place: Place | None) -> tuple[Tensor, Pending]:
+    def _start(
+        self, rows: Tensor, sent: list[int], received: list[int], place: Place | None
+    ) -> tuple[Tensor, WorkGroup]:
         """Start; a backend's thread may keep both tensors for a moment longer, so neither must be one with a graph."""
         rows = rows.data.contiguous()
         found = rows.new_empty((sum(received), *rows.shape[1:])) if place is None else place(rows)

@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed import distributed_c10d as c10d
 from torch.nn.parallel import DistributedDataParallel
 
-from ovpatch.overlap.comm.consensus import agree
+from ovpatch.overlap.comm.consensus import check_consistent
 from ovpatch_plugins.pipe_experts.expert_grads import ExpertGradients
 from ovpatch_plugins.pipe_experts.module import ExpertParallelFFN
 
@@ -68,7 +68,7 @@ def expert_data_parallel(
     copies = _copies(group, ddp.process_group)
     if group is not None and ddp_arguments.get("init_sync", True):
         terms = {"experts": [f"{name} {tuple(param.shape)} {param.dtype}" for name, param in named.items()]}
-        agree(group, "pipe_experts", terms, remedy=_SAME_EXPERTS)
+        check_consistent(group, "pipe_experts", terms, remedy=_SAME_EXPERTS)
         dist._broadcast_coalesced(group, [param.detach() for param in named.values()], _BROADCAST_BYTES, 0)
     trained = {name: param for name, param in named.items() if param.requires_grad}
     if trained:
