@@ -12,7 +12,7 @@ from rich.console import Console
 
 from ovpatch.cli import main
 from ovpatch.insight import arms
-from ovpatch.insight.bench import analysis, rounds
+from ovpatch.insight.bench import rounds
 from tests.support.environment import forget
 
 MS = {"stock": 10.0, "patched": 8.0, "without-a": 9.0, "without-b": 8.0}
