@@ -11,8 +11,11 @@ the others' ranks must know: a second round tells them.
 from __future__ import annotations
 
 import hashlib
+import logging
 import sys
-from collections.abc import Mapping, Sequence
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, Final
 
 import torch.distributed as dist
@@ -25,6 +28,11 @@ from ovpatch_plugins.dist_optimizer.kinds import name_of
 
 #: How long a rank waits for the others at most, in seconds; one may save a checkpoint first.
 PATIENCE_S = 300.0
+
+#: After how long it says for what it waits, in seconds.
+SILENCE_S = 5.0
+
+_log = logging.getLogger("ovpatch.dist_optimizer")
 
 _REMEDY: Final = (
     "If the script shares the work out itself, as ZeroRedundancyOptimizer does, nothing is wrong; otherwise make the "
@@ -43,7 +51,8 @@ def objection(optimizer: Optimizer) -> str:
     waits = {shards.group: patience(shards.group, shards.params[0].device, PATIENCE_S) for shards, _ in entries}
     for group in waits:
         ones = [entry for entry in entries if entry[0].group is group]
-        reasons[group] = _ask(group, _terms(optimizer, ones), waits[group])
+        with _not_in_silence(optimizer, waits[group]):
+            reasons[group] = _ask(group, _terms(optimizer, ones), waits[group])
     reason = next(filter(None, reasons.values()), "")
     for group in [group for group, failed in reasons.items() if not failed]:
         reason = _ask(group, {"round": 2}, waits[group], objection=reason) or reason
@@ -65,6 +74,22 @@ def _terms(optimizer: Optimizer, entries: Sequence[tuple[GradShards, int]]) -> d
         "class": name_of(type(optimizer)),
         "parameters": f"{len(names)} from {names[0]} to {names[-1]} (digest {digest})",
     }
+
+
+@contextmanager
+def _not_in_silence(optimizer: Optimizer, patience: float) -> Iterator[None]:
+    """Warn if the other ranks are long in coming: perhaps they go on with an older optimizer, and never come."""
+    text = (
+        f"{type(optimizer).__name__} has not stepped before, and waits for the other ranks to step theirs, for up to "
+        f"{patience:g} s. {_REMEDY}"
+    )
+    timer = threading.Timer(SILENCE_S, _log.warning, ("%s", text))
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 def _ask(group: dist.ProcessGroup, terms: Mapping[str, Any], patience: float, *, objection: str = "") -> str:
