@@ -156,6 +156,29 @@ def test_stock_is_not_compared_with_stock(command, monkeypatch, runner):
     assert "there is nothing to compare" in err
 
 
+@pytest.mark.parametrize("runner", ["verify", "bench"])
+@pytest.mark.parametrize("how", ["one by one", "by a list"])
+def test_stock_is_not_compared_with_stock_if_every_feature_is_off(command, monkeypatch, runner, how):
+    names = sorted(Session().plan(ask_machine=False).entries)
+    off = {f"OVPATCH_{name.upper()}": "0" for name in names}
+    for name, value in (off if how == "one by one" else {"OVPATCH": ",".join(f"-{name}" for name in names)}).items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(launch, "started", lambda *args, **kwargs: pytest.fail("it ran"))
+    code, _, err = command(runner, "--", "true")
+    assert code == ExitCode.USAGE
+    assert "there is nothing to compare" in err
+
+
+@pytest.mark.parametrize("runner", ["verify", "bench", "timeline"])
+def test_a_folder_of_results_that_cannot_be_made_is_a_mistake(command, tmp_path, monkeypatch, runner):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setattr(launch, "started", lambda *args, **kwargs: pytest.fail("it ran"))
+    code, _, err = command(runner, "--out", str(tmp_path / "file" / "below"), "--", "true")
+    assert code == ExitCode.USAGE
+    assert "--out" in err
+    assert err.rstrip().endswith(("Name another.", "Name a folder that can be written."))
+
+
 def test_the_documented_exit_codes_are_those_there_are():
     documented = (Path(__file__).parent.parent / "docs" / "settings.md").read_text(encoding="utf-8")
     for code in ExitCode:

@@ -112,10 +112,16 @@ def check_comparable(environment: Mapping[str, str]) -> None:
     """Refuse to compare stock with stock.
 
     Raises:
-        ovpatch.SettingsError: ``OVPATCH`` turns everything off.
+        ovpatch.SettingsError: ``OVPATCH`` turns everything off, or variables turn every feature off.
     """
+    from ovpatch.session.session import Session
+
     if settings.read(environment).selection.kind == "nothing":
         raise SettingsError("OVPATCH turns everything off, so there is nothing to compare. Unset it.")
+    wishes = [entry.wish for entry in Session().plan(environ=environment, ask_machine=False).entries.values()]
+    if wishes and all(wish.enforced and not wish.on for wish in wishes):  # else the script may turn a feature on
+        reasons = ", ".join(dict.fromkeys(wish.reason for wish in wishes))
+        raise SettingsError(f"every feature is turned off ({reasons}), so there is nothing to compare. Unset one.")
 
 
 def warn_of_near_misses(environment: Mapping[str, str], say: Callable[[str], None]) -> None:
@@ -149,10 +155,15 @@ def check_folder(out: Path | None) -> None:
     """See that a folder of results would hold nothing else.
 
     Raises:
-        ovpatch.SettingsError: It is no folder, or not empty.
+        ovpatch.SettingsError: It is no folder, or not empty, or cannot be made.
     """
-    if out is not None and out.exists() and (not out.is_dir() or any(out.iterdir())):
+    if out is None:
+        return
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise SettingsError(f"--out {out} is not an empty directory. Name another, or empty it.")
+    nearest = next(folder for folder in (out.absolute(), *out.absolute().parents) if folder.exists())
+    if not nearest.is_dir() or not os.access(nearest, os.W_OK | os.X_OK):
+        raise SettingsError(f"--out {out}: {nearest} is no directory that can be written. Name another.")
 
 
 @contextmanager

@@ -10,8 +10,11 @@ from __future__ import annotations
 
 import enum
 import hashlib
+import logging
 import sys
-from collections.abc import Mapping, Sequence
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -140,6 +143,11 @@ def _names(text: str) -> list[str]:
 #: How long a rank waits for the others at most, in seconds; one may save a checkpoint first.
 PATIENCE_S = 300.0
 
+#: After how long it says for what it waits, in seconds.
+SILENCE_S = 5.0
+
+_log = logging.getLogger("ovpatch.dist_optimizer")
+
 _REMEDY: Final = (
     "If the script shares the work out itself, as ZeroRedundancyOptimizer does, nothing is wrong; otherwise make the "
     "same optimizers, and step them in the same order, on every rank."
@@ -157,7 +165,8 @@ def rank_mismatch(optimizer: Optimizer) -> str:
     waits = {shards.group: patience(shards.group, shards.params[0].device, PATIENCE_S) for shards, _ in entries}
     for group in waits:
         ones = [entry for entry in entries if entry[0].group is group]
-        reasons[group] = _ask(group, _terms(optimizer, ones), waits[group])
+        with _warning_when_slow(optimizer, waits[group]):
+            reasons[group] = _ask(group, _terms(optimizer, ones), waits[group])
     reason = next(filter(None, reasons.values()), "")
     for group in [group for group, failed in reasons.items() if not failed]:
         reason = _ask(group, {"round": 2}, waits[group], objection=reason) or reason
@@ -179,6 +188,22 @@ def _terms(optimizer: Optimizer, entries: Sequence[tuple[ShardedGrads, int]]) ->
         "class": name_of(type(optimizer)),
         "parameters": f"{len(names)} from {names[0]} to {names[-1]} (digest {digest})",
     }
+
+
+@contextmanager
+def _warning_when_slow(optimizer: Optimizer, patience: float) -> Iterator[None]:
+    """Warn if the other ranks do not compare soon: they may go on with an older optimizer, and never compare."""
+    text = (
+        f"{type(optimizer).__name__} has not stepped before, and waits for the other ranks to step theirs, for up to "
+        f"{patience:g} s. {_REMEDY}"
+    )
+    timer = threading.Timer(SILENCE_S, _log.warning, ("%s", text))
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 def _ask(group: dist.ProcessGroup, terms: Mapping[str, Any], patience: float, *, objection: str = "") -> str:

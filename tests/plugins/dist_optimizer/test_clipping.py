@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from ovpatch.insight.equality import compare
 from tests.plugins.ddp.arms import Record, data
@@ -175,3 +176,45 @@ def dropped() -> list[Record]:
 def test_one_rank_may_drop_a_gradient(ranks):
     for result in ranks(2)(both, dropped):
         compare(result["stock"], result["patched"], reordered=result["stock"]).assert_equal()
+
+
+# --- what the last bit of a norm does ---
+
+
+def normalised(norms: list[torch.Tensor] | None = None) -> tuple[list[torch.Tensor], list[Record]]:
+    """Train biases in front of BatchNorm, whose true gradient is zero, with clipping and averaged weights.
+
+    Args:
+        norms: What to clip by in each step; by default what torch finds.
+    """
+    torch.manual_seed(1)
+    net = nn.Sequential(nn.Linear(32, 60), nn.BatchNorm1d(60), nn.ReLU(), nn.Linear(60, 60), nn.BatchNorm1d(60))
+    model = ddp(net)
+    averaged = AveragedModel(net, multi_avg_fn=get_ema_multi_avg_fn(0.9), use_buffers=True)
+    opt = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    found, records = [], []
+    for step in range(12):
+        opt.zero_grad()
+        (model(data(step, 16, 32)) - data(step, 16, 60)).square().mean().backward()
+        if norms is None:
+            found.append(torch.nn.utils.clip_grad_norm_(model.parameters(), 0.01))
+        else:
+            torch.nn.utils.clip_grads_with_norm_(model.parameters(), 0.01, norms[step])
+        opt.step()
+        averaged.update_parameters(net)
+        records.append({"param": params(model), "averaged": {n: t.clone() for n, t in averaged.state_dict().items()}})
+    return found, records
+
+
+def clipped_alike() -> dict[str, Any]:
+    result = both(normalised)
+    return {**result, "by our norms": normalised(result["patched"][0])[1]}
+
+
+def test_what_differs_from_stock_is_the_last_bit_of_the_norm_and_nothing_else(ranks):
+    """Adam divides a gradient of rounding errors by its own size: another last bit moves such a bias by up to lr."""
+    for result in ranks(2)(clipped_alike):
+        (stock, _), (ours, patched) = result["stock"], result["patched"]
+        assert result["counters"]["norms"] >= 9
+        torch.testing.assert_close(ours, stock, rtol=1e-6, atol=0)
+        compare(result["by our norms"], patched).assert_bitwise()

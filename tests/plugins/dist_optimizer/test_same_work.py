@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import io
+import logging
 import time
 from typing import Any
 from unittest import mock
@@ -61,6 +63,26 @@ def test_an_optimizer_that_one_rank_alone_steps_stays_stock(ranks):
         compare(result["stock"], result["patched"]).assert_bitwise()
         assert result["counters"]["stock_optimizers"] == (rank == 0)
         assert took > 2
+
+
+def warned(silence: float) -> list[str]:
+    """Rank 0 alone steps an optimizer; return what it logs while it waits for rank 1."""
+    logger, heard = logging.getLogger("ovpatch.dist_optimizer"), io.StringIO()
+    handler = logging.StreamHandler(heard)
+    logger.addHandler(handler)
+    try:
+        with mock.patch.object(supported_optimizers, "SILENCE_S", silence):
+            timed("rank 0", 2.0, 8)
+    finally:
+        logger.removeHandler(handler)
+    return [line for line in heard.getvalue().splitlines() if "waits for the other ranks" in line]
+
+
+@pytest.mark.parametrize("silence", [0.2, 60.0])
+def test_a_rank_that_waits_for_the_others_says_so(ranks, silence):
+    for rank, lines in enumerate(ranks(2)(warned, silence)):
+        assert len(lines) == (rank == 0 and silence < 2)
+        assert all("make the same optimizers" in line for line in lines)
 
 
 class Zero(ZeroRedundancyOptimizer):
