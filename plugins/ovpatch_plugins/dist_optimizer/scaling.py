@@ -33,7 +33,10 @@ def wrap_unscale(original: Unscale) -> Unscale:
         scaler: Any, optimizer: Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
     ) -> dict[torch.device, Tensor]:
         sharded = optimizers.sharded(optimizer)
-        parts = [part for part in sharded.parts(optimizer) if part.delivered] if sharded is not None else []
+        all_parts = sharded.parts(optimizer) if sharded is not None else []
+        for shards in dict.fromkeys(part.shards for part in all_parts if part.shards.last_delivered(part.index)):
+            shards.tell_if_local()
+        parts = [part for part in all_parts if part.delivered]
         if not parts:
             return original(scaler, optimizer, inv_scale, found_inf, allow_fp16)
         with _pending_as_parts(optimizer, parts):

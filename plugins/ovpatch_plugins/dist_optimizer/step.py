@@ -121,6 +121,8 @@ class ShardedOptimizer(abc.ABC):
             return IN_BACKWARD
         if any(part.shards.left for part in parts):
             return LEFT
+        for shards in dict.fromkeys(part.shards for part in parts):
+            shards.tell_if_local()
         if any(part.shards.local for part in parts):
             return LOCAL
         if self._agreed:
