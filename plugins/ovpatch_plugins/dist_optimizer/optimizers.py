@@ -78,6 +78,19 @@ class Steps:
 
         return load_state_dict
 
+    def wrap_state_dict(self, original: Callable[..., dict[str, Any]]) -> Callable[..., dict[str, Any]]:
+        """Wrap ``Optimizer.state_dict``: a step in another thread, as of a script that saves beside it, ends before."""
+
+        @functools.wraps(original)
+        def state_dict(optimizer: Optimizer, *args: Any, **kwargs: Any) -> dict[str, Any]:
+            one = sharded(optimizer)
+            if one is None:
+                return original(optimizer, *args, **kwargs)
+            with one.undivided():
+                return original(optimizer, *args, **kwargs)
+
+        return state_dict
+
     def notice(self, optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
         """Look at an optimizer before its step, as a global step hook: those whose step is not patched are reported."""
         if torch.compiler.is_compiling():
