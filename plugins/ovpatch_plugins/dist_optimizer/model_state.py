@@ -185,14 +185,14 @@ class StateOfModel(abc.ABC):
             return
         if isinstance(held, Tensor) and not isinstance(held, Placeholder) and _is_like(held, form):
             if is_unshared(held) if sole is None else sole:
-                mark = placeholders.empty_out(held, self, key)
+                mark = placeholders.empty_out(held, self, key, own=True)
             elif not held.is_inference():
                 self._whole[key] = state[key[1]] = held
                 return
             else:
-                mark = placeholders.make(form, self, key)
+                mark = placeholders.make(form, self, key, own=True)
         else:
-            mark = placeholders.make(form, self, key)
+            mark = placeholders.make(form, self, key, own=True)
         last = self._placeholders.get(key)
         if last is not None and last is not mark and self._is_ours(last):
             placeholders.redirect(last, _REPLACED, key)

@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from ovpatch.overlap import grad_shards
+from ovpatch.overlap import grad_shards, placeholders
+from ovpatch.overlap.placeholders import Placeholder
 from ovpatch_plugins.dist_optimizer import orphans, same_work
 from ovpatch_plugins.dist_optimizer.counters import COUNTERS
 from ovpatch_plugins.dist_optimizer.gathers import Gathers
@@ -25,6 +26,10 @@ from ovpatch_plugins.dist_optimizer.whole_step import WholeOptimizer
 _log = logging.getLogger("ovpatch.dist_optimizer")
 
 _HANDED_MB = 64.0  # at a time, of parameters that one rank updates for all: a flat copy takes as much, twice
+
+_BY_PARTS = "_ovpatch_by_parts"  # an attribute of an optimizer, for Dynamo can look at nothing else
+
+COMPILED = "its step is compiled by now, and a graph reads memory, which whole state and gradients have"
 
 _live: weakref.WeakKeyDictionary[Optimizer, ShardedOptimizer | None] = weakref.WeakKeyDictionary()
 _remarks: list[str] = []
@@ -52,6 +57,8 @@ class Steps:
         @functools.wraps(inner)
         def step(optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
             if torch.compiler.is_compiling():
+                if getattr(optimizer, _BY_PARTS, False):  # a constant of the graph, which is compiled anew later
+                    _make_whole(optimizer)
                 return inner(optimizer, *args, **kwargs)
             orphans.settle()
             sharded = self._find(optimizer)
@@ -110,6 +117,7 @@ class Steps:
                 _leave(optimizer, reason)
             else:
                 self._say_if_idle(optimizer)
+                setattr(optimizer, _BY_PARTS, True)
                 _live[optimizer] = self._sharded(optimizer)
         return _live[optimizer]
 
@@ -155,7 +163,8 @@ def sharded(optimizer: Optimizer) -> ShardedOptimizer | None:
 
 def release_all() -> None:
     """Make every optimizer in this process stock again, its state whole."""
-    for one in list(_live.values()):
+    for optimizer, one in list(_live.items()):
+        vars(optimizer).pop(_BY_PARTS, None)
         if one is not None:
             one.release()
     _live.clear()
@@ -169,6 +178,21 @@ def remarks() -> list[str]:
         names = ", ".join(sorted(_strangers))
         found.append(f"{names} had nothing to divide: no parameter of a model whose gradients feature ddp reduces")
     return found
+
+
+@torch._disable_dynamo
+def _make_whole(optimizer: Optimizer) -> None:
+    """Make an optimizer stock whose step is compiled; a graph reads memory, of which placeholders have none."""
+    one = _live.get(optimizer)
+    if one is not None:
+        one.release()
+        _leave(optimizer, COMPILED)
+    with torch._C.DisableTorchFunctionSubclass():
+        grads = [param.grad for group in optimizer.param_groups for param in group["params"]]
+    pending = [grad for grad in grads if isinstance(grad, Placeholder)]
+    placeholders.settle(pending)  # until all ranks have heard that nobody wants gradients by parts any more
+    if one is None and not pending:
+        vars(optimizer).pop(_BY_PARTS, None)
 
 
 def _has_parts(optimizer: Optimizer) -> bool:
