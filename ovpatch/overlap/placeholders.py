@@ -120,7 +120,7 @@ def make(like: Form, source: Source, key: Any, *, own: bool = False) -> Placehol
 
 
 def empty_out(tensor: Tensor, source: Source, key: Any, *, own: bool = False) -> Placeholder:
-    """Make a placeholder of a plain tensor, whose memory is given up; the object stays. Arguments as of :func:`make`."""
+    """Make a placeholder of a plain tensor, whose memory is given up; the object stays. See :func:`make`."""
     kind = (tensor.shape, tensor.dtype, tensor.device)
     if own:
         tensor.data = _nothing(*kind, own=True)
