@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 from unittest import mock
 
@@ -11,7 +12,7 @@ import torch.distributed as dist
 
 from ovpatch.overlap.comm import gloo
 from ovpatch.overlap.comm.collectives import AllGather, AllReduce, ReduceScatter
-from ovpatch.overlap.comm.gloo import BufferPool
+from ovpatch.overlap.comm.gloo import BufferPool, _by_size
 from ovpatch.overlap.comm.work import Work, WorkWithEpilogue
 
 CPU = torch.device("cpu")
@@ -141,3 +142,16 @@ def test_a_signal_handler_may_wait_for_the_same(ranks):
         assert not result["shared"]
         assert torch.equal(result["parts"][0], torch.full((2,), 2.0))
         assert torch.equal(result["parts"][1], torch.full((3,), 4.0))
+
+
+def test_to_sort_tensors_by_size_costs_in_proportion_to_their_number():
+    def seconds(count: int) -> float:
+        tensors, taken = [torch.empty(8)] * count, []
+        for _ in range(5):
+            begin = time.perf_counter()
+            alone, small = _by_size(tensors)
+            taken.append(time.perf_counter() - begin)
+        assert (len(alone), len(small)) == (0, count)
+        return min(taken)
+
+    assert seconds(20_000) < 40 * seconds(2_000), "ten times as many took some hundred times as long"

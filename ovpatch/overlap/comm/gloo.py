@@ -208,10 +208,13 @@ class Exchange:
 
 def _by_size(tensors: Sequence[Tensor]) -> tuple[list[int], list[int]]:
     """Return which tensors travel where they are, and which through a flat one."""
-    small = [i for i, tensor in enumerate(tensors) if tensor.nbytes < _ALONE]
+    alone: list[int] = []
+    small: list[int] = []
+    for i, tensor in enumerate(tensors):  # once: there may be tens of thousands
+        (small if tensor.nbytes < _ALONE else alone).append(i)
     if len(small) == 1:
-        small = []
-    return [i for i in range(len(tensors)) if i not in small], small
+        return list(range(len(tensors))), []
+    return alone, small
 
 
 def _copy(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:

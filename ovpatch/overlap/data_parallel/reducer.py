@@ -68,7 +68,8 @@ class BackwardTask:
 
     def alive(self) -> bool:
         """Tell whether the callback is still to come, as far as the engine has let go of dead backwards."""
-        return self._callback is not None and self._callback() is not None
+        callback = self._callback  # once: another thread's backward may end in between
+        return callback is not None and callback() is not None
 
 
 class _Callback:

@@ -181,8 +181,33 @@ class ShardedGrads:
         return grad_of(self.params[index]) is not None
 
     def was_delivered(self, index: int) -> bool:
-        """Tell whether the last backward left parts of a gradient, whatever ``p.grad`` is now; alike on all ranks."""
-        return not (self.local or self.left) and self._delivered.get(index) == self._backwards
+        """Tell whether the last backward left parts of a gradient, whatever ``p.grad`` is now; alike on all ranks.
+
+        Only after :meth:`tell_if_local`, where ranks may have added gradients of their own since.
+        """
+        return not (self.local or self.left) and self.last_delivered(index)
+
+    def last_delivered(self, index: int) -> bool:
+        """Tell whether the last backward that was reduced left parts of a gradient; alike on all ranks."""
+        return self._delivered.get(index) == self._backwards
+
+    def tell_if_local(self) -> None:
+        """Make :attr:`local` the same on all ranks, at a place to which all come.
+
+        Who has local gradients waits for nobody: it goes on by itself, and that may be all that it ever does. The
+        others are told by the sum that they wait for. Not on devices whose hosts run ahead: there it would stall them.
+        """
+        there = self._listens is not None and self._listens.alive and not (self.left or self.retired)
+        if not there or self._gate is not None or self._world == 1 or not self._backwards:
+            return
+        from ovpatch.overlap.comm.step_communicator import step_communicator
+
+        device = self.editions.device
+        flag = torch.full((1,), int(self.local), dtype=torch.int32, device=device)
+        work = dist.all_reduce(flag, dist.ReduceOp.MAX, group=step_communicator(self.group, device), async_op=True)
+        if not self.local:
+            work.wait()
+            self.local = bool(flag.item())
 
     def is_newest(self, backward: int) -> bool:
         """Tell whether a backward is the last that was reduced."""

@@ -104,16 +104,26 @@ def peek(tensor: Tensor) -> Tensor:
         return tensor.source.fetch([tensor], noticed=False)[0] if isinstance(tensor, LazyTensor) else tensor
 
 
-def make(like: Form, source: Source, key: Any) -> LazyTensor:
-    """Return a new placeholder of the shape, dtype and device of ``like``."""
+def make(like: Form, source: Source, key: Any, *, own: bool = False) -> LazyTensor:
+    """Return a new placeholder of the shape, dtype and device of ``like``.
+
+    Args:
+        like: What it shows.
+        source: Where its content comes from.
+        key: What the source knows it by.
+        own: Have a storage of its own, for compilers refuse tensors that share one and are written to.
+    """
     with torch._C.DisableTorchFunctionSubclass():
-        tensor = _nothing(like.shape, like.dtype, like.device)
+        tensor = _nothing(like.shape, like.dtype, like.device, own=own)
     return _mark(tensor, source, key)
 
 
-def make_lazy_(tensor: Tensor, source: Source, key: Any) -> LazyTensor:
-    """Make a placeholder of a plain tensor, whose memory is given up; the object stays."""
+def make_lazy_(tensor: Tensor, source: Source, key: Any, *, own: bool = False) -> LazyTensor:
+    """Make a placeholder of a plain tensor, whose memory is given up; the object stays. See :func:`make`."""
     kind = (tensor.shape, tensor.dtype, tensor.device)
+    if own:
+        tensor.data = _nothing(*kind, own=True)
+        return _mark(tensor, source, key)
     if kind not in _nothings:
         _nothings[kind] = _nothing(*kind)
     tensor.data = _nothings[kind]  # the memory alone
@@ -144,8 +154,10 @@ def _mark(tensor: Tensor, source: Source, key: Any) -> LazyTensor:
     return tensor
 
 
-def _nothing(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+def _nothing(shape: Sequence[int], dtype: torch.dtype, device: torch.device, *, own: bool = False) -> Tensor:
     with outside_inference():
+        if own:
+            return torch.zeros((), dtype=dtype, device=device).expand(shape).detach()
         kind = (dtype, device)
         if kind not in _zeros:
             _zeros[kind] = torch.zeros((), dtype=dtype, device=device)

@@ -28,7 +28,6 @@ class ReducerConfig:
         average: Whether the collective divides by the number of ranks.
         max_ctas: How many thread blocks the collectives may take; ``None`` for as many as the script's communicator.
         late: Whether a further backward through a synchronised forward is reduced, too.
-        late_timeout_s: How long such a backward waits for the other ranks, in seconds.
     """
 
     bucket_limits: tuple[int, ...]
@@ -42,7 +41,6 @@ class ReducerConfig:
     average: bool = False
     max_ctas: int | None = None
     late: bool = True
-    late_timeout_s: float = 20.0
 
     @property
     def layout(self) -> tuple[tuple[int, ...], str, bool, tuple[bool, ...]]:

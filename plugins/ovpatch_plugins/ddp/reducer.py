@@ -38,7 +38,7 @@ from ovpatch_plugins.ddp import errors
 from ovpatch_plugins.ddp.foreign_hooks import ForeignHooks
 from ovpatch_plugins.ddp.logger import StepTimes, StockOnly
 from ovpatch_plugins.ddp.options import ReducerConfig
-from ovpatch_plugins.ddp.process_group import meet_for_late_backward, with_budget
+from ovpatch_plugins.ddp.process_group import meet_for_late_backward, timeout_of, with_budget
 from ovpatch_plugins.ddp.report import COUNTERS, fell_short, warn_of_create_graph
 
 if TYPE_CHECKING:
@@ -179,7 +179,7 @@ class GradReducer(StockOnly):
         config: How to reduce.
 
     Attributes:
-        on_first_use: Called once, before the first forward that will be synchronised.
+        on_first_use: Called once, when the first backward that will be reduced begins.
         armed: Whether the next backward is to be reduced.
         hands: Who may change gradients while backward runs; see [Note: foreign hands].
         name: Of the model, the same on all ranks and no other's in the process group.
@@ -202,6 +202,7 @@ class GradReducer(StockOnly):
         self.hands = ForeignHooks(params)
         self.name, self._attached, self._steps, self._ended = "", 0, 0, False
         self._group, self._lock = group, threading.RLock()
+        self._thread: Callable[[], threading.Thread | None] = _no_thread
         self.times, self.left_out, self.buckets_reduced = StepTimes(), list[int](), 0
         self._graph_changed, self._installed = False, list[torch.futures.Future[Any]]()
         self._logger: Callable[[], ReducerLogger | None] = _no_logger
@@ -267,6 +268,7 @@ class GradReducer(StockOnly):
         with self._lock:
             if not self.armed:
                 raise self._told(errors.STATIC_GRAPH_UNSYNCHRONISED)
+            self._agree_at_first()  # if not a single gradient has come
             counts = [self._ledger.seen(i) for i in range(len(self.params))]
             self._reduction.leave_out(counts)
             self._finish(launch_usage=True, counts=counts)
@@ -419,10 +421,7 @@ class GradReducer(StockOnly):
         return f"{self.name}, {self._attached}" if self._attached > 1 else self.name
 
     def _meet(self) -> None:
-        """What is left to be done together with the other ranks before the first collective."""
-        if self.on_first_use is not None:
-            first_use, self.on_first_use = self.on_first_use, None
-            first_use()
+        """Make the communicator with an SM budget, all ranks together."""
         if self._lane is None:
             self._lane = with_budget(self._group, self.config.max_ctas)
             if self._lane is not self._group:
@@ -448,12 +447,14 @@ class GradReducer(StockOnly):
 
     def _arm(self, expected: Sequence[int] | None) -> None:
         self.armed, self.quiet = True, False
+        if not self._late:  # a late backward is armed by a thread of the engine, maybe
+            self._thread = weakref.ref(threading.current_thread())
         self._set_mode()
         self._open(expected)
 
     def _arm_late(self) -> None:
         """Reduce a further backward through a forward that was reduced before; see [Note: late backward]."""
-        meet_for_late_backward(self._group, self.identity, self._steps, self.config.late_timeout_s)
+        meet_for_late_backward(self._group, self.identity, self._steps, timeout_of(self._group, self._device))
         self._late = True
         self._arm(self._static_counts)
         COUNTERS.late_backwards += 1
@@ -465,9 +466,15 @@ class GradReducer(StockOnly):
         self._reduction.open()
         self._reduction.leave_out(expected or ())
 
+    def _agree_at_first(self) -> None:
+        if self.on_first_use is not None:  # not in a forward, which one rank may run alone
+            self.on_first_use()
+            self.on_first_use = None
+
     def _begin(self) -> None:
         self._task.queue(self._backward_ended, self._backward_died)
         if not self._began:
+            self._agree_at_first()
             if self.times.sampled:
                 self.times.note("backward_compute_time_start")
             if torch.is_grad_enabled():
@@ -556,6 +563,16 @@ class GradReducer(StockOnly):
         """Complete the collectives of a backward that an exception cut short; see [Note: interrupted backward]."""
         if not (self._began and self._task.queued) or self._task.running():
             return
+        with self._lock:
+            if self._began and self._task.queued:  # still: its end may have run meanwhile, in another thread
+                self._recover()
+
+    def is_of_another_thread(self) -> bool:
+        """Tell whether another thread, which is still alive, has armed the reducer: its steps are that thread's."""
+        thread = self._thread()
+        return thread is not None and thread is not threading.current_thread() and thread.is_alive()
+
+    def _recover(self) -> None:
         with profiler_span(profiler_label("ddp", "recover")):
             self._reduction.release()
             self._reduction.launch_zeros()
@@ -605,4 +622,8 @@ class GradReducer(StockOnly):
 
 
 def _no_logger() -> None:
+    return None
+
+
+def _no_thread() -> None:
     return None

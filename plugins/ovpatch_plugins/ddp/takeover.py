@@ -98,9 +98,11 @@ class Takeover:
 
         @functools.wraps(original)
         def init(ddp: Wrapper, *args: Any, **kwargs: Any) -> None:
-            for other in list(_live):
-                # A model that is wrapped anew after a failed backward must not meet the old one's collectives.
-                other.reducer.recover()
+            for other in _alive():
+                # A model that is wrapped anew after a failed backward must not meet the old one's collectives. Those
+                # of another thread come in that thread's order.
+                if not other.reducer.is_of_another_thread():
+                    other.reducer.recover()
             together = bool(signature.bind(ddp, *args, **kwargs).arguments.get("init_sync", True))
             token = _ranks_are_together.set(together)
             try:
@@ -179,7 +181,7 @@ class Takeover:
         @functools.wraps(original)
         def enter(context: Any) -> Any:
 
-            for ddp in list(_live):
+            for ddp in _alive():
                 if not ddp.reducer.in_backward():  # as that of another thread, which has begun outside
                     restore_stock(ddp, DISTRIBUTED_AUTOGRAD)
             return original(context)
@@ -225,7 +227,6 @@ class Takeover:
             average=averages(ddp.process_group, ddp.device, options["average_in_collective"], summed),
             max_ctas=options["max_ctas"],
             late=options["reduce_late_gradients"],
-            late_timeout_s=options["agreement_timeout_s"],
         )
 
 
@@ -284,13 +285,18 @@ def restore_all() -> None:
     Raises:
         RuntimeError: A backward is running, whose gradients are being reduced.
     """
-    for ddp in list(_live):
+    for ddp in _alive():
         _refuse_inside_backward(ddp)
-    for ddp in list(_live):
+    for ddp in _alive():
         restore_stock(ddp)
     hands = sys.modules.get("ovpatch_plugins.ddp.foreign_hooks")
     if hands is not None:
         hands.stop_watching()
+
+
+def _alive() -> list[Wrapper]:
+    """Return the models with our reducer; other threads may wrap models meanwhile."""
+    return [ddp for reference in _live.keyrefs() if (ddp := reference()) is not None]
 
 
 def _refuse_inside_backward(ddp: Wrapper) -> None:
@@ -333,7 +339,8 @@ def _install(ddp: Wrapper, parameters: Sequence[torch.nn.Parameter], config: Red
 def _note_sharing(ddp: Wrapper, parameters: Sequence[torch.nn.Parameter]) -> None:
     """Tell our reducers of parameters that another reducer works on, ours or a stock one."""
     mine = _parameters[ddp] = frozenset(map(id, parameters))
-    sharing = [other for other, theirs in list(_parameters.items()) if not mine.isdisjoint(theirs)]
+    models = [one for reference in _parameters.keyrefs() if (one := reference()) is not None]  # of all threads
+    sharing = [one for one in models if not mine.isdisjoint(_parameters[one])]
     if len(sharing) > 1:  # ddp is one of them
         for one in sharing:
             if one in _live:
@@ -353,10 +360,11 @@ def _let_threads_go_at_exit() -> None:
 
 def _agree_late(reference: weakref.ref[Wrapper], terms: Mapping[str, Any]) -> None:
     from ovpatch.overlap.comm.consensus import check_consistent
+    from ovpatch_plugins.ddp.process_group import timeout_of
 
     ddp = reference()
     if ddp is not None:
-        timeout = ddp.process_group._get_backend(ddp.device).options._timeout.total_seconds()
+        timeout = timeout_of(ddp.process_group, ddp.device)
         check_consistent(ddp.process_group, "ddp", terms, timeout_s=timeout)
         _identify(ddp)
 

@@ -78,6 +78,9 @@ def wrap_clip(original: Callable[..., None]) -> Callable[..., None]:
         parameters: Tensor | Iterable[Tensor], max_norm: float, total_norm: Tensor, foreach: bool | None = None
     ) -> None:
         given = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+        by_hand = _clipped_by_all() is None
+        if by_hand:  # else the sum of the norms has seen to it
+            _tell_if_local(given)
         cut = _places(given)
         if not cut:
             original(given, max_norm, total_norm, foreach)
@@ -85,7 +88,7 @@ def wrap_clip(original: Callable[..., None]) -> Callable[..., None]:
         unread = {key: place for key, place in cut.items() if not _is_whole(place)}
         holders = [_Holder(shards.part_of(index)) for shards, index in unread.values()]
         whole = [param for param in given if id(param) not in unread]
-        if _clipped_by_all() is None:  # else the sum of the norms has seen to it
+        if by_hand:
             _meet(total_norm, dict.fromkeys(shards.group for shards, _ in cut.values()))
         with changing(list(cut.values())):
             original([*whole, *holders], max_norm, total_norm, foreach)
@@ -119,6 +122,13 @@ class _Holder:
         self.grad = grad
 
 
+def _tell_if_local(params: Iterable[Tensor]) -> None:
+    """Have ranks tell each other whether gradients are local by now, so that all take the same way."""
+    places = [place for param in params if (place := sharded_grads.find(param)) is not None]
+    for shards in dict.fromkeys(shards for shards, index in places if shards.last_delivered(index)):
+        shards.tell_if_local()
+
+
 def _places(params: Iterable[Tensor]) -> dict[int, Place]:
     """Return, by ``id``, where the parts are of parameters whose gradients the last backward delivered by parts."""
     found = {}
@@ -139,6 +149,7 @@ def _norms_of_all(
     given: Sequence[Tensor], params: Sequence[Tensor], order: float, foreach: bool | None
 ) -> list[Tensor] | None:
     """Return the norm of each gradient, whose parts all ranks sum up together; None if there are no parts."""
+    _tell_if_local(params)
     places = _places(params)
     if not places:
         return None
@@ -242,7 +253,10 @@ def wrap_unscale(original: Unscale) -> Unscale:
         scaler: Any, optimizer: Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
     ) -> dict[torch.device, Tensor]:
         sharded = takeover.sharded(optimizer)
-        parts = [part for part in sharded.parts(optimizer) if part.delivered] if sharded is not None else []
+        all_parts = sharded.parts(optimizer) if sharded is not None else []
+        for shards in dict.fromkeys(part.shards for part in all_parts if part.shards.last_delivered(part.index)):
+            shards.tell_if_local()
+        parts = [part for part in all_parts if part.delivered]
         if not parts:
             return original(scaler, optimizer, inv_scale, found_inf, allow_fp16)
         with _pending_as_parts(optimizer, parts):

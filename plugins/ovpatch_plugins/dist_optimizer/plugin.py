@@ -61,6 +61,11 @@ def ovpatch_register(patches: Registrar, options: Mapping[str, Any]) -> None:
         lambda: register_optimizer_step_pre_hook(steps.notice),
         why="sees optimizers whose step is not patched, which are reported",
     )
+    patches.register_patch(
+        "torch.optim.optimizer.Optimizer.state_dict",
+        wrap=steps.wrap_state_dict,
+        why="is called by threads that save in the background, also in the middle of a step; hooks cannot hold that up",
+    )
     if options["main_params_in_fp32"]:
         patches.register_patch(
             "torch.optim.optimizer.Optimizer.load_state_dict",

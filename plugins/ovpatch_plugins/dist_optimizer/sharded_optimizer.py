@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import abc
 import functools
+import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -61,6 +62,12 @@ _CAPTURED = (
 )
 
 
+_INSIDE = (
+    "ovpatch: state_dict() of {} was called inside of its own update, where each rank has a part of the state, in the "
+    "middle of being changed. Call it after step(), or in a step hook; or turn dist_optimizer off."
+)
+
+
 class Exchange(Protocol):
     """What makes parameters the same on all ranks after a step."""
 
@@ -91,6 +98,7 @@ class ShardedOptimizer(abc.ABC):
         self._optimizer = weakref.ref(optimizer)
         self._stand_down = stand_down
         self._inside = self._agreed = False
+        self._updating = threading.RLock()  # while the optimizer has this rank's share
         self._exchange = exchange
         self._state = state
 
@@ -119,12 +127,26 @@ class ShardedOptimizer(abc.ABC):
         COUNTERS.params_updated += len(parts)
         return result
 
+    @contextmanager
+    def undivided(self) -> Iterator[None]:
+        """Keep steps from beginning meanwhile; a step that runs in another thread is waited for.
+
+        Raises:
+            RuntimeError: This thread is inside of the step itself.
+        """
+        with self._updating:
+            if self._inside:
+                raise RuntimeError(_INSIDE.format(type(self._optimizer()).__name__))
+            yield
+
     def _objection(self, optimizer: Optimizer, parts: Sequence[ShardedParam]) -> str:
         """Return why the optimizer has to go on as stock from now on, the same on all ranks; "" if it has not."""
         if torch._C._current_graph_task_id() != -1:
             return IN_BACKWARD
         if any(part.shards.left for part in parts):
             return LEFT
+        for shards in dict.fromkeys(part.shards for part in parts):
+            shards.tell_if_local()
         if any(part.shards.local for part in parts):
             return LOCAL
         if self._agreed:
@@ -137,7 +159,7 @@ class ShardedOptimizer(abc.ABC):
     def _update(self, parts: list[ShardedParam], inner: Callable[[], Any], optimizer: Optimizer) -> Any:
         known = len(optimizer.state)
         try:
-            with self._divided(optimizer, parts), self._being_inside():
+            with self._updating, self._divided(optimizer, parts), self._being_inside():
                 result = inner()
         except Exception:
             self._hand_on(optimizer, parts)

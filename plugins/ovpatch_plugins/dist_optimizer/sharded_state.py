@@ -188,14 +188,14 @@ class StateOfModel(abc.ABC):
             return
         if isinstance(held, Tensor) and not isinstance(held, LazyTensor) and _is_like(held, form):
             if is_unshared(held) if sole is None else sole:
-                mark = lazy_tensor.make_lazy_(held, self, key)
+                mark = lazy_tensor.make_lazy_(held, self, key, own=True)
             elif not held.is_inference():
                 self._whole[key] = state[key[1]] = held
                 return
             else:
-                mark = lazy_tensor.make(form, self, key)
+                mark = lazy_tensor.make(form, self, key, own=True)
         else:
-            mark = lazy_tensor.make(form, self, key)
+            mark = lazy_tensor.make(form, self, key, own=True)
         last = self._placeholders.get(key)
         if last is not None and last is not mark and self._is_ours(last):
             lazy_tensor.redirect(last, _REPLACED, key)

@@ -17,7 +17,8 @@ from ovpatch.overlap.copy_engine import registry as copies
 from ovpatch.overlap.data_parallel import sharded_grads
 from ovpatch.overlap.peer_rpc.rpc import PeerRpc
 from ovpatch.overlap.peer_rpc.shutdown import failing
-from ovpatch.overlap.tensors import pending_param
+from ovpatch.overlap.tensors import lazy_tensor, pending_param
+from ovpatch.overlap.tensors.lazy_tensor import LazyTensor
 from ovpatch_plugins.dist_optimizer import param_all_gather, supported_optimizers
 from ovpatch_plugins.dist_optimizer.main_params import load_in_fp32
 from ovpatch_plugins.dist_optimizer.param_all_gather import ParamAllGathers
@@ -59,6 +60,10 @@ def wrap_destroy(original: Callable[..., None]) -> Callable[..., None]:
 
 _HANDED_MB = 64.0  # at a time, of parameters that one rank updates for all: a flat copy takes as much, twice
 
+_BY_PARTS = "_ovpatch_by_parts"  # an attribute of an optimizer, for Dynamo can look at nothing else
+
+COMPILED = "its step is compiled by now, and a graph reads memory, which whole state and gradients have"
+
 _live: weakref.WeakKeyDictionary[Optimizer, ShardedOptimizer | None] = weakref.WeakKeyDictionary()
 _remarks: list[str] = []
 _strangers: set[str] = set()  # classes of optimizers that stepped and had no parameter of ours
@@ -85,6 +90,8 @@ class Steps:
         @functools.wraps(inner)
         def step(optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
             if torch.compiler.is_compiling():
+                if getattr(optimizer, _BY_PARTS, False):  # a constant of the graph, which is compiled anew later
+                    _make_whole(optimizer)
                 return inner(optimizer, *args, **kwargs)
             param_all_gather.settle()
             sharded = self._find(optimizer)
@@ -111,6 +118,19 @@ class Steps:
 
         return load_state_dict
 
+    def wrap_state_dict(self, original: Callable[..., dict[str, Any]]) -> Callable[..., dict[str, Any]]:
+        """Wrap ``Optimizer.state_dict``: a step in another thread, as of a script that saves beside it, ends before."""
+
+        @functools.wraps(original)
+        def state_dict(optimizer: Optimizer, *args: Any, **kwargs: Any) -> dict[str, Any]:
+            one = sharded(optimizer)
+            if one is None:
+                return original(optimizer, *args, **kwargs)
+            with one.undivided():
+                return original(optimizer, *args, **kwargs)
+
+        return state_dict
+
     def notice(self, optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
         """Look at an optimizer before its step, as a global step hook: those whose step is not patched are reported."""
         if torch.compiler.is_compiling():
@@ -130,6 +150,7 @@ class Steps:
                 _leave(optimizer, reason)
             else:
                 self._say_if_idle(optimizer)
+                setattr(optimizer, _BY_PARTS, True)
                 _live[optimizer] = self._sharded(optimizer)
         return _live[optimizer]
 
@@ -175,7 +196,8 @@ def sharded(optimizer: Optimizer) -> ShardedOptimizer | None:
 
 def release_all() -> None:
     """Make every optimizer in this process stock again, its state whole."""
-    for one in list(_live.values()):
+    for optimizer, one in list(_live.items()):
+        vars(optimizer).pop(_BY_PARTS, None)
         if one is not None:
             one.release()
     _live.clear()
@@ -189,6 +211,21 @@ def remarks() -> list[str]:
         names = ", ".join(sorted(_strangers))
         found.append(f"{names} had nothing to divide: no parameter of a model whose gradients feature ddp reduces")
     return found
+
+
+@torch._disable_dynamo
+def _make_whole(optimizer: Optimizer) -> None:
+    """Make an optimizer stock whose step is compiled; a graph reads memory, of which placeholders have none."""
+    one = _live.get(optimizer)
+    if one is not None:
+        one.release()
+        _leave(optimizer, COMPILED)
+    with torch._C.DisableTorchFunctionSubclass():
+        grads = [param.grad for group in optimizer.param_groups for param in group["params"]]
+    pending = [grad for grad in grads if isinstance(grad, LazyTensor)]
+    lazy_tensor.settle(pending)  # until all ranks have heard that nobody wants gradients by parts any more
+    if one is None and not pending:
+        vars(optimizer).pop(_BY_PARTS, None)
 
 
 def _has_parts(optimizer: Optimizer) -> bool:

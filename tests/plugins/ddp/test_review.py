@@ -247,6 +247,49 @@ def test_a_model_wrapped_while_another_thread_is_in_a_backward(ranks):
     check(ranks(2)(both, loop_wrap_during_backward, timeout=40))
 
 
+def loop_wrap_during_the_end(group_is_new: bool) -> list[Record]:
+    """One thread waits at the end of a backward when another thread wraps a second model, on a group of its own."""
+    model, group, own = Mined(), dist.new_group(), dist.new_group()
+    wrapped = DDP(model, bucket_cap_mb=TINY, process_group=own)
+    records = []
+
+    def train(step: int, inside: threading.Event, go: threading.Event) -> None:
+        loss = wrapped(data(step, 4, 8)).square().mean()
+        reducer = wrapped.reducer
+        if not isinstance(reducer, dist.Reducer):
+            launch_rest = reducer._reduction.launch_rest
+
+            def held(*args: Any) -> None:
+                inside.set()
+                go.wait(20)
+                launch_rest(*args)
+
+            reducer._reduction.launch_rest = held
+        loss.backward()
+        inside.set()
+
+    for step in range(3):
+        inside, go = threading.Event(), threading.Event()
+        thread = threading.Thread(target=train, args=(step, inside, go))
+        thread.start()
+        assert inside.wait(20)
+        threading.Timer(0.5, go.set).start()  # in case that to wrap waits for the other thread
+        other = DDP(nn.Linear(2, 2), process_group=dist.new_group() if group_is_new else group)
+        other(data(step, 3, 2)).sum().backward()
+        go.set()
+        thread.join(20)
+        records += [seen(model), seen(other.module)]
+        wrapped.zero_grad()
+    return records
+
+
+@pytest.mark.parametrize("group_is_new", [True, False])
+def test_a_model_wrapped_while_another_thread_ends_a_backward(ranks, group_is_new):
+    results = ranks(2)(both, loop_wrap_during_the_end, group_is_new, timeout=60)
+    check(results)
+    assert [result["counters"]["recovered"] for result in results] == [0, 0]
+
+
 def loop_generic_join() -> list[Record]:
     model = wide()
     wrapped = DDP(model)

@@ -107,6 +107,26 @@ def test_copies_and_pickles_reduce_on_their_own_and_hold_nothing_of_ours(ranks):
         compare(result["after"][0], result["after"][2]).assert_bitwise()
 
 
+def copied_and_called_alone(static_graph: bool) -> list[Any]:
+    """One rank alone runs a forward of a copy, with gradients enabled; then all train it."""
+    with ovpatch.applied("ddp"):
+        torch.manual_seed(0)
+        wrapped = DDP(net(), static_graph=static_graph)
+        twin = copy.deepcopy(wrapped)
+        if dist.get_rank() == 1:
+            assert twin(data(0, 4, 6)).requires_grad
+        dist.barrier()
+        return [is_ours(twin), steps(wrapped, 3), steps(twin, 3)]
+
+
+@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("static_graph", [False, True])
+def test_a_forward_of_a_copy_waits_for_nobody(ranks, world, static_graph):
+    for ours, wrapped, twin in ranks(world)(copied_and_called_alone, static_graph, timeout=20):
+        assert ours
+        compare(wrapped, twin).assert_bitwise()
+
+
 def reverted_midway() -> dict[str, Any]:
     torch.manual_seed(0)
     stock = DDP(net())

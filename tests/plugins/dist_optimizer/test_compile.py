@@ -64,3 +64,26 @@ def test_compiled_blocks_are_looked_up_as_often_as_under_stock(ranks):
         assert result["counters"]["gathers_overlapped"] > 0
         assert result["stock"] == result["patched"]
         assert result["stock"].count("TorchDynamo Cache Lookup") == 3
+
+
+def compiled_later(kind: str) -> list[Any]:
+    """Train by eager steps, then compile them."""
+    model = ddp(nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 16), nn.Linear(16, 4)))
+    opt = {"adamw": torch.optim.AdamW, "sgd": torch.optim.SGD}[kind](model.parameters(), 1e-2)
+    compiled, records = torch.compile(opt.step, backend="aot_eager"), list[Any]()
+    for step in range(28):
+        opt.zero_grad()
+        model(data(step, 4, 6)).square().mean().backward()
+        (opt.step if step < 4 else compiled)()
+        records.append({name: param.detach().clone() for name, param in model.named_parameters()})
+    torch._dynamo.reset()
+    return records
+
+
+@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("kind", ["adamw", "sgd"])
+def test_a_step_that_is_compiled_later_makes_its_optimizer_stock(ranks, world, kind):
+    for result in ranks(world)(both, compiled_later, kind, options={"min_param_numel": 1}, timeout=120):
+        torch.testing.assert_close(result["patched"], result["stock"], rtol=1e-5, atol=1e-6)
+        assert result["counters"]["steps"] == 4
+        assert result["counters"]["stock_optimizers"] == 1

@@ -48,3 +48,62 @@ def test_without_the_wrapper_ranks_go_on_by_themselves(ranks, world, set_to_none
             assert result["counters"]["steps"] == 5
         first, second = (result["patched"][7]["0.weight"] for result in results[:2])
         assert not torch.equal(first, second), "each trains by its own data"
+
+
+def local_on_one(who: int, when: int, how: str) -> list[Any]:
+    """One rank adds gradients of its own to those that were averaged; then all unscale, clip and step."""
+    module = net()
+    model = ddp(module)
+    opt = torch.optim.AdamW(module.parameters(), 1e-2)
+    scaler = torch.amp.GradScaler("cpu", init_scale=64.0)
+    records = []
+    for step in range(6):
+        opt.zero_grad()
+        scaler.scale(model(data(step, 5, 6)).square().mean()).backward()
+        if step == when and dist.get_rank() == who:
+            around = module if "around" in how else model
+            with model.no_sync():
+                scaler.scale(around(data(step + 50, 5, 6)).square().mean()).backward()
+        if "unscaled" in how:
+            scaler.unscale_(opt)
+        if "clipped" in how:
+            nn.utils.clip_grad_norm_(module.parameters(), 0.1)
+        if "by hand" in how:
+            gradients = [param.grad for param in module.parameters() if param.grad is not None]
+            nn.utils.clip_grads_with_norm_(module.parameters(), 0.1, nn.utils.get_total_norm(gradients))
+        scaler.step(opt)
+        scaler.update()
+        records.append(params(module))
+    return records
+
+
+@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize(
+    "how", ["around", "no_sync", "around, clipped", "no_sync, unscaled, clipped", "around, by hand"]
+)
+def test_one_rank_alone_may_add_gradients_of_its_own(ranks, world, how):
+    for who, when in ((0, 3), (1, 1)):
+        for result in ranks(world)(both, local_on_one, who, when, how, timeout=40):
+            torch.testing.assert_close(result["patched"], result["stock"], rtol=1e-5, atol=1e-6)
+            assert result["counters"]["steps"] == when
+
+
+def alone_at_the_end() -> list[Any]:
+    """One rank goes on by itself, beside the wrapper; the others come to no step any more."""
+    module = net()
+    model = ddp(module)
+    opt = torch.optim.AdamW(module.parameters(), 1e-2)
+    for step in range(6):
+        if step < 3 or dist.get_rank() == 1:
+            opt.zero_grad()
+            (model if step < 3 else module)(data(step, 5, 6)).square().mean().backward()
+            opt.step()
+    dist.barrier()
+    return [params(module)]
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_one_rank_alone_may_go_on_beside_the_wrapper(ranks, world):
+    for result in ranks(world)(both, alone_at_the_end, timeout=40):
+        torch.testing.assert_close(result["patched"], result["stock"], rtol=1e-5, atol=1e-6)
+        assert result["counters"]["steps"] == 3

@@ -5,8 +5,10 @@ from __future__ import annotations
 import copy
 import io
 import pickle
+import threading
 import time
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -310,3 +312,46 @@ def test_a_step_that_ends_badly_ends(ranks):
     for result in ranks(2)(unreadable, timeout=30):
         assert result
         assert all(result)
+
+
+def asked_inside() -> dict[str, Any]:
+    """While an optimizer updates, another thread asks for its state, and so does the update itself."""
+    model, opt = build()
+    init_group, found = torch.optim.Adam._init_group, dict[str, Any](failed="")
+
+    def asking(optimizer: torch.optim.Adam, *args: Any) -> Any:
+        result = init_group(optimizer, *args)
+        thread = threading.Thread(target=lambda: found.update(other=copy.deepcopy(opt.state_dict())))
+        thread.start()
+        thread.join(0.5)
+        try:
+            found["own"] = sorted(opt.state_dict()["state"])
+        except RuntimeError as error:
+            found["failed"] = str(error)
+        found["thread"] = thread
+        return result
+
+    for number in range(3):
+        step(model, opt, number)
+    with mock.patch.object(torch.optim.Adam, "_init_group", asking):
+        step(model, opt, 3)
+    found.pop("thread").join(30)
+    after = on_cpu(opt.state_dict())
+    dist.barrier()
+    return {
+        "shapes": {key: value["exp_avg"].shape for key, value in found["other"]["state"].items()},
+        **found,
+        "after": after,
+    }
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_state_dict_in_the_middle_of_a_step_waits_or_says_when_to_ask(ranks, world):
+    for result in ranks(world)(both, asked_inside, timeout=40):
+        stock, patched = result["stock"], result["patched"]
+        assert stock["shapes"] == patched["shapes"]
+        assert not stock["failed"]
+        assert "Call it after step()" in patched["failed"]
+        compare(patched["after"], on_cpu(patched["other"])).assert_bitwise()
+        compared = compare(stock["after"], patched["after"])
+        (compared.assert_bitwise if world == 2 else compared.assert_equal)()
