@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import dataclasses
+import gc
 import importlib.util
 import os
 import random
@@ -167,6 +168,28 @@ def _use_store():
     store.add("counter", rank + 1)
     dist.barrier()
     return fresh, store.multi_get(["mine 0", "mine 1"]), store.get("counter")
+
+
+class Watched(torch.nn.Sequential):
+    pass
+
+
+def watched_by_backward_hooks() -> int:
+    """Leave models that take several passes of the collector; return how many an earlier case has left."""
+    from torch.distributed.tensor.debug import CommDebugMode
+
+    found = sum(type(one) is Watched for one in gc.get_objects())
+    model: torch.nn.Module = torch.nn.Linear(2, 2)
+    for _ in range(8):
+        model = Watched(model)
+    with CommDebugMode():
+        model(torch.ones(2, 2, requires_grad=True)).sum().backward()
+    return found
+
+
+def test_no_case_finds_the_models_of_an_earlier_one(ranks):
+    for _ in range(3):
+        assert ranks(2)(watched_by_backward_hooks) == [0, 0]
 
 
 def test_every_case_has_a_real_store(ranks):

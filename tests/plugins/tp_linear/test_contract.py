@@ -156,7 +156,11 @@ def made_before(*, user_hook: bool = False) -> Record:
         model.up.register_forward_hook(lambda m, args, out: out * 2)
     before = counters()
     with ovpatch.applied("tp_linear"):
-        linears = counters()["linears"] - before["linears"], counters()["gathers"] - before["gathers"]
+        hooks = [hook for one in attention.modules() for hook in one._forward_pre_hooks.values()]
+        linears = (
+            sum("_ovpatch_parallel" in vars(one) for one in (*model.modules(), *attention.modules())),
+            sum(type(hook).__name__ == "SharedAllGather" for hook in hooks),
+        )
         record = step(model, adamw(model), 0)
         attention(torch.arange(24).view(2, 12)).sum().backward()
         assert counters()["shared_calls"] > before["shared_calls"]
