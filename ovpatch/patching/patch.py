@@ -53,7 +53,7 @@ class IncompatiblePatchError(PatchError):
 # ``>=2.11,<2.16``, as nearly all are, need only a comparison of two pairs of numbers; packaging does the others.
 
 
-def check_specifier(specifier: str, target: str) -> None:
+def check_version_range(specifier: str, target: str) -> None:
     """Raise if ``specifier`` is no version range.
 
     Args:
@@ -63,13 +63,13 @@ def check_specifier(specifier: str, target: str) -> None:
     Raises:
         DeclarationError: It cannot be parsed.
     """
-    if not is_range(specifier):
+    if not is_version_range(specifier):
         raise DeclarationError(
             f"torch={specifier!r} of the patch of {target} is not a version range: write it as '>=2.11,<2.16'"
         )
 
 
-def is_range(specifier: str) -> bool:
+def is_version_range(specifier: str) -> bool:
     """Tell whether a text is a version range."""
     if _plain(specifier):
         return True
@@ -82,13 +82,13 @@ def is_range(specifier: str) -> bool:
     return True
 
 
-def torch_mismatch(specifier: str) -> str | None:
+def explain_torch_mismatch(specifier: str) -> str | None:
     """Return why the torch at hand is outside a range, or None if it is inside.
 
     Args:
         specifier: A checked version range.
     """
-    text = torch_version()
+    text = read_torch_version()
     if text is None:
         return f"needs torch {specifier}, and torch is not installed"
     numbers = re.match(r"(\d+)\.(\d+)", text)
@@ -109,7 +109,7 @@ def torch_mismatch(specifier: str) -> str | None:
     return f"needs torch {specifier}, and this is torch {text}"
 
 
-def torch_version() -> str | None:
+def read_torch_version() -> str | None:
     """Return the version of the imported torch, else of the installed one, else None."""
     imported = getattr(sys.modules.get("torch"), "__version__", None)
     if imported is not None:
@@ -231,7 +231,7 @@ class Patch:
                     f"pass {'a text' if kind is str else 'a whole number'}"
                 )
         if self.torch is not None:
-            check_specifier(self.torch, self.target)
+            check_version_range(self.torch, self.target)
 
     @property
     def kind(self) -> Kind:
@@ -250,10 +250,10 @@ class Patch:
 
     @property
     def rank(self) -> tuple[bool, int, int]:
-        """Sort key within a stack, closest to the original first: the replacement, then by order and registration."""
+        """Sort key within a chain, closest to the original first: the replacement, then by order and registration."""
         return (self.kind == "wrap", self.order, self.number)
 
-    def repeats(self, other: Patch | Hook) -> bool:
+    def is_same_as(self, other: Patch | Hook) -> bool:
         """Whether both say the same thing, so that registering both means it once."""
         return (
             isinstance(other, Patch)
@@ -263,7 +263,7 @@ class Patch:
         )
 
     def __str__(self) -> str:
-        return f"{feature_label(self.feature)} ({describe_callable(self.source)})"
+        return f"{label_feature(self.feature)} ({describe_callable(self.source)})"
 
 
 @dataclass(frozen=True, eq=False)
@@ -283,7 +283,7 @@ class Hook:
         if not callable(self.install):
             raise DeclarationError(f"install of hook {self.name!r} is not callable: pass a function without arguments")
 
-    def repeats(self, other: Patch | Hook) -> bool:
+    def is_same_as(self, other: Patch | Hook) -> bool:
         """Whether both say the same thing."""
         return (
             isinstance(other, Hook)
@@ -292,15 +292,15 @@ class Hook:
         )
 
     def __str__(self) -> str:
-        return f"{feature_label(self.feature)} (hook {self.name!r})"
+        return f"{label_feature(self.feature)} (hook {self.name!r})"
 
 
-def feature_label(feature: str) -> str:
+def label_feature(feature: str) -> str:
     """Return how errors call a feature; patches of a bare manager need not belong to one."""
     return f"feature {feature!r}" if feature else "a patch without feature"
 
 
-def bare_function(value: Any) -> Any:
+def unwrap_callable(value: Any) -> Any:
     """Return the function somebody wrote inside partials, bound methods and descriptors."""
     while True:
         if isinstance(value, functools.partial):
@@ -315,16 +315,16 @@ def bare_function(value: Any) -> Any:
 
 def describe_callable(value: Any) -> str:
     """Return module, name and, for Python functions, file and line: enough to find who wrote it."""
-    value = bare_function(value)
+    value = unwrap_callable(value)
     owner = value if hasattr(value, "__qualname__") else type(value)
     name = f"{owner.__module__}.{owner.__qualname__}"
-    place = location_of(value)
-    return f"{name} at {place}" if place else name
+    location = find_location(value)
+    return f"{name} at {location}" if location else name
 
 
-def location_of(value: Any) -> str:
+def find_location(value: Any) -> str:
     """Return ``file:line`` of a Python function, or nothing."""
-    code = getattr(bare_function(value), "__code__", None)
+    code = getattr(unwrap_callable(value), "__code__", None)
     return f"{code.co_filename}:{code.co_firstlineno}" if isinstance(code, types.CodeType) else ""
 
 

@@ -14,7 +14,7 @@ from enum import Enum
 from typing import Any, Final
 
 from ovpatch.patching.patch import IncompatiblePatchError
-from ovpatch.patching.target import ABSENT, Owner, Slot, is_class, is_module, namespace, owner_path
+from ovpatch.patching.target import ABSENT, Owner, Slot, format_owner, get_namespace, is_class, is_module
 
 Function = Callable[..., Any]
 
@@ -47,24 +47,24 @@ _CLASS_KINDS: Final[dict[type, SlotKind]] = {
 _DESCRIPTORS: Final = (staticmethod, classmethod, types.ClassMethodDescriptorType, property)
 
 
-def kind_of(place: Slot) -> SlotKind:
+def get_slot_kind(slot: Slot) -> SlotKind:
     """Return how the slot is read.
 
     Raises:
         IncompatiblePatchError: It is nothing that can be patched.
     """
-    kind = _kind_in_module(place.raw) if is_module(place.owner) else _kind_in_class(place.raw)
+    kind = _kind_in_module(slot.raw) if is_module(slot.owner) else _kind_in_class(slot.raw)
     if kind is None:
-        raise IncompatiblePatchError(_refusal(place))
-    if place.heir_of is object:
+        raise IncompatiblePatchError(_refusal(slot))
+    if slot.inherited_from is object:
         raise IncompatiblePatchError(
-            f"{place.path} is inherited from object, whose methods check whether they were overridden: patch "
-            f"a method that {owner_path(place.owner)} or one of its bases defines"
+            f"{slot.path} is inherited from object, whose methods check whether they were overridden: patch "
+            f"a method that {format_owner(slot.owner)} or one of its bases defines"
         )
-    if not is_writable(place.owner):
+    if not is_writable(slot.owner):
         raise IncompatiblePatchError(
-            f"{owner_path(place.owner)} is a built-in class and its attributes cannot be set: patch the function that "
-            f"calls {place.name!r}, or a Python subclass"
+            f"{format_owner(slot.owner)} is a built-in class and its attributes cannot be set: patch the function that "
+            f"calls {slot.name!r}, or a Python subclass"
         )
     return kind
 
@@ -75,45 +75,43 @@ def _kind_in_module(raw: Any) -> SlotKind | None:
 
 def _kind_in_class(raw: Any) -> SlotKind | None:
     kind = _CLASS_KINDS.get(type(raw))
-    if kind in (SlotKind.STATIC, SlotKind.CLASSMETHOD, SlotKind.GETTER) and not callable(function_in(raw)):
+    if kind in (SlotKind.STATIC, SlotKind.CLASSMETHOD, SlotKind.GETTER) and not callable(unwrap_descriptor(raw)):
         return None
     return kind
 
 
-def _refusal(place: Slot) -> str:
-    if is_module(place.raw):
-        return f"{place.path} is a module: name a function or method in it"
-    if is_class(place.raw):
+def _refusal(slot: Slot) -> str:
+    if is_module(slot.raw):
+        return f"{slot.path} is a module: name a function or method in it"
+    if is_class(slot.raw):
         return (
-            f"{place.path} is a class. Replacing classes breaks isinstance, pickling and super(): patch its methods, "
-            f"for example '{place.path}.__init__'"
+            f"{slot.path} is a class. Replacing classes breaks isinstance, pickling and super(): patch its methods, "
+            f"for example '{slot.path}.__init__'"
         )
-    cls = type(place.raw)
+    cls = type(slot.raw)
     named = f"{cls.__module__}.{cls.__qualname__}"
-    if callable(place.raw):
-        return (
-            f"{place.path} is an object of type {named}, not a plain function: patch '{named}.__call__' or its caller"
-        )
-    return f"{place.path} is {place.raw!r}, not a function or method: patch the functions that read it"
+    if callable(slot.raw):
+        return f"{slot.path} is an object of type {named}, not a plain function: patch '{named}.__call__' or its caller"
+    return f"{slot.path} is {slot.raw!r}, not a function or method: patch the functions that read it"
 
 
-def function_in(raw: Any) -> Any:
+def unwrap_descriptor(raw: Any) -> Any:
     """Return the function inside a class attribute: what the descriptor would call."""
     if isinstance(raw, (staticmethod, classmethod)):
         return raw.__func__
     return raw.fget if isinstance(raw, property) else raw
 
 
-def descriptor(place: Slot, kind: SlotKind, function: Function) -> Any:
+def make_descriptor(slot: Slot, kind: SlotKind, function: Function) -> Any:
     """Return what to put into the slot so that reading it works as before and calls ``function``."""
     if kind is SlotKind.STATIC:
         return staticmethod(function)
     if kind is SlotKind.CLASSMETHOD:
         return classmethod(function)
-    return place.raw.getter(function) if kind is SlotKind.GETTER else function
+    return slot.raw.getter(function) if kind is SlotKind.GETTER else function
 
 
-def replacement_function(replacement: Any, place: Slot, kind: SlotKind) -> Function:
+def unwrap_replacement(replacement: Any, slot: Slot, kind: SlotKind) -> Function:
     """Return the function of a replacement, which may come in the descriptor of its target's kind.
 
     Raises:
@@ -124,15 +122,15 @@ def replacement_function(replacement: Any, place: Slot, kind: SlotKind) -> Funct
     )
     if wanted not in (None, kind):
         raise IncompatiblePatchError(
-            f"{place.path} is a {kind.value} and its replacement is a {type(replacement).__name__}: pass a plain "
+            f"{slot.path} is a {kind.value} and its replacement is a {type(replacement).__name__}: pass a plain "
             "function, the descriptor is kept"
         )
-    if wanted is SlotKind.GETTER and (replacement.fset, replacement.fdel) not in ((None, None), _accessors(place.raw)):
+    if wanted is SlotKind.GETTER and (replacement.fset, replacement.fdel) not in ((None, None), _accessors(slot.raw)):
         raise IncompatiblePatchError(
-            f"the replacement of property {place.path} brings a setter or deleter, and only the getter of a property "
+            f"the replacement of property {slot.path} brings a setter or deleter, and only the getter of a property "
             "is patched: pass the getter function"
         )
-    function: Function = function_in(replacement)
+    function: Function = unwrap_descriptor(replacement)
     return function
 
 
@@ -140,22 +138,22 @@ def _accessors(raw: property) -> tuple[Any, Any]:
     return raw.fset, raw.fdel
 
 
-def base_of(place: Slot, kind: SlotKind) -> Function:
+def make_base(slot: Slot, kind: SlotKind) -> Function:
     """Return what a patch gets as the original.
 
     An inherited attribute is looked up at each call, as Python would without the patch: its base class may be patched
     later, and in a subclass with several bases the next in line need not be the class it was found in.
     """
-    if place.heir_of is None:
-        function: Function = function_in(place.raw)
+    if slot.inherited_from is None:
+        function: Function = unwrap_descriptor(slot.raw)
         return function
     builders = {
-        SlotKind.METHOD: _inherited_step if _is_unhooked_step(place) else _inherited_method,
+        SlotKind.METHOD: _inherited_step if _is_unhooked_step(slot) else _inherited_method,
         SlotKind.CLASSMETHOD: _inherited_classmethod,
         SlotKind.STATIC: _inherited_static,
         SlotKind.GETTER: _inherited_getter,
     }
-    return builders[kind](place.owner, place.name, function_in(place.raw))
+    return builders[kind](slot.owner, slot.name, unwrap_descriptor(slot.raw))
 
 
 def _inherited_method(owner: Any, name: str, found: Any) -> Function:
@@ -167,8 +165,8 @@ def _inherited_method(owner: Any, name: str, found: Any) -> Function:
     return inherited
 
 
-def _is_unhooked_step(place: Slot) -> bool:
-    return place.name == "step" and not hasattr(function_in(place.raw), "hooked")
+def _is_unhooked_step(slot: Slot) -> bool:
+    return slot.name == "step" and not hasattr(unwrap_descriptor(slot.raw), "hooked")
 
 
 def _inherited_step(owner: Any, name: str, found: Any) -> Function:
@@ -178,7 +176,7 @@ def _inherited_step(owner: Any, name: str, found: Any) -> Function:
     The first instance of an optimizer class puts profile_hook_step, which runs the step hooks, around what the class
     sees as ``step``, unless that carries ``hooked``. Suppose we patch ``AdamW.step``, inherited from Adam and not
     hooked yet: AdamW then hooks ours. If Adam is hooked later, the lookup finds hooks below us as well, and they would
-    run twice in a step; stock AdamW holds the unhooked function. So a hook layer that appeared below is stepped over.
+    run twice in a step; stock AdamW holds the unhooked function. So a hook wrapper that appeared below is stepped over.
     """
 
     def inherited(self: Any, /, *args: Any, **kwargs: Any) -> Any:
@@ -213,27 +211,27 @@ def _inherited_getter(owner: Any, name: str, found: Any) -> Function:
     return inherited
 
 
-def settle_name(function: Any, place: Slot, away: Callable[[types.ModuleType], bool]) -> None:
+def set_picklable_name(function: Any, slot: Slot, away: Callable[[types.ModuleType], bool]) -> None:
     """Make an installed function picklable where the original was: its qualified name must lead to it.
 
     Args:
         function: The installed function, named like the original.
-        place: Where it is installed.
+        slot: Where it is installed.
         away: Whether references in a module keep the original.
     """
-    if is_class(place.owner):
-        if place.heir_of is not None:
-            function.__module__, function.__qualname__ = place.owner.__module__, _qualname(place)
+    if is_class(slot.owner):
+        if slot.inherited_from is not None:
+            function.__module__, function.__qualname__ = slot.owner.__module__, _qualname(slot)
         return
     home = sys.modules.get(getattr(function, "__module__", None) or "")
-    if home is None or home is place.owner or not is_module(home):
+    if home is None or home is slot.owner or not is_module(home):
         return
-    if namespace(home).get(function.__qualname__) is place.raw and away(home):
-        function.__module__, function.__qualname__ = place.owner.__name__, place.name
+    if get_namespace(home).get(function.__qualname__) is slot.raw and away(home):
+        function.__module__, function.__qualname__ = slot.owner.__name__, slot.name
 
 
-def _qualname(place: Slot) -> str:
-    return f"{place.owner.__qualname__}.{place.name}"
+def _qualname(slot: Slot) -> str:
+    return f"{slot.owner.__qualname__}.{slot.name}"
 
 
 # Every write, with its undo.
@@ -243,10 +241,12 @@ def _qualname(place: Slot) -> str:
 # operations of this package: no wrap function, no hook installation, no import. So whoever holds it never waits for
 # anybody, and code that a callback starts, imports included, cannot deadlock with it.
 
-LOCK: Final = threading.RLock()
+WRITE_LOCK: Final = threading.RLock()
 if hasattr(os, "register_at_fork"):
     # A child has only the thread that forked: a lock that another thread held would stay locked there for ever.
-    os.register_at_fork(before=LOCK.acquire, after_in_parent=LOCK.release, after_in_child=LOCK.release)
+    os.register_at_fork(
+        before=WRITE_LOCK.acquire, after_in_parent=WRITE_LOCK.release, after_in_child=WRITE_LOCK.release
+    )
 
 _HEAP_TYPE: Final = 1 << 9
 _IMMUTABLE_TYPE: Final = 1 << 8
@@ -260,12 +260,12 @@ def is_writable(owner: Owner) -> bool:
     return bool(flags & _HEAP_TYPE) and not flags & _IMMUTABLE_TYPE
 
 
-def current(owner: Owner, name: str) -> Any:
+def read_slot(owner: Owner, name: str) -> Any:
     """Return what the owner itself holds under a name, or ``ABSENT``."""
-    return namespace(owner).get(name, ABSENT)
+    return get_namespace(owner).get(name, ABSENT)
 
 
-def put(owner: Owner, name: str, value: Any) -> None:
+def write_slot(owner: Owner, name: str, value: Any) -> None:
     """Set or, for ``ABSENT``, delete an attribute.
 
     Neither a module's nor a metaclass's own ``__setattr__`` is asked: what they would do besides could not be undone.
@@ -273,12 +273,12 @@ def put(owner: Owner, name: str, value: Any) -> None:
     """
     if isinstance(owner, types.ModuleType):
         if value is ABSENT:
-            namespace(owner).pop(name, None)
+            get_namespace(owner).pop(name, None)
         else:
-            namespace(owner)[name] = value
+            get_namespace(owner)[name] = value
     elif value is not ABSENT:
         _of_c(owner, "__setattr__")(owner, name, value)
-    elif name in namespace(owner):
+    elif name in get_namespace(owner):
         _of_c(owner, "__delattr__")(owner, name)
 
 
@@ -289,7 +289,7 @@ def _of_c(owner: type, method: str) -> Callable[..., None]:
 
 
 @dataclass(frozen=True, eq=False)
-class Write:
+class SlotWrite:
     """One attribute that was written.
 
     Attributes:
@@ -306,9 +306,9 @@ class Write:
 
     def undo(self) -> bool:
         """Put the old value back; returns False, and does nothing, if something else lies there by now."""
-        if current(self.owner, self.name) is not self.new:
+        if read_slot(self.owner, self.name) is not self.new:
             return False
-        put(self.owner, self.name, self.old)
+        write_slot(self.owner, self.name, self.old)
         return True
 
 
@@ -318,14 +318,14 @@ class Journal:
     def __init__(self) -> None:
         self._undos: list[Callable[[], object]] = []
 
-    def write(self, owner: Owner, name: str, new: Any) -> Write:
+    def write(self, owner: Owner, name: str, new: Any) -> SlotWrite:
         """Write an attribute and remember what was there."""
-        done = Write(owner, name, current(owner, name), new)
-        put(owner, name, new)
+        done = SlotWrite(owner, name, read_slot(owner, name), new)
+        write_slot(owner, name, new)
         self._undos.append(done.undo)
         return done
 
-    def note(self, undo: Callable[[], object]) -> None:
+    def add_undo(self, undo: Callable[[], object]) -> None:
         """Remember how to take back something that was done elsewhere."""
         self._undos.append(undo)
 

@@ -9,15 +9,22 @@ from __future__ import annotations
 
 import difflib
 import importlib.util
+import logging
+import os
 import sys
+import threading
 import types
-from collections.abc import Iterable
+import weakref
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, Final, NamedTuple
 
 from ovpatch.patching.patch import IncompatiblePatchError
 
 Owner = types.ModuleType | type
+Listener = Callable[[str], None]
+
+_logger: Final = logging.getLogger("ovpatch.patching")
 
 ABSENT: Final[Any] = type("Absent", (), {"__repr__": lambda self: "<absent>"})()
 
@@ -30,21 +37,21 @@ class Slot:
         owner: Module or class whose ``__dict__`` holds, or will hold, the attribute.
         name: Attribute.
         raw: What lies there: the descriptor itself, not what reading it would give.
-        heir_of: Class that holds ``raw``, if the owner inherits it.
+        inherited_from: Class that holds ``raw``, if the owner inherits it.
     """
 
     owner: Owner
     name: str
     raw: Any
-    heir_of: type | None = None
+    inherited_from: type | None = None
 
     @property
     def path(self) -> str:
         """Where it is, by the owner's own name."""
-        return f"{owner_path(self.owner)}.{self.name}"
+        return f"{format_owner(self.owner)}.{self.name}"
 
 
-class Waiting(NamedTuple):
+class PendingTarget(NamedTuple):
     """A slot that cannot be known before more is imported.
 
     Attributes:
@@ -56,7 +63,7 @@ class Waiting(NamedTuple):
     reason: str
 
 
-class Missing(NamedTuple):
+class MissingTarget(NamedTuple):
     """A slot that does not exist.
 
     Attributes:
@@ -70,7 +77,7 @@ class Missing(NamedTuple):
     modules: tuple[str, ...] = ()
 
 
-def owner_path(owner: Owner) -> str:
+def format_owner(owner: Owner) -> str:
     """Return the dotted path of a module or class."""
     return owner.__name__ if is_module(owner) else f"{owner.__module__}.{owner.__qualname__}"
 
@@ -85,7 +92,7 @@ def is_class(value: object) -> bool:
     return issubclass(type(value), type)
 
 
-def namespace(owner: Owner) -> dict[str, Any]:
+def get_namespace(owner: Owner) -> dict[str, Any]:
     """Return what ``owner`` itself holds; see [Note: reading without binding]."""
     if is_module(owner):
         found: dict[str, Any] = types.ModuleType.__getattribute__(owner, "__dict__")
@@ -94,7 +101,7 @@ def namespace(owner: Owner) -> dict[str, Any]:
     return found
 
 
-def resolve(target: str, finished: str = "") -> Slot | Waiting | Missing:
+def resolve_target(target: str, finished: str = "") -> Slot | PendingTarget | MissingTarget:
     """Find the slot that a target names.
 
     Args:
@@ -109,13 +116,13 @@ def resolve(target: str, finished: str = "") -> Slot | Waiting | Missing:
         module = sys.modules.get(".".join(parts[:length]))
         if module is not None and is_module(module):
             found = _walk(target, module, parts, length)
-            if isinstance(found, Missing) and _is_unfinished(module, finished):
-                return Waiting((), f"{module.__name__} is still being imported: call apply() again after that")
+            if isinstance(found, MissingTarget) and _is_unfinished(module, finished):
+                return PendingTarget((), f"{module.__name__} is still being imported: call apply() again after that")
             return found
     return _absent_package(target, parts)
 
 
-def _absent_package(target: str, parts: list[str]) -> Waiting | Missing:
+def _absent_package(target: str, parts: list[str]) -> PendingTarget | MissingTarget:
     modules = _not_imported(_prefixes(parts))
     top = parts[0]
     held = sys.modules.get(top)
@@ -124,11 +131,11 @@ def _absent_package(target: str, parts: list[str]) -> Waiting | Missing:
     if sys.modules.get(top, ABSENT) is None or not _can_be_found(top):
         reason = f"there is no package {top!r}"
         remedy = "install it, correct the target, or register the patch with optional=True"
-        return Missing(reason, f"{reason} for {target}: {remedy}", modules)
-    return Waiting(modules, f"{top} is not imported yet")
+        return MissingTarget(reason, f"{reason} for {target}: {remedy}", modules)
+    return PendingTarget(modules, f"{top} is not imported yet")
 
 
-def _walk(target: str, module: types.ModuleType, parts: list[str], at: int) -> Slot | Waiting | Missing:
+def _walk(target: str, module: types.ModuleType, parts: list[str], at: int) -> Slot | PendingTarget | MissingTarget:
     owner: Owner = module
     imported = ".".join(parts[:at])
     for index in range(at, len(parts) - 1):
@@ -139,50 +146,50 @@ def _walk(target: str, module: types.ModuleType, parts: list[str], at: int) -> S
             raise IncompatiblePatchError(_through_an_object(target, parts, index, value))
         owner = value
         imported = value.__name__ if is_module(value) else ""
-    raw, holder = _lookup(owner, parts[-1])
+    raw, find_defining_slot = _lookup(owner, parts[-1])
     if raw is ABSENT:
         return _absent(target, owner, parts, len(parts) - 1, imported)
-    return Slot(owner, parts[-1], raw, None if holder is owner else holder)
+    return Slot(owner, parts[-1], raw, None if find_defining_slot is owner else find_defining_slot)
 
 
 def _lookup(owner: Owner, name: str) -> tuple[Any, Any]:
     """Return what lies under a name and who holds it."""
     holders: Iterable[Any] = (owner,) if is_module(owner) else type.__dict__["__mro__"].__get__(owner)
-    for holder in holders:
-        raw = namespace(holder).get(name, ABSENT)
+    for find_defining_slot in holders:
+        raw = get_namespace(find_defining_slot).get(name, ABSENT)
         if raw is not ABSENT:
-            return raw, holder
+            return raw, find_defining_slot
     return ABSENT, None
 
 
-def _absent(target: str, owner: Owner, parts: list[str], index: int, imported: str) -> Waiting | Missing:
+def _absent(target: str, owner: Owner, parts: list[str], index: int, imported: str) -> PendingTarget | MissingTarget:
     name = parts[index]
     if is_module(owner):
         submodule = f"{imported}.{name}"
-        if "__path__" in namespace(owner) and _can_be_found(submodule):
+        if "__path__" in get_namespace(owner) and _can_be_found(submodule):
             # For an aliased module the names that will be imported are not those of the target.
             below = [submodule, *(f"{submodule}.{rest}" for rest in _prefixes(parts[index + 1 :]))]
-            return Waiting(_not_imported(below), f"{submodule} is not imported yet")
+            return PendingTarget(_not_imported(below), f"{submodule} is not imported yet")
     return _missing(target, owner, name)
 
 
-def _missing(target: str, owner: Owner, name: str) -> Missing:
+def _missing(target: str, owner: Owner, name: str) -> MissingTarget:
     kind = "module" if is_module(owner) else "class"
-    reason = f"{kind} {owner_path(owner)} has no {name!r}"
+    reason = f"{kind} {format_owner(owner)} has no {name!r}"
     close = difflib.get_close_matches(name, [key for key in _names(owner) if isinstance(key, str)], n=1)
     hint = f" Did you mean {close[0]!r}?" if close else ""
-    lazy = is_module(owner) and "__getattr__" in namespace(owner)
+    lazy = is_module(owner) and "__getattr__" in get_namespace(owner)
     remedy = "name the module that defines it (this one makes its attributes on demand)" if lazy else "correct it"
     error = (
         f"{target} does not exist: {reason}.{hint} Nothing was created; {remedy}, or register the patch with "
         "optional=True"
     )
-    return Missing(f"{reason}, and makes its attributes on demand" if lazy else reason, error)
+    return MissingTarget(f"{reason}, and makes its attributes on demand" if lazy else reason, error)
 
 
 def _names(owner: Owner) -> set[Any]:
     holders: Iterable[Any] = (owner,) if is_module(owner) else type.__dict__["__mro__"].__get__(owner)
-    return {key for holder in holders for key in list(namespace(holder))}
+    return {key for find_defining_slot in holders for key in list(get_namespace(find_defining_slot))}
 
 
 def _through_an_object(target: str, parts: list[str], index: int, value: object) -> str:
@@ -194,7 +201,7 @@ def _through_an_object(target: str, parts: list[str], index: int, value: object)
 
 
 def _is_unfinished(module: types.ModuleType, finished: str) -> bool:
-    spec = namespace(module).get("__spec__")
+    spec = get_namespace(module).get("__spec__")
     return module.__name__ != finished and bool(getattr(spec, "_initializing", False))
 
 
@@ -217,3 +224,49 @@ def _can_be_found(module: str) -> bool:
         return not (module == missing or module.startswith(missing + "."))
     except (ImportError, ValueError, AttributeError):
         return False
+
+
+_lock: Final = threading.Lock()
+if hasattr(os, "register_at_fork"):  # see ovpatch.patching.slot; nothing foreign runs under this lock either
+    os.register_at_fork(before=_lock.acquire, after_in_parent=_lock.release, after_in_child=_lock.release)
+_listeners: Final[dict[str, list[Callable[[], Listener | None]]]] = {}
+
+
+def call_after_import(module: str, listener: Listener) -> None:
+    """Call ``listener(module)`` once, after the next import of a module that is not imported now.
+
+    Args:
+        module: Dotted name.
+        listener: Bound methods are held weakly, so that a forgotten manager can go away.
+    """
+    if module in sys.modules:
+        return
+    held = _held(listener)
+    with _lock:
+        first = module not in _listeners
+        known = _listeners.setdefault(module, [])
+        if not any(one() == listener for one in known):
+            known.append(held)
+    if first:
+        # Importing wrapt takes some 20 ms beyond what torch imports: only who waits for a module pays for it.
+        from wrapt import register_post_import_hook
+
+        register_post_import_hook(_imported, module)
+
+
+def _held(listener: Listener) -> Callable[[], Listener | None]:
+    return weakref.WeakMethod(listener) if isinstance(listener, types.MethodType) else lambda: listener
+
+
+def _imported(module: types.ModuleType) -> None:
+    name = module.__name__
+    with _lock:
+        listeners = _listeners.pop(name, [])
+    for held in listeners:
+        listener = held()
+        if listener is None:
+            continue
+        try:
+            listener(name)
+        except Exception:  # whatever it is, it must not break the user's import
+            _logger.exception("a patch that waited for %s failed", name)

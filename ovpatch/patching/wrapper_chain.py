@@ -19,27 +19,26 @@ from dataclasses import dataclass, field
 from inspect import Parameter
 from typing import Any, Final, Protocol
 
-from ovpatch.patching.import_hooks import watch
 from ovpatch.patching.patch import IncompatiblePatchError, Patch, PatchError, describe_callable
-from ovpatch.patching.references import is_fresh_copy, reaches
+from ovpatch.patching.references import is_fresh_copy, leads_to
 from ovpatch.patching.slot import (
     SlotKind,
-    Write,
-    base_of,
-    current,
-    descriptor,
-    function_in,
-    kind_of,
-    replacement_function,
+    SlotWrite,
+    get_slot_kind,
+    make_base,
+    make_descriptor,
+    read_slot,
+    unwrap_descriptor,
+    unwrap_replacement,
 )
-from ovpatch.patching.target import ABSENT, Slot, owner_path
+from ovpatch.patching.target import ABSENT, Slot, call_after_import, format_owner
 
 # Whether one function can be called in every way another one can, by its signature alone.
 
 _POSITIONAL = (Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD)
 
 
-def difference(original: Callable[..., Any], new: Callable[..., Any], *, bound: bool) -> str | None:
+def compare_signatures(original: Callable[..., Any], new: Callable[..., Any], *, bound: bool) -> str | None:
     """Return what differs between two signatures, or None if ``new`` can stand for ``original``.
 
     Names, kinds, order and the presence of defaults must agree; ``*args`` and ``**kwargs`` of ``new`` stand for
@@ -48,7 +47,7 @@ def difference(original: Callable[..., Any], new: Callable[..., Any], *, bound: 
 
     Args:
         original: What callers know.
-        new: What shall stand in its place.
+        new: What shall stand in its slot.
         bound: Whether the first parameter is ``self`` or ``cls``, whose name is free.
     """
     old_parameters, new_parameters = _parameters(original, bound), _parameters(_undisguised(new), bound, follow=False)
@@ -194,7 +193,7 @@ def _dynamo_is_here(module: str) -> None:
         skip(_build(_never, _never)[0].__code__)  # all installed functions have the same
 
 
-def learn_about_torch() -> None:
+def watch_for_torch() -> None:
     """Make sure that calls in traced code are recognised, now or as soon as torch is imported."""
     if _tracing.now is not _never:
         return
@@ -202,7 +201,7 @@ def learn_about_torch() -> None:
         if module in sys.modules:
             is_here(module)
         else:
-            watch(module, is_here)
+            call_after_import(module, is_here)
 
 
 class Dispatcher:
@@ -220,7 +219,7 @@ class Dispatcher:
         self._credited = (0, 0)
         _disguise(self.function, like)
 
-    def take(self) -> tuple[int, int]:
+    def take_counts(self) -> tuple[int, int]:
         """Return the calls and the traces since this was asked last."""
         now, last = self._read(), self._credited
         self._credited = now
@@ -272,7 +271,7 @@ def _disguise(function: Function, like: Function) -> None:
 
 @dataclass(eq=False)
 class Wrapper:
-    """One patch in a stack.
+    """One patch in a chain.
 
     Attributes:
         patch: What was declared.
@@ -288,14 +287,14 @@ class Wrapper:
     calls: int = 0
     traces: int = 0
 
-    def credit(self, dispatcher: Dispatcher) -> None:
+    def add_counts(self, dispatcher: Dispatcher) -> None:
         """Add what a dispatcher counted for this patch."""
-        calls, traces = dispatcher.take()
+        calls, traces = dispatcher.take_counts()
         self.calls += calls
         self.traces += traces
 
 
-# A layer with the function and the dispatcher that it will have.
+# A wrapper with the function and the dispatcher that it will have.
 Staged = list[tuple[Wrapper, Function, Dispatcher | None]]
 
 
@@ -304,37 +303,37 @@ class WrapperChain:
     """The patches of one slot; not thread-safe: changes happen under the write lock.
 
     Attributes:
-        place: The slot, as it was before.
+        slot: The slot, as it was before.
         kind: How the slot is read.
         original: The stock function.
         base: What the innermost wrapper gets: the stock function, or a look-up of the inherited one.
         entry: The installed function.
         installed: The entry in the slot's descriptor.
-        layers: Active patches, closest to the original first.
+        wrappers: Active patches, closest to the original first.
         writes: Slots that were pointed to the entry.
         references: References elsewhere that were pointed to it.
     """
 
-    place: Slot
+    slot: Slot
     kind: SlotKind = field(init=False)
     original: Function = field(init=False)
     base: Function = field(init=False)
     entry: Dispatcher = field(init=False)
     installed: Any = field(init=False)
-    layers: list[Wrapper] = field(default_factory=list, init=False)
-    writes: list[Write] = field(default_factory=list, init=False)
-    references: list[Write] = field(default_factory=list, init=False)
+    wrappers: list[Wrapper] = field(default_factory=list, init=False)
+    writes: list[SlotWrite] = field(default_factory=list, init=False)
+    references: list[SlotWrite] = field(default_factory=list, init=False)
 
     def __post_init__(self) -> None:
-        self.kind = kind_of(self.place)
-        self.original = function_in(self.place.raw)
-        self.base = base_of(self.place, self.kind)
+        self.kind = get_slot_kind(self.slot)
+        self.original = unwrap_descriptor(self.slot.raw)
+        self.base = make_base(self.slot, self.kind)
         self.entry = Dispatcher(self.base, self.original)
-        self.entry.function.__ovpatch__ = StackMark(self)  # type: ignore[attr-defined]  # a function takes any attribute
-        self.installed = descriptor(self.place, self.kind, self.entry.function)
+        self.entry.function.__ovpatch__ = ChainMark(self)  # type: ignore[attr-defined]  # a function takes any attribute
+        self.installed = make_descriptor(self.slot, self.kind, self.entry.function)
 
-    def stage(self, patches: Sequence[Patch]) -> Staged:
-        """Build the stack with some patches more, without changing anything. Calls wrap functions.
+    def stage_patches(self, patches: Sequence[Patch]) -> Staged:
+        """Build the chain with some patches more, without changing anything. Calls wrap functions.
 
         Layers above the first new one are built again over it.
 
@@ -344,16 +343,16 @@ class WrapperChain:
         Raises:
             PatchError: A wrap function failed, or returned something that is no stand-in for the original.
         """
-        known = {layer.patch: layer for layer in self.layers}
+        known = {wrapper.patch: wrapper for wrapper in self.wrappers}
         wanted = sorted([*known, *patches], key=lambda patch: patch.rank)
         staged: Staged = []
         below, fresh = self.base, False
         for patch in wanted:
-            layer = known.get(patch)
-            fresh = fresh or layer is None
-            function = self._build(patch, below) if layer is None or fresh else layer.function
-            inner = Dispatcher(function, self.original) if fresh or not layer or not layer.inner else layer.inner
-            staged.append((layer or Wrapper(patch, function), function, inner))
+            wrapper = known.get(patch)
+            fresh = fresh or wrapper is None
+            function = self._build(patch, below) if wrapper is None or fresh else wrapper.function
+            inner = Dispatcher(function, self.original) if fresh or not wrapper or not wrapper.inner else wrapper.inner
+            staged.append((wrapper or Wrapper(patch, function), function, inner))
             below = inner.function
         outermost, function, _ = staged[-1]
         return [*staged[:-1], (outermost, function, None)]
@@ -383,13 +382,13 @@ class WrapperChain:
         Raises:
             IncompatiblePatchError: It cannot stand for the original.
         """
-        function = replacement_function(patch.replacement, self.place, self.kind)
+        function = unwrap_replacement(patch.replacement, self.slot, self.kind)
         self._check_signature(patch, function)
         return function
 
     def _check_signature(self, patch: Patch, function: Function) -> None:
         bound = self.kind in (SlotKind.METHOD, SlotKind.CLASSMETHOD, SlotKind.GETTER)
-        problem = difference(self.original, function, bound=bound)
+        problem = compare_signatures(self.original, function, bound=bound)
         if problem:
             raise IncompatiblePatchError(
                 f"{patch} does not fit {patch.target}: {problem} (the original is "
@@ -398,87 +397,87 @@ class WrapperChain:
                 patch,
             )
 
-    def commit(self, staged: Staged) -> Callable[[], None]:
-        """Make a staged stack the active one; returns what takes that back."""
-        self.settle()
-        before = [(layer, layer.function, layer.inner) for layer in self.layers]
+    def activate(self, staged: Staged) -> Callable[[], None]:
+        """Make a staged chain the active one; returns what takes that back."""
+        self.collect_counts()
+        before = [(wrapper, wrapper.function, wrapper.inner) for wrapper in self.wrappers]
         self._activate(staged)
         return lambda: self._activate(before)
 
     def _activate(self, staged: Staged) -> None:
-        for layer, function, inner in staged:
-            layer.function, layer.inner = function, inner
-        self.layers = [layer for layer, _, _ in staged]
-        self.entry.switch(self.layers[-1].function if self.layers else self.base)
+        for wrapper, function, inner in staged:
+            wrapper.function, wrapper.inner = function, inner
+        self.wrappers = [wrapper for wrapper, _, _ in staged]
+        self.entry.switch(self.wrappers[-1].function if self.wrappers else self.base)
 
-    def remove(self, layer: Wrapper) -> None:
+    def remove_wrapper(self, wrapper: Wrapper) -> None:
         """Take one patch out. Calls nothing of anybody: what lies above goes through to what lies below."""
-        self.settle()
-        index = self.layers.index(layer)
-        below = self.layers[index - 1] if index else None
-        if index == len(self.layers) - 1:
+        self.collect_counts()
+        index = self.wrappers.index(wrapper)
+        below = self.wrappers[index - 1] if index else None
+        if index == len(self.wrappers) - 1:
             self.entry.switch(below.function if below else self.base)
             if below:
                 below.inner = None
-        elif layer.inner:
-            layer.inner.switch(below.inner.function if below and below.inner else self.base)
-        self.layers = [one for one in self.layers if one is not layer]
+        elif wrapper.inner:
+            wrapper.inner.switch(below.inner.function if below and below.inner else self.base)
+        self.wrappers = [one for one in self.wrappers if one is not wrapper]
 
-    def settle(self) -> None:
-        """Credit all calls so far to the layers that they went through."""
-        for layer in self.layers:
-            if layer.inner:
-                layer.credit(layer.inner)
-        if self.layers:
-            self.layers[-1].credit(self.entry)
+    def collect_counts(self) -> None:
+        """Credit all calls so far to the wrappers that they went through."""
+        for wrapper in self.wrappers:
+            if wrapper.inner:
+                wrapper.add_counts(wrapper.inner)
+        if self.wrappers:
+            self.wrappers[-1].add_counts(self.entry)
         else:
-            self.entry.take()
+            self.entry.take_counts()
 
     @property
     def rebound(self) -> tuple[str, ...]:
         """References elsewhere that hold the entry now, as ``module.name``."""
-        held = [write for write in self.references if current(write.owner, write.name) is write.new]
-        return tuple(f"{owner_path(write.owner)}.{write.name}" for write in held)
+        held = [write for write in self.references if read_slot(write.owner, write.name) is write.new]
+        return tuple(f"{format_owner(write.owner)}.{write.name}" for write in held)
 
     @property
     def is_reached(self) -> bool:
         """Whether reading the slot still leads to the entry, directly or through somebody else's wrapper."""
-        now = current(self.place.owner, self.place.name)
+        now = read_slot(self.slot.owner, self.slot.name)
         if now is self.installed:
             return True
-        return now is not ABSENT and reaches(now, self.entry.function, self.original)
+        return now is not ABSENT and leads_to(now, self.entry.function, self.original)
 
     @property
     def is_reloaded(self) -> bool:
         """Whether the slot holds the stock function again, executed anew."""
-        now = current(self.place.owner, self.place.name)
+        now = read_slot(self.slot.owner, self.slot.name)
         return now is not ABSENT and is_fresh_copy(now, self.original)
 
     @property
-    def covering(self) -> str:
-        """Who lies over or in place of the entry; empty if nobody does."""
-        now = current(self.place.owner, self.place.name)
+    def shadowed_by(self) -> str:
+        """Who lies over or in slot of the entry; empty if nobody does."""
+        now = read_slot(self.slot.owner, self.slot.name)
         if now is self.installed or now is ABSENT or is_fresh_copy(now, self.original):
             return ""
-        function = function_in(now)
+        function = unwrap_descriptor(now)
         return describe_callable(function) if callable(function) else repr(now)
 
 
-class StackMark:
+class ChainMark:
     """``__ovpatch__`` of an installed function: names its target and the patches that a call runs through."""
 
-    def __init__(self, stack: WrapperChain) -> None:
-        self._stack = stack
+    def __init__(self, chain: WrapperChain) -> None:
+        self._stack = chain
 
     @property
     def target(self) -> str:
         """Where the function was installed."""
-        return self._stack.place.path
+        return self._stack.slot.path
 
     @property
     def patches(self) -> tuple[Patch, ...]:
         """Active patches, closest to the original first."""
-        return tuple(layer.patch for layer in self._stack.layers)
+        return tuple(wrapper.patch for wrapper in self._stack.wrappers)
 
     def __repr__(self) -> str:
         return f"<ovpatch {self.target}: {', '.join(map(str, self.patches)) or 'off'}>"
