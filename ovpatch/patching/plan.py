@@ -1,4 +1,4 @@
-"""What one call of apply() is going to do: everything is resolved and checked here, and nothing is written."""
+"""The plan of one ``apply()``: targets are resolved and checked here, and nothing is written."""
 
 from __future__ import annotations
 
@@ -23,25 +23,23 @@ from ovpatch.patching.slot import read_slot, set_picklable_name
 from ovpatch.patching.target import ABSENT, MissingTarget, PendingTarget, Slot, format_owner, is_module, resolve_target
 from ovpatch.patching.wrapper_chain import Staged, Wrapper, WrapperChain
 
-# What a manager remembers about each declaration.
-
 _LIVE: Final = (PatchState.APPLIED, PatchState.PENDING)
 
 
 @dataclass(eq=False)
 class PatchRecord:
-    """One declaration and where it stands; changes under the write lock.
+    """One declaration and its state; changes under the write lock.
 
     Attributes:
         declared: The patch or hook.
-        state: Its state; what it looks like from outside is :meth:`get_status`.
-        reason: Why.
-        wrappers: Where the patch is installed; the last is the current one, older ones live on in reloaded code.
-        shadowed_chains: Slots that could not be restored because somebody else lies over them.
-        handle: What installing the hook returned.
+        state: State at the last change; :meth:`get_status` looks at the slot as well.
+        reason: Why it is in this state.
+        wrappers: The patch in its chains. The last one is current; older ones belong to code from before a reload.
+        shadowed_chains: Chains whose slots could not be restored, because another patch lies over them.
+        handle: Handle of the installed hook.
         waits_for: Modules whose import may bring the target.
-        applied_order: When it was applied, compared with the other records.
-        location: File and line of what was patched.
+        applied_order: Position among all applied records; ``revert()`` goes backwards.
+        location: File and line of the stock function.
     """
 
     declared: Patch | Hook
@@ -66,12 +64,12 @@ class PatchRecord:
         self.state, self.reason, self.waits_for = state, reason, waits_for
 
     def retain_counts(self, wrapper: Wrapper) -> None:
-        """Remember what a wrapper that goes away has counted."""
+        """Keep the counts of a wrapper that is removed."""
         self._calls += wrapper.calls
         self._traces += wrapper.traces
 
     def get_status(self) -> PatchStatus:
-        """Return what is told about it; looks at the slot as it is now."""
+        """Return the status; a slot that another library has overwritten since makes it ``shadowed``."""
         for chain, _ in self.wrappers:
             chain.collect_counts()
         state, reason = self._live_state()
@@ -100,12 +98,12 @@ class PatchRecord:
 
 
 def find_chain(chains: list[WrapperChain], slot: Slot) -> WrapperChain | None:
-    """Return the chain that a slot belongs to, seen through every alias.
+    """Return the chain that a slot belongs to, through any alias.
 
-    A function of a module is one slot however many modules hold it. An attribute of a class is a slot by itself.
+    All module attributes that hold one function share a chain. Each class attribute has its own.
 
     Args:
-        chains: Stacks of the manager, those without active patches included.
+        chains: Chains of the manager, also those without active patches.
         slot: The slot.
     """
     for chain in chains:
@@ -118,13 +116,13 @@ def find_chain(chains: list[WrapperChain], slot: Slot) -> WrapperChain | None:
 
 
 def _is_alias(slot: Slot, chain: WrapperChain) -> bool:
-    """Whether a module's function is the one that a chain patches in another module."""
+    """Whether a module attribute holds the function that a chain patches in another module."""
     both = is_module(slot.owner) and is_module(chain.slot.owner)
     return both and (slot.raw is chain.installed or slot.raw is chain.original)
 
 
 def find_defining_slot(slot: Slot) -> Slot:
-    """Return the slot that an inherited attribute really is."""
+    """Return the slot of the class that defines an inherited attribute."""
     return slot if slot.inherited_from is None else Slot(slot.inherited_from, slot.name, slot.raw)
 
 
@@ -132,9 +130,9 @@ def make_conflict_error(one: Patch, other: Patch, slot: Slot) -> PatchConflictEr
     """Return the error for two replacements of one slot.
 
     Args:
-        one: A replacement.
-        other: Another one.
-        slot: What both replace.
+        one: The first replacement.
+        other: The second one.
+        slot: The slot that both replace.
     """
     names = " and ".join(dict.fromkeys((one.target, other.target)))
     remedies = " or ".join(dict.fromkeys((_turn_off(one), _turn_off(other))))
@@ -160,10 +158,10 @@ class SlotPlan:
     """The patches of one slot that are to be added.
 
     Attributes:
-        chain: Where to; not installed yet if it is new.
-        slots: Slots that still have to be pointed to the chain's record.
-        records: What to add.
-        staged: The chain as it will be.
+        chain: Chain that they join; not installed yet if it is new.
+        slots: Slots that do not hold the chain's entry yet.
+        records: Patches to add.
+        staged: The wrappers of the chain after this plan.
     """
 
     chain: WrapperChain
@@ -173,7 +171,7 @@ class SlotPlan:
 
     @property
     def is_current(self) -> bool:
-        """Whether the slots still hold what was found while planning."""
+        """Whether the slots still hold what the planning found."""
         return all(
             read_slot(slot.owner, slot.name) is (slot.raw if slot.inherited_from is None else ABSENT)
             for slot in self.slots
@@ -186,16 +184,17 @@ class SlotPlan:
 
 @dataclass(eq=False)
 class PatchPlan:
-    """Everything that one call is going to do.
+    """The writes of one ``apply()``.
 
     Attributes:
-        version: State of the manager that it was made for.
-        finished: Module whose import hook it is made in, if it is.
+        version: Version of the manager at planning.
+        finished: Module whose import hook calls ``apply()``, if one does.
         slot_plans: Patches to add, by slot.
-        hooks: Hooks to install, with their handles once that is done.
-        not_applied: Entries that end up without being applied, with state, reason and the modules they wait for.
-        unloaded: Entries that stay applied although their module was removed, with the modules that may bring it back.
-        unreachable: Layers that lie where no call comes by any more, because something else was put into their slot.
+        hooks: Hooks to install.
+        handles: Handles of the hooks that are installed.
+        not_applied: Patches that are not applied, with state, reason and the modules that may bring the target.
+        unloaded: Applied patches whose module was removed, with the modules that may bring it back.
+        unreachable: Wrappers that no call reaches any more, because their slot was overwritten.
     """
 
     version: int
@@ -209,12 +208,12 @@ class PatchPlan:
 
     @property
     def modules(self) -> list[str]:
-        """All modules to wait for."""
+        """Modules whose import may bring a target."""
         waiting = [modules for _, modules in self.unloaded] + [modules for *_, modules in self.not_applied]
         return list(dict.fromkeys(name for modules in waiting for name in modules))
 
     def build_wrappers(self) -> None:
-        """Call the wrap functions and install the hooks; what was installed is removed again if one fails.
+        """Call the wrap functions and install the hooks. If one fails, all installed hooks are removed again.
 
         Raises:
             PatchError: One of them failed.
@@ -235,13 +234,13 @@ class PatchPlan:
                 slot_plan.staged = slot_plan.chain.stage_patches([_patch(record) for record in slot_plan.records])
                 return
             except IncompatiblePatchError as error:
-                # What wrap returned does not fit; whether it would is known only now.
+                # The signature of a wrapper is known only after wrap has returned it.
                 record = next(record for record in slot_plan.records if record.declared in error.patches)
                 _refuse(self, record, error)
                 slot_plan.records.remove(record)
 
     def remove_hooks(self) -> None:
-        """Remove the hooks again, the last first."""
+        """Remove the installed hooks, the last first."""
         while self.handles:
             self.handles.pop()[1].remove()
 
@@ -252,13 +251,13 @@ def make_plan(
     """Resolve and check some declarations.
 
     Args:
-        records: What to apply. What is in force already stays as it is.
-        chains: Stacks of the manager.
-        version: Goes into the plan.
-        finished: Module whose import hook this is.
+        records: Declarations to apply; those in force stay as they are.
+        chains: Chains of the manager.
+        version: Version of the manager.
+        finished: Module whose import hook calls ``apply()``, if one does.
 
     Raises:
-        PatchError: Not everything can be applied.
+        PatchError: A declaration cannot be applied.
     """
     plan = PatchPlan(version, finished)
     for record in records:
@@ -296,7 +295,7 @@ def _plan_patch(plan: PatchPlan, record: PatchRecord, patch: Patch, chains: list
 
 
 def _plan_absent(plan: PatchPlan, record: PatchRecord, patch: Patch, found: PendingTarget | MissingTarget) -> None:
-    if record.wrappers:  # the code that was patched lives on although its module was removed
+    if record.wrappers:  # the patched code is still alive although its module was removed
         plan.unloaded.append((record, found.modules))
     elif isinstance(found, PendingTarget):
         plan.not_applied.append((record, PatchState.PENDING, found.reason, found.modules))
@@ -331,13 +330,13 @@ def _refuse(plan: PatchPlan, record: PatchRecord, error: IncompatiblePatchError)
 
 
 def _get_slot_plan(plan: PatchPlan, slot: Slot, chain: WrapperChain | None) -> SlotPlan:
-    """Return the slot_plan of a slot, and see to it that the slot will be written if it has to be."""
+    """Return the plan of a slot, and add the slot to it unless it holds the entry already."""
     slot_plan = next((one for one in plan.slot_plans if one.chain is chain or _is_same(one.chain.slot, slot)), None)
     if slot_plan is None:
         slot_plan = SlotPlan(chain or WrapperChain(slot))
         plan.slot_plans.append(slot_plan)
-    of_stack = chain is not None and (slot.raw is chain.installed or _is_slot(chain.slot, slot))
-    if not of_stack and not any(_is_slot(known, slot) for known in slot_plan.slots):
+    holds_entry = chain is not None and (slot.raw is chain.installed or _is_slot(chain.slot, slot))
+    if not holds_entry and not any(_is_slot(known, slot) for known in slot_plan.slots):
         slot_plan.slots.append(slot)
     return slot_plan
 

@@ -1,7 +1,7 @@
-"""References to a function that modules hold, as after ``from m import f as g``.
+"""References to a function in modules, as after ``from m import f as g``.
 
-Only the ``vars()`` of real modules are looked at, without asking them for anything, and values are recognised by
-identity. What sits in registries, default arguments or closures is not reached: patch where callers look it up.
+The search reads the ``vars()`` of real modules only, calls none of their code, and compares by identity. References in
+registries, default arguments and closures are not found; such a function is patched where its callers look it up.
 """
 
 from __future__ import annotations
@@ -41,10 +41,10 @@ def find_references(ids: Mapping[int, Any] | set[int]) -> Iterable[Reference]:
 def list_author_packages(sources: Iterable[Any]) -> frozenset[str]:
     """Return the packages that some patches come from.
 
-    They keep the original: ``from m import f; def new_f(): return f()`` must not call itself.
+    These packages keep the original: ``from m import f; def new_f(): return f()`` must not call itself.
 
     Args:
-        sources: Replacements and wrap functions as their authors gave them.
+        sources: Replacements and wrap functions, as declared.
     """
     packages = set(_OURS)
     for source in sources:
@@ -60,16 +60,16 @@ def _is_package(module: str) -> bool:
 
 
 def match_packages(packages: Iterable[str]) -> Callable[[str], bool]:
-    """Return a test whether a module, given by name, belongs to one of some packages."""
+    """Return a predicate: whether a module, given by name, belongs to one of some packages."""
     prefixes = tuple(f"{package}." for package in packages)
     return lambda module: f"{module}.".startswith(prefixes)
 
 
 def keeps_original(module: types.ModuleType, raw: Any) -> bool:
-    """Whether a module must go on holding a function that was written in C, because C code or torch look it up there.
+    """Whether a module must keep a function written in C, because C code or torch looks it up there.
 
     Args:
-        module: Holds a reference.
+        module: Module with a reference.
         raw: The function.
     """
     if isinstance(raw, types.FunctionType):
@@ -81,22 +81,20 @@ def keeps_original(module: types.ModuleType, raw: Any) -> bool:
     return in_c or module.__name__ == getattr(raw, "__module__", None)
 
 
-# Whether a function that somebody else put in our slot still runs ours.
-
-_ENOUGH: Final = 500
+_MAX_SEARCHED: Final = 500
 
 
 def leads_to(value: Any, function: Any, original: Any) -> bool:
     """Whether calling ``value`` may run ``function``.
 
-    It follows ``__wrapped__``, closures, partials, bound methods and attributes of objects, and the globals that
-    ``value`` itself names. Globals come last and only if ``value`` is no fresh copy of the original, as a reload
-    makes: functions of a library name each other all the time.
+    The search follows ``__wrapped__``, closures, partials, bound methods and attributes of objects, and then the
+    globals that ``value`` names. After a reload, where ``value`` is a fresh copy of the original, globals are left
+    out: functions of one library name each other.
 
     Args:
-        value: What lies in the slot now.
-        function: What we had installed there.
-        original: What had been there before.
+        value: Content of the slot now.
+        function: The installed function.
+        original: Content of the slot before the patch.
     """
     if value is function or _search(value, function):
         return True
@@ -121,7 +119,7 @@ def is_fresh_copy(value: Any, original: Any) -> bool:
 def _search(value: Any, function: Any) -> bool:
     seen: set[int] = set()
     waiting = deque([value])
-    while waiting and len(seen) < _ENOUGH:
+    while waiting and len(seen) < _MAX_SEARCHED:
         one = waiting.popleft()
         if one is function:
             return True

@@ -1,4 +1,4 @@
-"""What a slot holds: taking the function out of its descriptor, and building the same descriptor around another."""
+"""Slots: how Python reads them, the function in their descriptor, and writes that can be undone."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class SlotKind(Enum):
 
 
 _CACHED: Final = type(functools.lru_cache(maxsize=None)(lambda: None))
-# What an attribute is, by the type of the object in the class's namespace.
+# By the type of the raw value in the namespace of a class.
 _CLASS_KINDS: Final[dict[type, SlotKind]] = {
     types.FunctionType: SlotKind.METHOD,
     _CACHED: SlotKind.METHOD,
@@ -48,10 +48,10 @@ _DESCRIPTORS: Final = (staticmethod, classmethod, types.ClassMethodDescriptorTyp
 
 
 def get_slot_kind(slot: Slot) -> SlotKind:
-    """Return how the slot is read.
+    """Return how Python reads the slot.
 
     Raises:
-        IncompatiblePatchError: It is nothing that can be patched.
+        IncompatiblePatchError: The slot cannot be patched.
     """
     kind = _kind_in_module(slot.raw) if is_module(slot.owner) else _kind_in_class(slot.raw)
     if kind is None:
@@ -96,14 +96,14 @@ def _refusal(slot: Slot) -> str:
 
 
 def unwrap_descriptor(raw: Any) -> Any:
-    """Return the function inside a class attribute: what the descriptor would call."""
+    """Return the function that a descriptor calls; other values are returned as they are."""
     if isinstance(raw, (staticmethod, classmethod)):
         return raw.__func__
     return raw.fget if isinstance(raw, property) else raw
 
 
 def make_descriptor(slot: Slot, kind: SlotKind, function: Function) -> Any:
-    """Return what to put into the slot so that reading it works as before and calls ``function``."""
+    """Return ``function`` in a descriptor of the slot's kind."""
     if kind is SlotKind.STATIC:
         return staticmethod(function)
     if kind is SlotKind.CLASSMETHOD:
@@ -112,10 +112,10 @@ def make_descriptor(slot: Slot, kind: SlotKind, function: Function) -> Any:
 
 
 def unwrap_replacement(replacement: Any, slot: Slot, kind: SlotKind) -> Function:
-    """Return the function of a replacement, which may come in the descriptor of its target's kind.
+    """Return the function of a replacement, which may be a descriptor of the slot's kind.
 
     Raises:
-        IncompatiblePatchError: It comes in another descriptor, or brings a setter of its own.
+        IncompatiblePatchError: It is a descriptor of another kind, or a property with a setter of its own.
     """
     wanted = {staticmethod: SlotKind.STATIC, classmethod: SlotKind.CLASSMETHOD, property: SlotKind.GETTER}.get(
         type(replacement)
@@ -139,10 +139,10 @@ def _accessors(raw: property) -> tuple[Any, Any]:
 
 
 def make_base(slot: Slot, kind: SlotKind) -> Function:
-    """Return what a patch gets as the original.
+    """Return the function that the innermost wrapper gets as the original.
 
-    An inherited attribute is looked up at each call, as Python would without the patch: its base class may be patched
-    later, and in a subclass with several bases the next in line need not be the class it was found in.
+    An inherited attribute is looked up at each call, as Python does without the patch: the base class may be patched
+    later, and with several bases the next class in the method resolution order depends on the instance.
     """
     if slot.inherited_from is None:
         function: Function = unwrap_descriptor(slot.raw)
@@ -170,13 +170,12 @@ def _is_unhooked_step(slot: Slot) -> bool:
 
 
 def _inherited_step(owner: Any, name: str, found: Any) -> Function:
-    """See the note.
+    """Return a look-up of an inherited ``Optimizer.step`` that runs the step hooks once.
 
-    [Note: optimizers hook their step once per class]
-    The first instance of an optimizer class puts profile_hook_step, which runs the step hooks, around what the class
-    sees as ``step``, unless that carries ``hooked``. Suppose we patch ``AdamW.step``, inherited from Adam and not
-    hooked yet: AdamW then hooks ours. If Adam is hooked later, the lookup finds hooks below us as well, and they would
-    run twice in a step; stock AdamW holds the unhooked function. So a hook wrapper that appeared below is stepped over.
+    The first instance of an optimizer class wraps ``step`` of the class in ``profile_hook_step``, which runs the step
+    hooks, unless ``step`` carries the mark ``hooked``. A patched ``AdamW.step``, inherited from ``Adam``, is wrapped
+    that way. When ``Adam.step`` is wrapped later, the look-up would find a second wrapper and run the hooks twice;
+    stock ``AdamW`` keeps the bare function. So the look-up unwraps a ``step`` that carries the mark.
     """
 
     def inherited(self: Any, /, *args: Any, **kwargs: Any) -> Any:
@@ -212,11 +211,11 @@ def _inherited_getter(owner: Any, name: str, found: Any) -> Function:
 
 
 def set_picklable_name(function: Any, slot: Slot, away: Callable[[types.ModuleType], bool]) -> None:
-    """Make an installed function picklable where the original was: its qualified name must lead to it.
+    """Name an installed function so that its qualified name leads to it, as pickle demands.
 
     Args:
         function: The installed function, named like the original.
-        slot: Where it is installed.
+        slot: Its slot.
         away: Whether references in a module keep the original.
     """
     if is_class(slot.owner):
@@ -234,16 +233,14 @@ def _qualname(slot: Slot) -> str:
     return f"{slot.owner.__qualname__}.{slot.name}"
 
 
-# Every write, with its undo.
-#
-# [Note: one write lock]
-# All managers of the process share one lock, since two of them may patch the same slot. Under it run only dictionary
-# operations of this package: no wrap function, no hook installation, no import. So whoever holds it never waits for
-# anybody, and code that a callback starts, imports included, cannot deadlock with it.
+# --- writes and their undo ---
+
+# All managers of the process share the write lock, since two of them may patch one slot. Only dictionary operations
+# run under it: no wrap function, no hook installation, no import. So its holder never waits for another thread.
 
 WRITE_LOCK: Final = threading.RLock()
 if hasattr(os, "register_at_fork"):
-    # A child has only the thread that forked: a lock that another thread held would stay locked there for ever.
+    # A forked child has only the thread that forked: a lock held by another thread would stay locked.
     os.register_at_fork(
         before=WRITE_LOCK.acquire, after_in_parent=WRITE_LOCK.release, after_in_child=WRITE_LOCK.release
     )
@@ -253,7 +250,7 @@ _IMMUTABLE_TYPE: Final = 1 << 8
 
 
 def is_writable(owner: Owner) -> bool:
-    """Whether Python lets attributes of ``owner`` be set; those of classes written in C cannot."""
+    """Whether attributes of ``owner`` can be set; those of static types, written in C, cannot."""
     if is_module(owner):
         return True
     flags = owner.__flags__
@@ -261,15 +258,15 @@ def is_writable(owner: Owner) -> bool:
 
 
 def read_slot(owner: Owner, name: str) -> Any:
-    """Return what the owner itself holds under a name, or ``ABSENT``."""
+    """Return the raw value in the owner's own namespace, or ``ABSENT``."""
     return get_namespace(owner).get(name, ABSENT)
 
 
 def write_slot(owner: Owner, name: str, value: Any) -> None:
     """Set or, for ``ABSENT``, delete an attribute.
 
-    Neither a module's nor a metaclass's own ``__setattr__`` is asked: what they would do besides could not be undone.
-    A metaclass written in C must be, as that of classes made by pybind11, such as ``torch.cuda.CUDAGraph``.
+    A ``__setattr__`` written in Python, of a module or metaclass, is bypassed: its side effects could not be undone.
+    One written in C is called, as that of pybind11 classes such as ``torch.cuda.CUDAGraph``.
     """
     if isinstance(owner, types.ModuleType):
         if value is ABSENT:
@@ -277,26 +274,26 @@ def write_slot(owner: Owner, name: str, value: Any) -> None:
         else:
             get_namespace(owner)[name] = value
     elif value is not ABSENT:
-        _of_c(owner, "__setattr__")(owner, name, value)
+        _get_c_method(owner, "__setattr__")(owner, name, value)
     elif name in get_namespace(owner):
-        _of_c(owner, "__delattr__")(owner, name)
+        _get_c_method(owner, "__delattr__")(owner, name)
 
 
-def _of_c(owner: type, method: str) -> Callable[..., None]:
-    """Return a method of the nearest metaclass that has it in C; ``type`` itself has those that are asked for."""
+def _get_c_method(owner: type, method: str) -> Callable[..., None]:
+    """Return a method of the nearest metaclass that defines it in C, at last of ``type``."""
     methods = (vars(meta).get(method) for meta in inspect.getmro(type(owner)))
     return next(found for found in methods if isinstance(found, types.WrapperDescriptorType))
 
 
 @dataclass(frozen=True, eq=False)
 class SlotWrite:
-    """One attribute that was written.
+    """One written attribute.
 
     Attributes:
         owner: Module or class.
         name: Attribute.
-        old: What lay there, ``ABSENT`` if the owner inherited it.
-        new: What was put there.
+        old: Raw value before, ``ABSENT`` if the owner inherited it.
+        new: Raw value after.
     """
 
     owner: Owner
@@ -305,7 +302,7 @@ class SlotWrite:
     new: Any
 
     def undo(self) -> bool:
-        """Put the old value back; returns False, and does nothing, if something else lies there by now."""
+        """Write the old value back; returns False, and writes nothing, if the slot was overwritten since."""
         if read_slot(self.owner, self.name) is not self.new:
             return False
         write_slot(self.owner, self.name, self.old)
@@ -313,23 +310,23 @@ class SlotWrite:
 
 
 class Journal:
-    """What one call has done so far, so that it can be taken back if the rest fails."""
+    """The writes of one call, which are undone if a later one fails."""
 
     def __init__(self) -> None:
         self._undos: list[Callable[[], object]] = []
 
     def write(self, owner: Owner, name: str, new: Any) -> SlotWrite:
-        """Write an attribute and remember what was there."""
+        """Write an attribute and record the old value."""
         done = SlotWrite(owner, name, read_slot(owner, name), new)
         write_slot(owner, name, new)
         self._undos.append(done.undo)
         return done
 
     def add_undo(self, undo: Callable[[], object]) -> None:
-        """Remember how to take back something that was done elsewhere."""
+        """Record how to undo a change that was made elsewhere."""
         self._undos.append(undo)
 
     def roll_back(self) -> None:
-        """Take everything back, the last first."""
+        """Undo everything, the last first."""
         while self._undos:
             self._undos.pop()()

@@ -1,8 +1,7 @@
-"""From a dotted path to the slot it names. Looks, and neither imports nor creates anything.
+"""Targets: from a dotted path to the slot it names, without an import, and what to do after a later import.
 
-[Note: reading without binding]
 Attributes are read from ``__dict__`` only. ``getattr`` would bind class and static methods, would run the
-``__getattr__`` of lazy modules and would hide whether a class owns an attribute or inherits it.
+``__getattr__`` of lazy modules and would hide whether a class defines an attribute or inherits it.
 """
 
 from __future__ import annotations
@@ -31,13 +30,13 @@ ABSENT: Final[Any] = type("Absent", (), {"__repr__": lambda self: "<absent>"})()
 
 @dataclass(frozen=True, eq=False)
 class Slot:
-    """A slot that exists.
+    """An existing attribute of a module or class.
 
     Attributes:
-        owner: Module or class whose ``__dict__`` holds, or will hold, the attribute.
+        owner: Module or class whose ``__dict__`` holds the attribute, or will hold it if it is inherited.
         name: Attribute.
-        raw: What lies there: the descriptor itself, not what reading it would give.
-        inherited_from: Class that holds ``raw``, if the owner inherits it.
+        raw: The raw value, such as the descriptor itself.
+        inherited_from: Class that defines ``raw``, if the owner inherits it.
     """
 
     owner: Owner
@@ -47,15 +46,15 @@ class Slot:
 
     @property
     def path(self) -> str:
-        """Where it is, by the owner's own name."""
+        """Dotted path, by the owner's own name."""
         return f"{format_owner(self.owner)}.{self.name}"
 
 
 class PendingTarget(NamedTuple):
-    """A slot that cannot be known before more is imported.
+    """A target in a module that is not imported yet.
 
     Attributes:
-        modules: Whose import may bring it.
+        modules: Modules whose import may bring it.
         reason: What it waits for.
     """
 
@@ -64,12 +63,12 @@ class PendingTarget(NamedTuple):
 
 
 class MissingTarget(NamedTuple):
-    """A slot that does not exist.
+    """A target that does not exist.
 
     Attributes:
-        reason: What is missing; all that is said of an optional patch.
-        error: The same for who cannot do without: of which target, and the remedy.
-        modules: Whose import would change that after all; empty if nothing would.
+        reason: What is missing, for the status of an optional patch.
+        error: The same with target and remedy, for the error of a required patch.
+        modules: Modules whose import may bring it all the same; often none.
     """
 
     reason: str
@@ -83,7 +82,7 @@ def format_owner(owner: Owner) -> str:
 
 
 def is_module(value: object) -> bool:
-    """Whether a value is a real module; asks its type, because proxies lie about ``__class__``."""
+    """Whether a value is a real module, by its type: a proxy fakes ``__class__``."""
     return issubclass(type(value), types.ModuleType)
 
 
@@ -93,7 +92,7 @@ def is_class(value: object) -> bool:
 
 
 def get_namespace(owner: Owner) -> dict[str, Any]:
-    """Return what ``owner`` itself holds; see [Note: reading without binding]."""
+    """Return the ``__dict__`` of a module or class, read without code of its own."""
     if is_module(owner):
         found: dict[str, Any] = types.ModuleType.__getattribute__(owner, "__dict__")
         return found
@@ -106,10 +105,10 @@ def resolve_target(target: str, finished: str = "") -> Slot | PendingTarget | Mi
 
     Args:
         target: Dotted path of a function, method or property.
-        finished: Module that has been executed although Python still calls it unfinished, as in its import hook.
+        finished: Module that is executed although Python still marks it as initializing, as in its import hook.
 
     Raises:
-        IncompatiblePatchError: The path leads through something that is neither module nor class.
+        IncompatiblePatchError: A part of the path is neither module nor class.
     """
     parts = target.split(".")
     for length in range(len(parts) - 1, 0, -1):
@@ -153,7 +152,7 @@ def _walk(target: str, module: types.ModuleType, parts: list[str], at: int) -> S
 
 
 def _lookup(owner: Owner, name: str) -> tuple[Any, Any]:
-    """Return what lies under a name and who holds it."""
+    """Return the raw value of an attribute and the namespace's owner."""
     holders: Iterable[Any] = (owner,) if is_module(owner) else type.__dict__["__mro__"].__get__(owner)
     for find_defining_slot in holders:
         raw = get_namespace(find_defining_slot).get(name, ABSENT)
@@ -167,7 +166,7 @@ def _absent(target: str, owner: Owner, parts: list[str], index: int, imported: s
     if is_module(owner):
         submodule = f"{imported}.{name}"
         if "__path__" in get_namespace(owner) and _can_be_found(submodule):
-            # For an aliased module the names that will be imported are not those of the target.
+            # An aliased module imports its submodules under its own name, not under the target's.
             below = [submodule, *(f"{submodule}.{rest}" for rest in _prefixes(parts[index + 1 :]))]
             return PendingTarget(_not_imported(below), f"{submodule} is not imported yet")
     return _missing(target, owner, name)
@@ -215,19 +214,23 @@ def _not_imported(modules: Iterable[str]) -> tuple[str, ...]:
 
 
 def _can_be_found(module: str) -> bool:
-    """Whether a module could be imported. Its parents are imported already, so that looking imports nothing."""
+    """Whether a module can be imported. Its parents are imported, so ``find_spec`` imports nothing."""
     try:
         return importlib.util.find_spec(module) is not None
     except ModuleNotFoundError as error:
-        # A finder that lacks something else says nothing about the module itself.
+        # A finder that fails to import another module says nothing about this one.
         missing = error.name or ""
         return not (module == missing or module.startswith(missing + "."))
     except (ImportError, ValueError, AttributeError):
         return False
 
 
+# --- later imports ---
+
+# wrapt neither removes nor de-duplicates its import hooks, and an exception in one breaks the user's import. So one
+# listener per module is registered for the whole process.
 _lock: Final = threading.Lock()
-if hasattr(os, "register_at_fork"):  # see ovpatch.patching.slot; nothing foreign runs under this lock either
+if hasattr(os, "register_at_fork"):  # as for the write lock, see ovpatch.patching.slot
     os.register_at_fork(before=_lock.acquire, after_in_parent=_lock.release, after_in_child=_lock.release)
 _listeners: Final[dict[str, list[Callable[[], Listener | None]]]] = {}
 
@@ -237,7 +240,7 @@ def call_after_import(module: str, listener: Listener) -> None:
 
     Args:
         module: Dotted name.
-        listener: Bound methods are held weakly, so that a forgotten manager can go away.
+        listener: Function to call; a bound method is held weakly, so that it keeps no manager alive.
     """
     if module in sys.modules:
         return
@@ -248,7 +251,7 @@ def call_after_import(module: str, listener: Listener) -> None:
         if not any(one() == listener for one in known):
             known.append(held)
     if first:
-        # Importing wrapt takes some 20 ms beyond what torch imports: only who waits for a module pays for it.
+        # wrapt is slow to import, so it is imported only when a patch waits for a module.
         from wrapt import register_post_import_hook
 
         register_post_import_hook(_imported, module)
@@ -268,5 +271,5 @@ def _imported(module: types.ModuleType) -> None:
             continue
         try:
             listener(name)
-        except Exception:  # whatever it is, it must not break the user's import
+        except Exception:  # any error here would break the user's import
             _logger.exception("a patch that waited for %s failed", name)

@@ -1,12 +1,4 @@
-"""All patches of one slot, closest to the original first, behind one installed function.
-
-[Note: one entry per slot]
-The installed function, the entry, stays the same while patches come and go; what it calls is switched. So whoever
-holds it, a module, an instance, somebody else's wrapper, always runs the patches of the moment, and after the last
-one is gone, the original. It serves the outermost patch at the same time, which spares a call: a single wrapper costs
-one function call. Inner patches have dispatchers of their own, so that each is counted and can be taken out without
-building the others again.
-"""
+"""The chain of patches of one slot, behind one installed function."""
 
 from __future__ import annotations
 
@@ -17,7 +9,7 @@ import types
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from inspect import Parameter
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 from ovpatch.patching.patch import IncompatiblePatchError, Patch, PatchError, describe_callable
 from ovpatch.patching.references import is_fresh_copy, leads_to
@@ -33,21 +25,19 @@ from ovpatch.patching.slot import (
 )
 from ovpatch.patching.target import ABSENT, Slot, call_after_import, format_owner
 
-# Whether one function can be called in every way another one can, by its signature alone.
-
 _POSITIONAL = (Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD)
 
 
 def compare_signatures(original: Callable[..., Any], new: Callable[..., Any], *, bound: bool) -> str | None:
-    """Return what differs between two signatures, or None if ``new`` can stand for ``original``.
+    """Return the difference between two signatures, or None if ``new`` can replace ``original``.
 
-    Names, kinds, order and the presence of defaults must agree; ``*args`` and ``**kwargs`` of ``new`` stand for
-    whatever is left. Functions without a signature (most of C) are not compared. The original counts as it shows
-    itself, ``new`` as it can be called: ``functools.wraps`` shows a signature that the function itself may not have.
+    Names, kinds, order and the presence of defaults must agree; ``*args`` and ``**kwargs`` of ``new`` match the
+    remaining parameters. Functions without a signature (most of C) are not compared. ``original`` is compared by the
+    signature that it shows, ``new`` by its own code, since ``functools.wraps`` may show another signature.
 
     Args:
-        original: What callers know.
-        new: What shall stand in its slot.
+        original: The function that callers know.
+        new: Its replacement.
         bound: Whether the first parameter is ``self`` or ``cls``, whose name is free.
     """
     old_parameters, new_parameters = _parameters(original, bound), _parameters(_undisguised(new), bound, follow=False)
@@ -57,7 +47,7 @@ def compare_signatures(original: Callable[..., Any], new: Callable[..., Any], *,
 
 
 def _undisguised(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function without what ``functools.wraps`` has copied to it, such as ``__signature__``."""
+    """Return a function without the attributes from ``functools.wraps``, such as ``__signature__``."""
     if not isinstance(function, types.FunctionType):
         return function
     bare = types.FunctionType(
@@ -113,7 +103,7 @@ def _compare_one(old: Parameter, new: Parameter) -> str | None:
 
 
 def _absorbed(parameter: Parameter, kinds: set[Any]) -> bool:
-    """Whether ``*args`` and ``**kwargs`` take everything a caller may pass for a parameter."""
+    """Whether ``*args`` and ``**kwargs`` take a parameter however it is passed."""
     by_position = parameter.kind in _POSITIONAL
     by_name = parameter.kind in (Parameter.POSITIONAL_OR_KEYWORD, Parameter.KEYWORD_ONLY)
     return (
@@ -129,42 +119,11 @@ def _order(old: list[Parameter], new: list[Parameter]) -> str | None:
     return None if mine == theirs else f"parameters come as ({', '.join(mine)}) instead of ({', '.join(theirs)})"
 
 
-# The function that is installed: a plain Python function that counts, can be switched, and survives torch.compile.
-#
-# [Note: plain functions]
-# Dynamo, the LR schedulers (``step.__func__``), pickle and ``inspect`` treat functions specially and see through
-# proxies to the original, silently. So what is installed is a function, and everything that changes lives in its
-# closure: Dynamo guards on the identity of ``target``, hence a switch recompiles and nothing else does. The counter
-# must not be touched in traced code, where a changing int would be guarded on and recompile at each call; there, a
-# function that Dynamo evaluates once while tracing notes that the patch is part of the graph.
-#
-# [Note: skipped frames] Where Dynamo does not trace a caller, as ``Module._call_impl``, it looks at every Python
-# function that is called below it. Stock has a builtin there, or one function; a frame of ours would be compiled by
-# itself, looked up at each call, and all installed functions would share one code object's cache. So that frame is
-# skipped, and what it calls is not.
-#
-# [Note: the original's globals]
-# TorchScript compiles the source of the original, which it finds by ``__wrapped__``, with the names that the installed
-# function sees: its globals, and over them what its closure holds. So it is given the original's globals, and all that
-# it needs is in its closure, under names that no script has.
-
 Function = Callable[..., Any]
 
-# What functools.wraps copies and must not be: they tell Dynamo to trace, or not to trace, the function they belong to.
+# Attributes that functools.wraps must not copy: they tell Dynamo whether to trace the function that carries them.
 _DYNAMO_KEYS: Final = ("_torchdynamo", "get_compiler_config")
 _CACHE_METHODS: Final = ("cache_info", "cache_clear", "cache_parameters")
-
-
-class Mark(Protocol):
-    """What ``__ovpatch__`` of an installed function tells."""
-
-    @property
-    def target(self) -> str:
-        """Where the function was installed."""
-
-    @property
-    def patches(self) -> tuple[Any, ...]:
-        """Patches that a call runs through, closest to the original first."""
 
 
 def _never() -> bool:
@@ -172,7 +131,7 @@ def _never() -> bool:
 
 
 class _Tracing:
-    """Whether a call is being traced. Asks torch once that is imported: patches may be installed before it is."""
+    """Whether a call is traced by Dynamo. ``now`` is replaced when torch is imported, perhaps after the patches."""
 
     __slots__ = ("now",)
 
@@ -190,11 +149,11 @@ def _torch_is_here(_module: str) -> None:
 def _dynamo_is_here(module: str) -> None:
     skip = getattr(sys.modules[module], "skip_code", None)
     if skip is not None:  # [Note: skipped frames]
-        skip(_build(_never, _never)[0].__code__)  # all installed functions have the same
+        skip(_build(_never, _never)[0].__code__)  # all installed functions share this code object
 
 
 def watch_for_torch() -> None:
-    """Make sure that calls in traced code are recognised, now or as soon as torch is imported."""
+    """Detect calls in traced code, now or as soon as torch is imported."""
     if _tracing.now is not _never:
         return
     for module, is_here in (("torch.compiler", _torch_is_here), ("torch._dynamo.eval_frame", _dynamo_is_here)):
@@ -205,11 +164,22 @@ def watch_for_torch() -> None:
 
 
 class Dispatcher:
-    """One installed function and the hold on it.
+    """A plain function that counts its calls and whose target can be switched.
+
+    [Note: plain functions]
+    Dynamo, LR schedulers (``step.__func__``), pickle and ``inspect`` see through proxies to the original, so the
+    installed object is a function and its state is in its closure. Dynamo guards on the identity of the target: only
+    a switch recompiles. The call counter stays out of traced code, where a changing int would recompile at each call;
+    a function that Dynamo evaluates once while tracing counts the trace instead.
+
+    [Note: skipped frames]
+    Where Dynamo does not trace a caller, such as ``Module._call_impl``, it examines every Python function called
+    below it. It would compile each dispatcher by itself, all in the cache of one code object. So the dispatcher's
+    frame is skipped; the frame that it calls is not.
 
     Attributes:
-        function: What is installed.
-        switch: Makes calls go to another function from now on.
+        function: The function to install.
+        switch: Sets the target of all later calls.
     """
 
     __slots__ = ("_credited", "_read", "function", "switch")
@@ -220,7 +190,7 @@ class Dispatcher:
         _disguise(self.function, like)
 
     def take_counts(self) -> tuple[int, int]:
-        """Return the calls and the traces since this was asked last."""
+        """Return the calls and traces since the last call of this method."""
         now, last = self._read(), self._credited
         self._credited = now
         return now[0] - last[0], now[1] - last[1]
@@ -252,7 +222,8 @@ def _build(
         nonlocal _ovpatch_target
         _ovpatch_target = new
 
-    # See [Note: the original's globals]; what is not written in Python has none.
+    # TorchScript compiles the source of the original with the globals and the closure of the installed function. So it
+    # gets the original's globals (a function written in C has none), and the names in its closure are unusual.
     names = getattr(like, "__globals__", dispatch.__globals__)
     installed = types.FunctionType(dispatch.__code__, names, dispatch.__name__, None, dispatch.__closure__)
     return installed, switch, lambda: (_ovpatch_calls, traces)
@@ -274,11 +245,11 @@ class Wrapper:
     """One patch in a chain.
 
     Attributes:
-        patch: What was declared.
-        function: The replacement, or what wrap returned.
+        patch: The declaration.
+        function: The replacement, or the function that wrap returned.
         inner: Its dispatcher while another patch lies above it.
-        calls: Eager calls counted so far.
-        traces: Traces counted so far.
+        calls: Eager calls so far.
+        traces: Traces so far.
     """
 
     patch: Patch
@@ -288,30 +259,37 @@ class Wrapper:
     traces: int = 0
 
     def add_counts(self, dispatcher: Dispatcher) -> None:
-        """Add what a dispatcher counted for this patch."""
+        """Add the new counts of a dispatcher."""
         calls, traces = dispatcher.take_counts()
         self.calls += calls
         self.traces += traces
 
 
-# A wrapper with the function and the dispatcher that it will have.
+# Wrappers with the function and the dispatcher that they get when the chain is activated.
 Staged = list[tuple[Wrapper, Function, Dispatcher | None]]
 
 
 @dataclass(eq=False)
 class WrapperChain:
-    """The patches of one slot; not thread-safe: changes happen under the write lock.
+    """The patches of one slot, innermost first. It changes only under the write lock.
+
+    [Note: one entry per slot]
+    The installed function, the entry, stays the same while patches come and go; its target is switched. So every
+    reference to it (in a module, an instance, another library's wrapper) runs the current patches, and the original
+    after the last one is removed. The entry is also the dispatcher of the outermost patch, so that a single wrapper
+    costs one function call. Each inner patch has its own dispatcher: it is counted, and removed without rebuilding
+    the others.
 
     Attributes:
-        slot: The slot, as it was before.
-        kind: How the slot is read.
+        slot: The slot before the patch.
+        kind: How Python reads the slot.
         original: The stock function.
-        base: What the innermost wrapper gets: the stock function, or a look-up of the inherited one.
-        entry: The installed function.
-        installed: The entry in the slot's descriptor.
-        wrappers: Active patches, closest to the original first.
-        writes: Slots that were pointed to the entry.
-        references: References elsewhere that were pointed to it.
+        base: Function that the innermost wrapper gets: the stock function, or a look-up of the inherited one.
+        entry: Dispatcher of the installed function.
+        installed: The installed function in the slot's descriptor.
+        wrappers: Active patches, innermost first.
+        writes: Slots that hold the installed function.
+        references: References in other modules that hold it.
     """
 
     slot: Slot
@@ -333,18 +311,18 @@ class WrapperChain:
         self.installed = make_descriptor(self.slot, self.kind, self.entry.function)
 
     def stage_patches(self, patches: Sequence[Patch]) -> Staged:
-        """Build the chain with some patches more, without changing anything. Calls wrap functions.
+        """Build the chain with additional patches, without a change of the present one. Calls wrap functions.
 
-        Layers above the first new one are built again over it.
+        Wrappers above the first new one are built again.
 
         Args:
             patches: Patches to add.
 
         Raises:
-            PatchError: A wrap function failed, or returned something that is no stand-in for the original.
+            PatchError: A wrap function failed, or its result cannot replace the original.
         """
         known = {wrapper.patch: wrapper for wrapper in self.wrappers}
-        wanted = sorted([*known, *patches], key=lambda patch: patch.rank)
+        wanted = sorted([*known, *patches], key=lambda patch: patch.sort_key)
         staged: Staged = []
         below, fresh = self.base, False
         for patch in wanted:
@@ -380,7 +358,7 @@ class WrapperChain:
         """Return the function of a replacement.
 
         Raises:
-            IncompatiblePatchError: It cannot stand for the original.
+            IncompatiblePatchError: It cannot replace the original.
         """
         function = unwrap_replacement(patch.replacement, self.slot, self.kind)
         self._check_signature(patch, function)
@@ -398,7 +376,7 @@ class WrapperChain:
             )
 
     def activate(self, staged: Staged) -> Callable[[], None]:
-        """Make a staged chain the active one; returns what takes that back."""
+        """Make staged wrappers the active ones; returns a function that undoes this."""
         self.collect_counts()
         before = [(wrapper, wrapper.function, wrapper.inner) for wrapper in self.wrappers]
         self._activate(staged)
@@ -411,7 +389,7 @@ class WrapperChain:
         self.entry.switch(self.wrappers[-1].function if self.wrappers else self.base)
 
     def remove_wrapper(self, wrapper: Wrapper) -> None:
-        """Take one patch out. Calls nothing of anybody: what lies above goes through to what lies below."""
+        """Remove one patch: the wrapper above it then calls the one below. No callback runs."""
         self.collect_counts()
         index = self.wrappers.index(wrapper)
         below = self.wrappers[index - 1] if index else None
@@ -424,7 +402,7 @@ class WrapperChain:
         self.wrappers = [one for one in self.wrappers if one is not wrapper]
 
     def collect_counts(self) -> None:
-        """Credit all calls so far to the wrappers that they went through."""
+        """Add the new counts of all dispatchers to their wrappers."""
         for wrapper in self.wrappers:
             if wrapper.inner:
                 wrapper.add_counts(wrapper.inner)
@@ -435,13 +413,13 @@ class WrapperChain:
 
     @property
     def rebound(self) -> tuple[str, ...]:
-        """References elsewhere that hold the entry now, as ``module.name``."""
+        """References in other modules that hold the entry now, as ``module.name``."""
         held = [write for write in self.references if read_slot(write.owner, write.name) is write.new]
         return tuple(f"{format_owner(write.owner)}.{write.name}" for write in held)
 
     @property
     def is_reached(self) -> bool:
-        """Whether reading the slot still leads to the entry, directly or through somebody else's wrapper."""
+        """Whether the slot still leads to the entry, directly or through another library's wrapper."""
         now = read_slot(self.slot.owner, self.slot.name)
         if now is self.installed:
             return True
@@ -449,13 +427,13 @@ class WrapperChain:
 
     @property
     def is_reloaded(self) -> bool:
-        """Whether the slot holds the stock function again, executed anew."""
+        """Whether the slot holds a new copy of the stock function, as after a reload."""
         now = read_slot(self.slot.owner, self.slot.name)
         return now is not ABSENT and is_fresh_copy(now, self.original)
 
     @property
     def shadowed_by(self) -> str:
-        """Who lies over or in slot of the entry; empty if nobody does."""
+        """Description of the foreign function that lies over the entry or in its place; empty if there is none."""
         now = read_slot(self.slot.owner, self.slot.name)
         if now is self.installed or now is ABSENT or is_fresh_copy(now, self.original):
             return ""
@@ -464,19 +442,19 @@ class WrapperChain:
 
 
 class ChainMark:
-    """``__ovpatch__`` of an installed function: names its target and the patches that a call runs through."""
+    """The attribute ``__ovpatch__`` of an installed function: its target and active patches."""
 
     def __init__(self, chain: WrapperChain) -> None:
         self._stack = chain
 
     @property
     def target(self) -> str:
-        """Where the function was installed."""
+        """Dotted path of the slot."""
         return self._stack.slot.path
 
     @property
     def patches(self) -> tuple[Patch, ...]:
-        """Active patches, closest to the original first."""
+        """Active patches, innermost first."""
         return tuple(wrapper.patch for wrapper in self._stack.wrappers)
 
     def __repr__(self) -> str:
