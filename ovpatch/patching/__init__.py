@@ -1,6 +1,6 @@
 """The patch manager: declared, checked, reversible patches of functions and methods.
 
-It knows nothing of tensors and imports torch nowhere. :class:`PatchManager` is all that most callers need.
+The package does not know tensors and never imports torch. Most callers need :class:`PatchManager` only.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The patch manager, as its users see it."""
+"""The patch manager: registers, applies and reverts patches."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Final
 
-from ovpatch.patching.import_hooks import watch
 from ovpatch.patching.patch import (
     Hook,
     IncompatiblePatchError,
@@ -22,383 +21,25 @@ from ovpatch.patching.patch import (
     Removable,
     TargetNotFoundError,
     Wrap,
-    location_of,
+    find_location,
 )
-from ovpatch.patching.plan import Group, PatchRecord, Plan, find_stack, holder, make_plan
-from ovpatch.patching.references import author_packages, find, keeps_its_own, within
-from ovpatch.patching.slot import LOCK, Journal, Write, function_in
-from ovpatch.patching.stack import Wrapper, WrapperChain, learn_about_torch
-from ovpatch.patching.target import Slot, is_module, namespace, resolve
-
-# Code that torch.compile made before a patch came or went.
-
-
-def forget_compiled_code() -> None:
-    """Make compiled functions compile again at their next call.
-
-    Dynamo does not guard on methods of library classes: a graph traced before ``apply()`` would go on without the
-    patch, and one traced before ``revert()`` with it, in either case silently.
-    """
-    dynamo = sys.modules.get("torch._dynamo")
-    convert_frame = sys.modules.get("torch._dynamo.convert_frame")
-    if dynamo is None or convert_frame is None or getattr(dynamo.__spec__, "_initializing", False):
-        return
-    if not convert_frame.input_codes.seen:
-        return
-    dynamo.reset_code_caches()
-
-
-# Writing a plan's stacks into their slots, and taking them out again. All of it runs under the write lock.
-
-
-def put_on(groups: Sequence[Group], stacks: list[WrapperChain]) -> None:
-    """Write everything, or nothing if that fails.
-
-    Args:
-        groups: Staged groups of a plan.
-        stacks: Stacks of the manager; new ones are added.
-    """
-    journal = Journal()
-    written: list[tuple[list[Write], Write]] = []
-    try:
-        for group in groups:
-            journal.note(group.stack.commit(group.staged))
-            for place in group.places:
-                done = journal.write(place.owner, place.name, group.stack.installed)
-                written.append((group.stack.writes, done))
-        written += _rebind(groups, journal)
-    except BaseException:  # raised again: also Ctrl-C must not leave half a set written
-        journal.roll_back()
-        raise
-    for known, done in written:
-        known.append(done)
-    stacks += [group.stack for group in groups if group.stack not in stacks]
-
-
-def _rebind(groups: Sequence[Group], journal: Journal) -> list[tuple[list[Write], Write]]:
-    """Point references elsewhere to the entries, and those in the packages of patch authors to the originals."""
-    stacks = [group.stack for group in groups if is_module(group.stack.place.owner)]
-    if not stacks:
-        return []
-    wanted = {id(function): stack for stack in stacks for function in (stack.original, stack.entry.function)}
-    theirs = {id(stack): within(author_packages(layer.patch.source for layer in stack.layers)) for stack in stacks}
-    slots = {(id(place.owner), place.name) for group in groups for place in (group.stack.place, *group.places)}
-    written: list[tuple[list[Write], Write]] = []
-    for module, name, found in list(find(wanted)):
-        stack = wanted[found]
-        of_author = theirs[id(stack)](str(namespace(module).get("__name__", "")))
-        if found == id(stack.entry.function):
-            if of_author and (id(module), name) not in slots:
-                journal.write(module, name, stack.original)
-        elif not of_author and not keeps_its_own(module, stack.original):
-            written.append((stack.references, journal.write(module, name, stack.entry.function)))
-    return written
-
-
-def take_off(entry: PatchRecord, stack: WrapperChain, layer: Wrapper) -> None:
-    """Take one patch out of its stack; from then on no call reaches it.
-
-    Args:
-        entry: Whose patch.
-        stack: Where it is.
-        layer: Its layer there.
-    """
-    stack.remove(layer)
-    entry.keep_counts(layer)
-    entry.layers = [one for one in entry.layers if one[1] is not layer]
-
-
-def release(emptied: Sequence[WrapperChain], stacks: list[WrapperChain]) -> list[WrapperChain]:
-    """Restore the slots of stacks that have no patches left.
-
-    Args:
-        emptied: Stacks that lost patches; the others among them are left alone.
-        stacks: Stacks of the manager; restored ones leave it.
-
-    Returns:
-        Those that cannot be restored because somebody else's patch lies over them, or in their place.
-    """
-    gone = [stack for stack in dict.fromkeys(emptied) if not stack.layers]
-    for stack in gone:
-        stack.references = [write for write in reversed(stack.references) if not write.undo()]
-        stack.writes = [write for write in reversed(stack.writes) if not write.undo()]
-    _forget_references(gone)
-    covered = [stack for stack in gone if stack.writes and stack.covering]
-    stacks[:] = [stack for stack in stacks if stack not in gone or stack in covered]
-    return covered
-
-
-def _forget_references(stacks: Sequence[WrapperChain]) -> None:
-    """Point to the originals whoever took a reference to an entry after apply()."""
-    entries = {id(stack.entry.function): stack for stack in stacks if is_module(stack.place.owner)}
-    slots = {(id(write.owner), write.name) for stack in stacks for write in stack.writes}
-    for module, name, found in list(find(entries)) if entries else ():
-        if (id(module), name) not in slots:
-            namespace(module)[name] = entries[found].original
-
-
-def restore_uncovered(stacks: list[WrapperChain], entries: Sequence[PatchRecord]) -> bool:
-    """Restore slots whose stacks are empty and over which nobody lies any more.
-
-    Args:
-        stacks: Stacks of the manager; restored ones leave it.
-        entries: Entries of the manager; those that were shadowed by nothing else are reverted then.
-
-    Returns:
-        Whether there were any.
-    """
-    restored = []
-    for stack in [stack for stack in stacks if not stack.layers]:
-        stack.writes = [write for write in stack.writes if not write.undo()]
-        restored += [] if stack.writes else [stack]
-    if not restored:
-        return False
-    stacks[:] = [stack for stack in stacks if stack not in restored]
-    for entry in entries:
-        entry.over = [stack for stack in entry.over if stack not in restored]
-        if entry.state is PatchState.SHADOWED and not entry.over:
-            entry.become(PatchState.REVERTED)
-    return True
-
-
-# Carrying out what a manager is asked: the only place with state. How it is done is in the modules beside it.
-#
-# [Note: callbacks outside the lock]
-# Putting on plans, checks, calls wrap functions and installs hooks without holding a lock, then writes under
-# [Note: one write lock] if nothing changed meanwhile; else what it built is thrown away and it starts again. Threads
-# never wait for each other's callbacks, so an import in one cannot deadlock with an apply() in another. A wrap function
-# may thus be called without its result being used.
+from ovpatch.patching.plan import PatchPlan, PatchRecord, SlotPlan, find_chain, find_defining_slot, make_plan
+from ovpatch.patching.references import find_references, keeps_original, list_author_packages, match_packages
+from ovpatch.patching.slot import WRITE_LOCK, Journal, SlotWrite, unwrap_descriptor
+from ovpatch.patching.target import Slot, call_after_import, get_namespace, is_module, resolve_target
+from ovpatch.patching.wrapper_chain import Wrapper, WrapperChain, watch_for_torch
 
 _logger: Final = logging.getLogger("ovpatch.patching")
 
 
-class Engine:
-    """State of one manager.
-
-    Attributes:
-        entries: What was declared, in order of registration.
-        stacks: Slots that were patched, those that could not be restored yet included.
-    """
-
-    def __init__(self) -> None:
-        self.entries: list[PatchRecord] = []
-        self.stacks: list[WrapperChain] = []
-        self._numbers = itertools.count(1)
-        self._version = 0
-
-    def next_number(self) -> int:
-        """Return a number larger than all before: of registrations, and of what was applied when."""
-        return next(self._numbers)
-
-    def forget(self, entries: Sequence[PatchRecord]) -> None:
-        """Drop declarations."""
-        self.entries = [entry for entry in self.entries if entry not in entries]
-
-    def add(self, declared: Patch | Hook) -> None:
-        """Remember a declaration, unless it is known."""
-        with LOCK:
-            if not any(declared.repeats(entry.declared) for entry in self.entries):
-                self.entries.append(PatchRecord(declared))
-
-    def selected(self, features: Sequence[str], *, to_apply: bool = False) -> list[PatchRecord]:
-        """Return the entries of some features, or all.
-
-        Args:
-            features: Names; all without any.
-            to_apply: Whether a name without declarations is a mistake; taken back is what is there, if anything.
-
-        Raises:
-            PatchError: Nothing is registered for one of the features.
-        """
-        with LOCK:
-            known = {entry.declared.feature for entry in self.entries}
-            unknown = [name for name in features if name not in known]
-            if unknown and to_apply:
-                raise PatchError(_unknown_text(unknown[0], known))
-            return [entry for entry in self.entries if not features or entry.declared.feature in features]
-
-    def put_on(self, entries: list[PatchRecord], finished: str = "") -> None:
-        """Apply declarations: all or none.
-
-        Args:
-            entries: Which.
-            finished: Module whose import hook this is, if it is.
-
-        Raises:
-            PatchError: One cannot be applied.
-        """
-        try:
-            plan = self._try(entries, finished)
-        except PatchError as error:
-            self._blame(entries, error)
-            raise
-        self._wait_for(plan.modules)
-        if plan.groups and not finished:
-            forget_compiled_code()
-
-    def _try(self, entries: list[PatchRecord], finished: str) -> Plan:
-        """Plan, build and write until nobody comes in between; see [Note: callbacks outside the lock]."""
-        while True:
-            with LOCK:
-                entries = [entry for entry in entries if entry in self.entries and (entry.waits_for or not finished)]
-                self._restore_uncovered()
-                version, stacks = self._version, list(self.stacks)
-            plan = make_plan(entries, stacks, version, finished)
-            if plan.groups:
-                learn_about_torch()
-            plan.build()
-            try:
-                done = self._commit(plan)
-            except BaseException:  # raised again: also Ctrl-C must not leave hooks installed
-                plan.discard()
-                raise
-            if done:
-                return plan
-            plan.discard()
-
-    def _commit(self, plan: Plan) -> bool:
-        with LOCK:
-            if plan.version != self._version or not all(group.is_current for group in plan.groups):
-                return False
-            put_on(plan.groups, self.stacks)
-            self._version += 1
-            self._record(plan)
-        return True
-
-    def _restore_uncovered(self) -> None:
-        if restore_uncovered(self.stacks, self.entries):
-            self._version += 1
-
-    def _record(self, plan: Plan) -> None:
-        for entry, stack, layer in plan.lost:
-            take_off(entry, stack, layer)
-            release([stack], self.stacks)
-        for group in plan.groups:
-            for entry in group.entries:
-                entry.layers.append((group.stack, group.layer_of(entry)))
-                entry.over = [stack for stack in entry.over if stack is not group.stack]
-                entry.location = location_of(group.stack.original)
-                self._applied(entry)
-        for entry, handle in plan.handles:
-            entry.handle = handle
-            self._applied(entry)
-        for entry, state, reason, modules in plan.idle:
-            entry.become(state, reason, modules)
-        for entry, modules in plan.gone:
-            entry.waits_for = modules
-
-    def _applied(self, entry: PatchRecord) -> None:
-        entry.become(PatchState.APPLIED)
-        entry.turn = next(self._numbers)
-
-    def take_back(self, entries: list[PatchRecord]) -> None:
-        """Revert declarations, the last first; those that only wait for an import stop waiting.
-
-        Args:
-            entries: Which.
-
-        Raises:
-            PatchError: A hook's handle could not be removed.
-        """
-        with LOCK:
-            self._version += 1
-            going = sorted([entry for entry in entries if entry.is_live], key=lambda entry: entry.turn, reverse=True)
-            for entry in entries:
-                entry.waits_for = ()
-            touched = self._take_off(going)
-            handles = [(entry, entry.handle) for entry in going if entry.handle is not None]
-            for entry in going:
-                entry.handle = None
-        problems = [problem for entry, handle in handles for problem in _remove(entry, handle)]
-        if touched:
-            forget_compiled_code()
-        if problems:
-            raise problems[0]
-
-    def _take_off(self, entries: list[PatchRecord]) -> list[WrapperChain]:
-        """Take patches off and restore what lay there; returns the stacks they came from."""
-        homes = {entry: [stack for stack, _ in entry.layers] for entry in entries}
-        for entry in entries:
-            for stack, layer in reversed(list(entry.layers)):
-                take_off(entry, stack, layer)
-            entry.become(PatchState.REVERTED)
-        touched = [stack for stacks in homes.values() for stack in stacks]
-        covered = release(touched, self.stacks)
-        for entry, stacks in homes.items():
-            entry.over += [stack for stack in stacks if stack in covered]
-            if entry.over:
-                cover = entry.over[-1].covering
-                entry.become(PatchState.SHADOWED, f"{cover} lies over it and was left alone; calls go to the original")
-        self._restore_uncovered()
-        return touched
-
-    def _wait_for(self, modules: list[str]) -> None:
-        for name in modules:
-            watch(name, self._module_imported)
-        for name in modules:
-            if name in sys.modules:  # imported by another thread after the plan was made
-                self._module_imported(name)
-
-    def _module_imported(self, name: str) -> None:
-        """Apply what waited for a module, feature by feature, so that one's failure does not stop another's."""
-        with LOCK:
-            ready = [entry for entry in self.entries if name in entry.waits_for]
-        for feature in dict.fromkeys(entry.declared.feature for entry in ready):
-            own = [entry for entry in ready if entry.declared.feature == feature]
-            try:
-                self.put_on(own, name)
-            except Exception as error:  # noqa: BLE001 - told in the report; it must not break the user's import
-                self._give_up(own, error, name)
-
-    def _give_up(self, entries: list[PatchRecord], error: Exception, finished: str) -> None:
-        """Leave out a feature's patches of one module when one of them failed; those of other modules go on waiting."""
-        _logger.warning("patches were left out: %s", error)
-        reason = f"left out because a patch of the feature failed: {error}"
-        for entry in [entry for entry in entries if entry.waits_for]:
-            try:
-                found = resolve(entry.declared.name, finished)
-            except PatchError as own:
-                entry.become(PatchState.FAILED, str(own))
-                continue
-            if isinstance(found, Slot):
-                entry.become(PatchState.FAILED, reason)
-            else:
-                entry.become(entry.state, found.reason, found.modules)
-                self._wait_for(list(found.modules))
-
-    def _blame(self, entries: list[PatchRecord], error: PatchError) -> None:
-        states: list[tuple[type[PatchError], PatchState]] = [
-            (PatchConflictError, PatchState.CONFLICT),
-            (IncompatiblePatchError, PatchState.INCOMPATIBLE),
-        ]
-        state = next((state for kind, state in states if isinstance(error, kind)), PatchState.FAILED)
-        with LOCK:
-            for entry in entries:
-                if entry.declared in error.patches and not entry.layers:
-                    entry.become(state, str(error))
-
-
-def _unknown_text(name: str, known: Iterable[str]) -> str:
-    close = difflib.get_close_matches(name, known, n=1)
-    hint = f" Did you mean {close[0]!r}?" if close else ""
-    return (
-        f"nothing is registered for feature {name!r}.{hint} Correct the name, or register its patches before they are "
-        "applied"
-    )
-
-
-def _remove(entry: PatchRecord, handle: Removable) -> list[PatchError]:
-    try:
-        handle.remove()
-    except Exception as error:  # noqa: BLE001 - the other hooks and patches must come off all the same
-        problem = PatchError(f"{entry.declared} could not be removed: {error!r}; correct its remove()", entry.declared)
-        problem.__cause__ = error
-        return [problem]
-    return []
-
-
 class PatchManager:
-    """Declares, applies and reverts patches of functions and methods; usable without any plugin.
+    """Registers, applies and reverts patches of functions and methods; usable without any plugin.
+
+    [Note: callbacks outside the lock]
+    ``apply()`` plans, checks signatures, calls wrap functions and installs hooks without a lock. Then it takes the
+    write lock and writes the slots, unless another thread has changed something meanwhile: in that case it discards
+    the result and starts again. No thread waits for a callback of another thread, so an import in one cannot deadlock
+    with ``apply()`` in another. A wrap function may therefore be called without its result being used.
 
     Example:
         >>> import textwrap
@@ -414,7 +55,12 @@ class PatchManager:
     """
 
     def __init__(self) -> None:
-        self._engine = Engine()
+        self._records: list[PatchRecord] = []  # in order of registration
+        self._chains: list[WrapperChain] = []  # of patched slots, including those that could not be restored yet
+        self._numbers = itertools.count(1)
+        self._version = 0  # changes with every write, so that a plan can tell whether it is outdated
+
+    # --- declarations ---
 
     def register_patch(
         self,
@@ -429,100 +75,118 @@ class PatchManager:
         why: str = "",
         expires: str = "",
     ) -> None:
-        """Declare a patch. Nothing happens before :meth:`apply`; declaring the same twice means it once.
+        """Declare a patch. Nothing is written before :meth:`apply`; a repeated declaration counts once.
 
         Args:
             target: Dotted path of a function, method, class or static method, or property (its getter is patched).
-            replacement: What to call instead. At most one per function; always closest to the original.
-            wrap: Takes the original and returns the function to call instead; any number per function. Called at
-                apply, without a lock, and perhaps more than once.
-            feature: Name under which it is applied and reverted.
+            replacement: Function to call instead. At most one per function; it is the innermost patch.
+            wrap: Takes the original and returns the function to call instead; any number per function. It is called
+                by :meth:`apply`, without a lock, and perhaps more than once.
+            feature: Name under which the patch is applied and reverted.
             optional: Whether a missing or incompatible target is skipped instead of raising.
-            order: Among wrappers, lower is closer to the original; equal ones in order of registration.
+            order: Among wrappers, lower is closer to the original; equal ones keep the order of registration.
             torch: Versions it was written for, such as ``">=2.11,<2.16"``.
             why: Which binding callers use, and why no official hook serves.
-            expires: When it can go: condition and issue.
+            expires: When the patch can be deleted: condition and issue.
 
         Raises:
             PatchError: The declaration itself is wrong.
         """
-        number = self._engine.next_number()
-        self._engine.add(Patch(target, replacement, wrap, feature, optional, order, torch, why, expires, number))
+        number = next(self._numbers)
+        self._add(Patch(target, replacement, wrap, feature, optional, order, torch, why, expires, number))
 
     def register_hook(self, name: str, install: Callable[[], Removable], *, feature: str = "", why: str = "") -> None:
-        """Declare an official hook, which is preferred to a patch wherever there is one.
+        """Declare an official hook, which is preferred to a patch wherever one exists.
 
         Args:
-            name: How the report calls it.
-            install: Registers the hook and returns its handle, which has ``remove()``. Called at apply, without a
-                lock, and perhaps more than once.
-            feature: Name under which it is applied and reverted.
-            why: What it is for.
+            name: Name in the report.
+            install: Registers the hook and returns its handle, which has ``remove()``. It is called by
+                :meth:`apply`, without a lock, and perhaps more than once.
+            feature: Name under which the hook is installed and removed.
+            why: Purpose of the hook.
         """
-        self._engine.add(Hook(name, install, feature, why, self._engine.next_number()))
+        self._add(Hook(name, install, feature, why, next(self._numbers)))
+
+    def _add(self, declared: Patch | Hook) -> None:
+        with WRITE_LOCK:
+            if not any(declared.is_same_as(record.declared) for record in self._records):
+                self._records.append(PatchRecord(declared))
 
     def unregister(self, *features: str) -> None:
-        """Forget the declarations of features; without names, of all.
+        """Delete the declarations of some features; without names, of all.
 
         Raises:
             PatchError: Some are still applied or pending.
         """
-        with LOCK:
-            going = self._engine.selected(features)
-            live = [entry for entry in going if entry.is_live]
+        with WRITE_LOCK:
+            selected = self._select(features)
+            live = [record for record in selected if record.is_live]
             if live:
                 raise PatchError(
                     f"{live[0].declared} is still {live[0].state.value}: call revert() before unregister()"
                 )
-            self._engine.forget(going)
+            self._records = [record for record in self._records if record not in selected]
+
+    def _select(self, features: Sequence[str]) -> list[PatchRecord]:
+        with WRITE_LOCK:
+            return [record for record in self._records if not features or record.declared.feature in features]
+
+    # --- apply and revert ---
 
     def apply(self, *features: str) -> None:
         """Apply everything that is registered for some features, or for all: all of it or nothing.
 
-        What is in force stays; what was lost, for example by a reload, is put on again. Targets that are not imported
-        yet become pending and are patched when they are.
+        Patches in force stay; patches that were lost, for example by a reload, are installed again. A target that is
+        not imported yet is pending and is patched after its import.
 
         Args:
             *features: Names; all without any.
 
         Raises:
-            PatchError: Something cannot be applied, or nothing is registered for a feature; nothing of this call is.
+            PatchError: Something cannot be applied, or nothing is registered for a feature; nothing of this call is
+                applied then.
         """
-        self._engine.put_on(self._engine.selected(features, to_apply=True))
+        known = {record.declared.feature for record in self._select(())}
+        for name in features:
+            if name not in known:
+                raise PatchError(_unknown_text(name, known))
+        self._apply(self._select(features))
 
     def revert(self, *features: str) -> None:
-        """Take back what was applied for some features, or for all, the last first.
+        """Revert the patches of some features, or all, the last first.
 
-        Where somebody else patched on top of ours, theirs stays, ours lets every call through, and the state is
+        Where another library patched on top, its function stays, ours calls the original, and the state is
         ``shadowed``.
 
         Args:
             *features: Names; all without any.
 
         Raises:
-            PatchError: The handle of a hook could not be removed; everything else was taken back.
+            PatchError: The handle of a hook could not be removed; everything else was reverted.
         """
-        self._engine.take_back(self._engine.selected(features))
+        self._revert(self._select(features))
 
     @contextlib.contextmanager
     def applied(self, *features: str) -> Iterator[None]:
-        """Apply in a ``with`` block; at its end, what was not applied before is reverted.
+        """Apply in a ``with`` block; at its end, everything that was not applied before is reverted.
 
         Args:
             *features: Names; all without any.
         """
-        chosen = self._engine.selected(features)
-        before = {entry for entry in chosen if entry.is_live}
+        selected = self._select(features)
+        before = {record for record in selected if record.is_live}
         self.apply(*features)
         try:
             yield
         finally:
-            self._engine.take_back([entry for entry in chosen if entry not in before])
+            self._revert([record for record in selected if record not in before])
+
+    # --- queries ---
 
     def statuses(self) -> tuple[PatchStatus, ...]:
-        """Return how every patch and hook stands, in order of registration."""
-        with LOCK:
-            return tuple(entry.status() for entry in self._engine.entries)
+        """Return the status of every patch and hook, in order of registration."""
+        with WRITE_LOCK:
+            return tuple(record.get_status() for record in self._records)
 
     def get_original(self, target: str) -> Any:
         """Return the stock function of a target, patched or not.
@@ -533,10 +197,10 @@ class PatchManager:
         Raises:
             TargetNotFoundError: It does not exist or is not imported yet.
         """
-        place = self._place(target)
-        with LOCK:
-            stack = find_stack(self._engine.stacks, place)
-        return stack.original if stack else function_in(place.raw)
+        slot = _find_slot(target)
+        with WRITE_LOCK:
+            chain = find_chain(self._chains, slot)
+        return chain.original if chain else unwrap_descriptor(slot.raw)
 
     def is_patched(self, target: str) -> bool:
         """Return whether calls of a target go through a patch of this manager.
@@ -545,16 +209,285 @@ class PatchManager:
             target: Dotted path; False if it does not exist or is not imported yet.
         """
         try:
-            place = self._place(target)
+            slot = _find_slot(target)
         except TargetNotFoundError:
             return False
-        with LOCK:
-            stack = find_stack(self._engine.stacks, place)
-            return stack is not None and bool(stack.layers)
+        with WRITE_LOCK:
+            chain = find_chain(self._chains, slot)
+            return chain is not None and bool(chain.wrappers)
 
-    @staticmethod
-    def _place(target: str) -> Slot:
-        found = resolve(target)
-        if isinstance(found, Slot):
-            return holder(found)
-        raise TargetNotFoundError(f"{target}: {found.reason}")
+    # --- how apply() works ---
+
+    def _apply(self, records: list[PatchRecord], finished: str = "") -> None:
+        """Apply declarations: all or none. ``finished`` is the module whose import hook calls this, if one does."""
+        try:
+            plan = self._carry_out(records, finished)
+        except PatchError as error:
+            self._record_failure(records, error)
+            raise
+        self._wait_for_imports(plan.modules)
+        if plan.slot_plans and not finished:
+            reset_compiled_code()
+
+    def _carry_out(self, records: list[PatchRecord], finished: str) -> PatchPlan:
+        """Plan, build and write, again until no other thread interferes; see [Note: callbacks outside the lock]."""
+        while True:
+            with WRITE_LOCK:
+                records = [one for one in records if one in self._records and (one.waits_for or not finished)]
+                self._restore_unshadowed()
+                version, chains = self._version, list(self._chains)
+            plan = make_plan(records, chains, version, finished)
+            if plan.slot_plans:
+                watch_for_torch()
+            plan.build_wrappers()
+            try:
+                committed = self._commit(plan)
+            except BaseException:  # raised again: also Ctrl-C must not leave hooks installed
+                plan.remove_hooks()
+                raise
+            if committed:
+                return plan
+            plan.remove_hooks()
+
+    def _commit(self, plan: PatchPlan) -> bool:
+        with WRITE_LOCK:
+            if plan.version != self._version or not all(one.is_current for one in plan.slot_plans):
+                return False
+            self._write(plan.slot_plans)
+            self._version += 1
+            self._record(plan)
+        return True
+
+    def _write(self, slot_plans: Sequence[SlotPlan]) -> None:
+        """Write all slots and references, or nothing if that fails."""
+        journal = Journal()
+        written: list[tuple[list[SlotWrite], SlotWrite]] = []
+        try:
+            for one in slot_plans:
+                chain = one.chain
+                journal.add_undo(chain.activate(one.staged))
+                for slot in one.slots:
+                    written.append((chain.writes, journal.write(slot.owner, slot.name, chain.installed)))
+            written += _rebind_references(slot_plans, journal)
+        except BaseException:  # raised again: also Ctrl-C must not leave half a set written
+            journal.roll_back()
+            raise
+        for writes, write in written:
+            writes.append(write)
+        self._chains += [one.chain for one in slot_plans if one.chain not in self._chains]
+
+    def _record(self, plan: PatchPlan) -> None:
+        for record, chain, wrapper in plan.unreachable:
+            _remove_wrapper(record, chain, wrapper)
+            self._restore_slots([chain])
+        for one in plan.slot_plans:
+            for record in one.records:
+                record.wrappers.append((one.chain, one.get_wrapper(record)))
+                record.shadowed_chains = [chain for chain in record.shadowed_chains if chain is not one.chain]
+                record.location = find_location(one.chain.original)
+                self._set_applied(record)
+        for record, handle in plan.handles:
+            record.handle = handle
+            self._set_applied(record)
+        for record, state, reason, modules in plan.not_applied:
+            record.set_state(state, reason, modules)
+        for record, modules in plan.unloaded:
+            record.waits_for = modules
+
+    def _set_applied(self, record: PatchRecord) -> None:
+        record.set_state(PatchState.APPLIED)
+        record.applied_order = next(self._numbers)
+
+    def _record_failure(self, records: list[PatchRecord], error: PatchError) -> None:
+        state = PatchState.FAILED
+        if isinstance(error, PatchConflictError):
+            state = PatchState.CONFLICT
+        elif isinstance(error, IncompatiblePatchError):
+            state = PatchState.INCOMPATIBLE
+        with WRITE_LOCK:
+            for record in records:
+                if record.declared in error.patches and not record.wrappers:
+                    record.set_state(state, str(error))
+
+    # --- targets that are imported later ---
+
+    def _wait_for_imports(self, modules: Sequence[str]) -> None:
+        for name in modules:
+            call_after_import(name, self._apply_pending)
+        for name in modules:
+            if name in sys.modules:  # imported by another thread after the plan was made
+                self._apply_pending(name)
+
+    def _apply_pending(self, module: str) -> None:
+        """Apply the patches that waited for a module, one feature after the other: one's failure stops no other."""
+        with WRITE_LOCK:
+            ready = [record for record in self._records if module in record.waits_for]
+        for feature in dict.fromkeys(record.declared.feature for record in ready):
+            own = [record for record in ready if record.declared.feature == feature]
+            try:
+                self._apply(own, module)
+            except Exception as error:  # noqa: BLE001 - it is in the report, and must not break the user's import
+                self._give_up(own, error, module)
+
+    def _give_up(self, records: list[PatchRecord], error: Exception, finished: str) -> None:
+        """Fail a feature's patches of one module when one of them failed; patches of other modules stay pending."""
+        _logger.warning("patches were left out: %s", error)
+        reason = f"left out because a patch of the feature failed: {error}"
+        for record in [record for record in records if record.waits_for]:
+            try:
+                found = resolve_target(record.declared.name, finished)
+            except PatchError as own:
+                record.set_state(PatchState.FAILED, str(own))
+                continue
+            if isinstance(found, Slot):
+                record.set_state(PatchState.FAILED, reason)
+            else:
+                record.set_state(record.state, found.reason, found.modules)
+                self._wait_for_imports(found.modules)
+
+    # --- how revert() works ---
+
+    def _revert(self, records: list[PatchRecord]) -> None:
+        """Revert declarations, the last first; those that wait for an import stop waiting."""
+        with WRITE_LOCK:
+            self._version += 1
+            live = sorted([one for one in records if one.is_live], key=lambda one: one.applied_order, reverse=True)
+            for record in records:
+                record.waits_for = ()
+            chains = self._remove_patches(live)
+            handles = [(record, record.handle) for record in live if record.handle is not None]
+            for record in live:
+                record.handle = None
+        problems = [problem for record, handle in handles for problem in _remove_handle(record, handle)]
+        if chains:
+            reset_compiled_code()
+        if problems:
+            raise problems[0]
+
+    def _remove_patches(self, records: list[PatchRecord]) -> list[WrapperChain]:
+        """Take patches out of their chains and restore the slots; returns the chains."""
+        chains_of = {record: [chain for chain, _ in record.wrappers] for record in records}
+        for record in records:
+            for chain, wrapper in reversed(list(record.wrappers)):
+                _remove_wrapper(record, chain, wrapper)
+            record.set_state(PatchState.REVERTED)
+        chains = [chain for own in chains_of.values() for chain in own]
+        shadowed = self._restore_slots(chains)
+        for record, own in chains_of.items():
+            record.shadowed_chains += [chain for chain in own if chain in shadowed]
+            if record.shadowed_chains:
+                above = record.shadowed_chains[-1].shadowed_by
+                reason = f"{above} lies over it and was left alone; calls go to the original"
+                record.set_state(PatchState.SHADOWED, reason)
+        self._restore_unshadowed()
+        return chains
+
+    def _restore_slots(self, chains: Sequence[WrapperChain]) -> list[WrapperChain]:
+        """Restore the slots of those chains that have no wrapper left.
+
+        Returns:
+            Chains that cannot be restored, because another library's patch lies over them or in their place.
+        """
+        empty = [chain for chain in dict.fromkeys(chains) if not chain.wrappers]
+        for chain in empty:
+            chain.references = [write for write in reversed(chain.references) if not write.undo()]
+            chain.writes = [write for write in reversed(chain.writes) if not write.undo()]
+        _restore_late_references(empty)
+        shadowed = [chain for chain in empty if chain.writes and chain.shadowed_by]
+        self._chains = [chain for chain in self._chains if chain not in empty or chain in shadowed]
+        return shadowed
+
+    def _restore_unshadowed(self) -> None:
+        """Restore slots with an empty chain over which no other patch lies any more."""
+        restored = []
+        for chain in [chain for chain in self._chains if not chain.wrappers]:
+            chain.writes = [write for write in chain.writes if not write.undo()]
+            restored += [] if chain.writes else [chain]
+        if not restored:
+            return
+        self._version += 1
+        self._chains = [chain for chain in self._chains if chain not in restored]
+        for record in self._records:
+            record.shadowed_chains = [chain for chain in record.shadowed_chains if chain not in restored]
+            if record.state is PatchState.SHADOWED and not record.shadowed_chains:
+                record.set_state(PatchState.REVERTED)
+
+
+def _find_slot(target: str) -> Slot:
+    found = resolve_target(target)
+    if isinstance(found, Slot):
+        return find_defining_slot(found)
+    raise TargetNotFoundError(f"{target}: {found.reason}")
+
+
+def _unknown_text(name: str, known: Iterable[str]) -> str:
+    close = difflib.get_close_matches(name, known, n=1)
+    hint = f" Did you mean {close[0]!r}?" if close else ""
+    return (
+        f"nothing is registered for feature {name!r}.{hint} Correct the name, or register its patches before they are "
+        "applied"
+    )
+
+
+def _remove_wrapper(record: PatchRecord, chain: WrapperChain, wrapper: Wrapper) -> None:
+    chain.remove_wrapper(wrapper)
+    record.retain_counts(wrapper)
+    record.wrappers = [one for one in record.wrappers if one[1] is not wrapper]
+
+
+def _remove_handle(record: PatchRecord, handle: Removable) -> list[PatchError]:
+    try:
+        handle.remove()
+    except Exception as error:  # noqa: BLE001 - the other hooks and patches must be removed all the same
+        problem = PatchError(
+            f"{record.declared} could not be removed: {error!r}; correct its remove()", record.declared
+        )
+        problem.__cause__ = error
+        return [problem]
+    return []
+
+
+def _rebind_references(slot_plans: Sequence[SlotPlan], journal: Journal) -> list[tuple[list[SlotWrite], SlotWrite]]:
+    """Point references in other modules to the entries, and those in the packages of patch authors to the originals."""
+    chains = [one.chain for one in slot_plans if is_module(one.chain.slot.owner)]
+    if not chains:
+        return []
+    wanted = {id(function): chain for chain in chains for function in (chain.original, chain.entry.function)}
+    is_author = {
+        id(chain): match_packages(list_author_packages(one.patch.source for one in chain.wrappers)) for chain in chains
+    }
+    slots = {(id(slot.owner), slot.name) for one in slot_plans for slot in (one.chain.slot, *one.slots)}
+    written: list[tuple[list[SlotWrite], SlotWrite]] = []
+    for module, name, found in list(find_references(wanted)):
+        chain = wanted[found]
+        of_author = is_author[id(chain)](str(get_namespace(module).get("__name__", "")))
+        if found == id(chain.entry.function):
+            if of_author and (id(module), name) not in slots:
+                journal.write(module, name, chain.original)
+        elif not of_author and not keeps_original(module, chain.original):
+            written.append((chain.references, journal.write(module, name, chain.entry.function)))
+    return written
+
+
+def _restore_late_references(chains: Sequence[WrapperChain]) -> None:
+    """Point references that modules took to an entry after ``apply()`` to the originals."""
+    entries = {id(chain.entry.function): chain for chain in chains if is_module(chain.slot.owner)}
+    slots = {(id(write.owner), write.name) for chain in chains for write in chain.writes}
+    for module, name, found in list(find_references(entries)) if entries else ():
+        if (id(module), name) not in slots:
+            get_namespace(module)[name] = entries[found].original
+
+
+def reset_compiled_code() -> None:
+    """Make compiled functions compile again at their next call.
+
+    Dynamo does not guard on methods of library classes. Without a reset, a graph traced before ``apply()`` would run
+    without the patch, and one traced before ``revert()`` with it.
+    """
+    dynamo = sys.modules.get("torch._dynamo")
+    convert_frame = sys.modules.get("torch._dynamo.convert_frame")
+    if dynamo is None or convert_frame is None or getattr(dynamo.__spec__, "_initializing", False):
+        return
+    if not convert_frame.input_codes.seen:
+        return
+    dynamo.reset_code_caches()

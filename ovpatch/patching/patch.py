@@ -1,4 +1,4 @@
-"""What is declared, and what is told about it: frozen data without behaviour."""
+"""Declarations, statuses and errors of the patch manager: frozen data without behaviour."""
 
 from __future__ import annotations
 
@@ -16,14 +16,13 @@ if TYPE_CHECKING:
     from packaging.specifiers import SpecifierSet
 
 
-# Errors of the patch manager. Every text names what is meant and ends with the remedy.
-
-
 class PatchError(RuntimeError):
-    """Something about a patch is wrong; nothing of the call that raised it stays applied.
+    """A patch cannot be declared or applied; nothing of the call that raised it stays applied.
+
+    Each text names the patch and ends with the remedy.
 
     Attributes:
-        patches: The declarations at fault, where they are known.
+        patches: The declarations at fault, if known.
     """
 
     def __init__(self, text: str, *patches: Any) -> None:
@@ -32,11 +31,11 @@ class PatchError(RuntimeError):
 
 
 class DeclarationError(PatchError, TypeError):
-    """A patch or hook was declared in a way that can never work, whatever the target."""
+    """The declaration of a patch or hook is invalid for any target."""
 
 
 class TargetNotFoundError(PatchError):
-    """The target does not exist here."""
+    """The target does not exist in this process."""
 
 
 class PatchConflictError(PatchError):
@@ -44,17 +43,11 @@ class PatchConflictError(PatchError):
 
 
 class IncompatiblePatchError(PatchError):
-    """The target exists but is not what the patch was written for: kind, signature or version of torch."""
+    """The target has another kind or signature, or torch another version, than the patch was written for."""
 
 
-# The version of torch, read without importing torch.
-#
-# [Note: plain ranges] Importing packaging takes a sixth of what ``apply()`` may cost. Ranges such as
-# ``>=2.11,<2.16``, as nearly all are, need only a comparison of two pairs of numbers; packaging does the others.
-
-
-def check_specifier(specifier: str, target: str) -> None:
-    """Raise if ``specifier`` is no version range.
+def check_version_range(specifier: str, target: str) -> None:
+    """Raise if ``specifier`` is not a version range.
 
     Args:
         specifier: For example ``">=2.11,<2.16"``.
@@ -63,14 +56,14 @@ def check_specifier(specifier: str, target: str) -> None:
     Raises:
         DeclarationError: It cannot be parsed.
     """
-    if not is_range(specifier):
+    if not is_version_range(specifier):
         raise DeclarationError(
             f"torch={specifier!r} of the patch of {target} is not a version range: write it as '>=2.11,<2.16'"
         )
 
 
-def is_range(specifier: str) -> bool:
-    """Tell whether a text is a version range."""
+def is_version_range(specifier: str) -> bool:
+    """Return whether a text is a version range."""
     if _plain(specifier):
         return True
     from packaging.specifiers import InvalidSpecifier
@@ -82,13 +75,13 @@ def is_range(specifier: str) -> bool:
     return True
 
 
-def torch_mismatch(specifier: str) -> str | None:
+def explain_torch_mismatch(specifier: str) -> str | None:
     """Return why the torch at hand is outside a range, or None if it is inside.
 
     Args:
         specifier: A checked version range.
     """
-    text = torch_version()
+    text = read_torch_version()
     if text is None:
         return f"needs torch {specifier}, and torch is not installed"
     numbers = re.match(r"(\d+)\.(\d+)", text)
@@ -102,14 +95,14 @@ def torch_mismatch(specifier: str) -> str | None:
         version = Version(text)
     except InvalidVersion:
         return f"needs torch {specifier}, and {text!r} is not a version that can be compared"
-    # Vendors ship builds such as 2.11.0a0+5228986, which are 2.11 in all but name.
+    # Vendors ship builds such as 2.11.0a0+5228986: release 2.11 with a pre-release version.
     allowed = _parsed(specifier)
     if allowed.contains(version, prereleases=True) or allowed.contains(version.base_version):
         return None
     return f"needs torch {specifier}, and this is torch {text}"
 
 
-def torch_version() -> str | None:
+def read_torch_version() -> str | None:
     """Return the version of the imported torch, else of the installed one, else None."""
     imported = getattr(sys.modules.get("torch"), "__version__", None)
     if imported is not None:
@@ -121,13 +114,13 @@ def torch_version() -> str | None:
 
 
 def _plain(specifier: str) -> tuple[tuple[int, int], tuple[int, int]] | None:
-    """Return both ends of a range ``>=A.B,<C.D``; see [Note: plain ranges]."""
+    """Return both ends of a range ``>=A.B,<C.D``, which needs no import of packaging."""
     match = re.fullmatch(r">=(\d+)\.(\d+),<(\d+)\.(\d+)", specifier)
     return ((int(match[1]), int(match[2])), (int(match[3]), int(match[4]))) if match else None
 
 
 def _parsed(specifier: str) -> SpecifierSet:
-    # packaging takes 20 ms to import: only patches that name a range pay for it.
+    # packaging is slow to import, so only unusual ranges import it.
     from packaging.specifiers import SpecifierSet
 
     return SpecifierSet(specifier)
@@ -141,19 +134,19 @@ _DESCRIPTORS: Final = (staticmethod, classmethod, property)
 
 
 class Removable(Protocol):
-    """What installing an official hook returns."""
+    """The handle of an installed hook."""
 
     def remove(self) -> None:
-        """Take the hook away."""
+        """Remove the hook."""
 
 
 class PatchState(str, Enum):
-    """Where a patch stands.
+    """State of a patch.
 
     ``registered``: declared. ``applied``: in force. ``pending``: waits until its target is imported. ``skipped``:
-    optional, and the target is not there. ``incompatible``, ``conflict``, ``failed``: could not be applied, the
-    reason says why. ``shadowed``: somebody else's patch lies over ours; theirs was left alone. ``reverted``: was
-    applied and is gone.
+    optional, and the target does not exist. ``incompatible``, ``conflict``, ``failed``: could not be applied; the
+    reason says why. ``shadowed``: another library's patch lies over it and was left alone. ``reverted``: was applied
+    and is removed.
     """
 
     REGISTERED = "registered"
@@ -168,17 +161,17 @@ class PatchState(str, Enum):
 
 
 class PatchStatus(NamedTuple):
-    """One patch or hook as it stands now.
+    """One patch or hook at this moment.
 
     Attributes:
-        target: Dotted path as it was declared, or the hook's name.
+        target: Dotted path as declared, or the hook's name.
         feature: Feature it belongs to.
         kind: ``replace``, ``wrap`` or ``hook``.
         state: See :class:`PatchState`.
-        reason: Why it is in this state, where that is not obvious.
-        calls: Eager calls that reached this patch. Calls from compiled code are not counted: see ``traces``.
+        reason: Why it is in this state, unless that is obvious.
+        calls: Eager calls that reached this patch; calls from compiled code are not counted, see ``traces``.
         location: File and line of the stock function.
-        rebound: References to the function elsewhere (``module.name``) that were pointed to the patch.
+        rebound: References in other modules (``module.name``) that point to the patch.
         why: Why this target, as declared.
         expires: When the patch can be deleted, as declared.
         traces: How often ``torch.compile`` traced the patch into a graph.
@@ -198,7 +191,7 @@ class PatchStatus(NamedTuple):
 
     @property
     def never_called(self) -> bool:
-        """Whether the patch is in force and nothing has reached it yet, compiled or not."""
+        """Whether the patch is in force and no call, eager or compiled, has reached it yet."""
         return self.state is PatchState.APPLIED and self.kind != "hook" and not self.calls and not self.traces
 
     def to_json(self) -> dict[str, Any]:
@@ -231,30 +224,30 @@ class Patch:
                     f"pass {'a text' if kind is str else 'a whole number'}"
                 )
         if self.torch is not None:
-            check_specifier(self.torch, self.target)
+            check_version_range(self.torch, self.target)
 
     @property
     def kind(self) -> Kind:
-        """Whether it replaces the target or wraps it."""
+        """Whether the patch replaces the target or wraps it."""
         return "wrap" if self.replacement is None else "replace"
 
     @property
     def name(self) -> str:
-        """The target: how errors and statuses call it."""
+        """The target, as errors and statuses show it."""
         return self.target
 
     @property
     def source(self) -> Any:
-        """The function that the author of the patch wrote."""
+        """The declared function."""
         return self.wrap if self.replacement is None else self.replacement
 
     @property
-    def rank(self) -> tuple[bool, int, int]:
-        """Sort key within a stack, closest to the original first: the replacement, then by order and registration."""
+    def sort_key(self) -> tuple[bool, int, int]:
+        """Position in a chain, innermost first: the replacement, then wrappers by order and registration."""
         return (self.kind == "wrap", self.order, self.number)
 
-    def repeats(self, other: Patch | Hook) -> bool:
-        """Whether both say the same thing, so that registering both means it once."""
+    def is_same_as(self, other: Patch | Hook) -> bool:
+        """Whether both declare the same patch, which is then registered once."""
         return (
             isinstance(other, Patch)
             and (self.target, self.feature, self.order) == (other.target, other.feature, other.order)
@@ -263,7 +256,7 @@ class Patch:
         )
 
     def __str__(self) -> str:
-        return f"{feature_label(self.feature)} ({describe_callable(self.source)})"
+        return f"{label_feature(self.feature)} ({describe_callable(self.source)})"
 
 
 @dataclass(frozen=True, eq=False)
@@ -283,8 +276,8 @@ class Hook:
         if not callable(self.install):
             raise DeclarationError(f"install of hook {self.name!r} is not callable: pass a function without arguments")
 
-    def repeats(self, other: Patch | Hook) -> bool:
-        """Whether both say the same thing."""
+    def is_same_as(self, other: Patch | Hook) -> bool:
+        """Whether both declare the same hook."""
         return (
             isinstance(other, Hook)
             and (self.name, self.feature) == (other.name, other.feature)
@@ -292,16 +285,16 @@ class Hook:
         )
 
     def __str__(self) -> str:
-        return f"{feature_label(self.feature)} (hook {self.name!r})"
+        return f"{label_feature(self.feature)} (hook {self.name!r})"
 
 
-def feature_label(feature: str) -> str:
-    """Return how errors call a feature; patches of a bare manager need not belong to one."""
+def label_feature(feature: str) -> str:
+    """Return a feature as errors show it; a patch of a bare manager may have none."""
     return f"feature {feature!r}" if feature else "a patch without feature"
 
 
-def bare_function(value: Any) -> Any:
-    """Return the function somebody wrote inside partials, bound methods and descriptors."""
+def unwrap_callable(value: Any) -> Any:
+    """Return the Python function inside partials, bound methods and descriptors."""
     while True:
         if isinstance(value, functools.partial):
             value = value.func
@@ -314,17 +307,17 @@ def bare_function(value: Any) -> Any:
 
 
 def describe_callable(value: Any) -> str:
-    """Return module, name and, for Python functions, file and line: enough to find who wrote it."""
-    value = bare_function(value)
+    """Return module, name and, for Python functions, file and line."""
+    value = unwrap_callable(value)
     owner = value if hasattr(value, "__qualname__") else type(value)
     name = f"{owner.__module__}.{owner.__qualname__}"
-    place = location_of(value)
-    return f"{name} at {place}" if place else name
+    location = find_location(value)
+    return f"{name} at {location}" if location else name
 
 
-def location_of(value: Any) -> str:
-    """Return ``file:line`` of a Python function, or nothing."""
-    code = getattr(bare_function(value), "__code__", None)
+def find_location(value: Any) -> str:
+    """Return ``file:line`` of a Python function, or an empty string."""
+    code = getattr(unwrap_callable(value), "__code__", None)
     return f"{code.co_filename}:{code.co_firstlineno}" if isinstance(code, types.CodeType) else ""
 
 
@@ -352,7 +345,7 @@ def _check_callables(target: str, replacement: Any, wrap: Any) -> None:
 
 
 def _same(one: Any, other: Any) -> bool:
-    """Whether two callables are one; bound methods are made anew at each access, so they are compared by value."""
+    """Whether two callables are one; bound methods are created at each access, so their parts are compared."""
     if isinstance(one, types.MethodType) and isinstance(other, types.MethodType):
         return one.__func__ is other.__func__ and one.__self__ is other.__self__
     return one is other

@@ -1,4 +1,4 @@
-"""What one call of apply() is going to do: everything is resolved and checked here, and nothing is written."""
+"""The plan of one ``apply()``: targets are resolved and checked here, and nothing is written."""
 
 from __future__ import annotations
 
@@ -16,42 +16,40 @@ from ovpatch.patching.patch import (
     PatchStatus,
     Removable,
     TargetNotFoundError,
-    torch_mismatch,
+    explain_torch_mismatch,
 )
-from ovpatch.patching.references import author_packages, keeps_its_own, within
-from ovpatch.patching.slot import current, settle_name
-from ovpatch.patching.stack import Staged, Wrapper, WrapperChain
-from ovpatch.patching.target import ABSENT, Missing, Slot, Waiting, is_module, owner_path, resolve
-
-# What a manager remembers about each declaration.
+from ovpatch.patching.references import keeps_original, list_author_packages, match_packages
+from ovpatch.patching.slot import read_slot, set_picklable_name
+from ovpatch.patching.target import ABSENT, MissingTarget, PendingTarget, Slot, format_owner, is_module, resolve_target
+from ovpatch.patching.wrapper_chain import Staged, Wrapper, WrapperChain
 
 _LIVE: Final = (PatchState.APPLIED, PatchState.PENDING)
 
 
 @dataclass(eq=False)
 class PatchRecord:
-    """One declaration and where it stands; changes under the write lock.
+    """One declaration and its state; changes under the write lock.
 
     Attributes:
         declared: The patch or hook.
-        state: Its state; what it looks like from outside is :meth:`status`.
-        reason: Why.
-        layers: Where the patch is installed; the last is the current one, older ones live on in reloaded code.
-        over: Slots that could not be restored because somebody else lies over them.
-        handle: What installing the hook returned.
+        state: State at the last change; :meth:`get_status` looks at the slot as well.
+        reason: Why it is in this state.
+        wrappers: The patch in its chains. The last one is current; older ones belong to code from before a reload.
+        shadowed_chains: Chains whose slots could not be restored, because another patch lies over them.
+        handle: Handle of the installed hook.
         waits_for: Modules whose import may bring the target.
-        turn: When it was applied, compared with the other entries.
-        location: File and line of what was patched.
+        applied_order: Position among all applied records; ``revert()`` goes backwards.
+        location: File and line of the stock function.
     """
 
     declared: Patch | Hook
     state: PatchState = PatchState.REGISTERED
     reason: str = ""
-    layers: list[tuple[WrapperChain, Wrapper]] = field(default_factory=list)
-    over: list[WrapperChain] = field(default_factory=list)
+    wrappers: list[tuple[WrapperChain, Wrapper]] = field(default_factory=list)
+    shadowed_chains: list[WrapperChain] = field(default_factory=list)
     handle: Removable | None = None
     waits_for: tuple[str, ...] = ()
-    turn: int = 0
+    applied_order: int = 0
     location: str = ""
     _calls: int = 0
     _traces: int = 0
@@ -59,21 +57,21 @@ class PatchRecord:
     @property
     def is_live(self) -> bool:
         """Whether there is something to revert."""
-        return self.state in _LIVE or bool(self.layers)
+        return self.state in _LIVE or bool(self.wrappers)
 
-    def become(self, state: PatchState, reason: str = "", waits_for: tuple[str, ...] = ()) -> None:
+    def set_state(self, state: PatchState, reason: str = "", waits_for: tuple[str, ...] = ()) -> None:
         """Change the state."""
         self.state, self.reason, self.waits_for = state, reason, waits_for
 
-    def keep_counts(self, layer: Wrapper) -> None:
-        """Remember what a layer that goes away has counted."""
-        self._calls += layer.calls
-        self._traces += layer.traces
+    def retain_counts(self, wrapper: Wrapper) -> None:
+        """Keep the counts of a wrapper that is removed."""
+        self._calls += wrapper.calls
+        self._traces += wrapper.traces
 
-    def status(self) -> PatchStatus:
-        """Return what is told about it; looks at the slot as it is now."""
-        for stack, _ in self.layers:
-            stack.settle()
+    def get_status(self) -> PatchStatus:
+        """Return the status; a slot that another library has overwritten since makes it ``shadowed``."""
+        for chain, _ in self.wrappers:
+            chain.collect_counts()
         state, reason = self._live_state()
         return PatchStatus(
             target=self.declared.name,
@@ -81,65 +79,65 @@ class PatchRecord:
             kind=self.declared.kind,
             state=state,
             reason=reason,
-            calls=self._calls + sum(layer.calls for _, layer in self.layers),
+            calls=self._calls + sum(wrapper.calls for _, wrapper in self.wrappers),
             location=self.location,
-            rebound=tuple(name for stack, _ in self.layers for name in stack.rebound),
+            rebound=tuple(name for chain, _ in self.wrappers for name in chain.rebound),
             why=self.declared.why,
             expires=self.declared.expires,
-            traces=self._traces + sum(layer.traces for _, layer in self.layers),
+            traces=self._traces + sum(wrapper.traces for _, wrapper in self.wrappers),
         )
 
     def _live_state(self) -> tuple[PatchState, str]:
-        if self.state is not PatchState.APPLIED or not self.layers:
+        if self.state is not PatchState.APPLIED or not self.wrappers:
             return self.state, self.reason
-        stack = self.layers[-1][0]
-        if stack.is_reached:
+        chain = self.wrappers[-1][0]
+        if chain.is_reached:
             return self.state, self.reason
-        lost = f"{stack.covering} took its place" if stack.covering else "its module was executed again"
+        lost = f"{chain.shadowed_by} took its place" if chain.shadowed_by else "its module was executed again"
         return PatchState.SHADOWED, f"{lost} after apply(): call apply() again"
 
 
-def find_stack(stacks: list[WrapperChain], place: Slot) -> WrapperChain | None:
-    """Return the stack that a slot belongs to, seen through every alias.
+def find_chain(chains: list[WrapperChain], slot: Slot) -> WrapperChain | None:
+    """Return the chain that a slot belongs to, through any alias.
 
-    A function of a module is one slot however many modules hold it. An attribute of a class is a slot by itself.
+    All module attributes that hold one function share a chain. Each class attribute has its own.
 
     Args:
-        stacks: Stacks of the manager, those without active patches included.
-        place: The slot.
+        chains: Chains of the manager, also those without active patches.
+        slot: The slot.
     """
-    for stack in stacks:
-        if stack.place.owner is place.owner and stack.place.name == place.name:
-            if stack.is_reached:
-                return stack
-        elif stack.layers and _is_alias(place, stack):
-            return stack
+    for chain in chains:
+        if chain.slot.owner is slot.owner and chain.slot.name == slot.name:
+            if chain.is_reached:
+                return chain
+        elif chain.wrappers and _is_alias(slot, chain):
+            return chain
     return None
 
 
-def _is_alias(place: Slot, stack: WrapperChain) -> bool:
-    """Whether a module's function is the one that a stack patches in another module."""
-    both = is_module(place.owner) and is_module(stack.place.owner)
-    return both and (place.raw is stack.installed or place.raw is stack.original)
+def _is_alias(slot: Slot, chain: WrapperChain) -> bool:
+    """Whether a module attribute holds the function that a chain patches in another module."""
+    both = is_module(slot.owner) and is_module(chain.slot.owner)
+    return both and (slot.raw is chain.installed or slot.raw is chain.original)
 
 
-def holder(place: Slot) -> Slot:
-    """Return the slot that an inherited attribute really is."""
-    return place if place.heir_of is None else Slot(place.heir_of, place.name, place.raw)
+def find_defining_slot(slot: Slot) -> Slot:
+    """Return the slot of the class that defines an inherited attribute."""
+    return slot if slot.inherited_from is None else Slot(slot.inherited_from, slot.name, slot.raw)
 
 
-def conflict(one: Patch, other: Patch, place: Slot) -> PatchConflictError:
+def make_conflict_error(one: Patch, other: Patch, slot: Slot) -> PatchConflictError:
     """Return the error for two replacements of one slot.
 
     Args:
-        one: A replacement.
-        other: Another one.
-        place: What both replace.
+        one: The first replacement.
+        other: The second one.
+        slot: The slot that both replace.
     """
     names = " and ".join(dict.fromkeys((one.target, other.target)))
     remedies = " or ".join(dict.fromkeys((_turn_off(one), _turn_off(other))))
     return PatchConflictError(
-        f"{one} and {other} both replace {owner_path(place.owner)}.{place.name} (as {names}), and a function can have "
+        f"{one} and {other} both replace {format_owner(slot.owner)}.{slot.name} (as {names}), and a function can have "
         f"one replacement only. Turn one of them off ({remedies}), or let one of them wrap it: "
         "register_patch(target, wrap=function)",
         other,
@@ -156,188 +154,191 @@ def _turn_off(patch: Patch) -> str:
 
 
 @dataclass(eq=False)
-class Group:
+class SlotPlan:
     """The patches of one slot that are to be added.
 
     Attributes:
-        stack: Where to; not installed yet if it is new.
-        places: Slots that still have to be pointed to the stack's entry.
-        entries: What to add.
-        staged: The stack as it will be.
+        chain: Chain that they join; not installed yet if it is new.
+        slots: Slots that do not hold the chain's entry yet.
+        records: Patches to add.
+        staged: The wrappers of the chain after this plan.
     """
 
-    stack: WrapperChain
-    places: list[Slot] = field(default_factory=list)
-    entries: list[PatchRecord] = field(default_factory=list)
+    chain: WrapperChain
+    slots: list[Slot] = field(default_factory=list)
+    records: list[PatchRecord] = field(default_factory=list)
     staged: Staged = field(default_factory=list)
 
     @property
     def is_current(self) -> bool:
-        """Whether the slots still hold what was found while planning."""
+        """Whether the slots still hold what the planning found."""
         return all(
-            current(place.owner, place.name) is (place.raw if place.heir_of is None else ABSENT)
-            for place in self.places
+            read_slot(slot.owner, slot.name) is (slot.raw if slot.inherited_from is None else ABSENT)
+            for slot in self.slots
         )
 
-    def layer_of(self, entry: PatchRecord) -> Wrapper:
-        """Return the staged layer of one of the entries."""
-        return next(layer for layer, _, _ in self.staged if layer.patch is entry.declared)
+    def get_wrapper(self, record: PatchRecord) -> Wrapper:
+        """Return the staged wrapper of one of the records."""
+        return next(wrapper for wrapper, _, _ in self.staged if wrapper.patch is record.declared)
 
 
 @dataclass(eq=False)
-class Plan:
-    """Everything that one call is going to do.
+class PatchPlan:
+    """The writes of one ``apply()``.
 
     Attributes:
-        version: State of the manager that it was made for.
-        finished: Module whose import hook it is made in, if it is.
-        groups: Patches to add, by slot.
-        hooks: Hooks to install, with their handles once that is done.
-        idle: Entries that end up without being applied, with state, reason and the modules they wait for.
-        gone: Entries that stay applied although their module was removed, with the modules that may bring it back.
-        lost: Layers that lie where no call comes by any more, because something else was put into their slot.
+        version: Version of the manager at planning.
+        finished: Module whose import hook calls ``apply()``, if one does.
+        slot_plans: Patches to add, by slot.
+        hooks: Hooks to install.
+        handles: Handles of the hooks that are installed.
+        not_applied: Patches that are not applied, with state, reason and the modules that may bring the target.
+        unloaded: Applied patches whose module was removed, with the modules that may bring it back.
+        unreachable: Wrappers that no call reaches any more, because their slot was overwritten.
     """
 
     version: int
     finished: str = ""
-    groups: list[Group] = field(default_factory=list)
+    slot_plans: list[SlotPlan] = field(default_factory=list)
     hooks: list[tuple[PatchRecord, Hook]] = field(default_factory=list)
     handles: list[tuple[PatchRecord, Removable]] = field(default_factory=list)
-    idle: list[tuple[PatchRecord, PatchState, str, tuple[str, ...]]] = field(default_factory=list)
-    gone: list[tuple[PatchRecord, tuple[str, ...]]] = field(default_factory=list)
-    lost: list[tuple[PatchRecord, WrapperChain, Wrapper]] = field(default_factory=list)
+    not_applied: list[tuple[PatchRecord, PatchState, str, tuple[str, ...]]] = field(default_factory=list)
+    unloaded: list[tuple[PatchRecord, tuple[str, ...]]] = field(default_factory=list)
+    unreachable: list[tuple[PatchRecord, WrapperChain, Wrapper]] = field(default_factory=list)
 
     @property
     def modules(self) -> list[str]:
-        """All modules to wait for."""
-        waiting = [modules for _, modules in self.gone] + [modules for *_, modules in self.idle]
+        """Modules whose import may bring a target."""
+        waiting = [modules for _, modules in self.unloaded] + [modules for *_, modules in self.not_applied]
         return list(dict.fromkeys(name for modules in waiting for name in modules))
 
-    def build(self) -> None:
-        """Call the wrap functions and install the hooks; what was installed is removed again if one fails.
+    def build_wrappers(self) -> None:
+        """Call the wrap functions and install the hooks. If one fails, all installed hooks are removed again.
 
         Raises:
             PatchError: One of them failed.
         """
         try:
-            for group in self.groups:
-                self._stage(group)
-            self.groups = [group for group in self.groups if group.staged]
-            for entry, hook in self.hooks:
-                self.handles.append((entry, _install(hook)))
+            for slot_plan in self.slot_plans:
+                self._stage(slot_plan)
+            self.slot_plans = [slot_plan for slot_plan in self.slot_plans if slot_plan.staged]
+            for record, hook in self.hooks:
+                self.handles.append((record, _install(hook)))
         except BaseException:  # raised again: also Ctrl-C must not leave hooks installed
-            self.discard()
+            self.remove_hooks()
             raise
 
-    def _stage(self, group: Group) -> None:
-        while group.entries:
+    def _stage(self, slot_plan: SlotPlan) -> None:
+        while slot_plan.records:
             try:
-                group.staged = group.stack.stage([_patch(entry) for entry in group.entries])
+                slot_plan.staged = slot_plan.chain.stage_patches([_patch(record) for record in slot_plan.records])
                 return
             except IncompatiblePatchError as error:
-                # What wrap returned does not fit; whether it would is known only now.
-                entry = next(entry for entry in group.entries if entry.declared in error.patches)
-                _refuse(self, entry, error)
-                group.entries.remove(entry)
+                # The signature of a wrapper is known only after wrap has returned it.
+                record = next(record for record in slot_plan.records if record.declared in error.patches)
+                _refuse(self, record, error)
+                slot_plan.records.remove(record)
 
-    def discard(self) -> None:
-        """Remove the hooks again, the last first."""
+    def remove_hooks(self) -> None:
+        """Remove the installed hooks, the last first."""
         while self.handles:
             self.handles.pop()[1].remove()
 
 
-def make_plan(entries: Sequence[PatchRecord], stacks: Sequence[WrapperChain], version: int, finished: str = "") -> Plan:
+def make_plan(
+    records: Sequence[PatchRecord], chains: Sequence[WrapperChain], version: int, finished: str = ""
+) -> PatchPlan:
     """Resolve and check some declarations.
 
     Args:
-        entries: What to apply. What is in force already stays as it is.
-        stacks: Stacks of the manager.
-        version: Goes into the plan.
-        finished: Module whose import hook this is.
+        records: Declarations to apply; those in force stay as they are.
+        chains: Chains of the manager.
+        version: Version of the manager.
+        finished: Module whose import hook calls ``apply()``, if one does.
 
     Raises:
-        PatchError: Not everything can be applied.
+        PatchError: A declaration cannot be applied.
     """
-    plan = Plan(version, finished)
-    for entry in entries:
-        declared = entry.declared
+    plan = PatchPlan(version, finished)
+    for record in records:
+        declared = record.declared
         if isinstance(declared, Patch):
-            _plan_patch(plan, entry, declared, list(stacks))
-        elif entry.state is not PatchState.APPLIED:
-            plan.hooks.append((entry, declared))
-    for group in plan.groups:
-        _check_conflicts(group)
-        _settle_name(group)
+            _plan_patch(plan, record, declared, list(chains))
+        elif record.state is not PatchState.APPLIED:
+            plan.hooks.append((record, declared))
+    for slot_plan in plan.slot_plans:
+        _check_conflicts(slot_plan)
+        _settle_name(slot_plan)
     return plan
 
 
-def _plan_patch(plan: Plan, entry: PatchRecord, patch: Patch, stacks: list[WrapperChain]) -> None:
+def _plan_patch(plan: PatchPlan, record: PatchRecord, patch: Patch, chains: list[WrapperChain]) -> None:
     try:
-        found = resolve(patch.target, plan.finished)
+        found = resolve_target(patch.target, plan.finished)
     except IncompatiblePatchError as error:
-        _refuse(plan, entry, IncompatiblePatchError(f"{patch}: {error}", patch))
+        _refuse(plan, record, IncompatiblePatchError(f"{patch}: {error}", patch))
         return
     if not isinstance(found, Slot):
-        _plan_absent(plan, entry, patch, found)
+        _plan_absent(plan, record, patch, found)
         return
-    mismatch = torch_mismatch(patch.torch) if patch.torch else None
+    mismatch = explain_torch_mismatch(patch.torch) if patch.torch else None
     if mismatch:
         remedy = f"install a torch that fits, turn {patch} off, or register it with optional=True"
         _refuse(
-            plan, entry, IncompatiblePatchError(f"{patch} cannot patch {patch.target}: {mismatch}; {remedy}", patch)
+            plan, record, IncompatiblePatchError(f"{patch} cannot patch {patch.target}: {mismatch}; {remedy}", patch)
         )
         return
-    stack = find_stack(stacks, found)
-    if any(where is stack for where, _ in entry.layers):
+    chain = find_chain(chains, found)
+    if any(where is chain for where, _ in record.wrappers):
         return
-    _plan_place(plan, entry, patch, found, stack)
+    _plan_place(plan, record, patch, found, chain)
 
 
-def _plan_absent(plan: Plan, entry: PatchRecord, patch: Patch, found: Waiting | Missing) -> None:
-    if entry.layers:  # the code that was patched lives on although its module was removed
-        plan.gone.append((entry, found.modules))
-    elif isinstance(found, Waiting):
-        plan.idle.append((entry, PatchState.PENDING, found.reason, found.modules))
+def _plan_absent(plan: PatchPlan, record: PatchRecord, patch: Patch, found: PendingTarget | MissingTarget) -> None:
+    if record.wrappers:  # the patched code is still alive although its module was removed
+        plan.unloaded.append((record, found.modules))
+    elif isinstance(found, PendingTarget):
+        plan.not_applied.append((record, PatchState.PENDING, found.reason, found.modules))
     elif patch.optional:
-        plan.idle.append((entry, PatchState.SKIPPED, found.reason, found.modules))
+        plan.not_applied.append((record, PatchState.SKIPPED, found.reason, found.modules))
     else:
         raise TargetNotFoundError(f"{patch}: {found.error}", patch)
 
 
-def _plan_place(plan: Plan, entry: PatchRecord, patch: Patch, place: Slot, stack: WrapperChain | None) -> None:
+def _plan_place(plan: PatchPlan, record: PatchRecord, patch: Patch, slot: Slot, chain: WrapperChain | None) -> None:
     try:
-        group = _group(plan, place, stack)
+        slot_plan = _get_slot_plan(plan, slot, chain)
         if patch.wrap is None:
-            group.stack.check_replacement(patch)
+            slot_plan.chain.check_replacement(patch)
     except IncompatiblePatchError as error:
-        _refuse(plan, entry, IncompatiblePatchError(str(error) if error.patches else f"{patch}: {error}", patch))
+        _refuse(plan, record, IncompatiblePatchError(str(error) if error.patches else f"{patch}: {error}", patch))
         return
-    group.entries.append(entry)
-    plan.lost.extend(
-        (entry, where, layer)
-        for where, layer in entry.layers
-        if where.place.owner is place.owner and where.place.name == place.name and not where.is_reloaded
+    slot_plan.records.append(record)
+    plan.unreachable.extend(
+        (record, where, wrapper)
+        for where, wrapper in record.wrappers
+        if where.slot.owner is slot.owner and where.slot.name == slot.name and not where.is_reloaded
     )
 
 
-def _refuse(plan: Plan, entry: PatchRecord, error: IncompatiblePatchError) -> None:
+def _refuse(plan: PatchPlan, record: PatchRecord, error: IncompatiblePatchError) -> None:
     """Raise, unless the patch is optional."""
     if not error.patches[0].optional:
         raise error
-    if not entry.layers:
-        plan.idle.append((entry, PatchState.INCOMPATIBLE, str(error), ()))
+    if not record.wrappers:
+        plan.not_applied.append((record, PatchState.INCOMPATIBLE, str(error), ()))
 
 
-def _group(plan: Plan, place: Slot, stack: WrapperChain | None) -> Group:
-    """Return the group of a slot, and see to it that the slot will be written if it has to be."""
-    group = next((one for one in plan.groups if one.stack is stack or _is_same(one.stack.place, place)), None)
-    if group is None:
-        group = Group(stack or WrapperChain(place))
-        plan.groups.append(group)
-    of_stack = stack is not None and (place.raw is stack.installed or _is_slot(stack.place, place))
-    if not of_stack and not any(_is_slot(known, place) for known in group.places):
-        group.places.append(place)
-    return group
+def _get_slot_plan(plan: PatchPlan, slot: Slot, chain: WrapperChain | None) -> SlotPlan:
+    """Return the plan of a slot, and add the slot to it unless it holds the entry already."""
+    slot_plan = next((one for one in plan.slot_plans if one.chain is chain or _is_same(one.chain.slot, slot)), None)
+    if slot_plan is None:
+        slot_plan = SlotPlan(chain or WrapperChain(slot))
+        plan.slot_plans.append(slot_plan)
+    holds_entry = chain is not None and (slot.raw is chain.installed or _is_slot(chain.slot, slot))
+    if not holds_entry and not any(_is_slot(known, slot) for known in slot_plan.slots):
+        slot_plan.slots.append(slot)
+    return slot_plan
 
 
 def _is_slot(one: Slot, other: Slot) -> bool:
@@ -349,30 +350,30 @@ def _is_same(one: Slot, other: Slot) -> bool:
     return _is_slot(one, other) or (both_functions and one.raw is other.raw)
 
 
-def _check_conflicts(group: Group) -> None:
-    replacements = [layer.patch for layer in group.stack.layers if layer.patch.kind == "replace"]
-    for entry in group.entries:
-        patch = _patch(entry)
+def _check_conflicts(slot_plan: SlotPlan) -> None:
+    replacements = [wrapper.patch for wrapper in slot_plan.chain.wrappers if wrapper.patch.kind == "replace"]
+    for record in slot_plan.records:
+        patch = _patch(record)
         if patch.kind == "replace" and replacements:
-            raise conflict(replacements[0], patch, group.stack.place)
+            raise make_conflict_error(replacements[0], patch, slot_plan.chain.slot)
         replacements += [patch] if patch.kind == "replace" else []
 
 
-def _settle_name(group: Group) -> None:
-    if group.stack.writes:
+def _settle_name(slot_plan: SlotPlan) -> None:
+    if slot_plan.chain.writes:
         return
-    of_author = within(author_packages(_patch(entry).source for entry in group.entries))
-    original = group.stack.original
-    settle_name(
-        group.stack.entry.function,
-        group.stack.place,
-        lambda module: of_author(module.__name__) or keeps_its_own(module, original),
+    of_author = match_packages(list_author_packages(_patch(record).source for record in slot_plan.records))
+    original = slot_plan.chain.original
+    set_picklable_name(
+        slot_plan.chain.entry.function,
+        slot_plan.chain.slot,
+        lambda module: of_author(module.__name__) or keeps_original(module, original),
     )
 
 
-def _patch(entry: PatchRecord) -> Patch:
-    assert isinstance(entry.declared, Patch)
-    return entry.declared
+def _patch(record: PatchRecord) -> Patch:
+    assert isinstance(record.declared, Patch)
+    return record.declared
 
 
 def _install(hook: Hook) -> Removable:

@@ -1,7 +1,7 @@
-"""References to a function that modules hold, as after ``from m import f as g``.
+"""References to a function in modules, as after ``from m import f as g``.
 
-Only the ``vars()`` of real modules are looked at, without asking them for anything, and values are recognised by
-identity. What sits in registries, default arguments or closures is not reached: patch where callers look it up.
+The search reads the ``vars()`` of real modules only, calls none of their code, and compares by identity. References in
+registries, default arguments and closures are not found; such a function is patched where its callers look it up.
 """
 
 from __future__ import annotations
@@ -13,16 +13,16 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Final
 
-from ovpatch.patching.patch import bare_function
-from ovpatch.patching.slot import function_in
-from ovpatch.patching.target import is_class, is_module, namespace
+from ovpatch.patching.patch import unwrap_callable
+from ovpatch.patching.slot import unwrap_descriptor
+from ovpatch.patching.target import get_namespace, is_class, is_module
 
 _OURS: Final = ("ovpatch", "ovpatch_plugins")
 
 Reference = tuple[types.ModuleType, str, int]
 
 
-def find(ids: Mapping[int, Any] | set[int]) -> Iterable[Reference]:
+def find_references(ids: Mapping[int, Any] | set[int]) -> Iterable[Reference]:
     """Yield ``(module, name, id)`` of every reference to one of some objects, in one pass over all modules.
 
     Args:
@@ -30,7 +30,7 @@ def find(ids: Mapping[int, Any] | set[int]) -> Iterable[Reference]:
     """
     wanted = set(ids)
     for module in {id(module): module for module in list(sys.modules.values()) if is_module(module)}.values():
-        values = namespace(module)
+        values = get_namespace(module)
         if wanted.isdisjoint(map(id, list(values.values()))):
             continue
         for name, value in list(values.items()):
@@ -38,17 +38,17 @@ def find(ids: Mapping[int, Any] | set[int]) -> Iterable[Reference]:
                 yield module, name, id(value)
 
 
-def author_packages(sources: Iterable[Any]) -> frozenset[str]:
+def list_author_packages(sources: Iterable[Any]) -> frozenset[str]:
     """Return the packages that some patches come from.
 
-    They keep the original: ``from m import f; def new_f(): return f()`` must not call itself.
+    These packages keep the original: ``from m import f; def new_f(): return f()`` must not call itself.
 
     Args:
-        sources: Replacements and wrap functions as their authors gave them.
+        sources: Replacements and wrap functions, as declared.
     """
     packages = set(_OURS)
     for source in sources:
-        function = bare_function(source)
+        function = unwrap_callable(source)
         module = getattr(function, "__module__", None) or type(function).__module__
         packages.add(module if _is_package(module) else module.rpartition(".")[0] or module)
     return frozenset(packages)
@@ -56,58 +56,56 @@ def author_packages(sources: Iterable[Any]) -> frozenset[str]:
 
 def _is_package(module: str) -> bool:
     found = sys.modules.get(module)
-    return found is not None and is_module(found) and "__path__" in namespace(found)
+    return found is not None and is_module(found) and "__path__" in get_namespace(found)
 
 
-def within(packages: Iterable[str]) -> Callable[[str], bool]:
-    """Return a test whether a module, given by name, belongs to one of some packages."""
+def match_packages(packages: Iterable[str]) -> Callable[[str], bool]:
+    """Return a predicate: whether a module, given by name, belongs to one of some packages."""
     prefixes = tuple(f"{package}." for package in packages)
     return lambda module: f"{module}.".startswith(prefixes)
 
 
-def keeps_its_own(module: types.ModuleType, raw: Any) -> bool:
-    """Whether a module must go on holding a function that was written in C, because C code or torch look it up there.
+def keeps_original(module: types.ModuleType, raw: Any) -> bool:
+    """Whether a module must keep a function written in C, because C code or torch looks it up there.
 
     Args:
-        module: Holds a reference.
+        module: Module with a reference.
         raw: The function.
     """
     if isinstance(raw, types.FunctionType):
         return False
-    values = namespace(module)
+    values = get_namespace(module)
     spec = values.get("__spec__")
     origin = values.get("__file__") or getattr(spec, "origin", None) or ""
     in_c = origin.endswith((".so", ".pyd")) or origin == "built-in"
     return in_c or module.__name__ == getattr(raw, "__module__", None)
 
 
-# Whether a function that somebody else put in our place still runs ours.
-
-_ENOUGH: Final = 500
+_MAX_SEARCHED: Final = 500
 
 
-def reaches(value: Any, function: Any, original: Any) -> bool:
+def leads_to(value: Any, function: Any, original: Any) -> bool:
     """Whether calling ``value`` may run ``function``.
 
-    It follows ``__wrapped__``, closures, partials, bound methods and attributes of objects, and the globals that
-    ``value`` itself names. Globals come last and only if ``value`` is no fresh copy of the original, as a reload
-    makes: functions of a library name each other all the time.
+    The search follows ``__wrapped__``, closures, partials, bound methods and attributes of objects, and then the
+    globals that ``value`` names. After a reload, where ``value`` is a fresh copy of the original, globals are left
+    out: functions of one library name each other.
 
     Args:
-        value: What lies in the slot now.
-        function: What we had installed there.
-        original: What had been there before.
+        value: Content of the slot now.
+        function: The installed function.
+        original: Content of the slot before the patch.
     """
     if value is function or _search(value, function):
         return True
     if is_fresh_copy(value, original):
         return False
-    return any(one is function or _search(one, function) for one in _named_globals(function_in(value)))
+    return any(one is function or _search(one, function) for one in _named_globals(unwrap_descriptor(value)))
 
 
 def is_fresh_copy(value: Any, original: Any) -> bool:
     """Whether a function comes from the same definition as another one, as after ``importlib.reload``."""
-    one, other = function_in(value), function_in(original)
+    one, other = unwrap_descriptor(value), unwrap_descriptor(original)
     codes = getattr(one, "__code__", None), getattr(other, "__code__", None)
     if not all(isinstance(code, types.CodeType) for code in codes):
         return False
@@ -121,7 +119,7 @@ def is_fresh_copy(value: Any, original: Any) -> bool:
 def _search(value: Any, function: Any) -> bool:
     seen: set[int] = set()
     waiting = deque([value])
-    while waiting and len(seen) < _ENOUGH:
+    while waiting and len(seen) < _MAX_SEARCHED:
         one = waiting.popleft()
         if one is function:
             return True
@@ -139,7 +137,7 @@ def _next(value: Any) -> Iterable[Any]:
     if isinstance(value, types.MethodType):
         return (value.__func__, value.__self__)
     if isinstance(value, (staticmethod, classmethod, property)):
-        return (function_in(value),)
+        return (unwrap_descriptor(value),)
     if isinstance(value, types.FunctionType):
         wrapped = value.__dict__.get("__wrapped__")
         return (wrapped, *_cells(value), *(value.__defaults__ or ()))

@@ -1,4 +1,4 @@
-"""What a slot holds: taking the function out of its descriptor, and building the same descriptor around another."""
+"""Slots: how Python reads them, the function in their descriptor, and writes that can be undone."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from enum import Enum
 from typing import Any, Final
 
 from ovpatch.patching.patch import IncompatiblePatchError
-from ovpatch.patching.target import ABSENT, Owner, Slot, is_class, is_module, namespace, owner_path
+from ovpatch.patching.target import ABSENT, Owner, Slot, format_owner, get_namespace, is_class, is_module
 
 Function = Callable[..., Any]
 
@@ -30,7 +30,7 @@ class SlotKind(Enum):
 
 
 _CACHED: Final = type(functools.lru_cache(maxsize=None)(lambda: None))
-# What an attribute is, by the type of the object in the class's namespace.
+# By the type of the raw value in the namespace of a class.
 _CLASS_KINDS: Final[dict[type, SlotKind]] = {
     types.FunctionType: SlotKind.METHOD,
     _CACHED: SlotKind.METHOD,
@@ -47,24 +47,24 @@ _CLASS_KINDS: Final[dict[type, SlotKind]] = {
 _DESCRIPTORS: Final = (staticmethod, classmethod, types.ClassMethodDescriptorType, property)
 
 
-def kind_of(place: Slot) -> SlotKind:
-    """Return how the slot is read.
+def get_slot_kind(slot: Slot) -> SlotKind:
+    """Return how Python reads the slot.
 
     Raises:
-        IncompatiblePatchError: It is nothing that can be patched.
+        IncompatiblePatchError: The slot cannot be patched.
     """
-    kind = _kind_in_module(place.raw) if is_module(place.owner) else _kind_in_class(place.raw)
+    kind = _kind_in_module(slot.raw) if is_module(slot.owner) else _kind_in_class(slot.raw)
     if kind is None:
-        raise IncompatiblePatchError(_refusal(place))
-    if place.heir_of is object:
+        raise IncompatiblePatchError(_refusal(slot))
+    if slot.inherited_from is object:
         raise IncompatiblePatchError(
-            f"{place.path} is inherited from object, whose methods check whether they were overridden: patch "
-            f"a method that {owner_path(place.owner)} or one of its bases defines"
+            f"{slot.path} is inherited from object, whose methods check whether they were overridden: patch "
+            f"a method that {format_owner(slot.owner)} or one of its bases defines"
         )
-    if not is_writable(place.owner):
+    if not is_writable(slot.owner):
         raise IncompatiblePatchError(
-            f"{owner_path(place.owner)} is a built-in class and its attributes cannot be set: patch the function that "
-            f"calls {place.name!r}, or a Python subclass"
+            f"{format_owner(slot.owner)} is a built-in class and its attributes cannot be set: patch the function that "
+            f"calls {slot.name!r}, or a Python subclass"
         )
     return kind
 
@@ -75,64 +75,62 @@ def _kind_in_module(raw: Any) -> SlotKind | None:
 
 def _kind_in_class(raw: Any) -> SlotKind | None:
     kind = _CLASS_KINDS.get(type(raw))
-    if kind in (SlotKind.STATIC, SlotKind.CLASSMETHOD, SlotKind.GETTER) and not callable(function_in(raw)):
+    if kind in (SlotKind.STATIC, SlotKind.CLASSMETHOD, SlotKind.GETTER) and not callable(unwrap_descriptor(raw)):
         return None
     return kind
 
 
-def _refusal(place: Slot) -> str:
-    if is_module(place.raw):
-        return f"{place.path} is a module: name a function or method in it"
-    if is_class(place.raw):
+def _refusal(slot: Slot) -> str:
+    if is_module(slot.raw):
+        return f"{slot.path} is a module: name a function or method in it"
+    if is_class(slot.raw):
         return (
-            f"{place.path} is a class. Replacing classes breaks isinstance, pickling and super(): patch its methods, "
-            f"for example '{place.path}.__init__'"
+            f"{slot.path} is a class. Replacing classes breaks isinstance, pickling and super(): patch its methods, "
+            f"for example '{slot.path}.__init__'"
         )
-    cls = type(place.raw)
+    cls = type(slot.raw)
     named = f"{cls.__module__}.{cls.__qualname__}"
-    if callable(place.raw):
-        return (
-            f"{place.path} is an object of type {named}, not a plain function: patch '{named}.__call__' or its caller"
-        )
-    return f"{place.path} is {place.raw!r}, not a function or method: patch the functions that read it"
+    if callable(slot.raw):
+        return f"{slot.path} is an object of type {named}, not a plain function: patch '{named}.__call__' or its caller"
+    return f"{slot.path} is {slot.raw!r}, not a function or method: patch the functions that read it"
 
 
-def function_in(raw: Any) -> Any:
-    """Return the function inside a class attribute: what the descriptor would call."""
+def unwrap_descriptor(raw: Any) -> Any:
+    """Return the function that a descriptor calls; other values are returned as they are."""
     if isinstance(raw, (staticmethod, classmethod)):
         return raw.__func__
     return raw.fget if isinstance(raw, property) else raw
 
 
-def descriptor(place: Slot, kind: SlotKind, function: Function) -> Any:
-    """Return what to put into the slot so that reading it works as before and calls ``function``."""
+def make_descriptor(slot: Slot, kind: SlotKind, function: Function) -> Any:
+    """Return ``function`` in a descriptor of the slot's kind."""
     if kind is SlotKind.STATIC:
         return staticmethod(function)
     if kind is SlotKind.CLASSMETHOD:
         return classmethod(function)
-    return place.raw.getter(function) if kind is SlotKind.GETTER else function
+    return slot.raw.getter(function) if kind is SlotKind.GETTER else function
 
 
-def replacement_function(replacement: Any, place: Slot, kind: SlotKind) -> Function:
-    """Return the function of a replacement, which may come in the descriptor of its target's kind.
+def unwrap_replacement(replacement: Any, slot: Slot, kind: SlotKind) -> Function:
+    """Return the function of a replacement, which may be a descriptor of the slot's kind.
 
     Raises:
-        IncompatiblePatchError: It comes in another descriptor, or brings a setter of its own.
+        IncompatiblePatchError: It is a descriptor of another kind, or a property with a setter of its own.
     """
     wanted = {staticmethod: SlotKind.STATIC, classmethod: SlotKind.CLASSMETHOD, property: SlotKind.GETTER}.get(
         type(replacement)
     )
     if wanted not in (None, kind):
         raise IncompatiblePatchError(
-            f"{place.path} is a {kind.value} and its replacement is a {type(replacement).__name__}: pass a plain "
+            f"{slot.path} is a {kind.value} and its replacement is a {type(replacement).__name__}: pass a plain "
             "function, the descriptor is kept"
         )
-    if wanted is SlotKind.GETTER and (replacement.fset, replacement.fdel) not in ((None, None), _accessors(place.raw)):
+    if wanted is SlotKind.GETTER and (replacement.fset, replacement.fdel) not in ((None, None), _accessors(slot.raw)):
         raise IncompatiblePatchError(
-            f"the replacement of property {place.path} brings a setter or deleter, and only the getter of a property "
+            f"the replacement of property {slot.path} brings a setter or deleter, and only the getter of a property "
             "is patched: pass the getter function"
         )
-    function: Function = function_in(replacement)
+    function: Function = unwrap_descriptor(replacement)
     return function
 
 
@@ -140,22 +138,22 @@ def _accessors(raw: property) -> tuple[Any, Any]:
     return raw.fset, raw.fdel
 
 
-def base_of(place: Slot, kind: SlotKind) -> Function:
-    """Return what a patch gets as the original.
+def make_base(slot: Slot, kind: SlotKind) -> Function:
+    """Return the function that the innermost wrapper gets as the original.
 
-    An inherited attribute is looked up at each call, as Python would without the patch: its base class may be patched
-    later, and in a subclass with several bases the next in line need not be the class it was found in.
+    An inherited attribute is looked up at each call, as Python does without the patch: the base class may be patched
+    later, and with several bases the next class in the method resolution order depends on the instance.
     """
-    if place.heir_of is None:
-        function: Function = function_in(place.raw)
+    if slot.inherited_from is None:
+        function: Function = unwrap_descriptor(slot.raw)
         return function
     builders = {
-        SlotKind.METHOD: _inherited_step if _is_unhooked_step(place) else _inherited_method,
+        SlotKind.METHOD: _inherited_step if _is_unhooked_step(slot) else _inherited_method,
         SlotKind.CLASSMETHOD: _inherited_classmethod,
         SlotKind.STATIC: _inherited_static,
         SlotKind.GETTER: _inherited_getter,
     }
-    return builders[kind](place.owner, place.name, function_in(place.raw))
+    return builders[kind](slot.owner, slot.name, unwrap_descriptor(slot.raw))
 
 
 def _inherited_method(owner: Any, name: str, found: Any) -> Function:
@@ -167,18 +165,17 @@ def _inherited_method(owner: Any, name: str, found: Any) -> Function:
     return inherited
 
 
-def _is_unhooked_step(place: Slot) -> bool:
-    return place.name == "step" and not hasattr(function_in(place.raw), "hooked")
+def _is_unhooked_step(slot: Slot) -> bool:
+    return slot.name == "step" and not hasattr(unwrap_descriptor(slot.raw), "hooked")
 
 
 def _inherited_step(owner: Any, name: str, found: Any) -> Function:
-    """See the note.
+    """Return a look-up of an inherited ``Optimizer.step`` that runs the step hooks once.
 
-    [Note: optimizers hook their step once per class]
-    The first instance of an optimizer class puts profile_hook_step, which runs the step hooks, around what the class
-    sees as ``step``, unless that carries ``hooked``. Suppose we patch ``AdamW.step``, inherited from Adam and not
-    hooked yet: AdamW then hooks ours. If Adam is hooked later, the lookup finds hooks below us as well, and they would
-    run twice in a step; stock AdamW holds the unhooked function. So a hook layer that appeared below is stepped over.
+    The first instance of an optimizer class wraps ``step`` of the class in ``profile_hook_step``, which runs the step
+    hooks, unless ``step`` carries the mark ``hooked``. A patched ``AdamW.step``, inherited from ``Adam``, is wrapped
+    that way. When ``Adam.step`` is wrapped later, the look-up would find a second wrapper and run the hooks twice;
+    stock ``AdamW`` keeps the bare function. So the look-up unwraps a ``step`` that carries the mark.
     """
 
     def inherited(self: Any, /, *args: Any, **kwargs: Any) -> Any:
@@ -213,90 +210,90 @@ def _inherited_getter(owner: Any, name: str, found: Any) -> Function:
     return inherited
 
 
-def settle_name(function: Any, place: Slot, away: Callable[[types.ModuleType], bool]) -> None:
-    """Make an installed function picklable where the original was: its qualified name must lead to it.
+def set_picklable_name(function: Any, slot: Slot, away: Callable[[types.ModuleType], bool]) -> None:
+    """Name an installed function so that its qualified name leads to it, as pickle demands.
 
     Args:
         function: The installed function, named like the original.
-        place: Where it is installed.
+        slot: Its slot.
         away: Whether references in a module keep the original.
     """
-    if is_class(place.owner):
-        if place.heir_of is not None:
-            function.__module__, function.__qualname__ = place.owner.__module__, _qualname(place)
+    if is_class(slot.owner):
+        if slot.inherited_from is not None:
+            function.__module__, function.__qualname__ = slot.owner.__module__, _qualname(slot)
         return
     home = sys.modules.get(getattr(function, "__module__", None) or "")
-    if home is None or home is place.owner or not is_module(home):
+    if home is None or home is slot.owner or not is_module(home):
         return
-    if namespace(home).get(function.__qualname__) is place.raw and away(home):
-        function.__module__, function.__qualname__ = place.owner.__name__, place.name
+    if get_namespace(home).get(function.__qualname__) is slot.raw and away(home):
+        function.__module__, function.__qualname__ = slot.owner.__name__, slot.name
 
 
-def _qualname(place: Slot) -> str:
-    return f"{place.owner.__qualname__}.{place.name}"
+def _qualname(slot: Slot) -> str:
+    return f"{slot.owner.__qualname__}.{slot.name}"
 
 
-# Every write, with its undo.
-#
-# [Note: one write lock]
-# All managers of the process share one lock, since two of them may patch the same slot. Under it run only dictionary
-# operations of this package: no wrap function, no hook installation, no import. So whoever holds it never waits for
-# anybody, and code that a callback starts, imports included, cannot deadlock with it.
+# --- writes and their undo ---
 
-LOCK: Final = threading.RLock()
+# All managers of the process share the write lock, since two of them may patch one slot. Only dictionary operations
+# run under it: no wrap function, no hook installation, no import. So its holder never waits for another thread.
+
+WRITE_LOCK: Final = threading.RLock()
 if hasattr(os, "register_at_fork"):
-    # A child has only the thread that forked: a lock that another thread held would stay locked there for ever.
-    os.register_at_fork(before=LOCK.acquire, after_in_parent=LOCK.release, after_in_child=LOCK.release)
+    # A forked child has only the thread that forked: a lock held by another thread would stay locked.
+    os.register_at_fork(
+        before=WRITE_LOCK.acquire, after_in_parent=WRITE_LOCK.release, after_in_child=WRITE_LOCK.release
+    )
 
 _HEAP_TYPE: Final = 1 << 9
 _IMMUTABLE_TYPE: Final = 1 << 8
 
 
 def is_writable(owner: Owner) -> bool:
-    """Whether Python lets attributes of ``owner`` be set; those of classes written in C cannot."""
+    """Whether attributes of ``owner`` can be set; those of static types, written in C, cannot."""
     if is_module(owner):
         return True
     flags = owner.__flags__
     return bool(flags & _HEAP_TYPE) and not flags & _IMMUTABLE_TYPE
 
 
-def current(owner: Owner, name: str) -> Any:
-    """Return what the owner itself holds under a name, or ``ABSENT``."""
-    return namespace(owner).get(name, ABSENT)
+def read_slot(owner: Owner, name: str) -> Any:
+    """Return the raw value in the owner's own namespace, or ``ABSENT``."""
+    return get_namespace(owner).get(name, ABSENT)
 
 
-def put(owner: Owner, name: str, value: Any) -> None:
+def write_slot(owner: Owner, name: str, value: Any) -> None:
     """Set or, for ``ABSENT``, delete an attribute.
 
-    Neither a module's nor a metaclass's own ``__setattr__`` is asked: what they would do besides could not be undone.
-    A metaclass written in C must be, as that of classes made by pybind11, such as ``torch.cuda.CUDAGraph``.
+    A ``__setattr__`` written in Python, of a module or metaclass, is bypassed: its side effects could not be undone.
+    One written in C is called, as that of pybind11 classes such as ``torch.cuda.CUDAGraph``.
     """
     if isinstance(owner, types.ModuleType):
         if value is ABSENT:
-            namespace(owner).pop(name, None)
+            get_namespace(owner).pop(name, None)
         else:
-            namespace(owner)[name] = value
+            get_namespace(owner)[name] = value
     elif value is not ABSENT:
-        _of_c(owner, "__setattr__")(owner, name, value)
-    elif name in namespace(owner):
-        _of_c(owner, "__delattr__")(owner, name)
+        _get_c_method(owner, "__setattr__")(owner, name, value)
+    elif name in get_namespace(owner):
+        _get_c_method(owner, "__delattr__")(owner, name)
 
 
-def _of_c(owner: type, method: str) -> Callable[..., None]:
-    """Return a method of the nearest metaclass that has it in C; ``type`` itself has those that are asked for."""
+def _get_c_method(owner: type, method: str) -> Callable[..., None]:
+    """Return a method of the nearest metaclass that defines it in C, at last of ``type``."""
     methods = (vars(meta).get(method) for meta in inspect.getmro(type(owner)))
     return next(found for found in methods if isinstance(found, types.WrapperDescriptorType))
 
 
 @dataclass(frozen=True, eq=False)
-class Write:
-    """One attribute that was written.
+class SlotWrite:
+    """One written attribute.
 
     Attributes:
         owner: Module or class.
         name: Attribute.
-        old: What lay there, ``ABSENT`` if the owner inherited it.
-        new: What was put there.
+        old: Raw value before, ``ABSENT`` if the owner inherited it.
+        new: Raw value after.
     """
 
     owner: Owner
@@ -305,31 +302,31 @@ class Write:
     new: Any
 
     def undo(self) -> bool:
-        """Put the old value back; returns False, and does nothing, if something else lies there by now."""
-        if current(self.owner, self.name) is not self.new:
+        """Write the old value back; returns False, and writes nothing, if the slot was overwritten since."""
+        if read_slot(self.owner, self.name) is not self.new:
             return False
-        put(self.owner, self.name, self.old)
+        write_slot(self.owner, self.name, self.old)
         return True
 
 
 class Journal:
-    """What one call has done so far, so that it can be taken back if the rest fails."""
+    """The writes of one call, which are undone if a later one fails."""
 
     def __init__(self) -> None:
         self._undos: list[Callable[[], object]] = []
 
-    def write(self, owner: Owner, name: str, new: Any) -> Write:
-        """Write an attribute and remember what was there."""
-        done = Write(owner, name, current(owner, name), new)
-        put(owner, name, new)
+    def write(self, owner: Owner, name: str, new: Any) -> SlotWrite:
+        """Write an attribute and record the old value."""
+        done = SlotWrite(owner, name, read_slot(owner, name), new)
+        write_slot(owner, name, new)
         self._undos.append(done.undo)
         return done
 
-    def note(self, undo: Callable[[], object]) -> None:
-        """Remember how to take back something that was done elsewhere."""
+    def add_undo(self, undo: Callable[[], object]) -> None:
+        """Record how to undo a change that was made elsewhere."""
         self._undos.append(undo)
 
     def roll_back(self) -> None:
-        """Take everything back, the last first."""
+        """Undo everything, the last first."""
         while self._undos:
             self._undos.pop()()

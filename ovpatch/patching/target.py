@@ -1,54 +1,60 @@
-"""From a dotted path to the slot it names. Looks, and neither imports nor creates anything.
+"""Targets: from a dotted path to the slot it names, without an import, and what to do after a later import.
 
-[Note: reading without binding]
 Attributes are read from ``__dict__`` only. ``getattr`` would bind class and static methods, would run the
-``__getattr__`` of lazy modules and would hide whether a class owns an attribute or inherits it.
+``__getattr__`` of lazy modules and would hide whether a class defines an attribute or inherits it.
 """
 
 from __future__ import annotations
 
 import difflib
 import importlib.util
+import logging
+import os
 import sys
+import threading
 import types
-from collections.abc import Iterable
+import weakref
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, Final, NamedTuple
 
 from ovpatch.patching.patch import IncompatiblePatchError
 
 Owner = types.ModuleType | type
+Listener = Callable[[str], None]
+
+_logger: Final = logging.getLogger("ovpatch.patching")
 
 ABSENT: Final[Any] = type("Absent", (), {"__repr__": lambda self: "<absent>"})()
 
 
 @dataclass(frozen=True, eq=False)
 class Slot:
-    """A slot that exists.
+    """An existing attribute of a module or class.
 
     Attributes:
-        owner: Module or class whose ``__dict__`` holds, or will hold, the attribute.
+        owner: Module or class whose ``__dict__`` holds the attribute, or will hold it if it is inherited.
         name: Attribute.
-        raw: What lies there: the descriptor itself, not what reading it would give.
-        heir_of: Class that holds ``raw``, if the owner inherits it.
+        raw: The raw value, such as the descriptor itself.
+        inherited_from: Class that defines ``raw``, if the owner inherits it.
     """
 
     owner: Owner
     name: str
     raw: Any
-    heir_of: type | None = None
+    inherited_from: type | None = None
 
     @property
     def path(self) -> str:
-        """Where it is, by the owner's own name."""
-        return f"{owner_path(self.owner)}.{self.name}"
+        """Dotted path, by the owner's own name."""
+        return f"{format_owner(self.owner)}.{self.name}"
 
 
-class Waiting(NamedTuple):
-    """A slot that cannot be known before more is imported.
+class PendingTarget(NamedTuple):
+    """A target in a module that is not imported yet.
 
     Attributes:
-        modules: Whose import may bring it.
+        modules: Modules whose import may bring it.
         reason: What it waits for.
     """
 
@@ -56,13 +62,13 @@ class Waiting(NamedTuple):
     reason: str
 
 
-class Missing(NamedTuple):
-    """A slot that does not exist.
+class MissingTarget(NamedTuple):
+    """A target that does not exist.
 
     Attributes:
-        reason: What is missing; all that is said of an optional patch.
-        error: The same for who cannot do without: of which target, and the remedy.
-        modules: Whose import would change that after all; empty if nothing would.
+        reason: What is missing, for the status of an optional patch.
+        error: The same with target and remedy, for the error of a required patch.
+        modules: Modules whose import may bring it all the same; often none.
     """
 
     reason: str
@@ -70,13 +76,13 @@ class Missing(NamedTuple):
     modules: tuple[str, ...] = ()
 
 
-def owner_path(owner: Owner) -> str:
+def format_owner(owner: Owner) -> str:
     """Return the dotted path of a module or class."""
     return owner.__name__ if is_module(owner) else f"{owner.__module__}.{owner.__qualname__}"
 
 
 def is_module(value: object) -> bool:
-    """Whether a value is a real module; asks its type, because proxies lie about ``__class__``."""
+    """Whether a value is a real module, by its type: a proxy fakes ``__class__``."""
     return issubclass(type(value), types.ModuleType)
 
 
@@ -85,8 +91,8 @@ def is_class(value: object) -> bool:
     return issubclass(type(value), type)
 
 
-def namespace(owner: Owner) -> dict[str, Any]:
-    """Return what ``owner`` itself holds; see [Note: reading without binding]."""
+def get_namespace(owner: Owner) -> dict[str, Any]:
+    """Return the ``__dict__`` of a module or class, read without code of its own."""
     if is_module(owner):
         found: dict[str, Any] = types.ModuleType.__getattribute__(owner, "__dict__")
         return found
@@ -94,28 +100,28 @@ def namespace(owner: Owner) -> dict[str, Any]:
     return found
 
 
-def resolve(target: str, finished: str = "") -> Slot | Waiting | Missing:
+def resolve_target(target: str, finished: str = "") -> Slot | PendingTarget | MissingTarget:
     """Find the slot that a target names.
 
     Args:
         target: Dotted path of a function, method or property.
-        finished: Module that has been executed although Python still calls it unfinished, as in its import hook.
+        finished: Module that is executed although Python still marks it as initializing, as in its import hook.
 
     Raises:
-        IncompatiblePatchError: The path leads through something that is neither module nor class.
+        IncompatiblePatchError: A part of the path is neither module nor class.
     """
     parts = target.split(".")
     for length in range(len(parts) - 1, 0, -1):
         module = sys.modules.get(".".join(parts[:length]))
         if module is not None and is_module(module):
             found = _walk(target, module, parts, length)
-            if isinstance(found, Missing) and _is_unfinished(module, finished):
-                return Waiting((), f"{module.__name__} is still being imported: call apply() again after that")
+            if isinstance(found, MissingTarget) and _is_unfinished(module, finished):
+                return PendingTarget((), f"{module.__name__} is still being imported: call apply() again after that")
             return found
     return _absent_package(target, parts)
 
 
-def _absent_package(target: str, parts: list[str]) -> Waiting | Missing:
+def _absent_package(target: str, parts: list[str]) -> PendingTarget | MissingTarget:
     modules = _not_imported(_prefixes(parts))
     top = parts[0]
     held = sys.modules.get(top)
@@ -124,11 +130,11 @@ def _absent_package(target: str, parts: list[str]) -> Waiting | Missing:
     if sys.modules.get(top, ABSENT) is None or not _can_be_found(top):
         reason = f"there is no package {top!r}"
         remedy = "install it, correct the target, or register the patch with optional=True"
-        return Missing(reason, f"{reason} for {target}: {remedy}", modules)
-    return Waiting(modules, f"{top} is not imported yet")
+        return MissingTarget(reason, f"{reason} for {target}: {remedy}", modules)
+    return PendingTarget(modules, f"{top} is not imported yet")
 
 
-def _walk(target: str, module: types.ModuleType, parts: list[str], at: int) -> Slot | Waiting | Missing:
+def _walk(target: str, module: types.ModuleType, parts: list[str], at: int) -> Slot | PendingTarget | MissingTarget:
     owner: Owner = module
     imported = ".".join(parts[:at])
     for index in range(at, len(parts) - 1):
@@ -139,50 +145,50 @@ def _walk(target: str, module: types.ModuleType, parts: list[str], at: int) -> S
             raise IncompatiblePatchError(_through_an_object(target, parts, index, value))
         owner = value
         imported = value.__name__ if is_module(value) else ""
-    raw, holder = _lookup(owner, parts[-1])
+    raw, find_defining_slot = _lookup(owner, parts[-1])
     if raw is ABSENT:
         return _absent(target, owner, parts, len(parts) - 1, imported)
-    return Slot(owner, parts[-1], raw, None if holder is owner else holder)
+    return Slot(owner, parts[-1], raw, None if find_defining_slot is owner else find_defining_slot)
 
 
 def _lookup(owner: Owner, name: str) -> tuple[Any, Any]:
-    """Return what lies under a name and who holds it."""
+    """Return the raw value of an attribute and the namespace's owner."""
     holders: Iterable[Any] = (owner,) if is_module(owner) else type.__dict__["__mro__"].__get__(owner)
-    for holder in holders:
-        raw = namespace(holder).get(name, ABSENT)
+    for find_defining_slot in holders:
+        raw = get_namespace(find_defining_slot).get(name, ABSENT)
         if raw is not ABSENT:
-            return raw, holder
+            return raw, find_defining_slot
     return ABSENT, None
 
 
-def _absent(target: str, owner: Owner, parts: list[str], index: int, imported: str) -> Waiting | Missing:
+def _absent(target: str, owner: Owner, parts: list[str], index: int, imported: str) -> PendingTarget | MissingTarget:
     name = parts[index]
     if is_module(owner):
         submodule = f"{imported}.{name}"
-        if "__path__" in namespace(owner) and _can_be_found(submodule):
-            # For an aliased module the names that will be imported are not those of the target.
+        if "__path__" in get_namespace(owner) and _can_be_found(submodule):
+            # An aliased module imports its submodules under its own name, not under the target's.
             below = [submodule, *(f"{submodule}.{rest}" for rest in _prefixes(parts[index + 1 :]))]
-            return Waiting(_not_imported(below), f"{submodule} is not imported yet")
+            return PendingTarget(_not_imported(below), f"{submodule} is not imported yet")
     return _missing(target, owner, name)
 
 
-def _missing(target: str, owner: Owner, name: str) -> Missing:
+def _missing(target: str, owner: Owner, name: str) -> MissingTarget:
     kind = "module" if is_module(owner) else "class"
-    reason = f"{kind} {owner_path(owner)} has no {name!r}"
+    reason = f"{kind} {format_owner(owner)} has no {name!r}"
     close = difflib.get_close_matches(name, [key for key in _names(owner) if isinstance(key, str)], n=1)
     hint = f" Did you mean {close[0]!r}?" if close else ""
-    lazy = is_module(owner) and "__getattr__" in namespace(owner)
+    lazy = is_module(owner) and "__getattr__" in get_namespace(owner)
     remedy = "name the module that defines it (this one makes its attributes on demand)" if lazy else "correct it"
     error = (
         f"{target} does not exist: {reason}.{hint} Nothing was created; {remedy}, or register the patch with "
         "optional=True"
     )
-    return Missing(f"{reason}, and makes its attributes on demand" if lazy else reason, error)
+    return MissingTarget(f"{reason}, and makes its attributes on demand" if lazy else reason, error)
 
 
 def _names(owner: Owner) -> set[Any]:
     holders: Iterable[Any] = (owner,) if is_module(owner) else type.__dict__["__mro__"].__get__(owner)
-    return {key for holder in holders for key in list(namespace(holder))}
+    return {key for find_defining_slot in holders for key in list(get_namespace(find_defining_slot))}
 
 
 def _through_an_object(target: str, parts: list[str], index: int, value: object) -> str:
@@ -194,7 +200,7 @@ def _through_an_object(target: str, parts: list[str], index: int, value: object)
 
 
 def _is_unfinished(module: types.ModuleType, finished: str) -> bool:
-    spec = namespace(module).get("__spec__")
+    spec = get_namespace(module).get("__spec__")
     return module.__name__ != finished and bool(getattr(spec, "_initializing", False))
 
 
@@ -208,12 +214,62 @@ def _not_imported(modules: Iterable[str]) -> tuple[str, ...]:
 
 
 def _can_be_found(module: str) -> bool:
-    """Whether a module could be imported. Its parents are imported already, so that looking imports nothing."""
+    """Whether a module can be imported. Its parents are imported, so ``find_spec`` imports nothing."""
     try:
         return importlib.util.find_spec(module) is not None
     except ModuleNotFoundError as error:
-        # A finder that lacks something else says nothing about the module itself.
+        # A finder that fails to import another module says nothing about this one.
         missing = error.name or ""
         return not (module == missing or module.startswith(missing + "."))
     except (ImportError, ValueError, AttributeError):
         return False
+
+
+# --- later imports ---
+
+# wrapt neither removes nor de-duplicates its import hooks, and an exception in one breaks the user's import. So one
+# listener per module is registered for the whole process.
+_lock: Final = threading.Lock()
+if hasattr(os, "register_at_fork"):  # as for the write lock, see ovpatch.patching.slot
+    os.register_at_fork(before=_lock.acquire, after_in_parent=_lock.release, after_in_child=_lock.release)
+_listeners: Final[dict[str, list[Callable[[], Listener | None]]]] = {}
+
+
+def call_after_import(module: str, listener: Listener) -> None:
+    """Call ``listener(module)`` once, after the next import of a module that is not imported now.
+
+    Args:
+        module: Dotted name.
+        listener: Function to call; a bound method is held weakly, so that it keeps no manager alive.
+    """
+    if module in sys.modules:
+        return
+    held = _held(listener)
+    with _lock:
+        first = module not in _listeners
+        known = _listeners.setdefault(module, [])
+        if not any(one() == listener for one in known):
+            known.append(held)
+    if first:
+        # wrapt is slow to import, so it is imported only when a patch waits for a module.
+        from wrapt import register_post_import_hook
+
+        register_post_import_hook(_imported, module)
+
+
+def _held(listener: Listener) -> Callable[[], Listener | None]:
+    return weakref.WeakMethod(listener) if isinstance(listener, types.MethodType) else lambda: listener
+
+
+def _imported(module: types.ModuleType) -> None:
+    name = module.__name__
+    with _lock:
+        listeners = _listeners.pop(name, [])
+    for held in listeners:
+        listener = held()
+        if listener is None:
+            continue
+        try:
+            listener(name)
+        except Exception:  # any error here would break the user's import
+            _logger.exception("a patch that waited for %s failed", name)

@@ -13,7 +13,7 @@ from typing import Any, Final
 import pluggy
 
 from ovpatch.hookspecs import PROJECT, Feature, FeatureSpecs
-from ovpatch.patching.patch import is_range
+from ovpatch.patching.patch import is_version_range
 from ovpatch.settings.options import check_declaration
 from ovpatch.settings.selection import NAME, OFF_WORDS, ON_WORDS, did_you_mean, normalise
 
@@ -220,7 +220,7 @@ class Plugins:
             check_declaration(feature)
         except ValueError as error:
             raise PluginError(str(error)) from error
-        if not is_range(feature.torch):
+        if not is_version_range(feature.torch):
             raise PluginError(f"torch={feature.torch!r} is not a version range: write it as '>=2.11,<2.16'")
         return feature
 

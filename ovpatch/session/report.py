@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Final, TextIO
 
 from ovpatch._version import __version__
 from ovpatch.patching import PatchStatus
-from ovpatch.patching.patch import torch_mismatch
+from ovpatch.patching.patch import explain_torch_mismatch
 from ovpatch.session.plan import Entry
 from ovpatch.session.plugins import PluginError, Plugins
 from ovpatch.settings.options import DEFAULT, OptionValue
@@ -411,5 +411,5 @@ def _asked_remarks(name: str, plugins: Plugins) -> list[str]:
 def _untested(entry: Entry, torch: str) -> list[str]:
     if entry.feature is None or not entry.feature.torch or torch == NOT_IMPORTED:
         return []
-    untested = torch_mismatch(entry.feature.torch) is not None
+    untested = explain_torch_mismatch(entry.feature.torch) is not None
     return [f"untested with torch {torch} (tested with {entry.feature.torch})"] if untested else []

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from ovpatch.patching import IncompatiblePatchError, PatchConflictError, PatchError, PatchManager
-from ovpatch.patching.stack import difference
+from ovpatch.patching.wrapper_chain import compare_signatures
 
 from .conftest import MakeModule
 from .tools import same, snapshot, states, tag
@@ -151,23 +151,23 @@ def test_half_failing_set_is_rolled_back(pm: PatchManager, make: MakeModule, fai
 def test_failure_while_writing_is_rolled_back(
     pm: PatchManager, make: MakeModule, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    import ovpatch.patching.slot as journal
+    import ovpatch.patching.slot as slots
 
     m = make("def f(): return 'f'\nclass C:\n    def g(self): return 'g'")
     user = make(h=m.f)
     owners = (m, m.C, user)
     before = [snapshot(owner) for owner in owners]
-    put, seen = journal.put, []
+    write_slot, seen = slots.write_slot, []
 
     def fail_late(owner: Any, name: str, value: object) -> None:
         seen.append(name)
         if len(seen) == 3:
             raise MemoryError
-        put(owner, name, value)
+        write_slot(owner, name, value)
 
     pm.register_patch(f"{m.__name__}.f", wrap=tag("w"))
     pm.register_patch(f"{m.__name__}.C.g", wrap=tag("w"))
-    monkeypatch.setattr(journal, "put", fail_late)
+    monkeypatch.setattr(slots, "write_slot", fail_late)
     with pytest.raises(MemoryError):
         pm.apply()
     assert seen[:3] == ["f", "g", "h"]
@@ -222,7 +222,7 @@ def original(self: object, a: int, b: int = 1, *, c: int, d: int = 2) -> None: .
     ],
 )
 def test_signature(new: Any, problem: str | None) -> None:
-    found = difference(original, new, bound=True)
+    found = compare_signatures(original, new, bound=True)
     assert (found is None) if problem is None else (found is not None and problem in found)
 
 
@@ -243,15 +243,15 @@ def narrow_by(how: str) -> Any:
 
 @pytest.mark.parametrize("how", ["functools.wraps", "__signature__"])
 def test_a_wrapper_counts_as_it_can_be_called(how: str) -> None:
-    found = difference(original, narrow_by(how), bound=True)
+    found = compare_signatures(original, narrow_by(how), bound=True)
     assert found is not None
     assert "of the original is missing" in found
 
 
 def test_signature_of_functions_that_have_none_is_not_compared() -> None:
-    assert difference(min, lambda x: None, bound=False) is None
-    assert difference(lambda *args, **kwargs: None, lambda x: None, bound=False) is None
-    assert difference(lambda a, b: None, lambda b, a: None, bound=False) is not None
+    assert compare_signatures(min, lambda x: None, bound=False) is None
+    assert compare_signatures(lambda *args, **kwargs: None, lambda x: None, bound=False) is None
+    assert compare_signatures(lambda a, b: None, lambda b, a: None, bound=False) is not None
 
 
 def test_optional_patch_with_another_signature_is_left_out(pm: PatchManager, make: MakeModule) -> None:
@@ -328,12 +328,12 @@ def test_version_range(
 def test_version_is_read_without_importing_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     import importlib.metadata
 
-    from ovpatch.patching.patch import torch_mismatch
+    from ovpatch.patching.patch import explain_torch_mismatch
 
     monkeypatch.delitem(sys.modules, "torch", raising=False)
     monkeypatch.setattr(importlib.metadata, "version", lambda name: {"torch": "2.12.0"}[name])
-    assert torch_mismatch(">=2.11") is None
-    assert "this is torch 2.12.0" in str(torch_mismatch("<2.12"))
+    assert explain_torch_mismatch(">=2.11") is None
+    assert "this is torch 2.12.0" in str(explain_torch_mismatch("<2.12"))
     assert "torch" not in sys.modules
 
 

@@ -11,7 +11,7 @@ import weakref
 
 import pytest
 
-from ovpatch.patching import PatchManager, TargetNotFoundError, import_hooks
+from ovpatch.patching import PatchManager, TargetNotFoundError, target
 
 from .conftest import MakeModule, WritePackage
 from .tools import only, same, snapshot, states, tag
@@ -183,8 +183,8 @@ def test_failing_wrap_never_breaks_the_import(pm: PatchManager, package: WritePa
 def test_listener_that_raises_stops_neither_the_import_nor_the_others(package: WritePackage) -> None:
     package({"listened.py": ""})
     heard: list[str] = []
-    import_hooks.watch("listened", lambda name: heard.append(str(int("not a number"))))
-    import_hooks.watch("listened", heard.append)
+    target.call_after_import("listened", lambda name: heard.append(str(int("not a number"))))
+    target.call_after_import("listened", heard.append)
     importlib.import_module("listened")
     assert heard == ["listened"]
 
@@ -235,7 +235,7 @@ def test_module_is_watched_once_however_often_apply_is_called(pm: PatchManager, 
         pm.apply()
     pm.revert()
     pm.apply()
-    assert len(wrapt.importer._post_import_hooks["watched"]) == len(import_hooks._listeners["watched"]) == 1
+    assert len(wrapt.importer._post_import_hooks["watched"]) == len(target._listeners["watched"]) == 1
     assert importlib.import_module("watched").f() == "w(f)"
 
 

@@ -66,7 +66,7 @@ for cycle in range(1000):
         now = vars(owner)
         assert now.keys() == old.keys(), (cycle, owner)
         assert all(now[key] is old[key] for key in old), (cycle, owner)
-assert pm._engine.stacks == [], "stacks are left"
+assert pm._chains == [], "chains are left"
 """
     subprocess.run([sys.executable, "-c", program], check=True, timeout=120)
 

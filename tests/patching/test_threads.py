@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from ovpatch.patching import PatchManager
-from ovpatch.patching.slot import LOCK
+from ovpatch.patching.slot import WRITE_LOCK
 
 from .conftest import MakeModule
 from .tools import same, snapshot, states, tag
@@ -117,7 +117,7 @@ def test_child_forked_while_another_thread_patches_does_not_hang(pm: PatchManage
 
     def busy() -> None:
         while not done.is_set():
-            with LOCK:
+            with WRITE_LOCK:
                 sum(range(1000))
 
     thread = threading.Thread(target=busy)

@@ -15,7 +15,7 @@ parameters that are not its own is right as well, because Dynamo breaks the grap
 extensions in C++. But torch warns about global hooks whenever a compiled module is called, Dynamo guards on their
 number, and takes another way through ``Module.__call__`` if there are any. ``Module._call_impl`` calls
 ``torch._C._get_tracing_state`` first of all, in eager mode, and nobody guards on it. Where a compiled module is called,
-Dynamo skips that frame and would look at ours (ovpatch/patching/stack.py, [Note: skipped frames]).
+Dynamo skips that frame and would look at ours (ovpatch/patching/wrapper_chain.py, [Note: skipped frames]).
 
 [Note: CUDA graphs] A capture cannot wait for what was launched before it, and a replay reads the addresses that were
 captured, so both begin with everything settled. (No gather is captured.) Inductor captures and replays below a call of

@@ -1,12 +1,4 @@
-"""All patches of one slot, closest to the original first, behind one installed function.
-
-[Note: one entry per slot]
-The installed function, the entry, stays the same while patches come and go; what it calls is switched. So whoever
-holds it, a module, an instance, somebody else's wrapper, always runs the patches of the moment, and after the last
-one is gone, the original. It serves the outermost patch at the same time, which spares a call: a single wrapper costs
-one function call. Inner patches have dispatchers of their own, so that each is counted and can be taken out without
-building the others again.
-"""
+"""The chain of patches of one slot, behind one installed function."""
 
 from __future__ import annotations
 
@@ -17,38 +9,35 @@ import types
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from inspect import Parameter
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
-from ovpatch.patching.import_hooks import watch
 from ovpatch.patching.patch import IncompatiblePatchError, Patch, PatchError, describe_callable
-from ovpatch.patching.references import is_fresh_copy, reaches
+from ovpatch.patching.references import is_fresh_copy, leads_to
 from ovpatch.patching.slot import (
     SlotKind,
-    Write,
-    base_of,
-    current,
-    descriptor,
-    function_in,
-    kind_of,
-    replacement_function,
+    SlotWrite,
+    get_slot_kind,
+    make_base,
+    make_descriptor,
+    read_slot,
+    unwrap_descriptor,
+    unwrap_replacement,
 )
-from ovpatch.patching.target import ABSENT, Slot, owner_path
-
-# Whether one function can be called in every way another one can, by its signature alone.
+from ovpatch.patching.target import ABSENT, Slot, call_after_import, format_owner
 
 _POSITIONAL = (Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD)
 
 
-def difference(original: Callable[..., Any], new: Callable[..., Any], *, bound: bool) -> str | None:
-    """Return what differs between two signatures, or None if ``new`` can stand for ``original``.
+def compare_signatures(original: Callable[..., Any], new: Callable[..., Any], *, bound: bool) -> str | None:
+    """Return the difference between two signatures, or None if ``new`` can replace ``original``.
 
-    Names, kinds, order and the presence of defaults must agree; ``*args`` and ``**kwargs`` of ``new`` stand for
-    whatever is left. Functions without a signature (most of C) are not compared. The original counts as it shows
-    itself, ``new`` as it can be called: ``functools.wraps`` shows a signature that the function itself may not have.
+    Names, kinds, order and the presence of defaults must agree; ``*args`` and ``**kwargs`` of ``new`` match the
+    remaining parameters. Functions without a signature (most of C) are not compared. ``original`` is compared by the
+    signature that it shows, ``new`` by its own code, since ``functools.wraps`` may show another signature.
 
     Args:
-        original: What callers know.
-        new: What shall stand in its place.
+        original: The function that callers know.
+        new: Its replacement.
         bound: Whether the first parameter is ``self`` or ``cls``, whose name is free.
     """
     old_parameters, new_parameters = _parameters(original, bound), _parameters(_undisguised(new), bound, follow=False)
@@ -58,7 +47,7 @@ def difference(original: Callable[..., Any], new: Callable[..., Any], *, bound: 
 
 
 def _undisguised(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function without what ``functools.wraps`` has copied to it, such as ``__signature__``."""
+    """Return a function without the attributes from ``functools.wraps``, such as ``__signature__``."""
     if not isinstance(function, types.FunctionType):
         return function
     bare = types.FunctionType(
@@ -114,7 +103,7 @@ def _compare_one(old: Parameter, new: Parameter) -> str | None:
 
 
 def _absorbed(parameter: Parameter, kinds: set[Any]) -> bool:
-    """Whether ``*args`` and ``**kwargs`` take everything a caller may pass for a parameter."""
+    """Whether ``*args`` and ``**kwargs`` take a parameter however it is passed."""
     by_position = parameter.kind in _POSITIONAL
     by_name = parameter.kind in (Parameter.POSITIONAL_OR_KEYWORD, Parameter.KEYWORD_ONLY)
     return (
@@ -130,42 +119,11 @@ def _order(old: list[Parameter], new: list[Parameter]) -> str | None:
     return None if mine == theirs else f"parameters come as ({', '.join(mine)}) instead of ({', '.join(theirs)})"
 
 
-# The function that is installed: a plain Python function that counts, can be switched, and survives torch.compile.
-#
-# [Note: plain functions]
-# Dynamo, the LR schedulers (``step.__func__``), pickle and ``inspect`` treat functions specially and see through
-# proxies to the original, silently. So what is installed is a function, and everything that changes lives in its
-# closure: Dynamo guards on the identity of ``target``, hence a switch recompiles and nothing else does. The counter
-# must not be touched in traced code, where a changing int would be guarded on and recompile at each call; there, a
-# function that Dynamo evaluates once while tracing notes that the patch is part of the graph.
-#
-# [Note: skipped frames] Where Dynamo does not trace a caller, as ``Module._call_impl``, it looks at every Python
-# function that is called below it. Stock has a builtin there, or one function; a frame of ours would be compiled by
-# itself, looked up at each call, and all installed functions would share one code object's cache. So that frame is
-# skipped, and what it calls is not.
-#
-# [Note: the original's globals]
-# TorchScript compiles the source of the original, which it finds by ``__wrapped__``, with the names that the installed
-# function sees: its globals, and over them what its closure holds. So it is given the original's globals, and all that
-# it needs is in its closure, under names that no script has.
-
 Function = Callable[..., Any]
 
-# What functools.wraps copies and must not be: they tell Dynamo to trace, or not to trace, the function they belong to.
+# Attributes that functools.wraps must not copy: they tell Dynamo whether to trace the function that carries them.
 _DYNAMO_KEYS: Final = ("_torchdynamo", "get_compiler_config")
 _CACHE_METHODS: Final = ("cache_info", "cache_clear", "cache_parameters")
-
-
-class Mark(Protocol):
-    """What ``__ovpatch__`` of an installed function tells."""
-
-    @property
-    def target(self) -> str:
-        """Where the function was installed."""
-
-    @property
-    def patches(self) -> tuple[Any, ...]:
-        """Patches that a call runs through, closest to the original first."""
 
 
 def _never() -> bool:
@@ -173,7 +131,7 @@ def _never() -> bool:
 
 
 class _Tracing:
-    """Whether a call is being traced. Asks torch once that is imported: patches may be installed before it is."""
+    """Whether a call is traced by Dynamo. ``now`` is replaced when torch is imported, perhaps after the patches."""
 
     __slots__ = ("now",)
 
@@ -191,26 +149,37 @@ def _torch_is_here(_module: str) -> None:
 def _dynamo_is_here(module: str) -> None:
     skip = getattr(sys.modules[module], "skip_code", None)
     if skip is not None:  # [Note: skipped frames]
-        skip(_build(_never, _never)[0].__code__)  # all installed functions have the same
+        skip(_build(_never, _never)[0].__code__)  # all installed functions share this code object
 
 
-def learn_about_torch() -> None:
-    """Make sure that calls in traced code are recognised, now or as soon as torch is imported."""
+def watch_for_torch() -> None:
+    """Detect calls in traced code, now or as soon as torch is imported."""
     if _tracing.now is not _never:
         return
     for module, is_here in (("torch.compiler", _torch_is_here), ("torch._dynamo.eval_frame", _dynamo_is_here)):
         if module in sys.modules:
             is_here(module)
         else:
-            watch(module, is_here)
+            call_after_import(module, is_here)
 
 
 class Dispatcher:
-    """One installed function and the hold on it.
+    """A plain function that counts its calls and whose target can be switched.
+
+    [Note: plain functions]
+    Dynamo, LR schedulers (``step.__func__``), pickle and ``inspect`` see through proxies to the original, so the
+    installed object is a function and its state is in its closure. Dynamo guards on the identity of the target: only
+    a switch recompiles. The call counter stays out of traced code, where a changing int would recompile at each call;
+    a function that Dynamo evaluates once while tracing counts the trace instead.
+
+    [Note: skipped frames]
+    Where Dynamo does not trace a caller, such as ``Module._call_impl``, it examines every Python function called
+    below it. It would compile each dispatcher by itself, all in the cache of one code object. So the dispatcher's
+    frame is skipped; the frame that it calls is not.
 
     Attributes:
-        function: What is installed.
-        switch: Makes calls go to another function from now on.
+        function: The function to install.
+        switch: Sets the target of all later calls.
     """
 
     __slots__ = ("_credited", "_read", "function", "switch")
@@ -220,8 +189,8 @@ class Dispatcher:
         self._credited = (0, 0)
         _disguise(self.function, like)
 
-    def take(self) -> tuple[int, int]:
-        """Return the calls and the traces since this was asked last."""
+    def take_counts(self) -> tuple[int, int]:
+        """Return the calls and traces since the last call of this method."""
         now, last = self._read(), self._credited
         self._credited = now
         return now[0] - last[0], now[1] - last[1]
@@ -253,7 +222,8 @@ def _build(
         nonlocal _ovpatch_target
         _ovpatch_target = new
 
-    # See [Note: the original's globals]; what is not written in Python has none.
+    # TorchScript compiles the source of the original with the globals and the closure of the installed function. So it
+    # gets the original's globals (a function written in C has none), and the names in its closure are unusual.
     names = getattr(like, "__globals__", dispatch.__globals__)
     installed = types.FunctionType(dispatch.__code__, names, dispatch.__name__, None, dispatch.__closure__)
     return installed, switch, lambda: (_ovpatch_calls, traces)
@@ -272,14 +242,14 @@ def _disguise(function: Function, like: Function) -> None:
 
 @dataclass(eq=False)
 class Wrapper:
-    """One patch in a stack.
+    """One patch in a chain.
 
     Attributes:
-        patch: What was declared.
-        function: The replacement, or what wrap returned.
+        patch: The declaration.
+        function: The replacement, or the function that wrap returned.
         inner: Its dispatcher while another patch lies above it.
-        calls: Eager calls counted so far.
-        traces: Traces counted so far.
+        calls: Eager calls so far.
+        traces: Traces so far.
     """
 
     patch: Patch
@@ -288,72 +258,79 @@ class Wrapper:
     calls: int = 0
     traces: int = 0
 
-    def credit(self, dispatcher: Dispatcher) -> None:
-        """Add what a dispatcher counted for this patch."""
-        calls, traces = dispatcher.take()
+    def add_counts(self, dispatcher: Dispatcher) -> None:
+        """Add the new counts of a dispatcher."""
+        calls, traces = dispatcher.take_counts()
         self.calls += calls
         self.traces += traces
 
 
-# A layer with the function and the dispatcher that it will have.
+# Wrappers with the function and the dispatcher that they get when the chain is activated.
 Staged = list[tuple[Wrapper, Function, Dispatcher | None]]
 
 
 @dataclass(eq=False)
 class WrapperChain:
-    """The patches of one slot; not thread-safe: changes happen under the write lock.
+    """The patches of one slot, innermost first. It changes only under the write lock.
+
+    [Note: one entry per slot]
+    The installed function, the entry, stays the same while patches come and go; its target is switched. So every
+    reference to it (in a module, an instance, another library's wrapper) runs the current patches, and the original
+    after the last one is removed. The entry is also the dispatcher of the outermost patch, so that a single wrapper
+    costs one function call. Each inner patch has its own dispatcher: it is counted, and removed without rebuilding
+    the others.
 
     Attributes:
-        place: The slot, as it was before.
-        kind: How the slot is read.
+        slot: The slot before the patch.
+        kind: How Python reads the slot.
         original: The stock function.
-        base: What the innermost wrapper gets: the stock function, or a look-up of the inherited one.
-        entry: The installed function.
-        installed: The entry in the slot's descriptor.
-        layers: Active patches, closest to the original first.
-        writes: Slots that were pointed to the entry.
-        references: References elsewhere that were pointed to it.
+        base: Function that the innermost wrapper gets: the stock function, or a look-up of the inherited one.
+        entry: Dispatcher of the installed function.
+        installed: The installed function in the slot's descriptor.
+        wrappers: Active patches, innermost first.
+        writes: Slots that hold the installed function.
+        references: References in other modules that hold it.
     """
 
-    place: Slot
+    slot: Slot
     kind: SlotKind = field(init=False)
     original: Function = field(init=False)
     base: Function = field(init=False)
     entry: Dispatcher = field(init=False)
     installed: Any = field(init=False)
-    layers: list[Wrapper] = field(default_factory=list, init=False)
-    writes: list[Write] = field(default_factory=list, init=False)
-    references: list[Write] = field(default_factory=list, init=False)
+    wrappers: list[Wrapper] = field(default_factory=list, init=False)
+    writes: list[SlotWrite] = field(default_factory=list, init=False)
+    references: list[SlotWrite] = field(default_factory=list, init=False)
 
     def __post_init__(self) -> None:
-        self.kind = kind_of(self.place)
-        self.original = function_in(self.place.raw)
-        self.base = base_of(self.place, self.kind)
+        self.kind = get_slot_kind(self.slot)
+        self.original = unwrap_descriptor(self.slot.raw)
+        self.base = make_base(self.slot, self.kind)
         self.entry = Dispatcher(self.base, self.original)
-        self.entry.function.__ovpatch__ = StackMark(self)  # type: ignore[attr-defined]  # a function takes any attribute
-        self.installed = descriptor(self.place, self.kind, self.entry.function)
+        self.entry.function.__ovpatch__ = ChainMark(self)  # type: ignore[attr-defined]  # a function takes any attribute
+        self.installed = make_descriptor(self.slot, self.kind, self.entry.function)
 
-    def stage(self, patches: Sequence[Patch]) -> Staged:
-        """Build the stack with some patches more, without changing anything. Calls wrap functions.
+    def stage_patches(self, patches: Sequence[Patch]) -> Staged:
+        """Build the chain with additional patches, without a change of the present one. Calls wrap functions.
 
-        Layers above the first new one are built again over it.
+        Wrappers above the first new one are built again.
 
         Args:
             patches: Patches to add.
 
         Raises:
-            PatchError: A wrap function failed, or returned something that is no stand-in for the original.
+            PatchError: A wrap function failed, or its result cannot replace the original.
         """
-        known = {layer.patch: layer for layer in self.layers}
-        wanted = sorted([*known, *patches], key=lambda patch: patch.rank)
+        known = {wrapper.patch: wrapper for wrapper in self.wrappers}
+        wanted = sorted([*known, *patches], key=lambda patch: patch.sort_key)
         staged: Staged = []
         below, fresh = self.base, False
         for patch in wanted:
-            layer = known.get(patch)
-            fresh = fresh or layer is None
-            function = self._build(patch, below) if layer is None or fresh else layer.function
-            inner = Dispatcher(function, self.original) if fresh or not layer or not layer.inner else layer.inner
-            staged.append((layer or Wrapper(patch, function), function, inner))
+            wrapper = known.get(patch)
+            fresh = fresh or wrapper is None
+            function = self._build(patch, below) if wrapper is None or fresh else wrapper.function
+            inner = Dispatcher(function, self.original) if fresh or not wrapper or not wrapper.inner else wrapper.inner
+            staged.append((wrapper or Wrapper(patch, function), function, inner))
             below = inner.function
         outermost, function, _ = staged[-1]
         return [*staged[:-1], (outermost, function, None)]
@@ -381,15 +358,15 @@ class WrapperChain:
         """Return the function of a replacement.
 
         Raises:
-            IncompatiblePatchError: It cannot stand for the original.
+            IncompatiblePatchError: It cannot replace the original.
         """
-        function = replacement_function(patch.replacement, self.place, self.kind)
+        function = unwrap_replacement(patch.replacement, self.slot, self.kind)
         self._check_signature(patch, function)
         return function
 
     def _check_signature(self, patch: Patch, function: Function) -> None:
         bound = self.kind in (SlotKind.METHOD, SlotKind.CLASSMETHOD, SlotKind.GETTER)
-        problem = difference(self.original, function, bound=bound)
+        problem = compare_signatures(self.original, function, bound=bound)
         if problem:
             raise IncompatiblePatchError(
                 f"{patch} does not fit {patch.target}: {problem} (the original is "
@@ -398,87 +375,87 @@ class WrapperChain:
                 patch,
             )
 
-    def commit(self, staged: Staged) -> Callable[[], None]:
-        """Make a staged stack the active one; returns what takes that back."""
-        self.settle()
-        before = [(layer, layer.function, layer.inner) for layer in self.layers]
+    def activate(self, staged: Staged) -> Callable[[], None]:
+        """Make staged wrappers the active ones; returns a function that undoes this."""
+        self.collect_counts()
+        before = [(wrapper, wrapper.function, wrapper.inner) for wrapper in self.wrappers]
         self._activate(staged)
         return lambda: self._activate(before)
 
     def _activate(self, staged: Staged) -> None:
-        for layer, function, inner in staged:
-            layer.function, layer.inner = function, inner
-        self.layers = [layer for layer, _, _ in staged]
-        self.entry.switch(self.layers[-1].function if self.layers else self.base)
+        for wrapper, function, inner in staged:
+            wrapper.function, wrapper.inner = function, inner
+        self.wrappers = [wrapper for wrapper, _, _ in staged]
+        self.entry.switch(self.wrappers[-1].function if self.wrappers else self.base)
 
-    def remove(self, layer: Wrapper) -> None:
-        """Take one patch out. Calls nothing of anybody: what lies above goes through to what lies below."""
-        self.settle()
-        index = self.layers.index(layer)
-        below = self.layers[index - 1] if index else None
-        if index == len(self.layers) - 1:
+    def remove_wrapper(self, wrapper: Wrapper) -> None:
+        """Remove one patch: the wrapper above it then calls the one below. No callback runs."""
+        self.collect_counts()
+        index = self.wrappers.index(wrapper)
+        below = self.wrappers[index - 1] if index else None
+        if index == len(self.wrappers) - 1:
             self.entry.switch(below.function if below else self.base)
             if below:
                 below.inner = None
-        elif layer.inner:
-            layer.inner.switch(below.inner.function if below and below.inner else self.base)
-        self.layers = [one for one in self.layers if one is not layer]
+        elif wrapper.inner:
+            wrapper.inner.switch(below.inner.function if below and below.inner else self.base)
+        self.wrappers = [one for one in self.wrappers if one is not wrapper]
 
-    def settle(self) -> None:
-        """Credit all calls so far to the layers that they went through."""
-        for layer in self.layers:
-            if layer.inner:
-                layer.credit(layer.inner)
-        if self.layers:
-            self.layers[-1].credit(self.entry)
+    def collect_counts(self) -> None:
+        """Add the new counts of all dispatchers to their wrappers."""
+        for wrapper in self.wrappers:
+            if wrapper.inner:
+                wrapper.add_counts(wrapper.inner)
+        if self.wrappers:
+            self.wrappers[-1].add_counts(self.entry)
         else:
-            self.entry.take()
+            self.entry.take_counts()
 
     @property
     def rebound(self) -> tuple[str, ...]:
-        """References elsewhere that hold the entry now, as ``module.name``."""
-        held = [write for write in self.references if current(write.owner, write.name) is write.new]
-        return tuple(f"{owner_path(write.owner)}.{write.name}" for write in held)
+        """References in other modules that hold the entry now, as ``module.name``."""
+        held = [write for write in self.references if read_slot(write.owner, write.name) is write.new]
+        return tuple(f"{format_owner(write.owner)}.{write.name}" for write in held)
 
     @property
     def is_reached(self) -> bool:
-        """Whether reading the slot still leads to the entry, directly or through somebody else's wrapper."""
-        now = current(self.place.owner, self.place.name)
+        """Whether the slot still leads to the entry, directly or through another library's wrapper."""
+        now = read_slot(self.slot.owner, self.slot.name)
         if now is self.installed:
             return True
-        return now is not ABSENT and reaches(now, self.entry.function, self.original)
+        return now is not ABSENT and leads_to(now, self.entry.function, self.original)
 
     @property
     def is_reloaded(self) -> bool:
-        """Whether the slot holds the stock function again, executed anew."""
-        now = current(self.place.owner, self.place.name)
+        """Whether the slot holds a new copy of the stock function, as after a reload."""
+        now = read_slot(self.slot.owner, self.slot.name)
         return now is not ABSENT and is_fresh_copy(now, self.original)
 
     @property
-    def covering(self) -> str:
-        """Who lies over or in place of the entry; empty if nobody does."""
-        now = current(self.place.owner, self.place.name)
+    def shadowed_by(self) -> str:
+        """Description of the foreign function that lies over the entry or in its place; empty if there is none."""
+        now = read_slot(self.slot.owner, self.slot.name)
         if now is self.installed or now is ABSENT or is_fresh_copy(now, self.original):
             return ""
-        function = function_in(now)
+        function = unwrap_descriptor(now)
         return describe_callable(function) if callable(function) else repr(now)
 
 
-class StackMark:
-    """``__ovpatch__`` of an installed function: names its target and the patches that a call runs through."""
+class ChainMark:
+    """The attribute ``__ovpatch__`` of an installed function: its target and active patches."""
 
-    def __init__(self, stack: WrapperChain) -> None:
-        self._stack = stack
+    def __init__(self, chain: WrapperChain) -> None:
+        self._stack = chain
 
     @property
     def target(self) -> str:
-        """Where the function was installed."""
-        return self._stack.place.path
+        """Dotted path of the slot."""
+        return self._stack.slot.path
 
     @property
     def patches(self) -> tuple[Patch, ...]:
-        """Active patches, closest to the original first."""
-        return tuple(layer.patch for layer in self._stack.layers)
+        """Active patches, innermost first."""
+        return tuple(wrapper.patch for wrapper in self._stack.wrappers)
 
     def __repr__(self) -> str:
         return f"<ovpatch {self.target}: {', '.join(map(str, self.patches)) or 'off'}>"
