@@ -26,8 +26,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from benchmarks.runs import CUDA, add_timing, alternate, clocked, device, start, timed
 from ovpatch_plugins.pipe_experts import MoEConfig, expert_parallel_ffn
 from ovpatch_plugins.pipe_experts.experts import swiglu
-from ovpatch_plugins.pipe_experts.grouped_gemm import Groups, grouped
-from ovpatch_plugins.pipe_experts.symm_all_to_all import lane_of, objections
+from ovpatch_plugins.pipe_experts.grouped_gemm import GroupSizes, grouped_linear
+from ovpatch_plugins.pipe_experts.symm_all_to_all import get_transport, list_unsupported_reasons
 
 SHAPES = {  # tokens of a rank, experts of a token, features, those between, experts of a rank
     "mixtral": (4096, 2, 4096, 14336, 1),
@@ -46,8 +46,8 @@ OURS = {
 }
 PROGRAMS = (8, 16)  # of the kernel that sends rows over symmetric memory
 OVER_SYMMETRIC = {
-    f"ovpatch, {name}, symmetric, {programs} programs": (dataclasses.replace(how, exchange="symmetric"), programs)
-    for name, how in (("none", MoEConfig("none")), ("experts 8", MoEConfig("experts", 8)))
+    f"ovpatch, {name}, symmetric, {programs} programs": (dataclasses.replace(config, exchange="symmetric"), programs)
+    for name, config in (("none", MoEConfig("none")), ("experts 8", MoEConfig("experts", 8)))
     for programs in PROGRAMS
 }
 LIMITS = ("experts", "all-to-alls")
@@ -90,21 +90,21 @@ class Problem:
         self.index = chances.topk(top_k, dim=-1).indices
         self.group = dist.group.WORLD
 
-    def ours(self, how: MoEConfig) -> Tensor:
+    def ours(self, config: MoEConfig) -> Tensor:
         """Compute by the feature."""
-        return expert_parallel_ffn(self.x, self.index, self.weights, (self.up, self.down), swiglu, self.group, how)
+        return expert_parallel_ffn(self.x, self.index, self.weights, (self.up, self.down), swiglu, self.group, config)
 
-    def over_symmetric(self, how: MoEConfig, programs: int) -> Tensor:
+    def over_symmetric(self, config: MoEConfig, programs: int) -> Tensor:
         """Compute by the feature, over symmetric memory.
 
         Raises:
             RuntimeError: The ranks have none.
         """
-        lane = lane_of(self.group, self.x.device)
-        if lane is None:
-            raise RuntimeError("; ".join(objections()))
-        lane.channels = programs
-        return self.ours(how)
+        transport = get_transport(self.group, self.x.device)
+        if transport is None:
+            raise RuntimeError("; ".join(list_unsupported_reasons()))
+        transport.channels = programs
+        return self.ours(config)
 
     def in_sequence(self) -> Tensor:
         """Compute with torch's own operations, one after the other."""
@@ -156,8 +156,10 @@ class Problem:
             ends = torch.tensor(sizes, device=rows.device).cumsum(0, dtype=torch.int32)
             h = torch.nn.functional.grouped_mm(rows, self.up.transpose(-2, -1), offs=ends)
             return torch.nn.functional.grouped_mm(swiglu(h), self.down.transpose(-2, -1), offs=ends)
-        groups = Groups(sizes)
-        return grouped(swiglu(grouped(rows.detach(), self.up.detach(), groups)), self.down.detach(), groups)
+        groups = GroupSizes(sizes)
+        return grouped_linear(
+            swiglu(grouped_linear(rows.detach(), self.up.detach(), groups)), self.down.detach(), groups
+        )
 
     def all_to_alls(self) -> Tensor:
         """Send as many rows as a rank does, there and back, of balanced routing."""
@@ -201,10 +203,10 @@ def arms(problem: Problem) -> dict[str, Callable[[], Layer]]:
         "naive, 2 chunks": lambda: lambda: problem.naive(2),
         "naive, 4 chunks": lambda: lambda: problem.naive(4),
         "transformers": lambda: transformers_layer(problem),
-        **{name: (lambda how=how: lambda: problem.ours(how)) for name, how in OURS.items()},
+        **{name: (lambda config=config: lambda: problem.ours(config)) for name, config in OURS.items()},
         **{
-            name: (lambda how=how, programs=programs: lambda: problem.over_symmetric(how, programs))
-            for name, (how, programs) in OVER_SYMMETRIC.items()
+            name: (lambda config=config, programs=programs: lambda: problem.over_symmetric(config, programs))
+            for name, (config, programs) in OVER_SYMMETRIC.items()
             if CUDA
         },
     }

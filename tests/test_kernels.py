@@ -11,7 +11,7 @@ from torch import Tensor
 from ovpatch.overlap.data_parallel import fp32_kernels
 from ovpatch.overlap.data_parallel.fp32_accumulation import followed
 from ovpatch_plugins.pipe_experts import routing, triton_combine
-from ovpatch_plugins.pipe_experts.chunks import Counts, plan
+from ovpatch_plugins.pipe_experts.chunks import Splits, make_plan
 from ovpatch_plugins.pipe_experts.routing import Route
 from tests.support.interpreter import interpreted
 
@@ -36,7 +36,7 @@ DTYPES = [
 def made(tokens: int, top_k: int, dropped: float) -> Route:
     slots = tokens * top_k
     order = torch.randperm(slots)[: round(slots * (1 - dropped))]
-    return Route(order, slots, top_k, Counts([[len(order)]], [[[len(order)]]]), plan(1, 1))
+    return Route(order, slots, top_k, Splits([[len(order)]], [[[len(order)]]]), make_plan(1, 1))
 
 
 def whole(*shape: int, dtype: torch.dtype) -> Tensor:
@@ -48,10 +48,10 @@ def run(route: Route, rows: Tensor, weights: Tensor, grad: Tensor, dtype: torch.
     found = []
     for of_rows, of_weights in ((True, True), (True, False), (False, True)):
         given = [rows.detach().requires_grad_(of_rows), weights.detach().requires_grad_(of_weights)]
-        out = route.combined(*given, dtype)
+        out = route.combine_rows(*given, dtype)
         wanted = [tensor for tensor in given if tensor.requires_grad]
         found += [out.detach(), *torch.autograd.grad(out, wanted, grad.to(out.dtype).expand_as(out))]
-    return [*found, route.summed(rows, dtype)]
+    return [*found, route.sum_rows(rows, dtype)]
 
 
 def put_together() -> list[str]:
@@ -64,9 +64,9 @@ def put_together() -> list[str]:
             weights = whole(tokens, 2 * top_k, dtype=of_weights)[:, ::2]
             args = route, rows, weights, whole(tokens, 1, dtype=dtype), dtype
             right = run(*args)
-            by_kernel, routing._by_kernel = routing._by_kernel, lambda *tensors: True
+            by_kernel, routing._has_kernel = routing._has_kernel, lambda *tensors: True
             found = run(*args)
-            routing._by_kernel = by_kernel
+            routing._has_kernel = by_kernel
             for i, (one, other) in enumerate(zip(found, right, strict=True)):
                 if one.dtype != other.dtype or not torch.equal(one, other):
                     wrong.append(f"{(tokens, top_k, features, dropped)}, {dtype} of {of_rows}, result {i}")
@@ -76,11 +76,11 @@ def put_together() -> list[str]:
 def in_fp32() -> list[list[float]]:
     """Add up what bf16 cannot hold, beside slots that go nowhere, whose memory is somebody else's."""
     route = made(3, 2, 0.0)
-    route = Route(torch.tensor([1, 0, 3]), 6, 2, route.counts, route.plan)
+    route = Route(torch.tensor([1, 0, 3]), 6, 2, route.splits, route.plan)
     rows = torch.tensor([[1.0], [256.0], [torch.inf]]).bfloat16()
     weights = torch.tensor([[1, 1], [torch.nan, 0.5], [1, 1]])
-    sums = triton_combine.weighted_sum(rows, weights[:1].expand(3, 2).contiguous(), route.place, 2, torch.float32)
-    rounded = triton_combine.weighted_sum(rows, None, route.place, 2, torch.bfloat16)
+    sums = triton_combine.weighted_sum(rows, weights[:1].expand(3, 2).contiguous(), route.row_of_slot, 2, torch.float32)
+    rounded = triton_combine.weighted_sum(rows, None, route.row_of_slot, 2, torch.bfloat16)
     return [sums.flatten().tolist(), rounded.flatten().tolist()]
 
 

@@ -1,8 +1,4 @@
-"""Into which parts the rows of an expert-parallel layer are cut.
-
-Parts are the same on all ranks, since each is a pair of collectives: they depend on how many experts a rank has, on
-options and on what all ranks know of each other, and not on how many rows this one has; a part may have none.
-"""
+"""The chunks of an expert-parallel layer: which there are, and how many rows each sends and receives."""
 
 from __future__ import annotations
 
@@ -18,112 +14,114 @@ from ovpatch_plugins.pipe_experts.options import CUTS, EXCHANGES
 if TYPE_CHECKING:
     import torch.distributed as dist
 
-_MOST_GROUPS: Final = 4
+_MAX_EXPERT_GROUPS: Final = 4
 _MEASURED: Final = (2, 4, 8)
 
 
 @dataclass(frozen=True)
 class ChunkPlan:
-    """Which parts there are.
+    """The chunks of a layer; the same on all ranks, since each chunk is a pair of collectives.
+
+    A plan depends on options and on facts that all ranks share, never on this rank's tokens. A chunk may have no rows.
 
     Attributes:
-        world: Number of ranks.
-        groups: Ranges of local experts.
-        chunks: Into how many chunks tokens are cut; each chunk has a part for every group.
-        symmetric: Whether rows travel by symmetric memory.
+        ep_size: Number of ranks.
+        expert_groups: Ranges of local experts.
+        token_chunks: Number of slices of the tokens; each slice has a chunk for every group of experts.
+        symmetric: Whether rows travel over symmetric memory.
     """
 
-    world: int
-    groups: tuple[range, ...]
-    chunks: int = 1
+    ep_size: int
+    expert_groups: tuple[range, ...]
+    token_chunks: int = 1
     symmetric: bool = False
 
     @property
-    def local(self) -> int:
+    def num_local_experts(self) -> int:
         """Number of experts of a rank."""
-        return self.groups[-1].stop
+        return self.expert_groups[-1].stop
 
     @property
-    def experts(self) -> int:
+    def num_experts(self) -> int:
         """Number of experts of all ranks."""
-        return self.world * self.local
+        return self.ep_size * self.num_local_experts
 
     @functools.cached_property
-    def parts(self) -> list[tuple[int, range]]:
-        """The parts in the order in which they are sent: a chunk, and which local experts."""
-        return [(chunk, group) for chunk in range(self.chunks) for group in self.groups]
+    def chunks(self) -> list[tuple[int, range]]:
+        """The chunks in the order of their dispatch: the slice of the tokens, and the local experts."""
+        return [(i, group) for i in range(self.token_chunks) for group in self.expert_groups]
 
     @property
     def expected(self) -> ChunkPlan:
-        """See :class:`Plans`."""
+        """See :class:`PlanCandidates`."""
         return self
 
-    def chosen(self, group: dist.ProcessGroup, tokens: int, trains: bool) -> ChunkPlan:
-        """See :class:`Plans`."""
+    def choose_plan(self, group: dist.ProcessGroup, tokens: int, trains: bool) -> ChunkPlan:
+        """See :class:`PlanCandidates`."""
         return self
 
-    def positions(self) -> list[int]:
-        """Return at which place the rows of each expert are sent, within a chunk: by group, then by rank."""
-        places = [0] * self.experts
-        order = [rank * self.local + i for group in self.groups for rank in range(self.world) for i in group]
-        for place, expert in enumerate(order):
-            places[expert] = place
-        return places
+    def compute_positions(self) -> list[int]:
+        """Return each expert's position in the send order of a slice of tokens: by expert group, then by rank."""
+        local = self.num_local_experts
+        order = [rank * local + i for group in self.expert_groups for rank in range(self.ep_size) for i in group]
+        positions = [0] * self.num_experts
+        for position, expert in enumerate(order):
+            positions[expert] = position
+        return positions
 
 
-class Plans(Protocol):
-    """Plans of which one is chosen when all ranks know how many tokens there are.
-
-    A single plan is one of these, too.
-    """
+class PlanCandidates(Protocol):
+    """Plans of which one is chosen once all ranks know the number of tokens. A single plan is one, too."""
 
     @property
-    def world(self) -> int:
+    def ep_size(self) -> int:
         """Number of ranks."""
 
     @property
-    def local(self) -> int:
+    def num_local_experts(self) -> int:
         """Number of experts of a rank."""
 
     @property
-    def chunks(self) -> int:
-        """A number of chunks which every plan's number divides."""
+    def token_chunks(self) -> int:
+        """A common multiple of all plans' slices of tokens."""
 
     @property
     def symmetric(self) -> bool:
-        """Whether rows may travel by symmetric memory."""
+        """Whether rows may travel over symmetric memory."""
 
     @property
     def expected(self) -> ChunkPlan:
         """The plan that is probably chosen; ranks may expect different ones."""
 
-    def chosen(self, group: dist.ProcessGroup, tokens: int, trains: bool) -> ChunkPlan:
+    def choose_plan(self, group: dist.ProcessGroup, tokens: int, trains: bool) -> ChunkPlan:
         """Return a plan, the same on all ranks.
 
         Args:
-            group: The ranks, all of which call this.
-            tokens: Of the rank that has the most.
+            group: The ranks; all of them call this.
+            tokens: Tokens of the rank that has the most.
             trains: Whether gradients are on there.
         """
 
 
 @functools.lru_cache(maxsize=64)
-def plan(world: int, local: int, cut: str = "auto", parts: int = 0, exchange: str = "c10d") -> ChunkPlan:
-    """Return the parts of a layer.
+def make_plan(
+    ep_size: int, num_local_experts: int, cut: str = "auto", parts: int = 0, exchange: str = "c10d"
+) -> ChunkPlan:
+    """Return the plan of a layer.
 
-    By groups of experts each weight is used once, and rows of a single expert need no sorting where they arrive. Chunks
-    of tokens use every weight in every part.
+    Groups of experts use each weight once, and a group of one expert needs no sorting of its rows. Slices of tokens
+    use every weight in every chunk.
 
     Args:
-        world: Number of ranks.
-        local: Number of experts of a rank.
-        cut: One of ``CUTS`` of :mod:`.options`; ``auto``, where nothing is measured, is ``none``: a part costs the host
-            more than it hides, unless layers are large.
-        parts: How many; 0 for as many as ``cut`` thinks best. There are never more groups than experts.
-        exchange: One of ``EXCHANGES`` there; ``auto``, where nothing is measured, is ``c10d``.
+        ep_size: Number of ranks.
+        num_local_experts: Number of experts of a rank.
+        cut: One of :data:`.options.CUTS`; ``auto`` without measurement is ``none``, since a chunk costs the host more
+            than it hides unless layers are large.
+        parts: Number of chunks; 0 for the default of ``cut``. There are never more groups than experts.
+        exchange: One of :data:`.options.EXCHANGES`; ``auto`` without measurement is ``c10d``.
 
     Raises:
-        ValueError: A name that is none.
+        ValueError: An unknown name, or a negative number.
     """
     if cut not in CUTS:
         raise ValueError(f"cut={cut!r}: choose one of {', '.join(CUTS)}")
@@ -131,66 +129,69 @@ def plan(world: int, local: int, cut: str = "auto", parts: int = 0, exchange: st
         raise ValueError(f"exchange={exchange!r}: choose one of {', '.join(EXCHANGES)}")
     if parts < 0:
         raise ValueError(f"parts={parts}: expected a number of parts, or 0 for as many as the cut thinks best")
-    symmetric = exchange == "symmetric" and world > 1
+    symmetric = exchange == "symmetric" and ep_size > 1
     if cut == "tokens":
-        return ChunkPlan(world, (range(local),), parts or 2, symmetric)
-    count = min(parts or _MOST_GROUPS, local) if cut == "experts" else 1
-    groups = tuple(range(local * i // count, local * (i + 1) // count) for i in range(count))
-    return ChunkPlan(world, groups, symmetric=symmetric)
+        return ChunkPlan(ep_size, (range(num_local_experts),), parts or 2, symmetric)
+    count = min(parts or _MAX_EXPERT_GROUPS, num_local_experts) if cut == "experts" else 1
+    bounds = [num_local_experts * i // count for i in range(count + 1)]
+    groups = tuple(range(bounds[i], bounds[i + 1]) for i in range(count))
+    return ChunkPlan(ep_size, groups, symmetric=symmetric)
 
 
-def candidates(world: int, local: int, parts: int = 0, exchange: str = "c10d") -> dict[str, ChunkPlan]:
-    """Return the plans between which can be chosen, each once, by name; the one that does not cut comes first.
+def list_candidates(
+    ep_size: int, num_local_experts: int, parts: int = 0, exchange: str = "c10d"
+) -> dict[str, ChunkPlan]:
+    """Return the plans to choose from, each once, by name; the uncut one comes first.
 
     Args:
-        world: Number of ranks.
-        local: Number of experts of a rank.
-        parts: How many; 0 for 2, 4 and 8.
-        exchange: By what rows travel; ``auto`` for any way.
+        ep_size: Number of ranks.
+        num_local_experts: Number of experts of a rank.
+        parts: Number of chunks; 0 for 2, 4 and 8.
+        exchange: How rows travel; ``auto`` for either way.
     """
-    found: dict[ChunkPlan, str] = {}
+    names: dict[ChunkPlan, str] = {}
     for way in ("c10d", "symmetric") if exchange == "auto" else (exchange,):
-        behind = ", symmetric" if way == "symmetric" else ""
-        found.setdefault(plan(world, local, "none", exchange=way), f"none{behind}")
+        suffix = ", symmetric" if way == "symmetric" else ""
+        names.setdefault(make_plan(ep_size, num_local_experts, "none", exchange=way), f"none{suffix}")
         for cut in ("experts", "tokens"):
             for count in (parts,) if parts else _MEASURED:
-                made = plan(world, local, cut, count, way)
-                found.setdefault(made, f"{cut} {len(made.parts)}{behind}")
-    return {name: made for made, name in found.items()}
+                plan = make_plan(ep_size, num_local_experts, cut, count, way)
+                names.setdefault(plan, f"{cut} {len(plan.chunks)}{suffix}")
+    return {name: plan for plan, name in names.items()}
 
 
 @functools.lru_cache(maxsize=64)
-def positions_on(plan: ChunkPlan, device: torch.device) -> torch.Tensor:
-    """Return :meth:`ChunkPlan.positions` as a tensor, ``[experts]``."""
-    return torch.tensor(plan.positions(), device=device)
+def get_positions_on(plan: ChunkPlan, device: torch.device) -> torch.Tensor:
+    """Return :meth:`ChunkPlan.compute_positions` as a tensor on a device, ``[experts]``."""
+    return torch.tensor(plan.compute_positions(), device=device)
 
 
 @dataclass(frozen=True)
-class Counts:
-    """How many rows go where, in one layer's call on one rank.
+class Splits:
+    """Numbers of rows in one call of a layer on one rank.
 
     Attributes:
-        sent: ``[part][rank]``.
-        arriving: ``[part][rank][expert of the part's group]``.
+        input_splits: Rows that this rank dispatches, ``[chunk][rank]``.
+        expert_splits: Rows that arrive here, ``[chunk][rank][expert of the chunk's group]``.
     """
 
-    sent: list[list[int]]
-    arriving: list[list[list[int]]]
+    input_splits: list[list[int]]
+    expert_splits: list[list[list[int]]]
 
     @classmethod
-    def of(
+    def from_counts(
         cls, plan: ChunkPlan, sent: Sequence[Sequence[Sequence[int]]], arriving: Sequence[Sequence[Sequence[int]]]
-    ) -> Counts:
-        """Arrange by parts what is given by ``[rank][chunk][local expert]``."""
+    ) -> Splits:
+        """Group ``[rank][slice of tokens][local expert]`` by chunk."""
         return cls(
-            [[sum(by_rank[chunk][i] for i in group) for by_rank in sent] for chunk, group in plan.parts],
-            [[[by_rank[chunk][i] for i in group] for by_rank in arriving] for chunk, group in plan.parts],
+            [[sum(by_rank[i][expert] for expert in group) for by_rank in sent] for i, group in plan.chunks],
+            [[[by_rank[i][expert] for expert in group] for by_rank in arriving] for i, group in plan.chunks],
         )
 
-    def received(self, part: int) -> list[int]:
-        """Return how many rows each rank sends here in a part."""
-        return [sum(by_expert) for by_expert in self.arriving[part]]
+    def output_splits(self, chunk: int) -> list[int]:
+        """Return how many rows of a chunk each rank dispatches to this one."""
+        return [sum(by_expert) for by_expert in self.expert_splits[chunk]]
 
-    def sizes(self) -> list[int]:
-        """Return how many rows this rank sends in each part."""
-        return [sum(by_rank) for by_rank in self.sent]
+    def chunk_sizes(self) -> list[int]:
+        """Return how many rows this rank dispatches in each chunk."""
+        return [sum(by_rank) for by_rank in self.input_splits]

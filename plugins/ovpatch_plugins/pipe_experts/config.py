@@ -1,4 +1,4 @@
-"""How a layer is computed."""
+"""How a layer is computed, and whether the feature is on in this process."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ class MoEConfig:
     """How a layer is computed; the same on all ranks.
 
     Attributes:
-        cut: Into which parts rows are cut; see :func:`ovpatch_plugins.pipe_experts.chunks.plan`.
-        parts: Into how many; 0 for as many as ``cut`` thinks best.
-        delay_wgrad: Compute weight gradients while a part's rows are on their way back.
-        multi_stream: Send rows back on a communicator of their own, so that they do not queue behind rows to come.
-        exchange: By what rows travel; see :data:`ovpatch_plugins.pipe_experts.options.EXCHANGES`.
+        cut: How rows are cut into chunks; see :func:`ovpatch_plugins.pipe_experts.chunks.make_plan`.
+        parts: Number of chunks; 0 for the default of ``cut``.
+        delay_wgrad: Compute weight gradients while a chunk's rows are on their way back.
+        multi_stream: Combine on a second communicator.
+        exchange: How rows travel; see :data:`ovpatch_plugins.pipe_experts.options.EXCHANGES`.
     """
 
     cut: str = "auto"
@@ -34,14 +34,14 @@ class MoEConfig:
     multi_stream: bool = False
     exchange: str = DEFAULT_EXCHANGE
 
-    def plan(self, world: int, local: int) -> ChunkPlan:
-        """Return the parts of a layer with ``local`` experts on each of ``world`` ranks."""
-        from ovpatch_plugins.pipe_experts import chunks  # not before a layer needs it
+    def make_plan(self, ep_size: int, num_local_experts: int) -> ChunkPlan:
+        """Return the chunks of a layer with ``num_local_experts`` on each of ``ep_size`` ranks."""
+        from ovpatch_plugins.pipe_experts import chunks  # loaded with the first layer
 
-        return chunks.plan(world, local, self.cut, self.parts, self.exchange)
+        return chunks.make_plan(ep_size, num_local_experts, self.cut, self.parts, self.exchange)
 
-    def way_back(self, group: dist.ProcessGroup) -> dist.ProcessGroup:
-        """Return the communicator on which rows are sent back; made when first needed, by all ranks of the group."""
+    def get_combine_group(self, group: dist.ProcessGroup) -> dist.ProcessGroup:
+        """Return the communicator of the combine; all ranks of the group make it at its first use."""
         if not self.multi_stream:
             return group
         # Layers share it: each communicator takes memory on the device.
@@ -54,30 +54,27 @@ def _new_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
     return made
 
 
-# Whether the feature is on in this process, and how it computes.
-
-
-class State:
-    """What taken-over layers look up at every call.
+class FeatureState:
+    """The state that taken-over layers read at every call.
 
     Attributes:
-        on: Off, they do what stock does.
+        on: Whether the feature is on; if not, layers compute as stock does.
     """
 
     def __init__(self) -> None:
         self.on = False
         self._options: Mapping[str, Any] = {}
 
-    def turn_on(self, options: Mapping[str, Any]) -> None:
-        """Compute as the feature's options say."""
+    def enable_feature(self, options: Mapping[str, Any]) -> None:
+        """Switch on with the feature's options."""
         self._options = dict(options)
-        vars(self).pop("how", None)
+        vars(self).pop("config", None)
         self.on = True
 
     @functools.cached_property
-    def how(self) -> MoEConfig:
-        """How layers are computed; imported with the first layer, which a script may not have."""
+    def config(self) -> MoEConfig:
+        """How layers are computed."""
         return MoEConfig(**self._options)
 
 
-STATE = State()
+STATE = FeatureState()

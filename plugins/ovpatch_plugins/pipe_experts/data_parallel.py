@@ -1,4 +1,4 @@
-"""``DistributedDataParallel`` for models whose experts differ from rank to rank."""
+"""``DistributedDataParallel`` for models with expert parallelism: each rank has other experts."""
 
 from __future__ import annotations
 
@@ -29,70 +29,69 @@ def expert_data_parallel(
     group: dist.ProcessGroup | None,
     **ddp_arguments: Any,
 ) -> DistributedDataParallel:
-    """Stand for ``DistributedDataParallel(model, **ddp_arguments)`` where each rank has other experts.
+    """Replace ``DistributedDataParallel(model, **ddp_arguments)`` where each rank has other experts.
 
-    Dense parameters are averaged over the wrapper's own process group, as ever; experts over ``group``, so that every
-    gradient is that of the mean of all ranks' losses. That takes an all-to-all whose backward sums over the ranks that
-    sent tokens, as that of ``torch.distributed.nn.functional.all_to_all_single`` does. ``no_sync()``, accumulation, and
-    checkpoints work as they do for dense parameters. Where several contributions to an expert are declared
-    (:func:`.grad_sync.expect_gradients`), it is reduced when all are marked. Work that adds to ``grad``
-    without autograd multiplies by the number of copies over the number of ranks itself; see [Note: factor].
+    Dense parameters are averaged over the wrapper's process group, experts over ``group``, so that every gradient is
+    that of the mean of all ranks' losses. The layer's all-to-all has to sum over the ranks that sent tokens in its
+    backward, as ``torch.distributed.nn.functional.all_to_all_single`` does. ``no_sync()``, accumulation and
+    checkpointing work as for dense parameters. An expert with several declared contributions
+    (:func:`.grad_sync.expect_gradients`) is reduced when all are marked. Code that adds to ``grad`` without autograd
+    multiplies by the number of copies over the number of ranks itself.
 
-    What the experts' modules have as buffers is each rank's own, and never broadcast. ``clip_grad_norm_`` takes the
-    norm of the experts that this rank has, which differs from rank to rank, with and without this function.
+    Buffers of the experts' modules are local to a rank, and never broadcast. ``clip_grad_norm_`` uses the norm of this
+    rank's experts, which differs from rank to rank, with and without this function.
 
     Args:
         model: The model, with this rank's experts.
-        experts: Parameters, or modules all of whose parameters are meant, in any order; of an
-            :class:`ExpertParallelFFN` all but those of its shared experts, which are dense. Those frozen now are only
-            initialised alike, and stay each rank's own if they are trained later.
-        group: The ranks that hold copies of this rank's experts, and this rank itself; None where there is one of each.
-        **ddp_arguments: As for ``DistributedDataParallel``. With ``init_sync=False`` experts are not broadcast, nor
-            compared, either.
+        experts: Parameters, or modules with all their parameters, in any order; of an :class:`ExpertParallelFFN` its
+            shared experts are dense. Parameters that are frozen now are broadcast once, and never averaged.
+        group: The ranks with the same experts, this rank included; None if there are no copies.
+        **ddp_arguments: As for ``DistributedDataParallel``. With ``init_sync=False`` experts are neither
+            broadcast nor compared.
 
     Returns:
-        The wrapper, an ordinary one; copies and pickles of it take the experts along.
+        An ordinary wrapper; copies and pickles of it include the experts' reduction.
 
     Raises:
-        ValueError: An expert is no parameter of the model, or on another device; or the group lacks this rank, or has
-            ranks that the wrapper's process group lacks.
+        ValueError: An expert is not a parameter of the model, or is on another device; or the group lacks this rank, or
+            has ranks that the wrapper's process group lacks.
         DisagreementError: The ranks of ``group`` have different experts.
     """
     chosen = list(experts)
-    named = _named(model, [*_parameters(chosen)])
+    named = _find_names(model, [*_list_parameters(chosen)])
     _check_devices(model, named)
     _check_membership(group)
-    ignored = {*getattr(model, "_ddp_params_and_buffers_to_ignore", ()), *_all_names(model, chosen)}
+    ignored = {*getattr(model, "_ddp_params_and_buffers_to_ignore", ()), *_list_all_names(model, chosen)}
     model._ddp_params_and_buffers_to_ignore = sorted(ignored)  # type: ignore[assignment]
     ddp = DistributedDataParallel(model, **ddp_arguments)
-    copies = _copies(group, ddp.process_group)
+    copies = _count_copies(group, ddp.process_group)
     if group is not None and ddp_arguments.get("init_sync", True):
         terms = {"experts": [f"{name} {tuple(param.shape)} {param.dtype}" for name, param in named.items()]}
         check_consistent(group, "pipe_experts", terms, remedy=_SAME_EXPERTS)
         dist._broadcast_coalesced(group, [param.detach() for param in named.values()], _BROADCAST_BYTES, 0)
     trained = {name: param for name, param in named.items() if param.requires_grad}
     if trained:
-        ours = {id(param) for param in trained.values()}
-        others = [param for param in model.parameters() if id(param) not in ours]
-        factor, lane = copies / ddp.process_group.size(), _lane(group, ddp.process_group)
-        gradients = ExpertGradients(list(trained.values()), list(trained), others, factor, lane)
+        expert_ids = {id(param) for param in trained.values()}
+        dense = [param for param in model.parameters() if id(param) not in expert_ids]
+        factor, own_group = copies / ddp.process_group.size(), _make_own_group(group, ddp.process_group)
+        gradients = ExpertGradients(list(trained.values()), list(trained), dense, factor, own_group)
         ddp.register_forward_pre_hook(gradients.before_forward)
         ddp.register_forward_hook(gradients.after_forward)
     return ddp
 
 
-def _parameters(chosen: Iterable[nn.Parameter | nn.Module]) -> Iterator[nn.Parameter]:
-    for one in chosen:
-        yield from (tensor for tensor in _tensors(one) if isinstance(tensor, nn.Parameter))
+def _list_parameters(chosen: Iterable[nn.Parameter | nn.Module]) -> Iterator[nn.Parameter]:
+    for item in chosen:
+        yield from (tensor for tensor in _list_tensors(item) if isinstance(tensor, nn.Parameter))
 
 
-def _named(model: nn.Module, params: list[nn.Parameter]) -> dict[str, nn.Parameter]:
-    """Return the experts by name, in the model's order, which is the same on all ranks that have the same experts."""
+def _find_names(model: nn.Module, params: list[nn.Parameter]) -> dict[str, nn.Parameter]:
+    """Return the experts by name, in the model's order, which all ranks with the same experts share."""
     wanted = {id(param) for param in params}
     named = {name: param for name, param in model.named_parameters() if id(param) in wanted}
-    strangers = wanted - {id(param) for param in named.values()}
+    unknown = wanted - {id(param) for param in named.values()}
     for number, param in enumerate(params):
-        if id(param) in strangers:
+        if id(param) in unknown:
             raise ValueError(
                 f"ovpatch: expert parameter {number}, of shape {tuple(param.shape)}, is no parameter of "
                 f"{type(model).__name__}. Give expert_data_parallel() the model that has the experts, before it is "
@@ -101,12 +100,12 @@ def _named(model: nn.Module, params: list[nn.Parameter]) -> dict[str, nn.Paramet
     return named
 
 
-def _all_names(model: nn.Module, chosen: Iterable[nn.Parameter | nn.Module]) -> Iterator[str]:
+def _list_all_names(model: nn.Module, chosen: Iterable[nn.Parameter | nn.Module]) -> Iterator[str]:
     """Yield every name of the experts' parameters and buffers; a tied one has several.
 
-    For what the model itself has, ``DistributedDataParallel`` looks with a dot before the name as well as without.
+    ``DistributedDataParallel`` looks up the root module's own tensors both with and without a leading dot.
     """
-    wanted = {id(tensor) for one in chosen for tensor in _tensors(one)}
+    wanted = {id(tensor) for item in chosen for tensor in _list_tensors(item)}
     for prefix, module in model.named_modules(remove_duplicate=False):
         for name, tensor in (*module._parameters.items(), *module._buffers.items()):
             if tensor is not None and id(tensor) in wanted:
@@ -115,10 +114,10 @@ def _all_names(model: nn.Module, chosen: Iterable[nn.Parameter | nn.Module]) -> 
                     yield name
 
 
-def _tensors(one: nn.Parameter | nn.Module) -> list[torch.Tensor]:
-    if isinstance(one, ExpertParallelFFN):
-        return [one.up, one.down]
-    return [*one.parameters(), *one.buffers()] if isinstance(one, nn.Module) else [one]
+def _list_tensors(item: nn.Parameter | nn.Module) -> list[torch.Tensor]:
+    if isinstance(item, ExpertParallelFFN):
+        return [item.up, item.down]
+    return [*item.parameters(), *item.buffers()] if isinstance(item, nn.Module) else [item]
 
 
 def _check_devices(model: nn.Module, named: dict[str, nn.Parameter]) -> None:
@@ -132,15 +131,17 @@ def _check_devices(model: nn.Module, named: dict[str, nn.Parameter]) -> None:
 
 
 def _check_membership(group: dist.ProcessGroup | None) -> None:
-    if group is not None and dist.get_rank(group) < 0:  # also for what new_group() returns to those left out
+    if (
+        group is not None and dist.get_rank(group) < 0
+    ):  # also true of the placeholder that new_group() returns to other ranks
         raise ValueError(f"ovpatch: rank {dist.get_rank()} is not in the group of its own experts. {_SAME_EXPERTS}")
 
 
-def _copies(group: dist.ProcessGroup | None, everyone: dist.ProcessGroup) -> int:
-    """Return on how many ranks this rank's experts are."""
+def _count_copies(group: dist.ProcessGroup | None, dense_group: dist.ProcessGroup) -> int:
+    """Return the number of ranks that have this rank's experts."""
     if group is None:
         return 1
-    ranks, all_ranks = dist.get_process_group_ranks(group), dist.get_process_group_ranks(everyone)
+    ranks, all_ranks = dist.get_process_group_ranks(group), dist.get_process_group_ranks(dense_group)
     if not set(ranks) <= set(all_ranks) or len(all_ranks) % len(ranks):
         raise ValueError(
             f"ovpatch: experts are averaged over ranks {ranks}, dense parameters over {all_ranks}, which cannot be "
@@ -149,16 +150,16 @@ def _copies(group: dist.ProcessGroup | None, everyone: dist.ProcessGroup) -> int
     return len(ranks)
 
 
-def _lane(group: dist.ProcessGroup | None, everyone: dist.ProcessGroup) -> dist.ProcessGroup | None:
-    """Return a communicator for the experts alone.
+def _make_own_group(group: dist.ProcessGroup | None, dense_group: dist.ProcessGroup) -> dist.ProcessGroup | None:
+    """Return a communicator for the experts' collectives alone.
 
-    The dense parameters' collectives, and what scripts do in the default group, come in an order of their own, which
+    The order of these relative to the dense parameters' collectives, and to those of scripts in the default group,
     depends on each rank's tokens.
     """
     if group is None or group.size() == 1:
         return None
-    if group is not everyone and group is not c10d._get_default_group():
+    if group is not dense_group and group is not c10d._get_default_group():
         return group
     ranks, backend = dist.get_process_group_ranks(group), dist.get_backend(group)
-    lane = dist.new_group(ranks, backend=backend, use_local_synchronization=True, group_desc="ovpatch experts")
-    return cast(dist.ProcessGroup, lane)
+    own_group = dist.new_group(ranks, backend=backend, use_local_synchronization=True, group_desc="ovpatch experts")
+    return cast(dist.ProcessGroup, own_group)

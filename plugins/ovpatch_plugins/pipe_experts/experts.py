@@ -1,4 +1,4 @@
-"""Experts as a layer calls them: parts of stacked weights, or a script's own function."""
+"""Experts as a layer calls them: stacked weights, or a script's own modules and functions."""
 
 from __future__ import annotations
 
@@ -10,31 +10,31 @@ from typing import Any, Final, Protocol
 import torch
 from torch import Tensor, nn
 
-from ovpatch_plugins.pipe_experts.chunks import ChunkPlan, Counts
-from ovpatch_plugins.pipe_experts.grouped_gemm import Groups
-from ovpatch_plugins.pipe_experts.row_buffer import RowBuffer, cut
+from ovpatch_plugins.pipe_experts.chunks import ChunkPlan, Splits
+from ovpatch_plugins.pipe_experts.grouped_gemm import GroupSizes
+from ovpatch_plugins.pipe_experts.row_buffer import RowBuffer, split_rows
 from ovpatch_plugins.pipe_experts.wgrad import DelayedWeightGrads
 
 Activation = Callable[[Tensor], Tensor]
-"""What is between two products: ``[rows, n]`` -> ``[rows, k]``, row by row."""
+"""The function between an expert's two products: ``[rows, n]`` -> ``[rows, k]``, row by row."""
 
 
 class Experts(Protocol):
-    """Computes the parts of one call."""
+    """The experts of one call of a layer."""
 
     @property
     def trains(self) -> bool:
         """Whether they have a weight that needs a gradient, as far as can be told: the same on all ranks."""
 
-    def begin(self, part: int) -> None:
-        """Be told that a part's rows will be waited for next."""
+    def prepare_chunk(self, chunk: int) -> None:
+        """Prepare for a chunk; called before its rows are waited for."""
 
-    def __call__(self, part: int, rows: Tensor) -> Tensor:
-        """Return a part's outputs: ``[rows, h]`` -> ``[rows, h]``, rows by rank and then by expert."""
+    def __call__(self, chunk: int, rows: Tensor) -> Tensor:
+        """Return a chunk's outputs: ``[rows, h]`` -> ``[rows, h]``, rows by rank and then by expert."""
 
 
-Maker = Callable[[ChunkPlan, Counts], Experts]
-"""Makes what computes the parts of one call."""
+ExpertFactory = Callable[[ChunkPlan, Splits], Experts]
+"""Makes the experts of one call."""
 
 
 def swiglu(h: Tensor) -> Tensor:
@@ -51,160 +51,162 @@ ACTIVATIONS: Final[dict[str, Activation]] = {
 }
 
 
-class _Parts:
-    """The parts of one call.
+class _ChunkedExperts:
+    """Base of the experts of one call.
 
     Args:
-        plan: Which there are.
-        counts: Rows of each.
+        plan: The chunks.
+        splits: Rows of each.
         trains: See :attr:`Experts.trains`.
     """
 
-    def __init__(self, plan: ChunkPlan, counts: Counts, trains: bool) -> None:
-        self._parts, self._counts, self.trains = plan.parts, counts, trains
+    def __init__(self, plan: ChunkPlan, splits: Splits, trains: bool) -> None:
+        self._chunks, self._splits, self.trains = plan.chunks, splits, trains
 
-    def begin(self, part: int) -> None:
-        """See :meth:`Experts.begin`."""
+    def prepare_chunk(self, chunk: int) -> None:
+        """See :meth:`Experts.prepare_chunk`."""
 
 
-class _ByExpert(_Parts):
-    """Sorts a part's rows by expert, and what is made of them by rank again."""
+class _SortedExperts(_ChunkedExperts):
+    """Sorts a chunk's rows by expert, and the outputs by rank again."""
 
-    def __call__(self, part: int, rows: Tensor) -> Tensor:
+    def __call__(self, chunk: int, rows: Tensor) -> Tensor:
         """See :meth:`Experts.__call__`."""
-        arriving = self._counts.arriving[part]
-        by_expert = [list(sizes) for sizes in zip(*arriving, strict=True)]
+        by_rank = self._splits.expert_splits[chunk]
+        by_expert = [list(sizes) for sizes in zip(*by_rank, strict=True)]
         sizes = [sum(of_ranks) for of_ranks in by_expert]
-        return transposed(self._computed(transposed(rows, arriving), self._parts[part][1], sizes), by_expert)
+        outputs = self._compute(transpose_blocks(rows, by_rank), self._chunks[chunk][1], sizes)
+        return transpose_blocks(outputs, by_expert)
 
-    def _computed(self, rows: Tensor, experts: range, sizes: list[int]) -> Tensor:
+    def _compute(self, rows: Tensor, experts: range, sizes: list[int]) -> Tensor:
         raise NotImplementedError
 
 
-class StackedFFN(_ByExpert):
-    """Feed-forward networks, their weights stacked: a product, the activation, a product.
+class StackedExperts(_SortedExperts):
+    """Feed-forward networks with stacked weights: a product, the activation, a product.
 
     Args:
-        plan: Which parts there are.
-        counts: Rows of each.
-        weights: ``[e, n, h]`` and ``[e, h, k]``, in the dtype in which is computed.
+        plan: The chunks.
+        splits: Rows of each.
+        weights: ``[e, n, h]`` and ``[e, h, k]``, in the dtype of the products.
         activation: Between the products.
-        delays: See :class:`DelayedWeightGrads`.
+        delay_wgrad: See :class:`DelayedWeightGrads`.
     """
 
     def __init__(
-        self, plan: ChunkPlan, counts: Counts, weights: Sequence[Tensor], activation: Activation, *, delays: bool
+        self, plan: ChunkPlan, splits: Splits, weights: Sequence[Tensor], activation: Activation, *, delay_wgrad: bool
     ) -> None:
-        self._weights, self._activation = DelayedWeightGrads(weights, delays=delays, reused=plan.chunks > 1), activation
-        super().__init__(plan, counts, self._weights.trained)
+        self._weights = DelayedWeightGrads(weights, delay_wgrad=delay_wgrad, reused=plan.token_chunks > 1)
+        self._activation = activation
+        super().__init__(plan, splits, self._weights.trains)
 
-    def begin(self, part: int) -> None:
-        """See :meth:`Experts.begin`."""
-        self._weights.begin(part)
+    def prepare_chunk(self, chunk: int) -> None:
+        """See :meth:`Experts.prepare_chunk`."""
+        self._weights.prepare_chunk(chunk)
 
-    def _computed(self, rows: Tensor, experts: range, sizes: list[int]) -> Tensor:
-        groups = Groups(sizes)
-        h = self._weights.product(0, rows, experts, groups)
-        between = self._activation(h).to(h.dtype)  # autocast has some operations computed in float32
-        return self._weights.product(1, between, experts, groups)
+    def _compute(self, rows: Tensor, experts: range, sizes: list[int]) -> Tensor:
+        groups = GroupSizes(sizes)
+        h = self._weights.multiply_rows(0, rows, experts, groups)
+        activated = self._activation(h).to(h.dtype)  # autocast computes some operations in float32
+        return self._weights.multiply_rows(1, activated, experts, groups)
 
 
 @dataclass(frozen=True)
-class Stacked:
-    """Makes a :class:`StackedFFN`, of whose arguments it is told all but the first two."""
+class StackedFactory:
+    """Makes :class:`StackedExperts`; the attributes are its arguments."""
 
     weights: Sequence[Tensor]
     activation: Activation
-    delays: bool
+    delay_wgrad: bool
 
-    def __call__(self, plan: ChunkPlan, counts: Counts) -> Experts:
-        """Make what computes the parts of one call."""
-        return StackedFFN(plan, counts, self.weights, self.activation, delays=self.delays)
+    def __call__(self, plan: ChunkPlan, splits: Splits) -> Experts:
+        """Make the experts of one call."""
+        return StackedExperts(plan, splits, self.weights, self.activation, delay_wgrad=self.delay_wgrad)
 
 
-class Separate(_ByExpert):
+class ModuleListExperts(_SortedExperts):
     """Experts that are modules, or functions, one each.
 
     Args:
-        plan: Which parts there are.
-        counts: Rows of each.
-        modules: This rank's experts, ``[rows, h]`` -> ``[rows, h]`` each. One without rows is called with none, so that
-            its parameters have a gradient on every rank.
+        plan: The chunks.
+        splits: Rows of each.
+        modules: This rank's experts, ``[rows, h]`` -> ``[rows, h]`` each. An expert without rows is called with an
+            empty tensor, so that its parameters have a gradient on every rank.
     """
 
-    def __init__(self, plan: ChunkPlan, counts: Counts, modules: Sequence[Callable[[Tensor], Tensor]]) -> None:
-        super().__init__(plan, counts, any(_trains(module) for module in modules))
+    def __init__(self, plan: ChunkPlan, splits: Splits, modules: Sequence[Callable[[Tensor], Tensor]]) -> None:
+        super().__init__(plan, splits, any(_has_trainable(module) for module in modules))
         self._modules = modules
 
-    def _computed(self, rows: Tensor, experts: range, sizes: list[int]) -> Tensor:
-        split = cut(rows, RowBuffer(sizes))
-        return torch.cat([self._modules[i](some) for i, some in zip(experts, split, strict=True)])
+    def _compute(self, rows: Tensor, experts: range, sizes: list[int]) -> Tensor:
+        by_expert = split_rows(rows, RowBuffer(sizes))
+        return torch.cat([self._modules[i](own) for i, own in zip(experts, by_expert, strict=True)])
 
 
-class Grouped(_ByExpert):
-    """Experts that one function computes, which is told how many rows each has, as torchtitan's are.
+class GroupedExperts(_SortedExperts):
+    """Experts that one function computes from rows by expert and the number of rows of each, as torchtitan's.
 
     Args:
-        plan: Which parts there are.
-        counts: Rows of each.
+        plan: The chunks.
+        splits: Rows of each.
         function: Rows by expert, ``[rows, h]``, and the number of rows of each of this rank's experts, ``[e]``, ->
-            ``[rows, h]``. It is called in every part, also without rows.
+            ``[rows, h]``. It is called in every chunk, also without rows.
     """
 
-    def __init__(self, plan: ChunkPlan, counts: Counts, function: Callable[[Tensor, Tensor], Tensor]) -> None:
-        super().__init__(plan, counts, _trains(function))
-        self._function, self._local = function, plan.local
+    def __init__(self, plan: ChunkPlan, splits: Splits, function: Callable[[Tensor, Tensor], Tensor]) -> None:
+        super().__init__(plan, splits, _has_trainable(function))
+        self._function, self._num_local_experts = function, plan.num_local_experts
 
-    def _computed(self, rows: Tensor, experts: range, sizes: list[int]) -> Tensor:
-        numbers = [0] * self._local
-        numbers[experts.start : experts.stop] = sizes
-        return self._function(rows, torch.tensor(numbers, device=rows.device))
+    def _compute(self, rows: Tensor, experts: range, sizes: list[int]) -> Tensor:
+        all_sizes = [0] * self._num_local_experts
+        all_sizes[experts.start : experts.stop] = sizes
+        return self._function(rows, torch.tensor(all_sizes, device=rows.device))
 
 
-class Numbered(_Parts):
-    """Experts that one function computes, which is told each row's expert.
+class IndexedExperts(_ChunkedExperts):
+    """Experts that one function computes from rows and each row's expert.
 
     Args:
-        plan: Which parts there are.
-        counts: Rows of each.
-        function: ``[rows, h]`` and local experts ``[rows]`` -> ``[rows, h]``. Not called without rows, unless no part
-            has any; what it returns becomes of the rows' dtype, as it is on ranks where it is not called.
+        plan: The chunks.
+        splits: Rows of each.
+        function: ``[rows, h]`` and local experts ``[rows]`` -> ``[rows, h]``. It is not called without rows, unless no
+            chunk has any; its output is cast to the rows' dtype, as on ranks where it is not called.
     """
 
-    def __init__(self, plan: ChunkPlan, counts: Counts, function: Callable[[Tensor, Tensor], Tensor]) -> None:
-        super().__init__(plan, counts, _trains(function))
+    def __init__(self, plan: ChunkPlan, splits: Splits, function: Callable[[Tensor, Tensor], Tensor]) -> None:
+        super().__init__(plan, splits, _has_trainable(function))
         self._function = function
-        self._gets_none = not any(sum(counts.received(part)) for part in range(len(self._parts)))
+        self._has_no_rows = not any(sum(splits.output_splits(chunk)) for chunk in range(len(self._chunks)))
 
-    def __call__(self, part: int, rows: Tensor) -> Tensor:
+    def __call__(self, chunk: int, rows: Tensor) -> Tensor:
         """See :meth:`Experts.__call__`."""
         if not len(rows):
-            return self._of_none(part, rows)
-        arriving, experts = self._counts.arriving[part], self._parts[part][1]
-        numbers = torch.arange(experts.start, experts.stop, device=rows.device).repeat(len(arriving))
-        sizes = torch.tensor(arriving, device=rows.device).view(-1)
-        return self._function(rows, numbers.repeat_interleave(sizes, output_size=len(rows))).to(rows.dtype)
+            return self._compute_nothing(chunk, rows)
+        by_rank, experts = self._splits.expert_splits[chunk], self._chunks[chunk][1]
+        index = torch.arange(experts.start, experts.stop, device=rows.device).repeat(len(by_rank))
+        sizes = torch.tensor(by_rank, device=rows.device).view(-1)
+        return self._function(rows, index.repeat_interleave(sizes, output_size=len(rows))).to(rows.dtype)
 
-    def _of_none(self, part: int, rows: Tensor) -> Tensor:
-        """Return no rows; if this rank gets none at all, of a row without effect, so that parameters get gradients."""
-        if part or not self._gets_none:
+    def _compute_nothing(self, chunk: int, rows: Tensor) -> Tensor:
+        """Return no rows; if this rank has none at all, of one row without effect, so that parameters get gradients."""
+        if chunk or not self._has_no_rows:
             return rows
-        some = rows.sum(dim=0, keepdim=True)
-        return self._function(some, torch.zeros(1, dtype=torch.long, device=rows.device))[:0].to(rows.dtype)
+        zero = rows.sum(dim=0, keepdim=True)
+        return self._function(zero, torch.zeros(1, dtype=torch.long, device=rows.device))[:0].to(rows.dtype)
 
 
-def _trains(function: Any) -> bool:
-    """Tell whether a module, or a module's method, has anything to train; other functions are said to have."""
+def _has_trainable(function: Any) -> bool:
+    """Tell whether a module, or a module's method, has a trainable parameter; other functions count as having one."""
     while isinstance(function, functools.partial):
         function = function.args[0] if function.args else function.func
     module = function if isinstance(function, nn.Module) else getattr(function, "__self__", None)
     return not isinstance(module, nn.Module) or any(param.requires_grad for param in module.parameters())
 
 
-def transposed(rows: Tensor, sizes: Sequence[Sequence[int]]) -> Tensor:
-    """Return blocks of rows that lie by the first index of ``sizes`` and then by the second, the other way round."""
+def transpose_blocks(rows: Tensor, sizes: Sequence[Sequence[int]]) -> Tensor:
+    """Return blocks of rows, ordered by the first index of ``sizes`` and then the second, in the transposed order."""
     first, second = len(sizes), len(sizes[0])
     if first == 1 or second == 1:
         return rows
-    blocks = rows.split([size for some in sizes for size in some])
+    blocks = rows.split([size for row in sizes for size in row])
     return torch.cat([blocks[i * second + j] for j in range(second) for i in range(first)])

@@ -1,4 +1,4 @@
-"""Products of rows that lie by expert with each expert's weight."""
+"""Grouped GEMM: products of rows by expert with each expert's weight."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-_ALIGNED = 16  # bytes, what the grouped kernel asks of a row
+_ALIGNMENT = 16  # bytes; the grouped kernel asks it of every row
 
 
-class Groups:
-    """How many rows each expert has.
+class GroupSizes:
+    """The number of rows of each expert.
 
     Args:
         sizes: Rows of each.
@@ -20,91 +20,92 @@ class Groups:
 
     def __init__(self, sizes: Sequence[int]) -> None:
         self.sizes = list(sizes)
-        self._ends: Tensor | None = None
+        self._offsets: Tensor | None = None
 
-    def ends(self, device: torch.device) -> Tensor:
-        """Return where each expert's rows end, ``[e]`` of int32; copied to the device once."""
-        if self._ends is None:
-            ends = torch.tensor(list(itertools.accumulate(self.sizes)), dtype=torch.int32)
-            self._ends = ends.pin_memory().to(device, non_blocking=True)
-        return self._ends
+    def get_offsets(self, device: torch.device) -> Tensor:
+        """Return the end of each expert's rows, ``[e]`` of int32; copied to the device once."""
+        if self._offsets is None:
+            offsets = torch.tensor(list(itertools.accumulate(self.sizes)), dtype=torch.int32)
+            self._offsets = offsets.pin_memory().to(device, non_blocking=True)
+        return self._offsets
 
 
-def grouped(x: Tensor, weight: Tensor, groups: Groups) -> Tensor:
-    """Return each expert's rows times its weight, transposed: ``[rows, k]``, ``[e, n, k]`` -> ``[rows, n]``.
+def grouped_linear(x: Tensor, weight: Tensor, groups: GroupSizes) -> Tensor:
+    """Return each expert's rows times its transposed weight: ``[rows, k]``, ``[e, n, k]`` -> ``[rows, n]``.
 
     Args:
-        x: Rows, those of an expert one behind the other.
-        weight: Of each expert.
-        groups: Whose rows.
+        x: Rows by expert.
+        weight: The experts' weights.
+        groups: Number of rows of each expert.
     """
-    return _grouped(x, weight.transpose(-2, -1), groups)
+    return _grouped_mm(x, weight.transpose(-2, -1), groups)
 
 
-def grouped_back(grad: Tensor, weight: Tensor, groups: Groups) -> Tensor:
-    """Return the gradient of what :func:`grouped` was given: ``[rows, n]``, ``[e, n, k]`` -> ``[rows, k]``."""
-    return _grouped(grad, weight, groups)
+def grouped_dgrad(grad: Tensor, weight: Tensor, groups: GroupSizes) -> Tensor:
+    """Return the gradient of the input of :func:`grouped_linear`: ``[rows, n]``, ``[e, n, k]`` -> ``[rows, k]``."""
+    return _grouped_mm(grad, weight, groups)
 
 
-def add_weight_grads(total: Tensor | None, grad: Tensor, x: Tensor, groups: Groups, fresh: Sequence[bool]) -> Tensor:
-    """Add the weights' gradients to what is there: ``[rows, n]``, ``[rows, k]`` -> ``[e, n, k]``.
+def accumulate_wgrad(
+    total: Tensor | None, grad: Tensor, x: Tensor, groups: GroupSizes, fresh: Sequence[bool]
+) -> Tensor:
+    """Add the weights' gradients to an accumulator: ``[rows, n]``, ``[rows, k]`` -> ``[e, n, k]``.
 
     Args:
-        total: What is there, ``[e, n, k]``, of the rows' dtype or of float32; None for nothing.
-        grad: Gradient of what :func:`grouped` returned.
-        x: What it was given.
-        groups: Whose rows.
-        fresh: Of each expert, whether nothing is there yet; then its memory is written, not read.
+        total: The accumulator, ``[e, n, k]``, in the rows' dtype or float32; None to allocate it.
+        grad: Gradient of the output of :func:`grouped_linear`.
+        x: Its input.
+        groups: Number of rows of each expert.
+        fresh: Whether each expert's accumulator is still undefined; it is written then, not read.
 
     Returns:
         The sums, in the memory of ``total`` if there is any.
     """
     if total is None:
         if min(groups.sizes) and _has_kernel(grad, x, groups):
-            return torch.nn.functional.grouped_mm(grad.t(), x, offs=groups.ends(x.device))
+            return torch.nn.functional.grouped_mm(grad.t(), x, offs=groups.get_offsets(x.device))
         total = x.new_empty((len(groups.sizes), grad.shape[1], x.shape[1]))
-    split = zip(grad.split(groups.sizes), x.split(groups.sizes), total, fresh, strict=True)
-    for of_output, rows, into, is_fresh in split:
+    by_expert = zip(grad.split(groups.sizes), x.split(groups.sizes), total, fresh, strict=True)
+    for expert_grad, rows, out, is_fresh in by_expert:
         if not len(rows):
             if is_fresh:
-                into.zero_()
-        elif into.dtype != rows.dtype:
-            (into.copy_ if is_fresh else into.add_)(_wide_product(of_output.t(), rows, into.dtype))
+                out.zero_()
+        elif out.dtype != rows.dtype:
+            (out.copy_ if is_fresh else out.add_)(_multiply_wide(expert_grad.t(), rows, out.dtype))
         elif is_fresh:
-            torch.mm(of_output.t(), rows, out=into)
+            torch.mm(expert_grad.t(), rows, out=out)
         else:
-            into.addmm_(of_output.t(), rows)
+            out.addmm_(expert_grad.t(), rows)
     return total
 
 
-def _wide_product(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
-    """Multiply matrices of half precision and round no result to it."""
-    # The CPU has no such kernel, and addmm's with out_dtype add to float32 in place in newer versions of torch alone.
+def _multiply_wide(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
+    """Multiply half-precision matrices with the result in ``dtype``."""
+    # The CPU has no such kernel, and addmm with out_dtype adds to float32 in place in newer versions of torch only.
     return torch.mm(a, b, out_dtype=dtype) if a.is_cuda else a.to(dtype) @ b.to(dtype)
 
 
-def _grouped(x: Tensor, weight: Tensor, groups: Groups) -> Tensor:
+def _grouped_mm(x: Tensor, weight: Tensor, groups: GroupSizes) -> Tensor:
     """Return each expert's rows times its matrix: ``[rows, k]``, ``[e, k, n]`` -> ``[rows, n]``."""
     if _has_kernel(x, weight, groups):
-        return torch.nn.functional.grouped_mm(x, weight, offs=groups.ends(x.device))
-    found = x.new_empty((len(x), weight.shape[2]))
-    for rows, matrix, out in zip(x.split(groups.sizes), weight, found.split(groups.sizes), strict=True):
+        return torch.nn.functional.grouped_mm(x, weight, offs=groups.get_offsets(x.device))
+    out = x.new_empty((len(x), weight.shape[2]))
+    for rows, matrix, into in zip(x.split(groups.sizes), weight, out.split(groups.sizes), strict=True):
         if len(rows):
-            torch.mm(rows, matrix, out=out)
-    return found
+            torch.mm(rows, matrix, out=into)
+    return out
 
 
-def _has_kernel(x: Tensor, other: Tensor, groups: Groups) -> bool:
+def _has_kernel(x: Tensor, other: Tensor, groups: GroupSizes) -> bool:
     """Tell whether torch's grouped kernel takes two factors; a single expert's product needs none."""
     if x.device.type != "cuda" or x.dtype != torch.bfloat16 or len(groups.sizes) == 1 or not len(x):
         return False
-    readable = _is_readable(x) and _is_readable(other)
-    return readable and hasattr(torch.nn.functional, "grouped_mm")
+    return _is_aligned(x) and _is_aligned(other) and hasattr(torch.nn.functional, "grouped_mm")
 
 
-def _is_readable(factor: Tensor) -> bool:
-    """Tell whether rows, or columns, begin where the kernel can begin to read; an activation may return any view."""
+def _is_aligned(factor: Tensor) -> bool:
+    """Tell whether all rows, or columns, start at an aligned address; an activation may return any view."""
     strides = sorted(factor.stride())
     return strides[0] == 1 and all(
-        place % _ALIGNED == 0 for place in (factor.data_ptr(), *(n * factor.element_size() for n in strides[1:]))
+        place % _ALIGNMENT == 0 for place in (factor.data_ptr(), *(n * factor.element_size() for n in strides[1:]))
     )

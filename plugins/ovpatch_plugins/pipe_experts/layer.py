@@ -1,4 +1,4 @@
-"""Expert-parallel layers: from routed tokens to the weighted sum of what their experts return."""
+"""Expert-parallel layers: from routed tokens to the weighted sum of their experts' outputs."""
 
 from __future__ import annotations
 
@@ -14,14 +14,20 @@ from torch import Tensor
 
 from ovpatch.overlap.comm.consensus import check_consistent_once
 from ovpatch.overlap.tensors.autocast import autocast_dtype
-from ovpatch_plugins.pipe_experts.autotune import plans_of
+from ovpatch_plugins.pipe_experts.autotune import get_plans
 from ovpatch_plugins.pipe_experts.config import MoEConfig
-from ovpatch_plugins.pipe_experts.experts import Activation, Grouped, Maker, Separate, Stacked
-from ovpatch_plugins.pipe_experts.pipelined_forward import computed
+from ovpatch_plugins.pipe_experts.experts import (
+    Activation,
+    ExpertFactory,
+    GroupedExperts,
+    ModuleListExperts,
+    StackedFactory,
+)
+from ovpatch_plugins.pipe_experts.pipelined_forward import run_forward
 from ovpatch_plugins.pipe_experts.report import COUNTERS
-from ovpatch_plugins.pipe_experts.symm_all_to_all import possible
+from ovpatch_plugins.pipe_experts.symm_all_to_all import resolve_exchange
 
-DEFAULT = MoEConfig()
+DEFAULT_CONFIG = MoEConfig()
 
 _SAME_LAYERS = (
     "Give every rank and every token the same number of experts, every rank the same OVPATCH variables and the same "
@@ -37,43 +43,45 @@ def expert_parallel_ffn(
     weights: Sequence[Tensor],
     activation: Activation,
     group: dist.ProcessGroup | None,
-    how: MoEConfig = DEFAULT,
-    meanwhile: Callable[[], Tensor] | None = None,
+    config: MoEConfig = DEFAULT_CONFIG,
+    shared_experts: Callable[[], Tensor] | None = None,
 ) -> Tensor:
-    """Apply experts that are feed-forward networks to the tokens that are routed to them.
+    """Apply feed-forward experts with stacked weights to the tokens routed to them.
 
     Args:
         x: This rank's tokens, ``[tokens, h]``.
-        top_k_index: Their experts, numbered over all ranks, ``[tokens, k]``; -1 where there is none.
-        top_k_weights: With what each expert's output is weighted, ``[tokens, k]``.
-        weights: This rank's experts': ``[e, n, h]`` and ``[e, h, m]``.
+        top_k_index: Their experts, numbered over all ranks, ``[tokens, k]``; -1 for none.
+        top_k_weights: Weight of each expert's output, ``[tokens, k]``.
+        weights: This rank's experts: ``[e, n, h]`` and ``[e, h, m]``.
         activation: Between the two products, ``[rows, n]`` -> ``[rows, m]``.
-        group: The ranks, each of which has ``e`` experts, the first rank the first ones; None for the default group.
-        how: How to compute.
-        meanwhile: Computes what is added, ``[tokens, h]``, such as shared experts, while the first rows are under way.
+        group: The ranks; each has ``e`` experts, numbered by rank. None for the default group.
+        config: How to compute.
+        shared_experts: Computes a summand, ``[tokens, h]``, while the first rows are in flight.
 
     Returns:
-        ``[tokens, h]``. Under autocast products are of its dtype; outputs are weighted and summed in that of ``x``.
+        ``[tokens, h]``. Under autocast products are in its dtype; outputs are weighted and summed in that of ``x``.
 
     Raises:
-        ValueError: A token is routed to an expert that no rank has, or this rank is in no such group.
+        ValueError: A token is routed to an expert that does not exist, or this rank is not in the group.
     """
     dtype = autocast_dtype(x.device.type, x.dtype)
-    maker = stacked(weights, activation, dtype, how)
-    return run(x, top_k_index, top_k_weights, maker, len(weights[0]), group, how, meanwhile, dtype)
+    factory = make_stacked_factory(weights, activation, dtype, config)
+    return run_layer(x, top_k_index, top_k_weights, factory, len(weights[0]), group, config, shared_experts, dtype)
 
 
-def stacked(weights: Sequence[Tensor], activation: Activation, dtype: torch.dtype | None, how: MoEConfig) -> Stacked:
-    """Return what makes experts whose weights are stacked.
+def make_stacked_factory(
+    weights: Sequence[Tensor], activation: Activation, dtype: torch.dtype | None, config: MoEConfig
+) -> StackedFactory:
+    """Return the factory of experts with stacked weights.
 
     Args:
         weights: ``[e, n, h]`` and ``[e, h, m]``.
         activation: Between the two products.
-        dtype: Of the products, if it is not the weights' own.
-        how: How to compute.
+        dtype: Dtype of the products; that of the weights by default.
+        config: How to compute.
     """
-    used = [weight if dtype is None else weight.to(dtype) for weight in weights]
-    return Stacked(used, activation, how.delay_wgrad)
+    cast = [weight if dtype is None else weight.to(dtype) for weight in weights]
+    return StackedFactory(cast, activation, config.delay_wgrad)
 
 
 def run_experts(
@@ -82,99 +90,99 @@ def run_experts(
     top_k_index: Tensor,
     top_k_weights: Tensor,
     group: dist.ProcessGroup | None,
-    how: MoEConfig = DEFAULT,
-    meanwhile: Callable[[], Tensor] | None = None,
+    config: MoEConfig = DEFAULT_CONFIG,
+    shared_experts: Callable[[], Tensor] | None = None,
 ) -> Tensor:
-    """Apply experts that are modules, such as those of an ``nn.ModuleList``, to the tokens that are routed to them.
+    """Apply experts that are modules, such as those of an ``nn.ModuleList``, to the tokens routed to them.
 
     Args:
-        experts: This rank's, ``[rows, h]`` -> ``[rows, h]`` each; all ranks have equally many.
+        experts: This rank's experts, ``[rows, h]`` -> ``[rows, h]`` each; all ranks have equally many.
         x: This rank's tokens, ``[tokens, h]``.
         top_k_index: Their experts, ``[tokens, k]``; see :func:`expert_parallel_ffn`.
-        top_k_weights: With what each expert's output is weighted, ``[tokens, k]``.
+        top_k_weights: Weight of each expert's output, ``[tokens, k]``.
         group: The ranks; None for the default group.
-        how: How to compute.
-        meanwhile: Computes what is added; see :func:`expert_parallel_ffn`.
+        config: How to compute.
+        shared_experts: Computes a summand; see :func:`expert_parallel_ffn`.
 
     Returns:
         ``[tokens, h]``.
     """
-    maker = functools.partial(Separate, modules=experts)
-    return run(x, top_k_index, top_k_weights, maker, len(experts), group, how, meanwhile)
+    factory = functools.partial(ModuleListExperts, modules=experts)
+    return run_layer(x, top_k_index, top_k_weights, factory, len(experts), group, config, shared_experts)
 
 
 def run_grouped_experts(
     experts: Callable[[Tensor, Tensor], Tensor],
-    local: int,
+    num_local_experts: int,
     x: Tensor,
     top_k_index: Tensor,
     top_k_weights: Tensor,
     group: dist.ProcessGroup | None,
-    how: MoEConfig = DEFAULT,
-    meanwhile: Callable[[], Tensor] | None = None,
+    config: MoEConfig = DEFAULT_CONFIG,
+    shared_experts: Callable[[], Tensor] | None = None,
 ) -> Tensor:
-    """Apply experts that one function computes, such as torchtitan's, to the tokens that are routed to them.
+    """Apply experts that one function computes, such as torchtitan's, to the tokens routed to them.
 
-    Stands for a dispatcher's ``dispatch``, the experts, and its ``combine``.
+    Replaces a dispatcher's ``dispatch``, the experts, and its ``combine``.
 
     Args:
-        experts: Rows by expert, ``[rows, h]``, and how many rows each of this rank's experts has, ``[local]``, ->
-            ``[rows, h]``. Called in every part, for the experts of that part; the others have no rows then.
-        local: How many experts a rank has.
+        experts: Rows by expert, ``[rows, h]``, and the number of rows of each of this rank's experts,
+            ``[num_local_experts]``, -> ``[rows, h]``. Called once per chunk; experts outside the chunk have no rows.
+        num_local_experts: Number of experts of a rank.
         x: This rank's tokens, ``[tokens, h]``.
         top_k_index: Their experts, ``[tokens, k]``; see :func:`expert_parallel_ffn`.
-        top_k_weights: With what each expert's output is weighted, ``[tokens, k]``.
+        top_k_weights: Weight of each expert's output, ``[tokens, k]``.
         group: The ranks; None for the default group.
-        how: How to compute.
-        meanwhile: Computes what is added; see :func:`expert_parallel_ffn`.
+        config: How to compute.
+        shared_experts: Computes a summand; see :func:`expert_parallel_ffn`.
 
     Returns:
         ``[tokens, h]``.
     """
-    maker = functools.partial(Grouped, function=experts)
-    return run(x, top_k_index, top_k_weights, maker, local, group, how, meanwhile)
+    factory = functools.partial(GroupedExperts, function=experts)
+    return run_layer(x, top_k_index, top_k_weights, factory, num_local_experts, group, config, shared_experts)
 
 
-def ranks_of(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
-    """Return the group that is meant, which is the default one if none is given.
+def resolve_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
+    """Return the group, or the default group for None.
 
     Raises:
-        ValueError: There is none, or this rank is not in it.
+        ValueError: There is no group, or this rank is not in it.
     """
-    found = dist.group.WORLD if group is None else group
-    if found is None:
+    resolved = dist.group.WORLD if group is None else group
+    if resolved is None:
         raise ValueError("there is no process group: call torch.distributed.init_process_group() first")
-    if dist.get_rank(found) < 0:  # also for what new_group() returns to those left out
+    if dist.get_rank(resolved) < 0:  # also true of the placeholder that new_group() returns to other ranks
         raise ValueError(
             f"rank {dist.get_rank()} is not in the group over which experts are shared: give it the group that it is in"
         )
-    return found
+    return resolved
 
 
 @torch._disable_dynamo
-def run(
+def run_layer(
     x: Tensor,
     top_k_index: Tensor,
     top_k_weights: Tensor,
-    maker: Maker,
-    local: int,
+    factory: ExpertFactory,
+    num_local_experts: int,
     group: dist.ProcessGroup | None,
-    how: MoEConfig = DEFAULT,
-    meanwhile: Callable[[], Tensor] | None = None,
+    config: MoEConfig = DEFAULT_CONFIG,
+    shared_experts: Callable[[], Tensor] | None = None,
     dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """Send tokens to experts, have these computed, and return the weighted sums.
+    """Dispatch tokens, compute their experts, and return the weighted sums.
 
     Args:
         x: This rank's tokens, ``[tokens, h]``.
         top_k_index: Their experts, ``[tokens, k]``; see :func:`expert_parallel_ffn`.
-        top_k_weights: With what each expert's output is weighted, ``[tokens, k]``.
-        maker: Makes what computes the parts.
-        local: How many experts a rank has.
+        top_k_weights: Weight of each expert's output, ``[tokens, k]``.
+        factory: Makes the experts of this call.
+        num_local_experts: Number of experts of a rank.
         group: The ranks; None for the default group.
-        how: How to compute.
-        meanwhile: Computes what is added; see :func:`expert_parallel_ffn`.
-        dtype: In which tokens are sent; that of ``x`` by default.
+        config: How to compute.
+        shared_experts: Computes a summand; see :func:`expert_parallel_ffn`.
+        dtype: Dtype of the dispatched rows; that of ``x`` by default.
 
     Returns:
         ``[tokens, h]``.
@@ -184,20 +192,23 @@ def run(
             f"tokens {tuple(x.shape)}, experts {tuple(top_k_index.shape)} and weights {tuple(top_k_weights.shape)} do "
             "not fit: give [tokens, h], [tokens, k] and [tokens, k]"
         )
-    group = ranks_of(group)
-    top_k, sent = top_k_index.shape[1], dtype or x.dtype
-    terms = functools.partial(_terms, how, local, top_k)
-    check_consistent_once(group, "pipe_experts", (how, local, top_k), terms, remedy=_SAME_LAYERS)
-    how = possible(how, group, x.device)
-    plans = plans_of(how, maker, group, local, x, top_k, sent)
-    back = how.way_back(group)
-    out, parts = computed(x, top_k_index, top_k_weights, maker, plans, group, back, sent, meanwhile)
+    group = resolve_group(group)
+    top_k, dtype = top_k_index.shape[1], dtype or x.dtype
+    terms = functools.partial(_make_terms, config, num_local_experts, top_k)
+    check_consistent_once(group, "pipe_experts", (config, num_local_experts, top_k), terms, remedy=_SAME_LAYERS)
+    config = resolve_exchange(config, group, x.device)
+    plans = get_plans(config, factory, group, num_local_experts, x, top_k, dtype)
+    combine_group = config.get_combine_group(group)
+    out, num_chunks = run_forward(
+        x, top_k_index, top_k_weights, factory, plans, group, combine_group, dtype, shared_experts
+    )
     COUNTERS.calls += 1
-    COUNTERS.parts += parts
-    COUNTERS.stacked_calls += isinstance(maker, Stacked)
+    COUNTERS.parts += num_chunks
+    COUNTERS.stacked_calls += isinstance(factory, StackedFactory)
     return out
 
 
-def _terms(how: MoEConfig, local: int, top_k: int) -> dict[str, Any]:
+def _make_terms(config: MoEConfig, num_local_experts: int, top_k: int) -> dict[str, Any]:
     version = importlib.metadata.version("ovpatch")
-    return {"version of ovpatch": version, "experts of a rank": local, "experts of a token": top_k, **asdict(how)}
+    experts = {"experts of a rank": num_local_experts, "experts of a token": top_k}
+    return {"version of ovpatch": version, **experts, **asdict(config)}

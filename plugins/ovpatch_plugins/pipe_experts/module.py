@@ -12,30 +12,30 @@ from torch.distributed import distributed_c10d
 
 from ovpatch_plugins.pipe_experts.config import MoEConfig
 from ovpatch_plugins.pipe_experts.experts import ACTIVATIONS
-from ovpatch_plugins.pipe_experts.layer import expert_parallel_ffn, ranks_of
-from ovpatch_plugins.pipe_experts.routing import capacity_of, drop_surplus
+from ovpatch_plugins.pipe_experts.layer import expert_parallel_ffn, resolve_group
+from ovpatch_plugins.pipe_experts.routing import compute_capacity, drop_over_capacity
 
 
 class ExpertParallelFFN(nn.Module):
-    """Feed-forward experts, of which each rank has some.
+    """Feed-forward experts, spread over the ranks of a group.
 
     Rank ``r`` of the group has experts ``r * e`` to ``r * e + e - 1``, in this order, however the layer is computed.
 
     Args:
         hidden: Features of a token, h.
         ffn: Features between an expert's products.
-        experts: How many experts there are on all ranks.
-        group: The ranks; the default group if it is None.
+        experts: Number of experts on all ranks.
+        group: The ranks; None for the default group.
         activation: ``swiglu``, with a gate, or ``gelu``, ``relu`` or ``silu``, plain.
-        capacity_factor: How many times its share of one rank's tokens an expert takes; what is more goes to none. None
+        capacity_factor: An expert takes this many times its even share of one rank's tokens, and drops the others. None
             to drop nothing.
-        shared: Computed on all tokens, while the first rows are on their way, and added.
-        how: How to compute.
-        device: Where.
-        dtype: Of the weights.
+        shared: Computed on all tokens, while the first rows are in flight, and added.
+        config: How to compute.
+        device: Device of the weights.
+        dtype: Dtype of the weights.
 
     Attributes:
-        up: ``[e, n, h]``, where n is ``ffn``, or twice that with a gate: gate first.
+        up: ``[e, n, h]``; n is ``ffn``, or twice that with a gate: gate first.
         down: ``[e, h, ffn]``.
 
     Raises:
@@ -52,20 +52,21 @@ class ExpertParallelFFN(nn.Module):
         activation: str = "swiglu",
         capacity_factor: float | None = None,
         shared: nn.Module | None = None,
-        how: MoEConfig | None = None,
+        config: MoEConfig | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        found = ranks_of(group)
-        if experts % found.size():
-            raise ValueError(f"{experts} experts cannot be shared evenly by {found.size()} ranks: choose a multiple")
+        group = resolve_group(group)
+        ep_size = group.size()
+        if experts % ep_size:
+            raise ValueError(f"{experts} experts cannot be shared evenly by {ep_size} ranks: choose a multiple")
         if activation not in ACTIVATIONS:
             raise ValueError(f"activation={activation!r}: choose one of {', '.join(ACTIVATIONS)}")
         self.experts, self.activation, self.capacity_factor = experts, activation, capacity_factor
-        self.shared, self.how = shared, how or MoEConfig()
-        self.group_name = found.group_name  # and not the group: copies and pickles of modules are made
-        local, wide = experts // found.size(), 2 * ffn if activation == "swiglu" else ffn
+        self.shared, self.config = shared, config or MoEConfig()
+        self.group_name = group.group_name  # a group cannot be copied or pickled with the module
+        local, wide = experts // ep_size, 2 * ffn if activation == "swiglu" else ffn
         self.up = nn.Parameter(torch.empty(local, wide, hidden, device=device, dtype=dtype))
         self.down = nn.Parameter(torch.empty(local, hidden, ffn, device=device, dtype=dtype))
         self.reset_parameters()
@@ -77,7 +78,7 @@ class ExpertParallelFFN(nn.Module):
             nn.init.uniform_(weight, -bound, bound)
 
     def forward(self, x: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-        """Return the weighted sum of what each token's experts return.
+        """Return the weighted sum of each token's experts.
 
         Args:
             x: ``[..., h]``.
@@ -86,24 +87,24 @@ class ExpertParallelFFN(nn.Module):
         """
         tokens, index = x.reshape(-1, x.shape[-1]), top_k_index.reshape(-1, top_k_index.shape[-1])
         if self.capacity_factor is not None:
-            capacity = capacity_of(len(tokens), index.shape[1], self.experts, self.capacity_factor)
-            index = drop_surplus(index, self.experts, capacity)
+            capacity = compute_capacity(len(tokens), index.shape[1], self.experts, self.capacity_factor)
+            index = drop_over_capacity(index, self.experts, capacity)
         weights = top_k_weights.reshape(index.shape)
         shared = self.shared
-        meanwhile: Callable[[], Tensor] | None = None if shared is None else lambda: shared(tokens)
+        shared_experts: Callable[[], Tensor] | None = None if shared is None else lambda: shared(tokens)
         out = expert_parallel_ffn(
             tokens,
             index,
             weights,
             (self.up, self.down),
             ACTIVATIONS[self.activation],
-            self._group(),
-            self.how,
-            meanwhile,
+            self._find_group(),
+            self.config,
+            shared_experts,
         )
         return out.view(*x.shape[:-1], out.shape[-1])
 
-    def _group(self) -> dist.ProcessGroup:
+    def _find_group(self) -> dist.ProcessGroup:
         try:
             return distributed_c10d._resolve_process_group(self.group_name)
         except RuntimeError as error:

@@ -1,4 +1,4 @@
-"""One call of a layer: routed, cut, computed part by part, and put together."""
+"""One call of a layer: dispatch, experts and combine, chunk by chunk, each under the other chunks' experts."""
 
 from __future__ import annotations
 
@@ -10,121 +10,131 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ovpatch_plugins.pipe_experts.chunks import ChunkPlan, Plans
-from ovpatch_plugins.pipe_experts.exchange import AllToAllTransport, Arriving, CollectiveAllToAll, send, tie
-from ovpatch_plugins.pipe_experts.experts import Maker
-from ovpatch_plugins.pipe_experts.routing import route
-from ovpatch_plugins.pipe_experts.row_buffer import RowBuffer, cut, join
-from ovpatch_plugins.pipe_experts.symm_all_to_all import lane_of
-
-# Dispatch, experts and combine of several parts, each part's communication under other parts' experts.
+from ovpatch_plugins.pipe_experts.all_to_all import (
+    AllToAllTransport,
+    CollectiveAllToAll,
+    PendingRows,
+    depend_on,
+    send_rows,
+)
+from ovpatch_plugins.pipe_experts.chunks import ChunkPlan, PlanCandidates
+from ovpatch_plugins.pipe_experts.experts import ExpertFactory
+from ovpatch_plugins.pipe_experts.routing import route_tokens
+from ovpatch_plugins.pipe_experts.row_buffer import RowBuffer, join_rows, split_rows
+from ovpatch_plugins.pipe_experts.symm_all_to_all import get_transport
 
 T = TypeVar("T")
 
 
 class Awaitable(Protocol):
-    """Rows on their way, such as :func:`ovpatch_plugins.pipe_experts.exchange` returns."""
+    """Rows in flight, such as :func:`ovpatch_plugins.pipe_experts.start_all_to_all` returns."""
 
     def wait(self) -> Tensor:
         """Return the rows."""
 
 
 @torch._disable_dynamo
-def pipelined(
+def run_pipelined(
     dispatch: Callable[[int], Awaitable],
     experts: Callable[[int, Tensor], Tensor],
     combine: Callable[[int, Tensor], Awaitable],
-    parts: int,
+    num_chunks: int,
     *,
-    before: Callable[[int], object] | None = None,
-    meanwhile: Callable[[], T] | None = None,
+    before_wait: Callable[[int], object] | None = None,
+    shared_experts: Callable[[], T] | None = None,
     trains: bool = False,
 ) -> tuple[list[Tensor], T | None]:
-    """Run the parts of an expert-parallel layer so that their communication hides under their experts.
+    """Run the chunks of an expert-parallel layer so that their communication hides under their experts.
 
-    All dispatches are launched first. Then each part's experts run as soon as its rows are there, and what they return
-    is sent back under the next part's. Backward is the mirror image, by the order in which nodes were made; see
-    [Note: launch and wait are nodes].
+    All dispatches are launched first. Each chunk's experts run once its rows are there, and their output is combined
+    under the next chunk's experts. Backward is the mirror image; see [Note: launch and wait are nodes].
 
     Args:
-        dispatch: Starts to send a part's rows to their experts' ranks.
-        experts: Computes a part: what arrived, ``[rows, h]`` -> ``[rows, h]``. May ignore rows if there are none.
-        combine: Starts to send back what a part's experts returned.
-        parts: How many.
-        before: Called with a part before its rows are waited for. The nodes that it makes run, in backward, while the
-            gradients of the part's rows are on their way: weight gradients belong there.
-        meanwhile: Computed while the first rows are on their way, such as shared experts.
-        trains: Whether the experts have a weight that needs a gradient, the same on all ranks. Then every part takes
-            part in backward, also one of tokens that need no gradient, in which no weight was used for want of rows.
+        dispatch: Starts to send a chunk's rows to their experts' ranks.
+        experts: Computes a chunk: received rows ``[rows, h]`` -> ``[rows, h]``. May ignore rows if there are none.
+        combine: Starts to send a chunk's outputs back.
+        num_chunks: Number of chunks.
+        before_wait: Called with a chunk before its rows are waited for. Nodes that it makes run, in backward, while the
+            gradients of the chunk's rows are in flight: weight gradients belong there.
+        shared_experts: Computed while the first rows are in flight.
+        trains: Whether the experts have a weight that needs a gradient, the same on all ranks. If so, every chunk takes
+            part in backward, also one whose tokens need no gradient and which used no weight for want of rows.
 
     Returns:
-        What came back of each part, and what ``meanwhile`` returned.
+        The combined rows of each chunk, and the output of ``shared_experts``.
     """
     anchor = torch.empty(0, requires_grad=trains and torch.is_grad_enabled())
-    under_way = [dispatch(part) for part in range(parts)]
-    other = None if meanwhile is None else meanwhile()
-    leaving = []
-    for part, arriving in enumerate(under_way):
-        if before is not None:
-            before(part)
-        rows = arriving.wait()
-        leaving.append(combine(part, tie(experts(part, rows), rows, anchor)))
-    return [rows.wait() for rows in leaving], other
+    dispatched = [dispatch(chunk) for chunk in range(num_chunks)]
+    shared = None if shared_experts is None else shared_experts()
+    combined = []
+    for chunk, pending in enumerate(dispatched):
+        if before_wait is not None:
+            before_wait(chunk)
+        rows = pending.wait()
+        combined.append(combine(chunk, depend_on(experts(chunk, rows), rows, anchor)))
+    return [pending.wait() for pending in combined], shared
 
 
-def computed(
+def run_forward(
     x: Tensor,
     top_k_index: Tensor,
     top_k_weights: Tensor,
-    maker: Maker,
-    plans: Plans,
+    factory: ExpertFactory,
+    plans: PlanCandidates,
     group: dist.ProcessGroup,
-    back: dist.ProcessGroup,
+    combine_group: dist.ProcessGroup,
     dtype: torch.dtype,
-    meanwhile: Callable[[], Tensor] | None = None,
+    shared_experts: Callable[[], Tensor] | None = None,
 ) -> tuple[Tensor, int]:
-    """Send tokens to experts, have these computed, and return the weighted sums.
+    """Dispatch tokens, compute their experts, and return the weighted sums.
 
     Args:
         x: This rank's tokens, ``[tokens, h]``.
         top_k_index: Their experts, ``[tokens, k]``.
-        top_k_weights: With what each expert's output is weighted, ``[tokens, k]``.
-        maker: Makes what computes the parts.
-        plans: Into which parts.
-        group: The ranks, on the communicator by which rows are sent to experts.
-        back: The same, on that by which they are sent back.
-        dtype: In which tokens are sent.
-        meanwhile: Computes what is added, while the first rows are under way.
+        top_k_weights: Weight of each expert's output, ``[tokens, k]``.
+        factory: Makes the experts of this call.
+        plans: The chunks to choose from.
+        group: The ranks, on the communicator of the dispatch.
+        combine_group: The ranks, on the communicator of the combine.
+        dtype: Dtype of the dispatched rows.
+        shared_experts: Computes a summand while the first rows are in flight.
 
     Returns:
-        ``[tokens, h]``, and the number of parts.
+        ``[tokens, h]``, and the number of chunks.
     """
-    lane = lane_of(group, x.device) if plans.symmetric else None
-    found = route(top_k_index, plans, group, lane)
-    counts, experts, sizes = found.counts, maker(found.plan, found.counts), found.counts.sizes()
-    returned, gradient = RowBuffer(sizes), RowBuffer(sizes)
-    rows = cut(found.rows(x, dtype), gradient)
-    to_experts, to_tokens = _lanes(found.plan, group, back, lane)
+    symmetric = get_transport(group, x.device) if plans.symmetric else None
+    route = route_tokens(top_k_index, plans, group, symmetric)
+    splits, experts, sizes = route.splits, factory(route.plan, route.splits), route.splits.chunk_sizes()
+    outputs, grads = RowBuffer(sizes), RowBuffer(sizes)
+    rows = split_rows(route.gather_rows(x, dtype), grads)
+    to_experts, to_tokens = _choose_transports(route.plan, group, combine_group, symmetric)
 
-    def dispatch(part: int) -> Arriving:
-        place = functools.partial(gradient.part, part)
-        return send(rows[part], counts.sent[part], counts.received(part), to_experts, place_gradient=place)
+    def dispatch(chunk: int) -> PendingRows:
+        allocate_grad = functools.partial(grads.get_chunk, chunk)
+        input_splits, output_splits = splits.input_splits[chunk], splits.output_splits(chunk)
+        return send_rows(rows[chunk], input_splits, output_splits, to_experts, allocate_grad=allocate_grad)
 
-    def combine(part: int, outs: Tensor) -> Arriving:
-        place = functools.partial(returned.part, part)
-        return send(outs, counts.received(part), counts.sent[part], to_tokens, place=place)
+    def combine(chunk: int, outs: Tensor) -> PendingRows:
+        allocate = functools.partial(outputs.get_chunk, chunk)
+        return send_rows(outs, splits.output_splits(chunk), splits.input_splits[chunk], to_tokens, allocate=allocate)
 
-    arrived, other = pipelined(
-        dispatch, experts, combine, len(sizes), before=experts.begin, meanwhile=meanwhile, trains=experts.trains
+    returned, shared = run_pipelined(
+        dispatch,
+        experts,
+        combine,
+        len(sizes),
+        before_wait=experts.prepare_chunk,
+        shared_experts=shared_experts,
+        trains=experts.trains,
     )
-    out = found.combined(join(arrived, returned), top_k_weights, x.dtype)
-    return (out if other is None else out + other), len(sizes)
+    out = route.combine_rows(join_rows(returned, outputs), top_k_weights, x.dtype)
+    return (out if shared is None else out + shared), len(sizes)
 
 
-def _lanes(
-    plan: ChunkPlan, group: dist.ProcessGroup, back: dist.ProcessGroup, lane: AllToAllTransport | None
+def _choose_transports(
+    plan: ChunkPlan, group: dist.ProcessGroup, combine_group: dist.ProcessGroup, symmetric: AllToAllTransport | None
 ) -> tuple[AllToAllTransport, AllToAllTransport]:
-    """Return by what rows travel to experts and back."""
-    if plan.symmetric and lane is not None:
-        return lane, lane
-    return CollectiveAllToAll(group), CollectiveAllToAll(back)
+    """Return the transports of dispatch and combine."""
+    if plan.symmetric and symmetric is not None:
+        return symmetric, symmetric
+    return CollectiveAllToAll(group), CollectiveAllToAll(combine_group)

@@ -1,7 +1,8 @@
-"""What the feature did in this process."""
+"""Counters and remarks of the feature in this process."""
 
 from __future__ import annotations
 
+import sys
 from dataclasses import asdict, dataclass
 
 
@@ -11,11 +12,11 @@ class Counters:
 
     Attributes:
         calls: Forward passes of expert-parallel layers.
-        parts: Parts in which they were computed.
-        stacked_calls: Those of them whose experts' products are the feature's, with delayed weight gradients.
-        taken_over: Those that a library's layer made, transformers' for one.
-        library_experts: Those of them whose experts the library computed itself, part by part.
-        symmetric: All-to-alls over symmetric memory, those of measurements included.
+        parts: Chunks in which they were computed.
+        stacked_calls: Calls whose experts are computed by the feature, with delayed weight gradients.
+        taken_over: Calls of a library's layer, such as transformers'.
+        library_experts: Taken-over calls whose experts the library computed, chunk by chunk.
+        symmetric: All-to-alls over symmetric memory, including those of measurements.
     """
 
     calls: int = 0
@@ -31,3 +32,40 @@ class Counters:
 
 
 COUNTERS = Counters()
+
+
+def write_remarks(expert_parallel: str) -> list[str]:
+    """Return the measured choices, what stood down, and why layers were left alone or not cut.
+
+    Args:
+        expert_parallel: Name of transformers' module of expert parallelism.
+    """
+    autotune = sys.modules.get("ovpatch.overlap.autotune")
+    remarks = [] if autotune is None else list(autotune.report_lines("pipe_experts"))
+    transport = sys.modules.get("ovpatch_plugins.pipe_experts.symm_all_to_all")
+    reasons = [] if transport is None else transport.list_unsupported_reasons()
+    remarks += [f"rows travel by c10d's all-to-alls, not over symmetric memory: {reason}" for reason in reasons]
+    if COUNTERS.library_experts:
+        remarks.append(
+            f"in {COUNTERS.library_experts} of {COUNTERS.taken_over} calls transformers computed its experts itself, "
+            "part by part: they are not two products of stacked weights, or a script has put something in their place"
+        )
+    elif COUNTERS.calls:
+        if _only_uncut():
+            remarks.append(
+                "layers were not cut: cut=auto measures experts with stacked weights only; for others try cut=experts"
+            )
+    elif "transformers" in sys.modules:
+        where = "" if expert_parallel in sys.modules else " (transformers' expert parallelism was not imported)"
+        remarks.append(
+            f"no expert-parallel layer was found{where}: for layers of your own, call "
+            "ovpatch_plugins.pipe_experts.run_experts() or expert_parallel_ffn()"
+        )
+    return remarks
+
+
+def _only_uncut() -> bool:
+    """Tell whether cut=auto left all layers uncut because it could measure none of them."""
+    from ovpatch_plugins.pipe_experts.config import STATE
+
+    return STATE.config.cut == "auto" and not COUNTERS.stacked_calls and COUNTERS.parts == COUNTERS.calls

@@ -1,8 +1,4 @@
-"""Tokens to experts: which rows are sent in which order, and how what comes back is put together again.
-
-[Note: put together by a kernel] A row is written and read several times where torch's operations weight rows and add
-them up. On GPUs, where Triton can compile, one kernel does it, and sums are rounded once; elsewhere torch does.
-"""
+"""Tokens to rows: which rows are dispatched in which order, and the sum of the rows that come back."""
 
 from __future__ import annotations
 
@@ -18,89 +14,92 @@ from torch.autograd.function import once_differentiable
 
 from ovpatch.overlap.data_parallel.grad_hooks import apply_function
 from ovpatch.overlap.symm_mem.support import triton_unavailable_reason
-from ovpatch_plugins.pipe_experts.chunks import ChunkPlan, Counts, Plans, positions_on
-from ovpatch_plugins.pipe_experts.exchange import AllToAllTransport, CollectiveAllToAll
+from ovpatch_plugins.pipe_experts.all_to_all import AllToAllTransport, CollectiveAllToAll
+from ovpatch_plugins.pipe_experts.chunks import ChunkPlan, PlanCandidates, Splits, get_positions_on
 
 DROPPED = -1
-"""Stands for an expert in a routing table where a token goes to none."""
+"""The expert of a slot that goes to no expert."""
 
-_OF_KERNELS = (torch.float32, torch.bfloat16, torch.float16)
+_KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
-def capacity_of(tokens: int, top_k: int, experts: int, factor: float) -> int:
-    """Return how many tokens of one rank an expert takes: ``factor`` times its share, rounded up."""
+def compute_capacity(tokens: int, top_k: int, experts: int, factor: float) -> int:
+    """Return how many tokens of one rank an expert takes: ``factor`` times its even share, rounded up."""
     return ceil(factor * tokens * top_k / experts)
 
 
-def drop_surplus(top_k_index: Tensor, experts: int, capacity: int) -> Tensor:
-    """Return a routing table in which no expert gets more than ``capacity`` tokens of this rank; first come stay.
+def drop_over_capacity(top_k_index: Tensor, experts: int, capacity: int) -> Tensor:
+    """Return a routing table in which each expert keeps its first ``capacity`` tokens of this rank.
 
     Args:
-        top_k_index: Expert of each token's slots, ``[tokens, k]``; :data:`DROPPED` where there is none.
-        experts: How many there are.
+        top_k_index: Expert of each slot, ``[tokens, k]``; :data:`DROPPED` for none.
+        experts: Number of experts.
         capacity: Most tokens of an expert.
     """
     chosen = top_k_index.reshape(-1)
-    held = chosen.where(chosen >= 0, experts)
-    ordered, order = held.sort(stable=True)
-    begins = torch.searchsorted(ordered, torch.arange(experts + 1, device=chosen.device))
-    rank = torch.arange(len(ordered), device=chosen.device) - begins[ordered]
-    stays = torch.empty_like(chosen, dtype=torch.bool).index_copy_(0, order, rank < capacity)
-    return chosen.where(stays, DROPPED).view_as(top_k_index)
+    keys = chosen.where(chosen >= 0, experts)
+    ordered, order = keys.sort(stable=True)
+    starts = torch.searchsorted(ordered, torch.arange(experts + 1, device=chosen.device))
+    rank = torch.arange(len(ordered), device=chosen.device) - starts[ordered]
+    kept = torch.empty_like(chosen, dtype=torch.bool).index_copy_(0, order, rank < capacity)
+    return chosen.where(kept, DROPPED).view_as(top_k_index)
 
 
 @dataclass(frozen=True)
 class Route:
-    """What is sent in one call of a layer.
+    """The rows of one call of a layer.
+
+    On GPUs one Triton kernel weights rows and sums them, with one rounding; torch's operations write each row several
+    times. They are used where Triton cannot compile.
 
     Attributes:
-        order: Slots, ``token * k + which``, in the order in which they are sent, ``[rows]``.
-        slots: Number of slots, ``tokens * k``; those that go nowhere are not in ``order``.
+        order: Slots, ``token * k + i``, in the order of their dispatch, ``[rows]``.
+        slots: Number of slots, ``tokens * k``; dropped ones are not in ``order``.
         top_k: Slots of a token, k.
-        counts: Rows by part, rank and expert.
-        plan: Into which parts.
+        splits: Rows by chunk, rank and expert.
+        plan: The chunks.
     """
 
     order: Tensor
     slots: int
     top_k: int
-    counts: Counts
+    splits: Splits
     plan: ChunkPlan
 
-    def rows(self, x: Tensor, dtype: torch.dtype) -> Tensor:
-        """Return what is sent, in a dtype: tokens ``[tokens, h]`` -> ``[rows, h]``."""
-        found: Tensor = apply_function(_Rows, self, x, dtype)
-        return found
+    def gather_rows(self, x: Tensor, dtype: torch.dtype) -> Tensor:
+        """Return the rows to dispatch, in a dtype: tokens ``[tokens, h]`` -> ``[rows, h]``."""
+        rows: Tensor = apply_function(_GatherRows, self, x, dtype)
+        return rows
 
-    def combined(self, rows: Tensor, top_k_weights: Tensor, dtype: torch.dtype) -> Tensor:
-        """Return the weighted sum of what came back, taken for ``dtype``: ``[rows, h]`` -> ``[tokens, h]``."""
-        if _by_kernel(rows, top_k_weights):
-            found: Tensor = apply_function(_WeightedSum, self, rows, top_k_weights, dtype)
-            return found
-        slots = self.spread(rows.to(dtype)).view(*top_k_weights.shape, rows.shape[1])
+    def combine_rows(self, rows: Tensor, top_k_weights: Tensor, dtype: torch.dtype) -> Tensor:
+        """Return the weighted sum of the combined rows, read as ``dtype``: ``[rows, h]`` -> ``[tokens, h]``."""
+        if _has_kernel(rows, top_k_weights):
+            out: Tensor = apply_function(_WeightedSum, self, rows, top_k_weights, dtype)
+            return out
+        slots = self.scatter_rows(rows.to(dtype)).view(*top_k_weights.shape, rows.shape[1])
         return (slots * top_k_weights.unsqueeze(-1)).sum(dim=1)
 
-    def summed(self, rows: Tensor, dtype: torch.dtype) -> Tensor:
-        """Return the sum of each token's rows: ``[rows, h]`` -> ``[tokens, h]``, always in the same order."""
-        if _by_kernel(rows):
+    def sum_rows(self, rows: Tensor, dtype: torch.dtype) -> Tensor:
+        """Return the sum of each token's rows, in a fixed order: ``[rows, h]`` -> ``[tokens, h]``."""
+        if _has_kernel(rows):
             from ovpatch_plugins.pipe_experts.triton_combine import weighted_sum
 
-            return weighted_sum(rows.contiguous(), None, self.place, self.top_k, dtype)
-        return self.spread(rows).view(-1, self.top_k, rows.shape[1]).sum(dim=1, dtype=dtype)
+            return weighted_sum(rows.contiguous(), None, self.row_of_slot, self.top_k, dtype)
+        return self.scatter_rows(rows).view(-1, self.top_k, rows.shape[1]).sum(dim=1, dtype=dtype)
 
     @functools.cached_property
-    def place(self) -> Tensor:
-        """The row of each slot, ``[slots]``; -1 where none was sent."""
-        place = torch.full((self.slots,), -1, device=self.order.device)
-        return place.index_copy_(0, self.order, torch.arange(len(self.order), device=self.order.device))
+    def row_of_slot(self) -> Tensor:
+        """The row of each slot, ``[slots]``; -1 for dropped slots."""
+        row_of_slot = torch.full((self.slots,), -1, device=self.order.device)
+        return row_of_slot.index_copy_(0, self.order, torch.arange(len(self.order), device=self.order.device))
 
-    def spread(self, rows: Tensor) -> Tensor:
-        """Return rows by slot, ``[slots, h]``; zero where none was sent."""
-        make = rows.new_empty if len(rows) == self.slots else rows.new_zeros
-        return make((self.slots, rows.shape[1])).index_copy_(0, self.order, rows)
+    def scatter_rows(self, rows: Tensor) -> Tensor:
+        """Return rows by slot, ``[slots, h]``; zero for dropped slots."""
+        allocate = rows.new_empty if len(rows) == self.slots else rows.new_zeros
+        return allocate((self.slots, rows.shape[1])).index_copy_(0, self.order, rows)
 
 
-class _Rows(torch.autograd.Function):
+class _GatherRows(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, route: Route, x: Tensor, dtype: torch.dtype) -> Tensor:
         ctx.route, ctx.dtype = route, x.dtype
@@ -109,7 +108,7 @@ class _Rows(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-        return None, ctx.route.summed(grad, ctx.dtype), None
+        return None, ctx.route.sum_rows(grad, ctx.dtype), None
 
 
 class _WeightedSum(torch.autograd.Function):
@@ -120,110 +119,116 @@ class _WeightedSum(torch.autograd.Function):
         ctx.route = route
         ctx.save_for_backward(rows, weights)
         promoted = torch.promote_types(dtype, weights.dtype)
-        return weighted_sum(rows.contiguous(), weights.contiguous(), route.place, route.top_k, promoted)
+        return weighted_sum(rows.contiguous(), weights.contiguous(), route.row_of_slot, route.top_k, promoted)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-        from ovpatch_plugins.pipe_experts.triton_combine import weighted_sum_back
+        from ovpatch_plugins.pipe_experts.triton_combine import weighted_sum_backward
 
         rows, weights = (saved.contiguous() for saved in ctx.saved_tensors)
-        _, of_rows, of_weights, _ = ctx.needs_input_grad
-        grads = weighted_sum_back(
-            rows, weights, ctx.route.order, grad.contiguous(), of_rows=of_rows, of_weights=of_weights
+        _, rows_grad, weights_grad, _ = ctx.needs_input_grad
+        grads = weighted_sum_backward(
+            rows, weights, ctx.route.order, grad.contiguous(), rows_grad=rows_grad, weights_grad=weights_grad
         )
         return None, *grads, None
 
 
-def _by_kernel(*tensors: Tensor) -> bool:
-    """Tell whether our kernels can read tensors; see [Note: put together by a kernel]."""
-    return all(t.is_cuda and t.dtype in _OF_KERNELS for t in tensors) and not triton_unavailable_reason()
+def _has_kernel(*tensors: Tensor) -> bool:
+    """Tell whether the Triton kernels take these tensors."""
+    return all(t.is_cuda and t.dtype in _KERNEL_DTYPES for t in tensors) and not triton_unavailable_reason()
 
 
-def route(top_k_index: Tensor, plans: Plans, group: dist.ProcessGroup, lane: AllToAllTransport | None = None) -> Route:
-    """Agree with the other ranks on what is sent, and in which parts. The host waits for the counts, once.
+def route_tokens(
+    top_k_index: Tensor, plans: PlanCandidates, group: dist.ProcessGroup, transport: AllToAllTransport | None = None
+) -> Route:
+    """Exchange the numbers of rows with the other ranks, and choose the plan. The host waits for the counts, once.
 
-    [Note: sorted ahead] Which plan is chosen may depend on what the counts tell. They are exchanged so finely that they
-    are any plan's, and slots are sorted meanwhile as is expected: once more only if another plan is chosen.
+    The choice may depend on the counts, so these are exchanged as finely as any plan needs. Slots are sorted meanwhile
+    for the expected plan, and once more only if another one is chosen.
 
     Args:
-        top_k_index: Expert of each token's slots, ``[tokens, k]``, numbered over all ranks, those of a rank one behind
-            the other; :data:`DROPPED` where a slot goes to none.
-        plans: Into which parts.
+        top_k_index: Expert of each slot, numbered over all ranks by rank, ``[tokens, k]``; :data:`DROPPED` for none.
+        plans: The chunks to choose from.
         group: The ranks.
-        lane: By what they tell each other; c10d's all-to-all by default.
+        transport: Carries the counts; c10d's all-to-all by default.
 
     Raises:
-        ValueError: An expert that no rank has; on all ranks.
+        ValueError: A token is routed to an expert that does not exist; raised on all ranks.
     """
     tokens, top_k = top_k_index.shape
     chosen, expected = top_k_index.reshape(-1).long(), plans.expected
-    order = _order(chosen, expected, tokens)
-    sent, arriving = _exchanged(chosen, plans, tokens, lane or CollectiveAllToAll(group))
-    _check(arriving, expected)
+    order = _sort_slots(chosen, expected, tokens)
+    sent, arriving = _exchange_counts(chosen, plans, tokens, transport or CollectiveAllToAll(group))
+    _check_experts(arriving, expected)
     most, trains = divmod(int(arriving[:, -1].max()), 2)
-    plan = plans.chosen(group, most, bool(trains))
+    plan = plans.choose_plan(group, most, bool(trains))
     if plan != expected:
-        order = _order(chosen, plan, tokens)
-    found = Counts.of(plan, *[_by_chunk(counts, plan) for counts in (sent, arriving)])
-    return Route(order[: sum(found.sizes())], tokens * top_k, top_k, found, plan)
+        order = _sort_slots(chosen, plan, tokens)
+    splits = Splits.from_counts(plan, *[_sum_by_slice(counts, plan) for counts in (sent, arriving)])
+    return Route(order[: sum(splits.chunk_sizes())], tokens * top_k, top_k, splits, plan)
 
 
-def _order(chosen: Tensor, plan: ChunkPlan, tokens: int) -> Tensor:
-    """Return slots in the order in which a plan sends them, ``[slots]``; those that go nowhere come last."""
-    place = chosen
-    if len(plan.groups) > 1:
-        place = positions_on(plan, chosen.device)[chosen.clamp(0, plan.experts - 1)]
-    place = place + _chunk(chosen, plan.chunks, tokens) * plan.experts
-    return place.masked_fill(chosen < 0, plan.chunks * plan.experts).argsort(stable=True)
+def _sort_slots(chosen: Tensor, plan: ChunkPlan, tokens: int) -> Tensor:
+    """Return slots in a plan's order of dispatch, ``[slots]``; dropped slots come last."""
+    position = chosen
+    if len(plan.expert_groups) > 1:
+        position = get_positions_on(plan, chosen.device)[chosen.clamp(0, plan.num_experts - 1)]
+    position = position + _token_slice(chosen, plan.token_chunks, tokens) * plan.num_experts
+    return position.masked_fill(chosen < 0, plan.token_chunks * plan.num_experts).argsort(stable=True)
 
 
-def _chunk(chosen: Tensor, chunks: int, tokens: int) -> Tensor | int:
-    """Return in which chunk each slot's token is."""
-    if chunks == 1 or not len(chosen):
+def _token_slice(chosen: Tensor, token_chunks: int, tokens: int) -> Tensor | int:
+    """Return the index of the slice that has each slot's token."""
+    if token_chunks == 1 or not len(chosen):
         return 0
-    return torch.arange(len(chosen), device=chosen.device) // (len(chosen) // tokens) * chunks // tokens
+    return torch.arange(len(chosen), device=chosen.device) // (len(chosen) // tokens) * token_chunks // tokens
 
 
-def _exchanged(chosen: Tensor, plans: Plans, tokens: int, lane: AllToAllTransport) -> tuple[Tensor, Tensor]:
-    """Return how many rows are sent to each rank, and come from it, ``[rank, chunk * local expert]``.
+def _exchange_counts(
+    chosen: Tensor, plans: PlanCandidates, tokens: int, transport: AllToAllTransport
+) -> tuple[Tensor, Tensor]:
+    """Return the numbers of rows to and from each rank, ``[rank, slice * local expert]``, on the host.
 
-    Behind that are two more columns: an expert that is none, or 0; and twice the rank's tokens, plus 1 if gradients are
+    Two more columns follow: an expert that does not exist, or 0; and twice the rank's tokens, plus 1 if gradients are
     on there.
     """
-    experts, world = plans.world * plans.local, plans.world
-    bins = plans.chunks * experts
-    of_expert = (chosen + _chunk(chosen, plans.chunks, tokens) * experts).masked_fill(chosen < 0, bins).clamp(max=bins)
+    experts, ep_size = plans.ep_size * plans.num_local_experts, plans.ep_size
+    bins = plans.token_chunks * experts
+    keys = chosen + _token_slice(chosen, plans.token_chunks, tokens) * experts
+    keys = keys.masked_fill(chosen < 0, bins).clamp(max=bins)
     counts = torch.zeros(bins + 1, dtype=torch.long, device=chosen.device)
-    counts.scatter_add_(0, of_expert, torch.ones_like(of_expert))
-    by_rank = counts[:bins].view(plans.chunks, world, plans.local).transpose(0, 1).reshape(world, -1)
-    facts = chosen.new_full((1,), 2 * tokens + torch.is_grad_enabled())
-    more = [fact.expand(world, 1) for fact in (_wrong(chosen, experts), facts)]  # all ranks are to raise
-    sent = torch.cat([by_rank, *more], dim=1)
+    counts.scatter_add_(0, keys, torch.ones_like(keys))
+    by_rank = counts[:bins].view(plans.token_chunks, ep_size, plans.num_local_experts).transpose(0, 1)
+    mode = chosen.new_full((1,), 2 * tokens + torch.is_grad_enabled())
+    # The invalid expert travels along so that all ranks raise.
+    more = [fact.expand(ep_size, 1) for fact in (_find_invalid_expert(chosen, experts), mode)]
+    sent = torch.cat([by_rank.reshape(ep_size, -1), *more], dim=1)
     arriving = torch.empty_like(sent)
-    lane.start(arriving, sent, [1] * world, [1] * world).wait()
-    here = torch.stack([sent, arriving]).cpu()
-    return here[0], here[1]
+    transport.start_transfer(arriving, sent, [1] * ep_size, [1] * ep_size).wait()
+    on_host = torch.stack([sent, arriving]).cpu()
+    return on_host[0], on_host[1]
 
 
-def _check(arriving: Tensor, plan: ChunkPlan) -> None:
+def _check_experts(arriving: Tensor, plan: ChunkPlan) -> None:
     for rank, expert in enumerate(arriving[:, -2].tolist()):
         if expert:
             raise ValueError(
-                f"rank {rank} of the group routes a token to expert {expert}, but {plan.world} ranks with "
-                f"{plan.local} experts each have {plan.experts}: route to 0 to {plan.experts - 1}, or {DROPPED} for "
-                "none"
+                f"rank {rank} of the group routes a token to expert {expert}, but {plan.ep_size} ranks with "
+                f"{plan.num_local_experts} experts each have {plan.num_experts}: route to 0 to {plan.num_experts - 1}, "
+                f"or {DROPPED} for none"
             )
 
 
-def _by_chunk(counts: Tensor, plan: ChunkPlan) -> list[list[list[int]]]:
-    """Return ``[rank][chunk of the plan][local expert]``."""
-    found: list[list[list[int]]] = counts[:, :-2].view(plan.world, plan.chunks, -1, plan.local).sum(dim=2).tolist()
+def _sum_by_slice(counts: Tensor, plan: ChunkPlan) -> list[list[list[int]]]:
+    """Return ``[rank][slice of the plan][local expert]``."""
+    by_slice = counts[:, :-2].view(plan.ep_size, plan.token_chunks, -1, plan.num_local_experts).sum(dim=2)
+    found: list[list[list[int]]] = by_slice.tolist()
     return found
 
 
-def _wrong(chosen: Tensor, experts: int) -> Tensor:
-    """Return an expert that is none, or 0 if all are some, as a tensor of one element."""
+def _find_invalid_expert(chosen: Tensor, experts: int) -> Tensor:
+    """Return an expert that does not exist, or 0 if all do, ``[1]``."""
     if not len(chosen):
         return chosen.new_zeros(1)
     low, high = chosen.aminmax()

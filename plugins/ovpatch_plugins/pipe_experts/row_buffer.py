@@ -1,4 +1,4 @@
-"""Rows of several parts in one memory, so that cutting and joining them copies nothing."""
+"""Rows of several chunks in one buffer, so that splitting and joining them copies nothing."""
 
 from __future__ import annotations
 
@@ -14,72 +14,72 @@ from ovpatch.overlap.data_parallel.grad_hooks import apply_function
 
 
 class RowBuffer:
-    """Memory for the rows of several parts, one behind the other; made when the first is asked for.
+    """Contiguous memory for the rows of several chunks; allocated at the first use.
 
     Args:
-        sizes: Rows of each part.
+        sizes: Rows of each chunk.
     """
 
     def __init__(self, sizes: Sequence[int]) -> None:
         self.sizes = list(sizes)
-        self._begins = [0, *itertools.accumulate(sizes)]
-        self._whole: Tensor | None = None
+        self._offsets = [0, *itertools.accumulate(sizes)]
+        self._memory: Tensor | None = None
 
-    def part(self, index: int, like: Tensor) -> Tensor:
-        """Return a part's memory, ``[sizes[index], h]``, of the features, dtype and device of a tensor."""
-        if self._whole is None:
-            self._whole = like.new_empty((self._begins[-1], *like.shape[1:]))
-        # Not a view to autograd, which minds that its neighbours are written into.
-        return self._whole[self._begins[index] : self._begins[index + 1]].data
+    def get_chunk(self, index: int, like: Tensor) -> Tensor:
+        """Return a chunk's memory, ``[sizes[index], h]``, with the features, dtype and device of ``like``."""
+        if self._memory is None:
+            self._memory = like.new_empty((self._offsets[-1], *like.shape[1:]))
+        # ``.data``: for autograd a view's version would change with every write to its neighbours.
+        return self._memory[self._offsets[index] : self._offsets[index + 1]].data
 
-    def joined(self, parts: Sequence[Tensor]) -> Tensor:
-        """Return the parts one behind the other, ``[sum(sizes), h]``: in this memory, if they are, else copied.
+    def join_chunks(self, chunks: Sequence[Tensor]) -> Tensor:
+        """Return the chunks as one tensor, ``[sum(sizes), h]``: this buffer if they lie in it, else a copy.
 
-        The memory is let go of; who asks for a part again gets another.
+        The buffer releases its memory; a later :meth:`get_chunk` allocates anew.
         """
-        whole, self._whole = self._whole, None
-        if whole is not None and all(self._holds(whole, i, part) for i, part in enumerate(parts)):
-            return whole
-        return torch.cat(list(parts))
+        memory, self._memory = self._memory, None
+        if memory is not None and all(self._holds(memory, i, chunk) for i, chunk in enumerate(chunks)):
+            return memory
+        return torch.cat(list(chunks))
 
-    def _holds(self, whole: Tensor, index: int, part: Tensor) -> bool:
-        row = whole.stride(0) * whole.element_size()
-        there = part.data_ptr() == whole.data_ptr() + self._begins[index] * row or not part.numel()
-        return there and part.dtype == whole.dtype and part.is_contiguous()
+    def _holds(self, memory: Tensor, index: int, chunk: Tensor) -> bool:
+        row_bytes = memory.stride(0) * memory.element_size()
+        in_place = chunk.data_ptr() == memory.data_ptr() + self._offsets[index] * row_bytes or not chunk.numel()
+        return in_place and chunk.dtype == memory.dtype and chunk.is_contiguous()
 
 
-def cut(rows: Tensor, gradient: RowBuffer) -> tuple[Tensor, ...]:
-    """Return rows in parts of the memory's sizes; their gradients are joined in the memory.
+def split_rows(rows: Tensor, grad_buffer: RowBuffer) -> tuple[Tensor, ...]:
+    """Return rows in chunks of the buffer's sizes; their gradients are joined in the buffer.
 
-    To autograd they are no views of each other's memory: one may be written into without another's being noticed.
+    The chunks are no views of each other to autograd: an in-place write to one leaves the others' versions alone.
     """
-    found: tuple[Tensor, ...] = apply_function(_Cut, gradient, rows)
-    return found
+    chunks: tuple[Tensor, ...] = apply_function(_Split, grad_buffer, rows)
+    return chunks
 
 
-def join(parts: Sequence[Tensor], memory: RowBuffer) -> Tensor:
-    """Return what :meth:`RowBuffer.joined` returns, differentiably."""
-    found: Tensor = apply_function(_Join, memory, *parts)
-    return found
+def join_rows(chunks: Sequence[Tensor], buffer: RowBuffer) -> Tensor:
+    """Return what :meth:`RowBuffer.join_chunks` returns, differentiably."""
+    rows: Tensor = apply_function(_Join, buffer, *chunks)
+    return rows
 
 
-class _Cut(torch.autograd.Function):
+class _Split(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, memory: RowBuffer, rows: Tensor) -> tuple[Tensor, ...]:
-        ctx.memory = memory
-        return tuple(part.data for part in rows.split(memory.sizes))
+    def forward(ctx: Any, buffer: RowBuffer, rows: Tensor) -> tuple[Tensor, ...]:
+        ctx.buffer = buffer
+        return tuple(chunk.data for chunk in rows.split(buffer.sizes))
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
-        return None, ctx.memory.joined(grads)
+        return None, ctx.buffer.join_chunks(grads)
 
 
 class _Join(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, memory: RowBuffer, *parts: Tensor) -> Tensor:
-        ctx.sizes = memory.sizes
-        return memory.joined(parts)
+    def forward(ctx: Any, buffer: RowBuffer, *chunks: Tensor) -> Tensor:
+        ctx.sizes = buffer.sizes
+        return buffer.join_chunks(chunks)
 
     @staticmethod
     @once_differentiable

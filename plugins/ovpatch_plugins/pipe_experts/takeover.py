@@ -1,8 +1,8 @@
 """The expert-parallel layers of transformers, computed by the feature.
 
-transformers hands the experts of a model with ``ep_size > 1`` to one of the implementations of a registry. Those that
-exchange tokens, ``all_to_all`` and in training ``auto``, all come by ``AllToAllEP``, which is computed here while the
-feature is on; ``ovpatch`` is an implementation of the registry's as well, for those who want to name it.
+transformers gives the experts of a model with ``ep_size > 1`` to an implementation of a registry. ``all_to_all`` and,
+in training, ``auto`` use ``AllToAllEP``, whose calls are computed here while the feature is on. ``ovpatch`` is
+registered as well, for scripts that name it.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from ovpatch.overlap.tensors.autocast import autocast_dtype
 from ovpatch_plugins.pipe_experts.config import STATE
-from ovpatch_plugins.pipe_experts.experts import Activation, Maker, Numbered
-from ovpatch_plugins.pipe_experts.layer import run, stacked
+from ovpatch_plugins.pipe_experts.experts import Activation, ExpertFactory, IndexedExperts
+from ovpatch_plugins.pipe_experts.layer import make_stacked_factory, run_layer
 from ovpatch_plugins.pipe_experts.report import COUNTERS
 
 NAME: Final = "ovpatch"
@@ -27,12 +27,12 @@ NAME: Final = "ovpatch"
 _STEPS: Final = ("_dispatch_tokens", "_combine_tokens")
 _READ: Final = ("ep_mesh", "tp_mesh", "num_local_experts", "experts_forward")
 
-# What computes two products of stacked weights in transformers, by implementation; others may compute more than that.
+# The functions of transformers that compute just two products of stacked weights, by implementation.
 _PLAIN: Final = {"grouped_mm": "grouped_mm_experts_forward", "batched_mm": "batched_mm_experts_forward"}
 
 
-def register() -> None:
-    """Make the feature one of the registry's implementations, where it has none of that name."""
+def register_implementation() -> None:
+    """Register ``ovpatch`` as an implementation, unless the registry has one of that name."""
     from transformers.distributed import expert_parallel
 
     registry: Any = expert_parallel.EPImplementationInterface
@@ -40,20 +40,20 @@ def register() -> None:
         registry.register(NAME, type("OvpatchEP", (expert_parallel.AllToAllEP,), {}))
 
 
-def is_stock(implementation: Any) -> bool:
-    """Tell whether an ``AllToAllEP`` sends tokens and brings them back as transformers' own does.
+def is_stock_implementation(implementation: Any) -> bool:
+    """Tell whether an ``AllToAllEP`` dispatches and combines tokens as transformers' own does.
 
-    One of a release that is built in another way, without what is read here, does not.
+    False also for a release whose class lacks the attributes that are read here.
     """
     from transformers.distributed.expert_parallel import AllToAllEP
 
     own = [getattr(AllToAllEP, name, None) for name in _STEPS]
-    found = [getattr(type(implementation), name, None) for name in _STEPS]
-    return None not in own and found == own and all(hasattr(implementation, name) for name in _READ)
+    methods = [getattr(type(implementation), name, None) for name in _STEPS]
+    return None not in own and methods == own and all(hasattr(implementation, name) for name in _READ)
 
 
-def compute(implementation: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-    """Do what ``AllToAllEP.__call__`` does.
+def compute_experts(implementation: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+    """Stand in for ``AllToAllEP.__call__``.
 
     Args:
         implementation: The ``AllToAllEP``.
@@ -64,10 +64,10 @@ def compute(implementation: Any, hidden_states: Tensor, top_k_index: Tensor, top
     mesh, tokens = implementation.tp_mesh, len(hidden_states)
     x, index, weights = hidden_states, top_k_index, top_k_weights
     if mesh.size() > 1:
-        x, index, weights = (_own(tensor, mesh) for tensor in (x, index, weights))
-    group, local = implementation.ep_mesh.get_group(), implementation.num_local_experts
-    dtype, maker = _maker(implementation, x)
-    out = run(x, index, weights, maker, local, group, STATE.how, dtype=dtype)
+        x, index, weights = (_shard_tokens(tensor, mesh) for tensor in (x, index, weights))
+    group, num_local_experts = implementation.ep_mesh.get_group(), implementation.num_local_experts
+    dtype, factory = _make_factory(implementation, x)
+    out = run_layer(x, index, weights, factory, num_local_experts, group, STATE.config, dtype=dtype)
     COUNTERS.taken_over += 1
     if mesh.size() == 1:
         return out
@@ -77,37 +77,37 @@ def compute(implementation: Any, hidden_states: Tensor, top_k_index: Tensor, top
     return whole
 
 
-def _own(tensor: Tensor, mesh: Any) -> Tensor:
-    """Return this rank's slice of what all ranks of a mesh hold; its gradient is gathered."""
-    cut = DTensor.from_local(tensor, mesh, [Replicate()], run_check=False).redistribute(mesh, [Shard(0)])
-    found: Tensor = cut.to_local()
-    return found
+def _shard_tokens(tensor: Tensor, mesh: Any) -> Tensor:
+    """Return this rank's shard of a tensor that the ranks of a mesh replicate; its gradient is all-gathered."""
+    sharded = DTensor.from_local(tensor, mesh, [Replicate()], run_check=False).redistribute(mesh, [Shard(0)])
+    local: Tensor = sharded.to_local()
+    return local
 
 
-def _maker(implementation: Any, x: Tensor) -> tuple[torch.dtype | None, Maker]:
-    """Return what makes the experts, and the dtype in which tokens are sent to them if it is not their own."""
+def _make_factory(implementation: Any, x: Tensor) -> tuple[torch.dtype | None, ExpertFactory]:
+    """Return the dtype of dispatched rows, None for that of the tokens, and the factory of the experts."""
     forward = implementation.experts_forward
     experts = getattr(forward, "__self__", None)
-    found = _stacked(experts, forward) if isinstance(experts, nn.Module) else None
-    if found is None:
+    stacked = _find_stacked_weights(experts, forward) if isinstance(experts, nn.Module) else None
+    if stacked is None:
         COUNTERS.library_experts += 1
-        return None, functools.partial(Numbered, function=functools.partial(_numbered, forward))
-    weights, activation, is_grouped = found
-    # Autocast knows no grouped product, which is computed in the dtype of its weights.
+        return None, functools.partial(IndexedExperts, function=functools.partial(_call_library_experts, forward))
+    weights, activation, is_grouped = stacked
+    # Autocast leaves grouped products alone: they are computed in the dtype of the weights.
     dtype = weights[0].dtype if is_grouped else autocast_dtype(x.device.type, x.dtype)
-    return dtype, stacked(weights, activation, dtype, STATE.how)
+    return dtype, make_stacked_factory(weights, activation, dtype, STATE.config)
 
 
-def _numbered(forward: Callable[..., Tensor], rows: Tensor, experts: Tensor) -> Tensor:
-    """Call transformers' experts as its own all-to-all does: one expert for each row, with weight 1."""
+def _call_library_experts(forward: Callable[..., Tensor], rows: Tensor, experts: Tensor) -> Tensor:
+    """Call transformers' experts as its own all-to-all does: one expert per row, with weight 1."""
     index = experts.unsqueeze(-1)
     return forward(rows, index, torch.ones_like(index, dtype=rows.dtype))
 
 
-def _stacked(experts: nn.Module, forward: Any) -> tuple[tuple[Tensor, Tensor], Activation, bool] | None:
-    """Return weights and activation of experts that are two products of stacked weights, or None.
+def _find_stacked_weights(experts: nn.Module, forward: Any) -> tuple[tuple[Tensor, Tensor], Activation, bool] | None:
+    """Return weights and activation of experts that are two products of stacked weights, and whether they are grouped.
 
-    And whether these are grouped ones. Anything that a script has put in the place of transformers' own says None.
+    None for any other experts, and where a script has replaced a function of transformers.
     """
     from transformers.integrations import moe
 
@@ -133,12 +133,12 @@ def _stacked(experts: nn.Module, forward: Any) -> tuple[tuple[Tensor, Tensor], A
 
 @functools.cache
 def _decorated_forward() -> Any:
-    """Return the code of the forward that transformers gives to classes of experts that have implementations."""
+    """Return the code of the forward that transformers gives to expert classes with implementations."""
     from transformers.integrations.moe import use_experts_implementation
 
-    wrapper = _nested(use_experts_implementation.__code__, "wrapper")
-    return None if wrapper is None else _nested(wrapper, "forward")
+    wrapper = _find_nested_code(use_experts_implementation.__code__, "wrapper")
+    return None if wrapper is None else _find_nested_code(wrapper, "forward")
 
 
-def _nested(code: CodeType, name: str) -> CodeType | None:
+def _find_nested_code(code: CodeType, name: str) -> CodeType | None:
     return next((one for one in code.co_consts if isinstance(one, CodeType) and one.co_name == name), None)

@@ -1,7 +1,7 @@
-"""Triton kernels that put tokens together from their rows; imported only where Triton is there.
+"""Triton kernels that sum a token's rows; imported only where Triton is installed.
 
-Each reads a row where it lies and writes its result once. torch's own operations spread the rows by token first, weight
-them in a second pass, and add them up in a third.
+Each kernel reads a row once and writes its result once. torch's own operations scatter the rows by token, weight them
+in a second pass, and sum them in a third.
 """
 
 from __future__ import annotations
@@ -11,18 +11,18 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-_BLOCK = 1024  # features that a program holds at a time
+_BLOCK = 1024  # features per program and pass
 
 
 @triton.jit
-def weighted_sum_kernel(rows, weights, place, out, features, K: tl.constexpr, BLOCK: tl.constexpr):
-    """Program (t, b): the features of block b of token t; without ``weights`` each counts once."""
+def weighted_sum_kernel(rows, weights, row_of_slot, out, features, K: tl.constexpr, BLOCK: tl.constexpr):
+    """Program (t, b): block b of the features of token t; without ``weights`` each row counts once."""
     token = tl.program_id(0)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = columns < features
     total = tl.zeros((BLOCK,), tl.float32)
     for slot in tl.static_range(K):
-        row = tl.load(place + token * K + slot)
+        row = tl.load(row_of_slot + token * K + slot)
         held = columns < tl.where(row >= 0, features, 0)
         value = tl.load(rows + row * features + columns, mask=held, other=0.0).to(tl.float32)
         if weights is not None:
@@ -32,10 +32,10 @@ def weighted_sum_kernel(rows, weights, place, out, features, K: tl.constexpr, BL
 
 
 @triton.jit
-def weighted_sum_back_kernel(
+def weighted_sum_backward_kernel(
     rows, weights, order, grad, drows, dweights, FEATURES: tl.constexpr, K: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """Program r: the gradients of row r and of its weight, of which ``drows`` or ``dweights`` may not be wanted."""
+    """Program r: the gradients of row r and of its weight; ``drows`` or ``dweights`` may be None."""
     row = tl.program_id(0).to(tl.int64)
     slot = tl.load(order + row)
     weight = tl.load(weights + slot).to(tl.float32)
@@ -52,30 +52,30 @@ def weighted_sum_back_kernel(
         tl.store(dweights + slot, tl.sum(dot, 0))
 
 
-def weighted_sum(rows: Tensor, weights: Tensor | None, place: Tensor, top_k: int, dtype: torch.dtype) -> Tensor:
+def weighted_sum(rows: Tensor, weights: Tensor | None, row_of_slot: Tensor, top_k: int, dtype: torch.dtype) -> Tensor:
     """Return each token's sum of its rows.
 
     Args:
         rows: ``[rows, h]``, contiguous.
-        weights: What each slot counts, ``[tokens, k]``, contiguous; 1 by default.
-        place: The row of each slot, ``[tokens * k]`` of int64; -1 for none.
+        weights: Weight of each slot, ``[tokens, k]``, contiguous; 1 by default.
+        row_of_slot: The row of each slot, ``[tokens * k]`` of int64; -1 for none.
         top_k: Slots of a token, k.
-        dtype: Of the result; sums are in float32.
+        dtype: Dtype of the result; sums are in float32.
 
     Returns:
         ``[tokens, h]``.
     """
     features = rows.shape[1]
-    out = rows.new_empty((len(place) // top_k, features), dtype=dtype)
+    out = rows.new_empty((len(row_of_slot) // top_k, features), dtype=dtype)
     if out.numel():
         grid = len(out), triton.cdiv(features, _BLOCK)
         with torch.cuda.device_of(rows):  # Triton launches on the current one
-            weighted_sum_kernel[grid](rows, weights, place, out, features, top_k, _BLOCK)
+            weighted_sum_kernel[grid](rows, weights, row_of_slot, out, features, top_k, _BLOCK)
     return out
 
 
-def weighted_sum_back(
-    rows: Tensor, weights: Tensor, order: Tensor, grad: Tensor, *, of_rows: bool, of_weights: bool
+def weighted_sum_backward(
+    rows: Tensor, weights: Tensor, order: Tensor, grad: Tensor, *, rows_grad: bool, weights_grad: bool
 ) -> tuple[Tensor | None, Tensor | None]:
     """Return the gradients of rows and of weights.
 
@@ -83,14 +83,14 @@ def weighted_sum_back(
         rows: ``[rows, h]``, contiguous.
         weights: ``[tokens, k]``, contiguous.
         order: The slot of each row, ``[rows]`` of int64.
-        grad: Of the sums, ``[tokens, h]``, contiguous.
-        of_rows: Whether that of rows is wanted.
-        of_weights: Whether that of weights is wanted.
+        grad: Gradient of the sums, ``[tokens, h]``, contiguous.
+        rows_grad: Whether the rows' gradient is needed.
+        weights_grad: Whether the weights' gradient is needed.
     """
-    drows = torch.empty_like(rows) if of_rows else None
-    dweights = torch.zeros_like(weights) if of_weights else None
-    if rows.numel() and (of_rows or of_weights):
+    drows = torch.empty_like(rows) if rows_grad else None
+    dweights = torch.zeros_like(weights) if weights_grad else None
+    if rows.numel() and (rows_grad or weights_grad):
         args = rows, weights, order, grad, drows, dweights, rows.shape[1], weights.shape[1], _BLOCK
         with torch.cuda.device_of(rows):
-            weighted_sum_back_kernel[(len(rows),)](*args)
+            weighted_sum_backward_kernel[(len(rows),)](*args)
     return drows, dweights

@@ -1,13 +1,4 @@
-"""Weight gradients that are computed while a part's rows are on their way back.
-
-[Note: weight gradients behind the launch] A product's backward computes the gradient of its rows, which others wait
-for, and leaves that of its weight to a node that is made just before the part's rows are waited for. So in backward
-that node runs right after their gradient's all-to-all was launched, and hides it. All parts of a layer add to one
-gradient per weight, which a node that is made before all parts hands on to autograd, once.
-
-[Note: sums of half precision] Where every part uses every weight, a gradient of half precision that is added up part by
-part is rounded in each, and errs by a quarter more after eight parts. It is added up in float32, and rounded once.
-"""
+"""Weight gradients that are computed while a chunk's rows are on their way back."""
 
 from __future__ import annotations
 
@@ -19,172 +10,180 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from ovpatch.overlap.data_parallel.grad_hooks import apply_function, executes
-from ovpatch_plugins.pipe_experts.grouped_gemm import Groups, add_weight_grads, grouped, grouped_back
+from ovpatch_plugins.pipe_experts.grouped_gemm import GroupSizes, accumulate_wgrad, grouped_dgrad, grouped_linear
 
 
 class DelayedWeightGrads:
     """The experts' weights in one call of a layer.
 
-    The graph must not refer to it, since it refers to the graph, and no garbage collector sees cycles through nodes.
+    [Note: delayed weight gradients] A product's backward computes the gradient of its rows, for which other ranks wait,
+    and defers that of its weight to a node made just before the chunk's rows are waited for. In backward that node runs
+    right after the launch of the gradient's all-to-all, and hides it. All chunks add to one gradient per weight; a node
+    made before all chunks hands it to autograd, once.
+
+    The graph must not refer to this object: it refers to the graph, and no garbage collector sees cycles through nodes.
 
     Args:
-        weights: ``[e, n, k]`` each, in the dtype in which is computed.
-        delays: Compute their gradients behind the launch of a part's all-to-all; else with those of the rows.
-        reused: Several parts use the same experts' weights; see [Note: sums of half precision].
+        weights: ``[e, n, k]`` each, in the dtype of the products.
+        delay_wgrad: Defer weight gradients behind the launch of a chunk's all-to-all.
+        reused: Several chunks use the same weights. A half-precision sum would be rounded in every chunk, so it is kept
+            in float32 and rounded once.
     """
 
-    def __init__(self, weights: Sequence[Tensor], *, delays: bool = True, reused: bool = False) -> None:
-        self._gradients = _Gradients(weights, delays, reused)
-        self._trained = [weight.requires_grad for weight in weights]
-        self._whole: tuple[Tensor, ...] = apply_function(_Collect, self._gradients, *weights)
-        self._part, self._of_part = 0, self._whole
+    def __init__(self, weights: Sequence[Tensor], *, delay_wgrad: bool = True, reused: bool = False) -> None:
+        self._grads = _WeightGrads(weights, delay_wgrad, reused)
+        self._requires_grad = [weight.requires_grad for weight in weights]
+        self._collected: tuple[Tensor, ...] = apply_function(_Collect, self._grads, *weights)
+        self._chunk, self._chunk_weights = 0, self._collected
 
     @property
-    def trained(self) -> bool:
+    def trains(self) -> bool:
         """Whether any weight needs a gradient."""
-        return any(self._trained)
+        return any(self._requires_grad)
 
-    def begin(self, part: int) -> None:
-        """Be told that a part's rows will be waited for next."""
-        self._part, self._of_part = part, apply_function(_Behind, self._gradients, part, *self._whole)
+    def prepare_chunk(self, chunk: int) -> None:
+        """Make the node of a chunk's deferred gradients; called before its rows are waited for."""
+        self._chunk, self._chunk_weights = chunk, apply_function(_Deferred, self._grads, chunk, *self._collected)
 
-    def product(self, which: int, x: Tensor, experts: range, groups: Groups) -> Tensor:
-        """Return each expert's rows times its weight, transposed: ``[rows, k]`` -> ``[rows, n]``.
+    def multiply_rows(self, index: int, x: Tensor, experts: range, groups: GroupSizes) -> Tensor:
+        """Return each expert's rows times its transposed weight: ``[rows, k]`` -> ``[rows, n]``.
 
         Args:
-            which: Which of the weights.
-            x: Rows, by expert.
-            experts: Whose rows.
-            groups: How many each has.
+            index: Index of the weight.
+            x: Rows by expert.
+            experts: The experts of the chunk.
+            groups: Number of rows of each.
         """
-        place = _Place(self._gradients, self._part, which, experts, groups, self._trained[which])
-        found: Tensor = apply_function(_Product, place, x, self._of_part[which])
-        return found
+        call = _Call(self._grads, self._chunk, index, experts, groups, self._requires_grad[index])
+        out: Tensor = apply_function(_GroupedLinear, call, x, self._chunk_weights[index])
+        return out
 
 
-class _Gradients:
-    """What backward knows of the weights: no tensor that has a graph."""
+class _WeightGrads:
+    """The backward's state of the weights; holds no tensor that has a graph."""
 
-    def __init__(self, weights: Sequence[Tensor], delays: bool, reused: bool) -> None:
-        self._delays = delays
-        self.totals = [_Total(weight, reused) for weight in weights]
-        self._task = -1
+    def __init__(self, weights: Sequence[Tensor], delay_wgrad: bool, reused: bool) -> None:
+        self._delay_wgrad = delay_wgrad
+        self.accumulators = [_Accumulator(weight, reused) for weight in weights]
+        self._graph_task = -1
         self._deferred: dict[int, list[Callable[[], None]]] = {}
 
-    def take(self, part: int, compute: Callable[[], None]) -> None:
-        """Compute a part of a weight's gradient, now or behind the launch."""
-        task = torch._C._current_graph_task_id()
-        if task != self._task:  # what is there is of a backward that an exception ended
-            self._task, self._deferred = task, {}
-            for total in self.totals:
-                total.clear()
-        if self._delays:
-            self._deferred.setdefault(part, []).append(compute)
+    def add_contribution(self, chunk: int, compute: Callable[[], None]) -> None:
+        """Compute a chunk's contribution to a weight's gradient, now or behind the launch."""
+        graph_task = torch._C._current_graph_task_id()
+        if graph_task != self._graph_task:  # the rest is of a backward that an exception ended
+            self._graph_task, self._deferred = graph_task, {}
+            for accumulator in self.accumulators:
+                accumulator.reset()
+        if self._delay_wgrad:
+            self._deferred.setdefault(chunk, []).append(compute)
         else:
             compute()
 
-    def compute_deferred(self, part: int) -> None:
-        """Compute what was left of a part."""
-        for compute in self._deferred.pop(part, ()):
+    def compute_deferred(self, chunk: int) -> None:
+        """Compute the deferred contributions of a chunk."""
+        for compute in self._deferred.pop(chunk, ()):
             compute()
 
 
-class _Place(NamedTuple):
-    """Where a product is in its layer."""
+class _Call(NamedTuple):
+    """One product of a layer."""
 
-    gradients: _Gradients
-    part: int
-    which: int
+    grads: _WeightGrads
+    chunk: int
+    weight_index: int
     experts: range
-    groups: Groups
-    trained: bool
+    groups: GroupSizes
+    requires_grad: bool
 
     @property
-    def here(self) -> slice:
-        """Which of the weight's experts."""
+    def expert_slice(self) -> slice:
+        """The chunk's experts in the weight."""
         return slice(self.experts.start, self.experts.stop)
 
 
-class _Total:
-    """The gradient of a weight, ``[e, n, k]``, to which parts add."""
+class _Accumulator:
+    """The gradient of a weight, ``[e, n, k]``, to which chunks add."""
 
     def __init__(self, like: Tensor, reused: bool) -> None:
         self._shape, self._dtype, self._device = like.shape, like.dtype, like.device
-        self._of_sums = torch.promote_types(like.dtype, torch.float32) if reused else like.dtype
-        self.clear()
+        self._sum_dtype = torch.promote_types(like.dtype, torch.float32) if reused else like.dtype
+        self.reset()
 
-    def clear(self) -> None:
+    def reset(self) -> None:
         self._sum: Tensor | None = None
         self._fresh = [True] * self._shape[0]
 
-    def add(self, grad: Tensor, x: Tensor, here: slice, groups: Groups) -> None:
-        fresh = self._fresh[here]
-        if self._sum is None and len(fresh) == len(self._fresh) and self._of_sums == self._dtype:
-            self._sum = add_weight_grads(None, grad, x, groups, fresh)
+    def add_product(self, grad: Tensor, x: Tensor, experts: slice, groups: GroupSizes) -> None:
+        fresh = self._fresh[experts]
+        if self._sum is None and len(fresh) == len(self._fresh) and self._sum_dtype == self._dtype:
+            self._sum = accumulate_wgrad(None, grad, x, groups, fresh)
         else:
             if self._sum is None:
-                self._sum = torch.empty(self._shape, dtype=self._of_sums, device=self._device)
-            add_weight_grads(self._sum[here], grad, x, groups, fresh)
-        self._fresh[here] = [False] * len(fresh)
+                self._sum = torch.empty(self._shape, dtype=self._sum_dtype, device=self._device)
+            accumulate_wgrad(self._sum[experts], grad, x, groups, fresh)
+        self._fresh[experts] = [False] * len(fresh)
 
-    def taken(self) -> Tensor | None:
-        """Return the gradient; None if nothing was added, zero for experts to which nothing was."""
-        found = self._sum
+    def pop_grad(self) -> Tensor | None:
+        """Return the gradient and reset; None if nothing was added, zero for experts without a contribution."""
+        total = self._sum
         for expert, is_fresh in enumerate(self._fresh):
-            if is_fresh and found is not None:
-                found[expert].zero_()
-        self.clear()
-        return None if found is None else found.to(self._dtype)
+            if is_fresh and total is not None:
+                total[expert].zero_()
+        self.reset()
+        return None if total is None else total.to(self._dtype)
 
 
 class _Collect(torch.autograd.Function):
-    """The weights; hands their gradients on."""
+    """The weights; hands their gradients to autograd."""
 
     @staticmethod
-    def forward(ctx: Any, gradients: _Gradients, *tensors: Tensor) -> tuple[Tensor, ...]:
-        ctx.gradients = gradients
+    def forward(ctx: Any, grads: _WeightGrads, *weights: Tensor) -> tuple[Tensor, ...]:
+        ctx.grads = grads
         ctx.set_materialize_grads(False)
-        return tuple(tensor.detach() for tensor in tensors)
+        return tuple(weight.detach() for weight in weights)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *_: Any) -> tuple[Any, ...]:
-        totals = zip(ctx.needs_input_grad[1:], ctx.gradients.totals, strict=True)
-        return None, *[total.taken() if needed else None for needed, total in totals]
+        accumulators = zip(ctx.needs_input_grad[1:], ctx.grads.accumulators, strict=True)
+        return None, *[accumulator.pop_grad() if needed else None for needed, accumulator in accumulators]
 
 
-class _Behind(torch.autograd.Function):
-    """The weights as one part uses them; computes what was left of their gradients."""
+class _Deferred(torch.autograd.Function):
+    """The weights as one chunk uses them; computes the chunk's deferred gradients."""
 
     @staticmethod
-    def forward(ctx: Any, gradients: _Gradients, part: int, *tensors: Tensor) -> tuple[Tensor, ...]:
-        ctx.gradients, ctx.part, ctx.count = gradients, part, len(tensors)
+    def forward(ctx: Any, grads: _WeightGrads, chunk: int, *weights: Tensor) -> tuple[Tensor, ...]:
+        ctx.grads, ctx.chunk, ctx.count = grads, chunk, len(weights)
         ctx.set_materialize_grads(False)
-        return tuple(tensor.detach() for tensor in tensors)
+        return tuple(weight.detach() for weight in weights)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *_: Any) -> tuple[Any, ...]:
-        ctx.gradients.compute_deferred(ctx.part)
+        ctx.grads.compute_deferred(ctx.chunk)
         return None, None, *[None] * ctx.count
 
 
-class _Product(torch.autograd.Function):
+class _GroupedLinear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, place: _Place, x: Tensor, weight: Tensor) -> Tensor:
-        ctx.place = place
-        ctx.save_for_backward(x if place.trained else None, weight if x.requires_grad else None)
-        return grouped(x, weight[place.here], place.groups)
+    def forward(ctx: Any, call: _Call, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.call = call
+        ctx.save_for_backward(x if call.requires_grad else None, weight if x.requires_grad else None)
+        return grouped_linear(x, weight[call.expert_slice], call.groups)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-        place: _Place = ctx.place
+        call: _Call = ctx.call
         x, weight = ctx.saved_tensors
-        grad, dx = grad.contiguous(), None
+        grad, dgrad = grad.contiguous(), None
         if weight is not None:
-            dx = grouped_back(grad, weight[place.here], place.groups)
+            dgrad = grouped_dgrad(grad, weight[call.expert_slice], call.groups)
         if x is not None and executes(ctx.next_functions[1][0]):
-            total = place.gradients.totals[place.which]
-            place.gradients.take(place.part, lambda: total.add(grad, x, place.here, place.groups))
-        return None, dx, None
+            accumulator = call.grads.accumulators[call.weight_index]
+            call.grads.add_contribution(
+                call.chunk, lambda: accumulator.add_product(grad, x, call.expert_slice, call.groups)
+            )
+        return None, dgrad, None

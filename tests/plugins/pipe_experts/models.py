@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from ovpatch_plugins.pipe_experts import experts
 from ovpatch_plugins.pipe_experts.config import MoEConfig
 from ovpatch_plugins.pipe_experts.experts import ACTIVATIONS
-from ovpatch_plugins.pipe_experts.layer import run, run_experts, run_grouped_experts
+from ovpatch_plugins.pipe_experts.layer import run_experts, run_grouped_experts, run_layer
 from ovpatch_plugins.pipe_experts.module import ExpertParallelFFN
-from ovpatch_plugins.pipe_experts.routing import drop_surplus
+from ovpatch_plugins.pipe_experts.routing import drop_over_capacity
 
 DOUBLE = torch.float64
 Record = dict[str, Any]
@@ -58,7 +58,7 @@ class Case:
     module: str = "stacked"
     steps: int = 2
     seed: int = 0
-    how: MoEConfig = field(default_factory=MoEConfig)
+    config: MoEConfig = field(default_factory=MoEConfig)
     sizes: tuple[int, int] = (6, 5)
 
     def tokens_of(self, rank: int) -> int:
@@ -111,7 +111,7 @@ class OneProcess(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         index, weights = self.case.routed(x, self.router)
         if self.case.capacity is not None:
-            index = drop_surplus(index, len(self.router), self.case.capacity)
+            index = drop_over_capacity(index, len(self.router), self.case.capacity)
         out = torch.zeros_like(x)
         for expert in range(len(self.router)):
             token, slot = torch.where(index == expert)
@@ -129,7 +129,7 @@ class Separate(nn.Module):
         self.experts = nn.ModuleList(_Expert(case.activation, a, b) for a, b in zip(up, down, strict=True))
 
     def forward(self, x: Tensor, index: Tensor, weights: Tensor) -> Tensor:
-        return run_experts(self.experts, x, index, weights, dist.group.WORLD, self.case.how)
+        return run_experts(self.experts, x, index, weights, dist.group.WORLD, self.case.config)
 
 
 class Lazy(Separate):
@@ -137,7 +137,7 @@ class Lazy(Separate):
 
     def forward(self, x: Tensor, index: Tensor, weights: Tensor) -> Tensor:
         lazy = [_Lazy(expert) for expert in self.experts]
-        return run_experts(lazy, x, index, weights, dist.group.WORLD, self.case.how)
+        return run_experts(lazy, x, index, weights, dist.group.WORLD, self.case.config)
 
 
 class _Lazy(nn.Module):
@@ -177,7 +177,7 @@ class Grouped(nn.Module):
         return torch.cat(parts)
 
     def forward(self, x: Tensor, index: Tensor, weights: Tensor) -> Tensor:
-        return run_grouped_experts(self.compute, self.case.local, x, index, weights, dist.group.WORLD, self.case.how)
+        return run_grouped_experts(self.compute, self.case.local, x, index, weights, dist.group.WORLD, self.case.config)
 
 
 class Numbered(nn.Module):
@@ -197,8 +197,8 @@ class Numbered(nn.Module):
         return out
 
     def forward(self, x: Tensor, index: Tensor, weights: Tensor) -> Tensor:
-        maker = functools.partial(experts.Numbered, function=self.compute)
-        return run(x, index, weights, maker, self.case.local, dist.group.WORLD, self.case.how)
+        factory = functools.partial(experts.IndexedExperts, function=self.compute)
+        return run_layer(x, index, weights, factory, self.case.local, dist.group.WORLD, self.case.config)
 
 
 KINDS: dict[str, Callable[[Case, Tensor, Tensor], nn.Module]] = {
@@ -231,7 +231,7 @@ class OverRanks(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         index, weights = self.case.routed(x, self.router)
         if self.case.capacity is not None:
-            index = drop_surplus(index, len(self.router), self.case.capacity)
+            index = drop_over_capacity(index, len(self.router), self.case.capacity)
         return self.layer(x, index, weights)
 
     def stacked(self, name: str, of: Callable[[nn.Parameter], Tensor | None]) -> Tensor | None:
@@ -257,7 +257,7 @@ class _Shared(nn.Module):
 
 
 def made_layer(case: Case, world: int) -> ExpertParallelFFN:
-    arguments = {"activation": case.activation, "how": case.how, "dtype": DOUBLE, "device": device()}
+    arguments = {"activation": case.activation, "config": case.config, "dtype": DOUBLE, "device": device()}
     return ExpertParallelFFN(*case.sizes, world * case.local, **arguments)
 
 

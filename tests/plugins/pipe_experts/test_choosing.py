@@ -15,38 +15,39 @@ from ovpatch.insight.equality import compare
 from ovpatch.overlap.autotune import report_lines
 from ovpatch.overlap.comm.group_state import drop_values
 from ovpatch_plugins.pipe_experts import autotune
-from ovpatch_plugins.pipe_experts.chunks import ChunkPlan, candidates, plan
+from ovpatch_plugins.pipe_experts.chunks import ChunkPlan, list_candidates, make_plan
 from ovpatch_plugins.pipe_experts.config import MoEConfig
 from ovpatch_plugins.pipe_experts.layer import expert_parallel_ffn
 from ovpatch_plugins.pipe_experts.report import COUNTERS
-from ovpatch_plugins.pipe_experts.routing import route
+from ovpatch_plugins.pipe_experts.routing import route_tokens
 from tests.plugins.pipe_experts.models import KINDS, Case, Record, expected, train
 from tests.plugins.pipe_experts.test_layer import reentrant
 from tests.support.races import NOWHERE, forced
 
 PLANS = ["none", "experts 2", "experts 4", "tokens 2", "tokens 4", "tokens 8"]
-CASE = Case(local=4, tokens=(160, 0, 37), steps=1, how=MoEConfig("auto"))
+CASE = Case(local=4, tokens=(160, 0, 37), steps=1, config=MoEConfig("auto"))
 
 
 def test_what_is_chosen_between():
-    assert list(candidates(2, 4)) == PLANS
-    assert list(candidates(2, 8))[:4] == ["none", "experts 2", "experts 4", "experts 8"]
-    assert list(candidates(2, 3))[:3] == ["none", "experts 2", "experts 3"]
-    assert list(candidates(2, 1)) == ["none", "tokens 2", "tokens 4", "tokens 8"]
-    assert list(candidates(2, 4, 3)) == ["none", "experts 3", "tokens 3"]
-    assert len(candidates(2, 4)["tokens 8"].parts) == 8
+    assert list(list_candidates(2, 4)) == PLANS
+    assert list(list_candidates(2, 8))[:4] == ["none", "experts 2", "experts 4", "experts 8"]
+    assert list(list_candidates(2, 3))[:3] == ["none", "experts 2", "experts 3"]
+    assert list(list_candidates(2, 1)) == ["none", "tokens 2", "tokens 4", "tokens 8"]
+    assert list(list_candidates(2, 4, 3)) == ["none", "experts 3", "tokens 3"]
+    assert len(list_candidates(2, 4)["tokens 8"].chunks) == 8
 
 
 class Finest:
     """Expects another plan than is chosen, of counts that are finer than that needs."""
 
     def __init__(self, wanted: ChunkPlan) -> None:
-        self.world, self.local, self.chunks, self.wanted = wanted.world, wanted.local, 8, wanted
-        self.expected = plan(wanted.world, wanted.local, "experts")
+        self.ep_size, self.num_local_experts = wanted.ep_size, wanted.num_local_experts
+        self.token_chunks, self.wanted = 8, wanted
+        self.expected = make_plan(wanted.ep_size, wanted.num_local_experts, "experts")
         self.symmetric = False
         self.told: list[tuple[int, bool]] = []
 
-    def chosen(self, group: dist.ProcessGroup, tokens: int, trains: bool) -> ChunkPlan:
+    def choose_plan(self, group: dist.ProcessGroup, tokens: int, trains: bool) -> ChunkPlan:
         self.told.append((tokens, trains))
         return self.wanted
 
@@ -55,12 +56,12 @@ def routed(tokens: list[int]) -> tuple[list[str], list[tuple[int, bool]]]:
     rank, wrong, told = dist.get_rank(), [], []
     generator = torch.Generator().manual_seed(rank)
     index = torch.randint(-1, 8, (tokens[rank], 3), generator=generator)
-    for name, wanted in candidates(2, 4).items():
+    for name, wanted in list_candidates(2, 4).items():
         plans = Finest(wanted)
         with torch.set_grad_enabled(rank == 0):
-            found, right = route(index, plans, dist.group.WORLD), route(index, wanted, dist.group.WORLD)
+            found, right = route_tokens(index, plans, dist.group.WORLD), route_tokens(index, wanted, dist.group.WORLD)
         told += plans.told
-        same = torch.equal(found.order, right.order) and found.counts == right.counts and found.plan == wanted
+        same = torch.equal(found.order, right.order) and found.splits == right.splits and found.plan == wanted
         wrong += [] if same else [name]
     return wrong, told
 
@@ -91,7 +92,7 @@ def check_all(ranks: Any, world: int, firsts: list[int], **kwargs: Any) -> None:
         for first, (found, won, parts) in zip(firsts, results, strict=True):
             compare(right[rank], found, floor=1e-10).assert_equal()
             assert won == [PLANS[first], PLANS[(first + 1) % len(PLANS)]], "forward; forward and backward"
-            assert parts == len(candidates(world, CASE.local)[won[1]].parts)
+            assert parts == len(list_candidates(world, CASE.local)[won[1]].chunks)
 
 
 @pytest.mark.parametrize(("world", "firsts"), [(2, [*range(len(PLANS))]), (3, [1, 3])])

@@ -44,7 +44,7 @@ class Model(nn.Module):
         )
         self.group, self.bombs = group, ""
         self.reentrant: bool | None = None  # the kind of checkpoint around the experts, if any
-        self.how: MoEConfig | None = None
+        self.config: MoEConfig | None = None
 
     def forward(self, x: torch.Tensor, closed: tuple[int, ...] = ()) -> torch.Tensor:
         h = self._bomb("late", torch.tanh(self.first(x)))
@@ -58,8 +58,8 @@ class Model(nn.Module):
         return self.last(self._bomb("early", h))
 
     def _mix(self, h: torch.Tensor, weights: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
-        if self.how is not None:
-            return run_experts(self.experts, h, chosen[:, None], weights[:, None], self.group, self.how)
+        if self.config is not None:
+            return run_experts(self.experts, h, chosen[:, None], weights[:, None], self.group, self.config)
         order = chosen.argsort(stable=True)
         counts = chosen.bincount(minlength=self.router.out_features)
         tokens = h[order]
@@ -177,7 +177,7 @@ def train(
     keep: bool = False,
     closed: bool = False,
     reentrant: bool | None = None,
-    how: MoEConfig | None = None,
+    config: MoEConfig | None = None,
     more: int = 0,
     **kw: Any,
 ) -> list[Any]:
@@ -187,7 +187,7 @@ def train(
     """
     setup = Setup(ep, **kw)
     _spoil(setup, more)
-    setup.model.reentrant, setup.model.how = reentrant, how
+    setup.model.reentrant, setup.model.config = reentrant, config
     optimizers = [torch.optim.SGD(model.parameters(), 0.3) for model in (setup.ddp, setup.reference)]
     records = []
     for step in range(4):
@@ -224,10 +224,10 @@ CASES: dict[str, dict[str, Any]] = {
     "in chunks, no_sync": {"chunked": True, "micro": 2, "keep": True},
     "in chunks, one too few, checkpoint": {"chunked": True, "more": -1, "reentrant": False, "closed": True},
     "in chunks, reentrant": {"chunked": True, "reentrant": True},
-    "in parts": {"how": MoEConfig("tokens", 3), "closed": True},
-    "in parts, no_sync": {"how": MoEConfig("experts"), "micro": 2, "keep": True},
-    "in parts, reentrant": {"how": MoEConfig("experts"), "reentrant": True},
-    "in parts, checkpoint": {"how": MoEConfig("tokens", 2), "reentrant": False},
+    "in parts": {"config": MoEConfig("tokens", 3), "closed": True},
+    "in parts, no_sync": {"config": MoEConfig("experts"), "micro": 2, "keep": True},
+    "in parts, reentrant": {"config": MoEConfig("experts"), "reentrant": True},
+    "in parts, checkpoint": {"config": MoEConfig("tokens", 2), "reentrant": False},
 }
 
 

@@ -32,13 +32,13 @@ def check(ranks: Any, case: Case) -> None:
 @pytest.mark.parametrize("how", test_layer.HOWS)
 def test_any_layer_may_be_cut(ranks, how):
     for case in test_layer.CASES.values():
-        check(ranks, dataclasses.replace(case, how=test_layer.HOWS[how]))
+        check(ranks, dataclasses.replace(case, config=test_layer.HOWS[how]))
 
 
 @pytest.mark.parametrize("frozen", test_layer.FROZEN)
 def test_what_is_frozen(ranks, frozen):
     for module in ("stacked", "numbered"):
-        check(ranks, Case(frozen=test_layer.FROZEN[frozen], module=module, tokens=(5, 0), how=MoEConfig("experts")))
+        check(ranks, Case(frozen=test_layer.FROZEN[frozen], module=module, tokens=(5, 0), config=MoEConfig("experts")))
 
 
 def on_gpu(function: Callable[..., Any], *args: Any) -> Any:
@@ -101,12 +101,12 @@ def test_bfloat16_is_hardly_farther_from_the_truth_than_one_expert_after_the_oth
                 assert error <= 1.25 * allowed + 1e-4, (how, name)
 
 
-def repeated(how: MoEConfig, times: int) -> bool:
+def repeated(config: MoEConfig, times: int) -> bool:
     """Whether a layer computes the same bits every time, whoever is late."""
-    first = wide(torch.bfloat16, how)
+    first = wide(torch.bfloat16, config)
     torch.manual_seed(dist.get_rank())
     return all(
-        all(torch.equal(first[name], value) for name, value in wide(torch.bfloat16, how, 0.002).items())
+        all(torch.equal(first[name], value) for name, value in wide(torch.bfloat16, config, 0.002).items())
         for _ in range(times)
     )
 

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 import ovpatch
 from ovpatch.insight.equality import Verdict, compare
 from ovpatch_plugins.pipe_experts.report import COUNTERS
-from ovpatch_plugins.pipe_experts.takeover import is_stock
+from ovpatch_plugins.pipe_experts.takeover import is_stock_implementation
 
 pytest.importorskip("transformers.distributed.expert_parallel", reason="needs transformers with expert parallelism")
 
@@ -238,7 +238,7 @@ def test_a_release_that_is_built_in_another_way_is_left_alone(monkeypatch, missi
         setattr(made, name, None)
     if missing.startswith("_"):
         monkeypatch.delattr(AllToAllEP, missing)
-    assert is_stock(made) == (not missing)
+    assert is_stock_implementation(made) == (not missing)
 
 
 def experts_alone(path: str) -> list[Record]:

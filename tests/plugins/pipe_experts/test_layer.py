@@ -64,20 +64,20 @@ def check(ranks, world: int, case: Case, **kwargs: object) -> None:
 @pytest.mark.parametrize("world", [2, 3, 4])
 @pytest.mark.parametrize("how", HOWS)
 def test_it_computes_what_one_process_does(ranks, world, how):
-    check(ranks, world, Case(how=HOWS[how], steps=3))
+    check(ranks, world, Case(config=HOWS[how], steps=3))
 
 
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("how", ["none", "experts", "2 chunks", "5 chunks"])
 def test_any_layer_may_be_cut(ranks, how, case):
-    check(ranks, 2, dataclasses.replace(CASES[case], how=HOWS[how]))
+    check(ranks, 2, dataclasses.replace(CASES[case], config=HOWS[how]))
 
 
 @pytest.mark.parametrize("module", ["stacked", *KINDS])
 def test_frozen_tokens_and_parts_without_rows_on_one_rank(ranks, module):
     for how in ("experts", "5 chunks"):
         for favourites in ((0,), (0, 3)):
-            case = Case(top_k=1, favourites=favourites, frozen=("x",), module=module, tokens=(3, 0), how=HOWS[how])
+            case = Case(top_k=1, favourites=favourites, frozen=("x",), module=module, tokens=(3, 0), config=HOWS[how])
             check(ranks, 2, case)
 
 
@@ -86,7 +86,7 @@ def test_frozen_tokens_and_parts_without_rows_on_one_rank(ranks, module):
 def test_what_is_frozen(ranks, frozen, module):
     tokens = (5, 0) if "without" in frozen else (7, 4)
     for how in ("experts", "2 chunks"):
-        check(ranks, 2, Case(frozen=FROZEN[frozen], module=module, tokens=tokens, how=HOWS[how]))
+        check(ranks, 2, Case(frozen=FROZEN[frozen], module=module, tokens=tokens, config=HOWS[how]))
 
 
 @pytest.mark.parametrize(
@@ -94,15 +94,15 @@ def test_what_is_frozen(ranks, frozen, module):
 )
 def test_ten_steps(ranks, world, local, top_k, favourites):
     for how in ("experts", "2 chunks"):
-        check(ranks, world, Case(local, top_k, favourites=favourites, steps=10, how=HOWS[how]))
+        check(ranks, world, Case(local, top_k, favourites=favourites, steps=10, config=HOWS[how]))
 
 
 @pytest.mark.parametrize("module", ["stacked", *KINDS])
 def test_groups_of_experts_leave_all_bits_as_they_are(ranks, module):
     for local in (2, 4):
         # Rows of 64 bytes: MKL rounds by where rows lie, on some processors, and behind others they lie elsewhere.
-        case = Case(local=local, module=module, how=HOWS["none"], sizes=(8, 8))
-        whole, cut = (ranks(2)(train, dataclasses.replace(case, how=how)) for how in (HOWS["none"], HOWS["experts"]))
+        case = Case(local=local, module=module, config=HOWS["none"], sizes=(8, 8))
+        whole, cut = (ranks(2)(train, dataclasses.replace(case, config=how)) for how in (HOWS["none"], HOWS["experts"]))
         compare(whole, cut).assert_bitwise()
 
 
@@ -132,7 +132,7 @@ def twice(model: nn.Module, x: Tensor) -> Tensor:
 def test_checkpoints_and_graphs_that_are_kept(ranks, forward):
     for module in ("stacked", "separate", "numbered"):
         for how in ("experts", "2 chunks"):
-            check(ranks, 2, Case(module=module, how=HOWS[how], tokens=(6, 0)), forward=forward)
+            check(ranks, 2, Case(module=module, config=HOWS[how], tokens=(6, 0)), forward=forward)
 
 
 @settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -145,7 +145,7 @@ def test_checkpoints_and_graphs_that_are_kept(ranks, forward):
     seed=st.integers(0, 1000),
 )
 def test_any_numbers_of_tokens(ranks, tokens, local, top_k, how, favourites, seed):
-    check(ranks, 2, Case(local, top_k, tuple(tokens), favourites, steps=1, seed=seed, how=HOWS[how]))
+    check(ranks, 2, Case(local, top_k, tuple(tokens), favourites, steps=1, seed=seed, config=HOWS[how]))
 
 
 def autocast_layer(activation: str, how: MoEConfig | None) -> dict[str, Any]:
@@ -187,13 +187,15 @@ def step_function() -> list[Any]:
     found: list[Any] = []
     for delay in (True, False):
         layer = ExpertParallelFFN(
-            4, 3, 2 * dist.get_world_size(), activation="relu", how=MoEConfig("experts", 0, delay)
+            4, 3, 2 * dist.get_world_size(), activation="relu", config=MoEConfig("experts", 0, delay)
         )
         x = torch.randn(6, 4, requires_grad=True)
         index = torch.arange(12).view(6, 2) % (2 * dist.get_world_size())
         group = dist.group.WORLD
         weights = (layer.up, layer.down)
-        out = expert_parallel_ffn(x, index, torch.ones(6, 2), weights, lambda h: (h > 0).to(h.dtype), group, layer.how)
+        out = expert_parallel_ffn(
+            x, index, torch.ones(6, 2), weights, lambda h: (h > 0).to(h.dtype), group, layer.config
+        )
         out.sum().backward()
         found += [layer.up.grad is None, layer.down.grad is None]
     return found

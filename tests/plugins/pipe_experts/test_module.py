@@ -23,7 +23,7 @@ TOKENS, HIDDEN = 6, 4
 
 def made(**kwargs: Any) -> ExpertParallelFFN:
     torch.manual_seed(dist.get_rank())
-    return ExpertParallelFFN(HIDDEN, 3, 2 * dist.get_world_size(), how=MoEConfig("experts"), **kwargs)
+    return ExpertParallelFFN(HIDDEN, 3, 2 * dist.get_world_size(), config=MoEConfig("experts"), **kwargs)
 
 
 def routing() -> tuple[Tensor, Tensor]:
@@ -157,9 +157,9 @@ def test_nothing_to_take_over_is_said(monkeypatch):
     report.COUNTERS.calls = report.COUNTERS.parts = report.COUNTERS.taken_over = 4
     (remark,) = plugin.ovpatch_remarks()
     assert "try cut=experts" in remark
-    monkeypatch.setattr(config.STATE, "how", MoEConfig("none"))
+    monkeypatch.setattr(config.STATE, "config", MoEConfig("none"))
     assert not plugin.ovpatch_remarks(), "as was said"
-    monkeypatch.setattr(config.STATE, "how", MoEConfig())
+    monkeypatch.setattr(config.STATE, "config", MoEConfig())
     report.COUNTERS.stacked_calls = 1
     assert not plugin.ovpatch_remarks()
     report.COUNTERS.library_experts = 3

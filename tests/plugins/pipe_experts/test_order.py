@@ -13,12 +13,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ovpatch_plugins.pipe_experts import exchange, experts, wgrad
+from ovpatch_plugins.pipe_experts import all_to_all, experts, wgrad
 from ovpatch_plugins.pipe_experts.config import MoEConfig
 from ovpatch_plugins.pipe_experts.experts import swiglu
 from ovpatch_plugins.pipe_experts.layer import expert_parallel_ffn, run_experts
 from ovpatch_plugins.pipe_experts.module import ExpertParallelFFN
-from ovpatch_plugins.pipe_experts.pipelined_forward import pipelined
+from ovpatch_plugins.pipe_experts.pipelined_forward import run_pipelined
 
 
 @contextlib.contextmanager
@@ -26,13 +26,13 @@ def recorded() -> Iterator[list[str]]:
     """Record what the feature launches, waits for and computes."""
     found: list[str] = []
     watched = [
-        (exchange._Transfer, "launch", "launch"),
-        (exchange._Transfer, "wait", "wait"),
-        (exchange._Transfer, "launch_back", "launch back"),
-        (exchange._Transfer, "wait_back", "wait back"),
-        (wgrad, "grouped", "product"),
-        (wgrad, "grouped_back", "input gradient"),
-        (wgrad, "add_weight_grads", "weight gradient"),
+        (all_to_all._Transfer, "start_forward", "launch"),
+        (all_to_all._Transfer, "wait_forward", "wait"),
+        (all_to_all._Transfer, "start_backward", "launch back"),
+        (all_to_all._Transfer, "wait_backward", "wait back"),
+        (wgrad, "grouped_linear", "product"),
+        (wgrad, "grouped_dgrad", "input gradient"),
+        (wgrad, "accumulate_wgrad", "weight gradient"),
     ]
     before = [(owner, name, getattr(owner, name)) for owner, name, _ in watched]
     for (owner, name, function), (_, _, said) in zip(before, watched, strict=True):
@@ -67,9 +67,9 @@ class Shared(torch.autograd.Function):
         return None, grad * 2
 
 
-def run(how: MoEConfig, frozen: bool = False) -> tuple[list[str], list[str]]:
+def run(config: MoEConfig, frozen: bool = False) -> tuple[list[str], list[str]]:
     world = dist.get_world_size()
-    layer = ExpertParallelFFN(4, 3, 2 * world, how=how, activation="relu")
+    layer = ExpertParallelFFN(4, 3, 2 * world, config=config, activation="relu")
     layer.requires_grad_(not frozen)
     x = torch.randn(6, 4, requires_grad=True)
     index = torch.arange(12).view(6, 2) % (2 * world)
@@ -115,7 +115,7 @@ def test_frozen_experts_have_no_weight_gradients(ranks):
 
 def for_the_input_alone() -> list[str]:
     world = dist.get_world_size()
-    layer = ExpertParallelFFN(4, 3, 2 * world, how=MoEConfig("experts", delay_wgrad=False))
+    layer = ExpertParallelFFN(4, 3, 2 * world, config=MoEConfig("experts", delay_wgrad=False))
     x = torch.randn(6, 4, requires_grad=True)
     out = layer(x, torch.arange(12).view(6, 2) % (2 * world), torch.rand(6, 2))
     with recorded() as found:
@@ -147,13 +147,13 @@ def of_own(count: int) -> list[str]:
         return rows * 3
 
     x = torch.ones(count, 2, requires_grad=True)
-    outs, other = pipelined(
+    outs, other = run_pipelined(
         lambda part: Under(f"there {part}", x[part]),
         compute,
         lambda part, rows: Under(f"back {part}", rows),
         count,
-        before=lambda part: found.append(f"before {part}"),
-        meanwhile=lambda: "other",
+        before_wait=lambda part: found.append(f"before {part}"),
+        shared_experts=lambda: "other",
     )
     assert other == "other"
     assert torch.equal(torch.stack(outs), x * 3)
@@ -172,7 +172,7 @@ def test_the_schedule_alone(count):
 
 def partly_frozen() -> list[str]:
     world = dist.get_world_size()
-    layer = ExpertParallelFFN(4, 3, 2 * world, how=MoEConfig("experts"))
+    layer = ExpertParallelFFN(4, 3, 2 * world, config=MoEConfig("experts"))
     layer.up.requires_grad_(False)
     x = torch.randn(6, 4, requires_grad=True)
     out = layer(x, torch.arange(12).view(6, 2) % (2 * world), torch.rand(6, 2))
@@ -189,7 +189,7 @@ def test_frozen_weights_cost_nothing(ranks):
 def ways_back(multi_stream: bool) -> list[bool]:
     """Over which communicators parts are sent: whether each is the layer's own group."""
     world, found, own = dist.get_world_size(), [], dist.group.WORLD
-    layer = ExpertParallelFFN(4, 3, 2 * world, how=MoEConfig("experts", multi_stream=multi_stream))
+    layer = ExpertParallelFFN(4, 3, 2 * world, config=MoEConfig("experts", multi_stream=multi_stream))
     before = dist.all_to_all_single
 
     def record(*args: Any, group: Any, **kwargs: Any) -> Any:
@@ -215,15 +215,15 @@ def left_alive(what: str) -> list[bool]:
     source = torch.randn(2, 6, 4, requires_grad=True)
     x, index = torch.randn(6, 4, requires_grad=True), torch.arange(12).view(6, 2) % (2 * world)
     made: list[Any] = []
-    before = wgrad._Gradients.__init__
+    before = wgrad._WeightGrads.__init__
 
     def note(self: Any, *args: Any) -> None:
         made.append(weakref.ref(self))
         before(self, *args)
 
-    wgrad._Gradients.__init__ = note  # type: ignore[method-assign]
+    wgrad._WeightGrads.__init__ = note  # type: ignore[method-assign]
     calls: list[int] = []
-    grads = wgrad.add_weight_grads
+    grads = wgrad.accumulate_wgrad
 
     def failing(*args: Any) -> Any:
         calls.append(1)
@@ -231,7 +231,7 @@ def left_alive(what: str) -> list[bool]:
             raise ValueError("on purpose")
         return grads(*args)
 
-    wgrad.add_weight_grads = failing
+    wgrad.accumulate_wgrad = failing
     try:
         up, down = source * 2, torch.randn(2, 4, 3, requires_grad=True)
         made.append(weakref.ref(up))
@@ -245,7 +245,7 @@ def left_alive(what: str) -> list[bool]:
                 out.sum().backward()
             torch.ones((), requires_grad=True).backward()  # until then the engine keeps what it had still to do
     finally:
-        wgrad._Gradients.__init__, wgrad.add_weight_grads = before, grads  # type: ignore[method-assign]
+        wgrad._WeightGrads.__init__, wgrad.accumulate_wgrad = before, grads  # type: ignore[method-assign]
     del out, up, down
     gc.collect()
     return [reference() is not None for reference in made]
@@ -261,10 +261,10 @@ def indifferent() -> Tensor | None:
     world, rank, group = dist.get_world_size(), dist.get_rank(), dist.group.WORLD
     sizes = [1] * world
     x = torch.full((2, world, 3), float(rank), requires_grad=True)
-    outs, _ = pipelined(
-        lambda part: exchange.all_to_all(x[part], sizes, sizes, group),
+    outs, _ = run_pipelined(
+        lambda part: all_to_all.start_all_to_all(x[part], sizes, sizes, group),
         lambda part, rows: rows * 2 if rank < world - 1 else torch.zeros_like(rows),
-        lambda part, rows: exchange.all_to_all(rows, sizes, sizes, group),
+        lambda part, rows: all_to_all.start_all_to_all(rows, sizes, sizes, group),
         2,
     )
     torch.stack(outs).sum().backward()
@@ -302,7 +302,7 @@ def test_experts_may_compute_in_place(ranks):
 
 def waited_for_twice() -> str:
     sizes = [1] * dist.get_world_size()
-    arriving = exchange.all_to_all(torch.ones(len(sizes), 2), sizes, sizes, dist.group.WORLD)
+    arriving = all_to_all.start_all_to_all(torch.ones(len(sizes), 2), sizes, sizes, dist.group.WORLD)
     arriving.wait()
     with pytest.raises(RuntimeError, match="keep what wait") as caught:
         arriving.wait()
@@ -317,7 +317,7 @@ def hooks_and_graphs() -> dict[str, Any]:
     """What hooks of weights that several parts use see; gradients for some alone; a second derivative."""
     world = dist.get_world_size()
     torch.manual_seed(dist.get_rank())
-    layer = ExpertParallelFFN(4, 3, 2 * world, how=MoEConfig("tokens", 3))
+    layer = ExpertParallelFFN(4, 3, 2 * world, config=MoEConfig("tokens", 3))
     fired: list[str] = []
     layer.up.register_hook(lambda grad: fired.append("hook"))
     layer.up.register_post_accumulate_grad_hook(lambda param: fired.append("accumulated"))
@@ -349,7 +349,7 @@ def interrupted() -> list[bool]:
     """An exception in the second part's backward, on all ranks, and then a step without one."""
     world = dist.get_world_size()
     torch.manual_seed(dist.get_rank())
-    layer = ExpertParallelFFN(4, 3, 2 * world, how=MoEConfig("tokens", 3))
+    layer = ExpertParallelFFN(4, 3, 2 * world, config=MoEConfig("tokens", 3))
     x = torch.randn(6, 4, requires_grad=True)
     index, top = torch.arange(12).view(6, 2) % (2 * world), torch.rand(6, 2)
 
@@ -368,12 +368,12 @@ def interrupted() -> list[bool]:
             raise ValueError("on purpose")
         return before(*args)
 
-    before = wgrad.add_weight_grads
-    wgrad.add_weight_grads = failing
+    before = wgrad.accumulate_wgrad
+    wgrad.accumulate_wgrad = failing
     out = layer(x, index, top).square().sum()
     with pytest.raises(ValueError, match="on purpose"):
         out.backward(retain_graph=True)
-    wgrad.add_weight_grads = before
+    wgrad.accumulate_wgrad = before
     layer.zero_grad()
     x.grad = None
     out.backward()  # through the graph that is left
@@ -389,6 +389,6 @@ def test_a_backward_that_raises(ranks):
 def test_transposed():
     sizes = [[1, 0, 2], [3, 1, 0]]
     rows = torch.arange(7).view(7, 1)
-    there = experts.transposed(rows, sizes)
+    there = experts.transpose_blocks(rows, sizes)
     assert there.flatten().tolist() == [0, 3, 4, 5, 6, 1, 2]
-    assert torch.equal(experts.transposed(there, [list(s) for s in zip(*sizes, strict=True)]), rows)
+    assert torch.equal(experts.transpose_blocks(there, [list(s) for s in zip(*sizes, strict=True)]), rows)

@@ -22,11 +22,11 @@ from ovpatch.insight.equality import compare
 from ovpatch.overlap.comm.group_state import drop_values
 from ovpatch.overlap.symm_mem import memory, support
 from ovpatch_plugins.pipe_experts import autotune, plugin, symm_all_to_all
-from ovpatch_plugins.pipe_experts.chunks import candidates
+from ovpatch_plugins.pipe_experts.chunks import list_candidates
 from ovpatch_plugins.pipe_experts.config import MoEConfig
 from ovpatch_plugins.pipe_experts.report import COUNTERS
 from ovpatch_plugins.pipe_experts.symm_all_to_all import SymmAllToAll
-from ovpatch_plugins.pipe_experts.triton_exchange import MOST, symm_all_to_all_kernel
+from ovpatch_plugins.pipe_experts.triton_exchange import MAX_CHANNELS, symm_all_to_all_kernel
 from tests.plugins.pipe_experts.models import Case, expected, train
 from tests.support.interpreter import allocate, interpreted
 from tests.support.races import NOWHERE, forced
@@ -56,13 +56,13 @@ def sent_and_right(table: list[list[int]], rank: int, width: int, dtype: torch.d
     return rows, torch.cat([drawn(source, rank, table[source][rank], width, dtype) for source in world])
 
 
-def wrong(lane: SymmAllToAll, table: list[list[int]], rank: int, width: int, dtype: torch.dtype) -> bool:
+def wrong(transport: SymmAllToAll, table: list[list[int]], rank: int, width: int, dtype: torch.dtype) -> bool:
     """Whether rows that are sent, and sent back, are not what they should be."""
     rows, right = sent_and_right(table, rank, width, dtype)
     sent, received = table[rank], [of[rank] for of in table]
     found, back = torch.full_like(right, 77), torch.full_like(rows, 77)
-    lane.start(found, rows, received, sent).wait()
-    lane.start(back, found, sent, received).wait()
+    transport.start_transfer(found, rows, received, sent).wait()
+    transport.start_transfer(back, found, sent, received).wait()
     return not torch.equal(found, right) or not torch.equal(back, rows)
 
 
@@ -74,14 +74,14 @@ def exchanged(delay: float) -> list[str]:
         group = dist.new_group(list(range(world)))
         if rank >= world:
             continue
-        lane = SymmAllToAll(group, CPU, **SMALL)
+        transport = SymmAllToAll(group, CPU, **SMALL)
         for table, (width, dtype) in zip(tables, itertools.cycle(WIDTHS)):
             time.sleep(delay * chance.random())
-            if wrong(lane, table, rank, width, dtype):
+            if wrong(transport, table, rank, width, dtype):
                 found.append(f"{world} ranks, {table}, {width} of {dtype}")
         if world == 2:
-            lane.channels = 1
-            found += ["one channel"] if wrong(lane, tables[-1], rank, 8, torch.float32) else []
+            transport.channels = 1
+            found += ["one channel"] if wrong(transport, tables[-1], rank, 8, torch.float32) else []
     return found
 
 
@@ -97,23 +97,23 @@ def allow() -> None:
 
 
 LAYERS = (
-    Case(local=2, how=MoEConfig("experts", exchange="symmetric"), tokens=(17, 0), steps=1),
+    Case(local=2, config=MoEConfig("experts", exchange="symmetric"), tokens=(17, 0), steps=1),
     Case(
         top_k=1,
         favourites=(1,),
         module="numbered",
-        how=MoEConfig("tokens", 2, exchange="symmetric"),
+        config=MoEConfig("tokens", 2, exchange="symmetric"),
         tokens=(9, 4),
         steps=1,
     ),
 )
-RACED = Case(local=1, top_k=1, how=MoEConfig("auto", 2, exchange="auto"), tokens=(8, 5), steps=1)
+RACED = Case(local=1, top_k=1, config=MoEConfig("auto", 2, exchange="auto"), tokens=(8, 5), steps=1)
 
 
 def trained(cases: tuple[Case, ...]) -> tuple[list[tuple[list[Any], int]], list[str]]:
     """What layers' training sees, and how many all-to-alls were over symmetric memory; who won races."""
     allow()
-    autotune.FEWEST_ROWS, found = 1, []
+    autotune.MIN_ROWS, found = 1, []
     with forced(2) as won:
         for case in cases:
             before = COUNTERS.symmetric
@@ -142,14 +142,14 @@ def test_it_may_win_a_race(monkeypatch):
 
 
 def test_what_is_chosen_between():
-    known = list(candidates(2, 4, 2))
-    assert list(candidates(2, 4, 2, "symmetric")) == [f"{name}, symmetric" for name in known]
-    both = candidates(2, 4, 2, "auto")
+    known = list(list_candidates(2, 4, 2))
+    assert list(list_candidates(2, 4, 2, "symmetric")) == [f"{name}, symmetric" for name in known]
+    both = list_candidates(2, 4, 2, "auto")
     assert list(both) == [*known, *(f"{name}, symmetric" for name in known)]
     assert [plan.symmetric for plan in both.values()] == [False] * 3 + [True] * 3
-    assert not MoEConfig("experts", exchange="auto").plan(2, 4).symmetric, "nothing is measured there"
+    assert not MoEConfig("experts", exchange="auto").make_plan(2, 4).symmetric, "nothing is measured there"
     with pytest.raises(ValueError, match="exchange='nccl': choose one of c10d, symmetric, auto"):
-        MoEConfig(exchange="nccl").plan(2, 4)
+        MoEConfig(exchange="nccl").make_plan(2, 4)
 
 
 def stood_down(why: str) -> tuple[int, list[str]]:
@@ -158,15 +158,15 @@ def stood_down(why: str) -> tuple[int, list[str]]:
     if why:
         support.objection = lambda group, device: ""
         memory.allocate = functools.partial(lacking, why)
-    case = Case(tokens=(5, 3), steps=1, how=MoEConfig("experts", exchange="symmetric"))
+    case = Case(tokens=(5, 3), steps=1, config=MoEConfig("experts", exchange="symmetric"))
     try:
-        ours, theirs = train(case), train(dataclasses.replace(case, how=MoEConfig("experts")))
+        ours, theirs = train(case), train(dataclasses.replace(case, config=MoEConfig("experts")))
     finally:
         support.objection, memory.allocate = objection, made
         drop_values(symm_all_to_all.SymmAllToAll)
     compare(theirs, ours).assert_bitwise()
     lines = [line for line in plugin.ovpatch_remarks() if "symmetric memory" in line]
-    symm_all_to_all._objections.clear()
+    symm_all_to_all._unsupported_reasons.clear()
     return COUNTERS.symmetric - before, lines
 
 
@@ -212,8 +212,8 @@ def test_rows_are_moved_by_16_bytes_where_they_can(aligned, tmp_path, monkeypatc
 
 
 def test_a_slot_holds_whole_blocks_and_a_ring_two_slots():
-    lane = inspect.signature(SymmAllToAll.__init__).parameters
+    transport = inspect.signature(SymmAllToAll.__init__).parameters
     for size, _ in symm_all_to_all._WORDS:
-        assert lane["slot"].default // size % lane["block"].default == 0
-    assert lane["depth"].default >= 2
-    assert lane["channels"].default <= MOST.value
+        assert transport["slot"].default // size % transport["block"].default == 0
+    assert transport["depth"].default >= 2
+    assert transport["channels"].default <= MAX_CHANNELS.value

@@ -18,7 +18,7 @@ from ovpatch_plugins.pipe_experts import symm_all_to_all
 from ovpatch_plugins.pipe_experts.config import MoEConfig
 from ovpatch_plugins.pipe_experts.module import ExpertParallelFFN
 from ovpatch_plugins.pipe_experts.report import COUNTERS
-from ovpatch_plugins.pipe_experts.symm_all_to_all import lane_of
+from ovpatch_plugins.pipe_experts.symm_all_to_all import get_transport
 from tests.plugins.pipe_experts import test_layer
 from tests.plugins.pipe_experts.models import Case, device, expected, train
 from tests.plugins.pipe_experts.test_gpu import wide
@@ -29,8 +29,8 @@ NCCL = {"backend": "nccl", "timeout": 120}
 HOWS = {"none": MoEConfig("none"), "experts": MoEConfig("experts"), "chunks": MoEConfig("tokens", 3, delay_wgrad=False)}
 
 
-def symmetric(how: MoEConfig) -> MoEConfig:
-    return dataclasses.replace(how, exchange="symmetric")
+def symmetric(config: MoEConfig) -> MoEConfig:
+    return dataclasses.replace(config, exchange="symmetric")
 
 
 def trained(cases: list[Case]) -> list[Any]:
@@ -44,7 +44,7 @@ def trained(cases: list[Case]) -> list[Any]:
 
 def test_any_layer(ranks, gpus):
     cases = [
-        dataclasses.replace(case, how=symmetric(how)) for case in test_layer.CASES.values() for how in HOWS.values()
+        dataclasses.replace(case, config=symmetric(how)) for case in test_layer.CASES.values() for how in HOWS.values()
     ]
     right = [expected(case, gpus) for case in cases]
     for rank, results in enumerate(ranks(gpus)(trained, cases, **NCCL)):
@@ -59,7 +59,7 @@ def differing(hows: list[MoEConfig]) -> list[str]:
     for how in hows:
         ours, theirs = wide(torch.bfloat16, symmetric(how)), wide(torch.bfloat16, how)
         found += [f"{how}: {name}" for name, value in theirs.items() if not torch.equal(ours[name], value)]
-    return found if not symm_all_to_all.objections() else symm_all_to_all.objections()
+    return found if not symm_all_to_all.list_unsupported_reasons() else symm_all_to_all.objections()
 
 
 def test_all_bits_are_those_of_nccl(ranks, gpus):
@@ -67,11 +67,11 @@ def test_all_bits_are_those_of_nccl(ranks, gpus):
     assert ranks(gpus)(differing, hows, **NCCL) == [[]] * gpus
 
 
-def repeated(how: MoEConfig, times: int) -> bool:
-    first = wide(torch.bfloat16, symmetric(how))
+def repeated(config: MoEConfig, times: int) -> bool:
+    first = wide(torch.bfloat16, symmetric(config))
     torch.manual_seed(dist.get_rank())
     for _ in range(times):
-        again = wide(torch.bfloat16, symmetric(how), 0.002)
+        again = wide(torch.bfloat16, symmetric(config), 0.002)
         if not all(torch.equal(first[name], value) for name, value in again.items()):
             return False
     return True
@@ -89,8 +89,8 @@ def late(rounds: int) -> int:
     """
     world, rank = dist.get_world_size(), dist.get_rank()
     alike, chance = random.Random(7), random.Random(rank)
-    lane = lane_of(dist.group.WORLD, device())
-    assert lane is not None, symm_all_to_all.objections()
+    transport = get_transport(dist.group.WORLD, device())
+    assert transport is not None, symm_all_to_all.list_unsupported_reasons()
     streams = [torch.cuda.Stream() for _ in range(2)]
     wrong = torch.zeros((), dtype=torch.int64, device=device())
     torch.cuda.synchronize()
@@ -104,10 +104,10 @@ def late(rounds: int) -> int:
             right = torch.cat([told(source, rank, count, width, dtype) for source, count in enumerate(received)])
             found, back = torch.empty_like(right), torch.empty_like(rows)
             torch.cuda._sleep(chance.randrange(200_000))
-            there = lane.start(found, rows, received, sent)
+            there = transport.start_transfer(found, rows, received, sent)
             time.sleep(chance.random() / 2000)
             there.wait()
-            lane.start(back, found, sent, received).wait()
+            transport.start_transfer(back, found, sent, received).wait()
             wrong += (found != right).sum() + (back != rows).sum()
     torch.cuda.synchronize()
     return int(wrong)
@@ -125,13 +125,13 @@ def test_late_ranks_and_streams_change_nothing(ranks, gpus):
 def unawaited() -> list[bool]:
     """Whether memory stays as it is that is taken while rows that nobody will wait for are still to come."""
     world, count = dist.get_world_size(), 4096
-    lane, found = lane_of(dist.group.WORLD, device()), []
-    assert lane is not None, symm_all_to_all.objections()
+    transport, found = get_transport(dist.group.WORLD, device()), []
+    assert transport is not None, symm_all_to_all.list_unsupported_reasons()
     for _ in range(5):
         rows = torch.ones(world * count, 512, device=device())
         into = torch.empty_like(rows)
         torch.cuda._sleep(50_000_000)
-        lane.start(into, rows, [count] * world, [count] * world)
+        transport.start_transfer(into, rows, [count] * world, [count] * world)
         del into, rows
         others = [torch.zeros(world * count, 512, device=device()) for _ in range(2)]
         torch.cuda.synchronize()
@@ -143,11 +143,11 @@ def test_rows_that_nobody_waits_for_overwrite_nothing(ranks, gpus):
     assert ranks(gpus)(unawaited, **NCCL) == [[True] * 5] * gpus
 
 
-def checkpointed(how: MoEConfig) -> list[Tensor]:
+def checkpointed(config: MoEConfig) -> list[Tensor]:
     """Two layers, each on a stream of its own, and each computed again in backward."""
     torch.manual_seed(dist.get_rank())
     world, dtype = dist.get_world_size(), torch.bfloat16
-    layers = [ExpertParallelFFN(64, 96, 4 * world, how=how, device=device(), dtype=dtype) for _ in range(2)]
+    layers = [ExpertParallelFFN(64, 96, 4 * world, config=config, device=device(), dtype=dtype) for _ in range(2)]
     x = torch.randn(300, 64, device=device(), dtype=dtype, requires_grad=True)
     index = torch.rand(300, 4 * world, device=device()).topk(2).indices
     weights = torch.rand(300, 2, device=device(), dtype=dtype)
@@ -164,8 +164,8 @@ def checkpointed(how: MoEConfig) -> list[Tensor]:
     return [tensor.cpu() for tensor in (*(out.detach() for out in outs), x.grad, *(param.grad for param in params))]
 
 
-def both(how: MoEConfig) -> list[bool]:
-    pairs = zip(checkpointed(symmetric(how)), checkpointed(how), strict=True)
+def both(config: MoEConfig) -> list[bool]:
+    pairs = zip(checkpointed(symmetric(config)), checkpointed(config), strict=True)
     return [torch.equal(ours, theirs) for ours, theirs in pairs]
 
 

@@ -1,0 +1,220 @@
+"""Split-phase, differentiable all-to-alls: the launch and the wait are separate calls, in forward and backward."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from ovpatch.overlap.comm.streams import profiler_label, profiler_span
+from ovpatch.overlap.comm.work import WorkGroup
+from ovpatch.overlap.data_parallel.grad_hooks import apply_function
+
+
+class AllToAllTransport(Protocol):
+    """Carries rows between the ranks of a group; all ranks start the same all-to-alls in the same order."""
+
+    def start_transfer(
+        self, output: Tensor, rows: Tensor, output_splits: Sequence[int], input_splits: Sequence[int]
+    ) -> WorkGroup:
+        """Start to send rows.
+
+        Args:
+            output: Memory for the received rows, by rank, ``[sum(output_splits), h]``, contiguous.
+            rows: ``[sum(input_splits), h]``, by destination rank, contiguous.
+            output_splits: Number of rows from each rank.
+            input_splits: Number of rows to each rank.
+
+        Returns:
+            The work to wait for.
+        """
+
+
+@dataclass(frozen=True)
+class CollectiveAllToAll:
+    """torch.distributed's own all-to-all.
+
+    Attributes:
+        group: The ranks.
+    """
+
+    group: dist.ProcessGroup
+
+    def start_transfer(
+        self, output: Tensor, rows: Tensor, output_splits: Sequence[int], input_splits: Sequence[int]
+    ) -> WorkGroup:
+        """See :meth:`AllToAllTransport.start_transfer`."""
+        with profiler_span(profiler_label("pipe_experts", "all_to_all")):
+            work = dist.all_to_all_single(
+                output, rows, list(output_splits), list(input_splits), group=self.group, async_op=True
+            )
+        return WorkGroup((work,), (rows,))
+
+
+Allocator = Callable[[Tensor], Tensor]
+"""Returns memory for received rows, ``[n, h]``, of the dtype and device of a tensor."""
+
+
+def start_all_to_all(
+    rows: Tensor,
+    input_splits: Sequence[int],
+    output_splits: Sequence[int],
+    group: dist.ProcessGroup,
+    *,
+    allocate: Allocator | None = None,
+    allocate_grad: Allocator | None = None,
+) -> PendingRows:
+    """Start to send rows to the ranks of a group.
+
+    Args:
+        rows: ``[sum(input_splits), h]``, by destination rank.
+        input_splits: Number of rows to each rank.
+        output_splits: Number of rows from each rank; they are returned by rank.
+        group: The ranks.
+        allocate: Returns memory for the received rows; fresh memory by default.
+        allocate_grad: Returns memory for the gradient of ``rows``.
+
+    Returns:
+        The rows to wait for.
+    """
+    transport = CollectiveAllToAll(group)
+    return send_rows(rows, input_splits, output_splits, transport, allocate=allocate, allocate_grad=allocate_grad)
+
+
+def send_rows(
+    rows: Tensor,
+    input_splits: Sequence[int],
+    output_splits: Sequence[int],
+    transport: AllToAllTransport,
+    *,
+    allocate: Allocator | None = None,
+    allocate_grad: Allocator | None = None,
+) -> PendingRows:
+    """Do what :func:`start_all_to_all` does, over a transport in both directions."""
+    transfer = _Transfer(transport, list(input_splits), list(output_splits), allocate, allocate_grad)
+    return PendingRows(transfer, apply_function(_Launch, transfer, rows))
+
+
+class PendingRows:
+    """Rows of an all-to-all that is in flight.
+
+    [Note: launch and wait are nodes] An all-to-all is two nodes of the autograd graph: the launch and the wait. In
+    backward the wait's node launches the reverse all-to-all, and the launch's node waits for it. What is computed
+    between the two hides the communication, in both directions. The engine runs ready nodes in the reverse order of
+    their creation, so backward mirrors the order of calls in forward, on all ranks alike. There is no nested backward:
+    a weight that several chunks use has one gradient, hooks fire once, and checkpointing sees an ordinary graph.
+    """
+
+    def __init__(self, transfer: _Transfer, rows: Tensor) -> None:
+        self._transfer = transfer
+        self._rows: Tensor | None = rows
+
+    def wait(self) -> Tensor:
+        """Return the rows, ``[sum(output_splits), h]``.
+
+        Raises:
+            RuntimeError: They have been returned before.
+        """
+        rows, self._rows = self._rows, None  # the caller may free them from here on
+        if rows is None:
+            raise RuntimeError("these rows have been waited for: keep what wait() returned the first time")
+        received: Tensor = apply_function(_Wait, self._transfer, rows)
+        return received
+
+
+class _Transfer:
+    """The state that the two nodes of an all-to-all share."""
+
+    def __init__(
+        self,
+        transport: AllToAllTransport,
+        input_splits: list[int],
+        output_splits: list[int],
+        allocate: Allocator | None,
+        allocate_grad: Allocator | None,
+    ) -> None:
+        self._transport, self._input_splits, self._output_splits = transport, input_splits, output_splits
+        self._allocate, self._allocate_grad = allocate, allocate_grad
+        self._forward = WorkGroup(())
+        self._backward: tuple[Tensor, WorkGroup] | None = None
+
+    def start_forward(self, rows: Tensor) -> Tensor:
+        """Start; return the memory that will hold the received rows."""
+        received, self._forward = self._start(rows, self._input_splits, self._output_splits, self._allocate)
+        return received.data
+
+    def wait_forward(self) -> None:
+        """Make the current stream (the host, without streams) wait for the rows."""
+        self._forward.wait()
+
+    def start_backward(self, grad: Tensor) -> None:
+        """Start to send the gradient of the received rows back."""
+        self._backward = self._start(grad, self._output_splits, self._input_splits, self._allocate_grad)
+
+    def wait_backward(self) -> Tensor:
+        """Return the gradient of the rows that were sent."""
+        assert self._backward is not None, "the wait's node runs before the launch's"
+        (grad, work), self._backward = self._backward, None
+        work.wait()
+        return grad
+
+    def _start(
+        self, rows: Tensor, input_splits: list[int], output_splits: list[int], allocate: Allocator | None
+    ) -> tuple[Tensor, WorkGroup]:
+        # Without a graph: a backend's thread may hold both tensors longer than this call.
+        rows = rows.data.contiguous()
+        output = rows.new_empty((sum(output_splits), *rows.shape[1:])) if allocate is None else allocate(rows)
+        return output, self._transport.start_transfer(output, rows, output_splits, input_splits)
+
+
+class _Launch(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, transfer: _Transfer, rows: Tensor) -> Tensor:
+        ctx.transfer = transfer
+        ctx.set_materialize_grads(False)
+        return transfer.start_forward(rows)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        return None, ctx.transfer.wait_backward()
+
+
+class _Wait(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, transfer: _Transfer, rows: Tensor) -> Tensor:
+        ctx.transfer = transfer
+        transfer.wait_forward()
+        return rows.data  # not a view: experts may compute in place
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        ctx.transfer.start_backward(grad)
+        return None, grad  # a stand-in: the launch's node takes the real gradient from the transfer
+
+
+class _DependOn(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, *others: Tensor) -> Tensor:
+        ctx.count = len(others)
+        return rows.data
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        return grad, *[None] * ctx.count
+
+
+def depend_on(rows: Tensor, *others: Tensor) -> Tensor:
+    """Return rows that depend on other tensors in the graph, though not in value.
+
+    A rank whose chunk is empty may compute its rows without reading what arrived. Its backward still has to launch the
+    other ranks' collectives.
+    """
+    dependent: Tensor = apply_function(_DependOn, rows, *others)
+    return dependent
