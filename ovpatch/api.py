@@ -43,7 +43,7 @@ def apply(*features: str, options: Mapping[str, Mapping[str, Any]] | None = None
     """
     _import_torch()
     report = session.apply(features, options, strict)
-    worker_reports.report_in(session.report)
+    worker_reports.start_reporting(session.report)
     return report
 
 
@@ -63,7 +63,7 @@ def applied(
     """
     _import_torch()
     with session.applied(features, options, strict) as report:
-        worker_reports.report_in(session.report)
+        worker_reports.start_reporting(session.report)
         yield report
 
 

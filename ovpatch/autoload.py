@@ -48,7 +48,7 @@ def _apply() -> None:
         from ovpatch.session import worker_reports
         from ovpatch.settings import settings
 
-        if settings.read().auto and worker_reports.role() != "launcher":
+        if settings.read_environment().auto and worker_reports.get_process_role() != "launcher":
             from ovpatch import api
 
             api.apply()
@@ -60,7 +60,7 @@ def _observe() -> None:
     try:
         from ovpatch.session import orders
 
-        orders.begin()
+        orders.follow_orders()
     except Exception as error:  # noqa: BLE001  # as above
         _complain(f"this process is not observed: {_describe(error)}", record=True)
 
@@ -75,8 +75,8 @@ def _complain(message: str, *, record: bool = False) -> None:
         from ovpatch import logs
         from ovpatch.session import worker_reports
 
-        logs.complain(message)
+        logs.log_visibly(message)
         if record:
-            worker_reports.report_failure(message)
+            worker_reports.write_failure(message)
     except Exception:  # noqa: BLE001  # nothing is left to report it to
         pass

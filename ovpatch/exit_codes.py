@@ -37,7 +37,7 @@ class ExitCode(IntEnum):
         return member
 
 
-def exit_code_of(error: BaseException) -> ExitCode | None:
+def get_exit_code(error: BaseException) -> ExitCode | None:
     """Return the code that an error ends a subcommand with; None for a defect of ours, which shows its traceback."""
     code = getattr(error, "exit_code", None)
     if isinstance(code, ExitCode):

@@ -31,7 +31,7 @@ def stderr_handler() -> logging.Handler:
     return handler
 
 
-def listen(level: str) -> None:
+def log_to_stderr(level: str) -> None:
     """Send records from ``level`` on to stderr, once; an empty level does nothing."""
     if not level:
         return
@@ -40,7 +40,7 @@ def listen(level: str) -> None:
     logger.setLevel(level.upper())
 
 
-def complain(message: str, level: int = logging.ERROR) -> None:
+def log_visibly(message: str, level: int = logging.ERROR) -> None:
     """Log what must be seen even when nobody has set up logging yet, as during ``import torch``."""
     heard = any(not isinstance(handler, logging.NullHandler) for handler in logger.handlers)
     if heard or logging.getLogger().handlers:

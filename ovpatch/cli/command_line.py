@@ -25,7 +25,7 @@ def add_timeout(parser: argparse.ArgumentParser) -> None:
     """Declare ``--timeout``, in seconds."""
     parser.add_argument(
         "--timeout",
-        type=positive,
+        type=parse_positive,
         default=600.0,
         metavar="S",
         help="seconds without a step, after which a run counts as hung and is ended (600)",
@@ -37,12 +37,12 @@ def add_command(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("command", nargs=argparse.REMAINDER, help="-- and the command, for example: torchrun train.py")
 
 
-def command_of(words: Sequence[str]) -> list[str]:
+def get_command(words: Sequence[str]) -> list[str]:
     """Return the command among the words that are left, without the two dashes before it."""
     return list(words[1:] if words[:1] == ["--"] else words)
 
 
-def positive(text: str) -> float:
+def parse_positive(text: str) -> float:
     """Parse a finite number above 0."""
     value = float(text)
     if not 0 < value < float("inf"):
@@ -50,7 +50,7 @@ def positive(text: str) -> float:
     return value
 
 
-def at_least(least: int) -> Callable[[str], int]:
+def make_int_parser(least: int) -> Callable[[str], int]:
     """Return a parser of whole numbers from ``least`` on."""
 
     def parse(text: str) -> int:
@@ -62,7 +62,7 @@ def at_least(least: int) -> Callable[[str], int]:
     return parse
 
 
-def environment_of(features: str | None) -> dict[str, str]:
+def make_environment(features: str | None) -> dict[str, str]:
     """Return the environment of the command, patched.
 
     Args:
@@ -105,7 +105,7 @@ def check_settings(environment: Mapping[str, str]) -> None:
     """
     from ovpatch.session.session import Session
 
-    Session().plan(environ=environment, ask_machine=False).check()
+    Session().plan(environ=environment, ask_machine=False).check_requests()
 
 
 def check_comparable(environment: Mapping[str, str]) -> None:
@@ -114,13 +114,13 @@ def check_comparable(environment: Mapping[str, str]) -> None:
     Raises:
         ovpatch.SettingsError: ``OVPATCH`` turns everything off.
     """
-    if settings.read(environment).selection.kind == "nothing":
+    if settings.read_environment(environment).selection.kind == "nothing":
         raise SettingsError("OVPATCH turns everything off, so there is nothing to compare. Unset it.")
 
 
 def warn_of_near_misses(environment: Mapping[str, str], say: Callable[[str], None]) -> None:
     """Say which variables look like misspelt ones of ours, which would do nothing in silence."""
-    for text in settings.near_misses(environment):
+    for text in settings.find_near_misses(environment):
         say(text)
 
 
@@ -156,7 +156,7 @@ def check_folder(out: Path | None) -> None:
 
 
 @contextmanager
-def folder(out: Path | None) -> Iterator[Path]:
+def open_folder(out: Path | None) -> Iterator[Path]:
     """Yield the folder of results, or one that is gone afterwards."""
     if out is not None:
         out.mkdir(parents=True, exist_ok=True)

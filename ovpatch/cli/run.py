@@ -18,7 +18,7 @@ from ovpatch.cli import command_line
 from ovpatch.exit_codes import ExitCode
 from ovpatch.insight import launch
 from ovpatch.session import worker_reports
-from ovpatch.session.report import IDLE, did_work, table_of, wants_colour
+from ovpatch.session.report import IDLE, did_work, format_report, wants_colour
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -32,8 +32,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def main(arguments: argparse.Namespace) -> int:
     """Run the command; return its exit code, or 1 if it succeeded without being patched."""
-    command = command_line.command_of(arguments.command)
-    environment = command_line.environment_of(arguments.features)
+    command = command_line.get_command(arguments.command)
+    environment = command_line.make_environment(arguments.features)
     command_line.check_file(arguments.report, "--report")
     command_line.check_settings(environment)
     command_line.check_command(command)
@@ -63,10 +63,13 @@ def _run(command: list[str], environment: Mapping[str, str], directory: Path) ->
 
 def _conclude(code: int, directory: Path, file: Path | None) -> int:
     """Merge what the workers reported, write and show it, and return the exit code."""
-    failures, reports = worker_reports.read_all(directory, "failed"), worker_reports.read_all(directory, "worker")
-    merged = worker_reports.merge(reports) if reports else None
+    failures, reports = (
+        worker_reports.read_reports(directory, "failed"),
+        worker_reports.read_reports(directory, "worker"),
+    )
+    merged = worker_reports.merge_reports(reports) if reports else None
     if merged is not None:
-        _say(f"{len(reports)} process(es) reported\n{table_of(merged, colour=wants_colour(sys.stderr))}")
+        _say(f"{len(reports)} process(es) reported\n{format_report(merged, colour=wants_colour(sys.stderr))}")
         if not _did_anything(merged):
             _say(_NOTHING)
     if file is not None:

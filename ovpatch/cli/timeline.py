@@ -17,7 +17,7 @@ from ovpatch.exit_codes import ExitCode
 from ovpatch.insight.timeline.output import Output
 from ovpatch.insight.timeline.recording import Recording, collect
 from ovpatch.insight.timeline.trace import TraceError
-from ovpatch.session.report import table_of, wants_colour
+from ovpatch.session.report import format_report, wants_colour
 from ovpatch.settings import settings
 from ovpatch.settings.settings import SettingsError
 
@@ -132,7 +132,7 @@ def _record(
     """Run each arm and read what it left; an arm that fails is still shown as far as it got."""
     from ovpatch.insight import arms
 
-    command = command_line.command_of(arguments.rest)
+    command = command_line.get_command(arguments.rest)
     wanted = _wanted(arguments)
     arms.check_autoload()
     chosen = _arms(arguments, wanted)
@@ -174,10 +174,10 @@ def _arms(arguments: argparse.Namespace, wanted: range) -> list[Arm]:
         "operators": arguments.operators,
     }
     patched = Arm("patched", arguments.features, details)
-    environment = command_line.environment_of(arguments.features)
+    environment = command_line.make_environment(arguments.features)
     command_line.check_settings(environment)
     command_line.warn_of_near_misses(environment, _say)
-    off = settings.read(environment).selection.kind == "nothing"
+    off = settings.read_environment(environment).selection.kind == "nothing"
     if off and arguments.compare:
         raise SettingsError("--compare with OVPATCH=0 would compare stock with stock. Unset OVPATCH.")
     if off:
@@ -188,7 +188,7 @@ def _arms(arguments: argparse.Namespace, wanted: range) -> list[Arm]:
 def _judge(outcome: Outcome) -> int:
     """Say what ovpatch did in an arm, and what went wrong with it; return the exit code it makes."""
     if outcome.arm.patched and outcome.report is not None:
-        _say(f"{outcome.arm.name}:\n{table_of(outcome.report, colour=wants_colour(sys.stderr))}")
+        _say(f"{outcome.arm.name}:\n{format_report(outcome.report, colour=wants_colour(sys.stderr))}")
     for failure in outcome.failures:
         _say(f"{outcome.arm.name}: process {failure['pid']} (rank {failure['rank']}): {failure['error']}")
     if outcome.timed_out:

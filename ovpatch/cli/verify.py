@@ -28,7 +28,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add(
         "--steps",
         metavar="N",
-        type=command_line.at_least(1),
+        type=command_line.make_int_parser(1),
         default=5,
         help="end each run after N optimizer steps (5)",
     )
@@ -43,9 +43,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def main(arguments: argparse.Namespace) -> int:
     """Verify the command; return the code of the verdict."""
-    arguments.command = command_line.command_of(arguments.command)
+    arguments.command = command_line.get_command(arguments.command)
     _check(arguments)
-    with command_line.folder(arguments.out) as folder:
+    with command_line.open_folder(arguments.out) as folder:
         result = _verify(arguments, folder)
         return _conclude(result, arguments)
 
@@ -61,7 +61,7 @@ def _check(arguments: argparse.Namespace) -> None:
     from ovpatch.insight import arms
 
     arms.check_autoload()
-    environment = command_line.environment_of(arguments.features)
+    environment = command_line.make_environment(arguments.features)
     command_line.check_settings(environment)
     command_line.check_comparable(environment)
     command_line.warn_of_near_misses(environment, _say)

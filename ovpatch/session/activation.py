@@ -15,7 +15,7 @@ from ovpatch.patching import (
     PatchStatus,
     TargetNotFoundError,
 )
-from ovpatch.session.plan import PLANNED, Entry, FeatureError, Plan, in_order
+from ovpatch.session.plan import PLANNED, FeatureError, FeaturePlan, FeatureRecord, sort_by_requirements
 from ovpatch.session.plugins import PluginError, Plugins
 from ovpatch.settings import options as opts
 
@@ -43,7 +43,7 @@ def _checked(name: str, install: Any) -> Any:
     return checked_install
 
 
-class Engine:
+class ActiveFeatures:
     """The features that are on, and the patch manager below them. The session's lock guards it.
 
     Attributes:
@@ -53,7 +53,7 @@ class Engine:
 
     def __init__(self) -> None:
         self.plugins: Final = Plugins()
-        self.active: Final[dict[str, Entry]] = {}
+        self.active: Final[dict[str, FeatureRecord]] = {}
         self._manager: Final = PatchManager()
 
     def statuses(self) -> Sequence[PatchStatus]:
@@ -70,7 +70,7 @@ class Engine:
         left: list[str] = []
         for name in [name for name in reversed(self.active) if name in names]:
             try:
-                self.plugins.call(name, "ovpatch_deactivate")
+                self.plugins.call_hook(name, "ovpatch_deactivate")
             except PluginError as error:
                 raise FeatureError(f"{name!r} cannot be turned off now and stays on: {error}.") from error
             left += self._take_back(name)
@@ -84,66 +84,70 @@ class Engine:
             if name not in self.active:
                 self._withdraw(name)
 
-    def turn_on(self, plan: Plan) -> None:
+    def turn_on(self, plan: FeaturePlan) -> None:
         """Register all planned features, then patch, then activate; what fails stands down in the plan."""
         for name in self.active:
-            plan.entries[name].state = "applied"
-            plan.entries[name].remarks = self.active[name].remarks
+            plan.records[name].state = "applied"
+            plan.records[name].remarks = self.active[name].remarks
         self._register(plan)
         self._patch(plan)
-        for name in in_order(plan.planned()):
-            if plan.entries[name].state == PLANNED:
+        for name in sort_by_requirements(plan.get_planned()):
+            if plan.records[name].state == PLANNED:
                 self._activate(plan, name)
 
-    def _register(self, plan: Plan) -> None:
-        for name in in_order(plan.planned()):
-            entry = plan.entries[name]
+    def _register(self, plan: FeaturePlan) -> None:
+        for name in sort_by_requirements(plan.get_planned()):
+            record = plan.records[name]
             self._manager.unregister(name)
             try:
                 registrar = _Registrar(self._manager, name)
-                self.plugins.call(name, "ovpatch_register", patches=registrar, options=opts.values(entry.options))
+                self.plugins.call_hook(
+                    name, "ovpatch_register", patches=registrar, options=opts.get_values(record.options)
+                )
             except PluginError as error:
-                self._fail(entry, error, error.__cause__)
+                self._fail(record, error, error.__cause__)
         self._drop_unmet(plan)
 
-    def _patch(self, plan: Plan) -> None:
+    def _patch(self, plan: FeaturePlan) -> None:
         """Apply all patches at once; only if that fails, feature by feature, to know whose fault it is."""
         patching = {status.feature for status in self.statuses()}  # some work without any patch
-        names = [name for name in in_order(plan.planned()) if name in patching]
+        names = [name for name in sort_by_requirements(plan.get_planned()) if name in patching]
         if not names:
             return
         try:
             self._manager.apply(*names)
         except (Exception, SystemExit):  # noqa: BLE001  # foreign functions run in there; each is attributed below
-            for name in sorted(names, key=lambda name: not plan.entries[name].wish.by_name):
-                self._patch_one(plan.entries[name])
+            for name in sorted(names, key=lambda name: not plan.records[name].request.by_name):
+                self._patch_one(plan.records[name])
         self._drop_unmet(plan)
 
-    def _patch_one(self, entry: Entry) -> None:
+    def _patch_one(self, record: FeatureRecord) -> None:
         try:
-            self._manager.apply(entry.found.name)
+            self._manager.apply(record.found.name)
         except (Exception, SystemExit) as error:  # noqa: BLE001  # as above
-            self._fail(entry, error, error)
+            self._fail(record, error, error)
 
-    def _activate(self, plan: Plan, name: str) -> None:
-        entry = plan.entries[name]
+    def _activate(self, plan: FeaturePlan, name: str) -> None:
+        record = plan.records[name]
         try:
-            entry.remarks = self.plugins.texts(name, "ovpatch_activate", options=opts.values(entry.options))
+            record.remarks = self.plugins.call_for_texts(
+                name, "ovpatch_activate", options=opts.get_values(record.options)
+            )
         except PluginError as error:
             self._deactivate_quietly(name)
-            self._fail(entry, error, error.__cause__)
+            self._fail(record, error, error.__cause__)
             self._drop_unmet(plan)
             return
-        entry.state, entry.reason = "applied", ""
-        self.active[name] = entry
+        record.state, record.reason = "applied", ""
+        self.active[name] = record
 
-    def _drop_unmet(self, plan: Plan) -> None:
+    def _drop_unmet(self, plan: FeaturePlan) -> None:
         for name in plan.drop_unmet():
             self._withdraw(name)
 
-    def _fail(self, entry: Entry, error: BaseException, cause: BaseException | None) -> None:
-        entry.stand_down(_state_of(cause), str(error) if isinstance(error, (PluginError, PatchError)) else repr(error))
-        self._withdraw(entry.found.name)
+    def _fail(self, record: FeatureRecord, error: BaseException, cause: BaseException | None) -> None:
+        record.stand_down(_state_of(cause), str(error) if isinstance(error, (PluginError, PatchError)) else repr(error))
+        self._withdraw(record.found.name)
 
     def _withdraw(self, name: str) -> None:
         """Leave nothing of a feature that did not get as far as being active.
@@ -166,7 +170,7 @@ class Engine:
     def _deactivate_quietly(self, name: str) -> None:
         """Let a plugin whose activation failed clean up what it had begun."""
         try:
-            self.plugins.call(name, "ovpatch_deactivate")
+            self.plugins.call_hook(name, "ovpatch_deactivate")
         except PluginError as error:
             logs.logger.debug("%s: %s", name, error)
 

@@ -18,7 +18,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, Final
 
-from ovpatch.session.worker_reports import works, write_json
+from ovpatch.session.worker_reports import may_train, write_json
 
 VARIABLE: Final = "OVPATCH_INSIGHT"
 
@@ -46,7 +46,7 @@ class Orders:
         return {VARIABLE: json.dumps(data)}
 
 
-def received(environ: Mapping[str, str] | None = None) -> Orders | None:
+def read_orders(environ: Mapping[str, str] | None = None) -> Orders | None:
     """Return the orders in the environment, if there are any."""
     text = (os.environ if environ is None else environ).get(VARIABLE, "").strip()
     if not text:
@@ -55,16 +55,16 @@ def received(environ: Mapping[str, str] | None = None) -> Orders | None:
     return Orders(data["worker"], Path(data["directory"]), data["details"])
 
 
-def begin() -> None:
+def follow_orders() -> None:
     """Do as ordered in this process, unless it only launches others.
 
     Raises:
         OSError: The directory does not exist here, as on another host without a shared file system.
     """
-    orders = received()
-    if orders is None or not works():
+    orders = read_orders()
+    if orders is None or not may_train():
         return
-    sign_in(orders.directory)
+    register_process(orders.directory)
     if hasattr(os, "register_at_fork"):
         os.register_at_fork(after_in_child=lambda: _sign_in_again(orders.directory))
     import_module(orders.worker).begin(orders)
@@ -73,10 +73,10 @@ def begin() -> None:
 def _sign_in_again(directory: Path) -> None:
     """Have a forked child, which may be a rank, show its own stacks and not write into its parent's file."""
     with suppress(OSError):  # the directory may be gone by now, and a fork must go on
-        sign_in(directory)
+        register_process(directory)
 
 
-def sign_in(directory: Path) -> None:
+def register_process(directory: Path) -> None:
     """Leave this process's number, its rank if the launcher gave it one, and a way to ask it for its stacks."""
     identity = {"pid": os.getpid(), "born": time.time(), "rank": os.environ.get("RANK")}
     write_json(directory / f"process-{os.getpid()}.json", identity)

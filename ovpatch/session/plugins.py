@@ -15,7 +15,7 @@ import pluggy
 from ovpatch.hookspecs import PROJECT, Feature, FeatureSpecs
 from ovpatch.patching.patch import is_version_range
 from ovpatch.settings.options import check_declaration
-from ovpatch.settings.selection import NAME, OFF_WORDS, ON_WORDS, did_you_mean, normalise
+from ovpatch.settings.selection import NAME, OFF_WORDS, ON_WORDS, normalise_name, suggest_name
 
 # Which plugins are there: the entry points of the group ``ovpatch``, looked at without importing any of them.
 
@@ -25,7 +25,7 @@ _WORDS: Final = frozenset((*ON_WORDS, *OFF_WORDS, "all"))
 
 
 @dataclass(frozen=True)
-class Found:
+class FoundPlugin:
     """A feature that an entry point announces.
 
     Attributes:
@@ -61,7 +61,7 @@ class Found:
         return f"{self.distribution} {self.version} ({self.target})"
 
 
-def find(path: list[str] | None = None) -> dict[str, Found]:
+def find_plugins(path: list[str] | None = None) -> dict[str, FoundPlugin]:
     """Return all announced features by name, first-party ones first.
 
     A distribution that is listed twice, as an editable install beside its egg-info is, counts once: the first on the
@@ -71,14 +71,14 @@ def find(path: list[str] | None = None) -> dict[str, Found]:
     Args:
         path: Directories to search; ``sys.path`` by default.
     """
-    by_name: dict[str, list[Found]] = {}
+    by_name: dict[str, list[FoundPlugin]] = {}
     for found in _announced(distributions() if path is None else distributions(path=path)):
         by_name.setdefault(found.name, []).append(found)
     chosen = [_choose(candidates) for candidates in by_name.values()]
     return {found.name: found for found in sorted(chosen, key=lambda one: (not one.first_party, one.name))}
 
 
-def _announced(installed: Iterable[Distribution]) -> Iterable[Found]:
+def _announced(installed: Iterable[Distribution]) -> Iterable[FoundPlugin]:
     seen: set[str] = set()
     for distribution in installed:
         text = distribution.read_text("entry_points.txt") or ""
@@ -95,12 +95,12 @@ def _announced(installed: Iterable[Distribution]) -> Iterable[Found]:
 
 def _canonical(distribution: Distribution) -> str:
     name: str | None = distribution.metadata["Name"]
-    return normalise(name or "unknown").replace("_", "-").replace(".", "-")
+    return normalise_name(name or "unknown").replace("_", "-").replace(".", "-")
 
 
-def _describe(distribution: Distribution, owner: str, entry_point: EntryPoint) -> Found:
-    name = normalise(entry_point.name)
-    return Found(
+def _describe(distribution: Distribution, owner: str, entry_point: EntryPoint) -> FoundPlugin:
+    name = normalise_name(entry_point.name)
+    return FoundPlugin(
         name=name,
         target=entry_point.value,
         distribution=owner,
@@ -117,7 +117,7 @@ def _name_problem(name: str) -> str:
     return f"the entry point's name {name!r} is a word of the variable OVPATCH" if name in _WORDS else ""
 
 
-def _choose(candidates: list[Found]) -> Found:
+def _choose(candidates: list[FoundPlugin]) -> FoundPlugin:
     if len(candidates) == 1:
         return candidates[0]
     both = " and ".join(found.origin for found in candidates)
@@ -150,16 +150,16 @@ class Plugins:
         self._manager.add_hookspecs(FeatureSpecs)
         self._features: Final[dict[str, Feature]] = {}
 
-    def block(self, name: str) -> None:
+    def block_plugin(self, name: str) -> None:
         """Keep a feature from being loaded, unless it is loaded already."""
         if not self._manager.has_plugin(name):
             self._manager.set_blocked(name)
 
-    def unblock(self, name: str) -> None:
+    def unblock_plugin(self, name: str) -> None:
         """Let a feature be loaded again."""
         self._manager.unblock(name)
 
-    def load(self, found: Found) -> Feature:
+    def load_feature(self, found: FoundPlugin) -> Feature:
         """Import a plugin, check it and return the description of its feature. A loaded one is returned at once.
 
         Raises:
@@ -178,15 +178,17 @@ class Plugins:
                 raise
         return self._features[found.name]
 
-    def _import(self, found: Found) -> object:
+    def _import(self, found: FoundPlugin) -> object:
         if found.entry_point is None:
             raise PluginError(f"{found.origin} has no entry point")
         try:
             return found.entry_point.load()
         except (Exception, SystemExit) as error:  # foreign code at import may raise anything
-            raise PluginError(f"importing {found.target} of {found.distribution} raised {describe(error)}") from error
+            raise PluginError(
+                f"importing {found.target} of {found.distribution} raised {describe_error(error)}"
+            ) from error
 
-    def _register(self, found: Found, plugin: object) -> None:
+    def _register(self, found: FoundPlugin, plugin: object) -> None:
         _check_marks(plugin)
         try:
             self._manager.register(plugin, name=found.name)
@@ -210,8 +212,8 @@ class Plugins:
         if missing:
             raise PluginError(f"does not implement {' and '.join(missing)}")
 
-    def _describe(self, found: Found) -> Feature:
-        feature = self.call(found.name, "ovpatch_feature")
+    def _describe(self, found: FoundPlugin) -> Feature:
+        feature = self.call_hook(found.name, "ovpatch_feature")
         if not isinstance(feature, Feature):
             raise PluginError(f"ovpatch_feature returned {type(feature).__name__}, not a Feature")
         if feature.name != found.name:
@@ -229,7 +231,7 @@ class Plugins:
         callers = self._manager.get_hookcallers(self._manager.get_plugin(name)) or []
         return any(caller.name == hook for caller in callers)
 
-    def call(self, name: str, hook: str, /, **arguments: Any) -> Any:
+    def call_hook(self, name: str, hook: str, /, **arguments: Any) -> Any:
         """Call one hook of one plugin.
 
         Returns:
@@ -242,10 +244,10 @@ class Plugins:
         try:
             results = caller(**arguments)
         except (Exception, SystemExit) as error:  # foreign code may raise anything; the session decides what it means
-            raise PluginError(f"{hook} raised {describe(error)}") from error
+            raise PluginError(f"{hook} raised {describe_error(error)}") from error
         return results[0] if results else None
 
-    def texts(self, name: str, hook: str, /, **arguments: Any) -> tuple[str, ...]:
+    def call_for_texts(self, name: str, hook: str, /, **arguments: Any) -> tuple[str, ...]:
         """Call a hook that returns reasons or remarks.
 
         Returns:
@@ -254,7 +256,7 @@ class Plugins:
         Raises:
             PluginError: The hook raised, or returned something else.
         """
-        found = self.call(name, hook, **arguments)
+        found = self.call_hook(name, hook, **arguments)
         if isinstance(found, str):
             return (found,)
         try:
@@ -268,14 +270,14 @@ class Plugins:
         return self._manager.subset_hook_caller(hook, others)
 
 
-def describe(error: BaseException) -> str:
+def describe_error(error: BaseException) -> str:
     """Return the type and text of an error in one line."""
     text = " ".join(str(error).split())
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 
 def _with_hints(names: list[str]) -> str:
-    return " and ".join(f"{name!r}{did_you_mean(name, _HOOKS)}" for name in names)
+    return " and ".join(f"{name!r}{suggest_name(name, _HOOKS)}" for name in names)
 
 
 def _check_marks(plugin: object) -> None:

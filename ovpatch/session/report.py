@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Final, TextIO
 from ovpatch._version import __version__
 from ovpatch.patching import PatchStatus
 from ovpatch.patching.patch import explain_torch_mismatch
-from ovpatch.session.plan import Entry
+from ovpatch.session.plan import FeatureRecord
 from ovpatch.session.plugins import PluginError, Plugins
 from ovpatch.settings.options import DEFAULT, OptionValue
 
@@ -86,7 +86,7 @@ class FeatureReport:
             "state": self.state,
             "reason": self.reason,
             "remarks": list(self.remarks),
-            "options": {k: {"value": plain(o.value), "source": o.source} for k, o in self.options.items()},
+            "options": {k: {"value": to_plain_data(o.value), "source": o.source} for k, o in self.options.items()},
             "counters": dict(self.counters),
             "distribution": self.distribution,
             "requires": list(self.requires),
@@ -156,7 +156,7 @@ class Report:
             colour: Whether to use terminal colours.
             width: Columns; those of the terminal by default.
         """
-        return table_of(self.to_json(), colour=colour, width=width)
+        return format_report(self.to_json(), colour=colour, width=width)
 
     def __str__(self) -> str:
         return self.table()
@@ -173,14 +173,14 @@ def did_work(counters: Mapping[str, int], work: Collection[str] = ()) -> bool:
     return any(count for name, count in counters.items() if (name in work if work else not name.startswith("stock_")))
 
 
-def plain(value: Any) -> Any:
+def to_plain_data(value: Any) -> Any:
     """Return a value as JSON can hold it; what it cannot hold becomes text."""
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
     if isinstance(value, Mapping):
-        return {str(key): plain(item) for key, item in value.items()}
+        return {str(key): to_plain_data(item) for key, item in value.items()}
     if isinstance(value, (list, tuple, set, frozenset)):
-        return [plain(item) for item in value]
+        return [to_plain_data(item) for item in value]
     return str(value)
 
 
@@ -193,17 +193,17 @@ def wants_colour(stream: TextIO) -> bool:
     return stream.isatty() and os.environ.get("TERM") != "dumb"
 
 
-def table_of(data: Mapping[str, Any], *, colour: bool = False, width: int | None = None) -> str:
+def format_report(data: Mapping[str, Any], *, colour: bool = False, width: int | None = None) -> str:
     """Return the table of a report given as JSON, of one process or merged over several.
 
     Args:
-        data: What :meth:`Report.to_json` or :func:`ovpatch.session.worker_reports.merge` returned.
+        data: What :meth:`Report.to_json` or :func:`ovpatch.session.worker_reports.merge_reports` returned.
         colour: Whether to use terminal colours.
         width: Columns; those of the terminal by default.
     """
     title = f"ovpatch {data['version']}, torch {data['torch']}, Python {data['python']}"
     rows = [(f["name"], _shown_state(f), _details(f)) for f in data["features"]]
-    return render(title, ("feature", "state", "details"), rows, colour=colour, width=width)
+    return render_table(title, ("feature", "state", "details"), rows, colour=colour, width=width)
 
 
 def _shown_state(feature: Mapping[str, Any]) -> str:
@@ -222,7 +222,7 @@ def _details(feature: Mapping[str, Any]) -> str:
     return "\n".join(line for line in (feature["reason"], counters, ", ".join(changed), *feature["remarks"]) if line)
 
 
-def render(
+def render_table(
     title: str,
     heads: Iterable[str],
     rows: Iterable[tuple[str, ...]],
@@ -263,7 +263,7 @@ def _style(cell: str) -> str:
     return "red" if cell in TROUBLE else _COLOURS.get(cell, "")
 
 
-# Taking a report: the session's entries, the plugins' counters and the patches' states at one moment.
+# Taking a report: the session's records, the plugins' counters and the patches' states at one moment.
 
 NOT_IMPORTED: Final = "not imported"
 SPAWNED: Final = (
@@ -272,40 +272,40 @@ SPAWNED: Final = (
 )
 
 
-def take(
-    entries: Mapping[str, Entry], active: Collection[str], plugins: Plugins, patches: Sequence[PatchStatus]
+def make_report(
+    records: Mapping[str, FeatureRecord], active: Collection[str], plugins: Plugins, patches: Sequence[PatchStatus]
 ) -> Report:
     """Return the report of this process.
 
     Args:
-        entries: What the session knows, by feature.
+        records: What the session knows, by feature.
         active: Features that are on.
         plugins: Where to ask for counters and remarks.
         patches: States of all patches.
     """
-    torch = torch_version()
+    torch = get_torch_version()
     features = []
-    for name, entry in entries.items():
+    for name, record in records.items():
         own = [patch for patch in patches if patch.feature == name]
         on = name in active
-        features.append(_active(entry, plugins, own, torch) if on else _inactive(entry, own))
+        features.append(_active(record, plugins, own, torch) if on else _inactive(record, own))
     return Report(
         version=__version__,
         torch=torch,
         python=platform.python_version(),
         pid=os.getpid(),
-        rank=rank(),
+        rank=get_rank(),
         features=tuple(features),
         patches=tuple(patches),
     )
 
 
-def torch_version() -> str:
+def get_torch_version() -> str:
     """Return the version of torch, if it is imported."""
     return str(getattr(sys.modules.get("torch"), "__version__", NOT_IMPORTED))
 
 
-def rank() -> int | None:
+def get_rank() -> int | None:
     """Return the rank of this process, from the process group if there is one, else from the launcher's variables."""
     distributed: Any = sys.modules.get("torch.distributed")
     if distributed is not None and distributed.is_available() and distributed.is_initialized():
@@ -314,24 +314,24 @@ def rank() -> int | None:
     return int(text) if text.isdigit() else None
 
 
-def _inactive(entry: Entry, patches: Sequence[PatchStatus]) -> FeatureReport:
+def _inactive(record: FeatureRecord, patches: Sequence[PatchStatus]) -> FeatureReport:
     shadowed = [patch for patch in patches if patch.state == "shadowed"]
-    state, reason = entry.state, entry.reason
+    state, reason = record.state, record.reason
     if shadowed:
         state = state if state in TROUBLE else "shadowed"
         reason = "; ".join([reason, *(_say(patch) for patch in shadowed)])
-    return _row(entry, state, reason, (), {})
+    return _row(record, state, reason, (), {})
 
 
-def _active(entry: Entry, plugins: Plugins, patches: Sequence[PatchStatus], torch: str) -> FeatureReport:
+def _active(record: FeatureRecord, plugins: Plugins, patches: Sequence[PatchStatus], torch: str) -> FeatureReport:
     state, reason = _live_state(patches)
-    counters, trouble = _counters(entry.found.name, plugins)
-    remarks = [*entry.remarks, *_asked_remarks(entry.found.name, plugins), *trouble, *_untested(entry, torch)]
+    counters, trouble = _counters(record.found.name, plugins)
+    remarks = [*record.remarks, *_asked_remarks(record.found.name, plugins), *trouble, *_untested(record, torch)]
     if state == "applied":
         remarks += [_say(patch) for patch in patches if patch.state in ("pending", "skipped", "shadowed")]
-        if idle := _idleness(counters, entry.feature.work if entry.feature is not None else (), patches):
+        if idle := _idleness(counters, record.feature.work if record.feature is not None else (), patches):
             remarks += [idle, SPAWNED] if _has_spawned() else [idle]
-    return _row(entry, state, reason, tuple(dict.fromkeys(remarks)), counters)
+    return _row(record, state, reason, tuple(dict.fromkeys(remarks)), counters)
 
 
 def _idleness(counters: Mapping[str, int], work: Collection[str], patches: Sequence[PatchStatus]) -> str:
@@ -353,16 +353,18 @@ def _has_spawned() -> bool:
     return "OVPATCH_AUTO" not in os.environ and any(f"multiprocessing.{way}" in sys.modules for way in ways)
 
 
-def _row(entry: Entry, state: str, reason: str, remarks: tuple[str, ...], counters: Mapping[str, int]) -> FeatureReport:
-    feature = entry.feature
+def _row(
+    record: FeatureRecord, state: str, reason: str, remarks: tuple[str, ...], counters: Mapping[str, int]
+) -> FeatureReport:
+    feature = record.feature
     return FeatureReport(
-        name=entry.found.name,
+        name=record.found.name,
         state=state,
         reason=reason,
-        remarks=(*remarks, entry.found.remark) if entry.found.remark else remarks,
-        options=dict(entry.options),
+        remarks=(*remarks, record.found.remark) if record.found.remark else remarks,
+        options=dict(record.options),
         counters=counters,
-        distribution=f"{entry.found.distribution} {entry.found.version}",
+        distribution=f"{record.found.distribution} {record.found.version}",
         summary=feature.summary if feature is not None else "",
         default=feature.default if feature is not None else None,
         requires=tuple(feature.requires) if feature is not None else (),
@@ -395,7 +397,7 @@ def _say(patch: PatchStatus) -> str:
 
 def _counters(name: str, plugins: Plugins) -> tuple[dict[str, int], list[str]]:
     try:
-        raw: Mapping[str, int] = plugins.call(name, "ovpatch_counters") or {}
+        raw: Mapping[str, int] = plugins.call_hook(name, "ovpatch_counters") or {}
         return {str(key): int(count) for key, count in raw.items()}, []
     except Exception as error:  # noqa: BLE001  # what a plugin returns may raise anything when it is read
         return {}, [f"its counters cannot be read: {error}"]
@@ -403,13 +405,13 @@ def _counters(name: str, plugins: Plugins) -> tuple[dict[str, int], list[str]]:
 
 def _asked_remarks(name: str, plugins: Plugins) -> list[str]:
     try:
-        return list(plugins.texts(name, "ovpatch_remarks"))
+        return list(plugins.call_for_texts(name, "ovpatch_remarks"))
     except PluginError as error:
         return [str(error)]
 
 
-def _untested(entry: Entry, torch: str) -> list[str]:
-    if entry.feature is None or not entry.feature.torch or torch == NOT_IMPORTED:
+def _untested(record: FeatureRecord, torch: str) -> list[str]:
+    if record.feature is None or not record.feature.torch or torch == NOT_IMPORTED:
         return []
-    untested = explain_torch_mismatch(entry.feature.torch) is not None
-    return [f"untested with torch {torch} (tested with {entry.feature.torch})"] if untested else []
+    untested = explain_torch_mismatch(record.feature.torch) is not None
+    return [f"untested with torch {torch} (tested with {record.feature.torch})"] if untested else []

@@ -25,7 +25,7 @@ from ovpatch.session.report import IDLE, STATES, Report, did_work
 _Json = Mapping[str, Any]
 
 
-def merge(reports: Sequence[_Json]) -> dict[str, Any]:
+def merge_reports(reports: Sequence[_Json]) -> dict[str, Any]:
     """Merge the reports of the processes of one job.
 
     After an elastic restart only the last generation of each rank counts; the earlier ones stay in ``processes``.
@@ -154,7 +154,7 @@ def _sum(many: Iterable[Mapping[str, int]]) -> dict[str, int]:
 
 
 def _merge_patches(reports: Sequence[_Json]) -> list[dict[str, Any]]:
-    """Return one entry for each patch and state, with its calls and traces summed."""
+    """Return one record for each patch and state, with its calls and traces summed."""
     merged: dict[tuple[str, str, str, str], dict[str, Any]] = {}
     for report in reports:
         for patch in report["patches"]:
@@ -181,7 +181,7 @@ _LAUNCHER_MODULES: Final = (
 _HELPERS: Final = ("multiprocessing.forkserver", "multiprocessing.resource_tracker", "torch._inductor.compile_worker")
 
 
-def role(arguments: list[str] | None = None) -> str:
+def get_process_role(arguments: list[str] | None = None) -> str:
     """Tell workers from the processes around them, by how the interpreter was started.
 
     Args:
@@ -237,7 +237,7 @@ class _Reporter:
         if not self._directory.is_dir():
             logger.debug("no directory %s here: this process does not report to `ovpatch run`", self._directory)
             return
-        data = subtract(self._take().to_json(), self._base)
+        data = subtract_report(self._take().to_json(), self._base)
         data["restart"] = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") or 0)
         if _is_idle_daemon(data):
             self.file().unlink(missing_ok=True)
@@ -266,7 +266,7 @@ class _Reporter:
 _reporter: _Reporter | None = None
 
 
-def report_in(take: Callable[[], Report]) -> None:
+def start_reporting(take: Callable[[], Report]) -> None:
     """Report this process to ``ovpatch run``, now and at its exit, if it was started by that.
 
     Args:
@@ -274,26 +274,26 @@ def report_in(take: Callable[[], Report]) -> None:
     """
     global _reporter
     directory = os.environ.get(REPORT_DIR)
-    kind = role()
+    kind = get_process_role()
     if not directory or kind == "launcher":
         return
     if _reporter is None:
         _reporter = _Reporter(Path(directory), take)
         _arrange(_reporter, kind)
-    if works(kind):
+    if may_train(kind):
         _reporter.write()
 
 
-def works(kind: str | None = None) -> bool:
+def may_train(kind: str | None = None) -> bool:
     """Whether this process may train: it is a worker, or the child of a fork server.
 
     Args:
         kind: What :func:`role` says; it is asked by default.
     """
-    return (role() if kind is None else kind) == "worker" or _in_child()
+    return (get_process_role() if kind is None else kind) == "worker" or _in_child()
 
 
-def report_now() -> None:
+def write_report_now() -> None:
     """Write the report of a process that is about to end without :mod:`atexit`."""
     if _reporter is not None:
         _reporter.write_at_exit()
@@ -333,7 +333,7 @@ def _is_idle_daemon(data: Mapping[str, Any]) -> bool:
     return not any(count for feature in data["features"] for count in feature["counters"].values())
 
 
-def subtract(data: dict[str, Any], base: Mapping[str, Any]) -> dict[str, Any]:
+def subtract_report(data: dict[str, Any], base: Mapping[str, Any]) -> dict[str, Any]:
     """Return a report's JSON without what an earlier one had counted already."""
     counted = {feature["name"]: feature["counters"] for feature in base.get("features", ())}
     for feature in data["features"]:
@@ -347,10 +347,10 @@ def subtract(data: dict[str, Any], base: Mapping[str, Any]) -> dict[str, Any]:
     return data
 
 
-def report_failure(message: str) -> None:
+def write_failure(message: str) -> None:
     """Record that this process is not patched although it should be, so that ``ovpatch run`` fails."""
     directory = os.environ.get(REPORT_DIR)
-    if directory and Path(directory).is_dir() and role() == "worker":
+    if directory and Path(directory).is_dir() and get_process_role() == "worker":
         path = Path(directory) / f"failed-{os.getpid()}-{time.time_ns()}.json"
         write_json(path, {"pid": os.getpid(), "rank": os.environ.get("RANK"), "error": message})
 
@@ -362,6 +362,6 @@ def write_json(path: Path, data: Any) -> None:
     os.replace(temporary, path)
 
 
-def read_all(directory: Path, kind: str) -> list[dict[str, Any]]:
+def read_reports(directory: Path, kind: str) -> list[dict[str, Any]]:
     """Return the contents of all files of a kind, such as ``worker`` or ``failed``, in a directory."""
     return [json.loads(path.read_text(encoding="utf-8")) for path in sorted(directory.glob(f"{kind}-*.json"))]

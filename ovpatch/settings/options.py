@@ -6,8 +6,8 @@ from collections.abc import Collection, Iterable, Mapping
 from typing import Any, Final, NamedTuple
 
 from ovpatch.hookspecs import Feature, Option
-from ovpatch.settings.selection import NAME, SettingsError, did_you_mean, normalise, parse_flag
-from ovpatch.settings.settings import RESERVED, near_variable, variable
+from ovpatch.settings.selection import NAME, SettingsError, normalise_name, parse_flag, suggest_name
+from ovpatch.settings.settings import RESERVED, make_variable_name, suggest_variable
 
 DEFAULT: Final = "default"
 ARGUMENT: Final = "argument"
@@ -34,7 +34,7 @@ class _Given(NamedTuple):
     source: str
 
 
-def values(options: Mapping[str, OptionValue]) -> dict[str, Any]:
+def get_values(options: Mapping[str, OptionValue]) -> dict[str, Any]:
     """Return what a plugin sees: the values by name, without their sources."""
     return {name: option.value for name, option in options.items()}
 
@@ -84,7 +84,9 @@ def _check_default(option: Option) -> None:
         raise ValueError(f"option {option.name!r}: the default {option.default!r} is not among its choices")
 
 
-def resolve(feature: Feature, arguments: Mapping[str, Any], environment: Mapping[str, str]) -> dict[str, OptionValue]:
+def resolve_options(
+    feature: Feature, arguments: Mapping[str, Any], environment: Mapping[str, str]
+) -> dict[str, OptionValue]:
     """Return the value of every option of a feature: environment over argument over default.
 
     Args:
@@ -96,10 +98,10 @@ def resolve(feature: Feature, arguments: Mapping[str, Any], environment: Mapping
         SettingsError: An argument is unknown, a value cannot be parsed, or a name and its alias disagree.
     """
     known = {name for option in feature.options for name in (option.name, *option.aliases)}
-    given = {normalise(name): value for name, value in arguments.items()}
+    given = {normalise_name(name): value for name, value in arguments.items()}
     for name in given:
         if name not in known:
-            near = did_you_mean(name, known)
+            near = suggest_name(name, known)
             raise SettingsError(
                 f"Feature {feature.name!r} has no option {name!r}{near}. Its options: {', '.join(sorted(known))}."
             )
@@ -110,7 +112,7 @@ def _resolve_one(
     feature: str, option: Option, arguments: Mapping[str, Any], environment: Mapping[str, str]
 ) -> OptionValue:
     names = (option.name, *option.aliases)
-    variables = [variable(feature, name) for name in names]
+    variables = [make_variable_name(feature, name) for name in names]
     texts = [_Given(name, environment[name], f"environment {name}") for name in variables if name in environment]
     calls = [_Given(f"option {feature}.{name}", arguments[name], ARGUMENT) for name in names if name in arguments]
     # What loses is parsed as well: a typing error there should not wait for the day on which it wins.
@@ -134,7 +136,7 @@ def _convert(option: Option, given: _Given) -> Any:
     except ValueError as error:
         raise SettingsError(f"{given.place}={given.raw}: {error}. Correct it or leave it out.") from error
     if option.choices and value not in option.choices:
-        near = did_you_mean(str(value), map(str, option.choices))
+        near = suggest_name(str(value), map(str, option.choices))
         choices = ", ".join(map(str, option.choices))
         raise SettingsError(f"{given.place}={given.raw} is not a choice{near}. Choose one of {choices}.")
     return value
@@ -176,12 +178,12 @@ def _accept(option: Option, value: Any) -> Any:
     return value
 
 
-def variables_of(feature: Feature) -> dict[str, str]:
+def list_variables(feature: Feature) -> dict[str, str]:
     """Return every variable that belongs to a feature, with what it sets, in words."""
-    names = {variable(feature.name): f"the switch of feature {feature.name!r}"}
+    names = {make_variable_name(feature.name): f"the switch of feature {feature.name!r}"}
     for option in feature.options:
         for name in (option.name, *option.aliases):
-            names.setdefault(variable(feature.name, name), f"option {name!r} of feature {feature.name!r}")
+            names.setdefault(make_variable_name(feature.name, name), f"option {name!r} of feature {feature.name!r}")
     return names
 
 
@@ -196,16 +198,18 @@ def check_variables(environment: Mapping[str, str], features: Iterable[Feature],
     Raises:
         SettingsError: Names the variable and the nearest known one.
     """
-    known = {name for feature in features for name in variables_of(feature)}
-    known |= {variable(name) for name in unread}
-    passed = tuple(variable(name) + "_" for name in unread)
+    known = {name for feature in features for name in list_variables(feature)}
+    known |= {make_variable_name(name) for name in unread}
+    passed = tuple(make_variable_name(name) + "_" for name in unread)
     for name in environment:
         if name not in known and not name.startswith(passed):
-            near = near_variable(name, known)
+            near = suggest_variable(name, known)
             raise SettingsError(f"Unknown environment variable {name}{near}. Unset it, or correct it.")
 
 
-def clashes(features: Mapping[str, Feature], first_party: Collection[str], known: Collection[str]) -> dict[str, str]:
+def find_clashes(
+    features: Mapping[str, Feature], first_party: Collection[str], known: Collection[str]
+) -> dict[str, str]:
     """Find variables that two features would both read, such as ``OVPATCH_A_B_C`` for ``a``.``b_c`` and ``a_b``.``c``.
 
     Args:
@@ -218,10 +222,10 @@ def clashes(features: Mapping[str, Feature], first_party: Collection[str], known
     """
     owners: dict[str, list[tuple[str, str]]] = {name: [("", "a variable of ovpatch")] for name in RESERVED}
     for name, feature in features.items():
-        for var, meaning in variables_of(feature).items():
+        for var, meaning in list_variables(feature).items():
             owners.setdefault(var, []).append((name, meaning))
     for name in set(known) - set(features):
-        owners.setdefault(variable(name), []).append((name, f"the switch of feature {name!r}"))
+        owners.setdefault(make_variable_name(name), []).append((name, f"the switch of feature {name!r}"))
     lost: dict[str, str] = {}
     for var, claims in owners.items():
         for name in _losers([owner for owner, _ in claims], first_party) if len(claims) > 1 else ():

@@ -65,13 +65,13 @@ def _named_selection(text: str, items: list[str], words: set[str]) -> Selection:
     if any(not item.strip("+-").strip() for item in signed):
         raise SettingsError(f"OVPATCH={text} has a sign without a name. Write +name or -name.")
     if not signed:
-        return Selection("only", text, names=tuple(normalise(item) for item in items))
-    plus = tuple(normalise(item[1:]) for item in items if item[0] == "+")
-    minus = tuple(normalise(item[1:]) for item in items if item[0] == "-")
+        return Selection("only", text, names=tuple(normalise_name(item) for item in items))
+    plus = tuple(normalise_name(item[1:]) for item in items if item[0] == "+")
+    minus = tuple(normalise_name(item[1:]) for item in items if item[0] == "-")
     return Selection("signed", text, names=plus, without=minus)
 
 
-def normalise(name: str) -> str:
+def normalise_name(name: str) -> str:
     """Return the name of a feature or an option as it is compared: lower case, underscores."""
     return name.strip().lower().replace("-", "_")
 
@@ -84,7 +84,7 @@ def parse_flag(text: str) -> bool | None:
     return False if word in OFF_WORDS else None
 
 
-def did_you_mean(word: str, candidates: Iterable[str]) -> str:
+def suggest_name(word: str, candidates: Iterable[str]) -> str:
     """Return ``" (did you mean 'x'?)"`` for the nearest candidate, or nothing."""
     from difflib import get_close_matches  # only on the way to an error
 

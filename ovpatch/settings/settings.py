@@ -11,8 +11,14 @@ from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Final, NamedTuple
 
-from ovpatch.settings.cache import cache_dir
-from ovpatch.settings.selection import Selection, SettingsError, did_you_mean, normalise, parse_flag, parse_selection
+from ovpatch.settings.selection import (
+    Selection,
+    SettingsError,
+    normalise_name,
+    parse_flag,
+    parse_selection,
+    suggest_name,
+)
 
 __all__ = [
     "RESERVED",
@@ -23,17 +29,17 @@ __all__ = [
     "Variable",
     "FeatureRequest",
     "check_names",
-    "did_you_mean",
-    "near_misses",
-    "near_variable",
-    "normalise",
+    "suggest_name",
+    "find_near_misses",
+    "suggest_variable",
+    "normalise_name",
     "parse_flag",
     "parse_selection",
-    "read",
-    "switch",
-    "unknown_feature",
-    "variable",
-    "wish",
+    "read_environment",
+    "read_switch",
+    "describe_unknown_feature",
+    "make_variable_name",
+    "get_request",
 ]
 
 PREFIX: Final = "OVPATCH"
@@ -120,7 +126,7 @@ class FeatureRequest(NamedTuple):
     reason: str = ""
 
 
-def read(environ: Mapping[str, str] | None = None) -> Environment:
+def read_environment(environ: Mapping[str, str] | None = None) -> Environment:
     """Parse the environment as far as that goes without knowing the features.
 
     Args:
@@ -144,7 +150,7 @@ def read(environ: Mapping[str, str] | None = None) -> Environment:
     )
 
 
-def near_misses(environ: Mapping[str, str] | None = None) -> list[str]:
+def find_near_misses(environ: Mapping[str, str] | None = None) -> list[str]:
     """Return what to say of variables that look like misspelt ones of ours, such as ``OVPATH=0``.
 
     They may be somebody else's, so they are no error.
@@ -190,7 +196,7 @@ def _differs_by_one(one: str, other: str) -> bool:
     return len(wrong) == 1 or swapped
 
 
-def variable(feature: str, option: str = "") -> str:
+def make_variable_name(feature: str, option: str = "") -> str:
     """Return the variable that switches a feature, or sets one of its options."""
     return "_".join(part for part in (PREFIX, feature, option) if part).upper()
 
@@ -206,12 +212,12 @@ def _flag(values: Mapping[str, str], name: str) -> bool | None:
 
 def _level(text: str) -> str:
     if text and text.lower() not in LOG_LEVELS:
-        near = did_you_mean(text.lower(), LOG_LEVELS)
+        near = suggest_name(text.lower(), LOG_LEVELS)
         raise SettingsError(f"OVPATCH_LOG={text} is no level{near}. Write one of {', '.join(LOG_LEVELS)}.")
     return text.lower()
 
 
-def switch(environment: Environment, name: str, known: Collection[str] = ()) -> bool | None:
+def read_switch(environment: Environment, name: str, known: Collection[str] = ()) -> bool | None:
     """Return what ``OVPATCH_<FEATURE>`` says, or None if it is unset.
 
     Args:
@@ -220,14 +226,16 @@ def switch(environment: Environment, name: str, known: Collection[str] = ()) -> 
         known: All features. Where the variable may as well be another feature's option, a text that is no truth value
             is left to that option.
     """
-    own = variable(name)
+    own = make_variable_name(name)
     shared = any(name.startswith(other + "_") for other in known if other != name)
     if shared and parse_flag(environment.features.get(own, "1")) is None:
         return None
     return _flag(environment.features, own)
 
 
-def wish(name: str, environment: Environment, asked: Collection[str], known: Collection[str] = ()) -> FeatureRequest:
+def get_request(
+    name: str, environment: Environment, asked: Collection[str], known: Collection[str] = ()
+) -> FeatureRequest:
     """Decide whether a feature shall be on, by the rule at the top of this module.
 
     Args:
@@ -236,7 +244,7 @@ def wish(name: str, environment: Environment, asked: Collection[str], known: Col
         asked: Features named in the call; empty means the defaults.
         known: All features.
     """
-    selection, own, said = environment.selection, variable(name), switch(environment, name, known)
+    selection, own, said = environment.selection, make_variable_name(name), read_switch(environment, name, known)
     if selection.kind == "nothing":
         return FeatureRequest(False, enforced=True, reason=f"off by OVPATCH={selection.text}")
     if said is False:
@@ -268,25 +276,52 @@ def check_names(environment: Environment, asked: Iterable[str], options: Iterabl
     places += [("options=", name) for name in options]
     for place, name in places:
         if name not in known:
-            raise SettingsError(unknown_feature(place, name, known))
-    own = {variable(name) for name in known}
+            raise SettingsError(describe_unknown_feature(place, name, known))
+    own = {make_variable_name(name) for name in known}
     for name in environment.features:
         if name not in own and not any(name.startswith(one + "_") for one in own):
-            near = near_variable(name, own)
+            near = suggest_variable(name, own)
             raise SettingsError(f"Unknown environment variable {name}{near}. Unset it, or correct it. {_all(known)}")
 
 
-def unknown_feature(place: str, name: str, known: Collection[str]) -> str:
+def describe_unknown_feature(place: str, name: str, known: Collection[str]) -> str:
     """Return the text of the error about a name that is no feature's."""
-    return f"{place} names an unknown feature {name!r}{did_you_mean(name, known)}. {_all(known)}"
+    return f"{place} names an unknown feature {name!r}{suggest_name(name, known)}. {_all(known)}"
 
 
-def near_variable(name: str, known: Iterable[str]) -> str:
+def suggest_variable(name: str, known: Iterable[str]) -> str:
     """Return ``" (did you mean 'OVPATCH_X'?)"``; the common prefix must not make everything look alike."""
     shorts = [one.removeprefix(PREFIX + "_") for one in (*known, *RESERVED)]
-    near = did_you_mean(name.upper().removeprefix(PREFIX + "_"), shorts)
+    near = suggest_name(name.upper().removeprefix(PREFIX + "_"), shorts)
     return near.replace("'", f"'{PREFIX}_", 1)
 
 
 def _all(known: Collection[str]) -> str:
     return f"Installed features: {', '.join(sorted(known)) or 'none'}."
+
+
+def cache_dir(environ: Mapping[str, str] | None = None) -> Path | None:
+    """Return the directory that ``OVPATCH_CACHE_DIR`` names, or ovpatch's own in the user's cache.
+
+    The latter is by the XDG rules: in ``XDG_CACHE_HOME`` if that is an absolute path, else in ``~/.cache``.
+
+    Args:
+        environ: Variables; those of the process by default.
+
+    Returns:
+        The directory, which need not exist; None for a user who has no home, as many containers' have none.
+    """
+    source = os.environ if environ is None else environ
+    named = source.get("OVPATCH_CACHE_DIR", "").strip()
+    if named:
+        return _expanded(Path(named))
+    bases = (source.get("XDG_CACHE_HOME", ""), source.get("LOCALAPPDATA", ""))
+    base = next((path for path in bases if os.path.isabs(path)), os.path.join("~", ".cache"))
+    return _expanded(Path(base) / "ovpatch")
+
+
+def _expanded(path: Path) -> Path | None:
+    try:
+        return path.expanduser()
+    except RuntimeError:  # pathlib's word for a user without a home
+        return None
