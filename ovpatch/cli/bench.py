@@ -1,4 +1,4 @@
-"""``ovpatch bench``: a training command stock and patched in turn; is it faster, and by how much."""
+"""``ovpatch bench``: runs a training command stock and patched in turn, and compares step times."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def main(arguments: argparse.Namespace) -> int:
-    """Run all rounds and print what came of them."""
+    """Run all rounds and print the result."""
     command = command_line.get_command(arguments.command)
     _check(command, arguments)
     with command_line.open_folder(arguments.out) as out:
@@ -83,11 +83,11 @@ def main(arguments: argparse.Namespace) -> int:
 
 
 def _check(command: list[str], arguments: argparse.Namespace) -> None:
-    """Find every mistake that can be found before anything runs.
+    """Check settings, files and the command before anything runs.
 
     Raises:
-        ovpatch.SettingsError: One was found.
-        ovpatch.FeatureError: A feature asked for by name cannot even be loaded.
+        ovpatch.SettingsError: One of them is wrong.
+        ovpatch.FeatureError: A feature requested by name cannot be loaded.
     """
     arms.check_autoload()
     environment = command_line.make_environment(arguments.features)
@@ -136,7 +136,7 @@ def _data(plan: Plan, runs: Runs, found: Figures) -> dict[str, Any]:
 
 
 def _explain(error: FailedError, out: Path | None) -> ExitCode:
-    """Say which run failed and how, and return the exit code."""
+    """Print which run failed and how, and return the exit code."""
     outcome, code = error.outcome, ExitCode.UNDECIDED if error.kind == STOCK else ExitCode.PROBLEM
     if not outcome.code:  # it took too few steps
         return _fail(f"{error}.", code)

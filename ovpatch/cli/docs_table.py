@@ -3,7 +3,7 @@
     python -m ovpatch.cli.docs_table docs/settings.md docs/write-a-plugin.md
 
 A generated part stands between ``<!-- begin: NAME -->`` and ``<!-- end: NAME -->``. A name is ``variables`` (the table
-of all environment variables) or a file, by its path from the page, whose text is put in as a code block.
+of all environment variables) or the path of a file, relative to the page, which becomes a code block.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def make_variables_table(features: Iterable[Feature] | None = None) -> str:
     """Return the Markdown table of all environment variables.
 
     Args:
-        features: Whose variables to list; those that ovpatch ships by default.
+        features: Features to list; by default those that ovpatch ships.
     """
     rows = [(f"`{v.name}`", v.values, v.default, v.help) for v in VARIABLES]
     for feature in _shipped() if features is None else features:
@@ -53,11 +53,11 @@ def _option_row(feature: str, option: Option) -> tuple[str, str, str, str]:
 
 
 def refresh_page(page: str, folder: Path) -> str:
-    """Return a page with its generated parts made anew.
+    """Return a page with its generated parts updated.
 
     Args:
         page: Text of the page.
-        folder: Where the page lies; files are named from there.
+        folder: Folder of the page; paths of files are relative to it.
     """
     return _PART.sub(lambda match: match[1] + _generate(match[2], folder) + match[3], page)
 

@@ -1,6 +1,6 @@
-"""``ovpatch list`` and ``ovpatch doctor``: what is installed, and what would happen on this machine.
+"""``ovpatch list`` and ``ovpatch doctor``: installed features, settings and problems on this machine.
 
-Both apply ovpatch in their own process, which then ends; a dry run could not tell what patching would find.
+Both apply ovpatch in their own process, since a dry run would not find what patching finds.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def configure_list(parser: argparse.ArgumentParser) -> None:
 
 
 def main_list(arguments: argparse.Namespace) -> int:
-    """Print the features: whether they are on by default, their state here and summary; of one, its options.
+    """Print the features with default, state and summary, or one feature with its options.
 
     Raises:
         ovpatch.SettingsError: There is no such feature.
@@ -115,7 +115,7 @@ def _cells(row: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def main_doctor(arguments: argparse.Namespace) -> int:
-    """Print versions, plugins, settings and the state of every feature, and what is wrong."""
+    """Print versions, plugins, settings, the state of every feature, and the problems."""
     records, report = _try()
     data = collect_findings(records, report)
     print(json.dumps(data, indent=2) if arguments.json else _text(data, report))
@@ -123,19 +123,19 @@ def main_doctor(arguments: argparse.Namespace) -> int:
 
 
 def _try() -> tuple[dict[str, FeatureRecord], Report]:
-    """Apply in this process, whoever asked for what; features that cannot run are told, not raised."""
-    import torch  # noqa: F401  # with OVPATCH_AUTO=1 this applies already, in the same session
+    """Apply in this process; features that cannot run are reported, not raised."""
+    import torch  # noqa: F401  # with OVPATCH_AUTO=1 this applies in the same session
 
     records = session.plan().records
     return records, session.apply((), None, None, tolerant=True)
 
 
 def collect_findings(records: Mapping[str, FeatureRecord], report: Report) -> dict[str, Any]:
-    """Return all that the doctor knows, as plain data.
+    """Return all findings as plain data.
 
     Args:
         records: The features before anything was patched.
-        report: What applying them came to.
+        report: The report after applying them.
     """
     autoload = _autoload()
     return {
@@ -169,7 +169,7 @@ def _versions() -> dict[str, str]:
 
 
 def _autoload() -> str:
-    """Return why ``OVPATCH_AUTO`` and ``ovpatch run`` cannot work here, or nothing."""
+    """Return why ``OVPATCH_AUTO`` and ``ovpatch run`` cannot work here, or an empty string."""
     if os.environ.get("TORCH_DEVICE_BACKEND_AUTOLOAD", "1") != "1":
         return "TORCH_DEVICE_BACKEND_AUTOLOAD is set to something other than 1; unset it"
     if not hasattr(sys.modules["torch"], "_import_device_backends"):
@@ -180,7 +180,7 @@ def _autoload() -> str:
 
 
 def _measurements() -> dict[str, Any]:
-    """Return where features keep what they measure, and whether they can."""
+    """Return the directory of measurements, and whether it is writable."""
     path = settings.cache_dir()
     if path is None:
         return {"path": None, "writable": False}
@@ -196,7 +196,7 @@ def _kept(measurements: Mapping[str, Any]) -> str:
 
 
 def _settings(records: Mapping[str, FeatureRecord]) -> list[dict[str, str]]:
-    """Return every variable that is set, with what it is."""
+    """Return every variable that is set, with its meaning."""
     meanings = {variable.name: variable.help for variable in settings.VARIABLES}
     for name, record in records.items():
         meanings[settings.make_variable_name(name)] = f"the switch of feature {name!r}"

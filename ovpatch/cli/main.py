@@ -64,13 +64,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         code = int(getattr(import_module(f"ovpatch.cli.{command.module}"), command.function)(parsed))
         sys.stdout.flush()
         return code
-    except KeyboardInterrupt:  # while no command runs that would have been told
+    except KeyboardInterrupt:  # no command is running that would get the signal itself
         print("ovpatch: interrupted", file=sys.stderr)
         return ExitCode.INTERRUPTED
-    except BrokenPipeError:  # `ovpatch list | head`; Python would complain once more when it flushes at exit
+    except BrokenPipeError:  # `ovpatch list | head`; else Python reports it again when it flushes at exit
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return ExitCode.PROBLEM
-    except Exception as error:  # what has no exit code is a defect of ours, and is raised
+    except Exception as error:  # an error without exit code is a defect of ovpatch, and is raised
         ending = get_exit_code(error)
         if ending is None:
             raise

@@ -1,8 +1,8 @@
-"""``ovpatch run``: patch every worker of an unmodified command, and tell afterwards what came of it.
+"""``ovpatch run``: patches every worker of an unmodified command, and reports the result.
 
-The command runs as a child with ``OVPATCH_AUTO=1``; each Python process that imports torch then applies ovpatch by
-itself (:mod:`ovpatch.autoload`) and leaves a report in a directory, which is merged when the command has ended.
-Nothing is written on stdout, which belongs to the command.
+The command runs as a child with ``OVPATCH_AUTO=1``. Each Python process that imports torch applies ovpatch
+(:mod:`ovpatch.autoload`) and writes a report; the reports are merged after the end of the command. stdout belongs to
+the command.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def main(arguments: argparse.Namespace) -> int:
-    """Run the command; return its exit code, or 1 if it succeeded without being patched."""
+    """Run the command; return its exit code, or 1 if it succeeded unpatched."""
     command = command_line.get_command(arguments.command)
     environment = command_line.make_environment(arguments.features)
     command_line.check_file(arguments.report, "--report")
@@ -47,7 +47,7 @@ def main(arguments: argparse.Namespace) -> int:
 
 
 def _run(command: list[str], environment: Mapping[str, str], directory: Path) -> int:
-    """Run the command; end it early once a worker has reported that it is not patched."""
+    """Run the command; terminate it if a worker reports that it is not patched."""
     stopped = False
 
     def look() -> None:
@@ -62,7 +62,7 @@ def _run(command: list[str], environment: Mapping[str, str], directory: Path) ->
 
 
 def _conclude(code: int, directory: Path, file: Path | None) -> int:
-    """Merge what the workers reported, write and show it, and return the exit code."""
+    """Merge the reports of the workers, write and print the result, and return the exit code."""
     failures, reports = (
         worker_reports.read_reports(directory, "failed"),
         worker_reports.read_reports(directory, "worker"),
@@ -78,14 +78,14 @@ def _conclude(code: int, directory: Path, file: Path | None) -> int:
         )
     for failure in failures:
         _say(f"process {failure['pid']} (rank {failure['rank']}) was not patched: {failure['error']}")
-    if merged is None and not failures and code == ExitCode.OK:  # else its own message says what went wrong
+    if merged is None and not failures and code == ExitCode.OK:  # otherwise the command's own message tells
         _say(_NOBODY)
     unpatched = bool(failures) or merged is None
     return ExitCode.PROBLEM if failures or (code == ExitCode.OK and unpatched) else code
 
 
 def _did_anything(merged: Mapping[str, Any]) -> bool:
-    """Return whether a feature did any work in any process, as far as the report can tell."""
+    """Return whether any feature did work in any process, according to the report."""
     on = [feature for feature in merged["features"] if feature["state"] == "applied"]
     idle = [any(map(_tells_idleness, one["remarks"])) and not did_work(one["counters"], one["work"]) for one in on]
     return not all(idle)

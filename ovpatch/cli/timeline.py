@@ -1,6 +1,6 @@
-"""``ovpatch timeline``: record a few steps of an unmodified command, and show what communication is exposed.
+"""``ovpatch timeline``: records a few steps of an unmodified command and shows its exposed communication.
 
-The tables go to stdout; progress, remarks and ovpatch's own report go to stderr, what the command writes into a log.
+Tables go to stdout; progress, remarks and ovpatch's report to stderr; the output of the command into a log.
 """
 
 from __future__ import annotations
@@ -78,10 +78,10 @@ def _pattern(text: str | None) -> re.Pattern[str] | None:
 
 
 def _are_traces(rest: Sequence[str]) -> bool:
-    """Whether these words are traces, or folders of traces, and no command.
+    """Whether the arguments are traces or folders of traces, not a command.
 
     Raises:
-        ovpatch.SettingsError: They begin with traces and go on with something else.
+        ovpatch.SettingsError: Traces are followed by something else.
     """
     named = [word.endswith(_ENDINGS) or Path(word).is_dir() for word in rest]
     if named[:1] == [True] and not all(named):
@@ -114,7 +114,7 @@ def _of_traces(run: Run) -> Recording:
 
 
 def _files(path: Path) -> list[Path]:
-    """Return a trace, or the traces in a folder: ours where there are any, or else every JSON file."""
+    """Return a trace, or the traces in a folder: ours if there are any, else every JSON file."""
     if not path.is_dir():
         return [path]
     files = sorted(path.glob("trace-rank*.json*")) or sorted(f for f in path.iterdir() if f.name.endswith(_ENDINGS))
@@ -129,7 +129,7 @@ def _files(path: Path) -> list[Path]:
 def _record(
     arguments: argparse.Namespace, output: Output, pattern: re.Pattern[str] | None
 ) -> tuple[list[Recording], int]:
-    """Run each arm and read what it left; an arm that fails is still shown as far as it got."""
+    """Run each arm and read its traces; a failed arm is shown up to its failure."""
     from ovpatch.insight import arms
 
     command = command_line.get_command(arguments.rest)
@@ -145,13 +145,13 @@ def _record(
         code = _judge(outcome) or code
         try:
             recordings.append(collect(arm.name, outcome.folder, wanted, pattern))
-        except TraceError as error:  # the other arm may have something to show
+        except TraceError as error:  # the other arm may have traces
             _say(str(error))
             code = code or ExitCode.UNDECIDED
         failed = failed or bool(outcome.code or outcome.failures or outcome.timed_out)
         if outcome.interrupted:
             break
-    if not recordings and not failed:  # else the log tells why
+    if not recordings and not failed:  # otherwise the log tells why
         output.discard()
     return recordings, code
 
@@ -186,7 +186,7 @@ def _arms(arguments: argparse.Namespace, wanted: range) -> list[Arm]:
 
 
 def _judge(outcome: Outcome) -> int:
-    """Say what ovpatch did in an arm, and what went wrong with it; return the exit code it makes."""
+    """Print the report and the problems of an arm; return its exit code."""
     if outcome.arm.patched and outcome.report is not None:
         _say(f"{outcome.arm.name}:\n{format_report(outcome.report, colour=wants_colour(sys.stderr))}")
     for failure in outcome.failures:

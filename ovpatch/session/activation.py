@@ -1,4 +1,4 @@
-"""Turning features on and off: hooks of plugins and calls of the patch manager, in the order that keeps both whole."""
+"""Activation: plugin hooks and calls of the patch manager, in the order that turns features on and off."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from ovpatch.settings import options as opts
 
 
 class _Registrar:
-    """The patch manager as one feature sees it."""
+    """The patch manager of one feature; an :class:`ovpatch.Registrar`."""
 
     def __init__(self, manager: PatchManager, feature: str) -> None:
         self._manager, self._feature = manager, feature
@@ -61,11 +61,11 @@ class ActiveFeatures:
         return self._manager.statuses()
 
     def turn_off(self, names: Collection[str]) -> None:
-        """Take features back, the last one first.
+        """Turn features off, the last one first.
 
         Raises:
-            FeatureError: A plugin cannot give its live objects their stock behaviour back; it stays on, and so do
-                those that became active before it. Or all are off, and the handle of a hook could not be removed.
+            FeatureError: A plugin cannot give its live objects their stock behaviour back. It stays on, and so do
+                the features that became active before it. Or all are off, but a hook's handle could not be removed.
         """
         left: list[str] = []
         for name in [name for name in reversed(self.active) if name in names]:
@@ -79,13 +79,13 @@ class ActiveFeatures:
             raise FeatureError(f"turned off, and yet something is left: {'; '.join(left)}.")
 
     def drop_unfinished(self) -> None:
-        """Leave nothing of features that a call which broke off has patched and not activated."""
+        """Revert features that an interrupted call patched but did not activate."""
         for name in dict.fromkeys(status.feature for status in self.statuses()):
             if name not in self.active:
                 self._withdraw(name)
 
     def turn_on(self, plan: FeaturePlan) -> None:
-        """Register all planned features, then patch, then activate; what fails stands down in the plan."""
+        """Register all planned features, patch, activate; a feature that fails stands down in the plan."""
         for name in self.active:
             plan.records[name].state = "applied"
             plan.records[name].remarks = self.active[name].remarks
@@ -109,14 +109,14 @@ class ActiveFeatures:
         self._drop_unmet(plan)
 
     def _patch(self, plan: FeaturePlan) -> None:
-        """Apply all patches at once; only if that fails, feature by feature, to know whose fault it is."""
-        patching = {status.feature for status in self.statuses()}  # some work without any patch
+        """Apply all patches at once; if that fails, feature by feature, to find the one at fault."""
+        patching = {status.feature for status in self.statuses()}  # a feature may have no patch
         names = [name for name in sort_by_requirements(plan.get_planned()) if name in patching]
         if not names:
             return
         try:
             self._manager.apply(*names)
-        except (Exception, SystemExit):  # noqa: BLE001  # foreign functions run in there; each is attributed below
+        except (Exception, SystemExit):  # noqa: BLE001  # runs plugins' functions; the next lines find the one at fault
             for name in sorted(names, key=lambda name: not plan.records[name].request.by_name):
                 self._patch_one(plan.records[name])
         self._drop_unmet(plan)
@@ -150,9 +150,9 @@ class ActiveFeatures:
         self._withdraw(record.found.name)
 
     def _withdraw(self, name: str) -> None:
-        """Leave nothing of a feature that did not get as far as being active.
+        """Revert and unregister a feature that did not become active.
 
-        Where somebody else patched on top of it meanwhile, its declarations stay, so that the report says *shadowed*.
+        If another library patched on top meanwhile, its declarations stay, so that the report says *shadowed*.
         """
         for problem in self._take_back(name):
             logs.logger.error("%s", problem)
@@ -160,15 +160,15 @@ class ActiveFeatures:
             self._manager.unregister(name)
 
     def _take_back(self, name: str) -> list[str]:
-        """Revert the patches of a feature; returns what could not be removed, in words."""
+        """Revert the patches of a feature; returns the errors of hooks that could not be removed."""
         try:
             self._manager.revert(name)
-        except PatchError as error:  # the handle of a hook; everything else was taken back
+        except PatchError as error:  # from a hook's handle; everything else is reverted
             return [str(error)]
         return []
 
     def _deactivate_quietly(self, name: str) -> None:
-        """Let a plugin whose activation failed clean up what it had begun."""
+        """Let a plugin whose activation failed clean up."""
         try:
             self.plugins.call_hook(name, "ovpatch_deactivate")
         except PluginError as error:

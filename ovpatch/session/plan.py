@@ -1,4 +1,4 @@
-"""What one call of apply() is going to do: every decision is made here, before anything is patched."""
+"""The plan of one ``apply()``: which features are on, and why not. All decisions are made before any patch."""
 
 from __future__ import annotations
 
@@ -13,13 +13,11 @@ from ovpatch.settings import options as opts
 from ovpatch.settings import settings
 from ovpatch.settings.settings import Environment, FeatureRequest
 
-# Features among each other: in which order, and who stands down for whom. Pure functions over descriptions.
-
 
 def sort_by_requirements(features: Mapping[str, Feature]) -> list[str]:
-    """Return the names so that each comes after what it requires; otherwise the given order is kept.
+    """Return the names, each after the features that it requires; the given order is kept otherwise.
 
-    Features that require each other stay in the given order.
+    Features that require each other keep the given order.
     """
     ordered: list[str] = []
     visiting: set[str] = set()
@@ -55,9 +53,9 @@ def find_conflicts(features: Mapping[str, Feature], ranking: Sequence[Collection
     """Find features that cannot run together.
 
     Args:
-        features: What is about to be on.
-        ranking: Groups of names, the strongest first; of two in conflict the one in the stronger group stays. Two of
-            the same group stand down both.
+        features: Features that are to be on.
+        ranking: Groups of names, the strongest first. Of two features in conflict the one in the stronger group
+            stays on; two of the same group both stand down.
 
     Returns:
         The features that stand down, each with the reason.
@@ -83,11 +81,11 @@ def _rank(name: str, ranking: Sequence[Collection[str]]) -> int:
 
 
 def find_unmet(features: Mapping[str, Feature], reasons: Mapping[str, str]) -> dict[str, str]:
-    """Find features that lack what they require, and then those that lack these, until nothing changes.
+    """Find features whose requirements are not on, directly or through others.
 
     Args:
-        features: What is about to be on.
-        reasons: Why other features are not on, by name; a name that is missing here is not installed.
+        features: Features that are to be on.
+        reasons: Why other features are not on, by name; a feature without an entry is not installed.
 
     Returns:
         The features that stand down, each with the reason.
@@ -116,23 +114,23 @@ _FINE: Final = frozenset({"applied", "pending", "disabled", PLANNED})
 
 
 class FeatureError(RuntimeError):
-    """A feature that was asked for by name, or any feature in strict mode, cannot run. Nothing of the call stays."""
+    """A feature requested by name, or any feature in strict mode, cannot run. The call changes nothing."""
 
     exit_code = ExitCode.USAGE
 
 
 @dataclass
 class FeatureRecord:
-    """What the session knows about one feature.
+    """One feature and its state.
 
     Attributes:
-        found: Its entry point.
-        request: Whether it shall be on, and who says so.
-        state: A state of the report, or ``planned`` while the call is under way.
+        found: Its plugin.
+        request: Whether the settings turn it on, and which setting does.
+        state: A state of the report, or ``planned`` during the call.
         reason: Why it is in this state.
         feature: Its description; None if the plugin is not imported.
         options: Resolved options.
-        remarks: What the plugin said when it became active.
+        remarks: Remarks of the plugin from its activation.
     """
 
     found: FoundPlugin
@@ -144,20 +142,20 @@ class FeatureRecord:
     remarks: tuple[str, ...] = ()
 
     def stand_down(self, state: str, reason: str) -> None:
-        """Take the feature out of the running."""
+        """Set the state of a feature that will not be on."""
         self.state, self.reason = state, reason
 
 
 @dataclass
 class FeaturePlan:
-    """The records of all features, and how failures are to be taken."""
+    """The records of all features, and whether any skip is an error."""
 
     environment: Environment
     strict: bool
     records: dict[str, FeatureRecord]
 
     def get_planned(self) -> dict[str, Feature]:
-        """Return the features that are still in the running."""
+        """Return the features that are planned, by name."""
         return {
             name: record.feature
             for name, record in self.records.items()
@@ -165,11 +163,11 @@ class FeaturePlan:
         }
 
     def get_reasons(self) -> dict[str, str]:
-        """Return why each feature out of the running is not on."""
+        """Return why each other feature is not on."""
         return {n: e.reason or e.state for n, e in self.records.items() if e.state not in (PLANNED, "applied")}
 
     def drop_unmet(self) -> list[str]:
-        """Stand down what lacks a required feature; returns the names."""
+        """Stand down features whose requirements are not on; returns their names."""
         on = {n: e.feature for n, e in self.records.items() if e.state == "applied" and e.feature is not None}
         lost = find_unmet({**on, **self.get_planned()}, self.get_reasons())
         for name, reason in lost.items():
@@ -177,13 +175,13 @@ class FeaturePlan:
         return list(lost)
 
     def set_failed(self, error: BaseException) -> None:
-        """Say in the report that features stand down because the whole call failed."""
+        """Stand down all features because the call failed."""
         for record in self.records.values():
             if record.state in (PLANNED, "applied"):
                 record.stand_down("skipped", f"the call of apply() failed: {str(error) or repr(error)}")
 
     def check_requests(self) -> None:
-        """Raise if a feature that must run cannot.
+        """Raise if a required feature cannot run.
 
         Raises:
             FeatureError: Names every such feature with its reason.
@@ -215,16 +213,16 @@ def make_plan(
 
     Args:
         environment: The parsed variables.
-        strict: Argument of the call; the environment goes over it.
+        strict: Argument of the call; the environment overrides it.
         asked: Features named in the call; empty means the defaults.
         arguments: Options given in calls so far.
         found: Installed features.
-        plugins: Where plugins are loaded.
-        active: Features that are on already. They stay on unless the environment says off.
-        ask_machine: Whether to ask the plugins for reasons against, which presumes that torch is imported.
+        plugins: Plugins in memory.
+        active: Features that are on. They stay on unless the environment turns them off.
+        ask_machine: Whether to call the plugins' ``ovpatch_reasons_against``, which need torch.
 
     Raises:
-        ovpatch.SettingsError: Some setting cannot be understood.
+        ovpatch.SettingsError: A setting cannot be parsed.
     """
     settings.check_names(environment, asked, arguments, found)
     is_strict = bool(strict) if environment.strict is None else environment.strict
@@ -262,7 +260,7 @@ def _by_name(plan: FeaturePlan) -> set[str]:
 
 
 def _load(plan: FeaturePlan, plugins: Plugins) -> None:
-    """Block what is off before importing what is on, then sort out what turns out to be off by default."""
+    """Block plugins that are off, load the others, and stand down those that are off by default."""
     for name, record in plan.records.items():
         (plugins.unblock_plugin if record.state == PLANNED else plugins.block_plugin)(name)
     for record in plan.records.values():
@@ -306,12 +304,12 @@ def _resolve_one(
         record.options = opts.resolve_options(feature, arguments, variables)
     except settings.SettingsError:
         raise
-    except Exception as error:  # a plugin's own parse= may raise anything; ValueError is what it should raise
+    except Exception as error:  # a plugin's parse= may raise any exception, although only ValueError is allowed
         raise PluginError(f"parsing its options raised {describe_error(error)}") from error
 
 
 def _ask(plan: FeaturePlan, plugins: Plugins, active: Mapping[str, FeatureRecord]) -> None:
-    """Ask each feature for reasons against; one that is on with the same options has been asked before."""
+    """Ask each planned feature for reasons against, unless it is on already with the same options."""
     for name in plan.get_planned():
         record = plan.records[name]
         if name in active and active[name].options == record.options:

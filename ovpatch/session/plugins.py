@@ -1,6 +1,6 @@
-"""Plugins in memory: loaded one by one, checked against the specification, called one at a time.
+"""Plugins: found by entry point, loaded one by one, checked against the specification, called one at a time.
 
-Whatever a plugin does wrong is turned into a :class:`PluginError` that names it, so that the others go on.
+Any error of a plugin becomes a :class:`PluginError`, so that the other plugins go on.
 """
 
 from __future__ import annotations
@@ -17,8 +17,6 @@ from ovpatch.patching.patch import is_version_range
 from ovpatch.settings.options import check_declaration
 from ovpatch.settings.selection import NAME, OFF_WORDS, ON_WORDS, normalise_name, suggest_name
 
-# Which plugins are there: the entry points of the group ``ovpatch``, looked at without importing any of them.
-
 GROUP: Final = "ovpatch"
 FIRST_PARTY: Final = "ovpatch"
 _WORDS: Final = frozenset((*ON_WORDS, *OFF_WORDS, "all"))
@@ -26,17 +24,17 @@ _WORDS: Final = frozenset((*ON_WORDS, *OFF_WORDS, "all"))
 
 @dataclass(frozen=True)
 class FoundPlugin:
-    """A feature that an entry point announces.
+    """An entry point of the group ``ovpatch``, not imported yet.
 
     Attributes:
         name: The feature.
         target: Module, or ``module:attribute``, of the plugin.
-        distribution: Who installed it.
+        distribution: Distribution that contains it.
         version: Version of the distribution.
-        path: Where the distribution's metadata lies.
-        problem: Why it must not be loaded, or an empty string.
+        path: Directory of the distribution's metadata.
+        problem: Why it is not loaded, or an empty string.
         duplicate: Whether the problem is that several distributions announce it.
-        remark: What the report should say about it although it is fine.
+        remark: Remark for the report.
         entry_point: The entry point itself.
     """
 
@@ -52,7 +50,7 @@ class FoundPlugin:
 
     @property
     def first_party(self) -> bool:
-        """Whether ovpatch ships it."""
+        """Whether ovpatch ships the plugin."""
         return self.distribution == FIRST_PARTY
 
     @property
@@ -62,11 +60,10 @@ class FoundPlugin:
 
 
 def find_plugins(path: list[str] | None = None) -> dict[str, FoundPlugin]:
-    """Return all announced features by name, first-party ones first.
+    """Return all installed features by name, first-party ones first. Imports none of them.
 
-    A distribution that is listed twice, as an editable install beside its egg-info is, counts once: the first on the
-    path, as everywhere in Python. A name announced by two distributions is kept for ovpatch if it is one of the two,
-    and is otherwise loaded from neither, since a guess would run somebody else's code.
+    A distribution that is on the path twice, such as an editable install and its egg-info, counts once: the first one.
+    If two distributions have a feature of one name, ovpatch's own is kept; otherwise neither is loaded.
 
     Args:
         path: Directories to search; ``sys.path`` by default.
@@ -82,7 +79,7 @@ def _announced(installed: Iterable[Distribution]) -> Iterable[FoundPlugin]:
     seen: set[str] = set()
     for distribution in installed:
         text = distribution.read_text("entry_points.txt") or ""
-        if f"[{GROUP}]" not in text.replace(" ", ""):  # a scan of all metadata files: parse only those that matter
+        if f"[{GROUP}]" not in text.replace(" ", ""):  # all metadata files are scanned, few are parsed
             continue
         name = _canonical(distribution)
         if name in seen:
@@ -135,7 +132,7 @@ _HOOKS: Final = tuple(name for name in vars(FeatureSpecs) if name.startswith(_PR
 
 
 class PluginError(Exception):
-    """A plugin that cannot be used; the text is the reason in the report."""
+    """A plugin cannot be used; the text is the reason in the report."""
 
     def __init__(self, reason: str, state: str = "failed") -> None:
         super().__init__(reason)
@@ -151,19 +148,19 @@ class Plugins:
         self._features: Final[dict[str, Feature]] = {}
 
     def block_plugin(self, name: str) -> None:
-        """Keep a feature from being loaded, unless it is loaded already."""
+        """Prevent a feature from being loaded, unless it is loaded."""
         if not self._manager.has_plugin(name):
             self._manager.set_blocked(name)
 
     def unblock_plugin(self, name: str) -> None:
-        """Let a feature be loaded again."""
+        """Allow a feature to be loaded again."""
         self._manager.unblock(name)
 
     def load_feature(self, found: FoundPlugin) -> Feature:
-        """Import a plugin, check it and return the description of its feature. A loaded one is returned at once.
+        """Return the description of a feature; imports and checks its plugin at the first call.
 
         Raises:
-            PluginError: It is announced twice, raises at import, misspells a hook, or describes itself wrongly.
+            PluginError: The plugin is a duplicate, raises at import, misspells a hook, or describes itself wrongly.
         """
         if found.problem:
             raise PluginError(found.problem, "conflict" if found.duplicate else "failed")
@@ -173,7 +170,7 @@ class Plugins:
             self._register(found, self._import(found))
             try:
                 self._features[found.name] = self._describe(found)
-            except Exception:  # raised again, once the plugin is forgotten
+            except Exception:  # raised again after the plugin is unregistered
                 self._manager.unregister(name=found.name)
                 raise
         return self._features[found.name]
@@ -183,7 +180,7 @@ class Plugins:
             raise PluginError(f"{found.origin} has no entry point")
         try:
             return found.entry_point.load()
-        except (Exception, SystemExit) as error:  # foreign code at import may raise anything
+        except (Exception, SystemExit) as error:  # a plugin may raise any exception at import
             raise PluginError(
                 f"importing {found.target} of {found.distribution} raised {describe_error(error)}"
             ) from error
@@ -235,7 +232,7 @@ class Plugins:
         """Call one hook of one plugin.
 
         Returns:
-            What the plugin returned; None if it does not implement the hook.
+            The plugin's result; None if it does not implement the hook.
 
         Raises:
             PluginError: The hook raised.
@@ -243,7 +240,7 @@ class Plugins:
         caller = self._only(name, hook)
         try:
             results = caller(**arguments)
-        except (Exception, SystemExit) as error:  # foreign code may raise anything; the session decides what it means
+        except (Exception, SystemExit) as error:  # a plugin may raise any exception
             raise PluginError(f"{hook} raised {describe_error(error)}") from error
         return results[0] if results else None
 
@@ -261,7 +258,7 @@ class Plugins:
             return (found,)
         try:
             return tuple(str(text) for text in found or ())
-        except Exception as error:  # iterating foreign objects, and turning them into text, may raise anything
+        except Exception as error:  # a plugin's objects may raise any exception
             raise PluginError(f"{hook} returned {type(found).__name__}, not a list of texts") from error
 
     def _only(self, name: str, hook: str) -> Callable[..., Any]:
@@ -281,7 +278,7 @@ def _with_hints(names: list[str]) -> str:
 
 
 def _check_marks(plugin: object) -> None:
-    """Refuse functions called like a hook but not marked: pluggy would pass over them without a word."""
+    """Refuse functions named like a hook but without ``@hookimpl``, which pluggy ignores silently."""
     for name in dir(plugin):
         if name.startswith(_PREFIX):
             value = getattr(plugin, name, None)

@@ -1,4 +1,4 @@
-"""What is on, what is off and why: the report, as data, as JSON and as a table."""
+"""The report: which features are on or off and why, as data, as JSON and as a table."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from ovpatch.patching import PatchStatus
 
 
-# From the most to the least alarming; ranks that differ are summed up by the first of these that any of them is in.
+# From worst to best; a merged report has the worst state of any process.
 STATES: Final = (
     "failed",
     "conflict",
@@ -49,21 +49,21 @@ _COLOURS: Final = {
 
 @dataclass(frozen=True)
 class FeatureReport:
-    """One feature.
+    """The report of one feature.
 
     Attributes:
         name: The feature.
         state: One of :data:`STATES`.
         reason: Why it is in this state; empty for an applied feature.
-        remarks: What else the user should know.
-        options: Every option's value and where it came from; empty while the plugin is not imported.
-        counters: What the feature did in this process.
-        distribution: Who installed the plugin.
+        remarks: Remarks for the user.
+        options: Value and source of every option; empty while the plugin is not imported.
+        counters: Counters of the feature in this process.
+        distribution: Distribution of the plugin.
         summary: One line; empty while the plugin is not imported.
         default: Whether a plain ``apply()`` turns it on; None while the plugin is not imported.
         requires: Features without which it cannot run; empty while the plugin is not imported.
-        reorders_products: Whether it adds up matrix products in another order than stock.
-        work: Counters that move only when it does its work; see :attr:`ovpatch.Feature.work`.
+        reorders_products: Whether it sums matrix products in another order than stock.
+        work: Counters of real work; see :attr:`ovpatch.Feature.work`.
     """
 
     name: str
@@ -80,7 +80,7 @@ class FeatureReport:
     work: tuple[str, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
-        """Return the feature as it stands in the report's JSON."""
+        """Return the feature as plain data for JSON."""
         return {
             "name": self.name,
             "state": self.state,
@@ -97,7 +97,7 @@ class FeatureReport:
 
 @dataclass(frozen=True)
 class Report:
-    """What ovpatch did in one process, at one moment.
+    """The state of ovpatch in one process at one moment.
 
     Attributes:
         version: Version of ovpatch.
@@ -118,7 +118,7 @@ class Report:
     patches: tuple[PatchStatus, ...] = ()
 
     def __getitem__(self, name: str) -> FeatureReport:
-        """Return one feature's part.
+        """Return the report of one feature.
 
         Raises:
             KeyError: No such feature is installed.
@@ -141,7 +141,7 @@ class Report:
         }
 
     def summary(self) -> str:
-        """Return one line: which features are on, and which are not although they should be."""
+        """Return one line: the features by state, with reasons."""
         groups: dict[str, list[str]] = {}
         for feature in self.features:
             why = f" ({feature.reason})" if feature.reason and feature.state != "disabled" else ""
@@ -166,15 +166,14 @@ def did_work(counters: Mapping[str, int], work: Collection[str] = ()) -> bool:
     """Return whether counters show work.
 
     Args:
-        counters: What a feature counted.
-        work: Those that move only when it does its work; by default all but those named ``stock_…``, which count what
-            was left to stock.
+        counters: Counters of a feature.
+        work: Names of the counters of real work; by default all but ``stock_…``, which count calls left to stock.
     """
     return any(count for name, count in counters.items() if (name in work if work else not name.startswith("stock_")))
 
 
 def to_plain_data(value: Any) -> Any:
-    """Return a value as JSON can hold it; what it cannot hold becomes text."""
+    """Return a value with JSON types only; other types become text."""
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
     if isinstance(value, Mapping):
@@ -185,7 +184,7 @@ def to_plain_data(value: Any) -> Any:
 
 
 def wants_colour(stream: TextIO) -> bool:
-    """Return whether to colour what goes to a stream, by NO_COLOR, FORCE_COLOR, TERM and whether it is a terminal."""
+    """Return whether to colour output to a stream, by NO_COLOR, FORCE_COLOR, TERM and whether it is a terminal."""
     if os.environ.get("NO_COLOR"):
         return False
     if os.environ.get("FORCE_COLOR"):
@@ -234,14 +233,14 @@ def render_table(
     """Return a table as text; plain ASCII rules and no escape codes unless ``colour``.
 
     Args:
-        title: Stands above it.
-        heads: Of the columns.
-        rows: Their cells.
+        title: Line above the table.
+        heads: Column heads.
+        rows: Cells of each row.
         colour: Whether to use terminal colours.
         width: Columns; those of the terminal by default.
-        right: Heads of the columns whose cells stand on the right, as numbers do.
+        right: Heads of right-aligned columns.
     """
-    from rich import box  # rich takes 50 ms to import, and apply() does not need it
+    from rich import box  # rich is slow to import, and apply() does not need it
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text
@@ -263,8 +262,6 @@ def _style(cell: str) -> str:
     return "red" if cell in TROUBLE else _COLOURS.get(cell, "")
 
 
-# Taking a report: the session's records, the plugins' counters and the patches' states at one moment.
-
 NOT_IMPORTED: Final = "not imported"
 SPAWNED: Final = (
     "child processes were started that run apply() only where it stands at the top of the program's module: move it "
@@ -278,10 +275,10 @@ def make_report(
     """Return the report of this process.
 
     Args:
-        records: What the session knows, by feature.
+        records: Records of the session, by feature.
         active: Features that are on.
-        plugins: Where to ask for counters and remarks.
-        patches: States of all patches.
+        plugins: Plugins, for their counters and remarks.
+        patches: Statuses of all patches.
     """
     torch = get_torch_version()
     features = []
@@ -335,9 +332,9 @@ def _active(record: FeatureRecord, plugins: Plugins, patches: Sequence[PatchStat
 
 
 def _idleness(counters: Mapping[str, int], work: Collection[str], patches: Sequence[PatchStatus]) -> str:
-    """Return what to say of a feature that has done nothing so far; "" if it has, or cannot tell.
+    """Return the remark on a feature that has done no work so far; "" if it has, or has no counters.
 
-    Calls are counted where they enter a patch, so a wrapper that raised was called.
+    A call is counted when it enters a patch, also if it raises.
     """
     functions = [patch for patch in patches if patch.kind != "hook" and patch.state == "applied"]
     if did_work(counters, work) or not (counters or functions):
@@ -348,7 +345,7 @@ def _idleness(counters: Mapping[str, int], work: Collection[str], patches: Seque
 
 
 def _has_spawned() -> bool:
-    """Whether this process started children that import the program anew, without being told to patch them."""
+    """Whether this process started children that import the program anew and are not patched by themselves."""
     ways = ("popen_spawn_posix", "popen_spawn_win32", "popen_forkserver")
     return "OVPATCH_AUTO" not in os.environ and any(f"multiprocessing.{way}" in sys.modules for way in ways)
 
@@ -374,7 +371,7 @@ def _row(
 
 
 def _live_state(patches: Sequence[PatchStatus]) -> tuple[str, str]:
-    """Return the state of a feature that is on, from its patches: late imports may still have gone wrong."""
+    """Return the state of an active feature from its patches: one that waited for an import may have failed."""
     for state in ("failed", "conflict", "incompatible"):
         bad = [patch for patch in patches if patch.state == state]
         if bad:
@@ -385,7 +382,7 @@ def _live_state(patches: Sequence[PatchStatus]) -> tuple[str, str]:
     for state in ("pending", "shadowed", "skipped"):
         if state in states:
             found = [patch for patch in patches if patch.state == state]
-            # Patches that wait or were skipped mostly share a reason: a library that is not imported, or not there.
+            # Pending or skipped patches mostly share a reason, such as a library that is not installed.
             texts = [_say(patch) if state == "shadowed" else patch.reason for patch in found]
             return state, "; ".join(dict.fromkeys(texts))
     return "applied", ""
@@ -399,7 +396,7 @@ def _counters(name: str, plugins: Plugins) -> tuple[dict[str, int], list[str]]:
     try:
         raw: Mapping[str, int] = plugins.call_hook(name, "ovpatch_counters") or {}
         return {str(key): int(count) for key, count in raw.items()}, []
-    except Exception as error:  # noqa: BLE001  # what a plugin returns may raise anything when it is read
+    except Exception as error:  # noqa: BLE001  # a plugin's objects may raise any exception
         return {}, [f"its counters cannot be read: {error}"]
 
 

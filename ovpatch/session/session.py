@@ -1,4 +1,4 @@
-"""The features of a process: which are on, since when, with which options; one lock, and a way back from failures."""
+"""The session: which features of a process are on, with which options, and the way back from failures."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Options = Mapping[str, Mapping[str, Any]]
 
 
 class Session:
-    """The features that are on. One lock guards it; its methods may be called from any thread."""
+    """The features that are on. A lock guards the session; its methods may be called from any thread."""
 
     def __init__(self) -> None:
         self._lock = threading.RLock()
@@ -31,11 +31,11 @@ class Session:
         self._arguments: dict[str, dict[str, Any]] = {}
 
     def after_fork(self) -> None:
-        """Go on in a forked child, in which a thread that was inside :meth:`apply` at the time does not exist.
+        """Reset the lock in a forked child if another thread held it, since that thread does not exist there.
 
-        The lock cannot be taken before the fork instead, as the patch manager does: foreign code runs under it.
+        The lock is not acquired before the fork, as the patch manager's is: plugin code runs under it.
         """
-        if self._lock.acquire(blocking=False):  # free, or held by the thread that forked
+        if self._lock.acquire(blocking=False):  # it is free, or held by the thread that forked
             self._lock.release()
         else:
             self._lock, self._busy = threading.RLock(), False
@@ -60,7 +60,7 @@ class Session:
         *,
         ask_machine: bool = True,
     ) -> FeaturePlan:
-        """Decide what ``apply`` would do, without doing it; see :func:`ovpatch.session.plan.make_plan`."""
+        """Return the plan of an ``apply``; see :func:`ovpatch.session.plan.make_plan`."""
         with self._lock:
             return plans.make_plan(
                 settings.read_environment(environ),
@@ -82,7 +82,7 @@ class Session:
             asked: Features named in the call.
             options: Options given in the call.
             strict: Whether any skip is an error.
-            tolerant: Report features that cannot run even if they were asked for by name, as ``ovpatch doctor`` does.
+            tolerant: Report features that cannot run, also those requested by name, as ``ovpatch doctor`` does.
         """
         with self._exclusive():
             plan = self.plan(asked, options, strict)
@@ -102,7 +102,7 @@ class Session:
             return report
 
     def _with(self, options: Options | None) -> dict[str, dict[str, Any]]:
-        """Return the options given so far, these added: a later call that does not mention an option keeps it."""
+        """Return the options of all calls so far: an option that a call does not mention keeps its value."""
         merged = {name: dict(values) for name, values in self._arguments.items()}
         for name, values in _normalised({} if options is None else options, "options=", "{feature: {option: value}}"):
             own = merged.setdefault(name, {})
@@ -117,12 +117,12 @@ class Session:
             self._features.turn_on(plan)
             if not tolerant:
                 plan.check_requests()
-        except BaseException:  # Ctrl-C as well
+        except BaseException:  # also Ctrl-C
             self._restore(before)
             raise
 
     def _outdated(self, plan: FeaturePlan) -> list[str]:
-        """Return the active features that must go off, be it only to come back with other options."""
+        """Return the active features to turn off, including those that come back with other options."""
         going: set[str] = set()
         features = {
             name: record.feature for name, record in self._features.active.items() if record.feature is not None
@@ -134,7 +134,7 @@ class Session:
         return [name for name in self._features.active if name in going]
 
     def _restore(self, before: Mapping[str, FeatureRecord]) -> None:
-        """Bring back what was active before a call that failed."""
+        """Restore the features that were active before a failed call."""
         try:
             self._features.drop_unfinished()
             self._features.turn_off(
@@ -206,7 +206,7 @@ def _name(name: object) -> str:
 
 
 def _normalised(values: object, where: str, shape: str) -> Iterator[tuple[str, Any]]:
-    """Yield the items of a mapping with names as they are compared; two spellings of one name are an error."""
+    """Yield the items of a mapping with normalised names; two spellings of one name are an error."""
     if not isinstance(values, Mapping):
         raise SettingsError(f"{where} is {values!r}; write {shape} there.")
     seen: dict[str, str] = {}
@@ -223,7 +223,7 @@ def _untouched(found: plugins.FoundPlugin) -> FeatureRecord:
 
 
 def _log(report: Report, *, changed: bool, known: Mapping[str, FeatureRecord]) -> None:
-    """Write one line, and a warning for each feature that is newly in trouble."""
+    """Log a summary, and a warning for each feature that is newly in trouble."""
     if changed or not known:
         logs.logger.info("%s", report.summary())
     for feature in report.features:

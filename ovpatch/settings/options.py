@@ -1,4 +1,4 @@
-"""Options of features: are they declared soundly, and what value does each have, from where."""
+"""Options of features: checks of their declarations, their values and the sources of these."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ _KINDS: Final = {bool: "1 or 0", int: "a whole number", float: "a number", str: 
 
 
 class OptionValue(NamedTuple):
-    """The value of an option, and who set it.
+    """The value of an option and its source.
 
     Attributes:
-        value: What the plugin gets.
+        value: Value for the plugin.
         source: ``default``, ``argument``, or ``environment`` followed by the variable.
     """
 
@@ -27,7 +27,7 @@ class OptionValue(NamedTuple):
 
 
 class _Given(NamedTuple):
-    """A value as somebody wrote it."""
+    """A value as written in the call or the environment."""
 
     place: str
     raw: Any
@@ -35,15 +35,15 @@ class _Given(NamedTuple):
 
 
 def get_values(options: Mapping[str, OptionValue]) -> dict[str, Any]:
-    """Return what a plugin sees: the values by name, without their sources."""
+    """Return the values by name, without their sources."""
     return {name: option.value for name, option in options.items()}
 
 
 def check_declaration(feature: Feature) -> None:
-    """Refuse a feature whose options could not be set without ambiguity.
+    """Refuse a feature with an invalid or ambiguous declaration.
 
     Raises:
-        ValueError: Names the option and what is wrong with it.
+        ValueError: The text names the option and the mistake.
     """
     _check_shape(feature)
     seen: set[str] = set()
@@ -58,7 +58,7 @@ def check_declaration(feature: Feature) -> None:
 
 
 def _check_shape(feature: Feature) -> None:
-    """Refuse values of the wrong type; a text in place of a tuple of texts would be read letter by letter."""
+    """Refuse values of the wrong type, such as a text in place of a tuple of texts."""
     _check_all("options", feature.options, Option)
     _check_all("requires", feature.requires, str)
     _check_all("conflicts", feature.conflicts, str)
@@ -115,7 +115,7 @@ def _resolve_one(
     variables = [make_variable_name(feature, name) for name in names]
     texts = [_Given(name, environment[name], f"environment {name}") for name in variables if name in environment]
     calls = [_Given(f"option {feature}.{name}", arguments[name], ARGUMENT) for name in names if name in arguments]
-    # What loses is parsed as well: a typing error there should not wait for the day on which it wins.
+    # A value that is overridden is parsed as well, so that a typing error in it shows at once.
     parsed_calls = [(one, _convert(option, one)) for one in calls]
     parsed = [(one, _convert(option, one)) for one in texts] or parsed_calls
     if not parsed:
@@ -143,7 +143,7 @@ def _convert(option: Option, given: _Given) -> Any:
 
 
 def _parse(option: Option, text: str) -> Any:
-    """Turn text into a value by ``parse``, else by the type of the default."""
+    """Parse a text by ``parse``, else by the type of the default."""
     if option.parse is not None:
         return option.parse(text)
     kind = type(option.default)
@@ -161,7 +161,7 @@ def _parse(option: Option, text: str) -> Any:
 
 
 def _accept(option: Option, value: Any) -> Any:
-    """Take a value given in Python, if its type is the default's; ``parse`` sees numbers and truths as text."""
+    """Accept a Python value of the default's type; ``parse`` gets numbers and bools as text."""
     kind = type(option.default)
     if option.parse is not None:
         if type(value) in (int, float, bool):
@@ -179,7 +179,7 @@ def _accept(option: Option, value: Any) -> Any:
 
 
 def list_variables(feature: Feature) -> dict[str, str]:
-    """Return every variable that belongs to a feature, with what it sets, in words."""
+    """Return every variable of a feature with its meaning."""
     names = {make_variable_name(feature.name): f"the switch of feature {feature.name!r}"}
     for option in feature.options:
         for name in (option.name, *option.aliases):
@@ -188,15 +188,15 @@ def list_variables(feature: Feature) -> dict[str, str]:
 
 
 def check_variables(environment: Mapping[str, str], features: Iterable[Feature], unread: Collection[str] = ()) -> None:
-    """Refuse variables that no feature knows.
+    """Refuse unknown variables.
 
     Args:
         environment: Variables of features, as text.
         features: Features whose options are known.
-        unread: Names of features that are not imported; what could be theirs passes unchecked.
+        unread: Names of features that are not imported; variables with their prefix are not checked.
 
     Raises:
-        SettingsError: Names the variable and the nearest known one.
+        SettingsError: The text names the variable and the nearest known one.
     """
     known = {name for feature in features for name in list_variables(feature)}
     known |= {make_variable_name(name) for name in unread}
@@ -210,12 +210,12 @@ def check_variables(environment: Mapping[str, str], features: Iterable[Feature],
 def find_clashes(
     features: Mapping[str, Feature], first_party: Collection[str], known: Collection[str]
 ) -> dict[str, str]:
-    """Find variables that two features would both read, such as ``OVPATCH_A_B_C`` for ``a``.``b_c`` and ``a_b``.``c``.
+    """Find variables of two features at once, such as ``OVPATCH_A_B_C`` for ``a``.``b_c`` and ``a_b``.``c``.
 
     Args:
         features: Features whose options are known.
         first_party: Names of the features that ovpatch ships; they keep the variable.
-        known: Names of all features, also of those that are not imported: their switches count.
+        known: Names of all features; those that are not imported have a switch at least.
 
     Returns:
         The features that lose, each with the reason.

@@ -1,4 +1,4 @@
-"""The words of settings: names, truth values, and the grammar of the variable ``OVPATCH``."""
+"""Names, truth values, and the grammar of the variable ``OVPATCH``."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ NAME: Final = re.compile(r"[a-z][a-z0-9_]*")
 
 
 class SettingsError(ValueError):
-    """A setting that cannot be understood. Raised before anything is patched; the text ends with the remedy."""
+    """A setting cannot be parsed. Raised before anything is patched; the text ends with the remedy."""
 
     exit_code = ExitCode.USAGE
 
@@ -23,7 +23,7 @@ class Selection(NamedTuple):
     """The value of ``OVPATCH``.
 
     Attributes:
-        kind: ``defaults`` and ``signed`` leave the choice to the call; the others replace it.
+        kind: ``defaults`` and ``signed`` are combined with the call's choice; the others replace it.
         text: As written by the user, for messages.
         names: Features named plainly or with ``+``.
         without: Features named with ``-``.
@@ -72,12 +72,12 @@ def _named_selection(text: str, items: list[str], words: set[str]) -> Selection:
 
 
 def normalise_name(name: str) -> str:
-    """Return the name of a feature or an option as it is compared: lower case, underscores."""
+    """Return the name of a feature or option in lower case, with underscores."""
     return name.strip().lower().replace("-", "_")
 
 
 def parse_flag(text: str) -> bool | None:
-    """Return the truth that a text says, or None if it says none."""
+    """Return the truth value of a text, or None if it is not one."""
     word = text.strip().lower()
     if word in ON_WORDS:
         return True

@@ -1,7 +1,7 @@
-"""What the user asked for: the environment variables, and whether a feature is on.
+"""Environment variables, and whether the settings turn a feature on.
 
-The rule, in one sentence: off always wins; then the environment over the argument over the default. Nothing here knows
-a feature from the inside; options are in :mod:`ovpatch.settings.options`.
+Off always wins; then the environment overrides the argument, which overrides the default. Options of features are in
+:mod:`ovpatch.settings.options`.
 """
 
 from __future__ import annotations
@@ -51,8 +51,8 @@ class Variable(NamedTuple):
 
     Attributes:
         name: The variable.
-        values: What may be written there.
-        default: What holds when it is unset or empty.
+        values: Allowed values.
+        default: Value if it is unset or empty.
         help: One sentence.
     """
 
@@ -92,7 +92,7 @@ class Environment(NamedTuple):
     Attributes:
         selection: ``OVPATCH``.
         auto: ``OVPATCH_AUTO``.
-        strict: ``OVPATCH_STRICT``, or None where it is unset.
+        strict: ``OVPATCH_STRICT``, or None if it is unset.
         log: ``OVPATCH_LOG``, or an empty string.
         cache_dir: ``OVPATCH_CACHE_DIR``, or the user's cache directory; None for a user without a home.
         third_party: ``OVPATCH_THIRD_PARTY``.
@@ -111,13 +111,13 @@ class Environment(NamedTuple):
 
 
 class FeatureRequest(NamedTuple):
-    """Whether a feature shall be on, before the machine has its say.
+    """Whether the settings turn a feature on.
 
     Attributes:
-        on: True, False, or None when the feature's own default decides.
-        by_name: Somebody named the feature, so that standing down is an error.
-        enforced: Off by the environment: what is applied already is taken back.
-        reason: Who decided, in words for the report.
+        on: True, False, or None if the feature's own default decides.
+        by_name: The settings name the feature, so a skip is an error.
+        enforced: Off by the environment, so an active feature is reverted.
+        reason: The setting that decides, for the report.
     """
 
     on: bool | None
@@ -127,7 +127,7 @@ class FeatureRequest(NamedTuple):
 
 
 def read_environment(environ: Mapping[str, str] | None = None) -> Environment:
-    """Parse the environment as far as that goes without knowing the features.
+    """Parse the environment; variables of features stay text.
 
     Args:
         environ: Variables; those of the process by default. An empty value counts as unset.
@@ -151,9 +151,9 @@ def read_environment(environ: Mapping[str, str] | None = None) -> Environment:
 
 
 def find_near_misses(environ: Mapping[str, str] | None = None) -> list[str]:
-    """Return what to say of variables that look like misspelt ones of ours, such as ``OVPATH=0``.
+    """Return warnings about variables that look like misspelt ones of ovpatch, such as ``OVPATH=0``.
 
-    They may be somebody else's, so they are no error.
+    They may belong to other software, so they are no error.
 
     Args:
         environ: Variables; those of the process by default.
@@ -168,7 +168,7 @@ def find_near_misses(environ: Mapping[str, str] | None = None) -> list[str]:
 
 
 def _corrected(name: str) -> str:
-    """Return the name that a variable may have been meant to have; "" if it is ours, or not alike."""
+    """Return the probable correct name of a variable; "" if it is ours or not similar."""
     if name == PREFIX or name.startswith(PREFIX + "_"):
         return ""
     upper = name.upper()
@@ -181,7 +181,7 @@ def _corrected(name: str) -> str:
 
 
 def _differs_by_one(one: str, other: str) -> bool:
-    """Return whether one letter is missing, added, replaced, or swapped with its neighbour."""
+    """Return whether one letter is missing, added, replaced or swapped with its neighbour."""
     short, long = sorted((one, other), key=len)
     if len(long) - len(short) > 1:
         return False
@@ -197,7 +197,7 @@ def _differs_by_one(one: str, other: str) -> bool:
 
 
 def make_variable_name(feature: str, option: str = "") -> str:
-    """Return the variable that switches a feature, or sets one of its options."""
+    """Return the name of the variable of a feature, or of one of its options."""
     return "_".join(part for part in (PREFIX, feature, option) if part).upper()
 
 
@@ -218,13 +218,13 @@ def _level(text: str) -> str:
 
 
 def read_switch(environment: Environment, name: str, known: Collection[str] = ()) -> bool | None:
-    """Return what ``OVPATCH_<FEATURE>`` says, or None if it is unset.
+    """Return the value of ``OVPATCH_<FEATURE>``, or None if it is unset.
 
     Args:
         environment: The parsed variables.
         name: The feature.
-        known: All features. Where the variable may as well be another feature's option, a text that is no truth value
-            is left to that option.
+        known: All features. If the variable may be another feature's option as well, a text that is not a truth value
+            is read as that option.
     """
     own = make_variable_name(name)
     shared = any(name.startswith(other + "_") for other in known if other != name)
@@ -236,7 +236,7 @@ def read_switch(environment: Environment, name: str, known: Collection[str] = ()
 def get_request(
     name: str, environment: Environment, asked: Collection[str], known: Collection[str] = ()
 ) -> FeatureRequest:
-    """Decide whether a feature shall be on, by the rule at the top of this module.
+    """Return whether the settings turn a feature on, by the rule of this module.
 
     Args:
         name: The feature.
@@ -265,7 +265,7 @@ def get_request(
 
 
 def check_names(environment: Environment, asked: Iterable[str], options: Iterable[str], known: Collection[str]) -> None:
-    """Refuse names of features that nobody provides, wherever they were written.
+    """Refuse names of features that are not installed.
 
     Raises:
         SettingsError: Names the place, the unknown name and the nearest known one.
@@ -285,12 +285,12 @@ def check_names(environment: Environment, asked: Iterable[str], options: Iterabl
 
 
 def describe_unknown_feature(place: str, name: str, known: Collection[str]) -> str:
-    """Return the text of the error about a name that is no feature's."""
+    """Return the error text for an unknown feature."""
     return f"{place} names an unknown feature {name!r}{suggest_name(name, known)}. {_all(known)}"
 
 
 def suggest_variable(name: str, known: Iterable[str]) -> str:
-    """Return ``" (did you mean 'OVPATCH_X'?)"``; the common prefix must not make everything look alike."""
+    """Return ``" (did you mean 'OVPATCH_X'?)"``, by similarity without the common prefix."""
     shorts = [one.removeprefix(PREFIX + "_") for one in (*known, *RESERVED)]
     near = suggest_name(name.upper().removeprefix(PREFIX + "_"), shorts)
     return near.replace("'", f"'{PREFIX}_", 1)
@@ -301,15 +301,15 @@ def _all(known: Collection[str]) -> str:
 
 
 def cache_dir(environ: Mapping[str, str] | None = None) -> Path | None:
-    """Return the directory that ``OVPATCH_CACHE_DIR`` names, or ovpatch's own in the user's cache.
+    """Return the directory of measurements: ``OVPATCH_CACHE_DIR``, or ``ovpatch`` in the user's cache.
 
-    The latter is by the XDG rules: in ``XDG_CACHE_HOME`` if that is an absolute path, else in ``~/.cache``.
+    The user's cache is ``XDG_CACHE_HOME`` if that is an absolute path, else ``~/.cache``.
 
     Args:
         environ: Variables; those of the process by default.
 
     Returns:
-        The directory, which need not exist; None for a user who has no home, as many containers' have none.
+        The directory, which need not exist; None for a user without a home, as in many containers.
     """
     source = os.environ if environ is None else environ
     named = source.get("OVPATCH_CACHE_DIR", "").strip()
@@ -323,5 +323,5 @@ def cache_dir(environ: Mapping[str, str] | None = None) -> Path | None:
 def _expanded(path: Path) -> Path | None:
     try:
         return path.expanduser()
-    except RuntimeError:  # pathlib's word for a user without a home
+    except RuntimeError:  # raised by pathlib for a user without a home
         return None
