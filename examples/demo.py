@@ -36,7 +36,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from ovpatch.session.report import render, table_of
+from ovpatch.session.report import format_report, render_table
 
 ROOT = Path(__file__).resolve().parent.parent
 SCRIPT = ROOT / "examples" / "train_gpt.py"
@@ -253,8 +253,8 @@ def show_report(console: Console, report: Mapping[str, Any]) -> None:
     """Print features, states and counters, then the patches, as the workers reported them."""
     colour = console.is_terminal
     rows = [(p["target"], p["feature"], p["kind"], p["state"], str(p["calls"])) for p in report["patches"]]
-    patches = render("patches", ("target", "feature", "kind", "state", "calls"), rows, colour=colour)
-    console.out(table_of(report, colour=colour), patches, sep="\n", highlight=False)
+    patches = render_table("patches", ("target", "feature", "kind", "state", "calls"), rows, colour=colour)
+    console.out(format_report(report, colour=colour), patches, sep="\n", highlight=False)
 
 
 def show_state(console: Console, report: Mapping[str, Any], nproc: int) -> None:

@@ -5,8 +5,8 @@
 
 or, without touching the script, ``ovpatch run -- torchrun ... train.py``.
 
-Importing this package imports nothing: neither torch nor its own parts, so that the autoload entry point, which torch
-calls at the end of every ``import torch``, costs nothing while it is not asked for. Names arrive on first use.
+Importing this package imports neither torch nor its own modules: torch calls its autoload entry point at the end of
+every ``import torch``, which must cost nothing while it is off. Public names are imported at their first use.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ _HOME = {
 
 
 def __getattr__(name: str) -> Any:
-    """Import the part that a public name lives in, and keep the name here."""
+    """Import the module of a public name, and cache the name here."""
     home = _HOME.get(name)
     if home is None:
         raise AttributeError(f"module 'ovpatch' has no attribute {name!r}")
@@ -68,5 +68,5 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    """Return the public names, those not used yet included."""
+    """Return the public names, also those not used yet."""
     return sorted({*globals(), *__all__})

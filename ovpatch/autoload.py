@@ -1,10 +1,10 @@
-"""What torch calls at the end of ``import torch``, through the entry-point group ``torch.backends``.
+"""The entry point of the group ``torch.backends``, which torch calls at the end of ``import torch``.
 
-Unless ``OVPATCH_AUTO`` is on, nothing is done and nothing is imported. It never breaks ``import torch``: where it
-cannot apply, the process goes on unpatched, says so once on stderr and leaves a record for ``ovpatch run``, which then
-stops the job and fails. A training job on several ranks of which some are unpatched would not be the same job.
+Without ``OVPATCH_AUTO`` it imports nothing. It never breaks ``import torch``: a process that cannot be patched goes on
+as stock, says so once on stderr and leaves a record for ``ovpatch run``, which then stops the job, because all ranks of
+a job must be patched alike.
 
-``verify``, ``bench`` and ``timeline`` come in here too, in stock processes as in patched ones.
+``verify``, ``bench`` and ``timeline`` start their workers here too, in stock and in patched processes.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ _OFF = ("", "0", "off", "false", "no")
 
 
 def on_torch_import() -> None:
-    """Apply ovpatch if ``OVPATCH_AUTO`` says so, and make ``TORCH_LOGS=+ovpatch`` known to torch if it is used."""
+    """Apply ovpatch if ``OVPATCH_AUTO`` is on, and register its logger if ``TORCH_LOGS`` names it."""
     asked = os.environ.get("OVPATCH_AUTO", "").strip().lower() not in _OFF
     if "ovpatch" in os.environ.get("TORCH_LOGS", ""):
         _register_log(at_once=asked)
@@ -26,12 +26,12 @@ def on_torch_import() -> None:
 
 
 def _register_log(*, at_once: bool) -> None:
-    """Name our logger to torch, which parses ``TORCH_LOGS`` right after this.
+    """Register our logger with torch, which parses ``TORCH_LOGS`` right after this.
 
-    Otherwise torch takes the name for a module's, and imports all our subpackages to list them.
+    Without this, torch takes the name for a module and imports all our subpackages to list them.
 
     Args:
-        at_once: Whether to have torch parse it now, and then a second time: what is logged here would be lost.
+        at_once: Whether torch parses ``TORCH_LOGS`` now as well, so that records of ``apply()`` are not lost.
     """
     try:
         from torch._logging._internal import _init_logs, register_log
@@ -48,7 +48,7 @@ def _apply() -> None:
         from ovpatch.session import worker_reports
         from ovpatch.settings import settings
 
-        if settings.read().auto and worker_reports.role() != "launcher":
+        if settings.read_environment().auto and worker_reports.get_process_role() != "launcher":
             from ovpatch import api
 
             api.apply()
@@ -60,7 +60,7 @@ def _observe() -> None:
     try:
         from ovpatch.session import orders
 
-        orders.begin()
+        orders.follow_orders()
     except Exception as error:  # noqa: BLE001  # as above
         _complain(f"this process is not observed: {_describe(error)}", record=True)
 
@@ -70,13 +70,13 @@ def _describe(error: Exception) -> str:
 
 
 def _complain(message: str, *, record: bool = False) -> None:
-    """Say on stderr what is wrong; never raises, for the same reason."""
+    """Log a problem on stderr; never raises, for the same reason."""
     try:
         from ovpatch import logs
         from ovpatch.session import worker_reports
 
-        logs.complain(message)
+        logs.log_visibly(message)
         if record:
-            worker_reports.report_failure(message)
-    except Exception:  # noqa: BLE001  # nothing is left to report it to
+            worker_reports.write_failure(message)
+    except Exception:  # noqa: BLE001  # there is no other channel to report it
         pass

@@ -1,6 +1,6 @@
-"""Exit codes of the command line, the same for one mistake in every subcommand.
+"""Exit codes of the command line, the same in every subcommand.
 
-An error that a subcommand may end with carries its code as the class attribute ``exit_code``.
+An error that ends a subcommand has its code in the class attribute ``exit_code``.
 """
 
 from __future__ import annotations
@@ -9,9 +9,9 @@ from enum import IntEnum
 
 
 class ExitCode(IntEnum):
-    """What a subcommand tells the shell; the rows of the table in ``docs/settings.md``.
+    """Exit code of a subcommand; the rows of the table in ``docs/settings.md``.
 
-    ``run`` and ``timeline`` return the exit code of the command where that fails.
+    ``run`` and ``timeline`` return the exit code of the command if that fails.
     """
 
     OK = 0, "fine; for verify: the same results; for bench: it was measured, whatever came out"
@@ -37,8 +37,8 @@ class ExitCode(IntEnum):
         return member
 
 
-def exit_code_of(error: BaseException) -> ExitCode | None:
-    """Return the code that an error ends a subcommand with; None for a defect of ours, which shows its traceback."""
+def get_exit_code(error: BaseException) -> ExitCode | None:
+    """Return the exit code of an error; None for a defect of ovpatch, which shows its traceback."""
     code = getattr(error, "exit_code", None)
     if isinstance(code, ExitCode):
         return code

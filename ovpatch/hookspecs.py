@@ -1,7 +1,7 @@
-"""What a plugin may implement.
+"""The specification of plugins.
 
-A plugin is any object, usually a module, that an entry point of the group ``ovpatch`` names. It describes exactly one
-feature and implements the hooks below with :data:`hookimpl`. ``docs/write-a-plugin.md`` walks through one.
+A plugin is an object, usually a module, that an entry point of the group ``ovpatch`` names. It describes one feature
+and implements the hooks below with :data:`hookimpl`. ``docs/write-a-plugin.md`` shows an example.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from typing import Any, Final, Protocol
 
 import pluggy
 
-from ovpatch.settings.cache import cache_dir as cache_dir  # for features that measure
 from ovpatch.settings.selection import parse_flag as parse_flag  # for options whose parse accepts more than a bool
+from ovpatch.settings.settings import cache_dir as cache_dir  # for features that measure
 
 PROJECT: Final = "ovpatch"
 
@@ -31,9 +31,9 @@ class Option:
             ``parse`` is given.
         help: One sentence; it goes into the report and the generated table of variables.
         choices: Allowed values, if the option is an enumeration.
-        parse: Turns text into the value; raises ``ValueError`` with what it expects. A number or a bool given in Python
-            is passed through it as text too, so that it can check a range; other values are taken as they are.
-        aliases: Other names that users know the option by.
+        parse: Turns text into the value; raises ``ValueError`` with the expected form. It also gets a Python number or
+            bool, as text, so that it can check a range; other Python values are not parsed.
+        aliases: Other names of the option.
     """
 
     name: str
@@ -46,21 +46,21 @@ class Option:
 
 @dataclass(frozen=True)
 class Feature:
-    """What a plugin tells about its feature before anything is patched.
+    """The description of a feature.
 
     Attributes:
-        name: Name by which users turn it on and off; equals the entry point's name.
+        name: Name in settings and in the report; equals the entry point's name.
         summary: One line.
         options: Its options.
-        requires: Names of features without which it cannot run.
-        conflicts: Names of features with which it cannot run.
+        requires: Names of features that it needs.
+        conflicts: Names of features that exclude it.
         default: Whether a plain ``apply()`` turns it on.
-        torch: Versions of torch it was tested with, as a PEP 440 specifier. Other versions are said to be untested in
-            the report; they are not refused.
-        reorders_products: Whether it adds up matrix products in another order than stock, which rounds otherwise;
-            ``ovpatch verify`` then measures how much that may be.
-        work: Counters that move only when it does its work, such as ``("steps",)``; those that move when it takes an
-            object over are not among them. By default all but those called ``stock_…``.
+        torch: Versions of torch it was tested with, as a PEP 440 specifier. With other versions the report says
+            ``untested``; they are not refused.
+        reorders_products: Whether it sums matrix products in another order than stock, which rounds differently;
+            ``ovpatch verify`` then measures the tolerance.
+        work: Counters of real work, such as ``("steps",)``, without those that count objects taken over. By default all
+            but ``stock_…``.
     """
 
     name: str
@@ -75,14 +75,14 @@ class Feature:
 
 
 class Removable(Protocol):
-    """What an official hook returns when it is registered, for example ``torch.utils.hooks.RemovableHandle``."""
+    """The handle of a registered hook, for example ``torch.utils.hooks.RemovableHandle``."""
 
     def remove(self) -> None:
-        """Take the hook away."""
+        """Remove the hook."""
 
 
 class Registrar(Protocol):
-    """The part of the patch manager that a feature sees; everything it registers belongs to that feature."""
+    """The patch manager of one feature; all that it registers belongs to that feature."""
 
     def register_patch(
         self,
@@ -103,11 +103,11 @@ class Registrar(Protocol):
 
 
 class FeatureSpecs:
-    """The hooks. A plugin implements :meth:`ovpatch_feature` and :meth:`ovpatch_register`; the others are optional."""
+    """The hooks. :meth:`ovpatch_feature` and :meth:`ovpatch_register` are mandatory, the others optional."""
 
     @hookspec
     def ovpatch_feature(self) -> Feature:
-        """Describe the feature. Called once, before any other hook; imports nothing heavy."""
+        """Return the description of the feature. Called once, before any other hook; must not import heavy modules."""
 
     @hookspec
     def ovpatch_reasons_against(self, options: Mapping[str, Any]) -> Sequence[str]:
@@ -122,33 +122,32 @@ class FeatureSpecs:
         """Register patches and official hooks. Nothing is written until every feature has registered.
 
         Args:
-            patches: Where to register.
+            patches: The patch manager of this feature.
             options: Resolved options of the feature, by name.
         """
 
     @hookspec
     def ovpatch_activate(self, options: Mapping[str, Any]) -> Sequence[str]:
-        """Called when all patches of the feature are in place. Returns remarks for the report, or nothing.
+        """Called after all patches of the feature are applied. Returns remarks for the report, or nothing.
 
-        A remark says what the user should know although the feature is on, for example that an object was built
-        before ``apply()`` and stays stock.
+        A remark tells the user, for example, that an object was built before ``apply()`` and stays stock.
         """
 
     @hookspec
     def ovpatch_deactivate(self) -> None:
-        """Called before the feature's patches are reverted: give live objects their stock behaviour back.
+        """Called before the feature's patches are reverted: restore the stock behaviour of live objects.
 
-        Also called when :meth:`ovpatch_activate` raised half-way. If it raises, the feature stays on, its patches
-        included, and ``revert()`` passes the error on: raise where live objects cannot go back at the moment.
+        Also called after :meth:`ovpatch_activate` raised. If this hook raises, because live objects cannot be restored
+        now, the feature and its patches stay on, and ``revert()`` raises the error.
         """
 
     @hookspec
     def ovpatch_counters(self) -> Mapping[str, int]:
-        """Return what the feature did so far in this process, by name.
+        """Return the counters of the feature in this process, by name.
 
-        Counters called ``stock_…`` tell what was left to stock. If all others are zero, it did nothing.
+        Counters ``stock_…`` count calls left to stock. If all others are zero, the feature did nothing.
         """
 
     @hookspec
     def ovpatch_remarks(self) -> Sequence[str]:
-        """Return remarks that came up while running, for example which model fell back to stock, and why."""
+        """Return remarks on the run, for example which model fell back to stock, and why."""

@@ -1,4 +1,4 @@
-"""The logger ``ovpatch``: silent unless somebody listens, never on stdout."""
+"""The logger ``ovpatch``: silent without a handler, never on stdout."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _FORMAT: Final = "[ovpatch%(where)s] %(levelname)s: %(message)s"
 
 
 class _Where(logging.Filter):
-    """Adds the rank to a record, where the process has one."""
+    """Adds the rank, if any, to a record."""
 
     def filter(self, record: logging.LogRecord) -> bool:
         rank = os.environ.get("RANK")
@@ -31,8 +31,8 @@ def stderr_handler() -> logging.Handler:
     return handler
 
 
-def listen(level: str) -> None:
-    """Send records from ``level`` on to stderr, once; an empty level does nothing."""
+def log_to_stderr(level: str) -> None:
+    """Send records of ``level`` and above to stderr; an empty level does nothing."""
     if not level:
         return
     if all(handler.get_name() != "ovpatch-stderr" for handler in logger.handlers):
@@ -40,8 +40,8 @@ def listen(level: str) -> None:
     logger.setLevel(level.upper())
 
 
-def complain(message: str, level: int = logging.ERROR) -> None:
-    """Log what must be seen even when nobody has set up logging yet, as during ``import torch``."""
+def log_visibly(message: str, level: int = logging.ERROR) -> None:
+    """Log a message on stderr even if logging is not configured yet, as during ``import torch``."""
     heard = any(not isinstance(handler, logging.NullHandler) for handler in logger.handlers)
     if heard or logging.getLogger().handlers:
         logger.log(level, "%s", message)

@@ -71,7 +71,7 @@ def test_wrong_settings_break_neither_the_import_nor_the_silence_of_stdout(start
     assert "runs WITHOUT ovpatch" in auto
     assert auto.count("did you mean 'ddp'") == 1
     assert "SettingsError" in script
-    (found,) = worker_reports.read_all(tmp_path, "failed")
+    (found,) = worker_reports.read_reports(tmp_path, "failed")
     assert "did you mean 'ddp'" in found["error"]
 
 
@@ -118,11 +118,11 @@ def test_it_never_raises(calls, monkeypatch, caplog, error, tmp_path):
     monkeypatch.setenv("OVPATCH_REPORT_DIR", str(tmp_path))
     autoload.on_torch_import()
     assert repr(error).partition("(")[0] in caplog.text or str(error) in caplog.text
-    assert len(worker_reports.read_all(tmp_path, "failed")) == 1
+    assert len(worker_reports.read_reports(tmp_path, "failed")) == 1
 
 
 def test_it_never_raises_even_if_complaining_fails(calls, monkeypatch):
-    monkeypatch.setattr(logs, "complain", lambda message: 1 / 0)
+    monkeypatch.setattr(logs, "log_visibly", lambda message: 1 / 0)
     monkeypatch.setenv("OVPATCH_AUTO", "2")
     autoload.on_torch_import()
 
@@ -140,7 +140,7 @@ def test_a_complaint_reaches_stderr_when_nobody_listens(capsys, monkeypatch):
     monkeypatch.setattr(logging.getLogger(), "handlers", [])
     monkeypatch.setenv("RANK", "3")
     before = list(logs.logger.handlers)
-    logs.complain("something")
+    logs.log_visibly("something")
     assert capsys.readouterr() == ("", "[ovpatch rank 3] ERROR: something\n")
     assert logs.logger.handlers == before
 
@@ -151,8 +151,8 @@ def test_ovpatch_log_listens_once(capsys, monkeypatch):
     monkeypatch.setattr(logs.logger, "handlers", list(logs.logger.handlers))
     level = logs.logger.level
     try:
-        logs.listen("info")
-        logs.listen("info")
+        logs.log_to_stderr("info")
+        logs.log_to_stderr("info")
         logs.logger.info("hello")
         logs.logger.debug("not this")
     finally:

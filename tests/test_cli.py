@@ -159,7 +159,7 @@ def test_stock_is_not_compared_with_stock(command, monkeypatch, runner):
 @pytest.mark.parametrize("runner", ["verify", "bench"])
 @pytest.mark.parametrize("how", ["one by one", "by a list"])
 def test_stock_is_not_compared_with_stock_if_every_feature_is_off(command, monkeypatch, runner, how):
-    names = sorted(Session().plan(ask_machine=False).entries)
+    names = sorted(Session().plan(ask_machine=False).records)
     off = {f"OVPATCH_{name.upper()}": "0" for name in names}
     for name, value in (off if how == "one by one" else {"OVPATCH": ",".join(f"-{name}" for name in names)}).items():
         monkeypatch.setenv(name, value)

@@ -16,12 +16,12 @@ site = fake_plugins.site
 
 @pytest.fixture
 def find(site):
-    return lambda *more: plugins.find([str(site.folder), *map(str, more)])
+    return lambda *more: plugins.find_plugins([str(site.folder), *map(str, more)])
 
 
 @pytest.fixture
 def load(find):
-    return lambda name: Plugins().load(find()[name])
+    return lambda name: Plugins().load_feature(find()[name])
 
 
 # --- finding ---
@@ -91,7 +91,7 @@ def test_the_same_line_twice_in_one_distribution_is_no_duplicate(site, find):
 @pytest.mark.parametrize("name", ["9lives", "a.b", "all", "on"])
 def test_names_that_settings_could_not_write(site, find, name):
     site.announce(name, "fake_x", dist="odd")
-    assert find()[plugins.normalise(name)].problem
+    assert find()[plugins.normalise_name(name)].problem
 
 
 # --- loading ---
@@ -106,19 +106,19 @@ def test_a_sound_plugin(site, load):
 def test_a_plugin_is_imported_and_described_once(site, find):
     site.plugin("a")
     plugins, found = Plugins(), find()["a"]
-    assert plugins.load(found) is plugins.load(found)
+    assert plugins.load_feature(found) is plugins.load_feature(found)
     assert site.log == ["import a"]
 
 
 def test_a_blocked_plugin_is_never_imported_until_it_is_let_in(site, find):
     site.plugin("a")
     plugins = Plugins()
-    plugins.block("a")
+    plugins.block_plugin("a")
     with pytest.raises(PluginError, match="blocked by the settings"):
-        plugins.load(find()["a"])
+        plugins.load_feature(find()["a"])
     assert "fake_a" not in sys.modules
-    plugins.unblock("a")
-    assert plugins.load(find()["a"]).name == "a"
+    plugins.unblock_plugin("a")
+    assert plugins.load_feature(find()["a"]).name == "a"
 
 
 @pytest.mark.parametrize(
@@ -168,20 +168,20 @@ def test_a_broken_plugin_says_what_is_wrong_and_leaves_the_others_alone(site, fi
     plugins = Plugins()
     for _ in range(2):  # it is not half registered afterwards
         with pytest.raises(PluginError, match=message) as error:
-            plugins.load(find()["a"])
+            plugins.load_feature(find()["a"])
     assert error.value.state == "failed"
     assert "\n" not in str(error.value)
-    assert plugins.load(find()["b"]).name == "b"
+    assert plugins.load_feature(find()["b"]).name == "b"
 
 
 def test_a_broken_plugin_may_be_tried_again(site, find):
     site.plugin("a", extra="raise RuntimeError('boom')")
     plugins = Plugins()
     with pytest.raises(PluginError):
-        plugins.load(find()["a"])
+        plugins.load_feature(find()["a"])
     site.forget()
     site.plugin("a", extra="# repaired, and of another length than before")
-    assert plugins.load(find()["a"]).name == "a"
+    assert plugins.load_feature(find()["a"]).name == "a"
 
 
 # --- calling ---
@@ -192,16 +192,16 @@ def test_a_hook_is_called_for_one_plugin_only(site, find):
         site.plugin(name, extra=f"@hookimpl\ndef ovpatch_counters():\n    return {{{name!r}: 1}}")
     plugins = Plugins()
     for found in find().values():
-        plugins.load(found)
-    assert plugins.call("a", "ovpatch_counters") == {"a": 1}
-    assert plugins.call("b", "ovpatch_counters") == {"b": 1}
-    assert plugins.call("a", "ovpatch_remarks") is None
+        plugins.load_feature(found)
+    assert plugins.call_hook("a", "ovpatch_counters") == {"a": 1}
+    assert plugins.call_hook("b", "ovpatch_counters") == {"b": 1}
+    assert plugins.call_hook("a", "ovpatch_remarks") is None
 
 
 def test_an_error_in_a_hook_is_attributed_and_chained(site, find):
     site.plugin("a", extra="@hookimpl\ndef ovpatch_remarks():\n    raise KeyError('lost')")
     plugins = Plugins()
-    plugins.load(find()["a"])
+    plugins.load_feature(find()["a"])
     with pytest.raises(PluginError, match="ovpatch_remarks raised KeyError: 'lost'") as error:
-        plugins.call("a", "ovpatch_remarks")
+        plugins.call_hook("a", "ovpatch_remarks")
     assert isinstance(error.value.__cause__, KeyError)

@@ -23,10 +23,10 @@ from torch import nn
 
 import ovpatch
 from ovpatch.cli import main
-from ovpatch.session.plugins import Plugins, find
+from ovpatch.session.plugins import Plugins, find_plugins
 from ovpatch.session.session import Session
-from ovpatch.settings.options import variables_of
-from ovpatch.settings.settings import RESERVED, near_variable, variable
+from ovpatch.settings.options import list_variables
+from ovpatch.settings.settings import RESERVED, make_variable_name, suggest_variable
 from tests.support.environment import clean
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -113,21 +113,21 @@ def test_the_index_names_every_page():
 
 def shipped_variables() -> set[str]:
     plugins = Plugins()
-    features = [plugins.load(found) for found in find().values() if found.first_party]
-    return set(RESERVED) | {name for feature in features for name in variables_of(feature)}
+    features = [plugins.load_feature(found) for found in find_plugins().values() if found.first_party]
+    return set(RESERVED) | {name for feature in features for name in list_variables(feature)}
 
 
 def template_variables() -> set[str]:
     text = (ROOT / "examples" / "plugin_template" / "ovpatch_clip_watch.py").read_text(encoding="utf-8")
     option = re.search(r'Option\("(\w+)"', text)
     assert option
-    return {variable("clip_watch"), variable("clip_watch", option[1])}
+    return {make_variable_name("clip_watch"), make_variable_name("clip_watch", option[1])}
 
 
 def test_every_variable_in_the_documentation_is_known():
     known = shipped_variables() | template_variables()
     unknown = {
-        f"{page.relative_to(ROOT)}: {name}{near_variable(name, known)}"
+        f"{page.relative_to(ROOT)}: {name}{suggest_variable(name, known)}"
         for page in PAGES
         for name in re.findall(r"\bOVPATCH(?:_[A-Z0-9]+)*\b(?!_?<)", page.read_text(encoding="utf-8"))
         if name not in known
@@ -160,7 +160,7 @@ def test_the_options_table_is_the_codes(feature):
     expected = [
         [
             f"`{option.name}`",
-            f"`{variable(feature, option.name)}`",
+            f"`{make_variable_name(feature, option.name)}`",
             f"`{option.default}`",
             option.help + "".join(f" Also `{alias}`." for alias in option.aliases),
         ]

@@ -8,8 +8,17 @@ from pathlib import Path
 import pytest
 
 from ovpatch.patching import PatchState, PatchStatus
-from ovpatch.session.report import NEVER_CALLED, NO_WORK, STATES, FeatureReport, Report, did_work, plain, table_of
-from ovpatch.session.worker_reports import merge
+from ovpatch.session.report import (
+    NEVER_CALLED,
+    NO_WORK,
+    STATES,
+    FeatureReport,
+    Report,
+    did_work,
+    format_report,
+    to_plain_data,
+)
+from ovpatch.session.worker_reports import merge_reports
 from ovpatch.settings.options import OptionValue
 
 
@@ -62,7 +71,7 @@ def test_json_has_the_agreed_keys():
 
 def test_values_that_json_cannot_hold_become_text():
     value = {"path": Path("/a"), 1: (1, {2}), "none": None, "flag": True}
-    assert plain(value) == {"path": "/a", "1": [1, [2]], "none": None, "flag": True}
+    assert to_plain_data(value) == {"path": "/a", "1": [1, [2]], "none": None, "flag": True}
 
 
 def test_features_by_name():
@@ -105,7 +114,7 @@ def test_what_was_left_to_stock_is_no_work():
 def test_a_feature_may_name_the_counters_that_show_work():
     assert not did_work({"models": 2, "steps": 0}, ["steps"])
     assert did_work({"models": 2, "steps": 1}, ["steps"])
-    merged = merge([report(feature(counters={"models": 2, "steps": 0}, work=("steps",)), rank=0)])
+    merged = merge_reports([report(feature(counters={"models": 2, "steps": 0}, work=("steps",)), rank=0)])
     assert merged["features"][0]["work"] == ["steps"]
 
 
@@ -120,18 +129,20 @@ def test_the_table_shows_options_that_are_not_the_default():
 
 
 def test_counters_are_summed_and_kept_by_process():
-    merged = merge([report(feature(counters={"n": 2}), rank=1), report(feature(counters={"n": 3, "m": 1}), rank=0)])
+    merged = merge_reports(
+        [report(feature(counters={"n": 2}), rank=1), report(feature(counters={"n": 3, "m": 1}), rank=0)]
+    )
     found = merged["features"][0]
     assert found["counters"] == {"n": 5, "m": 1}
     assert [(one["rank"], one["counters"]) for one in found["processes"]] == [(0, {"n": 3, "m": 1}), (1, {"n": 2})]
     assert merged["processes"] == [{"pid": 100, "rank": 0, "restart": 0}, {"pid": 101, "rank": 1, "restart": 0}]
     assert (found["state"], found["reason"]) == ("applied", "")
     assert (merged["pid"], merged["rank"]) == (None, None)
-    table_of(merged)
+    format_report(merged)
 
 
 def test_states_that_differ_are_said_and_the_worst_one_counts():
-    merged = merge([report(rank=0), report(feature(state="skipped", reason="no GPU"), rank=1), report(rank=2)])
+    merged = merge_reports([report(rank=0), report(feature(state="skipped", reason="no GPU"), rank=1), report(rank=2)])
     found = merged["features"][0]
     assert found["state"] == "skipped"
     assert "applied on rank 0, rank 2" in found["reason"]
@@ -139,12 +150,14 @@ def test_states_that_differ_are_said_and_the_worst_one_counts():
 
 
 def test_one_state_with_two_reasons():
-    merged = merge([report(feature(state="skipped", reason=why), rank=rank) for rank, why in enumerate(("x", "y"))])
+    merged = merge_reports(
+        [report(feature(state="skipped", reason=why), rank=rank) for rank, why in enumerate(("x", "y"))]
+    )
     assert merged["features"][0]["reason"] == "rank 0: x; rank 1: y"
 
 
 def test_a_feature_that_one_process_does_not_have():
-    merged = merge([report(feature("a"), feature("b"), rank=0), report(feature("a"), rank=1)])
+    merged = merge_reports([report(feature("a"), feature("b"), rank=0), report(feature("a"), rank=1)])
     assert [one["name"] for one in merged["features"]] == ["a", "b"]
     assert merged["features"][1]["state"] == "unavailable"
     assert "not installed on rank 1" in merged["features"][1]["reason"]
@@ -152,43 +165,45 @@ def test_a_feature_that_one_process_does_not_have():
 
 def test_every_state_has_a_place_in_the_order():
     for state in STATES:
-        assert merge([report(feature(state=state))])["features"][0]["state"] == state
+        assert merge_reports([report(feature(state=state))])["features"][0]["state"] == state
 
 
 def test_options_that_differ_are_said():
     options = [{"size": OptionValue(value, "argument")} for value in (1, 2)]
-    merged = merge([report(feature(options=one), rank=rank) for rank, one in enumerate(options)])
+    merged = merge_reports([report(feature(options=one), rank=rank) for rank, one in enumerate(options)])
     assert merged["features"][0]["options"]["size"] == {
         "value": 1,
         "source": "argument",
         "differs": {"rank 0": 1, "rank 1": 2},
     }
-    same = merge([report(feature(options=options[0]), rank=rank) for rank in (0, 1)])
+    same = merge_reports([report(feature(options=options[0]), rank=rank) for rank in (0, 1)])
     assert "differs" not in same["features"][0]["options"]["size"]
 
 
 def test_remarks_are_said_once_with_whom_they_concern():
-    merged = merge([report(feature(remarks=("all", "one")), rank=0), report(feature(remarks=("all",)), rank=1)])
+    merged = merge_reports([report(feature(remarks=("all", "one")), rank=0), report(feature(remarks=("all",)), rank=1)])
     assert merged["features"][0]["remarks"] == ["all", "one (rank 0)"]
 
 
 def test_never_called_is_said_of_workers_but_not_of_a_parent_while_others_work():
     idle, busy = feature(remarks=(NEVER_CALLED,), counters={"n": 0}), feature(counters={"n": 1})
-    assert merge([report(idle, rank=0), report(idle, rank=1)])["features"][0]["remarks"] == [NEVER_CALLED]
-    assert merge([report(busy, rank=0), report(idle, rank=1)])["features"][0]["remarks"] == [NEVER_CALLED + " (rank 1)"]
-    assert merge([report(busy, rank=0), report(idle, rank=None, pid=7)])["features"][0]["remarks"] == []
+    assert merge_reports([report(idle, rank=0), report(idle, rank=1)])["features"][0]["remarks"] == [NEVER_CALLED]
+    assert merge_reports([report(busy, rank=0), report(idle, rank=1)])["features"][0]["remarks"] == [
+        NEVER_CALLED + " (rank 1)"
+    ]
+    assert merge_reports([report(busy, rank=0), report(idle, rank=None, pid=7)])["features"][0]["remarks"] == []
 
 
 def test_after_an_elastic_restart_the_last_generation_counts():
     first = [report(feature(counters={"n": 50}), rank=rank, pid=rank + 1) for rank in (0, 1)]
     second = [report(feature(counters={"n": 3}), rank=rank, pid=rank + 11, restart=1) for rank in (0, 1)]
-    merged = merge(first + second)
+    merged = merge_reports(first + second)
     assert merged["features"][0]["counters"] == {"n": 6}
     assert len(merged["processes"]) == 4
 
 
 def test_calls_of_patches_are_summed_and_states_kept_apart():
-    merged = merge(
+    merged = merge_reports(
         [
             report(rank=0, patches=(patch(calls=2), patch("m.g"))),
             report(rank=1, patches=(patch(calls=3), patch("m.g", PatchState.SKIPPED, 0))),
@@ -203,9 +218,9 @@ def test_calls_of_patches_are_summed_and_states_kept_apart():
 
 def test_versions_that_differ_are_both_said():
     other = {**report(rank=1), "torch": "2.11"}
-    assert merge([report(rank=0), other])["torch"] == "2.13, 2.11"
+    assert merge_reports([report(rank=0), other])["torch"] == "2.13, 2.11"
 
 
 def test_nothing_to_merge():
     with pytest.raises(ValueError, match="no reports"):
-        merge([])
+        merge_reports([])

@@ -38,11 +38,11 @@ DDP = Feature(
 
 
 def wish(name, asked=(), **environ):
-    return settings.wish(name, settings.read(environ), asked, KNOWN)
+    return settings.get_request(name, settings.read_environment(environ), asked, KNOWN)
 
 
 def resolve(arguments=None, **environ):
-    return options.resolve(DDP, arguments or {}, environ)
+    return options.resolve_options(DDP, arguments or {}, environ)
 
 
 # --- the grammar of OVPATCH ---
@@ -147,10 +147,10 @@ def test_only_the_environment_takes_back_what_is_on(asked, environ, enforced):
 @pytest.mark.parametrize("name", ["OVPATCH_AUTO", "OVPATCH_STRICT", "OVPATCH_THIRD_PARTY"])
 def test_flags_are_parsed_or_refused(name):
     field = name.removeprefix("OVPATCH_").lower()
-    assert getattr(settings.read({name: "Yes"}), field) is True
-    assert getattr(settings.read({name: "off"}), field) is False
+    assert getattr(settings.read_environment({name: "Yes"}), field) is True
+    assert getattr(settings.read_environment({name: "off"}), field) is False
     with pytest.raises(SettingsError, match=f"{name}=2 is neither on nor off"):
-        settings.read({name: "2"})
+        settings.read_environment({name: "2"})
 
 
 def test_a_switch_that_is_no_truth_value():
@@ -159,20 +159,20 @@ def test_a_switch_that_is_no_truth_value():
 
 
 def test_log_level():
-    assert settings.read({"OVPATCH_LOG": "DEBUG"}).log == "debug"
+    assert settings.read_environment({"OVPATCH_LOG": "DEBUG"}).log == "debug"
     with pytest.raises(SettingsError, match="did you mean 'debug'"):
-        settings.read({"OVPATCH_LOG": "debgu"})
+        settings.read_environment({"OVPATCH_LOG": "debgu"})
 
 
 def test_strict_unset_is_told_from_off():
-    assert settings.read({}).strict is None
-    assert settings.read({"OVPATCH_STRICT": "0"}).strict is False
+    assert settings.read_environment({}).strict is None
+    assert settings.read_environment({"OVPATCH_STRICT": "0"}).strict is False
 
 
 def test_cache_dir(tmp_path):
-    assert settings.read({"OVPATCH_CACHE_DIR": str(tmp_path)}).cache_dir == tmp_path
-    assert settings.read({"XDG_CACHE_HOME": str(tmp_path)}).cache_dir == tmp_path / "ovpatch"
-    assert settings.read({"XDG_CACHE_HOME": "cache"}).cache_dir == Path.home() / ".cache" / "ovpatch"
+    assert settings.read_environment({"OVPATCH_CACHE_DIR": str(tmp_path)}).cache_dir == tmp_path
+    assert settings.read_environment({"XDG_CACHE_HOME": str(tmp_path)}).cache_dir == tmp_path / "ovpatch"
+    assert settings.read_environment({"XDG_CACHE_HOME": "cache"}).cache_dir == Path.home() / ".cache" / "ovpatch"
 
 
 def test_a_user_without_a_home_has_no_cache(monkeypatch):
@@ -180,7 +180,7 @@ def test_a_user_without_a_home_has_no_cache(monkeypatch):
         raise RuntimeError("Could not determine home directory.")
 
     monkeypatch.setattr(Path, "expanduser", expanduser)
-    assert settings.read({}).cache_dir is None
+    assert settings.read_environment({}).cache_dir is None
 
 
 @pytest.mark.parametrize(
@@ -198,7 +198,7 @@ def test_a_user_without_a_home_has_no_cache(monkeypatch):
 )
 def test_unknown_names_are_refused_with_the_nearest_known_one(environ, asked, arguments, text):
     with pytest.raises(SettingsError, match=text):
-        settings.check_names(settings.read(environ), asked, arguments, KNOWN)
+        settings.check_names(settings.read_environment(environ), asked, arguments, KNOWN)
 
 
 def test_known_names_pass():
@@ -209,7 +209,7 @@ def test_known_names_pass():
         "OVPATCH_REPORT_DIR": "x",
         "OVP": "1",
     }
-    settings.check_names(settings.read(environ), ["ddp"], ["pipe"], KNOWN)
+    settings.check_names(settings.read_environment(environ), ["ddp"], ["pipe"], KNOWN)
 
 
 # --- options ---
@@ -234,7 +234,7 @@ def test_every_option_says_where_its_value_comes_from():
     ],
 )
 def test_text_is_parsed_by_the_type_of_the_default(option, text, value):
-    from_environment = resolve(**{settings.variable("ddp", option): text})[option].value
+    from_environment = resolve(**{settings.make_variable_name("ddp", option): text})[option].value
     from_argument = resolve({option: text})[option].value
     assert from_environment == from_argument == value
     assert type(from_environment) is type(value)
@@ -323,33 +323,33 @@ CACHE = Feature("cache", "", options=(Option("dir", "", ""),))
 
 
 def test_two_options_with_one_variable_lose_both():
-    lost = options.clashes({"a": A, "a_b": A_B}, (), ("a", "a_b"))
+    lost = options.find_clashes({"a": A, "a_b": A_B}, (), ("a", "a_b"))
     assert set(lost) == {"a", "a_b"}
     assert "OVPATCH_A_B_C would be option 'b_c' of feature 'a' and option 'c' of feature 'a_b'" in lost["a"]
 
 
 def test_ovpatch_keeps_its_own_variable():
-    assert set(options.clashes({"a": A, "a_b": A_B}, ("a",), ("a", "a_b"))) == {"a_b"}
+    assert set(options.find_clashes({"a": A, "a_b": A_B}, ("a",), ("a", "a_b"))) == {"a_b"}
 
 
 def test_the_switch_of_a_feature_that_is_not_imported_clashes_too():
-    assert set(options.clashes({"a": A}, (), ("a", "a_b_c"))) == {"a", "a_b_c"}
-    assert set(options.clashes({"a": A, "a_b_c": A_B_C}, ("a",), ("a", "a_b_c"))) == {"a_b_c"}
+    assert set(options.find_clashes({"a": A}, (), ("a", "a_b_c"))) == {"a", "a_b_c"}
+    assert set(options.find_clashes({"a": A, "a_b_c": A_B_C}, ("a",), ("a", "a_b_c"))) == {"a_b_c"}
 
 
 def test_variables_of_ovpatch_are_reserved():
-    assert "OVPATCH_CACHE_DIR" in options.clashes({"cache": CACHE}, ("cache",), ("cache",))["cache"]
+    assert "OVPATCH_CACHE_DIR" in options.find_clashes({"cache": CACHE}, ("cache",), ("cache",))["cache"]
 
 
 def test_no_clash():
-    assert options.clashes({"a": A, "ddp": DDP}, (), ("a", "ddp", "pipe")) == {}
+    assert options.find_clashes({"a": A, "ddp": DDP}, (), ("a", "ddp", "pipe")) == {}
 
 
 def test_a_value_that_is_no_truth_value_is_left_to_the_option_of_the_shorter_feature():
     known = ("ddp", "ddp_size")
-    assert settings.switch(settings.read({"OVPATCH_DDP_SIZE": "25"}), "ddp_size", known) is None
+    assert settings.read_switch(settings.read_environment({"OVPATCH_DDP_SIZE": "25"}), "ddp_size", known) is None
     with pytest.raises(SettingsError, match="neither on nor off"):
-        settings.switch(settings.read({"OVPATCH_DDP_SIZE": "25"}), "ddp_size", ("ddp_size",))
+        settings.read_switch(settings.read_environment({"OVPATCH_DDP_SIZE": "25"}), "ddp_size", ("ddp_size",))
 
 
 # --- the documentation ---
@@ -359,12 +359,12 @@ def test_a_value_that_is_no_truth_value_is_left_to_the_option_of_the_shorter_fea
 def test_generated_parts_of_the_documentation_are_in_sync(page):
     text = (DOCS / page).read_text(encoding="utf-8")
     assert "<!-- begin: " in text
-    assert docs_table.refresh(text, DOCS) == text, f"run: python -m ovpatch.cli.docs_table docs/{page}"
+    assert docs_table.refresh_page(text, DOCS) == text, f"run: python -m ovpatch.cli.docs_table docs/{page}"
 
 
 def test_the_table_has_every_variable_and_alias():
-    table = docs_table.variables_table([DDP])
-    for name in (*settings.RESERVED, *options.variables_of(DDP)):
+    table = docs_table.make_variables_table([DDP])
+    for name in (*settings.RESERVED, *options.list_variables(DDP)):
         assert f"`{name}`" in table
     assert "| `OVPATCH_DDP_MODE` | `auto` `ring` `tree` | `auto` | Mode. |" in table
     assert "| `OVPATCH_DDP_OVERLAP` | `0` `1` | `1` | Overlap. |" in table

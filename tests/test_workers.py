@@ -38,7 +38,7 @@ from ovpatch.session.report import FeatureReport, Report
     ],
 )
 def test_roles(line, role):
-    assert worker_reports.role(line.split()) == role
+    assert worker_reports.get_process_role(line.split()) == role
 
 
 def test_a_report_without_what_the_parent_had_counted():
@@ -48,9 +48,9 @@ def test_a_report_without_what_the_parent_had_counted():
             "patches": [{"feature": "a", "target": "m.f", "calls": calls, "traces": 0}],
         }
 
-    left = worker_reports.subtract(data(5, 7), data(2, 3))
+    left = worker_reports.subtract_report(data(5, 7), data(2, 3))
     assert left == data(3, 4)
-    assert worker_reports.subtract(data(5, 7), {}) == data(5, 7)
+    assert worker_reports.subtract_report(data(5, 7), {}) == data(5, 7)
 
 
 @pytest.fixture
@@ -63,7 +63,7 @@ def test_one_file_per_process_rewritten_in_place(reporter, tmp_path, monkeypatch
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "2")
     reporter.write()
     reporter.write()
-    (found,) = worker_reports.read_all(tmp_path, "worker")
+    (found,) = worker_reports.read_reports(tmp_path, "worker")
     assert found["restart"] == 2
     assert found["features"][0]["counters"] == {"n": 1}
     assert [path.name for path in tmp_path.iterdir()] == [reporter.file().name], "no temporary file stays"
@@ -83,13 +83,13 @@ def test_nothing_goes_wrong_at_exit(reporter, tmp_path):
 
 def test_a_failure_is_recorded_only_under_ovpatch_run(tmp_path, monkeypatch):
     monkeypatch.delenv(worker_reports.REPORT_DIR, raising=False)
-    worker_reports.report_failure("x")
+    worker_reports.write_failure("x")
     monkeypatch.setenv(worker_reports.REPORT_DIR, str(tmp_path / "gone"))
-    worker_reports.report_failure("x")
+    worker_reports.write_failure("x")
     monkeypatch.setenv(worker_reports.REPORT_DIR, str(tmp_path))
     monkeypatch.setenv("RANK", "3")
-    worker_reports.report_failure("why")
-    (found,) = worker_reports.read_all(tmp_path, "failed")
+    worker_reports.write_failure("why")
+    (found,) = worker_reports.read_reports(tmp_path, "failed")
     assert found == {"pid": os.getpid(), "rank": "3", "error": "why"}
 
 

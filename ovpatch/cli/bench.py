@@ -1,4 +1,4 @@
-"""``ovpatch bench``: a training command stock and patched in turn; is it faster, and by how much."""
+"""``ovpatch bench``: runs a training command stock and patched in turn, and compares step times."""
 
 from __future__ import annotations
 
@@ -32,11 +32,25 @@ def configure(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of ``ovpatch bench``."""
     add = parser.add_argument
     add(
-        "--steps", type=command_line.at_least(FEWEST), default=30, metavar="N", help="steps to measure in each run (30)"
+        "--steps",
+        type=command_line.make_int_parser(FEWEST),
+        default=30,
+        metavar="N",
+        help="steps to measure in each run (30)",
     )
-    add("--warmup", type=command_line.at_least(SHORTEST_WARMUP), default=10, metavar="M", help="steps before that (10)")
     add(
-        "--rounds", type=command_line.at_least(1), default=3, metavar="R", help="pairs of a stock and a patched run (3)"
+        "--warmup",
+        type=command_line.make_int_parser(SHORTEST_WARMUP),
+        default=10,
+        metavar="M",
+        help="steps before that (10)",
+    )
+    add(
+        "--rounds",
+        type=command_line.make_int_parser(1),
+        default=3,
+        metavar="R",
+        help="pairs of a stock and a patched run (3)",
     )
     command_line.add_features(parser)
     add(
@@ -44,11 +58,11 @@ def configure(parser: argparse.ArgumentParser) -> None:
         action=argparse.BooleanOptionalAction,
         help="also run without each feature, to tell its part (default: if more than one did something)",
     )
-    add("--samples-per-step", type=command_line.positive, metavar="X", help="over all ranks; else found out")
-    add("--tokens-per-step", type=command_line.positive, metavar="X", help="over all ranks; else found out")
+    add("--samples-per-step", type=command_line.parse_positive, metavar="X", help="over all ranks; else found out")
+    add("--tokens-per-step", type=command_line.parse_positive, metavar="X", help="over all ranks; else found out")
     add(
         "--peak-tflops",
-        type=command_line.positive,
+        type=command_line.parse_positive,
         metavar="X",
         help="of one device, for MFU; else by its name, for bf16",
     )
@@ -59,24 +73,24 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def main(arguments: argparse.Namespace) -> int:
-    """Run all rounds and print what came of them."""
-    command = command_line.command_of(arguments.command)
+    """Run all rounds and print the result."""
+    command = command_line.get_command(arguments.command)
     _check(command, arguments)
-    with command_line.folder(arguments.out) as out:
+    with command_line.open_folder(arguments.out) as out:
         names = ("steps", "warmup", "rounds", "features", "timeout", "leave_one_out")
         plan = Plan(command, out, **{name: getattr(arguments, name) for name in names})
         return _measure(plan, arguments)
 
 
 def _check(command: list[str], arguments: argparse.Namespace) -> None:
-    """Find every mistake that can be found before anything runs.
+    """Check settings, files and the command before anything runs.
 
     Raises:
-        ovpatch.SettingsError: One was found.
-        ovpatch.FeatureError: A feature asked for by name cannot even be loaded.
+        ovpatch.SettingsError: One of them is wrong.
+        ovpatch.FeatureError: A feature requested by name cannot be loaded.
     """
     arms.check_autoload()
-    environment = command_line.environment_of(arguments.features)
+    environment = command_line.make_environment(arguments.features)
     command_line.check_settings(environment)
     command_line.check_comparable(environment)
     command_line.warn_of_near_misses(environment, _say)
@@ -122,7 +136,7 @@ def _data(plan: Plan, runs: Runs, found: Figures) -> dict[str, Any]:
 
 
 def _explain(error: FailedError, out: Path | None) -> ExitCode:
-    """Say which run failed and how, and return the exit code."""
+    """Print which run failed and how, and return the exit code."""
     outcome, code = error.outcome, ExitCode.UNDECIDED if error.kind == STOCK else ExitCode.PROBLEM
     if not outcome.code:  # it took too few steps
         return _fail(f"{error}.", code)

@@ -1,4 +1,4 @@
-"""What the subcommands that run somebody's command have in common: arguments, and mistakes found in time."""
+"""Arguments and early checks of the subcommands that run a command."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def add_timeout(parser: argparse.ArgumentParser) -> None:
     """Declare ``--timeout``, in seconds."""
     parser.add_argument(
         "--timeout",
-        type=positive,
+        type=parse_positive,
         default=600.0,
         metavar="S",
         help="seconds without a step, after which a run counts as hung and is ended (600)",
@@ -37,12 +37,12 @@ def add_command(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("command", nargs=argparse.REMAINDER, help="-- and the command, for example: torchrun train.py")
 
 
-def command_of(words: Sequence[str]) -> list[str]:
-    """Return the command among the words that are left, without the two dashes before it."""
+def get_command(words: Sequence[str]) -> list[str]:
+    """Return the command without the two dashes before it."""
     return list(words[1:] if words[:1] == ["--"] else words)
 
 
-def positive(text: str) -> float:
+def parse_positive(text: str) -> float:
     """Parse a finite number above 0."""
     value = float(text)
     if not 0 < value < float("inf"):
@@ -50,26 +50,26 @@ def positive(text: str) -> float:
     return value
 
 
-def at_least(least: int) -> Callable[[str], int]:
-    """Return a parser of whole numbers from ``least`` on."""
+def make_int_parser(least: int) -> Callable[[str], int]:
+    """Return a parser of whole numbers, ``least`` or more."""
 
     def parse(text: str) -> int:
         if int(text) < least:
             raise argparse.ArgumentTypeError(f"{text} is fewer than {least}")
         return int(text)
 
-    parse.__name__ = "whole number"  # argparse shows it where int() refuses
+    parse.__name__ = "whole number"  # argparse shows it if int() fails
     return parse
 
 
-def environment_of(features: str | None) -> dict[str, str]:
+def make_environment(features: str | None) -> dict[str, str]:
     """Return the environment of the command, patched.
 
     Args:
-        features: What ``OVPATCH`` shall say; None for what it says already.
+        features: Value for ``OVPATCH``; None keeps its present value.
 
     Raises:
-        ovpatch.SettingsError: Both say something, and not the same.
+        ovpatch.SettingsError: Both are set and differ.
     """
     environment = dict(os.environ)
     already = environment.get("OVPATCH", "").strip()
@@ -82,7 +82,7 @@ def environment_of(features: str | None) -> dict[str, str]:
 
 
 def check_command(command: Sequence[str]) -> None:
-    """Find out that a command cannot be started before anything runs.
+    """Check that a command can be started.
 
     Raises:
         ovpatch.SettingsError: There is no command.
@@ -94,48 +94,49 @@ def check_command(command: Sequence[str]) -> None:
 
 
 def check_settings(environment: Mapping[str, str]) -> None:
-    """Find every mistake in the settings of a command.
+    """Check the settings of a command.
 
     Args:
-        environment: Of the command.
+        environment: Environment of the command.
 
     Raises:
-        ovpatch.SettingsError: A setting cannot be understood.
-        ovpatch.FeatureError: A feature asked for by name cannot even be loaded.
+        ovpatch.SettingsError: A setting cannot be parsed.
+        ovpatch.FeatureError: A feature requested by name cannot be loaded.
     """
     from ovpatch.session.session import Session
 
-    Session().plan(environ=environment, ask_machine=False).check()
+    Session().plan(environ=environment, ask_machine=False).check_requests()
 
 
 def check_comparable(environment: Mapping[str, str]) -> None:
-    """Refuse to compare stock with stock.
+    """Check that the patched run is not stock.
 
     Raises:
         ovpatch.SettingsError: ``OVPATCH`` turns everything off, or variables turn every feature off.
     """
     from ovpatch.session.session import Session
 
-    if settings.read(environment).selection.kind == "nothing":
+    if settings.read_environment(environment).selection.kind == "nothing":
         raise SettingsError("OVPATCH turns everything off, so there is nothing to compare. Unset it.")
-    wishes = [entry.wish for entry in Session().plan(environ=environment, ask_machine=False).entries.values()]
-    if wishes and all(wish.enforced and not wish.on for wish in wishes):  # else the script may turn a feature on
-        reasons = ", ".join(dict.fromkeys(wish.reason for wish in wishes))
+    records = Session().plan(environ=environment, ask_machine=False).records.values()
+    requests = [record.request for record in records]
+    if requests and all(one.enforced and not one.on for one in requests):  # else the script may turn a feature on
+        reasons = ", ".join(dict.fromkeys(one.reason for one in requests))
         raise SettingsError(f"every feature is turned off ({reasons}), so there is nothing to compare. Unset one.")
 
 
 def warn_of_near_misses(environment: Mapping[str, str], say: Callable[[str], None]) -> None:
-    """Say which variables look like misspelt ones of ours, which would do nothing in silence."""
-    for text in settings.near_misses(environment):
+    """Warn of variables that look like misspelt ones of ovpatch."""
+    for text in settings.find_near_misses(environment):
         say(text)
 
 
 def check_file(file: Path | None, option: str) -> None:
-    """See that a file can be written in the end.
+    """Check that a file can be written.
 
     Args:
-        file: The file, if one is wanted.
-        option: What names it on the command line.
+        file: The file, if any.
+        option: Its option on the command line.
 
     Raises:
         ovpatch.SettingsError: It cannot.
@@ -152,10 +153,10 @@ def check_file(file: Path | None, option: str) -> None:
 
 
 def check_folder(out: Path | None) -> None:
-    """See that a folder of results would hold nothing else.
+    """Check that a folder of results is new or empty.
 
     Raises:
-        ovpatch.SettingsError: It is no folder, or not empty, or cannot be made.
+        ovpatch.SettingsError: It is a file, or not empty, or cannot be made.
     """
     if out is None:
         return
@@ -167,8 +168,8 @@ def check_folder(out: Path | None) -> None:
 
 
 @contextmanager
-def folder(out: Path | None) -> Iterator[Path]:
-    """Yield the folder of results, or one that is gone afterwards."""
+def open_folder(out: Path | None) -> Iterator[Path]:
+    """Yield the folder of results, or a temporary one."""
     if out is not None:
         out.mkdir(parents=True, exist_ok=True)
         yield out

@@ -3,7 +3,7 @@
     python -m ovpatch.cli.docs_table docs/settings.md docs/write-a-plugin.md
 
 A generated part stands between ``<!-- begin: NAME -->`` and ``<!-- end: NAME -->``. A name is ``variables`` (the table
-of all environment variables) or a file, by its path from the page, whose text is put in as a code block.
+of all environment variables) or the path of a file, relative to the page, which becomes a code block.
 """
 
 from __future__ import annotations
@@ -15,23 +15,25 @@ from pathlib import Path
 from typing import Final
 
 from ovpatch.hookspecs import Feature, Option
-from ovpatch.session.plugins import Plugins, find
-from ovpatch.settings.settings import VARIABLES, variable
+from ovpatch.session.plugins import Plugins, find_plugins
+from ovpatch.settings.settings import VARIABLES, make_variable_name
 
 _PART: Final = re.compile(r"(<!-- begin: (\S+) -->\n).*?(<!-- end: \2 -->)", re.DOTALL)
 _VALUES: Final = {bool: "`0` `1`", int: "a whole number", float: "a number"}
 
 
-def variables_table(features: Iterable[Feature] | None = None) -> str:
+def make_variables_table(features: Iterable[Feature] | None = None) -> str:
     """Return the Markdown table of all environment variables.
 
     Args:
-        features: Whose variables to list; those that ovpatch ships by default.
+        features: Features to list; by default those that ovpatch ships.
     """
     rows = [(f"`{v.name}`", v.values, v.default, v.help) for v in VARIABLES]
     for feature in _shipped() if features is None else features:
         default = "`1`" if feature.default else "`0`"
-        rows.append((f"`{variable(feature.name)}`", "`0` `1`", default, f"The feature itself: {feature.summary}"))
+        rows.append(
+            (f"`{make_variable_name(feature.name)}`", "`0` `1`", default, f"The feature itself: {feature.summary}")
+        )
         rows += [_option_row(feature.name, option) for option in feature.options]
     lines = [("Variable", "Values", "Default", "Meaning"), ("---",) * 4, *rows]
     return "".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |\n" for line in lines)
@@ -39,30 +41,30 @@ def variables_table(features: Iterable[Feature] | None = None) -> str:
 
 def _shipped() -> list[Feature]:
     plugins = Plugins()
-    return [plugins.load(found) for found in find().values() if found.first_party]
+    return [plugins.load_feature(found) for found in find_plugins().values() if found.first_party]
 
 
 def _option_row(feature: str, option: Option) -> tuple[str, str, str, str]:
     values = " ".join(f"`{choice}`" for choice in option.choices) or _VALUES.get(type(option.default), "a text")
     default = {True: "`1`", False: "`0`"}.get(option.default) if isinstance(option.default, bool) else None
     shown = default or ("unset" if option.default is None else f"`{option.default}`")
-    also = "".join(f" Also `{variable(feature, alias)}`." for alias in option.aliases)
-    return f"`{variable(feature, option.name)}`", values, shown, " ".join(option.help.split()) + also
+    also = "".join(f" Also `{make_variable_name(feature, alias)}`." for alias in option.aliases)
+    return f"`{make_variable_name(feature, option.name)}`", values, shown, " ".join(option.help.split()) + also
 
 
-def refresh(page: str, folder: Path) -> str:
-    """Return a page with its generated parts made anew.
+def refresh_page(page: str, folder: Path) -> str:
+    """Return a page with its generated parts updated.
 
     Args:
         page: Text of the page.
-        folder: Where the page lies; files are named from there.
+        folder: Folder of the page; paths of files are relative to it.
     """
     return _PART.sub(lambda match: match[1] + _generate(match[2], folder) + match[3], page)
 
 
 def _generate(name: str, folder: Path) -> str:
     if name == "variables":
-        return variables_table()
+        return make_variables_table()
     path = folder / name
     return f"```{path.suffix.lstrip('.').replace('py', 'python')}\n{path.read_text(encoding='utf-8')}```\n"
 
@@ -70,7 +72,7 @@ def _generate(name: str, folder: Path) -> str:
 def main(paths: Iterable[str]) -> None:
     """Rewrite the generated parts of pages in place."""
     for path in map(Path, paths):
-        path.write_text(refresh(path.read_text(encoding="utf-8"), path.parent), encoding="utf-8")
+        path.write_text(refresh_page(path.read_text(encoding="utf-8"), path.parent), encoding="utf-8")
 
 
 if __name__ == "__main__":

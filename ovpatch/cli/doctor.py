@@ -1,6 +1,6 @@
-"""``ovpatch list`` and ``ovpatch doctor``: what is installed, and what would happen on this machine.
+"""``ovpatch list`` and ``ovpatch doctor``: installed features, settings and problems on this machine.
 
-Both apply ovpatch in their own process, which then ends; a dry run could not tell what patching would find.
+Both apply ovpatch in their own process, since a dry run would not find what patching finds.
 """
 
 from __future__ import annotations
@@ -18,11 +18,10 @@ from typing import Any, Final
 from ovpatch.api import session
 from ovpatch.exit_codes import ExitCode
 from ovpatch.session import plugins
-from ovpatch.session.plan import Entry
-from ovpatch.session.report import TROUBLE, Report, plain, render, wants_colour
+from ovpatch.session.plan import FeatureRecord
+from ovpatch.session.report import TROUBLE, Report, render_table, to_plain_data, wants_colour
 from ovpatch.settings import settings
-from ovpatch.settings.cache import cache_dir
-from ovpatch.settings.options import variables_of
+from ovpatch.settings.options import list_variables
 
 _PACKAGES: Final = (
     "torch",
@@ -49,22 +48,24 @@ def configure_list(parser: argparse.ArgumentParser) -> None:
 
 
 def main_list(arguments: argparse.Namespace) -> int:
-    """Print the features: whether they are on by default, their state here and summary; of one, its options.
+    """Print the features with default, state and summary, or one feature with its options.
 
     Raises:
         ovpatch.SettingsError: There is no such feature.
     """
-    entries, report = _try()
-    wanted = None if arguments.feature is None else settings.normalise(arguments.feature)
-    if wanted is not None and wanted not in entries:
-        raise settings.SettingsError(settings.unknown_feature("the command line", wanted, entries))
+    records, report = _try()
+    wanted = None if arguments.feature is None else settings.normalise_name(arguments.feature)
+    if wanted is not None and wanted not in records:
+        raise settings.SettingsError(settings.describe_unknown_feature("the command line", wanted, records))
     rows = [
         {
             "name": feature.name,
             "default": feature.default,
             "state": feature.state,
             "reason": feature.reason,
-            "options": {name: {"value": plain(o.value), "source": o.source} for name, o in feature.options.items()},
+            "options": {
+                name: {"value": to_plain_data(o.value), "source": o.source} for name, o in feature.options.items()
+            },
             "summary": feature.summary,
             "distribution": feature.distribution,
         }
@@ -74,7 +75,7 @@ def main_list(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print(json.dumps({"version": report.version, "features": rows}, indent=2))
     else:
-        print("\n".join(_line(row, rows) for row in rows) if wanted is None else _details(entries[wanted], rows[0]))
+        print("\n".join(_line(row, rows) for row in rows) if wanted is None else _details(records[wanted], rows[0]))
     return ExitCode.PROBLEM if any(feature.state in TROUBLE for feature in report.features) else ExitCode.OK
 
 
@@ -90,21 +91,21 @@ def _line(row: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> str:
     return line if len(line) <= columns else line[: columns - 3] + "..."
 
 
-def _details(entry: Entry, row: Mapping[str, Any]) -> str:
+def _details(record: FeatureRecord, row: Mapping[str, Any]) -> str:
     colour = wants_colour(sys.stdout)
-    head = render("", _HEADS, [_cells(row)], colour=colour)
-    if entry.feature is None:
+    head = render_table("", _HEADS, [_cells(row)], colour=colour)
+    if record.feature is None:
         return head
     rows = [
         (
             option.name,
-            str(row["options"].get(option.name, {}).get("value", plain(option.default))),
-            settings.variable(entry.feature.name, option.name),
+            str(row["options"].get(option.name, {}).get("value", to_plain_data(option.default))),
+            settings.make_variable_name(record.feature.name, option.name),
             option.help,
         )
-        for option in entry.feature.options
+        for option in record.feature.options
     ]
-    return f"{head}\n\n{render('', ('option', 'value', 'variable', 'meaning'), rows, colour=colour)}"
+    return f"{head}\n\n{render_table('', ('option', 'value', 'variable', 'meaning'), rows, colour=colour)}"
 
 
 def _cells(row: Mapping[str, Any]) -> tuple[str, ...]:
@@ -114,27 +115,27 @@ def _cells(row: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def main_doctor(arguments: argparse.Namespace) -> int:
-    """Print versions, plugins, settings and the state of every feature, and what is wrong."""
-    entries, report = _try()
-    data = examine(entries, report)
+    """Print versions, plugins, settings, the state of every feature, and the problems."""
+    records, report = _try()
+    data = collect_findings(records, report)
     print(json.dumps(data, indent=2) if arguments.json else _text(data, report))
     return ExitCode.PROBLEM if data["problems"] else ExitCode.OK
 
 
-def _try() -> tuple[dict[str, Entry], Report]:
-    """Apply in this process, whoever asked for what; features that cannot run are told, not raised."""
-    import torch  # noqa: F401  # with OVPATCH_AUTO=1 this applies already, in the same session
+def _try() -> tuple[dict[str, FeatureRecord], Report]:
+    """Apply in this process; features that cannot run are reported, not raised."""
+    import torch  # noqa: F401  # with OVPATCH_AUTO=1 this applies in the same session
 
-    entries = session.plan().entries
-    return entries, session.apply((), None, None, tolerant=True)
+    records = session.plan().records
+    return records, session.apply((), None, None, tolerant=True)
 
 
-def examine(entries: Mapping[str, Entry], report: Report) -> dict[str, Any]:
-    """Return all that the doctor knows, as plain data.
+def collect_findings(records: Mapping[str, FeatureRecord], report: Report) -> dict[str, Any]:
+    """Return all findings as plain data.
 
     Args:
-        entries: The features before anything was patched.
-        report: What applying them came to.
+        records: The features before anything was patched.
+        report: The report after applying them.
     """
     autoload = _autoload()
     return {
@@ -145,14 +146,14 @@ def examine(entries: Mapping[str, Entry], report: Report) -> dict[str, Any]:
             **_versions(),
         },
         "entry_points": [
-            {key: getattr(entry.found, key) for key in ("name", "target", "distribution", "version", "path")}
-            for entry in entries.values()
+            {key: getattr(record.found, key) for key in ("name", "target", "distribution", "version", "path")}
+            for record in records.values()
         ],
         "autoload": {"possible": not autoload, "reason": autoload},
         "measurements": _measurements(),
-        "settings": _settings(entries),
+        "settings": _settings(records),
         "report": report.to_json(),
-        "problems": _problems(entries, report, autoload),
+        "problems": _problems(records, report, autoload),
     }
 
 
@@ -168,19 +169,19 @@ def _versions() -> dict[str, str]:
 
 
 def _autoload() -> str:
-    """Return why ``OVPATCH_AUTO`` and ``ovpatch run`` cannot work here, or nothing."""
+    """Return why ``OVPATCH_AUTO`` and ``ovpatch run`` cannot work here, or an empty string."""
     if os.environ.get("TORCH_DEVICE_BACKEND_AUTOLOAD", "1") != "1":
         return "TORCH_DEVICE_BACKEND_AUTOLOAD is set to something other than 1; unset it"
     if not hasattr(sys.modules["torch"], "_import_device_backends"):
-        return "this torch does not load entry points of the group torch.backends; call ovpatch.apply() instead"
+        return "this torch does not load record points of the group torch.backends; call ovpatch.apply() instead"
     if all(not one.value.startswith("ovpatch.autoload") for one in entry_points(group="torch.backends")):
-        return "the entry point torch.backends is not installed; install the package instead of using PYTHONPATH"
+        return "the record point torch.backends is not installed; install the package instead of using PYTHONPATH"
     return ""
 
 
 def _measurements() -> dict[str, Any]:
-    """Return where features keep what they measure, and whether they can."""
-    path = cache_dir()
+    """Return the directory of measurements, and whether it is writable."""
+    path = settings.cache_dir()
     if path is None:
         return {"path": None, "writable": False}
     nearest = next((parent for parent in (path, *path.parents) if parent.exists()), path)
@@ -194,12 +195,12 @@ def _kept(measurements: Mapping[str, Any]) -> str:
     return f"measurements are kept {where}" if measurements["writable"] else f"measurements cannot be kept {where}"
 
 
-def _settings(entries: Mapping[str, Entry]) -> list[dict[str, str]]:
-    """Return every variable that is set, with what it is."""
+def _settings(records: Mapping[str, FeatureRecord]) -> list[dict[str, str]]:
+    """Return every variable that is set, with its meaning."""
     meanings = {variable.name: variable.help for variable in settings.VARIABLES}
-    for name, entry in entries.items():
-        meanings[settings.variable(name)] = f"the switch of feature {name!r}"
-        meanings |= variables_of(entry.feature) if entry.feature is not None else {}
+    for name, record in records.items():
+        meanings[settings.make_variable_name(name)] = f"the switch of feature {name!r}"
+        meanings |= list_variables(record.feature) if record.feature is not None else {}
     ours = {name: value for name, value in os.environ.items() if name == "OVPATCH" or name.startswith("OVPATCH_")}
     unread = "an option of a feature that is not imported"
     return [
@@ -208,18 +209,18 @@ def _settings(entries: Mapping[str, Entry]) -> list[dict[str, str]]:
     ]
 
 
-def _problems(entries: Mapping[str, Entry], report: Report, autoload: str) -> list[str]:
+def _problems(records: Mapping[str, FeatureRecord], report: Report, autoload: str) -> list[str]:
     problems = [f"{one.name} is {one.state}: {one.reason}" for one in report.features if one.state in TROUBLE]
     problems += [
-        f"{one.name} was asked for by name ({entries[one.name].wish.reason}) and is skipped: {one.reason}"
+        f"{one.name} was asked for by name ({records[one.name].request.reason}) and is skipped: {one.reason}"
         for one in report.features
-        if one.state == "skipped" and entries[one.name].wish.by_name
+        if one.state == "skipped" and records[one.name].request.by_name
     ]
-    problems += [f"{name}: {entry.found.remark}" for name, entry in entries.items() if entry.found.remark]
-    if not entries:
-        problems.append(f"no entry points of the group {plugins.GROUP!r}: install the package with pip")
-    problems += settings.near_misses(os.environ)
-    if autoload and settings.read().auto:
+    problems += [f"{name}: {record.found.remark}" for name, record in records.items() if record.found.remark]
+    if not records:
+        problems.append(f"no record points of the group {plugins.GROUP!r}: install the package with pip")
+    problems += settings.find_near_misses(os.environ)
+    if autoload and settings.read_environment().auto:
         problems.append(f"OVPATCH_AUTO is on and cannot work: {autoload}")
     return problems
 
@@ -228,12 +229,14 @@ def _text(data: Mapping[str, Any], report: Report) -> str:
     colour = wants_colour(sys.stdout)
     auto = data["autoload"]["reason"] or "possible"
     parts = [
-        render("versions", ("what", "version"), list(data["versions"].items()), colour=colour),
-        render("plugins", ("feature", "distribution", "version", "target", "path"), _plugin_rows(data), colour=colour),
+        render_table("versions", ("what", "version"), list(data["versions"].items()), colour=colour),
+        render_table(
+            "plugins", ("feature", "distribution", "version", "target", "path"), _plugin_rows(data), colour=colour
+        ),
         f"ovpatch run and OVPATCH_AUTO=1: {auto}",
         _kept(data["measurements"]),
-        render("settings", ("variable", "value", "meaning"), _setting_rows(data), colour=colour),
-        render("options", ("option", "value", "source"), _option_rows(report), colour=colour),
+        render_table("settings", ("variable", "value", "meaning"), _setting_rows(data), colour=colour),
+        render_table("options", ("option", "value", "source"), _option_rows(report), colour=colour),
         report.table(colour=colour),
         "\n".join(f"PROBLEM: {problem}" for problem in data["problems"]) or "No problems found.",
     ]
@@ -251,7 +254,7 @@ def _setting_rows(data: Mapping[str, Any]) -> list[tuple[str, ...]]:
 
 def _option_rows(report: Report) -> list[tuple[str, ...]]:
     return [
-        (f"{feature.name}.{name}", str(plain(option.value)), option.source)
+        (f"{feature.name}.{name}", str(to_plain_data(option.value)), option.source)
         for feature in report.features
         for name, option in feature.options.items()
     ]

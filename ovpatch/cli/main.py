@@ -14,8 +14,8 @@ from importlib import import_module
 from typing import Any, Final
 
 from ovpatch._version import __version__
-from ovpatch.exit_codes import ExitCode, exit_code_of
-from ovpatch.settings.selection import did_you_mean
+from ovpatch.exit_codes import ExitCode, get_exit_code
+from ovpatch.settings.selection import suggest_name
 
 
 @dataclass(frozen=True)
@@ -64,14 +64,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         code = int(getattr(import_module(f"ovpatch.cli.{command.module}"), command.function)(parsed))
         sys.stdout.flush()
         return code
-    except KeyboardInterrupt:  # while no command runs that would have been told
+    except KeyboardInterrupt:  # no command is running that would get the signal itself
         print("ovpatch: interrupted", file=sys.stderr)
         return ExitCode.INTERRUPTED
-    except BrokenPipeError:  # `ovpatch list | head`; Python would complain once more when it flushes at exit
+    except BrokenPipeError:  # `ovpatch list | head`; else Python reports it again when it flushes at exit
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return ExitCode.PROBLEM
-    except Exception as error:  # what has no exit code is a defect of ours, and is raised
-        ending = exit_code_of(error)
+    except Exception as error:  # an error without exit code is a defect of ovpatch, and is raised
+        ending = get_exit_code(error)
         if ending is None:
             raise
         print(f"ovpatch {parsed.subcommand}: {error}", file=sys.stderr)
@@ -87,7 +87,7 @@ class _Parser(argparse.ArgumentParser):
         if unknown:
             parser = self._chosen(parsed)
             option = unknown[0].partition("=")[0]
-            parser.error(f"unknown option {option}{did_you_mean(option, parser._option_string_actions)}")
+            parser.error(f"unknown option {option}{suggest_name(option, parser._option_string_actions)}")
         return parsed
 
     def _chosen(self, parsed: argparse.Namespace) -> argparse.ArgumentParser:
@@ -99,7 +99,7 @@ class _Parser(argparse.ArgumentParser):
         if action.dest == "subcommand" and action.choices is not None and value not in action.choices:
             known = list(action.choices)
             raise argparse.ArgumentError(
-                None, f"unknown command {value!r}{did_you_mean(value, known)}. Write one of {', '.join(known)}"
+                None, f"unknown command {value!r}{suggest_name(value, known)}. Write one of {', '.join(known)}"
             )
         super()._check_value(action, value)
 

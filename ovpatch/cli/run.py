@@ -1,8 +1,8 @@
-"""``ovpatch run``: patch every worker of an unmodified command, and tell afterwards what came of it.
+"""``ovpatch run``: patches every worker of an unmodified command, and reports the result.
 
-The command runs as a child with ``OVPATCH_AUTO=1``; each Python process that imports torch then applies ovpatch by
-itself (:mod:`ovpatch.autoload`) and leaves a report in a directory, which is merged when the command has ended.
-Nothing is written on stdout, which belongs to the command.
+The command runs as a child with ``OVPATCH_AUTO=1``. Each Python process that imports torch applies ovpatch
+(:mod:`ovpatch.autoload`) and writes a report; the reports are merged after the end of the command. stdout belongs to
+the command.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from ovpatch.cli import command_line
 from ovpatch.exit_codes import ExitCode
 from ovpatch.insight import launch
 from ovpatch.session import worker_reports
-from ovpatch.session.report import IDLE, did_work, table_of, wants_colour
+from ovpatch.session.report import IDLE, did_work, format_report, wants_colour
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -31,9 +31,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def main(arguments: argparse.Namespace) -> int:
-    """Run the command; return its exit code, or 1 if it succeeded without being patched."""
-    command = command_line.command_of(arguments.command)
-    environment = command_line.environment_of(arguments.features)
+    """Run the command; return its exit code, or 1 if it succeeded unpatched."""
+    command = command_line.get_command(arguments.command)
+    environment = command_line.make_environment(arguments.features)
     command_line.check_file(arguments.report, "--report")
     command_line.check_settings(environment)
     command_line.check_command(command)
@@ -47,7 +47,7 @@ def main(arguments: argparse.Namespace) -> int:
 
 
 def _run(command: list[str], environment: Mapping[str, str], directory: Path) -> int:
-    """Run the command; end it early once a worker has reported that it is not patched."""
+    """Run the command; terminate it if a worker reports that it is not patched."""
     stopped = False
 
     def look() -> None:
@@ -62,11 +62,14 @@ def _run(command: list[str], environment: Mapping[str, str], directory: Path) ->
 
 
 def _conclude(code: int, directory: Path, file: Path | None) -> int:
-    """Merge what the workers reported, write and show it, and return the exit code."""
-    failures, reports = worker_reports.read_all(directory, "failed"), worker_reports.read_all(directory, "worker")
-    merged = worker_reports.merge(reports) if reports else None
+    """Merge the reports of the workers, write and print the result, and return the exit code."""
+    failures, reports = (
+        worker_reports.read_reports(directory, "failed"),
+        worker_reports.read_reports(directory, "worker"),
+    )
+    merged = worker_reports.merge_reports(reports) if reports else None
     if merged is not None:
-        _say(f"{len(reports)} process(es) reported\n{table_of(merged, colour=wants_colour(sys.stderr))}")
+        _say(f"{len(reports)} process(es) reported\n{format_report(merged, colour=wants_colour(sys.stderr))}")
         if not _did_anything(merged):
             _say(_NOTHING)
     if file is not None:
@@ -75,14 +78,14 @@ def _conclude(code: int, directory: Path, file: Path | None) -> int:
         )
     for failure in failures:
         _say(f"process {failure['pid']} (rank {failure['rank']}) was not patched: {failure['error']}")
-    if merged is None and not failures and code == ExitCode.OK:  # else its own message says what went wrong
+    if merged is None and not failures and code == ExitCode.OK:  # otherwise the command's own message tells
         _say(_NOBODY)
     unpatched = bool(failures) or merged is None
     return ExitCode.PROBLEM if failures or (code == ExitCode.OK and unpatched) else code
 
 
 def _did_anything(merged: Mapping[str, Any]) -> bool:
-    """Return whether a feature did any work in any process, as far as the report can tell."""
+    """Return whether any feature did work in any process, according to the report."""
     on = [feature for feature in merged["features"] if feature["state"] == "applied"]
     idle = [any(map(_tells_idleness, one["remarks"])) and not did_work(one["counters"], one["work"]) for one in on]
     return not all(idle)

@@ -1,6 +1,6 @@
-"""``ovpatch timeline``: record a few steps of an unmodified command, and show what communication is exposed.
+"""``ovpatch timeline``: records a few steps of an unmodified command and shows its exposed communication.
 
-The tables go to stdout; progress, remarks and ovpatch's own report go to stderr, what the command writes into a log.
+Tables go to stdout; progress, remarks and ovpatch's report to stderr; the output of the command into a log.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from ovpatch.exit_codes import ExitCode
 from ovpatch.insight.timeline.output import Output
 from ovpatch.insight.timeline.recording import Recording, collect
 from ovpatch.insight.timeline.trace import TraceError
-from ovpatch.session.report import table_of, wants_colour
+from ovpatch.session.report import format_report, wants_colour
 from ovpatch.settings import settings
 from ovpatch.settings.settings import SettingsError
 
@@ -78,10 +78,10 @@ def _pattern(text: str | None) -> re.Pattern[str] | None:
 
 
 def _are_traces(rest: Sequence[str]) -> bool:
-    """Whether these words are traces, or folders of traces, and no command.
+    """Whether the arguments are traces or folders of traces, not a command.
 
     Raises:
-        ovpatch.SettingsError: They begin with traces and go on with something else.
+        ovpatch.SettingsError: Traces are followed by something else.
     """
     named = [word.endswith(_ENDINGS) or Path(word).is_dir() for word in rest]
     if named[:1] == [True] and not all(named):
@@ -114,7 +114,7 @@ def _of_traces(run: Run) -> Recording:
 
 
 def _files(path: Path) -> list[Path]:
-    """Return a trace, or the traces in a folder: ours where there are any, or else every JSON file."""
+    """Return a trace, or the traces in a folder: ours if there are any, else every JSON file."""
     if not path.is_dir():
         return [path]
     files = sorted(path.glob("trace-rank*.json*")) or sorted(f for f in path.iterdir() if f.name.endswith(_ENDINGS))
@@ -129,10 +129,10 @@ def _files(path: Path) -> list[Path]:
 def _record(
     arguments: argparse.Namespace, output: Output, pattern: re.Pattern[str] | None
 ) -> tuple[list[Recording], int]:
-    """Run each arm and read what it left; an arm that fails is still shown as far as it got."""
+    """Run each arm and read its traces; a failed arm is shown up to its failure."""
     from ovpatch.insight import arms
 
-    command = command_line.command_of(arguments.rest)
+    command = command_line.get_command(arguments.rest)
     wanted = _wanted(arguments)
     arms.check_autoload()
     chosen = _arms(arguments, wanted)
@@ -145,13 +145,13 @@ def _record(
         code = _judge(outcome) or code
         try:
             recordings.append(collect(arm.name, outcome.folder, wanted, pattern))
-        except TraceError as error:  # the other arm may have something to show
+        except TraceError as error:  # the other arm may have traces
             _say(str(error))
             code = code or ExitCode.UNDECIDED
         failed = failed or bool(outcome.code or outcome.failures or outcome.timed_out)
         if outcome.interrupted:
             break
-    if not recordings and not failed:  # else the log tells why
+    if not recordings and not failed:  # otherwise the log tells why
         output.discard()
     return recordings, code
 
@@ -174,10 +174,10 @@ def _arms(arguments: argparse.Namespace, wanted: range) -> list[Arm]:
         "operators": arguments.operators,
     }
     patched = Arm("patched", arguments.features, details)
-    environment = command_line.environment_of(arguments.features)
+    environment = command_line.make_environment(arguments.features)
     command_line.check_settings(environment)
     command_line.warn_of_near_misses(environment, _say)
-    off = settings.read(environment).selection.kind == "nothing"
+    off = settings.read_environment(environment).selection.kind == "nothing"
     if off and arguments.compare:
         raise SettingsError("--compare with OVPATCH=0 would compare stock with stock. Unset OVPATCH.")
     if off:
@@ -186,9 +186,9 @@ def _arms(arguments: argparse.Namespace, wanted: range) -> list[Arm]:
 
 
 def _judge(outcome: Outcome) -> int:
-    """Say what ovpatch did in an arm, and what went wrong with it; return the exit code it makes."""
+    """Print the report and the problems of an arm; return its exit code."""
     if outcome.arm.patched and outcome.report is not None:
-        _say(f"{outcome.arm.name}:\n{table_of(outcome.report, colour=wants_colour(sys.stderr))}")
+        _say(f"{outcome.arm.name}:\n{format_report(outcome.report, colour=wants_colour(sys.stderr))}")
     for failure in outcome.failures:
         _say(f"{outcome.arm.name}: process {failure['pid']} (rank {failure['rank']}): {failure['error']}")
     if outcome.timed_out:

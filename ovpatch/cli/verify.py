@@ -1,7 +1,7 @@
 """``ovpatch verify``: whether a command computes the same stock and patched.
 
-Both run with the same seeds and are compared step by step on every rank (:mod:`ovpatch.insight.verify`). The outcome
-is written on stdout, progress on stderr; what the command writes goes to one log for each run.
+Both runs use the same seeds and are compared step by step on every rank (:mod:`ovpatch.insight.verify`). The result
+goes to stdout, progress to stderr, and the output of each run into a log.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add(
         "--steps",
         metavar="N",
-        type=command_line.at_least(1),
+        type=command_line.make_int_parser(1),
         default=5,
         help="end each run after N optimizer steps (5)",
     )
@@ -43,25 +43,25 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def main(arguments: argparse.Namespace) -> int:
     """Verify the command; return the code of the verdict."""
-    arguments.command = command_line.command_of(arguments.command)
+    arguments.command = command_line.get_command(arguments.command)
     _check(arguments)
-    with command_line.folder(arguments.out) as folder:
+    with command_line.open_folder(arguments.out) as folder:
         result = _verify(arguments, folder)
         return _conclude(result, arguments)
 
 
 def _check(arguments: argparse.Namespace) -> None:
-    """Find every mistake that can be found before anything runs.
+    """Check settings, files and the command before anything runs.
 
     Raises:
-        ovpatch.SettingsError: There is no command, a setting cannot be understood, or everything is off.
-        ovpatch.FeatureError: A feature asked for by name cannot even be loaded.
+        ovpatch.SettingsError: There is no command, a setting cannot be parsed, or everything is off.
+        ovpatch.FeatureError: A feature requested by name cannot be loaded.
         ovpatch.insight.launch.NotStartedError: The command cannot be started.
     """
     from ovpatch.insight import arms
 
     arms.check_autoload()
-    environment = command_line.environment_of(arguments.features)
+    environment = command_line.make_environment(arguments.features)
     command_line.check_settings(environment)
     command_line.check_comparable(environment)
     command_line.warn_of_near_misses(environment, _say)
@@ -92,7 +92,7 @@ def _verify(arguments: argparse.Namespace, folder: Path) -> Result:
 
 @contextmanager
 def _progress(steps: int) -> Iterator[Progress]:
-    """Show on stderr which run is at which step: a line that moves on a terminal, a line for each run elsewhere."""
+    """Show the progress on stderr: a status line on a terminal, one line per run elsewhere."""
     from rich.console import Console
 
     console = Console(stderr=True)

@@ -103,8 +103,8 @@ class Outcome:
     @cached_property
     def report(self) -> dict[str, Any] | None:
         """The report of ovpatch merged over the processes; None if no process had one."""
-        reports = worker_reports.read_all(self.folder, "worker")
-        return worker_reports.merge(reports) if reports else None
+        reports = worker_reports.read_reports(self.folder, "worker")
+        return worker_reports.merge_reports(reports) if reports else None
 
     @property
     def counters(self) -> dict[str, dict[str, int]]:
@@ -168,7 +168,7 @@ class Outcome:
     @property
     def failures(self) -> list[dict[str, Any]]:
         """Processes in which ovpatch, or the tool, could not do its work: pid, rank and error."""
-        return worker_reports.read_all(self.folder, "failed")
+        return worker_reports.read_reports(self.folder, "failed")
 
     def says(self, words: str) -> bool:
         """Tell whether the log has these words."""
@@ -284,13 +284,13 @@ def _beats(folder: Path) -> list[int]:
 
 def processes(folder: Path) -> list[int]:
     """Return the numbers of the processes that signed in and live on this host."""
-    return [one["pid"] for one in worker_reports.read_all(folder, "process") if _lives(one["pid"], folder)]
+    return [one["pid"] for one in worker_reports.read_reports(folder, "process") if _lives(one["pid"], folder)]
 
 
 def ranks(folder: Path) -> dict[int, str]:
     """Return the ranks of the processes that signed in, by their numbers, where the launcher gave them one."""
     return {
-        one["pid"]: one["rank"] for one in worker_reports.read_all(folder, "process") if one.get("rank") is not None
+        one["pid"]: one["rank"] for one in worker_reports.read_reports(folder, "process") if one.get("rank") is not None
     }
 
 

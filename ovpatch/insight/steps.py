@@ -207,7 +207,7 @@ def leave(directory: Path, patience: float = PATIENCE) -> None:
     deadline = time.monotonic() + patience
     while len(list(directory.glob("left-*"))) < world() and time.monotonic() < deadline:
         time.sleep(0.02)
-    worker_reports.report_now()
+    worker_reports.write_report_now()
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0)

@@ -1,4 +1,4 @@
-"""Turning features on and off: hooks of plugins and calls of the patch manager, in the order that keeps both whole."""
+"""Activation: plugin hooks and calls of the patch manager, in the order that turns features on and off."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from ovpatch.patching import (
     PatchStatus,
     TargetNotFoundError,
 )
-from ovpatch.session.plan import PLANNED, Entry, FeatureError, Plan, in_order
+from ovpatch.session.plan import PLANNED, FeatureError, FeaturePlan, FeatureRecord, sort_by_requirements
 from ovpatch.session.plugins import PluginError, Plugins
 from ovpatch.settings import options as opts
 
 
 class _Registrar:
-    """The patch manager as one feature sees it."""
+    """The patch manager of one feature; an :class:`ovpatch.Registrar`."""
 
     def __init__(self, manager: PatchManager, feature: str) -> None:
         self._manager, self._feature = manager, feature
@@ -43,7 +43,7 @@ def _checked(name: str, install: Any) -> Any:
     return checked_install
 
 
-class Engine:
+class ActiveFeatures:
     """The features that are on, and the patch manager below them. The session's lock guards it.
 
     Attributes:
@@ -53,7 +53,7 @@ class Engine:
 
     def __init__(self) -> None:
         self.plugins: Final = Plugins()
-        self.active: Final[dict[str, Entry]] = {}
+        self.active: Final[dict[str, FeatureRecord]] = {}
         self._manager: Final = PatchManager()
 
     def statuses(self) -> Sequence[PatchStatus]:
@@ -61,16 +61,16 @@ class Engine:
         return self._manager.statuses()
 
     def turn_off(self, names: Collection[str]) -> None:
-        """Take features back, the last one first.
+        """Turn features off, the last one first.
 
         Raises:
-            FeatureError: A plugin cannot give its live objects their stock behaviour back; it stays on, and so do
-                those that became active before it. Or all are off, and the handle of a hook could not be removed.
+            FeatureError: A plugin cannot give its live objects their stock behaviour back. It stays on, and so do
+                the features that became active before it. Or all are off, but a hook's handle could not be removed.
         """
         left: list[str] = []
         for name in [name for name in reversed(self.active) if name in names]:
             try:
-                self.plugins.call(name, "ovpatch_deactivate")
+                self.plugins.call_hook(name, "ovpatch_deactivate")
             except PluginError as error:
                 raise FeatureError(f"{name!r} cannot be turned off now and stays on: {error}.") from error
             left += self._take_back(name)
@@ -79,76 +79,80 @@ class Engine:
             raise FeatureError(f"turned off, and yet something is left: {'; '.join(left)}.")
 
     def drop_unfinished(self) -> None:
-        """Leave nothing of features that a call which broke off has patched and not activated."""
+        """Revert features that an interrupted call patched but did not activate."""
         for name in dict.fromkeys(status.feature for status in self.statuses()):
             if name not in self.active:
                 self._withdraw(name)
 
-    def turn_on(self, plan: Plan) -> None:
-        """Register all planned features, then patch, then activate; what fails stands down in the plan."""
+    def turn_on(self, plan: FeaturePlan) -> None:
+        """Register all planned features, patch, activate; a feature that fails stands down in the plan."""
         for name in self.active:
-            plan.entries[name].state = "applied"
-            plan.entries[name].remarks = self.active[name].remarks
+            plan.records[name].state = "applied"
+            plan.records[name].remarks = self.active[name].remarks
         self._register(plan)
         self._patch(plan)
-        for name in in_order(plan.planned()):
-            if plan.entries[name].state == PLANNED:
+        for name in sort_by_requirements(plan.get_planned()):
+            if plan.records[name].state == PLANNED:
                 self._activate(plan, name)
 
-    def _register(self, plan: Plan) -> None:
-        for name in in_order(plan.planned()):
-            entry = plan.entries[name]
+    def _register(self, plan: FeaturePlan) -> None:
+        for name in sort_by_requirements(plan.get_planned()):
+            record = plan.records[name]
             self._manager.unregister(name)
             try:
                 registrar = _Registrar(self._manager, name)
-                self.plugins.call(name, "ovpatch_register", patches=registrar, options=opts.values(entry.options))
+                self.plugins.call_hook(
+                    name, "ovpatch_register", patches=registrar, options=opts.get_values(record.options)
+                )
             except PluginError as error:
-                self._fail(entry, error, error.__cause__)
+                self._fail(record, error, error.__cause__)
         self._drop_unmet(plan)
 
-    def _patch(self, plan: Plan) -> None:
-        """Apply all patches at once; only if that fails, feature by feature, to know whose fault it is."""
-        patching = {status.feature for status in self.statuses()}  # some work without any patch
-        names = [name for name in in_order(plan.planned()) if name in patching]
+    def _patch(self, plan: FeaturePlan) -> None:
+        """Apply all patches at once; if that fails, feature by feature, to find the one at fault."""
+        patching = {status.feature for status in self.statuses()}  # a feature may have no patch
+        names = [name for name in sort_by_requirements(plan.get_planned()) if name in patching]
         if not names:
             return
         try:
             self._manager.apply(*names)
-        except (Exception, SystemExit):  # noqa: BLE001  # foreign functions run in there; each is attributed below
-            for name in sorted(names, key=lambda name: not plan.entries[name].wish.by_name):
-                self._patch_one(plan.entries[name])
+        except (Exception, SystemExit):  # noqa: BLE001  # runs plugins' functions; the next lines find the one at fault
+            for name in sorted(names, key=lambda name: not plan.records[name].request.by_name):
+                self._patch_one(plan.records[name])
         self._drop_unmet(plan)
 
-    def _patch_one(self, entry: Entry) -> None:
+    def _patch_one(self, record: FeatureRecord) -> None:
         try:
-            self._manager.apply(entry.found.name)
+            self._manager.apply(record.found.name)
         except (Exception, SystemExit) as error:  # noqa: BLE001  # as above
-            self._fail(entry, error, error)
+            self._fail(record, error, error)
 
-    def _activate(self, plan: Plan, name: str) -> None:
-        entry = plan.entries[name]
+    def _activate(self, plan: FeaturePlan, name: str) -> None:
+        record = plan.records[name]
         try:
-            entry.remarks = self.plugins.texts(name, "ovpatch_activate", options=opts.values(entry.options))
+            record.remarks = self.plugins.call_for_texts(
+                name, "ovpatch_activate", options=opts.get_values(record.options)
+            )
         except PluginError as error:
             self._deactivate_quietly(name)
-            self._fail(entry, error, error.__cause__)
+            self._fail(record, error, error.__cause__)
             self._drop_unmet(plan)
             return
-        entry.state, entry.reason = "applied", ""
-        self.active[name] = entry
+        record.state, record.reason = "applied", ""
+        self.active[name] = record
 
-    def _drop_unmet(self, plan: Plan) -> None:
+    def _drop_unmet(self, plan: FeaturePlan) -> None:
         for name in plan.drop_unmet():
             self._withdraw(name)
 
-    def _fail(self, entry: Entry, error: BaseException, cause: BaseException | None) -> None:
-        entry.stand_down(_state_of(cause), str(error) if isinstance(error, (PluginError, PatchError)) else repr(error))
-        self._withdraw(entry.found.name)
+    def _fail(self, record: FeatureRecord, error: BaseException, cause: BaseException | None) -> None:
+        record.stand_down(_state_of(cause), str(error) if isinstance(error, (PluginError, PatchError)) else repr(error))
+        self._withdraw(record.found.name)
 
     def _withdraw(self, name: str) -> None:
-        """Leave nothing of a feature that did not get as far as being active.
+        """Revert and unregister a feature that did not become active.
 
-        Where somebody else patched on top of it meanwhile, its declarations stay, so that the report says *shadowed*.
+        If another library patched on top meanwhile, its declarations stay, so that the report says *shadowed*.
         """
         for problem in self._take_back(name):
             logs.logger.error("%s", problem)
@@ -156,17 +160,17 @@ class Engine:
             self._manager.unregister(name)
 
     def _take_back(self, name: str) -> list[str]:
-        """Revert the patches of a feature; returns what could not be removed, in words."""
+        """Revert the patches of a feature; returns the errors of hooks that could not be removed."""
         try:
             self._manager.revert(name)
-        except PatchError as error:  # the handle of a hook; everything else was taken back
+        except PatchError as error:  # from a hook's handle; everything else is reverted
             return [str(error)]
         return []
 
     def _deactivate_quietly(self, name: str) -> None:
-        """Let a plugin whose activation failed clean up what it had begun."""
+        """Let a plugin whose activation failed clean up."""
         try:
-            self.plugins.call(name, "ovpatch_deactivate")
+            self.plugins.call_hook(name, "ovpatch_deactivate")
         except PluginError as error:
             logs.logger.debug("%s: %s", name, error)
 

@@ -1,7 +1,7 @@
-"""What ``verify``, ``bench`` and ``timeline`` want of the processes of a command, handed down in one variable.
+"""Orders of ``verify``, ``bench`` and ``timeline`` to the processes of a command, in one environment variable.
 
-A process that imports torch reads it (:mod:`ovpatch.autoload`), signs in, and lets the tool's own module, such as
-``ovpatch.insight.timeline.worker``, begin. That works the same whether the process is patched or stock.
+A process, patched or stock, reads them when it imports torch (:mod:`ovpatch.autoload`), registers itself, and calls
+the tool's own module, such as ``ovpatch.insight.timeline.worker``.
 """
 
 from __future__ import annotations
@@ -18,22 +18,22 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, Final
 
-from ovpatch.session.worker_reports import works, write_json
+from ovpatch.session.worker_reports import may_train, write_json
 
 VARIABLE: Final = "OVPATCH_INSIGHT"
 
-#: Asks a process for its stacks; None where there are no real-time signals. Scripts and launchers use the named ones.
+#: Signal that makes a process dump its stacks; None without real-time signals. Scripts and launchers use the others.
 STACKS: Final[int | None] = signal.SIGRTMIN + 5 if hasattr(signal, "SIGRTMIN") else None
 
 
 @dataclass(frozen=True)
 class Orders:
-    """What one arm's processes are to do.
+    """The orders to the processes of one arm.
 
     Attributes:
         worker: Module with a function ``begin(orders)``, which is called at the end of ``import torch``.
-        directory: Where the processes leave what they found; visible to all hosts of the job.
-        details: What the tool wants, as JSON types.
+        directory: Directory of their results, visible to all hosts of the job.
+        details: Settings of the tool, in JSON types.
     """
 
     worker: str
@@ -41,13 +41,13 @@ class Orders:
     details: Mapping[str, Any] = field(default_factory=dict)
 
     def variables(self) -> dict[str, str]:
-        """Return the environment variables that hand them down."""
+        """Return the orders as environment variables."""
         data = {"worker": self.worker, "directory": str(self.directory.absolute()), "details": dict(self.details)}
         return {VARIABLE: json.dumps(data)}
 
 
-def received(environ: Mapping[str, str] | None = None) -> Orders | None:
-    """Return the orders in the environment, if there are any."""
+def read_orders(environ: Mapping[str, str] | None = None) -> Orders | None:
+    """Return the orders in the environment, if any."""
     text = (os.environ if environ is None else environ).get(VARIABLE, "").strip()
     if not text:
         return None
@@ -55,29 +55,29 @@ def received(environ: Mapping[str, str] | None = None) -> Orders | None:
     return Orders(data["worker"], Path(data["directory"]), data["details"])
 
 
-def begin() -> None:
-    """Do as ordered in this process, unless it only launches others.
+def follow_orders() -> None:
+    """Carry out the orders in this process, unless it is a launcher.
 
     Raises:
-        OSError: The directory does not exist here, as on another host without a shared file system.
+        OSError: The directory does not exist, as on a host without a shared file system.
     """
-    orders = received()
-    if orders is None or not works():
+    orders = read_orders()
+    if orders is None or not may_train():
         return
-    sign_in(orders.directory)
+    register_process(orders.directory)
     if hasattr(os, "register_at_fork"):
         os.register_at_fork(after_in_child=lambda: _sign_in_again(orders.directory))
     import_module(orders.worker).begin(orders)
 
 
 def _sign_in_again(directory: Path) -> None:
-    """Have a forked child, which may be a rank, show its own stacks and not write into its parent's file."""
-    with suppress(OSError):  # the directory may be gone by now, and a fork must go on
-        sign_in(directory)
+    """Register a forked child, which may be a rank, so that it does not write into its parent's file."""
+    with suppress(OSError):  # the directory may be gone, and a fork must go on
+        register_process(directory)
 
 
-def sign_in(directory: Path) -> None:
-    """Leave this process's number, its rank if the launcher gave it one, and a way to ask it for its stacks."""
+def register_process(directory: Path) -> None:
+    """Write the pid of this process and its rank, if known, and install the handler that dumps its stacks."""
     identity = {"pid": os.getpid(), "born": time.time(), "rank": os.environ.get("RANK")}
     write_json(directory / f"process-{os.getpid()}.json", identity)
     if STACKS is not None:

@@ -1,4 +1,4 @@
-"""What one call of apply() is going to do: every decision is made here, before anything is patched."""
+"""The plan of one ``apply()``: which features are on, and why not. All decisions are made before any patch."""
 
 from __future__ import annotations
 
@@ -8,18 +8,16 @@ from typing import Any, Final
 
 from ovpatch.exit_codes import ExitCode
 from ovpatch.hookspecs import Feature
-from ovpatch.session.plugins import Found, PluginError, Plugins, describe
+from ovpatch.session.plugins import FoundPlugin, PluginError, Plugins, describe_error
 from ovpatch.settings import options as opts
 from ovpatch.settings import settings
 from ovpatch.settings.settings import Environment, FeatureRequest
 
-# Features among each other: in which order, and who stands down for whom. Pure functions over descriptions.
 
+def sort_by_requirements(features: Mapping[str, Feature]) -> list[str]:
+    """Return the names, each after the features that it requires; the given order is kept otherwise.
 
-def in_order(features: Mapping[str, Feature]) -> list[str]:
-    """Return the names so that each comes after what it requires; otherwise the given order is kept.
-
-    Features that require each other stay in the given order.
+    Features that require each other keep the given order.
     """
     ordered: list[str] = []
     visiting: set[str] = set()
@@ -37,7 +35,7 @@ def in_order(features: Mapping[str, Feature]) -> list[str]:
     return ordered
 
 
-def dependents(name: str, features: Mapping[str, Feature]) -> list[str]:
+def find_dependents(name: str, features: Mapping[str, Feature]) -> list[str]:
     """Return the features that require ``name``, directly or through others."""
     found: list[str] = []
     wave = [name]
@@ -51,13 +49,13 @@ def dependents(name: str, features: Mapping[str, Feature]) -> list[str]:
     return found
 
 
-def conflicts(features: Mapping[str, Feature], ranking: Sequence[Collection[str]]) -> dict[str, str]:
+def find_conflicts(features: Mapping[str, Feature], ranking: Sequence[Collection[str]]) -> dict[str, str]:
     """Find features that cannot run together.
 
     Args:
-        features: What is about to be on.
-        ranking: Groups of names, the strongest first; of two in conflict the one in the stronger group stays. Two of
-            the same group stand down both.
+        features: Features that are to be on.
+        ranking: Groups of names, the strongest first. Of two features in conflict the one in the stronger group
+            stays on; two of the same group both stand down.
 
     Returns:
         The features that stand down, each with the reason.
@@ -82,12 +80,12 @@ def _rank(name: str, ranking: Sequence[Collection[str]]) -> int:
     return next((index for index, group in enumerate(ranking) if name in group), len(ranking))
 
 
-def unmet(features: Mapping[str, Feature], reasons: Mapping[str, str]) -> dict[str, str]:
-    """Find features that lack what they require, and then those that lack these, until nothing changes.
+def find_unmet(features: Mapping[str, Feature], reasons: Mapping[str, str]) -> dict[str, str]:
+    """Find features whose requirements are not on, directly or through others.
 
     Args:
-        features: What is about to be on.
-        reasons: Why other features are not on, by name; a name that is missing here is not installed.
+        features: Features that are to be on.
+        reasons: Why other features are not on, by name; a feature without an entry is not installed.
 
     Returns:
         The features that stand down, each with the reason.
@@ -116,27 +114,27 @@ _FINE: Final = frozenset({"applied", "pending", "disabled", PLANNED})
 
 
 class FeatureError(RuntimeError):
-    """A feature that was asked for by name, or any feature in strict mode, cannot run. Nothing of the call stays."""
+    """A feature requested by name, or any feature in strict mode, cannot run. The call changes nothing."""
 
     exit_code = ExitCode.USAGE
 
 
 @dataclass
-class Entry:
-    """What the session knows about one feature.
+class FeatureRecord:
+    """One feature and its state.
 
     Attributes:
-        found: Its entry point.
-        wish: Whether it shall be on, and who says so.
-        state: A state of the report, or ``planned`` while the call is under way.
+        found: Its plugin.
+        request: Whether the settings turn it on, and which setting does.
+        state: A state of the report, or ``planned`` during the call.
         reason: Why it is in this state.
         feature: Its description; None if the plugin is not imported.
         options: Resolved options.
-        remarks: What the plugin said when it became active.
+        remarks: Remarks of the plugin from its activation.
     """
 
-    found: Found
-    wish: FeatureRequest
+    found: FoundPlugin
+    request: FeatureRequest
     state: str = "disabled"
     reason: str = ""
     feature: Feature | None = None
@@ -144,54 +142,54 @@ class Entry:
     remarks: tuple[str, ...] = ()
 
     def stand_down(self, state: str, reason: str) -> None:
-        """Take the feature out of the running."""
+        """Set the state of a feature that will not be on."""
         self.state, self.reason = state, reason
 
 
 @dataclass
-class Plan:
-    """The entries of all features, and how failures are to be taken."""
+class FeaturePlan:
+    """The records of all features, and whether any skip is an error."""
 
     environment: Environment
     strict: bool
-    entries: dict[str, Entry]
+    records: dict[str, FeatureRecord]
 
-    def planned(self) -> dict[str, Feature]:
-        """Return the features that are still in the running."""
+    def get_planned(self) -> dict[str, Feature]:
+        """Return the features that are planned, by name."""
         return {
-            name: entry.feature
-            for name, entry in self.entries.items()
-            if entry.state == PLANNED and entry.feature is not None
+            name: record.feature
+            for name, record in self.records.items()
+            if record.state == PLANNED and record.feature is not None
         }
 
-    def reasons(self) -> dict[str, str]:
-        """Return why each feature out of the running is not on."""
-        return {n: e.reason or e.state for n, e in self.entries.items() if e.state not in (PLANNED, "applied")}
+    def get_reasons(self) -> dict[str, str]:
+        """Return why each other feature is not on."""
+        return {n: e.reason or e.state for n, e in self.records.items() if e.state not in (PLANNED, "applied")}
 
     def drop_unmet(self) -> list[str]:
-        """Stand down what lacks a required feature; returns the names."""
-        on = {n: e.feature for n, e in self.entries.items() if e.state == "applied" and e.feature is not None}
-        lost = unmet({**on, **self.planned()}, self.reasons())
+        """Stand down features whose requirements are not on; returns their names."""
+        on = {n: e.feature for n, e in self.records.items() if e.state == "applied" and e.feature is not None}
+        lost = find_unmet({**on, **self.get_planned()}, self.get_reasons())
         for name, reason in lost.items():
-            self.entries[name].stand_down("skipped", reason)
+            self.records[name].stand_down("skipped", reason)
         return list(lost)
 
-    def call_off(self, error: BaseException) -> None:
-        """Say in the report that features stand down because the whole call failed."""
-        for entry in self.entries.values():
-            if entry.state in (PLANNED, "applied"):
-                entry.stand_down("skipped", f"the call of apply() failed: {str(error) or repr(error)}")
+    def set_failed(self, error: BaseException) -> None:
+        """Stand down all features because the call failed."""
+        for record in self.records.values():
+            if record.state in (PLANNED, "applied"):
+                record.stand_down("skipped", f"the call of apply() failed: {str(error) or repr(error)}")
 
-    def check(self) -> None:
-        """Raise if a feature that must run cannot.
+    def check_requests(self) -> None:
+        """Raise if a required feature cannot run.
 
         Raises:
             FeatureError: Names every such feature with its reason.
         """
-        refused = [e for e in self.entries.values() if e.state not in _FINE and (e.wish.by_name or self.strict)]
+        refused = [e for e in self.records.values() if e.state not in _FINE and (e.request.by_name or self.strict)]
         if not refused:
             return
-        lines = [f"{e.found.name} ({e.wish.reason}) is {e.state}: {e.reason}" for e in refused]
+        lines = [f"{e.found.name} ({e.request.reason}) is {e.state}: {e.reason}" for e in refused]
         first = refused[0].found.name
         how = "OVPATCH_STRICT or strict= makes any skip an error" if self.strict else "it was asked for by name"
         raise FeatureError(
@@ -200,122 +198,126 @@ class Plan:
         )
 
 
-def make(
+def make_plan(
     environment: Environment,
     strict: bool | None,
     asked: Collection[str],
     arguments: Mapping[str, Mapping[str, Any]],
-    found: Mapping[str, Found],
+    found: Mapping[str, FoundPlugin],
     plugins: Plugins,
-    active: Mapping[str, Entry],
+    active: Mapping[str, FeatureRecord],
     *,
     ask_machine: bool = True,
-) -> Plan:
+) -> FeaturePlan:
     """Decide for every feature whether it will be on.
 
     Args:
         environment: The parsed variables.
-        strict: Argument of the call; the environment goes over it.
+        strict: Argument of the call; the environment overrides it.
         asked: Features named in the call; empty means the defaults.
         arguments: Options given in calls so far.
         found: Installed features.
-        plugins: Where plugins are loaded.
-        active: Features that are on already. They stay on unless the environment says off.
-        ask_machine: Whether to ask the plugins for reasons against, which presumes that torch is imported.
+        plugins: Plugins in memory.
+        active: Features that are on. They stay on unless the environment turns them off.
+        ask_machine: Whether to call the plugins' ``ovpatch_reasons_against``, which need torch.
 
     Raises:
-        ovpatch.SettingsError: Some setting cannot be understood.
+        ovpatch.SettingsError: A setting cannot be parsed.
     """
     settings.check_names(environment, asked, arguments, found)
     is_strict = bool(strict) if environment.strict is None else environment.strict
-    plan = Plan(environment, is_strict, {})
+    plan = FeaturePlan(environment, is_strict, {})
     for name, one in found.items():
-        plan.entries[name] = _start(one, _wish(one, environment, asked, found), active)
+        plan.records[name] = _start(one, _get_request(one, environment, asked, found), active)
     _load(plan, plugins)
     _resolve(plan, arguments)
     if ask_machine:
         _ask(plan, plugins, active)
     ranking = (active, _by_name(plan), {name for name, one in found.items() if one.first_party})
-    for name, reason in conflicts(plan.planned(), ranking).items():
-        plan.entries[name].stand_down("conflict", reason)
+    for name, reason in find_conflicts(plan.get_planned(), ranking).items():
+        plan.records[name].stand_down("conflict", reason)
     plan.drop_unmet()
     return plan
 
 
-def _wish(one: Found, environment: Environment, asked: Collection[str], known: Collection[str]) -> FeatureRequest:
+def _get_request(
+    one: FoundPlugin, environment: Environment, asked: Collection[str], known: Collection[str]
+) -> FeatureRequest:
     if not environment.third_party and not one.first_party:
         return FeatureRequest(False, enforced=True, reason="left out by OVPATCH_THIRD_PARTY=0")
-    return settings.wish(one.name, environment, asked, known)
+    return settings.get_request(one.name, environment, asked, known)
 
 
-def _start(one: Found, wish: FeatureRequest, active: Mapping[str, Entry]) -> Entry:
-    stays = one.name in active and not wish.enforced
-    if wish.on is False and not stays:
-        return Entry(one, wish, "disabled", wish.reason)
-    return Entry(one, wish, PLANNED)
+def _start(one: FoundPlugin, request: FeatureRequest, active: Mapping[str, FeatureRecord]) -> FeatureRecord:
+    stays = one.name in active and not request.enforced
+    if request.on is False and not stays:
+        return FeatureRecord(one, request, "disabled", request.reason)
+    return FeatureRecord(one, request, PLANNED)
 
 
-def _by_name(plan: Plan) -> set[str]:
-    return {name for name, entry in plan.entries.items() if entry.wish.by_name}
+def _by_name(plan: FeaturePlan) -> set[str]:
+    return {name for name, record in plan.records.items() if record.request.by_name}
 
 
-def _load(plan: Plan, plugins: Plugins) -> None:
-    """Block what is off before importing what is on, then sort out what turns out to be off by default."""
-    for name, entry in plan.entries.items():
-        (plugins.unblock if entry.state == PLANNED else plugins.block)(name)
-    for entry in plan.entries.values():
-        if entry.state == PLANNED:
-            _guarded(entry, _load_one, entry, plugins)
-    for entry in plan.entries.values():
-        if entry.feature is not None and entry.wish.on is None and not entry.feature.default:
-            entry.stand_down("disabled", f"off by default; on by OVPATCH=+{entry.found.name}")
+def _load(plan: FeaturePlan, plugins: Plugins) -> None:
+    """Block plugins that are off, load the others, and stand down those that are off by default."""
+    for name, record in plan.records.items():
+        (plugins.unblock_plugin if record.state == PLANNED else plugins.block_plugin)(name)
+    for record in plan.records.values():
+        if record.state == PLANNED:
+            _guarded(record, _load_one, record, plugins)
+    for record in plan.records.values():
+        if record.feature is not None and record.request.on is None and not record.feature.default:
+            record.stand_down("disabled", f"off by default; on by OVPATCH=+{record.found.name}")
 
 
-def _load_one(entry: Entry, plugins: Plugins) -> None:
-    entry.feature = plugins.load(entry.found)
+def _load_one(record: FeatureRecord, plugins: Plugins) -> None:
+    record.feature = plugins.load_feature(record.found)
 
 
-def _guarded(entry: Entry, action: Callable[..., None], *arguments: Any) -> None:
+def _guarded(record: FeatureRecord, action: Callable[..., None], *arguments: Any) -> None:
     try:
         action(*arguments)
     except PluginError as error:
-        entry.stand_down(error.state, str(error))
+        record.stand_down(error.state, str(error))
 
 
-def _resolve(plan: Plan, arguments: Mapping[str, Mapping[str, Any]]) -> None:
+def _resolve(plan: FeaturePlan, arguments: Mapping[str, Mapping[str, Any]]) -> None:
     """Check the variables of all imported features and resolve their options."""
-    described = {name: entry.feature for name, entry in plan.entries.items() if entry.feature is not None}
-    own = {name for name, entry in plan.entries.items() if entry.found.first_party}
-    for name, reason in opts.clashes(described, own, plan.entries).items():
-        if plan.entries[name].state == PLANNED:
-            plan.entries[name].stand_down("conflict", reason)
+    described = {name: record.feature for name, record in plan.records.items() if record.feature is not None}
+    own = {name for name, record in plan.records.items() if record.found.first_party}
+    for name, reason in opts.find_clashes(described, own, plan.records).items():
+        if plan.records[name].state == PLANNED:
+            plan.records[name].stand_down("conflict", reason)
     variables = plan.environment.features
-    opts.check_variables(variables, described.values(), [name for name in plan.entries if name not in described])
+    opts.check_variables(variables, described.values(), [name for name in plan.records if name not in described])
     for name, feature in described.items():
-        entry = plan.entries[name]
-        if entry.state in (PLANNED, "disabled"):
-            _guarded(entry, _resolve_one, entry, feature, arguments.get(name, {}), variables)
+        record = plan.records[name]
+        if record.state in (PLANNED, "disabled"):
+            _guarded(record, _resolve_one, record, feature, arguments.get(name, {}), variables)
 
 
-def _resolve_one(entry: Entry, feature: Feature, arguments: Mapping[str, Any], variables: Mapping[str, str]) -> None:
+def _resolve_one(
+    record: FeatureRecord, feature: Feature, arguments: Mapping[str, Any], variables: Mapping[str, str]
+) -> None:
     try:
-        entry.options = opts.resolve(feature, arguments, variables)
+        record.options = opts.resolve_options(feature, arguments, variables)
     except settings.SettingsError:
         raise
-    except Exception as error:  # a plugin's own parse= may raise anything; ValueError is what it should raise
-        raise PluginError(f"parsing its options raised {describe(error)}") from error
+    except Exception as error:  # a plugin's parse= may raise any exception, although only ValueError is allowed
+        raise PluginError(f"parsing its options raised {describe_error(error)}") from error
 
 
-def _ask(plan: Plan, plugins: Plugins, active: Mapping[str, Entry]) -> None:
-    """Ask each feature for reasons against; one that is on with the same options has been asked before."""
-    for name in plan.planned():
-        entry = plan.entries[name]
-        if name in active and active[name].options == entry.options:
+def _ask(plan: FeaturePlan, plugins: Plugins, active: Mapping[str, FeatureRecord]) -> None:
+    """Ask each planned feature for reasons against, unless it is on already with the same options."""
+    for name in plan.get_planned():
+        record = plan.records[name]
+        if name in active and active[name].options == record.options:
             continue
-        _guarded(entry, _ask_one, name, entry, plugins)
+        _guarded(record, _ask_one, name, record, plugins)
 
 
-def _ask_one(name: str, entry: Entry, plugins: Plugins) -> None:
-    reasons = plugins.texts(name, "ovpatch_reasons_against", options=opts.values(entry.options))
+def _ask_one(name: str, record: FeatureRecord, plugins: Plugins) -> None:
+    reasons = plugins.call_for_texts(name, "ovpatch_reasons_against", options=opts.get_values(record.options))
     if reasons:
-        entry.stand_down("skipped", "; ".join(reasons))
+        record.stand_down("skipped", "; ".join(reasons))

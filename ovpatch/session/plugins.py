@@ -1,6 +1,6 @@
-"""Plugins in memory: loaded one by one, checked against the specification, called one at a time.
+"""Plugins: found by entry point, loaded one by one, checked against the specification, called one at a time.
 
-Whatever a plugin does wrong is turned into a :class:`PluginError` that names it, so that the others go on.
+Any error of a plugin becomes a :class:`PluginError`, so that the other plugins go on.
 """
 
 from __future__ import annotations
@@ -15,9 +15,7 @@ import pluggy
 from ovpatch.hookspecs import PROJECT, Feature, FeatureSpecs
 from ovpatch.patching.patch import is_version_range
 from ovpatch.settings.options import check_declaration
-from ovpatch.settings.selection import NAME, OFF_WORDS, ON_WORDS, did_you_mean, normalise
-
-# Which plugins are there: the entry points of the group ``ovpatch``, looked at without importing any of them.
+from ovpatch.settings.selection import NAME, OFF_WORDS, ON_WORDS, normalise_name, suggest_name
 
 GROUP: Final = "ovpatch"
 FIRST_PARTY: Final = "ovpatch"
@@ -25,18 +23,18 @@ _WORDS: Final = frozenset((*ON_WORDS, *OFF_WORDS, "all"))
 
 
 @dataclass(frozen=True)
-class Found:
-    """A feature that an entry point announces.
+class FoundPlugin:
+    """An entry point of the group ``ovpatch``, not imported yet.
 
     Attributes:
         name: The feature.
         target: Module, or ``module:attribute``, of the plugin.
-        distribution: Who installed it.
+        distribution: Distribution that contains it.
         version: Version of the distribution.
-        path: Where the distribution's metadata lies.
-        problem: Why it must not be loaded, or an empty string.
+        path: Directory of the distribution's metadata.
+        problem: Why it is not loaded, or an empty string.
         duplicate: Whether the problem is that several distributions announce it.
-        remark: What the report should say about it although it is fine.
+        remark: Remark for the report.
         entry_point: The entry point itself.
     """
 
@@ -52,7 +50,7 @@ class Found:
 
     @property
     def first_party(self) -> bool:
-        """Whether ovpatch ships it."""
+        """Whether ovpatch ships the plugin."""
         return self.distribution == FIRST_PARTY
 
     @property
@@ -61,28 +59,27 @@ class Found:
         return f"{self.distribution} {self.version} ({self.target})"
 
 
-def find(path: list[str] | None = None) -> dict[str, Found]:
-    """Return all announced features by name, first-party ones first.
+def find_plugins(path: list[str] | None = None) -> dict[str, FoundPlugin]:
+    """Return all installed features by name, first-party ones first. Imports none of them.
 
-    A distribution that is listed twice, as an editable install beside its egg-info is, counts once: the first on the
-    path, as everywhere in Python. A name announced by two distributions is kept for ovpatch if it is one of the two,
-    and is otherwise loaded from neither, since a guess would run somebody else's code.
+    A distribution that is on the path twice, such as an editable install and its egg-info, counts once: the first one.
+    If two distributions have a feature of one name, ovpatch's own is kept; otherwise neither is loaded.
 
     Args:
         path: Directories to search; ``sys.path`` by default.
     """
-    by_name: dict[str, list[Found]] = {}
+    by_name: dict[str, list[FoundPlugin]] = {}
     for found in _announced(distributions() if path is None else distributions(path=path)):
         by_name.setdefault(found.name, []).append(found)
     chosen = [_choose(candidates) for candidates in by_name.values()]
     return {found.name: found for found in sorted(chosen, key=lambda one: (not one.first_party, one.name))}
 
 
-def _announced(installed: Iterable[Distribution]) -> Iterable[Found]:
+def _announced(installed: Iterable[Distribution]) -> Iterable[FoundPlugin]:
     seen: set[str] = set()
     for distribution in installed:
         text = distribution.read_text("entry_points.txt") or ""
-        if f"[{GROUP}]" not in text.replace(" ", ""):  # a scan of all metadata files: parse only those that matter
+        if f"[{GROUP}]" not in text.replace(" ", ""):  # all metadata files are scanned, few are parsed
             continue
         name = _canonical(distribution)
         if name in seen:
@@ -95,12 +92,12 @@ def _announced(installed: Iterable[Distribution]) -> Iterable[Found]:
 
 def _canonical(distribution: Distribution) -> str:
     name: str | None = distribution.metadata["Name"]
-    return normalise(name or "unknown").replace("_", "-").replace(".", "-")
+    return normalise_name(name or "unknown").replace("_", "-").replace(".", "-")
 
 
-def _describe(distribution: Distribution, owner: str, entry_point: EntryPoint) -> Found:
-    name = normalise(entry_point.name)
-    return Found(
+def _describe(distribution: Distribution, owner: str, entry_point: EntryPoint) -> FoundPlugin:
+    name = normalise_name(entry_point.name)
+    return FoundPlugin(
         name=name,
         target=entry_point.value,
         distribution=owner,
@@ -117,7 +114,7 @@ def _name_problem(name: str) -> str:
     return f"the entry point's name {name!r} is a word of the variable OVPATCH" if name in _WORDS else ""
 
 
-def _choose(candidates: list[Found]) -> Found:
+def _choose(candidates: list[FoundPlugin]) -> FoundPlugin:
     if len(candidates) == 1:
         return candidates[0]
     both = " and ".join(found.origin for found in candidates)
@@ -135,7 +132,7 @@ _HOOKS: Final = tuple(name for name in vars(FeatureSpecs) if name.startswith(_PR
 
 
 class PluginError(Exception):
-    """A plugin that cannot be used; the text is the reason in the report."""
+    """A plugin cannot be used; the text is the reason in the report."""
 
     def __init__(self, reason: str, state: str = "failed") -> None:
         super().__init__(reason)
@@ -150,20 +147,20 @@ class Plugins:
         self._manager.add_hookspecs(FeatureSpecs)
         self._features: Final[dict[str, Feature]] = {}
 
-    def block(self, name: str) -> None:
-        """Keep a feature from being loaded, unless it is loaded already."""
+    def block_plugin(self, name: str) -> None:
+        """Prevent a feature from being loaded, unless it is loaded."""
         if not self._manager.has_plugin(name):
             self._manager.set_blocked(name)
 
-    def unblock(self, name: str) -> None:
-        """Let a feature be loaded again."""
+    def unblock_plugin(self, name: str) -> None:
+        """Allow a feature to be loaded again."""
         self._manager.unblock(name)
 
-    def load(self, found: Found) -> Feature:
-        """Import a plugin, check it and return the description of its feature. A loaded one is returned at once.
+    def load_feature(self, found: FoundPlugin) -> Feature:
+        """Return the description of a feature; imports and checks its plugin at the first call.
 
         Raises:
-            PluginError: It is announced twice, raises at import, misspells a hook, or describes itself wrongly.
+            PluginError: The plugin is a duplicate, raises at import, misspells a hook, or describes itself wrongly.
         """
         if found.problem:
             raise PluginError(found.problem, "conflict" if found.duplicate else "failed")
@@ -173,20 +170,22 @@ class Plugins:
             self._register(found, self._import(found))
             try:
                 self._features[found.name] = self._describe(found)
-            except Exception:  # raised again, once the plugin is forgotten
+            except Exception:  # raised again after the plugin is unregistered
                 self._manager.unregister(name=found.name)
                 raise
         return self._features[found.name]
 
-    def _import(self, found: Found) -> object:
+    def _import(self, found: FoundPlugin) -> object:
         if found.entry_point is None:
             raise PluginError(f"{found.origin} has no entry point")
         try:
             return found.entry_point.load()
-        except (Exception, SystemExit) as error:  # foreign code at import may raise anything
-            raise PluginError(f"importing {found.target} of {found.distribution} raised {describe(error)}") from error
+        except (Exception, SystemExit) as error:  # a plugin may raise any exception at import
+            raise PluginError(
+                f"importing {found.target} of {found.distribution} raised {describe_error(error)}"
+            ) from error
 
-    def _register(self, found: Found, plugin: object) -> None:
+    def _register(self, found: FoundPlugin, plugin: object) -> None:
         _check_marks(plugin)
         try:
             self._manager.register(plugin, name=found.name)
@@ -210,8 +209,8 @@ class Plugins:
         if missing:
             raise PluginError(f"does not implement {' and '.join(missing)}")
 
-    def _describe(self, found: Found) -> Feature:
-        feature = self.call(found.name, "ovpatch_feature")
+    def _describe(self, found: FoundPlugin) -> Feature:
+        feature = self.call_hook(found.name, "ovpatch_feature")
         if not isinstance(feature, Feature):
             raise PluginError(f"ovpatch_feature returned {type(feature).__name__}, not a Feature")
         if feature.name != found.name:
@@ -229,11 +228,11 @@ class Plugins:
         callers = self._manager.get_hookcallers(self._manager.get_plugin(name)) or []
         return any(caller.name == hook for caller in callers)
 
-    def call(self, name: str, hook: str, /, **arguments: Any) -> Any:
+    def call_hook(self, name: str, hook: str, /, **arguments: Any) -> Any:
         """Call one hook of one plugin.
 
         Returns:
-            What the plugin returned; None if it does not implement the hook.
+            The plugin's result; None if it does not implement the hook.
 
         Raises:
             PluginError: The hook raised.
@@ -241,11 +240,11 @@ class Plugins:
         caller = self._only(name, hook)
         try:
             results = caller(**arguments)
-        except (Exception, SystemExit) as error:  # foreign code may raise anything; the session decides what it means
-            raise PluginError(f"{hook} raised {describe(error)}") from error
+        except (Exception, SystemExit) as error:  # a plugin may raise any exception
+            raise PluginError(f"{hook} raised {describe_error(error)}") from error
         return results[0] if results else None
 
-    def texts(self, name: str, hook: str, /, **arguments: Any) -> tuple[str, ...]:
+    def call_for_texts(self, name: str, hook: str, /, **arguments: Any) -> tuple[str, ...]:
         """Call a hook that returns reasons or remarks.
 
         Returns:
@@ -254,12 +253,12 @@ class Plugins:
         Raises:
             PluginError: The hook raised, or returned something else.
         """
-        found = self.call(name, hook, **arguments)
+        found = self.call_hook(name, hook, **arguments)
         if isinstance(found, str):
             return (found,)
         try:
             return tuple(str(text) for text in found or ())
-        except Exception as error:  # iterating foreign objects, and turning them into text, may raise anything
+        except Exception as error:  # a plugin's objects may raise any exception
             raise PluginError(f"{hook} returned {type(found).__name__}, not a list of texts") from error
 
     def _only(self, name: str, hook: str) -> Callable[..., Any]:
@@ -268,18 +267,18 @@ class Plugins:
         return self._manager.subset_hook_caller(hook, others)
 
 
-def describe(error: BaseException) -> str:
+def describe_error(error: BaseException) -> str:
     """Return the type and text of an error in one line."""
     text = " ".join(str(error).split())
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 
 def _with_hints(names: list[str]) -> str:
-    return " and ".join(f"{name!r}{did_you_mean(name, _HOOKS)}" for name in names)
+    return " and ".join(f"{name!r}{suggest_name(name, _HOOKS)}" for name in names)
 
 
 def _check_marks(plugin: object) -> None:
-    """Refuse functions called like a hook but not marked: pluggy would pass over them without a word."""
+    """Refuse functions named like a hook but without ``@hookimpl``, which pluggy ignores silently."""
     for name in dir(plugin):
         if name.startswith(_PREFIX):
             value = getattr(plugin, name, None)

@@ -1,4 +1,4 @@
-"""What is on, what is off and why: the report, as data, as JSON and as a table."""
+"""The report: which features are on or off and why, as data, as JSON and as a table."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Final, TextIO
 from ovpatch._version import __version__
 from ovpatch.patching import PatchStatus
 from ovpatch.patching.patch import explain_torch_mismatch
-from ovpatch.session.plan import Entry
+from ovpatch.session.plan import FeatureRecord
 from ovpatch.session.plugins import PluginError, Plugins
 from ovpatch.settings.options import DEFAULT, OptionValue
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from ovpatch.patching import PatchStatus
 
 
-# From the most to the least alarming; ranks that differ are summed up by the first of these that any of them is in.
+# From worst to best; a merged report has the worst state of any process.
 STATES: Final = (
     "failed",
     "conflict",
@@ -49,21 +49,21 @@ _COLOURS: Final = {
 
 @dataclass(frozen=True)
 class FeatureReport:
-    """One feature.
+    """The report of one feature.
 
     Attributes:
         name: The feature.
         state: One of :data:`STATES`.
         reason: Why it is in this state; empty for an applied feature.
-        remarks: What else the user should know.
-        options: Every option's value and where it came from; empty while the plugin is not imported.
-        counters: What the feature did in this process.
-        distribution: Who installed the plugin.
+        remarks: Remarks for the user.
+        options: Value and source of every option; empty while the plugin is not imported.
+        counters: Counters of the feature in this process.
+        distribution: Distribution of the plugin.
         summary: One line; empty while the plugin is not imported.
         default: Whether a plain ``apply()`` turns it on; None while the plugin is not imported.
         requires: Features without which it cannot run; empty while the plugin is not imported.
-        reorders_products: Whether it adds up matrix products in another order than stock.
-        work: Counters that move only when it does its work; see :attr:`ovpatch.Feature.work`.
+        reorders_products: Whether it sums matrix products in another order than stock.
+        work: Counters of real work; see :attr:`ovpatch.Feature.work`.
     """
 
     name: str
@@ -80,13 +80,13 @@ class FeatureReport:
     work: tuple[str, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
-        """Return the feature as it stands in the report's JSON."""
+        """Return the feature as plain data for JSON."""
         return {
             "name": self.name,
             "state": self.state,
             "reason": self.reason,
             "remarks": list(self.remarks),
-            "options": {k: {"value": plain(o.value), "source": o.source} for k, o in self.options.items()},
+            "options": {k: {"value": to_plain_data(o.value), "source": o.source} for k, o in self.options.items()},
             "counters": dict(self.counters),
             "distribution": self.distribution,
             "requires": list(self.requires),
@@ -97,7 +97,7 @@ class FeatureReport:
 
 @dataclass(frozen=True)
 class Report:
-    """What ovpatch did in one process, at one moment.
+    """The state of ovpatch in one process at one moment.
 
     Attributes:
         version: Version of ovpatch.
@@ -118,7 +118,7 @@ class Report:
     patches: tuple[PatchStatus, ...] = ()
 
     def __getitem__(self, name: str) -> FeatureReport:
-        """Return one feature's part.
+        """Return the report of one feature.
 
         Raises:
             KeyError: No such feature is installed.
@@ -141,7 +141,7 @@ class Report:
         }
 
     def summary(self) -> str:
-        """Return one line: which features are on, and which are not although they should be."""
+        """Return one line: the features by state, with reasons."""
         groups: dict[str, list[str]] = {}
         for feature in self.features:
             why = f" ({feature.reason})" if feature.reason and feature.state != "disabled" else ""
@@ -156,7 +156,7 @@ class Report:
             colour: Whether to use terminal colours.
             width: Columns; those of the terminal by default.
         """
-        return table_of(self.to_json(), colour=colour, width=width)
+        return format_report(self.to_json(), colour=colour, width=width)
 
     def __str__(self) -> str:
         return self.table()
@@ -166,26 +166,25 @@ def did_work(counters: Mapping[str, int], work: Collection[str] = ()) -> bool:
     """Return whether counters show work.
 
     Args:
-        counters: What a feature counted.
-        work: Those that move only when it does its work; by default all but those named ``stock_…``, which count what
-            was left to stock.
+        counters: Counters of a feature.
+        work: Names of the counters of real work; by default all but ``stock_…``, which count calls left to stock.
     """
     return any(count for name, count in counters.items() if (name in work if work else not name.startswith("stock_")))
 
 
-def plain(value: Any) -> Any:
-    """Return a value as JSON can hold it; what it cannot hold becomes text."""
+def to_plain_data(value: Any) -> Any:
+    """Return a value with JSON types only; other types become text."""
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
     if isinstance(value, Mapping):
-        return {str(key): plain(item) for key, item in value.items()}
+        return {str(key): to_plain_data(item) for key, item in value.items()}
     if isinstance(value, (list, tuple, set, frozenset)):
-        return [plain(item) for item in value]
+        return [to_plain_data(item) for item in value]
     return str(value)
 
 
 def wants_colour(stream: TextIO) -> bool:
-    """Return whether to colour what goes to a stream, by NO_COLOR, FORCE_COLOR, TERM and whether it is a terminal."""
+    """Return whether to colour output to a stream, by NO_COLOR, FORCE_COLOR, TERM and whether it is a terminal."""
     if os.environ.get("NO_COLOR"):
         return False
     if os.environ.get("FORCE_COLOR"):
@@ -193,17 +192,17 @@ def wants_colour(stream: TextIO) -> bool:
     return stream.isatty() and os.environ.get("TERM") != "dumb"
 
 
-def table_of(data: Mapping[str, Any], *, colour: bool = False, width: int | None = None) -> str:
+def format_report(data: Mapping[str, Any], *, colour: bool = False, width: int | None = None) -> str:
     """Return the table of a report given as JSON, of one process or merged over several.
 
     Args:
-        data: What :meth:`Report.to_json` or :func:`ovpatch.session.worker_reports.merge` returned.
+        data: What :meth:`Report.to_json` or :func:`ovpatch.session.worker_reports.merge_reports` returned.
         colour: Whether to use terminal colours.
         width: Columns; those of the terminal by default.
     """
     title = f"ovpatch {data['version']}, torch {data['torch']}, Python {data['python']}"
     rows = [(f["name"], _shown_state(f), _details(f)) for f in data["features"]]
-    return render(title, ("feature", "state", "details"), rows, colour=colour, width=width)
+    return render_table(title, ("feature", "state", "details"), rows, colour=colour, width=width)
 
 
 def _shown_state(feature: Mapping[str, Any]) -> str:
@@ -222,7 +221,7 @@ def _details(feature: Mapping[str, Any]) -> str:
     return "\n".join(line for line in (feature["reason"], counters, ", ".join(changed), *feature["remarks"]) if line)
 
 
-def render(
+def render_table(
     title: str,
     heads: Iterable[str],
     rows: Iterable[tuple[str, ...]],
@@ -234,14 +233,14 @@ def render(
     """Return a table as text; plain ASCII rules and no escape codes unless ``colour``.
 
     Args:
-        title: Stands above it.
-        heads: Of the columns.
-        rows: Their cells.
+        title: Line above the table.
+        heads: Column heads.
+        rows: Cells of each row.
         colour: Whether to use terminal colours.
         width: Columns; those of the terminal by default.
-        right: Heads of the columns whose cells stand on the right, as numbers do.
+        right: Heads of right-aligned columns.
     """
-    from rich import box  # rich takes 50 ms to import, and apply() does not need it
+    from rich import box  # rich is slow to import, and apply() does not need it
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text
@@ -263,8 +262,6 @@ def _style(cell: str) -> str:
     return "red" if cell in TROUBLE else _COLOURS.get(cell, "")
 
 
-# Taking a report: the session's entries, the plugins' counters and the patches' states at one moment.
-
 NOT_IMPORTED: Final = "not imported"
 SPAWNED: Final = (
     "child processes were started that run apply() only where it stands at the top of the program's module: move it "
@@ -272,40 +269,40 @@ SPAWNED: Final = (
 )
 
 
-def take(
-    entries: Mapping[str, Entry], active: Collection[str], plugins: Plugins, patches: Sequence[PatchStatus]
+def make_report(
+    records: Mapping[str, FeatureRecord], active: Collection[str], plugins: Plugins, patches: Sequence[PatchStatus]
 ) -> Report:
     """Return the report of this process.
 
     Args:
-        entries: What the session knows, by feature.
+        records: Records of the session, by feature.
         active: Features that are on.
-        plugins: Where to ask for counters and remarks.
-        patches: States of all patches.
+        plugins: Plugins, for their counters and remarks.
+        patches: Statuses of all patches.
     """
-    torch = torch_version()
+    torch = get_torch_version()
     features = []
-    for name, entry in entries.items():
+    for name, record in records.items():
         own = [patch for patch in patches if patch.feature == name]
         on = name in active
-        features.append(_active(entry, plugins, own, torch) if on else _inactive(entry, own))
+        features.append(_active(record, plugins, own, torch) if on else _inactive(record, own))
     return Report(
         version=__version__,
         torch=torch,
         python=platform.python_version(),
         pid=os.getpid(),
-        rank=rank(),
+        rank=get_rank(),
         features=tuple(features),
         patches=tuple(patches),
     )
 
 
-def torch_version() -> str:
+def get_torch_version() -> str:
     """Return the version of torch, if it is imported."""
     return str(getattr(sys.modules.get("torch"), "__version__", NOT_IMPORTED))
 
 
-def rank() -> int | None:
+def get_rank() -> int | None:
     """Return the rank of this process, from the process group if there is one, else from the launcher's variables."""
     distributed: Any = sys.modules.get("torch.distributed")
     if distributed is not None and distributed.is_available() and distributed.is_initialized():
@@ -314,30 +311,30 @@ def rank() -> int | None:
     return int(text) if text.isdigit() else None
 
 
-def _inactive(entry: Entry, patches: Sequence[PatchStatus]) -> FeatureReport:
+def _inactive(record: FeatureRecord, patches: Sequence[PatchStatus]) -> FeatureReport:
     shadowed = [patch for patch in patches if patch.state == "shadowed"]
-    state, reason = entry.state, entry.reason
+    state, reason = record.state, record.reason
     if shadowed:
         state = state if state in TROUBLE else "shadowed"
         reason = "; ".join([reason, *(_say(patch) for patch in shadowed)])
-    return _row(entry, state, reason, (), {})
+    return _row(record, state, reason, (), {})
 
 
-def _active(entry: Entry, plugins: Plugins, patches: Sequence[PatchStatus], torch: str) -> FeatureReport:
+def _active(record: FeatureRecord, plugins: Plugins, patches: Sequence[PatchStatus], torch: str) -> FeatureReport:
     state, reason = _live_state(patches)
-    counters, trouble = _counters(entry.found.name, plugins)
-    remarks = [*entry.remarks, *_asked_remarks(entry.found.name, plugins), *trouble, *_untested(entry, torch)]
+    counters, trouble = _counters(record.found.name, plugins)
+    remarks = [*record.remarks, *_asked_remarks(record.found.name, plugins), *trouble, *_untested(record, torch)]
     if state == "applied":
         remarks += [_say(patch) for patch in patches if patch.state in ("pending", "skipped", "shadowed")]
-        if idle := _idleness(counters, entry.feature.work if entry.feature is not None else (), patches):
+        if idle := _idleness(counters, record.feature.work if record.feature is not None else (), patches):
             remarks += [idle, SPAWNED] if _has_spawned() else [idle]
-    return _row(entry, state, reason, tuple(dict.fromkeys(remarks)), counters)
+    return _row(record, state, reason, tuple(dict.fromkeys(remarks)), counters)
 
 
 def _idleness(counters: Mapping[str, int], work: Collection[str], patches: Sequence[PatchStatus]) -> str:
-    """Return what to say of a feature that has done nothing so far; "" if it has, or cannot tell.
+    """Return the remark on a feature that has done no work so far; "" if it has, or has no counters.
 
-    Calls are counted where they enter a patch, so a wrapper that raised was called.
+    A call is counted when it enters a patch, also if it raises.
     """
     functions = [patch for patch in patches if patch.kind != "hook" and patch.state == "applied"]
     if did_work(counters, work) or not (counters or functions):
@@ -348,21 +345,23 @@ def _idleness(counters: Mapping[str, int], work: Collection[str], patches: Seque
 
 
 def _has_spawned() -> bool:
-    """Whether this process started children that import the program anew, without being told to patch them."""
+    """Whether this process started children that import the program anew and are not patched by themselves."""
     ways = ("popen_spawn_posix", "popen_spawn_win32", "popen_forkserver")
     return "OVPATCH_AUTO" not in os.environ and any(f"multiprocessing.{way}" in sys.modules for way in ways)
 
 
-def _row(entry: Entry, state: str, reason: str, remarks: tuple[str, ...], counters: Mapping[str, int]) -> FeatureReport:
-    feature = entry.feature
+def _row(
+    record: FeatureRecord, state: str, reason: str, remarks: tuple[str, ...], counters: Mapping[str, int]
+) -> FeatureReport:
+    feature = record.feature
     return FeatureReport(
-        name=entry.found.name,
+        name=record.found.name,
         state=state,
         reason=reason,
-        remarks=(*remarks, entry.found.remark) if entry.found.remark else remarks,
-        options=dict(entry.options),
+        remarks=(*remarks, record.found.remark) if record.found.remark else remarks,
+        options=dict(record.options),
         counters=counters,
-        distribution=f"{entry.found.distribution} {entry.found.version}",
+        distribution=f"{record.found.distribution} {record.found.version}",
         summary=feature.summary if feature is not None else "",
         default=feature.default if feature is not None else None,
         requires=tuple(feature.requires) if feature is not None else (),
@@ -372,7 +371,7 @@ def _row(entry: Entry, state: str, reason: str, remarks: tuple[str, ...], counte
 
 
 def _live_state(patches: Sequence[PatchStatus]) -> tuple[str, str]:
-    """Return the state of a feature that is on, from its patches: late imports may still have gone wrong."""
+    """Return the state of an active feature from its patches: one that waited for an import may have failed."""
     for state in ("failed", "conflict", "incompatible"):
         bad = [patch for patch in patches if patch.state == state]
         if bad:
@@ -383,7 +382,7 @@ def _live_state(patches: Sequence[PatchStatus]) -> tuple[str, str]:
     for state in ("pending", "shadowed", "skipped"):
         if state in states:
             found = [patch for patch in patches if patch.state == state]
-            # Patches that wait or were skipped mostly share a reason: a library that is not imported, or not there.
+            # Pending or skipped patches mostly share a reason, such as a library that is not installed.
             texts = [_say(patch) if state == "shadowed" else patch.reason for patch in found]
             return state, "; ".join(dict.fromkeys(texts))
     return "applied", ""
@@ -395,21 +394,21 @@ def _say(patch: PatchStatus) -> str:
 
 def _counters(name: str, plugins: Plugins) -> tuple[dict[str, int], list[str]]:
     try:
-        raw: Mapping[str, int] = plugins.call(name, "ovpatch_counters") or {}
+        raw: Mapping[str, int] = plugins.call_hook(name, "ovpatch_counters") or {}
         return {str(key): int(count) for key, count in raw.items()}, []
-    except Exception as error:  # noqa: BLE001  # what a plugin returns may raise anything when it is read
+    except Exception as error:  # noqa: BLE001  # a plugin's objects may raise any exception
         return {}, [f"its counters cannot be read: {error}"]
 
 
 def _asked_remarks(name: str, plugins: Plugins) -> list[str]:
     try:
-        return list(plugins.texts(name, "ovpatch_remarks"))
+        return list(plugins.call_for_texts(name, "ovpatch_remarks"))
     except PluginError as error:
         return [str(error)]
 
 
-def _untested(entry: Entry, torch: str) -> list[str]:
-    if entry.feature is None or not entry.feature.torch or torch == NOT_IMPORTED:
+def _untested(record: FeatureRecord, torch: str) -> list[str]:
+    if record.feature is None or not record.feature.torch or torch == NOT_IMPORTED:
         return []
-    untested = explain_torch_mismatch(entry.feature.torch) is not None
-    return [f"untested with torch {torch} (tested with {entry.feature.torch})"] if untested else []
+    untested = explain_torch_mismatch(record.feature.torch) is not None
+    return [f"untested with torch {torch} (tested with {record.feature.torch})"] if untested else []

@@ -1,4 +1,4 @@
-"""The features of a process: which are on, since when, with which options; one lock, and a way back from failures."""
+"""The session: which features of a process are on, with which options, and the way back from failures."""
 
 from __future__ import annotations
 
@@ -11,31 +11,31 @@ from typing import Any, Final
 from ovpatch import logs
 from ovpatch.session import plan as plans
 from ovpatch.session import plugins, report
-from ovpatch.session.activation import Engine
-from ovpatch.session.plan import PLANNED, Entry, FeatureError, Plan, dependents
+from ovpatch.session.activation import ActiveFeatures
+from ovpatch.session.plan import PLANNED, FeatureError, FeaturePlan, FeatureRecord, find_dependents
 from ovpatch.session.report import TROUBLE, Report
 from ovpatch.settings import settings
-from ovpatch.settings.settings import FeatureRequest, SettingsError, normalise
+from ovpatch.settings.settings import FeatureRequest, SettingsError, normalise_name
 
 Options = Mapping[str, Mapping[str, Any]]
 
 
 class Session:
-    """The features that are on. One lock guards it; its methods may be called from any thread."""
+    """The features that are on. A lock guards the session; its methods may be called from any thread."""
 
     def __init__(self) -> None:
         self._lock = threading.RLock()
         self._busy = False
-        self._engine: Final = Engine()
-        self._entries: dict[str, Entry] = {}
+        self._features: Final = ActiveFeatures()
+        self._records: dict[str, FeatureRecord] = {}
         self._arguments: dict[str, dict[str, Any]] = {}
 
     def after_fork(self) -> None:
-        """Go on in a forked child, in which a thread that was inside :meth:`apply` at the time does not exist.
+        """Reset the lock in a forked child if another thread held it, since that thread does not exist there.
 
-        The lock cannot be taken before the fork instead, as the patch manager does: foreign code runs under it.
+        The lock is not acquired before the fork, as the patch manager's is: plugin code runs under it.
         """
-        if self._lock.acquire(blocking=False):  # free, or held by the thread that forked
+        if self._lock.acquire(blocking=False):  # it is free, or held by the thread that forked
             self._lock.release()
         else:
             self._lock, self._busy = threading.RLock(), False
@@ -59,17 +59,17 @@ class Session:
         environ: Mapping[str, str] | None = None,
         *,
         ask_machine: bool = True,
-    ) -> Plan:
-        """Decide what ``apply`` would do, without doing it; see :func:`ovpatch.session.plan.make`."""
+    ) -> FeaturePlan:
+        """Return the plan of an ``apply``; see :func:`ovpatch.session.plan.make_plan`."""
         with self._lock:
-            return plans.make(
-                settings.read(environ),
+            return plans.make_plan(
+                settings.read_environment(environ),
                 strict,
                 [_name(name) for name in asked],
                 self._with(options),
-                {name: entry.found for name, entry in self._engine.active.items()} | plugins.find(),
-                self._engine.plugins,
-                self._engine.active,
+                {name: record.found for name, record in self._features.active.items()} | plugins.find_plugins(),
+                self._features.plugins,
+                self._features.active,
                 ask_machine=ask_machine,
             )
 
@@ -82,127 +82,131 @@ class Session:
             asked: Features named in the call.
             options: Options given in the call.
             strict: Whether any skip is an error.
-            tolerant: Report features that cannot run even if they were asked for by name, as ``ovpatch doctor`` does.
+            tolerant: Report features that cannot run, also those requested by name, as ``ovpatch doctor`` does.
         """
         with self._exclusive():
             plan = self.plan(asked, options, strict)
-            logs.listen(plan.environment.log)
-            for text in () if self._entries else settings.near_misses():
-                logs.complain(text, logging.WARNING)
-            before, known = dict(self._engine.active), dict(self._entries)
-            self._entries = plan.entries
+            logs.log_to_stderr(plan.environment.log)
+            for text in () if self._records else settings.find_near_misses():
+                logs.log_visibly(text, logging.WARNING)
+            before, known = dict(self._features.active), dict(self._records)
+            self._records = plan.records
             try:
                 self._carry_out(plan, before, tolerant)
             except BaseException as error:
-                plan.call_off(error)
+                plan.set_failed(error)
                 raise
             self._arguments = self._with(options)
             report = self.report()
-            _log(report, changed=self._engine.active != before, known=known)
+            _log(report, changed=self._features.active != before, known=known)
             return report
 
     def _with(self, options: Options | None) -> dict[str, dict[str, Any]]:
-        """Return the options given so far, these added: a later call that does not mention an option keeps it."""
+        """Return the options of all calls so far: an option that a call does not mention keeps its value."""
         merged = {name: dict(values) for name, values in self._arguments.items()}
         for name, values in _normalised({} if options is None else options, "options=", "{feature: {option: value}}"):
             own = merged.setdefault(name, {})
             own.update(_normalised(values, f"options[{name!r}]", "{option: value}"))
         return merged
 
-    def _carry_out(self, plan: Plan, before: Mapping[str, Entry], tolerant: bool) -> None:
+    def _carry_out(self, plan: FeaturePlan, before: Mapping[str, FeatureRecord], tolerant: bool) -> None:
         if not tolerant:
-            plan.check()
+            plan.check_requests()
         try:
-            self._engine.turn_off(self._outdated(plan))
-            self._engine.turn_on(plan)
+            self._features.turn_off(self._outdated(plan))
+            self._features.turn_on(plan)
             if not tolerant:
-                plan.check()
-        except BaseException:  # Ctrl-C as well
+                plan.check_requests()
+        except BaseException:  # also Ctrl-C
             self._restore(before)
             raise
 
-    def _outdated(self, plan: Plan) -> list[str]:
-        """Return the active features that must go off, be it only to come back with other options."""
+    def _outdated(self, plan: FeaturePlan) -> list[str]:
+        """Return the active features to turn off, including those that come back with other options."""
         going: set[str] = set()
-        features = {name: entry.feature for name, entry in self._engine.active.items() if entry.feature is not None}
-        for name, entry in self._engine.active.items():
-            planned = plan.entries[name]
-            if planned.state != PLANNED or planned.options != entry.options:
-                going |= {name, *dependents(name, features)}
-        return [name for name in self._engine.active if name in going]
+        features = {
+            name: record.feature for name, record in self._features.active.items() if record.feature is not None
+        }
+        for name, record in self._features.active.items():
+            planned = plan.records[name]
+            if planned.state != PLANNED or planned.options != record.options:
+                going |= {name, *find_dependents(name, features)}
+        return [name for name in self._features.active if name in going]
 
-    def _restore(self, before: Mapping[str, Entry]) -> None:
-        """Bring back what was active before a call that failed."""
+    def _restore(self, before: Mapping[str, FeatureRecord]) -> None:
+        """Restore the features that were active before a failed call."""
         try:
-            self._engine.drop_unfinished()
-            self._engine.turn_off(
-                [name for name, entry in self._engine.active.items() if before.get(name) is not entry]
+            self._features.drop_unfinished()
+            self._features.turn_off(
+                [name for name, record in self._features.active.items() if before.get(name) is not record]
             )
-            lost = {name: entry for name, entry in before.items() if name not in self._engine.active}
-            for entry in lost.values():
-                entry.state = PLANNED
-            self._engine.turn_on(Plan(settings.read(), False, {**self._engine.active, **lost}))
+            lost = {name: record for name, record in before.items() if name not in self._features.active}
+            for record in lost.values():
+                record.state = PLANNED
+            self._features.turn_on(FeaturePlan(settings.read_environment(), False, {**self._features.active, **lost}))
         except FeatureError as error:
             logs.logger.error("while going back to the features of before: %s", error)
         for name in before:
-            if name not in self._engine.active:
+            if name not in self._features.active:
                 logs.logger.error("feature %r was on before and could not be brought back", name)
 
     def revert(self, asked: Iterable[str]) -> Report:
         """Turn features off; see :func:`ovpatch.revert`."""
         with self._exclusive():
             names = [_name(name) for name in asked]
-            known = self._entries or plugins.find()
+            known = self._records or plugins.find_plugins()
             for name in names:
                 if name not in known:
-                    raise SettingsError(settings.unknown_feature("revert()", name, known))
-            self._revert_only(names or list(self._engine.active))
+                    raise SettingsError(settings.describe_unknown_feature("revert()", name, known))
+            self._revert_only(names or list(self._features.active))
             return self.report()
 
     def _revert_only(self, names: Collection[str]) -> None:
-        features = {name: entry.feature for name, entry in self._engine.active.items() if entry.feature is not None}
-        named = [name for name in names if name in self._engine.active]
-        along = {one: name for name in named for one in dependents(name, features)}
+        features = {
+            name: record.feature for name, record in self._features.active.items() if record.feature is not None
+        }
+        named = [name for name in names if name in self._features.active]
+        along = {one: name for name in named for one in find_dependents(name, features)}
         reasons = {one: f"reverted together with {name!r}, which it requires" for one, name in along.items()}
         reasons |= dict.fromkeys(named, "reverted")
-        found = {name: self._engine.active[name].found for name in reasons}
+        found = {name: self._features.active[name].found for name in reasons}
         try:
-            self._engine.turn_off(reasons)
+            self._features.turn_off(reasons)
         finally:
-            for name in [name for name in reasons if name not in self._engine.active]:
-                self._entries[name] = Entry(found[name], FeatureRequest(False), "disabled", reasons[name])
+            for name in [name for name in reasons if name not in self._features.active]:
+                self._records[name] = FeatureRecord(found[name], FeatureRequest(False), "disabled", reasons[name])
                 self._arguments.pop(name, None)
 
     @contextmanager
     def applied(self, asked: Iterable[str], options: Options | None, strict: bool | None) -> Iterator[Report]:
         """Turn features on for a block; see :func:`ovpatch.applied`."""
-        before, arguments = dict(self._engine.active), self._with(None)
+        before, arguments = dict(self._features.active), self._with(None)
         report = self.apply(asked, options, strict)
         try:
             yield report
         finally:
             with self._exclusive():
-                self._revert_only([name for name in self._engine.active if name not in before])
+                self._revert_only([name for name in self._features.active if name not in before])
                 self._arguments = arguments
-                if any(self._engine.active.get(name) is not entry for name, entry in before.items()):
+                if any(self._features.active.get(name) is not record for name, record in before.items()):
                     self._restore(before)
 
     def report(self) -> Report:
         """Return what is on, what is off and why, at this moment."""
         with self._lock:
-            known = self._entries or {name: _untouched(found) for name, found in plugins.find().items()}
-            entries = {name: self._engine.active.get(name, entry) for name, entry in known.items()}
-            return report.take(entries, self._engine.active, self._engine.plugins, self._engine.statuses())
+            known = self._records or {name: _untouched(found) for name, found in plugins.find_plugins().items()}
+            records = {name: self._features.active.get(name, record) for name, record in known.items()}
+            return report.make_report(records, self._features.active, self._features.plugins, self._features.statuses())
 
 
 def _name(name: object) -> str:
     if not isinstance(name, str):
         raise SettingsError(f"names are texts, given one by one, as in apply('a', 'b'); got {name!r}")
-    return normalise(name)
+    return normalise_name(name)
 
 
 def _normalised(values: object, where: str, shape: str) -> Iterator[tuple[str, Any]]:
-    """Yield the items of a mapping with names as they are compared; two spellings of one name are an error."""
+    """Yield the items of a mapping with normalised names; two spellings of one name are an error."""
     if not isinstance(values, Mapping):
         raise SettingsError(f"{where} is {values!r}; write {shape} there.")
     seen: dict[str, str] = {}
@@ -214,12 +218,12 @@ def _normalised(values: object, where: str, shape: str) -> Iterator[tuple[str, A
         yield name, value
 
 
-def _untouched(found: plugins.Found) -> Entry:
-    return Entry(found, FeatureRequest(None), "disabled", "apply() has not been called in this process")
+def _untouched(found: plugins.FoundPlugin) -> FeatureRecord:
+    return FeatureRecord(found, FeatureRequest(None), "disabled", "apply() has not been called in this process")
 
 
-def _log(report: Report, *, changed: bool, known: Mapping[str, Entry]) -> None:
-    """Write one line, and a warning for each feature that is newly in trouble."""
+def _log(report: Report, *, changed: bool, known: Mapping[str, FeatureRecord]) -> None:
+    """Log a summary, and a warning for each feature that is newly in trouble."""
     if changed or not known:
         logs.logger.info("%s", report.summary())
     for feature in report.features:

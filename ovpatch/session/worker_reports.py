@@ -1,8 +1,7 @@
-"""Reports of worker processes for ``ovpatch run``: one JSON file per process, in the directory it hands down.
+"""Reports of worker processes for ``ovpatch run``: one JSON file per process, and one merged report.
 
-A file is written at apply and again at exit, each time atomically. A process that is killed (torchrun ends the others
-so when one fails) still has the file of its apply. Children of :mod:`multiprocessing` skip :mod:`atexit`, and begin
-their life by forgetting inherited finalizers, so they register again after the fork.
+A process writes its file at ``apply()`` and at exit, each time atomically, so a killed process has left the first one.
+Children of :mod:`multiprocessing` skip :mod:`atexit` and clear inherited finalizers, so they register after the fork.
 """
 
 from __future__ import annotations
@@ -20,22 +19,21 @@ from typing import Any, Final
 from ovpatch.logs import logger
 from ovpatch.session.report import IDLE, STATES, Report, did_work
 
-# Reports of several processes merged into one: counters summed, states that differ said.
-
 _Json = Mapping[str, Any]
 
 
-def merge(reports: Sequence[_Json]) -> dict[str, Any]:
+def merge_reports(reports: Sequence[_Json]) -> dict[str, Any]:
     """Merge the reports of the processes of one job.
 
-    After an elastic restart only the last generation of each rank counts; the earlier ones stay in ``processes``.
+    Counters are summed. After an elastic restart only the last generation of each rank counts; the earlier ones stay
+    in ``processes``.
 
     Args:
-        reports: What :meth:`ovpatch.Report.to_json` returned in each process, with ``restart`` where known.
+        reports: :meth:`ovpatch.Report.to_json` of each process, with ``restart`` if known.
 
     Returns:
-        The outline of one report, and beyond it: ``processes`` (pid, rank, restart), and per feature ``processes``
-        (state, reason and counters of each), with ``pid`` and ``rank`` None.
+        A report with ``pid`` and ``rank`` None and with ``processes`` (pid, rank, restart), also for each feature
+        (state, reason and counters of each process).
 
     Raises:
         ValueError: There is no report.
@@ -97,7 +95,7 @@ def _who(report: _Json) -> dict[str, Any]:
 
 
 def _merge_state(parts: Sequence[tuple[_Json, _Json]], absent: Sequence[_Json]) -> tuple[str, str]:
-    """Return the common state and reason, or the worst state and who is in which."""
+    """Return the common state and reason, or the worst state and the processes in each state."""
     seen = {(part["state"], part["reason"]) for _, part in parts}
     if len(seen) == 1 and not absent:
         return next(iter(seen))
@@ -118,9 +116,9 @@ def _grouped(parts: Sequence[tuple[_Json, _Json]], text: Callable[[_Json], str])
 
 
 def _merge_remarks(parts: Sequence[tuple[_Json, _Json]], *, worked: bool) -> list[str]:
-    """Collect remarks, each once with its processes; that a feature was idle is said only where it tells something.
+    """Collect remarks, each once with its processes.
 
-    A parent that only spawns the workers calls nothing, so a process without a rank does not count while others work.
+    A parent that only spawns workers is always idle, so its idleness is left out if another process did work.
     """
     owners: dict[str, list[_Json]] = {}
     for who, part in parts:
@@ -135,7 +133,7 @@ def _merge_remarks(parts: Sequence[tuple[_Json, _Json]], *, worked: bool) -> lis
 
 
 def _merge_options(parts: Sequence[tuple[_Json, _Json]]) -> dict[str, Any]:
-    """Return the options of the first process that has them; where others differ, ``differs`` says how."""
+    """Return the options of the first process that has them; ``differs`` has the values of other processes."""
     merged: dict[str, Any] = {}
     for name in dict.fromkeys(name for _, part in parts for name in part["options"]):
         having = [(who, part["options"][name]) for who, part in parts if name in part["options"]]
@@ -154,7 +152,7 @@ def _sum(many: Iterable[Mapping[str, int]]) -> dict[str, int]:
 
 
 def _merge_patches(reports: Sequence[_Json]) -> list[dict[str, Any]]:
-    """Return one entry for each patch and state, with its calls and traces summed."""
+    """Return one record for each patch and state, with its calls and traces summed."""
     merged: dict[tuple[str, str, str, str], dict[str, Any]] = {}
     for report in reports:
         for patch in report["patches"]:
@@ -181,15 +179,15 @@ _LAUNCHER_MODULES: Final = (
 _HELPERS: Final = ("multiprocessing.forkserver", "multiprocessing.resource_tracker", "torch._inductor.compile_worker")
 
 
-def role(arguments: list[str] | None = None) -> str:
-    """Tell workers from the processes around them, by how the interpreter was started.
+def get_process_role(arguments: list[str] | None = None) -> str:
+    """Return the role of this process, from the command line of its interpreter.
 
     Args:
         arguments: Command line of the interpreter; ``sys.orig_argv`` by default.
 
     Returns:
-        ``launcher`` (torchrun's agent and its like, which train nothing), ``helper`` (fork servers, compile workers:
-        they may be patched, since they fork, but are no workers) or ``worker``.
+        ``launcher`` (such as torchrun's agent, which does not train), ``helper`` (fork servers and compile workers,
+        which may be patched because they fork) or ``worker``.
     """
     line = sys.orig_argv if arguments is None else arguments
     program = _program(line[1:])
@@ -219,25 +217,27 @@ def _program(arguments: list[str]) -> str:
 
 
 class _Reporter:
-    """Writes the file of this process."""
+    """Writes the report file of this process."""
 
     def __init__(self, directory: Path, take: Callable[[], Report]) -> None:
         self._directory, self._take = directory, take
-        self._born: Final = {os.getpid(): time.time_ns()}  # distinguishes processes that get the same pid in turn
+        self._born: Final = {
+            os.getpid(): time.time_ns()
+        }  # distinguishes processes with the same pid, one after the other
         self._base: dict[str, Any] = {}
         self._base_of_children: dict[str, Any] = {}
 
     def file(self) -> Path:
-        """Return the path of this process's file; a forked child has one of its own."""
+        """Return the path of this process's file; a forked child has its own."""
         born = self._born.setdefault(os.getpid(), time.time_ns())
         return self._directory / f"worker-{os.getpid()}-{born}.json"
 
     def write(self) -> None:
-        """Write the present report. A directory that is gone, or on another machine, is no error."""
+        """Write the current report. A missing directory, as on another machine, is no error."""
         if not self._directory.is_dir():
             logger.debug("no directory %s here: this process does not report to `ovpatch run`", self._directory)
             return
-        data = subtract(self._take().to_json(), self._base)
+        data = subtract_report(self._take().to_json(), self._base)
         data["restart"] = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") or 0)
         if _is_idle_daemon(data):
             self.file().unlink(missing_ok=True)
@@ -245,56 +245,56 @@ class _Reporter:
             write_json(self.file(), data)
 
     def write_at_exit(self) -> None:
-        """Write the last report; nothing may go wrong any more at this point."""
+        """Write the last report; never raises."""
         try:
             self.write()
         except Exception as error:  # noqa: BLE001  # an error at exit would change the script's exit status
             logger.debug("the last report was not written: %r", error)
 
     def remember(self) -> None:
-        """Keep what is counted so far, so that a child about to be forked does not report it a second time."""
+        """Keep the counts before a fork, so that the child does not report them again."""
         try:
             self._base_of_children = self._take().to_json()
-        except Exception as error:  # noqa: BLE001  # the user's fork must go on; at worst something is counted twice
+        except Exception as error:  # noqa: BLE001  # an error would break the user's fork; at worst counts are doubled
             logger.debug("no report before a fork: %r", error)
 
     def forked(self) -> None:
-        """Start afresh in a forked child."""
+        """Subtract the parent's counts in a forked child."""
         self._base = self._base_of_children
 
 
 _reporter: _Reporter | None = None
 
 
-def report_in(take: Callable[[], Report]) -> None:
-    """Report this process to ``ovpatch run``, now and at its exit, if it was started by that.
+def start_reporting(take: Callable[[], Report]) -> None:
+    """Report this process to ``ovpatch run``, now and at exit, if that started it.
 
     Args:
-        take: Returns the present report.
+        take: Returns the current report.
     """
     global _reporter
     directory = os.environ.get(REPORT_DIR)
-    kind = role()
+    kind = get_process_role()
     if not directory or kind == "launcher":
         return
     if _reporter is None:
         _reporter = _Reporter(Path(directory), take)
         _arrange(_reporter, kind)
-    if works(kind):
+    if may_train(kind):
         _reporter.write()
 
 
-def works(kind: str | None = None) -> bool:
+def may_train(kind: str | None = None) -> bool:
     """Whether this process may train: it is a worker, or the child of a fork server.
 
     Args:
         kind: What :func:`role` says; it is asked by default.
     """
-    return (role() if kind is None else kind) == "worker" or _in_child()
+    return (get_process_role() if kind is None else kind) == "worker" or _in_child()
 
 
-def report_now() -> None:
-    """Write the report of a process that is about to end without :mod:`atexit`."""
+def write_report_now() -> None:
+    """Write the report of a process that will exit without :mod:`atexit`."""
     if _reporter is not None:
         _reporter.write_at_exit()
 
@@ -312,7 +312,7 @@ def _arrange(reporter: _Reporter, kind: str) -> None:
 
 
 def _begin_child(reporter: _Reporter) -> None:
-    """Runs first in every child of multiprocessing, forked or spawned, when its own identity is known."""
+    """Start reporting in a child of multiprocessing, forked or spawned."""
     from multiprocessing import util
 
     util.Finalize(None, reporter.write_at_exit, exitpriority=100)
@@ -326,15 +326,15 @@ def _in_child() -> bool:
 
 
 def _is_idle_daemon(data: Mapping[str, Any]) -> bool:
-    """Whether this is a pool's or a data loader's process that did nothing of ours."""
+    """Whether this is a process of a pool or data loader in which no feature did work."""
     process: Any = sys.modules.get("multiprocessing.process")
     if process is None or not process.current_process().daemon:
         return False
     return not any(count for feature in data["features"] for count in feature["counters"].values())
 
 
-def subtract(data: dict[str, Any], base: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a report's JSON without what an earlier one had counted already."""
+def subtract_report(data: dict[str, Any], base: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a report's JSON without the counts of an earlier one."""
     counted = {feature["name"]: feature["counters"] for feature in base.get("features", ())}
     for feature in data["features"]:
         before = counted.get(feature["name"], {})
@@ -347,21 +347,21 @@ def subtract(data: dict[str, Any], base: Mapping[str, Any]) -> dict[str, Any]:
     return data
 
 
-def report_failure(message: str) -> None:
-    """Record that this process is not patched although it should be, so that ``ovpatch run`` fails."""
+def write_failure(message: str) -> None:
+    """Record that this process could not be patched, so that ``ovpatch run`` fails."""
     directory = os.environ.get(REPORT_DIR)
-    if directory and Path(directory).is_dir() and role() == "worker":
+    if directory and Path(directory).is_dir() and get_process_role() == "worker":
         path = Path(directory) / f"failed-{os.getpid()}-{time.time_ns()}.json"
         write_json(path, {"pid": os.getpid(), "rank": os.environ.get("RANK"), "error": message})
 
 
 def write_json(path: Path, data: Any) -> None:
-    """Write a JSON file so that a reader sees all of it or nothing."""
+    """Write a JSON file atomically."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     temporary.write_text(json.dumps(data, indent=2) + "\n", encoding="utf-8")
     os.replace(temporary, path)
 
 
-def read_all(directory: Path, kind: str) -> list[dict[str, Any]]:
-    """Return the contents of all files of a kind, such as ``worker`` or ``failed``, in a directory."""
+def read_reports(directory: Path, kind: str) -> list[dict[str, Any]]:
+    """Return the contents of all files of a kind (``worker``, ``failed``) in a directory."""
     return [json.loads(path.read_text(encoding="utf-8")) for path in sorted(directory.glob(f"{kind}-*.json"))]

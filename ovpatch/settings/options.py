@@ -1,4 +1,4 @@
-"""Options of features: are they declared soundly, and what value does each have, from where."""
+"""Options of features: checks of their declarations, their values and the sources of these."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from collections.abc import Collection, Iterable, Mapping
 from typing import Any, Final, NamedTuple
 
 from ovpatch.hookspecs import Feature, Option
-from ovpatch.settings.selection import NAME, SettingsError, did_you_mean, normalise, parse_flag
-from ovpatch.settings.settings import RESERVED, near_variable, variable
+from ovpatch.settings.selection import NAME, SettingsError, normalise_name, parse_flag, suggest_name
+from ovpatch.settings.settings import RESERVED, make_variable_name, suggest_variable
 
 DEFAULT: Final = "default"
 ARGUMENT: Final = "argument"
@@ -15,10 +15,10 @@ _KINDS: Final = {bool: "1 or 0", int: "a whole number", float: "a number", str: 
 
 
 class OptionValue(NamedTuple):
-    """The value of an option, and who set it.
+    """The value of an option and its source.
 
     Attributes:
-        value: What the plugin gets.
+        value: Value for the plugin.
         source: ``default``, ``argument``, or ``environment`` followed by the variable.
     """
 
@@ -27,23 +27,23 @@ class OptionValue(NamedTuple):
 
 
 class _Given(NamedTuple):
-    """A value as somebody wrote it."""
+    """A value as written in the call or the environment."""
 
     place: str
     raw: Any
     source: str
 
 
-def values(options: Mapping[str, OptionValue]) -> dict[str, Any]:
-    """Return what a plugin sees: the values by name, without their sources."""
+def get_values(options: Mapping[str, OptionValue]) -> dict[str, Any]:
+    """Return the values by name, without their sources."""
     return {name: option.value for name, option in options.items()}
 
 
 def check_declaration(feature: Feature) -> None:
-    """Refuse a feature whose options could not be set without ambiguity.
+    """Refuse a feature with an invalid or ambiguous declaration.
 
     Raises:
-        ValueError: Names the option and what is wrong with it.
+        ValueError: The text names the option and the mistake.
     """
     _check_shape(feature)
     seen: set[str] = set()
@@ -58,7 +58,7 @@ def check_declaration(feature: Feature) -> None:
 
 
 def _check_shape(feature: Feature) -> None:
-    """Refuse values of the wrong type; a text in place of a tuple of texts would be read letter by letter."""
+    """Refuse values of the wrong type, such as a text in place of a tuple of texts."""
     _check_all("options", feature.options, Option)
     _check_all("requires", feature.requires, str)
     _check_all("conflicts", feature.conflicts, str)
@@ -84,7 +84,9 @@ def _check_default(option: Option) -> None:
         raise ValueError(f"option {option.name!r}: the default {option.default!r} is not among its choices")
 
 
-def resolve(feature: Feature, arguments: Mapping[str, Any], environment: Mapping[str, str]) -> dict[str, OptionValue]:
+def resolve_options(
+    feature: Feature, arguments: Mapping[str, Any], environment: Mapping[str, str]
+) -> dict[str, OptionValue]:
     """Return the value of every option of a feature: environment over argument over default.
 
     Args:
@@ -96,10 +98,10 @@ def resolve(feature: Feature, arguments: Mapping[str, Any], environment: Mapping
         SettingsError: An argument is unknown, a value cannot be parsed, or a name and its alias disagree.
     """
     known = {name for option in feature.options for name in (option.name, *option.aliases)}
-    given = {normalise(name): value for name, value in arguments.items()}
+    given = {normalise_name(name): value for name, value in arguments.items()}
     for name in given:
         if name not in known:
-            near = did_you_mean(name, known)
+            near = suggest_name(name, known)
             raise SettingsError(
                 f"Feature {feature.name!r} has no option {name!r}{near}. Its options: {', '.join(sorted(known))}."
             )
@@ -110,10 +112,10 @@ def _resolve_one(
     feature: str, option: Option, arguments: Mapping[str, Any], environment: Mapping[str, str]
 ) -> OptionValue:
     names = (option.name, *option.aliases)
-    variables = [variable(feature, name) for name in names]
+    variables = [make_variable_name(feature, name) for name in names]
     texts = [_Given(name, environment[name], f"environment {name}") for name in variables if name in environment]
     calls = [_Given(f"option {feature}.{name}", arguments[name], ARGUMENT) for name in names if name in arguments]
-    # What loses is parsed as well: a typing error there should not wait for the day on which it wins.
+    # A value that is overridden is parsed as well, so that a typing error in it shows at once.
     parsed_calls = [(one, _convert(option, one)) for one in calls]
     parsed = [(one, _convert(option, one)) for one in texts] or parsed_calls
     if not parsed:
@@ -134,14 +136,14 @@ def _convert(option: Option, given: _Given) -> Any:
     except ValueError as error:
         raise SettingsError(f"{given.place}={given.raw}: {error}. Correct it or leave it out.") from error
     if option.choices and value not in option.choices:
-        near = did_you_mean(str(value), map(str, option.choices))
+        near = suggest_name(str(value), map(str, option.choices))
         choices = ", ".join(map(str, option.choices))
         raise SettingsError(f"{given.place}={given.raw} is not a choice{near}. Choose one of {choices}.")
     return value
 
 
 def _parse(option: Option, text: str) -> Any:
-    """Turn text into a value by ``parse``, else by the type of the default."""
+    """Parse a text by ``parse``, else by the type of the default."""
     if option.parse is not None:
         return option.parse(text)
     kind = type(option.default)
@@ -159,7 +161,7 @@ def _parse(option: Option, text: str) -> Any:
 
 
 def _accept(option: Option, value: Any) -> Any:
-    """Take a value given in Python, if its type is the default's; ``parse`` sees numbers and truths as text."""
+    """Accept a Python value of the default's type; ``parse`` gets numbers and bools as text."""
     kind = type(option.default)
     if option.parse is not None:
         if type(value) in (int, float, bool):
@@ -176,52 +178,54 @@ def _accept(option: Option, value: Any) -> Any:
     return value
 
 
-def variables_of(feature: Feature) -> dict[str, str]:
-    """Return every variable that belongs to a feature, with what it sets, in words."""
-    names = {variable(feature.name): f"the switch of feature {feature.name!r}"}
+def list_variables(feature: Feature) -> dict[str, str]:
+    """Return every variable of a feature with its meaning."""
+    names = {make_variable_name(feature.name): f"the switch of feature {feature.name!r}"}
     for option in feature.options:
         for name in (option.name, *option.aliases):
-            names.setdefault(variable(feature.name, name), f"option {name!r} of feature {feature.name!r}")
+            names.setdefault(make_variable_name(feature.name, name), f"option {name!r} of feature {feature.name!r}")
     return names
 
 
 def check_variables(environment: Mapping[str, str], features: Iterable[Feature], unread: Collection[str] = ()) -> None:
-    """Refuse variables that no feature knows.
+    """Refuse unknown variables.
 
     Args:
         environment: Variables of features, as text.
         features: Features whose options are known.
-        unread: Names of features that are not imported; what could be theirs passes unchecked.
+        unread: Names of features that are not imported; variables with their prefix are not checked.
 
     Raises:
-        SettingsError: Names the variable and the nearest known one.
+        SettingsError: The text names the variable and the nearest known one.
     """
-    known = {name for feature in features for name in variables_of(feature)}
-    known |= {variable(name) for name in unread}
-    passed = tuple(variable(name) + "_" for name in unread)
+    known = {name for feature in features for name in list_variables(feature)}
+    known |= {make_variable_name(name) for name in unread}
+    passed = tuple(make_variable_name(name) + "_" for name in unread)
     for name in environment:
         if name not in known and not name.startswith(passed):
-            near = near_variable(name, known)
+            near = suggest_variable(name, known)
             raise SettingsError(f"Unknown environment variable {name}{near}. Unset it, or correct it.")
 
 
-def clashes(features: Mapping[str, Feature], first_party: Collection[str], known: Collection[str]) -> dict[str, str]:
-    """Find variables that two features would both read, such as ``OVPATCH_A_B_C`` for ``a``.``b_c`` and ``a_b``.``c``.
+def find_clashes(
+    features: Mapping[str, Feature], first_party: Collection[str], known: Collection[str]
+) -> dict[str, str]:
+    """Find variables of two features at once, such as ``OVPATCH_A_B_C`` for ``a``.``b_c`` and ``a_b``.``c``.
 
     Args:
         features: Features whose options are known.
         first_party: Names of the features that ovpatch ships; they keep the variable.
-        known: Names of all features, also of those that are not imported: their switches count.
+        known: Names of all features; those that are not imported have a switch at least.
 
     Returns:
         The features that lose, each with the reason.
     """
     owners: dict[str, list[tuple[str, str]]] = {name: [("", "a variable of ovpatch")] for name in RESERVED}
     for name, feature in features.items():
-        for var, meaning in variables_of(feature).items():
+        for var, meaning in list_variables(feature).items():
             owners.setdefault(var, []).append((name, meaning))
     for name in set(known) - set(features):
-        owners.setdefault(variable(name), []).append((name, f"the switch of feature {name!r}"))
+        owners.setdefault(make_variable_name(name), []).append((name, f"the switch of feature {name!r}"))
     lost: dict[str, str] = {}
     for var, claims in owners.items():
         for name in _losers([owner for owner, _ in claims], first_party) if len(claims) > 1 else ():

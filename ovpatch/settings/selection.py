@@ -1,4 +1,4 @@
-"""The words of settings: names, truth values, and the grammar of the variable ``OVPATCH``."""
+"""Names, truth values, and the grammar of the variable ``OVPATCH``."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ NAME: Final = re.compile(r"[a-z][a-z0-9_]*")
 
 
 class SettingsError(ValueError):
-    """A setting that cannot be understood. Raised before anything is patched; the text ends with the remedy."""
+    """A setting cannot be parsed. Raised before anything is patched; the text ends with the remedy."""
 
     exit_code = ExitCode.USAGE
 
@@ -23,7 +23,7 @@ class Selection(NamedTuple):
     """The value of ``OVPATCH``.
 
     Attributes:
-        kind: ``defaults`` and ``signed`` leave the choice to the call; the others replace it.
+        kind: ``defaults`` and ``signed`` are combined with the call's choice; the others replace it.
         text: As written by the user, for messages.
         names: Features named plainly or with ``+``.
         without: Features named with ``-``.
@@ -65,26 +65,26 @@ def _named_selection(text: str, items: list[str], words: set[str]) -> Selection:
     if any(not item.strip("+-").strip() for item in signed):
         raise SettingsError(f"OVPATCH={text} has a sign without a name. Write +name or -name.")
     if not signed:
-        return Selection("only", text, names=tuple(normalise(item) for item in items))
-    plus = tuple(normalise(item[1:]) for item in items if item[0] == "+")
-    minus = tuple(normalise(item[1:]) for item in items if item[0] == "-")
+        return Selection("only", text, names=tuple(normalise_name(item) for item in items))
+    plus = tuple(normalise_name(item[1:]) for item in items if item[0] == "+")
+    minus = tuple(normalise_name(item[1:]) for item in items if item[0] == "-")
     return Selection("signed", text, names=plus, without=minus)
 
 
-def normalise(name: str) -> str:
-    """Return the name of a feature or an option as it is compared: lower case, underscores."""
+def normalise_name(name: str) -> str:
+    """Return the name of a feature or option in lower case, with underscores."""
     return name.strip().lower().replace("-", "_")
 
 
 def parse_flag(text: str) -> bool | None:
-    """Return the truth that a text says, or None if it says none."""
+    """Return the truth value of a text, or None if it is not one."""
     word = text.strip().lower()
     if word in ON_WORDS:
         return True
     return False if word in OFF_WORDS else None
 
 
-def did_you_mean(word: str, candidates: Iterable[str]) -> str:
+def suggest_name(word: str, candidates: Iterable[str]) -> str:
     """Return ``" (did you mean 'x'?)"`` for the nearest candidate, or nothing."""
     from difflib import get_close_matches  # only on the way to an error
 

@@ -1,7 +1,7 @@
-"""What the user asked for: the environment variables, and whether a feature is on.
+"""Environment variables, and whether the settings turn a feature on.
 
-The rule, in one sentence: off always wins; then the environment over the argument over the default. Nothing here knows
-a feature from the inside; options are in :mod:`ovpatch.settings.options`.
+Off always wins; then the environment overrides the argument, which overrides the default. Options of features are in
+:mod:`ovpatch.settings.options`.
 """
 
 from __future__ import annotations
@@ -11,8 +11,14 @@ from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Final, NamedTuple
 
-from ovpatch.settings.cache import cache_dir
-from ovpatch.settings.selection import Selection, SettingsError, did_you_mean, normalise, parse_flag, parse_selection
+from ovpatch.settings.selection import (
+    Selection,
+    SettingsError,
+    normalise_name,
+    parse_flag,
+    parse_selection,
+    suggest_name,
+)
 
 __all__ = [
     "RESERVED",
@@ -23,17 +29,17 @@ __all__ = [
     "Variable",
     "FeatureRequest",
     "check_names",
-    "did_you_mean",
-    "near_misses",
-    "near_variable",
-    "normalise",
+    "suggest_name",
+    "find_near_misses",
+    "suggest_variable",
+    "normalise_name",
     "parse_flag",
     "parse_selection",
-    "read",
-    "switch",
-    "unknown_feature",
-    "variable",
-    "wish",
+    "read_environment",
+    "read_switch",
+    "describe_unknown_feature",
+    "make_variable_name",
+    "get_request",
 ]
 
 PREFIX: Final = "OVPATCH"
@@ -45,8 +51,8 @@ class Variable(NamedTuple):
 
     Attributes:
         name: The variable.
-        values: What may be written there.
-        default: What holds when it is unset or empty.
+        values: Allowed values.
+        default: Value if it is unset or empty.
         help: One sentence.
     """
 
@@ -86,7 +92,7 @@ class Environment(NamedTuple):
     Attributes:
         selection: ``OVPATCH``.
         auto: ``OVPATCH_AUTO``.
-        strict: ``OVPATCH_STRICT``, or None where it is unset.
+        strict: ``OVPATCH_STRICT``, or None if it is unset.
         log: ``OVPATCH_LOG``, or an empty string.
         cache_dir: ``OVPATCH_CACHE_DIR``, or the user's cache directory; None for a user without a home.
         third_party: ``OVPATCH_THIRD_PARTY``.
@@ -105,13 +111,13 @@ class Environment(NamedTuple):
 
 
 class FeatureRequest(NamedTuple):
-    """Whether a feature shall be on, before the machine has its say.
+    """Whether the settings turn a feature on.
 
     Attributes:
-        on: True, False, or None when the feature's own default decides.
-        by_name: Somebody named the feature, so that standing down is an error.
-        enforced: Off by the environment: what is applied already is taken back.
-        reason: Who decided, in words for the report.
+        on: True, False, or None if the feature's own default decides.
+        by_name: The settings name the feature, so a skip is an error.
+        enforced: Off by the environment, so an active feature is reverted.
+        reason: The setting that decides, for the report.
     """
 
     on: bool | None
@@ -120,8 +126,8 @@ class FeatureRequest(NamedTuple):
     reason: str = ""
 
 
-def read(environ: Mapping[str, str] | None = None) -> Environment:
-    """Parse the environment as far as that goes without knowing the features.
+def read_environment(environ: Mapping[str, str] | None = None) -> Environment:
+    """Parse the environment; variables of features stay text.
 
     Args:
         environ: Variables; those of the process by default. An empty value counts as unset.
@@ -144,10 +150,10 @@ def read(environ: Mapping[str, str] | None = None) -> Environment:
     )
 
 
-def near_misses(environ: Mapping[str, str] | None = None) -> list[str]:
-    """Return what to say of variables that look like misspelt ones of ours, such as ``OVPATH=0``.
+def find_near_misses(environ: Mapping[str, str] | None = None) -> list[str]:
+    """Return warnings about variables that look like misspelt ones of ovpatch, such as ``OVPATH=0``.
 
-    They may be somebody else's, so they are no error.
+    They may belong to other software, so they are no error.
 
     Args:
         environ: Variables; those of the process by default.
@@ -162,7 +168,7 @@ def near_misses(environ: Mapping[str, str] | None = None) -> list[str]:
 
 
 def _corrected(name: str) -> str:
-    """Return the name that a variable may have been meant to have; "" if it is ours, or not alike."""
+    """Return the probable correct name of a variable; "" if it is ours or not similar."""
     if name == PREFIX or name.startswith(PREFIX + "_"):
         return ""
     upper = name.upper()
@@ -175,7 +181,7 @@ def _corrected(name: str) -> str:
 
 
 def _differs_by_one(one: str, other: str) -> bool:
-    """Return whether one letter is missing, added, replaced, or swapped with its neighbour."""
+    """Return whether one letter is missing, added, replaced or swapped with its neighbour."""
     short, long = sorted((one, other), key=len)
     if len(long) - len(short) > 1:
         return False
@@ -190,8 +196,8 @@ def _differs_by_one(one: str, other: str) -> bool:
     return len(wrong) == 1 or swapped
 
 
-def variable(feature: str, option: str = "") -> str:
-    """Return the variable that switches a feature, or sets one of its options."""
+def make_variable_name(feature: str, option: str = "") -> str:
+    """Return the name of the variable of a feature, or of one of its options."""
     return "_".join(part for part in (PREFIX, feature, option) if part).upper()
 
 
@@ -206,29 +212,31 @@ def _flag(values: Mapping[str, str], name: str) -> bool | None:
 
 def _level(text: str) -> str:
     if text and text.lower() not in LOG_LEVELS:
-        near = did_you_mean(text.lower(), LOG_LEVELS)
+        near = suggest_name(text.lower(), LOG_LEVELS)
         raise SettingsError(f"OVPATCH_LOG={text} is no level{near}. Write one of {', '.join(LOG_LEVELS)}.")
     return text.lower()
 
 
-def switch(environment: Environment, name: str, known: Collection[str] = ()) -> bool | None:
-    """Return what ``OVPATCH_<FEATURE>`` says, or None if it is unset.
+def read_switch(environment: Environment, name: str, known: Collection[str] = ()) -> bool | None:
+    """Return the value of ``OVPATCH_<FEATURE>``, or None if it is unset.
 
     Args:
         environment: The parsed variables.
         name: The feature.
-        known: All features. Where the variable may as well be another feature's option, a text that is no truth value
-            is left to that option.
+        known: All features. If the variable may be another feature's option as well, a text that is not a truth value
+            is read as that option.
     """
-    own = variable(name)
+    own = make_variable_name(name)
     shared = any(name.startswith(other + "_") for other in known if other != name)
     if shared and parse_flag(environment.features.get(own, "1")) is None:
         return None
     return _flag(environment.features, own)
 
 
-def wish(name: str, environment: Environment, asked: Collection[str], known: Collection[str] = ()) -> FeatureRequest:
-    """Decide whether a feature shall be on, by the rule at the top of this module.
+def get_request(
+    name: str, environment: Environment, asked: Collection[str], known: Collection[str] = ()
+) -> FeatureRequest:
+    """Return whether the settings turn a feature on, by the rule of this module.
 
     Args:
         name: The feature.
@@ -236,7 +244,7 @@ def wish(name: str, environment: Environment, asked: Collection[str], known: Col
         asked: Features named in the call; empty means the defaults.
         known: All features.
     """
-    selection, own, said = environment.selection, variable(name), switch(environment, name, known)
+    selection, own, said = environment.selection, make_variable_name(name), read_switch(environment, name, known)
     if selection.kind == "nothing":
         return FeatureRequest(False, enforced=True, reason=f"off by OVPATCH={selection.text}")
     if said is False:
@@ -257,7 +265,7 @@ def wish(name: str, environment: Environment, asked: Collection[str], known: Col
 
 
 def check_names(environment: Environment, asked: Iterable[str], options: Iterable[str], known: Collection[str]) -> None:
-    """Refuse names of features that nobody provides, wherever they were written.
+    """Refuse names of features that are not installed.
 
     Raises:
         SettingsError: Names the place, the unknown name and the nearest known one.
@@ -268,25 +276,52 @@ def check_names(environment: Environment, asked: Iterable[str], options: Iterabl
     places += [("options=", name) for name in options]
     for place, name in places:
         if name not in known:
-            raise SettingsError(unknown_feature(place, name, known))
-    own = {variable(name) for name in known}
+            raise SettingsError(describe_unknown_feature(place, name, known))
+    own = {make_variable_name(name) for name in known}
     for name in environment.features:
         if name not in own and not any(name.startswith(one + "_") for one in own):
-            near = near_variable(name, own)
+            near = suggest_variable(name, own)
             raise SettingsError(f"Unknown environment variable {name}{near}. Unset it, or correct it. {_all(known)}")
 
 
-def unknown_feature(place: str, name: str, known: Collection[str]) -> str:
-    """Return the text of the error about a name that is no feature's."""
-    return f"{place} names an unknown feature {name!r}{did_you_mean(name, known)}. {_all(known)}"
+def describe_unknown_feature(place: str, name: str, known: Collection[str]) -> str:
+    """Return the error text for an unknown feature."""
+    return f"{place} names an unknown feature {name!r}{suggest_name(name, known)}. {_all(known)}"
 
 
-def near_variable(name: str, known: Iterable[str]) -> str:
-    """Return ``" (did you mean 'OVPATCH_X'?)"``; the common prefix must not make everything look alike."""
+def suggest_variable(name: str, known: Iterable[str]) -> str:
+    """Return ``" (did you mean 'OVPATCH_X'?)"``, by similarity without the common prefix."""
     shorts = [one.removeprefix(PREFIX + "_") for one in (*known, *RESERVED)]
-    near = did_you_mean(name.upper().removeprefix(PREFIX + "_"), shorts)
+    near = suggest_name(name.upper().removeprefix(PREFIX + "_"), shorts)
     return near.replace("'", f"'{PREFIX}_", 1)
 
 
 def _all(known: Collection[str]) -> str:
     return f"Installed features: {', '.join(sorted(known)) or 'none'}."
+
+
+def cache_dir(environ: Mapping[str, str] | None = None) -> Path | None:
+    """Return the directory of measurements: ``OVPATCH_CACHE_DIR``, or ``ovpatch`` in the user's cache.
+
+    The user's cache is ``XDG_CACHE_HOME`` if that is an absolute path, else ``~/.cache``.
+
+    Args:
+        environ: Variables; those of the process by default.
+
+    Returns:
+        The directory, which need not exist; None for a user without a home, as in many containers.
+    """
+    source = os.environ if environ is None else environ
+    named = source.get("OVPATCH_CACHE_DIR", "").strip()
+    if named:
+        return _expanded(Path(named))
+    bases = (source.get("XDG_CACHE_HOME", ""), source.get("LOCALAPPDATA", ""))
+    base = next((path for path in bases if os.path.isabs(path)), os.path.join("~", ".cache"))
+    return _expanded(Path(base) / "ovpatch")
+
+
+def _expanded(path: Path) -> Path | None:
+    try:
+        return path.expanduser()
+    except RuntimeError:  # raised by pathlib for a user without a home
+        return None

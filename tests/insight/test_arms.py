@@ -234,10 +234,10 @@ def test_an_arm_has_its_own_environment(monkeypatch, tmp_path):
     stock = arms.Arm("stock", arms.STOCK).environment(WORKER, tmp_path)
     assert stock["OVPATCH"] == "0"
     assert "OVPATCH_AUTO" not in stock
-    assert orders.received(stock).directory == tmp_path
+    assert orders.read_orders(stock).directory == tmp_path
     patched = arms.Arm("patched", None, {"steps": 3}, {"MORE": "1"}).environment(WORKER, tmp_path)
     assert (patched["OVPATCH"], patched["OVPATCH_AUTO"], patched["MORE"]) == ("-x", "1", "1")
-    assert orders.received(patched).details == {"steps": 3}
+    assert orders.read_orders(patched).details == {"steps": 3}
 
 
 def test_leaving_one_out():

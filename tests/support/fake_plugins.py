@@ -134,7 +134,7 @@ def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Site]:
 @pytest.fixture
 def only_site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Site]:
     """A folder of plugins, and no others."""
-    monkeypatch.setattr(plugins, "find", functools.partial(plugins.find, [str(tmp_path)]))
+    monkeypatch.setattr(plugins, "find_plugins", functools.partial(plugins.find_plugins, [str(tmp_path)]))
     with _on_path(tmp_path, monkeypatch) as made:
         yield made
 

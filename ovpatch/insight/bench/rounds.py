@@ -89,7 +89,7 @@ class Measured:
 
 def read(folder: Path) -> Measured:
     """Put together what an arm's processes left; without any, nothing was taken."""
-    ranks = _one_each(worker_reports.read_all(folder, "bench"))
+    ranks = _one_each(worker_reports.read_reports(folder, "bench"))
     if not ranks:
         return Measured()
     flops, reason = _flops([rank["flops"] for rank in ranks])

@@ -9,7 +9,7 @@ from typing import Final
 
 from ovpatch.insight.bench.analysis import SAME, SLOWER, Figures, Judgement, Row
 from ovpatch.insight.bench.rounds import PATCHED, STOCK, Measured, Plan, Runs
-from ovpatch.session.report import render
+from ovpatch.session.report import render_table
 
 NOTHING: Final = "nothing ran: the two arms are the same program"
 
@@ -61,7 +61,7 @@ def _table(runs: Runs, figures: Figures, colour: bool, width: int | None) -> str
     columns = [column for column in _columns(figures) if any(column.cell(row) for row in figures.rows)]
     rows = [tuple(column.cell(row) for column in columns) for row in figures.rows]
     heads = [column.head for column in columns]
-    return render("", heads, rows, colour=colour, width=width, right=heads[1:])
+    return render_table("", heads, rows, colour=colour, width=width, right=heads[1:])
 
 
 def _columns(figures: Figures) -> list[_Column]:

@@ -17,7 +17,7 @@ from typing import Any, Final, NamedTuple
 
 from ovpatch.insight.timeline.trace import TraceError
 from ovpatch.insight.timeline.tracks import Communication, Lanes, Step, step_of, union
-from ovpatch.session.report import render
+from ovpatch.session.report import render_table
 
 FEWEST_STEPS: Final = 3  # of each run, for a ratio between runs
 
@@ -222,8 +222,8 @@ def percent(share: float | None) -> str:
 def report(runs: Sequence[Run], *, colour: bool = False) -> str:
     """Return the tables and the verdict of one run, or of a stock and a patched one."""
     tables = [
-        render("Milliseconds of a step, by rank", _HEADS, _rows(runs), colour=colour),
-        render("Communication of the rank that exposes most", _GROUP_HEADS, _group_rows(runs), colour=colour),
+        render_table("Milliseconds of a step, by rank", _HEADS, _rows(runs), colour=colour),
+        render_table("Communication of the rank that exposes most", _GROUP_HEADS, _group_rows(runs), colour=colour),
     ]
     return "\n".join([*(table.rstrip() for table in tables), *verdict(runs)])
 
