@@ -252,7 +252,7 @@ def restore_stock(ddp: Wrapper, reason: str = "") -> None:
     _refuse_inside_backward(ddp)
     reducer = ddp.reducer
     reducer.recover()
-    reducer.shards.leave()
+    reducer.sharder.restore_grads()
     reducer._remove_autograd_hooks()
     stock_helper = _live.pop(ddp)
     # A static graph that is known to be a plain one is not declared anew: to learn it takes a backward of all ranks,
@@ -364,15 +364,14 @@ def _agree_late(reference: weakref.ref[Wrapper], terms: Mapping[str, Any]) -> No
 def _identify(ddp: Wrapper) -> None:
     """Name a model whose ranks have just agreed, and so do this in the same order everywhere."""
     number = _agreements[ddp.process_group] = _agreements.get(ddp.process_group, 0) + 1
-    ddp.reducer.name = f"{model_name(ddp)}, model {number} of its process group"
-    ddp.reducer.shards.identity = ddp.reducer.identity  # an optimizer may step before the first forward
+    ddp.reducer.set_name(f"{model_name(ddp)}, model {number} of its process group")
 
 
 def _terms(parameters: Sequence[torch.nn.Parameter], config: ReducerConfig, static_graph: bool) -> dict[str, Any]:
     """Return what must be the same on all ranks, or their collectives would not match."""
     from importlib.metadata import version
 
-    from ovpatch.overlap.data_parallel.grad_sharder import sharding
+    from ovpatch.overlap.data_parallel.grad_sharder import registered_terms
 
     return {
         "version of ovpatch": version("ovpatch"),
@@ -390,7 +389,7 @@ def _terms(parameters: Sequence[torch.nn.Parameter], config: ReducerConfig, stat
         "max_ctas": config.max_ctas,
         "reduce_late_gradients": config.late,
         "static_graph": bool(static_graph),
-        **{f"dist_optimizer.{name}": value for name, value in sharding.terms.items()},
+        **{f"dist_optimizer.{name}": value for name, value in registered_terms().items()},
     }
 
 

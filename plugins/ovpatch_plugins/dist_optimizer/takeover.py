@@ -14,11 +14,10 @@ from torch.optim import Optimizer
 
 from ovpatch.overlap.comm import step_communicator
 from ovpatch.overlap.copy_engine import registry as copies
-from ovpatch.overlap.data_parallel import sharded_grads
 from ovpatch.overlap.peer_rpc.rpc import PeerRpc
 from ovpatch.overlap.peer_rpc.shutdown import failing
 from ovpatch.overlap.tensors import pending_param
-from ovpatch_plugins.dist_optimizer import param_all_gather, supported_optimizers
+from ovpatch_plugins.dist_optimizer import param_all_gather, sharded_grads, supported_optimizers
 from ovpatch_plugins.dist_optimizer.main_params import load_in_fp32
 from ovpatch_plugins.dist_optimizer.param_all_gather import ParamAllGathers
 from ovpatch_plugins.dist_optimizer.param_broadcast import ParamBroadcasts
