@@ -91,8 +91,8 @@ def nobody_there(warming: Callable[[], bool], *, copied: bool) -> Iterator[None]
     side = mock.patch.object(step_flags, "_side_stream", torch.cuda.current_stream)
     quiet = mock.patch.object(StepFlags, "failed_steps", return_value=[])
     averages = mock.patch.object(process_group, "averages", return_value=True)
-    widely = mock.patch.object(Collectives, "average_widely", scattered)
-    copying = mock.patch.multiple(half_wire, scattering=lambda *_: copied or None), widely
+    widely = mock.patch.object(Collectives, "reduce_scatter_fp32", scattered)
+    copying = mock.patch.multiple(half_wire, reduce_scatter_transport=lambda *_: copied or None), widely
     hosts = mock.patch.object(host_barrier, "needed", return_value=True)
     ways = ((AllReduce, reduced), (AllGather, gathered), (ReduceScatter, scattered))
     with contextlib.ExitStack() as patches:

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ovpatch.overlap.copy_engine.registry import scattering
+from ovpatch.overlap.comm.collectives import reduce_scatter_transport
 from ovpatch.overlap.data_parallel import fp32_accumulation
 from ovpatch.overlap.data_parallel.fp32_accumulation import HALVES
 
@@ -76,7 +76,11 @@ class HalfWire:
 
     def _able(self) -> bool:
         param = next((param for _, param in self._chosen()), None)
-        return param is not None and self.group is not None and scattering(self.group, param.device) is not None
+        return (
+            param is not None
+            and self.group is not None
+            and reduce_scatter_transport(self.group, param.device) is not None
+        )
 
     def _any_sum(self, of: Callable[[int, Tensor | None], bool]) -> bool:
         return self._sums and any(of(i, param.grad) for i, param in self._chosen())

@@ -93,7 +93,7 @@ class ShardedGradBucket(GradBucket):
             parts = [self._shards.part(self.indices[i], self.dtype) for i in ones]
             wholes = [self._padded(i, large[i]) for i in ones]
             in_half = dtype is not self.dtype
-            works += (collectives.average_widely if in_half else collectives.reduce_scatter)(parts, wholes)
+            works += (collectives.reduce_scatter_fp32 if in_half else collectives.reduce_scatter)(parts, wholes)
             COUNTERS.grads_in_half += in_half * len(ones)
         return works
 
