@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import nn
 
 import ovpatch
+from ovpatch.overlap.comm.group_state import group_values
 from ovpatch.overlap.peer_rpc import host_barrier
 from ovpatch.overlap.peer_rpc.host_barrier import HostBarrier
 from ovpatch.overlap.peer_rpc.rpc import PeerRpc
@@ -213,7 +214,7 @@ def asked_ahead() -> list[str]:
     topics, ask = [], PeerRpc.ask
 
     def asking(self: PeerRpc, topic: str, *args: Any, **kwargs: Any) -> Any:
-        if any(one._ahead for one in host_barrier._gates.values()):
+        if any(one._ahead for _, one in group_values(HostBarrier)):
             topics.append(topic)
         return ask(self, topic, *args, **kwargs)
 

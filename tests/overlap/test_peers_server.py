@@ -42,7 +42,7 @@ class Group:
 @pytest.fixture
 def directory(monkeypatch):
     group, store = Group(), dist.HashStore()
-    monkeypatch.setattr(rendezvous, "store_of", lambda found: store)
+    monkeypatch.setattr(rendezvous, "group_store", lambda found: store)
     found = Endpoints(group)
     found.group = group  # it holds it weakly
     return found
@@ -199,7 +199,7 @@ def test_the_loopback_device_serves_the_same_machine_and_only_that():
 
 def test_a_card_is_plain_text_in_the_store(server, directory):
     directory.publish(1, server.card)
-    assert json.loads(rendezvous.store_of(None).get("ovpatch/peers/2/1"))["port"] == asdict(server.card)["port"]
+    assert json.loads(rendezvous.group_store(None).get("ovpatch/peers/2/1"))["port"] == asdict(server.card)["port"]
     assert directory.look_up(0) is None
 
 

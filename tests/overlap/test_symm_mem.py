@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from ovpatch.overlap.comm.group_state import group_values
 from ovpatch.overlap.symm_mem import memory, support, workspace
 from ovpatch.overlap.symm_mem.memory import Memory
 
@@ -107,14 +108,14 @@ def test_groups_that_are_gone_are_forgotten(ranks):
 
 def regrouped() -> bool:
     first = dist.new_group([0, 1])
-    one = workspace.of(first, CPU)
-    again = workspace.of(first, CPU) is one
+    one = workspace.workspace_for(first, CPU)
+    again = workspace.workspace_for(first, CPU) is one
     dist.destroy_process_group(first)
     second = dist.new_group([0, 1])
-    other = workspace.of(second, CPU)
-    kept = list(workspace._workspaces.values())
-    workspace.forget()
-    return again and other is not one and kept == [other] and not workspace._workspaces
+    other = workspace.workspace_for(second, CPU)
+    kept = [found for _, found in group_values(workspace.Workspace)]
+    workspace.drop_workspaces()
+    return again and other is not one and kept == [other] and not group_values(workspace.Workspace)
 
 
 def allocations(lacking: dict[int, int]) -> tuple[list[str], str]:

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from ovpatch.overlap.autotune import autotuner
+from ovpatch.overlap.comm.group_state import drop_values
 
 # Where nothing is kept, as on a machine whose homes are read-only.
 NOWHERE = {"OVPATCH_CACHE_DIR": os.path.join(os.devnull, "none")}
@@ -33,9 +34,9 @@ def forced(first: int) -> Iterator[list[str]]:
         return {name: 1.0 if name == won[-1] else 2.0 for name in candidates}
 
     stock, autotuner.measure_candidates = autotuner.measure_candidates, measured
-    autotuner._autotuners.clear()
+    drop_values(autotuner.Autotuner)
     try:
         yield won
     finally:
         autotuner.measure_candidates = stock
-        autotuner._autotuners.clear()
+        drop_values(autotuner.Autotuner)

@@ -11,7 +11,6 @@ import platform
 import socket
 import threading
 import time
-import weakref
 import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -23,7 +22,8 @@ import torch.distributed as dist
 from ovpatch.overlap.autotune.cache import TuningCache
 from ovpatch.overlap.autotune.measure import Candidates, Choice, RankNumbers, Tuning, measure_candidates, pick_fastest
 from ovpatch.overlap.comm.collectives import backend_name
-from ovpatch.overlap.comm.consensus import RankMismatchError, check_consistent, patience
+from ovpatch.overlap.comm.consensus import RankMismatchError, check_consistent, wait_limit_s
+from ovpatch.overlap.comm.group_state import group_state
 from ovpatch.overlap.comm.streams import is_capturing
 
 T = TypeVar("T")
@@ -147,7 +147,7 @@ class Autotuner:
             "candidates": list(tuning.candidates),
             "deterministic algorithms": deterministic,
         }
-        limit = patience(group, self._device, PATIENCE_S)
+        limit = wait_limit_s(group, PATIENCE_S)
         check_consistent(group, f"{self._feature}: choice", terms, timeout_s=limit, remedy=_REMEDY)
         if deterministic:
             return Choice(tuning.default, "not measured, since algorithms must be deterministic")
@@ -234,11 +234,6 @@ class Autotuner:
         }
 
 
-_autotuners: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[tuple[str, torch.device], Autotuner]] = (
-    weakref.WeakKeyDictionary()
-)
-
-
 def autotuner_for(group: dist.ProcessGroup, device: torch.device, feature: str, directory: Path | None) -> Autotuner:
     """Return the autotuner of a feature on a group; made once.
 
@@ -248,11 +243,8 @@ def autotuner_for(group: dist.ProcessGroup, device: torch.device, feature: str, 
         feature: Its name.
         directory: Where measurements are kept from run to run; None to keep none.
     """
-    made = _autotuners.setdefault(group, {})
-    key = (feature, device)
-    if key not in made:
-        made[key] = Autotuner(device, feature, directory, BUDGET)
-    return made[key]
+    key = (Autotuner, feature, device)
+    return group_state(group).get_or_create(key, lambda: Autotuner(device, feature, directory, BUDGET))
 
 
 # --- the report ---

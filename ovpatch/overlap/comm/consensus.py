@@ -26,12 +26,16 @@ from __future__ import annotations
 import json
 import time
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
+
+from ovpatch.overlap.comm.group_state import group_state, group_timeout_s
+
+# Seconds to wait for ranks that may load or build their models at different speeds.
+LATE_START_S = 300.0
 
 # Seconds between two looks for the verdict, once it is late.
 _LONGEST_PAUSE = 0.05
@@ -69,9 +73,69 @@ def check_consistent(
     Raises:
         RankMismatchError: Terms differ, or a rank did not answer in time.
     """
-    world = group.size()
-    if world == 1 or dist.get_backend(group) == "fake":
+    if group.size() == 1 or dist.get_backend(group) == "fake":
         return objection
+    return str(_run_round(group, topic, terms, objection, timeout_s, remedy)["objection"])
+
+
+class _Agreed(set[tuple[str, Hashable]]):
+    """What the ranks of one group have agreed on, by topic and key."""
+
+
+def check_consistent_once(
+    group: dist.ProcessGroup,
+    topic: str,
+    key: Hashable,
+    terms: Callable[[], Mapping[str, Any]],
+    *,
+    remedy: str,
+) -> None:
+    """Agree with all ranks of ``group`` on ``terms`` when this rank first has ``key``.
+
+    Waits up to :data:`LATE_START_S` for the others, and at most for half of the group's time-out.
+
+    Args:
+        group: The process group on which the collectives will run.
+        topic: What is agreed on, normally the feature's name.
+        key: Stands for the terms on this rank.
+        terms: Returns JSON values that must be the same on all ranks.
+        remedy: What to do about ranks that differ or do not answer.
+
+    Raises:
+        RankMismatchError: Terms differ, or a rank did not answer in time.
+    """
+    agreed = group_state(group).values.get(_Agreed)
+    if agreed is None or (topic, key) not in agreed:
+        limit_s = wait_limit_s(group, LATE_START_S)
+        check_consistent(group, topic, terms(), timeout_s=limit_s, remedy=remedy)
+        group_state(group).get_or_create(_Agreed, _Agreed).add((topic, key))
+
+
+def agree_on_name(group: dist.ProcessGroup, topic: str, *, timeout_s: float) -> str:
+    """Return a name that is the same on all ranks and that no other call, of this or another process, returns.
+
+    Every rank of the group calls this the same number of times per topic.
+
+    Args:
+        group: The process group, of two or more ranks.
+        topic: What is named.
+        timeout_s: How long a rank waits for the others, in seconds.
+
+    Raises:
+        RankMismatchError: A rank did not answer in time.
+    """
+    return str(_run_round(group, topic, {}, "", timeout_s, "")["marks"][0])
+
+
+def _run_round(
+    group: dist.ProcessGroup, topic: str, terms: Mapping[str, Any], objection: str, timeout_s: float, remedy: str
+) -> dict[str, Any]:
+    """Return the verdict of one round: the ranks' objections, and their marks by rank.
+
+    Raises:
+        RankMismatchError: The verdict is an error.
+    """
+    world = group.size()
     store = c10d._get_process_group_store(group)
     base = f"ovpatch/{topic}/{world}"
     mark = uuid.uuid4().hex
@@ -88,19 +152,16 @@ def check_consistent(
         verdict = found or {"error": _missing(topic, _global(group, [0]), timeout_s, remedy)}
     if "error" in verdict:
         raise RankMismatchError(verdict["error"])
-    return str(verdict["objection"])
+    return verdict
 
 
-def patience(group: dist.ProcessGroup, device: torch.device, most: float) -> float:
-    """Return how long to wait for others that are not known to be near, in seconds.
+def wait_limit_s(group: dist.ProcessGroup, most_s: float) -> float:
+    """Return how long to wait for ranks that may arrive late, in seconds.
 
-    Half of the group's time-out at most: who waits in a collective for a rank that waits here must not fail.
+    At most half of the group's time-out, so that a rank that waits in a collective for one that waits here does not
+    fail.
     """
-    backend: Any = group._get_backend(device)
-    if backend.name() not in ("gloo", "nccl"):  # others need not tell
-        return most
-    seconds: float = backend.options._timeout.total_seconds()
-    return min(most, seconds / 2)
+    return min(most_s, group_timeout_s(group) / 2)
 
 
 def _collect(

@@ -13,8 +13,6 @@ which have to be the same on ranks that are no members.
 from __future__ import annotations
 
 import functools
-import uuid
-import weakref
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -22,14 +20,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ovpatch.overlap.peer_rpc.rendezvous import store_of
-from ovpatch.overlap.peer_rpc.rpc import PeerRpc, timeout_of
-from ovpatch.overlap.peer_rpc.shutdown import failing
-
-# By the group beside which they stand, and the type of device.
-_made: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[str, dist.ProcessGroup]] = weakref.WeakKeyDictionary()
-# How many were made beside a group.
-_numbers: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()
+from ovpatch.overlap.comm.consensus import agree_on_name
+from ovpatch.overlap.comm.group_state import (
+    group_state,
+    group_store,
+    group_timeout_s,
+    group_values,
+    is_exiting_by_error,
+)
 
 _TUNED = ("cga_cluster_size", "min_ctas", "max_ctas")  # what users set in NCCL's configuration
 
@@ -47,10 +45,11 @@ def step_communicator(group: dist.ProcessGroup, device: torch.device) -> dist.Pr
         A process group over the same ranks. ``group`` itself for a backend that is neither gloo nor NCCL: there, a
         script must not issue collectives on it beside a step.
     """
-    made = _made.setdefault(group, {})
+    made = group_state(group).get_or_create(_Communicators, _Communicators)
     if device.type not in made:
         made[device.type] = _make(group, device)
-    return made[device.type]
+    found = made[device.type]
+    return group if found is None else found
 
 
 def close(group: dist.ProcessGroup | None = None) -> None:
@@ -61,21 +60,25 @@ def close(group: dist.ProcessGroup | None = None) -> None:
     Args:
         group: Beside which they stand.
     """
-    if failing():
+    if is_exiting_by_error():
         return
-    for own in list(_made):
-        if group is None or own is group:
-            for one in _made.pop(own).values():
-                if one is not own:
-                    one.shutdown()
+    for _, made in group_values(_Communicators, group):
+        for communicator in made.values():
+            if communicator is not None:
+                communicator.shutdown()
+        made.clear()
 
 
-def _make(group: dist.ProcessGroup, device: torch.device) -> dist.ProcessGroup:
+class _Communicators(dict[str, "dist.ProcessGroup | None"]):
+    """The communicators beside one group, by type of device; None where the group itself serves."""
+
+
+def _make(group: dist.ProcessGroup, device: torch.device) -> dist.ProcessGroup | None:
     connect = _by_backend(group._get_backend(device))
-    store = store_of(group)
+    store = group_store(group)
     if group.size() == 1 or connect is None or store is None:
-        return group
-    name = _name(group)
+        return None
+    name = f"ovpatch/communicator/{agree_on_name(group, 'communicator', timeout_s=group_timeout_s(group))}"
     own = dist.PrefixStore(name, store)
     kind, made = connect(own, group, name)
     found = dist.ProcessGroup(own, group.rank(), group.size())
@@ -99,7 +102,7 @@ def _by_backend(backend: Any) -> Connect | None:
 
 def _gloo(store: dist.Store, group: dist.ProcessGroup, name: str) -> tuple[Any, Any]:
     del name
-    timeout = timedelta(seconds=timeout_of(group))
+    timeout = timedelta(seconds=group_timeout_s(group))
     made = dist.ProcessGroupGloo(store, group.rank(), group.size(), timeout=timeout)
     return dist.ProcessGroup.BackendType.GLOO, made
 
@@ -115,15 +118,3 @@ def _nccl(given: Any, store: dist.Store, group: dist.ProcessGroup, name: str) ->
     options.group_name = name
     made = dist.ProcessGroupNCCL(store, group.rank(), group.size(), options)
     return dist.ProcessGroup.BackendType.NCCL, made
-
-
-def _name(group: dist.ProcessGroup) -> str:
-    """Return a name that no earlier process has left in the store, the same on all ranks."""
-    number = _numbers[group] = _numbers.get(group, 0) + 1
-    topic = f"the name of communicator {number}"
-    if group.rank():
-        header, _ = PeerRpc.of(group).ask(topic, {}, ranks=[0])[0]
-        return str(header["name"])
-    name = f"ovpatch/communicator/{uuid.uuid4().hex}"
-    PeerRpc.of(group).serve(topic, lambda _: ({"name": name}, []))
-    return name

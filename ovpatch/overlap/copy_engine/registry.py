@@ -10,10 +10,9 @@ import torch
 import torch.distributed as dist
 
 from ovpatch.overlap.comm import collectives
+from ovpatch.overlap.comm.group_state import group_timeout_s, is_exiting_by_error, register_at_exit
 from ovpatch.overlap.comm.streams import is_capturing
 from ovpatch.overlap.copy_engine.collectives import Engine
-from ovpatch.overlap.peer_rpc.rpc import timeout_of
-from ovpatch.overlap.peer_rpc.shutdown import at_exit, failing
 
 _log = logging.getLogger("ovpatch.copies")
 
@@ -40,7 +39,7 @@ _chosen: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[torch.device, Chosen]
 
 def chosen_for(group: dist.ProcessGroup, device: torch.device) -> Chosen:
     """Return what was chosen, or is yet to be."""
-    at_exit(_at_exit)
+    register_at_exit(_at_exit)
     collectives.set_transports(collectives.Transports(gathering, scattering, attend))
     return _chosen.setdefault(group, {}).setdefault(device, Chosen())
 
@@ -75,8 +74,8 @@ def finish(group: dist.ProcessGroup | None = None) -> None:
         if group is not None and one is not group:
             continue
         for chosen in devices.values():
-            if chosen.engine is not None and not chosen.engine.drain(timeout_of(one)):
-                _log.warning(_LATE, timeout_of(one))
+            if chosen.engine is not None and not chosen.engine.drain(group_timeout_s(one)):
+                _log.warning(_LATE, group_timeout_s(one))
                 _stuck.append(chosen.engine)
                 chosen.engine = None
 
@@ -92,7 +91,7 @@ def forget(group: dist.ProcessGroup | None = None) -> None:
 
 
 def _at_exit() -> None:
-    if not failing():
+    if not is_exiting_by_error():
         finish()
 
 

@@ -27,8 +27,8 @@ from typing import Final
 import torch
 import torch.distributed as dist
 
-from ovpatch.overlap.peer_rpc.rendezvous import store_of
-from ovpatch.overlap.peer_rpc.rpc import PeerRpc, timeout_of
+from ovpatch.overlap.comm.group_state import group_state, group_store, group_timeout_s
+from ovpatch.overlap.peer_rpc.rpc import PeerRpc
 
 _TOPIC: Final = "the gate's name"
 
@@ -53,10 +53,10 @@ class HostBarrier:
         self._world, self._rank = group.size(), group.rank()
         self._group = weakref.ref(group)
         self.devices: set[torch.device] = set()
-        store = store_of(group)
+        store = group_store(group)
         assert store is not None, "the process group was destroyed"
         self._store, self._in_file = store, _is_in_file(store)
-        self._timeout_s = timeout_of(group)
+        self._timeout_s = group_timeout_s(group)
         self._number, self._lock = 0, threading.Lock()
         self._raised = ""  # what this rank has told the others the last time
         self._ahead = self._open = False
@@ -75,10 +75,9 @@ class HostBarrier:
             group: Whose hosts meet.
             device: Whose collectives they will meet for, if they do so during backwards.
         """
-        if group not in _gates:
-            _gates[group] = cls(group)
-        _gates[group].devices |= {device} if device is not None else set()
-        return _gates[group]
+        barrier = group_state(group).get_or_create(HostBarrier, lambda: cls(group))
+        barrier.devices |= {device} if device is not None else set()
+        return barrier
 
     def come(self) -> None:
         """Say that this rank comes to its next :meth:`meet`, and asks no other anything until then; see [Note: ahead].
@@ -149,8 +148,6 @@ def _is_in_file(store: dist.Store) -> bool:
         store = store.underlying_store
     return isinstance(store, dist.FileStore)
 
-
-_gates: weakref.WeakKeyDictionary[dist.ProcessGroup, HostBarrier] = weakref.WeakKeyDictionary()
 
 _MISSING = (
     "ovpatch: not all ranks came to the same collective within {:g} s. Look at the output of the others: one may have "

@@ -20,8 +20,8 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 
 import torch.distributed as dist
-from torch.distributed import distributed_c10d as c10d
 
+from ovpatch.overlap.comm.group_state import group_store
 from ovpatch.overlap.peer_rpc.wire import Connection
 
 # Seconds until one attempt to connect is given up and the next address is tried.
@@ -131,20 +131,13 @@ class Endpoints:
     def _store(self) -> dist.Store | None:
         # Looked up each time: a store that is kept would keep its server, and so the port for the next group, in use.
         group = self._group()
-        return None if group is None else store_of(group)
+        return None if group is None else group_store(group)
 
 
 def own_addresses(store: dist.Store | None) -> tuple[str, ...]:
     """Return this machine's addresses, the one that its route to the store's host has first."""
     found = [_source(host) for host in (_store_host(store), *_SOMEWHERE) if host] + _of_interfaces()
     return tuple(dict.fromkeys(address for address in found if address and not address.startswith(_OF_NO_USE)))
-
-
-def store_of(group: dist.ProcessGroup) -> dist.Store | None:
-    """Return the store of a process group, None if the group was destroyed."""
-    with suppress(KeyError):
-        return c10d._get_process_group_store(group)
-    return None
 
 
 def _store_host(store: dist.Store | None) -> str:

@@ -7,19 +7,25 @@ a small server; who needs something asks for it.
 from __future__ import annotations
 
 import os
-import threading
 import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from typing import Any
 
 import torch.distributed as dist
 
+from ovpatch.overlap.comm.group_state import (
+    group_state,
+    group_store,
+    group_timeout_s,
+    group_values,
+    is_exiting_by_error,
+    register_at_exit,
+)
 from ovpatch.overlap.peer_rpc.client import AT_ONCE, Replies, Request
-from ovpatch.overlap.peer_rpc.rendezvous import Endpoints, own_addresses, store_of
+from ovpatch.overlap.peer_rpc.rendezvous import Endpoints, own_addresses
 from ovpatch.overlap.peer_rpc.server import Answer, Server
-from ovpatch.overlap.peer_rpc.shutdown import ShutdownBarrier, at_exit, failing, leave
+from ovpatch.overlap.peer_rpc.shutdown import ShutdownBarrier, leave
 
 # Seconds without a question after which a process that has come to its end no longer waits for its peers.
 AT_EXIT_S = 300.0
@@ -35,11 +41,11 @@ class PeerRpc:
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._rank, self._size, self._pid = group.rank(), group.size(), os.getpid()
         self._names = [dist.get_global_rank(group, rank) for rank in range(self._size)]
-        self._timeout_s = timeout_of(group)
+        self._timeout_s = group_timeout_s(group)
         self._directory = Endpoints(group)
         directory = self._directory  # not self: the server's threads would keep it
         self._server = Server(
-            str(group.group_name), own_addresses(store_of(group)), lambda: directory.destroyed() and not _exiting
+            str(group.group_name), own_addresses(group_store(group)), lambda: directory.destroyed() and not _exiting
         )
         self._departure = ShutdownBarrier(self._rank, self._names, self._directory, self._server)
         self._directory.publish(self._rank, self._server.card)
@@ -54,14 +60,19 @@ class PeerRpc:
         Raises:
             PeerError: This process is a fork of the rank, not the rank.
         """
-        with _lock:
-            if group in _inherited:
-                raise PeerError(_FORKED)
-            if group not in _peers:
-                _sweep()
-                _peers[group] = cls(group)
-                at_exit(_at_exit)
-            return _peers[group]
+        state = group_state(group)
+        if state.is_forked:
+            raise PeerError(_FORKED)
+        with state.lock:
+            return state.get_or_create(PeerRpc, lambda: cls._start(group))
+
+    @classmethod
+    def _start(cls, group: dist.ProcessGroup) -> PeerRpc:
+        for _, other in group_values(PeerRpc):
+            if other._directory.destroyed():  # though somebody still holds the group
+                other._server.close()
+        register_at_exit(_at_exit)
+        return cls(group)
 
     def serve(self, topic: str, answer: Answer) -> Callable[[], None]:
         """Answer questions on a topic from now on, on threads of the server.
@@ -139,15 +150,12 @@ class PeerRpc:
     @staticmethod
     def destroyed(group: dist.ProcessGroup) -> bool:
         """Tell whether the group was destroyed, so that nobody in it can be asked any more."""
-        with _lock:
-            return group in _peers and _peers[group]._directory.destroyed()
+        return any(peers._directory.destroyed() for _, peers in group_values(PeerRpc, group))
 
     @staticmethod
     def drain_all(group: dist.ProcessGroup | None = None, timeout_s: float = AT_EXIT_S) -> None:
         """As :meth:`drain`, for all process groups, or for one if it has peers at all."""
-        with _lock:
-            ones = [peers for own, peers in _peers.items() if group is None or own is group]
-        leave([peers._departure for peers in ones], timeout_s)
+        leave([peers._departure for _, peers in group_values(PeerRpc, group)], timeout_s)
 
     def _check(self, ranks: Sequence[int]) -> None:
         if os.getpid() != self._pid:
@@ -171,40 +179,12 @@ class PeerRpc:
 def _at_exit() -> None:
     global _exiting
     _exiting = True
-    everybody = list(_peers.values())
-    if not failing():
-        leave([peers._departure for peers in everybody], AT_EXIT_S)
-    for peers in everybody:
+    if not is_exiting_by_error():
+        PeerRpc.drain_all()
+    for _, peers in group_values(PeerRpc):
         peers._server.close()
 
 
-def _sweep() -> None:
-    """Close the servers of groups that were destroyed, though somebody still holds them."""
-    for peers in list(_peers.values()):
-        if peers._directory.destroyed():
-            peers._server.close()
-
-
-def timeout_of(group: dist.ProcessGroup) -> float:
-    """Return the process group's time-out in seconds."""
-    for device in group._device_types:
-        with suppress(AttributeError, RuntimeError):  # a backend that does not tell
-            return float(group._get_backend(device).options._timeout.total_seconds())
-    return float(dist.default_pg_timeout.total_seconds())
-
-
-def _start_afresh_in_child() -> None:
-    """A fork is no rank: it must not speak for its parent, nor publish a card over the parent's."""
-    global _lock
-    _lock = threading.RLock()
-    for group in list(_peers):
-        _inherited.add(group)
-    _peers.clear()
-
-
-_peers: weakref.WeakKeyDictionary[dist.ProcessGroup, PeerRpc] = weakref.WeakKeyDictionary()
-_inherited: weakref.WeakSet[dist.ProcessGroup] = weakref.WeakSet()
-_lock = threading.RLock()
 _exiting = False
 
 _REMEDY = (
@@ -226,6 +206,3 @@ _FORKED = (
     "ovpatch: a forked process is no rank of its parent's process group and cannot ask its peers. Read what needs them "
     "in the parent, before the fork."
 )
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_start_afresh_in_child)

@@ -10,19 +10,16 @@ so no two ranks wait for each other.
 
 from __future__ import annotations
 
-import atexit
 import logging
-import multiprocessing.util
 import os
-import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch.distributed as dist
-from torch.distributed import distributed_c10d as c10d
 
+from ovpatch.overlap.comm.group_state import group_state, is_destroyed
 from ovpatch.overlap.peer_rpc.client import Request
 from ovpatch.overlap.peer_rpc.rendezvous import Endpoints
 from ovpatch.overlap.peer_rpc.server import Server
@@ -94,29 +91,6 @@ def leave(departures: Iterable[ShutdownBarrier], timeout_s: float) -> None:
         departure.wait(timeout_s)
 
 
-def failing() -> bool:
-    """Whether this process ends by an exception. Its peers may hang in a collective until it is gone."""
-    error = sys.exc_info()[1]  # in a child of multiprocessing, which comes here while the exception is on its way
-    if isinstance(error, SystemExit):
-        return bool(error.code)
-    return error is not None or getattr(sys, "last_value", None) is not None
-
-
-def at_exit(function: Callable[[], None]) -> None:
-    """Run a function before threads are torn down, also in children of multiprocessing, which skip atexit.
-
-    Call it whenever there is something to do at the end: more than once in a process does nothing.
-    """
-    if _registered.get(function) != os.getpid():
-        _registered[function] = os.getpid()
-        atexit.unregister(function)  # a fork inherits it
-        atexit.register(function)
-        multiprocessing.util.Finalize(None, function, exitpriority=0)
-
-
-_registered: dict[Callable[[], None], int] = {}  # in which process; a fork inherits that, too
-
-
 # What a rank keeps for its peers after it has no use for it itself.
 #
 # [Note: last questions] When a feature is turned off, each rank asks the others for what it lacks and then drops its
@@ -156,23 +130,21 @@ class KeepAlive:
             if "last of" in question:
                 self._heard.add(question["last of"])
             if self._owner is not None and len(self._heard) == self._others:
-                _kept.pop(self._owner, None)
+                group_state(self._group).values.get(_Kept, {}).pop(self._owner, None)
+
+
+class _Kept(dict[int, object]):
+    """What this rank keeps for the peers of one group, by ``id()``."""
 
 
 def keep(group: dist.ProcessGroup, owner: object) -> None:
     """Keep something that peers may still ask for until all ranks of the group have taken part in a backward."""
-    gone = [key for key, (its, _) in list(_kept.items()) if its not in c10d._world.pg_map]
-    for key in gone:  # destroyed: nobody can ask any more
-        _kept.pop(key, None)
-    if group in c10d._world.pg_map:
-        _kept[id(owner)] = (group, owner)
+    if not is_destroyed(group):  # else nobody can ask any more
+        group_state(group).get_or_create(_Kept, _Kept, keeps_group=True)[id(owner)] = owner
 
 
 def met(group: dist.ProcessGroup) -> None:
     """All ranks of the group have taken part in a backward."""
-    for key, (its, _) in list(_kept.items()):
-        if its is group:
-            _kept.pop(key, None)
-
-
-_kept: dict[int, tuple[dist.ProcessGroup, object]] = {}
+    kept = group_state(group).values.get(_Kept)
+    if kept:
+        kept.clear()

@@ -13,8 +13,8 @@ from typing import Any, Final
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import distributed_c10d
 
+from ovpatch.overlap.comm.group_state import drop_values, group_state
 from ovpatch.overlap.symm_mem import memory
 
 HEADER: Final = 1024  # bytes of signals in front of the halves
@@ -162,21 +162,11 @@ def _is_capturing(stream: torch.cuda.Stream) -> bool:
         return torch.cuda.is_current_stream_capturing()
 
 
-_workspaces: dict[tuple[int, torch.device], Workspace] = {}
+def workspace_for(group: dist.ProcessGroup, device: torch.device) -> Workspace:
+    """Return the workspace of a group on a device; made once, and dropped when the group is destroyed."""
+    return group_state(group).get_or_create((Workspace, device), lambda: Workspace(group, device), keeps_group=True)
 
 
-def of(group: dist.ProcessGroup, device: torch.device) -> Workspace:
-    """Return the workspace of a group; made once, and gone with it."""
-    found = _workspaces.get((id(group), device))
-    if found is None or found.group is not group:
-        forget(gone_only=True)
-        found = _workspaces[id(group), device] = Workspace(group, device)
-    return found
-
-
-def forget(*, gone_only: bool = False) -> None:
-    """Let go of all workspaces, or of those whose groups were destroyed."""
-    alive = distributed_c10d._world.pg_map
-    for key, workspace in list(_workspaces.items()):
-        if not gone_only or workspace.group not in alive:
-            del _workspaces[key]
+def drop_workspaces() -> None:
+    """Drop the workspaces of all groups."""
+    drop_values(Workspace)

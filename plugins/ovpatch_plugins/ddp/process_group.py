@@ -14,7 +14,6 @@ is off by 0.2%, which is too much, and in float32 by a last bit, in which sums i
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Collection
 from typing import Any
 
@@ -23,10 +22,8 @@ import torch.distributed as dist
 
 from ovpatch.overlap.comm.collectives import backend_name
 from ovpatch.overlap.comm.consensus import check_consistent
+from ovpatch.overlap.comm.group_state import group_state
 from ovpatch_plugins.ddp import errors
-
-# Communicators with an SM budget, by the one they stand beside. Models share them: each takes memory on the device.
-_budgeted: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[int, dist.ProcessGroup]] = weakref.WeakKeyDictionary()
 
 
 def averages(
@@ -71,20 +68,22 @@ def with_budget(group: dist.ProcessGroup, max_ctas: int | None) -> dist.ProcessG
     """
     if max_ctas is None:
         return group
-    siblings = _budgeted.setdefault(group, {})
-    if max_ctas not in siblings:
-        options: Any = dist.ProcessGroupNCCL.Options()
-        options.config.max_ctas = max_ctas
-        options.config.min_ctas = 1
-        ranks = dist.get_process_group_ranks(group)
-        siblings[max_ctas] = dist.new_group(
-            ranks,
-            backend="nccl",
-            pg_options=options,
-            use_local_synchronization=True,
-            group_desc=f"ovpatch ddp, max_ctas {max_ctas}",
-        )
-    return siblings[max_ctas]
+    # Models share it: each communicator takes memory on the device.
+    return group_state(group).get_or_create(("max_ctas", max_ctas), lambda: _new_group(group, max_ctas))
+
+
+def _new_group(group: dist.ProcessGroup, max_ctas: int) -> dist.ProcessGroup:
+    options: Any = dist.ProcessGroupNCCL.Options()
+    options.config.max_ctas = max_ctas
+    options.config.min_ctas = 1
+    made: dist.ProcessGroup = dist.new_group(
+        dist.get_process_group_ranks(group),
+        backend="nccl",
+        pg_options=options,
+        use_local_synchronization=True,
+        group_desc=f"ovpatch ddp, max_ctas {max_ctas}",
+    )
+    return made
 
 
 def meet_for_late_backward(group: dist.ProcessGroup, model: str, number: int, timeout_s: float) -> None:

@@ -14,6 +14,7 @@ from __future__ import annotations
 import atexit
 import functools
 import inspect
+import itertools
 import sys
 import time
 import weakref
@@ -24,6 +25,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import torch
 import torch.distributed as dist
 
+from ovpatch.overlap.comm.group_state import group_state, group_store
 from ovpatch_plugins.ddp import errors
 from ovpatch_plugins.ddp.report import COUNTERS
 
@@ -35,8 +37,6 @@ if TYPE_CHECKING:
 
 def objection(ddp: DistributedDataParallel, params: Sequence[torch.nn.Parameter]) -> str:
     """Return why this model is left to the stock reducer, or ""."""
-    from ovpatch.overlap.peer_rpc.rendezvous import store_of  # only when a model is wrapped
-
     if ddp._use_python_reducer:
         return "torch._dynamo.config.optimize_ddp is 'python_reducer'"
     if ddp.mixed_precision is not None:
@@ -45,7 +45,7 @@ def objection(ddp: DistributedDataParallel, params: Sequence[torch.nn.Parameter]
         return "delay_all_reduce_named_params has a reduction of its own"
     if any(_is_dtensor(param) for param in params):
         return "parameters are DTensors"
-    if store_of(ddp.process_group) is None:
+    if group_store(ddp.process_group) is None:
         return "its process group has no store, through which ranks would compare their settings"
     if _has_rpc():
         return "RPC is in use, whose distributed autograd keeps gradients in contexts of its own"
@@ -77,8 +77,6 @@ _live: weakref.WeakKeyDictionary[Wrapper, InitHelper] = weakref.WeakKeyDictionar
 # The parameters of all models that were wrapped, also of those with the stock reducer; alive, and their ids theirs, as
 # long as a reducer has them.
 _parameters: weakref.WeakKeyDictionary[Wrapper, frozenset[int]] = weakref.WeakKeyDictionary()
-# How many models the ranks of a process group have agreed on.
-_agreements: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()
 _ranks_are_together: ContextVar[bool] = ContextVar("ovpatch_ddp_ranks_are_together", default=False)
 
 
@@ -129,12 +127,11 @@ class Takeover:
                 _note_sharing(ddp, parameters)
                 return
             from ovpatch.overlap.comm.consensus import check_consistent  # [Note: imported late]
-            from ovpatch.overlap.peer_rpc.rendezvous import store_of
 
             reason = objection(ddp, parameters)
             config = self._config(ddp, parameters, expect_sparse_gradient)
             terms = _terms(parameters, config, static_graph)
-            if _ranks_are_together.get() and store_of(ddp.process_group) is not None:
+            if _ranks_are_together.get() and group_store(ddp.process_group) is not None:
                 reason = check_consistent(
                     ddp.process_group,
                     "ddp",
@@ -363,7 +360,7 @@ def _agree_late(reference: weakref.ref[Wrapper], terms: Mapping[str, Any]) -> No
 
 def _identify(ddp: Wrapper) -> None:
     """Name a model whose ranks have just agreed, and so do this in the same order everywhere."""
-    number = _agreements[ddp.process_group] = _agreements.get(ddp.process_group, 0) + 1
+    number = next(group_state(ddp.process_group).get_or_create("models", functools.partial(itertools.count, 1)))
     ddp.reducer.set_name(f"{model_name(ddp)}, model {number} of its process group")
 
 

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch.optim import Optimizer
 
-from ovpatch.overlap.comm.consensus import RankMismatchError, check_consistent, patience
+from ovpatch.overlap.comm.consensus import RankMismatchError, check_consistent, wait_limit_s
 from ovpatch_plugins.dist_optimizer import sharded_grads
 from ovpatch_plugins.dist_optimizer.sharded_grads import ShardedGrads
 
@@ -154,7 +154,7 @@ def rank_mismatch(optimizer: Optimizer) -> str:
     found = [sharded_grads.find(param) for group in optimizer.param_groups for param in group["params"]]
     entries = [entry for entry in found if entry is not None]
     reasons: dict[dist.ProcessGroup, str] = {}
-    waits = {shards.group: patience(shards.group, shards.params[0].device, PATIENCE_S) for shards, _ in entries}
+    waits = {shards.group: wait_limit_s(shards.group, PATIENCE_S) for shards, _ in entries}
     for group in waits:
         ones = [entry for entry in entries if entry[0].group is group]
         reasons[group] = _ask(group, _terms(optimizer, ones), waits[group])

@@ -13,9 +13,9 @@ import torch.distributed as dist
 from torch.optim import Optimizer
 
 from ovpatch.overlap.comm import step_communicator
+from ovpatch.overlap.comm.group_state import is_exiting_by_error
 from ovpatch.overlap.copy_engine import registry as copies
 from ovpatch.overlap.peer_rpc.rpc import PeerRpc
-from ovpatch.overlap.peer_rpc.shutdown import failing
 from ovpatch.overlap.tensors import pending_param
 from ovpatch_plugins.dist_optimizer import param_all_gather, sharded_grads, supported_optimizers
 from ovpatch_plugins.dist_optimizer.main_params import load_in_fp32
@@ -44,7 +44,7 @@ def wrap_destroy(original: Callable[..., None]) -> Callable[..., None]:
         except RuntimeError as error:
             _log.warning("parameters did not arrive, and who reads them will be told again: %s", error)
         ending = None if group is dist.group.WORLD else group
-        leaving = not failing()
+        leaving = not is_exiting_by_error()
         if leaving:
             copies.finish(ending)
             PeerRpc.drain_all(ending)

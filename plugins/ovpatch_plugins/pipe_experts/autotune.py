@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import functools
 import math
-import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final
@@ -21,6 +20,7 @@ from torch import Tensor, nn
 
 from ovpatch.hookspecs import cache_dir
 from ovpatch.overlap.autotune import Candidates, Tuning, autotuner_for
+from ovpatch.overlap.comm.group_state import group_state
 from ovpatch_plugins.pipe_experts.chunks import ChunkPlan, Plans, candidates
 from ovpatch_plugins.pipe_experts.config import MoEConfig
 from ovpatch_plugins.pipe_experts.experts import Activation, Stacked, swiglu
@@ -150,9 +150,6 @@ class Measured:
         return {name: functools.partial(run, plan) for name, plan in self._plans.items()}
 
 
-_made: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[Layer, Measured]] = weakref.WeakKeyDictionary()
-
-
 def plans_of(
     how: MoEConfig, maker: object, group: dist.ProcessGroup, local: int, x: Tensor, top_k: int, dtype: torch.dtype
 ) -> Plans:
@@ -175,10 +172,7 @@ def plans_of(
     if activation is None:
         return how.plan(world, local)
     layer = Layer(how, world, local, top_k, x.shape[1], wide, ffn, dtype, x.device)
-    made = _made.setdefault(group, {})
-    if layer not in made:
-        made[layer] = Measured(layer, activation)
-    return made[layer]
+    return group_state(group).get_or_create((Measured, layer), lambda: Measured(layer, activation))
 
 
 def _stand_in(wide: int, ffn: int) -> Callable[[Tensor], Tensor] | None:

@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import functools
-import weakref
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
+from ovpatch.overlap.comm.group_state import group_state
 from ovpatch_plugins.pipe_experts.options import DEFAULT_EXCHANGE
 
 if TYPE_CHECKING:
     from ovpatch_plugins.pipe_experts.chunks import ChunkPlan
-
-# Second communicators, by the one they stand beside: layers share them, each takes memory on the device.
-_lanes: weakref.WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = weakref.WeakKeyDictionary()
 
 
 @dataclass(frozen=True)
@@ -47,10 +44,14 @@ class MoEConfig:
         """Return the communicator on which rows are sent back; made when first needed, by all ranks of the group."""
         if not self.multi_stream:
             return group
-        if group not in _lanes:
-            ranks, backend = dist.get_process_group_ranks(group), dist.get_backend(group)
-            _lanes[group] = dist.new_group(ranks, backend=backend, use_local_synchronization=True)
-        return _lanes[group]
+        # Layers share it: each communicator takes memory on the device.
+        return group_state(group).get_or_create(("way back",), lambda: _new_group(group))
+
+
+def _new_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
+    ranks, backend = dist.get_process_group_ranks(group), dist.get_backend(group)
+    made: dist.ProcessGroup = dist.new_group(ranks, backend=backend, use_local_synchronization=True)
+    return made
 
 
 # Whether the feature is on in this process, and how it computes.

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import functools
+import importlib.metadata
 from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ovpatch.overlap.comm.consensus import check_consistent_once
 from ovpatch.overlap.tensors.autocast import autocast_dtype
-from ovpatch_plugins.pipe_experts import agreed
 from ovpatch_plugins.pipe_experts.autotune import plans_of
 from ovpatch_plugins.pipe_experts.config import MoEConfig
 from ovpatch_plugins.pipe_experts.experts import Activation, Grouped, Maker, Separate, Stacked
@@ -19,6 +22,12 @@ from ovpatch_plugins.pipe_experts.report import COUNTERS
 from ovpatch_plugins.pipe_experts.symm_all_to_all import possible
 
 DEFAULT = MoEConfig()
+
+_SAME_LAYERS = (
+    "Give every rank and every token the same number of experts, every rank the same OVPATCH variables and the same "
+    "`how`, and call ovpatch.apply() with the same arguments everywhere; OVPATCH_PIPE_EXPERTS=0 on all ranks leaves "
+    "layers to stock."
+)
 
 
 def expert_parallel_ffn(
@@ -177,7 +186,8 @@ def run(
         )
     group = ranks_of(group)
     top_k, sent = top_k_index.shape[1], dtype or x.dtype
-    agreed.ensure(group, x.device, how, local, top_k)
+    terms = functools.partial(_terms, how, local, top_k)
+    check_consistent_once(group, "pipe_experts", (how, local, top_k), terms, remedy=_SAME_LAYERS)
     how = possible(how, group, x.device)
     plans = plans_of(how, maker, group, local, x, top_k, sent)
     back = how.way_back(group)
@@ -186,3 +196,8 @@ def run(
     COUNTERS.parts += parts
     COUNTERS.stacked_calls += isinstance(maker, Stacked)
     return out
+
+
+def _terms(how: MoEConfig, local: int, top_k: int) -> dict[str, Any]:
+    version = importlib.metadata.version("ovpatch")
+    return {"version of ovpatch": version, "experts of a rank": local, "experts of a token": top_k, **asdict(how)}

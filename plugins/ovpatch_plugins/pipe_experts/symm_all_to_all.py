@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, Final
 
@@ -17,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ovpatch.overlap.comm.group_state import group_state
 from ovpatch.overlap.comm.streams import profiler_label, profiler_span
 from ovpatch.overlap.comm.work import WorkGroup
 from ovpatch.overlap.symm_mem import memory, support
@@ -187,9 +187,6 @@ def _clear(header: Tensor) -> None:
 
 # Which groups have a lane over symmetric memory.
 
-_lanes: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[torch.device, SymmAllToAll | None]] = (
-    weakref.WeakKeyDictionary()
-)
 _objections: dict[str, None] = {}  # they outlive groups, for the report
 
 
@@ -202,10 +199,7 @@ def lane_of(group: dist.ProcessGroup, device: torch.device) -> SymmAllToAll | No
         group: The ranks.
         device: Where this rank's tensors are.
     """
-    known = _lanes.setdefault(group, {})
-    if device not in known:
-        known[device] = _made(group, device)
-    return known[device]
+    return group_state(group).get_or_create((SymmAllToAll, device), lambda: _made(group, device))
 
 
 def _made(group: dist.ProcessGroup, device: torch.device) -> SymmAllToAll | None:

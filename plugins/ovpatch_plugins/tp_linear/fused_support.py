@@ -13,8 +13,8 @@ from typing import Final
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import distributed_c10d
 
+from ovpatch.overlap.comm.group_state import drop_values, group_state, group_values
 from ovpatch.overlap.comm.streams import is_capturing
 from ovpatch.overlap.symm_mem import support, workspace
 from ovpatch.overlap.symm_mem.workspace import Workspace
@@ -23,7 +23,11 @@ from ovpatch_plugins.tp_linear.tp_group import TPGroup
 DTYPES: Final = (torch.bfloat16, torch.float16)
 _ALIGNED: Final = 16  # bytes, of addresses and rows, as tensor memory accelerators want them
 
-_known: dict[int, tuple[dist.ProcessGroup, str]] = {}
+
+class _Objection(str):
+    """Why a group does without kernels, the same text on all ranks; empty if nothing speaks against them."""
+
+    __slots__ = ()
 
 
 def workspace_of(wires: TPGroup, dtype: torch.dtype, device: torch.device, features: Sequence[int]) -> Workspace | None:
@@ -38,7 +42,7 @@ def workspace_of(wires: TPGroup, dtype: torch.dtype, device: torch.device, featu
     for count in features:
         if not suits(dtype, count):
             return None
-    return None if _objection(wires.group, device) else workspace.of(wires.group, device)
+    return None if _objection(wires.group, device) else workspace.workspace_for(wires.group, device)
 
 
 def suits(dtype: torch.dtype, features: int) -> bool:
@@ -47,25 +51,21 @@ def suits(dtype: torch.dtype, features: int) -> bool:
 
 
 def _objection(group: dist.ProcessGroup, device: torch.device) -> str:
-    found = _known.get(id(group))
-    if found is None or found[0] is not group:
-        if is_capturing(device):
-            return "a graph is captured before any eager call"  # ranks cannot ask each other now
-        for key in [key for key, (other, _) in _known.items() if other not in distributed_c10d._world.pg_map]:
-            del _known[key]  # destroyed
-        found = _known[id(group)] = (group, support.objection(group, device))
-    return found[1]
+    state = group_state(group)
+    if _Objection not in state.values and is_capturing(device):
+        return "a graph is captured before any eager call"  # ranks cannot ask each other now
+    return state.get_or_create(_Objection, lambda: _Objection(support.objection(group, device)))
 
 
 def objections() -> list[str]:
     """Return why groups that asked for kernels do without."""
-    return sorted({objection for _, objection in _known.values() if objection})
+    return sorted({objection for _, objection in group_values(_Objection) if objection})
 
 
 def forget() -> None:
     """Let go of all groups."""
-    _known.clear()
-    workspace.forget()
+    drop_values(_Objection)
+    workspace.drop_workspaces()
 
 
 def aligned(rows: Tensor) -> Tensor:

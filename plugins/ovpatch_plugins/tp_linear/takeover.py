@@ -14,17 +14,16 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
-import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel.style import ColwiseParallel, PrepareModuleInput, RowwiseParallel
 
-from ovpatch_plugins.tp_linear import agreed, fused_support, layout, tp_group
+from ovpatch_plugins.tp_linear import fused_support, layout, tp_group
 from ovpatch_plugins.tp_linear.module import Linear
 from ovpatch_plugins.tp_linear.report import COUNTERS
 from ovpatch_plugins.tp_linear.shared_all_gather import SharedAllGather, gathers
-from ovpatch_plugins.tp_linear.tp_linear import Style, TPLinear
+from ovpatch_plugins.tp_linear.tp_linear import Style, TPLinear, agree_on_terms
 
 _OURS = ("_prepare_input_fn", "_prepare_output_fn", "_partition_linear_fn")
 
@@ -70,7 +69,7 @@ def apply_to_linear(apply: Callable[..., nn.Module], style: Style, module: nn.Mo
     """Do what ``ColwiseParallel._apply`` or ``RowwiseParallel._apply`` does, and take the module over."""
     ours = type(module) is nn.Linear and mesh.ndim == 1 and mesh.get_coordinate() is not None
     if ours:
-        agreed.ensure(mesh.get_group(), torch.device(mesh.device_type))
+        agree_on_terms(mesh.get_group())
     before = {*module._forward_pre_hooks, *module._forward_hooks}
     made = apply(style, module, mesh)
     if made is module and isinstance(module, nn.Linear):
@@ -151,7 +150,6 @@ def give_all_back() -> None:
                 module._forward_pre_hooks[key] = hook.stock
     _gathers.clear()
     _left.clear()
-    agreed.forget()
     layout.forget()
     tp_group.forget()
     fused_support.forget()

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.distributed import distributed_c10d
 
 from ovpatch.overlap.comm.collectives import AllGather, AllReduce, ReduceScatter
+from ovpatch.overlap.comm.group_state import drop_values, group_state
 from ovpatch.overlap.comm.work import Work, WorkGroup
 from ovpatch_plugins.tp_linear import dispatched
 
@@ -94,19 +95,30 @@ class TPGroup:
         return WorkGroup(dist.batch_isend_irecv(operations), (sent,))
 
 
-_wires: dict[tuple[int, torch.device], tuple[dist.ProcessGroup, TPGroup]] = {}
-
-
 def of(group: dist.ProcessGroup, device: torch.device) -> TPGroup:
     """Return the wires of a group; made once."""
-    found = _wires.get((id(group), device))
-    if found is None or found[0] is not group:
-        for key in [key for key, (other, _) in _wires.items() if other not in distributed_c10d._world.pg_map]:
-            del _wires[key]  # destroyed
-        found = _wires[id(group), device] = (group, TPGroup(group, device))
-    return found[1]
+    state, key = group_state(group), (TPGroup, device)
+    found: TPGroup | None = state.values.get(key)  # without the calls of a first time, for every linear asks
+    if found is None:
+        found = state.get_or_create(key, lambda: TPGroup(group, device), keeps_group=True)
+    return found
+
+
+_generation = 0
+_world: dist.ProcessGroup | None = None  # the default group of that generation
+
+
+def generation() -> int:
+    """Return a number that changes when settings may have changed, or process groups were made anew."""
+    global _generation, _world
+    if distributed_c10d.GroupMember.WORLD is not _world:
+        _world = distributed_c10d.GroupMember.WORLD
+        _generation += 1
+    return _generation
 
 
 def forget() -> None:
-    """Let go of all groups."""
-    _wires.clear()
+    """Let go of all groups, and let ranks agree anew."""
+    global _generation
+    _generation += 1
+    drop_values(TPGroup)

@@ -10,6 +10,7 @@ layout is decided once and kept as a :class:`_OpPlan`; what depends on the very 
 
 from __future__ import annotations
 
+import importlib.metadata
 from typing import Any
 
 import torch
@@ -19,7 +20,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 from torch.distributed.tensor.parallel.style import ColwiseParallel, RowwiseParallel
 
-from ovpatch_plugins.tp_linear import agreed, custom_ops
+from ovpatch.overlap.comm.consensus import check_consistent_once
+from ovpatch_plugins.tp_linear import custom_ops
 from ovpatch_plugins.tp_linear import tp_group as wires_of
 from ovpatch_plugins.tp_linear.autograd import FUNCTIONS, run
 from ovpatch_plugins.tp_linear.config import STATE, OpContext
@@ -31,6 +33,28 @@ Style = ColwiseParallel | RowwiseParallel
 
 _FEATURES = Shard(-1)
 _PLAIN = (Tensor, nn.Parameter)
+
+_REMEDY = (
+    "Either ovpatch is not active there, or that rank does not build the same model. Call ovpatch.apply() with the "
+    "same arguments on every rank before parallelize_module, and give every rank the same OVPATCH variables; "
+    "OVPATCH_TP_LINEAR=0 on all ranks leaves linears to stock."
+)
+
+
+def agree_on_terms(group: dist.ProcessGroup) -> None:
+    """Have the ranks of a group agree on how linears compute, once per :func:`.tp_group.generation`.
+
+    They do so when ``parallelize_module`` first cuts a linear over the group, where stock, too, needs all ranks; for
+    models that were made parallel before ``ovpatch.apply()``, in the first forward.
+
+    Raises:
+        RankMismatchError: Ranks differ, or a rank did not answer in time.
+    """
+    check_consistent_once(group, "tp_linear", wires_of.generation(), _terms, remedy=_REMEDY)
+
+
+def _terms() -> dict[str, Any]:
+    return {"version of ovpatch": importlib.metadata.version("ovpatch"), **STATE.terms}
 
 
 class _OpPlan:
@@ -90,7 +114,7 @@ class TPLinear:
 
     def has_agreed(self, group: dist.ProcessGroup) -> None:
         """Be told the ranks over which the linear is cut."""
-        self._group, self._era = group, agreed.era()
+        self._group, self._era = group, wires_of.generation()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> TPLinear:
         return self  # never changed, and a mesh is not copied either
@@ -101,11 +125,11 @@ class TPLinear:
     @property
     def group(self) -> dist.ProcessGroup:
         """The ranks over which the linear is cut, which have agreed on how to compute."""
-        if self._group is None or self._era != agreed.era():
+        if self._group is None or self._era != wires_of.generation():
             group = self.mesh.get_group()
             if torch.compiler.is_compiling():
                 return group  # nothing to trace; ranks agreed when the linear was cut, or in an eager forward
-            agreed.ensure(group, torch.device(self.mesh.device_type))
+            agree_on_terms(group)
             self.has_agreed(group)
             return group
         return self._group
@@ -141,7 +165,7 @@ class TPLinear:
         """Return the output, or None if stock has to compute it."""
         if (claimed := claim(x, linear)) is not None:
             return self._claimed(linear, claimed)
-        if self._era != agreed.era():
+        if self._era != wires_of.generation():
             self._forget()
         weight, bias = _params(linear)
         way = self._way(x) if isinstance(x, Tensor) and not traced() and self.fits(weight, bias) else None

@@ -155,7 +155,7 @@ def test_what_is_captured_leaves_whole_gradients_and_no_step(ranks):
 def test_nobody_meets_an_event_of_a_capture():
     one = VersionedTensors(torch.device("cpu"))
     one.asynchronous, one._staging = True, mock.Mock()
-    with mock.patch.object(versioned, "capturing", return_value=True):
+    with mock.patch.object(versioned, "is_capturing", return_value=True):
         one.begin()
         one.end()
     assert one.number == 1

@@ -13,6 +13,7 @@ from torch import Tensor
 import ovpatch
 from ovpatch.insight.equality import compare
 from ovpatch.overlap.autotune import report_lines
+from ovpatch.overlap.comm.group_state import drop_values
 from ovpatch_plugins.pipe_experts import autotune
 from ovpatch_plugins.pipe_experts.chunks import ChunkPlan, candidates, plan
 from ovpatch_plugins.pipe_experts.config import MoEConfig
@@ -72,7 +73,7 @@ def test_counts_that_are_finer_than_a_plan_needs_are_those_of_the_plan(ranks, to
 
 
 def won_by(first: int, case: Case, **kwargs: Any) -> tuple[list[Record], list[str], int]:
-    autotune._made.clear()
+    drop_values(autotune.Measured)
     before = COUNTERS.as_dict()
     with forced(first) as won:
         found = train(case, **kwargs)

@@ -19,6 +19,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from ovpatch.insight.equality import compare
+from ovpatch.overlap.comm.group_state import drop_values
 from ovpatch.overlap.symm_mem import memory, support
 from ovpatch_plugins.pipe_experts import autotune, plugin, symm_all_to_all
 from ovpatch_plugins.pipe_experts.chunks import candidates
@@ -162,7 +163,7 @@ def stood_down(why: str) -> tuple[int, list[str]]:
         ours, theirs = train(case), train(dataclasses.replace(case, how=MoEConfig("experts")))
     finally:
         support.objection, memory.allocate = objection, made
-        symm_all_to_all._lanes.clear()
+        drop_values(symm_all_to_all.SymmAllToAll)
     compare(theirs, ours).assert_bitwise()
     lines = [line for line in plugin.ovpatch_remarks() if "symmetric memory" in line]
     symm_all_to_all._objections.clear()

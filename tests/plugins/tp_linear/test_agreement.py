@@ -7,7 +7,7 @@ import torch.distributed as dist
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 import ovpatch
-from ovpatch_plugins.tp_linear import agreed
+from ovpatch.overlap.comm import consensus
 from tests.plugins.tp_linear.arms import mesh
 from tests.plugins.tp_linear.models import MLP
 
@@ -18,7 +18,7 @@ def differing(how: str) -> str:
     if how == "one is stock" and first:
         return ""  # it would go on to a collective, in which it finds nobody
     schedule = "ring" if how == "schedules" and first else "bulk"
-    patience, agreed.PATIENCE_S = agreed.PATIENCE_S, 1.0
+    patience, consensus.LATE_START_S = consensus.LATE_START_S, 1.0
     try:
         with ovpatch.applied("tp_linear", options={"tp_linear": {"schedule": schedule}}):
             model = MLP()
@@ -28,7 +28,7 @@ def differing(how: str) -> str:
                 assert type(model.up.weight).__name__ == "Parameter", "nothing is half-applied"
                 return str(error)
     finally:
-        agreed.PATIENCE_S = patience
+        consensus.LATE_START_S = patience
     return "no error"
 
 

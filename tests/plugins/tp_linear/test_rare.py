@@ -23,6 +23,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import ovpatch
 from ovpatch.insight.equality import compare
+from ovpatch.overlap.comm.group_state import group_values
 from tests.plugins.tp_linear.arms import Record, both, draw, layout, mesh, whole
 from tests.plugins.tp_linear.models import MLP, WIDTH
 from tests.plugins.tp_linear.test_contract import PLAN, made
@@ -318,11 +319,11 @@ def kept_after_revert() -> list[int]:
         made()(rows()).sum().backward()
         tp_group.of(group, torch.device("cpu"))
         dist.destroy_process_group(group)
-        others = [key for key, (other, _) in tp_group._wires.items() if other is not group]
+        others = [other for other, _ in group_values(tp_group.TPGroup) if other is not group]
         tp_group.of(dist.new_group(), torch.device("cpu"))
-        held = [other for other, _ in tp_group._wires.values() if other is group]
+        held = [other for other, _ in group_values(tp_group.TPGroup) if other is group]
     gc.collect()
-    return [len(others), len(held), len(tp_group._wires)]
+    return [len(others), len(held), len(group_values(tp_group.TPGroup))]
 
 
 def test_process_groups_are_let_go(ranks):

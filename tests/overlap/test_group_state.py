@@ -1,0 +1,76 @@
+"""What is kept for a process group ends with it, and a fork knows that it is no rank."""
+
+from __future__ import annotations
+
+import gc
+import os
+import weakref
+
+import torch.distributed as dist
+
+from ovpatch.overlap.comm.consensus import agree_on_name, check_consistent_once
+from ovpatch.overlap.comm.group_state import drop_values, group_state, group_values, is_destroyed
+
+
+class Kept:
+    def __init__(self, group: dist.ProcessGroup | None = None) -> None:
+        self.group = group
+
+
+def lives() -> list[bool]:
+    first, second = dist.new_group(), dist.new_group()
+    tied = group_state(first).get_or_create((Kept, "tied"), lambda: Kept(first), keeps_group=True)
+    free = group_state(first).get_or_create((Kept, "free"), Kept)
+    again = group_state(first).get_or_create((Kept, "free"), Kept) is free
+    both = [value for _, value in group_values(Kept)] == [tied, free]
+    dist.destroy_process_group(first)
+    gone = weakref.ref(first)
+    group_state(second).get_or_create(Kept, lambda: Kept(second), keeps_group=True)
+    only_free = [value for _, value in group_values(Kept, first)] == [free]
+    found = [again, both, is_destroyed(first), only_free]
+    first = tied = None  # the last references
+    gc.collect()
+    found += [gone() is None, [owner for owner, _ in group_values(Kept)] == [second]]
+    drop_values(Kept)
+    return [*found, not group_values(Kept)]
+
+
+def test_values_end_with_their_group(ranks):
+    for found in ranks(2)(lives):
+        assert found == [True] * 7
+
+
+def forked() -> list[bool]:
+    state = group_state(dist.distributed_c10d._get_default_group())
+    reader, writer = os.pipe()
+    if os.fork() == 0:
+        os.write(writer, b"1" if state.is_forked else b"0")
+        os._exit(0)
+    os.wait()
+    found = [state.is_forked, os.read(reader, 1) == b"1"]
+    os.close(reader)
+    os.close(writer)
+    return found
+
+
+def test_a_fork_knows_that_it_is_one(ranks):
+    assert ranks(2)(forked) == [[False, True]] * 2
+
+
+def agreements() -> tuple[int, list[str]]:
+    group, asked = dist.new_group(), []
+
+    def terms() -> dict[str, int]:
+        asked.append(1)
+        return {"a": 1}
+
+    for key in (1, 1, 2, 1):
+        check_consistent_once(group, "topic", key, terms, remedy="")
+    return len(asked), [agree_on_name(group, "name", timeout_s=20) for _ in range(2)]
+
+
+def test_ranks_agree_once_per_key_and_on_names_of_their_own(ranks):
+    (count, names), (_, others) = ranks(2)(agreements)
+    assert count == 2
+    assert names == others
+    assert len(set(names)) == 2
