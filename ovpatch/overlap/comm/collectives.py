@@ -243,7 +243,7 @@ class Collectives:
         return transport.scatter(outputs, inputs, average=True)
 
     def end_reduction(self) -> None:
-        """Have the backend's watchdog see what transports carry; all ranks call this behind a backward's collectives."""
+        """Have the backend's watchdog see what a transport carries; all ranks call this behind the last reduction."""
         if _transports is not None:
             _transports.add_watchdog_collective(self._group, self._device)
 

@@ -25,7 +25,6 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import torch
 import torch.distributed as dist
 
-from ovpatch.overlap.comm.group_state import group_state, group_store
 from ovpatch_plugins.ddp import errors
 from ovpatch_plugins.ddp.report import COUNTERS
 
@@ -37,6 +36,8 @@ if TYPE_CHECKING:
 
 def objection(ddp: DistributedDataParallel, params: Sequence[torch.nn.Parameter]) -> str:
     """Return why this model is left to the stock reducer, or ""."""
+    from ovpatch.overlap.comm.group_state import group_store  # [Note: imported late]
+
     if ddp._use_python_reducer:
         return "torch._dynamo.config.optimize_ddp is 'python_reducer'"
     if ddp.mixed_precision is not None:
@@ -127,6 +128,7 @@ class Takeover:
                 _note_sharing(ddp, parameters)
                 return
             from ovpatch.overlap.comm.consensus import check_consistent  # [Note: imported late]
+            from ovpatch.overlap.comm.group_state import group_store
 
             reason = objection(ddp, parameters)
             config = self._config(ddp, parameters, expect_sparse_gradient)
@@ -360,6 +362,8 @@ def _agree_late(reference: weakref.ref[Wrapper], terms: Mapping[str, Any]) -> No
 
 def _identify(ddp: Wrapper) -> None:
     """Name a model whose ranks have just agreed, and so do this in the same order everywhere."""
+    from ovpatch.overlap.comm.group_state import group_state
+
     number = next(group_state(ddp.process_group).get_or_create("models", functools.partial(itertools.count, 1)))
     ddp.reducer.set_name(f"{model_name(ddp)}, model {number} of its process group")
 
