@@ -39,13 +39,14 @@ import ovpatch
 from benchmarks import zero_step
 from benchmarks.runs import CUDA, alternate, clocked, running
 from benchmarks.zero_step import OURS, PEERS, Problem, ddp, parser
+from ovpatch.overlap.comm import step_flags
 from ovpatch.overlap.comm.collectives import AllGather, AllReduce, Collectives, ReduceScatter
-from ovpatch.overlap.comm.step_flags import Ballots
+from ovpatch.overlap.comm.step_flags import StepFlags
 from ovpatch.overlap.comm.work import Work, WorkGroup
-from ovpatch.overlap.data_parallel import half_wire
 from ovpatch.overlap.peer_rpc import host_barrier
 from ovpatch.overlap.peer_rpc.host_barrier import HostBarrier
 from ovpatch_plugins.ddp import process_group
+from ovpatch_plugins.dist_optimizer import half_wire
 
 _LONGEST_S = 600
 
@@ -86,15 +87,16 @@ def nobody_there(warming: Callable[[], bool], *, copied: bool) -> Iterator[None]
         return [WorkGroup([])]
 
     meet = mock.patch.object(HostBarrier, "meet", lambda self, flag=None: bool(flag))
-    # A copy on another stream waits for a sum, and no stream waits for a fake one: what it reads is nobody's ballot.
-    quiet = mock.patch.multiple(Ballots, count=mock.DEFAULT, losses=mock.Mock(return_value=[]))
+    # Sums are copied to the host on another stream, which does not wait for a fake collective; and no rank has failed.
+    side = mock.patch.object(step_flags, "_side_stream", torch.cuda.current_stream)
+    quiet = mock.patch.object(StepFlags, "failed_steps", return_value=[])
     averages = mock.patch.object(process_group, "averages", return_value=True)
-    widely = mock.patch.object(Collectives, "average_widely", scattered)
-    copying = mock.patch.multiple(half_wire, scattering=lambda *_: copied or None), widely
+    widely = mock.patch.object(Collectives, "reduce_scatter_fp32", scattered)
+    copying = mock.patch.multiple(half_wire, reduce_scatter_transport=lambda *_: copied or None), widely
     hosts = mock.patch.object(host_barrier, "needed", return_value=True)
     ways = ((AllReduce, reduced), (AllGather, gathered), (ReduceScatter, scattered))
     with contextlib.ExitStack() as patches:
-        for patch in (mock.patch.object(HostBarrier, "come"), meet, quiet, averages, hosts, *copying):
+        for patch in (mock.patch.object(HostBarrier, "come"), meet, side, quiet, averages, hosts, *copying):
             patches.enter_context(patch)
         for made, way in ways:
             patches.enter_context(mock.patch.object(made, "__call__", way))

@@ -110,6 +110,45 @@ def test_overlap_knows_torch_and_nothing_of_patches():
     assert not offenders(of("ovpatch.overlap"), forbidden)
 
 
+# The packages of overlap, each with those that it may import.
+COMM = {"comm"}
+BELOW = COMM | {"tensors", "symm_mem", "autotune"}
+OVERLAP = {
+    "comm": COMM,
+    "tensors": COMM | {"tensors"},
+    "symm_mem": COMM | {"symm_mem"},
+    "autotune": COMM | {"autotune"},
+    "data_parallel": BELOW | {"data_parallel"},
+    "peer_rpc": BELOW | {"peer_rpc"},
+    "copy_engine": BELOW | {"peer_rpc", "copy_engine"},
+}
+
+
+def test_overlap_has_packages_only():
+    found = {path.name for path in (ROOT / "ovpatch" / "overlap").glob("*") if path.name != "__pycache__"}
+    assert found == {"__init__.py", *OVERLAP}
+
+
+@pytest.mark.parametrize("package", OVERLAP)
+def test_packages_of_overlap_import_those_below_them_also_lazily(package):
+    allowed = tuple(f"ovpatch.overlap.{name}" for name in OVERLAP[package])
+
+    def forbidden(name, target, eager):
+        return within(target, "ovpatch.overlap") and target != "ovpatch.overlap" and not within(target, *allowed)
+
+    assert of(f"ovpatch.overlap.{package}")
+    assert not offenders(of(f"ovpatch.overlap.{package}"), forbidden)
+
+
+def test_gradient_reducers_know_sharding_by_its_interface_only():
+    others = ("ovpatch_plugins.dist_optimizer", "ovpatch.overlap.peer_rpc", "ovpatch.overlap.copy_engine")
+
+    def forbidden(name, target, eager):
+        return within(target, *others)
+
+    assert not offenders(of("ovpatch.overlap.data_parallel", "ovpatch_plugins.ddp"), forbidden)
+
+
 def test_patching_knows_nothing_of_features_and_imports_no_torch():
     def forbidden(name, target, eager):
         ours = within(target, "ovpatch", "ovpatch_plugins") and not within(target, "ovpatch.patching")

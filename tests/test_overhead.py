@@ -26,6 +26,35 @@ ovpatch.apply({})
 print(*sorted(name for name in sys.modules if name.partition(".")[0] in ("ovpatch", "ovpatch_plugins")))
 """
 
+STEPPED = """
+import sys, torch, ovpatch
+import torch.distributed as dist
+ovpatch.apply("ddp")
+rank, folder = int(sys.argv[1]), sys.argv[2]
+dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=2)
+model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 4))
+optimizer = torch.optim.AdamW(model.parameters())
+for _ in range(2):
+    model(torch.ones(2, 4)).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+print(ovpatch.report()["ddp"].counters["backwards"])
+print(*sorted(name for name in sys.modules if name.partition(".")[0] in ("ovpatch", "ovpatch_plugins")))
+dist.barrier()
+dist.destroy_process_group()
+"""
+
+#: What a model under ``ddp`` alone never needs.
+OF_OTHERS = (
+    "ovpatch_plugins.dist_optimizer.",
+    "ovpatch.overlap.peer_rpc",
+    "ovpatch.overlap.copy_engine",
+    "ovpatch.overlap.symm_mem",
+    "ovpatch.overlap.autotune",
+    "ovpatch.overlap.tensors.pending_param",
+    "ovpatch.overlap.tensors.lazy_tensor",
+)
+
 #: Of what ``import torch`` takes, in processor time. Measured: 4%, and 9% where no bytecode is cached.
 MOST = 0.15
 
@@ -36,6 +65,28 @@ def output_of(program: str) -> str:
     )
     assert done.returncode == 0, done.stderr
     return done.stdout
+
+
+def test_a_step_of_ddp_imports_nothing_of_other_features(tmp_path):
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-c", STEPPED, str(rank), str(tmp_path)],
+            env=clean(os.environ),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    for process in ranks:
+        out, error = process.communicate(timeout=120)
+        assert process.returncode == 0, error
+        backwards, loaded = out.splitlines()
+        assert backwards == "2", "our reducer ran"
+        assert "ovpatch.overlap.data_parallel.grad_sync" in loaded.split()
+        others = [name for name in loaded.split() if name.startswith(OF_OTHERS)]
+        needed = {f"ovpatch_plugins.dist_optimizer.{name}" for name in ("plugin", "options")}  # found by entry point
+        assert set(others) <= needed
 
 
 def test_applying_takes_a_small_part_of_what_importing_torch_takes():

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from types import SimpleNamespace
 from unittest import mock
 
 import pytest
@@ -13,6 +12,7 @@ from torch import nn
 from ovpatch.overlap.data_parallel import bucket_assignment as layout_module
 from ovpatch.overlap.data_parallel.bucket import GradBucket, SparseBucket
 from ovpatch.overlap.data_parallel.bucket_assignment import BucketAssignment, layer_of
+from ovpatch.overlap.data_parallel.grad_sharder import GradSharder
 from ovpatch.overlap.data_parallel.grad_sync import Bucket
 
 F32, F64, F16, BF16 = torch.float32, torch.float64, torch.float16, torch.bfloat16
@@ -108,8 +108,9 @@ def test_half_precision_alone_is_widened(granularity):
 
 def mixed_sizes(large: set[int], dtypes: list[torch.dtype], company: int, **more: object) -> list[list[int]]:
     """Cut parameters of 100 elements, of which some are large and scattered, one bucket for every two."""
-    shards = SimpleNamespace(chosen=frozenset(large))
-    one = layout(dtypes, limits=(dtypes[0].itemsize * 200,), shards=shards, **more)
+    sharder = GradSharder()
+    sharder.sharded = frozenset(large)
+    one = layout(dtypes, limits=(dtypes[0].itemsize * 200,), sharder=sharder, **more)
     with mock.patch.object(layout_module, "_COMPANY", company):
         return cut(one.along(range(len(dtypes))))
 

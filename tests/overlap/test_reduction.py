@@ -107,7 +107,7 @@ def cut_short() -> list[int]:
     setup = Setup()
     found: list[int] = []
     (collectives,) = setup.reduction._collectives.values()
-    collectives.attend = lambda: found.append(setup.reduction.launched)  # type: ignore[method-assign]
+    collectives.end_reduction = lambda: found.append(setup.reduction.launched)  # type: ignore[method-assign]
     for arrived in ((5, 4), (5, 4, 3, 2, 1, 0)):
         setup.fill()
         setup.reduction.open()

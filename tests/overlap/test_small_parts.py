@@ -1,4 +1,4 @@
-"""Labels, streams, ballots."""
+"""Labels, streams, step flags."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ovpatch.overlap.comm.step_flags import Ballots
+from ovpatch.overlap.comm.step_flags import StepFlags
 from ovpatch.overlap.comm.streams import ProducerStreams, profiler_label, profiler_span
 
 
@@ -68,33 +68,33 @@ def test_the_current_stream_waits_for_each_other_producer_once(monkeypatch):
     assert read.recorded == [2], "what one stream makes and reads needs no waiting"
 
 
-def vote(failing: list[int], failed_steps: list[int]) -> list[list[int]]:
-    ballots = Ballots(dist.distributed_c10d._get_default_group(), torch.device("cpu"), "test")
+def raise_flags(failing: list[int], failed_steps: list[int]) -> list[list[int]]:
+    flags = StepFlags(dist.distributed_c10d._get_default_group(), torch.device("cpu"), "test")
     found = []
     for step in range(6):
-        ballots.count(step, failed=dist.get_rank() in failing and step in failed_steps)
+        flags.start_all_reduce(step, failed=dist.get_rank() in failing and step in failed_steps)
         if step % 2:
-            found += [list(steps) for steps in ballots.losses()]
+            found += [list(steps) for steps in flags.failed_steps()]
     return found
 
 
 @pytest.mark.parametrize("failed_steps", [[2], [0, 1, 5]])
 @pytest.mark.parametrize("failing", [[], [1], [0, 2], [0, 1, 2]])
-def test_ballots_tell_those_that_went_well_and_only_them(ranks, failing, failed_steps):
-    for rank, found in enumerate(ranks(3)(vote, failing, failed_steps)):
+def test_failures_are_told_to_the_ranks_that_did_not_fail(ranks, failing, failed_steps):
+    for rank, found in enumerate(ranks(3)(raise_flags, failing, failed_steps)):
         assert found == ([[step] for step in failed_steps] if failing and rank not in failing else [])
 
 
-def vote_now_and_then(failing: int, failed: list[int]) -> list[list[int]]:
-    """As on CUDA, where one ballot stands for several steps once the first ones are over."""
-    ballots = Ballots(dist.distributed_c10d._get_default_group(), torch.device("cpu"), "test")
-    ballots._period = 4
+def raise_flags_now_and_then(failing: int, failed: list[int]) -> list[list[int]]:
+    """As on CUDA, where one sum stands for several steps once the first ones are over."""
+    flags = StepFlags(dist.distributed_c10d._get_default_group(), torch.device("cpu"), "test")
+    flags._period, flags._in_every_step = 4, False
     for step in range(15):
-        ballots.count(step, failed=dist.get_rank() == failing and step in failed)
-    return [list(steps) for steps in ballots.losses()]
+        flags.start_all_reduce(step, failed=dist.get_rank() == failing and step in failed)
+    return [list(steps) for steps in flags.failed_steps()]
 
 
-def test_a_ballot_for_several_steps_names_them_all(ranks):
-    well, bad = ranks(2)(vote_now_and_then, 1, [3, 5, 6, 11, 14])
+def test_a_sum_for_several_steps_names_them_all(ranks):
+    well, bad = ranks(2)(raise_flags_now_and_then, 1, [3, 5, 6, 11, 14])
     assert bad == []
-    assert well == [[3], [4, 5, 6, 7], [8, 9, 10, 11]]  # the ballot on step 14 is still to be cast
+    assert well == [[3], [4, 5, 6, 7], [8, 9, 10, 11]]  # the sum after step 14 has not been started

@@ -3,13 +3,15 @@
 ``torch.distributed.all_reduce`` costs about 10 µs of Python per call; a backward with many buckets on a fast device
 notices. Stock DDP, too, calls the process group itself.
 
-Backends that cannot group launches get other collectives: :mod:`ovpatch.overlap.comm.gloo`. On one host the GPUs' copy
-engines may do without a backend: :mod:`ovpatch.overlap.copy_engine`.
+Backends that cannot group launches get other collectives: :mod:`ovpatch.overlap.comm.gloo`. A transport, such as the
+GPUs' copy engines, may carry a group's all-gathers and reduce-scatters instead of its backend: :func:`set_transports`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -17,10 +19,61 @@ from torch import Tensor
 
 from ovpatch.overlap.comm.gloo import GlooAllGather, GlooAllReduce, GlooReduceScatter
 from ovpatch.overlap.comm.work import Work
-from ovpatch.overlap.copy_engine.registry import attend, gathering, scattering
 
 # Backends that launch the collectives of several tensors as one.
 _GROUPING = ("nccl",)
+
+
+class Transport(Protocol):
+    """Carries the all-gathers and reduce-scatters of one group on one device."""
+
+    def gather(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> Sequence[Work]:
+        """Start all-gathers; as :meth:`AllGather.__call__`."""
+
+    def scatter(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], *, average: bool) -> Sequence[Work]:
+        """Start reduce-scatters, summed in fp32 at least; as :meth:`ReduceScatter.__call__`.
+
+        Args:
+            outputs: This rank's shards; their dtype may be wider than that of the inputs.
+            inputs: The full tensors.
+            average: Divide by the number of ranks.
+        """
+
+    def adds(self, dtype: torch.dtype) -> bool:
+        """Return whether it sums tensors of a dtype."""
+
+
+Lookup = Callable[[dist.ProcessGroup, torch.device], "Transport | None"]
+
+
+@dataclass(frozen=True)
+class Transports:
+    """Which transports have been chosen.
+
+    Attributes:
+        all_gather: Returns what carries the all-gathers of a group on a device now; None for the group's backend.
+        reduce_scatter: The same of reduce-scatters.
+        add_watchdog_collective: Issues a collective of the backend behind what a transport carries, so that the
+            backend's watchdog names a rank that is missing.
+    """
+
+    all_gather: Lookup
+    reduce_scatter: Lookup
+    add_watchdog_collective: Callable[[dist.ProcessGroup, torch.device], None]
+
+
+_transports: Transports | None = None
+
+
+def set_transports(transports: Transports | None) -> None:
+    """Have collectives ask for transports from now on; with None, every group uses its backend."""
+    global _transports
+    _transports = transports
+
+
+def reduce_scatter_transport(group: dist.ProcessGroup, device: torch.device) -> Transport | None:
+    """Return what carries a group's reduce-scatters now; None for its backend."""
+    return None if _transports is None else _transports.reduce_scatter(group, device)
 
 
 def backend_name(group: dist.ProcessGroup, device: torch.device) -> str:
@@ -94,9 +147,9 @@ class AllGather:
             The works; ``wait()`` makes the current stream (the host, without streams) wait for the results.
         """
         to, of = _as_reals(outputs), _as_reals(inputs)
-        engine = gathering(self._copied, self._device)
-        if engine is not None:
-            return engine.gather(to, of)
+        transport = None if _transports is None else _transports.all_gather(self._copied, self._device)
+        if transport is not None:
+            return transport.gather(to, of)
         if self._ungrouped is not None:
             return self._ungrouped(to, of)
         if len(to) < 2:
@@ -156,9 +209,9 @@ class ReduceScatter:
             The works; ``wait()`` makes the current stream (the host, without streams) wait for the results.
         """
         to, of = _as_reals(outputs), _as_reals(inputs)
-        engine = scattering(self._group, self._device)
-        if engine is not None and engine.adds(of[0].dtype):
-            return engine.scatter(to, of, average=self._average)
+        transport = None if _transports is None else _transports.reduce_scatter(self._group, self._device)
+        if transport is not None and transport.adds(of[0].dtype):
+            return transport.scatter(to, of, average=self._average)
         if self._ungrouped is not None:
             return self._ungrouped(to, of)
         return [self._group.reduce_scatter_tensor_coalesced(to, of, self._options)]
@@ -178,16 +231,21 @@ class Collectives:
         self.all_reduce = AllReduce(group, device, average=average)
         self.reduce_scatter = ReduceScatter(group, device, average=average)
 
-    def average_widely(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> Sequence[Work]:
-        """Average in fp32 what has another dtype, as :meth:`ReduceScatter.__call__`; only copies between ranks can."""
-        engine = scattering(self._group, self._device)
-        if engine is None:
-            raise RuntimeError(_GONE)
-        return engine.scatter(outputs, inputs, average=True)
+    def reduce_scatter_fp32(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> Sequence[Work]:
+        """Average tensors of half precision in fp32, as :meth:`ReduceScatter.__call__`; only a transport can.
 
-    def attend(self) -> None:
-        """End what is reduced together; see [Note: who does not come]."""
-        attend(self._group, self._device)
+        Raises:
+            RuntimeError: The group's transport has been given up meanwhile.
+        """
+        transport = reduce_scatter_transport(self._group, self._device)
+        if transport is None:
+            raise RuntimeError(_GONE)
+        return transport.scatter(outputs, inputs, average=True)
+
+    def end_reduction(self) -> None:
+        """Have the backend's watchdog see what a transport carries; all ranks call this behind the last reduction."""
+        if _transports is not None:
+            _transports.add_watchdog_collective(self._group, self._device)
 
 
 _GONE = (

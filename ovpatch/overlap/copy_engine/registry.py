@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
+from ovpatch.overlap.comm import collectives
 from ovpatch.overlap.comm.group_state import group_timeout_s, is_exiting_by_error, register_at_exit
 from ovpatch.overlap.comm.streams import is_capturing
 from ovpatch.overlap.copy_engine.collectives import Engine
@@ -39,6 +40,7 @@ _chosen: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[torch.device, Chosen]
 def chosen_for(group: dist.ProcessGroup, device: torch.device) -> Chosen:
     """Return what was chosen, or is yet to be."""
     register_at_exit(_at_exit)
+    collectives.set_transports(collectives.Transports(gathering, scattering, attend))
     return _chosen.setdefault(group, {}).setdefault(device, Chosen())
 
 
@@ -84,6 +86,8 @@ def forget(group: dist.ProcessGroup | None = None) -> None:
     for one in list(_chosen):
         if group is None or one is group:
             del _chosen[one]
+    if not _chosen:
+        collectives.set_transports(None)
 
 
 def _at_exit() -> None:

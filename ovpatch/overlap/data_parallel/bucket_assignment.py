@@ -14,17 +14,15 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
 
 from ovpatch.overlap.data_parallel.bucket import SMALL, GradBucket, SparseBucket
 from ovpatch.overlap.data_parallel.fp32_accumulation import HALVES
+from ovpatch.overlap.data_parallel.grad_sharder import GradSharder
 from ovpatch.overlap.data_parallel.grad_sync import Bucket
-from ovpatch.overlap.data_parallel.half_wire import HalfWire
-from ovpatch.overlap.data_parallel.sharded_bucket import ShardedGradBucket
-from ovpatch.overlap.data_parallel.sharded_grads import ShardedGrads
 
 _COMPANY = 4 << 20  # bytes of small gradients that wait for no others
 
@@ -40,8 +38,7 @@ class BucketAssignment:
         granularity: What a bucket holds: ``size``, as much as its capacity; ``layer``, one layer; ``module``, all.
         in_fp32: Reduce gradients of half precision in float32.
         sparse: Whether each parameter's gradient will be sparse.
-        shards: Where parts of gradients go that are not needed whole, if there is such a place.
-        wire: How those travel; None if in the dtype that they are summed in.
+        sharder: Makes the buckets of sharded gradients.
     """
 
     params: Sequence[torch.nn.Parameter]
@@ -50,8 +47,7 @@ class BucketAssignment:
     granularity: str = "size"
     in_fp32: bool = False
     sparse: Sequence[bool] = ()
-    shards: ShardedGrads | None = None
-    wire: HalfWire | None = None
+    sharder: GradSharder = field(default_factory=GradSharder)
 
     def initial(self, *, bucketed: bool) -> list[Bucket]:
         """Return the buckets for the first backward, whose order of gradients is not known yet.
@@ -91,7 +87,7 @@ class BucketAssignment:
 
     def _small_ones_later(self, groups: Sequence[list[int]]) -> list[list[int]]:
         """Move small gradients to later groups; see [Note: small ones wait]."""
-        if self.shards is None or not self.shards.chosen:
+        if not self.sharder.sharded:
             return list(groups)
         last = {self._kind(group): position for position, group in enumerate(groups)}
         waiting: dict[object, list[int]] = {}
@@ -99,7 +95,7 @@ class BucketAssignment:
         for position, group in enumerate(groups):
             kind = self._kind(group)
             group = waiting.pop(kind, []) + group
-            small = [i for i in group if i not in self.shards.chosen and self.params[i].numel() < SMALL]
+            small = [i for i in group if i not in self.sharder.sharded and self.params[i].numel() < SMALL]
             if position < last[kind] and sum(self.params[i].nbytes for i in small) < _COMPANY:
                 waiting[kind] = small
                 group = [i for i in group if i not in small]
@@ -121,9 +117,7 @@ class BucketAssignment:
             return SparseBucket(indices[0], params[0])
         wide = self.in_fp32 and params[0].dtype in HALVES
         dtype = torch.float32 if wide else None
-        if self.shards is not None and not self.shards.chosen.isdisjoint(indices):
-            return ShardedGradBucket(indices, params, self.shards, self.wire, dtype=dtype)
-        return GradBucket(indices, params, dtype=dtype)
+        return self.sharder.make_bucket(indices, params, dtype) or GradBucket(indices, params, dtype=dtype)
 
     def _is_sparse(self, index: int) -> bool:
         return bool(self.sparse) and self.sparse[index]

@@ -21,7 +21,6 @@ from torch.utils.hooks import RemovableHandle
 
 from ovpatch.overlap.data_parallel import fp32_accumulation
 from ovpatch.overlap.data_parallel.fp32_accumulation import HALVES
-from ovpatch.overlap.data_parallel.sharded_grads import ShardedGrads
 
 # What the autograd engine is about to do, and is told to.
 
@@ -121,13 +120,16 @@ class GradientHooks:
         with torch._C.DisableTorchFunctionSubclass():  # which a parameter may be that waits for a reader
             return list(map(_DTYPE, self._params)), list(map(Tensor.get_device, self._params))
 
-    def watch_parts(self, shards: ShardedGrads) -> None:
-        """Put gradients together before a backward adds to one of which there are only parts."""
+    def set_prehooks(self, indices: Iterable[int], before: Callable[..., None]) -> None:
+        """Have a bound method called before the engine adds to the gradients of some parameters, and of no others.
+
+        Args:
+            indices: The parameters.
+            before: Called with the index, and with ``adds=False`` if there is no gradient to add. Held weakly.
+        """
         _remove(self._before)
-        reference = weakref.ref(shards)
-        # What is no longer chosen may still be in parts, from the last backward.
-        watched = [i for i in range(len(self.nodes)) if i in shards.chosen or shards.is_pending(i)]
-        self._before += [self.nodes[index].register_prehook(_prehook(reference, index)) for index in watched]
+        method = weakref.WeakMethod(before)
+        self._before += [self.nodes[index].register_prehook(_prehook(method, index)) for index in indices]
         self._tables = self._own_tables()
 
     def foreign(self) -> bool:
@@ -176,11 +178,11 @@ def _hook(reference: weakref.ref[Listener], index: int) -> Any:
     return fire
 
 
-def _prehook(reference: weakref.ref[ShardedGrads], index: int) -> Any:
+def _prehook(method: weakref.WeakMethod[Callable[..., None]], index: int) -> Any:
     def fire(given: tuple[Tensor | None]) -> None:
-        shards = reference()
-        if shards is not None:
-            shards.prepare(index, adds=given[0] is not None)
+        before = method()
+        if before is not None:
+            before(index, adds=given[0] is not None)
 
     return fire
 

@@ -436,7 +436,7 @@ class GradSync:
             return
         self._attended = True
         for collectives in self._collectives.values():
-            collectives.attend()
+            collectives.end_reduction()
 
     def _meet_once(self) -> None:
         if not self._met:

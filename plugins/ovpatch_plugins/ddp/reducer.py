@@ -24,16 +24,14 @@ from torch import Tensor
 from torch.autograd.graph import Node
 
 from ovpatch.overlap.comm.collectives import AllReduce
-from ovpatch.overlap.comm.step_flags import Ballots
+from ovpatch.overlap.comm.step_flags import StepFlags
 from ovpatch.overlap.comm.streams import profiler_label, profiler_span
 from ovpatch.overlap.comm.work import Work
 from ovpatch.overlap.data_parallel.bucket_assignment import BucketAssignment, BucketOrder
 from ovpatch.overlap.data_parallel.grad_hooks import GradientHooks, accumulates, executed, watch_outputs
-from ovpatch.overlap.data_parallel.grad_sharder import sharding
+from ovpatch.overlap.data_parallel.grad_sharder import GradSharder, make_grad_sharder
 from ovpatch.overlap.data_parallel.grad_sync import ANY, Bucket, GradLedger, GradSync, SurplusGradientError
-from ovpatch.overlap.data_parallel.half_wire import HalfWire
 from ovpatch.overlap.data_parallel.reducer import BackwardTask
-from ovpatch.overlap.data_parallel.sharded_grads import ShardedGrads
 from ovpatch_plugins.ddp import errors
 from ovpatch_plugins.ddp.foreign_hooks import ForeignHooks
 from ovpatch_plugins.ddp.logger import StepTimes, StockOnly
@@ -219,11 +217,12 @@ class GradReducer(StockOnly):
         """Called before a forward that will be synchronised."""
         self.times.forward_begins()
         self._finish_previous()
-        self._ballots.raise_for_losses(errors.peer_lost_backward)
+        self._flags.raise_for_failures(errors.peer_lost_backward)
         if self._hooks.lost():
             self._attach_anew()
-        if self.shards.choose(self._steps, self):
-            self._hooks.watch_parts(self.shards)
+        sharder = self.sharder
+        if sharder.is_active and sharder.update_sharded(self._flags.result(self._steps)):
+            self._hooks.set_prehooks(sharder.watched_params(), sharder.before_accumulate)
             self._set_buckets()
 
     @torch._disable_dynamo
@@ -251,7 +250,7 @@ class GradReducer(StockOnly):
         # Not by what arrived: a rank whose first backward failed takes part in the broadcast as well.
         if self.has_rebuilt_buckets or not self._ordered or self._began or self._mode.searches:
             return False
-        self.shards.meet()
+        self.sharder.wait_for_hosts()
         self._cutting.agree()
         self._set_buckets()
         self.has_rebuilt_buckets = True
@@ -354,7 +353,7 @@ class GradReducer(StockOnly):
         """Begin the step, unless this backward is not reduced, as under no_sync."""
         if not self.armed:
             if not (self._revisited and self._task.alive()):
-                self.shards.local, self.quiet = True, not (self._revisited or self._mode.tracks_usage)
+                self.sharder.local, self.quiet = True, not (self._revisited or self._mode.tracks_usage)
                 return False
             self._arm_late()
         if not (self._began and self._task.queued):
@@ -392,10 +391,10 @@ class GradReducer(StockOnly):
 
     def _attach(self) -> None:
         self._device = self.params[0].device
-        self._hooks = GradientHooks(self.params, self, sums_in_fp32=self.config.sums_in_fp32)
+        self._hooks: GradientHooks = GradientHooks(self.params, self, sums_in_fp32=self.config.sums_in_fp32)
         self._ledger = GradLedger(self.params, self.names, self)
         self._usage = LocallyUsedMap(len(self.params), self._group, self._device)
-        self._ballots = Ballots(self._group, self._device, "ddp")
+        self._flags = StepFlags(self._group, self._device, "ddp")
         self._search = UnusedParams()
         self.armed = self._began = self._task.queued = self._ordered = self._late = self._revisited = self.quiet = False
         self.has_rebuilt_buckets = False
@@ -403,17 +402,28 @@ class GradReducer(StockOnly):
         self._lane: dist.ProcessGroup | None = None
         self._attached += 1
         sparse = [i for i, is_sparse in enumerate(self.config.sparse) if is_sparse]
-        self.shards: ShardedGrads = ShardedGrads(self.params, self.names, self._group, sharding.minimum, whole=sparse)
-        self.shards.outlive(self)
-        self._wire = HalfWire(self.params, self.shards, in_fp32=self.config.in_fp32, sums=self.config.sums_in_fp32)
-        layout = BucketAssignment(self.params, self.names, *self.config.layout, self.shards, self._wire)
+        self.sharder: GradSharder = make_grad_sharder(
+            self.params,
+            self.names,
+            self._group,
+            sparse=sparse,
+            in_fp32=self.config.in_fp32,
+            sums_in_fp32=self.config.sums_in_fp32,
+        )
+        self.sharder.identity = self.identity
+        layout = BucketAssignment(self.params, self.names, *self.config.layout, self.sharder)
         self._cutting = BucketOrder(layout, self._group)
         self._set_buckets()
 
     def _attach_anew(self) -> None:
         self._hooks.remove()
-        self.shards.retired = True
+        self.sharder.retire()
         self._attach()
+
+    def set_name(self, name: str) -> None:
+        """Name the model, the same on all ranks and unlike others of the process group."""
+        self.name = name
+        self.sharder.identity = self.identity  # an optimizer may step before the first forward
 
     @property
     def identity(self) -> str:
@@ -429,13 +439,13 @@ class GradReducer(StockOnly):
 
     def _set_buckets(self) -> None:
         buckets, group = self._cutting.buckets(bucketed=self._mode.searches), self._lane or self._group
-        self._wire.group = group
+        self.sharder.bind(self, group)
         self._reduction = GradSync(
             buckets,
             group,
             feature="ddp",
-            meet=functools.partial(self.times.first_collective, self._wire.meet),
-            in_flight=sharding.in_flight,
+            meet=functools.partial(self.times.first_collective, self.sharder.before_first_collective),
+            in_flight=self.sharder.max_inflight_bytes,
             **self.config.reduction,
         )
         self._open(None)
@@ -480,8 +490,8 @@ class GradReducer(StockOnly):
             if torch.is_grad_enabled():
                 warn_of_create_graph()
             self._began, self._copies_at_once = True, self.hands.present() or self._hooks.foreign()
-            self._wire.begin(copied=self._copies_at_once, counts=self._static_counts)
-            self.shards.rescue()
+            if self.sharder.is_active:
+                self.sharder.on_backward_start(staged=self._copies_at_once, counts=self._static_counts)
             if not self.has_rebuilt_buckets and not self._late:
                 self._cutting.backward_begins()
             if self._mode.searches:
@@ -517,12 +527,12 @@ class GradReducer(StockOnly):
         if launch_usage:
             self._usage.launch(counts)
         self._vote(failed=False)
-        self.shards.receive(self._reduction)
+        self.sharder.wait_for_grads(self._reduction)
         nowhere = self._usage.nowhere_used() if launch_usage else self._static_nowhere
         if self.learns_static_graph():
             self._static_nowhere = nowhere
         self._reduction.unpack(nowhere)
-        self.shards.complete()
+        self.sharder.fill_shared_grads()
         self._ended = True
         self._close()
         self.buckets_reduced = self._reduction.reduced
@@ -532,7 +542,7 @@ class GradReducer(StockOnly):
             self._wait_for_installed()
         COUNTERS.backwards += 1
         if self._device.type != "cuda":
-            self._ballots.raise_for_losses(errors.peer_lost_backward)
+            self._flags.raise_for_failures(errors.peer_lost_backward)
 
     def _wait_for_installed(self) -> None:
         installed, self._installed = self._installed, []
@@ -540,8 +550,8 @@ class GradReducer(StockOnly):
 
     def _vote(self, *, failed: bool) -> None:
         self._voted = True
-        self._ballots.count(self._steps, failed=failed)
-        self.shards.cast(self._steps)
+        get_flags = self.sharder.get_flags if self.sharder.is_active else None
+        self._flags.start_all_reduce(self._steps, failed=failed, get_flags=get_flags)
 
     def _close(self) -> None:
         self._ledger.close()
@@ -580,7 +590,7 @@ class GradReducer(StockOnly):
                 if self._mode.tracks_usage:
                     self._usage.launch()
                 self._vote(failed=True)
-            self.shards.receive(self._reduction)
+            self.sharder.wait_for_grads(self._reduction)
             if self._usage.launched():
                 self._usage.nowhere_used()
             self._reduction.drop()

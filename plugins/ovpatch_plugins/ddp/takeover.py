@@ -25,7 +25,6 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import torch
 import torch.distributed as dist
 
-from ovpatch.overlap.comm.group_state import group_state, group_store
 from ovpatch_plugins.ddp import errors
 from ovpatch_plugins.ddp.report import COUNTERS
 
@@ -37,6 +36,8 @@ if TYPE_CHECKING:
 
 def objection(ddp: DistributedDataParallel, params: Sequence[torch.nn.Parameter]) -> str:
     """Return why this model is left to the stock reducer, or ""."""
+    from ovpatch.overlap.comm.group_state import group_store  # [Note: imported late]
+
     if ddp._use_python_reducer:
         return "torch._dynamo.config.optimize_ddp is 'python_reducer'"
     if ddp.mixed_precision is not None:
@@ -129,6 +130,7 @@ class Takeover:
                 _note_sharing(ddp, parameters)
                 return
             from ovpatch.overlap.comm.consensus import check_consistent  # [Note: imported late]
+            from ovpatch.overlap.comm.group_state import group_store
 
             reason = objection(ddp, parameters)
             config = self._config(ddp, parameters, expect_sparse_gradient)
@@ -250,7 +252,7 @@ def restore_stock(ddp: Wrapper, reason: str = "") -> None:
     _refuse_inside_backward(ddp)
     reducer = ddp.reducer
     reducer.recover()
-    reducer.shards.leave()
+    reducer.sharder.restore_grads()
     reducer._remove_autograd_hooks()
     stock_helper = _live.pop(ddp)
     # A static graph that is known to be a plain one is not declared anew: to learn it takes a backward of all ranks,
@@ -368,16 +370,17 @@ def _agree_late(reference: weakref.ref[Wrapper], terms: Mapping[str, Any]) -> No
 
 def _identify(ddp: Wrapper) -> None:
     """Name a model whose ranks have just agreed, and so do this in the same order everywhere."""
+    from ovpatch.overlap.comm.group_state import group_state
+
     number = next(group_state(ddp.process_group).get_or_create("models", functools.partial(itertools.count, 1)))
-    ddp.reducer.name = f"{model_name(ddp)}, model {number} of its process group"
-    ddp.reducer.shards.identity = ddp.reducer.identity  # an optimizer may step before the first forward
+    ddp.reducer.set_name(f"{model_name(ddp)}, model {number} of its process group")
 
 
 def _terms(parameters: Sequence[torch.nn.Parameter], config: ReducerConfig, static_graph: bool) -> dict[str, Any]:
     """Return what must be the same on all ranks, or their collectives would not match."""
     from importlib.metadata import version
 
-    from ovpatch.overlap.data_parallel.grad_sharder import sharding
+    from ovpatch.overlap.data_parallel.grad_sharder import registered_terms
 
     return {
         "version of ovpatch": version("ovpatch"),
@@ -395,7 +398,7 @@ def _terms(parameters: Sequence[torch.nn.Parameter], config: ReducerConfig, stat
         "max_ctas": config.max_ctas,
         "reduce_late_gradients": config.late,
         "static_graph": bool(static_graph),
-        **{f"dist_optimizer.{name}": value for name, value in sharding.terms.items()},
+        **{f"dist_optimizer.{name}": value for name, value in registered_terms().items()},
     }
 
 

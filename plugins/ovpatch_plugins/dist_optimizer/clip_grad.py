@@ -26,12 +26,11 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from ovpatch.overlap.comm.step_communicator import step_communicator
-from ovpatch.overlap.data_parallel import sharded_grads
-from ovpatch.overlap.data_parallel.shard_peers import part_norms
-from ovpatch.overlap.data_parallel.sharded_grads import ShardedGrads, changing
 from ovpatch.overlap.tensors.shard import shard_view
-from ovpatch_plugins.dist_optimizer import takeover
+from ovpatch_plugins.dist_optimizer import sharded_grads, takeover
 from ovpatch_plugins.dist_optimizer.report import COUNTERS
+from ovpatch_plugins.dist_optimizer.shard_peers import part_norms
+from ovpatch_plugins.dist_optimizer.sharded_grads import ShardedGrads, changing
 from ovpatch_plugins.dist_optimizer.sharded_param import ShardedParam, standing_in
 
 _FRAMES = 4  # how far up the caller may be: other patches put frames of their own between

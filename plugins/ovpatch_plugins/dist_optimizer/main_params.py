@@ -18,11 +18,11 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from ovpatch.overlap.data_parallel import sharded_grads
 from ovpatch.overlap.data_parallel.fp32_accumulation import HALVES, Following
-from ovpatch.overlap.data_parallel.sharded_grads import ShardedGrads
 from ovpatch.overlap.tensors.lazy_tensor import LazyTensor
 from ovpatch.overlap.tensors.shard import shard_view
+from ovpatch_plugins.dist_optimizer import sharded_grads
+from ovpatch_plugins.dist_optimizer.sharded_grads import ShardedGrads
 from ovpatch_plugins.dist_optimizer.sharded_state import ShardedStateOfModel, States, Updated
 
 #: The name of the main parameter in the optimizer's state.

@@ -18,13 +18,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from ovpatch.overlap.data_parallel.sharded_grads import ShardedGrads
 from ovpatch.overlap.peer_rpc.rpc import PeerRpc
 from ovpatch.overlap.peer_rpc.versioned import to_host
 from ovpatch.overlap.tensors import lazy_tensor
 from ovpatch.overlap.tensors.lazy_tensor import LazyTensor
 from ovpatch.overlap.tensors.ownership import is_unshared
 from ovpatch.overlap.tensors.shard import Shard
+from ovpatch_plugins.dist_optimizer.sharded_grads import ShardedGrads
 from ovpatch_plugins.dist_optimizer.sharded_state import PATIENCE_S, Key, StateOfModel, States
 from ovpatch_plugins.dist_optimizer.state_format import StateFormat, pack, unpack
 

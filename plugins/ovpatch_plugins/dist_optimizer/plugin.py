@@ -100,20 +100,25 @@ def ovpatch_register(patches: Registrar, options: Mapping[str, Any]) -> None:
 @hookimpl
 def ovpatch_activate(options: Mapping[str, Any]) -> Sequence[str]:
     """Let models that are wrapped from now on keep gradients by parts."""
-    from ovpatch.overlap.data_parallel.grad_sharder import sharding
+    from ovpatch.overlap.data_parallel.grad_sharder import register_grad_sharder
     from ovpatch_plugins.dist_optimizer.main_params import smallest
+    from ovpatch_plugins.dist_optimizer.sharded_grads import make_sharded_grads
 
-    sharding.minimum, sharding.terms = functools.partial(smallest, dict(options)), dict(options)
-    sharding.in_flight = options["grads_in_flight_mb"] * 2**20 or math.inf
+    factory = functools.partial(
+        make_sharded_grads,
+        min_numel=functools.partial(smallest, dict(options)),
+        max_inflight_bytes=options["grads_in_flight_mb"] * 2**20 or math.inf,
+    )
+    register_grad_sharder(factory, dict(options))
     return []
 
 
 @hookimpl
 def ovpatch_deactivate() -> None:
     """Make all optimizers stock again."""
-    from ovpatch.overlap.data_parallel.grad_sharder import sharding
+    from ovpatch.overlap.data_parallel.grad_sharder import unregister_grad_sharder
 
-    sharding.clear()
+    unregister_grad_sharder()
     copies = sys.modules.get("ovpatch.overlap.copy_engine.registry")
     communicators = sys.modules.get("ovpatch.overlap.comm.step_communicator")
     optimizers = sys.modules.get("ovpatch_plugins.dist_optimizer.takeover")

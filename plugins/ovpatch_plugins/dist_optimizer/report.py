@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass
 
-from ovpatch.overlap.data_parallel import half_wire, sharded_grads
-
 
 @dataclass
 class Counters:
@@ -56,7 +54,6 @@ class Counters:
 
     def as_dict(self) -> dict[str, int]:
         """Return the counters by name."""
-        self.grads_read, self.grads_in_half = sharded_grads.reads.total, half_wire.sent.total
         return asdict(self)
 
 

@@ -27,14 +27,13 @@ import torch
 from torch.optim import Optimizer
 
 from ovpatch.overlap.comm.streams import is_capturing
-from ovpatch.overlap.data_parallel import sharded_grads
-from ovpatch.overlap.data_parallel.sharded_grads import ShardedGrads
-from ovpatch_plugins.dist_optimizer import supported_optimizers
+from ovpatch_plugins.dist_optimizer import sharded_grads, supported_optimizers
 from ovpatch_plugins.dist_optimizer.main_params import MainParamsOfModel, forget_mains, round_state
 from ovpatch_plugins.dist_optimizer.owned_state import OwnedStateOfModel
 from ovpatch_plugins.dist_optimizer.param_all_gather import ParamAllGathers
 from ovpatch_plugins.dist_optimizer.param_broadcast import ParamBroadcasts
 from ovpatch_plugins.dist_optimizer.report import COUNTERS
+from ovpatch_plugins.dist_optimizer.sharded_grads import ShardedGrads
 from ovpatch_plugins.dist_optimizer.sharded_param import ShardedParam, leaving_out, standing_in
 from ovpatch_plugins.dist_optimizer.sharded_state import ShardedState, ShardedStateOfModel, put_in_order
 

@@ -15,8 +15,8 @@ import torch
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
-from ovpatch.overlap.data_parallel.sharded_grads import ShardedGrads
 from ovpatch.overlap.tensors.shard import shard_view
+from ovpatch_plugins.dist_optimizer.sharded_grads import ShardedGrads
 
 StandIns = Mapping[int, Parameter]
 

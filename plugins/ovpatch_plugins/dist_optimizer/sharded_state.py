@@ -30,7 +30,6 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
-from ovpatch.overlap.data_parallel.sharded_grads import ShardedGrads
 from ovpatch.overlap.peer_rpc import shutdown
 from ovpatch.overlap.peer_rpc.rpc import PeerRpc
 from ovpatch.overlap.peer_rpc.shutdown import KeepAlive
@@ -40,6 +39,7 @@ from ovpatch.overlap.tensors.lazy_tensor import LazyTensor
 from ovpatch.overlap.tensors.ownership import is_dense, is_unshared, weakly
 from ovpatch.overlap.tensors.shard import Shard, flat, shard_view
 from ovpatch_plugins.dist_optimizer.report import COUNTERS
+from ovpatch_plugins.dist_optimizer.sharded_grads import ShardedGrads
 from ovpatch_plugins.dist_optimizer.state_format import StateFormat
 
 if TYPE_CHECKING:

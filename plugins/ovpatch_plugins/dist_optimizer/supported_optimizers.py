@@ -23,8 +23,8 @@ import torch.distributed as dist
 from torch.optim import Optimizer
 
 from ovpatch.overlap.comm.consensus import RankMismatchError, check_consistent, wait_limit_s
-from ovpatch.overlap.data_parallel import sharded_grads
-from ovpatch.overlap.data_parallel.sharded_grads import ShardedGrads
+from ovpatch_plugins.dist_optimizer import sharded_grads
+from ovpatch_plugins.dist_optimizer.sharded_grads import ShardedGrads
 
 ELEMENT_WISE: Final[tuple[type[Optimizer], ...]] = (
     torch.optim.SGD,

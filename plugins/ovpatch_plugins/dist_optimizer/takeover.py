@@ -15,11 +15,10 @@ from torch.optim import Optimizer
 from ovpatch.overlap.comm import step_communicator
 from ovpatch.overlap.comm.group_state import is_exiting_by_error
 from ovpatch.overlap.copy_engine import registry as copies
-from ovpatch.overlap.data_parallel import sharded_grads
 from ovpatch.overlap.peer_rpc.rpc import PeerRpc
 from ovpatch.overlap.tensors import lazy_tensor, pending_param
 from ovpatch.overlap.tensors.lazy_tensor import LazyTensor
-from ovpatch_plugins.dist_optimizer import param_all_gather, supported_optimizers
+from ovpatch_plugins.dist_optimizer import param_all_gather, sharded_grads, supported_optimizers
 from ovpatch_plugins.dist_optimizer.main_params import load_in_fp32
 from ovpatch_plugins.dist_optimizer.param_all_gather import ParamAllGathers
 from ovpatch_plugins.dist_optimizer.param_broadcast import ParamBroadcasts

@@ -94,7 +94,7 @@ def failing_alone(depth: int, good_steps: int = 1) -> str:
         try:
             with pytest.raises(RuntimeError, match="not really") if Bomb.armed else contextlib.nullcontext():
                 wrapped(data(1, 4, 8), depth).square().mean().backward()
-            while time.monotonic() < deadline:  # on CUDA the ballot comes in the background
+            while time.monotonic() < deadline:  # on CUDA the flags come in the background
                 wrapped(data(2, 4, 8))
                 if dist.get_rank() == 1:
                     return "went on"

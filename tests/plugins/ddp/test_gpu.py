@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 from ovpatch.insight.equality import compare
-from ovpatch.overlap.comm.step_flags import PERIOD, Ballots
+from ovpatch.overlap.comm.step_flags import PERIOD, StepFlags
 from tests.plugins.ddp import test_failures, test_gradients_kept, test_loops
 from tests.plugins.ddp.arms import Record, both, data, device, seen
 
@@ -58,24 +58,24 @@ def test_a_lost_backward_is_reported_on_gpus(ranks):
     assert f"ended the backward of a step from {PERIOD} to {2 * PERIOD - 1} on another rank" in texts[0]
 
 
-def dropped_ballot() -> int:
-    """Drop ballots that another rank comes to late, and take memory of their size; return how much of it is changed."""
+def dropped_sum() -> int:
+    """Drop sums that another rank joins late, and take memory of their size; return how much of it is changed."""
     place = torch.device("cuda", torch.cuda.current_device())
-    ballots = Ballots(dist.group.WORLD, place, "ddp")
+    flags = StepFlags(dist.group.WORLD, place, "ddp")
     dist.all_reduce(torch.zeros(1, device=place))
     torch.cuda.synchronize()
     if dist.get_rank() == 1:
         torch.cuda._sleep(1_000_000_000)
     for step in range(3):
-        ballots.count(step, failed=True)  # a sum that is larger than what there was, whatever there is
-    del ballots
+        flags.start_all_reduce(step, failed=True)  # a sum that is larger than what there was, whatever there is
+    del flags
     taken = [torch.full((1,), 7, dtype=torch.int32, device=place) for _ in range(5000)]  # all small blocks there are
     torch.cuda.synchronize()
     return int((torch.cat(taken) != 7).sum())
 
 
-def test_a_ballot_that_is_dropped_writes_to_nobody_elses_memory(ranks):
-    assert ranks(2)(dropped_ballot, backend="nccl") == [0, 0]
+def test_a_sum_that_is_dropped_writes_to_no_other_memory(ranks):
+    assert ranks(2)(dropped_sum, backend="nccl") == [0, 0]
 
 
 class TwoStreams(nn.Module):

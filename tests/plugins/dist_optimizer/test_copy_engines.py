@@ -121,7 +121,7 @@ def test_a_group_that_is_destroyed_gives_its_memory_back_afterwards(monkeypatch)
     destroy("one")
     assert calls == ["settle_all", "finish", "drain", "destroy", "forget one"]
     calls.clear()
-    monkeypatch.setattr(takeover, "failing", lambda: True)
+    monkeypatch.setattr(takeover, "is_exiting_by_error", lambda: True)
     destroy("one")
     assert calls == ["settle_all", "destroy"], "peers may wait for this process in a collective"
 

@@ -11,12 +11,11 @@ import pytest
 import torch
 
 from ovpatch.overlap.comm import step_flags
-from ovpatch.overlap.data_parallel import sharded_grads
 from ovpatch.overlap.peer_rpc import versioned
 from ovpatch.overlap.peer_rpc.versioned import VersionedTensors
 from ovpatch.overlap.tensors.lazy_tensor import LazyTensor
+from ovpatch_plugins.dist_optimizer import sharded_grads, supported_optimizers, takeover
 from ovpatch_plugins.dist_optimizer import sharded_optimizer as divided
-from ovpatch_plugins.dist_optimizer import supported_optimizers, takeover
 from tests.plugins.ddp.arms import Record, data, device, seen
 from tests.plugins.ddp.test_gpu_options import Mixed, loop_graphed
 from tests.plugins.dist_optimizer.arms import both
@@ -119,7 +118,7 @@ def test_a_whole_step_stays_stock(ranks):
 def as_if_captured() -> Iterator[None]:
     """Have everything on the CPU believe that a CUDA graph is captured."""
     with contextlib.ExitStack() as patches:
-        for module in (step_flags, versioned, sharded_grads, step_flags, divided):
+        for module in (step_flags, versioned, sharded_grads, divided):
             patches.enter_context(mock.patch.object(module, "is_capturing", return_value=True))
         yield
 

@@ -16,9 +16,9 @@ from torch.utils.checkpoint import checkpoint
 import ovpatch
 from ovpatch.insight.equality import compare
 from ovpatch.overlap.copy_engine.collectives import Engine
-from ovpatch.overlap.data_parallel.half_wire import HalfWire
 from ovpatch.overlap.peer_rpc import host_barrier
 from ovpatch.overlap.peer_rpc.host_barrier import HostBarrier
+from ovpatch_plugins.dist_optimizer.half_wire import HalfWire
 from tests.plugins.ddp.arms import Record, data, device
 from tests.plugins.dist_optimizer.arms import SMALL
 from tests.plugins.dist_optimizer.checks import ddp, params

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -11,10 +12,13 @@ from ovpatch.overlap.comm.collectives import Collectives
 from ovpatch.overlap.comm.side_streams import outlive, side_streams
 from ovpatch.overlap.comm.work import Work
 from ovpatch.overlap.data_parallel.bucket import GradBucket
-from ovpatch.overlap.data_parallel.half_wire import HalfWire, sent
-from ovpatch.overlap.data_parallel.sharded_grads import ShardedGrads
 from ovpatch.overlap.tensors.metadata_ops import grad_of
 from ovpatch.overlap.tensors.shard import flat
+from ovpatch_plugins.dist_optimizer.half_wire import HalfWire
+from ovpatch_plugins.dist_optimizer.report import COUNTERS
+
+if TYPE_CHECKING:
+    from ovpatch_plugins.dist_optimizer.sharded_grads import ShardedGrads
 
 
 class ShardedGradBucket(GradBucket):
@@ -24,7 +28,7 @@ class ShardedGradBucket(GradBucket):
         indices: Index of each parameter in the order of the whole model.
         params: The parameters, in the same order.
         shards: Where the parts go; it knows which parameters are cut.
-        wire: How they travel; None if in the dtype that they are summed in.
+        wire: In which dtype they are sent.
         dtype: What the sum is computed in; the parameters' own dtype by default.
     """
 
@@ -33,13 +37,13 @@ class ShardedGradBucket(GradBucket):
         indices: Sequence[int],
         params: Sequence[torch.nn.Parameter],
         shards: ShardedGrads,
-        wire: HalfWire | None = None,
+        wire: HalfWire,
         *,
         dtype: torch.dtype | None = None,
     ) -> None:
-        super().__init__(indices, params, dtype=dtype, alone=shards.chosen)
+        super().__init__(indices, params, dtype=dtype, alone=shards.sharded)
         self._shards, self._wire = shards, wire
-        self._cut = [i for i in self._large if indices[i] in shards.chosen]
+        self._cut = [i for i in self._large if indices[i] in shards.sharded]
         self._numels = {i: params[i].numel() for i in self._cut}
         self._given_up: set[int] = set()
         self._copies: list[Tensor] = []
@@ -89,8 +93,8 @@ class ShardedGradBucket(GradBucket):
             parts = [self._shards.part(self.indices[i], self.dtype) for i in ones]
             wholes = [self._padded(i, large[i]) for i in ones]
             in_half = dtype is not self.dtype
-            works += (collectives.average_widely if in_half else collectives.reduce_scatter)(parts, wholes)
-            sent.total += in_half * len(ones)
+            works += (collectives.reduce_scatter_fp32 if in_half else collectives.reduce_scatter)(parts, wholes)
+            COUNTERS.grads_in_half += in_half * len(ones)
         return works
 
     def _outlive(self) -> None:
@@ -110,7 +114,7 @@ class ShardedGradBucket(GradBucket):
         return self._dtype(i) is not self.dtype
 
     def _dtype(self, i: int) -> torch.dtype:
-        if self._wire is None or i not in self._numels:
+        if i not in self._numels:
             return self.dtype
         return self._wire.dtype(self.indices[i]) or self.dtype
 

@@ -6,26 +6,26 @@ votes: a gradient is reduced and scattered from the step on in which all ranks w
 whole. Until then, and again afterwards, it is all-reduced as stock does it. So a script that reads gradients pays for
 that with a few slow reads, and is then as fast as it was.
 
-A whole gradient is put together from the peers' parts (:mod:`ovpatch.overlap.data_parallel.shard_peers`).
+A whole gradient is put together from the peers' parts (:mod:`ovpatch_plugins.dist_optimizer.shard_peers`).
 """
 
 from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
-from ovpatch.overlap.comm.step_flags import Votes
 from ovpatch.overlap.comm.streams import is_capturing
-from ovpatch.overlap.data_parallel.given_up import FreedGrads
-from ovpatch.overlap.data_parallel.grad_sharder import Arriving, Minimum, Reducer
-from ovpatch.overlap.data_parallel.shard_peers import ShardPeers
+from ovpatch.overlap.data_parallel.bucket import GradBucket
+from ovpatch.overlap.data_parallel.grad_sharder import GradSharder
+from ovpatch.overlap.data_parallel.grad_sync import GradSync
 from ovpatch.overlap.peer_rpc import host_barrier, shutdown
 from ovpatch.overlap.peer_rpc.host_barrier import HostBarrier
 from ovpatch.overlap.peer_rpc.versioned import VersionedTensors
@@ -34,6 +34,10 @@ from ovpatch.overlap.tensors.lazy_tensor import LazyTensor
 from ovpatch.overlap.tensors.metadata_ops import grad_of
 from ovpatch.overlap.tensors.ownership import WeakParams, forget, is_nobody_elses, is_shared
 from ovpatch.overlap.tensors.shard import Shard, can_be_sharded, shard_range, shard_view, unshard
+from ovpatch_plugins.dist_optimizer.half_wire import HalfWire
+from ovpatch_plugins.dist_optimizer.report import COUNTERS
+from ovpatch_plugins.dist_optimizer.shard_peers import ShardPeers
+from ovpatch_plugins.dist_optimizer.sharded_bucket import ShardedGradBucket
 
 _LAID_OUT_ANEW = (
     "ovpatch: parameter '{}' was laid out anew in memory (memory_format?) after its model was wrapped, and parts of "
@@ -42,40 +46,59 @@ _LAID_OUT_ANEW = (
 )
 
 
-class ShardedGrads:
+_TOO_EARLY = (
+    "ovpatch: the gradient of parameter '{}' was read, or added to, while a backward computes that has already reduced "
+    "it and given its memory up. Read it after the backward; if several reentrant checkpoints use the parameter, set "
+    "use_reentrant=False; or set OVPATCH_DIST_OPTIMIZER_GRADS_IN_FLIGHT_MB=0."
+)
+
+_LOST = (
+    "ovpatch: the gradient of parameter '{}' was reduced and given up by a backward that then failed, or during which "
+    "it was taken from the parameter. Drop such gradients, as optimizer.zero_grad() does, or set "
+    "OVPATCH_DIST_OPTIMIZER_GRADS_IN_FLIGHT_MB=0."
+)
+
+
+class ShardedGrads(GradSharder):
     """This rank's parts of one model's gradients.
 
     Args:
         params: The parameters, the same on all ranks, in registration order.
         names: Their fully qualified names.
         group: The process group over which they are reduced.
-        minimum: With how many elements a parameter is worth to be cut; None keeps all whole, and costs nothing.
-        whole: Parameters that are not cut in any case, by index, since their gradients are sparse.
+        min_numel: Returns how many elements make a parameter worth sharding.
+        max_inflight_bytes: How many bytes of full gradients may be under reduction at a time.
+        sparse: Parameters, by index, that are not sharded, since their gradients are sparse.
+        in_fp32: Whether gradients of half precision are averaged in fp32.
+        sums_in_fp32: Whether they are added up in fp32 over several microbatches.
 
     Attributes:
-        chosen: Parameters whose gradients are reduced and scattered now.
         editions: The editions of the parts; who changes them says so there.
         retired: Whether the model has other shards by now.
         left: Whether the model's gradients are reduced elsewhere by now, for good: ranks may step unevenly.
-        local: Whether gradients were added that were not reduced, as under ``no_sync()``.
-        identity: Name of the model, the same on all ranks and no other's in the process group.
     """
+
+    is_active = True
 
     def __init__(
         self,
         params: Sequence[torch.nn.Parameter],
         names: Sequence[str],
         group: dist.ProcessGroup,
-        minimum: Minimum,
         *,
-        whole: Collection[int] = (),
+        min_numel: Callable[[Tensor], int],
+        max_inflight_bytes: float,
+        sparse: Collection[int],
+        in_fp32: bool,
+        sums_in_fp32: bool,
     ) -> None:
+        super().__init__()
         self.params, self.names, self.group = WeakParams(params), list(names), group
-        self.chosen = self._elected = frozenset[int]()
-        self.local = self.retired = self.left = False
+        self.sharded = self._elected = frozenset[int]()
+        self.max_inflight_bytes = max_inflight_bytes
+        self.retired = self.left = False
         device = params[0].device
         self.editions = VersionedTensors(device)
-        self._votes = Votes(group, device, "dist_optimizer")
         self._wanted: set[int] = set()
         self._read: set[int] = set()
         self._parts: dict[int, Tensor] = {}
@@ -83,30 +106,23 @@ class ShardedGrads:
         self._delivered: dict[int, int] = {}  # the backward that last left parts of a gradient
         self._early = FreedGrads(names)
         self._backwards = 0
-        self._listens: weakref.finalize[..., Reducer] | None = None
-        self.identity = ""
+        self._reducer: weakref.ref[object] | None = None
+        self._listens: weakref.finalize[..., Any] | None = None
         self._overdue: list[int] = []
         self._rank, self._world = group.rank(), group.size()
-        self._active = minimum is not None and all(param.device == device for param in params)
-        self._gate = (
-            HostBarrier.of(group, device) if self._active and self._world > 1 and host_barrier.needed(device) else None
-        )
+        self._gate = HostBarrier.of(group, device) if self._world > 1 and host_barrier.needed(device) else None
+        self._wire = HalfWire(self, in_fp32=in_fp32, sums=sums_in_fp32)
         # Once and for all: during a step the parameters themselves are slices, and peers' questions come at any time.
         self._numels = [param.numel() for param in params]
         self._strides = [param.stride() for param in params]
         self._peers = ShardPeers(group, self.editions, self._parts, self._numels)
         self._cuttable = [
-            minimum is not None
-            and self._active
-            and i not in whole
-            and can_be_sharded(param, self._world, minimum(param))
-            for i, param in enumerate(params)
+            i not in sparse and can_be_sharded(param, self._world, min_numel(param)) for i, param in enumerate(params)
         ]
-        if self._active:
-            for index, param in enumerate(params):
-                reference = weakref.ref(param, functools.partial(forget, _owners, id(param)))
-                _unlisten(param)
-                _owners[id(param)] = (reference, weakref.ref(self), index)
+        for index, param in enumerate(params):
+            reference = weakref.ref(param, functools.partial(forget, _owners, id(param)))
+            _unlisten(param)
+            _owners[id(param)] = (reference, weakref.ref(self), index)
 
     # ---------------------------------------------------------------- what optimizers call
 
@@ -215,34 +231,63 @@ class ShardedGrads:
 
     # ---------------------------------------------------------------- what the reducer calls
 
-    def choose(self, step: int, reducer: Reducer) -> bool:
-        """Let votes take effect before step ``step``.
+    def bind(self, reducer: object, group: dist.ProcessGroup) -> None:
+        """Belong to a reducer; see :class:`GradSharder`.
 
-        Args:
-            step: Number of backwards that were reduced.
-            reducer: Who reduces.
-
-        Returns:
-            Whether :attr:`chosen` has changed.
+        Gradients that are added once the reducer is gone, as with its wrapper, are not reduced. Hooks on the parameters
+        note them from then on, until the parameters have other shards.
         """
-        self.identity = reducer.identity
-        votes = self._votes.result(step)
-        if votes is not None:
+        self._wire.group = group
+        if self._reducer is None:
+            self._reducer = weakref.ref(reducer)
+            if any(self._cuttable):
+                self._listens = weakref.finalize(reducer, _listen, weakref.ref(self))
+                self._listens.atexit = False
+
+    def update_sharded(self, sums: Sequence[int]) -> bool:
+        """Shard what all ranks want sharded and none has read; see :class:`GradSharder`."""
+        if sums:
             count = len(self.params)
-            self._elected = frozenset(i for i in range(count) if votes[i] == self._world and votes[count + i] == 0)
+            self._elected = frozenset(i for i in range(count) if sums[i] == self._world and sums[count + i] == 0)
             if self._elected and not self._peers.serving:
                 self._peers.serve(self.identity, self._like())
-                weakref.finalize(reducer, shutdown.keep, self.group, self._peers).atexit = False  # a slower peer asks
-        # cuda_graphs.py, [Note: captured backwards]
-        chosen = frozenset() if is_capturing(self.editions.device) else self._elected
-        changed, self.chosen = chosen != self.chosen, chosen
+                assert self._reducer is not None
+                # A slower peer may ask once the reducer is gone.
+                weakref.finalize(self._reducer(), shutdown.keep, self.group, self._peers).atexit = False
+        # streams.py, [Note: captured backwards]
+        sharded = frozenset() if is_capturing(self.editions.device) else self._elected
+        changed, self.sharded = sharded != self.sharded, sharded
         return changed
 
-    def cast(self, step: int) -> None:
-        """Tell the other ranks what this one wants and has read; comes after the step's other collectives."""
+    def make_bucket(
+        self, indices: Sequence[int], params: Sequence[torch.nn.Parameter], dtype: torch.dtype | None
+    ) -> GradBucket | None:
+        """Return a bucket that reduce-scatters, if one of the parameters is sharded; see :class:`GradSharder`."""
+        if self.sharded.isdisjoint(indices):
+            return None
+        return ShardedGradBucket(indices, params, self, self._wire, dtype=dtype)
+
+    def watched_params(self) -> list[int]:
+        """Return the parameters with a shard; one that is no longer sharded may have one from the last backward."""
+        return [i for i in range(len(self.params)) if i in self.sharded or self.is_pending(i)]
+
+    def on_backward_start(self, *, staged: bool, counts: Sequence[int] | None) -> None:
+        """Choose the dtype to send, and put together gradients that the script has kept; see :class:`GradSharder`."""
+        self._wire.begin(copied=staged, counts=counts)
+        self.rescue()
+
+    def before_first_collective(self) -> None:
+        """Have the hosts meet, and agree on the dtype to send."""
+        self._wire.meet()
+
+    def wait_for_hosts(self) -> None:
+        """Have the hosts meet."""
+        self.meet()
+
+    def get_flags(self) -> list[int]:
+        """Return which gradients this rank wants by parts, and which it has read whole; two flags per parameter."""
         count = range(len(self.params))
-        if self._active:
-            self._votes.cast(step, [i in self._wanted for i in count] + [i in self._read for i in count])
+        return [int(i in self._wanted) for i in count] + [int(i in self._read) for i in count]
 
     def part(self, index: int, dtype: torch.dtype) -> Tensor:
         """Return where this rank's part of a gradient goes, ``[slice.size]``."""
@@ -277,15 +322,13 @@ class ShardedGrads:
         """Have the host wait, before collectives, in order, as ``HostBarrier.meet``; true if flags mean nothing."""
         return self._gate is None or self._gate.meet(flag) or len(self._gate.devices) > 1
 
-    def receive(self, reduction: Arriving) -> None:
+    def wait_for_grads(self, sync: GradSync) -> None:
         """Wait for all reductions of a backward: a new edition, which begins when peers have read the last."""
-        if not self._active:
-            return reduction.wait()
         self._backwards += 1
         # Where only the device waits it may do so first: without this rank no part can have been written.
-        (reduction.wait if self.editions.asynchronous else reduction.wait_for_peers)()
+        (sync.wait if self.editions.asynchronous else sync.wait_for_peers)()
         self.editions.begin()
-        reduction.wait()
+        sync.wait()
         self.editions.end()
         shutdown.met(self.group)
         self.local = False
@@ -329,7 +372,7 @@ class ShardedGrads:
         self._given[index] = weakref.ref(grad, functools.partial(forget, _deliveries, id(grad)))
         _deliveries[id(grad)] = (self._given[index], weakref.ref(self), index, self._backwards)
 
-    def complete(self) -> None:
+    def fill_shared_grads(self) -> None:
         """Fill the gradients in whose memory somebody else looks; all parts have been reduced."""
         overdue, self._overdue = self._overdue, []
         if not overdue:
@@ -341,7 +384,11 @@ class ShardedGrads:
                 if grad is not None:
                     grad.copy_(whole)
 
-    def leave(self) -> None:
+    def retire(self) -> None:
+        """Leave the parameters to other shards."""
+        self.retired = True
+
+    def restore_grads(self) -> None:
         """Put all gradients in place, while there are peers to ask; there will be no parts any more."""
         self.left = True
         if self._listens is not None:
@@ -353,20 +400,12 @@ class ShardedGrads:
         """Put all gradients in place that are still in parts; not those that the running backward reduces."""
         lazy_tensor.settle(p.grad for i, p in enumerate(self.params) if i not in self._early and self.is_pending(i))
 
-    def prepare(self, index: int, *, adds: bool) -> None:
+    def before_accumulate(self, index: int, *, adds: bool) -> None:
         """Put gradients in place before something is added to one, unless that was given up, which is an error."""
+        del adds
         if self.is_ours(grad_of(self.params[index])):
             self._early.refuse([index])
             self.settle()  # all of them: the others will be added to as well
-
-    def outlive(self, reducer: Reducer) -> None:
-        """Hear of gradients that are added once ``reducer`` is gone, as with its wrapper: nobody reduces them.
-
-        Hooks on the parameters say so from then on, until they have other shards.
-        """
-        if any(self._cuttable):
-            self._listens = weakref.finalize(reducer, _listen, weakref.ref(self))
-            self._listens.atexit = False
 
     # ---------------------------------------------------------------- reading
 
@@ -376,7 +415,7 @@ class ShardedGrads:
         self._early.refuse(indices)
         if noticed:
             self._read.update(indices)
-            reads.total += len(indices)
+            COUNTERS.grads_read += len(indices)
         return self._pull(indices)
 
     def _pull(self, indices: Sequence[int]) -> list[Tensor]:
@@ -397,6 +436,81 @@ class ShardedGrads:
         """Return one tensor for each dtype that parts may have."""
         dtypes = dict.fromkeys([*(param.dtype for param in self.params), torch.float32])
         return [self.params[0].new_empty(0, dtype=dtype) for dtype in dtypes if dtype.is_floating_point]
+
+
+def make_sharded_grads(
+    params: Sequence[torch.nn.Parameter], names: Sequence[str], group: dist.ProcessGroup, **options: Any
+) -> GradSharder:
+    """Return the sharder of a model; gradients stay full if its parameters lie on several devices.
+
+    Args:
+        params: As for :class:`ShardedGrads`.
+        names: As for :class:`ShardedGrads`.
+        group: As for :class:`ShardedGrads`.
+        **options: All others of :class:`ShardedGrads`.
+    """
+    if any(param.device != params[0].device for param in params):
+        return GradSharder()
+    return ShardedGrads(params, names, group, **options)
+
+
+class FreedGrads:
+    """The gradients of one model whose memory is freed before the backward that reduced them has ended.
+
+    Until then no shard can be read. A read raises an error, and does not return what is there by chance.
+
+    Args:
+        names: The parameters' names.
+    """
+
+    def __init__(self, names: Sequence[str]) -> None:
+        self._names = names
+        self._grads: dict[int, weakref.ref[LazyTensor]] = {}
+
+    def __contains__(self, index: int) -> bool:
+        return index in self._grads
+
+    def add(self, index: int, grad: LazyTensor) -> None:
+        """Note that the gradient of a parameter has been given up."""
+        self._grads[index] = weakref.ref(grad)
+
+    def refuse(self, indices: Iterable[int]) -> None:
+        """Raise an error if one of those was given up.
+
+        Raises:
+            RuntimeError: It says which, and what to do.
+        """
+        for index in indices:
+            if index in self._grads:
+                raise RuntimeError(_TOO_EARLY.format(self._names[index]))
+
+    def arrived(self, index: int, grad: Tensor | None) -> None:
+        """Note that there are parts of a gradient now; what was given up is lost if ``p.grad`` is another one."""
+        reference = self._grads.pop(index, None)
+        given_up = None if reference is None else reference()
+        if given_up is not None and given_up is not grad:
+            self._lose(index, given_up)
+
+    def fail(self) -> list[int]:
+        """Forget all, since the backward has failed: they are lost. Return the parameters."""
+        indices = list(self._grads)
+        for index in indices:
+            self.arrived(index, None)
+        return indices
+
+    def _lose(self, index: int, grad: LazyTensor) -> None:
+        if isinstance(grad, LazyTensor):  # still: who has zeroed it has a plain gradient
+            grad.source = _Lost(self._names[index])
+
+
+class _Lost:
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def fetch(self, placeholders: Sequence[LazyTensor], *, noticed: bool) -> list[Tensor]:
+        """Say that there is nothing."""
+        del placeholders, noticed
+        raise RuntimeError(_LOST.format(self._name))
 
 
 def _may_go(grad: Tensor, *, ours: bool) -> bool:
@@ -461,15 +575,6 @@ def delivered(grad: Tensor) -> tuple[ShardedGrads, int] | None:
     if shards is None or shards.left or not shards.is_newest(entry[3]):
         return None
     return shards, entry[2]
-
-
-class Reads:
-    """How many gradients were put together in this process because somebody read them."""
-
-    total: int = 0
-
-
-reads = Reads()
 
 
 @contextmanager
