@@ -74,7 +74,7 @@ def test_counts_that_are_finer_than_a_plan_needs_are_those_of_the_plan(ranks, to
 
 
 def won_by(first: int, case: Case, **kwargs: Any) -> tuple[list[Record], list[str], int]:
-    drop_values(autotune.Measured)
+    drop_values(autotune.MeasuredPlans)
     before = COUNTERS.as_dict()
     with forced(first) as won:
         found = train(case, **kwargs)
