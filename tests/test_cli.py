@@ -335,6 +335,8 @@ held_before([p], 1.0)
 assert ovpatch.report()["clip_watch"].counters == {}
 import ovpatch_clip_watch
 assert ovpatch_clip_watch.COUNTERS["calls"] == 2
+from ovpatch.cli.main import main
+main(["list", "--json"])
 """
 
 
@@ -353,8 +355,7 @@ def test_the_plugin_template_installs_works_and_is_listed(tmp_path):
         return done.stdout
 
     run(*pip)
-    assert run("-c", USE) == ""
-    rows = {row["name"]: row for row in json.loads(run("-m", "ovpatch", "list", "--json"))["features"]}
+    rows = {row["name"]: row for row in json.loads(run("-c", USE))["features"]}
     assert rows["clip_watch"]["state"] == "applied"
     assert rows["clip_watch"]["distribution"] == "ovpatch-clip-watch 0.1.0"
     assert rows["clip_watch"]["options"] == {"count_clipped": {"value": False, "source": "default"}}

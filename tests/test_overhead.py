@@ -1,12 +1,10 @@
-"""What ``apply()`` costs a script that uses nothing of it: processor time, and modules."""
+"""What ``import torch`` and ``apply()`` cost a script that uses no feature: processor time, and modules."""
 
 from __future__ import annotations
 
 import os
 import subprocess
 import sys
-
-import pytest
 
 from tests.support.environment import clean
 
@@ -21,9 +19,16 @@ print((time.process_time() - imported) / (imported - began))
 """
 
 LOADED = """
-import sys, torch, ovpatch
-ovpatch.apply({})
-print(*sorted(name for name in sys.modules if name.partition(".")[0] in ("ovpatch", "ovpatch_plugins")))
+import sys
+def show():
+    print(*sorted(name for name in sys.modules if name.partition(".")[0] in ("ovpatch", "ovpatch_plugins")))
+import torch
+show()
+import ovpatch
+assert ovpatch.report()["ddp"].state == "disabled"
+for features in (("ddp",), ()):
+    assert ovpatch.apply(*features)["ddp"].state == "applied"
+    show()
 """
 
 STEPPED = """
@@ -90,19 +95,20 @@ def test_a_step_of_ddp_imports_nothing_of_other_features(tmp_path):
 
 
 def test_applying_takes_a_small_part_of_what_importing_torch_takes():
-    assert min(float(output_of(TIMED)) for _ in range(3)) < MOST
+    assert any(float(output_of(TIMED)) < MOST for _ in range(3))  # other work on the machine may disturb one
 
 
-@pytest.mark.parametrize("features", ["", '"ddp"'])
-def test_nothing_is_imported_that_does_the_work_before_there_is_any(features):
-    """Reducers, collectives, experts and linears are imported with the first model that needs them."""
-    loaded = output_of(LOADED.format(features)).split()
-    assert "ovpatch_plugins.ddp.plugin" in loaded, "the feature is on"
+def test_nothing_is_imported_that_does_the_work_before_there_is_any():
+    """Nothing while ovpatch is off; reducers, collectives, experts and linears wait for a model that needs them."""
+    idle, *applied = (line.split() for line in output_of(LOADED).splitlines())
+    assert idle == ["ovpatch", "ovpatch._version", "ovpatch.autoload"]
     light = {"", "config", "errors", "options", "plugin", "report", "takeover"}
-    work = [
-        name
-        for name in loaded
-        if name.startswith(("ovpatch.overlap", "ovpatch_plugins."))
-        and name.partition("ovpatch_plugins.")[2].partition(".")[2] not in light
-    ]
-    assert not work
+    for loaded in applied:
+        assert "ovpatch_plugins.ddp.plugin" in loaded, "the feature is on"
+        work = [
+            name
+            for name in loaded
+            if name.startswith(("ovpatch.overlap", "ovpatch_plugins."))
+            and name.partition("ovpatch_plugins.")[2].partition(".")[2] not in light
+        ]
+        assert not work

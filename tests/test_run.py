@@ -168,6 +168,7 @@ def test_a_script_that_calls_apply_reports_also_without_autoload(run, site):
     train = script(site.folder, "train.py", "import ovpatch, victim\novpatch.apply('a')\nassert victim.f(1) == 11")
     done, report = run(sys.executable, train, TORCH_DEVICE_BACKEND_AUTOLOAD="0")
     assert done.returncode == 0, done.stderr
+    assert "TORCH_DEVICE_BACKEND_AUTOLOAD is not 1" in done.stderr
     assert len(report["processes"]) == 1
 
 
@@ -179,13 +180,6 @@ def test_no_worker_is_a_failure_with_the_possible_causes(here):
     assert (code, out) == (1, "done\n")
     for cause in ("TORCH_DEVICE_BACKEND_AUTOLOAD=0", "another Python", "dropped the variables", "ovpatch.apply()"):
         assert cause in err
-
-
-@pytest.mark.slow
-def test_autoload_switched_off_is_said_before_and_fails_after(run, site):
-    done, _ = run(sys.executable, "-c", "import torch; print('trained')", TORCH_DEVICE_BACKEND_AUTOLOAD="0")
-    assert (done.returncode, done.stdout) == (1, "trained\n")
-    assert done.stderr.index("TORCH_DEVICE_BACKEND_AUTOLOAD is not 1") < done.stderr.index("no process of the command")
 
 
 # --- exit codes and checks beforehand ---

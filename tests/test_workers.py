@@ -66,7 +66,7 @@ def test_one_file_per_process_rewritten_in_place(reporter, tmp_path, monkeypatch
     (found,) = worker_reports.read_reports(tmp_path, "worker")
     assert found["restart"] == 2
     assert found["features"][0]["counters"] == {"n": 1}
-    assert [path.name for path in tmp_path.iterdir()] == [reporter.file().name], "no temporary file stays"
+    assert [path.name for path in tmp_path.iterdir()] == [reporter.get_path().name], "no temporary file stays"
 
 
 def test_a_directory_that_is_gone_is_no_error(reporter, tmp_path):
@@ -76,7 +76,7 @@ def test_a_directory_that_is_gone_is_no_error(reporter, tmp_path):
 
 
 def test_nothing_goes_wrong_at_exit(reporter, tmp_path):
-    reporter._take = lambda: 1 / 0
+    reporter._make_report = lambda: 1 / 0
     reporter.write_at_exit()
     assert not list(tmp_path.iterdir())
 

@@ -71,7 +71,7 @@ def _conclude(code: int, directory: Path, file: Path | None) -> int:
     if merged is not None:
         _say(f"{len(reports)} process(es) reported\n{format_report(merged, colour=wants_colour(sys.stderr))}")
         if not _did_anything(merged):
-            _say(_NOTHING)
+            _say(_NO_WORK)
     if file is not None:
         worker_reports.write_json(
             file, merged if merged is not None else {"features": [], "patches": [], "processes": []}
@@ -79,7 +79,7 @@ def _conclude(code: int, directory: Path, file: Path | None) -> int:
     for failure in failures:
         _say(f"process {failure['pid']} (rank {failure['rank']}) was not patched: {failure['error']}")
     if merged is None and not failures and code == ExitCode.OK:  # otherwise the command's own message tells
-        _say(_NOBODY)
+        _say(_NO_REPORT)
     unpatched = bool(failures) or merged is None
     return ExitCode.PROBLEM if failures or (code == ExitCode.OK and unpatched) else code
 
@@ -95,13 +95,13 @@ def _tells_idleness(remark: str) -> bool:
     return remark.startswith(tuple(IDLE))  # which processes may follow
 
 
-_NOTHING: Final = (
+_NO_WORK: Final = (
     "nothing was accelerated: no feature that is on did any work. The script wrapped no model that these features take "
     "over (DistributedDataParallel on several ranks, parallelize_module, experts of transformers), or the details "
     "above say why it was left to stock."
 )
 
-_NOBODY: Final = (
+_NO_REPORT: Final = (
     "no process of the command reported that it is patched. Possible causes: no process imported torch; "
     "TORCH_DEVICE_BACKEND_AUTOLOAD=0; the command uses another Python in which ovpatch is not installed; or a launcher "
     "dropped the variables OVPATCH_AUTO and OVPATCH_REPORT_DIR. Run `python -m ovpatch doctor` "

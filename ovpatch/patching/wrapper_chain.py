@@ -445,17 +445,17 @@ class ChainMark:
     """The attribute ``__ovpatch__`` of an installed function: its target and active patches."""
 
     def __init__(self, chain: WrapperChain) -> None:
-        self._stack = chain
+        self._chain = chain
 
     @property
     def target(self) -> str:
         """Dotted path of the slot."""
-        return self._stack.slot.path
+        return self._chain.slot.path
 
     @property
     def patches(self) -> tuple[Patch, ...]:
         """Active patches, innermost first."""
-        return tuple(wrapper.patch for wrapper in self._stack.wrappers)
+        return tuple(wrapper.patch for wrapper in self._chain.wrappers)
 
     def __repr__(self) -> str:
         return f"<ovpatch {self.target}: {', '.join(map(str, self.patches)) or 'off'}>"

@@ -66,8 +66,8 @@ def _common(key: str, reports: Sequence[_Json]) -> str:
 
 
 def _merge_feature(name: str, reports: Sequence[_Json]) -> dict[str, Any]:
-    parts = [(_who(report), part) for report in reports for part in report["features"] if part["name"] == name]
-    absent = [_who(report) for report in reports if all(part["name"] != name for part in report["features"])]
+    parts = [(_identify(report), part) for report in reports for part in report["features"] if part["name"] == name]
+    absent = [_identify(report) for report in reports if all(part["name"] != name for part in report["features"])]
     state, reason = _merge_state(parts, absent)
     counters = _sum(part["counters"] for _, part in parts)
     work: list[str] = next((part["work"] for _, part in parts if part["work"]), [])
@@ -83,13 +83,13 @@ def _merge_feature(name: str, reports: Sequence[_Json]) -> dict[str, Any]:
         "reorders_products": any(part["reorders_products"] for _, part in parts),
         "work": work,
         "processes": [
-            {"pid": who["pid"], "rank": who["rank"], **{k: part[k] for k in ("state", "reason", "counters")}}
-            for who, part in parts
+            {"pid": process["pid"], "rank": process["rank"], **{k: part[k] for k in ("state", "reason", "counters")}}
+            for process, part in parts
         ],
     }
 
 
-def _who(report: _Json) -> dict[str, Any]:
+def _identify(report: _Json) -> dict[str, Any]:
     rank, pid = report["rank"], report["pid"]
     return {"pid": pid, "rank": rank, "label": f"rank {rank}" if rank is not None else f"process {pid}"}
 
@@ -102,16 +102,16 @@ def _merge_state(parts: Sequence[tuple[_Json, _Json]], absent: Sequence[_Json]) 
     states = {state for state, _ in seen} | ({"unavailable"} if absent else set())
     worst = min(states, key=STATES.index)
     if len(states) == 1:
-        return worst, "; ".join(dict.fromkeys(f"{who['label']}: {part['reason']}" for who, part in parts))
+        return worst, "; ".join(dict.fromkeys(f"{process['label']}: {part['reason']}" for process, part in parts))
     groups = _grouped(parts, lambda part: part["state"] + (f" ({part['reason']})" if part["reason"] else ""))
-    groups += [f"not installed on {', '.join(who['label'] for who in absent)}"] if absent else []
+    groups += [f"not installed on {', '.join(process['label'] for process in absent)}"] if absent else []
     return worst, "differs between processes: " + "; ".join(groups)
 
 
 def _grouped(parts: Sequence[tuple[_Json, _Json]], text: Callable[[_Json], str]) -> list[str]:
     groups: dict[str, list[str]] = {}
-    for who, part in parts:
-        groups.setdefault(text(part), []).append(who["label"])
+    for process, part in parts:
+        groups.setdefault(text(part), []).append(process["label"])
     return [f"{what} on {', '.join(labels)}" for what, labels in groups.items()]
 
 
@@ -121,14 +121,14 @@ def _merge_remarks(parts: Sequence[tuple[_Json, _Json]], *, worked: bool) -> lis
     A parent that only spawns workers is always idle, so its idleness is left out if another process did work.
     """
     owners: dict[str, list[_Json]] = {}
-    for who, part in parts:
+    for process, part in parts:
         for remark in part["remarks"]:
-            if not (remark in IDLE and worked and who["rank"] is None):
-                owners.setdefault(remark, []).append(who)
-    everyone = len(parts)
+            if not (remark in IDLE and worked and process["rank"] is None):
+                owners.setdefault(remark, []).append(process)
+    total = len(parts)
     return [
-        remark if len(who) == everyone else f"{remark} ({', '.join(one['label'] for one in who)})"
-        for remark, who in owners.items()
+        remark if len(processes) == total else f"{remark} ({', '.join(one['label'] for one in processes)})"
+        for remark, processes in owners.items()
     ]
 
 
@@ -136,10 +136,10 @@ def _merge_options(parts: Sequence[tuple[_Json, _Json]]) -> dict[str, Any]:
     """Return the options of the first process that has them; ``differs`` has the values of other processes."""
     merged: dict[str, Any] = {}
     for name in dict.fromkeys(name for _, part in parts for name in part["options"]):
-        having = [(who, part["options"][name]) for who, part in parts if name in part["options"]]
+        having = [(process, part["options"][name]) for process, part in parts if name in part["options"]]
         merged[name] = dict(having[0][1])
         if any(option["value"] != merged[name]["value"] for _, option in having):
-            merged[name]["differs"] = {who["label"]: option["value"] for who, option in having}
+            merged[name]["differs"] = {process["label"]: option["value"] for process, option in having}
     return merged
 
 
@@ -219,15 +219,15 @@ def _program(arguments: list[str]) -> str:
 class _Reporter:
     """Writes the report file of this process."""
 
-    def __init__(self, directory: Path, take: Callable[[], Report]) -> None:
-        self._directory, self._take = directory, take
+    def __init__(self, directory: Path, make_report: Callable[[], Report]) -> None:
+        self._directory, self._make_report = directory, make_report
         self._born: Final = {
             os.getpid(): time.time_ns()
         }  # distinguishes processes with the same pid, one after the other
         self._base: dict[str, Any] = {}
         self._base_of_children: dict[str, Any] = {}
 
-    def file(self) -> Path:
+    def get_path(self) -> Path:
         """Return the path of this process's file; a forked child has its own."""
         born = self._born.setdefault(os.getpid(), time.time_ns())
         return self._directory / f"worker-{os.getpid()}-{born}.json"
@@ -237,12 +237,12 @@ class _Reporter:
         if not self._directory.is_dir():
             logger.debug("no directory %s here: this process does not report to `ovpatch run`", self._directory)
             return
-        data = subtract_report(self._take().to_json(), self._base)
+        data = subtract_report(self._make_report().to_json(), self._base)
         data["restart"] = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") or 0)
         if _is_idle_daemon(data):
-            self.file().unlink(missing_ok=True)
+            self.get_path().unlink(missing_ok=True)
         else:
-            write_json(self.file(), data)
+            write_json(self.get_path(), data)
 
     def write_at_exit(self) -> None:
         """Write the last report; never raises."""
@@ -251,14 +251,14 @@ class _Reporter:
         except Exception as error:  # noqa: BLE001  # an error at exit would change the script's exit status
             logger.debug("the last report was not written: %r", error)
 
-    def remember(self) -> None:
+    def keep_counts(self) -> None:
         """Keep the counts before a fork, so that the child does not report them again."""
         try:
-            self._base_of_children = self._take().to_json()
+            self._base_of_children = self._make_report().to_json()
         except Exception as error:  # noqa: BLE001  # an error would break the user's fork; at worst counts are doubled
             logger.debug("no report before a fork: %r", error)
 
-    def forked(self) -> None:
+    def subtract_parent(self) -> None:
         """Subtract the parent's counts in a forked child."""
         self._base = self._base_of_children
 
@@ -266,11 +266,11 @@ class _Reporter:
 _reporter: _Reporter | None = None
 
 
-def start_reporting(take: Callable[[], Report]) -> None:
+def start_reporting(make_report: Callable[[], Report]) -> None:
     """Report this process to ``ovpatch run``, now and at exit, if that started it.
 
     Args:
-        take: Returns the current report.
+        make_report: Returns the current report.
     """
     global _reporter
     directory = os.environ.get(REPORT_DIR)
@@ -278,7 +278,7 @@ def start_reporting(take: Callable[[], Report]) -> None:
     if not directory or kind == "launcher":
         return
     if _reporter is None:
-        _reporter = _Reporter(Path(directory), take)
+        _reporter = _Reporter(Path(directory), make_report)
         _arrange(_reporter, kind)
     if may_train(kind):
         _reporter.write()
@@ -303,7 +303,7 @@ def _arrange(reporter: _Reporter, kind: str) -> None:
     from multiprocessing import util
 
     if hasattr(os, "register_at_fork"):
-        os.register_at_fork(before=reporter.remember, after_in_child=reporter.forked)
+        os.register_at_fork(before=reporter.keep_counts, after_in_child=reporter.subtract_parent)
     util.register_after_fork(reporter, _begin_child)
     if _in_child():
         util.Finalize(None, reporter.write_at_exit, exitpriority=100)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import json
-import sys
 
 import pytest
 import torch
@@ -28,12 +27,12 @@ class Job:
         self.folder, self.forks = folder, forks
 
     def train(self, name, *args, patched, steps=STEPS, report=False):
-        """Return what each step logged: loss and gradient norm."""
+        """Return what each step logged: loss and gradient norm; with a report torchrun starts the ranks."""
         log = self.folder / f"{name}.jsonl"
         arguments = [*SIZE, *WAYS, f"--steps={steps}", f"--log-file={log}", *args]
         options = ["--report", str(self.folder / f"{name}.report")] if report else []
         if patched:
-            scripts.torchrun(2, demo.SCRIPT, *arguments, ovpatch=options, timeout=240).check()
+            scripts.torchrun(2, demo.SCRIPT, *arguments, ovpatch=options, forked=not report, timeout=240).check()
         else:
             self.forks.torchrun(2, demo.SCRIPT, *arguments, env={"OVPATCH": "0"}, timeout=240).check()
         return [(entry["loss"], entry["grad_norm"]) for entry in demo.read_log(log)]
@@ -82,10 +81,11 @@ def test_a_run_resumed_the_other_way_goes_on_bitwise(job, stock):
     assert head + tail == stock
 
 
-def test_the_script_runs_alone_compiled_and_in_bfloat16(tmp_path):
+def test_the_script_runs_alone_compiled_and_in_bfloat16(tmp_path, forks):
     log = tmp_path / "log"
     args = [*SIZE, "--steps=2", "--compile=aot_eager", "--dtype=bfloat16", f"--log-file={log}"]
-    scripts.run([sys.executable, demo.SCRIPT, *args], timeout=240).check()
+    alone = dict.fromkeys(("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "TORCHELASTIC_RUN_ID"))
+    forks.torchrun(1, demo.SCRIPT, *args, env=alone, timeout=240).check()
     assert [json.loads(line)["step"] for line in log.read_text().splitlines()] == [0, 1]
 
 

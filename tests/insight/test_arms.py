@@ -19,6 +19,7 @@ from ovpatch.session import orders
 from ovpatch.settings.settings import SettingsError
 from tests.insight import programs
 from tests.insight.programs import TORCHRUN
+from tests.support.rarely import RARELY
 
 environment = programs.environment
 
@@ -69,7 +70,8 @@ def counted(outcome):
 def test_all_ranks_leave_after_the_ordered_step_with_a_report(run, features):
     seen = []
     arm = arms.Arm("arm", features, {"steps": 3})
-    outcome = run("while True:\n    step()\n    time.sleep(0.3)", arm, launcher=TORCHRUN, progress=seen.append)
+    how = {} if features == arms.STOCK else {"launcher": TORCHRUN}
+    outcome = run("while True:\n    step()\n    time.sleep(0.3)", arm, progress=seen.append, **how)
     assert (outcome.code, outcome.timed_out) == (0, False), outcome.tail()
     assert counted(outcome) == {"rank0": 3, "rank1": 3}
     assert seen == sorted(seen)
@@ -121,6 +123,7 @@ def test_a_script_that_ends_earlier_ends_by_itself(run):
     assert "the end" in outcome.tail()
 
 
+@RARELY  # as in test_verify
 @pytest.mark.slow
 def test_the_code_of_a_script_that_fails_is_kept(run):
     outcome = run("step()\nsys.exit(7)", head=programs.ALONE)

@@ -14,6 +14,7 @@ from ovpatch.insight.verify.verify import Verdict
 from tests.insight.programs import PATIENCE
 from tests.support.environment import cleaned
 from tests.support.fake_plugins import Site
+from tests.support.rarely import RARELY
 
 LOOP = """
 import os, sys, time
@@ -127,6 +128,7 @@ def test_a_fault_is_traced_to_the_feature(verify, site):
     assert data["noise"] == {"rerun": "all bits equal", "reordered": "all bits equal"}
 
 
+@RARELY  # of made-up runs: test_verify_verdicts
 @pytest.mark.slow
 def test_a_feature_that_did_nothing_is_not_exercised(verify):
     code, out, data = verify(loop("step()"), "--features=idle")
@@ -134,6 +136,7 @@ def test_a_feature_that_did_nothing_is_not_exercised(verify):
     assert "no feature that was on did any work (idle: applied and called, but it has done nothing so far)" in out
 
 
+@RARELY  # likewise
 @pytest.mark.slow
 def test_a_script_without_a_step(verify):
     code, out, data = verify(loop("net(torch.ones(5, 4)).sum().backward()"), "--features=counts")

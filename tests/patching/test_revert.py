@@ -30,7 +30,7 @@ def test_two_features_on_one_target_revert_in_any_order(pm: PatchManager, make: 
         assert m.C.f is stock
 
 
-def test_a_thousand_cycles_leave_every_dict_identical() -> None:
+def test_hundreds_of_cycles_leave_every_dict_identical() -> None:
     program = """
 import sys, types
 from ovpatch.patching import PatchManager
@@ -57,7 +57,7 @@ pm = PatchManager()
 for path in ("f", "C.method", "C.make", "C.pure", "C.size", "D.method", "D.make", "D.pure", "D.size"):
     pm.register_patch("cycled." + path, wrap=lambda original: lambda *a, **k: original(*a, **k), feature=path[:1])
 size = None
-for cycle in range(1000):
+for cycle in range(300):
     pm.apply()
     if cycle % 2:
         pm.revert("C")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,8 @@ from tests.support.rarely import RARELY
 
 pytestmark = pytest.mark.slow
 
-PRELOADED = ("transformers.trainer", "accelerate", "peft")
+# Only programs that run rarely need them.
+PRELOADED = ("transformers.trainer", "accelerate", "peft") if os.environ.get("ALL_CASES") else ()
 
 # The programs' models are small; all but the smallest parameters are to be cut.
 ON = {"OVPATCH": "+dist_optimizer", "OVPATCH_DIST_OPTIMIZER_MIN_PARAM_NUMEL": "16"}

@@ -17,13 +17,15 @@ PRELOADED = LIBRARIES
 
 
 def launched(runner, name, *args, to):
-    """Run it stock and patched; Lightning's launcher starts the second rank."""
+    """Run it stock and patched; Lightning's launcher starts the second rank of the patched run."""
 
-    def start(patched, to):
+    def start(to):
         port = {"MASTER_PORT": str(scripts.free_port())}  # else its launcher takes one of outgoing connections
-        return runner.python([str(PROGRAMS / name), str(runner.folder / to), *args], patched=patched, to=to, env=port)
+        return runner.python([str(PROGRAMS / name), str(runner.folder / to), *args], patched=True, to=to, env=port)
 
-    return together(lambda: start(False, f"{to}-stock"), lambda: start(True, f"{to}-patched"))
+    return together(
+        lambda: runner.torchrun(name, *args, patched=False, to=f"{to}-stock"), lambda: start(f"{to}-patched")
+    )
 
 
 def saved(arm):

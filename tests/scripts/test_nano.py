@@ -13,7 +13,6 @@ pytestmark = pytest.mark.slow
 # Dynamo and AOTAutograd do here what they do under Inductor, whose code would take longer to build than all the rest.
 BACKEND = "aot_eager"
 PREFIX = "_orig_mod."
-PRELOADED = ("torch._dynamo",)
 
 
 @pytest.fixture(scope="module")

@@ -18,7 +18,8 @@ def failures(tmp_path_factory):
 
     def start(name, setting, **env):
         lone = ["1", setting, str(PROGRAMS / "plain.py"), str(out / name)]
-        return scripts.torchrun(WORLD, PROGRAMS / "lone.py", *lone, ovpatch=True, env=env, timeout=240)
+        env["TORCH_DEVICE_BACKEND_AUTOLOAD"] = "0"  # ovpatch is loaded by lone.py, once the variable is set
+        return scripts.torchrun(WORLD, PROGRAMS / "lone.py", *lone, ovpatch=True, env=env, timeout=240, forked=True)
 
     return together(
         lambda: start("off", "OVPATCH=0", OVPATCH_DDP_AGREEMENT_TIMEOUT_S="3"),

@@ -39,12 +39,13 @@ class Server:
     """A server of its own, since one cannot take back an import.
 
     Args:
-        modules: What it imports besides torch. They must not start threads, nor CUDA: neither survives a fork.
+        modules: What it imports besides torch, and torch._dynamo, which the first optimizer would import in each
+            rank. They must not start threads, nor CUDA: neither survives a fork.
     """
 
     def __init__(self, *modules: str) -> None:
         self._server = forkserver.ForkServer()
-        self._server.set_forkserver_preload(["torch", "torch.distributed", __name__, *modules])
+        self._server.set_forkserver_preload(["torch", "torch.distributed", "torch._dynamo", __name__, *modules])
         with exactly(clean(os.environ)):
             self._server.ensure_running()
 
