@@ -85,16 +85,16 @@ def nobody_there(warming: Callable[[], bool], *, copied: bool) -> Iterator[None]
         _copy([(part.view(-1), _own(whole)) for part, whole in zip(outputs, inputs, strict=True)])
         return [WorkGroup([])]
 
-    meet = mock.patch.object(HostBarrier, "meet", lambda self, flag=None: bool(flag))
+    meet = mock.patch.object(HostBarrier, "wait", lambda self, flag=None: bool(flag))
     # A copy on another stream waits for a sum, and no stream waits for a fake one: what it reads is nobody's ballot.
     quiet = mock.patch.multiple(Ballots, count=mock.DEFAULT, losses=mock.Mock(return_value=[]))
     averages = mock.patch.object(process_group, "averages", return_value=True)
     widely = mock.patch.object(Collectives, "average_widely", scattered)
     copying = mock.patch.multiple(half_wire, scattering=lambda *_: copied or None), widely
-    hosts = mock.patch.object(host_barrier, "needed", return_value=True)
+    hosts = mock.patch.object(host_barrier, "is_needed", return_value=True)
     ways = ((AllReduce, reduced), (AllGather, gathered), (ReduceScatter, scattered))
     with contextlib.ExitStack() as patches:
-        for patch in (mock.patch.object(HostBarrier, "come"), meet, quiet, averages, hosts, *copying):
+        for patch in (mock.patch.object(HostBarrier, "arrive"), meet, quiet, averages, hosts, *copying):
             patches.enter_context(patch)
         for made, way in ways:
             patches.enter_context(mock.patch.object(made, "__call__", way))

@@ -110,6 +110,16 @@ def test_overlap_knows_torch_and_nothing_of_patches():
     assert not offenders(of("ovpatch.overlap"), forbidden)
 
 
+@pytest.mark.parametrize("package", ["autotune", "peer_rpc", "symm_mem"])
+def test_packages_of_overlap_that_import_comm_alone(package):
+    allowed = (f"ovpatch.overlap.{package}", "ovpatch.overlap.comm")
+
+    def forbidden(name, target, eager):
+        return within(target, "ovpatch") and not within(target, *allowed)
+
+    assert not offenders(of(f"ovpatch.overlap.{package}"), forbidden)
+
+
 def test_patching_knows_nothing_of_features_and_imports_no_torch():
     def forbidden(name, target, eager):
         ours = within(target, "ovpatch", "ovpatch_plugins") and not within(target, "ovpatch.patching")

@@ -186,7 +186,7 @@ class Collectives:
         return engine.scatter(outputs, inputs, average=True)
 
     def attend(self) -> None:
-        """End what is reduced together; see [Note: who does not come]."""
+        """Issue the collective that ends the copies of a backward; see :func:`.registry.attend`."""
         attend(self._group, self._device)
 
 

@@ -89,7 +89,9 @@ class ShardedGrads:
         self._rank, self._world = group.rank(), group.size()
         self._active = minimum is not None and all(param.device == device for param in params)
         self._gate = (
-            HostBarrier.of(group, device) if self._active and self._world > 1 and host_barrier.needed(device) else None
+            HostBarrier.for_group(group, device)
+            if self._active and self._world > 1 and host_barrier.is_needed(device)
+            else None
         )
         # Once and for all: during a step the parameters themselves are slices, and peers' questions come at any time.
         self._numels = [param.numel() for param in params]
@@ -207,8 +209,10 @@ class ShardedGrads:
             self._elected = frozenset(i for i in range(count) if votes[i] == self._world and votes[count + i] == 0)
             if self._elected and not self._peers.serving:
                 self._peers.serve(self.identity, self._like())
-                weakref.finalize(reducer, shutdown.keep, self.group, self._peers).atexit = False  # a slower peer asks
-        # cuda_graphs.py, [Note: captured backwards]
+                weakref.finalize(
+                    reducer, shutdown.keep_until_backward, self.group, self._peers
+                ).atexit = False  # a slower peer asks
+        # No host hears of a replay, which makes new gradients: a captured backward leaves whole ones.
         chosen = frozenset() if is_capturing(self.editions.device) else self._elected
         changed, self.chosen = chosen != self.chosen, chosen
         return changed
@@ -246,11 +250,11 @@ class ShardedGrads:
     def come(self) -> None:
         """Say that this rank comes to :meth:`meet` next, and asks no other anything until then."""
         if self._gate is not None:
-            self._gate.come()
+            self._gate.arrive()
 
     def meet(self, flag: bool | None = None) -> bool:
-        """Have the host wait, before collectives, in order, as ``HostBarrier.meet``; true if flags mean nothing."""
-        return self._gate is None or self._gate.meet(flag) or len(self._gate.devices) > 1
+        """Have the host wait, before collectives, in order, as ``HostBarrier.wait``; true if flags mean nothing."""
+        return self._gate is None or self._gate.wait(flag) or len(self._gate.devices) > 1
 
     def receive(self, reduction: Arriving) -> None:
         """Wait for all reductions of a backward: a new edition, which begins when peers have read the last."""
@@ -259,10 +263,10 @@ class ShardedGrads:
         self._backwards += 1
         # Where only the device waits it may do so first: without this rank no part can have been written.
         (reduction.wait if self.editions.asynchronous else reduction.wait_for_peers)()
-        self.editions.begin()
+        self.editions.begin_update()
         reduction.wait()
-        self.editions.end()
-        shutdown.met(self.group)
+        self.editions.end_update()
+        shutdown.drop_kept(self.group)
         self.local = False
 
     def give_up(self, index: int, *, ours: bool) -> None:
@@ -456,7 +460,7 @@ def changing(those: Sequence[tuple[ShardedGrads, int]]) -> Iterator[None]:
     """
     ones = list(dict.fromkeys(shards for shards, _ in those))
     for shards in ones:
-        shards.editions.begin()
+        shards.editions.begin_update()
     try:
         yield
     finally:
@@ -465,4 +469,4 @@ def changing(those: Sequence[tuple[ShardedGrads, int]]) -> Iterator[None]:
                 if shards.has_grad(index) and not shards.is_pending(index):
                     shards.part_of(index).copy_(shards.current_part(index))
         for shards in ones:
-            shards.editions.end()
+            shards.editions.end_update()

@@ -56,7 +56,7 @@ def expert_data_parallel(
     Raises:
         ValueError: An expert is no parameter of the model, or on another device; or the group lacks this rank, or has
             ranks that the wrapper's process group lacks.
-        DisagreementError: The ranks of ``group`` have different experts.
+        RankMismatchError: The ranks of ``group`` have different experts.
     """
     chosen = list(experts)
     named = _named(model, [*_parameters(chosen)])

@@ -203,7 +203,7 @@ def lane_of(group: dist.ProcessGroup, device: torch.device) -> SymmAllToAll | No
 
 
 def _made(group: dist.ProcessGroup, device: torch.device) -> SymmAllToAll | None:
-    problem = support.objection(group, device)
+    problem = support.unsupported_reason(group, device)
     if not problem:
         try:
             return SymmAllToAll(group, device)
