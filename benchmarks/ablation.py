@@ -200,7 +200,7 @@ def measure(name: str, args: argparse.Namespace, mesh: DeviceMesh) -> dict[str, 
     finally:
         gc.collect()
         dist.barrier()
-        shutdown.met(mesh["dp"].get_group())  # nobody asks for what an arm has kept for slower ranks
+        shutdown.drop_kept(mesh["dp"].get_group())  # nobody asks for what an arm has kept for slower ranks
         if CUDA:
             torch.cuda.empty_cache()
     row = {"arm": name, **found, "loss": round(value, 4), "features": features}

@@ -86,17 +86,17 @@ def nobody_there(warming: Callable[[], bool], *, copied: bool) -> Iterator[None]
         _copy([(part.view(-1), _own(whole)) for part, whole in zip(outputs, inputs, strict=True)])
         return [WorkGroup([])]
 
-    meet = mock.patch.object(HostBarrier, "meet", lambda self, flag=None: bool(flag))
+    meet = mock.patch.object(HostBarrier, "wait", lambda self, flag=None: bool(flag))
     # Sums are copied to the host on another stream, which does not wait for a fake collective; and no rank has failed.
     side = mock.patch.object(step_flags, "_side_stream", torch.cuda.current_stream)
     quiet = mock.patch.object(StepFlags, "failed_steps", return_value=[])
     averages = mock.patch.object(process_group, "averages", return_value=True)
     widely = mock.patch.object(Collectives, "reduce_scatter_fp32", scattered)
     copying = mock.patch.multiple(half_wire, reduce_scatter_transport=lambda *_: copied or None), widely
-    hosts = mock.patch.object(host_barrier, "needed", return_value=True)
+    hosts = mock.patch.object(host_barrier, "is_needed", return_value=True)
     ways = ((AllReduce, reduced), (AllGather, gathered), (ReduceScatter, scattered))
     with contextlib.ExitStack() as patches:
-        for patch in (mock.patch.object(HostBarrier, "come"), meet, side, quiet, averages, hosts, *copying):
+        for patch in (mock.patch.object(HostBarrier, "arrive"), meet, side, quiet, averages, hosts, *copying):
             patches.enter_context(patch)
         for made, way in ways:
             patches.enter_context(mock.patch.object(made, "__call__", way))

@@ -266,7 +266,7 @@ def measure(name: str, args: argparse.Namespace) -> dict[str, Any]:
         torch._dynamo.reset()
         gc.collect()
         dist.barrier()
-        shutdown.met(dist.group.WORLD)  # nobody asks for what an arm has kept for slower ranks
+        shutdown.drop_kept(dist.group.WORLD)  # nobody asks for what an arm has kept for slower ranks
         if CUDA:
             torch.cuda.empty_cache()
     return {"arm": name, **found}

@@ -218,7 +218,7 @@ def test_every_patched_method_of_ddp_is_explained():
 def test_the_quoted_error_is_the_one_that_is_raised():
     from ovpatch.overlap.comm.consensus import _missing
 
-    assert f"> {_missing('ddp', [1], 20.0)}\n" in (ROOT / "docs" / "cluster.md").read_text(encoding="utf-8")
+    assert f"> {_missing('ddp', [1], 20.0, '')}\n" in (ROOT / "docs" / "cluster.md").read_text(encoding="utf-8")
 
 
 # --- code ---

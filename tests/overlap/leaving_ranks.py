@@ -25,14 +25,14 @@ LATE_S = 0.6
 
 def begin(rank: int, store: dist.Store) -> PeerRpc:
     dist.init_process_group("gloo", store=store, rank=rank, world_size=WORLD, timeout=timedelta(seconds=60))
-    peers = PeerRpc.of(dist.distributed_c10d._get_default_group())
-    peers.serve("value", lambda question: ({}, [torch.tensor(10 * rank)]))
+    peers = PeerRpc.for_group(dist.distributed_c10d._get_default_group())
+    peers.register("value", lambda question: ({}, [torch.tensor(10 * rank)]))
     dist.barrier()
     return peers
 
 
 def ask(peers: PeerRpc) -> None:
-    values = {rank: int(tensor) for rank, (_, (tensor,)) in peers.ask("value", {}).items()}
+    values = {rank: int(tensor) for rank, (_, (tensor,)) in peers.call("value", {}).items()}
     assert values == {rank: 10 * rank for rank in range(WORLD) if rank != peers._rank}, values
 
 
@@ -56,7 +56,7 @@ def before_destruction(rank: int, store: dist.Store) -> None:
     if rank == 2:
         time.sleep(LATE_S)
         ask(peers)
-    peers.drain()
+    peers.shutdown()
     dist.destroy_process_group()
 
 
@@ -64,12 +64,12 @@ def two_groups(rank: int, store: dist.Store) -> None:
     peers = begin(rank, store)
     pair = dist.new_group([1, 2])
     if rank:
-        inner = PeerRpc.of(pair)
-        inner.serve("inner", lambda question: ({"rank": rank}, []))
+        inner = PeerRpc.for_group(pair)
+        inner.register("inner", lambda question: ({"rank": rank}, []))
         if rank == 1:
             time.sleep(LATE_S)
             ask(peers)
-            assert inner.ask("inner", {}) == {1: ({"rank": 2}, [])}
+            assert inner.call("inner", {}) == {1: ({"rank": 2}, [])}
 
 
 def one_raises(rank: int, store: dist.Store) -> None:
@@ -97,7 +97,7 @@ def first_is_gone(rank: int, store: dist.Store) -> None:
 def never_meant_it(rank: int, store: dist.Store) -> None:
     """Nobody has served or asked: nobody waits for the one that sleeps."""
     dist.init_process_group("gloo", store=store, rank=rank, world_size=WORLD)
-    PeerRpc.of(dist.distributed_c10d._get_default_group())
+    PeerRpc.for_group(dist.distributed_c10d._get_default_group())
     dist.barrier()
     if rank == 1:
         time.sleep(2)

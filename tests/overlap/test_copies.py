@@ -189,7 +189,7 @@ def choices() -> list[Any]:
         unheard = [0] if dist.get_rank() == 1 else []
         return dataclasses.replace(windows.allocate(size, group, device), unheard=lambda: unheard)
 
-    before = support.reason_against_memory
+    before = support.memory_unsupported_reason
     for mode, against, allocate in (
         ("auto", before, windows.allocate),
         ("on", before, windows.allocate),
@@ -200,11 +200,11 @@ def choices() -> list[Any]:
     ):
         registry.forget()
         autotuner._report_lines.pop("test", None)
-        support.reason_against_memory = against
+        support.memory_unsupported_reason = against
         try:
             choose(group, CPU, mode, feature="test", directory=None, allocate=allocate)
         finally:
-            support.reason_against_memory = before
+            support.memory_unsupported_reason = before
         chosen = registry.chosen_for(group, CPU)
         found.append((chosen.gathers, chosen.scatters, chosen.final, report_lines("test")))
     registry.forget()
@@ -279,8 +279,8 @@ def added(known: bool) -> list[tuple[Tensor, Tensor]]:
         places = [sum(sizes[:i]) for i in range(len(sizes))]
         own = [span(torch.randn(numel).to(dtype), i % 3) for i, numel in enumerate(sizes)]
         ours, expected = ([span(torch.zeros(numel, dtype=wide), 2) for numel in sizes] for _ in range(2))
-        sum_kernel.add_up(slots, [*map(Addend, own, ours, places)], 1 / 4, 0)
-        collectives.add_up(slots, [*map(Addend, own, expected, places)], 1 / 4, 0)
+        sum_kernel.add_slots(slots, [*map(Addend, own, ours, places)], 1 / 4, 0)
+        collectives.add_slots(slots, [*map(Addend, own, expected, places)], 1 / 4, 0)
         found += [(one.memory, other.memory) for one, other in zip(ours, expected, strict=True)]
     if known:
         together = [key for key in sum_kernel._compiled.keys if not key[-1]]
@@ -367,14 +367,17 @@ class Stepping(torch.autograd.Function):
 
 def in_backward() -> tuple[int, bool]:
     asked: list[Any] = []
-    before = support.objection, torch.cuda.is_current_stream_capturing
-    support.objection, torch.cuda.is_current_stream_capturing = lambda *_: asked.append(1) or "no", lambda: False
+    before = support.unsupported_reason, torch.cuda.is_current_stream_capturing
+    support.unsupported_reason, torch.cuda.is_current_stream_capturing = (
+        lambda *_: asked.append(1) or "no",
+        lambda: False,
+    )
     try:
         Stepping.apply(torch.ones(1, requires_grad=True)).backward()
         within = len(asked)
         choose(dist.group.WORLD, torch.device("cuda", 0), "auto", feature="test", directory=None)
     finally:
-        support.objection, torch.cuda.is_current_stream_capturing = before
+        support.unsupported_reason, torch.cuda.is_current_stream_capturing = before
         registry.forget()
         autotuner._report_lines.pop("test", None)
     return within, len(asked) == 1

@@ -22,10 +22,9 @@ import torch
 from torch import Tensor
 
 from ovpatch.overlap.copy_engine import collectives, window
-from ovpatch.overlap.copy_engine import collectives as engines
 from ovpatch.overlap.copy_engine.collectives import Engine
 from ovpatch.overlap.copy_engine.driver import Addend, Batch, Span
-from ovpatch.overlap.copy_engine.window import BYTES, Meeting, Window
+from ovpatch.overlap.copy_engine.window import BYTES, StreamBarrier, Window
 from tests.support import windows
 
 SLOT = 2 * 128 * 2  # bytes: some elements more than a piece, so there are many rounds
@@ -121,12 +120,14 @@ def played(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> N
     monkeypatch.setitem(writing, "to peers", request.param)
     cuda = SimpleNamespace(Stream=Stream, Event=Event, stream=stream, current_stream=lambda _: current[0])
     cuda._is_in_bad_fork, cuda.device = lambda: False, contextlib.nullcontext
-    monkeypatch.setattr(window, "torch", SimpleNamespace(cuda=cuda))
+    monkeypatch.setattr(window, "torch", SimpleNamespace(cuda=cuda, int32=torch.int32))
 
-    def add_up(slots: list[Span | None], addends: list[Addend], scale: float, stream: Stream) -> None:
-        stream.add(lambda: collectives.add_up(slots, addends, scale, 0))
+    add = collectives.add_slots
 
-    monkeypatch.setattr(engines, "add_up", add_up)
+    def add_slots(slots: list[Span | None], addends: list[Addend], scale: float, stream: Stream) -> None:
+        stream.add(lambda: add(slots, addends, scale, 0))
+
+    monkeypatch.setattr(collectives, "add_slots", add_slots)
 
 
 def windows_of(world: int, number: int) -> list[Window]:
@@ -135,7 +136,7 @@ def windows_of(world: int, number: int) -> list[Window]:
     signals = [memory[2 * SLOT :] for memory in memories]
     found = []
     for rank in range(world):
-        meeting = Meeting(Driver(), signals, rank)
+        meeting = StreamBarrier(Driver(), signals, rank)
         meeting._number = number
         for signal in signals:
             signal.view(torch.int32)[32 * rank] = number - (number >> 31 << 32)
@@ -228,7 +229,7 @@ def test_ranks_whose_memory_cannot_be_used_are_told(lost: int | None) -> None:
     streams.clear()
     memories = [torch.zeros(BYTES, dtype=torch.uint8) for _ in range(3)]
     seen_by_one = [torch.zeros_like(one) if rank == lost else one for rank, one in enumerate(memories)]
-    meetings = [Meeting(Driver(), seen_by_one if rank == 1 else memories, rank) for rank in range(3)]
+    meetings = [StreamBarrier(Driver(), seen_by_one if rank == 1 else memories, rank) for rank in range(3)]
     for meeting in meetings:
         meeting.try_out(Stream(torch.device("cuda", 0)))
     play(0)

@@ -34,7 +34,7 @@ def meetings(late: int) -> list[float]:
         if dist.get_rank() == late and number in (2, 4):
             time.sleep(0.2)
         arrived = time.time()
-        HostBarrier.of(group).meet()
+        HostBarrier.for_group(group).wait()
         found.append((arrived, time.time()))
     return found
 
@@ -50,17 +50,17 @@ def test_nobody_leaves_before_the_last_has_come(ranks, world, late):
 
 def ahead(late: int) -> list[tuple[float, float, float]]:
     """Ranks say at once that they come; one meets the others later than they do."""
-    one, found = HostBarrier.of(dist.group.WORLD), []
+    one, found = HostBarrier.for_group(dist.group.WORLD), []
     for number in range(6):
         came = time.time()
-        one.come()
-        one.come()
+        one.arrive()
+        one.arrive()
         if dist.get_rank() == late and number % 2:
             time.sleep(0.2)
         arrived = time.time()
-        one.meet()
+        one.wait()
         found.append((came, arrived, time.time()))
-        assert one.meet(number == 3) == (number == 3), "what was said before is of the meeting before"
+        assert one.wait(number == 3) == (number == 3), "what was said before is of the meeting before"
     return found
 
 
@@ -73,7 +73,7 @@ def test_nobody_waits_for_who_has_said_that_it_comes(ranks, world):
 
 
 def told(flags: list[list[bool]]) -> list[bool]:
-    return [HostBarrier.of(dist.group.WORLD).meet(mine[dist.get_rank()]) for mine in flags]
+    return [HostBarrier.for_group(dist.group.WORLD).wait(mine[dist.get_rank()]) for mine in flags]
 
 
 def test_all_ranks_hear_what_any_of_them_tells(ranks):
@@ -83,8 +83,8 @@ def test_all_ranks_hear_what_any_of_them_tells(ranks):
 
 def hurried(meetings: int) -> list[bool]:
     """Nobody waits between meetings, so the fastest raises its next flag while others still look for the last."""
-    one, rank = HostBarrier.of(dist.group.WORLD), dist.get_rank()
-    return [one.meet(number % 4 == rank) for number in range(meetings)]
+    one, rank = HostBarrier.for_group(dist.group.WORLD), dist.get_rank()
+    return [one.wait(number % 4 == rank) for number in range(meetings)]
 
 
 def test_a_flag_is_of_its_meeting(ranks):
@@ -93,12 +93,15 @@ def test_a_flag_is_of_its_meeting(ranks):
 
 def interrupted_meetings() -> list[bool]:
     """Rank 0 is interrupted while it waits, and meets again; rank 1 raises its flag at the second meeting."""
-    one, rank = HostBarrier.of(dist.group.WORLD), dist.get_rank()
+    one, rank = HostBarrier.for_group(dist.group.WORLD), dist.get_rank()
     if rank == 0:
-        with mock.patch.object(HostBarrier, "_wait", side_effect=KeyboardInterrupt), pytest.raises(KeyboardInterrupt):
-            one.meet(False)
+        with (
+            mock.patch.object(HostBarrier, "_poll_store", side_effect=KeyboardInterrupt),
+            pytest.raises(KeyboardInterrupt),
+        ):
+            one.wait(False)
     dist.barrier()
-    return [one.meet(rank == 1 and number == 1) for number in range(3)]
+    return [one.wait(rank == 1 and number == 1) for number in range(3)]
 
 
 def test_who_is_interrupted_comes_back_to_the_same_meeting(ranks):
@@ -107,12 +110,12 @@ def test_who_is_interrupted_comes_back_to_the_same_meeting(ranks):
 
 def keys_left() -> int:
     store = dist.distributed_c10d._get_default_store()
-    one = HostBarrier.of(dist.group.WORLD)
-    one.meet()
+    one = HostBarrier.for_group(dist.group.WORLD)
+    one.wait()
     before = store.num_keys()
     for number in range(50):
-        one.meet()
-        one.meet(number % 3 == dist.get_rank())
+        one.wait()
+        one.wait(number % 3 == dist.get_rank())
     dist.barrier()
     return store.num_keys() - before
 
@@ -126,13 +129,13 @@ def in_a_file(path: str) -> int:
     one = HostBarrier(dist.group.WORLD)
     one._store = dist.PrefixStore("gate", dist.FileStore(path, dist.get_world_size()))
     one._in_file = host_barrier._is_in_file(one._store)
-    told = [one.meet(number == dist.get_rank()) for number in range(3)]
+    told = [one.wait(number == dist.get_rank()) for number in range(3)]
     assert told == [True, True, False]
     size = os.path.getsize(path)
     if dist.get_rank() == 0:
         time.sleep(0.3)
-    one.come()
-    one.meet()
+    one.arrive()
+    one.wait()
     return os.path.getsize(path) - size
 
 
@@ -144,12 +147,14 @@ def groups() -> None:
     """Gates of several groups, and of one that is made anew, know nothing of each other."""
     pair = dist.new_group([0, 1])
     for _ in range(3):
-        HostBarrier.of(dist.group.WORLD).meet()
+        HostBarrier.for_group(dist.group.WORLD).wait()
     if dist.get_rank() < 2:
-        HostBarrier.of(pair).meet()
-    HostBarrier.of(dist.group.WORLD).meet()
-    assert HostBarrier.of(dist.group.WORLD)._key() != (HostBarrier.of(pair)._key() if dist.get_rank() < 2 else "")
-    PeerRpc.of(dist.group.WORLD).drain()
+        HostBarrier.for_group(pair).wait()
+    HostBarrier.for_group(dist.group.WORLD).wait()
+    assert HostBarrier.for_group(dist.group.WORLD)._key() != (
+        HostBarrier.for_group(pair)._key() if dist.get_rank() < 2 else ""
+    )
+    PeerRpc.for_group(dist.group.WORLD).shutdown()
 
 
 def test_groups_have_gates_of_their_own(ranks):
@@ -157,13 +162,13 @@ def test_groups_have_gates_of_their_own(ranks):
 
 
 def absent() -> str:
-    one = HostBarrier.of(dist.group.WORLD)
-    one.meet()
+    one = HostBarrier.for_group(dist.group.WORLD)
+    one.wait()
     one._timeout_s = 0.3
     text = ""
     if dist.get_rank() == 0:
         with pytest.raises(RuntimeError) as raised:
-            one.meet()
+            one.wait()
         text = str(raised.value)
     dist.barrier()
     return text
@@ -189,7 +194,7 @@ def counted() -> Iterator[collections.Counter[str]]:
 
         return mock.patch.object(HostBarrier, name, call)
 
-    with mock.patch.object(host_barrier, "needed", return_value=True), counting("meet"), counting("come"):
+    with mock.patch.object(host_barrier, "is_needed", return_value=True), counting("wait"), counting("arrive"):
         yield calls
 
 
@@ -197,8 +202,8 @@ def gated(loop: Any, cases: Any, steps: int) -> Any:
     """Run training loops on the CPU with gates, as on a device that hosts run ahead of."""
     with counted() as calls:
         results = all_cases(loop, cases)
-    assert calls["meet"] > 2 * steps * len(cases), "hosts did not meet"
-    assert calls["come"] >= steps * len(cases), "hosts did not say before that they come"
+    assert calls["wait"] > 2 * steps * len(cases), "hosts did not meet"
+    assert calls["arrive"] >= steps * len(cases), "hosts did not say before that they come"
     return results
 
 
@@ -211,17 +216,17 @@ def test_training_with_gates(ranks):
 
 def asked_ahead() -> list[str]:
     """Return what is asked after hosts have said that they come, where a model's gradients and state are laid anew."""
-    topics, ask = [], PeerRpc.ask
+    topics, ask = [], PeerRpc.call
 
     def asking(self: PeerRpc, topic: str, *args: Any, **kwargs: Any) -> Any:
-        if any(one._ahead for _, one in group_values(HostBarrier)):
+        if any(one._arrived for _, one in group_values(HostBarrier)):
             topics.append(topic)
         return ask(self, topic, *args, **kwargs)
 
-    with counted() as calls, mock.patch.object(PeerRpc, "ask", asking):
+    with counted() as calls, mock.patch.object(PeerRpc, "call", asking):
         both(test_models.wrapped_twice)
         both(test_models.cast_later, False)
-    assert calls["come"]
+    assert calls["arrive"]
     return topics
 
 
@@ -256,5 +261,5 @@ def calls_of_a_step(case: str) -> dict[str, int]:
 
 def test_how_often_hosts_meet_in_a_step(ranks):
     """In backward and before the gathers, at the latest; who may ask peers in its step does not say before."""
-    assert ranks(2)(calls_of_a_step, "torch's") == 2 * [{"meet": 2, "come": 1}]
-    assert ranks(2)(calls_of_a_step, "named") == 2 * [{"meet": 2}]
+    assert ranks(2)(calls_of_a_step, "torch's") == 2 * [{"wait": 2, "arrive": 1}]
+    assert ranks(2)(calls_of_a_step, "named") == 2 * [{"wait": 2}]

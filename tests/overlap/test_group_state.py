@@ -8,7 +8,7 @@ import weakref
 
 import torch.distributed as dist
 
-from ovpatch.overlap.comm.consensus import agree_on_name, check_consistent_once
+from ovpatch.overlap.comm.consensus import agree_on_name, check_consistent_once, gather_values
 from ovpatch.overlap.comm.group_state import drop_values, group_state, group_values, is_destroyed
 
 
@@ -74,3 +74,11 @@ def test_ranks_agree_once_per_key_and_on_names_of_their_own(ranks):
     assert count == 2
     assert names == others
     assert len(set(names)) == 2
+
+
+def gathered() -> list[object]:
+    return gather_values(dist.new_group(), "values", {"rank": dist.get_rank()})
+
+
+def test_values_of_all_ranks_are_gathered_by_rank(ranks):
+    assert ranks(3)(gathered) == [[{"rank": rank} for rank in range(3)]] * 3

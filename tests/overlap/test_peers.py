@@ -39,7 +39,7 @@ def group() -> dist.ProcessGroup:
 
 
 def meeting() -> PeerRpc:
-    peers = PeerRpc.of(group())
+    peers = PeerRpc.for_group(group())
     dist.barrier()
     return peers
 
@@ -68,8 +68,8 @@ def samples(rank: int) -> list[torch.Tensor]:
 
 def all_kinds() -> None:
     peers = meeting()
-    peers.serve("samples", lambda question: ({"got": question, "rank": dist.get_rank()}, samples(dist.get_rank())))
-    for rank, (header, tensors) in peers.ask("samples", {"names": ["a", "ä"], "none": None}).items():
+    peers.register("samples", lambda question: ({"got": question, "rank": dist.get_rank()}, samples(dist.get_rank())))
+    for rank, (header, tensors) in peers.call("samples", {"names": ["a", "ä"], "none": None}).items():
         assert header == {"got": {"names": ["a", "ä"], "none": None}, "rank": rank}
         expected = samples(rank)
         assert [(t.dtype, t.shape) for t in tensors] == [(t.dtype, t.shape) for t in expected]
@@ -84,8 +84,8 @@ def test_all_dtypes_and_shapes_arrive_as_they_are(ranks):
 def bulk() -> None:
     peers = meeting()
     mine = torch.arange(1 << 24, dtype=torch.int32) * (dist.get_rank() + 1)
-    peers.serve("bulk", lambda question: ({}, [mine]))
-    ((other, (_, (theirs,))),) = peers.ask("bulk", {}).items()
+    peers.register("bulk", lambda question: ({}, [mine]))
+    ((other, (_, (theirs,))),) = peers.call("bulk", {}).items()
     assert torch.equal(theirs, torch.arange(1 << 24, dtype=torch.int32) * (other + 1))
     dist.barrier()
 
@@ -105,10 +105,10 @@ def rendezvous_of_answers() -> list[int]:
             time.sleep(0.005)
         return {}, [torch.tensor(dist.get_rank())]
 
-    peers.serve("together", answer)
+    peers.register("together", answer)
     result = []
     if dist.get_rank() == 0:
-        replies = peers.ask("together", {}, timeout_s=20)
+        replies = peers.call("together", {}, timeout_s=20)
         result = [int(tensor) for _, (tensor,) in replies.values()]
         assert list(replies) == [1, 2, 3]
     dist.barrier()
@@ -121,13 +121,13 @@ def test_ranks_are_asked_at_the_same_time(ranks):
 
 def asking_during_collectives() -> None:
     peers = meeting()
-    peers.serve("double", lambda question: ({"double": 2 * question["x"]}, [torch.full((1000,), question["x"])]))
+    peers.register("double", lambda question: ({"double": 2 * question["x"]}, [torch.full((1000,), question["x"])]))
     wrong: list[object] = []
     asked: list[int] = []
 
     def keep_asking() -> None:
         for x in range(30):
-            for header, (tensor,) in peers.ask("double", {"x": x}).values():
+            for header, (tensor,) in peers.call("double", {"x": x}).values():
                 asked.append(x)
                 if header != {"double": 2 * x} or tensor.tolist() != [x] * 1000:
                     wrong.append(header)
@@ -153,13 +153,13 @@ def test_both_ask_from_several_threads_while_collectives_run(ranks):
 def in_subgroups() -> list[int]:
     pair, alone = dist.new_group([0, 2]), dist.new_group([1])
     mine = alone if dist.get_rank() == 1 else pair
-    peers, world = PeerRpc.of(mine), meeting()
-    assert peers is PeerRpc.of(mine)
+    peers, world = PeerRpc.for_group(mine), meeting()
+    assert peers is PeerRpc.for_group(mine)
     assert peers is not world
-    peers.serve("who", lambda question: ({"who": dist.get_rank()}, []))
-    world.serve("who", lambda question: ({"who": -1}, []))
-    found = [header["who"] for header, _ in peers.ask("who", {}).values()]
-    assert all(header["who"] == -1 for header, _ in world.ask("who", {}).values())
+    peers.register("who", lambda question: ({"who": dist.get_rank()}, []))
+    world.register("who", lambda question: ({"who": -1}, []))
+    found = [header["who"] for header, _ in peers.call("who", {}).values()]
+    assert all(header["who"] == -1 for header, _ in world.call("who", {}).values())
     dist.barrier()
     return found
 
@@ -183,16 +183,16 @@ def blocked() -> None:
         gate.set()
         return {}, []
 
-    peers.serve("wait", wait)
-    peers.serve("open", open_gate)
+    peers.register("wait", wait)
+    peers.register("open", open_gate)
     results: list[Any] = []
-    threads = [threading.Thread(target=lambda: results.append(peers.ask("wait", {}))) for _ in range(8)]
+    threads = [threading.Thread(target=lambda: results.append(peers.call("wait", {}))) for _ in range(8)]
     if dist.get_rank() == 0:
         for thread in threads:
             thread.start()
         time.sleep(0.2)
         assert not results
-        peers.ask("open", {}, timeout_s=20)
+        peers.call("open", {}, timeout_s=20)
         for thread in threads:
             thread.join()
         assert results == [{1: ({"late": True}, [])}] * 8
@@ -205,7 +205,7 @@ def test_answers_that_block_do_not_hold_up_others(ranks):
 
 def error_of(peers: PeerRpc, topic: str, **options: Any) -> tuple[str, str]:
     try:
-        peers.ask(topic, {}, **options)
+        peers.call(topic, {}, **options)
     except PeerError as error:
         return str(error), str(error.__cause__)
     return "", ""
@@ -221,7 +221,7 @@ def failing() -> tuple[str, str]:
             return {}, [torch.eye(2).to_sparse()]
         return {}, []
 
-    peers.serve("fails", answer)
+    peers.register("fails", answer)
     found = error_of(peers, "fails") if dist.get_rank() == 0 else ("", "")
     dist.barrier()
     return found
@@ -259,13 +259,13 @@ def late_service() -> None:
     for value in (1, 2):
         withdraw = None
         if dist.get_rank() == 0:
-            header, _ = peers.ask("late", {}, timeout_s=20)[1]
+            header, _ = peers.call("late", {}, timeout_s=20)[1]
             assert header == {"value": value}
         else:
             time.sleep(0.1)
-            withdraw = peers.serve("late", lambda question, value=value: ({"value": value}, []))
+            withdraw = peers.register("late", lambda question, value=value: ({"value": value}, []))
             with pytest.raises(ValueError, match="served already in this process group; withdraw that first"):
-                peers.serve("late", lambda question: ({}, []))
+                peers.register("late", lambda question: ({}, []))
         dist.barrier()
         if withdraw is not None:
             withdraw()
@@ -287,11 +287,11 @@ def hanging() -> tuple[str, float]:
         return {}, []
 
     if dist.get_rank() != 1:
-        PeerRpc.of(group()).serve("hangs", answer)
+        PeerRpc.for_group(group()).register("hangs", answer)
     dist.barrier()
     if dist.get_rank() == 0:
         begin = time.monotonic()
-        text, _ = error_of(PeerRpc.of(group()), "hangs", timeout_s=1)
+        text, _ = error_of(PeerRpc.for_group(group()), "hangs", timeout_s=1)
     seconds = time.monotonic() - begin
     dist.barrier()
     gate.set()
@@ -307,14 +307,14 @@ def test_who_is_late_is_named_with_how_far_it_got(ranks):
 
 
 def outside() -> None:
-    peers = PeerRpc.of(group())
+    peers = PeerRpc.for_group(group())
     with pytest.raises(ValueError, match=r"group ranks are 0 to 1, not \[2\]"):
-        peers.ask("topic", {}, ranks=[0, 2])
-    peers.serve("own", lambda question: ({}, []))
+        peers.call("topic", {}, ranks=[0, 2])
+    peers.register("own", lambda question: ({}, []))
     with pytest.raises(TypeError, match="not JSON serializable"):
-        peers.ask("own", {"a": object()}, timeout_s=5)
-    assert peers.ask("own", {}, ranks=[]) == {}
-    assert peers.ask("own", {}, ranks=[dist.get_rank()]) == {dist.get_rank(): ({}, [])}
+        peers.call("own", {"a": object()}, timeout_s=5)
+    assert peers.call("own", {}, ranks=[]) == {}
+    assert peers.call("own", {}, ranks=[dist.get_rank()]) == {dist.get_rank(): ({}, [])}
     assert peers._timeout_s == 120  # the pool's
     dist.barrier()
 
@@ -334,8 +334,8 @@ def after_destruction() -> None:
         rank, world = dist.get_rank(), dist.get_world_size()
         held = group()
         peers = meeting()
-        peers.serve("name", lambda question, name=name: ({"name": name}, []))
-        assert [header for header, _ in peers.ask("name", {}).values()] == [{"name": name}]
+        peers.register("name", lambda question, name=name: ({"name": name}, []))
+        assert [header for header, _ in peers.call("name", {}).values()] == [{"name": name}]
         dist.barrier()
         dist.destroy_process_group()
         if name == "second":
@@ -343,7 +343,7 @@ def after_destruction() -> None:
         dist.init_process_group("gloo", store=fresh_store(name), rank=rank, world_size=world)
     with suppress(NameError):
         del held
-    PeerRpc.of(group())
+    PeerRpc.for_group(group())
     deadline = time.monotonic() + 10
     while len({name.rpartition("-")[2] for name in threads_of_ours()}) > 1 or len(threads_of_ours()) > 4:
         assert time.monotonic() < deadline, threads_of_ours()

@@ -26,9 +26,9 @@ NOBODY = "00" * 32
 @pytest.fixture
 def server():
     started = Server("test", (), lambda: False)
-    started.serve("echo", lambda question: (question, [torch.ones(2)]))
+    started.register("echo", lambda question: (question, [torch.ones(2)]))
     yield started
-    started.release()
+    started.finish()
     started.close()
 
 
@@ -49,20 +49,20 @@ def directory(monkeypatch):
 
 
 def echo(directory: Endpoints, seconds: float = 20, **options) -> Request:
-    question = {"topic": "echo", "question": {"a": 1}}
+    question = {"topic": "echo", "arguments": {"a": 1}}
     inquiry = Request(directory, [1], question, time.monotonic() + seconds, **options)
     inquiry.run()
     return inquiry
 
 
 def test_who_knows_the_secret_is_answered(server, directory):
-    directory.publish(1, server.card)
+    directory.publish(1, server.endpoint)
     header, (tensor,) = echo(directory).replies[1]
     assert (header, tensor.tolist()) == ({"a": 1}, [1.0, 1.0])
 
 
 @pytest.mark.parametrize("at_once", [1, 5, 100])
-def test_no_more_are_asked_at_once_than_may_be(directory, at_once):
+def test_no_more_are_called_at_once_than_may_be(directory, at_once):
     """Ranks that are not there yet do not take the place of others."""
     count, lock, under_way, most = 30, threading.Lock(), [], []
 
@@ -77,31 +77,31 @@ def test_no_more_are_asked_at_once_than_may_be(directory, at_once):
 
     servers = [Server(f"test {rank}", (), lambda: False) for rank in range(count)]
     for rank, server in enumerate(servers):
-        server.serve("echo", answer)
+        server.register("echo", answer)
         if rank % 3:
-            directory.publish(rank, server.card)
-    late = [(rank, server.card) for rank, server in enumerate(servers) if rank % 3 == 0]
+            directory.publish(rank, server.endpoint)
+    late = [(rank, server.endpoint) for rank, server in enumerate(servers) if rank % 3 == 0]
     timer = threading.Timer(0.1, lambda: [directory.publish(*one) for one in late])
-    question = {"topic": "echo", "question": {"a": 1}}
-    inquiry = Request(directory, range(count), question, time.monotonic() + 20, at_once=at_once)
+    question = {"topic": "echo", "arguments": {"a": 1}}
+    inquiry = Request(directory, range(count), question, time.monotonic() + 20, max_connections=at_once)
     timer.start()
     inquiry.run()
     assert sorted(inquiry.replies) == list(range(count))
     assert all(header == {"a": 1} for header, _ in inquiry.replies.values())
     assert max(most) <= at_once
     for server in servers:
-        server.release()
+        server.finish()
         server.close()
 
 
 def test_who_does_not_know_the_secret_is_turned_away(server):
-    line = replace(server.card, secret=NOBODY).dial(0, time.monotonic() + 10)
-    line.introduce(bytes.fromhex(NOBODY))
-    line.send({"topic": "echo", "question": {}, "patience_s": 10})
+    line = replace(server.endpoint, secret=NOBODY).connect(0, time.monotonic() + 10)
+    line.answer_challenge(bytes.fromhex(NOBODY))
+    line.send({"topic": "echo", "arguments": {}, "timeout_s": 10})
     with pytest.raises(OSError, match=r"hung up|reset|Broken pipe"):
         line.receive()
     line.close()
-    assert server.asked_at == 0
+    assert server.called_at == 0
 
 
 def test_a_server_that_does_not_know_the_secret_is_not_believed():
@@ -110,10 +110,10 @@ def test_a_server_that_does_not_know_the_secret_is_not_believed():
     for line, sock in zip(lines, (ours, theirs), strict=True):
         line._socket, line.deadline = sock, time.monotonic() + 10
     theirs.sendall(b"n" * 32)
-    signature = lines[0].introduce(b"secret")
+    signature = lines[0].answer_challenge(b"secret")
     theirs.sendall(b"f" * 32)
     with pytest.raises(PermissionError, match="another process"):
-        lines[0].verify(signature)
+        lines[0].verify_signature(signature)
     ours.close()
     theirs.close()
 
@@ -125,31 +125,31 @@ def unused_port() -> int:
 
 @pytest.mark.parametrize("stale", ["nobody listens", "another one listens", "another secret"])
 def test_a_stale_address_is_looked_up_again_until_the_rank_is_there(server, directory, stale):
-    port = unused_port() if stale == "nobody listens" else server.card.port
+    port = unused_port() if stale == "nobody listens" else server.endpoint.port
     old = Server("old", (), lambda: True)
     if stale == "another one listens":
-        port = old.card.port  # its group was destroyed
-    directory.publish(1, replace(server.card, secret=NOBODY, port=port))
-    threading.Timer(0.3, directory.publish, (1, server.card)).start()
+        port = old.endpoint.port  # its group was destroyed
+    directory.publish(1, replace(server.endpoint, secret=NOBODY, port=port))
+    threading.Timer(0.3, directory.publish, (1, server.endpoint)).start()
     assert echo(directory).replies[1][0] == {"a": 1}
     old.close()
 
 
 def test_a_stale_address_without_a_successor_ends_in_time_with_the_reason(server, directory):
-    directory.publish(1, replace(server.card, port=unused_port()))
-    assert echo(directory, 0.3).late() == {1: "cannot be reached: Connection refused"}
-    directory.publish(1, replace(server.card, secret=NOBODY))
-    assert "cannot be reached: " in echo(directory, 0.3).late()[1]
+    directory.publish(1, replace(server.endpoint, port=unused_port()))
+    assert echo(directory, 0.3).pending() == {1: "cannot be reached: Connection refused"}
+    directory.publish(1, replace(server.endpoint, secret=NOBODY))
+    assert "cannot be reached: " in echo(directory, 0.3).pending()[1]
 
 
 def test_a_rank_that_was_there_and_refuses_is_known_to_have_ended(server, directory):
-    directory.publish(1, server.card)
+    directory.publish(1, server.endpoint)
     echo(directory)
     server.close()
     while any(thread.name == "ovpatch-peers-accept-test" for thread in threading.enumerate()):
         time.sleep(0.01)
     begin = time.monotonic()
-    assert echo(directory, 60).lost == {1: "has ended"}
+    assert echo(directory, 60).failures == {1: "has ended"}
     assert time.monotonic() - begin < 30
 
 
@@ -160,18 +160,18 @@ def test_a_rank_that_ends_while_it_is_asked_is_lost_at_once(server, directory):
         return {}, []
 
     vanishing = []
-    take = server._hear
-    server._hear = lambda line: (vanishing.append(line._socket), take(line))[1]
-    server.serve("vanish", vanish)
-    directory.publish(1, server.card)
-    inquiry = Request(directory, [1], {"topic": "vanish", "question": {}}, time.monotonic() + 60)
+    take = server._handle
+    server._handle = lambda line: (vanishing.append(line._socket), take(line))[1]
+    server.register("vanish", vanish)
+    directory.publish(1, server.endpoint)
+    inquiry = Request(directory, [1], {"topic": "vanish", "arguments": {}}, time.monotonic() + 60)
     inquiry.run()
-    assert inquiry.lost == {1: "ended before it had answered"}
+    assert inquiry.failures == {1: "ended before it had answered"}
 
 
 def test_strangers_that_say_nothing_hold_up_nobody(server, directory):
-    strangers = [socket.create_connection(("127.0.0.1", server.card.port)) for _ in range(10)]
-    directory.publish(1, server.card)
+    strangers = [socket.create_connection(("127.0.0.1", server.endpoint.port)) for _ in range(10)]
+    directory.publish(1, server.endpoint)
     assert echo(directory, 8).replies
     for stranger in strangers:
         stranger.close()
@@ -184,22 +184,22 @@ def test_where_no_more_threads_can_be_started_the_spare_ones_answer(server, dire
         raise RuntimeError("can't create new thread at interpreter shutdown")
 
     monkeypatch.setattr(threading.Thread, "start", refuse)
-    directory.publish(1, server.card)
+    directory.publish(1, server.endpoint)
     for _ in range(10):
         assert echo(directory).replies
 
 
 def test_the_loopback_device_serves_the_same_machine_and_only_that():
     here = Endpoint("", socket.gethostname(), ("10.0.0.5",), 1)
-    assert here.ways() == ["127.0.0.1", "::1", "10.0.0.5"]
-    assert replace(here, host="elsewhere").ways() == ["10.0.0.5"]
-    assert replace(here, host="elsewhere", addresses=()).ways() == ["127.0.0.1", "::1"]
+    assert here.addresses_to_try() == ["127.0.0.1", "::1", "10.0.0.5"]
+    assert replace(here, host="elsewhere").addresses_to_try() == ["10.0.0.5"]
+    assert replace(here, host="elsewhere", addresses=()).addresses_to_try() == ["127.0.0.1", "::1"]
     assert not any(address.startswith("127.") for address in rendezvous.own_addresses(None))
 
 
 def test_a_card_is_plain_text_in_the_store(server, directory):
-    directory.publish(1, server.card)
-    assert json.loads(rendezvous.group_store(None).get("ovpatch/peers/2/1"))["port"] == asdict(server.card)["port"]
+    directory.publish(1, server.endpoint)
+    assert json.loads(rendezvous.group_store(None).get("ovpatch/peers/2/1"))["port"] == asdict(server.endpoint)["port"]
     assert directory.look_up(0) is None
 
 
@@ -215,19 +215,19 @@ def test_what_cannot_be_sent_is_refused_before_anything_is():
 
 def in_a_fork() -> str:
     group = dist.distributed_c10d._get_default_group()
-    peers = PeerRpc.of(group)
-    peers.serve("value", lambda question: ({"rank": dist.get_rank()}, []))
+    peers = PeerRpc.for_group(group)
+    peers.register("value", lambda question: ({"rank": dist.get_rank()}, []))
     reader, writer = os.pipe()
     pid = os.fork()
     if pid == 0:
         texts = []
-        for action in (lambda: PeerRpc.of(group), lambda: peers.ask("value", {})):
+        for action in (lambda: PeerRpc.for_group(group), lambda: peers.call("value", {})):
             try:
                 action()
             except PeerError as error:
                 texts.append(str(error))
         peers._server.close()
-        peers.drain()
+        peers.shutdown()
         listening = peers._server._listener.fileno() != -1
         os.write(writer, json.dumps([texts, listening]).encode())
         os._exit(0)
@@ -236,7 +236,7 @@ def in_a_fork() -> str:
     os.close(reader)
     os.close(writer)
     dist.barrier()
-    assert all(header == {"rank": rank} for rank, (header, _) in peers.ask("value", {}).items())
+    assert all(header == {"rank": rank} for rank, (header, _) in peers.call("value", {}).items())
     dist.barrier()
     return text
 

@@ -13,7 +13,14 @@ import torch
 from torch import nn
 
 from ovpatch.overlap.comm import side_streams as module
-from ovpatch.overlap.comm.side_streams import SideStreams, noting, noting_numbers, outlive, quietly_on, side_streams
+from ovpatch.overlap.comm.side_streams import (
+    SideStreams,
+    quietly_on,
+    record_numbered_switches,
+    record_streams,
+    record_switches,
+    side_streams,
+)
 from ovpatch.overlap.tensors.pending_param import is_pending
 from ovpatch_plugins.dist_optimizer.param_all_gather import ParamAllGather
 from tests.overlap.stale import entrances
@@ -69,7 +76,7 @@ class Cuda:
 
     def set_stream(self, stream: Stream) -> None:
         self._local.stream = stream
-        module.side_streams.switched(0)
+        module.side_streams.record_switch(0)
 
 
 @pytest.fixture
@@ -135,7 +142,7 @@ def test_a_stream_that_becomes_current_later_waits_once(cuda):
     assert cuda.default.waited == ["a"]
     gather._works = [Work("b")]
     side = module.side_streams
-    side.gone(gather, 0)
+    side.remove_transfer(gather, 0)
     gather._arrived = None
     with cuda.stream(other):
         assert other.waited == ["a"], "it is under way again, and its readers see that"
@@ -202,11 +209,11 @@ def test_a_stream_that_captures_does_not_wait(cuda):
 
 def test_functions_that_switch_streams_tell_of_it(cuda, monkeypatch):
     told: list[int] = []
-    monkeypatch.setattr(module.side_streams, "switched", told.append)
-    by_numbers = noting_numbers(lambda *args, **kwargs: None)
+    monkeypatch.setattr(module.side_streams, "record_switch", told.append)
+    by_numbers = record_numbered_switches(lambda *args, **kwargs: None)
     by_numbers(stream_id=3, device_index=0, device_type=1)
     by_numbers(3, 1, 1)
-    by_stream = noting(lambda stream, *args: stream)
+    by_stream = record_switches(lambda stream, *args: stream)
     assert by_stream(stream := Stream(3, 2)) is stream
     by_stream(SimpleNamespace(device=torch.device("cpu")))
     assert told == [0, 1, 2]
@@ -221,15 +228,15 @@ def test_memory_outlives_where_streams_were_used(cuda):
             recorded.append(stream)
 
     device = torch.device("cuda", 0)
-    assert not side_streams.used(torch.device("cpu"))
+    assert not side_streams.is_used(torch.device("cpu"))
     module.side_streams.watched = True
-    assert not module.side_streams.used(device)
-    outlive([torch.zeros(2)], device)
+    assert not module.side_streams.is_used(device)
+    record_streams([torch.zeros(2)], device)
     with cuda.stream(Stream(3)):
         pass
-    assert module.side_streams.used(device)
+    assert module.side_streams.is_used(device)
     plain = torch.zeros(2).as_subclass(Recorder)
-    outlive([None, plain], device)
+    record_streams([None, plain], device)
     assert recorded == [], "what is no plain tensor has no memory"
 
 

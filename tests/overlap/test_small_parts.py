@@ -22,8 +22,8 @@ def test_labels_show_in_the_profile_and_cost_nothing_without_one():
 
 def test_producers_do_nothing_without_streams():
     producers = ProducerStreams()
-    producers.join(torch.device("cpu"), [torch.zeros(1)])
-    producers.join(torch.device("cuda", 0), [torch.zeros(1)])  # from which no gradient came
+    producers.wait_for_producers(torch.device("cpu"), [torch.zeros(1)])
+    producers.wait_for_producers(torch.device("cuda", 0), [torch.zeros(1)])  # from which no gradient came
     producers.clear()
 
 
@@ -54,17 +54,17 @@ def test_the_current_stream_waits_for_each_other_producer_once(monkeypatch):
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: streams[current[0]])
     producers, read = ProducerStreams(), Read()
     for current[0] in (1, 2, 1, 3, 2):
-        producers.note(0)
-    producers.join(torch.device("cuda", 1), [read])
+        producers.record_current(0)
+    producers.wait_for_producers(torch.device("cuda", 1), [read])
     assert streams[2].waited_for == read.recorded == []
-    producers.join(torch.device("cuda", 0), [read])
+    producers.wait_for_producers(torch.device("cuda", 0), [read])
     assert sorted(streams[2].waited_for) == [1, 3]
     assert read.recorded == [2]
     producers.clear()
-    producers.join(torch.device("cuda", 0), [read])
+    producers.wait_for_producers(torch.device("cuda", 0), [read])
     assert len(streams[2].waited_for) == 2
-    producers.note(0)
-    producers.join(torch.device("cuda", 0), [read])
+    producers.record_current(0)
+    producers.wait_for_producers(torch.device("cuda", 0), [read])
     assert read.recorded == [2], "what one stream makes and reads needs no waiting"
 
 

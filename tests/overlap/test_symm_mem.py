@@ -18,22 +18,22 @@ CPU = torch.device("cpu")
 
 def objections() -> list[str]:
     group, rank = dist.group.WORLD, dist.get_rank()
-    found = [support.objection(group, CPU)]
-    support.reason_against = lambda device: "it has a cold" if rank == 1 else ""
-    found.append(support.objection(group, CPU))
-    support.reason_against = lambda device: ""
-    found.append(support.objection(group, CPU))
+    found = [support.unsupported_reason(group, CPU)]
+    support.kernels_unsupported_reason = lambda device: "it has a cold" if rank == 1 else ""
+    found.append(support.unsupported_reason(group, CPU))
+    support.kernels_unsupported_reason = lambda device: ""
+    found.append(support.unsupported_reason(group, CPU))
     memory.history.rendezvous += rank
-    found.append(support.objection(group, CPU))
+    found.append(support.unsupported_reason(group, CPU))
     with pytest.MonkeyPatch.context() as patch, tempfile.TemporaryDirectory() as folder:
         if rank:
             patch.setenv("TMPDIR", folder)
-        found.append(support.objection(group, CPU))
+        found.append(support.unsupported_reason(group, CPU))
     memory.history.rendezvous -= rank
     support._host = lambda: f"host {rank}"
-    found.append(support.objection(group, CPU))
+    found.append(support.unsupported_reason(group, CPU))
     support.MOST_RANKS = 1
-    found.append(support.objection(group, CPU))
+    found.append(support.unsupported_reason(group, CPU))
     return found
 
 
@@ -53,9 +53,9 @@ def test_all_ranks_hear_the_same_reasons(ranks):
 def test_folders_with_names_too_long_for_sockets_are_refused(monkeypatch):
     cuda = torch.device("cuda", 0)
     monkeypatch.setenv("TMPDIR", "/" + 89 * "d")
-    assert support.reason_against_memory(cuda) == ""
+    assert support.memory_unsupported_reason(cuda) == ""
     monkeypatch.setenv("TMPDIR", "/" + 90 * "d")
-    assert "set a shorter one" in support.reason_against_memory(cuda)
+    assert "set a shorter one" in support.memory_unsupported_reason(cuda)
 
 
 def in_a_copy(name: str) -> Any:
@@ -85,19 +85,19 @@ def test_a_workspace_grows_and_starts_counting_anew():
         return Memory(own, [own.data_ptr()])
 
     space = workspace.Workspace(Group(), CPU, allocate)
-    assert space.begin(1000, 10)
+    assert space.begin_operator(1000, 10)
     first = space.half_bytes
     assert first >= 1000
     assert first % 512 == 0, "halves have to be aligned as descriptors want them"
     assert not made[0][: workspace.HEADER].any(), "nobody may take for a signal what was there before"
     space.state[0] = 7
-    assert space.begin(first, 1024)
+    assert space.begin_operator(first, 1024)
     assert len(made) == 1
-    assert space.begin(first + 1, 10)
+    assert space.begin_operator(first + 1, 10)
     assert space.half_bytes > first
     assert space.peers.tolist() == [made[1].data_ptr()]
     assert space.state.tolist()[0] == 1
-    assert space.begin(10, 100_000)
+    assert space.begin_operator(10, 100_000)
     assert len(space.counts) >= 100_000
     assert space.half_bytes > first, "what is there already is enough"
 

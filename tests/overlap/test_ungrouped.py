@@ -42,7 +42,7 @@ def three_times(sizes: list[int], dtype: torch.dtype) -> list[dict[str, Any]]:
     rank, world = dist.get_rank(), dist.get_world_size()
     wholes = [size * world for size in sizes]
     found = []
-    with mock.patch.object(gloo, "_ALONE", 200 * world * dtype.itemsize):
+    with mock.patch.object(gloo, "_LARGE", 200 * world * dtype.itemsize):
         all_reduce, scatter, gather = AllReduce(group(), CPU), ReduceScatter(group(), CPU), AllGather(group(), CPU)
         for _ in range(3):
             summed = [drawn(rank, size, dtype) for size in wholes]
@@ -75,18 +75,18 @@ def test_what_everybody_gets(ranks, world, dtype, sizes):
 
 def test_memory_is_used_again_when_it_has_been_given_back():
     spare, like = BufferPool(), torch.empty(0)
-    first = spare.take(4, like)
-    assert spare.take(4, like) is not first, "it is still in use"
-    spare.give_back(first)
-    spare.give_back(first)
-    assert spare.take(4, like) is first
-    assert spare.take(4, like) is not first, "given back twice, there once"
-    spare.give_back(first)
-    assert spare.take(5, like).numel() == 5
+    first = spare.get(4, like)
+    assert spare.get(4, like) is not first, "it is still in use"
+    spare.put(first)
+    spare.put(first)
+    assert spare.get(4, like) is first
+    assert spare.get(4, like) is not first, "given back twice, there once"
+    spare.put(first)
+    assert spare.get(5, like).numel() == 5
     for numel in range(100, 200):
-        spare.give_back(torch.empty(numel))
-    assert len(spare._idle) == gloo._KEPT, "sizes may change from step to step"
-    assert spare.take(4, like.double()).dtype == torch.float64
+        spare.put(torch.empty(numel))
+    assert len(spare._idle) == gloo._POOL_SIZE, "sizes may change from step to step"
+    assert spare.get(4, like.double()).dtype == torch.float64
 
 
 def failing(how: str) -> dict[str, Any]:
@@ -133,7 +133,7 @@ def waited_for_within() -> dict[str, Any]:
     unpacked._works = [interrupted]
     interrupted.outer = unpacked
     unpacked.wait()
-    first, second = (scatter._ungrouped._exchange._spare.take(4, parts[0]) for _ in range(2))
+    first, second = (scatter._ungrouped._exchange._pool.get(4, parts[0]) for _ in range(2))
     return {"parts": parts, "shared": first is second}
 
 

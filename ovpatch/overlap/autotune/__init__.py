@@ -1,7 +1,7 @@
-"""Choosing between ways to compute the same by measuring them, with one outcome on all ranks of a group.
+"""Autotuning: candidates that compute the same are measured, and all ranks of a group take the same one.
 
 A feature describes its candidates as a :class:`Tuning`; :func:`autotuner_for` returns the group's :class:`Autotuner`,
-which measures once per key, and keeps the times in ``OVPATCH_CACHE_DIR``.
+which measures once per key and keeps the times in ``OVPATCH_CACHE_DIR``.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The autotuner of a process group: measures candidates once per key, and has all ranks take the same one."""
+"""The autotuner of a process group: measures candidates once per key; all ranks take the same one."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ BUDGET_S: Final = 30.0
 PATIENCE_S: Final = 300.0  # ranks may reach a first call at different times
 FAILURE_S: Final = 20.0  # a candidate that fails on all ranks does so at about the same time
 INTERRUPTED_S: Final = 10.0  # after Ctrl-C, for a measurement whose collectives must not meet later ones
-_SPARE: Final = 1.25  # of memory, for what the allocator cannot use
+_SPARE: Final = 1.25  # factor for memory that the allocator cannot use
 
 _REMEDY = (
     "Ranks that choose by measurement must make the same calls, with the same shapes and settings; or set the option "
@@ -46,8 +46,8 @@ class TuningBudget:
     """Seconds that a process may spend on measuring.
 
     Args:
-        seconds: In all.
-        clock: Tells the time, in seconds.
+        seconds: The budget.
+        clock: Returns the time in seconds.
     """
 
     def __init__(self, seconds: float = BUDGET_S, clock: Callable[[], float] = time.monotonic) -> None:
@@ -69,13 +69,13 @@ class TuningBudget:
                 self._spent += self._clock() - began
 
     def seconds_left(self) -> float:
-        """Return how many seconds are left; negative once the budget is overdrawn."""
+        """Return how many seconds are left; negative when the budget is overdrawn."""
         with self._lock:
             return self.seconds - self._spent - sum(self._clock() - began for began in self._running)
 
 
 BUDGET: Final = TuningBudget()
-"""This process's, for all features and groups."""
+"""The process's budget, for all features and groups."""
 
 
 class _Problem(enum.IntEnum):
@@ -88,23 +88,19 @@ class _Problem(enum.IntEnum):
 class Autotuner:
     """Chooses candidates for a feature on a process group. It does not keep the group alive.
 
-    [Note: one choice on all ranks] Ranks that compute in different ways issue different collectives, and hang. So each
-    number that decides is known to all: the first rank's, read from its file, or the slowest rank's, measured. Ranks
-    compare keys by the store before they measure; a rank that is about to compute something else is named in an error.
+    Ranks that compute in different ways issue different collectives and hang. So every number that decides is known to
+    all ranks: the first rank's, from its cache file, or the slowest rank's, measured. Ranks compare keys through the
+    store before they measure; an error names a rank that is about to compute something else.
 
-    [Note: when to measure] A measurement is a collective. It runs where an operator first meets a shape, because all
-    ranks come there. It never runs in a backward, which one rank may run alone, under CUDA graph capture, or while a
+    [Note: when to measure] A measurement is a collective. It runs where an operator first meets a shape, since all
+    ranks get there. It never runs in a backward, which one rank may run alone, under CUDA graph capture, or while a
     compiler traces: there the default is taken, and the next call asks again.
 
-    [Note: candidates that fail] A kernel that does not compile must not end a training. A candidate that fails in its
-    first call on all ranks is left out, but for the baseline. If it fails on some ranks only, the others are inside its
-    collectives, and the error is raised.
-
     Args:
-        device: Where is computed.
-        feature: For whom.
-        directory: Where measurements are kept from run to run; None to keep none.
-        budget: How long may be measured.
+        device: Device of the candidates' tensors.
+        feature: Name of the feature.
+        directory: Directory of the cache files; None to keep no measurements.
+        budget: Limits the time spent on measuring.
     """
 
     def __init__(self, device: torch.device, feature: str, directory: Path | None, budget: TuningBudget) -> None:
@@ -113,12 +109,12 @@ class Autotuner:
         self._cache: TuningCache | None = None
 
     def tune(self, group: dist.ProcessGroup, tuning: Tuning, communicator: dist.ProcessGroup | None = None) -> Choice:
-        """Return which candidate all ranks take.
+        """Return the candidate that all ranks take.
 
         A collective if the key is new to the group; see [Note: when to measure].
 
         Args:
-            group: The ranks, always the same.
+            group: The ranks, the same in every call.
             tuning: The candidates.
             communicator: Over the same ranks, on which numbers are exchanged; by default the group itself.
 
@@ -191,7 +187,7 @@ class Autotuner:
         return Choice(pick_fastest(times, tuning.default), "measured", times)
 
     def _make(self, tuning: Tuning) -> Candidates | _Problem:
-        """Return the candidates, the baseline first, or why there are none: peers would wait for a rank that raises."""
+        """Return the candidates, the baseline first, or why there are none. It must not raise: peers would wait."""
         if tuning.needs * _SPARE > _free_bytes(self._device):
             return _Problem.MEMORY
         try:
@@ -205,10 +201,14 @@ class Autotuner:
         return {name: made[name] for name in tuning.candidates}
 
     def _first_call(self, group: dist.ProcessGroup, tuning: Tuning, name: str, candidate: Callable[[], object]) -> bool:
-        """Call a candidate; see [Note: candidates that fail]."""
+        """Call a candidate; return whether it can be measured.
+
+        A kernel that does not compile must not end a training. So a candidate other than the baseline that fails on all
+        ranks is left out. If it fails on some ranks only, the others are in its collectives, and the error is raised.
+        """
         try:
             candidate()
-        except Exception as error:  # kernels' compilers have errors of their own
+        except Exception as error:  # compilers of kernels have error classes of their own
             baseline = name == tuning.candidates[0]
             if baseline or not _fails_on_all_ranks(group, f"{self._feature}: {name}", tuning.key):
                 raise
@@ -221,7 +221,7 @@ class Autotuner:
         return Choice(tuning.default, f"not measured, since measuring has taken its {self._budget.seconds:g} s")
 
     def _environment(self, group: dist.ProcessGroup, numbers: RankNumbers) -> dict[str, str]:
-        """Return what times depend on, beside what is computed."""
+        """Return the environment that times depend on."""
         hosts = numbers.all_gather(zlib.crc32(socket.gethostname().encode()))
         on_gpu = self._device.type == "cuda"
         return {
@@ -239,9 +239,9 @@ def autotuner_for(group: dist.ProcessGroup, device: torch.device, feature: str, 
 
     Args:
         group: The ranks.
-        device: Where is computed.
-        feature: Its name.
-        directory: Where measurements are kept from run to run; None to keep none.
+        device: Device of the candidates' tensors.
+        feature: Name of the feature.
+        directory: Directory of the cache files; None to keep no measurements.
     """
     key = (Autotuner, feature, device)
     return group_state(group).get_or_create(key, lambda: Autotuner(device, feature, directory, BUDGET))
@@ -268,14 +268,14 @@ def report_lines(feature: str) -> list[str]:
 def run_in_own_thread(work: Callable[[], T], device: torch.device) -> T:
     """Return what a function returns in a new thread, on the device's default stream, with gradients off.
 
-    The caller may be under modes that change, count or keep what is computed: a checkpoint, autocast, inference mode, a
-    profiler, a default device. All belong to a thread, so a new one has none of them. The device is idle before and
-    after, and no more of its memory is reserved than before. A caller that is interrupted waits some seconds for the
-    function to end; a second Ctrl-C ends that, too.
+    The caller may be under modes that change, count or keep results: a checkpoint, autocast, inference mode, a
+    profiler, a default device. Modes belong to a thread, so a new one has none. The device is idle before and after,
+    and no more of its memory is reserved than before. An interrupted caller waits some seconds for the function to end;
+    a second Ctrl-C ends that wait.
 
     Args:
         work: The function.
-        device: The current one there, if it is a GPU.
+        device: The current device of that thread, if it is a GPU.
     """
     reserved = _synchronize(device)
     task = _Task(work, device)
@@ -283,7 +283,7 @@ def run_in_own_thread(work: Callable[[], T], device: torch.device) -> T:
     try:
         thread.start()
         task.ended.wait()  # not join(): after its interruption Python 3.11 takes the thread for ended
-    except BaseException:  # Ctrl-C, or a signal's handler: the task's collectives must not meet later ones
+    except BaseException:  # Ctrl-C, or a signal handler: the task's collectives must not pair with later ones
         if thread.is_alive():
             task.ended.wait(INTERRUPTED_S)
         raise
@@ -340,7 +340,7 @@ def _one_line(error: Exception) -> str:
 
 
 def _cannot_measure(device: torch.device) -> bool:
-    """Return whether nothing can be measured here; see [Note: when to measure]."""
+    """Return whether measuring is impossible here; see [Note: when to measure]."""
     if torch.compiler.is_compiling() or torch._C._current_graph_task_id() != -1:
         return True
     return is_capturing(device)

@@ -1,7 +1,7 @@
-"""Measurements in a file, from one run to the next.
+"""The cache file of measurements, one per feature and environment.
 
-One file for a feature in one environment. Only a group's first rank reads or writes it; what it could not is measured
-anew. Of several that write at once one is the last, whose entries stay; each writes what it found there, too.
+Only a group's first rank reads and writes it; a measurement that it cannot read is made again. Of several writers the
+last one's entries stay, which include those that it found.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ class TuningCache:
     """The measurements of one feature in one environment.
 
     Args:
-        directory: Where the file is, or will be; None to keep nothing.
-        feature: Whose.
-        environment: What they depend on beside their keys.
+        directory: The file's directory; None to keep nothing.
+        feature: Name of the feature.
+        environment: What the times depend on besides their keys.
 
     Attributes:
         path: The file.
-        problem: What is wrong with the file; empty if nothing is, or it cannot be read.
+        problem: Why the file's content was not used; empty if it was, or if there is no readable file.
     """
 
     def __init__(self, directory: Path | None, feature: str, environment: Mapping[str, str]) -> None:
@@ -39,7 +39,7 @@ class TuningCache:
         self.problem = ""
 
     def read(self) -> dict[str, Times]:
-        """Return the times of each key's candidates in ms; nothing if there is no readable file."""
+        """Return the times of each key's candidates, in ms; empty if there is no readable file."""
         if self.path is None:
             return {}
         try:
@@ -49,14 +49,14 @@ class TuningCache:
             return {}
         try:
             found = _checked(json.loads(text), self._environment)
-        except (ValueError, RecursionError) as error:  # of which JSON's errors are some
+        except (ValueError, RecursionError) as error:  # JSON's errors are ValueErrors
             self.problem = self._damaged(str(error))
             return {}
         self.problem = ""
         return found
 
     def write(self, key: str, times: Mapping[str, float]) -> None:
-        """Add the times of a key's candidates, if the file can be written; readers see all of it or nothing."""
+        """Add the times of a key's candidates if the file can be written. The write is atomic."""
         if self.path is None:
             return
         choices = self.read() | {key: dict(times)}
@@ -66,7 +66,7 @@ class TuningCache:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             temporary.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
             os.replace(temporary, self.path)
-        except OSError:  # read-only, full, or no directory: what was measured is known in memory
+        except OSError:  # read-only, full, or no directory; this process still knows the times
             _removed(temporary)
 
     def _damaged(self, why: str) -> str:
@@ -91,5 +91,5 @@ def _are_times(times: Any) -> bool:
 def _removed(path: Path) -> None:
     try:
         path.unlink(missing_ok=True)
-    except OSError:  # what cannot be written to cannot be tidied either
+    except OSError:  # a directory that cannot be written to cannot be cleaned up either
         return

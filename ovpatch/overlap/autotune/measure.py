@@ -1,4 +1,4 @@
-"""Candidates of a measurement, how long they take on the slowest rank, and which of them is taken."""
+"""Measures candidates on the slowest rank, and picks the fastest."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 Candidates = dict[str, Callable[[], object]]
-"""Ways to compute the same, by name; each call is one computation, launched if not awaited."""
+"""Functions that compute the same, by name; each call launches one computation."""
 
 TIE: Final = 0.02
-"""By how much, relatively, a candidate must beat the baseline and the default; measurements are no more precise."""
+"""Relative margin by which a candidate must beat the baseline and the default: the precision of measurements."""
 
 _SAMPLE_MS: Final = 2.0  # calls are timed together until they take so long, since a launch alone takes microseconds
 _MAX_CALLS: Final = 20
@@ -28,15 +28,15 @@ _MIN_ROUNDS, _MAX_ROUNDS = 3, 9
 
 @dataclass(frozen=True)
 class Tuning:
-    """Ways to compute the same, one of which is to be chosen.
+    """A choice between candidates that compute the same.
 
     Attributes:
-        key: What is computed, in words: operator, shapes, dtype, direction. The same on all ranks.
-        candidates: Names of the ways. The first is the baseline: what would be computed without the feature.
-        default: Which to take where nothing is measured, and where it is hardly slower than the fastest.
+        key: The computation in words: operator, shapes, dtype, direction. The same on all ranks.
+        candidates: Names of the candidates. The first is the baseline: the computation without the feature.
+        default: The candidate that is taken where nothing is measured, and where it is hardly slower than the fastest.
         make: Makes the candidates, on data drawn from a generator.
         needs: Bytes of memory that they take, at most.
-        usable: Returns whether a candidate can be used at all. All ranks call it, and it returns the same on all; it
+        usable: Returns whether a candidate can be used at all. It returns the same on all ranks, which all call it; it
             may be a collective.
     """
 
@@ -54,9 +54,9 @@ class Choice:
 
     Attributes:
         candidate: Its name.
-        why: How it came about, in words.
+        why: The reason, in words.
         times: Milliseconds of each candidate: the median, of the slowest rank. Empty if nothing is known.
-        final: Whether it holds for all later calls.
+        final: Whether it is kept for all later calls.
     """
 
     candidate: str
@@ -77,7 +77,7 @@ def pick_fastest(times: Mapping[str, float], default: str) -> str:
 
     Args:
         times: Milliseconds of each candidate; the first is the baseline.
-        default: What is taken where nothing is measured; need not have been measured.
+        default: The default candidate; need not have been measured.
     """
     baseline = next(iter(times))
     best = min(times, key=times.__getitem__)
@@ -88,9 +88,9 @@ def pick_fastest(times: Mapping[str, float], default: str) -> str:
 
 
 class RankNumbers:
-    """Exchanges a few numbers between ranks, which all call the same methods in the same order.
+    """Exchanges measured numbers between ranks, which all call the same methods in the same order.
 
-    The host waits for each result.
+    The host waits for each result, and so for the device.
 
     Args:
         group: The ranks.
@@ -132,12 +132,12 @@ def measure_candidates(
 ) -> dict[str, float] | None:
     """Return the median time of each candidate in milliseconds, the same on all ranks.
 
-    Candidates alternate, so that drift of the device's clock meets all of them.
+    Candidates alternate, so that drift of the device's clock affects all of them.
 
     Args:
-        candidates: What is measured; the same on all ranks.
-        numbers: The ranks' exchange of numbers.
-        device: Where the candidates compute.
+        candidates: The candidates, the same on all ranks.
+        numbers: Exchanges numbers between the ranks.
+        device: Device of the candidates' tensors.
         seconds_left: Returns how many seconds this rank may still spend.
         first_call: Calls a candidate for the first time, which compiles, connects and allocates. Returns whether it
             can be measured, the same on all ranks.
@@ -167,7 +167,7 @@ def measure_candidates(
 
 
 def _sample(candidate: Callable[[], object], calls: int, device: torch.device) -> float:
-    """Return milliseconds per call: on a GPU between two events, which also shows a host that is too slow."""
+    """Return milliseconds per call; on a GPU between two events, so that a slow host counts, too."""
     if device.type != "cuda":
         began = time.perf_counter()
         for _ in range(calls):

@@ -1,24 +1,7 @@
-"""Ranks compare terms before a feature's first collective, through the process group's store.
+"""Ranks compare terms through the process group's store before a feature's first collective.
 
-[Note: store, not collective] A rank where ovpatch is off, or set otherwise, issues other collectives than its peers.
-An agreement by collective would then pair with one of those and hang or corrupt data, which is just what it is there
-to prevent. The store knows no pairing: a rank that does not answer is a key that is missing, and can be named.
-
-[Note: one collector] Group rank 0 reads everybody's terms and publishes one verdict, so that N ranks cost N reads and
-not N * N.
-
-[Note: one decision] A rank may run out of time at the very moment at which rank 0 finds that all have answered. So what
-counts is whichever comes first into the key of the round's verdict, by compare-and-set: the agreement, or the word of a
-rank that it waits no longer, upon which rank 0 tells all that there is none. Either all go on or nobody does.
-
-[Note: no blocking] ``Store.wait()`` and ``get()`` of a missing key keep the connection of a TCPStore from all other
-threads of the process meanwhile, and another thread may have an agreement in another group, for which this one has to
-wait. So missing keys are asked for again and again.
-
-[Note: rounds] The store may outlive the group, the processes and a launcher's whole attempt, with the keys of earlier
-rounds in it, also of rounds in which a rank died before it arrived. So arrivals cannot be counted. Group rank 0 alone
-opens a round, under a number nobody has used. The others answer to the newest round with a mark of their own, until a
-verdict quotes that mark: what quotes another, or none, was meant for somebody before them.
+One of the three ways for ranks to agree: this one blocks; ``comm.step_flags`` is asynchronous, by all-reduce; and
+``peer_rpc.host_barrier`` synchronises hosts.
 """
 
 from __future__ import annotations
@@ -37,8 +20,8 @@ from ovpatch.overlap.comm.group_state import group_state, group_timeout_s
 # Seconds to wait for ranks that may load or build their models at different speeds.
 LATE_START_S = 300.0
 
-# Seconds between two looks for the verdict, once it is late.
-_LONGEST_PAUSE = 0.05
+# Seconds between two polls of the store, at most.
+_LONGEST_PAUSE_S = 0.05
 
 
 class RankMismatchError(RuntimeError):
@@ -57,6 +40,12 @@ def check_consistent(
     """Agree with all ranks of ``group`` on ``terms`` before they issue collectives of a feature.
 
     Every rank of the group calls this the same number of times per topic.
+
+    [Note: store, not collective] A rank where ovpatch is off, or set otherwise, issues other collectives than its
+    peers. An agreement by collective would pair with one of those, and hang or corrupt data. In the store, a rank that
+    does not answer is a missing key, which an error can name. Group rank 0 collects the terms and publishes one
+    verdict, so N ranks cost N reads. A rank may time out at the moment in which rank 0 finds that all have answered:
+    the verdict's key is written by compare-and-set, so all ranks go on or none does.
 
     Args:
         group: The process group on which the collectives will run.
@@ -83,14 +72,9 @@ class _Agreed(set[tuple[str, Hashable]]):
 
 
 def check_consistent_once(
-    group: dist.ProcessGroup,
-    topic: str,
-    key: Hashable,
-    terms: Callable[[], Mapping[str, Any]],
-    *,
-    remedy: str,
+    group: dist.ProcessGroup, topic: str, key: Hashable, terms: Callable[[], Mapping[str, Any]], *, remedy: str
 ) -> None:
-    """Agree with all ranks of ``group`` on ``terms`` when this rank first has ``key``.
+    """Agree with all ranks of ``group`` on ``terms`` when this rank first passes ``key``.
 
     Waits up to :data:`LATE_START_S` for the others, and at most for half of the group's time-out.
 
@@ -106,8 +90,7 @@ def check_consistent_once(
     """
     agreed = group_state(group).values.get(_Agreed)
     if agreed is None or (topic, key) not in agreed:
-        limit_s = wait_limit_s(group, LATE_START_S)
-        check_consistent(group, topic, terms(), timeout_s=limit_s, remedy=remedy)
+        check_consistent(group, topic, terms(), timeout_s=wait_limit_s(group, LATE_START_S), remedy=remedy)
         group_state(group).get_or_create(_Agreed, _Agreed).add((topic, key))
 
 
@@ -127,32 +110,23 @@ def agree_on_name(group: dist.ProcessGroup, topic: str, *, timeout_s: float) -> 
     return str(_run_round(group, topic, {}, "", timeout_s, "")["marks"][0])
 
 
-def _run_round(
-    group: dist.ProcessGroup, topic: str, terms: Mapping[str, Any], objection: str, timeout_s: float, remedy: str
-) -> dict[str, Any]:
-    """Return the verdict of one round: the ranks' objections, and their marks by rank.
+def gather_values(group: dist.ProcessGroup, topic: str, value: Any) -> list[Any]:
+    """Return the values of all ranks, by group rank.
+
+    Every rank of the group calls this the same number of times per topic. Waits for the group's time-out.
+
+    Args:
+        group: The process group.
+        topic: What the values are.
+        value: This rank's, JSON; some hundred bytes, since rank 0 publishes those of all.
 
     Raises:
-        RankMismatchError: The verdict is an error.
+        RankMismatchError: A rank did not answer in time.
     """
-    world = group.size()
-    store = c10d._get_process_group_store(group)
-    base = f"ovpatch/{topic}/{world}"
-    mark = uuid.uuid4().hex
-    mine = json.dumps({"mark": mark, "terms": terms, "objection": objection}, sort_keys=True)
-    if group.rank() == 0:
-        prefix = f"{base}/{store.add(f'{base}/rounds', 1)}"
-        store.set(f"{prefix}/0", mine)
-        verdict = _publish(
-            store, prefix, _collect(store, prefix, group, topic, timeout_s, remedy), group, topic, remedy
-        )
-    else:
-        # Rank 0 may itself wait the whole time for a third rank: leave it room to say so.
-        found = _answer(store, base, group.rank(), mark, mine, timeout_s + 5)
-        verdict = found or {"error": _missing(topic, _global(group, [0]), timeout_s, remedy)}
-    if "error" in verdict:
-        raise RankMismatchError(verdict["error"])
-    return verdict
+    if group.size() == 1 or dist.get_backend(group) == "fake":
+        return [value] * group.size()
+    verdict = _run_round(group, topic, {}, "", group_timeout_s(group), "", value)
+    return list(verdict["values"])
 
 
 def wait_limit_s(group: dist.ProcessGroup, most_s: float) -> float:
@@ -164,33 +138,80 @@ def wait_limit_s(group: dist.ProcessGroup, most_s: float) -> float:
     return min(most_s, group_timeout_s(group) / 2)
 
 
+# --- one round ---
+#
+# The store may outlive the group, the processes and a launcher's whole attempt, with the keys of earlier rounds in it,
+# also of rounds in which a rank died. So arrivals cannot be counted. Group rank 0 opens each round under a new number.
+# The others answer to the newest round with a mark of their own, until a verdict quotes that mark: a verdict that
+# quotes another was meant for an earlier process.
+#
+# ``Store.wait()``, and ``get()`` of a missing key, block a TCPStore's connection for all threads of the process, and
+# another thread may have a round in another group that this one waits for. So missing keys are polled by ``check()``.
+
+
+def _run_round(
+    group: dist.ProcessGroup,
+    topic: str,
+    terms: Mapping[str, Any],
+    objection: str,
+    timeout_s: float,
+    remedy: str,
+    value: Any = None,
+) -> dict[str, Any]:
+    """Return the verdict of one round: the ranks' objections, and their marks and values by rank.
+
+    Raises:
+        RankMismatchError: The verdict is an error.
+    """
+    world = group.size()
+    store = c10d._get_process_group_store(group)
+    base = f"ovpatch/{topic}/{world}"
+    mark = uuid.uuid4().hex
+    own = json.dumps({"mark": mark, "terms": terms, "objection": objection, "value": value}, sort_keys=True)
+    if group.rank() == 0:
+        prefix = f"{base}/{store.add(f'{base}/rounds', 1)}"
+        store.set(f"{prefix}/0", own)
+        verdict = _collect(store, prefix, group, topic, timeout_s, remedy)
+        verdict = _publish(store, prefix, verdict, group, topic, remedy)
+    else:
+        # Rank 0 may itself wait the whole time for a third rank, and then needs time to report that.
+        found = _answer(store, base, group.rank(), mark, own, timeout_s + 5)
+        verdict = found or {"error": _missing(topic, _global_ranks(group, [0]), timeout_s, remedy)}
+    if "error" in verdict:
+        raise RankMismatchError(verdict["error"])
+    return verdict
+
+
 def _collect(
     store: c10d.Store, prefix: str, group: dist.ProcessGroup, topic: str, timeout_s: float, remedy: str
 ) -> dict[str, Any]:
+    """Wait for all ranks' answers; return a verdict on them."""
     keys = [f"{prefix}/{rank}" for rank in range(group.size())]
-    missing = [] if _arrived(store, keys, timeout_s) else [i for i, key in enumerate(keys) if not store.check([key])]
-    answers = [json.loads(text) for text in store.multi_get([key for i, key in enumerate(keys) if i not in missing])]
+    arrived = _wait_for_keys(store, keys, timeout_s)
+    missing = [] if arrived else [rank for rank, key in enumerate(keys) if not store.check([key])]
+    texts = store.multi_get([key for rank, key in enumerate(keys) if rank not in missing])
+    answers = [json.loads(text) for text in texts]
     marks = {"marks": [answer["mark"] for answer in answers]}
     if missing:
-        return marks | {"error": _missing(topic, _global(group, missing), timeout_s, remedy)}
-    return marks | _judge(answers, _global(group, range(group.size())), topic, remedy)
+        return marks | {"error": _missing(topic, _global_ranks(group, missing), timeout_s, remedy)}
+    return marks | _judge(answers, _global_ranks(group, range(group.size())), topic, remedy)
 
 
 def _publish(
     store: c10d.Store, prefix: str, verdict: dict[str, Any], group: dist.ProcessGroup, topic: str, remedy: str
 ) -> dict[str, Any]:
-    """Make a verdict known, unless a rank has gone meanwhile; return the one that counts: see [Note: one decision]."""
+    """Write a verdict, unless a rank has timed out and written so; return the one that counts."""
     key = f"{prefix}/verdict"
     if "error" not in verdict:
         first = json.loads(store.compare_set(key, "", json.dumps(verdict)))
         if "gone" not in first:
             return verdict
-        verdict = {"marks": verdict["marks"], "error": _gone(topic, _global(group, [first["gone"]]), remedy)}
+        verdict = {"marks": verdict["marks"], "error": _gone(topic, _global_ranks(group, [first["gone"]]), remedy)}
     store.set(key, json.dumps(verdict))
     return verdict
 
 
-def _judge(answers: Sequence[Mapping[str, Any]], ranks: list[int], topic: str, remedy: str) -> dict[str, str]:
+def _judge(answers: Sequence[Mapping[str, Any]], ranks: list[int], topic: str, remedy: str) -> dict[str, Any]:
     difference = _difference([answer["terms"] for answer in answers], ranks)
     if difference:
         return {"error": f"ovpatch: ranks disagree on '{topic}': {difference}. {remedy or _REMEDY_SETTINGS}"}
@@ -198,25 +219,27 @@ def _judge(answers: Sequence[Mapping[str, Any]], ranks: list[int], topic: str, r
     for rank, answer in zip(ranks, answers, strict=True):
         if answer["objection"]:
             objections.setdefault(answer["objection"], []).append(rank)
-    return {"objection": "; ".join(f"{text} (rank {_listed(who)})" for text, who in objections.items())}
+    objection = "; ".join(f"{text} (rank {_listed(own)})" for text, own in objections.items())
+    values = [answer["value"] for answer in answers]
+    return {"objection": objection} | ({} if values[0] is None else {"values": values})
 
 
-def _answer(store: c10d.Store, base: str, rank: int, mark: str, mine: str, timeout_s: float) -> dict[str, Any]:
-    """Answer to the newest round until a verdict quotes our mark; see [Note: rounds]. Empty if the time is over."""
+def _answer(store: c10d.Store, base: str, rank: int, mark: str, own: str, timeout_s: float) -> dict[str, Any]:
+    """Answer to the newest round until a verdict quotes this rank's mark; return it, or {} after a time-out."""
     deadline = time.monotonic() + timeout_s
     answered, pause = -1, 0.001
     while time.monotonic() < deadline:
         newest = store.add(f"{base}/rounds", 0)
-        # Looked for after `newest` was read: rank 0 publishes a verdict before it opens the next round.
+        # Checked after `newest` was read: rank 0 publishes a verdict before it opens the next round.
         if store.check([f"{base}/{answered}/verdict"]):
             verdict: dict[str, Any] = json.loads(store.get(f"{base}/{answered}/verdict"))
             if mark in verdict["marks"]:
                 return verdict
         if newest != answered:
-            store.set(f"{base}/{newest}/{rank}", mine)
+            store.set(f"{base}/{newest}/{rank}", own)
             answered = newest
         time.sleep(pause)
-        pause = min(1.2 * pause, _LONGEST_PAUSE)  # half a minute's wait, or a millisecond's: both are common
+        pause = min(1.2 * pause, _LONGEST_PAUSE_S)  # waits of a millisecond and of half a minute are both common
     if answered < 0:
         return {}
     last = store.compare_set(f"{base}/{answered}/verdict", "", json.dumps({"marks": [], "gone": rank}))
@@ -224,14 +247,17 @@ def _answer(store: c10d.Store, base: str, rank: int, mark: str, mine: str, timeo
     return decided if mark in decided["marks"] else {}
 
 
-def _arrived(store: c10d.Store, keys: list[str], timeout_s: float) -> bool:
+def _wait_for_keys(store: c10d.Store, keys: list[str], timeout_s: float) -> bool:
     deadline, pause = time.monotonic() + timeout_s, 0.001
     while not store.check(keys):
         if time.monotonic() >= deadline:
             return False
         time.sleep(pause)
-        pause = min(1.2 * pause, _LONGEST_PAUSE)
+        pause = min(1.2 * pause, _LONGEST_PAUSE_S)
     return True
+
+
+# --- texts ---
 
 
 def _difference(terms: list[Mapping[str, Any]], ranks: list[int]) -> str:
@@ -242,12 +268,12 @@ def _difference(terms: list[Mapping[str, Any]], ranks: list[int]) -> str:
             values.setdefault(json.dumps(term.get(name)), []).append(rank)
         if len(values) > 1:
             parts.append(
-                f"{name} is " + " but ".join(f"{value} on rank {_listed(who)}" for value, who in values.items())
+                f"{name} is " + " but ".join(f"{value} on rank {_listed(own)}" for value, own in values.items())
             )
     return "; ".join(parts)
 
 
-def _missing(topic: str, ranks: list[int], timeout_s: float, remedy: str = "") -> str:
+def _missing(topic: str, ranks: list[int], timeout_s: float, remedy: str) -> str:
     return (
         f"ovpatch: feature '{topic}' got no answer from rank {_listed(ranks)} within {timeout_s:g} s. "
         f"{remedy or _REMEDY_INACTIVE}"
@@ -272,7 +298,7 @@ _REMEDY_INACTIVE = (
 _REMEDY_SETTINGS = "Give every rank the same OVPATCH variables and the same arguments of ovpatch.apply()."
 
 
-def _global(group: dist.ProcessGroup, ranks: Any) -> list[int]:
+def _global_ranks(group: dist.ProcessGroup, ranks: Any) -> list[int]:
     return [dist.get_global_rank(group, rank) for rank in ranks]
 
 

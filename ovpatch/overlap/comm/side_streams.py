@@ -1,13 +1,4 @@
-"""CUDA streams of a script's own, on which it may read parameters that another stream has waited for.
-
-[Note: streams that have not waited] Under stock, parameters are there for all that comes after a step: behind an event
-of its stream, or once the host has waited for one. Here that stream goes on while gathers still run, and a parameter is
-a plain one as soon as one stream has waited for it; another stream that is ordered behind the step alone would read it
-too early. To read, a stream has to be the current one of some thread. So all wait that are when a parameter becomes a
-plain one, and one that is made current later waits then for what was waited for before, as it may still be under way.
-Streams of ours on which no parameters are read do not: peers that ask are answered on one, and may be what a gather
-waits for.
-"""
+"""CUDA streams of the script's own, which may read parameters that another stream has waited for."""
 
 from __future__ import annotations
 
@@ -21,34 +12,41 @@ from torch import Tensor
 
 
 class Arriving(Protocol):
-    """What some stream has waited for, and what may still be under way."""
+    """A transfer that some stream has waited for, and that may still be in flight."""
 
     def follow(self, stream: Any) -> bool:
-        """Make one more stream wait; return whether it has, by now."""
+        """Make one more stream wait; return whether it waits now."""
 
 
 class _OfThread:
-    """Which streams a thread has made current, by the device's index; on other devices it has the default one."""
+    """The streams that a thread has made current, by the device's index; on other devices it has the default one."""
 
     def __init__(self) -> None:
         self.streams: dict[int, Any] = {}
 
 
 class _OfDevice:
-    """What arrives on a device, and who has followed."""
+    """The transfers to a device, and the streams that follow them."""
 
     def __init__(self) -> None:
         self.arriving: weakref.WeakValueDictionary[int, Arriving] = weakref.WeakValueDictionary()
-        self.count = 0  # of what has come to that; not less than what a stream has seen
-        self.streams: dict[int, Any] = {}  # by their handles
-        self.seen: dict[int, int] = {}  # the count, by streams' handles
+        self.count = 0  # of transfers so far; not less than any count in `seen`
+        self.streams: dict[int, Any] = {}  # by handle
+        self.seen: dict[int, int] = {}  # the count at a stream's last switch, by handle
 
 
 class SideStreams:
     """The streams that are current in some thread.
 
+    [Note: streams that have not waited] Under stock, parameters are complete for all work after a step. Here the step's
+    stream goes on while all-gathers run, and a pending parameter becomes a plain one as soon as one stream has waited
+    for it; another stream, ordered behind the step alone, would read it too early. A stream that reads is the current
+    one of some thread. So all current streams wait when a parameter becomes a plain one, and a stream that is made
+    current later waits then. Our own streams on which no parameters are read do not (:class:`quietly_on`): peers'
+    calls are answered on one, and an all-gather may wait for such an answer.
+
     Attributes:
-        watched: Whether :meth:`switched` is told of them; else some may have been used of which nobody knows.
+        watched: Whether :meth:`record_switch` is called for every switch; otherwise unknown streams may be in use.
     """
 
     def __init__(self) -> None:
@@ -57,8 +55,8 @@ class SideStreams:
         self._threads: weakref.WeakValueDictionary[int, _OfThread] = weakref.WeakValueDictionary()
         self._devices: dict[int, _OfDevice] = {}
 
-    def switched(self, device: int) -> None:
-        """Note that this thread has another current stream.
+    def record_switch(self, device: int) -> None:
+        """Record that this thread has another current stream, and make that stream wait for transfers in flight.
 
         Args:
             device: Index of the device.
@@ -72,7 +70,7 @@ class SideStreams:
         own = getattr(self._local, "own", None)
         if own is None:
             own = self._local.own = self._threads[threading.get_ident()] = _OfThread()
-        own.streams[device] = stream  # first: whoever settles now sees it, or it sees here what arrives
+        own.streams[device] = stream  # first: a transfer that is added now sees it, or is seen below
         count = known.count
         if known.seen.get(handle) != count:
             arriving = [reference() for reference in known.arriving.valuerefs()]  # a list: other threads add to it
@@ -80,30 +78,33 @@ class SideStreams:
             if all(followed):
                 known.seen[handle] = count
 
-    def arriving(self, one: Arriving, launched: Any) -> list[Any]:
-        """Have streams follow that become current from now on; return those that are now, and are to follow now.
+    def add_transfer(self, one: Arriving, launched: Any) -> list[Any]:
+        """Make streams that become current from now on follow a transfer.
 
         Args:
-            one: What they follow; held weakly, until :meth:`gone`.
-            launched: The stream that has waited.
+            one: The transfer; referenced weakly, until :meth:`remove_transfer`.
+            launched: The stream that has waited for it.
+
+        Returns:
+            The streams that are current now, which the caller makes follow.
         """
         device = launched.device_index
         known = self._devices.setdefault(device, _OfDevice())
         known.arriving[id(one)] = one
-        known.count += 1  # afterwards: who sees this sees what has come
+        known.count += 1  # last: a thread that sees the count sees the transfer
         threads = [reference() for reference in self._threads.valuerefs()]
         found = [own.streams[device] for own in threads if own is not None and device in own.streams]
         if launched.stream_id:
-            found.append(torch.cuda.default_stream(device))  # of threads that have made none current
+            found.append(torch.cuda.default_stream(device))  # of threads that have not switched
         return found
 
-    def gone(self, one: Arriving, device: int) -> None:
-        """Undo :meth:`arriving`."""
+    def remove_transfer(self, one: Arriving, device: int) -> None:
+        """Undo :meth:`add_transfer`."""
         if device in self._devices:
             self._devices[device].arriving.pop(id(one), None)
 
-    def used(self, device: torch.device) -> bool:
-        """Tell whether tensors may have been allocated on another stream than the default one."""
+    def is_used(self, device: torch.device) -> bool:
+        """Return whether tensors may have been allocated on another stream than the default one."""
         if device.type != "cuda" or not self.watched:
             return device.type == "cuda"
         known = self._devices.get(device.index)
@@ -111,7 +112,7 @@ class SideStreams:
 
     @property
     def quiet(self) -> bool:
-        """Whether this thread tells nobody which stream is current: where none reads parameters."""
+        """Whether this thread's switches are not recorded, since it reads no parameters."""
         return getattr(self._local, "quiet", False)
 
     @quiet.setter
@@ -122,8 +123,8 @@ class SideStreams:
 side_streams = SideStreams()
 
 
-class quietly_on:  # it is used as a function is
-    """Run a block with a stream as the current one on which no parameters are read: it follows no gather.
+class quietly_on:  # used like a function
+    """Run a block with a current stream on which no parameters are read, and which follows no all-gather.
 
     Args:
         stream: The stream.
@@ -140,46 +141,46 @@ class quietly_on:  # it is used as a function is
         self._context.__enter__()
 
     def __exit__(self, *error: Any) -> None:
-        """Make the one before it current."""
+        """Make the previous stream current."""
         self._context.__exit__(*error)
         side_streams.quiet = self._before
 
 
-def outlive(tensors: Iterable[Tensor | None], device: torch.device) -> None:
-    """Keep the memory of tensors that are to be dropped until all that the current stream has by now is done.
+def record_streams(tensors: Iterable[Tensor | None], device: torch.device) -> None:
+    """Keep the memory of tensors that are about to be dropped until the current stream's work so far is done.
 
-    The allocator gives memory back to the stream that it came from, as soon as the host lets go of it. That may be the
+    The allocator returns memory to the stream that it was allocated on as soon as the host drops it. That may be the
     stream of a forward, which has not waited for the collectives that read its gradients.
 
     Args:
-        tensors: Of the device; only plain ones have memory.
-        device: Where the current stream has waited for those collectives.
+        tensors: Tensors on the device; only plain ones own memory.
+        device: The device whose current stream has waited for those collectives.
     """
-    if side_streams.used(device):
+    if side_streams.is_used(device):
         stream = torch.cuda.current_stream(device)
         for tensor in tensors:
             if type(tensor) is Tensor:
                 tensor.record_stream(stream)
 
 
-def noting_numbers(original: Callable[..., None]) -> Callable[..., None]:
-    """Wrap a function that makes a stream current, which is given by its numbers."""
+def record_numbered_switches(original: Callable[..., None]) -> Callable[..., None]:
+    """Wrap a function that makes a stream current and takes the stream as numbers."""
     side_streams.watched = True
 
     def switch(*args: Any, **kwargs: Any) -> None:
         original(*args, **kwargs)
-        side_streams.switched(kwargs["device_index"] if "device_index" in kwargs else args[1])
+        side_streams.record_switch(kwargs["device_index"] if "device_index" in kwargs else args[1])
 
     return switch
 
 
-def noting(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap a function whose first argument is a stream that it makes current, or that it makes current no longer."""
+def record_switches(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap a function that makes its first argument, a stream, current or makes it current no longer."""
 
     def switch(stream: Any, *args: Any) -> Any:
         result = original(stream, *args)
         if stream.device.type == "cuda":
-            side_streams.switched(stream.device_index)
+            side_streams.record_switch(stream.device_index)
         return result
 
     return switch

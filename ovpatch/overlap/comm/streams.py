@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-# The one helper that names what ovpatch does, in profiles and in logs.
+# --- labels ---
 
 
 def profiler_label(feature: str, phase: str, name: str = "") -> str:
@@ -22,8 +22,8 @@ def profiler_label(feature: str, phase: str, name: str = "") -> str:
 
     Args:
         feature: Name of the feature.
-        phase: What is being done, a verb or the name of a collective.
-        name: What it is done to, a fully qualified name where there is one.
+        phase: The phase, a verb or the name of a collective.
+        name: The object, by its fully qualified name where there is one.
     """
     return f"ovpatch::{feature}::{phase} ({name})" if name else f"ovpatch::{feature}::{phase}"
 
@@ -34,20 +34,16 @@ _NOTHING: AbstractContextManager[Any] = contextlib.nullcontext()
 def profiler_span(text: str) -> AbstractContextManager[Any]:
     """Return a context manager that shows ``text``, made by :func:`profiler_label`, as a range in torch's profiler.
 
-    Without a profiler it is nothing: an idle ``record_function`` costs more than launching a collective.
+    Without a profiler it does nothing: an idle ``record_function`` costs more than the launch of a collective.
     """
     return torch.autograd.profiler.record_function(text) if torch.autograd._profiler_enabled() else _NOTHING
 
 
-# Whether a CUDA graph is being captured.
-#
-# [Note: captured backwards] A replay makes new gradients, and no host hears of it: who has read a whole one would keep
-# it, and peers would be asked for another replay's parts. So a backward that is captured leaves whole gradients, in the
-# memory that its replays write to.
+# --- streams ---
 
 
 def is_capturing(device: torch.device) -> bool:
-    """Tell whether the current stream of a device is being captured."""
+    """Return whether the current stream of a device is being captured into a CUDA graph."""
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
@@ -57,22 +53,22 @@ class ProducerStreams:
     def __init__(self) -> None:
         self._streams: dict[int, dict[int, torch.cuda.Stream]] = {}
 
-    def note(self, device: int) -> None:
-        """Remember the current stream of a CUDA device. Cheap when it is known already: called for every gradient."""
+    def record_current(self, device: int) -> None:
+        """Record the current stream of a CUDA device. Cheap if it is recorded already: called for every gradient."""
         raw = torch._C._cuda_getCurrentRawStream(device)
         if raw not in self._streams.get(device, ()):
             self._streams.setdefault(device, {})[raw] = torch.cuda.current_stream(device)
 
-    def join(self, device: torch.device, tensors: Iterable[Tensor]) -> None:
-        """Make the device's current stream wait for all remembered ones.
+    def wait_for_producers(self, device: torch.device, tensors: Iterable[Tensor]) -> None:
+        """Make the device's current stream wait for all recorded ones.
 
         Args:
-            device: The device; others than CUDA devices have no streams, so nothing is to be done.
-            tensors: What the current stream is going to read; their memory is kept until it has.
+            device: The device; nothing is done for one without streams.
+            tensors: The tensors that the current stream is going to read; their memory is kept until it has.
         """
         streams = self._streams.get(device.index) if device.type == "cuda" else None
         if not streams or (len(streams) == 1 and torch._C._cuda_getCurrentRawStream(device.index) in streams):
-            return  # the usual case, told without making a Stream object
+            return  # the usual case, without making a Stream object
         current = torch.cuda.current_stream(device)
         others = [stream for stream in streams.values() if stream != current]
         for stream in others:
@@ -82,5 +78,5 @@ class ProducerStreams:
                 tensor.record_stream(current)
 
     def clear(self) -> None:
-        """Forget all streams."""
+        """Drop all recorded streams."""
         self._streams.clear()

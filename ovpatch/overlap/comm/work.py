@@ -1,4 +1,4 @@
-"""Collectives under way."""
+"""Handles of collectives in flight."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from torch import Tensor
 
 
 class Work(Protocol):
-    """A collective under way."""
+    """A collective in flight."""
 
     def wait(self) -> Any:
         """Make the current stream (the host, without streams) wait for the result."""
 
 
 class WorkGroup:
-    """Collectives under way.
+    """Several collectives in flight.
 
     Args:
         works: The collectives.
-        inputs: What they read, kept until then.
+        inputs: The tensors that they read, kept until :meth:`wait`.
     """
 
     __slots__ = ("_inputs", "_works")
@@ -30,30 +30,30 @@ class WorkGroup:
         self._works, self._inputs = works, inputs
 
     def wait(self) -> None:
-        """Make the current stream (the host, without streams) wait for the results, and let go of the inputs."""
+        """Make the current stream (the host, without streams) wait for the results, and drop the inputs."""
         for work in self._works:
             work.wait()
         self._works = self._inputs = ()
 
 
 class WorkWithEpilogue:
-    """Collectives under way whose results will then be put where they belong.
+    """Collectives in flight, and a function that copies their results to the outputs.
 
     Args:
         works: The collectives.
-        unpack: Puts the results in place. May be called more than once, if a signal handler comes to wait meanwhile.
+        unpack: Copies the results. Called again if a signal handler waits while it runs.
     """
 
     def __init__(self, works: Sequence[Work], unpack: Callable[[], None]) -> None:
         self._works, self._unpack = works, unpack
 
     def wait_for_results(self) -> None:
-        """Wait for the collectives; nothing has been put in place yet."""
+        """Wait for the collectives only; the outputs are not written yet."""
         for work in self._works:
             work.wait()
 
     def wait(self) -> None:
-        """Wait for the collectives and put the results in place, once: what is there later is not ours."""
+        """Wait for the collectives and write the outputs, once: later content of the outputs is not ours."""
         self.wait_for_results()
         with torch.no_grad():
             self._unpack()

@@ -1,4 +1,4 @@
-"""Gathers and reduce-scatters of one group on one device; see the notes of the package."""
+"""All-gathers and reduce-scatters of one group on one device."""
 
 from __future__ import annotations
 
@@ -17,31 +17,29 @@ from ovpatch.overlap.copy_engine.driver import Addend, Batch, Span
 from ovpatch.overlap.copy_engine.window import (
     SLOT_BYTES,
     Allocate,
-    Lanes,
-    NoStreams,
     Piece,
-    Streams,
     Window,
     allocate,
+    copy_streams_for,
     rounds,
 )
 
-# Sums of what several ranks gave.
+# --- sums ---
 
 
-def add_up(slots: Sequence[Span | None], addends: Sequence[Addend], scale: float, stream: int) -> None:
-    """Write ``scale`` times sums, whose terms are added in the order of ranks in float32, and rounded once.
+def add_slots(slots: Sequence[Span | None], addends: Sequence[Addend], scale: float, stream: int) -> None:
+    """Write scaled sums. Terms are added in float32 (float64 in float64) in the order of ranks, and rounded once.
 
     Args:
-        slots: What other ranks sent, by rank, of one dtype; None for this rank. Terms of float64 are added in float64.
-        addends: What this rank adds, of the same dtype, and where the sums go, of one dtype.
+        slots: The other ranks' terms, by rank, of one dtype; None for this rank.
+        addends: This rank's terms, of the same dtype, and the outputs, of one dtype.
         scale: Factor.
-        stream: On which CUDA stream, by its handle; 0 without CUDA.
+        stream: Handle of the CUDA stream; 0 without CUDA.
     """
     if addends[0].out.memory.is_cuda:
         from ovpatch.overlap.copy_engine import sum_kernel
 
-        sum_kernel.add_up(slots, addends, scale, stream)
+        sum_kernel.add_slots(slots, addends, scale, stream)
         return
     for own, out, at in addends:
         terms = [own.tensor() if slot is None else slot.tensor().narrow(0, at, own.numel) for slot in slots]
@@ -51,20 +49,23 @@ def add_up(slots: Sequence[Span | None], addends: Sequence[Addend], scale: float
         out.tensor().copy_(total * scale)
 
 
-_GRAIN: Final = 128  # bytes, at whose multiples pieces begin
-_SUMMED: Final = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+_GRAIN: Final = 128  # bytes; pieces begin at multiples
+_SUM_DTYPES: Final = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
 class Engine:
-    """What moves tensors between the ranks of a group, without the group's backend.
+    """Moves tensors between the ranks of a group without the group's backend. It does not keep the group alive.
 
-    It does not keep the group alive.
+    [Note: two halves] The staging window is double-buffered: round i uses half i % 2. A rank overwrites a half only
+    after the stream barrier of round i - 1, which every rank enters only after it has read round i - 2. A call is
+    several rounds. If an exception ends it between two of them on one rank, its peers would take that rank's next
+    rounds for the rest of the call. So later calls are refused.
 
     Args:
         group: The ranks, all on one host.
-        device: Where their tensors are.
+        device: This rank's device.
         allocate: Makes the memory; all ranks call it together.
-        slot_bytes: How much a rank lays out, or gets, in a round.
+        slot_bytes: Bytes that a rank stages in a round.
     """
 
     def __init__(
@@ -80,13 +81,13 @@ class Engine:
         self._slot, self._device = slot_bytes, device
         self._window: Window = allocate(2 * slot_bytes, group, device)
         self._addresses = [memory.data_ptr() for memory in self._window.ranks]
-        self._lanes: Lanes = Streams(device) if device.type == "cuda" else NoStreams()
+        self._streams = copy_streams_for(device)
         self._views: dict[torch.dtype, Tensor] = {}
         self._half = 0
         self._lock, self._within = threading.RLock(), False
 
     def gather(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> Sequence[Work]:
-        """Start to gather; as :class:`ovpatch.overlap.comm.collectives.AllGather`."""
+        """Start an all-gather; as :class:`ovpatch.overlap.comm.collectives.AllGather`."""
         sizes = tuple(part.nbytes for part in inputs)
         wholes, parts = _addresses(outputs, sizes, self._world), _addresses(inputs, sizes)
         places = [whole + self._rank * size for whole, size in zip(wholes, sizes, strict=True)]
@@ -108,20 +109,20 @@ class Engine:
             self._window.copy(batch, stream)
 
         with self._whole():
-            launched = self._lanes.begin()
+            launched = self._streams.begin()
             if elsewhere:
                 own = Batch(
                     [places[i] for i in elsewhere], [parts[i] for i in elsewhere], [sizes[i] for i in elsewhere]
                 )
-                self._window.copy(own, self._lanes.take())
+                self._window.copy(own, self._streams.take())
             self._run(rounds(sizes, self._slot, _GRAIN), lay_out, take)
-            return [self._lanes.end(launched, [*outputs, *inputs])]
+            return [self._streams.end(launched, [*outputs, *inputs])]
 
     def scatter(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], *, average: bool) -> Sequence[Work]:
-        """Start to add up; as :class:`ovpatch.overlap.comm.collectives.ReduceScatter`.
+        """Start a reduce-scatter; as :class:`ovpatch.overlap.comm.collectives.ReduceScatter`.
 
-        Sums are added in float32 (float64 in float64) in the order of ranks, and rounded once. Outputs may have another
-        dtype than inputs.
+        Terms are added in float32 (float64 in float64) in the order of ranks, and rounded once. Outputs may have
+        another dtype than inputs.
         """
         dtype = inputs[0].dtype
         item, sizes = dtype.itemsize, tuple(output.numel() for output in outputs)
@@ -150,43 +151,43 @@ class Engine:
                 own = Span(inputs[tensor], first, end - begin, wholes[tensor] + first * item)
                 to = Span(out, begin, end - begin, sums[tensor] + begin * out.itemsize)
                 addends.append(Addend(own, to, at))
-            add_up(slots, addends, scale, stream)
+            add_slots(slots, addends, scale, stream)
 
         with self._whole():
-            launched = self._lanes.begin()
+            launched = self._streams.begin()
             self._run(rounds(sizes, slot // item, _GRAIN // item), lay_out, take)
-            return [self._lanes.end(launched, [*outputs, *inputs])]
+            return [self._streams.end(launched, [*outputs, *inputs])]
 
     @functools.cached_property
     def number(self) -> Tensor:
-        """What the collective behind copies is called with; see :mod:`.attendance`."""
+        """The tensor of the collective behind copies; see :func:`.registry.attend`."""
         return torch.zeros(1, dtype=torch.int32, device=self._device)
 
     def behind(self) -> AbstractContextManager[None]:
-        """Run the block behind all that has been started."""
-        return self._lanes.behind()
+        """Run the block's work behind all copies that have been started."""
+        return self._streams.behind()
 
     def unheard(self) -> list[int]:
-        """Return the ranks whose memory cannot be used, by trial; called once all ranks have engines."""
+        """Return the ranks whose memory fails a trial; called once all ranks have engines."""
         return self._window.unheard()
 
     @staticmethod
     def adds(dtype: torch.dtype) -> bool:
-        """Tell whether :meth:`scatter` takes a dtype."""
-        return dtype in _SUMMED
+        """Return whether :meth:`scatter` takes a dtype."""
+        return dtype in _SUM_DTYPES
 
     def drain(self, timeout_s: float) -> bool:
-        """Have the host wait for all that is under way; return whether it has ended in time."""
-        return self._lanes.drain(timeout_s)
+        """Make the host wait for all copies in flight; return whether they completed in time."""
+        return self._streams.drain(timeout_s)
 
     def failed_everywhere(self) -> None:
-        """Note that if a call has failed, it has done so in the same round on all ranks."""
+        """Accept calls again after one that failed in the same round on all ranks."""
         self._within = False
 
     @contextmanager
     def _whole(self) -> Iterator[None]:
-        """Refuse calls after one that was not issued as a whole; see [Note: all rounds]."""
-        with self._lock, self._lanes.on_device():
+        """Refuse calls after one that was not issued completely; see [Note: two halves]."""
+        with self._lock, self._streams.on_device():
             if self._within:
                 raise RuntimeError(_INTERRUPTED)
             self._within = True
@@ -201,18 +202,18 @@ class Engine:
     ) -> None:
         for pieces in cut:
             half, self._half = self._half * self._slot, 1 - self._half
-            self._window.copy(lay_out(half, pieces), self._lanes.lay_out())
-            stream = self._lanes.take()
+            self._window.copy(lay_out(half, pieces), self._streams.lay_out())
+            stream = self._streams.take()
             self._window.meet(stream)
-            self._lanes.met()
+            self._streams.met()
             take(half, pieces, stream)
 
     def _slot_of(self, sender: int, owner: int) -> int:
-        """Return which slot of its owner's a rank sends to."""
+        """Return the index of the slot of ``owner`` that ``sender`` writes to."""
         return (sender - owner - 1) % self._world
 
     def _own(self, dtype: torch.dtype) -> Tensor:
-        """Return this rank's memory."""
+        """Return this rank's memory as a tensor of a dtype."""
         if dtype not in self._views:
             self._views[dtype] = self._window.ranks[self._rank].view(dtype)
         return self._views[dtype]
@@ -223,7 +224,7 @@ def _length(piece: Piece) -> int:
 
 
 def _addresses(tensors: Sequence[Tensor], sizes: Sequence[int] = (), times: int = 1) -> list[int]:
-    """Return where tensors lie, whose elements lie one behind the other, so many times as many bytes as given."""
+    """Return the addresses of contiguous tensors; check that they have ``times`` the given sizes in bytes."""
     fit = not sizes or all(tensor.nbytes == times * size for tensor, size in zip(tensors, sizes, strict=True))
     if not fit or not all(tensor.is_contiguous() for tensor in tensors):
         raise ValueError("ovpatch: copies between ranks take contiguous tensors whose sizes fit together")

@@ -1,8 +1,7 @@
-"""What streams can do and torch does not offer: the CUDA driver's functions, by its library.
+"""Functions of the CUDA driver that torch does not offer, through the driver's library.
 
-[Note: beside what computes] A copy within a GPU is a kernel, unless the driver is asked to have it run beside products;
-a batch of copies can be asked that, of which drivers take notice from CUDA 13.1 on. Drivers older than CUDA 13.0 have
-no such batches: there copies are asked for one by one.
+A copy within a GPU is a kernel, unless the driver is asked to run it beside computation. A batch of copies can ask
+that; drivers obey from CUDA 13.1 on. Drivers older than CUDA 13.0 have no batches: there copies are issued one by one.
 """
 
 from __future__ import annotations
@@ -13,10 +12,8 @@ from typing import Any, Final, NamedTuple
 
 from torch import Tensor
 
-# What is copied or added up, told by where it lies.
-#
-# [Note: by address] A step moves hundreds of pieces. A tensor for each, to be asked where it lies, takes the host
-# longer than the copy takes the device; so pieces are numbers, and a tensor is made where one is needed.
+# A step moves hundreds of pieces. Making a tensor for each takes the host longer than the copy takes the device, so
+# pieces are addresses, and a tensor is made only where one is needed.
 
 
 class Batch(NamedTuple):
@@ -34,13 +31,13 @@ class Batch(NamedTuple):
 
 
 class Span(NamedTuple):
-    """Elements that lie one behind the other.
+    """A range of elements of a contiguous tensor.
 
     Attributes:
-        memory: A contiguous tensor that they are in.
-        begin: The first of them, in ``memory``.
-        numel: How many.
-        address: Of the first.
+        memory: The tensor.
+        begin: Index of the first element in ``memory``.
+        numel: Number of elements.
+        address: Address of the first element.
     """
 
     memory: Tensor
@@ -49,17 +46,17 @@ class Span(NamedTuple):
     address: int
 
     def tensor(self) -> Tensor:
-        """Return them as a tensor, ``[numel]``."""
+        """Return the range as a tensor, ``[numel]``."""
         return self.memory.view(-1).narrow(0, self.begin, self.numel)
 
 
 class Addend(NamedTuple):
-    """What a rank adds itself to what the others have sent to it.
+    """A sum of this rank's term and those in the other ranks' slots.
 
     Attributes:
-        own: Its own term.
-        out: Where the sum goes, as long.
-        at: Where the others' terms begin in their slots.
+        own: This rank's term.
+        out: The output, of the same length.
+        at: Index of the first element of the others' terms in their slots.
     """
 
     own: Span
@@ -67,9 +64,9 @@ class Addend(NamedTuple):
     at: int
 
 
-_AT_LEAST: Final = 0  # CU_STREAM_WAIT_VALUE_GEQ, which takes differences, so that numbers may wrap
+_AT_LEAST: Final = 0  # CU_STREAM_WAIT_VALUE_GEQ, which compares differences, so that numbers may wrap
 _IN_STREAM_ORDER: Final = 1  # CU_MEMCPY_SRC_ACCESS_ORDER_STREAM
-_NO_PEERS: Final = 13010  # CUDA 13.1, from which on streams write to their own GPU's memory alone
+_NO_PEERS: Final = 13010  # CUDA 13.1; from there on, streams write to their own GPU's memory only
 _BESIDE_COMPUTE: Final = 1  # CU_MEMCPY_FLAG_PREFER_OVERLAP_WITH_COMPUTE
 
 
@@ -84,7 +81,7 @@ class _Attributes(ctypes.Structure):
 
 
 class Driver:
-    """The driver's functions, on streams that are named by their handles.
+    """The driver's functions, on streams given by their handles.
 
     Attributes:
         writes_to_peers: Whether :meth:`write` reaches other GPUs' memory.
@@ -113,15 +110,15 @@ class Driver:
         self._first = ctypes.c_uint64(0)  # the copy from which on the attributes hold
 
     def write(self, address: int, number: int, stream: int) -> None:
-        """Write a number of 32 bits once all before it in the stream is done, and seen by other GPUs."""
+        """Write a number of 32 bits after the stream's earlier work is done and visible to other GPUs."""
         _check(self._write(stream, address, number, 0))
 
     def wait(self, address: int, number: int, stream: int) -> None:
-        """Have the stream wait until a number of 32 bits is there, or a later one."""
+        """Make the stream wait until memory holds a number of 32 bits, or a later one."""
         _check(self._wait(stream, address, number, _AT_LEAST))
 
     def copy(self, batch: Batch, stream: int) -> None:
-        """Copy, in any order. Memory has to be kept until it is done."""
+        """Copy, in any order. The memory must outlive the copies."""
         if self._copy is None:
             for to, of, size in zip(*batch, strict=True):
                 _check(self._copy_one(to, of, size, stream))

@@ -1,4 +1,4 @@
-"""Which groups' gathers and reduce-scatters the copy engines carry."""
+"""The engines that were chosen for groups."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ _log = logging.getLogger("ovpatch.copies")
 
 @dataclass
 class Chosen:
-    """What was chosen for a group on a device.
+    """The choice for a group on a device.
 
     Attributes:
-        engine: What moves tensors; None if nothing can.
-        gathers: Whether it gathers.
-        scatters: Whether it reduces and scatters.
-        final: Whether that holds for good.
+        engine: The engine; None if there can be none.
+        gathers: Whether it runs all-gathers.
+        scatters: Whether it runs reduce-scatters.
+        final: Whether the choice is kept for all later calls.
     """
 
     engine: Engine | None = None
@@ -38,20 +38,20 @@ _chosen: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[torch.device, Chosen]
 
 
 def chosen_for(group: dist.ProcessGroup, device: torch.device) -> Chosen:
-    """Return what was chosen, or is yet to be."""
+    """Return the choice for a group on a device, which may not have been made yet."""
     register_at_exit(_at_exit)
     collectives.set_transports(collectives.Transports(gathering, scattering, attend))
     return _chosen.setdefault(group, {}).setdefault(device, Chosen())
 
 
 def gathering(group: dist.ProcessGroup, device: torch.device) -> Engine | None:
-    """Return what gathers instead of the group's backend, if anything does."""
+    """Return the engine that runs all-gathers instead of the group's backend, if any."""
     found = _found(group, device)
     return found.engine if found is not None and found.gathers else None
 
 
 def scattering(group: dist.ProcessGroup, device: torch.device) -> Engine | None:
-    """Return what reduces and scatters instead of the group's backend, if anything does."""
+    """Return the engine that runs reduce-scatters instead of the group's backend, if any."""
     found = _found(group, device)
     return found.engine if found is not None and found.scatters else None
 
@@ -61,14 +61,14 @@ def _found(group: dist.ProcessGroup, device: torch.device) -> Chosen | None:
     if found is None or found.engine is None:
         return None
     if is_capturing(device):
-        return None  # a replayed graph would use the halves in another order than eager calls do
+        return None  # a replayed graph would use the halves in another order than eager calls
     return found
 
 
 def finish(group: dist.ProcessGroup | None = None) -> None:
-    """Have the host wait for what is under way, in one group or in all; see [Note: nobody is left waiting].
+    """Make the host wait for copies in flight, in one group or in all, so that its peers complete theirs.
 
-    No longer than a group's time-out: a rank that has died has left its peers' streams waiting for ever.
+    At most for a group's time-out: a dead rank leaves its peers' streams waiting for ever.
     """
     for one, devices in list(_chosen.items()):
         if group is not None and one is not group:
@@ -81,7 +81,7 @@ def finish(group: dist.ProcessGroup | None = None) -> None:
 
 
 def forget(group: dist.ProcessGroup | None = None) -> None:
-    """Leave one group or all to the backends again, and give memory back; what is under way is waited for."""
+    """Leave one group or all to the backends again, and free the memory after the copies in flight."""
     finish(group)
     for one in list(_chosen):
         if group is None or one is group:
@@ -95,7 +95,7 @@ def _at_exit() -> None:
         finish()
 
 
-_stuck: list[Engine] = []  # whose memory cannot be given back: that would wait for their streams, too
+_stuck: list[Engine] = []  # their memory is never freed, which would wait for their streams, too
 
 _LATE = (
     "copies between ranks have not ended in %g s and are not waited for any longer: look at the output of the other "
@@ -103,20 +103,16 @@ _LATE = (
 )
 
 
-# Copies between ranks, as the backend's watchdog sees them.
-#
-# [Note: who does not come] A stream that waits for a rank that never comes is no work of the backend: its watchdog
-# would not end the job, as it does where a collective takes too long, and nothing would say which rank is missing. So
-# behind the copies of a backward, and behind those of a step, comes a collective of one number, for which it does.
-
-
 def attend(group: dist.ProcessGroup, device: torch.device, communicator: dist.ProcessGroup | None = None) -> None:
-    """Issue a collective behind what copy engines have been given, if they are given anything; all ranks call this.
+    """Issue a collective of one number behind the copies of a backward or step, if there are any.
+
+    A stream that waits for a missing rank is no work of the backend, so the backend's watchdog would not end the job.
+    For a collective that does not complete it does. All ranks call this.
 
     Args:
-        group: Whose copies.
-        device: Where its tensors are.
-        communicator: Over the same ranks, which the collective is issued on; by default the group itself.
+        group: The copies' group.
+        device: This rank's device.
+        communicator: Process group over the same ranks for the collective; by default the group itself.
     """
     engine = scattering(group, device) or gathering(group, device)
     if engine is None:
@@ -124,4 +120,4 @@ def attend(group: dist.ProcessGroup, device: torch.device, communicator: dist.Pr
     with engine.behind():
         work = (communicator or group).allreduce([engine.number])
     if device.type != "cuda":
-        work.wait()  # gloo's threads do not survive the interpreter, and nobody else waits
+        work.wait()  # gloo's threads do not survive the interpreter

@@ -1,4 +1,4 @@
-"""Whether copy engines or the backend's kernels move tensors, by measurement beside products."""
+"""The choice between copy engines and the backend's kernels, measured beside matrix products."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ from ovpatch.overlap.symm_mem.support import triton_unavailable_reason
 BACKEND: Final = "the backend's collectives"
 COPIES: Final = "copy engines"
 
-# [Note: as in a step] A forward mostly takes longer than its gathers, and a backward than its sums, so what counts is
-# how much longer products take beside them; and when the rest ends. So there is about twice as much to compute as to
-# move. Products are as short as those of a few thousand tokens: what waits for multiprocessors waits for their ends.
-_BYTES: Final = 512 * 1024 * 1024  # that are gathered, or reduced and scattered, in a millisecond or two
+# In a step, a forward takes longer than its all-gathers, and a backward than its reduce-scatters, so what counts is how
+# much longer the products take beside them. So a candidate computes for about twice as long as it communicates. Its
+# products are short: a kernel that waits for multiprocessors waits for the end of a product.
+_BYTES: Final = 512 * 1024 * 1024  # of a collective, which takes a millisecond or two
 _TENSORS: Final = 32
-_ROWS, _FEATURES = 4096, 4096  # of products, of which each takes a fifth of a millisecond on an H100 or H200
+_ROWS, _FEATURES = 4096, 4096  # of a product, which takes a fifth of a millisecond on an H100 or H200
 _BEFORE, _BESIDE = 3, 16
-_PATIENCE_S: Final = 60.0  # ranks have met just before
+_TIMEOUT_S: Final = 60.0  # ranks have synchronised just before
 
 
 def choose(
@@ -47,16 +47,16 @@ def choose(
     allocate: Allocate = allocate,
     communicator: dist.ProcessGroup | None = None,
 ) -> None:
-    """Decide what moves tensors of a group from now on; a collective, if it is not decided yet.
+    """Choose what moves a group's tensors from now on; a collective, unless the choice is final.
 
     Args:
         group: The ranks; all call this, with the same mode.
-        device: Where their tensors are.
+        device: This rank's device.
         mode: ``on``, ``off`` or ``auto``, which measures.
-        feature: Whose report says what was chosen.
-        directory: Where measurements are kept from run to run; None to keep none.
-        allocate: Makes memory that all ranks see.
-        communicator: Over the same ranks, on which is measured; by default the group itself.
+        feature: The feature whose report names the choice.
+        directory: Directory of the cache files; None to keep no measurements.
+        allocate: Makes memory that all ranks can reach.
+        communicator: Process group over the same ranks for the measurement; by default the group itself.
     """
     if mode == "off":
         return
@@ -70,13 +70,13 @@ def choose(
     if mode == "auto" and torch._C._current_graph_task_id() != -1:
         return  # a step in backward, where nothing is measured
     if chosen.engine is None:
-        reason = support.objection(group, device, _reason_against) or _made(chosen, group, device, allocate)
+        reason = support.unsupported_reason(group, device, _reason_against) or _made(chosen, group, device, allocate)
         if reason:
             chosen.final = True
             add_report_line(feature, f"{COPIES} are not used: {reason}")
             return
     assert chosen.engine is not None
-    sums = support.objection(group, device, _reason_against_sums)
+    sums = support.unsupported_reason(group, device, _reason_against_sums)
     if sums:
         add_report_line(feature, f"{COPIES} do not reduce gradients: {sums}")
     if mode == "on":
@@ -91,7 +91,7 @@ def choose(
 
 
 def _reason_against(device: torch.device) -> str:
-    if reason := support.reason_against_memory(device):
+    if reason := support.memory_unsupported_reason(device):
         return reason
     if os.environ.get("NCCL_P2P_DISABLE", "0") not in ("", "0"):
         return "NCCL_P2P_DISABLE says that GPUs are not to reach each other's memory"
@@ -105,17 +105,17 @@ def _reason_against_sums(device: torch.device) -> str:
 
 
 def _made(chosen: Chosen, group: dist.ProcessGroup, device: torch.device, allocate: Allocate) -> str:
-    """Make the engine; return why it cannot be made, if it cannot, the same on all ranks."""
+    """Make the engine; return why it cannot be made, or "", the same on all ranks."""
     reason = ""
     try:
         chosen.engine = Engine(group, device, allocate=allocate)
     except RuntimeError as error:  # of the driver: containers may forbid processes to share memory
         reason = f"memory cannot be shared ({str(error).splitlines()[0] if str(error) else type(error).__name__})"
-    reason = check_consistent(group, "copy engines", {}, objection=reason, timeout_s=_PATIENCE_S)
+    reason = check_consistent(group, "copy engines", {}, objection=reason, timeout_s=_TIMEOUT_S)
     if not reason and chosen.engine is not None:
         unheard = ", ".join(str(dist.get_global_rank(group, rank)) for rank in chosen.engine.unheard())
         silent = f"nothing arrives from rank {unheard}, or something else" if unheard else ""
-        reason = check_consistent(group, "copy engines", {}, objection=silent, timeout_s=_PATIENCE_S)
+        reason = check_consistent(group, "copy engines", {}, objection=silent, timeout_s=_TIMEOUT_S)
     if reason:
         chosen.engine = None
     return reason
@@ -134,7 +134,7 @@ def _asked(
     what: str,
     calls: Calls,
 ) -> tuple[bool, bool]:
-    """Return whether the copy engines move what is asked for, and whether that is final."""
+    """Return whether copy engines run a collective, and whether that is final."""
     key = f"{what} of {_BYTES >> 20} MiB beside products, {group.size()} ranks"
     products = 2 * (2 * _ROWS * _FEATURES + _FEATURES * _FEATURES)
     needs = 2 * _BYTES + products
@@ -144,7 +144,7 @@ def _asked(
 
     tuning = Tuning(key, (BACKEND, COPIES), BACKEND, make, needs)
     choice = autotuner_for(group, device, feature, directory).tune(group, tuning, communicator)
-    engine.failed_everywhere()  # if a candidate has failed, or an error would have been raised
+    engine.failed_everywhere()  # a candidate may have failed; on some ranks only, it would have raised
     return choice.candidate == COPIES, choice.final
 
 
@@ -178,7 +178,7 @@ def _tensors(group: dist.ProcessGroup, generator: torch.Generator) -> tuple[list
 
 
 def _products(generator: torch.Generator) -> Callable[[Callable[[], Sequence[Work]]], None]:
-    """Return what computes while something is moved; and before, so that the host has time to launch that."""
+    """Return a function that computes products beside collectives, and some before, while the host launches those."""
 
     def draw(rows: int) -> Tensor:
         return torch.randn(rows, _FEATURES, generator=generator, dtype=torch.bfloat16, device=generator.device)

@@ -1,8 +1,8 @@
-"""Triton kernel that adds up what several ranks gave; imported only where Triton is there.
+"""Triton kernel that adds several ranks' terms; imported only where Triton is installed.
 
-[Note: several sums] A launch costs the host some 20 µs, and a bucket has a dozen gradients. So a launch makes several
-sums. Which Triton compiles depends on which numbers are multiples of 16; sums of which all are go together, and any
-other one by itself, so that there are few kernels.
+A launch costs the host more than a small sum costs the device, so one launch makes several sums. Triton compiles a
+kernel for each combination of numbers that are multiples of 16. Sums of which all are go together, and any other sum
+is launched alone, so that there are few kernels.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from ovpatch.overlap.comm.side_streams import quietly_on
 from ovpatch.overlap.copy_engine.driver import Addend, Span
 
 _BLOCK: Final = 8192
-_GRID: Final = (64, 1, 1)  # no more: they share the GPU with products, and memory is what they wait for
+_GRID: Final = (64, 1, 1)  # few programs: they are bound by memory and share the GPU with products
 
 
 @triton.jit
@@ -48,7 +48,7 @@ def _sum(
     a, b, c, d, e, f, g, h, own, out, at, n, first, scale,
     RANK: tl.constexpr, COUNT: tl.constexpr, EXACT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """This program's blocks of one sum; returns which is its first of the next, so that all have as much to do."""
+    """Add this program's blocks of one sum; return its first block of the next sum, which balances the programs."""
     programs = tl.num_programs(0)
     blocks = tl.cdiv(n, BLOCK)
     for block in range(first, blocks, programs):
@@ -86,7 +86,7 @@ _TOGETHER: Final = 8  # sums of a launch
 _compiled: dict[tuple[Any, ...], Callable[..., Any]] = {}
 
 
-def add_up(slots: Sequence[Span | None], addends: Sequence[Addend], scale: float, stream: int) -> None:
+def add_slots(slots: Sequence[Span | None], addends: Sequence[Addend], scale: float, stream: int) -> None:
     """See :func:`ovpatch.overlap.copy_engine.collectives.add_up`; at most :data:`MOST` ranks, on the current device."""
     first = addends[0]
     dtypes, device = (first.own.memory.dtype, first.out.memory.dtype), first.out.memory.device
@@ -121,7 +121,7 @@ def add_up(slots: Sequence[Span | None], addends: Sequence[Addend], scale: float
 
 
 def _launches(addends: Sequence[Addend]) -> Iterator[tuple[Sequence[Addend], tuple[bool, ...]]]:
-    """Yield what is launched together, and what of it Triton asks; see [Note: several sums]."""
+    """Yield the addends of each launch, and which of their numbers are multiples of 16 if not all are."""
     ones: list[Addend] = []
     for one in addends:
         numel = one.own.numel

@@ -1,4 +1,4 @@
-"""Streams on which copies run beside what computes; without streams, where there are none."""
+"""The staging window of a group, its stream barrier, and the streams on which copies run beside computation."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, Final, NamedTuple, Protocol
+from typing import Any, Final, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -19,19 +19,19 @@ from ovpatch.overlap.comm.work import Work, WorkGroup
 from ovpatch.overlap.copy_engine.driver import Batch, Driver
 from ovpatch.overlap.symm_mem import memory
 
-# How what is to be moved is cut, so that each round fits into a slot.
+# --- rounds ---
 
-_KEPT: Final = 1024  # calls of a model's buckets, which are the same in every step
+_CACHED: Final = 1024  # calls; those of a model's buckets are the same in every step
 
 
 class Piece(NamedTuple):
-    """A part of a tensor's part.
+    """A range of one tensor's elements in a slot.
 
     Attributes:
-        tensor: Which tensor.
+        tensor: Index of the tensor.
         begin: First element.
         end: One past the last element.
-        at: Where it lies in the slot.
+        at: Index of the first element in the slot.
     """
 
     tensor: int
@@ -40,14 +40,14 @@ class Piece(NamedTuple):
     at: int
 
 
-@lru_cache(_KEPT)
+@lru_cache(_CACHED)
 def rounds(sizes: tuple[int, ...], room: int, grain: int = 1) -> Sequence[Sequence[Piece]]:
-    """Return the pieces of each round.
+    """Return the pieces of each round, which fit into a slot.
 
     Args:
         sizes: Elements of each tensor that a rank contributes.
-        room: Elements that a slot holds; a multiple of ``grain``.
-        grain: Pieces begin at multiples of so many elements.
+        room: Elements of a slot; a multiple of ``grain``.
+        grain: Pieces begin at multiples of this number of elements.
     """
     return tuple(map(tuple, _cut(sizes, room, grain)))
 
@@ -69,21 +69,21 @@ def _cut(sizes: Sequence[int], room: int, grain: int) -> Iterator[list[Piece]]:
         yield pieces
 
 
-# Memory of each rank that the others can copy from and to.
+# --- the window ---
 
-SLOT_BYTES: Final = 64 * 1024 * 1024  # of a half: copies of some MiB each come near to a link's rate
+SLOT_BYTES: Final = 64 * 1024 * 1024  # of a half: copies of some MiB each get close to a link's bandwidth
 
 
 @dataclass(frozen=True)
 class Window:
-    """One allocation on every rank.
+    """The staging memory of all ranks, which each can copy from and to.
 
     Attributes:
-        ranks: All ranks' memory, bytes, by group rank; the own one among them.
-        meet: Makes a stream (the host, without streams) wait until all ranks' are here.
-        copy: Copies, on a stream.
-        unheard: Returns the ranks whose memory cannot be used, by trial; called once all ranks have windows.
-        keeps: What keeps the memory.
+        ranks: All ranks' memory, uint8, by group rank; this rank's among them.
+        meet: Makes a stream (the host, without streams) wait until all ranks' streams have arrived.
+        copy: Copies a batch on a stream.
+        unheard: Returns the ranks whose memory fails a trial; called once all ranks have windows.
+        keeps: Keeps the memory alive.
     """
 
     ranks: list[Tensor]
@@ -102,7 +102,7 @@ def allocate(size: int, group: dist.ProcessGroup, device: torch.device) -> Windo
     Args:
         size: Bytes, the same on all ranks.
         group: The ranks.
-        device: Where.
+        device: This rank's device.
 
     Raises:
         RuntimeError: Memory cannot be shared, or streams cannot wait for it.
@@ -114,7 +114,7 @@ def allocate(size: int, group: dist.ProcessGroup, device: torch.device) -> Windo
         driver = Driver()
     except (OSError, AttributeError) as error:  # no such library, or function
         raise RuntimeError(f"the CUDA driver's library lacks what is needed: {error}") from error
-    meeting = Meeting(driver, [one[size:] for one in whole], group.rank())
+    meeting = StreamBarrier(driver, [one[size:] for one in whole], group.rank())
     stream = torch.cuda.Stream(device)
     with quietly_on(stream):
         meeting.try_out(stream.cuda_stream)
@@ -131,31 +131,27 @@ def _clear(signals: Tensor) -> None:
     signals.zero_()
 
 
-# Meetings of all ranks in stream order, without a kernel.
-#
-# [Note: no kernel] A kernel that waits needs room on a multiprocessor, and finds none for a tenth of a millisecond
-# while products fill the GPU. So streams write numbers to each other's memory, and the driver has them wait for
-# numbers that come. Numbers only grow, and nobody resets what others read. From CUDA 13.1 on drivers do not support
-# such writes to another GPU's memory (https://github.com/NVIDIA/nccl/issues/2052). There a number is written at home
-# and copied, which took longer on two H200: a step of 210 ms without communication took 227 with writes, one of 212
-# took 237 with copies.
-#
-# [Note: tried out] Hosts may offer access to other GPUs' memory through which nothing arrives, or something else, as
-# with some IOMMUs. A stream that waits for a number from there would wait for ever, so ranks try it out before they
-# meet.
+# --- the stream barrier ---
 
-BYTES: Final = 4096  # of signals in a window; zeros at first
+BYTES: Final = 4096  # of signals in a window, which are zeros at first
 _APART: Final = 128  # bytes between the signals of two ranks
 _NUMBER: Final = 4  # bytes
-_MINE: Final = BYTES // _APART - 1  # the place of the number that others get
+_MINE: Final = BYTES // _APART - 1  # index of the number that is copied to the others
 _TRIED: Final = 1
 
 
-class Meeting:
-    """Makes a stream wait until those of all ranks are here.
+class StreamBarrier:
+    """Makes a stream wait until the streams of all ranks have arrived, without a kernel.
+
+    [Note: no kernel] A kernel that waits needs room on a multiprocessor, which it may not find for long while products
+    fill the GPU. So streams write numbers to each other's memory, and the driver makes them wait for the numbers.
+    Numbers only grow and are never reset. From CUDA 13.1 on, drivers do not support such writes to another GPU's memory
+    (https://github.com/NVIDIA/nccl/issues/2052): there a number is written locally and copied, which takes longer. Some
+    hosts, with some IOMMUs, offer access to other GPUs' memory through which nothing arrives. A stream would wait for
+    ever there, so ranks make a trial first.
 
     Args:
-        driver: Of the device.
+        driver: The device's driver.
         signals: All ranks' signals, :data:`BYTES` each, by group rank; at most ten.
         rank: This rank.
     """
@@ -169,7 +165,7 @@ class Meeting:
         self._awaited = [self._place(rank, other) for other in others]
 
     def try_out(self, stream: int) -> None:
-        """Send a number to everybody, and wait for what this rank sent to itself: no rank waits for another.
+        """Send a number to all ranks, and wait for that of this rank only.
 
         Raises:
             RuntimeError: The driver refuses.
@@ -180,7 +176,7 @@ class Meeting:
         self._driver.wait(self._place(rank, world + rank), _TRIED, stream)
 
     def unheard(self, stream: int) -> list[int]:
-        """Return the ranks with which numbers cannot be exchanged. The host waits; all have tried out before.
+        """Return the ranks with which numbers cannot be exchanged. The host waits; all have sent theirs before.
 
         Args:
             stream: The current stream.
@@ -193,7 +189,7 @@ class Meeting:
         return [rank for rank in range(world) if any(numbers[rank] != _TRIED for numbers in found)]
 
     def __call__(self, stream: int) -> None:
-        """Meet; see the class."""
+        """Make a stream wait for all ranks' streams."""
         self._number = (self._number + 1) & 0xFFFFFFFF
         self._tell(self._told, self._number, stream)
         for address in self._awaited:
@@ -204,7 +200,7 @@ class Meeting:
         return self._signals[rank].data_ptr() + index * _APART
 
     def _tell(self, places: list[int], number: int, stream: int) -> None:
-        """Bring a number to places in all ranks' memory."""
+        """Write a number to addresses in all ranks' memory."""
         if self._driver.writes_to_peers:
             for place in places:
                 self._driver.write(place, number, stream)
@@ -216,50 +212,65 @@ class Meeting:
 _PAUSE_S: Final = 0.001
 
 
-class Lanes(Protocol):
-    """Two lanes: what a rank lays out, and what it takes once all have met. Streams are named by their handles."""
+class CopyStreams:
+    """The streams of copies into slots, and of those out of them after the barrier, given by their handles.
+
+    This base class serves devices without streams: each copy is done when it returns.
+    """
 
     def begin(self) -> Any:
-        """Start behind what the current stream has, and return that stream."""
+        """Start behind the current stream's work; return that stream."""
 
     def lay_out(self) -> int:
-        """Return the stream to lay something out in, behind the last meeting."""
+        """Return the stream for copies into slots, behind the last barrier."""
+        return 0
 
     def take(self) -> int:
-        """Return the stream to take something in, behind what was laid out last."""
+        """Return the stream for copies out of slots, behind the last copies into them."""
+        return 0
 
     def met(self) -> None:
-        """Note that a meeting has been issued in the lane for taking."""
+        """Record that a barrier has been issued on the stream for copies out of slots."""
 
     def end(self, launched: Any, tensors: Sequence[Tensor]) -> Work:
-        """Return what waits for all of it, and keeps tensors until then; ``launched`` is what has launched it."""
+        """Return a handle that waits for all copies and keeps tensors until then.
+
+        Args:
+            launched: The result of :meth:`begin`.
+            tensors: The tensors that are copied.
+        """
+        del launched, tensors
+        return WorkGroup(())
 
     def behind(self) -> AbstractContextManager[None]:
-        """Run the block behind all of it."""
+        """Run the block's work behind all copies."""
+        return nullcontext()
 
     def on_device(self) -> AbstractContextManager[Any]:
-        """Run the block with the lanes' device as the current one, as the driver's functions want it."""
+        """Run the block with the streams' device as the current one, which the driver's functions need."""
+        return nullcontext()
 
     def drain(self, timeout_s: float) -> bool:
-        """Have the host wait for both lanes; return whether they came to their ends in time."""
+        """Make the host wait for both streams; return whether they completed in time."""
+        del timeout_s
+        return True
 
 
-class Streams:
-    """Lanes of a GPU.
+class _CudaCopyStreams(CopyStreams):
+    """The streams of a GPU.
 
     Args:
-        device: Which.
+        device: The device.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        # Of high priority: sums are to find room beside products.
+        # High priority, so that sums find room beside products.
         self._out, self._in = torch.cuda.Stream(device, priority=-1), torch.cuda.Stream(device, priority=-1)
         self._begun, self._met, self._laid = torch.cuda.Event(), torch.cuda.Event(), torch.cuda.Event()
         self._handles: Final = self._out.cuda_stream, self._in.cuda_stream
 
     def begin(self) -> Any:
-        """See :class:`Lanes`."""
         launched = torch.cuda.current_stream(self._device)
         self._begun.record(launched)
         self._out.wait_event(self._begun)
@@ -267,37 +278,30 @@ class Streams:
         return launched
 
     def lay_out(self) -> int:
-        """See :class:`Lanes`."""
         self._out.wait_event(self._met)
         return self._handles[0]
 
     def take(self) -> int:
-        """See :class:`Lanes`."""
         self._laid.record(self._out)
         self._in.wait_event(self._laid)
         return self._handles[1]
 
     def met(self) -> None:
-        """See :class:`Lanes`."""
         self._met.record(self._in)
 
     def end(self, launched: Any, tensors: Sequence[Tensor]) -> Work:
-        """See :class:`Lanes`."""
         done = torch.cuda.Event()
         done.record(self._in)
         return _Copying(self._device, launched, done, tensors)
 
     def behind(self) -> AbstractContextManager[None]:
-        """See :class:`Lanes`."""
         return quietly_on(self._in)
 
     def on_device(self) -> AbstractContextManager[Any]:
-        """See :class:`Lanes`."""
         return torch.cuda.device(self._device)
 
     def drain(self, timeout_s: float) -> bool:
-        """See :class:`Lanes`."""
-        if torch.cuda._is_in_bad_fork():  # what is under way is the parent's
+        if torch.cuda._is_in_bad_fork():  # the copies are the parent's
             return True
         deadline = time.monotonic() + timeout_s
         while not (self._out.query() and self._in.query()):
@@ -307,11 +311,16 @@ class Streams:
         return True
 
 
+def copy_streams_for(device: torch.device) -> CopyStreams:
+    """Return new streams for copies of a device."""
+    return _CudaCopyStreams(device) if device.type == "cuda" else CopyStreams()
+
+
 class _Copying:
     """Copies until an event.
 
-    If nobody ever waits, the stream that launched them does when this is let go of: the allocator gives memory that
-    was a tensor's to whatever runs there next.
+    Without a call of :meth:`wait`, the launching stream waits when this object is dropped: the allocator gives the
+    tensors' memory to that stream's next work.
     """
 
     def __init__(
@@ -327,39 +336,3 @@ class _Copying:
         if current == self._launched:
             self._late.detach()
             self._tensors = ()
-
-
-class NoStreams:
-    """Lanes of a device without streams: all is done when it is called."""
-
-    def begin(self) -> None:
-        """See :class:`Lanes`."""
-
-    def lay_out(self) -> int:
-        """See :class:`Lanes`."""
-        return 0
-
-    def take(self) -> int:
-        """See :class:`Lanes`."""
-        return 0
-
-    def met(self) -> None:
-        """See :class:`Lanes`."""
-
-    def end(self, launched: None, tensors: Sequence[Tensor]) -> Work:
-        """See :class:`Lanes`."""
-        del launched, tensors
-        return WorkGroup(())
-
-    def behind(self) -> AbstractContextManager[None]:
-        """See :class:`Lanes`."""
-        return nullcontext()
-
-    def on_device(self) -> AbstractContextManager[Any]:
-        """See :class:`Lanes`."""
-        return nullcontext()
-
-    def drain(self, timeout_s: float) -> bool:
-        """See :class:`Lanes`."""
-        del timeout_s
-        return True

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from ovpatch.overlap.comm.collectives import Collectives
-from ovpatch.overlap.comm.side_streams import outlive
+from ovpatch.overlap.comm.side_streams import record_streams
 from ovpatch.overlap.comm.work import Work
 from ovpatch.overlap.data_parallel import fp32_accumulation
 from ovpatch.overlap.tensors.metadata_ops import grad_of
@@ -155,7 +155,7 @@ class GradBucket:
                     grad.copy_(piece)  # torch copies into lists of plain memory only
             else:
                 copies.append((grad, piece))
-        outlive(dropped, self.device)
+        record_streams(dropped, self.device)
         self._pieces.clear()
         return copies
 
@@ -183,7 +183,7 @@ class GradBucket:
 
     def drop(self) -> None:
         """Forget what was packed. The collective has been waited for."""
-        outlive([piece for i, piece in self._pieces.items() if i not in self._views], self.device)
+        record_streams([piece for i, piece in self._pieces.items() if i not in self._views], self.device)
         self._pieces.clear()
 
     def _as_it_is(self, i: int) -> bool:

@@ -337,7 +337,7 @@ class GradSync:
         """Note on which stream something was just added to a gradient. Called for every gradient."""
         device = self._cuda.get(index)
         if device is not None:
-            self._producers.note(device)
+            self._producers.record_current(device)
 
     def arrived(self, index: int) -> bool:
         """Note that a gradient is complete.
@@ -467,7 +467,7 @@ class GradSync:
     def _join(self, bucket: Bucket) -> None:
         grads = map(grad_of, bucket.params)
         dense = (grad for grad in grads if grad is not None and not grad.is_sparse)
-        self._producers.join(bucket.device, dense)
+        self._producers.wait_for_producers(bucket.device, dense)
 
 
 def _wait_for_peers(works: Sequence[Work]) -> None:

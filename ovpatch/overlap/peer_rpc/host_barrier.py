@@ -1,20 +1,4 @@
-"""Where the ranks' hosts meet before their devices begin to wait for each other.
-
-[Note: hosts first] PeerRpc' questions are answered by a thread, and CUDA keeps every thread of a process from copying
-while one of them is inside a copy from or to pageable memory, as ``batch.to(device)`` is. A host that has run ahead can
-stay inside such a copy as long as its device waits for a rank that has not launched its part of a collective; and if
-that rank is the one that asks, both wait for ever. So hosts wait here, where they hold nothing that an answer needs. It
-costs little: the device has its queue to work on, and the collective could not have begun before the slowest host.
-
-[Note: one number] All meetings of a group count in one number of its store, which only grows: the n-th is over when
-every rank has added n. Nobody can be ahead of that by more than one meeting, since it would have waited. So whoever
-comes last asks the store once, and nothing is left to be deleted. To add nothing asks for the number in one message,
-where ``get()`` takes two; but a store in a file writes down whatever is added, and would grow as long as anybody waits.
-
-[Note: ahead] A rank that asks nobody anything until its next collective may say before that it comes
-(:meth:`HostBarrier.come`). Hosts are never equally fast, and a step whose device waits for its host takes as long as
-the slower of them at every meeting; what lies between coming and meeting evens that out.
-"""
+"""A barrier of the ranks' hosts, which they pass before their devices begin to wait for each other."""
 
 from __future__ import annotations
 
@@ -30,24 +14,33 @@ import torch.distributed as dist
 from ovpatch.overlap.comm.group_state import group_state, group_store, group_timeout_s
 from ovpatch.overlap.peer_rpc.rpc import PeerRpc
 
-_TOPIC: Final = "the gate's name"
+_TOPIC: Final = "host barrier: name"
 
 _PAUSE_S: Final = 0.002
 _PAUSE_PER_RANK_S: Final = 2e-5
 
 
-def needed(device: torch.device) -> bool:
-    """Tell whether hosts run ahead of this kind of device."""
+def is_needed(device: torch.device) -> bool:
+    """Return whether hosts run ahead of this kind of device."""
     return device.type == "cuda"
 
 
 class HostBarrier:
-    """The gate of one process group; from :meth:`of`.
+    """The host barrier of one process group, from :meth:`for_group`. It has two phases, arrive and wait.
+
+    [Note: hosts before devices] CUDA serialises pageable copies per process. If a host blocks in one, such as
+    ``batch.to(device)``, behind a collective, its RPC thread cannot answer the rank that this collective waits for:
+    deadlock. So hosts synchronise before each collective, when none holds such a copy. This costs little: the device
+    has its queue to work on, and the collective cannot begin before the slowest host. A rank that calls no peer until
+    its next collective may arrive early, so that the slower host of each barrier does not slow down every step.
 
     Attributes:
-        devices: Whose collectives hosts meet for. Backwards of several devices come to the gate in any order, and a
-            flag of one might be taken for the other's; so such a flag means something only with a single device.
+        devices: The devices whose collectives hosts synchronise for. Backwards of several devices reach the barrier in
+            any order, and a flag of one may be taken for another's; so flags mean something with a single device only.
     """
+
+    # The store holds one number per group, which only grows: barrier n is passed when every rank has added n. No rank
+    # can be ahead by more than one, since it waits. So the last rank asks the store once, and no keys are left behind.
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._world, self._rank = group.size(), group.rank()
@@ -58,72 +51,72 @@ class HostBarrier:
         self._store, self._in_file = store, _is_in_file(store)
         self._timeout_s = group_timeout_s(group)
         self._number, self._lock = 0, threading.Lock()
-        self._raised = ""  # what this rank has told the others the last time
-        self._ahead = self._open = False
-        self._longest_pause_s = max(_PAUSE_S, _PAUSE_PER_RANK_S * self._world)  # all of them ask one store
-        # The store may outlive the processes, with the keys of earlier ones in it, so nobody else may have this name.
+        self._raised = ""  # the key of the flag that this rank raised last
+        self._arrived = self._open = False
+        self._longest_pause_s = max(_PAUSE_S, _PAUSE_PER_RANK_S * self._world)  # all ranks poll one store
+        # The store may outlive the processes, with the keys of earlier ones in it, so the name must be new.
         self._name = uuid.uuid4().hex if self._rank == 0 else ""
         if self._rank == 0:
             name = self._name
-            PeerRpc.of(group).serve(_TOPIC, lambda _: ({"name": name}, []))
+            PeerRpc.for_group(group).register(_TOPIC, lambda _: ({"name": name}, []))
 
     @classmethod
-    def of(cls, group: dist.ProcessGroup, device: torch.device | None = None) -> HostBarrier:
-        """Return the group's gate. Every rank makes this call before the first that meets.
+    def for_group(cls, group: dist.ProcessGroup, device: torch.device | None = None) -> HostBarrier:
+        """Return the group's barrier. Every rank calls this before the first :meth:`wait`.
 
         Args:
-            group: Whose hosts meet.
-            device: Whose collectives they will meet for, if they do so during backwards.
+            group: The process group.
+            device: Device of the collectives that hosts synchronise for, if they do so during backwards.
         """
         barrier = group_state(group).get_or_create(HostBarrier, lambda: cls(group))
         barrier.devices |= {device} if device is not None else set()
         return barrier
 
-    def come(self) -> None:
-        """Say that this rank comes to its next :meth:`meet`, and asks no other anything until then; see [Note: ahead].
+    def arrive(self) -> None:
+        """Count this rank for the next barrier. It must call no peer until its next :meth:`wait`, without a flag.
 
-        The next is one without a flag. To say so twice is to say it once.
+        A second call before that wait does nothing.
         """
         with self._lock:
-            if self._world > 1 and not self._ahead:
-                self._come()
-                self._ahead = True
+            if self._world > 1 and not self._arrived:
+                self._arrive()
+                self._arrived = True
 
-    def meet(self, flag: bool | None = None) -> bool:
-        """Wait until every rank has come here as often as this one.
+    def wait(self, flag: bool | None = None) -> bool:
+        """Wait until every rank has arrived as often as this one.
 
         Args:
-            flag: Something to tell the others; None if they are not told, nor this rank.
+            flag: A value for the other ranks; None if no flags are exchanged.
 
         Returns:
-            Whether any rank has told the others that something is true.
+            Whether the flag of any rank is true.
 
         Raises:
-            RuntimeError: Not all came within the process group's time-out.
+            RuntimeError: Not all ranks arrived within the process group's time-out.
         """
         if self._world == 1:
             return bool(flag)
-        with self._lock:  # the backwards of two devices have a thread each
-            raised = f"{self._key()}/raised at {self._number + (not self._ahead)}"
+        with self._lock:  # the backwards of two devices run on a thread each
+            raised = f"{self._key()}/raised at {self._number + (not self._arrived)}"
             if flag:
                 self._store.set(raised, "")
-            if not self._ahead:
-                self._come()
-                self._ahead = True  # whoever is interrupted while it waits comes back to the same meeting
+            if not self._arrived:
+                self._arrive()
+                self._arrived = True  # a rank that is interrupted below returns to the same barrier
             if not self._open:
-                self._wait()
-            self._ahead = False
-            if self._raised:  # all have looked at it, for all have come here since
+                self._poll_store()
+            self._arrived = False
+            if self._raised:  # all ranks have read it, for all have arrived since
                 self._store.delete_key(self._raised)
             self._raised = raised if flag else ""
             return flag is not None and (flag or self._store.check([raised]))
 
-    def _come(self) -> None:
+    def _arrive(self) -> None:
         count = self._store.add(self._key(), 1)
         self._number += 1
         self._open = count >= self._number * self._world
 
-    def _wait(self) -> None:
+    def _poll_store(self) -> None:
         begin, waited = time.monotonic(), 0.0
         while self._count() < self._number * self._world:
             waited = time.monotonic() - begin
@@ -132,15 +125,16 @@ class HostBarrier:
             time.sleep(min(waited / 4, self._longest_pause_s))
 
     def _count(self) -> int:
+        # To add 0 takes one message where get() takes two; but a store in a file would grow by each addition.
         return int(self._store.get(self._key())) if self._in_file else self._store.add(self._key(), 0)
 
     def _key(self) -> str:
         if not self._name:
             group = self._group()
             assert group is not None
-            header, _ = PeerRpc.of(group).ask(_TOPIC, {}, ranks=[0])[0]
+            header, _ = PeerRpc.for_group(group).call(_TOPIC, {}, ranks=[0])[0]
             self._name = header["name"]
-        return f"ovpatch/gate/{self._name}"
+        return f"ovpatch/host barrier/{self._name}"
 
 
 def _is_in_file(store: dist.Store) -> bool:

@@ -1,10 +1,4 @@
-"""Where the servers of a process group's ranks listen, kept in the group's store.
-
-[Note: stale cards] The store may outlive the group, the processes and a launcher's whole attempt, with the cards of
-earlier servers in it. Each server has a secret of its own, so nobody takes another process for it that happens to
-listen at its old port; and one that cannot be reached is looked up again, until its successor has published a card.
-A server whose group was destroyed no longer answers, or a new group could hear what an old one held.
-"""
+"""The addresses of the servers of a process group's ranks, kept in the group's store."""
 
 from __future__ import annotations
 
@@ -27,11 +21,11 @@ from ovpatch.overlap.peer_rpc.wire import Connection
 # Seconds until one attempt to connect is given up and the next address is tried.
 _CONNECT_S = 3.0
 
-# Stands for everything outside: reserved for documentation, so no host. Nothing is sent to it.
-_SOMEWHERE = ("192.0.2.1", "2001:db8::1")
+# Addresses outside of this network, for route lookups. Reserved for documentation; nothing is sent to them.
+_OUTSIDE = ("192.0.2.1", "2001:db8::1")
 
-# Addresses that mean another machine elsewhere: loopback and link-local ones.
-_OF_NO_USE = ("127.", "::1", "fe80:")
+# Addresses that are of no use to other machines: loopback and link-local ones.
+_LOCAL_ONLY = ("127.", "::1", "fe80:")
 
 
 @dataclass(frozen=True)
@@ -39,7 +33,7 @@ class Endpoint:
     """How to reach a server.
 
     Args:
-        secret: What lets one in, in hexadecimal digits.
+        secret: Shared secret that both sides prove to know, in hexadecimal digits.
         host: The machine's name; servers of the same machine are reached over its loopback device.
         addresses: Numeric addresses by which other machines may reach it, the likeliest first.
         port: Where it listens.
@@ -50,94 +44,103 @@ class Endpoint:
     addresses: tuple[str, ...]
     port: int
 
-    def ways(self) -> list[str]:
+    def addresses_to_try(self) -> list[str]:
         """Return the addresses to try from this process, in order."""
         loopback = ["127.0.0.1", "::1"]
         others = [address for address in self.addresses if address not in loopback]
         return [*loopback, *others] if self.host == socket.gethostname() or not others else others
 
-    def dial(self, attempt: int, deadline: float) -> Connection:
-        """Connect, without a word said yet.
+    def connect(self, attempt: int, deadline: float) -> Connection:
+        """Return a connection on which nothing has been sent.
 
         Args:
-            attempt: How many connections led to somebody else or to nobody who spoke; the next way is tried first.
-            deadline: When everything on the line has to be through.
+            attempt: How many connections led to another process or to silence; each starts at another address.
+            deadline: The connection's, in seconds of ``time.monotonic()``.
 
         Raises:
-            OSError: No way led to anybody who listens.
+            OSError: No process listens at any of the addresses.
         """
-        ways = self.ways()
-        first = attempt % len(ways)
+        addresses = self.addresses_to_try()
+        first = attempt % len(addresses)
         failure: OSError = ConnectionError("no address")
-        for way in ways[first:] + ways[:first]:
+        for address in addresses[first:] + addresses[:first]:
             limit = max(0.001, min(_CONNECT_S, deadline - time.monotonic()))
             try:
-                return Connection(socket.create_connection((way, self.port), limit), deadline)
+                return Connection(socket.create_connection((address, self.port), limit), deadline)
             except OSError as error:
-                # Where one way is refused and another leads nowhere, the refusal tells more.
+                # Where one address refuses and another does not respond, the refusal tells more.
                 failure = failure if isinstance(failure, ConnectionRefusedError) else error
         raise failure
 
 
 class Endpoints:
-    """The cards of a process group's ranks, by group rank."""
+    """The endpoints of a process group's ranks, by group rank.
+
+    [Note: stale endpoints] The store may outlive the group, the processes and a launcher's whole attempt, with the
+    endpoints of earlier servers in it. Each server has a secret of its own, so another process that listens at an old
+    port is not taken for it. A rank that cannot be reached is looked up again until its new server has published an
+    endpoint. A server whose group was destroyed refuses calls, or a new group could read what an old one held.
+
+    Args:
+        group: The process group; referenced weakly.
+    """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group = weakref.ref(group)
         self._base = f"ovpatch/peers/{group.size()}"
-        self._proven: dict[int, Endpoint] = {}
+        self._verified: dict[int, Endpoint] = {}
 
-    def publish(self, rank: int, card: Endpoint) -> None:
-        """Put this process's card into the store, for all to see when this returns."""
+    def publish(self, rank: int, endpoint: Endpoint) -> None:
+        """Put this process's endpoint into the store; all ranks can see it when this returns."""
         store, key = self._store(), f"{self._base}/{rank}"
         assert store is not None, "the process group was destroyed"
-        store.set(key, json.dumps(asdict(card)))
-        # A TCPStore does not wait until a value has arrived, which takes 40 ms if its end waits for an acknowledgement.
-        # A peer that looks meanwhile would think that this rank takes no part.
+        store.set(key, json.dumps(asdict(endpoint)))
+        # A TCPStore does not wait until a value has arrived, which takes 40 ms under delayed acknowledgements. A peer
+        # that looks meanwhile would think that this rank takes no part.
         store.check([key])
 
     def look_up(self, rank: int) -> Endpoint | None:
-        """Return the newest card of a rank; None where there is none yet.
+        """Return the newest endpoint of a rank; None where there is none yet.
 
         Raises:
             RuntimeError: The store does not answer.
         """
         store, key = self._store(), f"{self._base}/{rank}"
         if store is None:
-            return self._proven.get(rank)
+            return self._verified.get(rank)
         try:
             # By check(): get() of a missing key blocks, and with it everything else that uses the store's connection.
             if not store.check([key]):
                 return None
             fields = json.loads(store.get(key))
         except RuntimeError:  # its host has ended
-            if rank in self._proven:
-                return self._proven[rank]
+            if rank in self._verified:
+                return self._verified[rank]
             raise
         return Endpoint(fields["secret"], fields["host"], tuple(fields["addresses"]), fields["port"])
 
-    def proven(self, rank: int) -> Endpoint | None:
-        """Return the card by which this process has reached a rank's server before."""
-        return self._proven.get(rank)
+    def verified(self, rank: int) -> Endpoint | None:
+        """Return the endpoint at which this process has reached a rank's server before."""
+        return self._verified.get(rank)
 
-    def prove(self, rank: int, card: Endpoint) -> None:
-        """Remember the card by which a rank was reached."""
-        self._proven[rank] = card
+    def set_verified(self, rank: int, endpoint: Endpoint) -> None:
+        """Remember the endpoint at which a rank was reached."""
+        self._verified[rank] = endpoint
 
-    def destroyed(self) -> bool:
-        """Whether the process group was destroyed."""
+    def is_destroyed(self) -> bool:
+        """Return whether the process group was destroyed."""
         return self._store() is None
 
     def _store(self) -> dist.Store | None:
-        # Looked up each time: a store that is kept would keep its server, and so the port for the next group, in use.
+        # Looked up each time: a reference to the store would keep its server, and so the next group's port, in use.
         group = self._group()
         return None if group is None else group_store(group)
 
 
 def own_addresses(store: dist.Store | None) -> tuple[str, ...]:
-    """Return this machine's addresses, the one that its route to the store's host has first."""
-    found = [_source(host) for host in (_store_host(store), *_SOMEWHERE) if host] + _of_interfaces()
-    return tuple(dict.fromkeys(address for address in found if address and not address.startswith(_OF_NO_USE)))
+    """Return this machine's addresses; the one on the route to the store's host comes first."""
+    found = [_source(host) for host in (_store_host(store), *_OUTSIDE) if host] + _interface_addresses()
+    return tuple(dict.fromkeys(address for address in found if address and not address.startswith(_LOCAL_ONLY)))
 
 
 def _store_host(store: dist.Store | None) -> str:
@@ -158,8 +161,8 @@ def _source(host: str) -> str:
 
 
 @functools.cache
-def _of_interfaces() -> list[str]:
-    """Return the IPv4 addresses of all interfaces: a cluster's nodes may have no route to elsewhere."""
+def _interface_addresses() -> list[str]:
+    """Return the IPv4 addresses of all interfaces: a cluster's nodes may have no route to the outside."""
     if sys.platform != "linux":
         return []
     import fcntl

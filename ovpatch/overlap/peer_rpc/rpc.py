@@ -1,7 +1,7 @@
-"""Questions to the other ranks of a process group, answered by a thread of each, without their taking part.
+"""Calls to the other ranks of a process group, answered by a thread of each, without their main threads' part.
 
-User code may read on one rank alone what is spread over all of them: no collective can serve it there. Every rank runs
-a small server; who needs something asks for it.
+User code may read on one rank alone what is sharded over all. No collective can serve that read. So every rank runs a
+small server, and the reading rank calls it.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from ovpatch.overlap.comm.group_state import (
     is_exiting_by_error,
     register_at_exit,
 )
-from ovpatch.overlap.peer_rpc.client import AT_ONCE, Replies, Request
+from ovpatch.overlap.peer_rpc.client import MAX_CONNECTIONS, Replies, Request
 from ovpatch.overlap.peer_rpc.rendezvous import Endpoints, own_addresses
-from ovpatch.overlap.peer_rpc.server import Answer, Server
-from ovpatch.overlap.peer_rpc.shutdown import ShutdownBarrier, leave
+from ovpatch.overlap.peer_rpc.server import Handler, Server
+from ovpatch.overlap.peer_rpc.shutdown import ShutdownBarrier, run_shutdown
 
-# Seconds without a question after which a process that has come to its end no longer waits for its peers.
+# Seconds without a call after which a process that exits no longer waits for its peers.
 AT_EXIT_S = 300.0
 
 
@@ -36,29 +36,29 @@ class PeerError(RuntimeError):
 
 
 class PeerRpc:
-    """Questions to the other ranks of a process group; one object per process group, from :meth:`of`."""
+    """Calls to the other ranks of a process group; one object per group, from :meth:`for_group`."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._rank, self._size, self._pid = group.rank(), group.size(), os.getpid()
-        self._names = [dist.get_global_rank(group, rank) for rank in range(self._size)]
+        self._global_ranks = [dist.get_global_rank(group, rank) for rank in range(self._size)]
         self._timeout_s = group_timeout_s(group)
-        self._directory = Endpoints(group)
-        directory = self._directory  # not self: the server's threads would keep it
+        self._endpoints = Endpoints(group)
+        endpoints = self._endpoints  # not self, which the server's threads would keep alive
         self._server = Server(
-            str(group.group_name), own_addresses(group_store(group)), lambda: directory.destroyed() and not _exiting
+            str(group.group_name), own_addresses(group_store(group)), lambda: endpoints.is_destroyed() and not _exiting
         )
-        self._departure = ShutdownBarrier(self._rank, self._names, self._directory, self._server)
-        self._directory.publish(self._rank, self._server.card)
+        self._shutdown_barrier = ShutdownBarrier(self._rank, self._global_ranks, self._endpoints, self._server)
+        self._endpoints.publish(self._rank, self._server.endpoint)
         weakref.finalize(group, self._server.close).atexit = False
 
     @classmethod
-    def of(cls, group: dist.ProcessGroup) -> PeerRpc:
-        """Return the group's peers; the first call starts this process's server. No collective.
+    def for_group(cls, group: dist.ProcessGroup) -> PeerRpc:
+        """Return the group's object; the first call starts this process's server. No collective.
 
-        Ranks come to know of each other by this call: every rank makes it before the feature's first collective.
+        Ranks find each other by this call: every rank makes it before the feature's first collective.
 
         Raises:
-            PeerError: This process is a fork of the rank, not the rank.
+            PeerError: This process is a fork of the rank.
         """
         state = group_state(group)
         if state.is_forked:
@@ -69,43 +69,43 @@ class PeerRpc:
     @classmethod
     def _start(cls, group: dist.ProcessGroup) -> PeerRpc:
         for _, other in group_values(PeerRpc):
-            if other._directory.destroyed():  # though somebody still holds the group
+            if other._endpoints.is_destroyed():  # the group object may still be referenced
                 other._server.close()
         register_at_exit(_at_exit)
         return cls(group)
 
-    def serve(self, topic: str, answer: Answer) -> Callable[[], None]:
-        """Answer questions on a topic from now on, on threads of the server.
+    def register(self, topic: str, handler: Handler) -> Callable[[], None]:
+        """Answer calls for a topic from now on, on threads of the server.
 
         Args:
-            topic: Name, served once per process group.
-            answer: Gets the question, JSON values; returns JSON values and dense tensors on the CPU, which are read
-                until the peer has them. It may block, and runs on several threads if it is asked so. It is kept until
-                withdrawn, so it should hold its owner weakly. What it raises is raised by who asked.
+            topic: Name, registered once per process group.
+            handler: Maps the arguments, JSON values, to JSON values and dense CPU tensors, which are read until the
+                peer has received them. It may block, and runs on several threads at a time. It is kept until
+                withdrawn, so it should reference its owner weakly. The caller raises what it raises.
 
         Returns:
-            What withdraws the answer; who asks from then on waits until the topic is served again.
+            A function that withdraws the handler. Later calls wait until the topic is registered again.
 
         Raises:
-            ValueError: The topic is served already.
+            ValueError: The topic is registered already.
         """
-        self._departure.used = True
-        return self._server.serve(topic, answer)
+        self._shutdown_barrier.used = True
+        return self._server.register(topic, handler)
 
-    def ask(
+    def call(
         self,
         topic: str,
-        question: Mapping[str, Any],
+        arguments: Mapping[str, Any],
         ranks: Sequence[int] | None = None,
         timeout_s: float | None = None,
     ) -> Replies:
-        """Ask ranks at the same time and wait for what they answer.
+        """Call several ranks at the same time and wait for their replies.
 
         Args:
-            topic: What they serve; one that does not serve it yet is waited for.
-            question: JSON values.
+            topic: The topic; a rank that has not registered it yet is waited for.
+            arguments: JSON values.
             ranks: Group ranks; by default all others.
-            timeout_s: Seconds to wait; by default the process group's own time-out.
+            timeout_s: Seconds to wait; by default the process group's time-out.
 
         Returns:
             Header and CPU tensors by group rank.
@@ -115,47 +115,45 @@ class PeerRpc:
         """
         wanted = [rank for rank in range(self._size) if rank != self._rank] if ranks is None else list(ranks)
         self._check(wanted)
-        self._departure.used = True
-        patience, begin = self._timeout_s if timeout_s is None else timeout_s, time.monotonic()
-        asked = {"topic": topic, "question": dict(question)}
-        in_turn = sorted(wanted, key=lambda rank: (rank - self._rank) % self._size)
-        inquiry = Request(
-            self._directory,
-            in_turn,
-            asked,
-            begin + patience,
-            insist=not self._directory.destroyed(),  # peers that have destroyed the group turn everybody away, for good
-            at_once=AT_ONCE,
+        self._shutdown_barrier.used = True
+        limit_s, begin = self._timeout_s if timeout_s is None else timeout_s, time.monotonic()
+        request = Request(
+            self._endpoints,
+            sorted(wanted, key=lambda rank: (rank - self._rank) % self._size),  # each rank begins with other peers
+            {"topic": topic, "arguments": dict(arguments)},
+            begin + limit_s,
+            retry=not self._endpoints.is_destroyed(),  # peers that destroyed the group refuse all calls, for good
+            max_connections=MAX_CONNECTIONS,
         )
         try:
-            inquiry.run()
+            request.run()
         except RuntimeError as error:
             raise PeerError(_NO_STORE) from error
-        if inquiry.lost or inquiry.late():
-            self._raise(topic, inquiry, time.monotonic() - begin)
-        return {rank: inquiry.replies[rank] for rank in wanted}
+        if request.failures or request.pending():
+            self._raise(topic, request, time.monotonic() - begin)
+        return {rank: request.replies[rank] for rank in wanted}
 
-    def drain(self, timeout_s: float = AT_EXIT_S) -> None:
-        """Go on answering until all ranks have come here, or to their end; see [Note: who leaves last] in `leaving.py`.
+    def shutdown(self, timeout_s: float = AT_EXIT_S) -> None:
+        """Keep answering until all ranks have called this or exited; see :class:`.shutdown.ShutdownBarrier`.
 
-        Happens by itself when the interpreter exits without an exception, if this rank has served or asked. Call it
+        Runs by itself when the interpreter exits without an exception, if this rank has registered or called. Call it
         before ``destroy_process_group()``: after that, ranks cannot find each other. A rank that never called
-        :meth:`of`, or that has died, is not waited for.
+        :meth:`for_group`, or that has died, is not waited for.
 
         Args:
-            timeout_s: Seconds without a question after which this rank gives up.
+            timeout_s: Seconds without a call after which this rank gives up.
         """
-        leave([self._departure], timeout_s)
+        run_shutdown([self._shutdown_barrier], timeout_s)
 
     @staticmethod
-    def destroyed(group: dist.ProcessGroup) -> bool:
-        """Tell whether the group was destroyed, so that nobody in it can be asked any more."""
-        return any(peers._directory.destroyed() for _, peers in group_values(PeerRpc, group))
+    def is_destroyed(group: dist.ProcessGroup) -> bool:
+        """Return whether the group had an object and was destroyed, so that its ranks cannot be called any more."""
+        return any(rpc._endpoints.is_destroyed() for _, rpc in group_values(PeerRpc, group))
 
     @staticmethod
-    def drain_all(group: dist.ProcessGroup | None = None, timeout_s: float = AT_EXIT_S) -> None:
-        """As :meth:`drain`, for all process groups, or for one if it has peers at all."""
-        leave([peers._departure for _, peers in group_values(PeerRpc, group)], timeout_s)
+    def shutdown_all(group: dist.ProcessGroup | None = None, timeout_s: float = AT_EXIT_S) -> None:
+        """As :meth:`shutdown`, for all process groups, or for one if it has an object."""
+        run_shutdown([rpc._shutdown_barrier for _, rpc in group_values(PeerRpc, group)], timeout_s)
 
     def _check(self, ranks: Sequence[int]) -> None:
         if os.getpid() != self._pid:
@@ -163,15 +161,15 @@ class PeerRpc:
         unknown = [rank for rank in ranks if not 0 <= rank < self._size]
         if unknown:
             raise ValueError(f"ovpatch: group ranks are 0 to {self._size - 1}, not {unknown}; pass ranks of the group")
-        if self._directory.destroyed() and not all(map(self._directory.proven, ranks)):
+        if self._endpoints.is_destroyed() and not all(map(self._endpoints.verified, ranks)):
             raise PeerError(_DESTROYED)
 
-    def _raise(self, topic: str, inquiry: Request, seconds: float) -> None:
-        # Who was merely cut short by another's failure is not to blame.
-        reasons = inquiry.lost or inquiry.late()
-        text = "; ".join(f"rank {self._names[rank]} {reason}" for rank, reason in sorted(reasons.items()))
-        causes = [f"on rank {self._names[rank]}:\n{trace}" for rank, trace in sorted(inquiry.causes.items())]
-        remedy = _REMEDY_FAILED if causes else _REMEDY if inquiry.insist else _REMEDY_DESTROYED
+    def _raise(self, topic: str, request: Request, seconds: float) -> None:
+        # A rank whose reply was only cut short by another's failure is not to blame.
+        reasons = request.failures or request.pending()
+        text = "; ".join(f"rank {self._global_ranks[rank]} {reason}" for rank, reason in sorted(reasons.items()))
+        causes = [f"on rank {self._global_ranks[rank]}:\n{trace}" for rank, trace in sorted(request.tracebacks.items())]
+        remedy = _REMEDY_FAILED if causes else _REMEDY if request.retry else _REMEDY_DESTROYED
         message = f"ovpatch: no answer to '{topic}' within {seconds:.3g} s: {text}. {remedy}"
         raise PeerError(message) from (RuntimeError("\n".join(causes)) if causes else None)
 
@@ -180,9 +178,9 @@ def _at_exit() -> None:
     global _exiting
     _exiting = True
     if not is_exiting_by_error():
-        PeerRpc.drain_all()
-    for _, peers in group_values(PeerRpc):
-        peers._server.close()
+        PeerRpc.shutdown_all()
+    for _, rpc in group_values(PeerRpc):
+        rpc._server.close()
 
 
 _exiting = False

@@ -1,9 +1,4 @@
-"""The server of one rank: answers the peers' questions on threads of its own.
-
-[Note: threads made before] At the interpreter's exit some versions of Python start no thread any more (3.12 does not),
-and just then a rank that finished early has to go on answering. So there are always threads to spare, made before the
-questions come. All of them sleep in the system while nobody asks.
-"""
+"""The server of one rank: answers the peers' calls on threads of its own."""
 
 from __future__ import annotations
 
@@ -27,16 +22,16 @@ from torch import Tensor
 from ovpatch.overlap.peer_rpc.rendezvous import Endpoint
 from ovpatch.overlap.peer_rpc.wire import Connection, Message, pack
 
-# What answers a question: a header in JSON to a header in JSON and tensors.
-Answer = Callable[[dict[str, Any]], tuple[dict[str, Any], list[Tensor]]]
+# Maps a call's arguments, JSON values, to a header in JSON and tensors.
+Handler = Callable[[dict[str, Any]], tuple[dict[str, Any], list[Tensor]]]
 
-# Threads that wait for questions, beyond those that are busy.
+# Threads that wait for connections, beyond those that are busy.
 _SPARE = 3
 
-# Seconds that somebody who connects may take to show that he knows the secret and to ask.
+# Seconds that a peer may take to show that it knows the secret and to send its call.
 _GREETING_S = 10.0
 
-# Connections that the system holds until they are accepted: a thousand ranks may ask at once.
+# Connections that the system queues until they are accepted: a thousand ranks may connect at once.
 _BACKLOG = 1024
 
 _EXHAUSTED = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
@@ -45,48 +40,56 @@ _log = logging.getLogger("ovpatch.peers")
 
 
 class Server:
-    """Listens on all interfaces and lets in who knows the secret.
+    """Listens on all interfaces and answers peers that know its secret.
+
+    [Note: spare threads] At the interpreter's exit some versions of Python (3.12) start no thread any more, and just
+    then a rank that finished early has to keep answering. So spare threads are started before the calls arrive. A
+    fixed pool would not do: handlers may block until this rank's main thread gets somewhere.
 
     Args:
         name: For the threads' names.
-        addresses: This machine's, for the card.
-        deaf: Whether it shall turn everybody away for now.
+        addresses: This machine's, for the endpoint.
+        refuses: Returns whether connections are to be refused for now.
+
+    Attributes:
+        endpoint: How peers reach this server.
+        called_at: When the newest call arrived or was answered, by ``time.monotonic()``; 0 before the first.
     """
 
-    def __init__(self, name: str, addresses: tuple[str, ...], deaf: Callable[[], bool]) -> None:
-        self._name, self._deaf, self._pid = name, deaf, os.getpid()
+    def __init__(self, name: str, addresses: tuple[str, ...], refuses: Callable[[], bool]) -> None:
+        self._name, self._refuses, self._pid = name, refuses, os.getpid()
         self._listener = _listen()
         self._wake, self._awake = socket.socketpair()
         secret = secrets.token_hex(32)
-        self.card = Endpoint(secret, socket.gethostname(), addresses, self._listener.getsockname()[1])
-        self.asked_at = 0.0  # when the newest question came, by time.monotonic(); 0 before the first
-        self._answers: dict[str, Answer] = {}
-        self._arrivals: queue.SimpleQueue[socket.socket | None] = queue.SimpleQueue()
+        self.endpoint = Endpoint(secret, socket.gethostname(), addresses, self._listener.getsockname()[1])
+        self.called_at = 0.0
+        self._handlers: dict[str, Handler] = {}
+        self._accepted: queue.SimpleQueue[socket.socket | None] = queue.SimpleQueue()
         self._changed = threading.Condition()
         self._idle = 0
-        self._released = self._closed = False
+        self._finished = self._closed = False
         self._parked: list[Connection] = []
         _servers.add(self)
-        self._start("accept", self._accept)
+        self._start_thread("accept", self._accept_loop)
         with self._changed:
-            self._keep_spare()
+            self._start_spare_threads()
 
-    def serve(self, topic: str, answer: Answer) -> Callable[[], None]:
-        """Answer a topic from now on; return what withdraws it."""
+    def register(self, topic: str, handler: Handler) -> Callable[[], None]:
+        """Answer calls for a topic from now on; return a function that withdraws the handler."""
         with self._changed:
-            if topic in self._answers:
+            if topic in self._handlers:
                 raise ValueError(f"ovpatch: '{topic}' is served already in this process group; withdraw that first")
-            self._answers[topic] = answer
+            self._handlers[topic] = handler
             self._changed.notify_all()
-        return lambda: self._withdraw(topic, answer)
+        return lambda: self._withdraw(topic, handler)
 
-    def release(self) -> None:
-        """Tell all who have asked to be told, or will, that this rank needs nobody any more."""
+    def finish(self) -> None:
+        """Tell the peers that take part in the shutdown barrier, now or later, that this rank needs none of them."""
         with self._changed:
-            self._released = True
+            self._finished = True
             parked, self._parked = self._parked, []
-        for line in parked:
-            _tell(line)
+        for connection in parked:
+            _send_done(connection)
 
     def close(self) -> None:
         """Stop listening. Takes no lock: the garbage collector may call it anywhere."""
@@ -94,158 +97,158 @@ class Server:
             with contextlib.suppress(OSError):  # closed before
                 self._wake.send(b"x")
 
-    def forget(self) -> None:
-        """Close a forked child's copies of the sockets; with those open, peers would not see its parent end."""
+    def close_in_child(self) -> None:
+        """Close a forked child's copies of the sockets; while those are open, peers do not see the parent end."""
         for sock in (self._listener, self._wake, self._awake):
             with contextlib.suppress(OSError):
                 sock.close()
 
-    def _withdraw(self, topic: str, answer: Answer) -> None:
+    def _withdraw(self, topic: str, handler: Handler) -> None:
         with self._changed:
-            if self._answers.get(topic) is answer:
-                del self._answers[topic]
+            if self._handlers.get(topic) is handler:
+                del self._handlers[topic]
 
     # --- threads ---
 
-    def _accept(self) -> None:
+    def _accept_loop(self) -> None:
         try:
             with selectors.DefaultSelector() as selector, self._listener, self._wake, self._awake:
                 selector.register(self._listener, selectors.EVENT_READ)
                 selector.register(self._awake, selectors.EVENT_READ)
                 while all(key.fileobj is self._listener for key, _ in selector.select()):
-                    self._take_in()
+                    self._accept()
         finally:
-            self._end()
+            self._shut_down()
 
-    def _take_in(self) -> None:
+    def _accept(self) -> None:
         try:
             sock, _ = self._listener.accept()
         except OSError as error:
             if error.errno in _EXHAUSTED:
-                time.sleep(0.1)  # until somebody closes a file; the connection waits
+                time.sleep(0.1)  # until a file is closed; the connection waits
             elif not isinstance(error, (BlockingIOError, ConnectionError)):
                 raise
             return
         with self._changed:
             self._idle -= 1
-            self._keep_spare()
-        self._arrivals.put(sock)
+            self._start_spare_threads()
+        self._accepted.put(sock)
 
-    def _keep_spare(self) -> None:
-        """Start threads until enough are idle. Holds the lock."""
+    def _start_spare_threads(self) -> None:
+        """Start threads until enough are idle. The caller holds the lock."""
         while self._idle < _SPARE:
             try:
-                self._start("answer", self._work)
-            except RuntimeError:  # the interpreter is exiting: the spare ones have to do
+                self._start_thread("answer", self._work_loop)
+            except RuntimeError:  # the interpreter is exiting; the spare threads have to do
                 return
             self._idle += 1
 
-    def _work(self) -> None:
-        while (sock := self._arrivals.get()) is not None:
-            self._converse(sock)
+    def _work_loop(self) -> None:
+        while (sock := self._accepted.get()) is not None:
+            self._serve(sock)
             with self._changed:
                 if self._idle >= 2 * _SPARE:
                     return
                 self._idle += 1
-        self._arrivals.put(None)  # for the next thread
+        self._accepted.put(None)  # for the next thread
 
-    def _end(self) -> None:
+    def _shut_down(self) -> None:
         with self._changed:
             self._closed = True
-            self._answers.clear()
+            self._handlers.clear()
             parked, self._parked = self._parked, []
             self._changed.notify_all()
-        self._arrivals.put(None)
-        for line in parked:
-            line.close()
+        self._accepted.put(None)
+        for connection in parked:
+            connection.close()
 
-    def _start(self, role: str, target: Callable[[], None]) -> None:
+    def _start_thread(self, role: str, target: Callable[[], None]) -> None:
         threading.Thread(target=target, name=f"ovpatch-peers-{role}-{self._name}", daemon=True).start()
 
-    # --- a question ---
+    # --- a call ---
 
-    def _converse(self, sock: socket.socket) -> None:
+    def _serve(self, sock: socket.socket) -> None:
         kept = False
         try:
-            kept = self._hear(Connection(sock, time.monotonic() + _GREETING_S))
-        except OSError as error:  # who asked is gone, has no more time, or is a stranger
-            _log.debug("a question was broken off: %s", error)
+            kept = self._handle(Connection(sock, time.monotonic() + _GREETING_S))
+        except OSError as error:  # the caller is gone, has no more time, or is a stranger
+            _log.debug("a call was broken off: %s", error)
         finally:
             if not kept:
                 sock.close()
 
-    def _hear(self, line: Connection) -> bool:
-        """Let one in and take his question; return whether the line stays open."""
-        if self._closed or self._deaf():
+    def _handle(self, connection: Connection) -> bool:
+        """Authenticate a peer and handle its message; return whether the connection stays open."""
+        if self._closed or self._refuses():
             return False
-        line.challenge(bytes.fromhex(self.card.secret))
-        question, _ = line.receive()
-        line.deadline = time.monotonic() + question["patience_s"]
-        if question.get("leave"):
-            return self._park(line)
-        self._reply(line, question)
+        connection.authenticate(bytes.fromhex(self.endpoint.secret))
+        message, _ = connection.receive()
+        connection.deadline = time.monotonic() + message["timeout_s"]
+        if message.get("shutdown"):
+            return self._park(connection)
+        self._reply(connection, message)
         return False
 
-    def _park(self, line: Connection) -> bool:
-        """Keep a line until this rank is released; tell at once if it is."""
+    def _park(self, connection: Connection) -> bool:
+        """Keep a connection until this rank has finished; answer at once if it has."""
         with self._changed:
-            if not self._released and not self._closed:
-                self._parked.append(line)
+            if not self._finished and not self._closed:
+                self._parked.append(connection)
                 return True
         if not self._closed:
-            _tell(line)
+            _send_done(connection)
         return False
 
-    def _reply(self, line: Connection, question: dict[str, Any]) -> None:
-        self.asked_at = time.monotonic()
-        answer = self._find(line, question["topic"])
-        if answer is not None:
-            line.send({"state": "answering"})
-            line.post(_message(answer, question["question"]))
-            self.asked_at = time.monotonic()
+    def _reply(self, connection: Connection, message: dict[str, Any]) -> None:
+        self.called_at = time.monotonic()
+        handler = self._wait_for_handler(connection, message["topic"])
+        if handler is not None:
+            connection.send({"state": "running"})
+            connection.send_packed(_run_handler(handler, message["arguments"]))
+            self.called_at = time.monotonic()
 
-    def _find(self, line: Connection, topic: str) -> Answer | None:
-        """Return what answers a topic; it may be served a little later than it is asked for."""
-        if topic not in self._answers:
-            line.send({"state": "unserved"})
+    def _wait_for_handler(self, connection: Connection, topic: str) -> Handler | None:
+        """Return the handler of a topic, which may be registered a little after the call."""
+        if topic not in self._handlers:
+            connection.send({"state": "unregistered"})
         with self._changed:
-            left = line.deadline - time.monotonic()
-            self._changed.wait_for(lambda: topic in self._answers or self._closed, max(0.0, left))
-            return self._answers.get(topic)
+            left = connection.deadline - time.monotonic()
+            self._changed.wait_for(lambda: topic in self._handlers or self._closed, max(0.0, left))
+            return self._handlers.get(topic)
 
 
-def _message(answer: Answer, question: dict[str, Any]) -> Message:
+def _run_handler(handler: Handler, arguments: dict[str, Any]) -> Message:
     try:
-        header, tensors = answer(question)
-        return pack({"state": "done", "answer": header}, tensors)
-    except Exception as error:  # noqa: BLE001 - it travels to the asker, who raises it
+        header, tensors = handler(arguments)
+        return pack({"state": "done", "reply": header}, tensors)
+    except Exception as error:  # noqa: BLE001 - it is sent to the caller, which raises it
         text = "".join(traceback.format_exception_only(error)).strip()
         return pack({"state": "failed", "error": text, "traceback": traceback.format_exc()})
 
 
-def _tell(line: Connection) -> None:
-    with contextlib.suppress(OSError), line:  # who asked may be gone
-        line.deadline = time.monotonic() + _GREETING_S
-        line.send({"state": "done", "answer": {}})
+def _send_done(connection: Connection) -> None:
+    with contextlib.suppress(OSError), contextlib.closing(connection):  # the caller may be gone
+        connection.deadline = time.monotonic() + _GREETING_S
+        connection.send({"state": "done", "reply": {}})
 
 
 def _listen() -> socket.socket:
-    """Listen on all interfaces: which one peers come by is theirs to find out, by the card's addresses."""
+    """Listen on all interfaces; peers find one that reaches them by the endpoint's addresses."""
     if socket.has_dualstack_ipv6():
         listener = socket.create_server(("", 0), family=socket.AF_INET6, backlog=_BACKLOG, dualstack_ipv6=True)
     else:
         listener = socket.create_server(("", 0), backlog=_BACKLOG)
-    listener.setblocking(False)  # who connects may be gone before he is accepted
+    listener.setblocking(False)  # a peer that connected may be gone before it is accepted
     return listener
 
 
 _servers: weakref.WeakSet[Server] = weakref.WeakSet()
 
 
-def _forget_in_child() -> None:
+def _close_in_child() -> None:
     for server in list(_servers):
-        server.forget()
+        server.close_in_child()
 
 
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_forget_in_child)
+    os.register_at_fork(after_in_child=_close_in_child)

@@ -1,12 +1,4 @@
-"""A rank that has come to its end goes on answering until its peers have come to theirs.
-
-[Note: who leaves last] Group rank 0 asks every other rank to tell when it has come to its end as well, and the others
-ask rank 0 to tell when it has heard from all. Those connections break by themselves when a process dies, so nobody
-polls, and nobody waits for the dead. The store, which may end with its host, is needed to find the way only.
-
-A process with several groups first says in all of them that it has come, then collects where it is rank 0, then waits:
-so no two ranks wait for each other.
-"""
+"""How long a rank keeps answering its peers, and keeps what they may still read."""
 
 from __future__ import annotations
 
@@ -28,80 +20,85 @@ _log = logging.getLogger("ovpatch.peers")
 
 
 class ShutdownBarrier:
-    """How one rank takes leave of a process group.
+    """One rank's part in the shutdown of a process group: it answers until its peers have finished, too.
+
+    [Note: shutdown order] Group rank 0 asks every other rank to reply once it has finished, and the others ask rank 0
+    to reply once all have. These connections break by themselves when a process dies, so there is no polling, and no
+    wait for the dead. The store, which may end with its host, is needed to look up addresses only. A process with
+    several groups first reports in all of them that it has finished, then collects where it is rank 0, then waits
+    where it is not: so no two ranks wait for each other.
 
     Args:
         rank: This process's group rank.
-        names: Global ranks by group rank.
-        directory: Where the others are found.
-        server: What answers meanwhile.
+        global_ranks: Global ranks by group rank.
+        endpoints: The ranks' addresses.
+        server: This rank's server, which answers meanwhile.
+
+    Attributes:
+        used: Whether this rank has registered or called.
+        entered: Whether this rank's shutdown has begun.
     """
 
-    def __init__(self, rank: int, names: Sequence[int], directory: Endpoints, server: Server) -> None:
-        self.rank, self.used, self.left = rank, False, False
-        self._names, self._directory, self._server, self._pid = names, directory, server, os.getpid()
+    def __init__(self, rank: int, global_ranks: Sequence[int], endpoints: Endpoints, server: Server) -> None:
+        self.rank, self.used, self.entered = rank, False, False
+        self._global_ranks, self._endpoints, self._server, self._pid = global_ranks, endpoints, server, os.getpid()
 
-    def due(self) -> bool:
-        """Whether leave is yet to be taken; a fork has none to take."""
-        return not self.left and os.getpid() == self._pid
+    def is_due(self) -> bool:
+        """Return whether the shutdown has not begun; a fork takes no part in it."""
+        return not self.entered and os.getpid() == self._pid
 
-    def concerned(self) -> bool:
-        """Whether anybody could still want something: this rank has served, asked or been asked."""
-        return self.used or self._server.asked_at > 0
+    def is_needed(self) -> bool:
+        """Return whether peers may still call: this rank has registered, called or been called."""
+        return self.used or self._server.called_at > 0
 
-    def release(self) -> None:
-        """Tell the others that this rank needs nobody any more."""
-        self._server.release()
+    def finish(self) -> None:
+        """Tell the peers that this rank has finished."""
+        self._server.finish()
 
     def wait(self, timeout_s: float) -> None:
-        """Wait until the others have left, as far as this rank has to know, or are gone."""
-        ranks = [0] if self.rank else range(1, len(self._names))
+        """Wait until the ranks that this rank collects from have finished or died."""
+        ranks = [0] if self.rank else range(1, len(self._global_ranks))
         begin = time.monotonic()
-        inquiry = Request(self._directory, ranks, {"leave": True}, begin + timeout_s, insist=False)
+        request = Request(self._endpoints, ranks, {"shutdown": True}, begin + timeout_s, retry=False)
         try:
-            while inquiry.late() and time.monotonic() < inquiry.deadline:
-                inquiry.step()
-                inquiry.deadline = max(begin, self._server.asked_at) + timeout_s
+            while request.pending() and time.monotonic() < request.deadline:
+                request.poll()
+                request.deadline = max(begin, self._server.called_at) + timeout_s
         except RuntimeError as error:
-            _log.debug("the store is gone, and with it who is waited for: %s", error)
+            _log.debug("the store is gone, and so are the addresses of ranks to wait for: %s", error)
         finally:
-            inquiry.close()
-        if inquiry.late():
-            late = ", ".join(str(self._names[rank]) for rank in inquiry.late())
+            request.close()
+        if request.pending():
+            late = ", ".join(str(self._global_ranks[rank]) for rank in request.pending())
             _log.warning("rank %s has not come to its end in %g s and is not waited for any longer", late, timeout_s)
 
 
-def leave(departures: Iterable[ShutdownBarrier], timeout_s: float) -> None:
-    """Take leave of several process groups; see [Note: who leaves last].
+def run_shutdown(barriers: Iterable[ShutdownBarrier], timeout_s: float) -> None:
+    """Shut several process groups down; see [Note: shutdown order].
 
     Args:
-        departures: One a group.
-        timeout_s: Seconds without a question after which a group is left anyway.
+        barriers: One per group.
+        timeout_s: Seconds without a call after which a group is left anyway.
     """
-    due = [departure for departure in departures if departure.due()]
-    for departure in due:
-        departure.left = True
-        if departure.rank or not departure.concerned():
-            departure.release()
-    waiting = [departure for departure in due if departure.concerned()]
-    for departure in [departure for departure in waiting if departure.rank == 0]:
-        departure.wait(timeout_s)
-        departure.release()
-    for departure in [departure for departure in waiting if departure.rank]:
-        departure.wait(timeout_s)
-
-
-# What a rank keeps for its peers after it has no use for it itself.
-#
-# [Note: last questions] When a feature is turned off, each rank asks the others for what it lacks and then drops its
-# own parts. The fastest must not drop them before the slowest has asked. So a last question says that it is one, and
-# whoever has been asked for the last time by everybody is free. It is free, too, once all ranks have taken part in a
-# backward since: scripts ask between backwards. That holds as well for what is collected as garbage while a slower
-# peer still asks.
+    due = [barrier for barrier in barriers if barrier.is_due()]
+    for barrier in due:
+        barrier.entered = True
+        if barrier.rank or not barrier.is_needed():
+            barrier.finish()
+    needed = [barrier for barrier in due if barrier.is_needed()]
+    for barrier in [barrier for barrier in needed if barrier.rank == 0]:
+        barrier.wait(timeout_s)
+        barrier.finish()
+    for barrier in [barrier for barrier in needed if barrier.rank]:
+        barrier.wait(timeout_s)
 
 
 class KeepAlive:
-    """Keeps its owner alive from its own last question until all others have asked theirs.
+    """Keeps an object from this rank's final call until every peer has made its own.
+
+    When a feature is turned off, each rank pulls what it lacks and then drops its shards. The fastest rank must not
+    drop them before the slowest has pulled. So each rank marks its final call. A rank frees its shards once every peer
+    has sent one, or once all ranks have joined a later backward, since scripts read between backwards.
 
     Args:
         group: The process group.
@@ -110,26 +107,26 @@ class KeepAlive:
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group, self._rank, self._others = group, group.rank(), group.size() - 1
         self._lock = threading.Lock()
-        self._heard: set[int] = set()
-        self._owner: int | None = None  # its id(): who keeps it is not to be kept by it, for it may be large
+        self._finished: set[int] = set()
+        self._owner: int | None = None  # an id(), since the object may be large and this one outlive it
 
-    def say(self, owner: object) -> None:
-        """This rank's questions are its last from now on; ``owner`` is kept for those of the others."""
+    def start_final_calls(self, owner: object) -> None:
+        """Mark this rank's calls as final from now on; keep ``owner`` for those of the peers."""
         with self._lock:
             self._owner = id(owner)
-            if len(self._heard) < self._others:
-                keep(self._group, owner)
+            if len(self._finished) < self._others:
+                keep_until_backward(self._group, owner)
 
-    def mark(self, question: dict[str, Any]) -> dict[str, Any]:
-        """Return a question that says whether it is this rank's last."""
-        return question | ({"last of": self._rank} if self._owner is not None else {})
+    def mark_final(self, arguments: dict[str, Any]) -> dict[str, Any]:
+        """Return a call's arguments with the mark of a final call, if it is one."""
+        return arguments | ({"last of": self._rank} if self._owner is not None else {})
 
-    def hear(self, question: Mapping[str, Any]) -> None:
-        """Note a question that has been answered."""
+    def record_call(self, arguments: Mapping[str, Any]) -> None:
+        """Record a call that has been answered."""
         with self._lock:
-            if "last of" in question:
-                self._heard.add(question["last of"])
-            if self._owner is not None and len(self._heard) == self._others:
+            if "last of" in arguments:
+                self._finished.add(arguments["last of"])
+            if self._owner is not None and len(self._finished) == self._others:
                 group_state(self._group).values.get(_Kept, {}).pop(self._owner, None)
 
 
@@ -137,14 +134,14 @@ class _Kept(dict[int, object]):
     """What this rank keeps for the peers of one group, by ``id()``."""
 
 
-def keep(group: dist.ProcessGroup, owner: object) -> None:
-    """Keep something that peers may still ask for until all ranks of the group have taken part in a backward."""
-    if not is_destroyed(group):  # else nobody can ask any more
+def keep_until_backward(group: dist.ProcessGroup, owner: object) -> None:
+    """Keep an object that peers may still read until all ranks of the group have joined a later backward."""
+    if not is_destroyed(group):  # else no peer can call any more
         group_state(group).get_or_create(_Kept, _Kept, keeps_group=True)[id(owner)] = owner
 
 
-def met(group: dist.ProcessGroup) -> None:
-    """All ranks of the group have taken part in a backward."""
+def drop_kept(group: dist.ProcessGroup) -> None:
+    """Drop what is kept, since all ranks of the group have joined a backward."""
     kept = group_state(group).values.get(_Kept)
     if kept:
         kept.clear()

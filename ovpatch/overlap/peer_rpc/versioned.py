@@ -1,14 +1,7 @@
-"""Tensors that are changed in place, read by other threads without a torn edge.
+"""Tensors that are updated in place and read by other threads without torn reads; and their copies to the host.
 
-Every change makes a new edition. Ranks make the same changes in the same order, so a number names the same edition on
-all of them, and a peer can ask for the edition that it has itself.
-
-[Note: optimistic reading] A reader copies first and looks afterwards whether a change had begun meanwhile; a lock
-around the copy would hold back the training step. On CUDA the host runs ahead of the device: what counts there is not
-whether the host has launched a change, but whether the device had come to it before the copy was done.
-
-[Note: copy when it is there] A reader waits for the device on the host, and only then starts to copy. The device may
-have to wait for a rank that cannot go on before another question is answered, whose copy must not be behind this one.
+Every update makes a new version. Ranks make the same updates in the same order, so a version names the same content on
+all of them, and a peer can ask for the version that it has itself.
 """
 
 from __future__ import annotations
@@ -24,40 +17,38 @@ from torch import Tensor
 
 from ovpatch.overlap.comm.side_streams import quietly_on
 from ovpatch.overlap.comm.streams import is_capturing
-from ovpatch.overlap.tensors.shard import flat
-
-# Copies to the host that no other thread's copy can hold up.
-#
-# [Note: pinned] CUDA copies to pageable memory through buffers of its own, behind one lock per device. A thread that
-# copies so while its stream waits for a collective, as ``loss.tolist()`` does, keeps every other thread's copy
-# waiting; and the rank that is missing in that collective may be waiting for just such a copy. So what peers ask for
-# goes through pinned memory, on a stream that nothing else uses. Both are made before questions come, for making them
-# may take that lock too.
 
 _BYTES: Final = 32 * 1024 * 1024
 
 
-class Staging:
-    """Pinned memory and a stream, for the copies of one CUDA device."""
+class PinnedStaging:
+    """Pinned memory and a stream, for copies from one CUDA device that no other thread's copy can hold up.
+
+    CUDA copies to pageable memory through buffers of its own, behind one lock per device. A thread that copies so while
+    its stream waits for a collective, as ``loss.tolist()`` does, holds up every other thread's copy; and the rank that
+    is missing in the collective may be waiting for one of those. Memory and stream are made before calls arrive, since
+    making them may take that lock, too.
+
+    Args:
+        device: The CUDA device.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._lock = threading.RLock()
         self._stream = torch.cuda.Stream(device)
-        self._pinned = torch.empty(
-            _BYTES, dtype=torch.uint8, device="cpu", pin_memory=True
-        )  # whatever the default device
+        self._pinned = torch.empty(_BYTES, dtype=torch.uint8, device="cpu", pin_memory=True)
 
     @contextmanager
-    def beside(self) -> Iterator[None]:
-        """Run the block's work on the stream for copies, one thread at a time; whatever it needs has to be there."""
+    def on_stream(self) -> Iterator[None]:
+        """Run the block's work on the stream for copies, one thread at a time. Its inputs have to be complete."""
         with self._lock, quietly_on(self._stream):
             yield
 
-    def to_host(self, tensor: Tensor) -> Tensor:
+    def copy_to_host(self, tensor: Tensor) -> Tensor:
         """Return a copy of a dense tensor on the CPU, once it is complete."""
         copied = torch.empty_like(tensor, device="cpu")
-        source, target = flat(tensor).view(torch.uint8), flat(copied).view(torch.uint8)
-        with self.beside():
+        source, target = (one.as_strided((one.numel(),), (1,)).view(torch.uint8) for one in (tensor, copied))
+        with self.on_stream():
             for begin in range(0, len(source), _BYTES):
                 piece = source[begin : begin + _BYTES]
                 staged = self._pinned[: len(piece)]
@@ -67,121 +58,126 @@ class Staging:
         return copied
 
 
-def prepare(device: torch.device) -> Staging:
-    """Return what copies from a device, made at the first call."""
+def staging_for(device: torch.device) -> PinnedStaging:
+    """Return the staging memory of a CUDA device, made at the first call."""
     if device not in _stagings:
-        _stagings[device] = Staging(device)
+        _stagings[device] = PinnedStaging(device)
     return _stagings[device]
 
 
-def to_host(tensor: Tensor) -> Tensor:
-    """Return a copy of a dense tensor on the CPU, from any thread; from CUDA only after :func:`prepare`."""
-    return _stagings[tensor.device].to_host(tensor) if tensor.is_cuda else tensor.to("cpu", copy=True)
+def copy_to_host(tensor: Tensor) -> Tensor:
+    """Return a copy of a dense tensor on the CPU, from any thread; from CUDA only after :func:`staging_for`."""
+    return _stagings[tensor.device].copy_to_host(tensor) if tensor.is_cuda else tensor.to("cpu", copy=True)
 
 
-_stagings: dict[torch.device, Staging] = {}
+_stagings: dict[torch.device, PinnedStaging] = {}
 
 
 _T = TypeVar("_T")
 
-_PAUSE_S = 0.0005  # between two looks at the device
+_PAUSE_S = 0.0005  # between two queries of the device
 
-_KEPT = 64  # events of so many editions; a host that is further ahead of its device than that has other troubles
+_MAX_EVENTS = 64  # a host that is further ahead of its device than that many versions loses the oldest
 
 
 class TornReadError(RuntimeError):
-    """The edition that was asked for is not, or no longer, there."""
+    """The requested version is not there yet, or not any more."""
 
 
 class VersionedTensors:
-    """The editions of some tensors on one device.
+    """The versions of some tensors on one device, by a sequence lock.
+
+    [Note: sequence lock] A reader copies first and then checks that no update had begun meanwhile; a lock around the
+    copy would hold back the training step. On CUDA the check asks the device, which runs behind the host: whether it
+    had reached the update before the copy was done. A reader waits for its version on the host before it enqueues the
+    copy: the device may have to wait for a rank that waits for another reply, whose copy must not queue behind.
 
     Args:
         device: Where the tensors are.
 
     Attributes:
         device: Where the tensors are.
-        number: The newest edition that is complete.
+        version: The newest complete version.
         asynchronous: Whether the host runs ahead of the device.
     """
 
     def __init__(self, device: torch.device) -> None:
-        self.number = 0
+        self.version = 0
         self.asynchronous = device.type == "cuda"
-        self._begun = 0
         self.device = device
+        self._begun = 0
         self._changed = threading.Condition()
-        self._starts: dict[int, torch.cuda.Event] = {}  # of the change after an edition
+        self._starts: dict[int, torch.cuda.Event] = {}  # of the update after a version
         self._ends: dict[int, torch.cuda.Event] = {}
-        self._staging: Staging | None = None  # made before the first edition, which peers may ask for
+        self._staging: PinnedStaging | None = None  # made before the first version, which peers may ask for
 
-    def begin(self, number: int | None = None) -> None:
-        """Say that a change begins with what the current stream does next.
+    def begin_update(self, version: int | None = None) -> None:
+        """Mark that an update begins with the current stream's next work.
 
         Args:
-            number: Of the edition that it makes, above all before; the next one by default.
+            version: The version that it makes, higher than all before; the next one by default.
         """
         if self.asynchronous and self._staging is None:
-            self._staging = prepare(self.device)
+            self._staging = staging_for(self.device)
         with self._changed:
-            self._record(self._starts, self._begun)
-            self._begun = self._begun + 1 if number is None else number
+            self._record_event(self._starts, self._begun)
+            self._begun = self._begun + 1 if version is None else version
 
-    def end(self) -> None:
-        """Say that the change is complete with what the current stream has been given so far."""
+    def end_update(self) -> None:
+        """Mark that the update is complete with the current stream's work so far."""
         with self._changed:
-            self.number = self._begun
-            self._record(self._ends, self.number)
+            self.version = self._begun
+            self._record_event(self._ends, self.version)
             self._changed.notify_all()
 
-    def wait_for(self, number: int, timeout_s: float) -> None:
-        """Wait until the host has come to the end of edition ``number``; its device may be behind.
+    def wait_for_version(self, version: int, timeout_s: float) -> None:
+        """Wait until the host has completed ``version``; its device may be behind.
 
         Raises:
-            TornReadError: The edition does not come.
+            TornReadError: The version is not complete in time.
         """
         with self._changed:
-            if not self._changed.wait_for(lambda: self.number >= number, timeout_s):
-                raise TornReadError(f"edition {number} did not come within {timeout_s:g} s; {self.number} is there")
+            if not self._changed.wait_for(lambda: self.version >= version, timeout_s):
+                raise TornReadError(f"version {version} did not come within {timeout_s:g} s; {self.version} is there")
 
-    def read(self, number: int, copy: Callable[[], _T], timeout_s: float, *, kept: bool = False) -> _T:
-        """Return what ``copy`` returns, taken from edition ``number``; may be called from any thread.
+    def read_version(self, version: int, copy: Callable[[], _T], timeout_s: float, *, kept: bool = False) -> _T:
+        """Return what ``copy`` returns, read from ``version``; may be called from any thread.
 
         Args:
-            number: The edition. One that is still to come is waited for.
-            copy: Returns what is read, complete, on the CPU (:func:`to_host`); on CUDA it is
-                called on a stream for such copies.
+            version: The version; a future one is waited for.
+            copy: Returns complete copies on the CPU (:func:`copy_to_host`); on CUDA it is called on a stream for such
+                copies.
             timeout_s: How long to wait, in seconds.
-            kept: Whether ``copy`` reads tensors of that edition that nobody changes any more.
+            kept: Whether ``copy`` reads tensors of that version that are not updated any more.
 
         Raises:
-            TornReadError: The edition does not come, or has been changed.
+            TornReadError: The version is not complete in time, or has been overwritten.
         """
         deadline = time.monotonic() + timeout_s
-        self.wait_for(number, timeout_s)
+        self.wait_for_version(version, timeout_s)
         with self._changed:
-            end = self._ends.get(number)
+            end = self._ends.get(version)
         while end is not None and not end.query():
             if time.monotonic() > deadline:
-                raise TornReadError(f"the device did not come to edition {number} within {timeout_s:g} s")
+                raise TornReadError(f"the device did not come to version {version} within {timeout_s:g} s")
             time.sleep(_PAUSE_S)
-        with self._staging.beside() if self._staging is not None else nullcontext():
+        with self._staging.on_stream() if self._staging is not None else nullcontext():
             copied = copy()
-        if not kept and self._overwritten(number):
-            raise TornReadError(f"edition {number} has been overwritten by edition {self._begun}")
+        if not kept and self._is_overwritten(version):
+            raise TornReadError(f"version {version} has been overwritten by version {self._begun}")
         return copied
 
-    def _overwritten(self, number: int) -> bool:
+    def _is_overwritten(self, version: int) -> bool:
         with self._changed:
             if not self.asynchronous:
-                return self._begun > number
-            start = self._starts.get(number)
-        return start.query() if start is not None else self._begun > number
+                return self._begun > version
+            start = self._starts.get(version)
+        return start.query() if start is not None else self._begun > version
 
-    def _record(self, events: dict[int, torch.cuda.Event], number: int) -> None:
-        if self.asynchronous and not is_capturing(self.device):  # nobody could query an event of a capture
+    def _record_event(self, events: dict[int, torch.cuda.Event], version: int) -> None:
+        if self.asynchronous and not is_capturing(self.device):  # an event of a capture cannot be queried
             event = torch.cuda.Event()
             event.record(torch.cuda.current_stream(self.device))
-            events[number] = event
-            if len(events) > _KEPT:
+            events[version] = event
+            if len(events) > _MAX_EVENTS:
                 events.pop(next(iter(events)))

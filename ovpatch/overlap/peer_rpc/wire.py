@@ -1,10 +1,7 @@
 """Messages between processes over TCP: a header in JSON, and tensors as their bytes.
 
-[Note: sockets] `multiprocessing.connection` knows no time-out, neither for connecting nor for its handshake: a process
-that is stopped would hang whoever asks it, and a stranger that says nothing the listener. It also copies what it
-receives twice. Here a tensor is received where it stays.
-
-[Note: no pickle] Whoever can send a pickle can run code. A message is data: what it cannot be is refused.
+There is no pickle, which would let a sender run code. ``multiprocessing.connection`` has no time-outs for connecting
+and for its handshake, so that a stopped process would hang its peers, and it copies twice what it receives.
 """
 
 from __future__ import annotations
@@ -21,30 +18,29 @@ import struct
 import time
 import weakref
 from collections.abc import Mapping, Sequence
-from types import TracebackType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-# Bytes of what is to be signed, and of a signature.
+# Bytes of a nonce, and of a signature.
 _NONCE = 32
 
 _LENGTH = struct.Struct("!Q")
 
-# An envelope holds names and shapes. What claims to be longer is no message of ours.
+# Bytes. An envelope holds names and shapes; a longer one is no message of ours.
 _LONGEST = 1 << 30
 
-# Seconds of silence until the system asks whether the other host is still there, between two such questions, and how
-# many may stay unanswered. A process that dies is noticed at once, a host that loses power so.
+# Seconds of silence until the system probes the other host, between two probes, and how many may stay unanswered. The
+# end of a process is noticed at once; that of a host, which loses power, by these probes.
 _KEEPALIVE = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3}
 
 
 class Connection:
-    """One connection. Everything on it has to be through by ``deadline``, in seconds of ``time.monotonic()``.
+    """A connection with a deadline for everything on it, in seconds of ``time.monotonic()``.
 
     Args:
-        sock: A connected socket; the line closes it.
+        sock: A connected socket, which the connection closes.
         deadline: When to give up.
 
     Raises:
@@ -55,7 +51,7 @@ class Connection:
     def __init__(self, sock: socket.socket, deadline: float = math.inf) -> None:
         self.deadline = deadline
         self._socket = sock
-        _lines.add(self)
+        _connections.add(self)
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         for name, value in _KEEPALIVE.items():
@@ -64,21 +60,21 @@ class Connection:
 
     def send(self, header: Mapping[str, Any], tensors: Sequence[Tensor] = ()) -> None:
         """Send a message. The tensors' memory is read until this returns."""
-        self.post(pack(header, tensors))
+        self.send_packed(pack(header, tensors))
 
-    def post(self, message: Message) -> None:
-        """Send a message that was packed before."""
-        self._put(_LENGTH.pack(len(message.envelope)) + message.envelope)
+    def send_packed(self, message: Message) -> None:
+        """Send a message from :func:`pack`."""
+        self._send_bytes(_LENGTH.pack(len(message.envelope)) + message.envelope)
         for tensor in message.tensors:
             if tensor.numel():
-                self._put(_bytes_of(tensor))
+                self._send_bytes(_bytes_of(tensor))
 
     def receive(self) -> tuple[dict[str, Any], list[Tensor]]:
-        """Return header and tensors of the next message; waits for all of it."""
-        length = _LENGTH.unpack(self._take(_LENGTH.size))[0]
+        """Wait for the next message; return its header and tensors."""
+        length = _LENGTH.unpack(self._receive_bytes(_LENGTH.size))[0]
         if length > _LONGEST:
             raise ConnectionError(f"a message that claims an envelope of {length} bytes")
-        envelope = json.loads(self._take(length))
+        envelope = json.loads(self._receive_bytes(length))
         tensors = [torch.empty(shape, dtype=_dtype(name), device="cpu") for name, shape in envelope["tensors"]]
         for tensor in tensors:
             if tensor.numel():
@@ -86,89 +82,80 @@ class Connection:
         return envelope["header"], tensors
 
     def close(self) -> None:
-        """Hang up."""
-        _lines.discard(self)
+        """Close the socket."""
+        _connections.discard(self)
         self._socket.close()
 
     def fileno(self) -> int:
         """Return the file descriptor, for selectors."""
         return self._socket.fileno()
 
-    def challenge(self, secret: bytes) -> None:
-        """Let in who knows the secret, and show that this side knows it too.
+    def authenticate(self, secret: bytes) -> None:
+        """Check that the other side knows the secret, and show that this side does.
 
         Raises:
             PermissionError: The other side does not know the secret.
         """
         ours = os.urandom(_NONCE)
-        self._put(ours)
-        theirs, signature = self._take(_NONCE), self._take(_NONCE)
+        self._send_bytes(ours)
+        theirs, signature = self._receive_bytes(_NONCE), self._receive_bytes(_NONCE)
         if not hmac.compare_digest(signature, _sign(secret, b"asks", ours, theirs)):
             raise PermissionError("the other side does not know this process's secret")
-        self._put(_sign(secret, b"answers", theirs, ours))
+        self._send_bytes(_sign(secret, b"answers", theirs, ours))
 
-    def introduce(self, secret: bytes) -> bytes:
-        """Answer the other side's challenge; return the signature by which it has to show that it knows the secret."""
-        theirs, ours = self._take(_NONCE), os.urandom(_NONCE)
-        self._put(ours + _sign(secret, b"asks", theirs, ours))
+    def answer_challenge(self, secret: bytes) -> bytes:
+        """Answer the other side's :meth:`authenticate`; return the signature that it has to send in turn."""
+        theirs, ours = self._receive_bytes(_NONCE), os.urandom(_NONCE)
+        self._send_bytes(ours + _sign(secret, b"asks", theirs, ours))
         return _sign(secret, b"answers", ours, theirs)
 
-    def verify(self, signature: bytes) -> None:
-        """Check the other side's signature.
+    def verify_signature(self, signature: bytes) -> None:
+        """Check the signature that the other side sends.
 
         Raises:
-            PermissionError: It is another one.
+            PermissionError: It is a different one.
         """
-        if not hmac.compare_digest(self._take(_NONCE), signature):
+        if not hmac.compare_digest(self._receive_bytes(_NONCE), signature):
             raise PermissionError("another process listens there")
 
-    def _put(self, data: bytes | memoryview) -> None:
-        self._limit()
+    def _send_bytes(self, data: bytes | memoryview) -> None:
+        self._set_timeout()
         self._socket.sendall(data)
 
-    def _take(self, count: int) -> bytes:
+    def _receive_bytes(self, count: int) -> bytes:
         buffer = bytearray(count)
         self._fill(memoryview(buffer))
         return bytes(buffer)
 
     def _fill(self, view: memoryview) -> None:
         while view:
-            self._limit()
+            self._set_timeout()
             count = self._socket.recv_into(view)
             if not count:
                 raise ConnectionResetError("the other side hung up")
             view = view[count:]
 
-    def _limit(self) -> None:
+    def _set_timeout(self) -> None:
         left = self.deadline - time.monotonic()
         if left <= 0:
             raise TimeoutError("timed out")
         self._socket.settimeout(None if left == math.inf else left)
 
-    def __enter__(self) -> Connection:
-        return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
+class Message(NamedTuple):
+    """A message whose parts can all be sent.
 
-
-class Message:
-    """A message whose every part is known to be sendable.
-
-    Args:
+    Attributes:
         envelope: Header, dtypes and shapes, in JSON.
         tensors: Contiguous CPU tensors.
     """
 
-    def __init__(self, envelope: bytes, tensors: Sequence[Tensor]) -> None:
-        self.envelope = envelope
-        self.tensors = tensors
+    envelope: bytes
+    tensors: Sequence[Tensor]
 
 
 def pack(header: Mapping[str, Any], tensors: Sequence[Tensor] = ()) -> Message:
-    """Return the message.
+    """Return a message of a header and tensors.
 
     Args:
         header: JSON values.
@@ -198,24 +185,24 @@ def _dtype(name: str) -> torch.dtype:
 
 
 def _bytes_of(tensor: Tensor) -> memoryview:
-    """Return a contiguous tensor's memory. It is the tensor's: keep that as long as the view is used."""
+    """Return a view of a contiguous tensor's memory. The tensor must outlive the view."""
     return memoryview((ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())).cast("B")
 
 
 def _sign(secret: bytes, role: bytes, *nonces: bytes) -> bytes:
-    # With the role in it, a signature cannot be had from one side to be shown to the other.
+    # The role keeps a signature of one side from being replayed to the other.
     return hmac.new(secret, role + b"".join(nonces), hashlib.sha256).digest()
 
 
-_lines: weakref.WeakSet[Connection] = weakref.WeakSet()
+_connections: weakref.WeakSet[Connection] = weakref.WeakSet()
 
 
-def _hang_up_in_child() -> None:
-    """Close a forked child's copies of all lines; with those open, nobody would see it when this process ends."""
-    for line in list(_lines):
+def _close_in_child() -> None:
+    """Close a forked child's copies of all connections; while those are open, peers do not see the parent end."""
+    for connection in list(_connections):
         with contextlib.suppress(OSError):
-            line.close()
+            connection.close()
 
 
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_hang_up_in_child)
+    os.register_at_fork(after_in_child=_close_in_child)

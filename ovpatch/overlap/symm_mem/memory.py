@@ -1,4 +1,4 @@
-"""Memory of one device that the other ranks' kernels reach by address."""
+"""Symmetric memory: allocations on all ranks that the other ranks' kernels reach by address."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ class Memory:
     """One allocation on every rank.
 
     Attributes:
-        own: This rank's, bytes.
-        addresses: Of all ranks' allocations, as this process sees them, by group rank.
-        keeps: What keeps the others' mapped here.
+        own: This rank's memory, uint8, ``[size]``.
+        addresses: Addresses of all ranks' memory in this process, by group rank.
+        keeps: Keeps the peers' memory mapped.
     """
 
     own: Tensor
@@ -34,15 +34,15 @@ class Memory:
 
 
 class LackingError(RuntimeError):
-    """Ranks have no memory for what all of them need."""
+    """A rank has too little memory for an allocation that all ranks need."""
 
 
 class History:
-    """What this process has shared so far.
+    """Counts this process's symmetric allocations.
 
     Attributes:
-        rendezvous: How often, in all groups together. Torch counts so, too, and a rank that has another count than the
-            rest of a group leaves them waiting for ever (https://github.com/pytorch/pytorch/issues/196082).
+        rendezvous: Number of allocations, in all groups together. Torch counts them, too, and a rank with another count
+            than the rest of a group leaves them waiting for ever (https://github.com/pytorch/pytorch/issues/196082).
     """
 
     rendezvous: int = 0
@@ -54,13 +54,13 @@ Allocate = Callable[[int, dist.ProcessGroup, torch.device, Callable[[Tensor], No
 
 
 def allocate(size: int, group: dist.ProcessGroup, device: torch.device, prepare: Callable[[Tensor], None]) -> Memory:
-    """Allocate on all ranks; they have to call this together.
+    """Allocate on all ranks, which call this together.
 
     Args:
         size: Bytes, the same on all ranks.
         group: The ranks.
-        device: Where.
-        prepare: Gets this rank's memory before any other rank can reach it.
+        device: This rank's device.
+        prepare: Called with this rank's memory before any peer can reach it.
 
     Returns:
         The memory. No rank returns before all have prepared theirs.
@@ -80,7 +80,7 @@ def allocate(size: int, group: dist.ProcessGroup, device: torch.device, prepare:
 def allocate_on_all(
     size: int, group: dist.ProcessGroup, device: torch.device, prepare: Callable[[Tensor], None]
 ) -> Memory:
-    """Allocate on all ranks, or on none; as :func:`allocate`, which leaves others waiting for a rank that cannot.
+    """As :func:`allocate`, but on all ranks or on none: there, peers would wait for a rank that cannot allocate.
 
     Raises:
         LackingError: A rank could not allocate; on all ranks, with the same text.
@@ -95,7 +95,7 @@ def allocate_on_all(
 
     try:
         return allocate(size, group, device, prepare_if_all_have)
-    except RuntimeError as error:  # torch has no class of its own for what the driver refuses
+    except RuntimeError as error:  # torch has no error class of its own for refusals of the driver
         if not found:
             _agree(f"{size / 2**20:.0f} MiB of symmetric memory: {str(error).splitlines()[0]}", group)
         raise
@@ -108,7 +108,7 @@ def _agree(objection: str, group: dist.ProcessGroup) -> None:
 
 
 def _empty(size: int, device: torch.device) -> Tensor:
-    """Allocate, if need be from what torch keeps for tensors to come, of which symmetric memory is none."""
+    """Allocate; if that fails, empty torch's cache first, which symmetric memory does not come from."""
     from torch.distributed import _symmetric_memory
 
     try:
@@ -120,7 +120,7 @@ def _empty(size: int, device: torch.device) -> Tensor:
 
 @contextmanager
 def _without_multicast() -> Iterator[None]:
-    """Keep torch from binding multicast objects, which nothing here uses and some hosts cannot make."""
+    """Keep torch from binding multicast objects, which are not used here and which some hosts cannot make."""
     before = os.environ.get(_MULTICAST_OFF)
     os.environ[_MULTICAST_OFF] = "1"
     try:

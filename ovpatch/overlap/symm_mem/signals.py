@@ -1,17 +1,16 @@
-"""What kernels on symmetric memory tell each other; for use inside of Triton kernels.
+"""Signals between kernels on symmetric memory; for use inside of Triton kernels.
 
-[Note: sequence numbers] Every operator of a workspace has a number, which a counter in device memory holds, so that a
-replayed graph counts on as an eager call does. A rank's signals say up to which number it has come, and only grow:
-nobody resets what another one may be reading. Operator ``s`` uses half ``s % 2`` of the buffers; who is about to write
-into anybody's half waits until all ranks are through with operator ``s - 2``, which had it before.
+[Note: sequence numbers] Each operator of a workspace has a sequence number, from a counter in device memory, so that a
+replayed graph counts on like an eager call. A rank's signals hold the number that it has reached and only grow: a
+signal that a peer may be reading is never reset. Operator ``s`` uses half ``s % 2`` of the buffers. Before a rank
+writes into a half, it waits until all ranks have finished operator ``s - 2``, which used that half before.
 
-[Note: who waits for whom] A program that waits holds its multiprocessor, and the programs behind it in its own grid, or
-another library's kernel, may need just that one. So a program waits only for what kernels launched before its own have
-done, on any rank, or programs in front of it in its own grid that wait for nothing but such kernels. Then some rank can
-always go on.
+Deadlocks: a waiting program holds its multiprocessor, which the programs behind it in its grid, or another library's
+kernel, may need. So a program waits only for kernels launched before its own, on any rank, or for programs in front of
+it in its grid that wait for such kernels only. Then some rank can always proceed.
 
-[Note: made visible] What a program has stored is made visible by a barrier among its threads and a release by one of
-them. Tensor memory accelerators read past the caches that an acquire is about: after one, a proxy fence is needed.
+Visibility: a program's stores become visible by a barrier among its threads and a release by one of them. Tensor memory
+accelerators read past the caches that an acquire invalidates: after one, a proxy fence is needed.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ DONE = tl.constexpr(32)
 HEADER = tl.constexpr(1024)  # bytes of signals in front of the halves
 RANKS = tl.constexpr(8)  # the next power of two to the most ranks
 
-SEQUENCE = tl.constexpr(0)  # offsets in the state that only this rank sees
+SEQUENCE = tl.constexpr(0)  # offsets in the state that only this rank's kernels see
 FIRST_OUT = tl.constexpr(1)
 SECOND_OUT = tl.constexpr(2)
 
@@ -72,14 +71,14 @@ def wait_here(count, value):
 
 @triton.jit
 def add_here(count):
-    """Add one to a count of this device, once all that this program has stored is visible."""
+    """Add one to a count of this device, after this program's stores have become visible."""
     tl.debug_barrier()
     tl.atomic_add(count, 1, sem="release", scope="gpu")
 
 
 @triton.jit
 def tell_all(peers, kind, rank, value, WORLD: tl.constexpr):
-    """Signal ``value`` to all ranks, once all that this program has stored, or seen, is visible."""
+    """Signal ``value`` to all ranks, after all that this program has stored or seen has become visible."""
     tl.debug_barrier()
     for to in range(WORLD):
         tl.atomic_xchg(signals_of(peers, to) + kind + rank, value, sem="release", scope="sys")
@@ -87,7 +86,7 @@ def tell_all(peers, kind, rank, value, WORLD: tl.constexpr):
 
 @triton.jit
 def is_last_out(count, programs):
-    """Tell whether this program is the last of so many; then it sees what all of them have stored."""
+    """Return whether this program is the last of ``programs``; then it sees the stores of all of them."""
     tl.debug_barrier()
     last = tl.atomic_add(count, 1, sem="acq_rel", scope="gpu") == programs - 1
     if last:
@@ -97,13 +96,13 @@ def is_last_out(count, programs):
 
 @triton.jit
 def before_descriptors():
-    """Order what was waited for before loads by descriptors, see [Note: made visible]."""
+    """Order the signals that were waited for before loads by descriptors: a proxy fence."""
     if _COMPILED:
         tl.inline_asm_elementwise("fence.proxy.async.global; // $0", "=r", [], tl.int32, is_pure=False, pack=1)
 
 
 @triton.jit
 def after_descriptors():
-    """Wait until what was stored by descriptors is there, see [Note: made visible]."""
+    """Wait until stores by descriptors are complete."""
     if _COMPILED:
         tl.inline_asm_elementwise("cp.async.bulk.wait_group 0; // $0", "=r", [], tl.int32, is_pure=False, pack=1)

@@ -1,7 +1,7 @@
 """Whether the ranks of a group can reach each other's memory, and whether Triton can run kernels there.
 
-[Note: where ranks meet] Torch's rendezvous passes handles through sockets in the directory for temporary files, named
-by process ids, and waits for them without end. Ranks have to have the same directory, and to know each other's ids.
+Torch's rendezvous passes handles through sockets in the directory for temporary files, named by process ids, and waits
+for them without end. So ranks must have the same directory, and see each other's process ids.
 """
 
 from __future__ import annotations
@@ -13,33 +13,35 @@ import shutil
 import socket
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 import torch
 import torch.distributed as dist
 
+from ovpatch.overlap.comm.consensus import gather_values
 from ovpatch.overlap.symm_mem.memory import history
 
 MOST_RANKS: Final = 8
 _HOPPER: Final = (9, 0)
 _TEMPORARY: Final = ("TMPDIR", "TMP", "TEMP", "TEMPDIR")  # in the order in which torch looks at them
-_LONGEST: Final = 90  # of the 107 that a socket's name may have
+_LONGEST: Final = 90  # of the 107 characters that a socket's name may have
 
 
-def objection(
-    group: dist.ProcessGroup, device: torch.device, against: Callable[[torch.device], str] | None = None
+def unsupported_reason(
+    group: dist.ProcessGroup, device: torch.device, local_reason: Callable[[torch.device], str] | None = None
 ) -> str:
     """Return why the ranks of a group cannot use symmetric memory, the same text on all of them, or "".
 
-    A collective, by which ranks tell each other where they are.
+    Every rank of the group calls this at the same place.
 
     Args:
         group: The ranks.
-        device: Where this rank's tensors are.
-        against: Returns why this process cannot; :func:`reason_against` by default.
+        device: This rank's device.
+        local_reason: Returns why this process cannot use it; :func:`kernels_unsupported_reason` by default.
     """
-    found: list[Any] = [None] * group.size()
-    dist.all_gather_object(found, _told(device, (against or reason_against)(device)), group=group)
+    found = gather_values(
+        group, "symmetric memory: places", _facts(device, (local_reason or kernels_unsupported_reason)(device))
+    )
     reasons: dict[str, list[int]] = {}
     for rank, told in enumerate(found):
         for reason in (told["reason"], *_elsewhere(told, found[0])):
@@ -52,7 +54,7 @@ def objection(
     return _without_access([told["uuid"] for told in found])
 
 
-def reason_against_memory(device: torch.device) -> str:
+def memory_unsupported_reason(device: torch.device) -> str:
     """Return why this process cannot use symmetric memory at all, or ""."""
     if device.type != "cuda":
         return f"tensors are on {device.type}, not on CUDA devices"
@@ -65,9 +67,9 @@ def reason_against_memory(device: torch.device) -> str:
     return ""
 
 
-def reason_against(device: torch.device) -> str:
+def kernels_unsupported_reason(device: torch.device) -> str:
     """Return why this process cannot use kernels on symmetric memory, or ""."""
-    if reason := reason_against_memory(device):
+    if reason := memory_unsupported_reason(device):
         return reason
     capability = torch.cuda.get_device_capability(device)
     if capability < _HOPPER:
@@ -87,13 +89,13 @@ def triton_unavailable_reason() -> str:
     return ""
 
 
-def _told(device: torch.device, reason: str) -> dict[str, str]:
+def _facts(device: torch.device, reason: str) -> dict[str, str]:
     uuid = str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else ""
     return {"host": _host(), "place": _place(), "before": str(history.rendezvous), "reason": reason, "uuid": uuid}
 
 
 def _elsewhere(told: dict[str, str], first: dict[str, str]) -> Iterator[str]:
-    """Yield why a rank and the first cannot share memory."""
+    """Yield the reasons why a rank and rank 0 cannot share memory."""
     if told["host"] != first["host"]:
         yield "it runs on another host than rank 0"
     elif told["place"] != first["place"]:
@@ -107,7 +109,7 @@ def _folder() -> str:
 
 
 def _place() -> str:
-    """Return what tells apart where sockets are; see [Note: where ranks meet]."""
+    """Return an identifier of the place where torch's sockets are."""
     folder = _folder()
     namespace = Path("/proc/self/ns/pid")
     found = os.stat(folder) if os.path.isdir(folder) else None
@@ -116,13 +118,13 @@ def _place() -> str:
 
 
 def _host() -> str:
-    """Return what tells hosts apart; containers on one host may share a name, and hosts started alike, too."""
+    """Return an identifier of the host. Names would not do: containers and hosts may share one."""
     boot = Path("/proc/sys/kernel/random/boot_id")
     return boot.read_text().strip() if boot.exists() else socket.gethostname()
 
 
 def _without_access(uuids: list[str]) -> str:
-    """Return which devices cannot reach each other, as far as this process sees them."""
+    """Return which devices cannot reach each other, among those that this process sees."""
     seen = {str(torch.cuda.get_device_properties(i).uuid): i for i in range(torch.cuda.device_count())}
     for one in uuids:
         for other in uuids:

@@ -1,10 +1,4 @@
-"""The double buffer in which the ranks of a group write to each other's memory, its signals, and its launch order.
-
-[Note: one at a time] A kernel that fills a device and waits for its peers deadlocks if one of them is queued behind
-another such kernel that waits in turn. Hosts launch these kernels in the same order on all ranks, so every device runs
-them in launch order, whatever their streams and groups (:func:`take_turn`). Inside a CUDA graph they are ordered among
-themselves; a replay is ordered against other streams by the script, as for any graph.
-"""
+"""The double buffer in which the ranks of a group write to each other's memory, its signals, and its launch order."""
 
 from __future__ import annotations
 
@@ -18,16 +12,16 @@ from ovpatch.overlap.comm.group_state import drop_values, group_state
 from ovpatch.overlap.symm_mem import memory
 
 HEADER: Final = 1024  # bytes of signals in front of the halves
-_GRAIN: Final = 2 * 1024 * 1024  # bytes: what devices map at least
+_GRAIN: Final = 2 * 1024 * 1024  # bytes: the smallest unit that devices map
 _STATE: Final = 8
-_COUNTS: Final = 16384  # at the least
+_MIN_COUNTS: Final = 16384
 
 
 class Scratch:
-    """Memory of one device for kernels of which none runs while another one does; ``triton.set_allocator`` takes it.
+    """Scratch memory for kernels of one device that never run at the same time; for ``triton.set_allocator``.
 
     Args:
-        device: Where.
+        device: The device.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -40,40 +34,36 @@ class Scratch:
 
         Args:
             size: Bytes.
-            alignment: Of its address; what torch allocates is aligned well enough.
-            stream: Where the kernel will run.
+            alignment: Alignment of its address; torch's allocations are aligned well enough.
+            stream: The kernel's stream.
         """
         if size <= self._size:
             return self._made[-1]
         made = torch.empty(size, dtype=torch.int8, device=self._device)
         if self._device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-            return made  # the graph's
+            return made  # it belongs to the graph
         self._made.append(made)  # smaller ones may still be in use, by any stream or graph
         self._size = size
         return made
 
 
 class Workspace:
-    """Memory of one group for operators that take turns in it; see the notes of :mod:`.signals`.
-
-    [Note: outgrown] A half that is too small is replaced on all ranks at once, since operators are the same on all.
-    What is still under way there is waited for; what a graph has captured stays, with signals of its own, for as long
-    as the group lives.
+    """The symmetric memory of one group, which operators use in turn; see [Note: sequence numbers].
 
     Args:
         group: The ranks.
-        device: Where.
+        device: This rank's device.
         allocate: Makes the memory, as :func:`.memory.allocate` does.
 
     Attributes:
         world: Number of ranks.
         rank: This rank.
-        half_bytes: Size of a half.
+        half_bytes: Bytes of a half.
         peers: Addresses of all ranks' memory, int64, ``[world]``.
         state: Number of the next operator and counts of programs, int64; only this rank's kernels see it.
-        counts: Counts of what has arrived, int32; as the state.
+        counts: Counts of arrived tiles, int32; only this rank's kernels see them.
         scratch: Makes memory for descriptors of its kernels.
-        kept: What operators keep for as long as sizes and addresses stay, by keys of theirs.
+        kept: Values that operators keep while sizes and addresses stay the same, by their keys.
     """
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device, allocate: memory.Allocate | None = None) -> None:
@@ -88,15 +78,15 @@ class Workspace:
         self._captured = False
         self._outgrown: list[tuple[memory.Memory | None, Tensor, Tensor, Tensor]] = []
 
-    def begin(self, half_bytes: int, counts: int) -> bool:
-        """Prepare for an operator, on the current stream; all ranks call this, with the same sizes.
+    def begin_operator(self, half_bytes: int, counts: int) -> bool:
+        """Prepare for an operator on the current stream; all ranks call this with the same sizes.
 
         Args:
-            half_bytes: What it needs of a half.
-            counts: How many counts it needs.
+            half_bytes: Bytes that it needs in a half.
+            counts: Counts that it needs.
 
         Returns:
-            Whether it can run: a graph is no place to make memory for all ranks.
+            Whether it can run: memory for all ranks cannot be made under graph capture.
         """
         capturing = self._is_capturing()
         if half_bytes > self.half_bytes or counts > self.counts.numel():
@@ -111,6 +101,10 @@ class Workspace:
         return self.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
     def _grow(self, half_bytes: int, counts: int) -> None:
+        """Replace the memory on all ranks at once, after the operators in flight.
+
+        Memory that a graph has captured stays, with signals of its own, for as long as the group lives.
+        """
         kept = (self._memory, self.peers, self.state, self.counts)
         if self._captured:
             self._outgrown.append(kept)
@@ -127,8 +121,8 @@ class Workspace:
 
 
 def _many(counts: int) -> int:
-    """Return how many counts to make: they are few bytes, and with too few all memory is made anew."""
-    return max(1 << (counts - 1).bit_length(), _COUNTS)
+    """Return how many counts to make: they take few bytes, and too few mean that all memory is made again."""
+    return max(1 << (counts - 1).bit_length(), _MIN_COUNTS)
 
 
 def _clear(own: Tensor) -> None:
@@ -139,15 +133,20 @@ _last: dict[tuple[int | None, bool], tuple[int, torch.cuda.Stream]] = {}
 
 
 def take_turn(device: torch.device, capturing: bool) -> None:
-    """Have the current stream wait for the kernels that were launched before on other streams.
+    """Make the current stream wait for the kernels that were launched before on other streams.
+
+    [Note: one at a time] A kernel that fills a device and waits for its peers deadlocks if one of them is queued behind
+    another such kernel that waits in turn. Hosts launch these kernels in the same order on all ranks, so every device
+    runs them in launch order, whatever their streams and groups. Inside a CUDA graph they are ordered among themselves;
+    a replay is ordered against other streams by the script, as for any graph.
 
     Args:
-        device: Whose kernels.
+        device: The kernels' device.
         capturing: Whether the current stream is being captured.
     """
     if device.type != "cuda":
         return
-    handle = torch._C._cuda_getCurrentRawStream(device.index)  # in a tenth of the time that a stream object takes
+    handle = torch._C._cuda_getCurrentRawStream(device.index)  # much faster than making a stream object
     before = _last.get((device.index, capturing))
     if before is not None and before[0] == handle:
         return

@@ -33,7 +33,7 @@ from typing import Any, Final, NamedTuple
 import torch
 from torch import nn
 
-from ovpatch.overlap.comm.side_streams import noting, noting_numbers
+from ovpatch.overlap.comm.side_streams import record_numbered_switches, record_switches
 from ovpatch.overlap.tensors.pending_param import any_pending, any_views, is_pending, settle, settle_all, settle_within
 
 # How far up the caller may be: patches put frames of their own between.
@@ -175,12 +175,14 @@ def _frames(frame: FrameType | None) -> Iterator[FrameType]:
 _OF_STREAMS: Final = (
     ReadHook(
         "torch._C._cuda_setStream",
-        noting_numbers,
+        record_numbered_switches,
         "makes a stream current, on which parameters may be read that another one has waited for",
     ),
-    ReadHook("torch._C._accelerator_setStream", noting, "as torch._C._cuda_setStream", optional=True),
-    ReadHook("torch.cuda.streams.Stream.__enter__", noting, "as torch._C._cuda_setStream", optional=True),
-    ReadHook("torch.cuda.streams.Stream.__exit__", noting, "makes the stream before it current again", optional=True),
+    ReadHook("torch._C._accelerator_setStream", record_switches, "as torch._C._cuda_setStream", optional=True),
+    ReadHook("torch.cuda.streams.Stream.__enter__", record_switches, "as torch._C._cuda_setStream", optional=True),
+    ReadHook(
+        "torch.cuda.streams.Stream.__exit__", record_switches, "makes the stream before it current again", optional=True
+    ),
 )
 
 READ_HOOKS: Final = (

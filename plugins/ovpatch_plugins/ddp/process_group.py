@@ -103,7 +103,7 @@ def meet_for_late_backward(group: dist.ProcessGroup, model: str, number: int, ti
         timeout_s: How long to wait for the others, in seconds.
 
     Raises:
-        DisagreementError: Some ranks do not come, or come with another model.
+        RankMismatchError: Some ranks do not come, or come with another model.
     """
     terms = {"model": model, "backward number": number}
     check_consistent(group, "ddp, second backward", terms, timeout_s=timeout_s, remedy=errors.LATE_ON_SOME_RANKS)

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from ovpatch.overlap.peer_rpc.rpc import PeerRpc
-from ovpatch.overlap.peer_rpc.versioned import to_host
+from ovpatch.overlap.peer_rpc.versioned import copy_to_host
 from ovpatch.overlap.tensors import lazy_tensor
 from ovpatch.overlap.tensors.lazy_tensor import LazyTensor
 from ovpatch.overlap.tensors.ownership import is_unshared
@@ -142,9 +142,9 @@ class OwnedStateOfModel(StateOfModel):
         }
         if not params:
             return
-        question = {"edition": self.editions.number, "forms": list(params)}
+        question = {"edition": self.editions.version, "forms": list(params)}
         owners = sorted({self._owners[index] for index in params})
-        for header, tensors in PeerRpc.of(self._group).ask(self._topic, question, owners).values():
+        for header, tensors in PeerRpc.for_group(self._group).call(self._topic, question, owners).values():
             for index, form in unpack(header["forms"], tensors, self._shards.params[0].device).items():
                 self._show(index, form, states.setdefault(params[index], {}))
 
@@ -161,12 +161,12 @@ class OwnedStateOfModel(StateOfModel):
     def _answer(self, question: Mapping[str, Any]) -> tuple[dict[str, Any], list[Tensor]]:
         if "forms" not in question:
             return super()._answer(question)
-        self.editions.wait_for(question["edition"], PATIENCE_S)
+        self.editions.wait_for_version(question["edition"], PATIENCE_S)
         wanted = [index for index in question["forms"] if index in self._owned]
         packed, inside = pack({index: self._form(index) for index in wanted})
         if inside:
-            inside = self.editions.read(
-                question["edition"], lambda: [to_host(one.contiguous()) for one in inside], PATIENCE_S
+            inside = self.editions.read_version(
+                question["edition"], lambda: [copy_to_host(one.contiguous()) for one in inside], PATIENCE_S
             )
         return {"forms": packed}, inside
 

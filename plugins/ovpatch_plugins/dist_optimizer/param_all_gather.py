@@ -143,7 +143,7 @@ class ParamAllGather:
                 raise RuntimeError("a gather was launched while the last one was under way; call settle() before step")
             if self._arrived is not None:
                 self._arrived = None  # whose works hold the parameters' memory
-                side_streams.gone(self, self._device.index)
+                side_streams.remove_transfer(self, self._device.index)
             reason = self._mark()
             try:
                 self._start()
@@ -223,7 +223,7 @@ class ParamAllGather:
         copied = self._padded or any(isinstance(work, WorkWithEpilogue) for work in self._works)  # on launch's stream
         event = self._stream.record_event() if copied else None
         self._arrived = _Arrived(self._works, event, {self._stream.stream_id})
-        for stream in (reader, *side_streams.arriving(self, self._stream)):
+        for stream in (reader, *side_streams.add_transfer(self, self._stream)):
             self.follow(stream)
 
     def follow(self, stream: torch.cuda.Stream) -> bool:

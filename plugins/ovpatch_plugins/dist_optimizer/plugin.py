@@ -125,7 +125,7 @@ def ovpatch_deactivate() -> None:
     if optimizers is not None:
         optimizers.release_all()
     if communicators is not None:
-        communicators.close()
+        communicators.close_communicators()
     if copies is not None:
         copies.forget()
 

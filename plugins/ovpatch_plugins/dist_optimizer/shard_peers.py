@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ovpatch.overlap.peer_rpc.rpc import PeerRpc
 from ovpatch.overlap.peer_rpc.shutdown import KeepAlive
-from ovpatch.overlap.peer_rpc.versioned import VersionedTensors, to_host
+from ovpatch.overlap.peer_rpc.versioned import VersionedTensors, copy_to_host
 from ovpatch.overlap.tensors.ownership import weakly
 from ovpatch.overlap.tensors.shard import shard_range
 
@@ -62,30 +62,30 @@ class ShardPeers:
                 for order in (2.0, math.inf):
                     part_norms([torch.zeros(1, dtype=tensor.dtype, device=tensor.device)], order).tolist()
         self._topic = f"gradients of {identity}"
-        weakref.finalize(self, PeerRpc.of(self._group).serve(self._topic, weakly(self._answer)))
+        weakref.finalize(self, PeerRpc.for_group(self._group).register(self._topic, weakly(self._answer)))
 
     def pull(self, indices: Sequence[int]) -> dict[int, list[Tensor]]:
         """Return the other ranks' parts of some gradients, padded, on the CPU, by rank."""
-        question = self._farewell.mark({"edition": self._editions.number, "indices": list(indices)})
-        answers = PeerRpc.of(self._group).ask(self._topic, question)
+        question = self._farewell.mark_final({"edition": self._editions.version, "indices": list(indices)})
+        answers = PeerRpc.for_group(self._group).call(self._topic, question)
         return {rank: tensors for rank, (_, tensors) in answers.items()}
 
     def norms(self, indices: Sequence[int], order: float) -> dict[int, list[float]]:
         """Return the norm of each of the other ranks' parts, by rank."""
-        question = {"edition": self._editions.number, "indices": list(indices), "norm": order}
-        answers = PeerRpc.of(self._group).ask(self._topic, question)
+        question = {"edition": self._editions.version, "indices": list(indices), "norm": order}
+        answers = PeerRpc.for_group(self._group).call(self._topic, question)
         return {rank: header["norms"] for rank, (header, _) in answers.items()}
 
     def leave(self) -> bool:
         """Tell whether there are still peers to ask; this is the last time."""
-        there = self.serving and not PeerRpc.destroyed(self._group)
+        there = self.serving and not PeerRpc.is_destroyed(self._group)
         if there:
-            self._farewell.say(self)
+            self._farewell.start_final_calls(self)
         return there
 
     def _answer(self, question: Mapping[str, Any]) -> tuple[dict[str, Any], list[Tensor]]:
         def copy() -> list[Tensor]:
-            return [to_host(self._parts[index]) for index in question["indices"]]
+            return [copy_to_host(self._parts[index]) for index in question["indices"]]
 
         def norm() -> list[float]:
             parts = [self._without_padding(index) for index in question["indices"]]
@@ -93,9 +93,9 @@ class ShardPeers:
             return found
 
         if "norm" in question:
-            return {"norms": self._editions.read(question["edition"], norm, _PATIENCE_S)}, []
-        parts = self._editions.read(question["edition"], copy, _PATIENCE_S)
-        self._farewell.hear(question)
+            return {"norms": self._editions.read_version(question["edition"], norm, _PATIENCE_S)}, []
+        parts = self._editions.read_version(question["edition"], copy, _PATIENCE_S)
+        self._farewell.record_call(question)
         return {}, parts
 
     def _without_padding(self, index: int) -> Tensor:

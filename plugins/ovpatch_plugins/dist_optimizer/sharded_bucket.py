@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ovpatch.overlap.comm.collectives import Collectives
-from ovpatch.overlap.comm.side_streams import outlive, side_streams
+from ovpatch.overlap.comm.side_streams import record_streams, side_streams
 from ovpatch.overlap.comm.work import Work
 from ovpatch.overlap.data_parallel.bucket import GradBucket
 from ovpatch.overlap.tensors.metadata_ops import grad_of
@@ -99,9 +99,9 @@ class ShardedGradBucket(GradBucket):
 
     def _outlive(self) -> None:
         """Drop copies; their memory, and that of gradients, outlives the reductions, which have been waited for."""
-        if side_streams.used(self.device):
+        if side_streams.is_used(self.device):
             grads = (grad_of(self.params[i]) for i in self._cut)
-            outlive((*self._copies, *(self._pieces.get(i) for i in self._cut), *grads), self.device)
+            record_streams((*self._copies, *(self._pieces.get(i) for i in self._cut), *grads), self.device)
         self._copies.clear()
 
     def _by_dtype(self) -> dict[torch.dtype, list[int]]:

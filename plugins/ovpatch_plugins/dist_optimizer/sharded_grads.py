@@ -110,7 +110,9 @@ class ShardedGrads(GradSharder):
         self._listens: weakref.finalize[..., Any] | None = None
         self._overdue: list[int] = []
         self._rank, self._world = group.rank(), group.size()
-        self._gate = HostBarrier.of(group, device) if self._world > 1 and host_barrier.needed(device) else None
+        self._gate = (
+            HostBarrier.for_group(group, device) if self._world > 1 and host_barrier.is_needed(device) else None
+        )
         self._wire = HalfWire(self, in_fp32=in_fp32, sums=sums_in_fp32)
         # Once and for all: during a step the parameters themselves are slices, and peers' questions come at any time.
         self._numels = [param.numel() for param in params]
@@ -253,8 +255,8 @@ class ShardedGrads(GradSharder):
                 self._peers.serve(self.identity, self._like())
                 assert self._reducer is not None
                 # A slower peer may ask once the reducer is gone.
-                weakref.finalize(self._reducer(), shutdown.keep, self.group, self._peers).atexit = False
-        # streams.py, [Note: captured backwards]
+                weakref.finalize(self._reducer(), shutdown.keep_until_backward, self.group, self._peers).atexit = False
+        # No host hears of a replay, which makes new gradients: a captured backward leaves whole ones.
         sharded = frozenset() if is_capturing(self.editions.device) else self._elected
         changed, self.sharded = sharded != self.sharded, sharded
         return changed
@@ -316,21 +318,21 @@ class ShardedGrads(GradSharder):
     def come(self) -> None:
         """Say that this rank comes to :meth:`meet` next, and asks no other anything until then."""
         if self._gate is not None:
-            self._gate.come()
+            self._gate.arrive()
 
     def meet(self, flag: bool | None = None) -> bool:
-        """Have the host wait, before collectives, in order, as ``HostBarrier.meet``; true if flags mean nothing."""
-        return self._gate is None or self._gate.meet(flag) or len(self._gate.devices) > 1
+        """Have the host wait, before collectives, in order, as ``HostBarrier.wait``; true if flags mean nothing."""
+        return self._gate is None or self._gate.wait(flag) or len(self._gate.devices) > 1
 
     def wait_for_grads(self, sync: GradSync) -> None:
         """Wait for all reductions of a backward: a new edition, which begins when peers have read the last."""
         self._backwards += 1
         # Where only the device waits it may do so first: without this rank no part can have been written.
         (sync.wait if self.editions.asynchronous else sync.wait_for_peers)()
-        self.editions.begin()
+        self.editions.begin_update()
         sync.wait()
-        self.editions.end()
-        shutdown.met(self.group)
+        self.editions.end_update()
+        shutdown.drop_kept(self.group)
         self.local = False
 
     def give_up(self, index: int, *, ours: bool) -> None:
@@ -586,7 +588,7 @@ def changing(those: Sequence[tuple[ShardedGrads, int]]) -> Iterator[None]:
     """
     ones = list(dict.fromkeys(shards for shards, _ in those))
     for shards in ones:
-        shards.editions.begin()
+        shards.editions.begin_update()
     try:
         yield
     finally:
@@ -595,4 +597,4 @@ def changing(those: Sequence[tuple[ShardedGrads, int]]) -> Iterator[None]:
                 if shards.has_grad(index) and not shards.is_pending(index):
                     shards.part_of(index).copy_(shards.current_part(index))
         for shards in ones:
-            shards.editions.end()
+            shards.editions.end_update()

@@ -259,7 +259,7 @@ class ElementwiseOptimizer(ShardedOptimizer):
     def _update(self, parts: list[ShardedParam], inner: Callable[[], Any], optimizer: Optimizer) -> Any:
         self._state.take_over(parts)
         for shards in self._to_meet(parts) if self._quiet else ():
-            shards.come()  # [Note: ahead]
+            shards.come()  # HostBarrier.arrive
         return super()._update(parts, inner, optimizer)
 
     @contextmanager

@@ -33,7 +33,7 @@ from torch.optim import Optimizer
 from ovpatch.overlap.peer_rpc import shutdown
 from ovpatch.overlap.peer_rpc.rpc import PeerRpc
 from ovpatch.overlap.peer_rpc.shutdown import KeepAlive
-from ovpatch.overlap.peer_rpc.versioned import TornReadError, VersionedTensors, to_host
+from ovpatch.overlap.peer_rpc.versioned import TornReadError, VersionedTensors, copy_to_host
 from ovpatch.overlap.tensors import lazy_tensor
 from ovpatch.overlap.tensors.lazy_tensor import LazyTensor
 from ovpatch.overlap.tensors.ownership import is_dense, is_unshared, weakly
@@ -84,7 +84,7 @@ class StateOfModel(abc.ABC):
         self._changed = threading.Condition()
         self._earlier: dict[int, dict[Key, Tensor]] = {}  # what there was before state was loaded, by edition
         self._topic = f"state of optimizer {number} of {shards.identity}"
-        weakref.finalize(self, PeerRpc.of(shards.group).serve(self._topic, weakly(self._answer)))
+        weakref.finalize(self, PeerRpc.for_group(shards.group).register(self._topic, weakly(self._answer)))
 
     # ---------------------------------------------------------------- around a step
 
@@ -96,7 +96,7 @@ class StateOfModel(abc.ABC):
         self._whole.clear()
         oldest = (self._steps - 1) * _LOADS
         self._earlier = {number: parts for number, parts in self._earlier.items() if number >= oldest}
-        self.editions.begin(self._steps * _LOADS)
+        self.editions.begin_update(self._steps * _LOADS)
 
     def come(self) -> None:
         """Say that a step comes, and wait for the others if need be; see [Note: read before the step]."""
@@ -105,7 +105,7 @@ class StateOfModel(abc.ABC):
             with self._changed:
                 self._coming_to = self._steps + 1
                 self._changed.notify_all()
-            PeerRpc.of(self._group).ask(self._topic, {"coming to": self._coming_to})
+            PeerRpc.for_group(self._group).call(self._topic, {"coming to": self._coming_to})
 
     def refill(self) -> None:
         """Put together after a step what stays whole."""
@@ -117,7 +117,7 @@ class StateOfModel(abc.ABC):
 
     def end_step(self, size: int) -> None:
         """Say that the parts are complete; there were ``size`` tensors before."""
-        self.editions.end()
+        self.editions.end_update()
         if self.size > size:
             self.count()
 
@@ -125,19 +125,19 @@ class StateOfModel(abc.ABC):
         """Cut what was loaded; see [Note: numbers of editions]."""
         now = {id(value) for state in states.values() for value in state.values()}
         # What the script still holds of the state before keeps its content, as under stock.
-        if not PeerRpc.destroyed(self._group):
+        if not PeerRpc.is_destroyed(self._group):
             held = [mark for mark in self._placeholders.values() if id(mark) not in now and self._is_ours(mark)]
             lazy_tensor.settle(held)
-        self._earlier[self.editions.number] = self._parts
+        self._earlier[self.editions.version] = self._parts
         self._parts = dict(self._parts)
         while len(self._earlier) > _KEPT:
             del self._earlier[next(iter(self._earlier))]
-        self.editions.begin()
+        self.editions.begin_update()
         try:
             for param, state in states.items():
                 self.cut_whole(param, state)
         finally:
-            self.editions.end()
+            self.editions.end_update()
 
     @abc.abstractmethod
     def put_parts(self, part: ShardedParam, states: States, stand_in: Tensor | None) -> None:
@@ -230,9 +230,9 @@ class StateOfModel(abc.ABC):
 
     def leave(self) -> bool:
         """Tell whether there are still peers to ask; this is the last time."""
-        there = not PeerRpc.destroyed(self._group)
+        there = not PeerRpc.is_destroyed(self._group)
         if there:
-            self._farewell.say(self)
+            self._farewell.start_final_calls(self)
         return there
 
     def fetch(self, wanted: Sequence[LazyTensor], *, noticed: bool) -> list[Tensor]:
@@ -246,10 +246,10 @@ class StateOfModel(abc.ABC):
         return self._wholes([one.key for one in wanted])
 
     def _wholes(self, keys: Sequence[Key]) -> list[Tensor]:
-        number = self.editions.number
-        question = self._farewell.mark({"edition": number, "entries": keys})
+        number = self.editions.version
+        question = self._farewell.mark_final({"edition": number, "entries": keys})
         begin = time.monotonic()
-        answers = PeerRpc.of(self._group).ask(self._topic, question)
+        answers = PeerRpc.for_group(self._group).call(self._topic, question)
         COUNTERS.state_reads += 1
         COUNTERS.state_read_ms += round(1e3 * (time.monotonic() - begin))
         parts: dict[Key, dict[int, Tensor]] = {key: {} for key in keys}
@@ -280,7 +280,7 @@ class StateOfModel(abc.ABC):
                 self._changed.wait_for(lambda: max(self._steps, self._coming_to) >= question["coming to"], PATIENCE_S)
             return {}, []
         positions, parts = self._read(question["edition"], [tuple(entry) for entry in question["entries"]])
-        self._farewell.hear(question)
+        self._farewell.record_call(question)
         return {"positions": positions}, parts
 
     def _read(self, number: int, keys: Sequence[Key]) -> tuple[list[int], list[Tensor]]:
@@ -288,18 +288,18 @@ class StateOfModel(abc.ABC):
 
         def copy(source: Mapping[Key, Tensor]) -> tuple[list[int], list[Tensor]]:
             positions = [position for position, key in enumerate(keys) if key in source]
-            return positions, [to_host(_elements(source[keys[position]])) for position in positions]
+            return positions, [copy_to_host(_elements(source[keys[position]])) for position in positions]
 
-        self.editions.wait_for(number, PATIENCE_S)
+        self.editions.wait_for_version(number, PATIENCE_S)
         parts = self._parts  # those of this edition or, if it is among the earlier ones by now, of a later
         if number not in self._earlier:
             try:
-                return self.editions.read(number, lambda: copy(parts), PATIENCE_S)
+                return self.editions.read_version(number, lambda: copy(parts), PATIENCE_S)
             except TornReadError:
                 if number not in self._earlier:  # else it was by loading
                     raise
         earlier = self._earlier[number]
-        return self.editions.read(number, lambda: copy(earlier), PATIENCE_S, kept=True)
+        return self.editions.read_version(number, lambda: copy(earlier), PATIENCE_S, kept=True)
 
 
 def _is_like(tensor: Tensor, form: StateFormat) -> bool:
@@ -414,7 +414,7 @@ class ShardedState(Generic[_Model]):
     def take_over(self, parts: Sequence[ShardedParam]) -> None:
         """Fill in what a step would ask for: gradients and state that are other shards', as of a model wrapped anew.
 
-        Called before hosts come to the gathers, from when on no rank may ask ([Note: ahead]).
+        Called before hosts arrive for the gathers, from when on no rank may ask.
         """
         if all(id(part.shards) in self._models for part in parts):
             return
@@ -473,7 +473,7 @@ class ShardedState(Generic[_Model]):
             number = _optimizers_of[shards] = _optimizers_of.get(shards, 0) + 1
             model = self._models[id(shards)] = self._of_model(shards, number)
             # A slower peer may still ask when the script has dropped the optimizer here.
-            weakref.finalize(self._optimizer(), shutdown.keep, shards.group, model).atexit = False
+            weakref.finalize(self._optimizer(), shutdown.keep_until_backward, shards.group, model).atexit = False
         return self._models[id(shards)]
 
     def _whole_state_dict(self, _optimizer: Optimizer, state_dict: dict[str, Any]) -> None:

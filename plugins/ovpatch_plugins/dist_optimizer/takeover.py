@@ -48,8 +48,8 @@ def wrap_destroy(original: Callable[..., None]) -> Callable[..., None]:
         leaving = not is_exiting_by_error()
         if leaving:
             copies.finish(ending)
-            PeerRpc.drain_all(ending)
-            step_communicator.close(ending)
+            PeerRpc.shutdown_all(ending)
+            step_communicator.close_communicators(ending)
         original(group)
         if leaving:
             copies.forget(ending)  # not before: to give memory back is to wait for whatever runs on the device

@@ -53,9 +53,9 @@ def expert_data_parallel(
         An ordinary wrapper; copies and pickles of it include the experts' reduction.
 
     Raises:
-        ValueError: An expert is not a parameter of the model, or is on another device; or the group lacks this rank, or
-            has ranks that the wrapper's process group lacks.
-        DisagreementError: The ranks of ``group`` have different experts.
+        ValueError: An expert is no parameter of the model, or on another device; or the group lacks this rank, or has
+            ranks that the wrapper's process group lacks.
+        RankMismatchError: The ranks of ``group`` have different experts.
     """
     chosen = list(experts)
     named = _find_names(model, [*_list_parameters(chosen)])

@@ -202,7 +202,7 @@ def get_transport(group: dist.ProcessGroup, device: torch.device) -> SymmAllToAl
 
 
 def _make_transport(group: dist.ProcessGroup, device: torch.device) -> SymmAllToAll | None:
-    reason = support.objection(group, device)
+    reason = support.unsupported_reason(group, device)
     if not reason:
         try:
             return SymmAllToAll(group, device)

@@ -54,7 +54,7 @@ def _objection(group: dist.ProcessGroup, device: torch.device) -> str:
     state = group_state(group)
     if _Objection not in state.values and is_capturing(device):
         return "a graph is captured before any eager call"  # ranks cannot ask each other now
-    return state.get_or_create(_Objection, lambda: _Objection(support.objection(group, device)))
+    return state.get_or_create(_Objection, lambda: _Objection(support.unsupported_reason(group, device)))
 
 
 def objections() -> list[str]:

@@ -115,7 +115,7 @@ def test_a_group_that_is_destroyed_gives_its_memory_back_afterwards(monkeypatch)
     calls: list[str] = []
     for owner, name in ((takeover.pending_param, "settle_all"), (registry, "finish")):
         monkeypatch.setattr(owner, name, lambda *_, name=name: calls.append(name))
-    monkeypatch.setattr(takeover.PeerRpc, "drain_all", lambda group: calls.append("drain"))
+    monkeypatch.setattr(takeover.PeerRpc, "shutdown_all", lambda group: calls.append("drain"))
     monkeypatch.setattr(registry, "forget", lambda group: calls.append(f"forget {group}"))
     destroy = takeover.wrap_destroy(lambda group: calls.append("destroy"))
     destroy("one")

@@ -156,9 +156,9 @@ def test_nobody_meets_an_event_of_a_capture():
     one = VersionedTensors(torch.device("cpu"))
     one.asynchronous, one._staging = True, mock.Mock()
     with mock.patch.object(versioned, "is_capturing", return_value=True):
-        one.begin()
-        one.end()
-    assert one.number == 1
+        one.begin_update()
+        one.end_update()
+    assert one.version == 1
     assert not one._starts
     assert not one._ends
 

@@ -116,7 +116,7 @@ def watched(sent: Sent) -> Iterator[None]:
         sent[-1].update(one.dtype for one in inputs)
         return real(self, outputs, inputs, average=average)
 
-    with mock.patch.object(Engine, "scatter", scatter), mock.patch.object(host_barrier, "needed", return_value=True):
+    with mock.patch.object(Engine, "scatter", scatter), mock.patch.object(host_barrier, "is_needed", return_value=True):
         yield
 
 
@@ -179,7 +179,7 @@ def test_what_is_cast(ranks, style):
 
 
 def arms_of_two_devices(*args: Any) -> dict[str, tuple[list[Record], Sent]]:
-    HostBarrier.of(dist.group.WORLD, torch.device("meta"))
+    HostBarrier.for_group(dist.group.WORLD, torch.device("meta"))
     return arms(*args)
 
 

@@ -91,7 +91,7 @@ def test_rows_go_where_they_belong():
 
 def allow() -> None:
     """Let this process use the kernel, with rings that are soon full."""
-    support.objection = lambda group, device: ""
+    support.unsupported_reason = lambda group, device: ""
     memory.allocate = allocate
     SymmAllToAll.__init__.__defaults__ = tuple({**SMALL, "channels": 2, "slot": 256}.values())
 
@@ -154,15 +154,15 @@ def test_what_is_chosen_between():
 
 def stood_down(why: str) -> tuple[int, list[str]]:
     """How many all-to-alls of a layer are over symmetric memory, and what the report says; values are c10d's."""
-    before, objection, made = COUNTERS.symmetric, support.objection, memory.allocate
+    before, objection, made = COUNTERS.symmetric, support.unsupported_reason, memory.allocate
     if why:
-        support.objection = lambda group, device: ""
+        support.unsupported_reason = lambda group, device: ""
         memory.allocate = functools.partial(lacking, why)
     case = Case(tokens=(5, 3), steps=1, config=MoEConfig("experts", exchange="symmetric"))
     try:
         ours, theirs = train(case), train(dataclasses.replace(case, config=MoEConfig("experts")))
     finally:
-        support.objection, memory.allocate = objection, made
+        support.unsupported_reason, memory.allocate = objection, made
         drop_values(symm_all_to_all.SymmAllToAll)
     compare(theirs, ours).assert_bitwise()
     lines = [line for line in plugin.ovpatch_remarks() if "symmetric memory" in line]

@@ -59,7 +59,7 @@ def differing(hows: list[MoEConfig]) -> list[str]:
     for how in hows:
         ours, theirs = wide(torch.bfloat16, symmetric(how)), wide(torch.bfloat16, how)
         found += [f"{how}: {name}" for name, value in theirs.items() if not torch.equal(ours[name], value)]
-    return found if not symm_all_to_all.list_unsupported_reasons() else symm_all_to_all.objections()
+    return found if not symm_all_to_all.list_unsupported_reasons() else symm_all_to_all.list_unsupported_reasons()
 
 
 def test_all_bits_are_those_of_nccl(ranks, gpus):

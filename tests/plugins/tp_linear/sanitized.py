@@ -93,7 +93,7 @@ def main() -> int:
     dist.init_process_group("gloo")
     group = dist.group.WORLD
     assert group is not None
-    if objection := support.objection(group, device):
+    if objection := support.unsupported_reason(group, device):
         sys.exit(f"the kernels cannot run here: {objection}")
     found = list(wrong(Workspace(group, device)))
     torch.cuda.synchronize()

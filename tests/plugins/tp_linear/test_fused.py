@@ -25,7 +25,7 @@ FUSED = {"schedule": "fused"}
 def allow() -> None:
     """Let this process use the kernels, in a type that the interpreter multiplies exactly enough."""
     fused_support.DTYPES = (torch.float32,)
-    support.objection = lambda group, device: ""
+    support.unsupported_reason = lambda group, device: ""
     memory.allocate = allocate
 
 

@@ -45,7 +45,7 @@ def workspaces(world: int) -> list[Workspace]:
 
     found = [Workspace(Group(rank, world), torch.device("cpu"), allocate) for rank in range(world)]
     for space in found:
-        assert space.begin(1 << 16, 256)
+        assert space.begin_operator(1 << 16, 256)
     return found
 
 

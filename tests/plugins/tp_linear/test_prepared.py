@@ -135,7 +135,7 @@ def test_what_is_launched_again_is_what_triton_would_launch(log):
     space, tiles = workspace(), (None, Tiles(columns=128))
     cases = list(itertools.product((gather, scatter), MS, KS, COUNTS, DTYPES, (False, True), tiles))
     random.Random(0).shuffle(cases)
-    assert space.begin(0, 10_000)
+    assert space.begin_operator(0, 10_000)
     for operator, *case in cases:
         operator(space, *case)
     kept = space.kept
@@ -150,7 +150,7 @@ def test_what_is_launched_again_is_what_triton_would_launch(log):
 def test_a_workspace_of_other_size_is_asked_anew(log):
     space, case = workspace(), (16, 8, 1, torch.bfloat16, False, None)
     before, _ = launches(log, scatter, space, case)
-    assert space.begin(1 << 31, 0)  # so large that its number needs 64 bits
+    assert space.begin_operator(1 << 31, 0)  # so large that its number needs 64 bits
     after, how = launches(log, scatter, space, case)
     assert how == {"asked"}
     assert after != before

@@ -54,7 +54,7 @@ def gather_linear(
     """
     blocks = -(-x.shape[0] // (tiles or WIDE).rows)
     with _on_device_of(x):
-        if not workspace.begin(x.numel() * x.element_size(), workspace.world * blocks):
+        if not workspace.begin_operator(x.numel() * x.element_size(), workspace.world * blocks):
             return None
         given = [(param.shape, param.dtype) for param in (*weights, *biases) if param is not None]
         key = ("gather", x.shape, x.dtype, len(weights), *given, bool(weights) and _is_transposed(weights[0]), tiles)
@@ -82,7 +82,7 @@ def linear_scatter(
     x, n = xs[0], weights[0].shape[0]
     rows = x.shape[0]
     with _on_device_of(x):
-        if not workspace.begin(rows * n * x.element_size(), 0):
+        if not workspace.begin_operator(rows * n * x.element_size(), 0):
             return None
         given = [(operand.shape, operand.dtype) for operand in (*xs, *weights)]
         key = ("scatter", *given, _is_transposed(weights[0]), tiles)
@@ -100,7 +100,7 @@ def scatter(workspace: Workspace, x: Tensor) -> Tensor | None:
         ``[m, n]``, or None if the workspace cannot be made now.
     """
     with _on_device_of(x):
-        if not workspace.begin(x.numel() * x.element_size(), 0):
+        if not workspace.begin_operator(x.numel() * x.element_size(), 0):
             return None
         launch = _kept(workspace, ("as it is", x.shape, x.dtype), lambda: _AsItIs(workspace, x))
         return launch(x)
