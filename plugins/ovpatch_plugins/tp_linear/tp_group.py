@@ -56,7 +56,7 @@ class TPGroup:
         whole = rows.new_empty((self.world * rows.shape[0], rows.shape[1]))
         return whole, self._gather([whole], [rows])
 
-    def gathered(self, rows: Tensor) -> Tensor:
+    def gather_rows(self, rows: Tensor) -> Tensor:
         """Gather ``[m, k]`` into ``[world * m, k]``."""
         whole, pending = self.all_gather(rows)
         pending.wait()
@@ -98,7 +98,7 @@ _wires: dict[tuple[int, torch.device], tuple[dist.ProcessGroup, TPGroup]] = {}
 
 
 def of(group: dist.ProcessGroup, device: torch.device) -> TPGroup:
-    """Return the wires of a group; made once."""
+    """Return the :class:`TPGroup` of a process group; it is made once."""
     found = _wires.get((id(group), device))
     if found is None or found[0] is not group:
         for key in [key for key, (other, _) in _wires.items() if other not in distributed_c10d._world.pg_map]:
