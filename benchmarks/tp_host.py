@@ -72,7 +72,7 @@ def not_launched() -> Iterator[None]:
     """Let the feature's collectives do nothing."""
     from ovpatch_plugins.tp_linear import tp_group
 
-    done = tp_group.Pending(())
+    done = tp_group.WorkGroup(())
 
     def all_gather(self: Any, rows: Tensor) -> Any:
         return rows.new_empty((self.world * rows.shape[0], rows.shape[1])), done

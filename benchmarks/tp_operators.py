@@ -56,7 +56,7 @@ class Linear:
     def __init__(self) -> None:
         self.group, self.world = dist.group.WORLD, dist.get_world_size()
         self.mesh = DeviceMesh.from_group(self.group, device().type)
-        self.wires = tp_group.of(self.group, device())
+        self.ranks = tp_group.of(self.group, device())
         self.draw = functools.partial(torch.randn, dtype=torch.bfloat16 if CUDA else torch.float32, device=device())
 
     def sharded(self, local: Tensor, dim: int) -> DTensor:
@@ -114,7 +114,7 @@ class Gather(Linear):
 
     def ours(self, schedule: str) -> Tensor:
         """Compute by a schedule of the feature."""
-        (out,), _ = SCHEDULES[schedule].gather_linear(self.wires, self.x, [self.weight], [None], True)
+        (out,), _ = SCHEDULES[schedule].gather_linear(self.ranks, self.x, [self.weight], [None], True)
         return out
 
     def launch(self, workspace: Any, tiles: Any) -> Tensor | None:
@@ -168,7 +168,7 @@ class Scatter(Linear):
 
     def ours(self, schedule: str) -> Tensor:
         """Compute by a schedule of the feature."""
-        return SCHEDULES[schedule].linear_scatter(self.wires, self.x, self.weight)
+        return SCHEDULES[schedule].linear_scatter(self.ranks, self.x, self.weight)
 
     def launch(self, workspace: Any, tiles: Any) -> Tensor | None:
         """Launch the kernels of ``fused``."""

@@ -1,13 +1,7 @@
-"""The operators' autograd functions.
+"""The eager operators: autograd functions around :mod:`.operators`.
 
-Each computes on rows, ``[sequence, features]``; forward and backward are one schedule's. Inputs and outputs may be
-DTensors, as a :class:`OpContext` says.
-
-[Note: what is kept for backward] Rows are mostly a view of the input. Kept is the input itself, then, so that autograd
-notices if somebody writes into it before backward: a DTensor's version is not that of its local tensor. What is
-gathered is kept gathered, as stock keeps it, unless it is to be gathered anew; of an input that needs no gradient in
-any case, since that would be the only reason to communicate, and one rank alone may run that backward. Nothing is kept
-that stock does not keep: no input of a frozen weight, no weight of an input that needs no gradient.
+They turn activations into rows, ``[sequence, features]``, and back. Inputs and outputs may be DTensors, as an
+:class:`OpContext` says.
 """
 
 from __future__ import annotations
@@ -22,108 +16,19 @@ from torch import Tensor
 from ovpatch.overlap.data_parallel.grad_hooks import executes
 from ovpatch.overlap.tensors.autocast import autocast_dtype
 from ovpatch_plugins.tp_linear.config import OpContext
-from ovpatch_plugins.tp_linear.gemm import cast, linear, weight_grad
 from ovpatch_plugins.tp_linear.layout import (
-    arrived,
     from_rows,
+    get_local,
     is_partial,
     is_transformed,
-    like,
-    local,
-    place,
+    make_output,
     to_rows,
-    unwrapped,
-    wrapped,
+    unwrap_grad,
+    wait_for,
+    wrap_local,
 )
-from ovpatch_plugins.tp_linear.schedules.stock import ColumnGrads
-from ovpatch_plugins.tp_linear.tp_group import TPGroup
-
-# Weights to whose gradients an operator can add.
-
-
-def accumulates(weight: Tensor) -> Tensor | None:
-    """Return where the weight's gradient can be added to behind autograd's back, or None.
-
-    That is ``weight.main_grad``, as Megatron calls it, or else the gradient that earlier microbatches left, unless
-    somebody wants to be told of every gradient: hooks of the weight would not be called.
-    """
-    main: Tensor | None = getattr(weight, "main_grad", None)
-    if main is None and (not weight.is_leaf or weight.grad is None):
-        return None
-    if weight._backward_hooks or weight._post_accumulate_grad_hooks:
-        return None
-    if not _is_accumulated(weight):
-        return None
-    target = weight.grad if main is None else main
-    assert target is not None
-    return local(target)
-
-
-def _is_accumulated(weight: Tensor) -> bool:
-    """Whether the backward that runs adds to the weight's gradient: with ``inputs`` given, it adds to theirs alone."""
-    if not weight.is_leaf:
-        return True
-    node = torch.autograd.graph.get_gradient_edge(weight).node
-    try:
-        return torch._C._will_engine_execute_node(node)
-    except RuntimeError:  # torch.autograd.grad() returns this very gradient
-        return False
-
-
-# Gradients of an operator's weights and biases.
-
-
-class Collector:
-    """Gathers the gradients of an operator's weights and biases, each as what the parameter is.
-
-    Args:
-        fuse: Add weights' gradients to what is there already, where nobody would notice.
-        weights: The weights.
-        biases: The biases.
-        wanted: Which of the weights, and then of the biases, need a gradient.
-
-    Attributes:
-        weights: Gradients of the weights.
-        biases: Gradients of the biases.
-    """
-
-    __slots__ = ("_biases", "_fuse", "_wanted", "_weights", "biases", "weights")
-
-    def __init__(
-        self, fuse: bool, weights: Sequence[Tensor], biases: Sequence[Tensor | None], wanted: Sequence[bool]
-    ) -> None:
-        self._fuse, self._weights, self._biases, self._wanted = fuse, weights, biases, wanted
-        self.weights: list[Tensor | None] = [None] * len(weights)
-        self.biases: list[Tensor | None] = [None] * len(weights)
-
-    @property
-    def needs_any(self) -> bool:
-        """Whether any weight or bias needs a gradient."""
-        return any(self._wanted)
-
-    def take(self, x: Tensor | None, grads: Sequence[Tensor | None]) -> None:
-        """Compute the weights' gradients from the whole input, which frozen ones do not need, and the outputs'."""
-        for i, grad in enumerate(grads):
-            if x is not None and grad is not None and self._wanted[i]:
-                self.weights[i] = self._weight(self._weights[i], grad, x)
-
-    def take_biases(self, grads: Sequence[Tensor | None]) -> None:
-        """Compute the biases' gradients from the outputs' gradients."""
-        for i, grad in enumerate(grads):
-            bias = self._biases[i]
-            if bias is not None and grad is not None and self._wanted[len(self.weights) + i]:
-                self.biases[i] = like(grad.sum(0).to(bias.dtype), bias)
-
-    def _weight(self, weight: Tensor, grad: Tensor, x: Tensor) -> Tensor | None:
-        target = accumulates(weight) if self._fuse else None
-        if target is not None:
-            if target.dtype == grad.dtype:
-                target.addmm_(grad.t(), x)
-            else:
-                target.add_(weight_grad(grad, x))
-            return None
-        found = weight_grad(grad, x)
-        return like(found if found.dtype is weight.dtype else found.to(weight.dtype), weight)
+from ovpatch_plugins.tp_linear.operators import GATHER_LINEAR, OPERATORS, ParamGrads, cast_operands
+from ovpatch_plugins.tp_linear.schedules.stock import ColumnGrads, linear
 
 
 def _once(backward: Callable[..., Any]) -> Any:
@@ -136,7 +41,7 @@ def _once(backward: Callable[..., Any]) -> Any:
     @functools.wraps(backward)
     def run(ctx: Any, *grads: Any) -> Any:
         chosen = differentiated if torch.is_grad_enabled() else backward
-        kind = ctx.call.wires.kind
+        kind = ctx.call.ranks.kind
         if not torch.is_autocast_enabled(kind):
             return chosen(ctx, *grads)
         with torch.autocast(kind, enabled=False):
@@ -146,7 +51,14 @@ def _once(backward: Callable[..., Any]) -> Any:
 
 
 class GatherLinear(torch.autograd.Function):
-    """Gathers a sequence and applies linears to it; returns the gathered input, too, where asked to."""
+    """Gathers a sequence and applies linears to it; can return the gathered input as well.
+
+    [Note: what is kept for backward] Where rows are a view of the input, the input itself is kept: autograd notices a
+    write into it then, as a DTensor's version is not that of its local tensor. A gathered input is kept gathered, as
+    under stock, unless ``regather`` is on. If the input needs no gradient, it is always kept gathered: gathering anew
+    would be that backward's only collective, and one rank alone may run it. Nothing is kept that stock does not keep:
+    no input of a frozen weight, no weight of an input that needs no gradient.
+    """
 
     @staticmethod
     def compute(
@@ -154,30 +66,30 @@ class GatherLinear(torch.autograd.Function):
     ) -> tuple[tuple[Tensor, ...], Tensor]:
         """Return the outputs, and what is to be kept for backward."""
         weights, biases = params[: call.count], params[call.count :]
-        here = arrived(local(x))
+        here = wait_for(get_local(x))
         given = to_rows(here, call.dim)
         rows, used, added = _cast(call, given, weights, biases)
-        schedule = call.how.schedule
         keeps = keeps and not call.anew and any(weight is not None and weight.requires_grad for weight in weights)
         gathered: Tensor | None
         whole: Tensor | None
         if call.later is None and (call.whole is None or rows is given):
-            outs, whole = schedule.gather_linear(call.wires, rows, used, added, call.whole is not None or keeps)
+            needs_whole = call.whole is not None or keeps
+            outs, whole = call.config.schedule.gather_linear(call.ranks, rows, used, added, needs_whole)
             gathered = whole
             results = [from_rows(out, here.shape, call.dim) for out in outs]
-        else:  # autocast rounds for linears, and not for who else reads what is gathered
-            gathered = call.wires.gathered(given)
+        else:  # autocast rounds for linears alone, and the gathered input has other readers
+            gathered = call.ranks.gather_rows(given)
             whole = gathered if rows is given else gathered.to(rows.dtype)
             if call.later is None:
-                outs = [linear(whole, *params) for params in zip(used, added, strict=True)]
+                outs = [linear(whole, *pair) for pair in zip(used, added, strict=True)]
                 results = [from_rows(out, here.shape, call.dim) for out in outs]
             else:
-                results = [place(whole, len(weight), here.shape, call.dim) for weight in used]
+                results = [make_output(whole, len(weight), here.shape, call.dim) for weight in used]
                 call.later(whole, [result.detach() for result in results])
         kept = whole if keeps and whole is not None else _as_given(rows, here, x)
         results = [_returned(call, result) for result in results]
         if call.whole is not None and gathered is not None:
-            results.append(wrapped(from_rows(gathered, here.shape, call.dim), call.mesh, call.whole))
+            results.append(wrap_local(from_rows(gathered, here.shape, call.dim), call.mesh, call.whole))
             if kept is gathered:
                 kept = results[-1]  # which tells if somebody writes into it
         return tuple(results), kept
@@ -204,43 +116,50 @@ class GatherLinear(torch.autograd.Function):
         others, terms = _of_other_readers(call, grads[-1]) if call.whole is not None else (None, None)
         used = any(grad is not None for grad in grads[: call.count])
         if others is not None and (used or terms is not None):
-            share = others / call.wires.world
+            share = others / call.ranks.world
             others, terms = None, share if terms is None else terms + share
         wants = _wants_input(ctx)
         dtype = ctx.dtype if wants else None
-        backward = call.how.schedule.gather_linear_backward
         if used or (terms is not None and call.anew and call.trains):  # other ranks gather
-            kept, weights, collector = _resume(ctx)
+            kept, weights, params = _resume(ctx)
             outs = [None if grad is None else _grad(grad, call, ctx.computed) for grad in grads[: call.count]]
             mine = None
             if call.constant:
-                collector.take(kept, outs)
+                params.compute_weights(kept, outs)
+                params.compute_biases(outs)
             else:
-                take = None if kept is None else collector.take
-                mine = backward(call.wires, ColumnGrads(outs, kept, weights, take, dtype, terms, call.anew))
-            collector.take_biases(outs)
-            return _grads(ctx, mine if wants else None, collector)
-        mine = None  # the linears have computed for themselves: nobody minds if the input has changed since
+                take = None if kept is None else params.compute_weights
+                asked = ColumnGrads(outs, kept, weights, take, dtype, terms, call.anew)
+                mine = GATHER_LINEAR.backward(call.config.schedule, call.ranks, asked, params)
+            return _grads(ctx, mine if wants else None, params)
+        mine = None  # no product was used, so the kept input is not read, and may have changed
         if terms is not None and wants:
-            mine = backward(call.wires, ColumnGrads([], None, [], None, dtype, terms))
+            mine = call.config.schedule.gather_linear_backward(
+                call.ranks, ColumnGrads([], None, [], None, dtype, terms)
+            )
         if others is not None:
-            own = others.view(call.wires.world, -1, others.shape[1])[call.wires.rank]
-            mine = own.clone()  # not a view, which would keep all of it
+            own = others.view(call.ranks.world, -1, others.shape[1])[call.ranks.rank]
+            mine = own.clone()  # a view would keep all of it alive
         return None, _input_grad(ctx, mine if wants else None), *[None] * (2 * call.count)
 
 
-class LinearScatter(torch.autograd.Function):
-    """Applies a linear and adds up over the ranks; each keeps its part of the sequence."""
+class SingleLinear(torch.autograd.Function):
+    """Computes an operator of one linear, ``call.operator``; a class for each has its name, which profilers show."""
 
     @staticmethod
     def compute(call: OpContext, x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
         """Return the output, and what is to be kept for backward."""
-        return _summed(call.how.schedule.linear_scatter, call, x, weight, bias, call.dim)
+        here = wait_for(get_local(x))
+        given, ranks = to_rows(here, call.dim), call.ranks
+        added = None if bias is None else get_local(bias)
+        rows, used, added = cast_operands(ranks.kind, given, get_local(weight), added)
+        out = call.operator.forward(call.config.schedule, ranks, rows, used, added)
+        return _returned(call, from_rows(out, here.shape, call.dim)), _as_given(rows, here, x)
 
     @staticmethod
     def forward(ctx: Any, call: OpContext, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """Return the output."""
-        result, kept = LinearScatter.compute(call, x, weight, bias)
+        result, kept = SingleLinear.compute(call, x, weight, bias)
         _keep(ctx, call, x, (weight,), (bias,), kept)
         return result
 
@@ -249,202 +168,113 @@ class LinearScatter(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         """Return the gradients of what forward was given."""
         call: OpContext = ctx.call
-        rows, (used,), collector = _resume(ctx)
-
-        def take(whole: Tensor, _: Any) -> None:
-            collector.take(rows, (whole,))
-            collector.take_biases((whole,))
-
-        dx = call.how.schedule.linear_scatter_backward(
-            call.wires,
-            _grad(grad, call, ctx.computed),
-            used,
-            take if collector.needs_any else None,
-            ctx.needs_input_grad[1],
-        )
-        return _grads(ctx, dx, collector)
+        rows, used, params = _resume(ctx)
+        wants = ctx.needs_input_grad[1] if call.operator.gathers_grad else _wants_input(ctx)
+        take = None if rows is None else params.compute_weights
+        asked = ColumnGrads([_grad(grad, call, ctx.computed)], rows, used, take, ctx.dtype if wants else None)
+        dx = call.operator.backward(call.config.schedule, call.ranks, asked, params)
+        return _grads(ctx, dx, params)
 
 
-class LinearReduce(torch.autograd.Function):
-    """Applies a linear and adds up over the ranks."""
-
-    @staticmethod
-    def compute(call: OpContext, x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Return the output, and what is to be kept for backward."""
-        return _summed(call.how.schedule.linear_reduce, call, x, weight, bias, 0)
-
-    @staticmethod
-    def forward(ctx: Any, call: OpContext, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """Return the output."""
-        result, kept = LinearReduce.compute(call, x, weight, bias)
-        _keep(ctx, call, x, (weight,), (bias,), kept)
-        return result
-
-    @staticmethod
-    @_once
-    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-        """Return the gradients of what forward was given."""
-        rows, (used,), collector = _resume(ctx)
-        grads = (_grad(grad, ctx.call, ctx.computed),)
-        dx = grads[0] @ used if ctx.needs_input_grad[1] else None
-        collector.take(rows, grads)
-        collector.take_biases(grads)
-        return _grads(ctx, dx, collector)
-
-
-class ReplicatedLinear(torch.autograd.Function):
-    """Applies a linear to what all ranks have; the input's gradient is added up over them, unless it stays partial."""
-
-    @staticmethod
-    def compute(call: OpContext, x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Return the output, and what is to be kept for backward."""
-        here = arrived(local(x))
-        rows, used, added = _cast_one(call, to_rows(here, 0), weight, bias)
-        result = from_rows(torch.nn.functional.linear(rows, used, added), here.shape, 0)
-        return _returned(call, result), _as_given(rows, here, x)
-
-    @staticmethod
-    def forward(ctx: Any, call: OpContext, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """Return the output."""
-        result, kept = ReplicatedLinear.compute(call, x, weight, bias)
-        _keep(ctx, call, x, (weight,), (bias,), kept)
-        return result
-
-    @staticmethod
-    @_once
-    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-        """Return the gradients of what forward was given."""
-        call: OpContext = ctx.call
-        rows, (used,), collector = _resume(ctx)
-        grads = (_grad(grad, call, ctx.computed),)
-        wants = _wants_input(ctx)
-        if call.partial or not wants:  # nothing to send
-            dx = grads[0] @ used if wants else None
-            collector.take(rows, grads)
-        else:
-            take = None if rows is None else collector.take
-            dx = call.how.schedule.replicated_linear_backward(
-                call.wires, ColumnGrads(grads, rows, [used], take, ctx.dtype)
-            )
-        collector.take_biases(grads)
-        return _grads(ctx, dx, collector)
-
-
-FUNCTIONS: Final[dict[str, Any]] = {
-    "gather_linear": GatherLinear,
-    "linear_scatter": LinearScatter,
-    "linear_reduce": LinearReduce,
-    "replicated_linear": ReplicatedLinear,
+FUNCTIONS: Final[dict[str, Any]] = {"gather_linear": GatherLinear} | {
+    name: type(type(operator).__name__, (SingleLinear,), {})
+    for name, operator in OPERATORS.items()
+    if operator is not GATHER_LINEAR
 }
+"""Autograd functions by the operator's name."""
 
 
-def run(function: Any, call: OpContext, x: Tensor, *params: Tensor | None) -> Any:
-    """Apply one of the functions above."""
+def run_operator(call: OpContext, x: Tensor, *params: Tensor | None) -> Any:
+    """Compute an operator, with gradients if they are on."""
+    function = FUNCTIONS[call.operator.name]
     if not torch.is_grad_enabled():
         return function.compute(call, x, *params)[0]
     if is_transformed():
-        return function.apply(call, x, *params)  # which says what torch.func would need
-    return super(torch.autograd.Function, function).apply(call, x, *params)  # spares 2 µs of asking what is known
-
-
-def _summed(
-    product: Callable[[TPGroup, Tensor, Tensor], Tensor],
-    call: OpContext,
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    dim: int,
-) -> tuple[Tensor, Tensor]:
-    """Return a schedule's product, of which each rank has a term, with the bias; and what is to be kept."""
-    here = arrived(local(x))
-    rows, used, added = _cast_one(call, to_rows(here, dim), weight, bias)
-    result = product(call.wires, rows, used)
-    if added is not None:
-        result += added
-    return _returned(call, from_rows(result, here.shape, dim)), _as_given(rows, here, x)
+        return function.apply(call, x, *params)  # which raises torch.func's own error
+    return super(torch.autograd.Function, function).apply(call, x, *params)  # skips a binding of arguments
 
 
 def _keep(
     ctx: Any, call: OpContext, x: Tensor, weights: Sequence[Any], biases: Sequence[Tensor | None], kept: Tensor
 ) -> None:
     """Keep what backward needs; see [Note: what is kept for backward]."""
-    ctx.call, ctx.shape, ctx.dtype, ctx.computed = call, local(x).shape, x.dtype, kept.dtype
+    ctx.call, ctx.shape, ctx.dtype, ctx.computed = call, get_local(x).shape, x.dtype, kept.dtype
     ctx.biases = biases
-    # Who checks before backward knows from when on a weight must not change; outputs may be nobody's, or empty yet.
+    # With a check before backward, weights may change until their outputs are handed out.
     ctx.weights, saved = ((), weights) if x.requires_grad and call.check is None else (weights, ())
     needed = any(weight.requires_grad for weight in weights) or (call.anew and call.trains)
     ctx.save_for_backward(kept if needed else None, *saved)
 
 
-def _resume(ctx: Any) -> tuple[Tensor | None, list[Tensor], Collector]:
-    """Return rows, if kept, and weights as they were computed with, and what collects gradients."""
+def _resume(ctx: Any) -> tuple[Tensor | None, list[Tensor], ParamGrads]:
+    """Return the kept rows or None, the weights in the dtype of forward, and the parameters' gradients to fill."""
     kept, *saved = ctx.saved_tensors
     call, weights = ctx.call, [*saved, *ctx.weights]
-    collector = Collector(call.how.fuse, weights, ctx.biases, ctx.needs_input_grad[2:])
+    params = ParamGrads(call.config.fuse, weights, ctx.biases, ctx.needs_input_grad[2:])
     rows = None if kept is None else _rows(kept, call.dim)
-    return rows, [_used(weight, ctx.computed) for weight in weights], collector
+    return rows, [_used(weight, ctx.computed) for weight in weights], params
 
 
 def _wants_input(ctx: Any) -> bool:
-    """Tell whether this backward goes on to the input: where only weights' gradients are asked for, it does not."""
+    """Tell whether this backward continues to the input, and is not for the weights' gradients alone."""
     return ctx.needs_input_grad[1] and executes(ctx.next_functions[0][0])
 
 
-def _grads(ctx: Any, dx: Tensor | None, collector: Collector) -> tuple[Any, ...]:
-    return (None, _input_grad(ctx, dx), *collector.weights, *collector.biases)
+def _grads(ctx: Any, dx: Tensor | None, params: ParamGrads) -> tuple[Any, ...]:
+    return (None, _input_grad(ctx, dx), *params.weights, *params.biases)
 
 
 def _input_grad(ctx: Any, dx: Tensor | None) -> Tensor | None:
-    """Return rows as what the input was."""
+    """Return rows as an activation like the input."""
     if dx is None:
         return None
     call = ctx.call
     dx = from_rows(dx if dx.dtype is ctx.dtype else dx.to(ctx.dtype), ctx.shape, call.dim)
-    return dx if call.given is None else wrapped(dx, call.mesh, call.given)
+    return dx if call.given is None else wrap_local(dx, call.mesh, call.given)
 
 
 def _grad(grad: Tensor, call: OpContext, dtype: torch.dtype) -> Tensor:
     """Return the gradient of an output as rows."""
-    grad = unwrapped(grad, call.returned)
+    grad = unwrap_grad(grad, call.returned)
     return to_rows(grad if grad.dtype is dtype else grad.to(dtype), call.dim)
 
 
 def _of_other_readers(call: OpContext, grad: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
     """Return the gathered input's gradient, as rows: as it is on all ranks, or as this rank's term of a sum.
 
-    [Note: other readers] What reads a gathered input beside the linears whose products were computed with the gather
-    has a gradient of it: that of other linears is a term of a sum on each rank, that of operations on the DTensor is
-    said to be the same on all. Where both meet, stock adds to each rank's term its share; so is it done here.
+    It comes from readers other than the linears whose products were computed with the gather. The gradient of another
+    linear is a term of a sum on each rank; that of an operation on the DTensor is the same on all ranks. Where both
+    meet, each rank's term gets its share, as under stock.
     """
     if grad is None:
         return None, None
     if is_partial(grad):
-        return None, to_rows(arrived(local(grad)), call.dim)
-    return to_rows(unwrapped(grad, call.whole), call.dim), None
+        return None, to_rows(wait_for(get_local(grad)), call.dim)
+    return to_rows(unwrap_grad(grad, call.whole), call.dim), None
 
 
 def _constant(call: OpContext, results: Sequence[Tensor], params: Sequence[Tensor | None]) -> list[Tensor]:
-    """Return what needs no gradient of the results of an input that needs none."""
+    """Return the results that need no gradient, for an input that needs none."""
     needs = [param is not None and param.requires_grad for param in params]
     return [result for i, result in enumerate(results) if i == call.count or not (needs[i] or needs[call.count + i])]
 
 
 def _returned(call: OpContext, result: Tensor) -> Tensor:
-    return result if call.returned is None else wrapped(result, call.mesh, call.returned)
+    return result if call.returned is None else wrap_local(result, call.mesh, call.returned)
 
 
 def _as_given(rows: Tensor, here: Tensor, x: Tensor) -> Tensor:
-    """Return what to keep of an input, of which ``here`` is the local part; see [Note: what is kept for backward]."""
+    """Return the input if its rows are a view of ``here``, its local part, else the rows."""
     return x if rows is here or (rows.data_ptr() == here.data_ptr() and rows.dtype == here.dtype) else rows
 
 
 def _rows(kept: Tensor, dim: int) -> Tensor:
-    here = arrived(local(kept))
+    here = wait_for(get_local(kept))
     return here if here.dim() == 2 else to_rows(here, dim)
 
 
 def _used(weight: Tensor, dtype: torch.dtype) -> Tensor:
-    found = local(weight)
+    found = get_local(weight)
     return found if found.dtype is dtype else found.to(dtype)
 
 
@@ -452,17 +282,10 @@ def _cast(
     call: OpContext, rows: Tensor, weights: Sequence[Any], biases: Sequence[Any]
 ) -> tuple[Tensor, list[Tensor], list[Tensor | None]]:
     """Return local tensors, as autocast would have them for linears."""
-    used = [local(weight) for weight in weights]
-    added = [None if bias is None else local(bias) for bias in biases]
-    dtype = autocast_dtype(call.wires.kind, rows.dtype)
+    used = [get_local(weight) for weight in weights]
+    added = [None if bias is None else get_local(bias) for bias in biases]
+    dtype = autocast_dtype(call.ranks.kind, rows.dtype)
     if dtype is None:
         return rows, used, added
     biased = [None if bias is None else bias.to(dtype) for bias in added]
     return rows.to(dtype), [weight.to(dtype) for weight in used], biased
-
-
-def _cast_one(
-    call: OpContext, rows: Tensor, weight: Tensor, bias: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Return local tensors, as autocast would have them for a linear."""
-    return cast(call.wires.kind, rows, local(weight), None if bias is None else local(bias))

@@ -1,4 +1,4 @@
-"""What an operator is told beside tensors."""
+"""The non-tensor arguments of an operator, and the feature's settings in this process."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ from typing import Any
 
 from torch import Tensor
 
+from ovpatch_plugins.tp_linear.operators import GATHER_LINEAR, LocalLinear
 from ovpatch_plugins.tp_linear.options import DEFAULT
-from ovpatch_plugins.tp_linear.schedules import Schedule, named
+from ovpatch_plugins.tp_linear.schedules import Schedule, find_schedule
 from ovpatch_plugins.tp_linear.tp_group import TPGroup
 
 
@@ -18,8 +19,8 @@ class TPConfig:
     """How an operator is computed.
 
     Attributes:
-        schedule: In which order.
-        fuse: Add weights' gradients to what is there already, where nobody would notice.
+        schedule: The order of products and collectives.
+        fuse: Add a weight's gradient to the one that is already there, where no hook would miss it.
         regather: Keep this rank's part of an input for backward, and gather it anew; else it is kept gathered.
     """
 
@@ -30,25 +31,27 @@ class TPConfig:
 
 @dataclass(frozen=True, slots=True)
 class OpContext:
-    """What an operator is told beside tensors; the same for all calls of a linear that are alike.
+    """The non-tensor arguments of an operator; a linear's calls with inputs of one layout share them.
 
     Attributes:
-        how: How to compute.
-        wires: The ranks.
-        dim: Which dimension of the input is the sequence, or comes first in rows.
-        count: How many weights.
-        constant: Whether the input needs no gradient; it is kept gathered then in any case.
-        mesh: Of DTensors that are given or returned.
-        given: How the gradient of an input is laid out that is a DTensor; None if it is none.
-        returned: How outputs are laid out that are to be DTensors; None if they are to be none.
-        whole: How the gathered input is laid out, if it is to be returned as well: a DTensor that all ranks have.
+        config: How it is computed.
+        ranks: The ranks.
+        operator: The operator.
+        dim: The input dimension that comes first in rows: the sequence, if that is cut.
+        count: The number of weights.
+        constant: Whether the input needs no gradient; it is kept gathered then.
+        mesh: The mesh of DTensors that are given or returned.
+        given: The placement of the input's gradient if the input is a DTensor, else None.
+        returned: The placement of the outputs if they are DTensors, else None.
+        whole: The placement of the gathered input if it is returned as well, as a DTensor, else None.
         check: Called before backward.
-        later: Outputs are computed later: called with the gathered rows, and with the places of the outputs.
-        trains: Whether any weight needs a gradient, also if none does that this very call knows of.
+        later: Called with the gathered rows and the outputs' memory if the outputs are computed later, else None.
+        trains: Whether any linear that reads the gathered input has a weight to train, also one outside this call.
     """
 
-    how: TPConfig
-    wires: TPGroup
+    config: TPConfig
+    ranks: TPGroup
+    operator: LocalLinear = GATHER_LINEAR
     dim: int = 0
     count: int = 1
     constant: bool = False
@@ -63,39 +66,31 @@ class OpContext:
     @property
     def anew(self) -> bool:
         """Whether the input has to be gathered anew for the weights' gradients."""
-        return self.how.regather and not self.constant
-
-    @property
-    def partial(self) -> bool:
-        """Whether the gradient of an input that all ranks have is this rank's term of a sum."""
-        return self.given is not None and self.given.is_partial()
-
-
-# Whether the feature is on in this process, and how it computes.
+        return self.config.regather and not self.constant
 
 
 @dataclass
 class State:
-    """What taken-over modules look up at every call.
+    """Settings that modules look up at every call.
 
     Attributes:
-        on: Off, they do what stock does; copies of them, of which nobody knows, included.
-        how: How operators are computed.
-        shares: Whether gathers for several linears are taken over.
-        compiles: Whether compiled graphs get our operators.
+        on: Whether the feature is on; if not, modules and their copies compute as stock.
+        config: How operators are computed.
+        shares: Whether one gather for several linears is computed with their products.
+        compiles: Whether compiled graphs contain the feature's operators.
         terms: All options, which must be the same on all ranks.
     """
 
     on: bool = False
-    how: TPConfig = field(default_factory=lambda: TPConfig(named(DEFAULT, 4)))
+    config: TPConfig = field(default_factory=lambda: TPConfig(find_schedule(DEFAULT, 4)))
     shares: bool = True
     compiles: bool = False
     terms: dict[str, Any] = field(default_factory=dict)
 
     def turn_on(self, options: Mapping[str, Any]) -> None:
-        """Compute as the feature's options say."""
-        schedule = named(options["schedule"], options["chunks"], anew=options["regather"])
-        self.how = TPConfig(schedule, options["gradient_accumulation_fusion"], options["regather"])
+        """Set everything by the feature's options."""
+        schedule = find_schedule(options["schedule"], options["chunks"], anew=options["regather"])
+        self.config = TPConfig(schedule, options["gradient_accumulation_fusion"], options["regather"])
         self.terms = dict(options)
         self.shares, self.compiles, self.on = options["shared_gather"], options["compiled"], True
 

@@ -1,15 +1,8 @@
-"""The operators as operators of a ``torch.library``, for torch.compile.
-
-[Note: opaque to the compiler] A traced collective becomes a node that waits where the next node reads it, and the
-overlap inside of an operator would be lost; handles of collectives cannot be traced at all. So graphs get opaque
-operators, which do at run time what the eager ones do. They take the group by name, as operators must, and keep this
-rank's rows for backward, to be gathered anew.
-"""
+"""The operators of :mod:`.operators` in a ``torch.library``, for torch.compile."""
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, Final
 
 import torch
@@ -17,16 +10,114 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import distributed_c10d
 
-from ovpatch_plugins.tp_linear import tp_group as wires_of
-from ovpatch_plugins.tp_linear.gemm import cast, weight_grad
+from ovpatch_plugins.tp_linear import tp_group
 from ovpatch_plugins.tp_linear.layout import from_rows, to_rows
+from ovpatch_plugins.tp_linear.operators import OPERATORS, LocalLinear, ParamGrads, cast_operands
 from ovpatch_plugins.tp_linear.report import COUNTERS
-from ovpatch_plugins.tp_linear.schedules import Schedule, named
-from ovpatch_plugins.tp_linear.schedules.stock import ColumnGrads, WeightGrads
+from ovpatch_plugins.tp_linear.schedules import Schedule, find_schedule
+from ovpatch_plugins.tp_linear.schedules.stock import ColumnGrads
 from ovpatch_plugins.tp_linear.tp_group import TPGroup
 
+_FORWARD: Final = "(Tensor x, Tensor weight, Tensor? bias, str group, str schedule, str dtype) -> Tensor"
+_BACKWARD: Final = (
+    "(Tensor grad, Tensor x, Tensor weight, str group, str schedule, str dtype, "
+    "bool needs_x, bool needs_weight, bool needs_bias) -> Tensor[]"
+)
 
-def run(
+_LIBRARY: Final = torch.library.Library("ovpatch", "FRAGMENT")  # its operators go with it
+
+
+class CustomOp:
+    """One operator, opaque to the compiler.
+
+    [Note: opaque to the compiler] A traced collective becomes a node that waits where the next node reads it, which
+    ends the overlap inside an operator; a collective's handle cannot be traced at all. So a graph gets one node, which
+    does at run time what the eager operator does. It takes the group by name, as operators must, and backward gathers
+    this rank's rows anew.
+
+    Args:
+        operator: What it computes.
+    """
+
+    def __init__(self, operator: LocalLinear) -> None:
+        self._operator = operator
+        self._forward = self._define("", _FORWARD, self._compute, self._fake)
+        self._backward = self._define("_backward", _BACKWARD, self._compute_grads, self._fake_grads)
+        name = f"ovpatch::{operator.name}"
+        torch.library.register_autograd(name, self._differentiate, setup_context=_keep, lib=_LIBRARY)
+        torch.library.register_autograd(f"{name}_backward", _refuse, lib=_LIBRARY)
+
+    def _define(self, suffix: str, schema: str, function: Callable[..., Any], fake: Callable[..., Any]) -> Any:
+        name = self._operator.name + suffix
+        _LIBRARY.define(name + schema)  # torch.library.custom_op checks results at each call, which costs 10 µs
+        _LIBRARY.impl(name, function, "CompositeExplicitAutograd")
+        torch.library.register_fake(f"ovpatch::{name}", fake, lib=_LIBRARY)
+        return getattr(torch.ops.ovpatch, name).default
+
+    def __call__(self, *args: Any) -> Tensor:
+        """Compute on rows; arguments as in :data:`_FORWARD`."""
+        found: Tensor = self._forward(*args)
+        return found
+
+    def _compute(self, x: Tensor, weight: Tensor, bias: Tensor | None, group: str, schedule: str, dtype: str) -> Tensor:
+        COUNTERS.calls += 1
+        COUNTERS.compiled_calls += 1
+        return self._operator.forward(_parse_schedule(schedule), _find_ranks(group, x), x, weight, bias)
+
+    def _fake(self, x: Tensor, weight: Tensor, bias: Tensor | None, group: str, schedule: str, dtype: str) -> Tensor:
+        world = _find_group(group).size()
+        return x.new_empty((self._operator.count_rows(x.shape[0], world), weight.shape[0]))
+
+    def _compute_grads(
+        self,
+        grad: Tensor,
+        x: Tensor,
+        weight: Tensor,
+        group: str,
+        schedule: str,
+        dtype: str,
+        needs_x: bool,
+        needs_weight: bool,
+        needs_bias: bool,
+    ) -> list[Tensor]:
+        # The weight stands for the bias as well, of which only the dtype counts.
+        params = ParamGrads(False, [weight], [weight], (needs_weight, needs_bias))
+        take = params.compute_weights if needs_weight else None
+        wanted = _find_dtype(dtype) if needs_x else None
+        asked = ColumnGrads([grad.contiguous()], x, [weight], take, wanted, anew=True)
+        dx = self._operator.backward(_parse_schedule(schedule), _find_ranks(group, x), asked, params)
+        return [found for found in (dx, *params.weights, *params.biases) if found is not None]
+
+    def _fake_grads(
+        self,
+        grad: Tensor,
+        x: Tensor,
+        weight: Tensor,
+        group: str,
+        schedule: str,
+        dtype: str,
+        needs_x: bool,
+        needs_weight: bool,
+        needs_bias: bool,
+    ) -> list[Tensor]:
+        summed = _find_dtype(dtype) if self._operator.sums_input_grad else x.dtype
+        found = [torch.empty_like(x, dtype=summed)] if needs_x else []
+        found += [torch.empty_like(weight)] if needs_weight else []
+        return [*found, weight.new_empty(weight.shape[0])] if needs_bias else found
+
+    def _differentiate(self, ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        x, weight = ctx.saved_tensors
+        needs_x, needs_weight, needs_bias = ctx.needs_input_grad[:3]
+        gathers = self._operator.gathers_grad
+        needs = needs_x, needs_weight, needs_bias and gathers  # else the compiler can fuse the bias' gradient
+        found = list(self._backward(grad, x, weight, *ctx.rest, *needs)) if any(needs) else []
+        dx = found.pop(0).to(x.dtype) if needs_x else None
+        dw = found.pop(0) if needs_weight else None
+        db = None if not needs_bias else found.pop(0) if gathers else grad.sum(0)
+        return dx, dw, db, None, None, None
+
+
+def compute_linear(
     operator: str,
     x: Tensor,
     weight: Tensor,
@@ -34,73 +125,30 @@ def run(
     group: dist.ProcessGroup,
     dim: int,
     schedule: Schedule,
-    *,
-    partial: bool,
 ) -> Tensor:
-    """Do what an autograd function does; see :data:`ovpatch_plugins.tp_linear.autograd.FUNCTIONS`."""
-    if partial:
+    """Compute a linear as a node of a graph.
+
+    Args:
+        operator: Its name in :data:`~ovpatch_plugins.tp_linear.operators.OPERATORS`.
+        x: The input on this rank, ``[.., s, .., k]``.
+        weight: This rank's part, ``[n, k]``.
+        bias: ``[n]``, or None.
+        group: The ranks.
+        dim: Which dimension of the input comes first in rows.
+        schedule: In which order products and collectives are launched.
+    """
+    if operator == LocalLinear.name:
         return torch.nn.functional.linear(x, weight, bias)
-    rows, used, added = cast(x.device.type, to_rows(x, dim), weight, bias)
-    name, how = group.group_name, schedule.name
-    if operator == "gather_linear":
-        result = _gather_linear(rows, used, added, name, how, str(x.dtype)[6:])
-    elif operator == "linear_scatter":
-        result = _linear_scatter(rows, used, added, name, how)
-    elif operator == "linear_reduce":
-        result = _linear_reduce(rows, used, name, how)
-        result = result if added is None else result + added
-    else:
-        result = _replicated_linear(rows, used, added, name, how, str(x.dtype)[6:])
-    return from_rows(result, x.shape, dim)
+    rows, used, added = cast_operands(x.device.type, to_rows(x, dim), weight, bias)
+    last = added if operator == "linear_reduce" else None  # which the compiler can fuse with what follows
+    first = added if last is None else None
+    result = _CUSTOM_OPS[operator](rows, used, first, group.group_name, schedule.name, str(x.dtype)[6:])
+    return from_rows(result if last is None else result + last, x.shape, dim)
 
 
-def _group(name: Any) -> dist.ProcessGroup:
-    return distributed_c10d._resolve_process_group(name)
-
-
-def _of(group: str, like: Tensor) -> TPGroup:
-    return wires_of.of(_group(group), like.device)
-
-
-def _world(group: str) -> int:
-    return _group(group).size()
-
-
-def _at(name: str) -> Schedule:
-    for kind in ("chunk", "auto"):
-        if name.startswith(kind):
-            return named(kind, int(name.removeprefix(kind)), anew=True)
-    return named(name, 1)
-
-
-def _count() -> None:
-    COUNTERS.calls += 1
-    COUNTERS.compiled_calls += 1
-
-
-_LIBRARY: Final = torch.library.Library("ovpatch", "FRAGMENT")  # operators go with it
-
-
-def _operator(function: Callable[..., Any]) -> Any:
-    """Make an operator of a function; ``torch.library.custom_op`` would check results at each call, for 10 µs."""
-    name = function.__name__[1:]
-    _LIBRARY.define(name + torch.library.infer_schema(function, mutates_args=()))
-    _LIBRARY.impl(name, function, "CompositeExplicitAutograd")
-    return getattr(torch.ops.ovpatch, name).default
-
-
-def _fake(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Say by a function of which shapes an operator's results are."""
-    found: Callable[[Callable[..., Any]], Callable[..., Any]] = torch.library.register_fake(
-        f"ovpatch::{name}", lib=_LIBRARY
-    )
-    return found
-
-
-def _differentiate(name: str, backward: Callable[..., Any], keep: Callable[..., None]) -> None:
-    """Say how an operator is differentiated, and that the operator which does so is not."""
-    torch.library.register_autograd(f"ovpatch::{name}", backward, setup_context=keep, lib=_LIBRARY)
-    torch.library.register_autograd(f"ovpatch::{name}_backward", _refuse, lib=_LIBRARY)
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    x, weight, _, *ctx.rest = inputs
+    ctx.save_for_backward(x, weight)
 
 
 def _refuse(ctx: Any, *grads: Any) -> Any:
@@ -109,179 +157,24 @@ def _refuse(ctx: Any, *grads: Any) -> Any:
     )
 
 
-def _keep(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    x, weight, bias, *ctx.rest = inputs
-    ctx.save_for_backward(x, weight)
-    ctx.biased = bias is not None and bias.requires_grad
-    ctx.needs = x.requires_grad, weight.requires_grad
+def _find_group(name: Any) -> dist.ProcessGroup:
+    return distributed_c10d._resolve_process_group(name)
 
 
-def _dtype(name: str) -> torch.dtype:
+def _find_ranks(group: str, x: Tensor) -> TPGroup:
+    return tp_group.of(_find_group(group), x.device)
+
+
+def _parse_schedule(name: str) -> Schedule:
+    for kind in ("chunk", "auto"):
+        if name.startswith(kind):
+            return find_schedule(kind, int(name.removeprefix(kind)), anew=True)
+    return find_schedule(name, 1)
+
+
+def _find_dtype(name: str) -> torch.dtype:
     found: torch.dtype = getattr(torch, name)
     return found
 
 
-def _column_grads(backward: Any, ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-    """Return the gradients of a linear whose features are cut, which an operator computes."""
-    found = list(backward(grad, *ctx.saved_tensors, *ctx.rest, *ctx.needs)) if any(ctx.needs) else []
-    dx = found.pop(0).to(ctx.saved_tensors[0].dtype) if ctx.needs[0] else None
-    return dx, found[0] if found else None, grad.sum(0) if ctx.biased else None, None, None, None
-
-
-def _shapes_of_column_grads(
-    grad: Tensor, x: Tensor, weight: Tensor, group: str, schedule: str, dtype: str, needs_x: bool, needs_weight: bool
-) -> list[Tensor]:
-    found = [torch.empty_like(x, dtype=_dtype(dtype))] if needs_x else []
-    return [*found, torch.empty_like(weight)] if needs_weight else found
-
-
-def _into(found: list[Tensor]) -> WeightGrads:
-    """Return what puts weights' gradients into a list."""
-
-    def take(x: Tensor, grads: Sequence[Tensor | None]) -> None:
-        found.extend(weight_grad(grad, x) for grad in grads if grad is not None)
-
-    return take
-
-
-# ---------------------------------------------------------------- gather, then linear
-
-
-@_operator
-def _gather_linear(x: Tensor, weight: Tensor, bias: Tensor | None, group: str, schedule: str, dtype: str) -> Tensor:
-    _count()
-    (out,), _ = _at(schedule).gather_linear(_of(group, x), x, [weight], [bias], False)
-    return out
-
-
-@_fake("gather_linear")
-def _(x: Tensor, weight: Tensor, bias: Tensor | None, group: str, schedule: str, dtype: str) -> Tensor:
-    return x.new_empty((x.shape[0] * _world(group), weight.shape[0]))
-
-
-@_operator
-def _gather_linear_backward(
-    grad: Tensor, x: Tensor, weight: Tensor, group: str, schedule: str, dtype: str, needs_x: bool, needs_weight: bool
-) -> list[Tensor]:
-    found: list[Tensor] = []
-    take, wanted = _into(found) if needs_weight else None, _dtype(dtype) if needs_x else None
-    asked = ColumnGrads([grad.contiguous()], x, [weight], take, wanted, anew=True)
-    dx = _at(schedule).gather_linear_backward(_of(group, x), asked)
-    return found if dx is None else [dx, *found]
-
-
-_fake("gather_linear_backward")(_shapes_of_column_grads)
-_differentiate("gather_linear", functools.partial(_column_grads, _gather_linear_backward), _keep)
-
-
-# ---------------------------------------------------------------- linear, then reduce-scatter
-
-
-@_operator
-def _linear_scatter(x: Tensor, weight: Tensor, bias: Tensor | None, group: str, schedule: str) -> Tensor:
-    _count()
-    result = _at(schedule).linear_scatter(_of(group, x), x, weight)
-    return result if bias is None else result.add_(bias)
-
-
-@_fake("linear_scatter")
-def _(x: Tensor, weight: Tensor, bias: Tensor | None, group: str, schedule: str) -> Tensor:
-    return x.new_empty((x.shape[0] // _world(group), weight.shape[0]))
-
-
-@_operator
-def _linear_scatter_backward(
-    grad: Tensor, x: Tensor, weight: Tensor, group: str, schedule: str, needs_x: bool, needs_params: bool
-) -> list[Tensor]:
-    found: list[Tensor] = []
-
-    def take(whole: Tensor, _: Any) -> None:
-        found.extend((weight_grad(whole, x), whole.sum(0)))
-
-    dx = _at(schedule).linear_scatter_backward(
-        _of(group, x), grad.contiguous(), weight, take if needs_params else None, needs_x
-    )
-    return found if dx is None else [dx, *found]
-
-
-@_fake("linear_scatter_backward")
-def _(
-    grad: Tensor, x: Tensor, weight: Tensor, group: str, schedule: str, needs_x: bool, needs_params: bool
-) -> list[Tensor]:
-    params = [torch.empty_like(weight), weight.new_empty(weight.shape[0])] if needs_params else []
-    return ([torch.empty_like(x)] if needs_x else []) + params
-
-
-def _scatter_grads(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-    needs_x, needs_params = ctx.needs[0], ctx.needs[1] or ctx.biased
-    found: list[Any] = list(_linear_scatter_backward(grad, *ctx.saved_tensors, *ctx.rest, needs_x, needs_params))
-    dx = found.pop(0) if needs_x else None
-    dw, db = found or (None, None)
-    return dx, dw, db if ctx.biased else None, None, None
-
-
-_differentiate("linear_scatter", _scatter_grads, _keep)
-
-
-# ---------------------------------------------------------------- linear, then all-reduce
-
-
-@_operator
-def _linear_reduce(x: Tensor, weight: Tensor, group: str, schedule: str) -> Tensor:
-    _count()
-    return _at(schedule).linear_reduce(_of(group, x), x, weight)
-
-
-@_fake("linear_reduce")
-def _(x: Tensor, weight: Tensor, group: str, schedule: str) -> Tensor:
-    return x.new_empty((x.shape[0], weight.shape[0]))
-
-
-@_operator
-def _linear_reduce_backward(grad: Tensor, x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-    return grad @ weight, weight_grad(grad, x)
-
-
-@_fake("linear_reduce_backward")
-def _(grad: Tensor, x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-    return torch.empty_like(x), torch.empty_like(weight)
-
-
-def _keep_reduce(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    ctx.save_for_backward(*inputs[:2])
-
-
-def _reduce_grads(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-    return *_linear_reduce_backward(grad, *ctx.saved_tensors), None, None
-
-
-_differentiate("linear_reduce", _reduce_grads, _keep_reduce)
-
-
-# ---------------------------------------------------------------- linear of what all ranks have
-
-
-@_operator
-def _replicated_linear(x: Tensor, weight: Tensor, bias: Tensor | None, group: str, schedule: str, dtype: str) -> Tensor:
-    _count()
-    return torch.nn.functional.linear(x, weight, bias)
-
-
-@_fake("replicated_linear")
-def _(x: Tensor, weight: Tensor, bias: Tensor | None, group: str, schedule: str, dtype: str) -> Tensor:
-    return x.new_empty((x.shape[0], weight.shape[0]))
-
-
-@_operator
-def _replicated_linear_backward(
-    grad: Tensor, x: Tensor, weight: Tensor, group: str, schedule: str, dtype: str, needs_x: bool, needs_weight: bool
-) -> list[Tensor]:
-    found: list[Tensor] = []
-    take, wanted = _into(found) if needs_weight else None, _dtype(dtype) if needs_x else None
-    asked = ColumnGrads([grad.contiguous()], x, [weight], take, wanted)
-    dx = _at(schedule).replicated_linear_backward(_of(group, x), asked)
-    return found if dx is None else [dx, *found]
-
-
-_fake("replicated_linear_backward")(_shapes_of_column_grads)
-_differentiate("replicated_linear", functools.partial(_column_grads, _replicated_linear_backward), _keep)
+_CUSTOM_OPS: Final = {name: CustomOp(operator) for name, operator in OPERATORS.items() if name != LocalLinear.name}

@@ -1,10 +1,4 @@
-"""Collectives as dispatch modes see them: the functional operators that stock's DTensors dispatch.
-
-[Note: what a mode sees] ``CommDebugMode`` and its like count operators by their names. What a rank sends must not
-depend on whether it is watched, since others may not be. So the functional operator is dispatched to the modes, and at
-the bottom of their stack a mode of ours takes it, and starts the collective that all ranks start. The answer of a mode
-that does not pass the operator on, as one that simulates ranks, is the result.
-"""
+"""Collectives as dispatch modes see them: the functional operators that stock's DTensors dispatch."""
 
 from __future__ import annotations
 
@@ -54,14 +48,19 @@ def _dispatch(name: str, args: tuple[Any, ...], start: Start) -> Started:
 
 
 class _Taking(TorchDispatchMode):
-    """Starts a collective in an operator's place.
+    """Starts a collective in a functional operator's place.
+
+    [Note: what a mode sees] ``CommDebugMode`` and its like count operators by name. A rank's collectives must not
+    depend on its modes, since other ranks may have none. So the functional operator is dispatched to the modes; at the
+    bottom of their stack this mode takes it, and starts the collective that all ranks start. A mode that does not pass
+    the operator on, as one that simulates ranks, returns the result itself.
 
     Args:
         operator: The operator.
         start: Starts the collective.
 
     Attributes:
-        started: What ``start`` has returned; None if no mode has passed the operator on.
+        started: The result of ``start``; None if no mode has passed the operator on.
     """
 
     def __init__(self, operator: Any, start: Start) -> None:

@@ -1,4 +1,4 @@
-"""Tensor-parallel linears on local tensors, with gradients; they know no DTensor and stand alone.
+"""Tensor-parallel linears on local tensors, with gradients, for scripts with parallel layers of their own.
 
 Activations are ``[.., s, .., k]``, of which one dimension is the sequence, cut evenly over the ranks of a process
 group; weights are a rank's part of a linear's weight, laid out as ``nn.Linear``'s.
@@ -11,11 +11,12 @@ from collections.abc import Sequence
 import torch.distributed as dist
 from torch import Tensor
 
-from ovpatch_plugins.tp_linear import tp_group as wires_of
-from ovpatch_plugins.tp_linear.autograd import GatherLinear, LinearScatter, run
+from ovpatch_plugins.tp_linear import tp_group
+from ovpatch_plugins.tp_linear.autograd import run_operator
 from ovpatch_plugins.tp_linear.config import OpContext, TPConfig
+from ovpatch_plugins.tp_linear.operators import OPERATORS
 from ovpatch_plugins.tp_linear.options import DEFAULT, SCHEDULES
-from ovpatch_plugins.tp_linear.schedules import Schedule, named
+from ovpatch_plugins.tp_linear.schedules import Schedule, find_schedule
 
 CHUNKS = 4
 
@@ -58,12 +59,12 @@ def all_gather_linear(
     _refuse_complex(x, *weights)
     call = OpContext(
         TPConfig(_schedule(schedule, chunks, anew=regather), regather=regather),
-        wires_of.of(group, x.device),
-        _dim(x, dim),
-        len(weights),
+        tp_group.of(group, x.device),
+        dim=_dim(x, dim),
+        count=len(weights),
         constant=not x.requires_grad,
     )
-    results: tuple[Tensor, ...] = run(GatherLinear, call, x, *weights, *given)
+    results: tuple[Tensor, ...] = run_operator(call, x, *weights, *given)
     return results
 
 
@@ -98,13 +99,13 @@ def linear_reduce_scatter(
     """
     how = TPConfig(_schedule(schedule, chunks))
     _refuse_complex(x, weight)
-    dim, wires = _dim(x, dim), wires_of.of(group, x.device)
-    if x.shape[dim] % wires.world:
+    dim, ranks = _dim(x, dim), tp_group.of(group, x.device)
+    if x.shape[dim] % ranks.world:
         raise ValueError(
-            f"dimension {dim} of the input has size {x.shape[dim]}, which does not divide by {wires.world} ranks: pad "
+            f"dimension {dim} of the input has size {x.shape[dim]}, which does not divide by {ranks.world} ranks: pad "
             "the sequence"
         )
-    result: Tensor = run(LinearScatter, OpContext(how, wires, dim), x, weight, bias)
+    result: Tensor = run_operator(OpContext(how, ranks, OPERATORS["linear_scatter"], dim), x, weight, bias)
     return result
 
 
@@ -126,4 +127,4 @@ def _schedule(name: str, chunks: int, *, anew: bool = False) -> Schedule:
     if name not in SCHEDULES or chunks < 1:
         expected = f"{', '.join(SCHEDULES[:-1])} or {SCHEDULES[-1]}"
         raise ValueError(f"schedule={name!r} with chunks={chunks}: expected {expected}, and 1 or more")
-    return named(name, chunks, anew=anew)
+    return find_schedule(name, chunks, anew=anew)

@@ -1,8 +1,8 @@
 """Which groups and which calls the kernels of schedule ``fused`` can serve.
 
-[Note: alike on all ranks] A rank that took another way than its peers would leave them waiting. So what decides is the
-same on all ranks: what they have told each other, dtypes, shapes, and whether a graph is captured. What may be a rank's
-own, as strides and addresses, is put right by a copy.
+A rank that chose another way than its peers would leave them waiting. So the choice depends only on facts that are the
+same on all ranks: their exchanged answers, dtypes, shapes, and whether a graph is captured. Strides and addresses,
+which may differ, are made to fit by a copy.
 """
 
 from __future__ import annotations
@@ -30,23 +30,25 @@ class _Objection(str):
     __slots__ = ()
 
 
-def workspace_of(wires: TPGroup, dtype: torch.dtype, device: torch.device, features: Sequence[int]) -> Workspace | None:
-    """Return where kernels can serve a call, or None if it has to do without.
+def find_workspace(
+    ranks: TPGroup, dtype: torch.dtype, device: torch.device, features: Sequence[int]
+) -> Workspace | None:
+    """Return the workspace in which kernels can compute a call, or None if they cannot.
 
     Args:
-        wires: The ranks.
-        dtype: Of the rows that are moved.
-        device: Where they are.
-        features: All numbers of features on which the ranks have to be one.
+        ranks: The ranks.
+        dtype: The dtype of the rows that are moved.
+        device: The device of the rows.
+        features: All numbers of features on which the ranks have to agree.
     """
     for count in features:
-        if not suits(dtype, count):
+        if not is_supported(dtype, count):
             return None
-    return None if _objection(wires.group, device) else workspace.workspace_for(wires.group, device)
+    return None if _objection(ranks.group, device) else workspace.workspace_for(ranks.group, device)
 
 
-def suits(dtype: torch.dtype, features: int) -> bool:
-    """Tell whether kernels can load rows of a type and of so many features."""
+def is_supported(dtype: torch.dtype, features: int) -> bool:
+    """Tell whether kernels can load rows of a dtype and a number of features."""
     return dtype in DTYPES and features * dtype.itemsize % _ALIGNED == 0
 
 
@@ -57,8 +59,8 @@ def _objection(group: dist.ProcessGroup, device: torch.device) -> str:
     return state.get_or_create(_Objection, lambda: _Objection(support.unsupported_reason(group, device)))
 
 
-def objections() -> list[str]:
-    """Return why groups that asked for kernels do without."""
+def list_objections() -> list[str]:
+    """Return why groups that asked for kernels cannot use them."""
     return sorted({objection for _, objection in group_values(_Objection) if objection})
 
 
@@ -68,21 +70,21 @@ def forget() -> None:
     workspace.drop_workspaces()
 
 
-def aligned(rows: Tensor) -> Tensor:
-    """Return rows that are contiguous and begin where kernels can read."""
+def align_rows(rows: Tensor) -> Tensor:
+    """Return rows that are contiguous, at an address that kernels can read."""
     rows = rows.contiguous()
     return rows.clone() if rows.data_ptr() % _ALIGNED else rows
 
 
-def laid_out(weights: Sequence[Tensor]) -> list[Tensor]:
-    """Return weights of which all are contiguous, or all transposed."""
+def match_layouts(weights: Sequence[Tensor]) -> list[Tensor]:
+    """Return the weights, either all contiguous or all transposed."""
     for packed in (1, 0):
         if all(_is_packed(weight, packed) for weight in weights):
             return list(weights)
-    return [aligned(weight) for weight in weights]
+    return [align_rows(weight) for weight in weights]
 
 
 def _is_packed(weight: Tensor, dim: int) -> bool:
-    """Tell whether numbers that follow each other in a dimension lie side by side, without gaps in the other one."""
+    """Tell whether the elements along a dimension are adjacent, without gaps along the other one."""
     dense = weight.is_contiguous() if dim == 1 else weight.stride() == (1, weight.shape[0])
     return dense and weight.data_ptr() % _ALIGNED == 0

@@ -1,8 +1,8 @@
-"""DTensors and the local tensors in them.
+"""Activations as rows, and DTensors with the local tensors in them.
 
-[Note: DTensors without their API] ``DTensor.from_local()`` and ``to_local()`` are autograd nodes, of 40 µs in forward
-and more in backward. An autograd function may take and return DTensors itself: inside, it looks at the local tensors
-and wraps what it returns, gradients of parameters among it, in a layout that was made once.
+``DTensor.from_local()`` and ``to_local()`` are autograd nodes, with much host time of their own. An autograd function
+may take and return DTensors itself: it reads the local tensors, and wraps its results, gradients of parameters among
+them, in a layout that is made once.
 """
 
 from __future__ import annotations
@@ -17,14 +17,11 @@ from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.tensor import Placement, Shard
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
-from ovpatch_plugins.tp_linear.gemm import linear
+from ovpatch_plugins.tp_linear.schedules.stock import linear
 
-# Activations as rows of a matrix, the dimension that is cut over the ranks first.
-#
-# [Note: rows by rank] A collective on plain memory puts what the ranks send one behind the other. So an activation that
-# is cut along dimension d becomes rows in which d comes first: then what is gathered is a matrix whose rows are in
-# order, and products take it as it is. Mostly that is a view. With a batch in front of the sequence, the small tensors
-# are laid out anew: the shard before it is gathered, and the product's output, which is a rank's part of the features.
+# Activations as rows of a matrix, the dimension that is cut over the ranks first: a collective puts the ranks' rows one
+# behind the other, so a gathered matrix has its rows in order. Mostly the rows are a view. With a batch in front of the
+# sequence, the small tensors are copied: the shard before it is gathered, and the output, a part of the features.
 
 
 def to_rows(x: Tensor, dim: int) -> Tensor:
@@ -55,13 +52,13 @@ def from_rows(rows: Tensor, shape: torch.Size, dim: int) -> Tensor:
     return rows.view(first, *before, *behind, rows.shape[-1]).movedim(0, dim).contiguous()
 
 
-def place(rows: Tensor, features: int, shape: torch.Size, dim: int) -> Tensor:
-    """Return memory for what a linear makes of rows: an activation, contiguous; arguments as of :func:`from_rows`."""
+def make_output(rows: Tensor, features: int, shape: torch.Size, dim: int) -> Tensor:
+    """Return memory for a linear's output, a contiguous activation; arguments as of :func:`from_rows`."""
     others = prod(shape[:dim]) * prod(shape[dim + 1 : -1])
     return rows.new_empty((*shape[:dim], len(rows) // max(others, 1), *shape[dim + 1 : -1], features))
 
 
-def fill(activation: Tensor, rows: Tensor, weight: Tensor, bias: Tensor | None, dim: int) -> None:
+def fill_output(activation: Tensor, rows: Tensor, weight: Tensor, bias: Tensor | None, dim: int) -> None:
     """Compute a linear of rows into an activation."""
     if _in_front(activation.shape, dim):
         linear(rows, weight, bias, out=activation.view(-1, activation.shape[-1]))
@@ -73,22 +70,22 @@ def _in_front(shape: torch.Size, dim: int) -> bool:
     return not dim or all(size == 1 for size in shape[:dim])
 
 
-# What stock's placements say about an activation, and whether single operations are recorded.
+# Placements of an activation, and modes that record operations.
 
 
-def sequence_dim(layout: Placement, x: Tensor) -> int | None:
-    """Return along which dimension of ``x`` a layout cuts, unless that is the last one, or none."""
+def find_sequence_dim(layout: Placement, x: Tensor) -> int | None:
+    """Return the dimension of ``x`` along which a layout cuts; None if it is the last one, or none."""
     if type(layout) is not Shard:
         return None
     dim = layout.dim + x.dim() if layout.dim < 0 else layout.dim
     return dim if 0 <= dim < x.dim() - 1 else None
 
 
-def traced() -> bool:
-    """Tell whether single operations are recorded, to be kept, changed or repeated: there stock's have to be seen.
+def is_traced() -> bool:
+    """Tell whether single operations are recorded, to be kept, changed or repeated: stock's have to be seen then.
 
-    Selective checkpointing does so, torch.func, and whatever traces graphs; not so modes that only watch, as those that
-    count: they may be on one rank alone, which must not issue other collectives then.
+    Selective checkpointing, torch.func and tracers record. Modes that only count do not: they may be on one rank alone,
+    which must not issue other collectives then.
     """
     if torch._C._len_torch_dispatch_stack() and any(map(_records, _get_current_dispatch_mode_stack())):
         return True
@@ -104,24 +101,24 @@ def _records(mode: Any) -> bool:
     return getattr(mode, "_mode_key", None) is not None or type(mode).__module__ == "torch.utils.checkpoint"
 
 
-_KEPT = 1024  # layouts; batches of ever new lengths must not fill the memory
+_KEPT = 1024  # layouts; batches of ever new lengths must not fill memory
 
 _specs: dict[Any, Any] = {}
 
 
-def local(tensor: Tensor) -> Tensor:
-    """Return a tensor's memory on this rank."""
+def get_local(tensor: Tensor) -> Tensor:
+    """Return the local tensor of a DTensor, or the tensor itself."""
     found: Tensor | None = getattr(tensor, "_local_tensor", None)
     return tensor if found is None else found
 
 
-def arrived(x: Tensor) -> Tensor:
-    """Return a tensor that one of torch's functional collectives writes, when it is there."""
+def wait_for(x: Tensor) -> Tensor:
+    """Return a tensor, after waiting for the functional collective that writes it, if one does."""
     return x.trigger_wait() if isinstance(x, AsyncCollectiveTensor) else x
 
 
-def like(grad: Tensor, tensor: Tensor) -> Tensor:
-    """Return a local gradient as what a parameter is."""
+def wrap_grad(grad: Tensor, tensor: Tensor) -> Tensor:
+    """Return a local gradient as a DTensor if the parameter is one."""
     spec = getattr(tensor, "_spec", None)
     if spec is None:
         return grad
@@ -129,13 +126,13 @@ def like(grad: Tensor, tensor: Tensor) -> Tensor:
     return made
 
 
-def wrapped(tensor: Tensor, mesh: Any, placement: Any) -> Tensor:
+def wrap_local(tensor: Tensor, mesh: Any, placement: Any) -> Tensor:
     """Return a DTensor of a contiguous local tensor, as ``DTensor.from_local`` would, outside of autograd.
 
     Args:
-        tensor: This rank's part; all ranks' are of the same shape.
-        mesh: Of one dimension.
-        placement: Over it.
+        tensor: This rank's part, of the same shape on all ranks.
+        mesh: A mesh of one dimension.
+        placement: The placement over it.
     """
     key = mesh, placement, tensor.shape, tensor.dtype
     spec = _specs.get(key)
@@ -149,18 +146,18 @@ def wrapped(tensor: Tensor, mesh: Any, placement: Any) -> Tensor:
     return made
 
 
-def unwrapped(grad: Any, placement: Any) -> Tensor:
-    """Return the local part of a gradient, laid out as a tensor of this placement was.
+def unwrap_grad(grad: Any, placement: Any) -> Tensor:
+    """Return the local part of an output's gradient, in the output's placement.
 
     Args:
-        grad: Of a tensor that was handed out: a DTensor if that was one.
-        placement: Of the tensor; None if it was none.
+        grad: The gradient; a DTensor if the output was one.
+        placement: The output's placement; None if it was no DTensor.
     """
     if placement is None or not isinstance(grad, _dtensor()):
-        return arrived(grad)
+        return wait_for(grad)
     if grad._spec.placements != (placement,):
         grad = grad.redistribute(placements=(placement,))
-    return arrived(grad._local_tensor)
+    return wait_for(grad._local_tensor)
 
 
 def is_partial(tensor: Any) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import gc
 import importlib.util
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -41,7 +42,7 @@ def ovpatch_reasons_against() -> Sequence[str]:
 
 @hookimpl
 def ovpatch_register(patches: Registrar, options: Mapping[str, Any]) -> None:
-    """Register the patches. Their module costs half a second to import; if it is not there, they wait for it."""
+    """Register the patches; they wait for the import of their target, which costs half a second."""
     _settings.clear()
     _settings.update(options)
     for name in ("ColwiseParallel", "RowwiseParallel"):
@@ -60,29 +61,24 @@ def ovpatch_register(patches: Registrar, options: Mapping[str, Any]) -> None:
 
 @hookimpl
 def ovpatch_activate() -> Sequence[str]:
-    """Take over what was made parallel before."""
-    if _STYLE not in sys.modules:
-        return []
-    _turned_on()
-    from ovpatch_plugins.tp_linear import takeover
-
-    return takeover.recover()
+    """Take over the modules that are cut already."""
+    return _load_takeover().recover_modules() if _has_cut_modules() else []
 
 
 @hookimpl
 def ovpatch_deactivate() -> None:
     """Give all modules back to stock."""
-    state = sys.modules.get("ovpatch_plugins.tp_linear.config")
-    if state is not None:
-        state.STATE.on = False
+    config = sys.modules.get("ovpatch_plugins.tp_linear.config")
+    if config is not None:
+        config.STATE.on = False
     takeover = sys.modules.get("ovpatch_plugins.tp_linear.takeover")
     if takeover is not None:
-        takeover.give_all_back()
+        takeover.give_back_modules()
 
 
 @hookimpl
 def ovpatch_counters() -> Mapping[str, int]:
-    """Return what the feature did so far."""
+    """Return the counters of this process."""
     from ovpatch_plugins.tp_linear.report import COUNTERS
 
     return COUNTERS.as_dict()
@@ -90,20 +86,20 @@ def ovpatch_counters() -> Mapping[str, int]:
 
 @hookimpl
 def ovpatch_remarks() -> Sequence[str]:
-    """Return what was chosen by measurement, what was left to stock, and what was computed for nothing."""
+    """Return the measured choices, the linears that stock computes and why, and products that no linear used."""
     from ovpatch_plugins.tp_linear.report import COUNTERS
 
     autotune = sys.modules.get("ovpatch.overlap.autotune")
     remarks = [] if autotune is None else autotune.report_lines("tp_linear")
     sharing = sys.modules.get("ovpatch_plugins.tp_linear.fused_support")
     if sharing is not None:
-        remarks += [f"schedule fused computes as bulk does: {reason}" for reason in sharing.objections()]
+        remarks += [f"schedule fused computes as bulk does: {reason}" for reason in sharing.list_objections()]
     takeover = sys.modules.get("ovpatch_plugins.tp_linear.takeover")
     if takeover is not None:
-        remarks += [f"{name} is left to stock: {reason}" for name, reason in takeover.left_alone().items()]
+        remarks += [f"{name} is left to stock: {reason}" for name, reason in takeover.list_left_linears().items()]
     if COUNTERS.unused:
         remarks.append(
-            f"{COUNTERS.unused} products were computed with a shared gather and never asked for: "
+            f"{COUNTERS.unused} products were computed with a shared gather and never used: "
             "OVPATCH_TP_LINEAR_SHARED_GATHER=0 saves them"
         )
     return remarks
@@ -115,7 +111,7 @@ _settings: dict[str, Any] = {}
 def _wrap_linear(apply: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(apply)
     def _apply(self: Any, module: Any, device_mesh: Any) -> Any:
-        return _turned_on().apply_to_linear(apply, self, module, device_mesh)
+        return _load_takeover().apply_to_linear(apply, self, module, device_mesh)
 
     return _apply
 
@@ -123,13 +119,24 @@ def _wrap_linear(apply: Callable[..., Any]) -> Callable[..., Any]:
 def _wrap_gather(apply: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(apply)
     def _apply(self: Any, module: Any, device_mesh: Any) -> Any:
-        return _turned_on().apply_to_module(apply, self, module, device_mesh)
+        return _load_takeover().apply_to_module(apply, self, module, device_mesh)
 
     return _apply
 
 
-def _turned_on() -> Any:
-    """Return the module that takes modules over; the first call after ``apply()`` imports it and sets the options."""
+def _has_cut_modules() -> bool:
+    """Tell whether ``parallelize_module`` has cut a module; looks through all objects where it can have."""
+    import torch
+
+    if _STYLE not in sys.modules or not torch.distributed.is_initialized():
+        return False
+    # Not isinstance, which asks objects for their __class__ and so runs foreign code.
+    modules = (one for one in gc.get_objects() if issubclass(type(one), torch.nn.Module))
+    return any("_distribute_module_applied" in vars(module) for module in modules)
+
+
+def _load_takeover() -> Any:
+    """Return :mod:`.takeover`; the first call after ``apply()`` sets the options."""
     from ovpatch_plugins.tp_linear import takeover
     from ovpatch_plugins.tp_linear.config import STATE
 

@@ -1,4 +1,4 @@
-"""What the feature did in this process."""
+"""Counters of the feature in this process."""
 
 from __future__ import annotations
 

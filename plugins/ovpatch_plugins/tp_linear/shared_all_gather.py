@@ -1,32 +1,4 @@
-"""One gather for several linears, computed together with their products.
-
-[Note: products behind one gather] ``PrepareModuleInput`` gathers an attention's or a gated feed-forward's input once,
-in a forward pre-hook of the parent, and the linears in it get the gathered DTensor. Which they are can be told from the
-parent: its own children that are cut by columns and take a replicated input. Gather and products are one autograd node
-then, whose backward adds up their input gradients before it sends them, and hides that under the weights' gradients.
-Its outputs wait until each linear is called with that very tensor. Where the schedule cuts the gather to hide it, they
-are computed with it; else they are empty until then, and the linear computes into its own.
-
-[Note: nothing has changed since] An output is handed out only if nothing has changed since the gather: the weight, the
-gathered tensor's values, autocast, grad mode, and what keeps tensors for backward (a region of a checkpoint must keep
-what it will compute again). Where something has, the linear computes for itself. What is computed ahead needs more: the
-weight's values must be the same, which a version tells, but not for writes through ``.data``; so nothing is where hooks
-will still run that could write.
-
-[Note: same collectives on all ranks] Hooks, profilers and counters may be on one rank alone. So what is sent does not
-depend on what is computed ahead: forward gathers once; backward adds up over the ranks once, the gradients of products
-computed ahead and the terms of linears that computed for themselves, whose DTensors say that they are terms; and it
-gathers anew if any of the linears, by how they are cut, has a weight to train.
-
-[Note: whose gradient it is] The products' gradients go to the input of the gather, past the gathered tensor. Who looks
-at that tensor's gradient, by a hook or ``retain_grad()``, gets no products from it; who begins to after a product has
-been handed out is told so in backward.
-
-[Note: DTensors of parameters] ``DistributedDataParallel(device_mesh=)`` takes local tensors for parameters, and in the
-first forward puts DTensors of them in their places, as plain attributes that stay. They are views of the parameters, by
-a node that keeps nothing, so they are as good as these. What else stands there has been computed, as by
-``weight_norm``: the next call will compute it anew, and the graph of the last may be gone.
-"""
+"""One all-gather for several linears, computed together with their products."""
 
 from __future__ import annotations
 
@@ -44,10 +16,10 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel.style import PrepareModuleInput
 
 from ovpatch.overlap.tensors.autocast import autocast_dtype
-from ovpatch_plugins.tp_linear import tp_group as wires_of
-from ovpatch_plugins.tp_linear.autograd import GatherLinear, run
+from ovpatch_plugins.tp_linear import tp_group
+from ovpatch_plugins.tp_linear.autograd import run_operator
 from ovpatch_plugins.tp_linear.config import STATE, OpContext, TPConfig
-from ovpatch_plugins.tp_linear.layout import fill, local, sequence_dim, traced
+from ovpatch_plugins.tp_linear.layout import fill_output, find_sequence_dim, get_local, is_traced
 from ovpatch_plugins.tp_linear.report import COUNTERS
 from ovpatch_plugins.tp_linear.tp_group import TPGroup
 
@@ -66,10 +38,13 @@ class _Product(NamedTuple):
 
 
 class GatherGuard:
-    """Tells backward whether somebody looks at the gathered tensor's gradient; see [Note: whose gradient it is].
+    """Refuses a backward in which the gathered tensor's gradient is read.
+
+    The products' gradients go to the input of the gather, past the gathered tensor. A hook or ``retain_grad()`` on that
+    tensor would miss them, if it is registered after a product has been handed out.
 
     Attributes:
-        handed_out: Weights of products that were, and their versions then.
+        handed_out: Weights of the products that were handed out, with their versions at that time.
     """
 
     def __init__(self) -> None:
@@ -77,19 +52,19 @@ class GatherGuard:
         self._gathered: Callable[[], Any] = lambda: None
         self._hooks: dict[int, Any] = {}
 
-    def begin(self, gathered: Any) -> Callable[[], Any]:
-        """Watch a tensor; return a weak reference to it."""
-        self._gathered = weakref.ref(gathered, functools.partial(_let_go, id(gathered)))
+    def watch_tensor(self, gathered: Any) -> Callable[[], Any]:
+        """Watch the gathered tensor, and return a weak reference to it."""
+        self._gathered = weakref.ref(gathered, functools.partial(_drop_outputs, id(gathered)))
         if gathered.requires_grad:  # hooks outlive the tensor, in a dictionary that the first one makes
-            gathered.register_hook(_nothing).remove()
+            gathered.register_hook(_do_nothing).remove()
             self._hooks = gathered._backward_hooks
         return self._gathered
 
-    def check(self) -> None:
-        """Be called before backward.
+    def check_backward(self) -> None:
+        """Check that the products' gradients may go past the gathered tensor.
 
         Raises:
-            RuntimeError: Somebody looks, or has written into a weight meanwhile.
+            RuntimeError: The gathered tensor's gradient is read, or a weight has been written into.
         """
         for weight, version in self.handed_out:
             if weight._version != version:
@@ -109,14 +84,20 @@ class GatherGuard:
 
 
 class PrecomputedOutputs:
-    """Outputs that wait for their linears; see [Note: nothing has changed since].
+    """Outputs that wait for their linears to be called.
+
+    [Note: nothing has changed since] An output is handed out only if nothing has changed since the gather: the weight,
+    the gathered tensor's values, autocast, grad mode, and what keeps tensors for backward (a region of a checkpoint
+    must keep what it will compute again). Otherwise the linear computes for itself. An output that was computed ahead
+    also needs the weight's values of then. A version tells these, but not writes through ``.data``; so nothing is
+    computed ahead where hooks that could write still have to run.
 
     Args:
         gathered: The tensor with which the linears will be called.
         linears: The linears.
-        outputs: Of each.
-        watch: Told when an output is handed out.
-        later: What linears need that have to compute their products themselves; None if all are there.
+        outputs: The output of each.
+        watch: Records the outputs that are handed out.
+        later: The operands of products that are not computed yet; None if all are.
     """
 
     def __init__(
@@ -127,21 +108,21 @@ class PrecomputedOutputs:
         watch: GatherGuard,
         later: _Later | None,
     ) -> None:
-        self.gathered = watch.begin(gathered)
-        self._watch, self._conditions = watch, _conditions(gathered)
-        self._dim, (self._rows, places) = (0, (None, ())) if later is None else (later.dim, later.taken())
+        self.gathered = watch.watch_tensor(gathered)
+        self._watch, self._conditions = watch, _capture_conditions(gathered)
+        self._dim, (self._rows, places) = (0, (None, ())) if later is None else (later.dim, later.take_operands())
         self._waiting: dict[int, _Product] = {}
         for i, (linear, output) in enumerate(zip(linears, outputs, strict=True)):
             weight, bias = linear.weight, linear.bias
             versions, place = (_version(weight), _version(bias)), places[i] if places else None
             self._waiting[id(linear)] = _Product(output, place, weight, bias, versions)
 
-    def take(self, x: Tensor, linear: nn.Linear) -> Tensor | None:
-        """Return a linear's output, once, unless it has to be computed apart."""
+    def take_output(self, x: Tensor, linear: nn.Linear) -> Tensor | None:
+        """Return a linear's output, once; None if the linear has to compute it."""
         found = self._waiting.get(id(linear))
         if found is None or linear.weight is not found.weight or linear.bias is not found.bias:
             return None
-        if _conditions(x) != self._conditions or _observed(x):
+        if _capture_conditions(x) != self._conditions or _is_grad_read(x):
             return None
         if found.place is None:
             if (_version(found.weight), _version(found.bias)) != found.versions:
@@ -155,13 +136,13 @@ class PrecomputedOutputs:
         return found.output
 
     def _compute(self, found: _Product) -> bool:
-        """Compute a product into its place, unless the weight does not fit into it any more."""
+        """Compute a product into its memory; return False if the weight has another number of rows by now."""
         place, rows = found.place, self._rows
-        weight, bias = local(found.weight), None if found.bias is None else local(found.bias)
+        weight, bias = get_local(found.weight), None if found.bias is None else get_local(found.bias)
         if place is None or rows is None or len(weight) != place.shape[-1]:
             return False
         with torch.no_grad():
-            fill(place, rows, weight.to(rows.dtype), None if bias is None else bias.to(rows.dtype), self._dim)
+            fill_output(place, rows, weight.to(rows.dtype), None if bias is None else bias.to(rows.dtype), self._dim)
         return True
 
     def __del__(self) -> None:
@@ -169,9 +150,9 @@ class PrecomputedOutputs:
 
 
 class _Later:
-    """What is needed for products that are computed behind the gather.
+    """The operands of products that their linears compute when they are called.
 
-    The autograd node knows of it for as long as the graph lives: it must not hold memory.
+    The autograd node refers to it for as long as the graph lives, so it lets go of memory once it is taken.
 
     Args:
         dim: Which dimension of activations comes first in rows.
@@ -183,11 +164,11 @@ class _Later:
         self._places: Sequence[Tensor] = ()
 
     def __call__(self, rows: Tensor, places: list[Tensor]) -> None:
-        """Be told the gathered rows, ``[M, k]``, and the outputs' memory, of each linear."""
+        """Set the gathered rows, ``[M, k]``, and the memory of each linear's output."""
         self._rows, self._places = rows, places
 
-    def taken(self) -> tuple[Tensor | None, Sequence[Tensor]]:
-        """Return them, and let go of them."""
+    def take_operands(self) -> tuple[Tensor | None, Sequence[Tensor]]:
+        """Return the rows and the outputs' memory, and let go of them."""
         found = self._rows, self._places
         self._rows, self._places = None, ()
         return found
@@ -197,21 +178,21 @@ class _Later:
 _products: dict[int, PrecomputedOutputs] = {}
 
 
-def _let_go(key: int, _: Any) -> None:
+def _drop_outputs(key: int, _: Any) -> None:
     _products.pop(key, None)
 
 
-def _nothing(_: Tensor) -> None:
+def _do_nothing(_: Tensor) -> None:
     pass
 
 
-def claim(x: Any, linear: nn.Linear) -> Tensor | None:
-    """Return what was computed for a linear when its input was gathered, or None."""
+def claim_output(x: Any, linear: nn.Linear) -> Tensor | None:
+    """Return the output that was computed for a linear when its input was gathered, or None."""
     products = _products.get(id(x))
     gathered = None if products is None else products.gathered()
     if products is None or gathered is None or gathered is not x:
         return None
-    output = products.take(gathered, linear)
+    output = products.take_output(gathered, linear)
     if output is not None:
         COUNTERS.calls += 1
         COUNTERS.shared_calls += 1
@@ -219,21 +200,33 @@ def claim(x: Any, linear: nn.Linear) -> Tensor | None:
 
 
 class SharedAllGather:
-    """Stands for the forward pre-hook by which ``PrepareModuleInput`` prepares a module's inputs.
+    """Replaces the forward pre-hook by which ``PrepareModuleInput`` prepares a module's inputs.
+
+    [Note: products behind one gather] ``PrepareModuleInput`` gathers the input of an attention or a gated feed-forward
+    once, in a forward pre-hook of the parent. The linears that read it are the parent's own children that are cut by
+    columns and take a replicated input. Gather and products are one autograd node, whose backward sums their input
+    gradients, sends one reduce-scatter, and hides it under the weights' gradients. Its outputs wait until each linear
+    is called with that very tensor. A schedule that cuts the gather computes them with it; otherwise they are empty
+    until the linear computes into its own.
+
+    [Note: same collectives on all ranks] A hook, a profiler or a counter may be on one rank alone, so no collective
+    depends on what is computed ahead. Forward gathers once. Backward sums over the ranks once: the gradients of
+    products that were computed ahead, and the terms of linears that computed for themselves, whose DTensors are
+    partial. It gathers anew if any of the linears, by how they are cut, has a weight to train.
 
     Args:
         stock: Stock's hook.
         style: The style that made it.
-        mesh: Over which it gathers.
+        mesh: The mesh over which it gathers.
     """
 
     def __init__(self, stock: Callable[..., Any], style: PrepareModuleInput, mesh: DeviceMesh) -> None:
         self.stock, self._style, self._mesh, self._world = stock, style, mesh, mesh.size()
         layouts = style.input_layouts or ()
-        self._is_alone = len(layouts) == 1 and gathers(layouts[0], (style.desired_input_layouts or (None,))[0])
+        self._is_alone = len(layouts) == 1 and is_gather(layouts[0], (style.desired_input_layouts or (None,))[0])
 
     def __deepcopy__(self, memo: dict[int, Any]) -> SharedAllGather:
-        return self  # never changed
+        return self  # it is never changed
 
     def __call__(self, module: nn.Module, *args: Any) -> Any:
         """Prepare the inputs; ``args`` are the positional ones and, if the style wants them, those by keyword."""
@@ -248,7 +241,7 @@ class SharedAllGather:
         return prepare(*args, self._mesh)
 
     def _argument(self, module: nn.Module, x: Any, mesh: DeviceMesh, layout: Any, desired: Any) -> Any:
-        if gathers(layout, desired):
+        if is_gather(layout, desired):
             found = self._gathered(module, x, layout)
             if found is not None:
                 return found
@@ -256,9 +249,9 @@ class SharedAllGather:
 
     def _gathered(self, module: nn.Module, x: Any, layout: Any) -> Any:
         """Return the gathered input, whose products wait for their linears, or None if stock has to gather."""
-        if traced() or torch.is_inference_mode_enabled():  # where no version tells that a tensor has changed
+        if is_traced() or torch.is_inference_mode_enabled():  # where no version tells that a tensor has changed
             return None
-        dim = sequence_dim(layout, x) if isinstance(x, Tensor) else None
+        dim = find_sequence_dim(layout, x) if isinstance(x, Tensor) else None
         if dim is None or not x.numel():
             return None
         given = None
@@ -268,51 +261,51 @@ class SharedAllGather:
                 return None
         elif type(x) is not Tensor or x.device.type != self._mesh.device_type:
             return None
-        linears = readers(module, self._mesh, x)
+        linears = find_readers(module, self._mesh, x)
         if not linears:
             return None
-        wires = wires_of.of(vars(linears[0])["_ovpatch_parallel"].group, x.device)
-        how = _how(wires, linears, x)
+        ranks = tp_group.of(vars(linears[0])["_ovpatch_parallel"].group, x.device)
+        how = _how(ranks, linears, x)
         later = None if how.schedule.ahead else _Later(dim)
-        ahead = [linear for linear in linears if is_plain(linear, module if later is None else None)]
+        ahead = [linear for linear in linears if can_share_node(linear, module if later is None else None)]
         watch = GatherGuard()
         call = OpContext(
             how,
-            wires,
-            dim,
-            len(ahead),
+            ranks,
+            dim=dim,
+            count=len(ahead),
             constant=not x.requires_grad,
             mesh=self._mesh,
             given=given,
             whole=_WHOLE,
-            check=watch.check if x.requires_grad else None,  # else backward needs no weights, and no one hooks
+            check=watch.check_backward if x.requires_grad else None,  # else backward reads no weight
             later=later,
             trains=any(linear.weight.requires_grad for linear in linears),
         )
         weights = [linear.weight for linear in ahead]
-        *outputs, whole = run(GatherLinear, call, x, *weights, *[linear.bias for linear in ahead])
+        *outputs, whole = run_operator(call, x, *weights, *[linear.bias for linear in ahead])
         _products[id(whole)] = PrecomputedOutputs(whole, ahead, outputs, watch, later)
         return whole
 
 
-def _how(wires: TPGroup, linears: Sequence[nn.Linear], x: Tensor) -> TPConfig:
-    """Return how a gather for linears is computed; see [Note: readers of a shared gather]."""
-    here, how = local(x), STATE.how
+def _how(ranks: TPGroup, linears: Sequence[nn.Linear], x: Tensor) -> TPConfig:
+    """Return the config of a gather, chosen by all linears that read it, which are the same on all ranks."""
+    here, how = get_local(x), STATE.config
     if not how.schedule.chooses:
         return how
-    dtype = autocast_dtype(wires.kind, x.dtype) or x.dtype
-    features = [len(local(linear.weight)) for linear in linears]
+    dtype = autocast_dtype(ranks.kind, x.dtype) or x.dtype
+    features = [len(get_local(linear.weight)) for linear in linears]
     rows = here.numel() // here.shape[-1]
-    schedule = how.schedule.together(wires, here.device, rows, here.shape[-1], features, dtype)
+    schedule = how.schedule.choose_for_gather(ranks, here.device, rows, here.shape[-1], features, dtype)
     return dataclasses.replace(how, schedule=schedule)
 
 
-def gathers(layout: Any, desired: Any) -> bool:
+def is_gather(layout: Any, desired: Any) -> bool:
     """Tell whether preparing an argument means to gather it."""
     return layout is not None and desired is not None and layout.is_shard() and desired.is_replicate()
 
 
-def readers(module: nn.Module, mesh: DeviceMesh, x: Tensor) -> list[nn.Linear]:
+def find_readers(module: nn.Module, mesh: DeviceMesh, x: Tensor) -> list[nn.Linear]:
     """Return a module's own linears that read its gathered input: the same on all ranks.
 
     They are cut by columns, over ``mesh``, and take a replicated input, of the features and the dtype of ``x``.
@@ -323,17 +316,22 @@ def readers(module: nn.Module, mesh: DeviceMesh, x: Tensor) -> list[nn.Linear]:
         parallel: TPLinear | None = vars(child).get("_ovpatch_parallel")
         if parallel is None or not parallel.column or not parallel.takes_replicated or parallel.mesh != mesh:
             continue
-        if not isinstance(child, nn.Linear) or not _stands(child) or child.in_features != features:
+        if not isinstance(child, nn.Linear) or not _is_parameter(child) or child.in_features != features:
             continue
         weight = child.weight
         of_dtype = weight.dtype == x.dtype or (casts and weight.dtype != torch.float64)
-        if of_dtype and parallel.fits(weight, child.bias):
+        if of_dtype and parallel.matches(weight, child.bias):
             found.append(child)
     return found
 
 
-def _stands(linear: nn.Linear) -> bool:
-    """Tell whether a weight is there, and not computed at every look or call; see [Note: DTensors of parameters]."""
+def _is_parameter(linear: nn.Linear) -> bool:
+    """Tell whether a weight is a parameter, and not computed at every look or call.
+
+    ``DistributedDataParallel(device_mesh=)`` takes local tensors for parameters, and its first forward puts DTensors of
+    them in their places, as plain attributes. These are views of the parameters by a node that keeps nothing, so they
+    count as parameters. Another tensor there has been computed, as by ``weight_norm``, and its graph may be gone.
+    """
     if "weight" in linear._parameters:
         return True
     weight = vars(linear).get("weight")
@@ -347,12 +345,12 @@ def _stands(linear: nn.Linear) -> bool:
     return type(made).__name__ == "_FromTorchTensorBackward" and all(hasattr(node, "variable") for node in given)
 
 
-def is_plain(linear: nn.Linear, parent: nn.Module | None) -> bool:
-    """Tell whether nothing on this rank speaks against a linear's product being one of the gather's node.
+def can_share_node(linear: nn.Linear, parent: nn.Module | None) -> bool:
+    """Tell whether a linear's product can be one of the gather's node, as far as this rank knows.
 
     Args:
         linear: The linear.
-        parent: The module for which is gathered, if the product is to be computed ahead; that could then be for nobody.
+        parent: The module whose input is gathered, if the product is computed ahead; None if it is computed later.
     """
     weight, bias = linear.weight, linear.bias
     if weight.is_inference() or weight._backward_hooks or (bias is not None and bias._backward_hooks):
@@ -365,15 +363,15 @@ def is_plain(linear: nn.Linear, parent: nn.Module | None) -> bool:
     return not replaced and isinstance(next(reversed(parent._forward_pre_hooks.values())), SharedAllGather)
 
 
-def _observed(gathered: Tensor) -> bool:
+def _is_grad_read(gathered: Tensor) -> bool:
     return bool(gathered._backward_hooks) or gathered.retains_grad
 
 
 def _version(tensor: Tensor | None) -> tuple[int, int] | None:
-    return None if tensor is None else (tensor._version, local(tensor)._version)
+    return None if tensor is None else (tensor._version, get_local(tensor)._version)
 
 
-def _conditions(x: Tensor) -> tuple[Any, ...]:
+def _capture_conditions(x: Tensor) -> tuple[Any, ...]:
     kind = x.device.type
     enabled = torch.is_autocast_enabled(kind)
     keeping = torch._C._autograd._top_saved_tensors_default_hooks(False)

@@ -1,9 +1,4 @@
-"""Taking over modules that ``parallelize_module`` has made parallel, and giving them back.
-
-[Note: hooks aside] Stock does its own work first: it cuts the weights, and registers hooks. Then the hooks are put
-aside, with their places among the module's hooks, and the module's class changes; both are undone when the feature
-goes off.
-"""
+"""Takes over modules that ``parallelize_module`` has cut, and gives them back."""
 
 from __future__ import annotations
 
@@ -12,32 +7,29 @@ import gc
 import inspect
 import weakref
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, NamedTuple
+from dataclasses import dataclass, field
+from typing import Any, Final, NamedTuple
 
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel.style import ColwiseParallel, PrepareModuleInput, RowwiseParallel
 
 from ovpatch_plugins.tp_linear import fused_support, layout, tp_group
-from ovpatch_plugins.tp_linear.module import Linear
 from ovpatch_plugins.tp_linear.report import COUNTERS
-from ovpatch_plugins.tp_linear.shared_all_gather import SharedAllGather, gathers
-from ovpatch_plugins.tp_linear.tp_linear import Style, TPLinear, agree_on_terms
+from ovpatch_plugins.tp_linear.shared_all_gather import SharedAllGather, is_gather
+from ovpatch_plugins.tp_linear.tp_linear import Linear, Style, TPLinear, agree_on_terms
 
 _OURS = ("_prepare_input_fn", "_prepare_output_fn", "_partition_linear_fn")
 
 
-def objection(style: Any, linear: nn.Linear, dimensions: int) -> str:
-    """Return why a linear that a style made parallel is left to stock, or "".
+def find_unsupported_reason(style: Any, linear: nn.Linear, dimensions: int) -> str:
+    """Return why stock computes a linear that a style has cut, or "".
 
     Args:
         style: The style.
         linear: The linear.
-        dimensions: Of the mesh.
+        dimensions: The number of dimensions of the mesh.
     """
-    from torch.distributed.tensor.parallel.style import ColwiseParallel, RowwiseParallel
-
     stock = ColwiseParallel if isinstance(style, ColwiseParallel) else RowwiseParallel
     if type(linear) is not nn.Linear:
         return "a class of its own may have a forward of its own"
@@ -53,20 +45,39 @@ def objection(style: Any, linear: nn.Linear, dimensions: int) -> str:
 Hooks = dict[int, Any]
 
 
-class _Aside(NamedTuple):
-    """Hooks that were put aside, and the order of all hooks before."""
+class _RemovedHooks(NamedTuple):
+    """Hooks that were removed from a module, and the order of all its hooks before."""
 
     hooks: Hooks
     order: list[int]
 
 
-_taken: weakref.WeakKeyDictionary[nn.Module, tuple[_Aside, _Aside]] = weakref.WeakKeyDictionary()
-_gathers: weakref.WeakKeyDictionary[nn.Module, None] = weakref.WeakKeyDictionary()
-_left: dict[str, str] = {}
+@dataclass
+class _TakenOver:
+    """The modules that the feature has taken over.
+
+    Stock works first: it cuts the weights, and registers hooks. Then these hooks are removed, and
+    their places among the module's hooks are kept; the module's class changes. Both are undone when the feature goes
+    off.
+
+    Attributes:
+        linears: Linears, with their removed forward pre-hooks and forward hooks.
+        gathers: Modules with a :class:`SharedAllGather` among their forward pre-hooks.
+        left: Why stock computes a linear, by the name of its class.
+    """
+
+    linears: weakref.WeakKeyDictionary[nn.Module, tuple[_RemovedHooks, _RemovedHooks]] = field(
+        default_factory=weakref.WeakKeyDictionary
+    )
+    gathers: weakref.WeakSet[nn.Module] = field(default_factory=weakref.WeakSet)
+    left: dict[str, str] = field(default_factory=dict)
+
+
+_TAKEN: Final = _TakenOver()
 
 
 def apply_to_linear(apply: Callable[..., nn.Module], style: Style, module: nn.Module, mesh: DeviceMesh) -> nn.Module:
-    """Do what ``ColwiseParallel._apply`` or ``RowwiseParallel._apply`` does, and take the module over."""
+    """Call ``ColwiseParallel._apply`` or ``RowwiseParallel._apply``, and take the module over."""
     ours = type(module) is nn.Linear and mesh.ndim == 1 and mesh.get_coordinate() is not None
     if ours:
         agree_on_terms(mesh.get_group())
@@ -75,23 +86,26 @@ def apply_to_linear(apply: Callable[..., nn.Module], style: Style, module: nn.Mo
     if made is module and isinstance(module, nn.Linear):
         parallel = take_over(module, style, mesh, lambda key: key not in before)
         if parallel is not None and ours:
-            parallel.has_agreed(mesh.get_group())
+            parallel.set_group(mesh.get_group())
     return made
 
 
 def take_over(linear: nn.Linear, style: Style, mesh: DeviceMesh, ours: Callable[[int], bool]) -> TPLinear | None:
-    """Make a linear compute by our operators, unless something speaks against it; return what it knows then.
+    """Let the feature's operators compute a linear, unless it is unsupported.
 
     Args:
-        linear: Cut already.
-        style: The style that cut it.
-        mesh: Over which.
-        ours: Tells which of its hooks, by key, are the style's.
+        linear: A linear that is cut already.
+        style: The style that has cut it.
+        mesh: The mesh over which it is cut.
+        ours: Tells by key which of its hooks are the style's.
+
+    Returns:
+        How the linear is cut; None if stock computes it.
     """
-    if reason := objection(style, linear, mesh.ndim):
-        _left[type(linear).__name__] = reason
+    if reason := find_unsupported_reason(style, linear, mesh.ndim):
+        _TAKEN.left[type(linear).__name__] = reason
         return None
-    _taken[linear] = _put_aside(linear._forward_pre_hooks, ours), _put_aside(linear._forward_hooks, ours)
+    _TAKEN.linears[linear] = _remove_hooks(linear._forward_pre_hooks, ours), _remove_hooks(linear._forward_hooks, ours)
     parallel = TPLinear(isinstance(style, ColwiseParallel), mesh, style)
     object.__setattr__(linear, "_ovpatch_parallel", parallel)
     linear.__class__ = Linear
@@ -102,7 +116,7 @@ def take_over(linear: nn.Linear, style: Style, mesh: DeviceMesh, ours: Callable[
 def apply_to_module(
     apply: Callable[..., nn.Module], style: PrepareModuleInput, module: nn.Module, mesh: DeviceMesh
 ) -> nn.Module:
-    """Do what ``PrepareModuleInput._apply`` does, and take the gather over."""
+    """Call ``PrepareModuleInput._apply``, and take the gather over."""
     before = set(module._forward_pre_hooks)
     made = apply(style, module, mesh)
     if made is module:
@@ -116,48 +130,48 @@ def take_over_gather(module: nn.Module, key: int, style: PrepareModuleInput, mes
 
     Args:
         module: The module.
-        key: Of the forward pre-hook that gathers.
-        style: The style that registered it.
-        mesh: Over which it gathers.
+        key: The key of the forward pre-hook that gathers.
+        style: The style that has registered it.
+        mesh: The mesh over which it gathers.
     """
-    of_its_own = any(
+    overridden = any(
         getattr(type(style), name) is not getattr(PrepareModuleInput, name)
         for name in ("_prepare_input_fn", "_prepare_input_kwarg_fn", "_prepare_input_arg")
     )
-    # With several gathers it cannot be told which linear reads which. A gathered tensor that is no DTensor has, under
-    # stock, a gradient that each linear adds up over the ranks.
-    several = sum(gathers(*pair) for pair in _layouts(style)) != 1
-    if of_its_own or several or mesh.ndim != 1 or style.use_local_output:
+    # With several gathers, nothing tells which linear reads which. The gradient of a gathered tensor that is no DTensor
+    # is, under stock, summed over the ranks by each linear.
+    several = sum(is_gather(*pair) for pair in _layouts(style)) != 1
+    if overridden or several or mesh.ndim != 1 or style.use_local_output:
         return
     module._forward_pre_hooks[key] = SharedAllGather(module._forward_pre_hooks[key], style, mesh)
-    _gathers[module] = None
+    _TAKEN.gathers.add(module)
     COUNTERS.gathers += 1
 
 
-def give_all_back() -> None:
-    """Make all modules stock's again."""
-    for module, (pre, post) in list(_taken.items()):
+def give_back_modules() -> None:
+    """Give all modules back to stock."""
+    for module, (pre, post) in list(_TAKEN.linears.items()):
         if type(module) is not Linear:
-            continue  # FSDP2 has derived a class from it; its forward does what stock does while the feature is off
-        _put_back(module._forward_pre_hooks, pre)
-        _put_back(module._forward_hooks, post)
+            continue  # FSDP2 has derived a class from it; while the feature is off, its forward is stock's
+        _restore_hooks(module._forward_pre_hooks, pre)
+        _restore_hooks(module._forward_hooks, post)
         object.__setattr__(module, "__class__", nn.Linear)
         del module.__dict__["_ovpatch_parallel"]
-        del _taken[module]
-    for module in _gathers:
+        del _TAKEN.linears[module]
+    for module in _TAKEN.gathers:
         for key, hook in module._forward_pre_hooks.items():
             if isinstance(hook, SharedAllGather):
                 module._forward_pre_hooks[key] = hook.stock
-    _gathers.clear()
-    _left.clear()
+    _TAKEN.gathers.clear()
+    _TAKEN.left.clear()
     layout.forget()
     tp_group.forget()
     fused_support.forget()
 
 
-def left_alone() -> Mapping[str, str]:
-    """Return why linears were left to stock, by the name of their class."""
-    return dict(_left)
+def list_left_linears() -> Mapping[str, str]:
+    """Return why stock computes linears, by the name of their class."""
+    return dict(_TAKEN.left)
 
 
 def _layouts(style: PrepareModuleInput) -> Iterator[tuple[Any, Any]]:
@@ -166,33 +180,30 @@ def _layouts(style: PrepareModuleInput) -> Iterator[tuple[Any, Any]]:
         yield given, style.desired_input_kwarg_layouts.get(name)
 
 
-def _put_aside(hooks: Hooks, ours: Callable[[int], bool]) -> _Aside:
+def _remove_hooks(hooks: Hooks, ours: Callable[[int], bool]) -> _RemovedHooks:
     order = list(hooks)
-    return _Aside({key: hooks.pop(key) for key in order if ours(key)}, order)
+    return _RemovedHooks({key: hooks.pop(key) for key in order if ours(key)}, order)
 
 
-def _put_back(hooks: Hooks, aside: _Aside) -> None:
-    """Put hooks back where they were; what was registered meanwhile comes behind, or in front if it was put there."""
-    now = {**hooks, **aside.hooks}
+def _restore_hooks(hooks: Hooks, removed: _RemovedHooks) -> None:
+    """Restore hooks to their places; hooks that were registered meanwhile stay behind them, or in front of all."""
+    now = {**hooks, **removed.hooks}
     later = list(hooks)
-    first = next((i for i, key in enumerate(later) if key in aside.order), 0)
-    known = [key for key in aside.order if key in now]
-    order = [*later[:first], *known, *(key for key in later[first:] if key not in aside.order)]
+    first = next((i for i, key in enumerate(later) if key in removed.order), 0)
+    known = [key for key in removed.order if key in now]
+    order = [*later[:first], *known, *(key for key in later[first:] if key not in removed.order)]
     hooks.clear()
     hooks.update({key: now[key] for key in order})
 
 
-# Modules that were made parallel before ``ovpatch.apply()``.
-#
-# Their hooks still know the styles: torch registers local functions, whose closures hold them.
+# Modules that were cut before ``ovpatch.apply()``: torch registers local functions as hooks, whose closures still hold
+# the style and the mesh.
 
 _STYLES: tuple[type[Style], ...] = (ColwiseParallel, RowwiseParallel)
 
 
-def recover() -> list[str]:
-    """Take over what is parallel already; return remarks on what could not be."""
-    if not dist.is_initialized():
-        return []  # nothing can have been made parallel; spares walking all objects
+def recover_modules() -> list[str]:
+    """Take over the modules that are cut already; return remarks on those that could not be."""
     remarks = []
     # Not isinstance, which asks objects for their __class__ and so runs foreign code.
     modules = [module for module in gc.get_objects() if issubclass(type(module), nn.Module)]
@@ -216,7 +227,7 @@ def recover() -> list[str]:
 
 
 def _is_cut_and_changed(module: nn.Module) -> bool:
-    """Whether it is of a class that was made of nn.Linear after parallelize_module, as by fully_shard."""
+    """Tell whether a cut linear has got a class derived from nn.Linear since, as ``fully_shard`` makes one."""
     kind = type(module)
     return kind is not Linear and nn.Linear in kind.__bases__ and bool(vars(module).get("_distribute_module_applied"))
 
@@ -246,7 +257,7 @@ def _style(prepare: Any, finish: Any) -> Style | None:
 
 
 def _closure(hook: Any) -> dict[str, Any]:
-    """Return what a function of torch's styles has closed over."""
+    """Return the closure of a hook that torch's styles have registered, by name; empty for other hooks."""
     if not inspect.isfunction(hook) or not (hook.__module__ or "").startswith("torch.distributed.tensor"):
         return {}
     cells = zip(hook.__code__.co_freevars, hook.__closure__ or (), strict=True)

@@ -57,7 +57,7 @@ class TPGroup:
         whole = rows.new_empty((self.world * rows.shape[0], rows.shape[1]))
         return whole, self._gather([whole], [rows])
 
-    def gathered(self, rows: Tensor) -> Tensor:
+    def gather_rows(self, rows: Tensor) -> Tensor:
         """Gather ``[m, k]`` into ``[world * m, k]``."""
         whole, pending = self.all_gather(rows)
         pending.wait()
@@ -96,7 +96,7 @@ class TPGroup:
 
 
 def of(group: dist.ProcessGroup, device: torch.device) -> TPGroup:
-    """Return the wires of a group; made once."""
+    """Return the :class:`TPGroup` of a process group; it is made once."""
     state, key = group_state(group), (TPGroup, device)
     found: TPGroup | None = state.values.get(key)  # without the calls of a first time, for every linear asks
     if found is None:

@@ -1,12 +1,4 @@
-"""What a taken-over linear knows of how it is parallel, and the choice between our operators and stock's path.
-
-[Note: stock's path] Stock gathers in a forward pre-hook and scatters in a forward hook. Taken over, a linear has
-neither; where our operators do not apply, its forward calls what the hooks called, in between the product of
-DTensors.
-
-[Note: decided once] Comparing placements, and looking up groups, takes microseconds. So what follows from an input's
-layout is decided once and kept as a :class:`_OpPlan`; what depends on the very tensors is asked at each call.
-"""
+"""How a linear is cut, and which operator computes an input."""
 
 from __future__ import annotations
 
@@ -21,13 +13,13 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 from torch.distributed.tensor.parallel.style import ColwiseParallel, RowwiseParallel
 
 from ovpatch.overlap.comm.consensus import check_consistent_once
-from ovpatch_plugins.tp_linear import custom_ops
-from ovpatch_plugins.tp_linear import tp_group as wires_of
-from ovpatch_plugins.tp_linear.autograd import FUNCTIONS, run
+from ovpatch_plugins.tp_linear import custom_ops, tp_group
+from ovpatch_plugins.tp_linear.autograd import run_operator
 from ovpatch_plugins.tp_linear.config import STATE, OpContext
-from ovpatch_plugins.tp_linear.layout import sequence_dim, traced
+from ovpatch_plugins.tp_linear.layout import find_sequence_dim, is_traced
+from ovpatch_plugins.tp_linear.operators import OPERATORS
 from ovpatch_plugins.tp_linear.report import COUNTERS
-from ovpatch_plugins.tp_linear.shared_all_gather import claim
+from ovpatch_plugins.tp_linear.shared_all_gather import claim_output
 
 Style = ColwiseParallel | RowwiseParallel
 
@@ -50,7 +42,7 @@ def agree_on_terms(group: dist.ProcessGroup) -> None:
     Raises:
         RankMismatchError: Ranks differ, or a rank did not answer in time.
     """
-    check_consistent_once(group, "tp_linear", wires_of.generation(), _terms, remedy=_REMEDY)
+    check_consistent_once(group, "tp_linear", tp_group.generation(), _terms, remedy=_REMEDY)
 
 
 def _terms() -> dict[str, Any]:
@@ -58,14 +50,14 @@ def _terms() -> dict[str, Any]:
 
 
 class _OpPlan:
-    """How inputs of one layout are computed.
+    """How inputs of one layout are computed, decided once: comparing placements and finding groups takes microseconds.
 
     Args:
-        operator: Its name, which compilers understand better than a function: see :data:`FUNCTIONS`.
-        dim: Which dimension of the input, or of the output, is the sequence.
-        given: How the gradient of an input is laid out that is a DTensor.
-        returned: How the operator's output is laid out, if it is to be a DTensor.
-        finish: Whether stock still has to lay the output out.
+        operator: Its name, which compilers understand better than an object: see :data:`OPERATORS`.
+        dim: The sequence dimension of the input or of the output.
+        given: The placement of the input's gradient, if the input is a DTensor.
+        returned: The placement of the operator's output, if it is a DTensor.
+        finish: Whether stock still has to redistribute the output.
     """
 
     __slots__ = ("calls", "dim", "finish", "given", "operator", "returned")
@@ -76,22 +68,20 @@ class _OpPlan:
         self.operator, self.dim, self.given, self.returned, self.finish = operator, dim, given, returned, finish
         self.calls: dict[bool, OpContext] = {}  # by whether the input needs a gradient
 
-    @property
-    def partial(self) -> bool:
-        """Whether the input's gradient is this rank's term of a sum."""
-        return self.given is not None and self.given.is_partial()
-
 
 class TPLinear:
     """How one linear is cut.
 
+    Stock gathers in a forward pre-hook and scatters in a forward hook. A linear that is taken over has neither. Where
+    no operator applies, its forward calls the hooks' functions around the product of DTensors.
+
     Args:
         column: Whether its output features are cut; else its input features are.
-        mesh: Over which it is cut, of one dimension.
-        style: The style that cut it.
+        mesh: The mesh over which it is cut, of one dimension.
+        style: The style that has cut it.
 
     Attributes:
-        desired: How stock lays the input out for the product.
+        desired: The placements of the input in stock's product.
         takes_replicated: Whether the style takes an input that all ranks have.
     """
 
@@ -104,52 +94,52 @@ class TPLinear:
         self.takes_replicated = self.input_layouts == (Replicate(),)
         self._world, self._on_cpu = mesh.size(), mesh.device_type == "cpu"
         self._group: dist.ProcessGroup | None = None
-        self._era = -1  # when the group agreed
-        self._forget()
+        self._era = -1  # in which the group has agreed
+        self._clear_plans()
 
-    def _forget(self) -> None:
-        self._known: Any = (None, None)  # the layouts of weight and bias that were found right last
-        self._ways: dict[int, _OpPlan | None] = {}  # of plain tensors, by their number of dimensions
-        self._last: tuple[Any, _OpPlan | None] = (None, None)  # the last DTensor's layout, and its way
+    def _clear_plans(self) -> None:
+        self._known: Any = (None, None)  # the last layouts of weight and bias that matched
+        self._plans: dict[int, _OpPlan | None] = {}  # for plain tensors, by their number of dimensions
+        self._last: tuple[Any, _OpPlan | None] = (None, None)  # the last DTensor's layout and its plan
 
-    def has_agreed(self, group: dist.ProcessGroup) -> None:
-        """Be told the ranks over which the linear is cut."""
-        self._group, self._era = group, wires_of.generation()
+    def set_group(self, group: dist.ProcessGroup) -> None:
+        """Set the process group, whose ranks have agreed."""
+        self._group, self._era = group, tp_group.generation()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> TPLinear:
-        return self  # never changed, and a mesh is not copied either
+        return self  # it is never changed, and a mesh is not copied either
 
     def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"_known": (None, None), "_group": None, "_ways": {}, "_last": (None, None), "_era": -1}
+        return self.__dict__ | {"_known": (None, None), "_group": None, "_plans": {}, "_last": (None, None), "_era": -1}
 
     @property
     def group(self) -> dist.ProcessGroup:
         """The ranks over which the linear is cut, which have agreed on how to compute."""
-        if self._group is None or self._era != wires_of.generation():
+        if self._group is None or self._era != tp_group.generation():
             group = self.mesh.get_group()
             if torch.compiler.is_compiling():
-                return group  # nothing to trace; ranks agreed when the linear was cut, or in an eager forward
+                return group  # the ranks agree when the linear is cut, or in an eager forward
             agree_on_terms(group)
-            self.has_agreed(group)
+            self.set_group(group)
             return group
         return self._group
 
     # ---------------------------------------------------------------- stock
 
-    def stock_input(self, module: nn.Module, inputs: Any) -> Any:
-        """Do what stock's forward pre-hook does."""
+    def prepare_as_stock(self, module: nn.Module, inputs: Any) -> Any:
+        """Prepare the input as stock's forward pre-hook does."""
         style: Any = ColwiseParallel if self.column else RowwiseParallel
         return style._prepare_input_fn(self.input_layouts, self.desired, module, inputs, self.mesh)
 
-    def stock_output(self, module: nn.Module, output: Any) -> Any:
-        """Do what stock's forward hook does."""
+    def finish_as_stock(self, module: nn.Module, output: Any) -> Any:
+        """Redistribute the output as stock's forward hook does."""
         style: Any = ColwiseParallel if self.column else RowwiseParallel
         return style._prepare_output_fn(self.output_layouts, self.use_local_output, module, output, self.mesh)
 
-    def stock(self, linear: nn.Linear, x: Any) -> Any:
+    def compute_as_stock(self, linear: nn.Linear, x: Any) -> Any:
         """Compute the linear as stock does."""
-        prepared = self.stock_input(linear, (x,))
-        return self.stock_output(linear, nn.functional.linear(prepared, linear.weight, linear.bias))
+        prepared = self.prepare_as_stock(linear, (x,))
+        return self.finish_as_stock(linear, nn.functional.linear(prepared, linear.weight, linear.bias))
 
     # ---------------------------------------------------------------- ours
 
@@ -159,74 +149,74 @@ class TPLinear:
             output = self._compiled(linear, x) if torch.compiler.is_compiling() else self._eager(linear, x)
             if output is not None:
                 return output
-        return self.stock(linear, x)
+        return self.compute_as_stock(linear, x)
 
     def _eager(self, linear: nn.Linear, x: Any) -> Any:
-        """Return the output, or None if stock has to compute it."""
-        if (claimed := claim(x, linear)) is not None:
+        """Return the output; None if stock has to compute it."""
+        if (claimed := claim_output(x, linear)) is not None:
             return self._claimed(linear, claimed)
-        if self._era != wires_of.generation():
-            self._forget()
+        if self._era != tp_group.generation():
+            self._clear_plans()
         weight, bias = _params(linear)
-        way = self._way(x) if isinstance(x, Tensor) and not traced() and self.fits(weight, bias) else None
-        if way is None or not self._takes(way, x):
+        plan = self._find_plan(x) if isinstance(x, Tensor) and not is_traced() and self.matches(weight, bias) else None
+        if plan is None or not self._takes(plan, x):
             COUNTERS.stock_calls += 1
             return None
         needs = x.requires_grad
-        call = way.calls.get(needs)
+        call = plan.calls.get(needs)
         if call is None:
-            call = way.calls[needs] = OpContext(
-                STATE.how,
-                wires_of.of(self.group, x.device),
-                way.dim,
+            call = plan.calls[needs] = OpContext(
+                STATE.config,
+                tp_group.of(self.group, x.device),
+                OPERATORS[plan.operator],
+                plan.dim,
                 constant=not needs,
                 mesh=self.mesh,
-                given=way.given,
-                returned=way.returned,
+                given=plan.given,
+                returned=plan.returned,
             )
         COUNTERS.calls += 1
-        output = run(FUNCTIONS[way.operator], call, x, weight, bias)
-        if way.operator == "gather_linear":
+        output = run_operator(call, x, weight, bias)
+        if plan.operator == "gather_linear":
             output = output[0]
-        return self.stock_output(linear, output) if way.finish else output
+        return self.finish_as_stock(linear, output) if plan.finish else output
 
     def _compiled(self, linear: Any, x: Any) -> Any:
         """Return the output, as part of a graph, or None if stock has to compute it."""
         weight, bias = linear.weight, linear.bias
-        if not STATE.compiles or not isinstance(x, Tensor) or not self.fits(weight, bias):
+        if not STATE.compiles or not isinstance(x, Tensor) or not self.matches(weight, bias):
             return None
-        way = self._way(x)
-        if way is None or not self._takes(way, x):
+        plan = self._find_plan(x)
+        if plan is None or not self._takes(plan, x):
             return None
-        if self.column and way.returned is not None:
-            return None  # torch 2.13 fails to compile it for a second shape if it is an output of the graph
+        if self.column and plan.returned is not None:
+            return None  # as a graph's output, torch 2.13 fails to compile it for a second shape
         if isinstance(x, DTensor):
-            # [Note: a replicated input's gradient] is a term of a sum on each rank. Taken for replicated, it would lose
-            # the other ranks' terms, silently.
-            x = x.to_local(grad_placements=[Partial()] if way.partial else None)
-        output = custom_ops.run(
-            way.operator,
+            # A replicated input's gradient is a term of a sum on each rank. Taken for replicated, it would lose the
+            # other ranks' terms, silently.
+            x = x.to_local(grad_placements=[Partial()] if plan.operator == "local_linear" else None)
+        output = custom_ops.compute_linear(
+            plan.operator,
             x,
             weight.to_local(),
             None if bias is None else bias.to_local(),
             self.group,
-            way.dim,
-            STATE.how.schedule,
-            partial=way.partial,
+            plan.dim,
+            STATE.config.schedule,
         )
-        if way.returned is not None:
-            output = DTensor.from_local(output, self.mesh, (way.returned,), run_check=False)
-        return self.stock_output(linear, output) if way.finish else output
+        if plan.returned is not None:
+            output = DTensor.from_local(output, self.mesh, (plan.returned,), run_check=False)
+        return self.finish_as_stock(linear, output) if plan.finish else output
 
-    def fits(self, weight: Any, bias: Any) -> bool:
-        """Tell whether weight and bias are as the style left them, cut evenly."""
+    def matches(self, weight: Any, bias: Any) -> bool:
+        """Tell whether weight and bias are as the style has left them, and cut evenly."""
         spec, other = getattr(weight, "_spec", None), getattr(bias, "_spec", None)
         if spec is None or (bias is None) is not (other is None):
             return False
         if spec is not self._known[0] or other is not self._known[1]:
             cut = 0 if self.column else 1
             even = spec.mesh == self.mesh and spec.placements == (Shard(cut),) and spec.shape[cut] % self._world == 0
-            if not even or not weight.is_floating_point():  # nobody has tested complex ones
+            if not even or not weight.is_floating_point():  # complex ones are untested
                 return False
             along = (Shard(0),) if self.column else (Replicate(),)
             if other is not None and (other.mesh != self.mesh or other.placements != along):
@@ -235,65 +225,66 @@ class TPLinear:
                 self._known = spec, other
         return True
 
-    def _takes(self, way: _OpPlan, x: Tensor) -> bool:
-        """Tell whether a tensor of a known layout can be computed."""
-        if not x.numel() or (way.operator == "linear_scatter" and x.shape[way.dim] % self._world):
+    def _takes(self, plan: _OpPlan, x: Tensor) -> bool:
+        """Tell whether the plan's operator can compute a tensor of its layout."""
+        if not x.numel() or (plan.operator == "linear_scatter" and x.shape[plan.dim] % self._world):
             return False
-        return way.given is not None or (x.get_device() < 0) is self._on_cpu  # stock moves it
+        return plan.given is not None or (x.get_device() < 0) is self._on_cpu  # stock moves it
 
-    def _way(self, x: Tensor) -> _OpPlan | None:
-        """Return how a tensor's layout is computed, or None if stock has to."""
-        if torch.compiler.is_compiling():  # where nothing is to be kept
-            return self._way_of_dtensor(x) if isinstance(x, DTensor) else self._way_of_plain(x)
+    def _find_plan(self, x: Tensor) -> _OpPlan | None:
+        """Return the plan for a tensor's layout; None if stock has to compute it."""
+        if torch.compiler.is_compiling():  # plans are not kept in a graph
+            return self._plan_for_dtensor(x) if isinstance(x, DTensor) else self._plan_for_plain(x)
         if isinstance(x, DTensor):
             if self._last[0] is not x._spec:
-                self._last = x._spec, self._way_of_dtensor(x)
+                self._last = x._spec, self._plan_for_dtensor(x)
             return self._last[1]
         if type(x) not in _PLAIN:
             return None
         dims = x.dim()
-        if dims not in self._ways:
-            self._ways[dims] = self._way_of_plain(x)
-        return self._ways[dims]
+        if dims not in self._plans:
+            self._plans[dims] = self._plan_for_plain(x)
+        return self._plans[dims]
 
-    def _way_of_plain(self, x: Tensor) -> _OpPlan | None:
+    def _plan_for_plain(self, x: Tensor) -> _OpPlan | None:
         if self.column:
-            return self._column_way(x, self.input_layouts[0], None)
+            return self._column_plan(x, self.input_layouts[0], None)
         if self.input_layouts != self.desired and self.input_layouts != (Shard(x.dim() - 1),):
             return None
-        return self._row_way(x, None)
+        return self._row_plan(x, None)
 
-    def _way_of_dtensor(self, x: DTensor) -> _OpPlan | None:
+    def _plan_for_dtensor(self, x: DTensor) -> _OpPlan | None:
         if x.device_mesh != self.mesh:
             return None
         if not self.column:
             features = (Shard(x.dim() - 1),)
             as_said = self.input_layouts in (self.desired, features)
-            return self._row_way(x, features[0]) if as_said and x.placements == features else None
+            return self._row_plan(x, features[0]) if as_said and x.placements == features else None
         if x.placements != self.input_layouts:
-            return None  # stock takes it for what the style says, or moves it
+            return None  # stock reinterprets or redistributes it
         if x.placements == self.desired:
-            return self._column_way(x, x.placements[0], Partial())
+            return self._column_plan(x, x.placements[0], Partial())
         placement = x.placements[0]
         if isinstance(placement, Shard) and x.shape[placement.dim] % self._world:
             return None
-        return self._column_way(x, placement, placement)
+        return self._column_plan(x, placement, placement)
 
-    def _column_way(self, x: Tensor, layout: Placement, given: Placement | None) -> _OpPlan | None:
+    def _column_plan(self, x: Tensor, layout: Placement, given: Placement | None) -> _OpPlan | None:
         features = Shard(x.dim() - 1)
         as_computed = self.output_layouts in ((_FEATURES,), (features,))
         local = as_computed and self.use_local_output
         returned, finish = None if local else features, not as_computed
         if layout.is_replicate():
-            return _OpPlan("replicated_linear", 0, given, returned, finish)
-        dim = sequence_dim(layout, x)
+            sums = given is None or not given.is_partial()
+            return _OpPlan("replicated_linear" if sums else "local_linear", 0, given, returned, finish)
+        dim = find_sequence_dim(layout, x)
         return None if dim is None else _OpPlan("gather_linear", dim, given, returned, finish)
 
-    def _row_way(self, x: Tensor, given: Placement | None) -> _OpPlan | None:
+    def _row_plan(self, x: Tensor, given: Placement | None) -> _OpPlan | None:
         layout = self.output_layouts[0]
         if layout.is_replicate():
             return _OpPlan("linear_reduce", 0, given, None if self.use_local_output else layout, False)
-        dim = sequence_dim(layout, x)
+        dim = find_sequence_dim(layout, x)
         if dim is None:
             return None
         return _OpPlan("linear_scatter", dim, given, None if self.use_local_output else Shard(dim), False)
@@ -303,7 +294,24 @@ class TPLinear:
         features = Shard(output.dim() - 1)
         if self.use_local_output and self.output_layouts in ((_FEATURES,), (features,)):
             return output
-        return self.stock_output(linear, DTensor.from_local(output, self.mesh, (features,), run_check=False))
+        return self.finish_as_stock(linear, DTensor.from_local(output, self.mesh, (features,), run_check=False))
+
+
+class Linear(nn.Linear):
+    """The class of an ``nn.Linear`` that is taken over, as long as the feature is on.
+
+    An instance attribute ``forward`` would break copying and pickling; a patch of ``nn.Linear.forward`` would concern
+    every linear. A class of the same name, in a module, keeps ``isinstance``, ``repr``, ``deepcopy``, pickling and
+    FSDP2's own change of classes.
+    """
+
+    _ovpatch_parallel: TPLinear
+
+    def forward(self, input: Tensor) -> Any:
+        """Return what stock returns: a local tensor, or a DTensor if the style says so."""
+        return self._ovpatch_parallel.forward(self, input)
+
+    forward.__annotations__ = dict(nn.Linear.forward.__annotations__)  # for inspect.signature
 
 
 def _params(linear: nn.Linear) -> tuple[Any, Any]:

@@ -18,8 +18,8 @@ from ovpatch.overlap.comm.consensus import RankMismatchError
 from ovpatch_plugins.tp_linear import all_gather_linear, linear_reduce_scatter
 from ovpatch_plugins.tp_linear import tp_group as wires_of
 from ovpatch_plugins.tp_linear.options import MEASURED
-from ovpatch_plugins.tp_linear.schedules import autotuned, named
-from ovpatch_plugins.tp_linear.schedules.autotuned import Shape, rounded, tuning_for
+from ovpatch_plugins.tp_linear.schedules import autotuned, find_schedule
+from ovpatch_plugins.tp_linear.schedules.autotuned import Shape, make_tuning, round_rows
 from tests.plugins.tp_linear import test_compiled, test_gpu, test_llama, test_operators, test_shared
 from tests.plugins.tp_linear.arms import Record, both, draw, mesh
 from tests.plugins.tp_linear.models import MLP, WIDTH
@@ -83,10 +83,10 @@ def measuring(sizes: list[int]) -> Record:
 
 
 def test_rows_are_rounded_to_four_numbers_between_powers_of_two():
-    assert [rounded(rows) for rows in (0, 1, 7, 8, 9, 11, 2048, 2200, 2304, 4000)] == [
+    assert [round_rows(rows) for rows in (0, 1, 7, 8, 9, 11, 2048, 2200, 2304, 4000)] == [
         *(1, 1, 7, 8, 10, 12, 2048, 2048, 2560, 4096),
     ]
-    assert {rounded(rows) for rows in range(1024, 2049)} == {1024, 1280, 1536, 1792, 2048}
+    assert {round_rows(rows) for rows in range(1024, 2049)} == {1024, 1280, 1536, 1792, 2048}
 
 
 def test_each_shape_is_measured_once_and_kept(ranks, tmp_path):
@@ -118,13 +118,13 @@ def test_shapes_that_differ_between_ranks_are_named(ranks):
 
 
 def test_only_what_differs_is_measured():
-    arms = {name: named(name, 4) for name in MEASURED}
+    arms = {name: find_schedule(name, 4) for name in MEASURED}
     assert "fused" in arms
     wires: Any = type("Wires", (), {"world": 2})()
 
     def names(operator: str, direction: str) -> tuple[str, ...]:
         shape = Shape(operator, 8, 4, (4,), torch.float32)
-        found = tuning_for(wires, torch.device("cpu"), shape, direction, arms, "bulk", anew=True)
+        found = make_tuning(wires, torch.device("cpu"), shape, direction, arms, "bulk", anew=True)
         assert found.candidates[0] == "stock"
         assert found.default in found.candidates
         return tuple(name for name in found.candidates if name != "fused")
@@ -265,7 +265,7 @@ def test_measuring_leaves_nothing_behind(ranks):
 
 
 def test_what_schedules_are_raced():
-    arms = {name: named(name, 4) for name in MEASURED}
+    arms = {name: find_schedule(name, 4) for name in MEASURED}
     assert autotuned._distinct(arms, "gather_linear") == ("stock", "ring", "chunk", "fused")
     assert autotuned._distinct(arms, "gather_linear_backward") == ("stock", "bulk", "fused")
     assert autotuned._distinct(arms, "linear_scatter_backward") == ("stock", "ring", "chunk", "fused")

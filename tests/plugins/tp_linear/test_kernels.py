@@ -68,7 +68,7 @@ def stage(workspace: Workspace, x: Tensor, whole: Tensor, cut: Tiles) -> None:
 def multiply(
     workspace: Workspace, whole: Tensor, weights: list[Tensor], biases: list[Tensor | None], cut: Tiles
 ) -> list[Tensor]:
-    three, (rows, k) = launch._three, whole.shape
+    three, (rows, k) = launch._pad_to_three, whole.shape
     outs = [nothing(rows, len(weight)) for weight in weights]
     gather_gemm_kernel[(cut.pullers + 3,)](
         whole, *three(weights), *three(biases), *three(outs), workspace.peers, workspace.state, workspace.counts,
@@ -80,7 +80,7 @@ def multiply(
 
 
 def send(workspace: Workspace, xs: list[Tensor], weights: list[Tensor], cut: Tiles) -> None:
-    three, m = launch._three, len(xs[0]) // workspace.world
+    three, m = launch._pad_to_three, len(xs[0]) // workspace.world
     gemm_scatter_kernel[(4,)](
         *three(xs), *three(weights), workspace.peers, workspace.state, workspace.rank, m, len(weights[0]),
         *three([x.shape[1] for x in xs], 0), workspace.half_bytes, len(xs), launch._is_transposed(weights[0]),

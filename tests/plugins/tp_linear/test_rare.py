@@ -420,8 +420,8 @@ def groups_made_anew() -> list[bool]:
         dist.destroy_process_group()
         dist.init_process_group("gloo", store=dist.PrefixStore("anew", store), world_size=world, rank=rank)
         found.append(torch.equal(model(x), first))
-        calls = [call for way in model._ovpatch_parallel._ways.values() for call in way.calls.values()]
-        found += [call.wires.group is dist.group.WORLD for call in calls]
+        calls = [call for plan in model._ovpatch_parallel._plans.values() for call in plan.calls.values()]
+        found += [call.ranks.group is dist.group.WORLD for call in calls]
     return found
 
 

@@ -1,4 +1,4 @@
-"""All-gather and product in two launches: own rows are laid out for the others, then tiles as rows arrive."""
+"""All-gather and product in two launches: own rows are staged for the others, and tiles follow the rows that arrive."""
 
 from __future__ import annotations
 
@@ -28,15 +28,15 @@ from ovpatch_plugins.tp_linear.kernels.tiles import store_by_rank, tile, tile_in
 def stage_kernel(
     x, whole, peers, state, arrived, counts, rank, size, half_bytes, WORLD: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """Lay a rank's rows out for the others, and where they belong in what is gathered.
+    """Stage a rank's rows for the other ranks, and copy them to their place among the gathered rows.
 
     Args:
         x: This rank's rows; ``size`` numbers.
         whole: All rows, ``world * size`` numbers.
         peers: Addresses of all ranks' buffers.
-        state: What only this rank sees, see :mod:`ovpatch.overlap.symm_mem.signals`.
-        arrived: Counts of what has arrived, of which ``counts`` are set back.
-        counts: How many.
+        state: This rank's own counters, see :mod:`ovpatch.overlap.symm_mem.signals`.
+        arrived: Counts of arrived rows; ``counts`` of them are set back to 0.
+        counts: The number of counts.
         rank: This rank.
         size: Numbers of a rank's rows.
         half_bytes: Bytes of one half of a buffer.
@@ -116,7 +116,7 @@ def gather_gemm_kernel(
         out1: Of the second weight.
         out2: Of the third.
         peers: Addresses of all ranks' buffers.
-        state: What only this rank sees.
+        state: This rank's own counters.
         arrived: Counts of blocks that have arrived, ``[world, blocks of BM rows]``, all 0.
         rank: This rank.
         m: Rows of a rank.

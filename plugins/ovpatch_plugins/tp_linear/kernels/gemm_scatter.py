@@ -1,7 +1,7 @@
-"""Product and reduce-scatter in two launches: tiles are stored to who owns them, who adds up what has come.
+"""Product and reduce-scatter in two launches: tiles are stored to their owners, and each owner sums the terms.
 
-[Note: owners take turns] With one owner after the other, links would idle while own tiles are computed, and be what all
-wait for before. So groups of tiles go to one owner after the other, in turn.
+Groups of tiles go to the owners in turn. One owner after the other would leave the links idle while own tiles are
+computed, and make them the bottleneck before.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def gemm_scatter_kernel(
     COUNT: tl.constexpr, KN: tl.constexpr, WORLD: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr, SPLIT: tl.constexpr,
 ):  # fmt: skip
-    """Multiply, and store each tile straight to the rank that owns its rows; see [Note: owners take turns].
+    """Multiply, and store each tile straight to the rank that owns its rows; owners take turns.
 
     Args:
         x0: An input, ``[world * m, K]``.
@@ -41,7 +41,7 @@ def gemm_scatter_kernel(
         w1: Of the second input.
         w2: Of the third.
         peers: Addresses of all ranks' buffers, of which a half holds ``[world, m, n]``, by the rank it comes from.
-        state: What only this rank sees.
+        state: This rank's own counters.
         rank: This rank.
         m: Rows of a rank.
         n: Features of the output, a multiple of 8.
@@ -92,7 +92,7 @@ def scatter_kernel(x, peers, state, rank, size, half_bytes, WORLD: tl.constexpr,
     Args:
         x: ``world * size`` numbers, by owner.
         peers: Addresses of all ranks' buffers.
-        state: What only this rank sees.
+        state: This rank's own counters.
         rank: This rank.
         size: Numbers of a rank's rows.
         half_bytes: Bytes of one half of a buffer.
@@ -121,7 +121,7 @@ def reduce_kernel(
     Args:
         out: This rank's rows of the sum; ``size`` numbers.
         peers: Addresses of all ranks' buffers.
-        state: What only this rank sees.
+        state: This rank's own counters.
         rank: This rank.
         size: Numbers of a rank's rows.
         half_bytes: Bytes of one half of a buffer.

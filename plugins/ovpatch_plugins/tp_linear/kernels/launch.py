@@ -1,8 +1,8 @@
 """The kernels' launches, on plain tensors.
 
-[Note: keys of launches] All that numbers of a launch are computed from is in its key: shapes, dtypes, how weights lie,
-how products are cut. What is the workspace's own changes with its memory alone, with which the launches that it keeps
-go, too. See [Note: asked once].
+A launch's key has everything that its numbers are computed from: shapes, dtypes, layouts of weights, tiles. The
+workspace's own numbers change only with its memory, and then it drops the launches that it keeps. See [Note: asked
+once].
 """
 
 from __future__ import annotations
@@ -53,12 +53,12 @@ def gather_linear(
         ValueError: A weight or bias does not fit the rows.
     """
     blocks = -(-x.shape[0] // (tiles or WIDE).rows)
-    with _on_device_of(x):
+    with _use_device_of(x):
         if not workspace.begin_operator(x.numel() * x.element_size(), workspace.world * blocks):
             return None
         given = [(param.shape, param.dtype) for param in (*weights, *biases) if param is not None]
         key = ("gather", x.shape, x.dtype, len(weights), *given, bool(weights) and _is_transposed(weights[0]), tiles)
-        launch = _kept(workspace, key, lambda: _Gather(workspace, x, weights, biases, tiles))
+        launch = _find_launch(workspace, key, lambda: _GatherLinear(workspace, x, weights, biases, tiles))
         return launch(x, weights, biases)
 
 
@@ -81,16 +81,16 @@ def linear_scatter(
     """
     x, n = xs[0], weights[0].shape[0]
     rows = x.shape[0]
-    with _on_device_of(x):
+    with _use_device_of(x):
         if not workspace.begin_operator(rows * n * x.element_size(), 0):
             return None
         given = [(operand.shape, operand.dtype) for operand in (*xs, *weights)]
         key = ("scatter", *given, _is_transposed(weights[0]), tiles)
-        return _kept(workspace, key, lambda: _Product(workspace, xs, weights, tiles))(xs, weights)
+        return _find_launch(workspace, key, lambda: _LinearScatter(workspace, xs, weights, tiles))(xs, weights)
 
 
 def scatter(workspace: Workspace, x: Tensor) -> Tensor | None:
-    """Add up over the ranks, and keep this rank's rows; to other ranks this looks as :func:`linear_scatter` does.
+    """Sum over the ranks, and keep this rank's rows; to the other ranks this looks like :func:`linear_scatter`.
 
     Args:
         workspace: Of the ranks.
@@ -99,14 +99,14 @@ def scatter(workspace: Workspace, x: Tensor) -> Tensor | None:
     Returns:
         ``[m, n]``, or None if the workspace cannot be made now.
     """
-    with _on_device_of(x):
+    with _use_device_of(x):
         if not workspace.begin_operator(x.numel() * x.element_size(), 0):
             return None
-        launch = _kept(workspace, ("as it is", x.shape, x.dtype), lambda: _AsItIs(workspace, x))
+        launch = _find_launch(workspace, ("as it is", x.shape, x.dtype), lambda: _Scatter(workspace, x))
         return launch(x)
 
 
-class _Gather:
+class _GatherLinear:
     """Launches of one key; the arguments are those of :func:`gather_linear`."""
 
     def __init__(
@@ -117,11 +117,11 @@ class _Gather:
         biases: Sequence[Tensor | None],
         tiles: Tiles | None,
     ) -> None:
-        (m, k), world, programs = x.shape, workspace.world, programs_of(x.device)
+        (m, k), world, programs = x.shape, workspace.world, count_programs(x.device)
         for weight, bias in zip(weights, biases, strict=True):
-            _demand(weight.shape[1] == k and weight.dtype == x.dtype, "a weight", weight, x)
+            _check_operand(weight.shape[1] == k and weight.dtype == x.dtype, "a weight", weight, x)
             if bias is not None:
-                _demand(bias.shape == weight.shape[:1] and bias.dtype == x.dtype, "a bias", bias, weight)
+                _check_operand(bias.shape == weight.shape[:1] and bias.dtype == x.dtype, "a bias", bias, weight)
         features = [len(weight) for weight in weights]
         cut = tiles or gather_tiles(m, k, features, x.element_size(), world, programs)
         pullers = min(cut.pullers, programs - 1)
@@ -132,7 +132,7 @@ class _Gather:
         staged = (*shared, blocks, workspace.rank, m * k, workspace.half_bytes, world, _COPIED)
         self._stage = Prepared(stage_kernel, _DENSE * programs, None, staged, num_warps=8)
         sizes = (
-            *shared, workspace.rank, m, k, *_three(features, 0), workspace.half_bytes, pullers,
+            *shared, workspace.rank, m, k, *_pad_to_three(features, 0), workspace.half_bytes, pullers,
             max(len(weights), 1), bool(weights) and _is_transposed(weights[0]), world,
             cut.rows, cut.columns, cut.depth, cut.group, cut.split, cut.width,
         )  # fmt: skip
@@ -148,21 +148,23 @@ class _Gather:
         outs = [x.new_empty(shape) for shape in self._outs]
         self._stage(x, whole)
         if self._biased:
-            biases = [_aligned(x.new_zeros(len(w)) if b is None else b) for w, b in zip(weights, biases, strict=True)]
+            biases = [
+                _align_bias(x.new_zeros(len(w)) if b is None else b) for w, b in zip(weights, biases, strict=True)
+            ]
         used, made = (weights, outs) if weights else ([whole], [whole])  # which no program touches
-        self._multiply(whole, *_three(used), *_three(biases), *_three(made))
+        self._multiply(whole, *_pad_to_three(used), *_pad_to_three(biases), *_pad_to_three(made))
         return outs, whole
 
 
 class _Reduction:
-    """The launch that ends both operators; what it adds up is ``[m, n]`` on each rank."""
+    """The launch that ends both operators: it sums terms of ``[m, n]``."""
 
     def __init__(self, workspace: Workspace, m: int, n: int, device: torch.device) -> None:
         self._shape = (m, n)
         sizes = (
             workspace.peers, workspace.state, workspace.rank, m * n, workspace.half_bytes, workspace.world, _SUMMED,
         )  # fmt: skip
-        self._add_up = Prepared(reduce_kernel, _DENSE * programs_of(device), None, sizes, num_warps=8)
+        self._add_up = Prepared(reduce_kernel, _DENSE * count_programs(device), None, sizes, num_warps=8)
 
     def __call__(self, like: Tensor) -> Tensor:
         out = like.new_empty(self._shape)
@@ -170,7 +172,7 @@ class _Reduction:
         return out
 
 
-class _Product:
+class _LinearScatter:
     """Launches of one key; the arguments are those of :func:`linear_scatter`."""
 
     def __init__(
@@ -179,29 +181,29 @@ class _Product:
         x, n, world = xs[0], len(weights[0]), workspace.world
         m, features = len(x) // world, [given.shape[1] for given in xs]
         for given, weight in zip(xs, weights, strict=True):
-            _demand(len(given) == world * m and given.dtype == x.dtype, "an input", given, x)
-            _demand(weight.shape == (n, given.shape[1]) and weight.dtype == x.dtype, "a weight", weight, given)
+            _check_operand(len(given) == world * m and given.dtype == x.dtype, "an input", given, x)
+            _check_operand(weight.shape == (n, given.shape[1]) and weight.dtype == x.dtype, "a weight", weight, given)
         cut = tiles or scatter_tiles(n, sum(features), x.element_size())
         sizes = (
-            workspace.peers, workspace.state, workspace.rank, m, n, *_three(features, 0), workspace.half_bytes,
+            workspace.peers, workspace.state, workspace.rank, m, n, *_pad_to_three(features, 0), workspace.half_bytes,
             len(xs), _is_transposed(weights[0]), world, cut.rows, cut.columns, cut.depth, cut.group, cut.split,
         )  # fmt: skip
         self._multiply = Prepared(
-            gemm_scatter_kernel, programs_of(x.device), workspace.scratch, sizes,
+            gemm_scatter_kernel, count_programs(x.device), workspace.scratch, sizes,
             num_warps=cut.warps, num_stages=cut.stages,
         )  # fmt: skip
         self._reduction = _Reduction(workspace, m, n, x.device)
 
     def __call__(self, xs: Sequence[Tensor], weights: Sequence[Tensor]) -> Tensor:
-        self._multiply(*_three(xs), *_three(weights))
+        self._multiply(*_pad_to_three(xs), *_pad_to_three(weights))
         return self._reduction(xs[0])
 
 
-class _AsItIs:
+class _Scatter:
     """Launches of one key; the arguments are those of :func:`scatter`."""
 
     def __init__(self, workspace: Workspace, x: Tensor) -> None:
-        world, programs = workspace.world, programs_of(x.device)
+        world, programs = workspace.world, count_programs(x.device)
         m, n = len(x) // world, x.shape[1]
         sizes = (workspace.peers, workspace.state, workspace.rank, m * n, workspace.half_bytes, world, _COPIED)
         self._store = Prepared(scatter_kernel, programs, None, sizes, num_warps=8)
@@ -212,13 +214,13 @@ class _AsItIs:
         return self._reduction(x)
 
 
-def programs_of(device: torch.device) -> int:
-    """Return how many programs fill a device."""
+def count_programs(device: torch.device) -> int:
+    """Return the number of programs that fill a device."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 3
 
 
-def _kept(workspace: Workspace, key: tuple[Any, ...], make: Callable[[], Made]) -> Made:
-    """Return a workspace's launches of a key."""
+def _find_launch(workspace: Workspace, key: tuple[Any, ...], make: Callable[[], Made]) -> Made:
+    """Return a workspace's launches of a key; they are made once."""
     found: Made | None = workspace.kept.get(key)
     if found is None:
         if len(workspace.kept) >= _KEPT:
@@ -227,7 +229,7 @@ def _kept(workspace: Workspace, key: tuple[Any, ...], make: Callable[[], Made]) 
     return found
 
 
-def _on_device_of(x: Tensor) -> AbstractContextManager[Any]:
+def _use_device_of(x: Tensor) -> AbstractContextManager[Any]:
     if x.device.type != "cuda" or x.get_device() == torch.cuda.current_device():
         return _HERE
     return torch.cuda.device_of(x)
@@ -236,7 +238,7 @@ def _on_device_of(x: Tensor) -> AbstractContextManager[Any]:
 _HERE = contextlib.nullcontext()
 
 
-def _demand(fits: bool, what: str, given: Tensor, other: Tensor) -> None:
+def _check_operand(fits: bool, what: str, given: Tensor, other: Tensor) -> None:
     if not fits:
         raise ValueError(
             f"{what} of shape {tuple(given.shape)}, {given.dtype}, does not fit {tuple(other.shape)}, {other.dtype}: "
@@ -244,11 +246,11 @@ def _demand(fits: bool, what: str, given: Tensor, other: Tensor) -> None:
         )
 
 
-def _aligned(bias: Tensor) -> Tensor:
+def _align_bias(bias: Tensor) -> Tensor:
     return bias.clone() if bias.data_ptr() % 16 else bias
 
 
-def _three(values: Sequence[Any], filler: Any = None) -> list[Any]:
+def _pad_to_three(values: Sequence[Any], filler: Any = None) -> list[Any]:
     return [*values, *[filler] * (MOST - len(values))]
 
 

@@ -1,15 +1,4 @@
-"""Launches that are alike but for where tensors lie.
-
-[Note: asked once] ``kernel[grid](...)`` asks every argument of every launch what Triton would compile for it: its type,
-whether a number is 1 or a multiple of 16, whether an address is. For kernels of 20 to 30 arguments that is most of what
-a launch costs the host. Here a launch is looked up by what decides all of this, and holds on to what the first one has
-compiled. What differs from launch to launch are addresses, of which all are multiples of 16, as :mod:`.launch` sees to;
-they are handed over as numbers, since the driver is asked about each tensor, too.
-
-[Note: memory for descriptors] Triton asks a context variable for it, which the script may have set for kernels of its
-own, and which threads of the autograd engine have not. So a launch has a context of its own. The memory is the
-workspace's, whose kernels take turns.
-"""
+"""Kernel launches that differ in addresses only."""
 
 from __future__ import annotations
 
@@ -24,14 +13,20 @@ Allocator = Callable[[int, int, int | None], Any]
 
 
 class Prepared:
-    """A kernel, launched with as many programs and arguments that differ in addresses only.
+    """A kernel with a fixed number of programs, whose launches differ in addresses only.
+
+    [Note: asked once] ``kernel[grid](...)`` inspects every argument of every launch: its type, whether a number is 1 or
+    a multiple of 16, whether an address is. For kernels of 20 to 30 arguments that is most of a launch's host time. A
+    launch here is looked up by everything that decides this, and keeps the kernel that its first call has compiled.
+    Later calls differ in addresses, all multiples of 16 by :mod:`.launch`; they are passed as numbers, because the
+    driver inspects tensors as well.
 
     Args:
-        kernel: The kernel, whose last parameters are those that stay.
-        programs: How many.
-        scratch: Makes memory for descriptors, as ``triton.set_allocator`` says; None for kernels without.
-        stay: Arguments that are the same each time; tensors among them have to be kept by whoever launches.
-        options: Triton's, ``num_warps`` and ``num_stages``.
+        kernel: The kernel, whose last parameters are the fixed ones.
+        programs: The number of programs.
+        scratch: Makes memory for descriptors, as ``triton.set_allocator`` expects; None for kernels without.
+        stay: The fixed arguments; the caller keeps the tensors among them alive.
+        options: Triton's ``num_warps`` and ``num_stages``.
     """
 
     def __init__(
@@ -49,6 +44,8 @@ class Prepared:
         if self._scratch is None:
             run(*args)
         else:
+            # A context of its own: Triton reads its allocator from a context variable, which the script may have set,
+            # and which threads of the autograd engine lack.
             contextvars.copy_context().run(_with_scratch, self._scratch, run, args)
 
     def _first(self, *args: Any) -> None:

@@ -1,15 +1,15 @@
-"""Which tiles a product is cut into, and how many programs move rows; by what was measured on two H200.
+"""The tiles of a product, and the number of programs that move rows, from measurements on two H200.
 
-[Note: whole turns] Programs compute a tile each at a time, so that a product takes as many turns as the busiest one has
-tiles. Wide tiles multiply faster, narrow ones leave less idle in the last turn. Where rows arrive meanwhile, there is a
-turn more: the last rows come when all others are done.
+A program computes one tile at a time, so a product takes as many turns as the busiest program has tiles. Wide tiles
+multiply faster; narrow ones leave fewer programs idle in the last turn. Where rows arrive meanwhile, there is one more
+turn for the last of them.
 
-[Note: a share of the programs] Programs that fetch do not multiply. Each kind gets its share by the time that one
-multiprocessor would take for all that is fetched, and for all that is multiplied; more than 32 fetch no faster.
+Programs that fetch do not multiply. Their share is that of one multiprocessor's time for all fetches in its time for
+fetches and products; more than 32 fetch no faster.
 
-[Note: groups of tiles] Tiles of a group of rows are computed one after the other, so that these rows are read once. Of
-small groups, the first tiles for each owner come sooner, and links are busy earlier; but weights are read once for each
-group, which costs where the cache does not hold them.
+The tiles of a group of rows are computed one after the other, so that these rows are read once. With small groups
+the first tiles of each owner come sooner, but weights are read once per group, which costs where the cache cannot hold
+them.
 """
 
 from __future__ import annotations

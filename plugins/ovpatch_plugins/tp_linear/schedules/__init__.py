@@ -18,7 +18,7 @@ SCHEDULES: Final[dict[str, Schedule]] = {
 }
 
 
-def named(name: str, chunks: int, *, anew: bool = False) -> Schedule:
+def find_schedule(name: str, chunks: int, *, anew: bool = False) -> Schedule:
     """Return a schedule.
 
     Args:
@@ -28,7 +28,7 @@ def named(name: str, chunks: int, *, anew: bool = False) -> Schedule:
     """
     if name == "auto":
         return _auto(chunks, anew)
-    made = SCHEDULES.get(key := Chunk.named(chunks) if name == "chunk" else name)
+    made = SCHEDULES.get(key := Chunk.format_name(chunks) if name == "chunk" else name)
     if made is None:
         made = SCHEDULES[key] = Chunk(chunks)
     return made
@@ -36,8 +36,8 @@ def named(name: str, chunks: int, *, anew: bool = False) -> Schedule:
 
 @functools.cache
 def _auto(chunks: int, anew: bool) -> Auto:
-    arms = {schedule.name: schedule for schedule in (named(name, chunks) for name in MEASURED)}
+    arms = {schedule.name: schedule for schedule in (find_schedule(name, chunks) for name in MEASURED)}
     return Auto(f"auto{chunks}", arms, FIXED, anew=anew)
 
 
-__all__ = ["SCHEDULES", "Schedule", "named"]
+__all__ = ["SCHEDULES", "Schedule", "find_schedule"]

@@ -1,4 +1,4 @@
-"""What schedules are measured on: an operator's products and collectives, of random rows and weights."""
+"""Schedule ``auto``: measures the other schedules on random rows and weights, and takes the fastest."""
 
 from __future__ import annotations
 
@@ -12,23 +12,22 @@ from torch import Tensor
 
 from ovpatch.hookspecs import cache_dir
 from ovpatch.overlap.autotune import Candidates, Tuning, autotuner_for
-from ovpatch_plugins.tp_linear.gemm import weight_grad
 from ovpatch_plugins.tp_linear.schedules.bulk import Bulk
-from ovpatch_plugins.tp_linear.schedules.stock import ColumnGrads, Schedule, WeightGrads
+from ovpatch_plugins.tp_linear.schedules.stock import ColumnGrads, Schedule, WeightGrads, compute_weight_grad
 from ovpatch_plugins.tp_linear.tp_group import TPGroup
 
 Call = Callable[[Schedule], object]
 
 
 class Shape(NamedTuple):
-    """What schedules are chosen by; the same on all ranks.
+    """The key of a choice, the same on all ranks.
 
     Attributes:
         operator: ``gather_linear``, ``linear_scatter`` or ``linear_reduce``.
-        rows: Of a rank, for ``linear_reduce`` all of them; rounded, see :func:`rounded`.
-        k: Input features of this rank.
-        features: Output features of this rank, of each weight.
-        dtype: In which is computed.
+        rows: A rank's number of rows, for ``linear_reduce`` all of them; see :func:`round_rows`.
+        k: The number of input features on this rank.
+        features: The number of output features on this rank, of each weight.
+        dtype: The dtype of the products.
     """
 
     operator: str
@@ -48,7 +47,7 @@ class Shape(NamedTuple):
         return 3 * (world * self.rows * (self.k + total) + self.k * total) * self.dtype.itemsize
 
 
-def rounded(rows: int) -> int:
+def round_rows(rows: int) -> int:
     """Return a number of rows to three significant bits, four numbers between a power of two and the next.
 
     Where sequences differ from step to step, schedules are measured for some lengths, which stand for those near them.
@@ -57,8 +56,8 @@ def rounded(rows: int) -> int:
     return max((rows + step // 2) // step * step, 1)
 
 
-def tuning_for(
-    wires: TPGroup,
+def make_tuning(
+    ranks: TPGroup,
     device: torch.device,
     shape: Shape,
     direction: str,
@@ -67,35 +66,35 @@ def tuning_for(
     *,
     anew: bool,
 ) -> Tuning:
-    """Return the schedules that differ for an operator and a direction.
+    """Return the measurement of the schedules that differ for an operator and a direction.
 
     Args:
-        wires: The ranks.
-        device: Where.
-        shape: The operator, and of which shape.
+        ranks: The ranks.
+        device: The device of the rows.
+        shape: The operator and its shape.
         direction: ``forward`` or ``backward``.
         schedules: By name, stock first.
-        default: Which is taken where nothing is measured.
+        default: The schedule where nothing is measured.
         anew: Whether inputs are gathered anew for the weights' gradients.
     """
     method = shape.operator if direction == "forward" else f"{shape.operator}_backward"
     gathers = anew and method == "gather_linear_backward"
 
     def make(generator: torch.Generator) -> Candidates:
-        call = _CALLS[method](wires, shape, _Drawing(generator, shape.dtype), gathers)
+        call = _CALLS[method](ranks, shape, _Drawing(generator, shape.dtype), gathers)
         return {name: functools.partial(call, schedules[name]) for name in names}
 
     def usable(name: str) -> bool:
-        return schedules[name].serves(wires, device, shape.dtype, (shape.k, *shape.features))
+        return schedules[name].can_run(ranks, device, shape.dtype, (shape.k, *shape.features))
 
     names = _distinct(schedules, method)
-    key = f"{shape.operator} {direction}, {shape.text()}{', gathered anew' if gathers else ''}, {wires.world} ranks"
+    key = f"{shape.operator} {direction}, {shape.text()}{', gathered anew' if gathers else ''}, {ranks.world} ranks"
     taken = default if default in names else names[0]
-    return Tuning(key, names, taken, make, shape.needs(wires.world), usable)
+    return Tuning(key, names, taken, make, shape.needs(ranks.world), usable)
 
 
 def _distinct(schedules: Mapping[str, Schedule], method: str) -> tuple[str, ...]:
-    """Return the schedules that do not compute a method just as another one does, which stands before them."""
+    """Return the schedules without those that compute a method just as an earlier one."""
     found: dict[Any, str] = {}
     for name, schedule in schedules.items():
         functions = _functions(type(schedule), method)
@@ -105,7 +104,7 @@ def _distinct(schedules: Mapping[str, Schedule], method: str) -> tuple[str, ...]
 
 
 def _functions(cls: type[Schedule], method: str) -> tuple[Any, ...]:
-    """Return what a class computes a method by: some leave its steps to others."""
+    """Return the functions by which a class computes a method, its steps included."""
     return tuple(getattr(cls, name, None) for name in (method, *_STEPS.get(method, ())))
 
 
@@ -123,42 +122,42 @@ class _Drawing:
         return [self(n, shape.k) * shape.k**-0.5 for n in shape.features]
 
 
-def _gather_linear(wires: TPGroup, shape: Shape, draw: _Drawing, _: bool) -> Call:
+def _gather_linear(ranks: TPGroup, shape: Shape, draw: _Drawing, _: bool) -> Call:
     x, weights = draw(shape.rows, shape.k), draw.weights(shape)
     biases = [None] * len(weights)
-    return lambda schedule: schedule.gather_linear(wires, x, weights, biases, True)
+    return lambda schedule: schedule.gather_linear(ranks, x, weights, biases, True)
 
 
-def _gather_linear_backward(wires: TPGroup, shape: Shape, draw: _Drawing, anew: bool) -> Call:
-    rows = wires.world * shape.rows
+def _gather_linear_backward(ranks: TPGroup, shape: Shape, draw: _Drawing, anew: bool) -> Call:
+    rows = ranks.world * shape.rows
     kept, weights = draw(shape.rows if anew else rows, shape.k), draw.weights(shape)
     grads = [draw(rows, n) for n in shape.features]
 
     def take(whole: Tensor, of_outputs: Sequence[Tensor | None]) -> None:
-        _ = [weight_grad(grad, whole) for grad in of_outputs if grad is not None]
+        _ = [compute_weight_grad(grad, whole) for grad in of_outputs if grad is not None]
 
     asked = ColumnGrads(grads, kept, weights, take, shape.dtype, anew=anew)
-    return lambda schedule: schedule.gather_linear_backward(wires, asked)
+    return lambda schedule: schedule.gather_linear_backward(ranks, asked)
 
 
-def _linear_scatter(wires: TPGroup, shape: Shape, draw: _Drawing, _: bool) -> Call:
-    x, (weight,) = draw(wires.world * shape.rows, shape.k), draw.weights(shape)
-    return lambda schedule: schedule.linear_scatter(wires, x, weight)
+def _linear_scatter(ranks: TPGroup, shape: Shape, draw: _Drawing, _: bool) -> Call:
+    x, (weight,) = draw(ranks.world * shape.rows, shape.k), draw.weights(shape)
+    return lambda schedule: schedule.linear_scatter(ranks, x, weight)
 
 
-def _linear_scatter_backward(wires: TPGroup, shape: Shape, draw: _Drawing, _: bool) -> Call:
-    x, (weight,) = draw(wires.world * shape.rows, shape.k), draw.weights(shape)
+def _linear_scatter_backward(ranks: TPGroup, shape: Shape, draw: _Drawing, _: bool) -> Call:
+    x, (weight,) = draw(ranks.world * shape.rows, shape.k), draw.weights(shape)
     grad = draw(shape.rows, shape.features[0])
 
     def take(whole: Tensor, _: Any) -> None:
-        weight_grad(whole, x)
+        compute_weight_grad(whole, x)
 
-    return lambda schedule: schedule.linear_scatter_backward(wires, grad, weight, take, True)
+    return lambda schedule: schedule.linear_scatter_backward(ranks, grad, weight, take, True)
 
 
-def _linear_reduce(wires: TPGroup, shape: Shape, draw: _Drawing, _: bool) -> Call:
+def _linear_reduce(ranks: TPGroup, shape: Shape, draw: _Drawing, _: bool) -> Call:
     x, (weight,) = draw(shape.rows, shape.k), draw.weights(shape)
-    return lambda schedule: schedule.linear_reduce(wires, x, weight)
+    return lambda schedule: schedule.linear_reduce(ranks, x, weight)
 
 
 _CALLS: Final[dict[str, Callable[[TPGroup, Shape, _Drawing, bool], Call]]] = {
@@ -172,12 +171,10 @@ _CALLS: Final[dict[str, Callable[[TPGroup, Shape, _Drawing, bool], Call]]] = {
 
 # Schedule ``auto``: for each operator, shape, dtype and direction one of the others, by measurement.
 #
-# [Note: forward chooses for backward] A backward cannot measure, since not all ranks need be there; an operator's
-# forward needs them all. So it chooses for both directions, whatever its gradient mode, which a checkpoint may change
-# later. An operator whose forward sends nothing cannot choose at all: what all ranks have takes the default schedule.
-#
-# [Note: readers of a shared gather] Which products are computed with a shared gather may differ between ranks, see
-# [Note: same collectives on all ranks]. What is chosen by is the same on all: the linears that read what is gathered.
+# Measuring needs all ranks, and a backward need not run on all of them. So an operator's forward chooses for both
+# directions, in every grad mode, which a checkpoint may change later. An operator whose forward sends nothing cannot
+# measure: a replicated linear takes the default schedule. A shared gather is chosen by all linears that read it, which
+# are the same on all ranks; its products need not be.
 
 _Known = dict[tuple[bool, Shape], "Pair"]
 
@@ -195,23 +192,23 @@ class Pair(Schedule):
         self.name = f"{forward.name}, {backward.name}"
 
     def gather_linear(
-        self, wires: TPGroup, x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None], needs_whole: bool
+        self, ranks: TPGroup, x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None], needs_whole: bool
     ) -> tuple[list[Tensor], Tensor | None]:
         """See :meth:`Schedule.gather_linear`."""
-        return self.forward.gather_linear(wires, x, weights, biases, needs_whole)
+        return self.forward.gather_linear(ranks, x, weights, biases, needs_whole)
 
-    def gather_linear_backward(self, wires: TPGroup, asked: ColumnGrads) -> Tensor | None:
+    def gather_linear_backward(self, ranks: TPGroup, asked: ColumnGrads) -> Tensor | None:
         """See :meth:`Schedule.gather_linear_backward`."""
-        return self.backward.gather_linear_backward(wires, asked)
+        return self.backward.gather_linear_backward(ranks, asked)
 
 
 class Auto(Bulk):
-    """Asks the group's choices which schedule computes a call.
+    """Computes a call by the schedule that is measured to be the fastest for its shape.
 
     Args:
-        name: What it is called.
+        name: The name.
         candidates: The other schedules, by name, stock first.
-        default: Which of them is taken where nothing is measured.
+        default: The candidate where nothing is measured.
         anew: Whether inputs are gathered anew for the weights' gradients.
     """
 
@@ -221,64 +218,64 @@ class Auto(Bulk):
         self.name, self._candidates, self._default, self._anew = name, dict(candidates), default, anew
         self._known: weakref.WeakKeyDictionary[TPGroup, _Known] = weakref.WeakKeyDictionary()
 
-    def together(
-        self, wires: TPGroup, device: torch.device, rows: int, k: int, features: Sequence[int], dtype: torch.dtype
+    def choose_for_gather(
+        self, ranks: TPGroup, device: torch.device, rows: int, k: int, features: Sequence[int], dtype: torch.dtype
     ) -> Schedule:
-        """See :meth:`Schedule.together`."""
-        return self._chosen(wires, device, Shape("gather_linear", rounded(rows), k, tuple(features), dtype))
+        """See :meth:`Schedule.choose_for_gather`."""
+        return self._chosen(ranks, device, Shape("gather_linear", round_rows(rows), k, tuple(features), dtype))
 
     def gather_linear(
-        self, wires: TPGroup, x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None], needs_whole: bool
+        self, ranks: TPGroup, x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None], needs_whole: bool
     ) -> tuple[list[Tensor], Tensor | None]:
         """See :meth:`Schedule.gather_linear`."""
-        shape = Shape("gather_linear", rounded(len(x)), x.shape[1], tuple(map(len, weights)), x.dtype)
-        forward = self._chosen(wires, x.device, shape).forward
-        return forward.gather_linear(wires, x, weights, biases, needs_whole)
+        shape = Shape("gather_linear", round_rows(len(x)), x.shape[1], tuple(map(len, weights)), x.dtype)
+        forward = self._chosen(ranks, x.device, shape).forward
+        return forward.gather_linear(ranks, x, weights, biases, needs_whole)
 
-    def gather_linear_backward(self, wires: TPGroup, asked: ColumnGrads) -> Tensor | None:
+    def gather_linear_backward(self, ranks: TPGroup, asked: ColumnGrads) -> Tensor | None:
         """See :meth:`Schedule.gather_linear_backward`."""
         grad = next(grad for grad in asked.grads if grad is not None)
-        rows, weight = len(grad) // wires.world, asked.weights[0]
-        shape = Shape("gather_linear", rounded(rows), weight.shape[1], tuple(map(len, asked.weights)), weight.dtype)
-        return self._chosen(wires, grad.device, shape).backward.gather_linear_backward(wires, asked)
+        rows, weight = len(grad) // ranks.world, asked.weights[0]
+        shape = Shape("gather_linear", round_rows(rows), weight.shape[1], tuple(map(len, asked.weights)), weight.dtype)
+        return self._chosen(ranks, grad.device, shape).backward.gather_linear_backward(ranks, asked)
 
-    def linear_scatter(self, wires: TPGroup, x: Tensor, weight: Tensor) -> Tensor:
+    def linear_scatter(self, ranks: TPGroup, x: Tensor, weight: Tensor) -> Tensor:
         """See :meth:`Schedule.linear_scatter`."""
-        shape = Shape("linear_scatter", rounded(len(x) // wires.world), x.shape[1], (len(weight),), x.dtype)
-        return self._chosen(wires, x.device, shape).forward.linear_scatter(wires, x, weight)
+        shape = Shape("linear_scatter", round_rows(len(x) // ranks.world), x.shape[1], (len(weight),), x.dtype)
+        return self._chosen(ranks, x.device, shape).forward.linear_scatter(ranks, x, weight)
 
     def linear_scatter_backward(
-        self, wires: TPGroup, grad: Tensor, weight: Tensor, weight_grads: WeightGrads | None, needs_input: bool
+        self, ranks: TPGroup, grad: Tensor, weight: Tensor, weight_grads: WeightGrads | None, needs_input: bool
     ) -> Tensor | None:
         """See :meth:`Schedule.linear_scatter_backward`."""
-        shape = Shape("linear_scatter", rounded(len(grad)), weight.shape[1], (len(weight),), weight.dtype)
-        backward = self._chosen(wires, grad.device, shape).backward
-        return backward.linear_scatter_backward(wires, grad, weight, weight_grads, needs_input)
+        shape = Shape("linear_scatter", round_rows(len(grad)), weight.shape[1], (len(weight),), weight.dtype)
+        backward = self._chosen(ranks, grad.device, shape).backward
+        return backward.linear_scatter_backward(ranks, grad, weight, weight_grads, needs_input)
 
-    def linear_reduce(self, wires: TPGroup, x: Tensor, weight: Tensor) -> Tensor:
+    def linear_reduce(self, ranks: TPGroup, x: Tensor, weight: Tensor) -> Tensor:
         """See :meth:`Schedule.linear_reduce`."""
-        shape = Shape("linear_reduce", rounded(len(x)), x.shape[1], (len(weight),), x.dtype)
-        return self._chosen(wires, x.device, shape).forward.linear_reduce(wires, x, weight)
+        shape = Shape("linear_reduce", round_rows(len(x)), x.shape[1], (len(weight),), x.dtype)
+        return self._chosen(ranks, x.device, shape).forward.linear_reduce(ranks, x, weight)
 
-    def _chosen(self, wires: TPGroup, device: torch.device, shape: Shape) -> Pair:
-        """Return the schedules of a shape; see [Note: forward chooses for backward]."""
-        known = self._known.get(wires)
+    def _chosen(self, ranks: TPGroup, device: torch.device, shape: Shape) -> Pair:
+        """Return the schedules of a shape."""
+        known = self._known.get(ranks)
         if known is None:
-            known = self._known[wires] = {}
+            known = self._known[ranks] = {}
         key = (torch.are_deterministic_algorithms_enabled(), shape)
         found = known.get(key)
         if found is None:
-            found, final = self._asked(wires, device, shape)
+            found, final = self._asked(ranks, device, shape)
             if final:
                 known[key] = found
         return found
 
-    def _asked(self, wires: TPGroup, device: torch.device, shape: Shape) -> tuple[Pair, bool]:
-        autotuner = autotuner_for(wires.group, device, "tp_linear", cache_dir())
+    def _asked(self, ranks: TPGroup, device: torch.device, shape: Shape) -> tuple[Pair, bool]:
+        autotuner = autotuner_for(ranks.group, device, "tp_linear", cache_dir())
         forward, backward = (
             autotuner.tune(
-                wires.group,
-                tuning_for(wires, device, shape, direction, self._candidates, self._default, anew=self._anew),
+                ranks.group,
+                make_tuning(ranks, device, shape, direction, self._candidates, self._default, anew=self._anew),
             )
             for direction in ("forward", "backward")
         )

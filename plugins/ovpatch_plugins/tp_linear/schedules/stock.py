@@ -8,25 +8,24 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ovpatch_plugins.tp_linear.gemm import input_grad, linear
 from ovpatch_plugins.tp_linear.tp_group import TPGroup
 
 WeightGrads = Callable[[Tensor, Sequence[Tensor | None]], None]
-"""Takes the whole input, ``[M, k]``, and the outputs' gradients, ``[M, n_i]``; computes what weights are to get."""
+"""Computes weights' gradients from the whole input, ``[M, k]``, and the outputs' gradients, ``[M, n_i]``."""
 
 
 class ColumnGrads(NamedTuple):
-    """What the backward of linears that read one input is asked for.
+    """The arguments of a backward of linears that read one input.
 
     Attributes:
-        grads: Of the outputs, ``[M, n_i]`` each; None where an output was not used.
-        kept: The input: all of it, ``[M, k]``, or this rank's rows, ``[m, k]``, if ``anew``; None if no weight needs a
+        grads: Gradients of the outputs, ``[M, n_i]`` each; None for an output that was not used.
+        kept: The whole input, ``[M, k]``, or this rank's rows, ``[m, k]``, if ``anew``; None if no weight needs a
             gradient.
-        weights: ``[n_i, k]`` each.
+        weights: The weights, ``[n_i, k]`` each.
         weight_grads: Computes the weights' gradients; None if no weight needs one.
-        input_dtype: In which the input's gradient is summed over the ranks; None if it needs no gradient.
+        input_dtype: The dtype in which the input's gradient is summed over the ranks; None if it needs no gradient.
         extra: A further term of the whole input's gradient, ``[M, k]``.
-        anew: The input has to be gathered anew for the weights' gradients.
+        anew: Whether the input has to be gathered anew for the weights' gradients.
     """
 
     grads: Sequence[Tensor | None]
@@ -37,20 +36,20 @@ class ColumnGrads(NamedTuple):
     extra: Tensor | None = None
     anew: bool = False
 
-    def of_input(self, dtype: torch.dtype) -> Tensor:
+    def compute_input_grad(self, dtype: torch.dtype) -> Tensor:
         """Return this rank's term of the whole input's gradient, ``[M, k]``."""
-        return input_grad(self.grads, self.weights, self.extra).to(dtype)
+        return sum_input_grads(self.grads, self.weights, self.extra).to(dtype)
 
 
 class Schedule:
-    """How four operators are computed; this class itself does one thing after the other.
+    """The order of an operator's products and collectives; this class runs one after the other.
 
-    All on rows: ``m`` is a rank's number of rows, ``M = world * m``.
+    All arguments are rows: ``m`` is a rank's number of rows, ``M = world * m``.
 
     Attributes:
-        name: How it is selected.
-        ahead: Whether products of a gathered input have to be computed where it is gathered, to hide that.
-        chooses: Whether it is another schedule for each shape, so that :meth:`together` has to be asked.
+        name: The option's value that selects it.
+        ahead: Whether the products of a gathered input are computed with the gather, to hide it.
+        chooses: Whether :meth:`choose_for_gather` returns another schedule, which depends on the shape.
     """
 
     name = "stock"
@@ -58,97 +57,98 @@ class Schedule:
     chooses = False
 
     def gather_linear(
-        self, wires: TPGroup, x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None], needs_whole: bool
+        self, ranks: TPGroup, x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None], needs_whole: bool
     ) -> tuple[list[Tensor], Tensor | None]:
         """Gather the input, and feed it to several linears.
 
         Args:
-            wires: The ranks.
+            ranks: The ranks.
             x: This rank's rows, ``[m, k]``.
             weights: ``[n_i, k]`` each.
             biases: ``[n_i]`` each, or None.
-            needs_whole: Whether somebody wants the gathered input.
+            needs_whole: Whether the gathered input is needed.
 
         Returns:
-            Outputs ``[M, n_i]``, and the gathered input ``[M, k]``, which may be None if nobody wants it.
+            Outputs ``[M, n_i]``, and the gathered input ``[M, k]``, which may be None if it is not needed.
         """
-        whole = wires.gathered(x)
+        whole = ranks.gather_rows(x)
         return [linear(whole, weight, bias) for weight, bias in zip(weights, biases, strict=True)], whole
 
-    def serves(self, wires: TPGroup, device: torch.device, dtype: torch.dtype, features: Sequence[int]) -> bool:
-        """Tell whether this is another schedule than the one that stands in for it, the same on all ranks.
-
-        All ranks call this at the same time.
+    def can_run(self, ranks: TPGroup, device: torch.device, dtype: torch.dtype, features: Sequence[int]) -> bool:
+        """Tell whether this schedule can run, and not only its substitute; all ranks call this together.
 
         Args:
-            wires: The ranks.
-            device: Where.
-            dtype: In which is computed.
-            features: Of inputs and outputs.
+            ranks: The ranks.
+            device: The device of the rows.
+            dtype: The dtype of the products.
+            features: The numbers of features of inputs and outputs.
+
+        Returns:
+            The same on all ranks.
         """
         return True
 
-    def together(
-        self, wires: TPGroup, device: torch.device, rows: int, k: int, features: Sequence[int], dtype: torch.dtype
+    def choose_for_gather(
+        self, ranks: TPGroup, device: torch.device, rows: int, k: int, features: Sequence[int], dtype: torch.dtype
     ) -> Schedule:
-        """Return the schedule by which a gather for several linears is computed: here this very one.
+        """Return the schedule of a gather for several linears; this one, unless it chooses.
 
         Args:
-            wires: The ranks.
-            device: Where.
-            rows: Of a rank, m.
-            k: Input features.
-            features: Output features of each linear, n_i.
-            dtype: In which is computed.
+            ranks: The ranks.
+            device: The device of the rows.
+            rows: A rank's number of rows, m.
+            k: The number of input features.
+            features: The number of output features of each linear, n_i.
+            dtype: The dtype of the products.
         """
         return self
 
-    def gather_linear_backward(self, wires: TPGroup, asked: ColumnGrads) -> Tensor | None:
+    def gather_linear_backward(self, ranks: TPGroup, asked: ColumnGrads) -> Tensor | None:
         """Return the input's gradient, ``[m, k]``; None if it needs none."""
         result: Tensor | None = None
         if asked.input_dtype is not None:
-            result, pending = wires.reduce_scatter(asked.of_input(asked.input_dtype))
+            result, pending = ranks.reduce_scatter(asked.compute_input_grad(asked.input_dtype))
             pending.wait()
         if asked.kept is not None and asked.weight_grads is not None:
-            asked.weight_grads(wires.gathered(asked.kept) if asked.anew else asked.kept, asked.grads)
+            asked.weight_grads(ranks.gather_rows(asked.kept) if asked.anew else asked.kept, asked.grads)
         return result
 
-    def linear_scatter(self, wires: TPGroup, x: Tensor, weight: Tensor) -> Tensor:
+    def linear_scatter(self, ranks: TPGroup, x: Tensor, weight: Tensor) -> Tensor:
         """Return this rank's rows of a product whose terms are on all ranks: ``[M, k]``, ``[n, k]`` -> ``[m, n]``."""
-        result, pending = wires.reduce_scatter(linear(x, weight))
+        result, pending = ranks.reduce_scatter(linear(x, weight))
         pending.wait()
         return result
 
     def linear_scatter_backward(
-        self, wires: TPGroup, grad: Tensor, weight: Tensor, weight_grads: WeightGrads | None, needs_input: bool
+        self, ranks: TPGroup, grad: Tensor, weight: Tensor, weight_grads: WeightGrads | None, needs_input: bool
     ) -> Tensor | None:
         """Return the input's gradient: of ``[m, n]``, ``[n, k]`` -> ``[M, k]``.
 
         Args:
-            wires: The ranks.
-            grad: Of this rank's rows of the output, ``[m, n]``.
+            ranks: The ranks.
+            grad: The gradient of this rank's rows of the output, ``[m, n]``.
             weight: ``[n, k]``.
-            weight_grads: Computes what needs the gathered gradient, ``[M, n]``, which is its first argument.
+            weight_grads: Called with the gathered gradient, ``[M, n]``; None if no parameter needs a gradient.
             needs_input: Whether the input needs a gradient.
         """
-        whole = wires.gathered(grad)
+        whole = ranks.gather_rows(grad)
         result = whole @ weight if needs_input else None
         if weight_grads is not None:
             weight_grads(whole, ())
         return result
 
-    def linear_reduce(self, wires: TPGroup, x: Tensor, weight: Tensor) -> Tensor:
+    def linear_reduce(self, ranks: TPGroup, x: Tensor, weight: Tensor) -> Tensor:
         """Return a product whose terms are on all ranks, on all ranks: ``[M, k]``, ``[n, k]`` -> ``[M, n]``."""
         result = linear(x, weight)
-        wires.all_reduce(result).wait()
+        ranks.all_reduce(result).wait()
         return result
 
-    def replicated_linear_backward(self, wires: TPGroup, asked: ColumnGrads) -> Tensor | None:
+    def replicated_linear_backward(self, ranks: TPGroup, asked: ColumnGrads) -> Tensor | None:
         """Return the gradient of an input that all ranks have, ``[M, k]``; None if it needs none."""
         result: Tensor | None = None
         if asked.input_dtype is not None:
-            result = asked.of_input(asked.input_dtype)
-            wires.all_reduce(result).wait()
+            result = asked.compute_input_grad(asked.input_dtype)
+            ranks.all_reduce(result).wait()
         if asked.kept is not None and asked.weight_grads is not None:
             asked.weight_grads(asked.kept, asked.grads)
         return result
@@ -156,3 +156,40 @@ class Schedule:
 
 class Stock(Schedule):
     """One after the other."""
+
+
+# The products.
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, out: Tensor | None = None) -> Tensor:
+    """Return ``x @ weight.t() + bias``, in ``out`` if given.
+
+    Shapes ``[m, k]``, ``[n, k]``, ``[n]`` -> ``[m, n]``.
+    """
+    if out is None:
+        return torch.nn.functional.linear(x, weight, bias)
+    if bias is None:
+        return torch.mm(x, weight.t(), out=out)
+    return torch.addmm(bias, x, weight.t(), out=out)
+
+
+def sum_input_grads(grads: Sequence[Tensor | None], weights: Sequence[Tensor], extra: Tensor | None = None) -> Tensor:
+    """Return the gradient of an input that several linears share; products add to it in place.
+
+    Shapes ``[m, n_i]``, ``[n_i, k]``, and a further term ``[m, k]`` -> ``[m, k]``.
+    """
+    used = [(grad, weight) for grad, weight in zip(grads, weights, strict=True) if grad is not None]
+    if not used:
+        assert extra is not None
+        return extra.clone()  # it may be written into
+    dtype = used[0][1].dtype
+    total = extra.clone() if extra is not None and extra.dtype == dtype else None
+    for grad, weight in used:
+        total = grad @ weight if total is None else total.addmm_(grad, weight)
+    assert total is not None
+    return total if extra is None or extra.dtype == dtype else total.to(extra.dtype) + extra
+
+
+def compute_weight_grad(grad: Tensor, x: Tensor) -> Tensor:
+    """Return the gradient of a weight: ``[m, n]``, ``[m, k]`` -> ``[n, k]``."""
+    return grad.t() @ x

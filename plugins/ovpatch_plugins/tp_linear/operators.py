@@ -1,0 +1,256 @@
+"""The operators on rows: a linear whose weight is cut over the ranks, with its collective.
+
+Each is defined here once. :mod:`.autograd` computes it eagerly; :mod:`.custom_ops` registers it for torch.compile.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from ovpatch.overlap.tensors.autocast import autocast_dtype
+from ovpatch_plugins.tp_linear.layout import get_local, wrap_grad
+from ovpatch_plugins.tp_linear.schedules.stock import ColumnGrads, Schedule, compute_weight_grad, linear
+from ovpatch_plugins.tp_linear.tp_group import TPGroup
+
+
+class ParamGrads:
+    """Gradients of an operator's weights and biases, each of the parameter's class and dtype.
+
+    Args:
+        fuse: Add a weight's gradient to the one that is already there, where no hook would miss it.
+        weights: The weights.
+        biases: The biases.
+        wanted: Which of the weights, and then of the biases, need a gradient.
+
+    Attributes:
+        weights: Gradients of the weights.
+        biases: Gradients of the biases.
+    """
+
+    __slots__ = ("_biases", "_fuse", "_wanted", "_weights", "biases", "weights")
+
+    def __init__(
+        self, fuse: bool, weights: Sequence[Tensor], biases: Sequence[Tensor | None], wanted: Sequence[bool]
+    ) -> None:
+        self._fuse, self._weights, self._biases, self._wanted = fuse, weights, biases, wanted
+        self.weights: list[Tensor | None] = [None] * len(weights)
+        self.biases: list[Tensor | None] = [None] * len(weights)
+
+    @property
+    def needs_any(self) -> bool:
+        """Whether any weight or bias needs a gradient."""
+        return any(self._wanted)
+
+    def compute_weights(self, x: Tensor | None, grads: Sequence[Tensor | None]) -> None:
+        """Compute the weights' gradients.
+
+        Args:
+            x: The whole input, ``[M, k]``; None if no weight needs a gradient.
+            grads: Of the outputs, ``[M, n_i]``.
+        """
+        for i, grad in enumerate(grads):
+            if x is not None and grad is not None and self._wanted[i]:
+                self.weights[i] = self._weight_grad(self._weights[i], grad, x)
+
+    def compute_biases(self, grads: Sequence[Tensor | None]) -> None:
+        """Compute the biases' gradients from those of the outputs, ``[M, n_i]``."""
+        for i, grad in enumerate(grads):
+            bias = self._biases[i]
+            if bias is not None and grad is not None and self._wanted[len(self.weights) + i]:
+                self.biases[i] = wrap_grad(grad.sum(0).to(bias.dtype), bias)
+
+    def _weight_grad(self, weight: Tensor, grad: Tensor, x: Tensor) -> Tensor | None:
+        target = _accumulation_target(weight) if self._fuse else None
+        if target is not None:
+            if target.dtype == grad.dtype:
+                target.addmm_(grad.t(), x)
+            else:
+                target.add_(compute_weight_grad(grad, x))
+            return None
+        found = compute_weight_grad(grad, x)
+        return wrap_grad(found if found.dtype is weight.dtype else found.to(weight.dtype), weight)
+
+
+def _accumulation_target(weight: Tensor) -> Tensor | None:
+    """Return the tensor to which the weight's gradient can be added behind autograd's back, or None.
+
+    It is ``weight.main_grad``, Megatron's name, or else the gradient of earlier microbatches. A weight with hooks has
+    none: they would not be called.
+    """
+    main: Tensor | None = getattr(weight, "main_grad", None)
+    if main is None and (not weight.is_leaf or weight.grad is None):
+        return None
+    if weight._backward_hooks or weight._post_accumulate_grad_hooks:
+        return None
+    if not _is_accumulated(weight):
+        return None
+    target = weight.grad if main is None else main
+    assert target is not None
+    return get_local(target)
+
+
+def _is_accumulated(weight: Tensor) -> bool:
+    """Tell whether the running backward adds to ``weight.grad``: with ``inputs=``, it adds to theirs alone."""
+    if not weight.is_leaf:
+        return True
+    node = torch.autograd.graph.get_gradient_edge(weight).node
+    try:
+        return torch._C._will_engine_execute_node(node)
+    except RuntimeError:  # torch.autograd.grad() returns this very gradient
+        return False
+
+
+class LocalLinear:
+    """A linear of an input that all ranks have; nothing is sent, and the input's gradient is a term of a sum.
+
+    This is also the interface of the other operators. ``m`` is a rank's number of rows, ``M = world * m``.
+
+    Attributes:
+        name: As :data:`OPERATORS` and ``torch.ops.ovpatch`` know it.
+        sums_input_grad: Whether the input's gradient is summed over the ranks, in ``asked.input_dtype``.
+        gathers_grad: Whether backward gathers the output's gradient, so that all ranks have to run it alike.
+    """
+
+    name = "local_linear"
+    sums_input_grad = False
+    gathers_grad = False
+
+    def count_rows(self, rows: int, world: int) -> int:
+        """Return the number of output rows for a number of input rows."""
+        return rows
+
+    def forward(self, schedule: Schedule, ranks: TPGroup, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """Compute the output.
+
+        Args:
+            schedule: In which order products and collectives are launched.
+            ranks: The ranks.
+            x: The input on this rank, ``[m, k]`` or ``[M, k]``.
+            weight: ``[n, k]``.
+            bias: ``[n]``, or None.
+
+        Returns:
+            The output on this rank, ``[m, n]`` or ``[M, n]``.
+        """
+        return linear(x, weight, bias)
+
+    def backward(self, schedule: Schedule, ranks: TPGroup, asked: ColumnGrads, params: ParamGrads) -> Tensor | None:
+        """Compute the gradients.
+
+        Args:
+            schedule: As of forward.
+            ranks: The ranks.
+            asked: The outputs' gradients, and what forward has kept.
+            params: Gets the gradients of weights and biases.
+
+        Returns:
+            The input's gradient on this rank; None if it needs none.
+        """
+        (grad,), (weight,) = asked.grads, asked.weights
+        assert grad is not None
+        dx = grad @ weight if asked.input_dtype is not None else None
+        params.compute_weights(asked.kept, asked.grads)
+        params.compute_biases(asked.grads)
+        return dx
+
+
+class GatherLinear(LocalLinear):
+    """Gathers the input, ``[m, k]``, and applies a linear to it.
+
+    Several linears may share the gather: forward is the schedule's :meth:`~Schedule.gather_linear` then, and backward
+    is the same.
+    """
+
+    name = "gather_linear"
+    sums_input_grad = True
+
+    def count_rows(self, rows: int, world: int) -> int:
+        """See :meth:`LocalLinear.count_rows`."""
+        return rows * world
+
+    def forward(self, schedule: Schedule, ranks: TPGroup, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """See :meth:`LocalLinear.forward`."""
+        return schedule.gather_linear(ranks, x, [weight], [bias], False)[0][0]
+
+    def backward(self, schedule: Schedule, ranks: TPGroup, asked: ColumnGrads, params: ParamGrads) -> Tensor | None:
+        """See :meth:`LocalLinear.backward`."""
+        dx = schedule.gather_linear_backward(ranks, asked)
+        params.compute_biases(asked.grads)
+        return dx
+
+
+class LinearScatter(LocalLinear):
+    """Applies a linear to ``[M, k]``, sums over the ranks, and leaves each rank its rows."""
+
+    name = "linear_scatter"
+    gathers_grad = True
+
+    def count_rows(self, rows: int, world: int) -> int:
+        """See :meth:`LocalLinear.count_rows`."""
+        return rows // world
+
+    def forward(self, schedule: Schedule, ranks: TPGroup, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """See :meth:`LocalLinear.forward`."""
+        return _add_bias(schedule.linear_scatter(ranks, x, weight), bias)
+
+    def backward(self, schedule: Schedule, ranks: TPGroup, asked: ColumnGrads, params: ParamGrads) -> Tensor | None:
+        """See :meth:`LocalLinear.backward`."""
+        (grad,), (weight,) = asked.grads, asked.weights
+        assert grad is not None
+
+        def compute_params(whole: Tensor, _: Sequence[Tensor | None]) -> None:
+            params.compute_weights(asked.kept, (whole,))
+            params.compute_biases((whole,))
+
+        return schedule.linear_scatter_backward(
+            ranks, grad, weight, compute_params if params.needs_any else None, asked.input_dtype is not None
+        )
+
+
+class LinearReduce(LocalLinear):
+    """Applies a linear to ``[M, k]``, and sums over the ranks."""
+
+    name = "linear_reduce"
+
+    def forward(self, schedule: Schedule, ranks: TPGroup, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """See :meth:`LocalLinear.forward`."""
+        return _add_bias(schedule.linear_reduce(ranks, x, weight), bias)
+
+
+class ReplicatedLinear(LocalLinear):
+    """Applies a linear to an input that all ranks have, and sums the input's gradient over them."""
+
+    name = "replicated_linear"
+    sums_input_grad = True
+
+    def backward(self, schedule: Schedule, ranks: TPGroup, asked: ColumnGrads, params: ParamGrads) -> Tensor | None:
+        """See :meth:`LocalLinear.backward`."""
+        if asked.input_dtype is None:  # nothing to send
+            return super().backward(schedule, ranks, asked, params)
+        dx = schedule.replicated_linear_backward(ranks, asked)
+        params.compute_biases(asked.grads)
+        return dx
+
+
+GATHER_LINEAR: Final = GatherLinear()
+
+OPERATORS: Final[dict[str, LocalLinear]] = {
+    operator.name: operator
+    for operator in (GATHER_LINEAR, LinearScatter(), LinearReduce(), ReplicatedLinear(), LocalLinear())
+}
+
+
+def cast_operands(kind: str, rows: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Return the operands of a linear in the dtype of autocast on a kind of device; unchanged if it is off."""
+    dtype = autocast_dtype(kind, rows.dtype)
+    if dtype is None:
+        return rows, weight, bias
+    return rows.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
+
+
+def _add_bias(rows: Tensor, bias: Tensor | None) -> Tensor:
+    return rows if bias is None else rows.add_(bias)
