@@ -1,66 +1,76 @@
-"""Readiness counting."""
+"""Counting of contributions to gradients."""
 
 from __future__ import annotations
 
 import gc
+from unittest import mock
 
 import pytest
 import torch
 from torch import nn
 
+from ovpatch.overlap.data_parallel import grad_sync
+from ovpatch.overlap.data_parallel.bucket import GradBucket
 from ovpatch.overlap.data_parallel.grad_sync import (
     ANY,
-    GradLedger,
+    HOOK,
+    GradSync,
     SurplusGradientError,
     expect_gradients,
     mark_gradient,
+    register_reducer,
 )
 
 
 class Owner:
+    """A reducer that starts nothing."""
+
     def __init__(self, count: int = 3, params: list[nn.Parameter] | None = None) -> None:
         self.params = params or [nn.Parameter(torch.zeros(2)) for _ in range(count)]
         self.complete: list[int] = []
-        self.ledger = GradLedger(self.params, [f"p{i}" for i in range(count)], self)
+        buckets = [GradBucket([i], [param]) for i, param in enumerate(self.params)]
+        names = [f"p{i}" for i in range(count)]
+        with mock.patch.object(grad_sync, "Collectives"):
+            self.sync = GradSync(buckets, mock.Mock(), feature="test", average=True, names=names)
+        register_reducer(self.params, self)
 
-    def fire(self, index: int, *, adds: bool = True) -> None:
-        if self.ledger.hook_fired(index, adds=adds):
+    def fire(self, index: int, *, adds: bool = True, key: str = HOOK) -> None:
+        if self.sync.count_grad(index, key, adds=adds):
             self.complete.append(index)
 
-    def gradients_declared(self, index: int, marks: int) -> None:
-        self.ledger.declare(index, marks)
+    def expect_contributions(self, index: int, count: int) -> None:
+        self.sync.expect(index, count)
 
-    def gradient_marked(self, index: int, key: str) -> None:
-        if self.ledger.marked(index, key):
-            self.complete.append(index)
+    def mark_contribution(self, index: int, key: str) -> None:
+        self.fire(index, key=key)
 
 
 def opened() -> Owner:
     owner = Owner()
-    owner.ledger.open()
+    owner.sync.start_backward()
     return owner
 
 
 def test_one_mark_completes_a_parameter_and_open_starts_anew():
     owner = Owner()
     for _ in range(2):
-        owner.ledger.open()
+        owner.sync.start_backward()
         owner.fire(1)
-        assert owner.ledger.incomplete() == [0, 2]
+        assert owner.sync.missing_params() == [0, 2]
         owner.fire(0)
         owner.fire(2)
-        assert owner.ledger.incomplete() == []
+        assert owner.sync.missing_params() == []
     assert owner.complete == [1, 0, 2] * 2
 
 
 def test_expected_counts_complete_at_the_last_contribution():
     owner = Owner()
-    owner.ledger.open([1, 3, 0])
+    owner.sync.start_backward([1, 3, 0])
     for _ in range(3):
         assert owner.complete == []
         owner.fire(1)
     assert owner.complete == [1]
-    assert owner.ledger.incomplete() == [0]
+    assert owner.sync.missing_params() == [0]
 
 
 def test_a_surplus_contribution_names_the_parameter_and_the_remedy():
@@ -72,10 +82,10 @@ def test_a_surplus_contribution_names_the_parameter_and_the_remedy():
 
 def test_any_only_counts():
     owner = Owner()
-    owner.ledger.open([ANY] * 3)
+    owner.sync.start_backward([ANY] * 3)
     for _ in range(5):
         owner.fire(0)
-    assert owner.ledger.seen(0) == 5
+    assert owner.sync.count_of(0) == 5
     assert owner.complete == []
 
 
@@ -133,20 +143,19 @@ def test_there_is_at_least_one_mark(marks):
 def test_a_declaration_holds_for_one_backward():
     owner = opened()
     expect_gradients(owner.params[0], 2)
-    owner.ledger.close()
-    owner.ledger.open()
+    owner.sync.end_backward()
+    owner.sync.start_backward()
     owner.fire(0)
     assert owner.complete == [0]
 
 
-def test_declared_and_undeclared_parameters_that_lack_something_are_told_apart():
+def test_parameters_whose_contributions_are_marked_are_not_missing():
     owner = opened()
     expect_gradients(owner.params[0], 2)
     expect_gradients(owner.params[1], 1)
     mark_gradient(owner.params[0], "chunk 0")
     mark_gradient(owner.params[1], "chunk 0")
-    assert owner.ledger.overdue() == [0]
-    assert owner.ledger.unforeseen() == [2]
+    assert owner.sync.missing_params() == [2]
 
 
 def test_between_backwards_nothing_is_counted_and_nothing_stays():
@@ -157,22 +166,10 @@ def test_between_backwards_nothing_is_counted_and_nothing_stays():
         for chunk in range(2):
             mark_gradient(param, f"chunk {chunk}")
     assert owner.complete == []
-    owner.ledger.open()
-    assert owner.ledger.seen(0) == 0
+    owner.sync.start_backward()
+    assert owner.sync.count_of(0) == 0
     owner.fire(0)
     assert owner.complete == [0]
-
-
-def test_a_mark_that_comes_after_its_backward_is_an_error():
-    owner = opened()
-    param = owner.params[0]
-    expect_gradients(param, 2)
-    mark_gradient(param, "chunk 0")
-    owner.ledger.close()
-    with pytest.raises(SurplusGradientError, match=r"'p0' \(chunk 1\) came after.*before backward\(\) returns"):
-        mark_gradient(param, "chunk 1")
-    expect_gradients(param, 1)  # of the next backward, which nobody reduces
-    mark_gradient(param, "chunk 0")
 
 
 def test_of_several_owners_each_is_told():
@@ -189,7 +186,7 @@ def test_parameters_that_nobody_counts_need_no_marks():
     mark_gradient(stranger, "chunk 0")
 
 
-def test_the_ledger_is_forgotten_with_its_owner():
+def test_a_reducer_is_held_weakly():
     owner = Owner()
     param = owner.params[0]
     del owner

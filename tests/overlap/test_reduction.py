@@ -34,15 +34,15 @@ class Setup:
     def arrive(self, *indices: int) -> list[bool]:
         in_time = []
         for index in indices:
-            self.reduction.produced(index)
-            in_time.append(self.reduction.arrived(index))
-            self.reduction.launch_ready(self.on_launch)
+            self.reduction.count_grad(index)
+            in_time.append(self.reduction.register_grad_ready(index))
+            self.reduction.start_ready_buckets(self.on_launch)
         return in_time
 
     def finish(self, skip: tuple[int, ...] = ()) -> None:
-        self.reduction.launch_rest(self.on_launch)
+        self.reduction.start_grad_sync(self.on_launch)
         self.reduction.wait()
-        self.reduction.unpack(skip)
+        self.reduction.finish_grad_sync(skip)
 
     def fill(self, *left_out: int) -> list[torch.Tensor | None]:
         """Give gradients that differ by rank; return the averages over ranks, None for what is left out."""
@@ -67,7 +67,7 @@ def in_order(arrivals: list[int], log: list[list[int]]) -> None:
     setup = Setup()
     for _ in range(2):
         expected = setup.fill()
-        setup.reduction.open()
+        setup.reduction.start_backward()
         for index, launched in zip(arrivals, log, strict=True):
             assert setup.arrive(index) == [True]
             assert setup.launched == launched, index
@@ -110,11 +110,11 @@ def cut_short() -> list[int]:
     collectives.end_reduction = lambda: found.append(setup.reduction.launched)  # type: ignore[method-assign]
     for arrived in ((5, 4), (5, 4, 3, 2, 1, 0)):
         setup.fill()
-        setup.reduction.open()
+        setup.reduction.start_backward()
         setup.arrive(*arrived)
         if len(arrived) == 6:
-            setup.reduction.launch_rest(setup.on_launch)
-        setup.reduction.launch_zeros()
+            setup.reduction.start_grad_sync(setup.on_launch)
+        setup.reduction.start_zeros()
         setup.reduction.wait()
         setup.reduction.drop()
     return found
@@ -127,9 +127,9 @@ def test_a_backward_is_attended_once_behind_all_that_was_launched(ranks):
 def without_some() -> None:
     setup = Setup()
     expected = setup.fill(3, 1)
-    setup.reduction.open()
+    setup.reduction.start_backward()
     for index in (3, 1, 3):  # to say it twice changes nothing
-        setup.reduction.without(index)
+        setup.reduction.skip_param(index)
     assert setup.arrive(4, 5, 2, 0) == [True] * 4
     assert setup.launched == [0, 1, 2]
     setup.finish(skip=(1, 3))
@@ -144,7 +144,7 @@ def came_after_all() -> None:
     setup = Setup()
     setup.fill()
     for index in (3, 4):
-        setup.reduction.without(index)
+        setup.reduction.skip_param(index)
     assert setup.arrive(3) == [True]  # its bucket is still there, and does not wait for it twice
     assert setup.reduction.absent == {4}
     assert setup.arrive(5, 2) == [True, True]
@@ -160,9 +160,9 @@ def test_a_gradient_that_was_taken_for_absent_is_told_whether_it_is_too_late(ran
 def skipping(skip_absent: bool) -> list[int]:
     setup = Setup(skip_absent=skip_absent)
     expected = setup.fill(2, 3, 1)
-    setup.reduction.open()
+    setup.reduction.start_backward()
     for index in (1, 2, 3):
-        setup.reduction.without(index)
+        setup.reduction.skip_param(index)
     setup.arrive(5, 4, 0)
     setup.finish(skip=(1, 2, 3))
     setup.check(expected)
@@ -176,10 +176,10 @@ def failing_after_the_first(skip_absent: bool) -> list[int]:
     for number, bucket in enumerate(setup.buckets):
         made = bucket.zeros()
         bucket.zeros = lambda number=number, made=made: zeros.append(number) or made
-    setup.reduction.open()
+    setup.reduction.start_backward()
     for index in (2, 3):
-        setup.reduction.without(index)
-    setup.reduction.launch_zeros()
+        setup.reduction.skip_param(index)
+    setup.reduction.start_zeros()
     setup.reduction.wait()
     return zeros
 
@@ -200,7 +200,7 @@ def one_failed() -> None:
         dist.all_reduce(value)
     setup.arrive(5, 4)
     if setup.rank == 1:
-        setup.reduction.launch_zeros()
+        setup.reduction.start_zeros()
         setup.reduction.wait()
         setup.reduction.drop()
     else:
@@ -208,7 +208,7 @@ def one_failed() -> None:
         setup.finish()
         setup.check([value / setup.world for value in values[:4]] + expected[4:])
     expected = setup.fill()
-    setup.reduction.open()
+    setup.reduction.start_backward()
     setup.arrive(5, 4, 3, 2, 1, 0)
     setup.finish()
     setup.check(expected)
@@ -222,7 +222,7 @@ def staged() -> None:
     setup = Setup()
     expected = setup.fill()
     for index in (5, 4, 3, 2, 1, 0):
-        setup.reduction.arrived(index)
+        setup.reduction.register_grad_ready(index)
         setup.reduction.stage(index)
         setup.params[index].grad.fill_(99.0)
     setup.finish()
@@ -241,7 +241,7 @@ def divisors(average: bool) -> list[int]:
         bucket.pack = lambda divisor, **_: said.append(divisor) or []
         bucket.stage = lambda _index, divisor: said.append(divisor)
     setup.reduction.stage(0)
-    setup.reduction.launch_rest(setup.on_launch)
+    setup.reduction.start_grad_sync(setup.on_launch)
     return said
 
 
@@ -261,10 +261,10 @@ def of_many_kinds() -> None:
     reduction = GradSync(buckets, group, feature="test")
     for index in range(3):
         reduction.stage(index)
-        reduction.arrived(index)
-    reduction.launch_ready(lambda _: None)
+        reduction.register_grad_ready(index)
+    reduction.start_ready_buckets(lambda _: None)
     reduction.wait()
-    reduction.unpack(())
+    reduction.finish_grad_sync(())
     rows = torch.zeros(5, 2)
     rows[0] = rows[1] = 0.5
     rows[3] = 1

@@ -1,17 +1,4 @@
-"""Gradient buckets: many gradients that one grouped collective reduces.
-
-[Note: reduced in place] Stock DDP copies gradients into a flat tensor, reduces that and copies the result back into
-``p.grad``. Two of these three passes over memory are spared where a gradient is large and nobody else uses its memory:
-the collective works on ``p.grad`` itself, which ends with the same values in the same tensor as under stock. Small
-gradients go through one flat tensor, because launching a collective for each would cost more than copying them.
-Gradients that cannot be reduced where they are (memory shared with another tensor, holes, another dtype, part of a
-graph) go through a tensor of their own. Which way a gradient takes is a matter of each rank alone: what the collective
-sees is the same sequence of sizes.
-
-[Note: the node that is running] A hook of a parameter's AccumulateGrad node runs while the node still holds the
-gradient that it was given. If ``p.grad`` was made of that gradient, its memory has one reference more than in any other
-hook, and another one if what was given is a view, which keeps its base: the weight of a Linear gets a transposed one.
-"""
+"""Gradient buckets: many gradients that one grouped collective reduces."""
 
 from __future__ import annotations
 
@@ -40,6 +27,16 @@ _FUSED_DTYPES = (torch.float32, torch.float64)
 
 class GradBucket:
     """Gradients of some parameters, of one dtype on one device.
+
+    [Note: reduced in place] Stock DDP copies gradients into a flat tensor, reduces that and copies the result back. A
+    large gradient whose memory no other tensor uses is reduced in ``p.grad`` itself. Small ones go through one flat
+    tensor, since a launch costs more than a copy. Gradients that cannot be reduced in place (shared memory, holes,
+    another dtype, part of a graph) go through a tensor of their own. Each rank chooses alone: the collective sees the
+    same sequence of sizes.
+
+    [Note: the node that is running] A hook of a parameter's AccumulateGrad node runs while the node still references
+    the gradient that it was given. If ``p.grad`` is that gradient, its memory has one reference more than in any other
+    hook, and another one if it is a view, which references its base: the weight of a Linear gets a transposed one.
 
     Args:
         indices: Index of each parameter in the order of the whole model.
@@ -80,7 +77,7 @@ class GradBucket:
 
     @property
     def transient(self) -> int:
-        """How many bytes nobody needs once they are reduced; see :meth:`give_up`."""
+        """How many bytes can be freed once they are reduced; see :meth:`give_up`."""
         return 0
 
     def start(self, collectives: Collectives, pieces: list[Tensor]) -> Sequence[Work]:
@@ -166,32 +163,32 @@ class GradBucket:
         return [torch.zeros(size, dtype=dtype, device=self.device) for size, dtype in sizes]
 
     def give_up(self, *, but: Collection[int]) -> None:
-        """Free what nobody needs once it is reduced, while backward still runs; the collective has been waited for.
+        """Free full gradients that are not needed once reduced, in backward; the collective has been waited for.
 
         Args:
-            but: Parameters, by index in the whole model, whose ``p.grad`` is to stay what it is.
+            but: Parameters, by index in the whole model, whose ``p.grad`` stays unchanged.
         """
 
     def release(self) -> None:
-        """Take gradients that are being reduced in place away from their parameters; the backward has failed.
+        """Remove gradients that are being reduced in place from their parameters; the backward has failed.
 
-        What the script does to ``p.grad`` next must neither reach the collective nor be overwritten by it.
+        What the script writes to ``p.grad`` next must neither reach the collective nor be overwritten by it.
         """
         for i, piece in self._pieces.items():
             if self.params[i].grad is piece:
                 self.params[i].grad = None
 
     def drop(self) -> None:
-        """Forget what was packed. The collective has been waited for."""
+        """Drop what was packed. The collective has been waited for."""
         record_streams([piece for i, piece in self._pieces.items() if i not in self._views], self.device)
         self._pieces.clear()
 
     def _as_it_is(self, i: int) -> bool:
-        """Tell whether a gradient is neither cast nor divided before it is reduced."""
+        """Return whether a gradient is neither cast nor divided before it is reduced."""
         return False
 
     def _dtype(self, i: int) -> torch.dtype:
-        """Return what a gradient is reduced in; another one than :attr:`dtype` if it travels as it is."""
+        """Return the dtype in which a gradient is sent; another one than :attr:`dtype` if it is not cast."""
         return self.dtype
 
     def _copy(self, positions: Iterable[int], scale: float) -> None:
@@ -235,7 +232,7 @@ class GradBucket:
             return torch.empty_strided(shape, strides, dtype=self._dtype(i), device=self.device)
 
     def _in_place(self, i: int, given: Tensor | None) -> bool:
-        """Tell whether the gradient can be reduced where it is; see [Note: reduced in place]."""
+        """Return whether the gradient can be reduced in its own memory; see [Note: reduced in place]."""
         grad = self._grad(i)
         return (
             grad is not None
@@ -273,11 +270,10 @@ def _offsets(params: Sequence[torch.nn.Parameter], dtype: torch.dtype) -> tuple[
     return offsets, offset
 
 
-# Sparse gradients, which no two ranks have in the same places: each is summed by a collective of its own.
-
-
 class SparseBucket:
     """The gradient of one parameter whose module makes sparse gradients; used like a :class:`GradBucket`.
+
+    Ranks have entries in different places, so each sparse gradient is summed by a collective of its own.
 
     Args:
         index: Index of the parameter in the order of the whole model.

@@ -1,13 +1,4 @@
-"""Which gradients share a bucket.
-
-[Note: stock's cuts] A ring adds the parts of a tensor in an order that depends on where the tensor begins and ends.
-Buckets cut at the places where stock DDP cuts them therefore give stock's bits wherever they are reduced as one flat
-tensor; torch's own function makes the cut.
-
-[Note: small ones wait] A bucket whose large gradients are scattered needs a collective of its own for its small ones, a
-bias here, a norm there, and that takes as long as a launch takes. So they wait for those of later buckets, until they
-are enough to be worth it; at the latest they go with the last bucket of their kind.
-"""
+"""Which gradients share a bucket: cut by registration order at first, then along the order of a backward."""
 
 from __future__ import annotations
 
@@ -29,7 +20,15 @@ _COMPANY = 4 << 20  # bytes of small gradients that wait for no others
 
 @dataclass(frozen=True)
 class BucketAssignment:
-    """How to cut the parameters of a model into buckets.
+    """Cuts the parameters of a model into buckets.
+
+    [Note: stock's cuts] A ring adds the parts of a tensor in an order that depends on where the tensor begins and ends.
+    Buckets with stock DDP's boundaries therefore give stock's bits wherever they are reduced as one flat tensor;
+    torch's own function sets the boundaries.
+
+    [Note: small ones wait] A bucket whose large gradients are reduce-scattered needs an all-reduce of its own for its
+    small ones, a bias or a norm, at the cost of a launch. So small gradients move to later buckets until they are
+    enough to be worth one, at the latest to the last bucket of their dtype and device.
 
     Attributes:
         params: The parameters in registration order.
@@ -132,14 +131,11 @@ def layer_of(name: str) -> str:
     return found.group() if found else name.rpartition(".")[0]
 
 
-# Where the gradients of a model are cut into buckets, and the order in which they come, by which that is decided.
-
-
 class BucketOrder:
-    """Cuts by registration at first, and anew along the order of a backward's gradients.
+    """The order of gradients along which buckets are cut: registration order at first, then that of a backward.
 
     Args:
-        layout: How to cut.
+        layout: Makes the buckets.
         group: The process group.
     """
 
@@ -149,11 +145,11 @@ class BucketOrder:
         self._order: list[int] = []
 
     def backward_begins(self) -> None:
-        """Forget the order of the last backward."""
+        """Drop the order of the last backward."""
         self._came.clear()
 
     def came(self, index: int) -> None:
-        """Note that the gradient of a parameter is complete."""
+        """Record that the gradient of a parameter is complete."""
         self._came.append(index)
 
     def last(self) -> list[int]:
@@ -161,7 +157,7 @@ class BucketOrder:
         return list(self._came)
 
     def agree(self) -> None:
-        """Cut along the last backward's order on the group's first rank from now on; every rank calls this."""
+        """Use the last backward's order of the group's first rank from now on; every rank calls this."""
         params = self._layout.params
         missing = set(range(len(params))).difference(self._came)
         order = torch.tensor([*self._came, *sorted(missing)], dtype=torch.int64, device=params[0].device)

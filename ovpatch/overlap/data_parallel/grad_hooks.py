@@ -1,9 +1,4 @@
-"""Hooks on the AccumulateGrad nodes of parameters.
-
-[Note: node hook] Stock DDP's reducer is a post-hook of the node, so hooks that users put on the parameter
-(``register_hook``, ``register_post_accumulate_grad_hook``) have all run before it, and what they wrote into the
-gradient is what gets reduced. ``register_post_accumulate_grad_hook`` would run in registration order among theirs.
-"""
+"""Hooks on the AccumulateGrad nodes of parameters, and questions to the autograd engine."""
 
 from __future__ import annotations
 
@@ -22,11 +17,9 @@ from torch.utils.hooks import RemovableHandle
 from ovpatch.overlap.data_parallel import fp32_accumulation
 from ovpatch.overlap.data_parallel.fp32_accumulation import HALVES
 
-# What the autograd engine is about to do, and is told to.
-
 
 def executes(node: Any) -> bool:
-    """Tell whether the backward that runs wants the gradient that a node takes."""
+    """Return whether the running backward will execute a node."""
     try:
         return torch._C._will_engine_execute_node(node)
     except RuntimeError:  # torch.autograd.grad() returns this very gradient
@@ -34,15 +27,15 @@ def executes(node: Any) -> bool:
 
 
 def executed(nodes: Sequence[Node]) -> list[bool]:
-    """Tell which AccumulateGrad nodes the running backward will reach. Only valid inside a backward.
+    """Return for each AccumulateGrad node whether the running backward will execute it. Only valid inside a backward.
 
-    Nodes inside reentrant checkpoints belong to a backward of their own and show as not reached.
+    Nodes inside reentrant checkpoints belong to a backward of their own and count as not executed.
     """
     return [torch._C._will_engine_execute_node(node) for node in nodes]
 
 
 def accumulates(nodes: Iterable[Node]) -> bool:
-    """Tell whether the running backward adds to any parameter's ``grad``, which ``torch.autograd.grad`` does not.
+    """Return whether the running backward adds to any parameter's ``grad``; ``torch.autograd.grad`` does not.
 
     Only valid inside a backward.
     """
@@ -59,7 +52,7 @@ def apply_function(function: Any, *args: Any) -> Any:
 
     Args:
         function: The class.
-        *args: What its ``forward`` takes behind the context.
+        *args: The arguments of its ``forward`` after the context.
     """
     return function.apply(*args)
 
@@ -68,11 +61,11 @@ _DTYPE = operator.attrgetter("dtype")
 
 
 class Listener(Protocol):
-    """Who wants to know.
+    """Receives accumulated gradients.
 
     Attributes:
-        quiet: Nothing is wanted for now, as in the rest of a microbatch under ``no_sync`` once its first gradient has
-            come: telling takes some microseconds per parameter.
+        quiet: Whether hooks skip the call for now, as in the rest of a microbatch under ``no_sync`` after its first
+            gradient: a call takes some microseconds per parameter.
     """
 
     quiet: bool
@@ -82,14 +75,18 @@ class Listener(Protocol):
 
 
 class GradientHooks:
-    """One hook per parameter.
+    """One hook per parameter, on its AccumulateGrad node.
+
+    [Note: node hook] Stock DDP's reducer is a post-hook of the node. Hooks that users put on the parameter
+    (``register_hook``, ``register_post_accumulate_grad_hook``) have all run before it, and what they wrote into the
+    gradient is what gets reduced. ``register_post_accumulate_grad_hook`` would run in registration order among theirs.
 
     The nodes are kept alive here: a parameter holds its node weakly, and a hook is lost with it. The nodes hold the
     listener weakly, because Python's garbage collector does not see cycles that pass through them.
 
     Args:
         params: The parameters.
-        listener: Told of every accumulated gradient.
+        listener: Receives every accumulated gradient.
         sums_in_fp32: Add gradients of half precision up in fp32, see :mod:`.fp32_accumulation`.
     """
 
@@ -107,17 +104,17 @@ class GradientHooks:
                 before, after = fp32_accumulation.hooks_of(param)
                 self._handles += [node.register_prehook(before), node.register_hook(after)]
             self._handles.append(node.register_hook(_hook(reference, index)))
-        # The nodes may live on, and the next who listens there would take these for somebody else's.
+        # The nodes may live on; the hooks of the next listener would take these for foreign ones.
         weakref.finalize(listener, _remove, self._handles, self._before).atexit = False
         self._tables = self._own_tables()
 
     def lost(self) -> bool:
-        """Tell whether a parameter was cast or moved, which gives it a new node without our hook."""
+        """Return whether a parameter was cast or moved, which gives it a new node without our hook."""
         return self._current_kinds() != self._kinds
 
     def _current_kinds(self) -> tuple[list[torch.dtype], list[int]]:
-        # Before every forward: map() asks all parameters in a tenth of the time that a comprehension takes.
-        with torch._C.DisableTorchFunctionSubclass():  # which a parameter may be that waits for a reader
+        # Called before every forward: map() takes a tenth of a comprehension's time.
+        with torch._C.DisableTorchFunctionSubclass():  # a pending parameter is one
             return list(map(_DTYPE, self._params)), list(map(Tensor.get_device, self._params))
 
     def set_prehooks(self, indices: Iterable[int], before: Callable[..., None]) -> None:
@@ -133,17 +130,17 @@ class GradientHooks:
         self._tables = self._own_tables()
 
     def foreign(self) -> bool:
-        """Tell whether somebody else has hooks on nodes where we have."""
+        """Return whether the nodes have hooks besides ours."""
         return any(len(table() or ()) > ours for table, ours in self._tables)
 
     def _own_tables(self) -> list[tuple[Callable[[], Any], int]]:
-        """Return the nodes' tables of hooks, each with the number of ours in it."""
+        """Return the nodes' hook tables, each with the number of our hooks in it."""
         tables = [handle.hooks_dict_ref for handle in (*self._handles, *self._before)]
         ours = Counter(id(table()) for table in tables)
         return [(table, ours[id(table())]) for table in tables]
 
     def remove(self) -> None:
-        """Take the hooks away."""
+        """Remove the hooks."""
         fp32_accumulation.drop(self._params)
         _remove(self._handles, self._before)
         self.nodes.clear()
@@ -188,9 +185,9 @@ def _prehook(method: weakref.WeakMethod[Callable[..., None]], index: int) -> Any
 
 
 def watch_outputs(output: Any, reached: Callable[[], None]) -> None:
-    """Have a bound method called when a backward reaches one of the tensors in ``output``; it is held weakly.
+    """Have a bound method, held weakly, called when a backward reaches one of the tensors in ``output``.
 
-    The hooks are on the nodes, not on the tensors, which stay as they were to whoever pickles them.
+    The hooks are on the nodes. The tensors stay unchanged, so they can be pickled.
     """
     method = weakref.WeakMethod(reached)
 

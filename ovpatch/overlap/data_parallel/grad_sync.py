@@ -1,12 +1,11 @@
-"""Which gradients of the running backward are complete.
+"""The gradient reduction of one backward: which gradients are complete, and the collectives over them.
 
-A collective over a bucket may start only when every contribution to every parameter in it has been added. The autograd
-hook of a parameter fires once per graph task, however often the weight is used in it, so one mark per parameter is the
-rule. Work that adds to a gradient in several graph tasks (chunked experts, deferred weight gradients) declares how many
-marks to expect and makes them itself; the parameter's hook then no longer counts.
+A bucket's collective may start only when every contribution to every parameter in it has been added. The autograd hook
+of a parameter fires once per graph task, however often the weight is used in it, so one contribution per parameter is
+the rule. Work that adds to a gradient in several graph tasks (chunked modules, deferred weight gradients) says how many
+contributions to expect (:func:`expect_gradients`) and marks each (:func:`mark_gradient`); the hook then does not count.
 
-Source: the readiness counting of Megatron-Core's bucket groups and MindSpeed's pipelined experts, whose learned or
-global counts lose contributions when the number changes; here the number is declared and a surplus is an error.
+Source: the readiness counting of Megatron-Core's bucket groups (``register_grad_ready``), whose counts are learned.
 """
 
 from __future__ import annotations
@@ -42,223 +41,71 @@ _CHANGED = (
 )
 
 ANY: Final = sys.maxsize
-"""Number of expected marks that is never reached: contributions are counted, nothing becomes complete."""
+"""Number of expected contributions that is never reached: they are counted, and no parameter becomes complete."""
+
+HOOK: Final = "its autograd hook"
+"""Name of a contribution that the parameter's hook has seen."""
 
 
-class Counter(Protocol):
-    """Who counts contributions, with a ledger of its own."""
+class ExpectingReducer(Protocol):
+    """A reducer that is told how many contributions to expect."""
 
-    def gradients_declared(self, index: int, marks: int) -> None:
-        """Parameter ``index`` will be marked ``marks`` times; calls :meth:`GradLedger.declare`."""
+    def expect_contributions(self, index: int, count: int) -> None:
+        """Parameter ``index`` gets ``count`` contributions that are marked, in the running backward."""
 
-    def gradient_marked(self, index: int, key: str) -> None:
-        """Parameter ``index`` is marked; calls :meth:`GradLedger.marked`."""
-
-
-class GradLedger:
-    """Counts contributions per parameter within one backward.
-
-    Args:
-        params: The parameters, in the index order that all methods use.
-        names: Their fully qualified names, for messages.
-        owner: Told of declarations and marks. Held weakly: it normally holds the ledger, and buckets should be freed
-            with their last user.
-        remedy: What else helps against a second contribution; ends an error's text.
-    """
-
-    def __init__(
-        self,
-        params: Sequence[torch.nn.Parameter],
-        names: Sequence[str],
-        owner: Counter,
-        *,
-        remedy: str = "turn the feature off with OVPATCH_DDP=0",
-    ) -> None:
-        self._names, self._remedy = names, remedy
-        self._is_open = self._learned = False
-        self._expected = [1] * len(params)
-        self._seen = [0] * len(params)
-        self._declared: set[int] = set()
-        self._late: set[int] = set()
-        reference = weakref.ref(owner)
-        for index, param in enumerate(params):
-            entries = _counters.setdefault(param, [])
-            entries[:] = [entry for entry in entries if entry[0]() is not None]
-            entries.append((reference, index))
-
-    def open(self, expected: Sequence[int] | None = None) -> None:
-        """Start a backward: nothing is complete.
-
-        Args:
-            expected: Number of marks per parameter, 1 each by default. :data:`ANY` only counts. Others are what the
-                first backward of a static graph has shown.
-        """
-        self._is_open, self._learned = True, expected is not None
-        self._expected = list(expected) if expected is not None else [1] * len(self._seen)
-        self._seen = [0] * len(self._seen)
-        self._declared.clear()
-        self._late.clear()
-
-    def close(self) -> None:
-        """End the backward. Until the next is opened, nothing is counted, and nothing declared counts then."""
-        self._late = set(self.overdue())
-        self._is_open = False
-
-    def declare(self, index: int, marks: int) -> None:
-        """Expect ``marks`` explicit marks for this parameter in this backward, instead of the autograd hook's one.
-
-        Who declares again, before the parameter is complete, adds to that.
-
-        Raises:
-            ValueError: There are to be no marks at all.
-            SurplusGradientError: The parameter has had all declared contributions, or undeclared ones.
-        """
-        if marks < 1:
-            raise ValueError(
-                f"ovpatch: {marks} contributions were declared for parameter '{self._names[index]}'. Declare at least "
-                "one, and mark it also where there is nothing to add."
-            )
-        self._late.discard(index)
-        if not self._is_open:
-            return
-        before = self._expected[index] if index in self._declared else 0
-        if self._seen[index] >= max(before, 1):
-            raise self._surplus(index, "declared after the others", before + marks)
-        self._declared.add(index)
-        self._expected[index] = before + marks
-
-    def hook_fired(self, index: int, *, adds: bool = True) -> bool:
-        """Count a contribution seen by the parameter's autograd hook, unless its marks are declared.
-
-        Args:
-            index: The parameter.
-            adds: Whether there was a gradient; a hook also fires for the None of a function that adds by itself.
-
-        Returns:
-            Whether the parameter is complete now.
-
-        Raises:
-            SurplusGradientError: The parameter was already complete.
-        """
-        if index not in self._declared:
-            return self._count(index, "its autograd hook")
-        if adds and self._seen[index] >= self._expected[index]:
-            raise self._surplus(index, "its autograd hook", self._seen[index] + 1)
-        return False
-
-    def marked(self, index: int, key: str) -> bool:
-        """Count a declared contribution, named ``key``; nothing is counted between backwards.
-
-        Returns:
-            Whether the parameter is complete now.
-
-        Raises:
-            SurplusGradientError: The parameter was already complete, or the backward is over.
-        """
-        if self._is_open:
-            return self._count(index, key)
-        if index in self._late:
-            raise SurplusGradientError(
-                f"ovpatch: a declared contribution to parameter '{self._names[index]}' ({key}) came after the "
-                "backward, when the gradient had been reduced without it. Add and mark all contributions before "
-                "backward() returns, or do not declare that one."
-            )
-        return False
-
-    def _count(self, index: int, key: str) -> bool:
-        seen = self._seen[index] = self._seen[index] + 1
-        if seen > self._expected[index]:
-            raise self._surplus(index, key, seen)
-        return seen == self._expected[index]
-
-    def _surplus(self, index: int, key: str, number: int) -> SurplusGradientError:
-        expected = self._expected[index]
-        if self._learned and index not in self._declared:
-            return SurplusGradientError(_CHANGED.format(self._names[index], number, key, expected))
-        text = (
-            f"ovpatch: parameter '{self._names[index]}' got contribution {number} ({key}) in one backward where "
-            f"{expected} {'were declared' if index in self._declared else 'was expected'}, after its gradient may have "
-            "been reduced. "
-        )
-        if index in self._declared:
-            return SurplusGradientError(
-                f"{text}Declare all contributions before the first (expect_gradients) and mark each once; use a module "
-                "that works in chunks once per forward, and its weights nowhere else, or turn that way of working off."
-            )
-        return SurplusGradientError(
-            f"{text}Expected to mark a variable ready only once: this happens with reentrant activation "
-            "checkpointing, or when contributions are not declared "
-            f"before the first (expect_gradients). Use checkpoint(..., use_reentrant=False), or {self._remedy}."
-        )
-
-    def seen(self, index: int) -> int:
-        """Return how many contributions the parameter has had in this backward."""
-        return self._seen[index]
-
-    def incomplete(self) -> list[int]:
-        """Return the parameters that still lack a contribution."""
-        return [i for i, (seen, want) in enumerate(zip(self._seen, self._expected, strict=True)) if seen < want]
-
-    def overdue(self) -> list[int]:
-        """Return those of them whose contributions were declared."""
-        return sorted(i for i in self._declared if self._seen[i] < self._expected[i])
-
-    def unforeseen(self) -> list[int]:
-        """Return those of them whose contributions were not declared."""
-        return [i for i in self.incomplete() if i not in self._declared]
+    def mark_contribution(self, index: int, key: str) -> None:
+        """The contribution ``key`` has been added to ``grad`` of parameter ``index``."""
 
 
 # By the parameter's identity: a parameter may be in several models, of which the one whose backward runs counts.
-_counters: MutableMapping[torch.Tensor, list[tuple[weakref.ref[Counter], int]]] = WeakTensorKeyDictionary()
+_reducers: MutableMapping[torch.Tensor, list[tuple[weakref.ref[ExpectingReducer], int]]] = WeakTensorKeyDictionary()
 
 
-def _find(param: torch.nn.Parameter) -> list[tuple[Counter, int]]:
-    entries = _counters.get(param, ())
-    return [(counter, index) for reference, index in entries if (counter := reference()) is not None]
+def register_reducer(params: Sequence[torch.nn.Parameter], reducer: ExpectingReducer) -> None:
+    """Have :func:`expect_gradients` and :func:`mark_gradient` reach a reducer, which is held weakly."""
+    reference = weakref.ref(reducer)
+    for index, param in enumerate(params):
+        entries = _reducers.setdefault(param, [])
+        entries[:] = [entry for entry in entries if entry[0]() not in (None, reducer)]
+        entries.append((reference, index))
 
 
-def expect_gradients(param: torch.nn.Parameter, marks: int) -> bool:
-    """Declare that ``param`` will be marked ``marks`` times in this backward.
+def _find(param: torch.nn.Parameter) -> list[tuple[ExpectingReducer, int]]:
+    entries = _reducers.get(param, ())
+    return [(reducer, index) for reference, index in entries if (reducer := reference()) is not None]
 
-    Called in that backward, where autograd calls the function that is going to add: in the graph task that is around
-    all contributions, and before the first of them.
+
+def expect_gradients(param: torch.nn.Parameter, count: int) -> bool:
+    """Announce that ``param`` will be marked ``count`` times in this backward.
+
+    Called in that backward, in the graph task that is around all contributions, and before the first of them. A second
+    call adds to the first.
 
     Returns:
-        Whether somebody counts this parameter's gradients; if not, nothing needs to be marked either.
+        Whether a reducer counts this parameter's gradients; if not, nothing needs to be marked.
 
     Raises:
-        ValueError: ``marks`` is less than 1.
+        ValueError: ``count`` is less than 1.
         SurplusGradientError: The gradient was complete already.
     """
     found = _find(param)
-    for counter, index in found:
-        counter.gradients_declared(index, marks)
+    for reducer, index in found:
+        reducer.expect_contributions(index, count)
     return bool(found)
 
 
 def mark_gradient(param: torch.nn.Parameter, key: str) -> None:
     """Mark that the contribution ``key`` has been added to ``param.grad``; needs :func:`expect_gradients` before.
 
-    A contribution that adds nothing, such as an empty chunk's, is marked as well.
+    A contribution that adds nothing, such as an empty chunk's, is marked as well. What is not marked by the end of the
+    backward is reduced then.
 
     Raises:
-        SurplusGradientError: All declared contributions had been marked.
+        SurplusGradientError: All expected contributions had been marked.
     """
-    for counter, index in _find(param):
-        counter.gradient_marked(index, key)
+    for reducer, index in _find(param):
+        reducer.mark_contribution(index, key)
 
-
-# The collectives of one backward: buckets are reduced as they fill.
-#
-# [Note: one order] Buckets are launched strictly in index order, on every rank. A collective that is launched out of
-# turn because its gradients happened to come first pairs with another one on a rank where they did not.
-#
-# [Note: gradients in flight] Of a gradient that is scattered each rank needs its part alone, so its memory can serve
-# for the next ones, once it is reduced: a backward then holds the gradients that are under way instead of all.
-# Whoever computes waits for the oldest when more are launched than may be under way; for the newest never. A device
-# does that in the order of its streams, and the host goes on. Where the limit leaves room for some milliseconds of
-# traffic there is hardly anything to wait for, unless communication is what takes longest; then one of the two waits
-# anyway.
 
 Bucket: TypeAlias = GradBucket | SparseBucket
 
@@ -266,10 +113,20 @@ Bucket: TypeAlias = GradBucket | SparseBucket
 class GradSync:
     """Reduces a fixed sequence of buckets, once per backward.
 
+    [Note: one order] Buckets are started strictly in index order, on every rank. A collective that starts out of turn,
+    because its gradients happened to be complete first, pairs with another one on a rank where they were not.
+
+    [Note: gradients in flight] After a reduce-scatter only the local shard is needed, so full gradients are freed
+    during backward. When more than ``in_flight`` bytes are under reduction, the compute stream waits for the oldest
+    bucket, never for the newest. On a device the host goes on; where the limit leaves room for some milliseconds of
+    traffic, there is hardly anything to wait for unless communication takes longest.
+
     Args:
         buckets: What to reduce, in this order.
         group: The process group.
         feature: Name for labels.
+        names: The parameters' fully qualified names, for messages.
+        remedy: What else helps against a second contribution; ends an error's text.
         average: Let the collective divide by the number of ranks; otherwise gradients are divided before it.
         skip_absent: Launch nothing for buckets to which this backward adds nothing. Right only if all ranks do so.
         in_flight: How many bytes may be under way that nobody needs once they are reduced.
@@ -282,12 +139,15 @@ class GradSync:
         group: dist.ProcessGroup,
         *,
         feature: str,
+        names: Sequence[str] = (),
+        remedy: str = "turn the feature off with OVPATCH_DDP=0",
         average: bool = False,
         skip_absent: bool = False,
         in_flight: float = math.inf,
         meet: Callable[[], None] = lambda: None,
     ) -> None:
         self.buckets = list(buckets)
+        self._names, self._remedy = names, remedy
         self._skip_absent, self._limit, self._meet = skip_absent, in_flight, meet
         self._divisor = 1 if average else group.size()
         self._bucket_of = {index: b for b, bucket in enumerate(buckets) for index in bucket.indices}
@@ -296,10 +156,21 @@ class GradSync:
         self._producers = ProducerStreams()
         self._cuda = {i: b.device.index for b in buckets for i in b.indices if b.device.type == "cuda"}
         self._collectives = {b.device: Collectives(group, b.device, average=average) for b in buckets}
-        self.open()
+        self._count = 1 + max(self._bucket_of, default=-1)
+        self.start_backward()
+        self.is_open = False
 
-    def open(self) -> None:
-        """Begin a backward: nothing has come, every parameter is waited for."""
+    def start_backward(self, expected: Sequence[int] | None = None) -> None:
+        """Begin a backward: no gradient is complete, and every parameter is waited for.
+
+        Args:
+            expected: Number of contributions per parameter, 1 each by default; :data:`ANY` only counts. A parameter for
+                which it is 0 is not waited for. Others are what the first backward of a static graph has shown.
+        """
+        self.is_open, self._is_learned = True, expected is not None
+        self._expected = list(expected) if expected is not None else [1] * self._count
+        self._seen = [0] * self._count
+        self._marked: set[int] = set()  # parameters whose contributions are marked, and not counted by their hooks
         self.absent: set[int] = set()
         self.launched, self.reduced, self._attended, self._met = 0, 0, False, False
         self._waiting = list(self._sizes)
@@ -308,42 +179,116 @@ class GradSync:
         self._in_flight: deque[tuple[GradBucket, Sequence[Work]]] = deque()
         self._transient = 0
         self._producers.clear()
+        if expected is not None:
+            self.skip_unused(expected)
 
-    def without(self, index: int) -> None:
+    def end_backward(self) -> None:
+        """Count nothing until the next backward."""
+        self.is_open = False
+
+    def skip_param(self, index: int) -> None:
         """Do not wait for a parameter: this backward adds nothing to its gradient."""
         if index not in self.absent:
             self.absent.add(index)
             self._waiting[self._bucket_of[index]] -= 1
 
-    def leave_out(self, counts: Sequence[int]) -> None:
-        """Do not wait for those parameters for which there is a count, and it is 0."""
+    def skip_unused(self, counts: Sequence[int]) -> None:
+        """Do not wait for the parameters whose count is 0."""
         for index, count in enumerate(counts):
             if count == 0:
-                self.without(index)
+                self.skip_param(index)
 
-    def expect(self, index: int) -> bool:
-        """Wait for a parameter after all; undoes :meth:`without`.
+    def expect(self, index: int, count: int) -> bool:
+        """Wait for ``count`` marked contributions to a parameter, besides those that are expected already.
 
         Returns:
-            Whether that is in time: its bucket has not been launched.
+            Whether that is in time: the parameter's bucket has not been started.
+
+        Raises:
+            ValueError: ``count`` is less than 1.
+            SurplusGradientError: The parameter has had all contributions.
         """
+        if count < 1:
+            raise ValueError(
+                f"ovpatch: {count} contributions were declared for parameter '{self._names[index]}'. Declare at least "
+                "one, and mark it also where there is nothing to add."
+            )
+        if not self.is_open:
+            return True
+        before = self._expected[index] if index in self._marked else 0
+        if self._seen[index] >= max(before, 1):
+            raise self._surplus(index, "declared after the others", before + count)
+        self._marked.add(index)
+        self._expected[index] = before + count
         bucket = self._bucket_of[index]
         if index in self.absent:
             self.absent.discard(index)
             self._waiting[bucket] += 1
         return bucket >= self.launched
 
-    def produced(self, index: int) -> None:
-        """Note on which stream something was just added to a gradient. Called for every gradient."""
-        device = self._cuda.get(index)
-        if device is not None:
-            self._producers.record_current(device)
+    def count_grad(self, index: int, key: str = HOOK, *, adds: bool = True) -> bool:
+        """Count a contribution to a gradient, on the stream that is current.
 
-    def arrived(self, index: int) -> bool:
+        Args:
+            index: The parameter.
+            key: Name of the contribution, for messages.
+            adds: Whether there was a gradient. A hook also fires for the None of a function that adds by itself.
+
+        Returns:
+            Whether the gradient is complete now.
+
+        Raises:
+            SurplusGradientError: The parameter was already complete.
+        """
+        if not self.is_open:
+            return False
+        if index in self._cuda:
+            self._producers.record_current(self._cuda[index])
+        if key is HOOK and index in self._marked:
+            if adds and self._seen[index] >= self._expected[index]:
+                raise self._surplus(index, key, self._seen[index] + 1)
+            return False
+        seen = self._seen[index] = self._seen[index] + 1
+        if seen > self._expected[index]:
+            raise self._surplus(index, key, seen)
+        return seen == self._expected[index]
+
+    def count_of(self, index: int) -> int:
+        """Return how many contributions a parameter has had in this backward."""
+        return self._seen[index]
+
+    def missing_params(self) -> list[int]:
+        """Return the parameters that lack a contribution, but for those whose contributions are marked."""
+        if self._seen == self._expected:
+            return []
+        pairs = enumerate(zip(self._seen, self._expected, strict=True))
+        return [i for i, (seen, expected) in pairs if seen < expected and i not in self._marked]
+
+    def _surplus(self, index: int, key: str, number: int) -> SurplusGradientError:
+        expected, name = self._expected[index], self._names[index]
+        if self._is_learned and index not in self._marked:
+            return SurplusGradientError(_CHANGED.format(name, number, key, expected))
+        text = (
+            f"ovpatch: parameter '{name}' got contribution {number} ({key}) in one backward where {expected} "
+            f"{'were declared' if index in self._marked else 'was expected'}, after its gradient may have been "
+            "reduced. "
+        )
+        if index in self._marked:
+            return SurplusGradientError(
+                f"{text}Declare all contributions before the first (expect_gradients) and mark each once; use a module "
+                "that works in chunks once per forward, and its weights nowhere else, or turn that way of working off."
+            )
+        return SurplusGradientError(
+            f"{text}Expected to mark a variable ready only once: this happens with reentrant activation "
+            "checkpointing, or when contributions are not declared "
+            f"before the first (expect_gradients). Use checkpoint(..., use_reentrant=False), or {self._remedy}."
+        )
+
+    def register_grad_ready(self, index: int) -> bool:
         """Note that a gradient is complete.
 
         Returns:
-            Whether it comes in time. It does not if it was taken for absent and its bucket has been launched.
+            Whether it is in time. It is not if the parameter was skipped and its bucket has been started.
         """
         bucket = self._bucket_of[index]
         if index in self.absent:
@@ -359,8 +304,8 @@ class GradSync:
         bucket.stage(index, self._divisor)
         self._staged.add(index)
 
-    def launch_ready(self, on_launch: Callable[[Bucket], None], given: Tensor | None = None) -> None:
-        """Launch the buckets that are full, up to the first that is not.
+    def start_ready_buckets(self, on_launch: Callable[[Bucket], None], given: Tensor | None = None) -> None:
+        """Start the buckets whose gradients are complete, up to the first that lacks one.
 
         Args:
             on_launch: Told of each.
@@ -369,14 +314,14 @@ class GradSync:
         while self.launched < len(self.buckets) and self._waiting[self.launched] == 0:
             self._launch(on_launch, given)
 
-    def launch_rest(self, on_launch: Callable[[Bucket], None]) -> None:
-        """Launch all others."""
+    def start_grad_sync(self, on_launch: Callable[[Bucket], None]) -> None:
+        """Start all other buckets."""
         while self.launched < len(self.buckets):
             self._launch(on_launch, None)
         self._attend()
 
-    def launch_zeros(self) -> None:
-        """Launch all others with zeros, so that peers, which wait for them, can go on."""
+    def start_zeros(self) -> None:
+        """Start all other buckets with zeros, so that peers, which wait for them, can go on."""
         for bucket in self.buckets[self.launched :]:
             if not self._skipped(bucket):
                 self._meet_once()
@@ -396,7 +341,7 @@ class GradSync:
         self._in_flight.clear()
         self._transient = 0
 
-    def unpack(self, skip: Collection[int]) -> None:
+    def finish_grad_sync(self, skip: Collection[int]) -> None:
         """Make every ``p.grad`` the reduced gradient, but for the parameters in ``skip``, which no rank used."""
         batches: dict[tuple[torch.device, torch.dtype], tuple[list[Tensor], list[Tensor]]] = {}
         for bucket in self.buckets:

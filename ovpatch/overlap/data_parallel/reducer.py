@@ -1,74 +1,225 @@
-"""Whether the backward that a step belongs to is still running.
-
-[Note: dead callback] The engine runs its callbacks only if the backward succeeds, and drops them with the graph task
-otherwise. A callback that has neither run nor died belongs to a backward that goes on: in another thread, or around a
-forward that a checkpoint recomputes. Such a step must not be taken for one that an exception cut short.
-
-[Note: interrupted backward] The engine's callback does not run when the backward raises. Peers may already wait for
-buckets that this rank has not launched. The next synchronised forward on this rank therefore first completes the step's
-collectives with zeros and casts a ballot, by which peers whose backward went well learn that their gradients lack a
-part. If all ranks failed alike, all of them complete alike and training goes on.
-
-[Note: several graph tasks] A reentrant checkpoint runs a backward inside the backward, with an end-of-backward callback
-of its own. The step ends with the task that reached the forward's output, which is around all others. Where none did, a
-callback that finds gradients missing leaves the step open for the hooks that follow, each of which makes sure that the
-graph task it belongs to has a callback.
-"""
+"""The life of one backward whose gradients are reduced: armed, reducing, reduced or failed."""
 
 from __future__ import annotations
 
+import abc
+import enum
+import threading
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
+from torch import Tensor
 from torch.autograd import Variable
+
+from ovpatch.overlap.data_parallel.grad_sync import HOOK, GradSync
+
+
+class ReducerState(enum.Enum):
+    """Where a reducer stands."""
+
+    IDLE = enum.auto()
+    """The next backward is not reduced."""
+    ARMED = enum.auto()
+    """A forward has run whose backward is reduced."""
+    REDUCING = enum.auto()
+    """That backward runs, and gradients are being reduced."""
+    FAILED = enum.auto()
+    """An exception has cut that backward short. :meth:`BackwardReducer.recover` completes its collectives."""
+
+
+class BackwardReducer(abc.ABC):
+    """Reduces the gradients of one backward after another.
+
+    The methods stand in the order of a backward's life. Methods that the engine calls may run on its threads.
+
+    [Note: interrupted backward] The engine's callback does not run when the backward raises. Peers may already wait for
+    buckets that this rank has not started. So :meth:`recover`, called before the next forward that is reduced,
+    completes the collectives with zeros; peers whose backward went well learn by a flag that their gradients lack a
+    part. If all ranks failed alike, all of them complete alike and training goes on.
+
+    [Note: several graph tasks] A reentrant checkpoint runs a backward inside the backward, with an end-of-backward
+    callback of its own. The reduction ends with the task that reached the forward's output, which is around all others.
+    Where no task did, a callback that finds gradients missing leaves the reduction open for the hooks that follow, each
+    of which makes sure that its graph task has a callback.
+
+    Attributes:
+        state: Where the reducer stands.
+        quiet: Whether hooks are to tell of no gradient; see :class:`.grad_hooks.Listener`.
+    """
+
+    _sync: GradSync
+
+    def __init__(self) -> None:
+        self.state, self.quiet = ReducerState.IDLE, False
+        self._task = BackwardTask()
+        self._lock = threading.RLock()
+
+    @property
+    def armed(self) -> bool:
+        """Whether the next backward, or the one that runs, is reduced."""
+        return self.state is not ReducerState.IDLE
+
+    # ---------------------------------------------------------------- after a forward
+
+    def _arm(self, expected: Sequence[int] | None = None) -> None:
+        """Reduce the backward that follows.
+
+        Args:
+            expected: As for :meth:`.grad_sync.GradSync.start_backward`.
+        """
+        self.state, self.quiet = ReducerState.ARMED, False
+        self._sync.start_backward(expected)
+
+    # ---------------------------------------------------------------- in a backward
+
+    def _join_backward(self) -> bool:
+        """Make the running backward the one that is reduced; return false if it is not to be."""
+        if self.state is ReducerState.IDLE and not self._arm_late():
+            return False
+        if self.state is ReducerState.ARMED:
+            self._task.queue_callback(self._backward_ended, self._backward_died)
+            self.state = ReducerState.REDUCING
+            self._on_backward_start()
+        elif not self._task.queued and self.state is ReducerState.REDUCING:
+            self._task.queue_callback(self._backward_ended, self._backward_died)
+        return True
+
+    def _arm_late(self) -> bool:
+        """Arm the reducer for a backward that no forward has announced; return false to leave its gradients local."""
+        return False
+
+    def _on_backward_start(self) -> None:  # noqa: B027
+        """A backward begins; no gradient is complete."""
+
+    def gradient_accumulated(self, index: int, node_grad: Tensor | None) -> None:
+        """The gradient ``node_grad`` has been added to ``grad`` of parameter ``index``."""
+        with self._lock:
+            if self._join_backward() and self._sync.count_grad(index, adds=node_grad is not None):
+                self._grad_complete(index, node_grad)
+
+    def expect_contributions(self, index: int, count: int) -> None:
+        """Parameter ``index`` gets ``count`` contributions that are marked; see :func:`.grad_sync.expect_gradients`."""
+        with self._lock:
+            self._join_backward()
+            self._sync.expect(index, count)
+
+    def mark_contribution(self, index: int, key: str) -> None:
+        """The contribution ``key`` has been added to ``grad`` of parameter ``index``."""
+        assert key is not HOOK
+        with self._lock:
+            if self._sync.count_grad(index, key):
+                self._grad_complete(index, None)
+
+    @abc.abstractmethod
+    def _grad_complete(self, index: int, node_grad: Tensor | None) -> None:
+        """A gradient has all its contributions.
+
+        Args:
+            index: The parameter.
+            node_grad: The gradient that the running AccumulateGrad node was given, if this is called from its hook.
+        """
+
+    # ---------------------------------------------------------------- at its end
+
+    def _backward_ended(self) -> None:
+        with self._lock:
+            if self.state is ReducerState.REDUCING and self._is_complete():
+                self._finish()
+
+    def _is_complete(self) -> bool:
+        """Return whether the backward that has ended was around all others; see [Note: several graph tasks]."""
+        return True
+
+    def _finish(self) -> None:
+        self.state = ReducerState.FAILED  # until done: an exception from here on leaves a backward to recover
+        self._reduce_rest()
+        self._go_idle()
+
+    @abc.abstractmethod
+    def _reduce_rest(self) -> None:
+        """Start all other collectives, wait for all of them and make each ``p.grad`` the reduced gradient."""
+
+    def _go_idle(self) -> None:
+        self._sync.end_backward()
+        self._task.queued = False
+        self.state = ReducerState.IDLE
+
+    # ---------------------------------------------------------------- if it fails
+
+    def _backward_died(self) -> None:
+        with self._lock:
+            if self.state is ReducerState.REDUCING:
+                self.state = ReducerState.FAILED
+                self._sync.release()
+
+    def recover(self) -> None:
+        """Complete the collectives of a backward that an exception cut short; see [Note: interrupted backward]."""
+        if self.state is ReducerState.REDUCING:
+            self.in_backward()  # waits until the engine has dropped a backward that is dead
+        if self.state is not ReducerState.FAILED:
+            return
+        with self._lock:
+            if self.state is ReducerState.FAILED:  # still: another thread may have recovered meanwhile
+                self._sync.release()
+                self._complete_failed()
+                self._go_idle()
+
+    @abc.abstractmethod
+    def _complete_failed(self) -> None:
+        """Start the collectives of a failed backward that are left, with zeros."""
+
+    def in_backward(self) -> bool:
+        """Return whether gradients are being reduced by a backward that will still end, here or in another thread."""
+        return self.state is ReducerState.REDUCING and self._task.queued and self._task.is_running()
+
 
 # A device's thread may let go of the graph task a moment after the caller of backward() has the exception.
 _PATIENCE_S = 0.2
 
 
 class BackwardTask:
-    """The graph task at whose end a step ends.
+    """The graph task at whose end the reduction ends.
+
+    [Note: dead callback] The engine runs its callbacks only if the backward succeeds, and drops them with the graph
+    task otherwise. A callback that has neither run nor died belongs to a backward that goes on: in another thread, or
+    around a forward that a checkpoint recomputes.
 
     Attributes:
         queued: Whether a callback was queued that has not run. It stays so if the backward dies.
+        callback: That callback; the engine alone holds it.
     """
 
     def __init__(self) -> None:
         self.queued = False
-        self._callback: weakref.ref[_Callback] | None = None
+        self.callback: weakref.ref[_Callback] | None = None
 
-    def queue(self, ended: Callable[[], None], died: Callable[[], None]) -> None:
-        """Have a method called at the end of the running backward, if that is not so already.
+    def queue_callback(self, ended: Callable[[], None], died: Callable[[], None]) -> None:
+        """Have a method called at the end of the running backward; a second call for it does nothing.
 
         Args:
-            ended: Called if the backward succeeds; by then :meth:`running` and :attr:`queued` are false.
-            died: Called when the engine lets go of a backward that an exception ended.
+            ended: Called if the backward succeeds; by then :meth:`is_running` and :attr:`queued` are false.
+            died: Called when the engine drops a backward that an exception ended.
         """
-        if self.queued and self.alive():
+        if self.queued and self.is_alive():
             return
         callback = _Callback(self, ended, died)
         Variable._execution_engine.queue_callback(callback)
-        self._callback = weakref.ref(callback)
+        self.callback = weakref.ref(callback)
         self.queued = True
 
-    def over(self) -> None:
-        """The callback runs; nothing of the backward comes after it."""
-        self._callback = None
-        self.queued = False
-
-    def running(self) -> bool:
-        """Tell whether the backward goes on; see [Note: dead callback]."""
+    def is_running(self) -> bool:
+        """Return whether the backward goes on; see [Note: dead callback]."""
         inside = torch._C._current_graph_task_id() != -1
         deadline = time.monotonic() + (0 if inside else _PATIENCE_S)
-        while self.alive() and time.monotonic() < deadline:
+        while self.is_alive() and time.monotonic() < deadline:
             time.sleep(0.001)
-        return self.alive()
+        return self.is_alive()
 
-    def alive(self) -> bool:
-        """Tell whether the callback is still to come, as far as the engine has let go of dead backwards."""
-        callback = self._callback  # once: another thread's backward may end in between
+    def is_alive(self) -> bool:
+        """Return whether the callback is still to run, as far as the engine has dropped dead backwards."""
+        callback = self.callback  # once: another thread's backward may end in between
         return callback is not None and callback() is not None
 
 
@@ -84,7 +235,7 @@ class _Callback:
     def __call__(self) -> None:
         task, self._task = self._task, None
         if task is not None:
-            task.over()
+            task.queued, task.callback = False, None
             self._ended()
 
     def __del__(self) -> None:

@@ -120,15 +120,6 @@ def late_declaration(name: str) -> str:
     )
 
 
-def shortfall(names: Sequence[str]) -> str:
-    """Say of which parameters fewer contributions were marked than were declared."""
-    return (
-        f"fewer contributions than declared were marked for {_listed(names)}: such gradients are reduced at the end of "
-        "backward, without overlap. Have the module that declares them (expect_gradients) mark each, also those of "
-        "empty chunks"
-    )
-
-
 def peer_lost_backward(steps: range) -> str:
     """Say that another rank's part is missing in this rank's gradients."""
     when = f"step {steps[0]}" if len(steps) == 1 else f"a step from {steps[0]} to {steps[-1]}"

@@ -47,11 +47,6 @@ class ReducerConfig:
         """What :class:`ovpatch.overlap.data_parallel.bucket_assignment.BucketAssignment` is told of it."""
         return self.bucket_limits, self.granularity, self.in_fp32, self.sparse
 
-    @property
-    def reduction(self) -> dict[str, bool]:
-        """What :class:`ovpatch.overlap.data_parallel.grad_sync.GradSync` is told of it."""
-        return {"average": self.average, "skip_absent": self.skip_unused}
-
 
 _T = TypeVar("_T")
 

@@ -30,14 +30,14 @@ from ovpatch.overlap.comm.work import Work
 from ovpatch.overlap.data_parallel.bucket_assignment import BucketAssignment, BucketOrder
 from ovpatch.overlap.data_parallel.grad_hooks import GradientHooks, accumulates, executed, watch_outputs
 from ovpatch.overlap.data_parallel.grad_sharder import GradSharder, make_grad_sharder
-from ovpatch.overlap.data_parallel.grad_sync import ANY, Bucket, GradLedger, GradSync, SurplusGradientError
-from ovpatch.overlap.data_parallel.reducer import BackwardTask
+from ovpatch.overlap.data_parallel.grad_sync import ANY, Bucket, GradSync, SurplusGradientError, register_reducer
+from ovpatch.overlap.data_parallel.reducer import BackwardReducer, ReducerState
 from ovpatch_plugins.ddp import errors
 from ovpatch_plugins.ddp.foreign_hooks import ForeignHooks
 from ovpatch_plugins.ddp.logger import StepTimes, StockOnly
 from ovpatch_plugins.ddp.options import ReducerConfig
 from ovpatch_plugins.ddp.process_group import meet_for_late_backward, timeout_of, with_budget
-from ovpatch_plugins.ddp.report import COUNTERS, fell_short, warn_of_create_graph
+from ovpatch_plugins.ddp.report import COUNTERS, warn_of_create_graph
 
 if TYPE_CHECKING:
     from ovpatch_plugins.ddp.logger import ReducerLogger
@@ -167,7 +167,7 @@ class UnusedParams:
         return [i for i, comes in enumerate(executed(nodes)) if not comes and i not in self._nested]
 
 
-class GradReducer(StockOnly):
+class GradReducer(BackwardReducer, StockOnly):
     """Averages the gradients of one model over the ranks of a process group.
 
     Args:
@@ -178,7 +178,6 @@ class GradReducer(StockOnly):
 
     Attributes:
         on_first_use: Called once, when the first backward that will be reduced begins.
-        armed: Whether the next backward is to be reduced.
         hands: Who may change gradients while backward runs; see [Note: foreign hands].
         name: Of the model, the same on all ranks and no other's in the process group.
         times: When the phases of this step began and ended.
@@ -193,21 +192,22 @@ class GradReducer(StockOnly):
         names: Sequence[str],
         config: ReducerConfig,
     ) -> None:
+        super().__init__()
         self.params, self.names = list(params), list(names)
         self.config = config
         self.static_graph = self.has_rebuilt_buckets = False
         self.on_first_use: Callable[[], None] | None = None
         self.hands = ForeignHooks(params)
         self.name, self._attached, self._steps, self._ended = "", 0, 0, False
-        self._group, self._lock = group, threading.RLock()
+        self._group = group
         self._thread: Callable[[], threading.Thread | None] = _no_thread
         self.times, self.left_out, self.buckets_reduced = StepTimes(), list[int](), 0
         self._graph_changed, self._installed = False, list[torch.futures.Future[Any]]()
         self._logger: Callable[[], ReducerLogger | None] = _no_logger
         self._static_counts: list[int] | None = None
         self._static_nowhere: frozenset[int] = frozenset()
-        self.armed = self._began = self._voted = self._late = False
-        self._task = BackwardTask()
+        self._flags_raised = self._late = False
+        register_reducer(self.params, self)
         self._attach()
 
     # ---------------------------------------------------------------- what DistributedDataParallel calls
@@ -229,7 +229,7 @@ class GradReducer(StockOnly):
     def prepare_for_backward(self, _outputs: Sequence[Tensor]) -> None:
         """Arm the reducer for the next backward. The outputs come by :meth:`watch`."""
         self._finish_previous()
-        if self._began:
+        if self.state is ReducerState.REDUCING:
             return  # a checkpoint recomputes the forward inside the backward that this would arm
         self._arm([ANY] * len(self.params) if self.learns_static_graph() else self._static_counts)
 
@@ -248,7 +248,7 @@ class GradReducer(StockOnly):
         """Cut the buckets anew, once, along the order of the first backward; return whether that was done."""
         self.recover()  # a forward under no_sync comes by here only, before it broadcasts buffers
         # Not by what arrived: a rank whose first backward failed takes part in the broadcast as well.
-        if self.has_rebuilt_buckets or not self._ordered or self._began or self._mode.searches:
+        if self.has_rebuilt_buckets or not self._ordered or self._is_unfinished() or self._mode.searches:
             return False
         self.sharder.wait_for_hosts()
         self._cutting.agree()
@@ -268,14 +268,17 @@ class GradReducer(StockOnly):
             if not self.armed:
                 raise self._told(errors.STATIC_GRAPH_UNSYNCHRONISED)
             self._agree_at_first()  # if not a single gradient has come
-            counts = [self._ledger.seen(i) for i in range(len(self.params))]
-            self._reduction.leave_out(counts)
-            self._finish(launch_usage=True, counts=counts)
+            counts = [self._sync.count_of(i) for i in range(len(self.params))]
+            self._sync.skip_unused(counts)
+            self._finish(counts)
             self._static_counts = counts
 
     def _check_reducer_finalized(self) -> None:
-        if self._began:
+        if self._is_unfinished():
             raise self._told(self._unfinished())
+
+    def _is_unfinished(self) -> bool:
+        return self.state in (ReducerState.REDUCING, ReducerState.FAILED)
 
     def _remove_autograd_hooks(self) -> None:
         self._hooks.remove()
@@ -315,88 +318,172 @@ class GradReducer(StockOnly):
 
     # ---------------------------------------------------------------- what the autograd engine calls
 
-    def gradient_accumulated(self, index: int, given: Tensor | None) -> None:
-        """The gradient ``given`` has been added to ``grad`` of parameter ``index``; called on an engine thread."""
-        with self._lock:
-            reduced = self._takes_part()
-            if self._mode.tracks_usage and self.params[index].grad is not None:
-                self._usage.note(index)  # also under no_sync: the accumulated gradient is reduced later
-            if reduced:
-                self._reduction.produced(index)
-                try:
-                    if self._ledger.hook_fired(index, adds=given is not None):
-                        self._gradient_complete(index, given)
-                except SurplusGradientError as error:
-                    self._told(str(error))
-                    raise
-
-    def gradients_declared(self, index: int, marks: int) -> None:
-        """Parameter ``index`` will be marked ``marks`` times in this backward."""
-        with self._lock:
-            reduced = self._takes_part()
-            if self._mode.tracks_usage:
-                self._usage.note(index)  # whoever works on it without autograd is not seen to add anything
-            self._ledger.declare(index, marks)
-            if reduced:
-                self._search.came(index)
-                if not self._reduction.expect(index):
-                    raise self._told(errors.late_declaration(self.names[index]))
-
-    def gradient_marked(self, index: int, key: str) -> None:
-        """The declared contribution ``key`` has been added to ``grad`` of parameter ``index``."""
-        with self._lock:
-            self._reduction.produced(index)
-            if self._ledger.marked(index, key):
-                self._gradient_complete(index)
-
-    def _takes_part(self) -> bool:
-        """Begin the step, unless this backward is not reduced, as under no_sync."""
-        if not self.armed:
-            if not (self._revisited and self._task.alive()):
-                self.sharder.local, self.quiet = True, not (self._revisited or self._mode.tracks_usage)
-                return False
-            self._arm_late()
-        if not (self._began and self._task.queued):
-            self._begin()
-        return True
-
     def _output_reached(self) -> None:
         with self._lock:
-            if (self._began and self._task.queued) or not (self.armed or self.config.late):
+            if self.state is ReducerState.FAILED or (self.state is ReducerState.REDUCING and self._task.queued):
                 return
             if not self.armed:
+                if not self.config.late:
+                    return
                 self._revisited, self.quiet = True, False
-            self._task.queue(self._backward_ended, self._backward_died)
+            self._task.queue_callback(self._backward_ended, self._backward_died)
             if accumulates(self._hooks.nodes):
-                self._takes_part()
+                self._join_backward()
 
     def _local_output_reached(self) -> None:
         if self.armed:
             self._output_reached()
 
+    def _arm_late(self) -> bool:
+        """Reduce a further backward through a forward that was reduced before; see [Note: late backward]."""
+        if not (self._revisited and self._task.is_alive()):
+            self.sharder.local, self.quiet = True, not (self._revisited or self._mode.tracks_usage)
+            return False
+        meet_for_late_backward(self._group, self.identity, self._steps, timeout_of(self._group, self._device))
+        self._late = True
+        self._arm(self._static_counts)
+        COUNTERS.late_backwards += 1
+        return True
+
+    def _agree_at_first(self) -> None:
+        if self.on_first_use is not None:  # not in a forward, which one rank may run alone
+            self.on_first_use()
+            self.on_first_use = None
+
+    def _on_backward_start(self) -> None:
+        self._agree_at_first()
+        if self.times.sampled:
+            self.times.note("backward_compute_time_start")
+        if torch.is_grad_enabled():
+            warn_of_create_graph()
+        self._copies_at_once = self.hands.present() or self._hooks.foreign()
+        if self.sharder.is_active:
+            self.sharder.on_backward_start(staged=self._copies_at_once, counts=self._static_counts)
+        if not self.has_rebuilt_buckets and not self._late:
+            self._cutting.backward_begins()
+        if self._mode.searches:
+            with profiler_span("torch.distributed.ddp.reducer::search_unused_parameters"):  # stock's name
+                self._skip_unused(self._search.left_out(self._hooks.nodes))
+
+    def _skip_unused(self, indices: list[int]) -> None:
+        for index in indices:
+            self._sync.skip_param(index)
+        if self.config.find_unused_parameters:  # not for late backwards, which always search
+            self._graph_changed |= self._ended and indices != self.left_out
+            self.left_out = indices
+
+    def gradient_accumulated(self, index: int, node_grad: Tensor | None) -> None:
+        """The gradient ``node_grad`` has been added to ``grad`` of parameter ``index``; called on an engine thread."""
+        with self._lock:
+            reduced = self._join_backward()
+            if self._mode.tracks_usage and self.params[index].grad is not None:
+                self._usage.note(index)  # also under no_sync: the accumulated gradient is reduced later
+            try:
+                if reduced and self._sync.count_grad(index, adds=node_grad is not None):
+                    self._grad_complete(index, node_grad)
+            except SurplusGradientError as error:
+                self._told(str(error))
+                raise
+
+    def expect_contributions(self, index: int, count: int) -> None:
+        """Parameter ``index`` gets ``count`` contributions that are marked, in this backward."""
+        with self._lock:
+            if self._join_backward():
+                self._search.came(index)
+            if self._mode.tracks_usage:
+                self._usage.note(index)  # work without autograd is not seen to add anything
+            if not self._sync.expect(index, count):
+                raise self._told(errors.late_declaration(self.names[index]))
+
+    def _grad_complete(self, index: int, node_grad: Tensor | None) -> None:
+        sync = self._sync
+        if index in sync.absent:
+            self._search.came(index)
+        if not sync.register_grad_ready(index):
+            raise self._told(errors.late(self.names[index]))
+        if not self.has_rebuilt_buckets and not self._late:
+            self._cutting.came(index)
+        if self._copies_at_once:
+            sync.stage(index)
+        if self._mode.launches_early:
+            sync.start_ready_buckets(COUNTERS.launched_early, node_grad)
+
     def _backward_ended(self) -> None:
-        with self._lock:
-            self._revisited = False
-            if not self._began or self.learns_static_graph():
-                return
-            if self._mode.searches or not self._ledger.unforeseen():
-                self._finish(launch_usage=self._mode.searches)
+        self._revisited = False
+        super()._backward_ended()
 
-    def _backward_died(self) -> None:
-        with self._lock:
-            if self._began:
-                self._reduction.release()
+    def _is_complete(self) -> bool:
+        if self.static_graph and self._static_counts is None:
+            return False  # DistributedDataParallel calls _delay_all_reduce()
+        return self._mode.searches or not self._sync.missing_params()
 
-    # ---------------------------------------------------------------- the step
+    def _finish(self, counts: Sequence[int] = ()) -> None:
+        if self.times.sampled:
+            self.times.note("backward_compute_time_end")
+        self._counts = counts
+        super()._finish()
+        self.buckets_reduced = self._sync.reduced
+        if self.times.sampled:
+            self.times.note("backward_comm_time_end")
+        if self._installed:
+            self._wait_for_installed()
+        COUNTERS.backwards += 1
+        if self._device.type != "cuda":
+            self._flags.raise_for_failures(errors.peer_lost_backward)
+
+    def _reduce_rest(self) -> None:
+        self._sync.start_grad_sync(COUNTERS.launched)
+        if self._mode.tracks_usage:
+            self._usage.launch(self._counts)
+        self._raise_flags(failed=False)
+        self.sharder.wait_for_grads(self._sync)
+        nowhere = self._usage.nowhere_used() if self._mode.tracks_usage else self._static_nowhere
+        if self._counts:
+            self._static_nowhere = nowhere
+        self._sync.finish_grad_sync(nowhere)
+        if self.sharder.is_active:
+            self.sharder.fill_shared_grads()
+        self._ended = True
+
+    def _go_idle(self) -> None:
+        super()._go_idle()
+        self._ordered, self._steps = not self.learns_static_graph(), self._steps + 1
+        if self._late:
+            self._late = False
+            self._set_mode()
+
+    def _complete_failed(self) -> None:
+        with profiler_span(profiler_label("ddp", "recover")):
+            self._sync.start_zeros()
+            if not self._flags_raised:
+                if self._mode.tracks_usage:
+                    self._usage.launch()
+                self._raise_flags(failed=True)
+            self.sharder.wait_for_grads(self._sync)
+            if self._usage.launched():
+                self._usage.nowhere_used()
+            self._sync.drop()
+        COUNTERS.recovered += 1
+
+    def _raise_flags(self, *, failed: bool) -> None:
+        self._flags_raised = True
+        get_flags = self.sharder.get_flags if self.sharder.is_active else None
+        self._flags.start_all_reduce(self._steps, failed=failed, get_flags=get_flags)
+
+    def _wait_for_installed(self) -> None:
+        installed, self._installed = self._installed, []
+        torch.futures.wait_all(installed)
+
+    # ---------------------------------------------------------------- the model
 
     def _attach(self) -> None:
         self._device = self.params[0].device
         self._hooks: GradientHooks = GradientHooks(self.params, self, sums_in_fp32=self.config.sums_in_fp32)
-        self._ledger = GradLedger(self.params, self.names, self)
         self._usage = LocallyUsedMap(len(self.params), self._group, self._device)
         self._flags = StepFlags(self._group, self._device, "ddp")
         self._search = UnusedParams()
-        self.armed = self._began = self._task.queued = self._ordered = self._late = self._revisited = self.quiet = False
+        self.state = ReducerState.IDLE
+        self._task.queued = self._ordered = self._late = self._revisited = self.quiet = False
         self.has_rebuilt_buckets = False
         self._set_mode()
         self._lane: dist.ProcessGroup | None = None
@@ -440,169 +527,46 @@ class GradReducer(StockOnly):
     def _set_buckets(self) -> None:
         buckets, group = self._cutting.buckets(bucketed=self._mode.searches), self._lane or self._group
         self.sharder.bind(self, group)
-        self._reduction = GradSync(
+        self._sync = GradSync(
             buckets,
             group,
             feature="ddp",
+            names=self.names,
             meet=functools.partial(self.times.first_collective, self.sharder.before_first_collective),
             in_flight=self.sharder.max_inflight_bytes,
-            **self.config.reduction,
+            average=self.config.average,
+            skip_absent=self.config.skip_unused,
         )
-        self._open(None)
+        if self.armed:
+            self._sync.start_backward()
 
     @property
     def buckets(self) -> list[Bucket]:
         """The buckets, in the order in which they are reduced."""
-        return self._reduction.buckets
+        return self._sync.buckets
 
-    def _arm(self, expected: Sequence[int] | None) -> None:
-        self.armed, self.quiet = True, False
+    def _arm(self, expected: Sequence[int] | None = None) -> None:
+        self._flags_raised = False
         if not self._late:  # a late backward is armed by a thread of the engine, maybe
             self._thread = weakref.ref(threading.current_thread())
         self._set_mode()
-        self._open(expected)
+        super()._arm(expected)
 
-    def _arm_late(self) -> None:
-        """Reduce a further backward through a forward that was reduced before; see [Note: late backward]."""
-        meet_for_late_backward(self._group, self.identity, self._steps, timeout_of(self._group, self._device))
-        self._late = True
-        self._arm(self._static_counts)
-        COUNTERS.late_backwards += 1
-
-    def _open(self, expected: Sequence[int] | None) -> None:
-        if self.armed:
-            self._ledger.open(expected)
-        self._began = self._voted = False
-        self._reduction.open()
-        self._reduction.leave_out(expected or ())
-
-    def _agree_at_first(self) -> None:
-        if self.on_first_use is not None:  # not in a forward, which one rank may run alone
-            self.on_first_use()
-            self.on_first_use = None
-
-    def _begin(self) -> None:
-        self._task.queue(self._backward_ended, self._backward_died)
-        if not self._began:
-            self._agree_at_first()
-            if self.times.sampled:
-                self.times.note("backward_compute_time_start")
-            if torch.is_grad_enabled():
-                warn_of_create_graph()
-            self._began, self._copies_at_once = True, self.hands.present() or self._hooks.foreign()
-            if self.sharder.is_active:
-                self.sharder.on_backward_start(staged=self._copies_at_once, counts=self._static_counts)
-            if not self.has_rebuilt_buckets and not self._late:
-                self._cutting.backward_begins()
-            if self._mode.searches:
-                with profiler_span("torch.distributed.ddp.reducer::search_unused_parameters"):  # stock's name
-                    self._leave_out(self._search.left_out(self._hooks.nodes))
-
-    def _leave_out(self, indices: list[int]) -> None:
-        for index in indices:
-            self._reduction.without(index)
-        if self.config.find_unused_parameters:  # not for late backwards, which always search
-            self._graph_changed |= self._ended and indices != self.left_out
-            self.left_out = indices
-
-    def _gradient_complete(self, index: int, given: Tensor | None = None) -> None:
-        if index in self._reduction.absent:
-            self._search.came(index)
-        if not self._reduction.arrived(index):
-            raise self._told(errors.late(self.names[index]))
-        if not self.has_rebuilt_buckets and not self._late:
-            self._cutting.came(index)
-        if self._copies_at_once:
-            self._reduction.stage(index)
-        if self._mode.launches_early:
-            self._reduction.launch_ready(COUNTERS.launched_early, given=given)
-
-    def _finish(self, *, launch_usage: bool, counts: Sequence[int] = ()) -> None:
-        """End the step: every gradient of this backward has come."""
-        self._task.queued = True  # until closed: what raises from here on leaves a step to recover
-        if self.times.sampled:
-            self.times.note("backward_compute_time_end")
-        fell_short([self.names[i] for i in self._ledger.overdue()])
-        self._reduction.launch_rest(COUNTERS.launched)
-        if launch_usage:
-            self._usage.launch(counts)
-        self._vote(failed=False)
-        self.sharder.wait_for_grads(self._reduction)
-        nowhere = self._usage.nowhere_used() if launch_usage else self._static_nowhere
-        if self.learns_static_graph():
-            self._static_nowhere = nowhere
-        self._reduction.unpack(nowhere)
-        self.sharder.fill_shared_grads()
-        self._ended = True
-        self._close()
-        self.buckets_reduced = self._reduction.reduced
-        if self.times.sampled:
-            self.times.note("backward_comm_time_end")
-        if self._installed:
-            self._wait_for_installed()
-        COUNTERS.backwards += 1
-        if self._device.type != "cuda":
-            self._flags.raise_for_failures(errors.peer_lost_backward)
-
-    def _wait_for_installed(self) -> None:
-        installed, self._installed = self._installed, []
-        torch.futures.wait_all(installed)
-
-    def _vote(self, *, failed: bool) -> None:
-        self._voted = True
-        get_flags = self.sharder.get_flags if self.sharder.is_active else None
-        self._flags.start_all_reduce(self._steps, failed=failed, get_flags=get_flags)
-
-    def _close(self) -> None:
-        self._ledger.close()
-        self.armed = self._began = self._task.queued = False
-        self._ordered, self._steps = not self.learns_static_graph(), self._steps + 1
-        if self._late:
-            self._late = False
-            self._set_mode()
+    def is_of_another_thread(self) -> bool:
+        """Return whether another thread, which is still alive, has armed the reducer: its steps are that thread's."""
+        thread = self._thread()
+        return thread is not None and thread is not threading.current_thread() and thread.is_alive()
 
     # ---------------------------------------------------------------- what can go wrong
 
     def _finish_previous(self) -> None:
         self._meet()
-        if self._began and not self._task.queued:
+        if self.state is ReducerState.REDUCING and not self._task.queued:
             raise self._told(self._unfinished())
         self.recover()
 
-    def recover(self) -> None:
-        """Complete the collectives of a backward that an exception cut short; see [Note: interrupted backward]."""
-        if not (self._began and self._task.queued) or self._task.running():
-            return
-        with self._lock:
-            if self._began and self._task.queued:  # still: its end may have run meanwhile, in another thread
-                self._recover()
-
-    def is_of_another_thread(self) -> bool:
-        """Tell whether another thread, which is still alive, has armed the reducer: its steps are that thread's."""
-        thread = self._thread()
-        return thread is not None and thread is not threading.current_thread() and thread.is_alive()
-
-    def _recover(self) -> None:
-        with profiler_span(profiler_label("ddp", "recover")):
-            self._reduction.release()
-            self._reduction.launch_zeros()
-            if not self._voted:
-                if self._mode.tracks_usage:
-                    self._usage.launch()
-                self._vote(failed=True)
-            self.sharder.wait_for_grads(self._reduction)
-            if self._usage.launched():
-                self._usage.nowhere_used()
-            self._reduction.drop()
-        self._close()
-        COUNTERS.recovered += 1
-
-    def in_backward(self) -> bool:
-        """Tell whether gradients are being reduced by a backward that will still end, here or in another thread."""
-        return self._began and self._task.queued and self._task.running()
-
     def _unfinished(self) -> str:
-        missing = {i: self.names[i] for i in self._ledger.unforeseen()}
+        missing = {i: self.names[i] for i in self._sync.missing_params()}
         if self.static_graph:
             return errors.static_graph_lacks(missing, self._group.rank())
         return errors.unfinished(missing, self._group.rank(), searched=self.config.find_unused_parameters)

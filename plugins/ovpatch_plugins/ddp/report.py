@@ -10,7 +10,6 @@ from __future__ import annotations
 import functools
 import logging
 import sys
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, Final
 
@@ -38,8 +37,6 @@ class Counters:
         bytes_reduced: Size of all reduced buckets, in bytes.
         late_backwards: Further backward passes through a forward whose first one had been reduced; reduced as well.
         recovered: Backward passes that an exception cut short and whose collectives were completed later.
-        shortfalls: Backward passes in which fewer contributions to a gradient were marked than were declared; reduced
-            at their end.
     """
 
     models: int = 0
@@ -50,7 +47,6 @@ class Counters:
     bytes_reduced: int = 0
     late_backwards: int = 0
     recovered: int = 0
-    shortfalls: int = 0
 
     def launched(self, bucket: Bucket) -> None:
         """Count a bucket that is being reduced."""
@@ -118,13 +114,6 @@ def remark(text: str) -> None:
     if text not in REMARKS:
         REMARKS.append(text)
         _log.warning("%s", text)
-
-
-def fell_short(names: Sequence[str]) -> None:
-    """Count a backward in which these parameters lacked declared marks, if there are any; say so the first time."""
-    if names and not COUNTERS.shortfalls:
-        remark(errors.shortfall(names))
-    COUNTERS.shortfalls += bool(names)
 
 
 @functools.cache

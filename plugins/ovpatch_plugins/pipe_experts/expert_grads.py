@@ -31,13 +31,13 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from ovpatch.overlap.data_parallel.bucket import GradBucket
 from ovpatch.overlap.data_parallel.grad_hooks import GradientHooks, accumulates, watch_outputs
-from ovpatch.overlap.data_parallel.grad_sync import GradLedger, GradSync
-from ovpatch.overlap.data_parallel.reducer import BackwardTask
+from ovpatch.overlap.data_parallel.grad_sync import GradSync, register_reducer
+from ovpatch.overlap.data_parallel.reducer import BackwardReducer, ReducerState
 
 _WRAP_AGAIN = "Wrap the module itself anew: expert_data_parallel(ddp.module, ...)."
 
 
-class ExpertGradients:
+class ExpertGradients(BackwardReducer):
     """The experts of one ``DistributedDataParallel`` object, which holds it by its forward hooks.
 
     So it is copied and pickled with that object. The copy finds the process group by its name and ranks.
@@ -50,8 +50,6 @@ class ExpertGradients:
         group: The ranks that hold copies, on a communicator that nobody else uses during a backward; None if there
             are no copies.
     """
-
-    quiet = False  # told of all gradients; see :class:`ovpatch.overlap.data_parallel.grad_hooks.Listener`
 
     def __init__(
         self,
@@ -76,9 +74,9 @@ class ExpertGradients:
         self._begin_life(None)
 
     def _begin_life(self, group: dist.ProcessGroup | None) -> None:
+        super().__init__()
         self._group: dist.ProcessGroup | None = None
-        self._retired = self._armed = self._began = False
-        self._task = BackwardTask()
+        self._retired = False
         self._unfinished: list[GradSync] = []
         self._scaling: list[RemovableHandle] = []
         for param in self._params:
@@ -95,19 +93,21 @@ class ExpertGradients:
     def _attach(self, group: dist.ProcessGroup) -> None:
         self._group = group
         self._hooks = GradientHooks(self._params, self)
-        remedy = "declare its contributions (ovpatch.overlap.data_parallel.grad_sync.expect_gradients)"
-        self._ledger = GradLedger(self._params, self._names, self, remedy=remedy)
-        self._reduction = self._new_reduction()
+        register_reducer(self._params, self)
+        self._sync = self._new_sync()
 
-    def _new_reduction(self) -> GradSync:
+    def _new_sync(self) -> GradSync:
         assert self._group is not None
         # A bucket for each: weights of many experts are stacked, and large.
         buckets = [GradBucket([i], [param]) for i, param in enumerate(self._params)]
-        return GradSync(buckets, self._group, feature="pipe_experts", skip_absent=True)
+        remedy = "declare its contributions (ovpatch.overlap.data_parallel.grad_sync.expect_gradients)"
+        return GradSync(
+            buckets, self._group, feature="pipe_experts", names=self._names, remedy=remedy, skip_absent=True
+        )
 
     def retire(self) -> None:
         """Leave the parameters to the wrapper that comes after this one."""
-        self._recover()
+        self.recover()
         _remove(self._scaling)
         if self._group is not None:
             self._hooks.remove()
@@ -126,7 +126,7 @@ class ExpertGradients:
             raise RuntimeError(f"ovpatch: the experts of this model belong to a later wrapper by now. {_WRAP_AGAIN}")
         if self._place is None:
             return
-        self._recover()
+        self.recover()
         if self._group is None:
             self._attach(_found(*self._place))
         elif self._hooks.lost():
@@ -136,7 +136,8 @@ class ExpertGradients:
     @torch._disable_dynamo
     def after_forward(self, ddp: Any, _args: Any, output: Any) -> None:
         """Reduce the backward that follows, if ``DistributedDataParallel`` will reduce it."""
-        inside = self._began and self._task.alive()  # a checkpoint recomputes the forward
+        # A checkpoint may recompute the forward.
+        inside = self.state is ReducerState.REDUCING and self._task.is_alive()
         if self._group is not None and not inside and torch.is_grad_enabled() and ddp.require_backward_grad_sync:
             self._arm()
             watch_outputs(output, self._output_reached)
@@ -144,74 +145,37 @@ class ExpertGradients:
     # ---------------------------------------------------------------- what happens in a backward
 
     def _output_reached(self) -> None:
+        if self.state is ReducerState.FAILED or (self.state is ReducerState.REDUCING and self._task.queued):
+            return
         trained = (param for param in (*self._others, *self._params) if param.requires_grad)
         # Not for torch.autograd.grad(), which adds to no gradient.
-        if not (self._began and self._task.queued) and accumulates(get_gradient_edge(p).node for p in trained):
-            if not self._armed:
+        if accumulates(get_gradient_edge(param).node for param in trained):
+            if not self.armed:
                 self._arm()  # see [Note: every backward]
-            self._takes_part()
+            self._join_backward()
 
-    def gradient_accumulated(self, index: int, given: Tensor | None) -> None:
-        """The gradient ``given`` has been added to ``grad`` of parameter ``index``."""
-        if self._takes_part():
-            self._reduction.produced(index)
-            if self._ledger.hook_fired(index, adds=given is not None):
-                self._complete(index, given)
+    def _arm(self, expected: Sequence[int] | None = None) -> None:
+        super()._arm(expected)
+        self._sync.skip_unused([int(param.requires_grad) for param in self._params])  # frozen since, on all ranks
 
-    def gradients_declared(self, index: int, marks: int) -> None:
-        """Parameter ``index`` will be marked ``marks`` times in this backward."""
-        self._takes_part()
-        self._ledger.declare(index, marks)
+    def _grad_complete(self, index: int, node_grad: Tensor | None) -> None:
+        self._sync.register_grad_ready(index)
+        self._sync.start_ready_buckets(_ignore, node_grad)
 
-    def gradient_marked(self, index: int, key: str) -> None:
-        """The declared contribution ``key`` has been added to ``grad`` of parameter ``index``."""
-        self._reduction.produced(index)
-        if self._ledger.marked(index, key):
-            self._complete(index, None)
-
-    def _arm(self) -> None:
-        self._armed, self._began = True, False
-        self._ledger.open()
-        self._reduction.open()
-        self._reduction.leave_out([int(param.requires_grad) for param in self._params])  # frozen since, on all ranks
-
-    def _takes_part(self) -> bool:
-        if self._armed and not (self._began and self._task.queued):
-            self._task.queue(self._ended, self._died)
-            self._began = True
-        return self._armed
-
-    def _complete(self, index: int, given: Tensor | None) -> None:
-        self._reduction.arrived(index)
-        self._reduction.launch_ready(_ignore, given)
-
-    def _ended(self) -> None:
-        self._task.queued = True  # until closed: what raises from here on leaves a backward to recover
-        self._reduction.launch_rest(_ignore)
+    def _reduce_rest(self) -> None:
+        self._sync.start_grad_sync(_ignore)
         for earlier in self._unfinished:
             earlier.wait()
             earlier.drop()
         self._unfinished.clear()
-        self._reduction.wait()
-        self._reduction.unpack(())
-        self._close()
+        self._sync.wait()
+        self._sync.finish_grad_sync(())
 
-    def _died(self) -> None:
-        if self._began:
-            self._reduction.release()
-
-    def _recover(self) -> None:
+    def _complete_failed(self) -> None:
         """Add zeros to what other ranks may wait for. Not waited for here: they may have to recover first, too."""
-        if self._began and self._task.queued and not self._task.running():
-            self._reduction.release()
-            self._reduction.launch_zeros()
-            self._unfinished.append(self._reduction)
-            self._reduction = self._new_reduction()
-            self._close()
-
-    def _close(self) -> None:
-        self._ledger.close()
-        self._armed = self._began = self._task.queued = False
+        self._sync.start_zeros()
+        self._unfinished.append(self._sync)
+        self._sync = self._new_sync()
 
 
 # Of parameters that are wrapped twice, the last wrapper has the hooks: with both, gradients would be scaled twice.
