@@ -1,7 +1,7 @@
-"""Collectives as features issue them: asynchronous, in place, without the checks of the convenience functions.
+"""Asynchronous all-reduce, all-gather, broadcast and reduce-scatter, as methods of the process group.
 
-``torch.distributed.all_reduce`` costs about 10 µs of Python per call; a backward with many buckets on a fast device
-notices. Stock DDP, too, calls the process group itself.
+The checks of ``torch.distributed.all_reduce`` cost a backward with many buckets noticeable time. Stock DDP, too, calls
+the process group itself.
 
 Backends that cannot group launches get other collectives: :mod:`ovpatch.overlap.comm.gloo`. A transport, such as the
 GPUs' copy engines, may carry a group's all-gathers and reduce-scatters instead of its backend: :func:`set_transports`.
@@ -82,7 +82,7 @@ def backend_name(group: dist.ProcessGroup, device: torch.device) -> str:
 
 
 class AllReduce:
-    """Sums of tensors over the ranks of a group, in place, in as few launches as the backend allows.
+    """All-reduces tensors over the ranks of a group, in place, in as few launches as the backend allows.
 
     Args:
         group: The process group.
@@ -117,7 +117,7 @@ class AllReduce:
 
 
 class AllGather:
-    """Concatenations of every rank's part, in as few launches as the backend allows.
+    """All-gathers every rank's parts, in as few launches as the backend allows.
 
     Args:
         group: The process group.
@@ -158,7 +158,7 @@ class AllGather:
 
 
 class Broadcast:
-    """Copies of one rank's tensor to all ranks of a group.
+    """Broadcasts one rank's tensor to all ranks of a group.
 
     Args:
         group: The process group.
@@ -183,7 +183,7 @@ class Broadcast:
 
 
 class ReduceScatter:
-    """Sums of tensors over the ranks of a group, of which each rank gets its own part.
+    """Reduce-scatters tensors: sums over the ranks of a group, of which each rank gets its own part.
 
     Args:
         group: The process group.

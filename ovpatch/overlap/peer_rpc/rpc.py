@@ -1,4 +1,4 @@
-"""Calls to the other ranks of a process group, answered by a thread of each, without their main threads' part.
+"""Calls to the other ranks of a process group, each of which answers on a thread of its own.
 
 User code may read on one rank alone what is sharded over all. No collective can serve that read. So every rank runs a
 small server, and the reading rank calls it.
