@@ -31,7 +31,7 @@ class Orders:
     """What one arm's processes are to do.
 
     Attributes:
-        worker: Module with a function ``begin(orders)``, which is called at the end of ``import torch``.
+        worker: Module with a function ``start_worker(orders)``, which is called at the end of ``import torch``.
         directory: Where the processes leave what they found; visible to all hosts of the job.
         details: What the tool wants, as JSON types.
     """
@@ -67,7 +67,7 @@ def begin() -> None:
     sign_in(orders.directory)
     if hasattr(os, "register_at_fork"):
         os.register_at_fork(after_in_child=lambda: _sign_in_again(orders.directory))
-    import_module(orders.worker).begin(orders)
+    import_module(orders.worker).start_worker(orders)
 
 
 def _sign_in_again(directory: Path) -> None:
