@@ -1,20 +1,20 @@
-"""Which overlap gives what: data and tensor parallelism over a mesh, one overlap at a time, and all of them.
+"""The gain of each overlap: data and tensor parallelism over a mesh, one overlap at a time, and all of them.
 
     torchrun --nproc-per-node 8 -m benchmarks.ablation --size 8b --tp 4 --json benchmarks/results/ablation.jsonl
 
 The script is as users write it: ``parallelize_module`` with sequence and loss parallelism over one dimension of a mesh,
 ``DistributedDataParallel(device_mesh=)`` over the other, fused AdamW, random tokens. Arms alternate; each is built
-anew, warmed up and timed, step after step without a stop; the slowest rank counts. A result says of each arm which
-features were on, and what they counted: an overlap whose counter is 0 was not there.
+anew, warmed up and timed, step after step without a stop; the slowest rank counts. A result has each arm's
+features and counters: an overlap with counter 0 was not active.
 
-``ovpatch, no overlap`` has all features on and all overlaps off. Linears do without DTensor's dispatch there already,
-q, k and v share a gather, and each rank updates its share of the parameters: what that gives is the difference to
-``stock``. The arm ``limit`` computes and updates what a rank does, and communicates nothing.
+``ovpatch, no overlap`` has all features on and all overlaps off. Its difference to ``stock`` is the gain of linears
+without DTensor's dispatch, one all-gather for q, k and v, and sharded updates. The arm ``limit`` is a rank's
+computation and update without communication.
 
-What fits: a rank of DP 2 x TP 4 has a quarter of Llama's 8.03e9 parameters. In bf16 (``--dtype bf16``: weights,
-gradients and AdamW's moments) weights, gradients, DDP's buckets and moments take 10 bytes each, 20 GB; in fp32 under
-autocast to bf16 22 with the casts, 44 GB. Activations of 8192 tokens in 32 layers are some 15 to 20 GB, by the sizes of
-what is kept. So all 32 layers fit a GPU of 141 GB in either, and ``--layers`` is for less. Without CUDA it runs on gloo
+Memory: a rank of DP 2 x TP 4 has a quarter of Llama's 8.03e9 parameters. In bf16 (``--dtype bf16``: weights, gradients
+and AdamW's moments) weights, gradients, DDP's buckets and moments take 10 bytes each, 20 GB; in fp32 under autocast to
+bf16 22 with the casts, 44 GB. Activations of 8192 tokens in 32 layers are some 15 to 20 GB, by the sizes of saved
+tensors. So all 32 layers fit a GPU of 141 GB in either, and ``--layers`` is for less. Without CUDA it runs on gloo
 (``--size tiny --tp 2``).
 """
 
@@ -118,7 +118,7 @@ def trained(problem: Problem, **kwargs: Any) -> Step:
 
 
 def limit(problem: Problem) -> Step:
-    """Forward and backward of a rank's part of the model, and the update of its share of that."""
+    """Forward and backward of a rank's part of the model, and the update of its shard."""
     model = problem.model()
     alone(model, problem.mesh["tp"].size())
     tokens, targets = (ids % model.output.out_features for ids in (problem.tokens, problem.targets))
@@ -167,7 +167,7 @@ ARMS = [*STOCK, *OURS]
 
 @contextlib.contextmanager
 def built(name: str, problem: Problem) -> Iterator[tuple[Step, Callable[[], dict[str, dict[str, Any]]]]]:
-    """Build an arm's step, with ovpatch applied as far as the arm wants it; and what tells how its features did."""
+    """Build an arm's step with its features applied, and a function that returns the features' state."""
     if name in STOCK:
         yield STOCK[name](problem), dict
         return
@@ -176,7 +176,7 @@ def built(name: str, problem: Problem) -> Iterator[tuple[Step, Callable[[], dict
 
 
 def since(before: ovpatch.Report, names: Iterable[str]) -> dict[str, dict[str, Any]]:
-    """Return which state features are in, why, and what they have counted since a report."""
+    """Return the features' states with reasons, and their counts since a report."""
     chosen, found = autotune.report_lines("tp_linear"), {}
     for name in names:
         now, then = ovpatch.report()[name], before[name].counters
@@ -196,11 +196,11 @@ def measure(name: str, args: argparse.Namespace, mesh: DeviceMesh) -> dict[str, 
             value = (loss.full_tensor() if isinstance(loss, DTensor) else loss).item()
             features = told()
             del step, loss
-            gc.collect()  # or what is taken back would be made whole for nobody
+            gc.collect()  # or reverting would gather tensors that are not used any more
     finally:
         gc.collect()
         dist.barrier()
-        shutdown.drop_kept(mesh["dp"].get_group())  # nobody asks for what an arm has kept for slower ranks
+        shutdown.drop_kept(mesh["dp"].get_group())  # no peer pulls from this arm any more
         if CUDA:
             torch.cuda.empty_cache()
     row = {"arm": name, **found, "loss": round(value, 4), "features": features}
@@ -208,7 +208,7 @@ def measure(name: str, args: argparse.Namespace, mesh: DeviceMesh) -> dict[str, 
 
 
 def speed(ms: float, args: argparse.Namespace) -> dict[str, Any]:
-    """Return TFLOP/s per GPU, and which part of its peak that is, None where the peak is not known."""
+    """Return TFLOP/s per GPU, and the share of its peak, None where the peak is unknown."""
     tflops = args.flops / ms / 1e9
     return {"tflops": round(tflops, 1), "mfu": round(tflops / args.peak_tflops, 3) if args.peak_tflops else None}
 
@@ -245,7 +245,7 @@ DIVIDED = ("heads", "groups", "hidden", "vocabulary", "context")
 
 
 def parser() -> argparse.ArgumentParser:
-    """Return what reads the command line."""
+    """Return the parser of the command line."""
     made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     made.add_argument("--size", choices=SIZES, default="8b")
     made.add_argument("--tp", type=int, default=4, help="ranks that share a model; the others are data parallel")

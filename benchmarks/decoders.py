@@ -1,7 +1,7 @@
-"""Decoder-only transformers that can be cut over ranks: Llama's and GPT's, on random data.
+"""Decoder-only transformers for tensor parallelism: Llama's and GPT's, on random data.
 
-Attention and feed-forward are modules of their own, so that a plan can gather once for what is in them; the ``GPT`` of
-:mod:`benchmarks.models` has its projections in the block.
+Attention and feed-forward are modules of their own, so that a plan can all-gather once for the linears in them; the
+``GPT`` of :mod:`benchmarks.models` has its projections in the block.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ class Attention(nn.Module):
 
 
 class FeedForward(nn.Module):
-    """Two linears around a GELU, or three, of which one gates."""
+    """Two linears around a GELU, or three with a gate."""
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()

@@ -2,11 +2,11 @@
 
     torchrun --nproc-per-node 8 -m benchmarks.moe_layer --shape dsv3 --json benchmarks/results/moe_layer.jsonl
 
-Tokens are routed at random, evenly, or by ``--skew`` with one expert that gets so many times its share, as far as
-tokens go: of a Mixtral-like layer's two experts on two ranks each has them all anyway. Arms alternate; each is warmed
-up and timed, forward and, with ``--backward``, backward as well; the slowest rank counts. All arms must compute what
-``in sequence`` does, but for ``experts`` and ``all-to-alls``, the limits: the layer without communication, and nothing
-but communication, of balanced routing. Without CUDA it runs on gloo (``--shape tiny``).
+Tokens are routed at random, evenly, or by ``--skew`` with one expert that gets a multiple of its even share, at most
+all tokens. Arms alternate; each is warmed up and timed, forward and, with ``--backward``, backward as well; the slowest
+rank counts. All arms must compute the results of ``in sequence``, except the limits: ``experts``, the layer without
+communication, and ``all-to-alls``, communication of balanced routing alone. Without CUDA it runs on gloo (``--shape
+tiny``).
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ class Problem:
         self.weights = torch.rand(tokens, top_k, generator=generator, device=device(), dtype=dtype)
         self.weights.requires_grad_(args.backward)
         chances = torch.rand(tokens, self.experts, generator=generator, device=device())
-        args.skew = skew_of(args.skew, top_k, self.experts)  # what there is, not what was asked for, is recorded
+        args.skew = skew_of(args.skew, top_k, self.experts)  # the actual skew is recorded
         if args.skew > 1:
             favoured = torch.rand(tokens, generator=generator, device=device()) < args.skew * top_k / self.experts
             chances[:, 0] = torch.where(favoured, 2.0, -1.0)
@@ -112,17 +112,17 @@ class Problem:
         return self.combined(self.computed(rows, numbers), order, sent, received, self.weights)
 
     def naive(self, chunks: int) -> Tensor:
-        """Compute chunks of tokens, each in sequence; their all-to-alls are launched ahead and waited for when read."""
-        parts = list(zip(*(t.chunk(chunks) for t in (self.x, self.index, self.weights)), strict=True))
-        under_way = [(self.dispatched(x, index), weights) for x, index, weights in parts]
+        """Compute chunks of tokens, each in sequence; all dispatches are launched first and waited for when read."""
+        inputs = list(zip(*(t.chunk(chunks) for t in (self.x, self.index, self.weights)), strict=True))
+        dispatched = [(self.dispatched(x, index), weights) for x, index, weights in inputs]
         outs = [
             self.combined(self.computed(rows, numbers), order, sent, received, weights)
-            for (rows, order, sent, received, numbers), weights in under_way
+            for (rows, order, sent, received, numbers), weights in dispatched
         ]
         return torch.cat(outs)
 
     def dispatched(self, x: Tensor, index: Tensor) -> tuple[Tensor, Tensor, list[int], list[int], Tensor]:
-        """Sort tokens by expert and send them; also return what is needed to bring them back."""
+        """Sort tokens by expert and dispatch them; also return the order and splits for the combine."""
         chosen = index.reshape(-1)
         order = chosen.argsort()
         counts = torch.bincount(chosen, minlength=self.experts).view(-1, self.local)
@@ -143,7 +143,7 @@ class Problem:
         return torch.empty_like(h).index_copy(0, order, h)
 
     def combined(self, rows: Tensor, order: Tensor, sent: list[int], received: list[int], weights: Tensor) -> Tensor:
-        """Send rows back, and sum them up by token."""
+        """Send rows back and sum them by token."""
         back = all_to_all_single_autograd(rows, sent, received, self.group)
         slots = torch.zeros_like(back).index_copy(0, order, back).view(*weights.shape, -1)
         return (slots * weights.unsqueeze(-1)).sum(1)
@@ -179,7 +179,7 @@ def transformers_layer(problem: Problem) -> Layer:
     mesh = init_device_mesh(device().type, (world, 1), mesh_dim_names=("ep", "tp"))
 
     class Experts(nn.Module):
-        """What transformers' grouped experts read."""
+        """The attributes that transformers' grouped experts read."""
 
         has_gate, has_bias, is_transposed, has_post_expert_norm, _is_expert_parallel = True, False, False, False, True
         num_experts, gate_up_proj, down_proj = problem.local, problem.up, problem.down
@@ -213,10 +213,10 @@ def arms(problem: Problem) -> dict[str, Callable[[], Layer]]:
 
 
 def check(name: str, layer: Layer, problem: Problem) -> None:
-    """Demand what the layer in sequence computes, but for rounding.
+    """Check a layer against the layer in sequence, up to rounding.
 
     Raises:
-        RuntimeError: It is something else.
+        RuntimeError: The results differ.
     """
     with torch.no_grad():
         right, found = problem.in_sequence().float(), layer().float()
@@ -246,7 +246,7 @@ def measure(name: str, problem: Problem, args: argparse.Namespace) -> dict[str, 
 
 
 def parser() -> argparse.ArgumentParser:
-    """Return what reads the command line."""
+    """Return the parser of the command line."""
     made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     made.add_argument("--shape", choices=SHAPES, default="dsv3")
     made.add_argument("--tokens", type=int, help="of a rank; 4096 by default")

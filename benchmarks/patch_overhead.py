@@ -41,7 +41,7 @@ _CALLS = 100_000
 
 
 def measure_imports(rounds: int) -> dict[str, Any]:
-    """Return medians in ms of each order, and what each adds to the stock one.
+    """Return medians in ms of each order, and its difference to the stock one.
 
     Args:
         rounds: Fresh interpreters per order.

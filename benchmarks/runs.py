@@ -1,4 +1,4 @@
-"""What benchmarks share: where they run, how a step is timed, and what their results say of the run."""
+"""Shared parts of benchmarks: the device, the timing of steps, and the description of a run in results."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from ovpatch.overlap import autotune
 
 CUDA = torch.cuda.is_available()
 
-# Variables that change what is measured.
+# Variables that change the measurement.
 _MATTERING = ("NCCL_", "TORCH_NCCL_", "CUDA_DEVICE_MAX_CONNECTIONS", "PYTORCH_", "OVPATCH")
 
 
@@ -56,7 +56,7 @@ def timed(step: Callable[[], object], steps: int) -> list[float]:
 def running(step: Callable[[], object], steps: int) -> list[float]:
     """Return the times of ``steps`` steps in ms as they follow each other in training; those of the slowest rank.
 
-    Nobody waits between steps, so that what one leaves under way comes under the next; the step before is not timed.
+    There is no wait between steps, so that pending work of one overlaps the next; the step before is not timed.
     """
     if not CUDA:
         return timed(step, steps)
@@ -131,7 +131,7 @@ def merged(rows: list[dict[str, Any]], name: str) -> dict[str, Any]:
 
 
 def described(benchmark: str, settings: dict[str, Any]) -> dict[str, Any]:
-    """Return what a result says of its run."""
+    """Return the description of the run in a result."""
     return {
         "benchmark": benchmark,
         "date": time.strftime("%Y-%m-%d"),

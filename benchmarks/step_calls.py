@@ -117,7 +117,7 @@ def count(rank: int, arm: str, layers: int, folder: str) -> None:
 
 
 def measure(arm: str, layers: int) -> dict[str, Any]:
-    """Return what :func:`count` found, in processes of its own."""
+    """Return the result of :func:`count` in new processes."""
     with tempfile.TemporaryDirectory() as folder:
         mp.spawn(count, (arm, layers, folder), nprocs=2)
         result: dict[str, Any] = json.loads(Path(folder, "result.json").read_text(encoding="utf-8"))
@@ -141,7 +141,7 @@ def imported(features: str) -> int:
 
 
 def main() -> None:
-    """Count, print, and write what was asked for."""
+    """Count, print, and write the result."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--layers", type=int, default=2)
     parser.add_argument("--functions", type=int, default=0, help="show the most called functions of each arm")

@@ -31,7 +31,7 @@ def used() -> float:
 
 
 def taken(group: dist.ProcessGroup, world: int) -> dict[str, float]:
-    """Return what a group's first collectives take, which connect its ranks."""
+    """Return the time of a group's first collectives, which connect its ranks."""
     part = torch.zeros(64 * MIB // 4 // world, device=device())
     whole = torch.zeros(part.numel() * world, device=device())
     number = torch.zeros(1, device=device())

@@ -42,13 +42,13 @@ class Row:
     env: dict[str, str] = field(default_factory=dict)
 
     def command(self, world: int, results: Path) -> list[str]:
-        """Return what runs it."""
+        """Return the command of the benchmark."""
         torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={world}"]
         file = results / f"{self.benchmark}.jsonl"
         return [*torchrun, "-m", f"benchmarks.{self.benchmark}", *shlex.split(self.arguments), f"--json={file}"]
 
     def describe(self, world: int) -> str:
-        """Return what a reader sees of it."""
+        """Return the command for the reader."""
         variables = [f"{name}={value}" for name, value in self.env.items()]
         return " ".join([*variables, self.benchmark, self.arguments, f"({self.world or world} processes)"])
 
@@ -106,7 +106,7 @@ def run(row: Row, number: int, world: int, results: Path, logs: Path, seconds: f
         row: What to run.
         number: Of the row, for its log.
         world: Number of processes, unless the row has its own.
-        results: Where benchmarks append what they find.
+        results: Folder of the benchmarks' results.
         logs: Where its output goes.
         seconds: When to cut it off.
 
@@ -143,7 +143,7 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 
 def parser() -> argparse.ArgumentParser:
-    """Return what reads the command line."""
+    """Return the parser of the command line."""
     made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     made.add_argument("benchmarks", nargs="*", choices=[[], *SUITE], help="by default all", metavar="BENCHMARK")
     made.add_argument("--nproc", type=int, default=8, help="processes of the rows that do not say it, one a GPU")

@@ -97,7 +97,7 @@ def _ddp_row(result: dict[str, Any]) -> str:
 
 def zero_step() -> str:
     """Return the table of ``benchmarks/zero_step.py``: one row per run, with the ratios to the limit and to stock."""
-    needed = {"limit, fp32", "ovpatch"}  # what only compares our settings has no row
+    needed = {"limit, fp32", "ovpatch"}  # comparisons of ovpatch's own settings have no row
     results = [one for one in _results("zero_step") if needed <= {row["arm"] for row in one["summary"]}]
     columns = _seen(ZERO_ARMS, results)
     header = ["run", "GPUs", *columns.values(), "ovpatch / limit", "stock / ovpatch", "TFLOP/s", "MFU"]
@@ -252,7 +252,7 @@ def _ablation_rows(result: dict[str, Any]) -> list[str]:
     return lines
 
 
-# A feature's counter of what came under compute, that of all, and what they count.
+# A feature's counters of overlapped and of all collectives, and their name.
 OVERLAPPED = {
     "ddp": ("collectives_in_backward", "collectives", "gradients"),
     "dist_optimizer": ("gathers_overlapped", "gathers", "parameters"),
@@ -260,7 +260,7 @@ OVERLAPPED = {
 
 
 def _overlapped(features: dict[str, dict[str, Any]]) -> str:
-    """Return which part of their collectives features hid, and who stood down."""
+    """Return the hidden share of each feature's collectives, and features that stood down."""
     found = [f"{name} {how['state']}" for name, how in features.items() if how["state"] != "applied"]
     for name, (hidden, whole, what) in OVERLAPPED.items():
         counters = features.get(name, {}).get("counters", {})

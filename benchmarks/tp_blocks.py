@@ -3,7 +3,7 @@
     torchrun --nproc-per-node 8 -m benchmarks.tp_blocks --size 8b --json benchmarks/results/tp_blocks.jsonl
 
 One stack of blocks, cut by stock ``parallelize_module`` over all ranks, on random data in bf16. Arms alternate; each is
-built anew, warmed up and timed; the slowest rank counts. The arm ``limit`` computes what a rank computes, without any
+built anew, warmed up and timed; the slowest rank counts. The arm ``limit`` is a rank's computation, without any
 communication. ``graphed`` arms replay a CUDA graph of forward and backward. Without CUDA it runs on gloo
 (``--size tiny``).
 """
@@ -137,7 +137,7 @@ def cut(block: Block, mesh: DeviceMesh, local: bool) -> None:
 
 
 def shrink(block: Block, world: int) -> None:
-    """Give each linear the part of its weight that a rank has."""
+    """Give each linear a rank's shard of its weight."""
     for name, dim in {"q": 0, "k": 0, "v": 0, "out": 1, "up": 0, "down": 1}.items():
         linear = getattr(block.attention if name in ("q", "k", "v", "out") else block.mlp, name)
         linear.weight = nn.Parameter(linear.weight.detach().chunk(world, dim)[0].contiguous())
@@ -175,7 +175,7 @@ def build(arm: dict[str, Any], args: argparse.Namespace, mesh: DeviceMesh) -> Ca
 
 @contextlib.contextmanager
 def settings(arm: dict[str, Any], mesh: DeviceMesh) -> Iterator[None]:
-    """Turn on what an arm wants."""
+    """Switch on the features of an arm."""
     with contextlib.ExitStack() as stack:
         if "options" in arm:
             stack.enter_context(ovpatch.applied("tp_linear", options={"tp_linear": arm["options"]}))
@@ -205,7 +205,7 @@ def measure(name: str, args: argparse.Namespace, mesh: DeviceMesh) -> dict[str, 
 
 
 def parser() -> argparse.ArgumentParser:
-    """Return what reads the command line."""
+    """Return the parser of the command line."""
     made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     made.add_argument("--size", choices=SIZES, default="8b")
     made.add_argument("--arms", nargs="*", default=[*ARMS], choices=[*ARMS])

@@ -3,8 +3,8 @@
     torchrun --nproc-per-node 8 -m benchmarks.tp_operators --shapes 8b 70b --json benchmarks/results/tp_operators.jsonl
 
 Forward only, bf16, random data. Arms alternate; a step is ``--inner`` calls one behind the other, of which the time of
-one is reported; the slowest rank counts. ``graphed`` arms replay a CUDA graph of such a step; ``stock`` arms are what
-torch's styles do, on DTensors. All arms must compute what cuBLAS and NCCL do in sequence, but for ``product`` and
+one is reported; the slowest rank counts. ``graphed`` arms replay a CUDA graph of such a step; ``stock`` arms are
+torch's styles, on DTensors. All arms must compute the results of cuBLAS and NCCL in sequence, but for ``product`` and
 ``collective``, the limits. ``--tp`` cuts features for more ranks than there are, so that a product's share is that of a
 larger group. Without CUDA it runs on gloo (``--shapes tiny``).
 """
@@ -60,7 +60,7 @@ class Linear:
         self.draw = functools.partial(torch.randn, dtype=torch.bfloat16 if CUDA else torch.float32, device=device())
 
     def sharded(self, local: Tensor, dim: int) -> DTensor:
-        """Return a DTensor of which this rank has a part."""
+        """Return a DTensor with a shard on this rank."""
         return DTensor.from_local(local, self.mesh, (Shard(dim),), run_check=False)
 
     def kernels(self, tiles: Any) -> Tensor:
@@ -181,7 +181,7 @@ OPERATORS = {"gather": Gather, "scatter": Scatter}
 
 
 def variants(operator: Any) -> dict[str, Any]:
-    """Return what of the kernels' tiles is tried one by one."""
+    """Return the tile settings of the kernels to try."""
     if not CUDA:
         return {}
     from ovpatch_plugins.tp_linear.kernels.tuning import Tiles
@@ -194,7 +194,7 @@ def variants(operator: Any) -> dict[str, Any]:
 
 
 def arms(operator: Any) -> dict[str, Operator]:
-    """Return what is timed, by name."""
+    """Return the timed functions by name."""
     ours = {f"ovpatch, {name}": functools.partial(operator.ours, name) for name in ("bulk", "fused")}
     eager: dict[str, Operator] = {
         "product": operator.product,
@@ -228,7 +228,7 @@ def settings(name: str, group: Any) -> Iterator[None]:
 
 
 def check(name: str, compute: Operator, operator: Any) -> None:
-    """Demand what cuBLAS and NCCL compute, but for rounding.
+    """Check against cuBLAS and NCCL, up to rounding.
 
     Raises:
         RuntimeError: It is something else.
@@ -262,7 +262,7 @@ def _measured(name: str, compute: Operator, operator: Any, args: argparse.Namesp
 
 
 def parser() -> argparse.ArgumentParser:
-    """Return what reads the command line."""
+    """Return the parser of the command line."""
     made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     made.add_argument("--shapes", nargs="*", choices=SHAPES, default=["8b"])
     made.add_argument("--operators", nargs="*", choices=OPERATORS, default=[*OPERATORS])

@@ -1,17 +1,16 @@
-"""One rank of many, alone: what it needs of memory, and how long its own work takes, where nothing is communicated.
+"""One rank of many, alone: its memory, and the time of its own work, without communication.
 
     python -m benchmarks.zero_alone --world 8 --size 3.8b --json benchmarks/results/zero_alone.jsonl
 
-The arms are those of ``zero_step``, and the ranks that one of them believes in are not there: the process group is of
-torch's backend ``fake``, whose collectives return at once. What is allocated, copied, cast and updated is what each of
-so many ranks does, so to the time of the arm ``limit`` an arm adds what it costs a device and a host apart from the
-network. Of what copy engines' arms do, sums are left out. Each arm has a process of its own, and NCCL's own buffers, a
-few hundred MiB, are not in it.
+The arms are those of ``zero_step``, on a process group of torch's backend ``fake``, whose collectives return at once.
+Allocations, copies, casts and updates are those of one of so many ranks, so the difference to the arm ``limit`` is an
+arm's cost on device and host without the network. Sums of copy engines' arms are left out. Each arm has a process of
+its own; NCCL's buffers, a few hundred MiB, are not included.
 
-Power, and with it time, depends on the numbers that are multiplied: products of NaN are the fastest. So all arms work
-on such numbers as training begins with, in every step: the learning rate is zero, and what others would send is what
-this rank has. Our gathers are filled with that until times are taken; FSDP2's, which go to other memory each time,
-always (the backend does so), by copies beside its computing. Each arm tells its loss.
+Power, and with it time, depends on the numbers in products: those of NaN are the fastest. So all arms compute with
+initial weights in every step: the learning rate is zero, and received data are this rank's. ovpatch's all-gathers are
+filled with that until times are taken; FSDP2's, which use other memory each time, always, by copies beside its compute.
+Each arm reports its loss.
 """
 
 from __future__ import annotations
@@ -52,7 +51,7 @@ _LONGEST_S = 600
 
 
 def join(world: int) -> None:
-    """Be rank 0 of a group of which nobody else is there."""
+    """Join a group as rank 0, without other ranks."""
     os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": str(world), "LOCAL_WORLD_SIZE": str(world)}
     if CUDA:
         torch.cuda.set_device(0)
@@ -60,12 +59,12 @@ def join(world: int) -> None:
 
 
 @contextlib.contextmanager
-def nobody_there(warming: Callable[[], bool], *, copied: bool) -> Iterator[None]:
-    """Let our hosts meet nobody, and collectives be as NCCL's, were all ranks as this one: averages are its own.
+def without_peers(warming: Callable[[], bool], *, copied: bool) -> Iterator[None]:
+    """Skip host barriers, and compute collectives as if all ranks had this rank's data: averages are its own.
 
     Args:
-        warming: Whether gathers are filled.
-        copied: Whether copy engines reduce, which take gradients of half precision as they are.
+        warming: Whether all-gathers are filled.
+        copied: Whether copy engines reduce, which take half-precision gradients as they are.
     """
 
     def reduced(self: AllReduce, tensors: Sequence[Tensor]) -> Sequence[Work]:
@@ -76,7 +75,7 @@ def nobody_there(warming: Callable[[], bool], *, copied: bool) -> Iterator[None]
 
     def gathered(self: AllGather, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> Sequence[Work]:
         pairs = list(zip(outputs, inputs, strict=True))
-        if warming():  # its part of a whole may lie in it
+        if warming():  # the input may be a view of the output
             _copy([(to.view(dist.get_world_size(), -1), of.clone().view(1, -1)) for to, of in pairs])
         own = [(_own(to), of.view(-1)) for to, of in pairs]
         _copy([(to, of) for to, of in own if to.data_ptr() != of.data_ptr()])
@@ -115,7 +114,7 @@ def _copy(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
 
 @contextlib.contextmanager
 def stock_alone() -> Iterator[None]:
-    """Let stock's reducer reduce by a hook, for a fake work has no future for it, and FSDP2's sums be its own part."""
+    """Let stock's reducer reduce by a hook, since a fake work has no future, and FSDP2's sums be this rank's shard."""
     real = DistributedDataParallel.__init__
 
     @functools.wraps(real)
@@ -139,7 +138,7 @@ class Losses(Problem):
         self.last = torch.zeros(())
 
     def backwards(self, *args: Any, **kwargs: Any) -> Tensor:
-        """Run forward and backward; a hook would tell as much, but ours gives memory up later where hooks are."""
+        """Run forward and backward; kept for the loss, since hooks would delay the release of memory."""
         self.last = super().backwards(*args, **kwargs)
         return self.last
 
@@ -155,7 +154,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         timing = True
         return running(step, steps)
 
-    alone = nobody_there(lambda: not timing, copied="copy engines" in args.arm) if ours else stock_alone()
+    alone = without_peers(lambda: not timing, copied="copy engines" in args.arm) if ours else stock_alone()
     with alone, mock.patch.object(zero_step, "LR", 0.0):
         if ours:
             features, options, kwargs = OURS[args.arm]
@@ -171,7 +170,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def counted() -> dict[str, int]:
-    """Return what the feature has counted: an arm that counts no parts of gradients was no such arm."""
+    """Return the feature's counters, which show whether gradients were sharded."""
     counters = ovpatch.report()["dist_optimizer"].counters
     return {name: count for name, count in counters.items() if count}
 

@@ -2,11 +2,11 @@
 
     torchrun --nproc-per-node 8 -m benchmarks.zero_step --size 3.8b --json benchmarks/results/zero_step.jsonl
 
-Arms alternate (A B C A B C …); each is built anew, warmed up and timed, step after step without a stop, so that gathers
-may come under the next forward; the slowest rank counts. Arms named ``limit`` do the same forward and backward and the
-update of a rank's share, and communicate nothing: one with fp32 weights under autocast, one with bf16 weights, and one
-with bf16 weights in linears alone, under autocast. Megatron-Core is a peer where it is installed. Without CUDA it runs
-on gloo (``--size tiny``).
+Arms alternate (A B C A B C …); each is built anew, warmed up and timed, step after step without a stop, so that
+all-gathers overlap the next forward; the slowest rank counts. Arms named ``limit`` do the same forward and backward and
+the update of a rank's share, and communicate nothing: one with fp32 weights under autocast, one with bf16 weights, and
+one with bf16 weights in linears alone, under autocast. Megatron-Core is a peer where it is installed. Without CUDA it
+runs on gloo (``--size tiny``).
 """
 
 from __future__ import annotations
@@ -216,7 +216,7 @@ PEERS: dict[str, Callable[[Problem], Step]] = {
     "FSDP2, ZeRO-3": lambda problem: fsdp2(problem, reshard=True),
     "Megatron-Core": megatron,
 }
-# Features, their options, and what the script's own arguments are.
+# Features, their options, and arguments of the script.
 OURS: dict[str, tuple[tuple[str, ...], dict[str, dict[str, Any]], dict[str, Any]]] = {
     "ovpatch, ddp alone": (("ddp",), {}, {}),
     "ovpatch": (BOTH, {}, {}),
@@ -261,19 +261,19 @@ def measure(name: str, args: argparse.Namespace) -> dict[str, Any]:
         with built(name, Problem(args)) as step:
             found = clocked(step, args, running)
             del step
-            gc.collect()  # or what is taken back would be made whole for nobody
+            gc.collect()  # or reverting would gather tensors that are not used any more
     finally:
         torch._dynamo.reset()
         gc.collect()
         dist.barrier()
-        shutdown.drop_kept(dist.group.WORLD)  # nobody asks for what an arm has kept for slower ranks
+        shutdown.drop_kept(dist.group.WORLD)  # no peer pulls from this arm any more
         if CUDA:
             torch.cuda.empty_cache()
     return {"arm": name, **found}
 
 
 def parser() -> argparse.ArgumentParser:
-    """Return what reads the command line."""
+    """Return the parser of the command line."""
     made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     made.add_argument("--size", choices=SIZES, default="1b")
     made.add_argument("--arms", nargs="*", default=ARMS, choices=ARMS)
@@ -293,7 +293,7 @@ def main() -> None:
         model = GPT(**SIZES[args.size])
     context = SIZES[args.size]["context"]
     args.flops = flops_per_step(model, args.batch * args.accumulate * context, context)
-    first = next((name for name in args.arms if name in OURS), None)  # others find what it has chosen
+    first = next((name for name in args.arms if name in OURS), None)  # later arms find its cached choices
     alternate("zero_step", args.arms, lambda name: measure(name, args), args, chooses=lambda name: name == first)
     dist.destroy_process_group()
 

@@ -140,7 +140,7 @@ def test_one_mistake_has_one_exit_code(command, site, monkeypatch, tmp_path, run
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     started: list[str] = []
-    monkeypatch.setattr(launch, "started", lambda *args, **kwargs: started.append(runner))
+    monkeypatch.setattr(launch, "running_command", lambda *args, **kwargs: started.append(runner))
     code, out, err = command(runner, *words)
     assert (code, out, started) == (expected, "", []), "nothing was started"
     assert err.startswith(f"ovpatch {runner}: ")
@@ -150,7 +150,7 @@ def test_one_mistake_has_one_exit_code(command, site, monkeypatch, tmp_path, run
 @pytest.mark.parametrize("runner", ["verify", "bench"])
 def test_stock_is_not_compared_with_stock(command, monkeypatch, runner):
     monkeypatch.setenv("OVPATCH", "0")
-    monkeypatch.setattr(launch, "started", lambda *args, **kwargs: pytest.fail("it ran"))
+    monkeypatch.setattr(launch, "running_command", lambda *args, **kwargs: pytest.fail("it ran"))
     code, _, err = command(runner, "--", "true")
     assert code == ExitCode.USAGE
     assert "there is nothing to compare" in err

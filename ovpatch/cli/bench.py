@@ -11,18 +11,18 @@ from ovpatch._version import __version__
 from ovpatch.cli import command_line
 from ovpatch.exit_codes import ExitCode
 from ovpatch.insight import arms
-from ovpatch.insight.bench import rounds, table
-from ovpatch.insight.bench.analysis import Figures, Given, figures
+from ovpatch.insight.bench import analysis, rounds
+from ovpatch.insight.bench.analysis import BenchFigures, UserFigures, compute_figures
 from ovpatch.insight.bench.rounds import (
-    FEWEST,
+    MIN_STEPS,
+    MIN_WARMUP,
     PATCHED,
-    SHORTEST_WARMUP,
     STOCK,
+    BenchPlan,
+    BenchRuns,
     FailedError,
-    Plan,
-    Runs,
     StoppedError,
-    run_all,
+    run_rounds,
 )
 from ovpatch.session import worker_reports
 from ovpatch.session.report import wants_colour
@@ -33,14 +33,14 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add(
         "--steps",
-        type=command_line.make_int_parser(FEWEST),
+        type=command_line.make_int_parser(MIN_STEPS),
         default=30,
         metavar="N",
         help="steps to measure in each run (30)",
     )
     add(
         "--warmup",
-        type=command_line.make_int_parser(SHORTEST_WARMUP),
+        type=command_line.make_int_parser(MIN_WARMUP),
         default=10,
         metavar="M",
         help="steps before that (10)",
@@ -78,7 +78,7 @@ def main(arguments: argparse.Namespace) -> int:
     _check(command, arguments)
     with command_line.open_folder(arguments.out) as out:
         names = ("steps", "warmup", "rounds", "features", "timeout", "leave_one_out")
-        plan = Plan(command, out, **{name: getattr(arguments, name) for name in names})
+        plan = BenchPlan(command, out, **{name: getattr(arguments, name) for name in names})
         return _measure(plan, arguments)
 
 
@@ -99,34 +99,36 @@ def _check(command: list[str], arguments: argparse.Namespace) -> None:
     command_line.check_command(command)
 
 
-def _measure(plan: Plan, arguments: argparse.Namespace) -> int:
+def _measure(plan: BenchPlan, arguments: argparse.Namespace) -> int:
     try:
-        with rounds.shown(plan) as shown:
-            runs = run_all(plan, shown)
+        with rounds.show_progress(plan) as shown:
+            runs = run_rounds(plan, shown)
     except (StoppedError, KeyboardInterrupt):
         return _fail("interrupted; nothing was concluded", ExitCode.INTERRUPTED)
     except FailedError as error:
         return _explain(error, arguments.out)
-    found = figures(runs, Given(arguments.samples_per_step, arguments.tokens_per_step, arguments.peak_tflops))
+    found = compute_figures(
+        runs, UserFigures(arguments.samples_per_step, arguments.tokens_per_step, arguments.peak_tflops)
+    )
     if arguments.json is not None:
         worker_reports.write_json(arguments.json, _data(plan, runs, found))
     _show(plan, runs, found)
     return ExitCode.OK
 
 
-def _show(plan: Plan, runs: Runs, found: Figures) -> None:
+def _show(plan: BenchPlan, runs: BenchRuns, found: BenchFigures) -> None:
     colour = wants_colour(sys.stdout)
-    line = f"ovpatch bench: {table.verdict(runs, found)}"
+    line = f"ovpatch bench: {analysis.format_verdict(runs, found)}"
     print(f"\033[1m{line}\033[0m" if colour else line)
-    print(table.text(plan, runs, found, colour=colour))
+    print(analysis.format_report(plan, runs, found, colour=colour))
 
 
-def _data(plan: Plan, runs: Runs, found: Figures) -> dict[str, Any]:
+def _data(plan: BenchPlan, runs: BenchRuns, found: BenchFigures) -> dict[str, Any]:
     return {
         "ovpatch": __version__,
         "command": list(plan.command),
         "settings": {name: getattr(plan, name) for name in ("steps", "warmup", "rounds", "features", "timeout")},
-        "verdict": table.verdict(runs, found),
+        "verdict": analysis.format_verdict(runs, found),
         "exercised": runs.exercised,
         **found.to_json(),
         "runs": runs.to_json(),
@@ -142,7 +144,7 @@ def _explain(error: FailedError, out: Path | None) -> ExitCode:
         return _fail(f"{error}.", code)
     for pid, stacks in outcome.stacks.items() if outcome.timed_out else ():
         print(f"--- stacks of process {pid}\n{stacks.rstrip()}", file=sys.stderr)
-    print(f"--- the end of its log\n{outcome.tail()}\n---", file=sys.stderr)
+    print(f"--- the end of its log\n{outcome.read_log_tail()}\n---", file=sys.stderr)
     where = f"The whole log: {outcome.log}" if out is not None else "Keep whole logs with --out DIR."
     return _fail(f"{error}. {_whose(error.kind)} {where}", code)
 

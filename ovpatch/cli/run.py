@@ -57,8 +57,8 @@ def _run(command: list[str], environment: Mapping[str, str], directory: Path) ->
             job.terminate()
             stopped = True
 
-    with launch.started(command, environment) as job:
-        return job.wait(look)
+    with launch.running_command(command, environment) as job:
+        return job.wait_for_exit(look)
 
 
 def _conclude(code: int, directory: Path, file: Path | None) -> int:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Final
 from ovpatch.cli import command_line
 from ovpatch.exit_codes import ExitCode
 from ovpatch.insight.timeline.output import Output
-from ovpatch.insight.timeline.recording import Recording, collect
+from ovpatch.insight.timeline.recording import Recording, read_recording
 from ovpatch.insight.timeline.trace import TraceError
 from ovpatch.session.report import format_report, wants_colour
 from ovpatch.settings import settings
@@ -23,7 +23,7 @@ from ovpatch.settings.settings import SettingsError
 
 if TYPE_CHECKING:
     from ovpatch.insight.arms import Arm, Outcome
-    from ovpatch.insight.timeline.summary import Run
+    from ovpatch.insight.timeline.summary import TimelineRun
 
 _WORKER: Final = "ovpatch.insight.timeline.worker"
 _ENDINGS: Final = (".json", ".json.gz")
@@ -51,13 +51,13 @@ def main(arguments: argparse.Namespace) -> int:
     output = Output(arguments.out, picture=not arguments.no_picture)
     if _are_traces(arguments.rest):
         recordings, code = list(_read(arguments, pattern)), int(ExitCode.OK)
-        output.spare(lanes.path for recording in recordings for lanes in recording.run.ranks)
-        output.prepare(keep_runs=True)
+        output.check_inputs(lanes.path for recording in recordings for lanes in recording.run.ranks)
+        output.prepare_folder(keep_runs=True)
     else:
         recordings, code = _record(arguments, output, pattern)
     if not recordings:
         return code
-    print(output.write(recordings, colour=wants_colour(sys.stdout)))
+    print(output.write_results(recordings, colour=wants_colour(sys.stdout)))
     for recording in recordings:
         for remark in recording.remarks:
             _say(remark)
@@ -93,12 +93,12 @@ def _are_traces(rest: Sequence[str]) -> bool:
 
 
 def _read(arguments: argparse.Namespace, pattern: re.Pattern[str] | None) -> Iterator[Recording]:
-    from ovpatch.insight.timeline.summary import run_of
-    from ovpatch.insight.timeline.tracks import read_run
+    from ovpatch.insight.timeline.summary import make_run
+    from ovpatch.insight.timeline.tracks import read_all_ranks
 
     if not arguments.compare:
         paths = [path for word in arguments.rest for path in _files(Path(word))]
-        yield _of_traces(run_of("recorded", read_run(paths, pattern)))
+        yield _of_traces(make_run("recorded", read_all_ranks(paths, pattern)))
         return
     if len(arguments.rest) != 2:
         raise SettingsError(
@@ -106,10 +106,10 @@ def _read(arguments: argparse.Namespace, pattern: re.Pattern[str] | None) -> Ite
             "Write: ovpatch timeline --compare stock/ patched/"
         )
     for name, word in zip(("stock", "patched"), arguments.rest, strict=True):
-        yield _of_traces(run_of(name, read_run(_files(Path(word)), pattern)))
+        yield _of_traces(make_run(name, read_all_ranks(_files(Path(word)), pattern)))
 
 
-def _of_traces(run: Run) -> Recording:
+def _of_traces(run: TimelineRun) -> Recording:
     return Recording(run, remarks=tuple(f"{run.name}: {remark}" for remark in run.remarks))
 
 
@@ -137,22 +137,22 @@ def _record(
     arms.check_autoload()
     chosen = _arms(arguments, wanted)
     command_line.check_command(command)
-    output.prepare(keep_runs=False)
+    output.prepare_folder(keep_runs=False)
     recordings, code, failed = [], int(ExitCode.OK), False
     for arm in chosen:
         _say(f"running {arm.name}, steps {wanted[0]} to {wanted[-1]} are recorded: {' '.join(command)}")
-        outcome = arms.run(arm, command, _WORKER, output.folder, timeout=arguments.timeout)
+        outcome = arms.run_arm(arm, command, _WORKER, output.folder, timeout=arguments.timeout)
         code = _judge(outcome) or code
         try:
-            recordings.append(collect(arm.name, outcome.folder, wanted, pattern))
-        except TraceError as error:  # the other arm may have traces
+            recordings.append(read_recording(arm.name, outcome.folder, wanted, pattern))
+        except TraceError as error:  # the other arm may have something to show
             _say(str(error))
             code = code or ExitCode.UNDECIDED
         failed = failed or bool(outcome.code or outcome.failures or outcome.timed_out)
         if outcome.interrupted:
             break
-    if not recordings and not failed:  # otherwise the log tells why
-        output.discard()
+    if not recordings and not failed:  # else the log tells why
+        output.discard_folder()
     return recordings, code
 
 
@@ -194,7 +194,7 @@ def _judge(outcome: Outcome) -> int:
     if outcome.timed_out:
         _say(f"{outcome.arm.name}: no step for too long, so it was ended. Its stacks are in {outcome.folder}")
     elif outcome.code:
-        _say(f"{outcome.arm.name}: the command ended with {outcome.code}; see {outcome.log}\n{outcome.tail()}")
+        _say(f"{outcome.arm.name}: the command ended with {outcome.code}; see {outcome.log}\n{outcome.read_log_tail()}")
     elif outcome.arm.patched and not outcome.applied:
         _say(f"{outcome.arm.name}: no feature of ovpatch was on in every process. `ovpatch doctor` tells why.")
         return ExitCode.PROBLEM

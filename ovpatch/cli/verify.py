@@ -17,7 +17,7 @@ from ovpatch.cli import command_line
 from ovpatch.session import worker_reports
 
 if TYPE_CHECKING:
-    from ovpatch.insight.verify.verify import Result
+    from ovpatch.insight.verify.verify import Verification
 
 Progress = Callable[[str, int], None]
 
@@ -74,7 +74,7 @@ def _say(message: str) -> None:
     print(f"ovpatch verify: {message}", file=sys.stderr, flush=True)
 
 
-def _verify(arguments: argparse.Namespace, folder: Path) -> Result:
+def _verify(arguments: argparse.Namespace, folder: Path) -> Verification:
     from ovpatch.insight.verify.verify import Request, verify
 
     request = Request(
@@ -108,14 +108,14 @@ def _progress(steps: int) -> Iterator[Progress]:
         yield tell
 
 
-def _conclude(result: Result, arguments: argparse.Namespace) -> int:
+def _conclude(result: Verification, arguments: argparse.Namespace) -> int:
     from rich.console import Console
     from rich.text import Text
 
-    from ovpatch.insight.verify.table import show
+    from ovpatch.insight.verify.table import print_result
 
     console = Console(width=None if sys.stdout.isatty() else 120)
-    show(result, console)
+    print_result(result, console)
     if arguments.json is not None:
         worker_reports.write_json(arguments.json, _kept(result.to_json(), arguments))
     if arguments.out is not None:

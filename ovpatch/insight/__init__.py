@@ -1,1 +1,1 @@
-"""Run somebody's training script and tell what happened: is it equal, is it faster, what is still exposed."""
+"""Tools that run a training script and show whether it computes the same, is faster, and what is still exposed."""

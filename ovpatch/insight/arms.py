@@ -1,4 +1,4 @@
-"""Arms: the same command run stock, patched, or with some of the features, each with a folder and a log of its own."""
+"""Arms: runs of the same command, stock, patched, or without some features, each with its own folder and log."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from ovpatch.settings.settings import SettingsError
 
 STOCK: Final = "0"
 
-#: Variables that would let a process of the command go its own way.
+#: Variables of the user's environment that an arm does not inherit.
 _OURS: Final = ("OVPATCH_AUTO", worker_reports.REPORT_DIR, orders.VARIABLE)
 
 
@@ -29,8 +29,8 @@ class Arm:
 
     Attributes:
         name: Unique in one call of a tool; names the folder.
-        features: What ``OVPATCH`` shall say: ``0`` for stock, None for what the user's environment says.
-        details: What the tool's worker is to do in this arm.
+        features: Value of ``OVPATCH``: ``0`` for stock, None for that of the user's environment.
+        details: Orders for the tool's worker, as JSON types.
         variables: More environment variables.
     """
 
@@ -44,7 +44,7 @@ class Arm:
         """Whether any feature may run."""
         return self.features != STOCK
 
-    def environment(self, worker: str, folder: Path) -> dict[str, str]:
+    def build_environment(self, worker: str, folder: Path) -> dict[str, str]:
         """Return the environment of the command in this arm."""
         environment = {name: value for name, value in os.environ.items() if name not in _OURS}
         if self.features is not None:
@@ -56,14 +56,14 @@ class Arm:
 
 
 def leave_one_out(arm: Arm, features: Sequence[str], requires: Mapping[str, Collection[str]]) -> dict[str, Arm]:
-    """Return, for each feature that ran, the arm in which it, and what requires it, is off and all else is as before.
+    """Return one arm per feature with that feature, and those that require it, off.
 
-    A feature without which none of the others runs has no such arm: that would be stock.
+    A feature that all others require has no such arm: it would be stock.
 
     Args:
         arm: A patched arm.
-        features: What ran in it, see :attr:`Outcome.applied`.
-        requires: What each requires, see :attr:`Outcome.requires`.
+        features: Features that ran in it, see :attr:`Outcome.applied`.
+        requires: Requirements of each feature, see :attr:`Outcome.requires`.
     """
     found = {}
     for feature in features:
@@ -78,17 +78,17 @@ def leave_one_out(arm: Arm, features: Sequence[str], requires: Mapping[str, Coll
 
 @dataclass(frozen=True)
 class Outcome:
-    """What came of an arm.
+    """The result of an arm.
 
     Attributes:
         arm: The arm.
-        folder: What its processes left behind.
-        log: What the command wrote.
-        code: The command's exit code, as a shell would give it.
-        seconds: How long it took.
-        timed_out: Whether it was ended because no process made a step in time.
-        interrupted: Whether it was ended by a signal to us.
-        stacks: If it timed out, the stacks of each process, by its number.
+        folder: Folder with the files of its processes.
+        log: File with the command's output.
+        code: Exit code of the command, as in a shell.
+        seconds: Duration.
+        timed_out: Whether the arm was ended because no process took a step in time.
+        interrupted: Whether a signal ended the arm.
+        stacks: The stacks of each process by its id, if the arm timed out.
     """
 
     arm: Arm
@@ -102,28 +102,28 @@ class Outcome:
 
     @cached_property
     def report(self) -> dict[str, Any] | None:
-        """The report of ovpatch merged over the processes; None if no process had one."""
+        """Ovpatch's report, merged over the processes; None if no process has one."""
         reports = worker_reports.read_reports(self.folder, "worker")
         return worker_reports.merge_reports(reports) if reports else None
 
     @property
     def counters(self) -> dict[str, dict[str, int]]:
-        """What each feature that was on in every process counted, over all processes."""
+        """Counters of each feature that was on in every process, summed over the processes."""
         return {one["name"]: one["counters"] for one in self._features if one["state"] == "applied"}
 
     @property
     def applied(self) -> list[str]:
-        """Features that were on in every process, whether or not they did anything."""
+        """Features that were on in every process, exercised or idle."""
         return list(self.counters)
 
     @property
     def requires(self) -> dict[str, Sequence[str]]:
-        """What each feature cannot run without."""
+        """Features that each feature requires."""
         return {one["name"]: one["requires"] for one in self._features}
 
     @property
     def reorders_products(self) -> bool:
-        """Whether a feature that did something adds up matrix products in another order than stock."""
+        """Whether an exercised feature sums matrix products in another order than stock."""
         return any(one["reorders_products"] for one in self._features if one["name"] in self.exercised)
 
     @property
@@ -133,12 +133,12 @@ class Outcome:
 
     @property
     def idle(self) -> dict[str, str]:
-        """Features that were on in every process and did no work, with what they say of it."""
+        """Features that were on in every process and did no work, with their remarks."""
         return {name: "; ".join(self.remarks[name]) for name in self.applied if name not in self.exercised}
 
     @property
     def left_to_stock(self) -> dict[str, dict[str, int]]:
-        """Features that did work and left some to stock: their counters of that."""
+        """Counters of the work that exercised features left to stock."""
         left = {
             name: {what: count for what, count in counters.items() if what.startswith("stock_") and count}
             for name, counters in self.counters.items()
@@ -148,7 +148,7 @@ class Outcome:
 
     @property
     def remarks(self) -> dict[str, list[str]]:
-        """What each feature wants the user to know; that it did no work, only where it has no better words for it."""
+        """Remarks of each feature; a remark about idleness only if there is no other."""
         found = {}
         for one in self._features:
             every = [remark for remark in one["remarks"] if not remark.startswith(self._waiting)]
@@ -157,7 +157,7 @@ class Outcome:
 
     @property
     def _waiting(self) -> tuple[str, ...]:
-        """How remarks begin that say that a patch waits for an import."""
+        """Prefixes of the remarks about patches that wait for an import."""
         patches = self.report["patches"] if self.report is not None else ()
         return tuple(f"{one['target']} is pending" for one in patches if one["state"] == "pending")
 
@@ -167,24 +167,24 @@ class Outcome:
 
     @property
     def failures(self) -> list[dict[str, Any]]:
-        """Processes in which ovpatch, or the tool, could not do its work: pid, rank and error."""
+        """Errors of ovpatch or the tool in a process: pid, rank and error."""
         return worker_reports.read_reports(self.folder, "failed")
 
-    def says(self, words: str) -> bool:
-        """Tell whether the log has these words."""
+    def log_contains(self, words: str) -> bool:
+        """Tell whether a line of the log contains a text."""
         with self.log.open(encoding="utf-8", errors="replace") as lines:
             return any(words in line for line in lines)
 
-    def tail(self, lines: int = 20) -> str:
+    def read_log_tail(self, lines: int = 20) -> str:
         """Return the last lines of the log."""
         return "\n".join(self.log.read_text(encoding="utf-8", errors="replace").splitlines()[-lines:])
 
 
 def check_autoload() -> None:
-    """Find what would keep every arm from being seen, before anything runs.
+    """Check that torch loads ovpatch in the command's processes, before anything runs.
 
     Raises:
-        ovpatch.SettingsError: torch would not load us in the command's processes.
+        ovpatch.SettingsError: The user's environment turns torch's autoloading off.
     """
     if os.environ.get("TORCH_DEVICE_BACKEND_AUTOLOAD", "1") != "1":
         raise SettingsError(
@@ -192,7 +192,7 @@ def check_autoload() -> None:
         )
 
 
-def run(
+def run_arm(
     arm: Arm,
     command: Sequence[str],
     worker: str,
@@ -201,34 +201,34 @@ def run(
     timeout: float,
     progress: Callable[[int], None] = lambda step: None,
 ) -> Outcome:
-    """Run one arm to its end. Nothing that it started is left then.
+    """Run one arm, and end all processes that it started.
 
     Args:
-        arm: What to run.
+        arm: The arm.
         command: Program and arguments.
-        worker: Module of the tool that begins in each process, see :class:`~ovpatch.session.orders.Orders`.
-        out: Folder in which the arm gets its own, and its log; a folder that an earlier call left must be gone.
-        timeout: Seconds without a step by any process, and without a new process, after which it has hung.
-        progress: Called about twice a second with the last step that all processes that step have taken.
+        worker: The tool's module in each process, see :class:`~ovpatch.session.orders.Orders`.
+        out: Parent of the arm's folder and log; the arm's folder must not exist.
+        timeout: Seconds without a step or a new process after which the arm counts as hung.
+        progress: Called about twice a second with the last step that all stepping processes have taken.
 
     Raises:
         ovpatch.insight.launch.NotStartedError: The command could not be started.
     """
     folder, log = out / arm.name, out / f"{arm.name}.log"
     folder.mkdir(parents=True)
-    watch = _Watch(folder, timeout, progress)
+    watch = _Watchdog(folder, timeout, progress)
     began = time.monotonic()
     try:
-        with launch.started(command, arm.environment(worker, folder), log=log) as job:
-            code = job.wait(lambda: watch.look(job))
+        with launch.running_command(command, arm.build_environment(worker, folder), log=log) as job:
+            code = job.wait_for_exit(lambda: watch.check_job(job))
     finally:
-        launch.end(f"{worker_reports.REPORT_DIR}={folder.absolute()}")
+        launch.end_processes(f"{worker_reports.REPORT_DIR}={folder.absolute()}")
     seconds, interrupted = time.monotonic() - began, job.interrupted is not None
     return Outcome(arm, folder, log, code, seconds, watch.timed_out, interrupted, _read_stacks(folder))
 
 
-class _Watch:
-    """Looks at what the processes of a running arm leave, and ends it when that tells it to."""
+class _Watchdog:
+    """Ends a running arm that has hung, was interrupted, or has a process that could not be patched."""
 
     def __init__(self, folder: Path, timeout: float, progress: Callable[[int], None]) -> None:
         self._folder, self._timeout, self._progress = folder, timeout, progress
@@ -238,64 +238,64 @@ class _Watch:
         self._ended = False
         self.timed_out = False
 
-    def look(self, job: launch.Command) -> None:
-        """See whether there is news; end a job that has hung, or of which a process could not be patched."""
+    def check_job(self, job: launch.Command) -> None:
+        """Check the files of the processes, report progress, and end the job if necessary."""
         if self._ended:
             return
         if job.interrupted is not None:
-            self._lose_patience(job)
+            self._end_interrupted(job)
         seen = {path.name: path.stat().st_mtime_ns for path in self._folder.glob("[pb]*-*")}  # process- and beat-
         if seen != self._seen:
             self._seen, self._news = seen, time.monotonic()
-            self._progress(slowest(self._folder))
+            self._progress(read_slowest_step(self._folder))
         if any(self._folder.glob("failed-*.json")):
             self._end(job)
         elif time.monotonic() - self._news > self._timeout:
             self.timed_out = True
-            ask_for_stacks(self._folder)
+            request_stacks(self._folder)
             self._end(job)
 
-    def _lose_patience(self, job: launch.Command) -> None:
-        """End a command that goes on although it was asked to end, at once if that was twice."""
+    def _end_interrupted(self, job: launch.Command) -> None:
+        """End a command that ignores an interrupt after the grace period, or at the second interrupt."""
         self._interrupted = self._interrupted or time.monotonic()
         if job.asked > 1 or time.monotonic() - self._interrupted > launch.GRACE:
             self._end(job, 1.0)
 
     def _end(self, job: launch.Command, grace: float = launch.GRACE) -> None:
         self._ended = True
-        job.end(grace)
-        for pid in processes(self._folder):  # torchrun's workers are in sessions of their own
-            launch.send(pid, signal.SIGKILL)
+        job.stop_process(grace)
+        for pid in list_processes(self._folder):  # torchrun's workers have sessions of their own
+            launch.send_signal(pid, signal.SIGKILL)
 
 
-def slowest(folder: Path) -> int:
-    """Return the last step that all processes that step have taken."""
-    return min(_beats(folder), default=0)
+def read_slowest_step(folder: Path) -> int:
+    """Return the last step that all stepping processes have taken."""
+    return min(_read_beats(folder), default=0)
 
 
-def furthest(folder: Path) -> int:
+def read_furthest_step(folder: Path) -> int:
     """Return the last step that any process has taken."""
-    return max(_beats(folder), default=0)
+    return max(_read_beats(folder), default=0)
 
 
-def _beats(folder: Path) -> list[int]:
+def _read_beats(folder: Path) -> list[int]:
     return [int(path.read_bytes() or b"0") for path in folder.glob("beat-*")]
 
 
-def processes(folder: Path) -> list[int]:
-    """Return the numbers of the processes that signed in and live on this host."""
-    return [one["pid"] for one in worker_reports.read_reports(folder, "process") if _lives(one["pid"], folder)]
+def list_processes(folder: Path) -> list[int]:
+    """Return the ids of the processes that signed in and are alive on this host."""
+    return [one["pid"] for one in worker_reports.read_reports(folder, "process") if _is_alive(one["pid"], folder)]
 
 
-def ranks(folder: Path) -> dict[int, str]:
-    """Return the ranks of the processes that signed in, by their numbers, where the launcher gave them one."""
+def read_ranks(folder: Path) -> dict[int, str]:
+    """Return the ranks of the processes that signed in, by process id, where the launcher set one."""
     return {
         one["pid"]: one["rank"] for one in worker_reports.read_reports(folder, "process") if one.get("rank") is not None
     }
 
 
-def _lives(pid: int, folder: Path) -> bool:
-    """Whether it lives and, where the system tells, is not somebody else who got its number."""
+def _is_alive(pid: int, folder: Path) -> bool:
+    """Whether a process is alive and, where the system shows environments, is not a later one with the same id."""
     environment = Path(f"/proc/{pid}/environ")
     try:
         os.kill(pid, 0)
@@ -304,12 +304,12 @@ def _lives(pid: int, folder: Path) -> bool:
         return False
 
 
-def ask_for_stacks(folder: Path, patience: float = 2.0) -> None:
-    """Have every process of a job write its stacks, and give it the time to."""
+def request_stacks(folder: Path, patience: float = 2.0) -> None:
+    """Make every process of a job write its stacks, and wait for them."""
     if orders.STACKS is None:
         return
-    for pid in processes(folder):
-        launch.send(pid, orders.STACKS)
+    for pid in list_processes(folder):
+        launch.send_signal(pid, orders.STACKS)
     time.sleep(patience)
 
 

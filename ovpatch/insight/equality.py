@@ -2,14 +2,10 @@
 
 Two runs are equal if every value is
 
-- bitwise equal: same name, dtype, shape and layout, equal values, where NaN equals NaN and 0.0 equals -0.0; or
-- equal within noise: the largest absolute difference of a tensor is at most ``max(1e-6, 2 * yardstick)``, where the
-  yardstick is what stock differs from itself when only the order of its reductions changes. ``verify``, which sees
-  every value of every step, asks for more, and measures noise better (``judging.py`` and ``noise.py`` there).
-
-[Note: why the yardstick is a reordered run] Two identical stock runs are bitwise equal, so a rerun measures no noise at
-all, while reordering alone moves some tensors by far more than any fixed tolerance: attention key biases have a true
-gradient of zero, and AdamW turns the rounding error that is left into full-size steps.
+- bitwise equal: same name, dtype, shape and layout, equal values; NaN equals NaN and 0.0 equals -0.0; or
+- equal within noise: the largest absolute difference of a tensor is at most ``max(1e-6, 2 * yardstick)``. The yardstick
+  is the difference of stock from itself with its reductions in another order. ``verify`` sees every value of every step
+  and has a stricter rule (``verify/compare.py``).
 """
 
 from __future__ import annotations
@@ -25,9 +21,7 @@ from typing import Any, Final, TypeAlias
 
 import torch
 
-# Nested results as one flat table of named values.
-
-#: What a name can stand for: a tensor, a number, or a value that is equal or not.
+#: A named value: a tensor, a number, or an object that is equal or not.
 Leaf: TypeAlias = Any
 
 #: Name of a value that stands alone.
@@ -37,8 +31,8 @@ _EXACT = (str, bytes, enum.Enum, torch.dtype, torch.device, torch.layout)
 
 
 @dataclass(frozen=True)
-class Empty:
-    """An empty container; it has a name of its own, so that losing it is seen."""
+class EmptyContainer:
+    """An empty container; a leaf of its own, so that its loss is a difference."""
 
     kind: str
 
@@ -46,7 +40,7 @@ class Empty:
 def flatten(values: Any) -> dict[str, Leaf]:
     """Return the leaves of nested mappings and sequences by dotted name, for example ``state.0.exp_avg``.
 
-    Lists and tuples are the same. Array-likes of numpy become tensors that share their memory.
+    Lists and tuples count as the same. Array-likes of numpy become tensors that share their memory.
 
     Args:
         values: Nested mappings and sequences of tensors, numbers, strings, None, dtypes, devices and enum members.
@@ -73,7 +67,7 @@ def _walk(value: Any, prefix: str) -> Iterator[tuple[str, Leaf]]:
         yield prefix or ROOT, _leaf(value, prefix or ROOT)
         return
     if not children:
-        yield prefix or ROOT, Empty(kind)
+        yield prefix or ROOT, EmptyContainer(kind)
     for key, child in children:
         yield from _walk(child, f"{prefix}.{key}" if prefix else key)
 
@@ -92,7 +86,7 @@ def _leaf(value: Any, name: str) -> Leaf:
 
 
 def _plain(tensor: torch.Tensor, name: str) -> torch.Tensor:
-    """Return the tensor without its graph, or say why its values cannot be compared here."""
+    """Return the tensor without its graph, or raise why its values cannot be compared."""
     if any(base.__name__ == "DTensor" for base in type(tensor).__mro__):
         raise TypeError(f"{name} is a DTensor; compare its .full_tensor() or .to_local()")
     if tensor.is_meta:
@@ -104,8 +98,8 @@ def _plain(tensor: torch.Tensor, name: str) -> torch.Tensor:
     return tensor.detach()
 
 
-def mismatch(stock: Leaf, patched: Leaf) -> str:
-    """Say how two leaves differ other than by an amount; nothing if they are equal or can be subtracted."""
+def describe_mismatch(stock: Leaf, patched: Leaf) -> str:
+    """Return how two leaves differ other than by an amount; "" if they are equal or can be subtracted."""
     for what, of in (("type", _kind), ("dtype", _dtype), ("shape", _shape), ("layout", _layout)):
         a, b = of(stock), of(patched)
         if a != b:
@@ -118,7 +112,7 @@ def mismatch(stock: Leaf, patched: Leaf) -> str:
 def _kind(leaf: Leaf) -> str:
     if isinstance(leaf, torch.Tensor):
         return "tensor"
-    if isinstance(leaf, Empty):
+    if isinstance(leaf, EmptyContainer):
         return f"empty {leaf.kind}"
     if isinstance(leaf, bool) or not isinstance(leaf, numbers.Number):
         return type(leaf).__name__
@@ -139,9 +133,7 @@ def _layout(leaf: Leaf) -> str:
     return str(leaf.layout) if isinstance(leaf, torch.Tensor) else ""
 
 
-# How far two values are apart: exactly, on any device, and without a widened copy of a huge tensor.
-
-#: Elements that are widened to float64 at a time (32 MB each for the two sides).
+#: Elements that are widened to float64 at a time (32 MB for each side).
 CHUNK: Final = 1 << 22
 
 Scalar: TypeAlias = float | int | complex
@@ -154,9 +146,8 @@ class Difference:
     Attributes:
         max_abs: Largest absolute difference between finite values, 0.0 if there is none.
         finite: False if one side is NaN or infinite where the other is not, or has the other sign of infinity.
-        first: Index of the first value that differs, None if all are equal. For sparse tensors, an index into the
-            values.
-        values: The two values there.
+        first: Index of the first value that differs, None if all are equal; for sparse tensors, into the values.
+        values: The two values at that index.
     """
 
     max_abs: float = 0.0
@@ -175,18 +166,18 @@ class Difference:
         return self.max_abs if self.finite else math.inf
 
 
-def difference(a: Leaf, b: Leaf) -> Difference | None:
-    """Compare two values between which :func:`~ovpatch.insight.equality.mismatch` finds nothing.
+def measure_difference(a: Leaf, b: Leaf) -> Difference | None:
+    """Compare two values for which :func:`describe_mismatch` returns nothing.
 
-    Complex values are compared component by component, integers exactly, whatever their size. A zero that a sparse
-    tensor stores equals one that it leaves out.
+    Complex values are compared component by component, integers exactly, whatever their size. A stored zero of a sparse
+    tensor equals an omitted one. No huge tensor is widened as a whole.
 
     Args:
-        a: The one side.
-        b: The other; a tensor may be on another device.
+        a: One side.
+        b: The other side; a tensor may be on another device.
 
     Returns:
-        None if the values are no numbers.
+        The difference; None if the values are not numbers.
     """
     if isinstance(a, torch.Tensor):
         return _tensors(a, b)
@@ -196,7 +187,7 @@ def difference(a: Leaf, b: Leaf) -> Difference | None:
 
 
 def _numbers(a: Any, b: Any) -> Difference:
-    """Python's own arithmetic: its integers have no limit."""
+    """Compare Python numbers; its integers have no limit."""
     if isinstance(a, numbers.Integral):
         x, y = int(a), int(b)
         return Difference() if x == y else Difference(_distance(x, y), True, (), (x, y))
@@ -233,7 +224,7 @@ def _tensors(a: torch.Tensor, b: torch.Tensor) -> Difference:
 
 
 def _same_at_once(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """The common case needs no widening. False proves nothing: NaNs, or a dtype that ``equal`` does not know."""
+    """Whether ``torch.equal`` finds two tensors equal, without widening. False proves nothing, as with NaNs."""
     if a.device != b.device:
         return False
     try:
@@ -249,7 +240,7 @@ def _by_chunks(a: torch.Tensor, b: torch.Tensor) -> Difference:
         if part.first is None:
             continue
         first, values = (total.first, total.values) if total.first else ((start + part.first[0],), part.values)
-        # Not max(): it would keep or drop a NaN by the order of its arguments; there is none here.
+        # There is no NaN here, which max() would keep or drop by the order of its arguments.
         total = Difference(max(total.max_abs, part.max_abs), total.finite and part.finite, first, values)
     return total
 
@@ -266,14 +257,14 @@ def _floats(a: torch.Tensor, b: torch.Tensor) -> Difference:
     distance = (x - y).abs_()
     finite = distance.isfinite()  # NaN or infinite on one side only, opposite infinities, or an overflow
     all_finite = not bool((unequal & ~finite).any())
-    # Where both are NaN or the same infinity the distance is NaN too; those are equal.
+    # Where both are NaN or the same infinity, the distance is NaN, and the values are equal.
     largest = distance.masked_fill_(~(unequal & finite), 0.0).max().item()
     index = _first(unequal)
     return Difference(float(largest), all_finite, (index,), (x[index].item(), y[index].item()))
 
 
 def _integers(a: torch.Tensor, b: torch.Tensor) -> Difference:
-    x, y = a.to(torch.int64), b.to(torch.int64)  # uint64 keeps its bits: a distance across 2**63 is merely huge
+    x, y = a.to(torch.int64), b.to(torch.int64)  # uint64 keeps its bits: a distance across 2**63 is just huge
     unequal = x != y
     if not unequal.any():
         return Difference()
@@ -296,7 +287,7 @@ def _unravel(flat: int, shape: torch.Size) -> tuple[int, ...]:
 
 
 def _sparse_values(a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the stored values of both over the union of their patterns; what one does not store is zero."""
+    """Return the values of both over the union of their sparsity patterns, with zeros for omitted ones."""
     x, y = _coo(a), _coo(b.to(a.device))
     if torch.equal(x.indices(), y.indices()):
         return x.values(), y.values()
@@ -314,7 +305,7 @@ def _coo(tensor: torch.Tensor) -> torch.Tensor:
 #: Absolute difference that is always allowed.
 FLOOR: Final = 1e-6
 
-#: How many times the yardstick is allowed.
+#: Allowed multiple of the yardstick.
 FACTOR: Final = 2.0
 
 _NOTHING: Final = "empty on both sides"
@@ -431,12 +422,16 @@ def compare(
 ) -> Comparison:
     """Compare a patched run with a stock one.
 
+    [Note: why the yardstick is a reordered run] Two identical stock runs are bitwise equal, so a rerun measures no
+    noise. Reordering alone moves some tensors by far more than any fixed tolerance: attention key biases have a true
+    gradient of zero, and AdamW turns its rounding error into full-size steps.
+
     Args:
-        stock: What stock computed: nested mappings and sequences of tensors, numbers, text and None.
-        patched: What the patched run computed.
-        reordered: What stock computes with another order of reductions, for example another ``bucket_cap_mb``. It is
-            the yardstick of noise; without it only differences up to 1e-6 are noise.
-        reruns: What stock computed once more, or several times, for scripts that are not deterministic.
+        stock: Stock's results: nested mappings and sequences of tensors, numbers, text and None.
+        patched: The patched run's results.
+        reordered: Stock's results with another order of reductions, for example another ``bucket_cap_mb``. It is the
+            yardstick of noise; without it only differences up to 1e-6 are noise.
+        reruns: Further results of stock, for scripts that are not deterministic.
         floor: Absolute difference that is always allowed.
 
     Raises:
@@ -455,13 +450,13 @@ def _row(
 ) -> Row:
     if name not in patched:
         return _different(name, "missing in the patched run")
-    if reason := mismatch(stock, patched[name]):
+    if reason := describe_mismatch(stock, patched[name]):
         return _different(name, reason)
-    found = difference(stock, patched[name])
+    found = measure_difference(stock, patched[name])
     if found is None or found.equal:
-        note = _NOTHING if isinstance(stock, Empty) else ""
+        note = _NOTHING if isinstance(stock, EmptyContainer) else ""
         return Row(name, Verdict.BITWISE, None if found is None else 0.0, note=note)
-    noise = [_noise(stock, run.get(name)) for run in yardsticks]
+    noise = [_measure_noise(stock, run.get(name)) for run in yardsticks]
     allowed = max([floor, *(FACTOR * size for size in noise)])
     verdict = Verdict.WITHIN_NOISE if found.finite and found.size <= allowed else Verdict.DIFFERENT
     return Row(name, verdict, found.size, allowed, found.first, _describe(found))
@@ -471,11 +466,11 @@ def _different(name: str, note: str) -> Row:
     return Row(name, Verdict.DIFFERENT, note=note)
 
 
-def _noise(stock: Leaf, other: Leaf) -> float:
-    """How far a yardstick run is from stock. Where it has no finite answer, it allows nothing."""
-    if mismatch(stock, other):
+def _measure_noise(stock: Leaf, other: Leaf) -> float:
+    """Return the difference of a yardstick run from stock; 0 without a finite answer."""
+    if describe_mismatch(stock, other):
         return 0.0
-    found = difference(stock, other)
+    found = measure_difference(stock, other)
     return 0.0 if found is None else found.max_abs
 
 

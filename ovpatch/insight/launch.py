@@ -1,10 +1,4 @@
-"""Somebody's command as a child of ours: signals handed on, its exit code as a shell would tell it, ended on demand.
-
-[Note: whose Ctrl-C it is] A command that shares our terminal (``ovpatch run``) stays in our process group: Ctrl-C
-reaches it by itself, and it decides what that means. A command whose output goes to a file (``verify``, ``bench``,
-``timeline``) gets a session of its own, so that it can be ended with everything it started; there Ctrl-C is handed on
-to its whole process group, as a terminal would: a shell that got it alone would wait until what it runs ends by itself.
-"""
+"""Start the user's command as a child process, forward signals to it, and end it with everything it started."""
 
 from __future__ import annotations
 
@@ -22,37 +16,35 @@ from typing import Final
 
 from ovpatch.exit_codes import ExitCode
 
-# Processes that a command leaves behind: data loaders' workers, trackers, whatever a script started and did not end.
-#
-# A run is cut off at a step, by ``os._exit``, so what a script would have ended at its own end lives on. All of them
-# inherit the environment of the command, wherever in the tree of processes and sessions they are.
-
 _PROCESSES: Final = Path("/proc")
-_PATIENCE: Final = 1.5  # seconds for those that end by themselves when their parent is gone, and again after SIGTERM
+_PATIENCE: Final = 1.5  # seconds to end without a signal, and again after SIGTERM
 
 
-def end(entry: str, patience: float = _PATIENCE) -> None:
-    """End every process that has an entry in its environment: let it, then ask it, then kill it.
+def end_processes(entry: str, patience: float = _PATIENCE) -> None:
+    """End every process that has an entry in its environment: wait, then SIGTERM, then SIGKILL.
+
+    A tool cuts a run off at a step by ``os._exit``, so data loaders' workers and other children of the script survive.
+    All of them inherit the command's environment, in whatever session they are.
 
     Args:
         entry: Such as ``NAME=value``. Where the system does not show environments, nothing is done.
-        patience: Seconds between these.
+        patience: Seconds between the signals.
     """
     for number in (signal.SIGTERM, signal.SIGKILL):
-        if _wait(lambda: not find(entry), patience):
+        if _wait(lambda: not find_processes(entry), patience):
             return
-        for pid in find(entry):
-            send(pid, number)
-    _wait(lambda: not find(entry), patience)  # a killed process is still there until the system has cleaned up
+        for pid in find_processes(entry):
+            send_signal(pid, number)
+    _wait(lambda: not find_processes(entry), patience)  # a killed process exists until the system has reaped it
 
 
-def find(entry: str) -> list[int]:
-    """Return the numbers of all processes but this one that began with an entry in their environment."""
+def find_processes(entry: str) -> list[int]:
+    """Return the ids of all other processes that started with an entry in their environment."""
     pids = [int(path.name) for path in _PROCESSES.glob("[0-9]*")] if _PROCESSES.is_dir() else []
     return [pid for pid in pids if pid != os.getpid() and entry.encode() in _environment(pid)]
 
 
-def send(pid: int, number: int) -> None:
+def send_signal(pid: int, number: int) -> None:
     """Send a signal to a process that may be gone."""
     with suppress(ProcessLookupError, PermissionError):
         os.kill(pid, number)
@@ -61,7 +53,7 @@ def send(pid: int, number: int) -> None:
 def _environment(pid: int) -> list[bytes]:
     try:
         return (_PROCESSES / str(pid) / "environ").read_bytes().split(b"\0")
-    except OSError:  # gone, or somebody else's
+    except OSError:  # gone, or of another user
         return []
 
 
@@ -76,17 +68,17 @@ def _wait(done: Callable[[], bool], patience: float) -> bool:
 
 _ENDING: Final = ("SIGINT", "SIGTERM", "SIGHUP")
 _FORWARDED: Final = (*_ENDING, "SIGUSR1", "SIGUSR2")
-_POLL: Final = 0.5  # seconds between looks at what the command's processes left behind
-_LOOK: Final = 0.05  # seconds between looks at whether it has ended
-_DYING: Final = 5.0  # seconds that the system may take to end what was killed
-GRACE: Final = 40.0  # seconds; torchrun itself gives its workers 30 before it kills them
+_POLL: Final = 0.5  # seconds between ticks
+_LOOK: Final = 0.05  # seconds between checks whether the command has ended
+_DYING: Final = 5.0  # seconds for the system to end killed processes
+GRACE: Final = 40.0  # seconds; torchrun gives its workers 30 before it kills them
 
 
 class NotStartedError(Exception):
     """The command could not be started.
 
     Attributes:
-        exit_code: What a shell would give.
+        exit_code: The exit code of a shell in this case.
     """
 
     def __init__(self, message: str, exit_code: ExitCode) -> None:
@@ -95,7 +87,7 @@ class NotStartedError(Exception):
 
 
 def check_executable(command: Sequence[str]) -> None:
-    """Find a command that cannot be started before anything else is done.
+    """Check that a command can be started, before anything else is done.
 
     Raises:
         NotStartedError: It does not exist or cannot be executed.
@@ -113,20 +105,26 @@ def check_executable(command: Sequence[str]) -> None:
 class Command:
     """A command, from before its start to its end.
 
+    Args:
+        own_session: False shares the terminal's process group (``ovpatch run``): Ctrl-C reaches the command directly.
+            True starts a session (``verify``, ``bench``, ``timeline``), so that the command can be ended with all its
+            processes; Ctrl-C is forwarded to the whole group, as a terminal does: a shell alone would wait for its
+            child.
+
     Attributes:
-        interrupted: The signal to us, handed on, that asked it to end, if any.
-        asked: How many such signals there were.
+        interrupted: The forwarded signal that asked the command to end, if any.
+        asked: Number of such signals.
     """
 
     def __init__(self, *, own_session: bool) -> None:
         self._own_session = own_session
         self._process: subprocess.Popen[bytes] | None = None
-        self._early: list[int] = []  # signals to us while there is no process yet
+        self._early: list[int] = []  # signals that arrived before the start
         self.interrupted: signal.Signals | None = None
         self.asked = 0
 
-    def start(self, command: Sequence[str], environment: Mapping[str, str], output: int | None) -> None:
-        """Start it.
+    def start_process(self, command: Sequence[str], environment: Mapping[str, str], output: int | None) -> None:
+        """Start the process.
 
         Raises:
             NotStartedError: It does not exist or cannot be executed.
@@ -147,14 +145,14 @@ class Command:
         for number in self._early:
             self._send(number)
 
-    def wait(self, tick: Callable[[], None] = lambda: None) -> int:
+    def wait_for_exit(self, tick: Callable[[], None] = lambda: None) -> int:
         """Wait until the command has ended.
 
         Args:
-            tick: Called about twice a second meanwhile; may call :meth:`terminate` or :meth:`end`.
+            tick: Called about twice a second; may call :meth:`terminate` or :meth:`stop_process`.
 
         Returns:
-            Its exit code, or 128 plus the number of the signal that ended it.
+            The exit code, or 128 plus the number of the signal that ended the command.
         """
         while True:
             try:
@@ -167,8 +165,8 @@ class Command:
         """Ask the command to end."""
         self._send(signal.SIGTERM)
 
-    def end(self, grace: float = GRACE) -> None:
-        """Ask the command to end, and kill what is left of its process group after ``grace`` seconds."""
+    def stop_process(self, grace: float = GRACE) -> None:
+        """Ask the command to end, and kill the rest of its process group after ``grace`` seconds."""
         if not self._lives():
             return
         self.terminate()
@@ -186,7 +184,7 @@ class Command:
         return True
 
     def _lives(self) -> bool:
-        """Whether it, or where it has a session of its own any process of its group, still runs."""
+        """Whether the command, or with its own session any process of its group, still runs."""
         running = self._running.poll() is None
         return running or (self._own_session and _group_lives(self._running.pid))
 
@@ -203,10 +201,10 @@ class Command:
             raise RuntimeError("the command was not started: call start() first")
         return self._process
 
-    def forward(self, number: int, frame: FrameType | None) -> None:
-        """Handle a signal to us by handing it on."""
+    def forward_signal(self, number: int, frame: FrameType | None) -> None:
+        """Forward a signal; this is a signal handler."""
         if number == signal.SIGINT and not self._own_session and _terminal_sends_it():
-            return  # twice would be a harder stop
+            return  # a second SIGINT would be a harder stop
         if signal.Signals(number).name in _ENDING:
             self.interrupted = signal.Signals(number)
             self.asked += 1
@@ -217,7 +215,7 @@ class Command:
 
 
 def _group_lives(group: int) -> bool:
-    """Whether a process of the group runs; one that has ended, and only waits to be asked for, does not."""
+    """Whether a process of the group runs; zombies do not count."""
     try:
         os.killpg(group, 0)
     except (ProcessLookupError, PermissionError):
@@ -230,20 +228,22 @@ def _state(file: Path) -> tuple[str, int]:
     """Return a process's state and group from its ``/proc/<pid>/stat``."""
     try:
         state, _, group, *_ = file.read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
-    except (OSError, ValueError):  # it has ended meanwhile
+    except (OSError, ValueError):  # the process has ended
         return "X", 0
     return state, int(group)
 
 
 @contextmanager
-def started(command: Sequence[str], environment: Mapping[str, str], *, log: Path | None = None) -> Iterator[Command]:
-    """Start a command, with signals to us handed on for as long as the block runs.
+def running_command(
+    command: Sequence[str], environment: Mapping[str, str], *, log: Path | None = None
+) -> Iterator[Command]:
+    """Run a command for the duration of the block, and forward signals to it.
 
     Args:
         command: Program and arguments.
         environment: Its whole environment.
-        log: File to which its stdout and stderr are appended; it then runs in a session of its own and reads nothing.
-            By default it reads and writes where we do.
+        log: File to which stdout and stderr are appended; the command then runs in its own session without stdin. None
+            shares this process's streams.
 
     Raises:
         NotStartedError: It does not exist or cannot be executed.
@@ -251,11 +251,11 @@ def started(command: Sequence[str], environment: Mapping[str, str], *, log: Path
     job = Command(own_session=log is not None)
     with _forwarding(job):
         with _opened(log) as output:
-            job.start(command, environment, output)
+            job.start_process(command, environment, output)
         try:
             yield job
         finally:
-            job.end()
+            job.stop_process()
 
 
 @contextmanager
@@ -271,7 +271,7 @@ def _opened(log: Path | None) -> Iterator[int | None]:
 def _forwarding(job: Command) -> Iterator[None]:
     numbers = [getattr(signal, name) for name in _FORWARDED if hasattr(signal, name)]
     numbers = [number for number in numbers if signal.getsignal(number) is not signal.SIG_IGN]  # nohup, sh's "&"
-    before = {number: signal.signal(number, job.forward) for number in numbers}
+    before = {number: signal.signal(number, job.forward_signal) for number in numbers}
     try:
         yield
     finally:
@@ -280,9 +280,9 @@ def _forwarding(job: Command) -> Iterator[None]:
 
 
 def _terminal_sends_it() -> bool:
-    """Whether this process is in the foreground of a terminal, whose Ctrl-C goes to the command as well."""
+    """Whether this process is in the foreground of a terminal, which sends Ctrl-C to the command as well."""
     if not hasattr(os, "tcgetpgrp"):
-        return True  # Windows: console events go to all processes of the console
+        return True  # Windows sends console events to all processes of the console
     try:
         with open("/dev/tty", "rb") as terminal:
             return os.tcgetpgrp(terminal.fileno()) == os.getpgrp()

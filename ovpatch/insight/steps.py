@@ -1,13 +1,4 @@
-"""The borders between a script's steps, and the end of the last one that a tool wants to see.
-
-A step is one step of the optimizer that steps most often: where several take turns, as in a GAN, a step is one turn of
-all of them. A border is the end of that optimizer's ``step()``. Steps that :class:`~torch.amp.GradScaler` skips do not
-call it and make none.
-
-[Note: leaving together] A rank that ends while a peer is still in the last collective tears down the connection that
-this peer is reading from. So processes sign off in the directory and wait for each other, and only then end, by
-``os._exit``: an exception would run the script's own clean-up, with collectives that the other ranks do not enter.
-"""
+"""The borders between a script's steps, the script's modules, and the end of an observed process."""
 
 from __future__ import annotations
 
@@ -29,35 +20,31 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, 
 
 from ovpatch.session import worker_reports
 
-# The steps of optimizers, each seen once.
-#
-# [Note: hooks in the middle of a step] torch gives a class's ``step()`` its hooks when the first optimizer of that
-# class is built. A ``step()`` that calls that of a base class, which may have hooks of its own, calls all of them
-# again, as often as it calls the base, with the step half done. Counting how deep it is cannot tell: after an
-# exception torch calls no post hook, and the count stays too high. So the stack is looked at, on which nothing is
-# left over: a step as a whole begins and ends where torch's wrapper is on it just once for the optimizer. Dynamo can
-# compile the wrapper into code in which it is not recognised: then the innermost end counts, which is the first post
-# hook after a pre hook.
-
 Before = Callable[[Optimizer, tuple[Any, ...], Mapping[str, Any]], None]
 After = Callable[[Optimizer], None]
 
-#: The code of what torch puts around every ``step()``; it is the same for all classes.
+#: The code of torch's wrapper of every ``step()``; the same for all classes.
 _WRAPPER: Final = Optimizer.profile_hook_step(lambda: None).__code__
 
 
 class StepHooks:
-    """Hooks around each step of every optimizer, from when this is made; see [Note: hooks in the middle of a step].
+    """Hooks around each step of every optimizer.
+
+    [Note: hooks in the middle of a step] A ``step()`` that calls its base class's ``step()`` runs torch's hooks again
+    in the middle of the step. A depth counter fails: after an exception torch calls no post hook. So the stack decides:
+    a step begins and ends where torch's wrapper is on the stack once for the optimizer. Where Dynamo has compiled the
+    wrapper, the first post hook after a pre hook counts.
 
     Args:
-        after: Called with the optimizer when its step is done, and not if it raises. Stock optimizers call it last,
-            after the parameters have their new values.
-        before: Called with the optimizer and the arguments of its ``step()``, of which the first is the optimizer.
+        after: Called with the optimizer when its step is done, but not if it raises.
+        before: Called with the optimizer and the arguments of its ``step()``, the optimizer first.
     """
 
     def __init__(self, *, after: After, before: Before | None = None) -> None:
         self._before, self._after = before, after
-        self._under_way: WeakSet[Optimizer] = WeakSet()  # and those whose step raised; their next begins it anew
+        self._in_progress: WeakSet[Optimizer] = (
+            WeakSet()
+        )  # includes optimizers whose step raised, until their next step
         self._handles = register_optimizer_step_pre_hook(self._pre), register_optimizer_step_post_hook(self._post)
 
     def remove(self) -> None:
@@ -67,20 +54,20 @@ class StepHooks:
 
     @torch._disable_dynamo
     def _pre(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if _is_whole(optimizer):
-            self._under_way.add(optimizer)
+        if _is_outermost(optimizer):
+            self._in_progress.add(optimizer)
             if self._before is not None:
                 self._before(optimizer, args, kwargs)
 
     @torch._disable_dynamo
     def _post(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if optimizer in self._under_way and _is_whole(optimizer):
-            self._under_way.discard(optimizer)
+        if optimizer in self._in_progress and _is_outermost(optimizer):
+            self._in_progress.discard(optimizer)
             self._after(optimizer)
 
 
-def _is_whole(optimizer: Optimizer) -> bool:
-    """Whether a hook that is called now is that of the outermost ``step()`` of its optimizer."""
+def _is_outermost(optimizer: Optimizer) -> bool:
+    """Whether the running hook belongs to the outermost ``step()`` of its optimizer."""
     depth = 0
     frame: FrameType | None = sys._getframe()
     while frame is not None and depth < 2:
@@ -89,90 +76,87 @@ def _is_whole(optimizer: Optimizer) -> bool:
     return depth < 2
 
 
-# The models of a script, which nobody hands over: they are looked for.
-
-
-def roots() -> list[nn.Module]:
-    """Return all modules that are no other's child."""
-    # By type: isinstance() would ask objects for their __class__, which makes lazy proxies load what they stand for.
+def find_root_modules() -> list[nn.Module]:
+    """Return all modules of the process that are no other module's child."""
+    # By type: isinstance() reads __class__, which makes lazy proxies load their objects.
     modules = [found for found in gc.get_objects() if issubclass(type(found), nn.Module)]
     children = {id(child) for module in modules for child in vars(module).get("_modules", {}).values()}
     return [module for module in modules if id(module) not in children and "_modules" in vars(module)]
 
 
-# The end of a process that a tool observes, however that process came to be.
-
-_acts: list[Callable[[], None]] = []
+_exit_actions: list[Callable[[], None]] = []
 
 
-def at_end(act: Callable[[], None]) -> None:
-    """Have something called when this process, or a child of multiprocessing that it forks, ends by itself.
+def run_at_exit(act: Callable[[], None]) -> None:
+    """Call a function when this process, or a forked child of multiprocessing, ends by itself.
 
-    Children of :mod:`multiprocessing` skip :mod:`atexit`, and begin by forgetting the finalizers that they inherit, so
-    each registers again.
+    Children of :mod:`multiprocessing` skip :mod:`atexit` and drop inherited finalizers, so each registers its own.
 
     Args:
-        act: Called at the end of every such process; it has to find out whether that one has anything to tell.
+        act: Called at the end of every such process, whether or not it took a step.
     """
-    if not _acts:
-        atexit.register(_run)
-        util.register_after_fork(_run, _begin_child)
+    if not _exit_actions:
+        atexit.register(_run_exit_actions)
+        util.register_after_fork(_run_exit_actions, _register_in_child)
         if parent_process() is not None:
-            util.Finalize(None, _run, exitpriority=100)
-    _acts.append(act)
+            util.Finalize(None, _run_exit_actions, exitpriority=100)
+    _exit_actions.append(act)
 
 
-def _begin_child(run: Callable[[], None]) -> None:
+def _register_in_child(run: Callable[[], None]) -> None:
     util.Finalize(None, run, exitpriority=100)
 
 
-def _run() -> None:
-    while _acts:
-        _acts.pop()()
+def _run_exit_actions() -> None:
+    while _exit_actions:
+        _exit_actions.pop()()
 
 
-#: Seconds to wait for ranks that still have to take their last step; some scripts have ranks that never step.
+#: Seconds to wait for ranks before their last step; some scripts have ranks that never step.
 PATIENCE: Final = 60.0
 
 
-class Steps:
-    """Counts the steps of this process, and shows how far it is to whoever started it.
+class StepCounter:
+    """Counts the steps of this process and writes the count to a file for the tool.
+
+    A step is one step of the optimizer that steps most often; where several take turns, as in a GAN, one turn of all. A
+    border is the end of that optimizer's ``step()``. Steps that :class:`~torch.amp.GradScaler` skips make no border.
 
     Args:
-        directory: Where the count is left, in ``beat-<pid>``, whose time stamp is that of the last border.
+        directory: Folder of the file ``beat-<pid>``; its time stamp is that of the last border.
         at_border: Called after step 1, 2, ... with its number.
     """
 
     def __init__(self, directory: Path, at_border: Callable[[int], None]) -> None:
         self._directory, self._at_border = directory, at_border
         self._counts: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()
-        self._beat: tuple[int, int] | None = None  # pid and file; a forked child that trains has its own
+        self._beat: tuple[int, int] | None = None  # pid and file; a forked child has its own
         self._latest: ReferenceType[Optimizer] | None = None
         self.count = 0
 
-    def watch(self) -> None:
-        """Begin to count."""
+    def start_counting(self) -> None:
+        """Install the hooks."""
         self._hooks = StepHooks(after=self._stepped)
 
-    def unwatch(self) -> None:
-        """Stop counting."""
+    def stop_counting(self) -> None:
+        """Remove the hooks."""
         self._hooks.remove()
 
-    def device(self) -> torch.device:
-        """Return where the parameters are that the last border has changed."""
+    def find_device(self) -> torch.device:
+        """Return the device of the parameters of the last step."""
         optimizer = self._latest() if self._latest is not None else None
         groups = optimizer.param_groups if optimizer is not None else []
         return next((p.device for group in groups for p in group["params"]), torch.device("cpu"))
 
     def _stepped(self, optimizer: Optimizer) -> None:
-        joined = max(0, self.count - 1)  # a later optimizer, as after unfreezing, joins the step that is under way
+        joined = max(0, self.count - 1)  # a later optimizer, as after unfreezing, joins the current step
         mine = self._counts[optimizer] = self._counts.get(optimizer, joined) + 1
         if mine > self.count:
             self.count, self._latest = mine, ref(optimizer)
             self._at_border(mine)
-            self._show()
+            self._write_count()
 
-    def _show(self) -> None:
+    def _write_count(self) -> None:
         pid = os.getpid()
         if self._beat is None or self._beat[0] != pid:
             path = self._directory / f"beat-{pid}"
@@ -180,32 +164,36 @@ class Steps:
         os.pwrite(self._beat[1], b"%8d" % self.count, 0)
 
 
-def rank() -> int:
-    """Return this process's rank in the job, 0 where there is only one process."""
+def get_rank() -> int:
+    """Return this process's rank in the job; 0 in a job of one process."""
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         return torch.distributed.get_rank()
     return int(os.environ.get("RANK", "0") or 0)
 
 
-def world() -> int:
+def get_world_size() -> int:
     """Return the number of ranks of the job."""
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         return torch.distributed.get_world_size()
     return int(os.environ.get("WORLD_SIZE", "1") or 1)
 
 
-def leave(directory: Path, patience: float = PATIENCE) -> None:
-    """End this process with exit code 0, together with its peers. Does not return.
+def exit_with_peers(directory: Path, patience: float = PATIENCE) -> None:
+    """End this process with exit code 0, together with the other ranks. Does not return.
+
+    A rank that ends early tears down connections on which a peer still receives its last collective, so the ranks wait
+    for each other. They end by ``os._exit``: an exception would run the script's clean-up, whose collectives the other
+    ranks do not enter.
 
     Args:
-        directory: Where the ranks sign off; visible to all hosts of the job.
-        patience: Seconds to wait for the others.
+        directory: Folder of the ranks' marks; visible to all hosts of the job.
+        patience: Seconds to wait for the other ranks.
     """
     if torch.cuda.is_initialized():
         torch.cuda.synchronize()
-    (directory / f"left-{rank()}").touch()
+    (directory / f"left-{get_rank()}").touch()
     deadline = time.monotonic() + patience
-    while len(list(directory.glob("left-*"))) < world() and time.monotonic() < deadline:
+    while len(list(directory.glob("left-*"))) < get_world_size() and time.monotonic() < deadline:
         time.sleep(0.02)
     worker_reports.write_report_now()
     sys.stdout.flush()

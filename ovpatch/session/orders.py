@@ -31,7 +31,7 @@ class Orders:
     """The orders to the processes of one arm.
 
     Attributes:
-        worker: Module with a function ``begin(orders)``, which is called at the end of ``import torch``.
+        worker: Module with a function ``start_worker(orders)``, which is called at the end of ``import torch``.
         directory: Directory of their results, visible to all hosts of the job.
         details: Settings of the tool, in JSON types.
     """
@@ -67,7 +67,7 @@ def follow_orders() -> None:
     register_process(orders.directory)
     if hasattr(os, "register_at_fork"):
         os.register_at_fork(after_in_child=lambda: _sign_in_again(orders.directory))
-    import_module(orders.worker).begin(orders)
+    import_module(orders.worker).start_worker(orders)
 
 
 def _sign_in_again(directory: Path) -> None:

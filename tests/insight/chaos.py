@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from ovpatch.insight.verify.recording import BACKWARD, STEP
-from ovpatch.insight.verify.values import keep
+from ovpatch.insight.verify.values import keep_value
 
 Event = tuple[str, dict[str, Any]]
 Product = Callable[[Tensor, Tensor], Tensor]
@@ -96,7 +96,7 @@ def trained(
         before = {name: param.detach().clone() for name, param in named.items()}
         optimizer.step()
         notice("step", step, named, before)
-        events += [(BACKWARD, {"loss": keep(loss.detach())}) for loss in losses]
+        events += [(BACKWARD, {"loss": keep_value(loss.detach())}) for loss in losses]
         events.append((STEP, _values(named, optimizer)))
     return events
 
@@ -106,4 +106,4 @@ def _values(named: dict[str, nn.Parameter], optimizer: torch.optim.Optimizer) ->
     values |= {f"parameter {name}": param for name, param in named.items()}
     for name, param in named.items():
         values |= {f"state {name}.{key}": value for key, value in optimizer.state[param].items()}
-    return {name: keep(value) for name, value in values.items()}
+    return {name: keep_value(value) for name, value in values.items()}

@@ -8,10 +8,10 @@ from ovpatch.insight import steps
 from ovpatch.session.orders import Orders
 
 
-def begin(orders: Orders) -> None:
+def start_worker(orders: Orders) -> None:
     def at_border(number: int) -> None:
-        (orders.directory / f"rank{steps.rank()}.json").write_text(json.dumps({"step": number}))
+        (orders.directory / f"rank{steps.get_rank()}.json").write_text(json.dumps({"step": number}))
         if number == orders.details["steps"]:
-            steps.leave(orders.directory)
+            steps.exit_with_peers(orders.directory)
 
-    steps.Steps(orders.directory, at_border).watch()
+    steps.StepCounter(orders.directory, at_border).start_counting()

@@ -56,7 +56,7 @@ def run(tmp_path):
         script = tmp_path / "train.py"
         script.write_text(head + textwrap.dedent(body))
         more = {"timeout": 60.0, **more}
-        return arms.run(arm, [*launcher, str(script)], WORKER, tmp_path / "out", **more)
+        return arms.run_arm(arm, [*launcher, str(script)], WORKER, tmp_path / "out", **more)
 
     return run
 
@@ -72,7 +72,7 @@ def test_all_ranks_leave_after_the_ordered_step_with_a_report(run, features):
     arm = arms.Arm("arm", features, {"steps": 3})
     how = {} if features == arms.STOCK else {"launcher": TORCHRUN}
     outcome = run("while True:\n    step()\n    time.sleep(0.3)", arm, progress=seen.append, **how)
-    assert (outcome.code, outcome.timed_out) == (0, False), outcome.tail()
+    assert (outcome.code, outcome.timed_out) == (0, False), outcome.read_log_tail()
     assert counted(outcome) == {"rank0": 3, "rank1": 3}
     assert seen == sorted(seen)
     assert set(seen) & {1, 2}
@@ -93,7 +93,7 @@ def test_a_slow_rank_finds_its_peers_still_there(run):
             step()
         """
     )
-    assert outcome.code == 0, outcome.tail()
+    assert outcome.code == 0, outcome.read_log_tail()
     assert counted(outcome) == {"rank0": 3, "rank1": 3}
 
 
@@ -120,7 +120,7 @@ def test_a_script_that_ends_earlier_ends_by_itself(run):
     outcome = run("step()\nprint('the end', flush=True)\ndist.barrier()\ndist.destroy_process_group()\nos._exit(0)")
     assert outcome.code == 0
     assert counted(outcome) == {"rank0": 1, "rank1": 1}
-    assert "the end" in outcome.tail()
+    assert "the end" in outcome.read_log_tail()
 
 
 @RARELY  # as in test_verify
@@ -143,13 +143,13 @@ def test_a_hang_is_ended_and_every_process_says_where_it_is(run):
         """
     for timeout in programs.PATIENCE:
         outcome = run(body, launcher=TORCHRUN, timeout=timeout)
-        if len(arms.ranks(outcome.folder)) == 2 and arms.slowest(outcome.folder) == 1:
+        if len(arms.read_ranks(outcome.folder)) == 2 and arms.read_slowest_step(outcome.folder) == 1:
             break
     assert outcome.timed_out
-    assert sorted(arms.ranks(outcome.folder).values()) == ["0", "1"]
+    assert sorted(arms.read_ranks(outcome.folder).values()) == ["0", "1"]
     assert outcome.code != 0
     assert sum("wait_for_nobody" in text for text in outcome.stacks.values()) == 2, outcome.stacks
-    assert arms.processes(outcome.folder) == []
+    assert arms.list_processes(outcome.folder) == []
 
 
 ALONE = """
@@ -173,7 +173,7 @@ def test_nothing_is_left_of_what_a_script_started(run, tmp_path):
         head=ALONE,
     )
     assert (outcome.code, outcome.timed_out) == (0, False)
-    assert launch.find(f"OVPATCH_REPORT_DIR={outcome.folder}") == []
+    assert launch.find_processes(f"OVPATCH_REPORT_DIR={outcome.folder}") == []
 
 
 @pytest.mark.slow
@@ -208,7 +208,7 @@ def test_a_second_ctrl_c_ends_what_ignores_the_first(run, monkeypatch, tmp_path)
     outcome = run("wait_here()", head=ignoring + ALONE)
     thread.join()
     assert (outcome.interrupted, outcome.timed_out) == (True, False)
-    assert launch.find(f"OVPATCH_REPORT_DIR={outcome.folder}") == []
+    assert launch.find_processes(f"OVPATCH_REPORT_DIR={outcome.folder}") == []
 
 
 @pytest.mark.slow
@@ -228,17 +228,17 @@ def test_what_cannot_be_seen_is_refused(monkeypatch, tmp_path):
     with pytest.raises(SettingsError, match="Unset it"):
         arms.check_autoload()
     with pytest.raises(launch.NotStartedError, match="not found"):
-        arms.run(arms.Arm("stock"), ["no-such-program"], WORKER, tmp_path, timeout=1.0)
+        arms.run_arm(arms.Arm("stock"), ["no-such-program"], WORKER, tmp_path, timeout=1.0)
 
 
 def test_an_arm_has_its_own_environment(monkeypatch, tmp_path):
     monkeypatch.setenv("OVPATCH", "-x")
     monkeypatch.setenv("OVPATCH_AUTO", "1")
-    stock = arms.Arm("stock", arms.STOCK).environment(WORKER, tmp_path)
+    stock = arms.Arm("stock", arms.STOCK).build_environment(WORKER, tmp_path)
     assert stock["OVPATCH"] == "0"
     assert "OVPATCH_AUTO" not in stock
     assert orders.read_orders(stock).directory == tmp_path
-    patched = arms.Arm("patched", None, {"steps": 3}, {"MORE": "1"}).environment(WORKER, tmp_path)
+    patched = arms.Arm("patched", None, {"steps": 3}, {"MORE": "1"}).build_environment(WORKER, tmp_path)
     assert (patched["OVPATCH"], patched["OVPATCH_AUTO"], patched["MORE"]) == ("-x", "1", "1")
     assert orders.read_orders(patched).details == {"steps": 3}
 

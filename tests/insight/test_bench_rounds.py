@@ -86,7 +86,7 @@ def machine(monkeypatch):
     forget(monkeypatch)
     monkeypatch.delenv("TORCH_DEVICE_BACKEND_AUTOLOAD", raising=False)
     machine = Machine()
-    monkeypatch.setattr(arms, "run", machine.run)
+    monkeypatch.setattr(arms, "run_arm", machine.run)
     return machine
 
 
@@ -318,7 +318,7 @@ def test_a_restart_with_fewer_ranks_leaves_the_others_out(leave, tmp_path):
     for rank in range(3):
         leave(rank, rank=rank, world=3, ms=[90.0], steps=99)
     leave(9, rank=0, world=1, restart=1, ms=[1.0])
-    found = rounds.read(tmp_path)
+    found = rounds.read_measured(tmp_path)
     assert (found.times, found.world, found.samples, found.missing) == ([1.0], 1, 4.0, [])
 
 
@@ -334,10 +334,10 @@ def test_files_of_ranks_are_put_together(leave, tmp_path):
     leave(1, rank=0, restart=0, steps=99)
     leave(2, rank=0, restart=1, steps=5, ms=[5.0, 1.0], clock="host clock", host_ms=[50.0, 10.0])
     leave(3, rank=1, restart=1, steps=6, ms=[1.0, 7.0, 3.0], host_ms=[10.0, 70.0, 30.0])
-    found = rounds.read(tmp_path)
+    found = rounds.read_measured(tmp_path)
     assert (found.taken, found.clock, found.times) == (5, "host clock", [50.0, 70.0])  # events and clock do not mix
     assert (found.samples, found.tokens) == (8.0, 128.0)
-    assert rounds.read(Path(tmp_path / "none")) == rounds.Measured()
+    assert rounds.read_measured(Path(tmp_path / "none")) == rounds.Measured()
 
 
 def test_an_environment_that_turns_everything_off_is_noticed(machine, bench, monkeypatch):

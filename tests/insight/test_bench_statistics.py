@@ -6,8 +6,8 @@ import random
 
 import pytest
 
-from ovpatch.insight.bench.analysis import FASTER, SAME, SLOWER, judge, quantile, spread
-from ovpatch.insight.bench.rounds import slowest_rank
+from ovpatch.insight.bench.analysis import FASTER, SAME, SLOWER, compute_quantile, compute_spread, judge_runs
+from ovpatch.insight.bench.rounds import max_over_ranks
 
 
 def runs(chance, rounds, *, ms=100.0, between=0.01, within=0.02, steps=20):
@@ -23,7 +23,7 @@ def runs(chance, rounds, *, ms=100.0, between=0.01, within=0.02, steps=20):
 def claims(rounds, cases, **second):
     """The part of cases in which a difference is claimed."""
     chance = random.Random(rounds)
-    verdicts = [judge(runs(chance, rounds), runs(chance, rounds, **second)).verdict for _ in range(cases)]
+    verdicts = [judge_runs(runs(chance, rounds), runs(chance, rounds, **second)).verdict for _ in range(cases)]
     return sum(verdict != SAME for verdict in verdicts) / cases
 
 
@@ -51,27 +51,27 @@ def test_five_per_cent_are_found_in_noise_of_one(quick):
 def test_a_shift_is_told_with_its_sign_and_size():
     chance = random.Random(0)
     stock, patched = runs(chance, 3, between=0.001), runs(chance, 3, ms=95.0, between=0.001)
-    judgement = judge(stock, patched)
+    judgement = judge_runs(stock, patched)
     assert judgement.verdict == FASTER
     assert judgement.ratio == pytest.approx(100 / 95, rel=0.02)
     assert min(judgement.pairs) <= judgement.ratio <= max(judgement.pairs)
-    back = judge(patched, stock)
+    back = judge_runs(patched, stock)
     assert (back.verdict, back.ratio) == (SLOWER, pytest.approx(95 / 100, rel=0.02))
 
 
 def test_identical_runs_are_no_difference():
     run = [[10.0, 11.0, 9.0, 10.0, 10.5]] * 3
-    judgement = judge(run, run)
+    judgement = judge_runs(run, run)
     assert (judgement.verdict, judgement.ratio) == (SAME, 1.0)
 
 
 def test_one_pair_of_another_sign_is_not_claimed_away():
     steady = [[100.0] * 10] * 3
     patched = [[90.0] * 10, [90.0] * 10, [101.0] * 10]
-    assert judge(steady, patched).verdict == SAME
-    assert judge(steady, patched[:1] * 3).verdict == FASTER
+    assert judge_runs(steady, patched).verdict == SAME
+    assert judge_runs(steady, patched[:1] * 3).verdict == FASTER
     stock, patched = [110.0, 110.0, 110.0, 100.0], [99.5, 99.5, 99.5, 101.0]
-    judgement = judge([[time] * 9 for time in stock], [[time] * 9 for time in patched])
+    judgement = judge_runs([[time] * 9 for time in stock], [[time] * 9 for time in patched])
     assert judgement.ratio - 1 > judgement.threshold
     assert judgement.verdict == SAME
 
@@ -79,14 +79,14 @@ def test_one_pair_of_another_sign_is_not_claimed_away():
 def test_one_run_that_is_far_off_is_noise_even_where_all_signs_agree():
     stock = [[100.0] * 10, [100.0] * 10, [130.0] * 10]
     patched = [[95.0] * 10] * 3
-    judgement = judge(stock, patched)
+    judgement = judge_runs(stock, patched)
     assert all(pair > 1 for pair in judgement.pairs)
     assert (judgement.verdict, judgement.threshold) == (SAME, pytest.approx(1.25 * 0.3))
 
 
 def test_a_drift_that_both_share_hides_nothing():
     levels, gains = [100.0, 110.0, 121.0], [1.05, 1.06, 1.05]
-    judgement = judge(
+    judgement = judge_runs(
         [[level] * 9 for level in levels],
         [[level / gain] * 9 for level, gain in zip(levels, gains, strict=True)],
     )
@@ -95,14 +95,14 @@ def test_a_drift_that_both_share_hides_nothing():
 
 
 def test_two_rounds_ask_for_more_than_three():
-    two = judge([[100.0] * 9, [102.0] * 9], [[96.0] * 9, [98.0] * 9])
-    three = judge([[100.0] * 9, [102.0] * 9, [101.0] * 9], [[96.0] * 9, [98.0] * 9, [97.0] * 9])
+    two = judge_runs([[100.0] * 9, [102.0] * 9], [[96.0] * 9, [98.0] * 9])
+    three = judge_runs([[100.0] * 9, [102.0] * 9, [101.0] * 9], [[96.0] * 9, [98.0] * 9, [97.0] * 9])
     assert (two.verdict, three.verdict) == (SAME, FASTER)
 
 
 def test_steps_that_scatter_are_noise_though_the_medians_agree():
     wide = [60.0, 140.0, 70.0, 130.0, 100.0, 65.0, 135.0, 75.0, 125.0, 101.0]
-    judgement = judge([wide, wide, wide], [[time - 4 for time in wide]] * 3)
+    judgement = judge_runs([wide, wide, wide], [[time - 4 for time in wide]] * 3)
     assert judgement.ratio > 1.03
     assert (judgement.verdict, judgement.threshold > 0.05) == (SAME, True)
 
@@ -110,29 +110,29 @@ def test_steps_that_scatter_are_noise_though_the_medians_agree():
 def test_one_round_claims_by_its_steps_and_says_so():
     chance = random.Random(1)
     (stock,), (patched,) = runs(chance, 1), runs(chance, 1, ms=80.0)
-    judgement = judge([stock], [patched])
+    judgement = judge_runs([stock], [patched])
     assert judgement.verdict == FASTER
     low, high = judgement.interval
     assert 1 < low < judgement.ratio < high
-    judgement = judge([stock], [[time * 1.001 for time in stock]])
+    judgement = judge_runs([stock], [[time * 1.001 for time in stock]])
     assert judgement.verdict == SAME
-    assert judge([stock] * 2, [patched] * 2).interval is None
+    assert judge_runs([stock] * 2, [patched] * 2).interval is None
 
 
 def test_pairs_are_needed():
     with pytest.raises(ValueError, match="no pairs"):
-        judge([], [])
+        judge_runs([], [])
     with pytest.raises(ValueError, match="1 and 2 runs"):
-        judge([[1.0]], [[1.0], [1.0]])
+        judge_runs([[1.0]], [[1.0], [1.0]])
 
 
 def test_the_slowest_rank_of_each_step_counts():
-    assert slowest_rank([[1.0, 5.0, 3.0], [2.0, 4.0]]) == [2.0, 5.0]
+    assert max_over_ranks([[1.0, 5.0, 3.0], [2.0, 4.0]]) == [2.0, 5.0]
 
 
 def test_spread():
-    found = spread([float(n) for n in range(11)])
+    found = compute_spread([float(n) for n in range(11)])
     assert (found.median, found.p10, found.p90, found.worst) == (5.0, 1.0, 9.0, 10.0)
-    assert quantile([1.0, 2.0], 0.5) == 1.5
+    assert compute_quantile([1.0, 2.0], 0.5) == 1.5
     with pytest.raises(ValueError, match="no times"):
-        spread([])
+        compute_spread([])

@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 from ovpatch.insight.bench import analysis, throughput, worker
-from ovpatch.insight.bench.throughput import Batches, FlopCount, sizes
+from ovpatch.insight.bench.throughput import BatchCounter, FlopCount, measure_batch
 
 # --- operations ---
 
@@ -39,9 +39,9 @@ def test_operations_are_those_that_torch_counts(model):
     with FlopCounterMode(display=False) as torchs:
         work(model, x)
     ours = FlopCount()
-    ours.start()
+    ours.start_counting()
     work(model, x)
-    ours.stop()
+    ours.stop_counting()
     assert ours.reason == ""
     assert sum(ours.by_dtype.values()) == torchs.get_total_flops() > 0
     assert set(ours.by_dtype) == {"bfloat16", "float32"}
@@ -51,20 +51,20 @@ def test_operations_are_those_that_torch_counts(model):
 def test_what_checkpointing_computes_again_is_known_apart(reentrant):
     layer, ours, forward = nn.Linear(8, 16), FlopCount(), 2 * 8 * 16 * 5
     x = torch.randn(5, 8, requires_grad=True)
-    ours.start()
+    ours.start_counting()
     checkpoint(lambda x: layer(x).tanh(), x, use_reentrant=reentrant).sum().backward()
     # A backward with gradients on is no forward.
     torch.autograd.grad(layer(x).sum(), [x, layer.weight], create_graph=True)
-    ours.stop()
+    ours.stop_counting()
     assert ours.to_json() == {"by_dtype": {"float32": 7 * forward}, "again": forward, "reason": ""}
 
 
 def test_a_linear_layer_costs_six_operations_per_weight_and_row():
     layer, ours = nn.Linear(8, 16), FlopCount()
     x = torch.randn(5, 8, requires_grad=True)
-    ours.start()
+    ours.start_counting()
     layer(x).sum().backward()
-    ours.stop()
+    ours.stop_counting()
     assert ours.to_json() == {"by_dtype": {"float32": 6 * 8 * 16 * 5}, "again": 0, "reason": ""}
     layer(x).sum().backward()
     assert ours.by_dtype["float32"] == 6 * 8 * 16 * 5, "it goes on counting"
@@ -75,17 +75,17 @@ def counts(*orders):
     for products in orders:
         one = FlopCount()
         if products is not None:
-            one.start()
+            one.start_counting()
             for _ in range(products):
                 torch.ones(2, 2) @ torch.ones(2, 2)
-            one.stop()
+            one.stop_counting()
         yield one
 
 
 @pytest.mark.parametrize("orders", [(1, 3), (3, 1), (None, 1), (1, None)])
 def test_an_evaluation_in_one_of_two_steps_does_not_count(orders):
-    assert throughput.cheaper(list(counts(*orders))) == {"by_dtype": {"float32": 16}, "again": 0, "reason": ""}
-    assert "nothing in a step is a product" in throughput.cheaper(list(counts(None, 0)))["reason"]
+    assert throughput.choose_cheaper(list(counts(*orders))) == {"by_dtype": {"float32": 16}, "again": 0, "reason": ""}
+    assert "nothing in a step is a product" in throughput.choose_cheaper(list(counts(None, 0)))["reason"]
 
 
 def test_a_formula_that_fails_harms_nobody(model, monkeypatch):
@@ -94,9 +94,9 @@ def test_a_formula_that_fails_harms_nobody(model, monkeypatch):
 
     monkeypatch.setitem(throughput.flop_registry, torch.ops.aten.addmm, broken)
     ours = FlopCount()
-    ours.start()
+    ours.start_counting()
     nn.Linear(4, 4)(torch.randn(2, 4)).sum().backward()
-    ours.stop()
+    ours.stop_counting()
     assert ours.to_json() == {
         "by_dtype": {},
         "again": 0,
@@ -107,38 +107,38 @@ def test_a_formula_that_fails_harms_nobody(model, monkeypatch):
 def test_where_counting_could_harm_it_is_not_tried(monkeypatch):
     ours = FlopCount()
     with FlopCounterMode(display=False):
-        ours.start()
+        ours.start_counting()
     assert "dispatch mode of its own" in ours.reason
-    monkeypatch.setattr(throughput, "compiling", lambda: True)
-    ours.start()
+    monkeypatch.setattr(throughput, "is_compiling", lambda: True)
+    ours.start_counting()
     assert ours.reason == throughput.COMPILED
-    ours.stop()
+    ours.stop_counting()
     assert torch.utils._python_dispatch._get_current_dispatch_mode() is None
 
 
 def test_a_script_that_compiles_in_the_counted_step(monkeypatch):
     ours = FlopCount()
-    ours.start()
+    ours.start_counting()
     nn.Linear(4, 4)(torch.randn(2, 4))
-    monkeypatch.setattr(throughput, "compiling", lambda: True)
-    ours.stop()
+    monkeypatch.setattr(throughput, "is_compiling", lambda: True)
+    ours.stop_counting()
     assert ours.to_json() == {"by_dtype": {}, "again": 0, "reason": throughput.COMPILED}
 
 
 def test_a_step_in_backward_is_not_counted():
     ours, x = FlopCount(), torch.ones(2, requires_grad=True)
-    x.register_hook(lambda grad: ours.start())
+    x.register_hook(lambda grad: ours.start_counting())
     (x * 2).sum().backward()
-    ours.stop()
+    ours.stop_counting()
     assert "inside of backward" in ours.reason
 
 
 def test_a_mode_that_the_script_put_on_top_is_left_alone():
     ours, theirs = FlopCount(), FlopCounterMode(display=False)
-    ours.start()
+    ours.start_counting()
     ours_mode = torch.utils._python_dispatch._get_current_dispatch_mode()
     with theirs:
-        ours.stop()
+        ours.stop_counting()
     ours_mode.__exit__(None, None, None)
     assert "changes dispatch modes" in ours.reason
     assert ours.to_json()["by_dtype"] == {}
@@ -150,9 +150,9 @@ def test_a_script_that_ends_before_it_is_counted():
 
 def test_compiling_is_noticed(model):
     torch._dynamo.utils.counters.clear()
-    assert not throughput.compiling()
+    assert not throughput.is_compiling()
     torch.compile(model, backend="eager")(torch.randn(2, 4, 16))
-    assert throughput.compiling()
+    assert throughput.is_compiling()
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
 
@@ -176,7 +176,7 @@ def test_compiling_is_noticed(model):
     ],
 )
 def test_peaks(device, by_dtype, expected):
-    found, reason = analysis.peak(device, by_dtype)
+    found, reason = analysis.find_peak(device, by_dtype)
     assert found == expected if isinstance(expected, float) else (found is None and expected in reason)
 
 
@@ -195,68 +195,70 @@ class Classifier(nn.Module):
 @pytest.fixture
 def watched(monkeypatch):
     """Batches that see only models of this test."""
-    before = {id(module) for module in throughput.outermost()}
-    everything = throughput.outermost
-    monkeypatch.setattr(throughput, "outermost", lambda: [one for one in everything() if id(one) not in before])
-    batches = Batches()
+    before = {id(module) for module in throughput.find_outermost_modules()}
+    everything = throughput.find_outermost_modules
+    monkeypatch.setattr(
+        throughput, "find_outermost_modules", lambda: [one for one in everything() if id(one) not in before]
+    )
+    batches = BatchCounter()
     yield batches
-    batches.end()
+    batches.stop_counting()
 
 
 def test_microbatches_add_up_and_evaluation_does_not_count(watched):
     model, loss = Classifier(), nn.CrossEntropyLoss()
     ids = torch.zeros(2, 7, dtype=torch.long)
-    watched.begin()
+    watched.start_counting()
     for _ in range(3):
         for _ in range(4):
             loss(model(ids).flatten(0, 1), torch.zeros(14, dtype=torch.long)).backward()
         with torch.no_grad():
             model(ids)
-        watched.step()
+        watched.close_step()
     assert watched.to_json() == {"samples": 8.0, "tokens": 56.0, "calls": 4.0, "module": "Classifier"}
 
 
 def test_recomputation_in_backward_does_not_count(watched):
     model = Classifier()
-    watched.begin()
+    watched.start_counting()
     checkpoint(model, torch.zeros(2, 7, dtype=torch.long), use_reentrant=False).sum().backward()
-    watched.step()
+    watched.close_step()
     assert watched.to_json()["calls"] == 1.0
 
 
 def test_of_several_models_the_first_that_is_called_counts(watched):
     embedding, head, frozen = nn.Embedding(10, 4), nn.Linear(4, 3), nn.Linear(1, 1).requires_grad_(False)
-    watched.begin()
+    watched.start_counting()
     for _ in range(2):
         frozen(torch.zeros(99, 1))
         head(embedding(torch.zeros(5, 6, dtype=torch.long)))
-    watched.step()
+    watched.close_step()
     assert watched.to_json() == {"samples": 10.0, "tokens": 60.0, "calls": 2.0, "module": "Embedding"}
 
 
 def test_a_container_that_is_never_called_is_looked_into(watched):
     both = nn.ModuleDict({"system": nn.ModuleList([Classifier()])})
-    watched.begin()
+    watched.start_counting()
     for _ in range(4):
         both["system"][0](input_ids=torch.zeros(3, 5, dtype=torch.long))
-        watched.step()
+        watched.close_step()
     assert watched.to_json() == {"samples": 3.0, "tokens": 15.0, "calls": 1.0, "module": "Classifier"}
 
 
 def test_nothing_is_left_on_the_model(watched):
     model = Classifier()
-    watched.begin()
+    watched.start_counting()
     assert model._forward_pre_hooks
-    watched.end()
+    watched.stop_counting()
     assert not model._forward_pre_hooks
     model(torch.zeros(2, 7, dtype=torch.long))
-    watched.step()
+    watched.close_step()
     assert watched.to_json() == {"samples": None, "tokens": None, "calls": 0.0, "module": ""}
 
 
 def test_a_model_that_is_looked_at_can_be_copied_and_pickled(watched):
     model = Classifier()
-    watched.begin()
+    watched.start_counting()
     copied = copy.deepcopy(model)
     torch.save(model, io.BytesIO())
     copied(torch.zeros(2, 7, dtype=torch.long))
@@ -285,7 +287,7 @@ PIXELS = torch.zeros(5, 3, 8, 8)
     ],
 )
 def test_sizes(args, kwargs, expected):
-    assert sizes(args, kwargs) == expected
+    assert measure_batch(args, kwargs) == expected
 
 
 # --- time and memory ---
@@ -294,17 +296,17 @@ def test_sizes(args, kwargs, expected):
 def test_times_are_what_lies_between_marks(monkeypatch):
     ticks = iter([0, 5_000_000, 7_000_000])
     monkeypatch.setattr(worker.time, "perf_counter_ns", lambda: next(ticks))
-    clock = worker.Clock(torch.device("cpu"), 2)
+    clock = worker.BorderClock(torch.device("cpu"), 2)
     for _ in range(3):
-        clock.mark()
-    assert (clock.times(), clock.host_times(), clock.kind) == ([5.0, 2.0], [5.0, 2.0], "host clock")
+        clock.mark_border()
+    assert (clock.read_times(), clock.read_host_times(), clock.kind) == ([5.0, 2.0], [5.0, 2.0], "host clock")
 
 
 def test_the_peak_of_a_process_covers_what_it_holds():
     cpu = torch.device("cpu")
     held = torch.ones(1 << 22)
-    assert worker.Memory(cpu).peak()["resident"] > held.numel() * 4
-    assert (worker.name_of(cpu), worker.clock_rate(cpu)) == ("cpu", None)
+    assert worker.PeakMemory(cpu).read_peak()["resident"] > held.numel() * 4
+    assert (worker.get_device_name(cpu), worker.read_clock_mhz(cpu)) == ("cpu", None)
 
 
 class NVMLError_NotSupported(Exception):
@@ -316,7 +318,7 @@ def test_a_device_that_does_not_tell_its_clock_fails_no_script(monkeypatch):
         raise NVMLError_NotSupported
 
     monkeypatch.setattr(torch.cuda, "clock_rate", unsupported)
-    assert worker.clock_rate(torch.device("cuda", 0)) is None
+    assert worker.read_clock_mhz(torch.device("cuda", 0)) is None
 
 
 class Event:
@@ -343,24 +345,24 @@ class Event:
 def test_events_of_several_streams_are_all_waited_for(monkeypatch):
     monkeypatch.setattr(torch.cuda, "Event", Event)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: None)
-    clock = worker.Clock(torch.device("cuda", 0), 2)
+    clock = worker.BorderClock(torch.device("cuda", 0), 2)
     for _ in range(3):
-        clock.mark()
-    assert clock.times() == [1.0, 1.0]
+        clock.mark_border()
+    assert clock.read_times() == [1.0, 1.0]
 
 
 @pytest.mark.gpu(1)
 def test_a_device_is_timed_where_it_works():
     device = torch.device("cuda", torch.cuda.current_device())
     x = torch.randn(4096, 4096, device=device)
-    memory, clock = worker.Memory(device), worker.Clock(device, 2)
-    clock.mark()
+    memory, clock = worker.PeakMemory(device), worker.BorderClock(device, 2)
+    clock.mark_border()
     for _ in range(50):
         x @ x
-    clock.mark()
-    clock.mark()
-    long, short = clock.times()
+    clock.mark_border()
+    clock.mark_border()
+    long, short = clock.read_times()
     assert clock.kind == "device events"
     assert long > 10 * short
-    assert memory.peak()["allocated"] >= 2 * x.numel() * 4
-    assert worker.working_device(torch.device("cpu")) == device
+    assert memory.read_peak()["allocated"] >= 2 * x.numel() * 4
+    assert worker.choose_device(torch.device("cpu")) == device

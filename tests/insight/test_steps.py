@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from ovpatch.insight.steps import Steps
+from ovpatch.insight.steps import StepCounter
 
 
 class Own(torch.optim.SGD):
@@ -18,10 +18,10 @@ class Own(torch.optim.SGD):
 @pytest.fixture
 def borders(tmp_path):
     borders = []
-    steps = Steps(tmp_path, borders.append)
-    steps.watch()
+    steps = StepCounter(tmp_path, borders.append)
+    steps.start_counting()
     yield borders
-    steps.unwatch()
+    steps.stop_counting()
 
 
 def parameter():

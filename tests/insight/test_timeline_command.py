@@ -12,7 +12,7 @@ import pytest
 
 from ovpatch.cli import main
 from ovpatch.insight.timeline import output
-from ovpatch.insight.timeline.trace import read
+from ovpatch.insight.timeline.trace import read_trace
 from tests.insight.programs import ALONE, ROOT, TORCHRUN
 from tests.insight.traces import DATA, Synthetic, recorded
 from tests.support import scripts
@@ -254,7 +254,7 @@ def test_a_whole_program_on_gpus(tmp_path, operators):
     options = ("--operators",) if operators else ()
     run(tmp_path, "--compare", *options, "--", *command, timeout=280).check()
     for path in (tmp_path / "ovpatch-timeline").glob("*/trace-rank*.json.gz"):
-        assert any(read(path).of("cpu_op")) == operators
+        assert any(read_trace(path).select_events("cpu_op")) == operators
     summary = json.loads((tmp_path / "ovpatch-timeline" / "summary.json").read_text())
     for one in summary["runs"]:
         assert [rank["device"] for rank in one["ranks"]] == ["gpu 0", "gpu 1"]

@@ -9,8 +9,8 @@ from itertools import pairwise
 
 import pytest
 
-from ovpatch.insight.timeline.summary import groups_of, parts_of, run_of
-from ovpatch.insight.timeline.tracks import read_run
+from ovpatch.insight.timeline.summary import group_communications, make_run, split_step
+from ovpatch.insight.timeline.tracks import read_all_ranks
 from tests.insight.traces import recorded
 
 ARMS = ("gpu-stock", "gpu-patched")
@@ -60,11 +60,11 @@ def swept(path):
 @pytest.mark.parametrize("arm", ARMS)
 def test_every_nanosecond_is_where_a_sweep_finds_it(arm):
     paths = recorded(arm)
-    run = run_of(arm, read_run(paths))
+    run = make_run(arm, read_all_ranks(paths))
     assert [(one.rank, one.device) for one in run.ranks] == [(0, "gpu 0"), (1, "gpu 1")]
     assert run.steps == (STEP,)
     for one, path in zip(run.ranks, paths, strict=True):
-        found = vars(parts_of(one, one.steps[0]))
+        found = vars(split_step(one, one.steps[0]))
         assert found == swept(path)
         assert all(found[name] > 500_000 for name in ("compute", "hidden", "exposed", "idle"))
 
@@ -80,9 +80,9 @@ def test_every_nanosecond_is_where_a_sweep_finds_it(arm):
     ],
 )
 def test_every_kernel_of_nccl_has_its_collective_and_what_launched_it(arm, expected):
-    for one in run_of(arm, read_run(recorded(arm))).ranks:
-        groups = groups_of(one, one.steps[0])
+    for one in make_run(arm, read_all_ranks(recorded(arm))).ranks:
+        groups = group_communications(one, one.steps[0])
         assert {(group.collective, group.phase): group.calls for group in groups} == expected
-        parts = parts_of(one, one.steps[0])
+        parts = split_step(one, one.steps[0])
         assert sum(group.exposed for group in groups) == parts.exposed
         assert sum(group.hidden for group in groups) == parts.hidden

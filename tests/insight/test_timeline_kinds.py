@@ -6,12 +6,18 @@ import re
 
 import pytest
 
-from ovpatch.insight.timeline.trace import Event, Kind, collective_of, collective_on_cpu, kind_of
+from ovpatch.insight.timeline.trace import (
+    DeviceTimeKind,
+    TraceEvent,
+    classify_event,
+    name_collective,
+    name_cpu_collective,
+)
 from tests.insight.traces import ALL_REDUCE, GEMM
 
 
 def kernel(name, category="kernel", **args):
-    return Event(name, category, 0, 7, 0, 1, args)
+    return TraceEvent(name, category, 0, 7, 0, 1, args)
 
 
 COMMUNICATION = [
@@ -43,8 +49,8 @@ COMMUNICATION = [
 
 @pytest.mark.parametrize(("name", "collective"), COMMUNICATION)
 def test_kernels_that_communicate(name, collective):
-    assert kind_of(kernel(name)) is Kind.COMMUNICATION
-    assert collective_of(kernel(name)) == collective
+    assert classify_event(kernel(name)) is DeviceTimeKind.COMMUNICATION
+    assert name_collective(kernel(name)) == collective
 
 
 @pytest.mark.parametrize(
@@ -59,29 +65,29 @@ def test_kernels_that_communicate(name, collective):
     ],
 )
 def test_kernels_that_compute(name):
-    assert kind_of(kernel(name)) is Kind.COMPUTE
+    assert classify_event(kernel(name)) is DeviceTimeKind.COMPUTE
 
 
 @pytest.mark.parametrize(
     ("name", "kind"),
     [
-        ("Memcpy PtoP (Device -> Device)", Kind.COMMUNICATION),
-        ("Memcpy DtoD (Device -> Device)", Kind.COMPUTE),
-        ("Memcpy HtoD (Pinned -> Device)", Kind.COPY),
-        ("Memcpy HtoD (Pageable -> Device)", Kind.COPY),
-        ("Memcpy DtoH (Device -> Pinned)", Kind.COPY),
+        ("Memcpy PtoP (Device -> Device)", DeviceTimeKind.COMMUNICATION),
+        ("Memcpy DtoD (Device -> Device)", DeviceTimeKind.COMPUTE),
+        ("Memcpy HtoD (Pinned -> Device)", DeviceTimeKind.COPY),
+        ("Memcpy HtoD (Pageable -> Device)", DeviceTimeKind.COPY),
+        ("Memcpy DtoH (Device -> Pinned)", DeviceTimeKind.COPY),
     ],
 )
 def test_copies(name, kind):
-    assert kind_of(kernel(name, "gpu_memcpy")) is kind
+    assert classify_event(kernel(name, "gpu_memcpy")) is kind
 
 
 def test_memsets_compute():
-    assert kind_of(kernel("Memset (Device)", "gpu_memset")) is Kind.COMPUTE
+    assert classify_event(kernel("Memset (Device)", "gpu_memset")) is DeviceTimeKind.COMPUTE
 
 
 def test_a_peer_copy_is_called_that():
-    assert collective_of(kernel("Memcpy PtoP (Device -> Device)", "gpu_memcpy")) == "peer copy"
+    assert name_collective(kernel("Memcpy PtoP (Device -> Device)", "gpu_memcpy")) == "peer copy"
 
 
 @pytest.mark.parametrize(
@@ -97,14 +103,14 @@ def test_a_peer_copy_is_called_that():
 )
 def test_what_torch_says_about_a_kernel_counts_more_than_its_name(said, collective):
     one = kernel("ncclDevKernel_Generic_1(ncclDevKernelArgsStorage<4096ul>)", **{"Collective name": said})
-    assert collective_of(one) == f"nccl {collective}"
+    assert name_collective(one) == f"nccl {collective}"
 
 
 def test_a_pattern_adds_kernels():
     one = kernel("void deep_ep::internode::dispatch<4>(int)")
-    assert kind_of(one) is Kind.COMPUTE
-    assert kind_of(one, re.compile("deep_ep::")) is Kind.COMMUNICATION
-    assert collective_of(one) == "void deep_ep::internode::dispatch"
+    assert classify_event(one) is DeviceTimeKind.COMPUTE
+    assert classify_event(one, re.compile("deep_ep::")) is DeviceTimeKind.COMMUNICATION
+    assert name_collective(one) == "void deep_ep::internode::dispatch"
 
 
 @pytest.mark.parametrize(
@@ -119,5 +125,5 @@ def test_a_pattern_adds_kernels():
     ],
 )
 def test_collectives_on_cpu(name, collective):
-    assert collective_on_cpu(kernel(name, "user_annotation")) == collective
-    assert collective_on_cpu(kernel(name, "cpu_op")) == ""
+    assert name_cpu_collective(kernel(name, "user_annotation")) == collective
+    assert name_cpu_collective(kernel(name, "cpu_op")) == ""

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from ovpatch.insight.timeline.trace import TraceError, read
-from ovpatch.insight.timeline.tracks import lanes_of, read_run
+from ovpatch.insight.timeline.trace import TraceError, read_trace
+from ovpatch.insight.timeline.tracks import build_tracks, read_all_ranks
 from tests.insight.traces import DEVICE, PEER_COPY, Synthetic
 
 
@@ -14,7 +14,7 @@ def lanes(tmp_path):
     """Return the lanes of a synthetic trace, with times as the trace's own microseconds."""
 
     def lanes(trace, **more):
-        return lanes_of(read(trace.write(tmp_path / "rank0.json")), 0, **more)
+        return build_tracks(read_trace(trace.write(tmp_path / "rank0.json")), 0, **more)
 
     return lanes
 
@@ -225,17 +225,17 @@ def test_ranks_are_put_in_order(tmp_path):
     paths = [
         Synthetic(rank).op("aten::mm", 0, 5).write(tmp_path / f"{name}.json") for rank, name in ((1, "a"), (0, "b"))
     ]
-    assert [(one.rank, one.path.name) for one in read_run(paths)] == [(0, "b.json"), (1, "a.json")]
+    assert [(one.rank, one.path.name) for one in read_all_ranks(paths)] == [(0, "b.json"), (1, "a.json")]
 
 
 def test_two_traces_of_one_rank_are_refused(tmp_path):
     paths = [Synthetic(1).op("aten::mm", 0, 5).write(tmp_path / f"{name}.json") for name in "ab"]
     with pytest.raises(TraceError, match="are both of rank 1"):
-        read_run(paths)
+        read_all_ranks(paths)
 
 
 def test_a_trace_without_a_rank_is_rank_0_alone_and_refused_among_others(tmp_path):
     paths = [Synthetic(None).op("aten::mm", 0, 5).write(tmp_path / f"{name}.json") for name in "ab"]
-    assert read_run(paths[:1])[0].rank == 0
+    assert read_all_ranks(paths[:1])[0].rank == 0
     with pytest.raises(TraceError, match="does not say its rank"):
-        read_run(paths)
+        read_all_ranks(paths)

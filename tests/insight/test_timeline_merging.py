@@ -9,13 +9,13 @@ from collections import Counter
 import pytest
 
 from ovpatch.insight.timeline import output
-from ovpatch.insight.timeline.summary import parts_of, run_of
-from ovpatch.insight.timeline.tracks import read_run
+from ovpatch.insight.timeline.summary import make_run, split_step
+from ovpatch.insight.timeline.tracks import read_all_ranks
 from tests.insight.traces import Synthetic, recorded
 
 
 def merged(runs, path):
-    output.write(runs, path)
+    output.write_merged_trace(runs, path)
     return json.loads(gzip.decompress(path.read_bytes()))["traceEvents"]
 
 
@@ -34,7 +34,7 @@ def rank(folder, number, *, late=0, zero=1_000_000):
 def runs(tmp_path):
     stock = [rank(tmp_path, 0), rank(tmp_path, 1, late=25)]
     patched = [rank(tmp_path, 0, zero=9_000_000), rank(tmp_path, 1, zero=9_000_000, late=-5)]
-    return [run_of(name, read_run(paths)) for name, paths in (("stock", stock), ("patched", patched))]
+    return [make_run(name, read_all_ranks(paths)) for name, paths in (("stock", stock), ("patched", patched))]
 
 
 def owners(events):
@@ -86,8 +86,8 @@ def test_nothing_is_before_zero_where_perfetto_would_drop_it(tmp_path):
     """A host that runs ahead has launched the whole step before the device begins it."""
     trace = Synthetic(0).note("ProfilerStep#4", 0, 30).op("aten::mm", 5, 6)
     trace.gemm(0, 40).gemm(40, 90, launch=10, bandwidth=float("inf")).nccl(60, 95, launch=12)
-    stock = run_of("stock", read_run([trace.write(tmp_path / "rank0.json")]))
-    patched = run_of("patched", read_run([rank(tmp_path, 0)]))
+    stock = make_run("stock", read_all_ranks([trace.write(tmp_path / "rank0.json")]))
+    patched = make_run("patched", read_all_ranks([rank(tmp_path, 0)]))
     events = merged([stock, patched], tmp_path / "m.json.gz")
     assert min(event["ts"] for event in events if "ts" in event) == 0
     assert {event["ts"] for event in events if event["name"] in ("step 4", "step 5")} == {40}
@@ -96,10 +96,10 @@ def test_nothing_is_before_zero_where_perfetto_would_drop_it(tmp_path):
 
 def test_ranks_of_machines_whose_clocks_differ_stand_together(tmp_path):
     paths = [rank(tmp_path, 0), rank(tmp_path, 1, late=7_000_000)]
-    run = run_of("stock", read_run(paths))
+    run = make_run("stock", read_all_ranks(paths))
     assert len({one.steps[0].start for one in run.ranks}) == 1
     assert "clocks differ by more than a step" in run.remarks[0]
-    assert parts_of(run.ranks[0], run.ranks[0].steps[0]) == parts_of(run.ranks[1], run.ranks[1].steps[0])
+    assert split_step(run.ranks[0], run.ranks[0].steps[0]) == split_step(run.ranks[1], run.ranks[1].steps[0])
     kernels = [event["ts"] for event in merged([run], tmp_path / "m.json.gz") if event.get("cat") == "kernel"]
     assert kernels == [0, 30, 70] * 2
 
@@ -111,11 +111,11 @@ def test_what_is_exposed_is_a_track(runs, tmp_path):
 
 
 def test_recorded_traces_keep_times_and_totals(tmp_path):
-    run = run_of("stock", read_run(recorded("stock")))
+    run = make_run("stock", read_all_ranks(recorded("stock")))
     events = merged([run], tmp_path / "m.json.gz")
     for one in run.ranks:
         mine = {pid for pid, name in owners(events).items() if name == f"stock rank {one.rank}: summary"}
-        parts = [parts_of(one, step) for step in one.steps]
+        parts = [split_step(one, step) for step in one.steps]
         for name, total in (
             ("exposed communication", sum(p.exposed for p in parts)),
             ("idle", sum(p.idle for p in parts)),

@@ -7,8 +7,8 @@ import sys
 import pytest
 
 from ovpatch.insight.timeline import output
-from ovpatch.insight.timeline.summary import run_of
-from ovpatch.insight.timeline.tracks import read_run
+from ovpatch.insight.timeline.summary import make_run
+from ovpatch.insight.timeline.tracks import read_all_ranks
 from tests.insight.traces import Synthetic
 
 HIDDEN = 10_000  # of each communication, in microseconds
@@ -36,7 +36,7 @@ def run(tmp_path):
             if copies:
                 trace.on_device("Memcpy HtoD (Pinned -> Device)", 5, 6, category="gpu_memcpy")
             paths.append(trace.write(tmp_path / f"{name}{rank}.json"))
-        return run_of(name, read_run(paths))
+        return make_run(name, read_all_ranks(paths))
 
     return run
 
@@ -55,7 +55,7 @@ def red_share(path):
 def test_exposed_is_red_and_as_long_as_it_took(run, tmp_path):
     files = {name: tmp_path / f"{name}.png" for name in ("none", "ten", "forty")}
     for (name, path), spans in zip(files.items(), ((), ((50, 60),), ((50, 90),)), strict=True):
-        output.draw([run(name, *spans)], [path])
+        output.draw_picture([run(name, *spans)], [path])
     none, ten, forty = (red_share(path) for path in files.values())
     assert none[0] == 0
     assert forty[0] / ten[0] == pytest.approx(4, rel=0.2)  # the numbers written in white take some of it
@@ -86,7 +86,7 @@ def test_stock_stands_above_patched_on_one_scale(run, tmp_path):
     ],
 )
 def test_the_headline_says_the_result(run, arms, expected):
-    assert output.headline([run(name, *spans) for name, *spans in arms]) == expected
+    assert output.format_headline([run(name, *spans) for name, *spans in arms]) == expected
 
 
 def test_of_many_steps_three_are_drawn_with_the_shown_one(run):
@@ -102,7 +102,7 @@ def test_a_rank_is_drawn_to_the_end_of_its_own_last_step(tmp_path):
     for rank, end in ((0, 100_000), (1, 60_000)):
         trace = Synthetic(rank).border(4, 0).border(5, end - 10).gemm(0, end, launch=1).nccl(90_000, 120_000, launch=2)
         paths.append(trace.write(tmp_path / f"rank{rank}.json"))
-    (axes,) = output._figure([run_of("stock", read_run(paths))]).axes
+    (axes,) = output._figure([make_run("stock", read_all_ranks(paths))]).axes
     ends = {}
     for bars in axes.collections:
         for path in bars.get_paths():
@@ -121,7 +121,7 @@ def test_copies_are_in_the_legend_only_if_there_are_any(run):
 
 def test_an_svg_of_the_same_data_is_the_same_file(run, tmp_path):
     for name in ("a.svg", "b.svg"):
-        output.draw([run("stock", (50, 60))], [tmp_path / name])
+        output.draw_picture([run("stock", (50, 60))], [tmp_path / name])
     a, b = ((tmp_path / name).read_text() for name in ("a.svg", "b.svg"))
     assert output.EXPOSED in a
     assert a == b
@@ -131,7 +131,9 @@ def test_many_small_gaps_make_no_large_file(tmp_path):
     trace = Synthetic().border(4, 0).border(5, 99_990)
     for start in range(0, 100_000, 4):
         trace.gemm(start, start + 3, launch=1)
-    output.draw([run_of("stock", read_run([trace.write(tmp_path / "rank0.json")]))], [tmp_path / "a.svg"])
+    output.draw_picture(
+        [make_run("stock", read_all_ranks([trace.write(tmp_path / "rank0.json")]))], [tmp_path / "a.svg"]
+    )
     assert (tmp_path / "a.svg").stat().st_size < 300_000
 
 
@@ -139,7 +141,7 @@ def test_without_matplotlib_the_remedy_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     monkeypatch.setattr(output, "find_spec", lambda name: None)
     with pytest.raises(output.NoMatplotlibError, match=r"pip install 'ovpatch\[plot\]'"):
-        output.check()
+        output.check_matplotlib()
 
 
 def test_importing_the_module_does_not_import_matplotlib():

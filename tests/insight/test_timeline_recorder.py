@@ -14,10 +14,10 @@ import pytest
 from torch.autograd.profiler import profile as Session
 from torch.profiler import ProfilerActivity
 
-from ovpatch.insight.timeline.recording import Cost, collect, cost_of
+from ovpatch.insight.timeline.recording import Cost, measure_cost, read_recording
 from ovpatch.insight.timeline.trace import TraceError
-from ovpatch.insight.timeline.tracks import read_run
-from ovpatch.insight.timeline.worker import Recorder
+from ovpatch.insight.timeline.tracks import read_all_ranks
+from ovpatch.insight.timeline.worker import ProfilerSession
 from tests.insight.traces import Synthetic
 from tests.support.environment import clean
 
@@ -52,7 +52,7 @@ for line in sys.stdin:
         folder = Path(one["folder"])
         for number, name in ((1, "out"), (2, "err")):
             os.dup2(os.open(folder / name, os.O_CREAT | os.O_WRONLY, 0o600), number)
-        worker.begin(Orders("", folder / "left", one["details"]))
+        worker.start_worker(Orders("", folder / "left", one["details"]))
         exec(one["code"], {"__name__": "__main__"})
         sys.exit()  # runs what is registered for the end
     os.write(3, b"%d\\n" % os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
@@ -93,16 +93,16 @@ def test_the_ordered_steps_are_recorded_and_the_process_leaves(run):
     assert facts["recorded"] == [3, 4]
     assert facts["last"] == 7, "two steps after those that were recorded, and the one in which the trace was written"
     assert sorted(map(int, facts["durations"])) == [3, 4, 5, 6, 7]
-    (one,) = read_run([folder / "trace-rank0.json.gz"])
+    (one,) = read_all_ranks([folder / "trace-rank0.json.gz"])
     assert [step.number for step in one.steps] == [3, 4]
     for step in one.steps:
-        assert 0 < one.compute.within(step.start, step.end).total < step.end - step.start
-    assert not one.compute.within(one.steps[-1].end + 100_000_000, one.steps[-1].end + 10**12)
+        assert 0 < one.compute.clip(step.start, step.end).total < step.end - step.start
+    assert not one.compute.clip(one.steps[-1].end + 100_000_000, one.steps[-1].end + 10**12)
 
 
 def test_without_operators_only_ours_is_told_to_leave_them_out():
     asked = []
-    recorder = Recorder(operators=False)
+    recorder = ProfilerSession(operators=False)
     try:
         enable = recorder._wrap_enable(lambda config, activities, scopes=(): asked.append([s.name for s in scopes]))
         both = {ProfilerActivity.CPU, ProfilerActivity.CUDA}
@@ -127,7 +127,7 @@ def test_a_script_that_ends_earlier_leaves_what_there_is(run):
     done, folder, facts = run("step(4)\nprint('done')", count=5)
     assert (done.returncode, done.stdout) == (0, "done\n"), done.stderr
     assert facts["recorded"] == [3, 4]
-    recording = collect("patched", folder, range(3, 8))
+    recording = read_recording("patched", folder, range(3, 8))
     assert recording.run.steps == (3, 4)
     assert "steps 3 to 7 were asked for, recorded was 3 to 4" in recording.remarks[0]
 
@@ -202,7 +202,7 @@ def test_the_scripts_own_profiler_is_not_disturbed(run, when):
     assert facts["recorded"] == []
     assert "own profiler" in facts["yielded"]
     with pytest.raises(TraceError, match=r"own profiler.*, and ours gave way\. Choose other steps with --step"):
-        collect("patched", folder, range(3, 5))
+        read_recording("patched", folder, range(3, 5))
 
 
 @pytest.mark.slow
@@ -214,9 +214,9 @@ def test_a_profiler_that_has_ended_before_is_no_reason(run):
 
 def test_what_shows_the_scripts_profilers_can_be_taken_back():
     stock = Session._prepare_trace, Session.__exit__
-    recorder = Recorder(operators=True)
+    recorder = ProfilerSession(operators=True)
     with Session():
-        recorder.start()
+        recorder.start_recording()
     recorder.patches.revert()
     assert (recorder.running, recorder.yielded) == (False, "the script's own profiler was on")
     assert (Session._prepare_trace, Session.__exit__) == stock
@@ -249,7 +249,7 @@ def left(folder, *all_facts, traces=()):
 
 def test_a_rank_without_a_trace_is_named(tmp_path):
     folder = left(tmp_path, facts(0, 3), facts(2, 3, (), yielded="the script started its own profiler"), traces=[0])
-    assert collect("stock", folder, range(3, 5)).remarks == (
+    assert read_recording("stock", folder, range(3, 5)).remarks == (
         "stock: rank 1 left no trace: it took none of these steps, or was killed",
         "stock: rank 2 left no trace: the script started its own profiler",
     )
@@ -264,26 +264,26 @@ def test_a_rank_without_a_trace_is_named(tmp_path):
 )
 def test_nothing_recorded_is_an_error_with_the_cause(tmp_path, some, complaint):
     with pytest.raises(TraceError, match=complaint):
-        collect("stock", left(tmp_path, *some), range(3, 5))
+        read_recording("stock", left(tmp_path, *some), range(3, 5))
 
 
 def test_the_cost_is_of_the_slowest_rank_without_the_steps_in_which_our_own_work_is_done():
     one = facts(0, 2, (5, 6), {3: 90, 4: 500, 5: 103, 6: 102, 7: 900, 8: 110})
     two = facts(1, 2, (5, 6), {3: 80, 4: 500, 5: 100, 6: 104, 7: 900, 8: 110})
-    assert cost_of([one, two]) == Cost(102.5e-9, 100e-9, (2, 2), (80e-9, 110e-9))
-    assert cost_of([one, two]).share == pytest.approx(0.025)
+    assert measure_cost([one, two]) == Cost(102.5e-9, 100e-9, (2, 2), (80e-9, 110e-9))
+    assert measure_cost([one, two]).share == pytest.approx(0.025)
 
 
 @pytest.mark.parametrize(("recorded", "said"), [(102, False), (104, False), (112, True)])
 def test_a_cost_beyond_the_limit_is_said_if_it_is_beyond_the_steps_spread(tmp_path, recorded, said):
     times = {3: recorded, 4: recorded, 6: 92, 7: 108}
-    remarks = collect("stock", left(tmp_path, facts(durations=times), traces=[0]), range(3, 5)).remarks
+    remarks = read_recording("stock", left(tmp_path, facts(durations=times), traces=[0]), range(3, 5)).remarks
     assert [remark.startswith("stock: recording cost 12.0% of a step") for remark in remarks] == [True] * said
 
 
 def test_on_a_gpu_blocks_count_not_single_steps():
     times = {4: 10, 5: 186, 6: 500, 7: 10, 8: 200, 9: 900, 10: 12, 11: 192}
-    cost = cost_of([facts(0, 1, (7, 8), times, device="gpu")])
+    cost = measure_cost([facts(0, 1, (7, 8), times, device="gpu")])
     assert (cost.recorded, cost.beside) == (pytest.approx(105e-9), pytest.approx(100e-9))
     assert cost.spread == (pytest.approx(98e-9), pytest.approx(102e-9))
     assert cost.notable
@@ -293,15 +293,15 @@ def test_on_a_gpu_blocks_count_not_single_steps():
 def test_hosts_that_run_ahead_in_turns_cost_nothing():
     one = facts(0, 2, (6, 7), {3: 100, 4: 100, 6: 10, 7: 190}, device="gpu")
     two = facts(1, 2, (6, 7), {3: 100, 4: 100, 6: 190, 7: 10}, device="gpu")
-    assert cost_of([one, two]).share == pytest.approx(0)
+    assert measure_cost([one, two]).share == pytest.approx(0)
 
 
 def test_a_device_that_gets_slower_as_it_gets_warm_is_no_cost():
     times = {**dict.fromkeys(range(3, 10), 90), 10: 99, 11: 101, 12: 50, 13: 102, 14: 102, 15: 900, 16: 103, 17: 105}
-    cost = cost_of([facts(0, 1, (13, 14), times, device="gpu")])
+    cost = measure_cost([facts(0, 1, (13, 14), times, device="gpu")])
     assert (cost.recorded, cost.beside) == (pytest.approx(102e-9), pytest.approx(102e-9))
 
 
 def test_without_steps_beside_there_is_no_cost():
-    assert cost_of([facts(0, 1, (2, 3), {3: 10})]) is None
-    assert cost_of([]) is None
+    assert measure_cost([facts(0, 1, (2, 3), {3: 10})]) is None
+    assert measure_cost([]) is None

@@ -9,20 +9,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ovpatch.insight.timeline import summary
-from ovpatch.insight.timeline.summary import efficiency, groups_of, parts_of, run_of, to_json
+from ovpatch.insight.timeline.summary import compute_efficiency, group_communications, make_run, run_to_json, split_step
 from ovpatch.insight.timeline.trace import TraceError
-from ovpatch.insight.timeline.tracks import Communication, Intervals, Lanes, Step, read_run
+from ovpatch.insight.timeline.tracks import Communication, Intervals, RankTracks, Step, read_all_ranks
 from tests.insight.traces import Synthetic, recorded
 
 
 def lanes(compute, communications, copies=(), steps=((1, 0, 100),), rank=0):
-    return Lanes(
+    return RankTracks(
         rank,
         "cpu",
         "",
         None,
-        Intervals.of(compute),
-        Intervals.of(copies),
+        Intervals.union_of(compute),
+        Intervals.union_of(copies),
         tuple(Communication("nccl all_reduce", label, start, end) for label, start, end in communications),
         tuple(Step(*step) for step in steps),
         0,
@@ -30,7 +30,7 @@ def lanes(compute, communications, copies=(), steps=((1, 0, 100),), rank=0):
 
 
 def parts(one):
-    found = vars(parts_of(one, one.steps[0]))
+    found = vars(split_step(one, one.steps[0]))
     assert found["compute"] + found["exposed"] + found["copies"] + found["idle"] == found["step"]
     return found
 
@@ -38,20 +38,20 @@ def parts(one):
 def test_a_step_by_hand():
     one = lanes([(0, 40), (60, 70)], [("", 30, 50), ("", 45, 65), ("", 95, 130)], copies=[(35, 80)])
     assert parts(one) == {"step": 100, "compute": 50, "hidden": 15, "exposed": 25, "copies": 10, "idle": 15}
-    assert parts_of(one, one.steps[0]).hidden_share == 15 / 40
+    assert split_step(one, one.steps[0]).hidden_share == 15 / 40
 
 
 def test_what_crosses_a_border_is_split():
     one = lanes([(0, 150)], [("", 90, 210)], steps=((1, 0, 100), (2, 100, 200)))
-    first, second = (parts_of(one, step) for step in one.steps)
+    first, second = (split_step(one, step) for step in one.steps)
     assert (first.hidden, first.exposed) == (10, 0)
     assert (second.hidden, second.exposed) == (50, 50)
 
 
 def test_without_communication_there_is_no_share():
     one = lanes([(0, 50)], [])
-    assert parts_of(one, one.steps[0]).hidden_share is None
-    assert summary.percent(None) == "n/a"
+    assert split_step(one, one.steps[0]).hidden_share is None
+    assert summary.format_percent(None) == "n/a"
 
 
 SPANS = st.lists(st.tuples(st.integers(0, 60), st.integers(0, 60)), max_size=8)
@@ -70,7 +70,9 @@ def test_every_point_of_a_step_is_counted_once(compute, talk, copies, start, len
 
 def test_groups_are_by_collective_and_phase_the_most_exposed_first():
     one = lanes([(0, 50)], [("ovpatch::a::x (0)", 0, 10), ("ovpatch::a::x (1)", 5, 20), ("", 45, 60), ("", 200, 300)])
-    found = [(group.phase, group.calls, group.hidden, group.exposed) for group in groups_of(one, one.steps[0])]
+    found = [
+        (group.phase, group.calls, group.hidden, group.exposed) for group in group_communications(one, one.steps[0])
+    ]
     assert found == [("", 1, 5, 10), ("ovpatch::a::x", 2, 20, 0)]
 
 
@@ -83,19 +85,19 @@ def with_exposed(*exposed, rank=0):
 
 
 def test_shown_is_the_median_step_by_its_worst_rank():
-    run = run_of("stock", [with_exposed(10, 90, 20), with_exposed(50, 5, 40, rank=1)])
+    run = make_run("stock", [with_exposed(10, 90, 20), with_exposed(50, 5, 40, rank=1)])
     assert run.shown == 1  # worst: 50, 90, 40
-    worst, parts_ = run.worst(run.shown)
+    worst, parts_ = run.find_worst_rank(run.shown)
     assert (worst.rank, parts_.exposed) == (1, 50)
 
 
 def test_only_steps_that_all_ranks_have_count():
-    run = run_of("stock", [with_exposed(1, 2, 3), with_exposed(1, 2, rank=1)])
+    run = make_run("stock", [with_exposed(1, 2, 3), with_exposed(1, 2, rank=1)])
     assert run.steps == (1, 2)
     with pytest.raises(TraceError, match="no step is in the traces of all ranks"):
-        run_of("stock", [with_exposed(1), with_exposed(rank=1)])
+        make_run("stock", [with_exposed(1), with_exposed(rank=1)])
     with pytest.raises(TraceError, match="there is no trace"):
-        run_of("stock", [])
+        make_run("stock", [])
 
 
 @pytest.mark.parametrize(
@@ -109,7 +111,7 @@ def test_only_steps_that_all_ranks_have_count():
     ],
 )
 def test_efficiency_has_a_range_and_takes_three_steps(stock, patched, expected):
-    found = efficiency(run_of("stock", [with_exposed(*stock)]), run_of("patched", [with_exposed(*patched)]))
+    found = compute_efficiency(make_run("stock", [with_exposed(*stock)]), make_run("patched", [with_exposed(*patched)]))
     assert found == (None if expected is None else pytest.approx(expected))
 
 
@@ -124,13 +126,13 @@ def arms(tmp_path):
         return trace.write(tmp_path / f"{length}-{number}.json")
 
     return [
-        run_of(name, read_run([rank(0, length, exposed), rank(1, length, exposed - 2000)]))
+        make_run(name, read_all_ranks([rank(0, length, exposed), rank(1, length, exposed - 2000)]))
         for name, length, exposed in (("stock", 210_000, 38_000), ("patched", 190_000, 12_000))
     ]
 
 
 def test_the_text(arms):
-    found = summary.report(arms)
+    found = summary.format_tables(arms)
     lines = {tuple(cell.strip() for cell in line.split("|")[1:-1]) for line in found.splitlines()}
     assert ("stock", "0 <- most exposed", "210", "172", "80.0", "38.0", "0", "0", "68%") in lines
     assert ("patched", "1", "190", "180", "80.0", "10.0", "0", "0", "89%") in lines
@@ -140,7 +142,7 @@ def test_the_text(arms):
 
 
 def test_the_json_has_every_step_in_nanoseconds(arms):
-    data = json.loads(json.dumps(to_json(arms[0])))
+    data = json.loads(json.dumps(run_to_json(arms[0])))
     (step,) = data["ranks"][1]["steps"]
     assert (step["number"], step["step"], step["exposed"], step["idle"]) == (5, 210_000_000, 36_000_000, 0)
     assert step["hidden_share"] == 80 / 116
@@ -169,12 +171,12 @@ def naive(one, step):
 
 @pytest.mark.parametrize("arm", ["stock", "patched"])
 def test_recorded_traces_agree_with_counting(arm):
-    run = run_of(arm, read_run(recorded(arm)))
+    run = make_run(arm, read_all_ranks(recorded(arm)))
     assert [one.rank for one in run.ranks] == [0, 1]
     assert run.steps == (5, 6)
     for one in run.ranks:
         for step in one.steps:
-            found = parts_of(one, step)
+            found = split_step(one, step)
             expected = naive(one, step)
             got = [found.compute, found.hidden, found.exposed, found.idle]
             slack = 2 * (len(one.compute.spans) + len(one.communications))  # each end may fall within a microsecond
@@ -185,7 +187,7 @@ def test_recorded_traces_agree_with_counting(arm):
 
 
 def test_recorded_collectives_have_the_labels_of_the_feature():
-    stock, patched = (run_of(arm, read_run(recorded(arm))) for arm in ("stock", "patched"))
+    stock, patched = (make_run(arm, read_all_ranks(recorded(arm))) for arm in ("stock", "patched"))
     assert {one.label for lanes_ in stock.ranks for one in lanes_.communications} == {""}
     for one in patched.ranks:
         names = [c.label for c in one.communications if c.label]

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from ovpatch.insight.timeline.trace import TraceError, load, nanoseconds, rank_of, read
+from ovpatch.insight.timeline.trace import TraceError, find_rank, load_trace, read_trace, to_nanoseconds
 from tests.insight.traces import Synthetic
 
 
@@ -32,23 +32,23 @@ def written(path: Path, *events, base=0) -> Path:
     ],
 )
 def test_times_are_exact(tmp_path, ts, dur, start, end):
-    (one,) = read(written(tmp_path / "rank0.json", event(ts, dur))).events
+    (one,) = read_trace(written(tmp_path / "rank0.json", event(ts, dur))).events
     assert (one.start, one.end) == (start, end)
 
 
 def test_every_nanosecond_is_told_from_the_next():
     texts = [f"1795261711123456.{ns:03d}" for ns in range(1000)]
-    assert [nanoseconds(Decimal(text)) for text in texts] == list(range(1795261711123456000, 1795261711123457000))
+    assert [to_nanoseconds(Decimal(text)) for text in texts] == list(range(1795261711123456000, 1795261711123457000))
 
 
 def test_times_count_from_the_base(tmp_path):
     path = written(tmp_path / "rank0.json", event("0.5", "1"), base=1_790_857_026_000_000_000)
-    assert read(path).events[0].start == 1_790_857_026_000_000_500
+    assert read_trace(path).events[0].start == 1_790_857_026_000_000_500
 
 
 def test_packed_and_plain_are_the_same(tmp_path):
     trace = Synthetic().op("aten::mm", 0, 5).note("ovpatch::a::b", 1, 2)
-    plain, packed = (read(trace.write(tmp_path / name)) for name in ("a.json", "a.json.gz"))
+    plain, packed = (read_trace(trace.write(tmp_path / name)) for name in ("a.json", "a.json.gz"))
     assert plain.events == packed.events
     assert len(plain.events) == 2
 
@@ -56,12 +56,12 @@ def test_packed_and_plain_are_the_same(tmp_path):
 def test_a_bare_list_of_events_is_a_trace(tmp_path):
     path = tmp_path / "rank0.json"
     path.write_text(f"[{event('1', '1')}]")
-    assert read(path).events[0].name == "aten::mm"
+    assert read_trace(path).events[0].name == "aten::mm"
 
 
 def test_events_come_by_start_the_longer_first(tmp_path):
     path = written(tmp_path / "rank0.json", event("5", "1", "c"), event("1", "2", "b"), event("1", "9", "a"))
-    assert [one.name for one in read(path).events] == ["a", "b", "c"]
+    assert [one.name for one in read_trace(path).events] == ["a", "b", "c"]
 
 
 @pytest.mark.parametrize(
@@ -77,7 +77,7 @@ def test_events_come_by_start_the_longer_first(tmp_path):
     ],
 )
 def test_the_rank_is_the_files_or_else_its_names(information, name, rank):
-    assert rank_of({"distributedInfo": information} if information else {}, Path(name)) == rank
+    assert find_rank({"distributedInfo": information} if information else {}, Path(name)) == rank
 
 
 @pytest.mark.parametrize(
@@ -98,14 +98,14 @@ def test_what_is_no_trace_is_named_with_the_remedy(tmp_path, content, complaint,
     path = tmp_path / "rank0.json"
     path.write_bytes(content)
     with pytest.raises(TraceError, match=complaint) as error:
-        read(path)
+        read_trace(path)
     assert str(path) in str(error.value)
     assert remedy in str(error.value)
 
 
 def test_a_file_that_is_not_there(tmp_path):
     with pytest.raises(TraceError, match="No such file"):
-        load(tmp_path / "none.json")
+        load_trace(tmp_path / "none.json")
 
 
 def test_numbers_in_args_do_not_matter(tmp_path):
@@ -113,4 +113,4 @@ def test_numbers_in_args_do_not_matter(tmp_path):
     trace.add("k", "kernel", 0, 1, occupancy=0.5)
     path = trace.write(tmp_path / "rank0.json")
     assert json.loads(path.read_text())["traceEvents"][0]["args"] == {"occupancy": 0.5}
-    assert float(read(path).events[0].args["occupancy"]) == 0.5
+    assert float(read_trace(path).events[0].args["occupancy"]) == 0.5

@@ -10,7 +10,7 @@ import pytest
 
 from ovpatch.cli import main
 from ovpatch.insight import arms
-from ovpatch.insight.verify.verify import Verdict
+from ovpatch.insight.verify.verify import Conclusion
 from tests.insight.programs import PATIENCE
 from tests.support.environment import cleaned
 from tests.support.fake_plugins import Site
@@ -90,7 +90,7 @@ def loop(body):
 
 
 def test_exit_codes():
-    assert {verdict.name: verdict.code for verdict in Verdict} == {
+    assert {verdict.name: verdict.code for verdict in Conclusion} == {
         "BITWISE": 0,
         "NOISE": 0,
         "DIFFERENT": 1,
@@ -182,7 +182,7 @@ def test_a_disk_that_is_full_is_not_a_difference(verify, monkeypatch, capfd):
     def full(*args, **kwargs):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(arms, "run", full)
+    monkeypatch.setattr(arms, "run_arm", full)
     assert verify(loop(""), "--features=counts")[0] == 3
 
 

@@ -10,17 +10,17 @@ from rich.console import Console
 
 from ovpatch.insight.equality import Verdict
 from ovpatch.insight.verify import recording, table
-from ovpatch.insight.verify.compare import ORDER, compare, compare_values
-from ovpatch.insight.verify.recording import BACKWARD, CHECKPOINT, SCALE, STEP, Recorder
-from ovpatch.insight.verify.values import WHOLE, keep, text
-from ovpatch.insight.verify.verify import Result
-from ovpatch.insight.verify.verify import Verdict as Verdicts
+from ovpatch.insight.verify.compare import ORDER, compare_runs, compare_values
+from ovpatch.insight.verify.recording import BACKWARD, CHECKPOINT, SCALE, STEP, EventRecorder
+from ovpatch.insight.verify.values import WHOLE, keep_text, keep_value
+from ovpatch.insight.verify.verify import Conclusion as Verdicts
+from ovpatch.insight.verify.verify import Verification
 
 
 def value(number=1.0, more=0.0, size=4):
     tensor = torch.full((size,), number)
     tensor[-1] += more
-    return keep(tensor)
+    return keep_value(tensor)
 
 
 @pytest.fixture
@@ -31,14 +31,14 @@ def record(tmp_path, monkeypatch):
         (tmp_path / name).mkdir()
         for rank, events in enumerate(processes):
             monkeypatch.setenv("RANK", str(rank))
-            recorder, step = Recorder(tmp_path / name), 1
+            recorder, step = EventRecorder(tmp_path / name), 1
             for kind, values in events:
-                recorder.add(kind, values, step=step, label="SGD")
+                recorder.record_event(kind, values, step=step, label="SGD")
                 if kind == STEP:
                     step += 1
-                    recorder.flush()
-            recorder.flush()
-        return recording.read(tmp_path / name, cut=cut)
+                    recorder.flush_events()
+            recorder.flush_events()
+        return recording.read_recorded(tmp_path / name, cut=cut)
 
     return record
 
@@ -48,12 +48,12 @@ def turns(count, **changes):
     events = []
     for step in range(1, count + 1):
         values = {"gradient a": value(), "parameter a": value(float(step))}
-        events += [(BACKWARD, {"loss": keep(1.0)}), (STEP, {**values, **(changes if step == 2 else {})})]
+        events += [(BACKWARD, {"loss": keep_value(1.0)}), (STEP, {**values, **(changes if step == 2 else {})})]
     return events
 
 
 def test_the_same_events_are_equal(record):
-    compared = compare(record("a", turns(3), turns(3)), record("b", turns(3), turns(3)))
+    compared = compare_runs(record("a", turns(3), turns(3)), record("b", turns(3), turns(3)))
     assert compared.findings == []
     assert (compared.processes, compared.steps, compared.values) == (["rank 0", "rank 1"], 3, 2 * 3 * 3)
     assert compared.events == {BACKWARD: 6, STEP: 6}
@@ -63,27 +63,27 @@ def saving(far=0.0, ema=0.0, stale=0):
     """Two steps and a checkpoint; the second step is ``far`` off, the average ``ema``; ``stale`` saves the first."""
     after = [value(1.0), value(2.0, far)]
     steps = [(STEP, {"parameter a": after[0]}), (STEP, {"parameter a": after[1]})]
-    saved = {"saved model.a": after[0 if stale else 1], "saved ema.a": value(1.5, ema), "saved epoch": text("int")}
+    saved = {"saved model.a": after[0 if stale else 1], "saved ema.a": value(1.5, ema), "saved epoch": keep_text("int")}
     return [*steps, (CHECKPOINT, saved)]
 
 
 def test_an_average_in_a_checkpoint_is_compared_by_value(record):
     stock = record("stock", saving())
-    (found,) = compare(stock, record("late", saving(ema=0.01))).findings
+    (found,) = compare_runs(stock, record("late", saving(ema=0.01))).findings
     assert (found.row.name, found.row.verdict) == ("saved ema.a", Verdict.DIFFERENT)
     assert found.row.max_abs_diff == pytest.approx(0.01)
-    assert compare(stock, record("rounded", saving(ema=4e-7))).different == []
+    assert compare_runs(stock, record("rounded", saving(ema=4e-7))).different == []
     noise = {"reordered": record("reordered", saving(ema=0.006))}
-    assert compare(stock, record("noisy", saving(ema=0.01)), noise).different == []
+    assert compare_runs(stock, record("noisy", saving(ema=0.01)), noise).different == []
 
 
 def test_a_parameter_that_is_saved_is_judged_at_its_step(record):
     stock = record("stock", saving())
-    compared = compare(stock, record("far", saving(far=0.5)))
+    compared = compare_runs(stock, record("far", saving(far=0.5)))
     assert [one.row.name for one in compared.different] == ["parameter a"]
     (saved,) = (one for one in compared.findings if one.row.name == "saved model.a")
     assert saved.row.note == "it is 'parameter a' of the step before"
-    (stale,) = compare(stock, record("stale", saving(stale=1))).findings
+    (stale,) = compare_runs(stock, record("stale", saving(stale=1))).findings
     assert (stale.row.name, stale.row.verdict) == ("saved model.a", Verdict.DIFFERENT)
 
 
@@ -93,11 +93,11 @@ def test_small_numbers_are_not_all_noise():
             "gradient w": value(1e-7 * factor),
             "gradient b": value(bias),  # its true gradient is zero
             "state w.exp_avg_sq": value(1e-15 * factor),
-            "state w.step": keep(3.0),
-            "option param_groups[0].lr": keep(1e-6 * factor),
-            "parameter e": keep(torch.zeros(0)),
-            "parameter c": keep(torch.full((2,), 1e-7j * factor)),
-            "parameter f": keep((torch.ones(2) * factor).to(torch.float8_e4m3fn)),
+            "state w.step": keep_value(3.0),
+            "option param_groups[0].lr": keep_value(1e-6 * factor),
+            "parameter e": keep_value(torch.zeros(0)),
+            "parameter c": keep_value(torch.full((2,), 1e-7j * factor)),
+            "parameter f": keep_value((torch.ones(2) * factor).to(torch.float8_e4m3fn)),
         }
 
     halved = {row.name for row in compare_values(event(1.0), event(0.5), {}) if row.verdict is Verdict.DIFFERENT}
@@ -109,10 +109,10 @@ def test_small_numbers_are_not_all_noise():
 
 
 def test_what_cannot_be_read_is_counted_apart(record):
-    runs = [record(name, turns(2, **{"state a.x": keep(object())})) for name in "ab"]
-    compared = compare(*runs)
+    runs = [record(name, turns(2, **{"state a.x": keep_value(object())})) for name in "ab"]
+    compared = compare_runs(*runs)
     assert (compared.values, compared.unread, compared.finite) == (6, {"state a.x": "object"}, 2)
-    compared = compare(runs[0], record("c", turns(2, **{"state a.x": keep(1.0)})))
+    compared = compare_runs(runs[0], record("c", turns(2, **{"state a.x": keep_value(1.0)})))
     assert compared.first.row.note == "unread became float"
 
 
@@ -120,29 +120,29 @@ def test_losses_that_are_not_finite_are_not_counted(record):
     nan = float("nan")
     large = torch.zeros(WHOLE + 1)
     large[0] = nan
-    events = [(BACKWARD, {"loss": keep(loss)}) for loss in (nan, torch.tensor(nan), large, 1.0)]
-    assert compare(record("a", events), record("b", events)).finite == 1
+    events = [(BACKWARD, {"loss": keep_value(loss)}) for loss in (nan, torch.tensor(nan), large, 1.0)]
+    assert compare_runs(record("a", events), record("b", events)).finite == 1
 
 
 def test_names_that_stock_does_not_repeat_are_no_difference():
     def saved(stamp, **more):
-        return {f"at_{stamp}": text("float32 [3]"), "w": text("float32 [3]"), **more}
+        return {f"at_{stamp}": keep_text("float32 [3]"), "w": keep_text("float32 [3]"), **more}
 
     rows = compare_values(saved(1), saved(2), {"rerun": saved(3), "reordered": saved(4)})
     assert [(row.name, row.verdict) for row in rows] == [
         ("at_1", Verdict.WITHIN_NOISE),
         ("at_2", Verdict.WITHIN_NOISE),
     ]
-    rows = compare_values(saved(1), saved(1, more=text("int")), {"rerun": saved(1)})
+    rows = compare_values(saved(1), saved(1, more=keep_text("int")), {"rerun": saved(1)})
     assert [(row.name, row.verdict) for row in rows] == [("more", Verdict.DIFFERENT)]
 
 
 def test_the_first_difference_is_of_the_earliest_event_and_of_a_parameter(record):
-    other = turns(3, **{"norm of gradients": keep(2.0), "gradient a": value(2.0)})
-    stock = turns(3, **{"norm of gradients": keep(1.0)})
+    other = turns(3, **{"norm of gradients": keep_value(2.0), "gradient a": value(2.0)})
+    stock = turns(3, **{"norm of gradients": keep_value(1.0)})
     late = turns(3)
     late[5][1]["parameter a"] = value(9.0)
-    compared = compare(record("a", turns(3), stock), record("b", late, other))
+    compared = compare_runs(record("a", turns(3), stock), record("b", late, other))
     first = compared.first
     assert (first.process, first.step, first.row.name) == ("rank 1", 2, "gradient a")
     assert first.event == "step 2 of optimizer 0 (SGD)"
@@ -153,7 +153,7 @@ def test_a_step_that_one_run_skips_is_named(record):
     skipped = turns(3)
     del skipped[3]
     skipped.insert(3, (SCALE, {}))
-    compared = compare(record("a", turns(3), turns(3)), record("b", turns(3), skipped))
+    compared = compare_runs(record("a", turns(3), turns(3)), record("b", turns(3), skipped))
     (finding,) = compared.findings
     assert (finding.process, finding.step, finding.row.name) == ("rank 1", 2, ORDER)
     assert finding.row.note == "stock: step 2 of optimizer 0 (SGD); patched: GradScaler.update()"
@@ -161,11 +161,11 @@ def test_a_step_that_one_run_skips_is_named(record):
 
 
 def test_the_table_shows_the_first_difference_and_then_the_worst(record):
-    patched = [(BACKWARD, {"loss": keep(1.0 + 1e-3 * 2**n)}) for n in range(15)]
-    stock = [(BACKWARD, {"loss": keep(1.0)}) for _ in range(15)]
+    patched = [(BACKWARD, {"loss": keep_value(1.0 + 1e-3 * 2**n)}) for n in range(15)]
+    stock = [(BACKWARD, {"loss": keep_value(1.0)}) for _ in range(15)]
     printed = io.StringIO()
-    compared = compare(record("a", stock), record("b", patched))
-    table.show(Result(Verdicts.DIFFERENT, "why", compared), Console(width=150, file=printed))
+    compared = compare_runs(record("a", stock), record("b", patched))
+    table.print_result(Verification(Verdicts.DIFFERENT, "why", compared), Console(width=150, file=printed))
     text = printed.getvalue()
     assert "not bitwise equal: the first, then the worst of 15" in text
     sizes = [float(line.split("│")[4]) for line in text.splitlines() if line.startswith("│")]
@@ -176,38 +176,38 @@ def test_the_table_shows_the_first_difference_and_then_the_worst(record):
 
 def test_a_run_that_was_cut_is_compared_as_far_as_it_goes(record):
     stock = record("a", turns(3), turns(3))
-    assert compare(stock, record("b", turns(2), turns(1), cut=True)).findings == []
-    assert compare(stock, record("c", turns(2), turns(1), cut=True)).steps == 2
-    found = compare(stock, record("d", turns(3), turns(1))).findings
+    assert compare_runs(stock, record("b", turns(2), turns(1), cut=True)).findings == []
+    assert compare_runs(stock, record("c", turns(2), turns(1), cut=True)).steps == 2
+    found = compare_runs(stock, record("d", turns(3), turns(1))).findings
     assert [(one.process, one.row.note) for one in found] == [
         ("rank 1", "stock: a backward (step 2); patched: the end")
     ]
-    (missing,) = compare(stock, record("e", turns(3))).findings
+    (missing,) = compare_runs(stock, record("e", turns(3))).findings
     assert (missing.process, missing.row.note) == ("rank 1", "nothing happened here in the patched run")
 
 
 def test_what_stock_itself_does_not_repeat_is_noise(record):
     def arm(name, moved, shorter=False):
-        events = turns(3, **{"gradient a": value(more=moved), "random.python": text(str(moved))})
+        events = turns(3, **{"gradient a": value(more=moved), "random.python": keep_text(str(moved))})
         return record(name, events[:-1] if shorter else events)
 
     stock, near, far = arm("a", 0.0), arm("b", 1.9e-3), arm("c", 2.1e-3)
     yardstick = arm("d", 1e-3)
-    allowed = compare(stock, near, {"reordered": yardstick})
+    allowed = compare_runs(stock, near, {"reordered": yardstick})
     assert [one.row.verdict for one in allowed.findings] == [Verdict.WITHIN_NOISE] * 2
     assert allowed.different == []
-    assert {one.row.name for one in compare(stock, near).different} == {"gradient a", "random.python"}
-    assert {one.row.name for one in compare(stock, far, {"rerun": yardstick}).different} == {"gradient a"}
-    gone = compare(stock, arm("e", 0.0, shorter=True), {"rerun": arm("f", 0.0, shorter=True)})
+    assert {one.row.name for one in compare_runs(stock, near).different} == {"gradient a", "random.python"}
+    assert {one.row.name for one in compare_runs(stock, far, {"rerun": yardstick}).different} == {"gradient a"}
+    gone = compare_runs(stock, arm("e", 0.0, shorter=True), {"rerun": arm("f", 0.0, shorter=True)})
     assert [one.row.verdict for one in gone.findings] == [Verdict.WITHIN_NOISE]
 
 
 def test_a_yardstick_that_went_another_way_allows_nothing(record):
     stock, patched = record("a", turns(3)), record("b", turns(3, **{"gradient a": value(more=1e-3)}))
     wild = turns(3, **{"gradient a": value(more=1.0)})
-    assert not compare(stock, patched, {"rerun": record("c", wild)}).different
+    assert not compare_runs(stock, patched, {"rerun": record("c", wild)}).different
     wild[:2] = wild[1::-1]  # what follows stands where stock's does, but is not known to be the same
-    assert compare(stock, patched, {"rerun": record("d", wild)}).different
+    assert compare_runs(stock, patched, {"rerun": record("d", wild)}).different
 
 
 def test_large_tensors_are_judged_by_their_sums():
@@ -222,7 +222,7 @@ def test_large_tensors_are_judged_by_their_sums():
     assert row(1e-2, yardstick=0.4e-2) is Verdict.DIFFERENT
     zeros, signed = torch.zeros(WHOLE + 1), torch.zeros(WHOLE + 1)
     signed[3] = -0.0
-    (found,) = compare_values({"a": keep(zeros)}, {"a": keep(signed)}, {})
+    (found,) = compare_values({"a": keep_value(zeros)}, {"a": keep_value(signed)}, {})
     assert (found.verdict, found.max_abs_diff) == (Verdict.WITHIN_NOISE, 0.0)
 
 
@@ -239,10 +239,10 @@ def test_a_nan_is_different_wherever_it_comes(record):
     [
         ({"a": value()}, {}, "missing in the patched run"),
         ({}, {"a": value()}, "stock has no such value"),
-        ({"a": value()}, {"a": keep(torch.ones(4).half())}, "float32 [4] became float16 [4]"),
-        ({"a": keep(None)}, {"a": value()}, "none became float32 [4]"),
-        ({"a": text("x")}, {"a": text("y")}, "x became y"),
-        ({"a": keep(1)}, {"a": keep(1.0)}, "int became float"),
+        ({"a": value()}, {"a": keep_value(torch.ones(4).half())}, "float32 [4] became float16 [4]"),
+        ({"a": keep_value(None)}, {"a": value()}, "none became float32 [4]"),
+        ({"a": keep_text("x")}, {"a": keep_text("y")}, "x became y"),
+        ({"a": keep_value(1)}, {"a": keep_value(1.0)}, "int became float"),
     ],
 )
 def test_what_cannot_be_subtracted_is_different(stock, patched, note):
@@ -252,7 +252,7 @@ def test_what_cannot_be_subtracted_is_different(stock, patched, note):
 
 def losses(*numbers):
     """A loss and a step for each number."""
-    return [event for n in numbers for event in ((BACKWARD, {"loss": keep(n)}), (STEP, {"parameter a": value()}))]
+    return [event for n in numbers for event in ((BACKWARD, {"loss": keep_value(n)}), (STEP, {"parameter a": value()}))]
 
 
 @pytest.mark.parametrize(
@@ -266,5 +266,5 @@ def losses(*numbers):
 def test_the_noise_of_a_loss_is_that_of_all_ranks_so_far(record, patched, different):
     stock = record("a", *[losses(1.0, 1.0, 1.0)] * 2)
     rerun = record("b", losses(1.0, 1.01, 1.0), losses(1.0, 1.0, 1.0))
-    compared = compare(stock, record("c", *(losses(*numbers) for numbers in patched)), {"rerun": rerun})
+    compared = compare_runs(stock, record("c", *(losses(*numbers) for numbers in patched)), {"rerun": rerun})
     assert [(one.process, one.step) for one in compared.different] == different

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ovpatch.insight.verify.verify import why
+from ovpatch.insight.verify.verify import find_failure
 
 LOG = """step 1
 [rank1]: Traceback (most recent call last):
@@ -21,19 +21,19 @@ torch.distributed.elastic.multiprocessing.errors.ChildFailedError:
 
 
 def test_the_first_traceback_of_the_script():
-    assert why(LOG).splitlines() == [LOG.splitlines()[line] for line in (1, 2, 4, 5)]
+    assert find_failure(LOG).splitlines() == [LOG.splitlines()[line] for line in (1, 2, 4, 5)]
 
 
 def test_a_launchers_traceback_alone_is_not_it():
     log = LOG[LOG.index("Traceback (most recent call last):\n  File") :]
-    assert why(log, 2).splitlines() == log.splitlines()[-2:]
-    assert why("a\nb\nc", 2) == "b\nc"
-    assert why("") == ""
+    assert find_failure(log, 2).splitlines() == log.splitlines()[-2:]
+    assert find_failure("a\nb\nc", 2) == "b\nc"
+    assert find_failure("") == ""
 
 
 def test_a_deep_traceback_keeps_its_two_ends():
     frames = "".join(f'  File "f.py", line {n}\n' for n in range(500))
-    short = why(f"Traceback (most recent call last):\n{frames}ValueError: x\n").splitlines()
+    short = find_failure(f"Traceback (most recent call last):\n{frames}ValueError: x\n").splitlines()
     assert len(short) < 30
     assert short[-1] == "ValueError: x"
     assert short[1].endswith("line 0")

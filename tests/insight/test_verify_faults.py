@@ -9,7 +9,7 @@ import pytest
 
 from ovpatch.insight import arms
 from ovpatch.insight.verify import recording
-from ovpatch.insight.verify.compare import Compared, compare
+from ovpatch.insight.verify.compare import RunComparison, compare_runs
 from ovpatch.insight.verify.verify import WORKER, Request
 from tests.insight import faults
 from tests.support.environment import cleaned
@@ -26,18 +26,18 @@ class Arms:
     request: Request
 
     def run(self, name: str, features: str = arms.STOCK) -> arms.Outcome:
-        arm = self.request.arm(name, features)
-        outcome = arms.run(arm, self.request.command, WORKER, self.request.out, timeout=60.0)
-        assert outcome.code == 0, outcome.tail(40)
+        arm = self.request.make_arm(name, features)
+        outcome = arms.run_arm(arm, self.request.command, WORKER, self.request.out, timeout=60.0)
+        assert outcome.code == 0, outcome.read_log_tail(40)
         return outcome
 
-    def read(self, name: str) -> recording.Run:
-        return recording.read(self.request.out / name)
+    def read(self, name: str) -> recording.RecordedRun:
+        return recording.read_recorded(self.request.out / name)
 
-    def compare(self, name: str) -> Compared:
+    def compare(self, name: str) -> RunComparison:
         outcome = self.run(name, name)
         assert outcome.exercised == [name]
-        return compare(self.read("stock"), self.read(name))
+        return compare_runs(self.read("stock"), self.read(name))
 
 
 @pytest.fixture(scope="module")

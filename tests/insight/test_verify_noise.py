@@ -11,9 +11,9 @@ from torch import Tensor
 
 from ovpatch.insight.equality import Verdict
 from ovpatch.insight.verify import recording
-from ovpatch.insight.verify.compare import Compared, Noise, Size, compare, judge
-from ovpatch.insight.verify.recording import STEP, Recorder, Run
-from ovpatch.insight.verify.values import WHOLE, keep
+from ovpatch.insight.verify.compare import Noise, RunComparison, Size, compare_runs, judge_value
+from ovpatch.insight.verify.recording import STEP, EventRecorder, RecordedRun
+from ovpatch.insight.verify.values import WHOLE, keep_value
 from tests.insight.chaos import Event, trained
 
 SEED, DRAWS = 1, 5
@@ -21,29 +21,29 @@ NONE = Size()
 
 
 @pytest.fixture(scope="module")
-def recorded(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Sequence[Event]], Run]:
+def recorded(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Sequence[Event]], RecordedRun]:
     """Return the run of one process that records events."""
 
-    def recorded(events: Sequence[Event]) -> Run:
+    def recorded(events: Sequence[Event]) -> RecordedRun:
         folder, step = tmp_path_factory.mktemp("run"), 1
-        recorder = Recorder(folder)
+        recorder = EventRecorder(folder)
         for kind, values in events:
-            recorder.add(kind, values, step=step, label="AdamW")
+            recorder.record_event(kind, values, step=step, label="AdamW")
             step += kind == STEP
-        recorder.flush()
-        return recording.read(folder)
+        recorder.flush_events()
+        return recording.read_recorded(folder)
 
     return recorded
 
 
 @pytest.fixture(scope="module", params=[torch.bfloat16, torch.float32], ids=["bfloat16", "float32"])
-def judged(request: pytest.FixtureRequest, recorded: Any) -> Callable[..., Compared]:
+def judged(request: pytest.FixtureRequest, recorded: Any) -> Callable[..., RunComparison]:
     """``judged(order, fault, draws)``: what comes of a training in another order, with a fault."""
     stock, *others = (recorded(trained(SEED, order, request.param)) for order in range(DRAWS + 1))
 
-    def judged(fault: Any = None, draws: int = DRAWS) -> Compared:
+    def judged(fault: Any = None, draws: int = DRAWS) -> RunComparison:
         patched = recorded(trained(SEED, DRAWS + 1, request.param, fault=fault))
-        return compare(stock, patched, {f"reordered {n}": run for n, run in enumerate(others[:draws])})
+        return compare_runs(stock, patched, {f"reordered {n}": run for n, run in enumerate(others[:draws])})
 
     return judged
 
@@ -104,7 +104,7 @@ def test_faults_are_found_among_noise_in_their_first_value(judged, fault):
 
 
 def steps(*values: dict[str, Tensor]) -> list[Event]:
-    return [(STEP, {name: keep(value) for name, value in each.items()}) for each in values]
+    return [(STEP, {name: keep_value(value) for name, value in each.items()}) for each in values]
 
 
 def test_noise_is_that_of_all_layers_and_steps_so_far_in_proportion(recorded):
@@ -120,17 +120,19 @@ def test_noise_is_that_of_all_layers_and_steps_so_far_in_proportion(recorded):
     stock = recorded(steps(layers(1.0, 0.1, 1.0, 0.0), layers(1.0, 8.0, 1.0, 0.0), layers(2.0, 8.0, 1.0, 0.0)))
     other = recorded(steps(layers(1.0, 0.1, 1.0, 0.0), layers(1.0, 8.0, 1.0, 0.25), layers(2.0, 8.0, 1.0, 0.125)))
     noise, events = Noise(stock, [other]), list(stock.events("rank 0"))
-    assert [noise.of(event, "gradient layers.0.w").largest for event in events] == [0.0, 0.25, 0.25]
-    assert noise.of(events[1], "gradient layers.0.w").mean == 0.125  # of four elements, one moved
-    assert noise.of(events[1], "gradient layers.1.w").largest == 0.25, "no more than any of its like moved"
-    assert noise.of(events[2], "gradient layers.1.v") == noise.of(events[2], "gradient layers.2.w") == NONE
+    assert [noise.get_noise(event, "gradient layers.0.w").largest for event in events] == [0.0, 0.25, 0.25]
+    assert noise.get_noise(events[1], "gradient layers.0.w").mean == 0.125  # of four elements, one moved
+    assert noise.get_noise(events[1], "gradient layers.1.w").largest == 0.25, "no more than any of its like moved"
+    assert (
+        noise.get_noise(events[2], "gradient layers.1.v") == noise.get_noise(events[2], "gradient layers.2.w") == NONE
+    )
     small = recorded(steps(layers(1.0, 0.1, 1.0, 0.0), layers(1.0, 0.1, 1.0, 0.0)))
     noise = Noise(small, [recorded(steps(layers(1.0, 0.1, 1.0, 0.0), layers(1.0, 0.1, 1.0, 0.25)))])
-    assert noise.of(list(small.events("rank 0"))[1], "gradient layers.1.w").largest == pytest.approx(0.025)
+    assert noise.get_noise(list(small.events("rank 0"))[1], "gradient layers.1.w").largest == pytest.approx(0.025)
 
 
 def verdict_of(stock: Tensor, patched: Tensor, *, moving: bool = True, noise: Size = NONE) -> Verdict:
-    return judge("w", keep(stock), keep(patched), [], floor=1e-6, noise=noise, moving=moving).verdict
+    return judge_value("w", keep_value(stock), keep_value(patched), [], floor=1e-6, noise=noise, moving=moving).verdict
 
 
 def test_few_elements_may_be_a_unit_off_where_the_yardstick_moved_anything():

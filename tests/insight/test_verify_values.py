@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from ovpatch.insight.verify import values
-from ovpatch.insight.verify.probes import Names, contents, strip
+from ovpatch.insight.verify.probes import ParameterNames, list_contents, strip_wrappers
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.uint8, torch.float8_e4m3fn)
 
@@ -31,7 +31,7 @@ def test_any_flipped_bit_changes_the_digest(dtype, position, bit, size):
     index = position % size
     flipped[index] ^= mask - (1 << 64) if bit % width == 63 else torch.tensor(mask).to(flipped.dtype)
     assert not torch.equal(ints, flipped)
-    both = values.digest(ints.view(dtype)), values.digest(flipped.view(dtype))
+    both = values.compute_digest(ints.view(dtype)), values.compute_digest(flipped.view(dtype))
     assert len(both[0]) == 32
     assert both[0][:16] != both[1][:16]  # each of the two sums alone sees it
     assert both[0][16:] != both[1][16:]
@@ -39,29 +39,29 @@ def test_any_flipped_bit_changes_the_digest(dtype, position, bit, size):
 
 def test_a_flipped_bit_in_any_chunk_changes_the_digest(monkeypatch):
     tensor = torch.zeros(2 * values.CHUNK + 5)
-    before = values.digest(tensor)
+    before = values.compute_digest(tensor)
     for index in (0, values.CHUNK - 1, values.CHUNK, 2 * values.CHUNK + 4):
         tensor[index] = -0.0
-        assert values.digest(tensor) != before
+        assert values.compute_digest(tensor) != before
         tensor[index] = 0.0
-    assert values.digest(tensor) == before
+    assert values.compute_digest(tensor) == before
 
 
 def test_values_that_change_places_change_the_digest():
     tensor = torch.arange(10.0)
     swapped = tensor.flip(0)
-    assert values.digest(tensor) != values.digest(swapped)
+    assert values.compute_digest(tensor) != values.compute_digest(swapped)
     far = torch.zeros(values.CHUNK * 2)
     far[0] = 1.0
-    assert values.digest(far) != values.digest(far.roll(values.CHUNK))
+    assert values.compute_digest(far) != values.compute_digest(far.roll(values.CHUNK))
 
 
 def test_the_digest_is_of_the_values_and_not_of_how_they_lie():
     tensor = torch.randn(3, 4, 5, 6)
-    assert values.digest(tensor) == values.digest(tensor.to(memory_format=torch.channels_last))
-    assert values.digest(torch.empty(0)) == values.digest(torch.empty(0, 3))
+    assert values.compute_digest(tensor) == values.compute_digest(tensor.to(memory_format=torch.channels_last))
+    assert values.compute_digest(torch.empty(0)) == values.compute_digest(torch.empty(0, 3))
     number = torch.tensor([1 + 2j])
-    assert values.digest(number.conj()) == values.digest(torch.tensor([1 - 2j]))
+    assert values.compute_digest(number.conj()) == values.compute_digest(torch.tensor([1 - 2j]))
 
 
 # --- sketches ---
@@ -69,23 +69,25 @@ def test_the_digest_is_of_the_values_and_not_of_how_they_lie():
 
 def test_the_difference_of_sketches_is_the_sketch_of_the_difference():
     a, b = torch.randn(2, 3 * values.BUCKETS + 17, dtype=torch.float64)
-    torch.testing.assert_close(values.sketch(a) - values.sketch(b), values.sketch(a - b), rtol=0, atol=1e-12)
+    torch.testing.assert_close(
+        values.compute_sketch(a) - values.compute_sketch(b), values.compute_sketch(a - b), rtol=0, atol=1e-12
+    )
 
 
 def test_noise_keeps_its_size_and_a_lone_difference_is_spread_thin():
     noise = torch.randn(1000 * values.BUCKETS)
-    assert 0.9 < values.sketch(noise).std() < 1.1
+    assert 0.9 < values.compute_sketch(noise).std() < 1.1
     lone = torch.zeros(100 * values.BUCKETS)
     lone[12345] = 1.0
-    assert values.sketch(lone).abs().max() == 0.1
-    assert values.sketch(lone).count_nonzero() == 1
+    assert values.compute_sketch(lone).abs().max() == 0.1
+    assert values.compute_sketch(lone).count_nonzero() == 1
 
 
 def test_signs_differ_between_chunks():
     period = torch.ones(2 * values.CHUNK)
     period[values.CHUNK :] = -1  # would cancel out if all chunks had the same signs
     rows = 2 * values.CHUNK // values.BUCKETS
-    assert (values.sketch(period) * rows**0.5).abs().max() > 4
+    assert (values.compute_sketch(period) * rows**0.5).abs().max() > 4
 
 
 def test_a_nan_does_not_swallow_what_is_beside_it():
@@ -93,11 +95,13 @@ def test_a_nan_does_not_swallow_what_is_beside_it():
     tensor[7] = float("nan")
     other = tensor.clone()
     other[7 + values.BUCKETS] += 1
-    assert values.not_finite(tensor) == values.not_finite(other) != ""
-    assert (values.sketch(tensor) - values.sketch(other)).abs().max().item() == pytest.approx(0.5, abs=1e-6)
+    assert values.describe_nonfinite(tensor) == values.describe_nonfinite(other) != ""
+    assert (values.compute_sketch(tensor) - values.compute_sketch(other)).abs().max().item() == pytest.approx(
+        0.5, abs=1e-6
+    )
     moved = tensor.roll(1)
-    assert values.not_finite(moved) != values.not_finite(tensor)
-    assert values.not_finite(torch.tensor([1.0])) == ""
+    assert values.describe_nonfinite(moved) != values.describe_nonfinite(tensor)
+    assert values.describe_nonfinite(torch.tensor([1.0])) == ""
 
 
 # --- values ---
@@ -105,41 +109,41 @@ def test_a_nan_does_not_swallow_what_is_beside_it():
 
 def test_small_tensors_are_copies_and_large_ones_are_folded():
     small = torch.ones(3)
-    kept = values.keep(small)
+    kept = values.keep_value(small)
     small.add_(1)
     assert kept.values.tolist() == [1.0, 1.0, 1.0]
     assert (kept.form, kept.folded) == ("float32 [3]", False)
-    large = values.keep(torch.ones(values.WHOLE + 1))
+    large = values.keep_value(torch.ones(values.WHOLE + 1))
     assert large.folded
     assert large.values.shape == (values.BUCKETS,)
 
 
 @pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor", "ignore:The PyTorch API of nested")
 def test_of_what_cannot_be_read_only_the_class_is_kept():
-    assert values.keep(torch.empty(3, device="meta")).form == values.UNREAD
-    assert values.keep(object()).form == values.UNREAD
-    assert values.keep(nn.parameter.UninitializedParameter()).form == values.UNREAD
-    assert values.keep(torch.nested.nested_tensor([torch.ones(1), torch.ones(2)])).form == values.UNREAD
-    assert values.keep(torch.quantize_per_tensor(torch.ones(2), 0.1, 0, torch.qint8)).form == values.UNREAD
-    assert values.keep(None).form == "none"
+    assert values.keep_value(torch.empty(3, device="meta")).form == values.UNREAD
+    assert values.keep_value(object()).form == values.UNREAD
+    assert values.keep_value(nn.parameter.UninitializedParameter()).form == values.UNREAD
+    assert values.keep_value(torch.nested.nested_tensor([torch.ones(1), torch.ones(2)])).form == values.UNREAD
+    assert values.keep_value(torch.quantize_per_tensor(torch.ones(2), 0.1, 0, torch.qint8)).form == values.UNREAD
+    assert values.keep_value(None).form == "none"
 
 
 def test_large_tensors_of_eight_bit_floats():
     tensor = torch.ones(20_000).to(torch.float8_e4m3fn)
-    kept = values.keep(tensor)
+    kept = values.keep_value(tensor)
     assert (kept.form, kept.folded, kept.not_finite) == ("float8_e4m3fn [20000]", True, "")
     tensor[7] = float("nan")
-    assert values.keep(tensor).not_finite.startswith("1 not finite")
+    assert values.keep_value(tensor).not_finite.startswith("1 not finite")
 
 
 def test_a_sparse_gradient_equals_the_dense_one():
     dense = torch.tensor([[0.0, 1.0], [0.0, 0.0]])
-    assert values.keep(dense.to_sparse()).digest == values.keep(dense).digest
+    assert values.keep_value(dense.to_sparse()).digest == values.keep_value(dense).digest
 
 
 def test_keeping_draws_no_random_number_and_builds_no_graph():
     before = torch.get_rng_state()
-    kept = values.keep(torch.ones(values.WHOLE + 1, requires_grad=True) * 2)
+    kept = values.keep_value(torch.ones(values.WHOLE + 1, requires_grad=True) * 2)
     assert torch.equal(torch.get_rng_state(), before)
     assert not kept.values.requires_grad
 
@@ -148,8 +152,8 @@ def test_keeping_draws_no_random_number_and_builds_no_graph():
 
 
 def test_wrappers_are_stripped_and_the_models_own_names_are_not():
-    assert strip("module._orig_mod.net.module.0.weight") == "net.module.0.weight"
-    assert strip("_orig_mod.blocks.0._orig_mod.bias") == "blocks.0.bias"
+    assert strip_wrappers("module._orig_mod.net.module.0.weight") == "net.module.0.weight"
+    assert strip_wrappers("_orig_mod.blocks.0._orig_mod.bias") == "blocks.0.bias"
 
 
 def test_parameters_are_named_by_the_model_or_by_their_place():
@@ -158,31 +162,31 @@ def test_parameters_are_named_by_the_model_or_by_their_place():
     wrapper.module = model
     lone = nn.Parameter(torch.ones(1))
     optimizer = torch.optim.SGD([{"params": list(model.parameters())}, {"params": [lone]}], lr=0.1)
-    names = Names()
-    found = [name for name, _ in names.of(optimizer, 0)]
+    names = ParameterNames()
+    found = [name for name, _ in names.name_parameters(optimizer, 0)]
     assert found == ["0.weight", "0.bias", "1.weight", "1.bias", "optimizer0.param_groups[1].params[0]"]
-    assert [name for name, _ in names.buffers(0)] == ["1.running_mean", "1.running_var", "1.num_batches_tracked"]
+    assert [name for name, _ in names.list_buffers(0)] == ["1.running_mean", "1.running_var", "1.num_batches_tracked"]
     other = nn.Linear(2, 2)
     twin = nn.Sequential(other)
     second = torch.optim.SGD(twin.parameters(), lr=0.1)
-    assert [name for name, _ in names.of(second, 1)] == ["optimizer1:0.weight", "optimizer1:0.bias"]
+    assert [name for name, _ in names.name_parameters(second, 1)] == ["optimizer1:0.weight", "optimizer1:0.bias"]
     later = nn.Linear(2, 2)
     second.add_param_group({"params": list(later.parameters())})
-    assert [name for name, _ in names.of(second, 1)][2:] == ["weight", "bias"]
+    assert [name for name, _ in names.name_parameters(second, 1)][2:] == ["weight", "bias"]
 
 
 def test_parameters_that_no_optimizer_holds_are_known_as_frozen():
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2), nn.Linear(2, 2))
     model[2].weight = model[1].weight
-    names = Names()
-    names.of(torch.optim.SGD(model[0].parameters(), lr=0.1), 0)
-    assert [(name, id(found)) for name, found in names.frozen(0)] == [
+    names = ParameterNames()
+    names.name_parameters(torch.optim.SGD(model[0].parameters(), lr=0.1), 0)
+    assert [(name, id(found)) for name, found in names.list_frozen(0)] == [
         ("1.weight", id(model[1].weight)),
         ("1.bias", id(model[1].bias)),
         ("2.bias", id(model[2].bias)),
     ]
-    names.of(torch.optim.SGD(model[2].parameters(), lr=0.1), 1)
-    assert [name for name, _ in names.frozen(0)] == ["1.bias"]
+    names.name_parameters(torch.optim.SGD(model[2].parameters(), lr=0.1), 1)
+    assert [name for name, _ in names.list_frozen(0)] == ["1.bias"]
 
 
 def test_two_wrappers_of_one_model_and_two_models_with_the_same_names():
@@ -191,21 +195,23 @@ def test_two_wrappers_of_one_model_and_two_models_with_the_same_names():
     for wrapper in wrappers:
         wrapper.module = model
     optimizer = torch.optim.SGD([*model.parameters(), *twin.parameters()], lr=0.1)
-    names = Names()
-    assert {name for name, _ in names.of(optimizer, 0)} == {
+    names = ParameterNames()
+    assert {name for name, _ in names.name_parameters(optimizer, 0)} == {
         "weight", "bias", "optimizer0:weight", "optimizer0:bias"
     }  # fmt: skip
-    found = [(name.rstrip("'"), id(buffer)) for name, buffer in names.buffers(0)]
+    found = [(name.rstrip("'"), id(buffer)) for name, buffer in names.list_buffers(0)]
     assert len(found) == 6
     assert set(found) == {(name, id(buffer)) for net in (model, twin) for name, buffer in net.named_buffers()}
 
 
 def test_a_name_is_not_given_twice_even_when_its_parameter_is_gone():
-    names = Names()
+    names = ParameterNames()
     for expected in ("weight", "optimizer1:weight", "optimizer1:weight'"):
         net = nn.Linear(1, 1, bias=False)
         index = 0 if expected == "weight" else 1
-        assert [name for name, _ in names.of(torch.optim.SGD(net.parameters(), lr=0.1), index)] == [expected]
+        assert [name for name, _ in names.name_parameters(torch.optim.SGD(net.parameters(), lr=0.1), index)] == [
+            expected
+        ]
         del net
         gc.collect()
 
@@ -216,7 +222,7 @@ def test_a_name_is_not_given_twice_even_when_its_parameter_is_gone():
 def test_the_contents_of_a_checkpoint_by_key():
     saved = {"model": {"w": torch.ones(2, 3)}, "steps": [1, 2.0], "none": {}, "net": nn.Linear(1, 1, bias=False)}
     saved["lazy"] = torch.ones(4, device="meta")
-    kept = contents(saved)
+    kept = list_contents(saved)
     found = {name: one.digest if one.form == "text" else one.form for name, one in kept.items()}
     assert torch.equal(kept["model.w"].values, torch.ones(2, 3))
     assert found == {
@@ -229,4 +235,4 @@ def test_the_contents_of_a_checkpoint_by_key():
     }
     round_trip: list[object] = []
     round_trip.append(round_trip)
-    assert contents(round_trip)["0"].digest == "list"
+    assert list_contents(round_trip)["0"].digest == "list"

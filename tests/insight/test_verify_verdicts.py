@@ -13,9 +13,9 @@ from ovpatch.insight import arms
 from ovpatch.insight.arms import Outcome
 from ovpatch.insight.verify import table
 from ovpatch.insight.verify import verify as verifying
-from ovpatch.insight.verify.recording import BACKWARD, SCALE, STEP, Recorder
-from ovpatch.insight.verify.values import keep
-from ovpatch.insight.verify.verify import Request, Verdict
+from ovpatch.insight.verify.recording import BACKWARD, SCALE, STEP, EventRecorder
+from ovpatch.insight.verify.values import keep_value
+from ovpatch.insight.verify.verify import Conclusion, Request
 from ovpatch.session.report import NEVER_CALLED
 
 STOCK = 1.0
@@ -44,12 +44,12 @@ def verify(tmp_path, monkeypatch):
             name = f"{arm.name}-strict" if arm.details["deterministic"] and arm.details["strict"] else arm.name
             return Outcome(arm, folder, log, **{"code": 0, "seconds": 1.0, **(ends or {}).get(name, {})})
 
-        monkeypatch.setattr(arms, "run", run)
+        monkeypatch.setattr(arms, "run_arm", run)
         out = tmp_path / f"out-{len(list(tmp_path.iterdir()))}"
         out.mkdir()
         result = verifying.verify(Request(["train"], out, noise=noise))
         printed = io.StringIO()
-        table.show(result, Console(width=150, file=printed))
+        table.print_result(result, Console(width=150, file=printed))
         json.dumps(result.to_json())
         return result, printed.getvalue()
 
@@ -73,14 +73,16 @@ def _report(folder, features, calls, states, says):
 
 
 def _record(folder, value):
-    recorder = Recorder(folder)
+    recorder = EventRecorder(folder)
     if value is SKIPPED:
-        recorder.add(STEP, {"parameter w": keep(torch.zeros(4))}, step=1)
-        recorder.add(SCALE, {}, step=1)
-        recorder.flush()
+        recorder.record_event(STEP, {"parameter w": keep_value(torch.zeros(4))}, step=1)
+        recorder.record_event(SCALE, {}, step=1)
+        recorder.flush_events()
     for step in () if value in (None, SKIPPED) else (1, 2):
-        recorder.add(STEP, {"parameter w": keep(torch.full((4,), value if step == 2 else 0.0))}, step=step)
-        recorder.flush()
+        recorder.record_event(
+            STEP, {"parameter w": keep_value(torch.full((4,), value if step == 2 else 0.0))}, step=step
+        )
+        recorder.flush_events()
     if value is not None:
         (folder / "beat-1").write_text("2")
 
@@ -91,7 +93,7 @@ def values(**given):
 
 def test_bitwise_equal_needs_no_yardstick(verify):
     result, text = verify(["a"], values())
-    assert (result.verdict, list(result.outcomes)) == (Verdict.BITWISE, ["stock", "patched"])
+    assert (result.verdict, list(result.outcomes)) == (Conclusion.BITWISE, ["stock", "patched"])
     assert text.startswith("bitwise equal: 2 steps, 1 rank, 2 values\n")
     assert "calls 1" in text
     assert "ended by itself before step 5" in text
@@ -99,14 +101,14 @@ def test_bitwise_equal_needs_no_yardstick(verify):
 
 def test_the_yardsticks_run_when_asked(verify):
     result, text = verify(["a"], values(reordered=1.5), noise=True)
-    assert result.verdict is Verdict.BITWISE
+    assert result.verdict is Conclusion.BITWISE
     assert result.noise == {"rerun": "all bits equal", "reordered": "1 of 2 values moved, by up to 0.5"}
     assert "moved, by up to 0.5" in text
 
 
 def test_within_twice_the_yardstick_it_is_noise(verify):
     result, text = verify(["a"], values(patched=1.9, reordered=1.5))
-    assert (result.verdict, result.verdict.code) == (Verdict.NOISE, 0)
+    assert (result.verdict, result.verdict.code) == (Conclusion.NOISE, 0)
     assert list(result.outcomes) == ["stock", "patched", "rerun", "reordered"]
     assert text.startswith("equal within noise: 2 steps")
     assert "0.9" in text
@@ -114,7 +116,7 @@ def test_within_twice_the_yardstick_it_is_noise(verify):
 
 def test_beyond_it_is_different_and_one_feature_alone_is_to_blame(verify):
     result, text = verify(["a"], values(patched=2.1, reordered=1.5))
-    assert (result.verdict, result.blamed) == (Verdict.DIFFERENT, ["a"])
+    assert (result.verdict, result.blamed) == (Conclusion.DIFFERENT, ["a"])
     assert "rerun" in result.outcomes
     assert text.startswith("different: first in 'parameter w' at step 2 on rank 0, because of a\n")
 
@@ -131,39 +133,39 @@ def test_two_features_that_differ_only_together_are_both_named(verify):
 
 def test_no_single_feature(verify):
     result, text = verify(["a", "b"], values(patched=2.0, without_a=2.0, without_b=2.0))
-    assert (result.verdict, result.blamed) == (Verdict.DIFFERENT, [])
+    assert (result.verdict, result.blamed) == (Conclusion.DIFFERENT, [])
     assert "No single feature is to blame" in text
 
 
 def test_a_script_that_does_not_repeat_itself_is_told_so(verify):
     result, text = verify(["a"], values(patched=1.2, rerun=1.1))
-    assert result.verdict is Verdict.NOISE
+    assert result.verdict is Conclusion.NOISE
     assert "The script does not repeat itself" in text
     assert "'parameter w' on rank 0" in text
 
 
 def test_a_script_that_does_not_repeat_itself_is_judged_with_deterministic_algorithms(verify):
     result, text = verify(["a"], values(patched=2.0, rerun=1.1))
-    assert (result.verdict, list(result.outcomes)) == (Verdict.BITWISE, ["stock", "patched"])
+    assert (result.verdict, list(result.outcomes)) == (Conclusion.BITWISE, ["stock", "patched"])
     assert "The patched run differed in 1 value by more than that, so all of them ran again" in " ".join(text.split())
     assert result.outcomes["patched"].folder.parent.name == "deterministic"
 
 
 def test_what_differs_with_deterministic_algorithms_too_is_different(verify):
     result, text = verify(["a"], values(patched=2.0, rerun=1.1, patched_deterministic=2.0))
-    assert (result.verdict, result.blamed) == (Verdict.DIFFERENT, ["a"])
+    assert (result.verdict, result.blamed) == (Conclusion.DIFFERENT, ["a"])
     result, text = verify(["a"], values(patched=2.0, rerun=1.1, patched_deterministic=2.0, rerun_deterministic=1.1))
-    assert result.verdict is Verdict.DIFFERENT
+    assert result.verdict is Conclusion.DIFFERENT
     assert "Give it seeds." in " ".join(text.split())
 
 
 def test_what_stays_unsteady_is_judged_by_more_stock_runs(verify):
     moving = {"patched": 2.0, "rerun": 1.1, "patched_deterministic": 1.5, "rerun_deterministic": 1.1}
     result, _ = verify(["a"], values(**moving, rerun_2_deterministic=1.2, rerun_3_deterministic=1.3))
-    assert result.verdict is Verdict.NOISE
+    assert result.verdict is Conclusion.NOISE
     assert list(result.outcomes) == ["stock", "patched", "rerun", "reordered", "rerun-2", "rerun-3"]
     result, _ = verify(["a"], values(**moving, rerun_2_deterministic=1.2, rerun_3_deterministic=1.2))
-    assert (result.verdict, result.blamed) == (Verdict.DIFFERENT, ["a"])
+    assert (result.verdict, result.blamed) == (Conclusion.DIFFERENT, ["a"])
     assert [name for name in result.outcomes if name.startswith("rerun")] == [
         f"rerun{n}" for n in ("", *("-2", "-3", "-4", "-5"))
     ]
@@ -171,7 +173,7 @@ def test_what_stays_unsteady_is_judged_by_more_stock_runs(verify):
 
 def test_matrix_products_are_reordered_for_features_that_reorder_them(verify):
     result, _ = verify(["products"], values(patched=1.9, reordered=1.5))
-    assert result.verdict is Verdict.NOISE
+    assert result.verdict is Conclusion.NOISE
     assert [outcome.arm.details.get("pieces") for outcome in result.outcomes.values()] == [None, None, None, 2]
     result, _ = verify(["a"], values(patched=1.9, reordered=1.5))
     assert result.outcomes["reordered"].arm.details["pieces"] == 0
@@ -181,27 +183,27 @@ def test_matrix_products_are_reordered_for_features_that_reorder_them(verify):
 
 def test_they_are_reordered_more_often_as_long_as_chance_may_explain_a_difference(verify):
     result, _ = verify(["products"], values(patched=1.9, reordered=1.1, reordered_2=1.2, reordered_3=1.5))
-    assert (result.verdict, list(result.outcomes)[-1]) == (Verdict.NOISE, "reordered-3")
+    assert (result.verdict, list(result.outcomes)[-1]) == (Conclusion.NOISE, "reordered-3")
     assert not any(outcome.arm.details["deterministic"] for outcome in result.outcomes.values())
     assert list(result.noise) == ["rerun", "reordered", "reordered 2", "reordered 3"]
     pieces = [outcome.arm.details.get("pieces", 0) for outcome in result.outcomes.values()]
     assert pieces == [0, 0, 0, 2, 3, 4]
     result, _ = verify(["products"], values(patched=1.9, reordered=1.1))
-    assert (result.verdict, list(result.outcomes)[-1]) == (Verdict.DIFFERENT, "reordered-5")
+    assert (result.verdict, list(result.outcomes)[-1]) == (Conclusion.DIFFERENT, "reordered-5")
 
 
 def test_other_sums_over_ranks_are_drawn_again_where_they_move_anything(verify):
     result, _ = verify(["a"], values(patched=1.9, reordered=1.1, reordered_2=1.5))
-    assert (result.verdict, list(result.outcomes)[-1]) == (Verdict.NOISE, "reordered-2")
+    assert (result.verdict, list(result.outcomes)[-1]) == (Conclusion.NOISE, "reordered-2")
     turns = [outcome.arm.details.get("reorder", 0) for outcome in result.outcomes.values()]
     assert turns == [0, 0, 0, 1, 2]
     result, _ = verify(["a"], values(patched=1.9))
-    assert (result.verdict, list(result.outcomes)) == (Verdict.DIFFERENT, ["stock", "patched", "rerun", "reordered"])
+    assert (result.verdict, list(result.outcomes)) == (Conclusion.DIFFERENT, ["stock", "patched", "rerun", "reordered"])
 
 
 def test_a_difference_that_chance_cannot_explain_needs_no_more_runs(verify):
     result, _ = verify(["products"], values(patched=1.9, reordered=1.001))
-    assert (result.verdict, list(result.outcomes)[-1]) == (Verdict.DIFFERENT, "reordered")
+    assert (result.verdict, list(result.outcomes)[-1]) == (Conclusion.DIFFERENT, "reordered")
 
 
 def test_operations_without_a_deterministic_form_are_warned_of(verify):
@@ -209,7 +211,7 @@ def test_operations_without_a_deterministic_form_are_warned_of(verify):
     logs = {"stock": "RuntimeError: cumsum_cuda_kernel does not have a deterministic implementation, but you set"}
     ends = {"stock-strict": {"code": 1}}
     result, text = verify(["a"], values(patched=2.0, rerun=1.1), logs=logs, ends=ends)
-    assert result.verdict is Verdict.BITWISE
+    assert result.verdict is Conclusion.BITWISE
     assert result.outcomes["patched"].folder.parent.name == "warned"
     assert "operations of which torch has no such form" in " ".join(text.split())
     result, _ = verify(["a"], values(patched=2.0, rerun=1.1), ends=ends)
@@ -218,59 +220,63 @@ def test_operations_without_a_deterministic_form_are_warned_of(verify):
 
 def test_nothing_that_was_on_means_not_exercised_whatever_differs(verify):
     result, text = verify(["a"], values(patched=2.0), calls=0, states={"a": "skipped"})
-    assert result.verdict is Verdict.NOT_EXERCISED
+    assert result.verdict is Conclusion.NOT_EXERCISED
     assert "no feature was on: a skipped (r)" in text
 
 
 def test_a_counter_that_did_not_move_means_not_exercised_only_if_all_is_equal(verify):
-    assert verify(["a"], values(), calls=0)[0].verdict is Verdict.NOT_EXERCISED
+    assert verify(["a"], values(), calls=0)[0].verdict is Conclusion.NOT_EXERCISED
 
 
 def test_a_difference_counts_more_than_a_counter(verify):
-    assert verify(["a"], values(patched=2.0), calls=0)[0].verdict is Verdict.DIFFERENT
+    assert verify(["a"], values(patched=2.0), calls=0)[0].verdict is Conclusion.DIFFERENT
 
 
 def test_without_a_report_nothing_was_exercised(verify, monkeypatch):
     monkeypatch.setattr(Outcome, "report", None)
     result, text = verify([], values())
-    assert result.verdict is Verdict.NOT_EXERCISED
+    assert result.verdict is Conclusion.NOT_EXERCISED
     assert "ovpatch doctor" in text
 
 
 def test_the_end_of_what_can_be_compared_is_told(verify):
     result, text = verify(["a"], values(patched=SKIPPED, rerun=SKIPPED))
-    assert result.verdict is Verdict.NOISE
+    assert result.verdict is Conclusion.NOISE
     assert "On rank 0 nothing is compared from 'step 2 of optimizer 0 ()' at step 2 on" in text
 
 
 def test_no_step(verify):
     result, _ = verify(["a"], lambda name: None)
-    assert (result.verdict, result.verdict.code) == (Verdict.NO_STEP, 3)
+    assert (result.verdict, result.verdict.code) == (Conclusion.NO_STEP, 3)
 
 
 def test_steps_in_one_run_only_are_a_difference(verify):
     result, _ = verify(["a"], lambda name: None if name in ("stock", "rerun", "reordered") else STOCK)
-    assert result.verdict is Verdict.DIFFERENT
+    assert result.verdict is Conclusion.DIFFERENT
 
 
 @pytest.mark.parametrize(
     ("ends", "verdict", "said"),
     [
-        ({"stock": {"code": 130, "interrupted": True}}, Verdict.INTERRUPTED, "while the arm 'stock' ran"),
-        ({"stock": {"code": 1, "timed_out": True, "stacks": {7: "in f"}}}, Verdict.SCRIPT_FAILS, "rank 1 (process 7)"),
-        ({"stock": {"code": 3}}, Verdict.SCRIPT_FAILS, "it ends with exit code 3, patched with 0"),
+        ({"stock": {"code": 130, "interrupted": True}}, Conclusion.INTERRUPTED, "while the arm 'stock' ran"),
+        (
+            {"stock": {"code": 1, "timed_out": True, "stacks": {7: "in f"}}},
+            Conclusion.SCRIPT_FAILS,
+            "rank 1 (process 7)",
+        ),
+        ({"stock": {"code": 3}}, Conclusion.SCRIPT_FAILS, "it ends with exit code 3, patched with 0"),
         (
             {"stock": {"code": 3}, "patched": {"code": 3}},
-            Verdict.BITWISE,
+            Conclusion.BITWISE,
             "fails under stock PyTorch, with exit code 3",
         ),
         (
             {"patched": {"code": 3}},
-            Verdict.DIFFERENT,
+            Conclusion.DIFFERENT,
             "the patched run fails with exit code 3, as stock does not, because of a",
         ),
-        ({"patched": {"code": 1, "timed_out": True, "stacks": {7: "in f"}}}, Verdict.DIFFERENT, "stacks of rank 1"),
-        ({"rerun": {"code": 3}}, Verdict.NOISE, "The arm 'rerun' ended with exit code 3"),
+        ({"patched": {"code": 1, "timed_out": True, "stacks": {7: "in f"}}}, Conclusion.DIFFERENT, "stacks of rank 1"),
+        ({"rerun": {"code": 3}}, Conclusion.NOISE, "The arm 'rerun' ended with exit code 3"),
     ],
 )
 def test_how_arms_end(verify, ends, verdict, said):
@@ -290,7 +296,7 @@ LOG = {"reordered": "Traceback (most recent call last):\n  File\nAssertionError:
 def test_without_its_noise_a_difference_is_not_decided(verify, far, arm):
     ends, logs = {arm: {"code": 1}}, {arm: LOG["reordered"]}
     result, text = verify(["a"], values(patched=1.0 + far, **{arm: None}), ends=ends, logs=logs)
-    assert (result.verdict, result.verdict.code, result.blamed) == (Verdict.UNDECIDED, 3, [])
+    assert (result.verdict, result.verdict.code, result.blamed) == (Conclusion.UNDECIDED, 3, [])
     end = f"the arm '{arm}' failed after step 0 with exit code 1 by AssertionError, and stock did not"
     assert text.startswith("cannot decide: 1 of 2 values moved, by up to ")
     assert end in text.splitlines()[0]
@@ -304,34 +310,34 @@ def test_without_its_noise_a_difference_is_not_decided(verify, far, arm):
 def test_an_arm_that_hangs_measures_no_noise(verify):
     ends = {"reordered": {"code": 143, "timed_out": True}}
     result, text = verify(["a"], values(patched=1.5, reordered=None), ends=ends)
-    assert result.verdict is Verdict.UNDECIDED
+    assert result.verdict is Conclusion.UNDECIDED
     assert "the arm 'reordered' hung after step 0" in text
 
 
 def test_equal_bits_need_no_noise(verify):
     result, text = verify(["a"], values(reordered=None), ends=FAILED, noise=True)
-    assert result.verdict is Verdict.BITWISE
+    assert result.verdict is Conclusion.BITWISE
     assert "reordered: failed after step 0 with exit code 1" in text
 
 
 def test_that_the_patched_run_fails_needs_no_noise(verify):
     ends = {**FAILED, "patched": {"code": 3}}
     result, text = verify(["a"], values(patched=1.5, reordered=None), ends=ends)
-    assert (result.verdict, result.blamed) == (Verdict.DIFFERENT, ["a"])
+    assert (result.verdict, result.blamed) == (Conclusion.DIFFERENT, ["a"])
     assert "noise not measured" in text
 
 
 def test_a_further_arm_that_fails_leaves_a_difference_open(verify):
     moving = values(patched=1.9, reordered=1.1, reordered_2=None)
     result, text = verify(["a"], moving, ends={"reordered-2": {"code": 1}})
-    assert result.verdict is Verdict.UNDECIDED
+    assert result.verdict is Conclusion.UNDECIDED
     assert "the arm 'reordered-2' failed" in text
 
 
 @pytest.mark.parametrize("arm", ["rerun", "reordered"])
 def test_an_interruption_leaves_the_noise_unmeasured(verify, arm):
     result, text = verify(["a"], values(patched=1.5), ends={arm: {"code": 130, "interrupted": True}})
-    assert (result.verdict, result.verdict.code) == (Verdict.INTERRUPTED, 130)
+    assert (result.verdict, result.verdict.code) == (Conclusion.INTERRUPTED, 130)
     assert "1 values are not bitwise equal, noise not measured" in text
     assert "by more than noise" not in text
     assert "yardstick   not measured" in text
@@ -343,19 +349,19 @@ def test_an_interruption_leaves_the_noise_unmeasured(verify, arm):
 def test_a_feature_that_did_nothing_is_named_with_its_reason(verify):
     said = {"remarks": ["Adam had nothing to divide"], "counters": {"optimizers": 2, "steps": 0}, "work": ["steps"]}
     result, text = verify(["a", "b"], values(), says={"b": said})
-    assert result.verdict is Verdict.BITWISE
+    assert result.verdict is Conclusion.BITWISE
     assert text.startswith("bitwise equal: 2 steps, 1 rank, 2 values; b did nothing\n")
     assert "\nb           did nothing: Adam had nothing to divide\n" in text
     assert result.to_json()["idle"] == {"b": "Adam had nothing to divide"}
     result, text = verify(["b"], values(), says={"b": said})
-    assert result.verdict is Verdict.NOT_EXERCISED
+    assert result.verdict is Conclusion.NOT_EXERCISED
     assert "no feature that was on did any work (b: Adam had nothing to divide)" in text
 
 
 def test_what_was_left_to_stock_is_told(verify):
     said = {"remarks": ["LBFGS stays stock: r"], "counters": {"steps": 1, "stock_optimizers": 2}, "work": ["steps"]}
     result, text = verify(["a"], values(patched=1.9, reordered=1.5), says={"a": said})
-    assert result.verdict is Verdict.NOISE
+    assert result.verdict is Conclusion.NOISE
     assert text.splitlines()[0].endswith("; a left some work to stock")
     assert "LBFGS stays stock: r" in text
     assert result.to_json()["remarks"] == {"a": ["LBFGS stays stock: r"]}
@@ -388,7 +394,7 @@ def test_a_process_that_could_not_be_patched(verify, monkeypatch):
     failure = {"pid": 5, "rank": "1", "error": "no such feature"}
     monkeypatch.setattr(Outcome, "failures", property(lambda self: [failure] if self.arm.patched else []))
     result, text = verify(["a"], values())
-    assert (result.verdict, result.verdict.code) == (Verdict.NOT_EXERCISED, 3)
+    assert (result.verdict, result.verdict.code) == (Conclusion.NOT_EXERCISED, 3)
     assert "no such feature" in text
 
 
@@ -397,23 +403,23 @@ NAN = float("nan")
 
 @pytest.mark.parametrize(
     ("loss", "parameter", "verdict"),
-    [(NAN, NAN, Verdict.NO_STEP), (NAN, 1.0, Verdict.BITWISE), (1.0, 1.0, Verdict.BITWISE)],
+    [(NAN, NAN, Conclusion.NO_STEP), (NAN, 1.0, Conclusion.BITWISE), (1.0, 1.0, Conclusion.BITWISE)],
 )
 def test_losses_that_are_all_nan_tell_nothing(verify, monkeypatch, loss, parameter, verdict):
     def record(folder, value):
-        recorder = Recorder(folder)
-        recorder.add(BACKWARD, {"loss": keep(loss)}, step=1)
-        both = {"parameter w": keep(torch.tensor([parameter])), "parameter v": keep(torch.tensor([NAN]))}
-        recorder.add(STEP, {**both, "state w.x": keep(object())}, step=1)
-        recorder.flush()
+        recorder = EventRecorder(folder)
+        recorder.record_event(BACKWARD, {"loss": keep_value(loss)}, step=1)
+        both = {"parameter w": keep_value(torch.tensor([parameter])), "parameter v": keep_value(torch.tensor([NAN]))}
+        recorder.record_event(STEP, {**both, "state w.x": keep_value(object())}, step=1)
+        recorder.flush_events()
 
     monkeypatch.setitem(globals(), "_record", record)
     result, text = verify(["a"], values())
     assert result.verdict is verdict
-    assert ("every loss and every parameter is NaN" in text) == (verdict is Verdict.NO_STEP)
+    assert ("every loss and every parameter is NaN" in text) == (verdict is Conclusion.NO_STEP)
     told = "The answer is that of the parameters, of which 1 of 2 are finite." in " ".join(text.split())
     assert told == (loss != loss and parameter == parameter)
-    assert ("cannot be read and were not compared: 'state w.x' (object)." in text) == (verdict is Verdict.BITWISE)
+    assert ("cannot be read and were not compared: 'state w.x' (object)." in text) == (verdict is Conclusion.BITWISE)
 
 
 # --- both fail ---
@@ -423,7 +429,7 @@ FAILS = {name: {"code": 1} for name in ("stock", "patched", "rerun", "reordered"
 
 def test_a_patched_run_that_fails_earlier_than_the_script_itself_is_different(verify):
     result, text = verify(["a"], values(), ends=FAILS, beats={"patched": 1})
-    assert (result.verdict, result.blamed) == (Verdict.DIFFERENT, ["a"])
+    assert (result.verdict, result.blamed) == (Conclusion.DIFFERENT, ["a"])
     end = "the patched run fails after step 1 with exit code 1, stock after step 2 with exit code 1"
     assert text.startswith(f"different: {end}, because of a\n")
 
@@ -431,17 +437,17 @@ def test_a_patched_run_that_fails_earlier_than_the_script_itself_is_different(ve
 def test_runs_that_fail_by_the_same_exception_are_equal(verify):
     head = "Traceback (most recent call last):\n  File\n"
     raised = dict.fromkeys(FAILS, f"{head}ValueError: no data: 1\n")
-    assert verify(["a"], values(), ends=FAILS, logs=raised)[0].verdict is Verdict.BITWISE
+    assert verify(["a"], values(), ends=FAILS, logs=raised)[0].verdict is Conclusion.BITWISE
 
 
 def test_the_other_exception_is_named(verify):
     log = "[rank1]: Traceback (most recent call last):\n[rank1]:   File\n[rank1]: a.b.OddError: no\n"
     result, text = verify(["a"], values(), ends=FAILS, logs={"patched": log})
-    assert result.verdict is Verdict.DIFFERENT
+    assert result.verdict is Conclusion.DIFFERENT
     assert "with exit code 1 by a.b.OddError, stock" in text
 
 
 def test_a_script_that_fails_now_here_and_now_there(verify):
     result, text = verify(["a"], values(), ends=FAILS, beats={"patched": 1, "rerun": 1})
-    assert result.verdict is Verdict.BITWISE
+    assert result.verdict is Conclusion.BITWISE
     assert "other stock runs end elsewhere, too" in text

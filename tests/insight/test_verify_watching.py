@@ -14,10 +14,10 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from ovpatch.insight.steps import Steps
+from ovpatch.insight.steps import StepCounter
 from ovpatch.insight.verify import noise_arms, recording
-from ovpatch.insight.verify.probes import Watch
-from ovpatch.insight.verify.recording import Recorder
+from ovpatch.insight.verify.probes import ScriptRecorder
+from ovpatch.insight.verify.recording import EventRecorder
 from ovpatch.patching import PatchManager
 
 
@@ -26,19 +26,19 @@ def watched(tmp_path):
     """Call a function while it is watched; returns the events."""
 
     def watched(train):
-        recorder = Recorder(tmp_path)
-        steps = Steps(tmp_path, lambda number: recorder.flush())
-        watch = Watch(recorder, steps)
-        watch.begin()
-        steps.watch()
+        recorder = EventRecorder(tmp_path)
+        steps = StepCounter(tmp_path, lambda number: recorder.flush_events())
+        watch = ScriptRecorder(recorder, steps)
+        watch.start_recording()
+        steps.start_counting()
         try:
             train()
         finally:
-            steps.unwatch()
+            steps.stop_counting()
             watch.patches.revert()
-        recorder.flush()
-        (process,) = recording.read(tmp_path).processes
-        return list(recording.read(tmp_path).events(process))
+        recorder.flush_events()
+        (process,) = recording.read_recorded(tmp_path).processes
+        return list(recording.read_recorded(tmp_path).events(process))
 
     return watched
 
@@ -217,42 +217,42 @@ def test_what_cannot_be_read_back_is_looked_at_as_it_is_handed_over(watched, tmp
 
 
 def test_a_checkpoint_is_recorded_even_if_the_script_leaves_at_once(tmp_path):
-    recorder = Recorder(tmp_path)
-    watch = Watch(recorder, Steps(tmp_path, lambda number: None))
-    watch.begin()
+    recorder = EventRecorder(tmp_path)
+    watch = ScriptRecorder(recorder, StepCounter(tmp_path, lambda number: None))
+    watch.start_recording()
     torch.save([1], io.BytesIO())
     watch.patches.revert()  # nothing else is written from here on
-    assert [event.kind for event in recording.read(tmp_path).events("rank 0")] == ["checkpoint"]
+    assert [event.kind for event in recording.read_recorded(tmp_path).events("rank 0")] == ["checkpoint"]
 
 
 def test_a_process_keeps_its_rank_and_its_order_when_its_group_is_gone(tmp_path, monkeypatch):
-    recorder = Recorder(tmp_path)
+    recorder = EventRecorder(tmp_path)
     for step, rank in enumerate((3, 3, 0), 1):  # the last after destroy_process_group(), where RANK is not set
-        monkeypatch.setattr(recording.steps, "rank", lambda rank=rank: rank)
+        monkeypatch.setattr(recording.steps, "get_rank", lambda rank=rank: rank)
         monkeypatch.setattr(torch.distributed, "is_initialized", lambda rank=rank: rank == 3)
-        recorder.add(recording.STEP, {}, step=step)
-        recorder.flush()
-    run = recording.read(tmp_path)
+        recorder.record_event(recording.STEP, {}, step=step)
+        recorder.flush_events()
+    run = recording.read_recorded(tmp_path)
     assert list(run.processes) == ["rank 3"]
     assert [event.step for event in run.events("rank 3")] == [1, 2, 3]
 
 
 def test_events_from_before_a_process_had_its_rank_come_first(tmp_path, monkeypatch):
-    recorder = Recorder(tmp_path)
+    recorder = EventRecorder(tmp_path)
     for step, rank in enumerate((7, 3), 1):
         monkeypatch.setattr(recorder, "_know_rank", lambda rank=rank: rank)
-        recorder.add(recording.STEP, {}, step=step)
-        recorder.flush()
-    assert [event.step for event in recording.read(tmp_path).events("rank 3")] == [1, 2]
+        recorder.record_event(recording.STEP, {}, step=step)
+        recorder.flush_events()
+    assert [event.step for event in recording.read_recorded(tmp_path).events("rank 3")] == [1, 2]
 
 
 def test_children_are_told_apart_by_their_number_not_by_their_birth(tmp_path, monkeypatch):
     for number in (10, 2):
         monkeypatch.setattr(multiprocessing.process.current_process(), "_identity", (number,))
-        recorder = Recorder(tmp_path)
-        recorder.add(recording.STEP, {}, step=number)
-        recorder.flush()
-    run = recording.read(tmp_path)
+        recorder = EventRecorder(tmp_path)
+        recorder.record_event(recording.STEP, {}, step=number)
+        recorder.flush_events()
+    run = recording.read_recorded(tmp_path)
     found = {name: [event.step for event in run.events(name)] for name in run.processes}
     assert found == {"rank 0": [2], "rank 0, process 2": [10]}
 
@@ -348,19 +348,19 @@ def test_a_compiled_model_is_the_same_when_watched(watched):
 
 
 def test_events_are_written_whole_and_by_the_process_that_they_belong_to(tmp_path):
-    recorder = Recorder(tmp_path)
-    recorder.flush()
+    recorder = EventRecorder(tmp_path)
+    recorder.flush_events()
     assert list(tmp_path.iterdir()) == []
-    recorder.add(recording.BACKWARD, {}, step=1)
-    recorder.flush()
+    recorder.record_event(recording.BACKWARD, {}, step=1)
+    recorder.flush_events()
     assert [path.suffix for path in tmp_path.iterdir()] == [".pt"]
 
 
 def test_the_generators_start_from_a_number_of_the_rank(monkeypatch):
     def state(rank):
         monkeypatch.setenv("RANK", rank)
-        noise_arms.seed()
-        return {name: kept.digest for name, kept in noise_arms.digests().items()}
+        noise_arms.seed_generators()
+        return {name: kept.digest for name, kept in noise_arms.digest_generators().items()}
 
     monkeypatch.setattr(os, "register_at_fork", lambda **hooks: None)  # it could not be taken back
     kept = random.getstate(), numpy.random.get_state(), torch.get_rng_state()

@@ -97,9 +97,9 @@ def recorded(arm: str) -> list[Path]:
 
 def slim(source: Path, target: Path) -> None:
     """Keep what is read of a trace, exactly as it was written."""
-    from ovpatch.insight.timeline.trace import _USED, load
+    from ovpatch.insight.timeline.trace import _USED, load_trace
 
-    data = load(source)
+    data = load_trace(source)
     events = [
         {key: event[key] for key in ("ph", "cat", "name", "pid", "tid", "ts", "dur")} | _arguments(event)
         for event in data["traceEvents"]

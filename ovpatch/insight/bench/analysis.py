@@ -1,33 +1,16 @@
-"""Whether two kinds of runs differ, by the times of their steps.
-
-[Note: when a difference is one] Two runs of the same program never take the same time, and the steps within a run tell
-little of how far two runs are apart: memory layout, clocks and neighbours stay as they are for a whole run. So
-
-- a pair is one run of each kind, one right after the other; the order within pairs alternates, so a machine that
-  becomes slower favours neither. Its ratio is that of the medians over steps.
-- the noise is the largest ratio, less one, between medians of two runs of the same kind. Where the machine drifts, that
-  is the drift, which pairs do not see: so the noise is by how much the ratios of the pairs differ, if that is less.
-  Either counts more than once with few rounds, in which numbers may be near each other by chance (:data:`_COUNTS`). It
-  is never less than half the 95% interval that resampling the steps within the runs gives for the ratio.
-- a difference is claimed if all pairs agree on its sign and the median of their ratios is farther from one than that.
-
-On runs that differ by chance alone this claims something in at most one case of twenty (simulated in the tests), for
-any number of rounds from two on. With one round there is no noise between runs to see: something is claimed only if the
-99% interval within the runs excludes one, and it is said that the noise between runs is not known.
-
-The interval is that of a bootstrap over blocks of neighbouring steps, because a slow step seldom comes alone.
-"""
+"""The figures of a bench, whether two kinds of runs differ, and the report as text."""
 
 from __future__ import annotations
 
 import math
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from statistics import median
 from typing import Any, Final
 
-from ovpatch.insight.bench.rounds import PATCHED, STOCK, Runs
+from ovpatch.insight.bench.rounds import PATCHED, STOCK, BenchPlan, BenchRuns, Measured
+from ovpatch.session.report import render_table
 
 FASTER: Final = "faster"
 SLOWER: Final = "slower"
@@ -35,17 +18,20 @@ SAME: Final = "no difference beyond noise"
 
 _BLOCK: Final = 3  # steps
 _RESAMPLES: Final = 1000
-_COUNTS: Final = {2: (2.5, math.inf), 3: (1.25, 2.0)}  # rounds: times that each noise counts, between runs and pairs
+_COUNTS: Final = {
+    2: (2.5, math.inf),
+    3: (1.25, 2.0),
+}  # rounds: factors of the noise between runs, and of that between pairs
 
 
 @dataclass(frozen=True)
 class Spread:
-    """How the steps of one kind of run are spread, in the unit of the times.
+    """The distribution of one kind of run's steps, in the unit of the times.
 
     Attributes:
-        median: Of all steps.
-        p10: A tenth of the steps were faster.
-        p90: A tenth were slower.
+        median: Median of all steps.
+        p10: 10th percentile.
+        p90: 90th percentile.
         worst: The slowest step.
     """
 
@@ -57,14 +43,20 @@ class Spread:
 
 @dataclass(frozen=True)
 class Judgement:
-    """What one kind of run is against the other; see [Note: when a difference is one].
+    """The second kind of run against the first.
+
+    [Note: when a difference is one] A pair is one run of each kind, back to back, in alternating order; its ratio is
+    that of the medians. The noise is the largest ratio, less one, between runs of one kind, or the range of the pairs'
+    ratios if that is less (as where a machine drifts); with few rounds either counts more than once. It is at least
+    half the 95% bootstrap interval within the runs. A difference is claimed if all pairs agree on its sign and their
+    median exceeds the noise: by chance in at most one case of twenty. With one round the 99% interval must exclude one.
 
     Attributes:
         verdict: :data:`FASTER`, :data:`SLOWER` or :data:`SAME`: the second kind against the first.
         ratio: Median over pairs of (first kind's time / second kind's time); above one, the second is faster.
         pairs: The ratio of each pair.
-        noise: By how much the medians of two runs of the same kind differ, at most; None with one round.
-        threshold: How far from one a ratio has to be before anything is claimed.
+        noise: Largest difference of the medians of two runs of one kind; None with one round.
+        threshold: Least distance of the ratio from one for a claim.
         interval: With one round, the 99% interval within the runs, else None.
     """
 
@@ -76,18 +68,18 @@ class Judgement:
     interval: tuple[float, float] | None = None
 
 
-def spread(times: Sequence[float]) -> Spread:
-    """Return how times are spread.
+def compute_spread(times: Sequence[float]) -> Spread:
+    """Return the distribution of times.
 
     Raises:
         ValueError: There are none.
     """
     if not times:
         raise ValueError("no times to tell the spread of")
-    return Spread(median(times), quantile(times, 0.1), quantile(times, 0.9), max(times))
+    return Spread(median(times), compute_quantile(times, 0.1), compute_quantile(times, 0.9), max(times))
 
 
-def quantile(values: Sequence[float], share: float) -> float:
+def compute_quantile(values: Sequence[float], share: float) -> float:
     """Return the value below which a share of the values lies, interpolated between neighbours."""
     ordered = sorted(values)
     place = share * (len(ordered) - 1)
@@ -96,22 +88,22 @@ def quantile(values: Sequence[float], share: float) -> float:
     return ordered[low] + (ordered[high] - ordered[low]) * (place - low)
 
 
-def judge(first: Sequence[Sequence[float]], second: Sequence[Sequence[float]]) -> Judgement:
-    """Tell whether the second kind of run is faster or slower than the first.
+def judge_runs(first: Sequence[Sequence[float]], second: Sequence[Sequence[float]]) -> Judgement:
+    """Judge the second kind of run against the first; see [Note: when a difference is one].
 
     Args:
-        first: The times of the steps of each of its runs.
-        second: The same; runs at the same place make a pair.
+        first: Step times of each of its runs.
+        second: The same; runs at the same index make a pair.
 
     Raises:
-        ValueError: There is no pair, or there are runs without one.
+        ValueError: There is no pair, or a run has no partner.
     """
     if not first or len(first) != len(second):
         raise ValueError(f"{len(first)} and {len(second)} runs make no pairs")
     pairs = [median(a) / median(b) for a, b in zip(first, second, strict=True)]
     if len(pairs) == 1:
         return _judge_one(first[0], second[0], pairs[0])
-    low, high = interval(first, second, 0.95)
+    low, high = bootstrap_interval(first, second, 0.95)
     threshold = max(_threshold(first, second, pairs), (high - low) / 2)
     ratio = median(pairs)
     agreed = all(pair > 1 for pair in pairs) or all(pair < 1 for pair in pairs)
@@ -121,7 +113,7 @@ def judge(first: Sequence[Sequence[float]], second: Sequence[Sequence[float]]) -
 
 
 def _noise(first: Sequence[Sequence[float]], second: Sequence[Sequence[float]]) -> float:
-    return max(between_runs(first), between_runs(second))
+    return max(measure_run_noise(first), measure_run_noise(second))
 
 
 def _threshold(first: Sequence[Sequence[float]], second: Sequence[Sequence[float]], pairs: Sequence[float]) -> float:
@@ -131,7 +123,7 @@ def _threshold(first: Sequence[Sequence[float]], second: Sequence[Sequence[float
 
 
 def _judge_one(first: Sequence[float], second: Sequence[float], ratio: float) -> Judgement:
-    low, high = interval([first], [second], 0.99)
+    low, high = bootstrap_interval([first], [second], 0.99)
     return Judgement(_verdict(ratio, not low <= 1 <= high), ratio, [ratio], None, (high - low) / 2, (low, high))
 
 
@@ -141,33 +133,37 @@ def _verdict(ratio: float, claimed: bool) -> str:
     return FASTER if ratio > 1 else SLOWER
 
 
-def between_runs(runs: Sequence[Sequence[float]]) -> float:
-    """Return by which part the slowest run of a kind, by its median, exceeds the fastest."""
+def measure_run_noise(runs: Sequence[Sequence[float]]) -> float:
+    """Return the share by which the slowest run of a kind, by its median, exceeds the fastest."""
     medians = [median(run) for run in runs]
     return max(medians) / min(medians) - 1
 
 
-def interval(first: Sequence[Sequence[float]], second: Sequence[Sequence[float]], level: float) -> tuple[float, float]:
-    """Return the bootstrap interval of the median ratio over pairs, from the steps within the runs."""
-    chance = random.Random(0)  # the same numbers give the same answer
+def bootstrap_interval(
+    first: Sequence[Sequence[float]], second: Sequence[Sequence[float]], level: float
+) -> tuple[float, float]:
+    """Return the bootstrap interval of the median ratio over pairs.
+
+    Blocks of neighbouring steps are resampled, because slow steps come in groups.
+    """
+    chance = random.Random(0)  # deterministic
     ratios = [
         median(_resampled(a, chance) / _resampled(b, chance) for a, b in zip(first, second, strict=True))
         for _ in range(_RESAMPLES)
     ]
-    return quantile(ratios, (1 - level) / 2), quantile(ratios, (1 + level) / 2)
+    return compute_quantile(ratios, (1 - level) / 2), compute_quantile(ratios, (1 + level) / 2)
 
 
 def _resampled(times: Sequence[float], chance: random.Random) -> float:
-    """Return the median of as many steps, drawn in blocks of neighbours that may reach round the end."""
+    """Return the median of as many steps, drawn in blocks of neighbours that wrap around the end."""
     count = len(times)
     starts = [chance.randrange(count) for _ in range(-(-count // _BLOCK))]
     drawn = [times[(start + offset) % count] for start in starts for offset in range(_BLOCK)]
     return median(drawn[:count])
 
 
-# What devices can do at most, by their data sheets, and what a measured rate is of it.
-
-#: Dense bf16 and fp16 matrix products, FLOP/s, by a part of the device's name; the first that fits counts.
+#: Peak of dense bf16 and fp16 matrix products by data sheet, FLOP/s, by a part of the device's name; the first match
+#: counts.
 PEAKS: Final = {
     "H100 PCIe": 756e12,
     "H100 NVL": 835e12,
@@ -188,23 +184,23 @@ PEAKS: Final = {
 }
 
 HALF: Final = ("bfloat16", "float16")
-_MOSTLY: Final = 0.9  # of a step's operations: the loss and the norms of a bf16 model are done in float32
+_MOSTLY: Final = 0.9  # of a step's operations: loss and norms of a bf16 model are in float32
 
 
-def peak(device: str, flops: Mapping[str, float]) -> tuple[float | None, str]:
+def find_peak(device: str, flops: Mapping[str, float]) -> tuple[float | None, str]:
     """Return the device's peak in FLOP/s for a step in half precision, or None with the reason.
 
     Args:
-        device: Its name.
+        device: Name of the device.
         flops: Operations of the step by dtype.
     """
     total = sum(flops.values())
     half = sum(flops.get(dtype, 0) for dtype in HALF)
     if not total:
         return None, "operations were not counted"
-    if _names("MIG", device):
+    if _has_words("MIG", device):
         return None, f"{device} is a part of a device. Give --peak-tflops"
-    known = next((value for words, value in PEAKS.items() if _names(words, device)), None)
+    known = next((value for words, value in PEAKS.items() if _has_words(words, device)), None)
     if known is None:
         return None, f"the peak of {device} is not known. Give --peak-tflops"
     if half < _MOSTLY * total:
@@ -213,22 +209,19 @@ def peak(device: str, flops: Mapping[str, float]) -> tuple[float | None, str]:
     return known, ""
 
 
-def _names(words: str, device: str) -> bool:
-    """Whether the words are in the name as words, so that L4 is not found in L40."""
+def _has_words(words: str, device: str) -> bool:
+    """Whether the name contains the words as whole words: L4 does not match L40."""
     return f" {words} " in f" {device.replace('-', ' ')} "
 
 
-# The figures of a bench: one row for each kind of run, the ratio, and each feature's part.
-
-
 @dataclass(frozen=True)
-class Given:
-    """What the user said instead of having it found out.
+class UserFigures:
+    """Figures that the user gives instead of having them measured.
 
     Attributes:
-        samples: Per step over all ranks.
-        tokens: The same.
-        peak_tflops: What one device can do at most.
+        samples: Samples per step over all ranks.
+        tokens: Tokens per step over all ranks.
+        peak_tflops: Peak of one device.
     """
 
     samples: float | None = None
@@ -237,17 +230,17 @@ class Given:
 
 
 @dataclass(frozen=True)
-class Row:
+class ArmRow:
     """One kind of run, over all rounds.
 
     Attributes:
         kind: ``stock``, ``patched`` or ``without-<feature>``.
-        ms: How its steps are spread.
-        samples_per_second: Over all ranks; None if it cannot be told, as with the next three.
-        tokens_per_second: The same.
+        ms: Distribution of its steps' times.
+        samples_per_second: Over all ranks; None if unknown, as with the next three.
+        tokens_per_second: Over all ranks.
         tflops: Of one device.
-        mfu: The part of the device's peak, 0 to 1, without what is computed again.
-        memory: Bytes by kind of peak, of the rank that needs most.
+        mfu: Share of the device's peak, 0 to 1, without recomputation.
+        memory: Bytes by kind of peak, of the rank with most.
     """
 
     kind: str
@@ -260,20 +253,20 @@ class Row:
 
 
 @dataclass(frozen=True)
-class Figures:
-    """All that is told.
+class BenchFigures:
+    """All figures of a bench.
 
     Attributes:
         rows: One for each kind of run.
         judgement: Patched against stock; above one, patched is faster.
         parts: For each feature, the run without it against the patched run; above one, it makes the run faster.
-        samples: Per step over all ranks, None if unknown.
-        tokens: The same.
-        no_tflops: Why TFLOP/s cannot be told; empty if they can.
-        no_mfu: Why MFU cannot be told; empty if it can.
+        samples: Samples per step over all ranks, None if unknown.
+        tokens: Tokens per step over all ranks, None if unknown.
+        no_tflops: Why TFLOP/s are unknown; "" if they are known.
+        no_mfu: Why MFU is unknown; "" if it is known.
     """
 
-    rows: list[Row]
+    rows: list[ArmRow]
     judgement: Judgement
     parts: dict[str, Judgement]
     samples: float | None
@@ -282,13 +275,13 @@ class Figures:
     no_mfu: str
 
     def to_json(self) -> dict[str, Any]:
-        """Return it as plain data."""
+        """Return the figures as plain data."""
         return asdict(self)
 
 
-def figures(runs: Runs, given: Given) -> Figures:
-    """Work out all figures of rounds of which at least the first is whole."""
-    first = runs.of(STOCK)[0]
+def compute_figures(runs: BenchRuns, given: UserFigures) -> BenchFigures:
+    """Compute all figures of rounds of which at least the first is complete."""
+    first = runs.list_measured(STOCK)[0]
     peak, no_mfu = _peak(runs, given)
     samples = given.samples or first.samples
     tokens = given.tokens or first.tokens
@@ -296,10 +289,10 @@ def figures(runs: Runs, given: Given) -> Figures:
     useful = 1 - first.flops_again / flops if flops else None
     rows = []
     for kind in runs.kinds:
-        ms = spread([time for one in runs.of(kind) for time in one.times])
+        ms = compute_spread([time for one in runs.list_measured(kind) for time in one.times])
         rate = flops / ms.median * 1e3 if flops else None
         rows.append(
-            Row(
+            ArmRow(
                 kind,
                 ms,
                 samples_per_second=_per_second(samples, ms),
@@ -309,7 +302,7 @@ def figures(runs: Runs, given: Given) -> Figures:
                 memory=_memory(runs, kind),
             )
         )
-    return Figures(
+    return BenchFigures(
         rows=rows,
         judgement=_judge(runs, STOCK),
         parts={kind.removeprefix("without-"): _judge(runs, kind) for kind in runs.kinds if kind.startswith("without-")},
@@ -320,25 +313,176 @@ def figures(runs: Runs, given: Given) -> Figures:
     )
 
 
-def _judge(runs: Runs, kind: str) -> Judgement:
-    return judge([one.times for one in runs.of(kind)], [one.times for one in runs.of(PATCHED)])
+def _judge(runs: BenchRuns, kind: str) -> Judgement:
+    return judge_runs(
+        [one.times for one in runs.list_measured(kind)], [one.times for one in runs.list_measured(PATCHED)]
+    )
 
 
-def _peak(runs: Runs, given: Given) -> tuple[float | None, str]:
-    """Return the peak of one device in FLOP/s, or why it is not known."""
-    first = runs.of(STOCK)[0]
+def _peak(runs: BenchRuns, given: UserFigures) -> tuple[float | None, str]:
+    """Return the peak of one device in FLOP/s, or why it is unknown."""
+    first = runs.list_measured(STOCK)[0]
     if given.peak_tflops is not None:
         return given.peak_tflops * 1e12, ""
     if len(first.devices) != 1:
         return None, "the ranks have different devices. Give --peak-tflops"
-    return peak(first.devices[0], first.flops)
+    return find_peak(first.devices[0], first.flops)
 
 
 def _per_second(count: float | None, ms: Spread) -> float | None:
     return count / ms.median * 1e3 if count else None
 
 
-def _memory(runs: Runs, kind: str) -> dict[str, int]:
+def _memory(runs: BenchRuns, kind: str) -> dict[str, int]:
     """Return the median over rounds of each kind of peak."""
-    measured = runs.of(kind)
+    measured = runs.list_measured(kind)
     return {name: int(median(one.memory[name] for one in measured)) for name in measured[0].memory}
+
+
+NOTHING: Final = "nothing ran: the two arms are the same program"
+
+
+@dataclass(frozen=True)
+class _Column:
+    """One column; left out if it is empty in all rows."""
+
+    head: str
+    cell: Callable[[ArmRow], str]
+
+
+def format_verdict(runs: BenchRuns, figures: BenchFigures) -> str:
+    """Return the verdict in one line."""
+    return format_judgement(figures.judgement) if runs.exercised else NOTHING
+
+
+def format_judgement(judgement: Judgement) -> str:
+    """Return a judgement as half a sentence, such as ``1.080x faster (pairs 1.071 to 1.090; …)``."""
+    # A ratio of 0.8 reads as 1.25 times slower; the pairs are inverted with it.
+    slower = judgement.verdict == SLOWER
+    ratio, *pairs = [1 / one if slower else one for one in (judgement.ratio, *judgement.pairs)]
+    said = f"{SAME} (ratio {ratio:.3f}, " if judgement.verdict == SAME else f"{ratio:.3f}x {judgement.verdict} ("
+    if judgement.noise is not None:
+        alike = f"runs alike differ by {judgement.noise:.1%}, so more than {judgement.threshold:.1%} counts"
+        return f"{said}pairs {min(pairs):.3f} to {max(pairs):.3f}; {alike})"
+    low, high = sorted(1 / end if slower else end for end in judgement.interval or ())
+    within = f"99% interval of the steps {low:.3f} to {high:.3f}"
+    return f"{said}one pair of runs, {within}; how far two runs alike differ is not known: use --rounds 3)"
+
+
+def format_report(
+    plan: BenchPlan, runs: BenchRuns, figures: BenchFigures, *, colour: bool = False, width: int | None = None
+) -> str:
+    """Return the report below the verdict.
+
+    Args:
+        plan: The plan of the bench.
+        runs: The runs.
+        figures: Their figures.
+        colour: Whether to use terminal colours.
+        width: Columns; those of the terminal by default.
+    """
+    parts = [_table(runs, figures, colour, width)]
+    parts += [_reasons(runs)] if not runs.exercised else [_pairs(runs, figures), _features(runs, figures)]
+    remarks = [_environment(plan, runs), *_remarks(runs, figures), *runs.notes]
+    return "\n\n".join([*parts, "\n".join(f"- {remark}" for remark in remarks)])
+
+
+def _table(runs: BenchRuns, figures: BenchFigures, colour: bool, width: int | None) -> str:
+    columns = [column for column in _columns(figures) if any(column.cell(row) for row in figures.rows)]
+    rows = [tuple(column.cell(row) for column in columns) for row in figures.rows]
+    heads = [column.head for column in columns]
+    return render_table("", heads, rows, colour=colour, width=width, right=heads[1:])
+
+
+def _columns(figures: BenchFigures) -> list[_Column]:
+    kinds = dict.fromkeys(kind for row in figures.rows for kind in row.memory)
+    return [
+        _Column("arm", lambda row: row.kind),
+        _Column("ms/step", lambda row: format_number(row.ms.median)),
+        _Column("p10 to p90", lambda row: f"{format_number(row.ms.p10)} to {format_number(row.ms.p90)}"),
+        _Column("worst", lambda row: format_number(row.ms.worst)),
+        _Column("samples/s", lambda row: format_number(row.samples_per_second)),
+        _Column("tokens/s", lambda row: format_number(row.tokens_per_second)),
+        _Column("TFLOP/s", lambda row: format_number(row.tflops)),
+        _Column("MFU", lambda row: f"{row.mfu:.1%}" if row.mfu is not None else ""),
+        *(_memory_column(kind) for kind in kinds),
+    ]
+
+
+def _memory_column(kind: str) -> _Column:
+    return _Column(f"{kind} GiB", lambda row: f"{row.memory[kind] / 2**30:.2f}")
+
+
+def format_number(value: float | None) -> str:
+    """Return a number with four significant digits, "" for None."""
+    if value is None:
+        return ""
+    return f"{value:,.0f}" if value >= 1000 else f"{value:.4g}"
+
+
+def _pairs(runs: BenchRuns, figures: BenchFigures) -> str:
+    lines = ["Pairs (median of a step, stock / patched = ratio):"]
+    for place, (a, b) in enumerate(zip(runs.list_measured(STOCK), runs.list_measured(PATCHED), strict=True)):
+        order = "stock first" if place % 2 == 0 else "patched first"
+        times = f"{format_number(median(a.times))} / {format_number(median(b.times))} ms"
+        lines.append(f"  round {place + 1}, {order}: {times} = {figures.judgement.pairs[place]:.3f}")
+    return "\n".join(lines)
+
+
+def _features(runs: BenchRuns, figures: BenchFigures) -> str:
+    if len(runs.exercised) == 1:
+        return f"Only {runs.exercised[0]} did something, so its part is the whole ratio."
+    if not figures.parts:
+        return f"{', '.join(runs.exercised)} did something; --leave-one-out tells each one's part."
+    lines = ["Each feature's part (patched against patched without it):"]
+    return "\n".join([*lines, *(f"  {name}: {format_judgement(part)}" for name, part in figures.parts.items())])
+
+
+def _reasons(runs: BenchRuns) -> str:
+    if runs.report is None:
+        return "No process of the command reported that ovpatch is on in it. See `ovpatch doctor`."
+    lines = ["No counter of any feature moved in the patched run, so there was no further round:"]
+    for feature in runs.report["features"]:
+        why = "; ".join(filter(None, (feature["reason"], *feature["remarks"])))
+        lines.append(f"  {feature['name']}: {feature['state']}" + (f" ({why})" if why else ""))
+    return "\n".join(lines)
+
+
+def _environment(plan: BenchPlan, runs: BenchRuns) -> str:
+    first = runs.done[0].measured
+    ranks = f"{first.world} rank{'s' if first.world > 1 else ''}"
+    length = f"{plan.steps} steps after {plan.warmup} of warm-up"
+    rounds = max(run.round for run in runs.done)
+    order = f"{rounds} rounds ({', '.join(('A B', 'B A')[n % 2] for n in range(rounds))})" if rounds > 1 else "1 round"
+    return f"{ranks} on {', '.join(first.devices)}; torch {first.torch}; {length}; {order}"
+
+
+def _remarks(runs: BenchRuns, figures: BenchFigures) -> Iterator[str]:
+    first = runs.done[0].measured
+    clocks = f" ({_clocks(runs)} MHz at the end of a run)" if first.clocks_mhz else ""
+    yield f"times by {first.clock}; of each step the slowest rank counts; device clocks are left as they are{clocks}"
+    yield _fed(first, figures)
+    if figures.no_tflops:
+        yield f"TFLOP/s cannot be told: {figures.no_tflops}"
+        return
+    yield "TFLOP/s of one device: counted in a stock step, recomputation included, kernels unknown to torch not"
+    if figures.no_mfu:
+        yield f"MFU cannot be told: {figures.no_mfu}"
+    elif runs.list_measured(STOCK)[0].flops_again:
+        yield "MFU is without what activation checkpointing computes again"
+
+
+def _fed(first: Measured, figures: BenchFigures) -> str:
+    known = ((figures.samples, "samples"), (figures.tokens, "tokens"))
+    fed = " = ".join(f"{format_number(count)} {what}" for count, what in known if count)
+    if not fed:
+        return "samples and tokens per second cannot be told: give --samples-per-step or --tokens-per-step"
+    calls, module = first.batches
+    times = f": {calls:g} call{'' if calls == 1 else 's'} of {module} per step"
+    each = " and rank, each rank with a batch of its own" if first.world > 1 else ""
+    return f"per step {fed}{times}{each}" if module else f"per step {fed}"
+
+
+def _clocks(runs: BenchRuns) -> str:
+    seen = [clock for run in runs.done for clock in run.measured.clocks_mhz]
+    return f"{min(seen)} to {max(seen)}" if min(seen) != max(seen) else str(seen[0])

@@ -1,9 +1,4 @@
-"""Rounds: the command run stock and patched in turn, and what became of each run.
-
-[Note: order of runs] A round runs every kind once. Odd rounds run stock first, even rounds last (A B, B A, A B), so
-that what changes steadily, such as a machine that warms up, is taken from both alike. Which features can be left out is
-known after the first patched run; the runs without them follow it, and go before it in even rounds.
-"""
+"""Rounds: the command runs stock and patched in turn, and its processes' files are merged over the ranks."""
 
 from __future__ import annotations
 
@@ -28,38 +23,35 @@ from ovpatch.session import worker_reports
 WORKER: Final = "ovpatch.insight.bench.worker"
 STOCK: Final = "stock"
 PATCHED: Final = "patched"
-FEWEST: Final = 5  # steps from which a median is worth something
-SHORTEST_WARMUP: Final = 3  # steps; see the worker's note
+MIN_STEPS: Final = 5  # for a median
+MIN_WARMUP: Final = 3  # steps; operations are counted in the last of them
 
 
-def slowest_rank(ranks: Sequence[Sequence[float]]) -> list[float]:
-    """Return, for each step that all ranks have, the time of the rank that took longest."""
+def max_over_ranks(ranks: Sequence[Sequence[float]]) -> list[float]:
+    """Return the time of the slowest rank for each step that all ranks have."""
     return [max(times) for times in zip(*ranks, strict=False)]
-
-
-# What the processes of one arm left behind, put together over the ranks.
 
 
 @dataclass(frozen=True)
 class Measured:
-    """One run of the command.
+    """The measurements of one run, merged over the ranks.
 
     Attributes:
-        times: Of each measured step the time in ms of the rank that took longest.
+        times: Time of each measured step in ms, of the slowest rank.
         taken: Steps that all ranks have taken, warm-up included.
-        clock: What the times were taken with.
-        memory: Of each kind of peak the bytes of the rank that needed most.
-        samples: Per step over all ranks, None if they cannot be told.
-        tokens: The same.
+        clock: Kind of clock.
+        memory: Bytes of each kind of peak, of the rank with most.
+        samples: Samples per step over all ranks, None if unknown.
+        tokens: Tokens per step over all ranks, None if unknown.
         batches: Calls of the model per step, and the class of the model.
         flops: Operations per step and rank by dtype; empty if they were not, or could not be, counted.
-        flops_again: Those of them that activation checkpointing did a second time.
-        flops_reason: Why not.
-        devices: Their names, each once.
-        clocks_mhz: Their clocks at the end, where they could be asked.
-        torch: Its version.
+        flops_again: Those of them that activation checkpointing recomputed.
+        flops_reason: Why they were not counted.
+        devices: Names of the devices, each once.
+        clocks_mhz: Clocks of the devices at the end, where known.
+        torch: Version of torch.
         world: Number of ranks.
-        missing: Ranks that left nothing, of which nothing above tells.
+        missing: Ranks without a file.
     """
 
     times: list[float] = field(default_factory=list)
@@ -79,26 +71,26 @@ class Measured:
     missing: Sequence[int] = ()
 
     def to_json(self) -> dict[str, Any]:
-        """Return it as plain data."""
+        """Return the measurements as plain data."""
         return asdict(self)
 
-    def in_words(self) -> str:
-        """Return what was measured, in a few words."""
+    def describe(self) -> str:
+        """Return the measured times in a few words."""
         return f"{median(self.times):.4g} ms a step, worst {max(self.times):.4g}"
 
 
-def read(folder: Path) -> Measured:
-    """Put together what an arm's processes left; without any, nothing was taken."""
+def read_measured(folder: Path) -> Measured:
+    """Merge the files of an arm's processes; without files, no step was taken."""
     ranks = _one_each(worker_reports.read_reports(folder, "bench"))
     if not ranks:
         return Measured()
     flops, reason = _flops([rank["flops"] for rank in ranks])
     clocks = {rank["clock"] for rank in ranks if rank["clock"]}
-    column = "ms" if len(clocks) == 1 else "host_ms"  # what differs in kind is not compared
+    column = "ms" if len(clocks) == 1 else "host_ms"  # clocks of different kinds are not compared
     first = ranks[0]
     missing = sorted(set(range(first["world"])) - {rank["rank"] for rank in ranks})
     return Measured(
-        times=slowest_rank([rank[column] for rank in ranks]),
+        times=max_over_ranks([rank[column] for rank in ranks]),
         taken=min(rank["steps"] for rank in ranks),
         clock=clocks.pop() if len(clocks) == 1 else "host clock",
         memory={kind: max(rank["memory"].get(kind, 0) for rank in ranks) for kind in first["memory"]},
@@ -117,9 +109,9 @@ def read(folder: Path) -> Measured:
 
 
 def _one_each(files: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """Return one file for each rank: of the last elastic restart, and there of the process that took most steps.
+    """Return one file for each rank of the last elastic restart: that of the process with most steps.
 
-    A restart may be with fewer ranks; those that it has not are left out.
+    A restart may have fewer ranks; earlier ranks beyond them are left out.
     """
     by_rank: dict[int, Mapping[str, Any]] = {}
     order: Callable[[Mapping[str, Any]], tuple[int, int]] = lambda file: (file["restart"], file["steps"])  # noqa: E731
@@ -145,7 +137,7 @@ def _flops(ranks: Sequence[Mapping[str, Any] | None]) -> tuple[dict[str, float],
 
 
 @dataclass(frozen=True)
-class Plan:
+class BenchPlan:
     """What to run.
 
     Attributes:
@@ -154,7 +146,7 @@ class Plan:
         steps: Steps to measure.
         warmup: Steps before that, at least :data:`SHORTEST_WARMUP`.
         rounds: How often to run each kind.
-        features: What ``OVPATCH`` shall say in patched runs; None for what the environment says.
+        features: Value of ``OVPATCH`` in patched runs; None for that of the environment.
         timeout: Seconds without a step after which a run has hung.
         leave_one_out: Whether to run without each feature, too; None: if more than one did something.
     """
@@ -170,14 +162,14 @@ class Plan:
 
 
 @dataclass(frozen=True)
-class Run:
+class BenchRun:
     """One run that was measured.
 
     Attributes:
         kind: ``stock``, ``patched`` or ``without-<feature>``.
         round: 1, 2, ...
-        seconds: How long it took from start to end.
-        measured: What was found.
+        seconds: Duration from start to end.
+        measured: The measurements.
     """
 
     kind: str
@@ -187,23 +179,23 @@ class Run:
 
 
 @dataclass
-class Runs:
-    """What came of all rounds, or of those until there was nothing more to learn.
+class BenchRuns:
+    """All runs of a bench; only the first round if no feature was exercised.
 
     Attributes:
-        done: The runs, in their order.
-        exercised: Features that did something in the first patched run.
+        done: The runs in order.
+        exercised: Features that were exercised in the first patched run.
         report: ovpatch's report of that run, merged over its processes; None if none reported.
-        notes: What else the reader should know.
+        notes: Further remarks for the reader.
     """
 
-    done: list[Run] = field(default_factory=list)
+    done: list[BenchRun] = field(default_factory=list)
     exercised: list[str] = field(default_factory=list)
     report: dict[str, Any] | None = None
     notes: list[str] = field(default_factory=list)
 
-    def of(self, kind: str) -> list[Measured]:
-        """Return what was measured of one kind, by rounds."""
+    def list_measured(self, kind: str) -> list[Measured]:
+        """Return the measurements of one kind, by rounds."""
         return [run.measured for run in sorted(self.done, key=lambda run: run.round) if run.kind == kind]
 
     @property
@@ -220,8 +212,8 @@ class FailedError(Exception):
     """A run could not be measured.
 
     Attributes:
-        kind: Of the run.
-        outcome: What came of it.
+        kind: Kind of the run.
+        outcome: Its outcome.
     """
 
     def __init__(self, message: str, kind: str, outcome: Outcome) -> None:
@@ -230,45 +222,49 @@ class FailedError(Exception):
 
 
 class StoppedError(Exception):
-    """A signal ended us."""
+    """A signal ended the bench."""
 
 
 class Progress(Protocol):
-    """Shows how far it is."""
+    """Shows the progress of a bench."""
 
-    def begin(self, kind: str, round: int) -> None:
-        """A run begins."""
+    def start_run(self, kind: str, round: int) -> None:
+        """Show the start of a run."""
 
-    def step(self, number: int) -> None:
-        """Its slowest rank has taken this many steps."""
+    def show_step(self, number: int) -> None:
+        """Show the steps that its slowest rank has taken."""
 
-    def end(self, measured: Measured) -> None:
-        """The run has been measured."""
+    def finish_run(self, measured: Measured) -> None:
+        """Show the measurements of the run."""
 
 
-def run_all(plan: Plan, progress: Progress) -> Runs:
-    """Run all rounds; see [Note: order of runs].
+def run_rounds(plan: BenchPlan, progress: Progress) -> BenchRuns:
+    """Run all rounds.
+
+    A round runs every kind once. Odd rounds run stock first, even rounds last (A B, B A, A B), so that steady changes,
+    such as a machine that warms up, affect both alike. The features to leave out are known after the first patched run;
+    the runs without them follow it, and precede it in even rounds.
 
     Raises:
         FailedError: A run failed, hung, or took too few steps.
         StoppedError: A signal ended a run.
         ovpatch.insight.launch.NotStartedError: The command could not be started.
     """
-    return _Rounds(plan, progress).run()
+    return _Rounds(plan, progress).run_all()
 
 
 class _Rounds:
-    def __init__(self, plan: Plan, progress: Progress) -> None:
+    def __init__(self, plan: BenchPlan, progress: Progress) -> None:
         self._plan, self._progress = plan, progress
-        self._runs = Runs()
+        self._runs = BenchRuns()
         self._details = {"warmup": plan.warmup, "steps": plan.steps, "count_flops": False}
         self._kinds = {
             STOCK: Arm(STOCK, arms.STOCK, self._details),
             PATCHED: Arm(PATCHED, plan.features, self._details),
         }
 
-    def run(self) -> Runs:
-        self._runs.notes += _busy()
+    def run_all(self) -> BenchRuns:
+        self._runs.notes += _describe_load()
         self._first_round()
         if not self._runs.exercised:
             return self._runs
@@ -291,13 +287,13 @@ class _Rounds:
             self._run(arm.name, 1)
 
     def _run_counted(self) -> None:
-        """Run stock, counting operations; if it fails in the counted step, once more without."""
+        """Run stock and count its operations; if it fails in a counted step, run it once more without counting."""
         counting = Arm(STOCK, arms.STOCK, {**self._details, "count_flops": True})
         try:
             self._run(STOCK, 1, counting)
         except FailedError as error:
             counted = range(max(self._plan.warmup - 3, 1), self._plan.warmup)
-            if not error.outcome.code or arms.slowest(error.outcome.folder) not in counted:
+            if not error.outcome.code or arms.read_slowest_step(error.outcome.folder) not in counted:
                 raise
             self._run(STOCK, 1, name="stock-1-uncounted")
             run = self._runs.done.pop()
@@ -307,36 +303,38 @@ class _Rounds:
     def _run(self, kind: str, number: int, arm: Arm | None = None, name: str | None = None) -> Outcome:
         arm = replace(arm or self._kinds[kind], name=name or f"{kind}-{number}")
         plan = self._plan
-        self._progress.begin(kind, number)
-        outcome = arms.run(arm, plan.command, WORKER, plan.out, timeout=plan.timeout, progress=self._progress.step)
-        measured = read(outcome.folder)
-        _check(kind, outcome, measured, plan)
-        self._runs.done.append(Run(kind, number, outcome.seconds, measured))
+        self._progress.start_run(kind, number)
+        outcome = arms.run_arm(
+            arm, plan.command, WORKER, plan.out, timeout=plan.timeout, progress=self._progress.show_step
+        )
+        measured = read_measured(outcome.folder)
+        _check_outcome(kind, outcome, measured, plan)
+        self._runs.done.append(BenchRun(kind, number, outcome.seconds, measured))
         if len(measured.times) < plan.steps:
             self._runs.notes.append(f"{arm.name}: the script ended after {measured.taken} steps")
         if measured.missing:
             ranks = ", ".join(map(str, measured.missing))
             self._runs.notes.append(f"{arm.name}: nothing is known of rank {ranks}: no step was seen there, or its end")
-        self._progress.end(measured)
+        self._progress.finish_run(measured)
         return outcome
 
 
-def _busy() -> list[str]:
-    """Say so if others use this host before we do: the most common reason for noise."""
+def _describe_load() -> list[str]:
+    """Return a remark if the host is busy before the first run: the most common cause of noise."""
     load, cores = os.getloadavg()[0], os.cpu_count() or 1
     return [f"the host was busy before the first run: load {load:.1f} on {cores} cores"] if load > cores / 2 else []
 
 
-def _check(kind: str, outcome: Outcome, measured: Measured, plan: Plan) -> None:
-    """Raise what is to be said of a run that could not be measured."""
+def _check_outcome(kind: str, outcome: Outcome, measured: Measured, plan: BenchPlan) -> None:
+    """Raise if a run could not be measured."""
     if outcome.interrupted:
         raise StoppedError
-    problem = _problem(outcome, plan.timeout) or _too_few(measured, plan)
+    problem = _describe_problem(outcome, plan.timeout) or _describe_too_few(measured, plan)
     if problem:
         raise FailedError(f"{outcome.arm.name}: {problem}", kind, outcome)
 
 
-def _problem(outcome: Outcome, timeout: float) -> str:
+def _describe_problem(outcome: Outcome, timeout: float) -> str:
     if outcome.timed_out:
         return f"no process took a step for {timeout:g} s, so it was ended. If it is that slow, give --timeout"
     if outcome.failures:
@@ -345,36 +343,33 @@ def _problem(outcome: Outcome, timeout: float) -> str:
     return f"the command failed with exit code {outcome.code}" if outcome.code else ""
 
 
-def _too_few(measured: Measured, plan: Plan) -> str:
+def _describe_too_few(measured: Measured, plan: BenchPlan) -> str:
     found = len(measured.times)
-    if found >= FEWEST:
+    if found >= MIN_STEPS:
         return ""
     if not measured.taken:
         return (
             "no process took a step of a torch optimizer, or all ended by os._exit before it was over. bench counts "
             "calls of torch.optim.Optimizer.step(): let the script take more of them"
         )
-    needed = plan.warmup + FEWEST
+    needed = plan.warmup + MIN_STEPS
     return (
         f"the script took {measured.taken} steps, of which {plan.warmup} are warm-up, so {found} could be measured; "
-        f"the least is {FEWEST}. Let it take {needed} or more (better {plan.warmup + plan.steps}), or lower --warmup"
+        f"the least is {MIN_STEPS}. Let it take {needed} or more (better {plan.warmup + plan.steps}), or lower --warmup"
     )
 
 
-# The progress bar of a bench on a terminal.
+class ProgressBar:
+    """A bar on a terminal: ``round 2/3, patched: step 12/40`` and, above it, the results of earlier runs."""
 
-
-class Bar:
-    """Shows ``round 2/3, patched: step 12/40`` and, above it, what earlier runs measured."""
-
-    def __init__(self, plan: Plan) -> None:
+    def __init__(self, plan: BenchPlan) -> None:
         self._plan = plan
         columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
         self._progress = rich_progress.Progress(*columns, console=Console(stderr=True), transient=True)
         self._task = self._progress.add_task("", total=plan.warmup + plan.steps)
         self._name = ""
 
-    def __enter__(self) -> Bar:
+    def __enter__(self) -> ProgressBar:
         self._progress.start()
         return self
 
@@ -383,50 +378,47 @@ class Bar:
     ) -> None:
         self._progress.stop()
 
-    def begin(self, kind: str, round: int) -> None:
-        """A run begins."""
+    def start_run(self, kind: str, round: int) -> None:
+        """Show the start of a run."""
         self._name = f"round {round}/{self._plan.rounds}, {kind}"
         self._progress.reset(self._task, description=f"{self._name}: starting")
 
-    def step(self, number: int) -> None:
-        """Its slowest rank has taken this many steps."""
+    def show_step(self, number: int) -> None:
+        """Show the steps that its slowest rank has taken."""
         words = f"{self._name}: step {number}/{self._plan.warmup + self._plan.steps}"
         self._progress.update(self._task, completed=number, description=words)
 
-    def end(self, measured: Measured) -> None:
-        """The run has been measured."""
-        self._progress.print(f"{self._name}: {measured.in_words()}", highlight=False)
+    def finish_run(self, measured: Measured) -> None:
+        """Show the measurements of the run."""
+        self._progress.print(f"{self._name}: {measured.describe()}", highlight=False)
 
 
-# How far a bench is, on stderr: a bar on a terminal, a line for each run elsewhere.
+class _ProgressLines:
+    """Lines in a log: one at the start of a run, and one with its result."""
 
-
-class _Lines:
-    """For logs: one line as a run begins, and its result."""
-
-    def __init__(self, plan: Plan) -> None:
+    def __init__(self, plan: BenchPlan) -> None:
         self._rounds = plan.rounds
 
-    def begin(self, kind: str, round: int) -> None:
+    def start_run(self, kind: str, round: int) -> None:
         self._name = f"round {round}/{self._rounds}, {kind}"
         self._say(f"{self._name}: running")
 
-    def step(self, number: int) -> None:
+    def show_step(self, number: int) -> None:
         pass
 
-    def end(self, measured: Measured) -> None:
-        self._say(f"{self._name}: {measured.in_words()}")
+    def finish_run(self, measured: Measured) -> None:
+        self._say(f"{self._name}: {measured.describe()}")
 
     def _say(self, message: str) -> None:
         print(f"ovpatch bench: {message}", file=sys.stderr, flush=True)
 
 
 @contextmanager
-def shown(plan: Plan) -> Iterator[Progress]:
-    """Show progress while the block runs."""
+def show_progress(plan: BenchPlan) -> Iterator[Progress]:
+    """Show progress on stderr while the block runs: a bar on a terminal, lines elsewhere."""
     if not sys.stderr.isatty():
-        yield _Lines(plan)
+        yield _ProgressLines(plan)
         return
 
-    with Bar(plan) as bar:
+    with ProgressBar(plan) as bar:
         yield bar

@@ -1,11 +1,4 @@
-"""What a script feeds to its model in a step: samples and tokens, where that can be told.
-
-[Note: which input is the batch] Looked at are the modules that hold trainable parameters and are part of no other: the
-DistributedDataParallel wrapper, or whatever stands outermost. Of these the one that a step calls first counts, every
-time it is called with gradients on and outside of backward, so microbatches add up, evaluation and recomputation do
-not, and neither do loss modules. If a step calls none of them, their children that hold parameters are looked at from
-the next step on. A global hook would not do: it is not given keyword arguments, and compiled code is traced anew.
-"""
+"""The work of a step: its samples, tokens and floating-point operations, where they can be counted."""
 
 from __future__ import annotations
 
@@ -23,24 +16,22 @@ from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatc
 from torch.utils.flop_counter import flop_registry
 from torch.utils.hooks import RemovableHandle
 
-from ovpatch.insight.steps import roots
-
-# Floating-point operations of one step, counted as torch dispatches them.
-#
-# Matrix products, convolutions and attention are counted by their shapes, forward and backward, with torch's own
-# formulas; what activation checkpointing computes again counts again, and is known apart, since MFU goes without it.
-# Kernels that bypass torch's dispatcher do not count.
+from ovpatch.insight.steps import find_root_modules
 
 COMPILED = "the script compiles; compiled code does not come by the counter"
 
 
 class FlopCount:
-    """Counts between two borders; it must not be able to harm the script.
+    """Counts the floating-point operations between two borders, by a dispatch mode and torch's formulas.
+
+    Matrix products, convolutions and attention count, forward and backward. Recomputation by activation checkpointing
+    counts, and separately, since MFU excludes it. Kernels that bypass torch's dispatcher do not count. No error here
+    may reach the script.
 
     Attributes:
-        by_dtype: Operations by the name of the dtype that they were done in.
-        again: Those of them that :mod:`torch.utils.checkpoint` did a second time.
-        reason: Why they cannot be told; empty if they can.
+        by_dtype: Operations by the name of their dtype.
+        again: Those of them that :mod:`torch.utils.checkpoint` recomputed.
+        reason: Why they are unknown; "" if they are known.
     """
 
     def __init__(self) -> None:
@@ -50,18 +41,18 @@ class FlopCount:
         self._mode: _Counting | None = None
         self._thread = 0
 
-    def start(self) -> None:
-        """Begin, at a border."""
+    def start_counting(self) -> None:
+        """Start, at a border."""
         objection = _objection()
         if objection:
             self.reason = objection
         else:
             self._mode, self._thread = _Counting(self.by_dtype, self.again), threading.get_ident()
-            # By hand, since the step lies between two calls of ours.
+            # Entered by hand: the step lies between two calls.
             self._mode.__enter__()  # type: ignore[no-untyped-call]  # mypy excuses torch's names, no inherited ones
 
-    def stop(self) -> None:
-        """End, at the next border; a mode that is not on top of the stack any more is left where it is."""
+    def stop_counting(self) -> None:
+        """Stop, at the next border; a mode that is no longer on top of the stack stays."""
         mode, self._mode = self._mode, None
         if mode is None:
             return
@@ -70,31 +61,31 @@ class FlopCount:
         else:
             mode.__exit__(None, None, None)  # type: ignore[no-untyped-call]  # inherited, as in start()
         self.reason = mode.error or ("" if self.by_dtype else "nothing in a step is a product that torch can count")
-        if compiling():
+        if is_compiling():
             self.reason = COMPILED
 
     def to_json(self) -> dict[str, Any]:
-        """Return ``by_dtype``, the sum of what was done ``again``, and ``reason``."""
+        """Return ``by_dtype``, the sum of ``again``, and ``reason``."""
         if self.reason:
             return {"by_dtype": {}, "again": 0, "reason": self.reason}
         return {"by_dtype": dict(self.by_dtype), "again": sum(self.again.values()), "reason": ""}
 
 
-def cheaper(counts: Sequence[FlopCount]) -> dict[str, Any]:
-    """Return, as plain data, the count of the step that took fewest operations, or why none can be told."""
+def choose_cheaper(counts: Sequence[FlopCount]) -> dict[str, Any]:
+    """Return, as plain data, the count with the fewest operations, or why there is none."""
     found = [count.to_json() for count in counts]
     known = [one for one in found if not one["reason"]]
     return min(known, key=lambda one: sum(one["by_dtype"].values())) if known else found[-1]
 
 
-def compiling() -> bool:
+def is_compiling() -> bool:
     """Whether Dynamo has captured a graph in this process."""
     utils: Any = sys.modules.get("torch._dynamo.utils")
     return utils is not None and utils.counters["stats"]["unique_graphs"] > 0
 
 
 def _objection() -> str:
-    if compiling():
+    if is_compiling():
         return COMPILED
     if torch._C._current_graph_task_id() != -1:
         return "the optimizer steps inside of backward"
@@ -104,7 +95,7 @@ def _objection() -> str:
 
 
 class _Counting(TorchDispatchMode):
-    """Adds up what its operators cost; of tensor subclasses, what their parts on this rank cost."""
+    """Sums the cost of operators; of tensor subclasses, that of their local tensors."""
 
     supports_higher_order_operators = True
 
@@ -133,7 +124,7 @@ class _Counting(TorchDispatchMode):
     def _add(self, formula: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> None:
         try:
             cost = formula(*args, **kwargs, out_val=out)
-        except Exception as error:  # noqa: BLE001  # whatever a formula does not expect, the script must go on
+        except Exception as error:  # noqa: BLE001  # the script must go on
             self.error = f"torch's formula failed: {error!r}"
             return
         self._total[_dtype(args)] += int(cost)
@@ -142,7 +133,7 @@ class _Counting(TorchDispatchMode):
 
 
 def _recomputes() -> bool:
-    """Whether this is a forward within backward, called by torch's checkpointing."""
+    """Whether this is a recomputed forward of torch's checkpointing, within backward."""
     if torch._C._current_graph_task_id() == -1 or not torch.is_grad_enabled():
         return False
     frame: FrameType | None = sys._getframe()
@@ -152,26 +143,33 @@ def _recomputes() -> bool:
 
 
 def _computed(out: Any) -> bool:
-    """Whether an operator did its work, and not on tensors that are only shapes."""
+    """Whether an operator computed values, and not on meta tensors."""
     return not any(isinstance(part, torch.Tensor) and part.is_meta for part in (out if type(out) is tuple else (out,)))
 
 
 def _dispatches(kind: type) -> bool:
-    """Whether a tensor's type does something of its own where an operator is dispatched."""
+    """Whether a tensor's type has its own ``__torch_dispatch__``."""
     return getattr(kind, "__torch_dispatch__", None) is not torch._C._disabled_torch_dispatch_impl
 
 
 def _dtype(args: Sequence[Any]) -> str:
-    """Return the dtype that an operator computes in: that of its last tensor, as addmm's first is a mere bias."""
+    """Return the dtype of an operator: that of its last tensor, since addmm's first is the bias."""
     dtypes = [arg.dtype for arg in args if isinstance(arg, torch.Tensor) and arg.dtype.is_floating_point]
     return str(dtypes[-1]).removeprefix("torch.") if dtypes else "unknown"
 
 
-_watching: Batches | None = None
+_watching: BatchCounter | None = None
 
 
-class Batches:
-    """Adds up what one step after the other feeds; see [Note: which input is the batch]."""
+class BatchCounter:
+    """Counts the samples and tokens of each step's batches.
+
+    Candidates are the modules with trainable parameters that are no other module's child. The one that a step calls
+    first counts, in every call with gradients on and outside of backward: microbatches add up; evaluation,
+    recomputation and loss modules do not. If a step calls none of them, their children become the candidates. A global
+    hook is no
+    alternative: it lacks keyword arguments, and compiled code would be traced anew.
+    """
 
     def __init__(self) -> None:
         self._modules: list[nn.Module] = []
@@ -181,77 +179,79 @@ class Batches:
         self._seen: list[list[int]] = []
         self._name = ""
 
-    def begin(self) -> None:
-        """Begin to look, at a border."""
+    def start_counting(self) -> None:
+        """Install the hooks, at a border."""
         global _watching
         _watching = self
-        self._look_at(outermost())
+        self._install_hooks(find_outermost_modules())
 
-    def step(self) -> None:
+    def close_step(self) -> None:
         """Close a step, at its border."""
         if self._first is not None:
             self._seen.append(self._now)
-        elif not compiling():  # a hook inside of compiled code would be traced into it
-            self._look_at([child for module in self._modules for child in module.children() if _trains(child)])
+        elif not is_compiling():  # a hook inside of compiled code would be traced into it
+            self._install_hooks(
+                [child for module in self._modules for child in module.children() if _has_trainable(child)]
+            )
         self._first, self._now = None, [0, 0, 0]
 
-    def end(self) -> None:
-        """Stop looking."""
+    def stop_counting(self) -> None:
+        """Remove the hooks."""
         global _watching
         _watching = None
-        self._look_at([])
+        self._install_hooks([])
 
-    def take(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        """See one call of a module that is looked at."""
+    def count_call(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        """Count one call of a candidate."""
         if self._first is None:
             self._first, self._name = id(module), type(module).__name__
         if self._first != id(module):
             return
-        samples, tokens = sizes(args, kwargs)
+        samples, tokens = measure_batch(args, kwargs)
         self._now = [total + more for total, more in zip(self._now, (samples, tokens, 1), strict=True)]
 
     def to_json(self) -> dict[str, Any]:
-        """Return the means over the steps seen, and the module; ``samples`` and ``tokens`` are None if unknown."""
+        """Return the means over the counted steps, and the module; ``samples`` and ``tokens`` are None if unknown."""
         count = len(self._seen)
         totals = [sum(column) for column in zip(*self._seen, strict=True)] or [0, 0, 0]
         samples, tokens, calls = [total / max(count, 1) for total in totals]
         return {"samples": samples or None, "tokens": tokens or None, "calls": calls, "module": self._name}
 
-    def _look_at(self, modules: list[nn.Module]) -> None:
+    def _install_hooks(self, modules: list[nn.Module]) -> None:
         for handle in self._handles:
             handle.remove()
-        self._modules = [module for module in modules if _safe(module)]
+        self._modules = [module for module in modules if _is_hookable(module)]
         self._handles = [module.register_forward_pre_hook(_called, with_kwargs=True) for module in self._modules]
 
 
 def _called(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """The hook; a function of this module, so that a model with it can still be copied and pickled."""
+    """The hook; a module-level function, so that a model with it can still be copied and pickled."""
     if _watching is not None and torch.is_grad_enabled() and torch._C._current_graph_task_id() == -1:
-        _watching.take(module, args, kwargs)
+        _watching.count_call(module, args, kwargs)
 
 
-def outermost() -> list[nn.Module]:
-    """Return the modules with trainable parameters that are no part of another module."""
-    return [module for module in roots() if _trains(module)]
+def find_outermost_modules() -> list[nn.Module]:
+    """Return the modules with trainable parameters that are no other module's child."""
+    return [module for module in find_root_modules() if _has_trainable(module)]
 
 
-def _trains(module: nn.Module) -> bool:
+def _has_trainable(module: nn.Module) -> bool:
     return any(parameter.requires_grad for parameter in module.parameters())
 
 
-def _safe(module: nn.Module) -> bool:
-    """Whether a hook on it runs, and runs outside of compiled code."""
+def _is_hookable(module: nn.Module) -> bool:
+    """Whether a hook on a module runs, and runs outside of compiled code."""
     compiled_in_place = module.__dict__.get("_compiled_call_impl") is not None
     return not compiled_in_place and not isinstance(module, torch.jit.ScriptModule)
 
 
-def sizes(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[int, int]:
-    """Return the samples and tokens of one batch, 0 where they cannot be told.
+def measure_batch(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[int, int]:
+    """Return the samples and tokens of one batch, 0 if unknown.
 
     Args:
-        args: What the model was called with. The first tensor in it has one sample per row; if it holds integers and
-            has two dimensions, they are tokens.
-        kwargs: The same by name. A tensor named ``input_ids`` goes before all others.
+        args: Arguments of the model. The first tensor in them has one sample per row; if it holds integers and has two
+            dimensions, they are tokens.
+        kwargs: Keyword arguments. A tensor named ``input_ids`` takes precedence.
     """
     first = next(_named("input_ids", (args, kwargs)), None)
     if first is None:

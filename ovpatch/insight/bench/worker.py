@@ -1,14 +1,4 @@
-"""What ``ovpatch bench`` does in each process: warm up, time the steps, leave a file, and leave.
-
-[Note: what happens at which border] With W steps of warm-up and N steps to measure:
-
-    1 .. W-1      looks at what the model is fed (:mod:`.throughput`)
-    W-3 .. W-1    counts operations of each of the two steps, if ordered (:mod:`.flops`): the cheaper one is told, since
-                  the other may hold an evaluation; nothing but the clock is there from W-1 on
-    W .. W+N      marks the clock; the last of these writes the file and ends the process
-
-A script that ends by itself before W+N leaves the file with what there is.
-"""
+"""The worker of ``ovpatch bench`` in each process: warm up, time the steps, write a file, and end the process."""
 
 from __future__ import annotations
 
@@ -24,25 +14,22 @@ import torch
 
 from ovpatch.insight import steps
 from ovpatch.insight.bench import throughput
-from ovpatch.insight.bench.throughput import Batches, FlopCount
-from ovpatch.insight.steps import at_end
+from ovpatch.insight.bench.throughput import BatchCounter, FlopCount
+from ovpatch.insight.steps import run_at_exit
 from ovpatch.session import worker_reports
 from ovpatch.session.orders import Orders
 
-# The time between borders, and the most memory in use meanwhile.
-#
-# [Note: nothing waits while it measures] On CUDA a border records an event on the stream that the optimizer has just
-# used, and reads the host's clock; what is between two events is told only when the last border has been reached. The
-# events are made before the first. So a step that the host merely enqueues is timed where it runs, and one that the
-# host delays is timed with that delay.
 
+class BorderClock:
+    """Times the measured steps without waiting for the device.
 
-class Clock:
-    """Marks the borders of the steps that count.
+    On CUDA a border records an event, made beforehand, on the optimizer's stream and reads the host's clock; times are
+    read after the last border. A step that the host only enqueues is timed on the device, and one that the host delays
+    includes that delay.
 
     Args:
-        device: Where the parameters are.
-        steps: How many steps there will be at most.
+        device: Device of the parameters.
+        steps: Most steps to time.
     """
 
     def __init__(self, device: torch.device, steps: int) -> None:
@@ -52,39 +39,39 @@ class Clock:
         if device.type == "cuda":
             self._events = [torch.cuda.Event(enable_timing=True) for _ in range(steps + 1)]
 
-    def mark(self) -> None:
-        """Note a border; see [Note: nothing waits while it measures]."""
+    def mark_border(self) -> None:
+        """Mark a border."""
         if self._events:
             self._events[len(self._host)].record(torch.cuda.current_stream(self._device))
         self._host.append(time.perf_counter_ns())
 
-    def host_times(self) -> list[float]:
+    def read_host_times(self) -> list[float]:
         """Return the steps' times by the host's clock, in ms."""
         return [(after - before) / 1e6 for before, after in pairwise(self._host)]
 
-    def times(self) -> list[float]:
+    def read_times(self) -> list[float]:
         """Return the steps' times in ms: those on the device if there is one, else the host's.
 
-        Waits until the device has come to the last border.
+        Waits until the device has reached the last border.
         """
         used = self._events[: len(self._host)]
         if not used:
-            return self.host_times()
-        for event in used:  # all of them: the script may have changed streams in between
+            return self.read_host_times()
+        for event in used:  # all of them: the script may have changed streams
             event.synchronize()
         return [before.elapsed_time(after) for before, after in pairwise(used)]
 
     @property
     def kind(self) -> str:
-        """What the times were taken with."""
+        """Kind of clock."""
         return "device events" if self._events else "host clock"
 
 
-class Memory:
-    """Peak memory of this process since the object was made; on CPU, of its whole life.
+class PeakMemory:
+    """Peak memory of this process since construction; on CPU, since the process started.
 
     Args:
-        device: Where the parameters are.
+        device: Device of the parameters.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -92,7 +79,7 @@ class Memory:
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(device)
 
-    def peak(self) -> dict[str, Any]:
+    def read_peak(self) -> dict[str, Any]:
         """Return bytes: ``allocated`` and ``reserved`` on the device, or ``resident`` on the host."""
         if self._device.type == "cuda":
             return {
@@ -103,117 +90,125 @@ class Memory:
         return {"resident": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit}
 
 
-def working_device(device: torch.device) -> torch.device:
-    """Return the device whose time counts: that of the parameters, or the GPU of a script that keeps them on the host.
+def choose_device(device: torch.device) -> torch.device:
+    """Return the device to time: that of the parameters, or the GPU of a script that keeps them on the host.
 
     Args:
-        device: Where the optimizer's parameters are.
+        device: Device of the optimizer's parameters.
     """
     if device.type == "cpu" and torch.cuda.is_initialized():
         return torch.device("cuda", torch.cuda.current_device())
     return device
 
 
-def name_of(device: torch.device) -> str:
-    """Return what the device is called."""
+def get_device_name(device: torch.device) -> str:
+    """Return the name of a device."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
 
 
-def clock_rate(device: torch.device) -> int | None:
-    """Return the device's present clock in MHz, None where that cannot be asked."""
+def read_clock_mhz(device: torch.device) -> int | None:
+    """Return the device's present clock in MHz, None if unknown."""
     if device.type != "cuda":
         return None
     try:
         return torch.cuda.clock_rate(device)
-    except Exception:  # noqa: BLE001  # it takes NVML, whose errors are of its own kind: parts of a device have no clock
+    except Exception:  # noqa: BLE001  # NVML's own errors: MIG instances have no clock
         return None
 
 
 FILE: Final = "bench"  # -<pid>.json
 
 
-def begin(orders: Orders) -> None:
-    """Begin to watch this process.
+def start_worker(orders: Orders) -> None:
+    """Start the measurements in this process.
 
     Args:
         orders: ``details`` are ``warmup`` (at least 3), ``steps`` and ``count_flops``.
     """
     worker = _Worker(orders.directory, **orders.details)
-    worker.watch()
-    at_end(worker.conclude)
+    worker.start()
+    run_at_exit(worker.write_results)
 
 
 class _Worker:
-    """See [Note: what happens at which border]."""
+    """Acts at the borders of W warm-up steps and N measured steps.
+
+    - 1 to W-1: counts batches.
+    - W-3 to W-1: counts operations of two steps, if ordered; the cheaper counts, since the other may hold an
+      evaluation.
+    - W to W+N: marks the clock; the last border writes the file and ends the process.
+
+    A script that ends before W+N leaves the file with the measurements so far.
+    """
 
     def __init__(self, directory: Path, warmup: int, steps: int, count_flops: bool) -> None:
         self._directory, self._warmup, self._last = directory, warmup, warmup + steps
-        self._batches = Batches()
+        self._batches = BatchCounter()
         self._flops = [FlopCount(), FlopCount()] if count_flops else []
-        self._clock: Clock | None = None
-        self._memory: Memory | None = None
-        self._pid: int | None = None  # of the process that steps; a data loader's child inherits all this
+        self._clock: BorderClock | None = None
+        self._memory: PeakMemory | None = None
+        self._pid: int | None = None  # of the stepping process; a data loader's child inherits this object
 
-    def watch(self) -> None:
-        self._steps = steps.Steps(self._directory, self._at_border)
-        self._steps.watch()
+    def start(self) -> None:
+        self._steps = steps.StepCounter(self._directory, self._at_border)
+        self._steps.start_counting()
 
     def _at_border(self, number: int) -> None:
         if self._clock is None:
             self._warm(number)
             return
-        self._clock.mark()
+        self._clock.mark_border()
         if number == self._last:
-            self.conclude()
-            steps.leave(self._directory)
+            self.write_results()
+            steps.exit_with_peers(self._directory)
 
     def _warm(self, number: int) -> None:
         if self._pid != os.getpid():
-            self._begin()
+            self._read_identity()
         left = self._warmup - number
         if self._flops and left in (1, 2):
-            self._flops[2 - left].stop()
+            self._flops[2 - left].stop_counting()
         if number == 1:
-            self._batches.begin()
+            self._batches.start_counting()
         elif left >= 1:
-            self._batches.step()
+            self._batches.close_step()
         if left == 1:
-            self._batches.end()
+            self._batches.stop_counting()
         if self._flops and left in (2, 3):
-            self._flops[3 - left].start()
+            self._flops[3 - left].start_counting()
         if left == 0:
             self._start()
 
-    def _begin(self) -> None:
-        """Note who we are: at the end the script may have destroyed its process group and its optimizer."""
+    def _read_identity(self) -> None:
+        """Read rank and device now: at the end the script may have destroyed its process group and optimizer."""
         self._pid = os.getpid()
-        self._rank, self._world = steps.rank(), steps.world()
-        self._device = working_device(self._steps.device())
+        self._rank, self._world = steps.get_rank(), steps.get_world_size()
+        self._device = choose_device(self._steps.find_device())
 
     def _start(self) -> None:
-        self._memory = Memory(self._device)
-        self._clock = Clock(self._device, self._last - self._warmup)
-        self._clock.mark()
+        self._memory = PeakMemory(self._device)
+        self._clock = BorderClock(self._device, self._last - self._warmup)
+        self._clock.mark_border()
 
-    def conclude(self) -> None:
-        """Write the file, once, if this process has taken steps."""
+    def write_results(self) -> None:
+        """Write the file once, if this process has taken steps."""
         if self._pid == os.getpid():
             self._pid = None
-            worker_reports.write_json(self._directory / f"{FILE}-{os.getpid()}.json", self._found())
+            worker_reports.write_json(self._directory / f"{FILE}-{os.getpid()}.json", self._collect_results())
 
-    def _found(self) -> dict[str, Any]:
+    def _collect_results(self) -> dict[str, Any]:
         return {
             "rank": self._rank,
             "world": self._world,
             "restart": int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") or 0),
             "torch": torch.__version__,
-            "device": name_of(self._device),
-            "clock_mhz": clock_rate(self._device),
+            "device": get_device_name(self._device),
+            "clock_mhz": read_clock_mhz(self._device),
             "steps": self._steps.count,
             "clock": self._clock.kind if self._clock is not None else None,
-            "ms": self._clock.times() if self._clock is not None else [],
-            "host_ms": self._clock.host_times() if self._clock is not None else [],
-            "memory": self._memory.peak() if self._memory is not None else {},
+            "ms": self._clock.read_times() if self._clock is not None else [],
+            "host_ms": self._clock.read_host_times() if self._clock is not None else [],
+            "memory": self._memory.read_peak() if self._memory is not None else {},
             "batch": self._batches.to_json(),
-            "flops": throughput.cheaper(self._flops) if self._flops else None,
+            "flops": throughput.choose_cheaper(self._flops) if self._flops else None,
         }

@@ -1,4 +1,4 @@
-"""The folder with everything: raw traces, the picture, the merged trace and the numbers."""
+"""The output of a timeline: raw traces, the picture, the merged trace and the numbers, in one folder."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from ovpatch._version import __version__
 from ovpatch.exit_codes import ExitCode
 from ovpatch.insight.timeline import summary
 from ovpatch.insight.timeline.recording import Recording
-from ovpatch.insight.timeline.summary import Run, efficiency, milliseconds, percent, to_json
-from ovpatch.insight.timeline.trace import MERGED, Intervals, Span, base_of, load, nanoseconds
-from ovpatch.insight.timeline.tracks import Lanes, step_of
+from ovpatch.insight.timeline.summary import TimelineRun, compute_efficiency, format_ms, format_percent, run_to_json
+from ovpatch.insight.timeline.trace import MERGED, Intervals, Span, get_time_base, load_trace, to_nanoseconds
+from ovpatch.insight.timeline.tracks import RankTracks, get_step
 from ovpatch.session.worker_reports import write_json
 
 if TYPE_CHECKING:
@@ -25,12 +25,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 
-# The picture: what each rank did over time, with the exposed communication in a colour that nothing else has.
-#
-# Each rank is a lane: compute in its upper half, hidden communication below it, so that the two are seen side by side;
-# exposed communication fills the whole height.
-
-#: Longest stretch that is drawn, in steps, up to and including the shown one where there is a choice.
+#: Most steps that are drawn, up to and including the shown one if there are more.
 STEPS: Final = 3
 
 EXPOSED: Final = "#e0121f"
@@ -40,17 +35,17 @@ COPIES: Final = "#c9a86a"
 HATCH: Final = "#b0b0b0"
 INK: Final = "#202020"
 
-_HEIGHT: Final = 0.82  # of a lane, whose distance from the next is 1
-_FINEST: Final = 4000  # gaps narrower than this part of the width are not drawn, nor can they be seen
-_WIDE: Final = 25  # blocks wider than this part of the width have room for a number
+_HEIGHT: Final = 0.82  # of a row; rows are 1 apart
+_FINEST: Final = 4000  # gaps narrower than the width divided by this are invisible and not drawn
+_WIDE: Final = 25  # blocks wider than the width divided by this have room for a number
 
 
 class NoMatplotlibError(RuntimeError):
     """The picture cannot be drawn; the text ends with the remedy."""
 
 
-def check() -> None:
-    """Raise, before anything has run, if there is nothing to draw with.
+def check_matplotlib() -> None:
+    """Check that the picture can be drawn, before anything runs.
 
     Raises:
         NoMatplotlibError: matplotlib is not installed.
@@ -62,33 +57,36 @@ def check() -> None:
         )
 
 
-def draw(runs: Sequence[Run], paths: Sequence[Path]) -> None:
+def draw_picture(runs: Sequence[TimelineRun], paths: Sequence[Path]) -> None:
     """Draw one run, or a stock run above a patched one on the same scale.
 
+    A rank is a row: compute in its upper half, hidden communication below it, exposed communication over the whole
+    height.
+
     Args:
-        runs: In the order from above.
-        paths: Where to; the suffix is the format.
+        runs: The runs from top to bottom.
+        paths: Files; the suffix is the format.
 
     Raises:
         NoMatplotlibError: matplotlib is not installed.
     """
-    check()
+    check_matplotlib()
     from matplotlib import rc_context
 
     figure = _figure(runs)
-    # Without its date, and with names that are not drawn by lot, an SVG of the same data is the same file.
+    # No date and no random names: the same data make the same SVG file.
     with rc_context({"svg.hashsalt": "ovpatch"}):
         for path in paths:
             figure.savefig(path, dpi=130, metadata={"Date": None} if path.suffix == ".svg" else None)
 
 
-def _figure(runs: Sequence[Run]) -> Figure:
+def _figure(runs: Sequence[TimelineRun]) -> Figure:
     from matplotlib.figure import Figure
 
-    lanes = sum(len(run.ranks) for run in runs)
-    height = 1.9 + 0.75 * len(runs) + (0.62 if lanes <= 8 else 0.36) * lanes
+    tracks = sum(len(run.ranks) for run in runs)
+    height = 1.9 + 0.75 * len(runs) + (0.62 if tracks <= 8 else 0.36) * tracks
     figure = Figure(figsize=(14, height), layout="constrained", facecolor="white")
-    figure.suptitle(headline(runs), fontsize=21, fontweight="bold", color=INK, x=0.01, ha="left")
+    figure.suptitle(format_headline(runs), fontsize=21, fontweight="bold", color=INK, x=0.01, ha="left")
     ratios = [len(run.ranks) + 0.4 for run in runs]
     panels = figure.subplots(len(runs), 1, sharex=True, squeeze=False, height_ratios=ratios)[:, 0]
     width = max(_window(run)[1] - _window(run)[0] for run in runs)
@@ -99,47 +97,47 @@ def _figure(runs: Sequence[Run]) -> Figure:
     return figure
 
 
-def headline(runs: Sequence[Run]) -> str:
-    """Say the result in one line: exposed communication of the worst rank, before and after."""
-    worst = [run.worst(run.shown)[1] for run in runs]
+def format_headline(runs: Sequence[TimelineRun]) -> str:
+    """Return the result in one line: the exposed communication of the worst rank, before and after."""
+    worst = [run.find_worst_rank(run.shown)[1] for run in runs]
     if not any(parts.exposed or parts.hidden for parts in worst):
         return "No communication was recorded"
-    sides = [f"{milliseconds(parts.exposed)} of {milliseconds(parts.step)} ms" for parts in worst]
+    sides = [f"{format_ms(parts.exposed)} of {format_ms(parts.step)} ms" for parts in worst]
     if len(runs) == 1:
         return f"Exposed communication: {sides[0]} per step"
     named = [f"{run.name} {side}" for run, side in zip(runs, sides, strict=True)]
     return "Exposed communication: " + "  →  ".join(named)
 
 
-def _drawn(run: Run) -> tuple[int, ...]:
-    """Return the steps that are drawn: the shown one, and its neighbours as far as there is room."""
+def _drawn(run: TimelineRun) -> tuple[int, ...]:
+    """Return the steps that are drawn: the shown one and its neighbours."""
     last = max(run.steps.index(run.shown), min(STEPS, len(run.steps)) - 1)
     return run.steps[max(0, last - STEPS + 1) : last + 1]
 
 
-def _stretch(run: Run, lanes: Lanes) -> Span:
-    """Return the time of the drawn steps of one rank; what it did beside them is not known as a whole."""
+def _stretch(run: TimelineRun, tracks: RankTracks) -> Span:
+    """Return the time of the drawn steps of one rank."""
     drawn = _drawn(run)
-    return step_of(lanes, drawn[0]).start, step_of(lanes, drawn[-1]).end
+    return get_step(tracks, drawn[0]).start, get_step(tracks, drawn[-1]).end
 
 
-def _window(run: Run) -> Span:
+def _window(run: TimelineRun) -> Span:
     """Return the time of the drawn steps of all ranks."""
-    stretches = [_stretch(run, lanes) for lanes in run.ranks]
+    stretches = [_stretch(run, tracks) for tracks in run.ranks]
     return min(start for start, _ in stretches), max(end for _, end in stretches)
 
 
-def _panel(axes: Axes, run: Run, width: int) -> None:
+def _panel(axes: Axes, run: TimelineRun, width: int) -> None:
     start, _ = _window(run)
-    for row, lanes in enumerate(run.ranks):
-        _lane(axes, lanes, len(run.ranks) - 1 - row, _stretch(run, lanes), start, width)
-    worst, parts = run.worst(run.shown)
+    for row, tracks in enumerate(run.ranks):
+        _draw_rank(axes, tracks, len(run.ranks) - 1 - row, _stretch(run, tracks), start, width)
+    worst, parts = run.find_worst_rank(run.shown)
     where = f"rank {worst.rank}, step {run.shown}"
-    numbers = f"{milliseconds(parts.exposed)} of {milliseconds(parts.step)} ms exposed ({where})"
-    hidden = f"{percent(parts.hidden_share)} of the communication is hidden"
+    numbers = f"{format_ms(parts.exposed)} of {format_ms(parts.step)} ms exposed ({where})"
+    hidden = f"{format_percent(parts.hidden_share)} of the communication is hidden"
     axes.set_title(f"{run.name}: {numbers}, {hidden}", loc="left", fontsize=13, color=INK, pad=18)
     axes.set_yticks([len(run.ranks) - 1 - row for row in range(len(run.ranks))])
-    axes.set_yticklabels([f"rank {lanes.rank}" for lanes in run.ranks], fontsize=12)
+    axes.set_yticklabels([f"rank {tracks.rank}" for tracks in run.ranks], fontsize=12)
     axes.set_ylim(-0.55, len(run.ranks) - 0.45)
     axes.set_xlim(0, width / 1e6)
     axes.tick_params(length=0, labelsize=11, labelbottom=True)
@@ -148,10 +146,10 @@ def _panel(axes: Axes, run: Run, width: int) -> None:
     _mark_steps(axes, run, start)
 
 
-def _mark_steps(axes: Axes, run: Run, start: int) -> None:
-    """Draw the borders between steps, by the first rank, and write each step's number above it."""
+def _mark_steps(axes: Axes, run: TimelineRun, start: int) -> None:
+    """Draw the first rank's borders between steps, with the steps' numbers."""
     for number in _drawn(run):
-        step = step_of(run.ranks[0], number)
+        step = get_step(run.ranks[0], number)
         for border in (step.start, step.end):
             axes.axvline((border - start) / 1e6, color=INK, linewidth=1.1, linestyle=(0, (4, 3)), zorder=4)
         middle = (step.start + step.end) / 2 - start
@@ -170,12 +168,12 @@ def _mark_steps(axes: Axes, run: Run, start: int) -> None:
         )
 
 
-def _lane(axes: Axes, lanes: Lanes, row: int, window: Span, zero: int, width: int) -> None:
-    compute, copies = lanes.compute.within(*window), lanes.copies.within(*window)
-    communication = lanes.communication.within(*window)
+def _draw_rank(axes: Axes, tracks: RankTracks, row: int, window: Span, zero: int, width: int) -> None:
+    compute, copies = tracks.compute.clip(*window), tracks.copies.clip(*window)
+    communication = tracks.communication.clip(*window)
     exposed, hidden = communication - compute, communication & compute
     copies -= compute | communication
-    idle = (compute | communication | copies).gaps(*window)
+    idle = (compute | communication | copies).find_gaps(*window)
     bottom, half = row - _HEIGHT / 2, _HEIGHT / 2
     finest = width // _FINEST
     _bars(axes, _coarse(compute, finest), zero, (row, half), color=COMPUTE)
@@ -205,16 +203,16 @@ def _numbers(axes: Axes, exposed: Intervals, zero: int, row: int, width: int) ->
     for start, end in exposed:
         if (end - start) * _WIDE > width:
             middle = ((start + end) / 2 - zero) / 1e6
-            text = milliseconds(end - start)
+            text = format_ms(end - start)
             axes.text(middle, row, text, color="white", fontsize=11, fontweight="bold", ha="center", va="center")
 
 
 def _coarse(intervals: Intervals, finest: int) -> Intervals:
-    """Close gaps that cannot be seen, which would make a large file of an SVG. Never done to what is exposed."""
-    return Intervals.of((start, end + finest) for start, end in intervals)
+    """Close invisible gaps, which would make an SVG large. Not applied to exposed communication."""
+    return Intervals.union_of((start, end + finest) for start, end in intervals)
 
 
-def _legend(figure: Figure, runs: Sequence[Run]) -> None:
+def _legend(figure: Figure, runs: Sequence[TimelineRun]) -> None:
     from matplotlib.patches import Patch
 
     handles = [
@@ -223,29 +221,26 @@ def _legend(figure: Figure, runs: Sequence[Run]) -> None:
         Patch(facecolor=COMPUTE, label="compute"),
         Patch(facecolor="none", edgecolor=HATCH, hatch="////", linewidth=0, label="idle: waits for the host"),
     ]
-    if any(lanes.copies for run in runs for lanes in run.ranks):
+    if any(tracks.copies for run in runs for tracks in run.ranks):
         handles.append(Patch(facecolor=COPIES, label="copies only"))
     figure.legend(handles=handles, loc="outside lower left", ncols=5, fontsize=11, frameon=False)
 
 
-# One trace of all ranks and arms, for Perfetto: the recorded events on common clocks, and tracks for what was exposed.
-#
-# [Note: common clocks] The first steps of all arms begin at the same time, so that arms that ran one after the other
-# stand above each other. Nothing is before zero: Perfetto drops such events, and on a GPU all launches of the first
-# step may come before it. Within an arm ranks keep their distance by the clocks of their machines, unless these are
-# more than a step apart: several machines are together only as well as their clocks are.
-
 _Json = dict[str, Any]
-#: Phases of events that belong together by an id, which is unique in one trace only.
+#: Phases of events with an id, which is unique in one trace only.
 _WITH_ID: Final = frozenset("stfbenOND")
 
 
-def write(runs: Sequence[Run], path: Path) -> None:
-    """Write the merged trace, packed by gzip. One recorded trace at a time is in memory.
+def write_merged_trace(runs: Sequence[TimelineRun], path: Path) -> None:
+    """Write one trace of all ranks and arms for Perfetto, packed by gzip. One recorded trace at a time is in memory.
+
+    The first steps of all arms start at the same time. No event is before zero, where Perfetto drops it: on a GPU the
+    launches of the first step precede it. Within an arm ranks keep the offsets of their clocks, unless these exceed a
+    step.
 
     Args:
         runs: The arms.
-        path: Ends with ``.json.gz``.
+        path: A path that ends with ``.json.gz``.
     """
     with gzip.open(path, "wt", encoding="utf-8", compresslevel=3) as file:
         file.write(f'{{"displayTimeUnit": "ms", "{MERGED}": true, "traceEvents": [')
@@ -257,92 +252,92 @@ def write(runs: Sequence[Run], path: Path) -> None:
 
 
 def _number(value: object) -> float:
-    """Numbers that were read exactly, other than times, are written as any."""
+    """Return an exactly read number as a float, for ``json``."""
     if isinstance(value, Decimal):
         return float(value)
     raise TypeError(f"a trace cannot hold a {type(value).__name__}")
 
 
-def _events(runs: Sequence[Run]) -> Iterator[_Json]:
-    names = _Numbers()
-    starts = [min(step_of(lanes, run.steps[0]).start for lanes in run.ranks) for run in runs]
-    lead = max(start - lanes.first for run, start in zip(runs, starts, strict=True) for lanes in run.ranks)
+def _events(runs: Sequence[TimelineRun]) -> Iterator[_Json]:
+    names = _UniqueIds()
+    starts = [min(get_step(tracks, run.steps[0]).start for tracks in run.ranks) for run in runs]
+    lead = max(start - tracks.first for run, start in zip(runs, starts, strict=True) for tracks in run.ranks)
     for run, start in zip(runs, starts, strict=True):
         zero = start - max(lead, 0)
-        for lanes in run.ranks:
-            who = f"{run.name} rank {lanes.rank}"
-            yield from _tracks(run, lanes, zero, names, who)
-            yield from _recorded(lanes, zero, names, who)
+        for tracks in run.ranks:
+            owner = f"{run.name} rank {tracks.rank}"
+            yield from _tracks(run, tracks, zero, names, owner)
+            yield from _recorded(tracks, zero, names, owner)
 
 
-class _Numbers:
-    """Numbers of processes, threads and ids that are unique in the merged trace; threads are counted with processes."""
+class _UniqueIds:
+    """Numbers of processes, threads and ids that are unique in the merged trace."""
 
     def __init__(self) -> None:
         self._given: dict[tuple[object, ...], int] = {}
 
-    def of(self, *what: object) -> int:
+    def get_id(self, *what: object) -> int:
         return self._given.setdefault(what, len(self._given) + 1)
 
 
-def _tracks(run: Run, lanes: Lanes, zero: int, names: _Numbers, who: str) -> Iterator[_Json]:
-    """Yield our own tracks of a rank, which stand above what was recorded."""
-    pid = names.of(who, "ovpatch")
-    yield {"ph": "M", "pid": pid, "tid": 0, "name": "process_name", "args": {"name": f"{who}: summary"}}
+def _tracks(run: TimelineRun, tracks: RankTracks, zero: int, names: _UniqueIds, owner: str) -> Iterator[_Json]:
+    """Yield ovpatch's own tracks of a rank, which are shown above the recorded ones."""
+    pid = names.get_id(owner, "ovpatch")
+    yield {"ph": "M", "pid": pid, "tid": 0, "name": "process_name", "args": {"name": f"{owner}: summary"}}
     yield {"ph": "M", "pid": pid, "tid": 0, "name": "process_sort_index", "args": {"sort_index": pid}}
-    start, end = (step_of(lanes, run.steps[0]).start, step_of(lanes, run.steps[-1]).end)
-    busy = lanes.compute | lanes.communication | lanes.copies
-    steps = [(f"step {number}", Intervals.of([_span(lanes, number)])) for number in run.steps]
-    tracks = [
+    start, end = (get_step(tracks, run.steps[0]).start, get_step(tracks, run.steps[-1]).end)
+    busy = tracks.compute | tracks.communication | tracks.copies
+    steps = [(f"step {number}", Intervals.union_of([_span(tracks, number)])) for number in run.steps]
+    rows = [
         ("steps", steps),
-        ("exposed", [("exposed communication", lanes.exposed)]),
-        ("hidden", [("hidden communication", lanes.communication & lanes.compute)]),
-        ("idle", [("idle", busy.gaps(start, end))]),
+        ("exposed", [("exposed communication", tracks.exposed)]),
+        ("hidden", [("hidden communication", tracks.communication & tracks.compute)]),
+        ("idle", [("idle", busy.find_gaps(start, end))]),
     ]
-    for title, slices in tracks:
-        tid = names.of(who, "ovpatch", title)
+    for title, slices in rows:
+        tid = names.get_id(owner, "ovpatch", title)
         yield {"ph": "M", "pid": pid, "tid": tid, "name": "thread_name", "args": {"name": title}}
         yield {"ph": "M", "pid": pid, "tid": tid, "name": "thread_sort_index", "args": {"sort_index": tid}}
         for name, intervals in slices:
-            for one in intervals.within(start, end):
+            for one in intervals.clip(start, end):
                 times = {"ts": _microseconds(one[0] - zero), "dur": _microseconds(one[1] - one[0])}
                 yield {"ph": "X", "cat": "ovpatch", "name": name, "pid": pid, "tid": tid, **times}
 
 
-def _span(lanes: Lanes, number: int) -> Span:
-    step = step_of(lanes, number)
+def _span(tracks: RankTracks, number: int) -> Span:
+    step = get_step(tracks, number)
     return step.start, step.end
 
 
-def _recorded(lanes: Lanes, zero: int, names: _Numbers, who: str) -> Iterator[_Json]:
+def _recorded(tracks: RankTracks, zero: int, names: _UniqueIds, owner: str) -> Iterator[_Json]:
     """Yield the recorded events of a rank with numbers and times of the merged trace."""
-    data = load(lanes.path)
-    base = base_of(data) + lanes.moved
+    data = load_trace(tracks.path)
+    base = get_time_base(data) + tracks.moved
     for event in data["traceEvents"]:
-        moved = {**event, "pid": names.of(who, event.get("pid"))}
-        moved["tid"] = names.of(who, event.get("pid"), event.get("tid")) if event.get("tid") else 0
+        moved = {**event, "pid": names.get_id(owner, event.get("pid"))}
+        moved["tid"] = names.get_id(owner, event.get("pid"), event.get("tid")) if event.get("tid") else 0
         if "ts" in event:
-            moved["ts"] = _microseconds(base + nanoseconds(event["ts"]) - zero)
+            moved["ts"] = _microseconds(base + to_nanoseconds(event["ts"]) - zero)
         if "id" in event and event.get("ph") in _WITH_ID:
-            moved["id"] = names.of(who, "id", event.get("cat"), event["id"])
+            moved["id"] = names.get_id(owner, "id", event.get("cat"), event["id"])
         if event.get("ph") == "M":
             moved.pop("ts", None)
-            moved["args"] = _metadata(event, moved["pid"], who)
+            moved["args"] = _metadata(event, moved["pid"], owner)
         yield moved
 
 
-def _metadata(event: _Json, pid: int, who: str) -> _Json:
-    """Names say whose they are, and processes are sorted by rank, not by their old numbers."""
+def _metadata(event: _Json, pid: int, owner: str) -> _Json:
+    """Return metadata with the rank in names, and processes sorted by rank."""
     args = dict(event.get("args") or {})
     if event.get("name") == "process_name":
-        args["name"] = f"{who}: {args.get('name', '')}"
+        args["name"] = f"{owner}: {args.get('name', '')}"
     if event.get("name") == "process_sort_index":
         args["sort_index"] = pid
     return args
 
 
 def _microseconds(ns: int) -> float:
-    """Exact here, since it is counted from a near zero."""
+    """Return microseconds, exactly: times here are small."""
     return ns / 1000
 
 
@@ -353,7 +348,7 @@ _RUNS: Final = ("stock", "patched", "stock.log", "patched.log")
 
 
 class OutputError(ValueError):
-    """The results could not be kept; the text ends with the remedy."""
+    """The results cannot be written; the text ends with the remedy."""
 
     exit_code = ExitCode.USAGE
 
@@ -362,11 +357,11 @@ class Output:
     """The output folder of one call.
 
     Args:
-        folder: Where to.
-        picture: Whether there shall be a picture.
+        folder: The folder.
+        picture: Whether to draw the picture.
 
     Raises:
-        OutputError: The folder holds something else, or there is nothing to draw with.
+        OutputError: The folder holds other files, or matplotlib is missing.
     """
 
     def __init__(self, folder: Path, *, picture: bool) -> None:
@@ -379,32 +374,32 @@ class Output:
             _can_draw()
         if self.folder.exists() and not self.folder.is_dir():
             raise OutputError(f"--out {self.folder} is a file. Name a folder.")
-        ours = {*_PICTURES, _MERGED, _SUMMARY, *_RUNS}
-        others = sorted(path.name for path in self.folder.glob("*") if path.name not in ours)
+        known = {*_PICTURES, _MERGED, _SUMMARY, *_RUNS}
+        others = sorted(path.name for path in self.folder.glob("*") if path.name not in known)
         if others:
             raise OutputError(
                 f"--out {self.folder} holds other things, such as {others[0]}. Name an empty folder or a new one."
             )
 
-    def spare(self, traces: Iterable[Path]) -> None:
-        """Make sure that none of the traces that are read would be replaced.
+    def check_inputs(self, traces: Iterable[Path]) -> None:
+        """Check that no input trace would be replaced.
 
         Raises:
-            OutputError: One would.
+            OutputError: One would be.
         """
         replaced = {(self.folder / name).resolve() for name in (*_PICTURES, _MERGED, _SUMMARY)}
         for trace in traces:
             if trace.resolve() in replaced:
                 raise OutputError(f"{trace} would be replaced by what --out {self.folder} gets. Name another folder.")
 
-    def prepare(self, *, keep_runs: bool) -> None:
-        """Make the folder, without what an earlier call left in it.
+    def prepare_folder(self, *, keep_runs: bool) -> None:
+        """Make the folder, without the files of an earlier call.
 
         Args:
-            keep_runs: Leave the raw traces; they may be what is read now.
+            keep_runs: Keep the raw traces, which may be the input.
 
         Raises:
-            OutputError: It cannot be made, or would lose what is not ours.
+            OutputError: The folder cannot be made, or holds a folder that is not a tool's.
         """
         for name in () if keep_runs else _RUNS:
             if _foreign(self.folder / name):
@@ -416,28 +411,28 @@ class Output:
         except OSError as error:
             raise OutputError(f"--out {self.folder}: {error.strerror}. Name a folder that can be written.") from error
 
-    def discard(self) -> None:
-        """Take back what :meth:`prepare` made, and the runs; nothing was recorded."""
+    def discard_folder(self) -> None:
+        """Remove the runs and the empty folder, after nothing was recorded."""
         for name in _RUNS:
             _remove(self.folder / name)
         if not any(self.folder.iterdir()):
             self.folder.rmdir()
 
-    def write(self, recordings: Sequence[Recording], *, colour: bool = False) -> str:
+    def write_results(self, recordings: Sequence[Recording], *, colour: bool = False) -> str:
         """Write the files and return the tables."""
         runs = [recording.run for recording in recordings]
         if self._picture:
             self.written = [self.folder / name for name in _PICTURES]
-            draw(runs, self.written)
-        write(runs, self.folder / _MERGED)
+            draw_picture(runs, self.written)
+        write_merged_trace(runs, self.folder / _MERGED)
         write_json(self.folder / _SUMMARY, _summary(recordings))
         self.written += [self.folder / _MERGED, self.folder / _SUMMARY]
         costs = [f"{one.run.name}: {one.cost}" for one in recordings if one.cost is not None]
-        return "\n".join([summary.report(runs, colour=colour), *costs])
+        return "\n".join([summary.format_tables(runs, colour=colour), *costs])
 
 
 def _foreign(path: Path) -> bool:
-    """Whether a folder named like one of a run is of somebody else: in each of ours, processes have signed in."""
+    """Whether a folder with the name of a run is not one: processes sign in in each run's folder."""
     return (
         path.is_dir() and any(path.iterdir()) and not any((*path.glob("process-*.json"), *path.glob("failed-*.json")))
     )
@@ -445,7 +440,7 @@ def _foreign(path: Path) -> bool:
 
 def _can_draw() -> None:
     try:
-        check()
+        check_matplotlib()
     except NoMatplotlibError as error:
         raise OutputError(str(error)) from error
 
@@ -459,12 +454,12 @@ def _remove(path: Path) -> None:
 
 def _summary(recordings: Sequence[Recording]) -> dict[str, Any]:
     runs = [recording.run for recording in recordings]
-    found = efficiency(*runs) if len(runs) == 2 else None
+    found = compute_efficiency(*runs) if len(runs) == 2 else None
     return {
         "version": __version__,
         "unit": "ns",
         "overlap_efficiency": found._asdict() if found is not None else None,
         "recording_cost": {one.run.name: one.cost and one.cost.share for one in recordings},
         "remarks": [remark for one in recordings for remark in one.remarks],
-        "runs": [to_json(run) for run in runs],
+        "runs": [run_to_json(run) for run in runs],
     }

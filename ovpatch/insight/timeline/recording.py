@@ -1,4 +1,4 @@
-"""What the processes of an arm left, checked: the traces, who is missing, and what recording cost."""
+"""The recording of an arm: its traces, missing ranks, and the cost of recording."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from pathlib import Path
 from statistics import fmean, median
 from typing import Any, Final
 
-from ovpatch.insight.timeline.summary import Run, run_of
+from ovpatch.insight.timeline.summary import TimelineRun, make_run
 from ovpatch.insight.timeline.trace import TraceError
-from ovpatch.insight.timeline.tracks import read_run
+from ovpatch.insight.timeline.tracks import read_all_ranks
 
 #: Share of a step that recording may cost.
 LIMIT: Final = 0.03
@@ -20,13 +20,13 @@ LIMIT: Final = 0.03
 
 @dataclass(frozen=True)
 class Cost:
-    """What recording costs: seconds a step, recorded and not, of the slowest rank.
+    """The cost of recording: seconds per step of the slowest rank, with and without it.
 
     Attributes:
         recorded: Of the recorded steps.
-        beside: Of steps before and after them.
-        counts: How many steps each of the two is from.
-        spread: The shortest and the longest step beside, on a GPU block of steps: what differs less says nothing.
+        beside: Of the steps before and after them.
+        counts: Numbers of steps of the two.
+        spread: Shortest and longest step beside, on a GPU block of steps; smaller differences mean nothing.
     """
 
     recorded: float
@@ -36,12 +36,12 @@ class Cost:
 
     @property
     def notable(self) -> bool:
-        """Whether it is more than it should be, and more than steps differ by themselves."""
+        """Whether the cost exceeds :data:`LIMIT` and the spread of the steps."""
         return self.share > LIMIT and self.recorded > self.spread[1]
 
     @property
     def share(self) -> float:
-        """How much longer a recorded step takes, as a share of one that is not."""
+        """Cost as a share of an unrecorded step."""
         return self.recorded / self.beside - 1
 
     def __str__(self) -> str:
@@ -53,37 +53,37 @@ class Cost:
 
 @dataclass(frozen=True)
 class Recording:
-    """One arm that was recorded.
+    """One recorded arm.
 
     Attributes:
-        run: Its lanes.
-        cost: What recording cost; None if no step beside the recorded ones is known.
-        remarks: What was asked for and is not there, and who is missing.
+        run: Its tracks.
+        cost: Cost of recording; None without steps beside the recorded ones.
+        remarks: Missing steps and ranks, and other remarks.
     """
 
-    run: Run
+    run: TimelineRun
     cost: Cost | None = None
     remarks: tuple[str, ...] = ()
 
 
-def collect(name: str, folder: Path, wanted: range, also: re.Pattern[str] | None = None) -> Recording:
-    """Read what an arm left.
+def read_recording(name: str, folder: Path, wanted: range, also: re.Pattern[str] | None = None) -> Recording:
+    """Read the recording of an arm.
 
     Args:
-        name: Of the arm.
-        folder: Where its processes left it.
-        wanted: Steps that were to be recorded.
-        also: Kernels whose names it finds communicate, too.
+        name: Name of the arm.
+        folder: Folder of its processes' files.
+        wanted: Requested steps.
+        also: The user's pattern of further communication kernels.
 
     Raises:
-        TraceError: Nothing was recorded; the text says why and what to do.
+        TraceError: Nothing was recorded; the text has the reason and the remedy.
     """
     facts = [json.loads(path.read_text(encoding="utf-8")) for path in sorted(folder.glob("recording-rank*.json"))]
     traces = sorted(folder.glob("trace-rank*.json*"))
     if not traces:
         raise TraceError(f"{name}: nothing was recorded. {_why(facts, wanted)}")
-    run = run_of(name, read_run(traces, also))
-    cost = cost_of(facts)
+    run = make_run(name, read_all_ranks(traces, also))
+    cost = measure_cost(facts)
     remarks = [
         *_missing(facts, run, wanted),
         *run.remarks,
@@ -113,22 +113,22 @@ def _why(facts: Sequence[Mapping[str, Any]], wanted: range) -> str:
     )
 
 
-def _missing(facts: Sequence[Mapping[str, Any]], run: Run, wanted: range) -> Iterator[str]:
+def _missing(facts: Sequence[Mapping[str, Any]], run: TimelineRun, wanted: range) -> Iterator[str]:
     if list(run.steps) != list(wanted):
         had = f"{run.steps[0]} to {run.steps[-1]}" if len(run.steps) > 1 else f"{run.steps[0]}"
         yield f"steps {wanted[0]} to {wanted[-1]} were asked for, recorded was {had}: the command ended earlier"
-    there = {lanes.rank for lanes in run.ranks}
+    there = {tracks.rank for tracks in run.ranks}
     yielded = {one["rank"]: one["yielded"] for one in facts if one["yielded"]}
     for rank in range(max((one["world"] for one in facts), default=0)):
         if rank not in there:
             yield f"rank {rank} left no trace: {yielded.get(rank, 'it took none of these steps, or was killed')}"
 
 
-def cost_of(facts: Sequence[Mapping[str, Any]]) -> Cost | None:
-    """Compare recorded steps with as many before and after, but for those between: in them our own work is done.
+def measure_cost(facts: Sequence[Mapping[str, Any]]) -> Cost | None:
+    """Compare recorded steps with as many before and after, without the steps between, in which the recorder works.
 
-    A host runs ahead of its GPU, so that single steps by its clock mean nothing and only the blocks between
-    synchronisations count: their means, on each rank. On a CPU the median is fairer to one odd step.
+    A host runs ahead of its GPU, so single steps by its clock mean nothing: the means of blocks between
+    synchronisations count, on each rank. On a CPU the median counts, which tolerates one odd step.
     """
     recorded = {number for one in facts for number in one["recorded"]}
     if not recorded:

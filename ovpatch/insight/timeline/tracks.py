@@ -1,4 +1,4 @@
-"""From a trace to the lanes of its rank."""
+"""The tracks of a rank: its compute, copies, communication and steps, from its trace."""
 
 from __future__ import annotations
 
@@ -12,33 +12,31 @@ from typing import Final
 
 from ovpatch.insight.timeline.trace import (
     DEVICE,
-    Event,
+    DeviceTimeKind,
     Intervals,
-    Kind,
     Launches,
     Span,
     Trace,
     TraceError,
-    collective_of,
-    collective_on_cpu,
-    compute,
-    kind_of,
-    labels_on_cpu,
-    read,
+    TraceEvent,
+    classify_event,
+    find_cpu_compute,
+    find_cpu_labels,
+    name_collective,
+    name_cpu_collective,
+    read_trace,
 )
-
-# What one rank did, in the terms of this tool: the lanes from which everything else is computed and drawn.
 
 
 @dataclass(frozen=True)
 class Communication:
-    """One kernel, copy or collective that talks to other ranks.
+    """One kernel, copy or collective that communicates with other ranks.
 
     Attributes:
         collective: For example ``nccl all_reduce``.
-        label: What launched it, ``ovpatch::<feature>::<phase> (<name>)``; "" if that was none of ovpatch's features.
+        label: Label of its launch, ``ovpatch::<feature>::<phase> (<name>)``; "" outside of ovpatch's features.
         start: Nanoseconds since the epoch.
-        end: Likewise.
+        end: Nanoseconds since the epoch.
     """
 
     collective: str
@@ -48,7 +46,7 @@ class Communication:
 
     @property
     def phase(self) -> str:
-        """The label without the name of what it was done to."""
+        """The label without the name in parentheses."""
         return self.label.partition(" (")[0]
 
 
@@ -62,21 +60,21 @@ class Step:
 
 
 @dataclass(frozen=True)
-class Lanes:
+class RankTracks:
     """One rank of one run.
 
     Attributes:
-        rank: Its number.
+        rank: Number of the rank.
         device: ``cpu``, or ``gpu`` and its number.
         host: Name of the machine.
-        path: The trace it was read from.
-        compute: When the device computed.
-        copies: When it copied from or to the host.
-        communications: What talked to other ranks, by start.
-        steps: The steps that are whole in the trace.
-        first: When the first event of the trace was, nanoseconds since the epoch.
-        remarks: What a reader should know about how it was read.
-        moved: Nanoseconds by which all of these times are later than those in the trace.
+        path: File of the trace.
+        compute: Compute time of the device.
+        copies: Time of copies from and to the host.
+        communications: Communications with other ranks, by start.
+        steps: The complete steps of the trace.
+        first: Start of the first event of the trace, nanoseconds since the epoch.
+        remarks: Remarks about how the trace was read.
+        moved: Nanoseconds by which these times are later than those in the trace.
     """
 
     rank: int
@@ -93,26 +91,26 @@ class Lanes:
 
     @property
     def communication(self) -> Intervals:
-        """When the device communicated."""
-        return union(self.communications)
+        """Communication time of the device."""
+        return merge_communications(self.communications)
 
     @property
     def exposed(self) -> Intervals:
-        """When it communicated and did not compute."""
+        """Communication time without compute."""
         return self.communication - self.compute
 
 
-def move(lanes: Lanes, by: int, remark: str) -> Lanes:
-    """Return a rank with all its times later by some nanoseconds."""
+def shift_tracks(tracks: RankTracks, by: int, remark: str) -> RankTracks:
+    """Return the tracks with all times later by some nanoseconds."""
     return replace(
-        lanes,
-        compute=_moved(lanes.compute, by),
-        copies=_moved(lanes.copies, by),
-        communications=tuple(replace(one, start=one.start + by, end=one.end + by) for one in lanes.communications),
-        steps=tuple(Step(step.number, step.start + by, step.end + by) for step in lanes.steps),
-        first=lanes.first + by,
-        remarks=(*lanes.remarks, remark),
-        moved=lanes.moved + by,
+        tracks,
+        compute=_moved(tracks.compute, by),
+        copies=_moved(tracks.copies, by),
+        communications=tuple(replace(one, start=one.start + by, end=one.end + by) for one in tracks.communications),
+        steps=tuple(Step(step.number, step.start + by, step.end + by) for step in tracks.steps),
+        first=tracks.first + by,
+        remarks=(*tracks.remarks, remark),
+        moved=tracks.moved + by,
     )
 
 
@@ -120,36 +118,30 @@ def _moved(intervals: Intervals, by: int) -> Intervals:
     return Intervals(tuple((start + by, end + by) for start, end in intervals))
 
 
-def union(communications: Iterable[Communication]) -> Intervals:
-    """Return when at least one of them ran."""
-    return Intervals.of((one.start, one.end) for one in communications)
+def merge_communications(communications: Iterable[Communication]) -> Intervals:
+    """Return the time in which at least one of them runs."""
+    return Intervals.union_of((one.start, one.end) for one in communications)
 
 
-def step_of(lanes: Lanes, number: int) -> Step:
+def get_step(tracks: RankTracks, number: int) -> Step:
     """Return a step of a rank by its number."""
-    return next(step for step in lanes.steps if step.number == number)
+    return next(step for step in tracks.steps if step.number == number)
 
 
-# Where steps begin and end: on the host by what the profiler noted, on a device by the work launched until then.
-#
-# [Note: borders on a device] A device lags behind its host. So a step of the device ends when it has finished the
-# compute that was launched before the host's border, or at that border if it was idle by then. Communication does not
-# move the border: what still runs then (a parameter gather under the next forward) is split between the two steps.
-
-#: Our own mark of the end of a step, see ``recorder.BORDER``; not imported from there, where torch is needed.
+#: ovpatch's mark of the end of a step, ``timeline.worker.BORDER``; that module needs torch and is not imported here.
 _MARK: Final = re.compile(r"^ovpatch::timeline::border \((\d+)\)$")
 _PROFILER_STEP: Final = re.compile(r"^ProfilerStep#?\s*(\d+)$")
 _BEFORE: Final = -1  # earlier than every time of a trace
 _OPTIMIZER_STEP: Final = re.compile(r"^Optimizer\.step#")
 
 
-def steps_on_host(trace: Trace) -> tuple[tuple[Step, ...], str]:
+def find_host_steps(trace: Trace) -> tuple[tuple[Step, ...], str]:
     """Find the steps by the host's clock.
 
     Returns:
-        The steps, none if there are no borders, and a remark on that, "" where the profiler was told of steps.
+        The steps, none without borders, and a remark, "" if steps are marked.
     """
-    annotations = list(trace.of("user_annotation"))
+    annotations = list(trace.select_events("user_annotation"))
     marks = [(int(found[1]), event.start) for event in annotations if (found := _MARK.match(event.name))]
     if marks:
         return tuple(Step(number, before, at) for (_, before), (number, at) in pairwise(marks)), ""
@@ -166,17 +158,21 @@ def steps_on_host(trace: Trace) -> tuple[tuple[Step, ...], str]:
     return (), "no steps are marked: all of it counts as one step (call the profiler's step())"
 
 
-def everything(events: Sequence[Event]) -> tuple[Step, ...]:
-    """Return one step that holds all events; for a trace in which the host marked none."""
+def make_single_step(events: Sequence[TraceEvent]) -> tuple[Step, ...]:
+    """Return one step of all events, for a trace without borders."""
     return (Step(1, min(event.start for event in events), max(event.end for event in events)),)
 
 
-def on_device(steps: Iterable[Step], compute: Sequence[tuple[int | None, Span]]) -> tuple[Step, ...]:
-    """Move steps from the host's clock to a device's progress; see [Note: borders on a device].
+def move_to_device(steps: Iterable[Step], compute: Sequence[tuple[int | None, Span]]) -> tuple[Step, ...]:
+    """Move steps from the host's clock to a device's progress.
+
+    [Note: borders on a device] A device lags behind its host. Its step ends when it has finished the compute that was
+    launched before the host's border, or at that border if it is idle by then. Communication does not move the border:
+    what still runs then, such as a parameter all-gather under the next forward, is split between the two steps.
 
     Args:
-        steps: By the host.
-        compute: When each piece of the device's compute was launched (None: before the trace), and its span.
+        steps: Steps by the host.
+        compute: Launch time (None: before the trace) and span of each piece of the device's compute.
     """
     ordered = sorted((_BEFORE if launched is None else launched, span[1]) for launched, span in compute)
     launches = [launched for launched, _ in ordered]
@@ -189,82 +185,86 @@ def on_device(steps: Iterable[Step], compute: Sequence[tuple[int | None, Span]])
     return tuple(Step(step.number, border(step.start), border(step.end)) for step in steps)
 
 
-def whole(steps: Iterable[Step], events: Sequence[Event]) -> tuple[Step, ...]:
-    """Keep the steps in which anything happened at all."""
+def drop_empty_steps(steps: Iterable[Step], events: Sequence[TraceEvent]) -> tuple[Step, ...]:
+    """Return the steps with at least one event."""
     spans = [(event.start, event.end) for event in events]
     return tuple(step for step in steps if any(start < step.end and end > step.start for start, end in spans))
 
 
-def read_run(paths: Iterable[Path], also: re.Pattern[str] | None = None) -> tuple[Lanes, ...]:
-    """Read the traces of all ranks of one run, one after the other, and return their lanes by rank.
+def read_all_ranks(paths: Iterable[Path], also: re.Pattern[str] | None = None) -> tuple[RankTracks, ...]:
+    """Read the traces of all ranks of one run, and return their tracks by rank.
 
     Args:
         paths: One file a rank.
-        also: Kernels whose names it finds communicate, too.
+        also: The user's pattern of further communication kernels.
 
     Raises:
         TraceError: A file cannot be used, or two are of one rank.
     """
-    run: dict[int, Lanes] = {}
+    run: dict[int, RankTracks] = {}
     paths = list(paths)
     for path in paths:
-        trace = read(path)
+        trace = read_trace(path)
         rank = trace.rank if trace.rank is not None else (0 if len(paths) == 1 else None)
         if rank is None:
             raise TraceError(f"{path} does not say its rank. Put it into the file's name: rank0.json, rank1.json, …")
         if rank in run:
             raise TraceError(f"{run[rank].path} and {path} are both of rank {rank}. Name traces of one run.")
-        run[rank] = lanes_of(trace, rank, also)
-    return _together([run[rank] for rank in sorted(run)])
+        run[rank] = build_tracks(trace, rank, also)
+    return _align_ranks([run[rank] for rank in sorted(run)])
 
 
-def _together(run: Sequence[Lanes]) -> tuple[Lanes, ...]:
-    """Put ranks above each other whose clocks are so far apart that not even their first common step is at one time."""
-    common = set.intersection(*({step.number for step in lanes.steps} for lanes in run)) if run else set()
+def _align_ranks(run: Sequence[RankTracks]) -> tuple[RankTracks, ...]:
+    """Align the ranks' first common step if their clocks are so far apart that it does not overlap on all."""
+    common = set.intersection(*({step.number for step in tracks.steps} for tracks in run)) if run else set()
     if not common:
         return tuple(run)
-    firsts = [step_of(lanes, min(common)) for lanes in run]
+    firsts = [get_step(tracks, min(common)) for tracks in run]
     if max(step.start for step in firsts) < min(step.end for step in firsts):
         return tuple(run)
     remark = f"the ranks' clocks differ by more than a step, so step {min(common)} was made to begin at once on all"
-    return tuple(move(lanes, firsts[0].start - step.start, remark) for lanes, step in zip(run, firsts, strict=True))
+    return tuple(
+        shift_tracks(tracks, firsts[0].start - step.start, remark) for tracks, step in zip(run, firsts, strict=True)
+    )
 
 
-def lanes_of(trace: Trace, rank: int, also: re.Pattern[str] | None = None) -> Lanes:
-    """Classify a trace: by its device where there is one, else by its training thread."""
-    on_device = list(trace.of(*DEVICE))
-    return _of_device(trace, rank, on_device, also) if on_device else _of_cpu(trace, rank)
+def build_tracks(trace: Trace, rank: int, also: re.Pattern[str] | None = None) -> RankTracks:
+    """Return the tracks of a trace: of its device if there is one, else of its training thread."""
+    on_device = list(trace.select_events(*DEVICE))
+    return _build_device_tracks(trace, rank, on_device, also) if on_device else _build_cpu_tracks(trace, rank)
 
 
-def _of_device(trace: Trace, rank: int, events: Sequence[Event], also: re.Pattern[str] | None) -> Lanes:
+def _build_device_tracks(
+    trace: Trace, rank: int, events: Sequence[TraceEvent], also: re.Pattern[str] | None
+) -> RankTracks:
     device, mine, remarks = _busiest(events)
     launches = Launches(trace)
-    kinds = [(kind_of(event, also), event) for event in mine]
-    computing = [event for kind, event in kinds if kind is Kind.COMPUTE]
-    steps, how = steps_on_host(trace)
-    progress = [(launches.time_of(event), (event.start, event.end)) for event in computing]
-    steps = on_device(steps, progress) if steps else everything(mine)
-    return Lanes(
+    kinds = [(classify_event(event, also), event) for event in mine]
+    computing = [event for kind, event in kinds if kind is DeviceTimeKind.COMPUTE]
+    steps, how = find_host_steps(trace)
+    progress = [(launches.find_launch_time(event), (event.start, event.end)) for event in computing]
+    steps = move_to_device(steps, progress) if steps else make_single_step(mine)
+    return RankTracks(
         rank,
         f"gpu {device}",
         trace.host,
         trace.path,
         _spans(computing),
-        _spans(event for kind, event in kinds if kind is Kind.COPY),
+        _spans(event for kind, event in kinds if kind is DeviceTimeKind.COPY),
         tuple(
-            Communication(collective_of(event), launches.label_of(event), event.start, event.end)
+            Communication(name_collective(event), launches.find_launch_label(event), event.start, event.end)
             for kind, event in kinds
-            if kind is Kind.COMMUNICATION
+            if kind is DeviceTimeKind.COMMUNICATION
         ),
-        whole(steps, mine),
+        drop_empty_steps(steps, mine),
         trace.first,
         (*remarks, *filter(None, [how])),
     )
 
 
-def _busiest(events: Sequence[Event]) -> tuple[int | str, list[Event], list[str]]:
-    """Return the device with most work, its events, and a remark if the process used others as well."""
-    by_device: dict[int | str, list[Event]] = {}
+def _busiest(events: Sequence[TraceEvent]) -> tuple[int | str, list[TraceEvent], list[str]]:
+    """Return the device with most work, its events, and a remark if the process used others."""
+    by_device: dict[int | str, list[TraceEvent]] = {}
     for event in events:
         by_device.setdefault(event.args.get("device", event.pid), []).append(event)
     device = max(by_device, key=lambda name: _spans(by_device[name]).total)
@@ -273,26 +273,26 @@ def _busiest(events: Sequence[Event]) -> tuple[int | str, list[Event], list[str]
     return device, by_device[device], [remark] if others else []
 
 
-def _of_cpu(trace: Trace, rank: int) -> Lanes:
-    collectives = [event for event in trace.of("user_annotation") if collective_on_cpu(event)]
-    labels = labels_on_cpu(trace, collectives)
-    steps, how = steps_on_host(trace)
-    return Lanes(
+def _build_cpu_tracks(trace: Trace, rank: int) -> RankTracks:
+    collectives = [event for event in trace.select_events("user_annotation") if name_cpu_collective(event)]
+    labels = find_cpu_labels(trace, collectives)
+    steps, how = find_host_steps(trace)
+    return RankTracks(
         rank,
         "cpu",
         trace.host,
         trace.path,
-        compute(trace),
+        find_cpu_compute(trace),
         Intervals(),
         tuple(
-            Communication(collective_on_cpu(event), label, event.start, event.end)
+            Communication(name_cpu_collective(event), label, event.start, event.end)
             for event, label in zip(collectives, labels, strict=True)
         ),
-        whole(steps or everything(trace.events), trace.events),
+        drop_empty_steps(steps or make_single_step(trace.events), trace.events),
         trace.first,
         (how,) if how else (),
     )
 
 
-def _spans(events: Iterable[Event]) -> Intervals:
-    return Intervals.of((event.start, event.end) for event in events)
+def _spans(events: Iterable[TraceEvent]) -> Intervals:
+    return Intervals.union_of((event.start, event.end) for event in events)

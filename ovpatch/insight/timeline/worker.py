@@ -1,11 +1,4 @@
-"""What happens in each process of the command: the ordered steps are recorded, then the process leaves.
-
-Step n lies between the borders n-1 and n. Recording begins at the border before the first wanted step, whose own
-beginning is seen in full; the profiler is set up one step earlier, so that what that takes falls into no recorded step.
-As many steps as were recorded follow unrecorded: together with as many before the set-up they tell what recording
-costs. Steps that are further away do not: a device that gets warm gets slower. Each of these blocks begins and ends
-with an empty queue of the device, and nothing of ours comes in between: the device would catch up meanwhile.
-"""
+"""The worker of ``ovpatch timeline`` in each process: it records the ordered steps with torch's profiler."""
 
 from __future__ import annotations
 
@@ -21,33 +14,30 @@ from torch._C._profiler import RecordScope
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from ovpatch.insight import steps
-from ovpatch.insight.steps import at_end
+from ovpatch.insight.steps import run_at_exit
 from ovpatch.logs import logger
 from ovpatch.overlap.comm.streams import profiler_label
 from ovpatch.patching import PatchManager
 from ovpatch.session.orders import Orders
 from ovpatch.session.worker_reports import write_json
 
-# torch's profiler in somebody's process: on for a few steps, and out of the way of a profiler of the script's own.
-#
-# [Note: one profiler at a time] A second profiler in a process loses the trace of one of the two, or ends the
-# process. So ours does not begin while the script's is on, and gives up as soon as the script's begins; the script
-# never notices.
-
-#: Name of the mark at the end of step n, without its number: a moment inside the optimizer's own range.
+#: Name of the mark at the end of step n, without its number; it is inside the optimizer's own range.
 BORDER: Final = profiler_label("timeline", "border")
 
 
-class Recorder:
-    """Records one stretch of steps.
+class ProfilerSession:
+    """torch's profiler over one range of steps.
+
+    A second profiler in a process loses a trace or ends the process. So this one does not start while the script's own
+    profiler is on, and stops as soon as that starts.
 
     Args:
-        operators: Record torch's operators, too, which costs host time. On the CPU they are what computes, so there
-            they are recorded in any case.
+        operators: Record torch's operators, too, which costs host time. On the CPU they are always recorded: they are
+            the compute.
 
     Attributes:
-        yielded: Why there is no recording, "" if there is no reason.
-        patches: What shows the script's own profilers; in force from the start.
+        yielded: Why there is no recording, "" without a reason.
+        patches: Patches that detect the script's profilers; active from construction.
     """
 
     def __init__(self, *, operators: bool) -> None:
@@ -57,26 +47,26 @@ class Recorder:
         self._starting = self._running = self._ended = False
         self._foreign: set[int] = set()
         self.patches = PatchManager()
-        self._watch()
+        self._patch_profilers()
 
     @property
     def running(self) -> bool:
         """Whether events are being recorded now."""
         return self._running
 
-    def prepare(self) -> None:
-        """Set the profiler up, which takes up to seconds on a GPU; it costs next to nothing until it starts."""
+    def prepare_profiler(self) -> None:
+        """Set the profiler up, which takes up to seconds on a GPU; it costs little until it starts."""
         if self._foreign or self.yielded or self._profile is not None:
             return
         activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if torch.cuda.is_initialized() else [])]
         self._profile = profile(activities=activities)
         self._profile.prepare_trace()
 
-    def start(self) -> None:
-        """Begin to record; does nothing if the script's profiler is on."""
+    def start_recording(self) -> None:
+        """Start to record, unless the script's profiler is on."""
         if self._foreign and not self.yielded:
             self.yielded = "the script's own profiler was on"
-        self.prepare()
+        self.prepare_profiler()
         if self._profile is not None and not self.yielded:
             self._starting = True
             try:
@@ -85,14 +75,14 @@ class Recorder:
                 self._starting = False
             self._running = True
 
-    def mark(self, step: int) -> None:
-        """Note that a step ends here."""
+    def mark_border(self, step: int) -> None:
+        """Mark the end of a step."""
         if self._running:
             with record_function(f"{BORDER} ({step})"):
                 pass
 
-    def save(self, path: Path) -> bool:
-        """End the recording and write it; return whether there was one."""
+    def save_trace(self, path: Path) -> bool:
+        """Stop the recording and write it; return whether there was one."""
         if self._profile is None or not self._running:
             return False
         self._running, self._ended = False, True
@@ -100,23 +90,23 @@ class Recorder:
         self._profile.export_chrome_trace(str(path))
         return True
 
-    def discard(self) -> None:
-        """End what has begun and was not saved; a process that ends under a running profiler crashes."""
+    def discard_trace(self) -> None:
+        """Stop without saving; a process that ends under a running profiler crashes."""
         if self._profile is None or self._ended:
             return
         self._ended = True
         if not self._running:
-            self._profile.start_trace()  # what is only prepared can only be ended by way of a start
+            self._profile.start_trace()  # a prepared profiler can be stopped only after a start
         self._running = False
         self._profile.stop_trace()
 
-    def _watch(self) -> None:
-        """See every other profiler of the process begin and end."""
-        why = "all kinds of profilers come through this class, and torch has no hook for them"
+    def _patch_profilers(self) -> None:
+        """Detect the start and end of every other profiler of the process."""
+        why = "all profilers use this class, and torch has no hook for them"
         for name, wrap in (("_prepare_trace", self._wrap_prepare), ("__exit__", self._wrap_exit)):
             self.patches.register_patch(f"torch.autograd.profiler.profile.{name}", wrap=wrap, why=why)
         if not self._operators:
-            why = "the profiler chooses by scope what it records, and torch.profiler does not hand that on"
+            why = "the profiler selects events by scope, and torch.profiler does not expose that"
             self.patches.register_patch("torch.autograd.profiler._enable_profiler", wrap=self._wrap_enable, why=why)
         self.patches.apply()
 
@@ -126,7 +116,7 @@ class Recorder:
             if self._profile is None or session is not self._profile.profiler:
                 if self._profile is not None and not self._ended:
                     self.yielded = "the script started its own profiler"
-                    self.discard()
+                    self.discard_trace()
                 self._foreign.add(id(session))
             return original(session)
 
@@ -150,19 +140,25 @@ class Recorder:
         return end
 
 
-#: Steps at the start of a run that say nothing about the others.
+#: Cold steps at the start of a run, which are not timed.
 COLD: Final = 2
 
 
-def begin(orders: Orders) -> None:
-    """Watch the steps of this process; called at the end of ``import torch``."""
+def start_worker(orders: Orders) -> None:
+    """Start to count the steps of this process; called at the end of ``import torch``."""
     session = _Session(orders)
-    session.steps.watch()
-    at_end(session.finish_at_exit)
+    session.steps.start_counting()
+    run_at_exit(session.finish_at_exit)
 
 
 class _Session:
-    """The recording of this process."""
+    """The recording of this process.
+
+    Step n lies between the borders n-1 and n. Recording starts at the border before the first wanted step; the profiler
+    is set up one step earlier. As many steps as were recorded follow unrecorded: with as many before the set-up they
+    give the cost of recording. More distant steps do not: a warming device gets slower. Each block starts and ends with
+    an empty queue of the device, and has no synchronisation inside.
+    """
 
     def __init__(self, orders: Orders) -> None:
         self._directory = orders.directory
@@ -171,30 +167,30 @@ class _Session:
         before, after = self._first - 2, self._last + 1
         self._timed = {COLD, before - count, before, self._first - 1, self._last, after, self._end}
         self._stop = bool(orders.details["stop"])
-        self._recorder = Recorder(operators=bool(orders.details["operators"]))
-        self._arrived: dict[int, int] = {}  # nanoseconds at which each border was reached
-        self._left: dict[int, int] = {}  # and left, after what we do there
+        self._recorder = ProfilerSession(operators=bool(orders.details["operators"]))
+        self._arrived: dict[int, int] = {}  # nanoseconds at each border, before the work here
+        self._left: dict[int, int] = {}  # and after it
         self._recorded: list[int] = []
         self._finished = False
-        self._pid: int | None = None  # of the process that steps; a data loader's forked child inherits all this
+        self._pid: int | None = None  # of the stepping process; a data loader's forked child inherits this object
         self._rank, self._world = 0, 1
-        self.steps = steps.Steps(orders.directory, self.at_border)
+        self.steps = steps.StepCounter(orders.directory, self.at_border)
 
     def at_border(self, number: int) -> None:
-        """Do what is due at the end of a step."""
+        """Act at the end of a step."""
         if number > self._end:
             return
-        if self._pid != os.getpid():  # noted now: at the end the script may have destroyed its process group
-            self._pid, self._rank, self._world = os.getpid(), steps.rank(), steps.world()
+        if self._pid != os.getpid():  # read now: at the end the script may have destroyed its process group
+            self._pid, self._rank, self._world = os.getpid(), steps.get_rank(), steps.get_world_size()
         if number in self._timed and torch.cuda.is_initialized():
-            torch.cuda.synchronize()  # blocks of steps are timed: their work shall be done
+            torch.cuda.synchronize()  # blocks of steps are timed, with their device work
         self._arrived[number] = time.perf_counter_ns()
-        self._recorder.mark(number)
+        self._recorder.mark_border(number)
         if number == self._first - 2:
-            self._recorder.prepare()
+            self._recorder.prepare_profiler()
         elif number == self._first - 1:
-            self._recorder.start()
-            self._recorder.mark(number)
+            self._recorder.start_recording()
+            self._recorder.mark_border(number)
         elif number == self._last:
             self._save()
         self._left[number] = time.perf_counter_ns()
@@ -202,12 +198,12 @@ class _Session:
             self._finish()
 
     def finish_at_exit(self) -> None:
-        """Keep what there is of a script that ends earlier; nothing may go wrong any more at this point."""
+        """Save the recording of a script that ends early, without raising."""
         if self._pid != os.getpid():
             return
         try:
             self._save()
-            self._recorder.discard()
+            self._recorder.discard_trace()
             self._write()
         except Exception as error:  # noqa: BLE001  # an error at exit would change the script's exit status
             logger.debug("the trace was not written: %r", error)
@@ -215,11 +211,11 @@ class _Session:
     def _finish(self) -> None:
         self._write()
         if self._stop:
-            steps.leave(self._directory)
+            steps.exit_with_peers(self._directory)
 
     def _save(self) -> None:
         whole = [number for number in self._arrived if self._first <= number <= self._last]
-        if whole and self._recorder.save(self._directory / f"trace-rank{self._rank}.json.gz"):
+        if whole and self._recorder.save_trace(self._directory / f"trace-rank{self._rank}.json.gz"):
             self._recorded = whole
 
     def _write(self) -> None:
@@ -240,7 +236,7 @@ class _Session:
         }
 
     def _durations(self) -> dict[int, int]:
-        """Return the nanoseconds of each step, without what we do at its borders."""
+        """Return the nanoseconds of each step, without the work at its borders."""
         return {
             number: self._arrived[number] - self._left[number - 1]
             for number in self._arrived

@@ -1,15 +1,4 @@
-"""Two runs side by side: event by event in each process, value by value in each event.
-
-[Note: side by side] Events are compared in their order, which stock and patched runs share: the same backwards, steps
-and savings. Where the kinds of events differ, as when one run skips a step, that is the difference, and what follows in
-this process cannot be compared. A run that failed or was ended may stop anywhere; what there is of it is compared.
-
-[Note: saved as it was] Most of a checkpoint are parameters and states as the steps before left them, where they were
-judged already. What is saved in both runs with the bits that one of those values had is not judged again.
-
-[Note: small numbers] The difference that is always allowed, 1e-6, is meant for numbers around 1. Where all gradients
-are smaller than that, it would allow any gradient. So it is at most a thousandth of the largest number of its family.
-"""
+"""Comparison of two recorded runs: event by event in each process, value by value in each event."""
 
 from __future__ import annotations
 
@@ -25,105 +14,102 @@ import torch
 from torch import Tensor
 
 from ovpatch.insight import equality
-from ovpatch.insight.equality import Row, Verdict, difference
+from ovpatch.insight.equality import Row, Verdict, measure_difference
 from ovpatch.insight.verify import recording
-from ovpatch.insight.verify.recording import Event, Run
-from ovpatch.insight.verify.values import UNREAD, Kept
+from ovpatch.insight.verify.recording import RecordedEvent, RecordedRun
+from ovpatch.insight.verify.values import UNREAD, KeptValue
 
-# What stock differs from itself in a value and in its like.
-#
-# [Note: few draws] How far a value moves from run to run is chance, and one or two further runs may by chance move it
-# little. So its noise is that of its like: of the values of one kind, dtype and shape whose names differ in numbers
-# alone, as those of a model's layers do, on all processes and in all steps so far. It is the largest of them all in
-# proportion to the values' own sizes, but no more than the largest as it is: a layer whose gradient is next to nothing
-# moves by much of it, and must not allow that to others.
-
-_Key = tuple[Hashable, str, str]  # which event, the value's name without numbers, and its form
+_Key = tuple[Hashable, str, str]  # the event, the value's name without numbers, and its form
 
 _NUMBERS: Final = re.compile(r"\d+")
 
 
 class Size(NamedTuple):
-    """How large numbers are, or differences.
+    """The size of numbers or differences.
 
     Attributes:
-        largest: Of the absolute numbers.
-        mean: The root of their mean square.
+        largest: Largest absolute number.
+        mean: Root mean square.
     """
 
     largest: float = 0.0
     mean: float = 0.0
 
-    def or_more(self, other: Size) -> Size:
+    def max_with(self, other: Size) -> Size:
         """Return the larger of each."""
         return Size(max(self.largest, other.largest), max(self.mean, other.mean))
 
 
 class _Moved(NamedTuple):
-    """How far values moved: as it is, and in proportion to their sizes."""
+    """Differences of values between runs: absolute, and relative to the values' sizes."""
 
     absolute: Size = Size()
     relative: Size = Size()
 
 
 class Noise:
-    """The noise of values by their names; see [Note: few draws].
+    """The noise of values: the difference of stock from itself.
+
+    One or two further runs may move a value little by chance, so values share their noise: those of one kind, dtype and
+    shape whose names differ in numbers only, as a model's layers do, on all processes and in all steps so far. The
+    noise is the largest relative one of them, but at most the largest absolute one: a layer with next to no gradient
+    moves by much of it, which must not count for others.
 
     Args:
-        stock: What stock recorded.
-        others: What further stock runs recorded, as long as they recorded the same events.
+        stock: Stock's record.
+        others: Records of further stock runs; used as far as they have the same events.
     """
 
-    def __init__(self, stock: Run, others: Iterable[Run]) -> None:
+    def __init__(self, stock: RecordedRun, others: Iterable[RecordedRun]) -> None:
         self._found: dict[_Key, dict[int, _Moved]] = {}
         for other in others:
             for process in stock.processes:
-                for ours, theirs in zip(stock.events(process), other.events(process), strict=False):
-                    if ours.signature != theirs.signature:
+                for expected, actual in zip(stock.events(process), other.events(process), strict=False):
+                    if expected.signature != actual.signature:
                         break
-                    self._take(ours, theirs)
+                    self._add_events(expected, actual)
 
-    def _take(self, ours: Event, theirs: Event) -> None:
-        for name, value in ours.values.items():
-            moved = apart(value, theirs.values.get(name))
+    def _add_events(self, expected: RecordedEvent, actual: RecordedEvent) -> None:
+        for name, value in expected.values.items():
+            moved = measure_distance(value, actual.values.get(name))
             if moved.largest:
-                steps, size = self._found.setdefault(_key(ours, name), {}), size_of(value)
+                steps, size = self._found.setdefault(_key(expected, name), {}), measure_size(value)
                 relative = Size(*(part / whole if whole else 0.0 for part, whole in zip(moved, size, strict=True)))
-                before = steps.get(ours.step, _Moved())
-                steps[ours.step] = _Moved(before.absolute.or_more(moved), before.relative.or_more(relative))
+                before = steps.get(expected.step, _Moved())
+                steps[expected.step] = _Moved(before.absolute.max_with(moved), before.relative.max_with(relative))
 
-    def of(self, event: Event, name: str) -> Size:
-        """Return how far stock was from itself in what is like a value, in its step or before."""
+    def get_noise(self, event: RecordedEvent, name: str) -> Size:
+        """Return the noise of the values like this one, in its step and before."""
         absolute = relative = Size()
         for step, moved in self._found.get(_key(event, name), {}).items():
             if step <= event.step:
-                absolute, relative = absolute.or_more(moved.absolute), relative.or_more(moved.relative)
+                absolute, relative = absolute.max_with(moved.absolute), relative.max_with(moved.relative)
         if not absolute.largest:
             return absolute
-        size = size_of(event.values[name])
+        size = measure_size(event.values[name])
         return Size(*(min(far, share * whole) for far, share, whole in zip(absolute, relative, size, strict=True)))
 
 
-def _key(event: Event, name: str) -> _Key:
+def _key(event: RecordedEvent, name: str) -> _Key:
     return event.signature, _NUMBERS.sub("*", name), event.values[name].form
 
 
-def apart(one: Kept, other: Kept | None) -> Size:
-    """Return how far apart two values are; 0 if they are no numbers of one form. What is not finite counts as 0."""
+def measure_distance(one: KeptValue, other: KeptValue | None) -> Size:
+    """Return the distance of two values; 0 unless they are numbers of one form. NaNs and infinities count as 0."""
     if other is None or one[:2] == other[:2] or one.form != other.form or one.values is None:
         return Size()
     return _apart(one.values, other.values)
 
 
-def size_of(value: Kept) -> Size:
-    """Return how large the numbers of a value are."""
+def measure_size(value: KeptValue) -> Size:
+    """Return the size of a value's numbers."""
     return _apart(value.values, None if isinstance(value.values, Tensor) else 0)
 
 
 def _apart(one: Any, other: Any) -> Size:
-    """Return how far numbers are from others, or, of a tensor, from zero."""
+    """Return the distance of numbers from others, or of a tensor from zero."""
     if not isinstance(one, Tensor):
-        found = difference(one, other)
+        found = measure_difference(one, other)
         return Size() if found is None else Size(found.max_abs, found.max_abs)
     if not one.numel():
         return Size()
@@ -140,44 +126,41 @@ def _real(numbers: Tensor) -> Tensor:
     return numbers.to(torch.float64)
 
 
-# Whether numbers of two runs are equal within noise.
-#
-# [Note: one number is one draw] How far many elements move together is much the same in each run. A loss or a norm is
-# one number, whose noise in a yardstick is by chance next to nothing. So three times as much is allowed of it.
-#
-# [Note: many elements] One element decides what the largest difference is, and single elements go far by chance:
-# AdamW makes a whole step of a gradient next to zero, whose sign is chance. So four times as much as noise moved is
-# allowed of it. A parameter that is late by a step is no farther off than that, but in all of its elements. The root
-# of the mean square, which many elements decide, has to be within twice that of the noise.
-#
-# [Note: units in the last place] A bfloat16 number just below 1 is followed by one that is 0.0039 larger. What is
-# rounded otherwise moves by such a unit or not at all, and that no element happened to move in a yardstick, or by one
-# unit and not by two, says little. So where one moved anything of the event, the largest difference may be a unit of
-# the largest element more; and an eighth of a tensor's elements, or a single one, may each be a unit off whatever the
-# mean is.
+_SHARE: Final = 1 / 8  # of a tensor's elements that may be a unit in the last place off, whatever the mean
 
-_SHARE: Final = 1 / 8
-
-#: How many times noise is allowed.
+# Allowed multiples of the noise. A single element goes far by chance: AdamW makes a full step of a gradient near zero,
+# whose sign is chance; hence four times. The mean, which many elements decide, catches a parameter that is a step late.
 _OF_MANY: Final = Size(2 * equality.FACTOR, equality.FACTOR)
+# A loss or a norm is one number, whose noise in a yardstick may by chance be next to nothing.
 _OF_ONE: Final = Size(3.0, 3.0)
 
 
-def judge(
-    name: str, stock: Kept, patched: Kept, yardsticks: Sequence[Kept], *, floor: float, noise: Size, moving: bool
+def judge_value(
+    name: str,
+    stock: KeptValue,
+    patched: KeptValue,
+    yardsticks: Sequence[KeptValue],
+    *,
+    floor: float,
+    noise: Size,
+    moving: bool,
 ) -> Row:
-    """Return how two values of one form compare, which are numbers.
+    """Compare two numeric values of one form.
+
+    A half-precision number moves by a unit in the last place or not at all, so a yardstick that moved by no unit, or by
+    one and not two, says little. Where a yardstick moved anything of the event, the largest difference may be one unit
+    of the largest element more, and few elements may each be a unit off.
 
     Args:
-        name: What they are called.
-        stock: Stock's.
-        patched: The patched run's.
-        yardsticks: What further stock runs have there.
+        name: Their name.
+        stock: Stock's value.
+        patched: The patched run's value.
+        yardsticks: The values of further stock runs.
         floor: Absolute difference that is always allowed.
-        noise: How far stock is from itself in what is like it.
-        moving: Whether anything of the event is other in those runs.
+        noise: The noise of values like this one.
+        moving: Whether any value of the event differs in the yardsticks.
     """
-    far = reduce(Size.or_more, (apart(stock, other) for other in yardsticks), noise)
+    far = reduce(Size.max_with, (measure_distance(stock, other) for other in yardsticks), noise)
     factors = _OF_ONE if _is_one(stock) else _OF_MANY
     allowed = Size(*(max(floor, factor * size) for factor, size in zip(factors, far, strict=True)))
     rounded = moving and not stock.folded
@@ -195,15 +178,15 @@ def judge(
     return row
 
 
-def _is_one(value: Kept) -> bool:
+def _is_one(value: KeptValue) -> bool:
     return not isinstance(value.values, Tensor) or value.values.numel() == 1
 
 
-def _judged(name: str, stock: Kept, patched: Kept, allowed: Size) -> Row:
+def _judged(name: str, stock: KeptValue, patched: KeptValue, allowed: Size) -> Row:
     (row,) = equality.compare({name: stock.values}, {name: patched.values}, floor=allowed.largest).rows
     if row.verdict is not Verdict.WITHIN_NOISE:
         return row
-    mean = apart(stock, patched).mean  # see [Note: many elements]
+    mean = measure_distance(stock, patched).mean
     if mean <= allowed.mean:
         return row
     note = f"{row.note}; many of its elements: this is the root of the mean square"
@@ -211,19 +194,19 @@ def _judged(name: str, stock: Kept, patched: Kept, allowed: Size) -> Row:
 
 
 def _without_single_units(stock: Any, patched: Any) -> Tensor | None:
-    """Return a patched value without what [Note: units in the last place] allows; None if there is none, or more."""
+    """Return the patched value with elements one unit off set to stock's; None if there are none, or too many."""
     if not isinstance(stock, Tensor) or not stock.is_floating_point():
         return None
-    ours, theirs = stock.to(torch.float64), patched.to(torch.float64)
-    units = _units(torch.minimum(ours.abs(), theirs.abs()), stock.dtype)
-    near = (ours != theirs) & ((ours - theirs).abs() <= units)
+    expected, actual = stock.to(torch.float64), patched.to(torch.float64)
+    units = _units(torch.minimum(expected.abs(), actual.abs()), stock.dtype)
+    near = (expected != actual) & ((expected - actual).abs() <= units)
     if not 0 < int(near.sum()) <= max(1, int(_SHARE * stock.numel())):
         return None
     return torch.where(near, stock, patched)
 
 
 def _unit(values: Any) -> float:
-    """Return the unit in the last place of the largest element; 0 of what has none."""
+    """Return the unit in the last place of the largest element; 0 without floating-point elements."""
     if not isinstance(values, Tensor) or not values.is_floating_point() or not values.numel():
         return 0.0
     sizes = values.to(torch.float64).abs()
@@ -231,7 +214,7 @@ def _unit(values: Any) -> float:
 
 
 def _units(sizes: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return how far the next numbers of a dtype are, for absolute numbers in float64."""
+    """Return the units in the last place of a dtype, for absolute numbers in float64."""
     facts = torch.finfo(dtype)
     normal = sizes.clamp(min=facts.smallest_normal)
     return torch.ldexp(torch.full_like(normal, facts.eps), torch.frexp(normal).exponent - 1)
@@ -240,19 +223,21 @@ def _units(sizes: Tensor, dtype: torch.dtype) -> Tensor:
 ORDER: Final = "order of events"
 _OF_PARAMETERS: Final = ("gradient ", "parameter ", "state ", "buffer ", "frozen ")
 _EXACT: Final = ("text", "none", UNREAD)
-_SMALL: Final = 1e-3  # of the largest gradient, say: no more is always allowed, however small they all are
+# The always allowed 1e-6 is meant for numbers around 1. It is at most this share of the largest number of its family,
+# or small gradients could be anything.
+_SMALL: Final = 1e-3
 
 
 @dataclass(frozen=True)
 class Finding:
-    """A value that is not bitwise equal, and where.
+    """A value that is not bitwise equal, and its place.
 
     Attributes:
         row: Name, verdict and difference.
         process: For example ``rank 1``.
         step: From 1.
         order: Position of its event among those of the process.
-        event: What happened, in words.
+        event: The event in words.
     """
 
     row: Row
@@ -263,24 +248,24 @@ class Finding:
 
     @property
     def different(self) -> bool:
-        """Whether it is more than noise."""
+        """Whether the difference is more than noise."""
         return self.row.verdict is Verdict.DIFFERENT
 
 
 @dataclass
-class Compared:
-    """The outcome of :func:`compare`.
+class RunComparison:
+    """The outcome of :func:`compare_runs`.
 
     Attributes:
-        findings: What is not bitwise equal, by process and in order.
-        processes: Those that were compared.
-        values: How many values were.
-        steps: The last step that was compared, 0 if none was.
-        events: How many of each kind were.
-        unread: Values that neither run could read, with what they are.
-        finite: How many losses were finite in stock.
-        parameters: How many values of parameters were compared.
-        finite_parameters: How many of those were finite in stock.
+        findings: Values that are not bitwise equal, by process and in order.
+        processes: Processes that were compared.
+        values: Number of compared values.
+        steps: Last compared step, 0 for none.
+        events: Number of compared events of each kind.
+        unread: Unreadable values, with their classes.
+        finite: Number of losses that are finite in stock.
+        parameters: Number of compared parameter values.
+        finite_parameters: Number of those that are finite in stock.
     """
 
     findings: list[Finding] = field(default_factory=list)
@@ -295,13 +280,13 @@ class Compared:
 
     @property
     def different(self) -> list[Finding]:
-        """What differs by more than noise, the earliest first."""
+        """Findings that differ by more than noise, the earliest first."""
         found = [finding for finding in self.findings if finding.different]
         return sorted(found, key=lambda finding: (finding.step, finding.order))
 
     @property
     def first(self) -> Finding | None:
-        """The earliest difference; where the first event has several, that of a parameter or of its gradient."""
+        """The earliest difference; of several in one event, that of a parameter or its gradient."""
         found = self.different
         if not found:
             return None
@@ -316,8 +301,8 @@ class Compared:
 
         return sorted(self.findings, key=key)[:count]
 
-    def count(self, event: Event) -> None:
-        """Count an event that both runs have."""
+    def count_event(self, event: RecordedEvent) -> None:
+        """Count an event of both runs."""
         unread = {name: value.digest for name, value in event.values.items() if value.form == UNREAD}
         self.unread |= unread
         self.values += len(event.values) - len(unread)
@@ -331,19 +316,25 @@ class Compared:
             self.finite_parameters += sum(map(_is_finite, found))
 
 
-def _is_finite(value: Kept) -> bool:
+def _is_finite(value: KeptValue) -> bool:
     return not value.not_finite and (value.values is None or bool(torch.as_tensor(value.values).isfinite().all()))
 
 
-def compare(stock: Run, patched: Run, yardsticks: Mapping[str, Run] | None = None) -> Compared:
-    """Compare a patched run with a stock one, see [Note: side by side].
+def compare_runs(
+    stock: RecordedRun, patched: RecordedRun, yardsticks: Mapping[str, RecordedRun] | None = None
+) -> RunComparison:
+    """Compare a patched run with a stock one.
+
+    Events are compared in order. Where their kinds differ, as when one run skips a step, that is a difference, and the
+    rest of the process is not compared. A run that failed or was ended may stop anywhere; its events so far are
+    compared.
 
     Args:
-        stock: What stock recorded.
-        patched: What the patched run recorded.
-        yardsticks: What stock recorded once more, as it was or with its reductions in another order, by a name.
+        stock: Stock's record.
+        patched: The patched run's record.
+        yardsticks: Records of further stock runs, rerun or reordered, by name.
     """
-    compared = Compared()
+    compared = RunComparison()
     runs = yardsticks or {}
     noise = Noise(stock, runs.values())
     cut = stock.cut or patched.cut
@@ -351,67 +342,71 @@ def compare(stock: Run, patched: Run, yardsticks: Mapping[str, Run] | None = Non
         if process in stock.processes and process in patched.processes:
             compared.processes.append(process)
             others = {name: run.events(process) for name, run in runs.items()}
-            _side_by_side(process, stock.events(process), patched.events(process), others, noise, cut, compared)
+            _compare_process(process, stock.events(process), patched.events(process), others, noise, cut, compared)
         elif not cut:
-            who = "the patched run" if process in stock.processes else "stock"
-            row = Row(ORDER, Verdict.DIFFERENT, note=f"nothing happened here in {who}")
+            other = "the patched run" if process in stock.processes else "stock"
+            row = Row(ORDER, Verdict.DIFFERENT, note=f"nothing happened here in {other}")
             compared.findings.append(Finding(row, process, 1, 0, "the whole run"))
     return compared
 
 
-def _side_by_side(
+def _compare_process(
     process: str,
-    stock: Iterator[Event],
-    patched: Iterator[Event],
-    others: dict[str, Iterator[Event]],
+    stock: Iterator[RecordedEvent],
+    patched: Iterator[RecordedEvent],
+    others: dict[str, Iterator[RecordedEvent]],
     noise: Noise,
     cut: bool,
-    compared: Compared,
+    compared: RunComparison,
 ) -> None:
     latest: dict[str, tuple[str, str]] = {}  # digests of both at the last steps, by name
-    for order, (ours, theirs) in enumerate(zip_longest(stock, patched)):
+    for order, (expected, actual) in enumerate(zip_longest(stock, patched)):
         beside = {name: next(events, None) for name, events in others.items()}
-        if ours is None or theirs is None or ours.signature != theirs.signature:
-            if not (cut and (ours is None or theirs is None)):
-                compared.findings.append(_out_of_step(process, order, ours, theirs, beside))
+        if expected is None or actual is None or expected.signature != actual.signature:
+            if not (cut and (expected is None or actual is None)):
+                compared.findings.append(_out_of_step(process, order, expected, actual, beside))
             return
         for name, event in beside.items():
-            if event is None or event.signature != ours.signature:
-                del others[name]  # from here on it is no yardstick
-        compared.count(ours)
+            if event is None or event.signature != expected.signature:
+                del others[name]  # out of step: no yardstick any more
+        compared.count_event(expected)
         yardsticks = {name: event.values for name, event in beside.items() if event is not None and name in others}
-        rows = compare_values(ours.values, theirs.values, yardsticks, partial(noise.of, ours))
-        if ours.kind == recording.STEP:
-            both = ours.values.keys() & theirs.values.keys()
-            latest |= {name: (ours.values[name].digest, theirs.values[name].digest) for name in both}
-        if ours.kind == recording.CHECKPOINT and rows:
+        rows = compare_values(expected.values, actual.values, yardsticks, partial(noise.get_noise, expected))
+        if expected.kind == recording.STEP:
+            both = expected.values.keys() & actual.values.keys()
+            latest |= {name: (expected.values[name].digest, actual.values[name].digest) for name in both}
+        if expected.kind == recording.CHECKPOINT and rows:
             known = {digests: name for name, digests in latest.items()}
-            rows = [_unless_as_it_was(row, ours.values, theirs.values, known) for row in rows]
-        compared.findings += [Finding(row, process, ours.step, order, str(ours)) for row in rows]
+            rows = [_allow_if_unchanged(row, expected.values, actual.values, known) for row in rows]
+        compared.findings += [Finding(row, process, expected.step, order, str(expected)) for row in rows]
 
 
-def _unless_as_it_was(
-    row: Row, stock: Mapping[str, Kept], patched: Mapping[str, Kept], known: Mapping[tuple[str, str], str]
+def _allow_if_unchanged(
+    row: Row, stock: Mapping[str, KeptValue], patched: Mapping[str, KeptValue], known: Mapping[tuple[str, str], str]
 ) -> Row:
-    """Return the row of a saved value as noise if it is what a step had left, see [Note: saved as it was].
+    """Return the row of a saved value as noise if both runs saved the bits that a step left: those were judged there.
 
     Args:
-        row: The value's.
-        stock: What stock saved.
-        patched: What the patched run saved.
-        known: Names of the values of the last steps, by the digests that stock and the patched run had.
+        row: The value's row.
+        stock: The values that stock saved.
+        patched: The values that the patched run saved.
+        known: Names of the values of the last steps, by their digests in stock and in the patched run.
     """
-    ours, theirs = stock.get(row.name), patched.get(row.name)
-    if ours is None or theirs is None or ours.form != theirs.form:
+    expected, actual = stock.get(row.name), patched.get(row.name)
+    if expected is None or actual is None or expected.form != actual.form:
         return row
-    name = known.get((ours.digest, theirs.digest))
+    name = known.get((expected.digest, actual.digest))
     if name is None:
         return row
     return replace(row, verdict=Verdict.WITHIN_NOISE, note=f"it is '{name}' of the step before")
 
 
 def _out_of_step(
-    process: str, order: int, stock: Event | None, patched: Event | None, beside: Mapping[str, Event | None]
+    process: str,
+    order: int,
+    stock: RecordedEvent | None,
+    patched: RecordedEvent | None,
+    beside: Mapping[str, RecordedEvent | None],
 ) -> Finding:
     step = stock.step if stock is not None else patched.step if patched is not None else 1
     note = f"stock: {stock or 'the end'}; patched: {patched or 'the end'}"
@@ -424,18 +419,18 @@ def _out_of_step(
 
 
 def compare_values(
-    stock: Mapping[str, Kept],
-    patched: Mapping[str, Kept],
-    yardsticks: Mapping[str, Mapping[str, Kept]],
+    stock: Mapping[str, KeptValue],
+    patched: Mapping[str, KeptValue],
+    yardsticks: Mapping[str, Mapping[str, KeptValue]],
     noise_of: Callable[[str], Size] = lambda name: Size(),
 ) -> list[Row]:
     """Return a row for each value of an event that is not bitwise equal.
 
     Args:
         stock: Stock's values.
-        patched: The patched run's.
-        yardsticks: Those of further stock runs, by a name.
-        noise_of: What is known of the noise in what is like a value, by name.
+        patched: The patched run's values.
+        yardsticks: Values of further stock runs, by the run's name.
+        noise_of: Returns the noise of a value, by name.
     """
     unequal = [
         name for name, value in stock.items() if patched.get(name, None) is None or patched[name][:2] != value[:2]
@@ -447,17 +442,17 @@ def compare_values(
         others = {arm: values.get(name) for arm, values in yardsticks.items()}
         floor = min(equality.FLOOR, _SMALL * scales.get(_family(name), 1.0))
         rows.append(_row(name, stock[name], patched.get(name), others, floor, noise_of, moving))
-    changing = any(values.keys() - stock.keys() for values in yardsticks.values())  # as names with the time in them do
+    changing = any(values.keys() - stock.keys() for values in yardsticks.values())  # as do names that contain the time
     extra = _unrepeated if changing else _different
     rows += [extra(name, "stock has no such value") for name in patched if name not in stock]
     return [row for row in rows if row.verdict is not Verdict.BITWISE]
 
 
-def _moved(stock: Mapping[str, Kept], other: Mapping[str, Kept]) -> bool:
+def _moved(stock: Mapping[str, KeptValue], other: Mapping[str, KeptValue]) -> bool:
     return any(name in other and other[name][:2] != value[:2] for name, value in stock.items())
 
 
-def _scales(values: Mapping[str, Kept]) -> dict[str, float]:
+def _scales(values: Mapping[str, KeptValue]) -> dict[str, float]:
     """Return the largest finite size of any number in each family of values."""
     scales: dict[str, float] = {}
     for name, value in values.items():
@@ -473,9 +468,9 @@ def _largest(numbers: torch.Tensor) -> float:
 
 
 def _family(name: str) -> str:
-    """Return what a value is to be measured by.
+    """Return the family whose largest number scales a value's floor.
 
-    All gradients together, all states of one kind, what is saved under one key of the outermost; else by itself.
+    All gradients, all states of one kind, and all saved values under one outermost key are a family each.
     """
     kind, _, rest = name.partition(" ")
     if kind == "state":
@@ -487,9 +482,9 @@ def _family(name: str) -> str:
 
 def _row(
     name: str,
-    stock: Kept,
-    patched: Kept | None,
-    yardsticks: Mapping[str, Kept | None],
+    stock: KeptValue,
+    patched: KeptValue | None,
+    yardsticks: Mapping[str, KeptValue | None],
     floor: float,
     noise_of: Callable[[str], Size],
     moving: bool,
@@ -500,12 +495,12 @@ def _row(
     if stock.form != patched.form or stock.form in _EXACT or stock.not_finite != patched.not_finite:
         return _exact(name, stock, patched, list(yardsticks.values()))
     comparable = [value for value in yardsticks.values() if value is not None and value.form == stock.form]
-    row = judge(name, stock, patched, comparable, floor=floor, noise=noise_of(name), moving=moving)
+    row = judge_value(name, stock, patched, comparable, floor=floor, noise=noise_of(name), moving=moving)
     return _of_sums(row) if stock.folded else row
 
 
 def _of_sums(row: Row) -> Row:
-    """Return the row of a large tensor, whose digests differ; the index and the values are those of a sum."""
+    """Return the row of a large tensor with different digests; its values are those of a sketch's sum."""
     _, mark, more = row.note.partition("; ")
     note = f"a large tensor: of sums over parts of it{mark}{more}"
     if row.verdict is not Verdict.BITWISE:
@@ -513,10 +508,10 @@ def _of_sums(row: Row) -> Row:
     return Row(row.name, Verdict.WITHIN_NOISE, 0.0, equality.FLOOR, None, "bits differ, but no sum over a part does")
 
 
-def _exact(name: str, stock: Kept, patched: Kept, yardsticks: Sequence[Kept | None]) -> Row:
+def _exact(name: str, stock: KeptValue, patched: KeptValue, yardsticks: Sequence[KeptValue | None]) -> Row:
     if stock.form != patched.form:
         return _different(name, f"{stock.form} became {patched.form}")
-    if stock.not_finite != patched.not_finite:  # as in the equality rule, no yardstick allows that
+    if stock.not_finite != patched.not_finite:  # no yardstick allows that, as in the equality rule
         return _different(name, f"{stock.not_finite or 'all finite'} became {patched.not_finite or 'all finite'}")
     if any(value is not None and value.digest != stock.digest for value in yardsticks):
         return Row(name, Verdict.WITHIN_NOISE, note="stock does not repeat it either")

@@ -1,16 +1,4 @@
-"""Stock with its reductions in another order: the yardstick of what a difference may be.
-
-A ring adds the parts of a bucket in an order that depends on where in the bucket they lie. So another size of buckets
-is another order, and nothing else about the program changes. Stock's first backward has all gradients in one bucket,
-whatever their size is set to; here it has not, or the first step would have no yardstick.
-
-torch.compile cuts a model's graph where the wrapper's buckets end, and refuses buckets below 1 MiB. So the wrapper says
-afterwards that it has the script's buckets: only its reducer has others, and the compiled code is stock's.
-
-The norm of all gradients is a sum as well, by which every one of them is clipped. Here it is that of their pieces.
-
-Where stock is reordered several times, buckets are smaller and pieces more in each.
-"""
+"""Yardstick arms: stock with its random generators seeded, and its reductions or matrix products in another order."""
 
 from __future__ import annotations
 
@@ -30,32 +18,30 @@ import torch.distributed as dist
 import wrapt
 from torch import Tensor, nn
 
-from ovpatch.insight.verify.values import Kept, text
+from ovpatch.insight.verify.values import KeptValue, keep_text
 from ovpatch.patching import PatchManager
 
-# The same start for the random number generators of every arm, and digests of where they are.
-
-#: What the generators start from. A script's own seeds come later and win.
+#: Seed of every arm's generators. A script's own seeds come later and win.
 SEED: Final = 20_240
 
-#: Variables of every arm; hashes of texts decide the order of sets.
+#: Variables of every arm; the hashes of strings decide the order of sets.
 VARIABLES: Final = {"PYTHONHASHSEED": "0"}
 
-#: Variables of every arm whose algorithms shall be deterministic; without it cuBLAS may not be.
+#: Variables of every deterministic arm; cuBLAS needs them.
 DETERMINISTIC: Final = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
 
 
-def seed() -> None:
-    """Seed Python's, torch's and CUDA's generators now, and numpy's as soon as there is one; ranks differ."""
+def seed_generators() -> None:
+    """Seed Python's, torch's and CUDA's generators now, and numpy's after its import; ranks differ."""
     number = SEED + int(os.environ.get("RANK", "0") or 0)
     random.seed(number)
     if hasattr(os, "register_at_fork"):
-        os.register_at_fork(after_in_child=lambda: random.seed(number))  # Python itself seeds it anew there
-    torch.manual_seed(number)  # CUDA's as well, when it is initialised
+        os.register_at_fork(after_in_child=lambda: random.seed(number))  # Python reseeds it there
+    torch.manual_seed(number)  # and CUDA's, when it is initialised
     wrapt.register_post_import_hook(lambda module: module.seed(number), "numpy.random")
 
 
-def digests() -> dict[str, Kept]:
+def digest_generators() -> dict[str, KeptValue]:
     """Return a digest of the state of each generator of this process."""
     states: dict[str, bytes] = {
         "random.python": repr(random.getstate()).encode(),
@@ -67,7 +53,7 @@ def digests() -> dict[str, Kept]:
         states["random.numpy"] = state["key"].tobytes() + str(state["pos"]).encode()
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         states["random.cuda"] = bytes(torch.cuda.get_rng_state().tolist())
-    return {name: text(hashlib.blake2b(state, digest_size=16).hexdigest()) for name, state in states.items()}
+    return {name: keep_text(hashlib.blake2b(state, digest_size=16).hexdigest()) for name, state in states.items()}
 
 
 def _numpy() -> Any:
@@ -77,15 +63,20 @@ def _numpy() -> Any:
 
 _DEFAULT: Final = 25.0  # MiB
 _MIB: Final = 1 << 20
-_PIECES: Final = 2  # and one more each time
+_PIECES: Final = 2  # plus the turn
 
 
 def reorder_reductions(patches: PatchManager, turn: int = 1) -> None:
     """Declare the patches that give every DistributedDataParallel model other buckets, and norms other pieces.
 
+    A ring reduces an element in an order that depends on its position in the bucket, so another bucket size is another
+    order, and the only change of the program. Stock's first backward has one bucket whatever the size; here it has
+    several, or the first step would have no yardstick. The total norm, which clips all gradients, is summed from
+    pieces.
+
     Args:
-        patches: Where they are declared.
-        turn: From 1: each has an order of its own.
+        patches: The manager of the patches.
+        turn: From 1; each turn has its own order, with smaller buckets and more pieces.
     """
     why = "bucket_cap_mb is the one argument that reorders sums and changes nothing else"
     init = "torch.nn.parallel.DistributedDataParallel.__init__"
@@ -97,13 +88,13 @@ def reorder_reductions(patches: PatchManager, turn: int = 1) -> None:
     )
 
 
-def cap_mb(module: nn.Module, given: float | None, turn: int) -> float:
-    """Return a bucket size that cuts the gradients of a module otherwise than the given one does, in MiB.
+def compute_cap_mb(module: nn.Module, given: float | None, turn: int) -> float:
+    """Return a bucket size, in MiB, that divides a module's gradients otherwise than the script's size.
 
     Args:
-        module: What is wrapped.
+        module: The wrapped module.
         given: The script's ``bucket_cap_mb``.
-        turn: Which of the other orders.
+        turn: Number of the order.
     """
     total = sum(p.numel() * p.element_size() for p in module.parameters() if p.requires_grad)
     return min(_DEFAULT if given is None else given, max(total, 1) / _MIB) / (_PIECES + turn)
@@ -116,12 +107,13 @@ def _wrap_init(original: Callable[..., None], turn: int) -> Callable[..., None]:
     def init(*args: Any, **kwargs: Any) -> None:
         bound = signature.bind(*args, **kwargs)
         ddp, module = bound.arguments["self"], bound.arguments["module"]
-        several = bound.arguments.pop("bucket_cap_mb_list", None)  # torch 2.13; it would win over the one size
+        several = bound.arguments.pop("bucket_cap_mb_list", None)  # torch 2.13; it takes precedence over bucket_cap_mb
         given = max(several) if several else bound.arguments.get("bucket_cap_mb")
-        bound.arguments["bucket_cap_mb"] = cap = cap_mb(module, given, turn)
+        bound.arguments["bucket_cap_mb"] = cap = compute_cap_mb(module, given, turn)
         with _buckets_from_the_start(int(cap * _MIB)):
             original(*bound.args, **bound.kwargs)
-        ddp.bucket_bytes_cap = int((_DEFAULT if given is None else given) * _MIB)  # DDPOptimizer in Dynamo reads it
+        # Dynamo splits the graph at the wrapper's buckets and refuses buckets below 1 MiB: it sees the script's.
+        ddp.bucket_bytes_cap = int((_DEFAULT if given is None else given) * _MIB)
 
     return init
 
@@ -130,23 +122,23 @@ def _wrap_norm(original: Callable[..., Tensor], pieces: int) -> Callable[..., Te
     @wraps(original)
     def get_total_norm(tensors: Any, *args: Any, **kwargs: Any) -> Tensor:
         given = [tensors] if isinstance(tensors, Tensor) else list(tensors)
-        return original([piece for tensor in given for piece in _cut(tensor, pieces)], *args, **kwargs)
+        return original([piece for tensor in given for piece in _split_tensor(tensor, pieces)], *args, **kwargs)
 
     return get_total_norm
 
 
-def _cut(tensor: Tensor, pieces: int) -> Sequence[Tensor]:
+def _split_tensor(tensor: Tensor, pieces: int) -> Sequence[Tensor]:
     plain = type(tensor) is Tensor and tensor.layout is torch.strided
     return tensor.flatten().chunk(pieces) if plain and tensor.numel() >= pieces else [tensor]
 
 
 @contextmanager
 def _buckets_from_the_start(cap: int) -> Iterator[None]:
-    """Let the buckets of a first backward have at most ``cap`` bytes; the constructor asks for one of any size."""
-    # By hand and not by a PatchManager: it lasts for one constructor, and what it does depends on that one's cap.
+    """Limit the buckets of the first backward to ``cap`` bytes; the constructor asks for one of any size."""
+    # Without a PatchManager: the patch lasts for one constructor, and depends on its cap.
     assign = dist._compute_bucket_assignment_by_size
 
-    # The names are those of torch's stub; the constructor goes by position.
+    # The names are those of torch's stub; the constructor passes positions.
     def assign_small(tensors: Any, bucket_size_limits: Any, *args: Any, **kwargs: Any) -> Any:
         return assign(tensors, [min(limit, cap) for limit in bucket_size_limits], *args, **kwargs)
 
@@ -157,23 +149,25 @@ def _buckets_from_the_start(cap: int) -> Iterator[None]:
         dist._compute_bucket_assignment_by_size = assign
 
 
-# Stock with its matrix products in pieces: the yardstick for features that compute products otherwise.
-#
-# A product's elements are sums, which kernels add up in an order of their own; it depends on shapes, and a feature
-# that cuts products, or adds one to another, changes them. Here each sum is cut into pieces, for every product of the
-# script, forward and backward: the kernels below DTensor, autograd and torch.compile are replaced for the rest of the
-# process.
-
-_library: torch.library.Library | None = None  # its kernels are gone when it is
+_library: torch.library.Library | None = None  # keeps the kernels alive
 
 
 def split_products(pieces: int) -> None:
-    """Let all matrix products of this process add up their sums in so many pieces."""
+    """Sum every matrix product of this process in pieces: the yardstick for features that split or join products.
+
+    A kernel's summation order depends on shapes, which such features change. The kernels below DTensor, autograd and
+    torch.compile are replaced for the rest of the process, forward and backward.
+
+    Args:
+        pieces: Number of partial sums of each product.
+    """
     global _library
     _library = torch.library.Library("aten", "IMPL")
 
     def product(a: Tensor, b: Tensor) -> Tensor:
-        cuts = [a.shape[1] * (4 * i - 1) // (4 * pieces) for i in range(1, pieces)]  # kernels, too, cut in halves
+        cuts = [
+            a.shape[1] * (4 * i - 1) // (4 * pieces) for i in range(1, pieces)
+        ]  # not at halves, where kernels split, too
         parts = zip(a.tensor_split(cuts, dim=1), b.tensor_split(cuts, dim=0), strict=True)
         first, *others = [_product(*part) for part in parts]
         for other in others:
@@ -185,20 +179,20 @@ def split_products(pieces: int) -> None:
         result = result if alpha == 1 else result * alpha
         return result if beta == 0 else result.add_(bias, alpha=beta)
 
-    with warnings.catch_warnings():  # that they were registered before, which is the point
+    with warnings.catch_warnings():  # about kernels that were registered before
         warnings.simplefilter("ignore")
         for key in ("CPU", "CUDA"):
             for name, kernel in (("mm", product), ("addmm", with_bias)):
                 _library.impl(name, kernel, key)
-                _library.impl(f"{name}.out", _into(kernel), key)
+                _library.impl(f"{name}.out", _make_out_variant(kernel), key)
 
 
 def _product(a: Tensor, b: Tensor) -> Tensor:
-    """Multiply matrices by an operator that is not replaced."""
+    """Multiply matrices by an operator whose kernel is stock's."""
     return torch.bmm(a.unsqueeze(0), b.unsqueeze(0)).squeeze(0)
 
 
-def _into(kernel: Callable[..., Tensor]) -> Callable[..., Tensor]:
+def _make_out_variant(kernel: Callable[..., Tensor]) -> Callable[..., Tensor]:
     def run(*args: Any, out: Tensor, **kwargs: Any) -> Tensor:
         result = kernel(*args, **kwargs)
         return out.resize_(result.shape).copy_(result)

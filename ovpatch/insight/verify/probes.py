@@ -1,4 +1,4 @@
-"""What is watched of a script: its backwards, its optimizers' steps, its loss scale and what it saves.
+"""Probes in the script's processes: they record backwards, optimizer steps, loss scales and checkpoints.
 
 Nothing here changes what the script computes: gradients and parameters are read, and no random number is drawn.
 """
@@ -20,24 +20,22 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ovpatch.insight import steps
-from ovpatch.insight.steps import StepHooks, Steps, roots
+from ovpatch.insight.steps import StepCounter, StepHooks, find_root_modules
 from ovpatch.insight.verify import noise_arms
-from ovpatch.insight.verify.recording import BACKWARD, CHECKPOINT, SCALE, STEP, Recorder
-from ovpatch.insight.verify.values import UNREAD, Kept, keep, text
+from ovpatch.insight.verify.recording import BACKWARD, CHECKPOINT, SCALE, STEP, EventRecorder
+from ovpatch.insight.verify.values import UNREAD, KeptValue, keep_text, keep_value
 from ovpatch.logs import logger
 from ovpatch.overlap.tensors.lazy_tensor import peek
 from ovpatch.patching import PatchManager
 from ovpatch.session.orders import Orders
 
-# Names for parameters: those of the model that owns them, whatever it is wrapped in.
-
 _WRAPPERS: Final = re.compile(r"^(?:module\.|_orig_mod\.|_forward_module\.)+|(?<=\.)_orig_mod\.")
 
 
-class Names:
-    """Finds out the names of parameters that optimizers hold, and of the buffers beside them.
+class ParameterNames:
+    """Names of the parameters in optimizers, and of the buffers beside them: those of the owning model, unwrapped.
 
-    Both runs must find the same ones, so nothing here depends on addresses, or on when garbage is collected.
+    Stock and patched must get the same names, so nothing depends on addresses or on garbage collection.
     """
 
     def __init__(self) -> None:
@@ -45,24 +43,24 @@ class Names:
         self._taken: dict[str, ref[Tensor]] = {}
         self._roots: dict[int, list[ref[nn.Module]]] = {}
 
-    def of(self, optimizer: Optimizer, index: int) -> list[tuple[str, Tensor]]:
+    def name_parameters(self, optimizer: Optimizer, index: int) -> list[tuple[str, Tensor]]:
         """Return the parameters of an optimizer with their names, in its own order.
 
         Args:
             optimizer: The optimizer.
-            index: Its number; parameters that no module owns are named by it, and so are those whose name is taken.
+            index: Its number; it names parameters without an owner, and those whose name is taken.
         """
         places = list(_places(optimizer))
         if any(self._known(parameter) is None for _, parameter in places):
             self._learn(places, index)
         return [(self._known(parameter) or "", parameter) for _, parameter in places]
 
-    def buffers(self, index: int) -> Iterator[tuple[str, Tensor]]:
+    def list_buffers(self, index: int) -> Iterator[tuple[str, Tensor]]:
         """Yield the buffers of the models whose parameters an optimizer holds."""
         return _each_once(found for root in self._models(index) for found in root.named_buffers())
 
-    def frozen(self, index: int) -> Iterator[tuple[str, Tensor]]:
-        """Yield the parameters of these models that no optimizer so far holds."""
+    def list_frozen(self, index: int) -> Iterator[tuple[str, Tensor]]:
+        """Yield the parameters of these models that no optimizer holds so far."""
         every = (found for root in self._models(index) for found in root.named_parameters())
         return _each_once(found for found in every if self._known(found[1]) is None)
 
@@ -79,7 +77,7 @@ class Names:
         self._roots[index] = []
         for root in _owners({id(parameter): position for position, (_, parameter) in enumerate(places)}):
             self._roots[index].append(ref(root))
-            owned = {id(parameter): strip(name) for name, parameter in root.named_parameters()} | owned
+            owned = {id(parameter): strip_wrappers(name) for name, parameter in root.named_parameters()} | owned
         for place, parameter in places:
             if self._known(parameter) is None:
                 name = self._free(owned.get(id(parameter), f"optimizer{index}.{place}"), index)
@@ -87,12 +85,12 @@ class Names:
                 self._names[id(parameter)] = ref(parameter), name
 
     def _free(self, name: str, index: int) -> str:
-        """Return a name that no parameter ever had, however long it is gone."""
+        """Return a name that no parameter has ever had."""
         return name if name not in self._taken else _primed(f"optimizer{index}:{name}", self._taken)
 
 
-def strip(name: str) -> str:
-    """Return a parameter's name without what DistributedDataParallel, torch.compile and their like add."""
+def strip_wrappers(name: str) -> str:
+    """Return a parameter's name without the prefixes of DistributedDataParallel, torch.compile and other wrappers."""
     return _WRAPPERS.sub("", name)
 
 
@@ -103,7 +101,7 @@ def _each_once(named: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tenso
     for name, tensor in named:
         if id(tensor) in seen:
             continue
-        unique = _primed(strip(name), names)
+        unique = _primed(strip_wrappers(name), names)
         seen.add(id(tensor))
         names.add(unique)
         yield unique, tensor
@@ -120,51 +118,43 @@ def _primed(name: str, taken: Collection[str]) -> str:
 
 
 def _owners(positions: Mapping[int, int]) -> list[nn.Module]:
-    """Return the modules that are no other's child and own such parameters: the first parameter's first.
+    """Return the root modules that own such parameters, in the order of their first parameter.
 
     Args:
-        positions: Where parameters stand in their optimizer, by ``id``.
+        positions: Positions of parameters in their optimizer, by ``id``.
     """
     found = []
-    for root in roots():
+    for root in find_root_modules():
         owned = [positions[id(parameter)] for parameter in root.parameters() if id(parameter) in positions]
         if owned:
             found.append((min(owned), -len(owned), root))
     return [root for *_, root in sorted(found, key=lambda one: one[:2])]
 
 
-# What is in a checkpoint: every tensor, and the types of all else, of the file where it can be read back.
-#
-# [Note: the file counts] What a script hands over is not what is stored if something is patched into saving itself.
-# So a file is read again, tensor by tensor and without running any code of its own. Where that cannot be done (a
-# buffer, objects that ``weights_only`` refuses, tensors of several ranks, whose loading might wait for other ranks),
-# the object handed over is looked at, and the record says so: a file that only one of two runs can read back is a
-# difference.
-
 Save = Callable[..., Any]
-Saved = Callable[[str, dict[str, Kept]], None]
-Read = Callable[[str], dict[str, Kept]]
+Saved = Callable[[str, dict[str, KeptValue]], None]
+Read = Callable[[str], dict[str, KeptValue]]
 
-#: Key under which a record says what was looked at.
+#: Key of the source of a checkpoint's values.
 SOURCE: Final = "(what was looked at)"
 
 
-def contents(saved: Any) -> dict[str, Kept]:
-    """Return what stands under each key of a nested object: tensors by value, of all else the type.
+def list_contents(saved: Any) -> dict[str, KeptValue]:
+    """Return the record of each key of a nested object: tensors by value, other objects by type.
 
     Args:
-        saved: What a script saves. Of a whole module it is the state_dict.
+        saved: The saved object; a module counts as its state_dict.
     """
     return {name or "(itself)": kept for name, kept in _walk(saved, "", ())}
 
 
-def _walk(value: Any, name: str, above: tuple[int, ...]) -> Iterator[tuple[str, Kept]]:
+def _walk(value: Any, name: str, above: tuple[int, ...]) -> Iterator[tuple[str, KeptValue]]:
     children = _children(value)
     if children is None or id(value) in above:
         yield name, _keep(value)
         return
     if not children:
-        yield name, text(f"empty {type(value).__name__}")
+        yield name, keep_text(f"empty {type(value).__name__}")
     for key, child in children:
         yield from _walk(child, f"{name}.{key}" if name else str(key), (*above, id(value)))
 
@@ -177,26 +167,26 @@ def _children(value: Any) -> list[tuple[Any, Any]] | None:
     return list(enumerate(value)) if isinstance(value, (list, tuple)) else None
 
 
-def _keep(value: Any) -> Kept:
+def _keep(value: Any) -> KeptValue:
     if not isinstance(value, Tensor):
-        return text(type(value).__name__)
-    kept = keep(value)
-    return text(f"{str(value.dtype).removeprefix('torch.')} {list(value.shape)}") if kept.form == UNREAD else kept
+        return keep_text(type(value).__name__)
+    kept = keep_value(value)
+    return keep_text(f"{str(value.dtype).removeprefix('torch.')} {list(value.shape)}") if kept.form == UNREAD else kept
 
 
-def _of_torch(path: str) -> dict[str, Kept]:
-    mapped = zipfile.is_zipfile(path)  # torch's older format cannot be; else only what is looked at takes memory
-    return contents(torch.load(path, map_location="cpu", mmap=mapped, weights_only=True))
+def _of_torch(path: str) -> dict[str, KeptValue]:
+    mapped = zipfile.is_zipfile(path)  # torch's older format cannot be mapped
+    return list_contents(torch.load(path, map_location="cpu", mmap=mapped, weights_only=True))
 
 
-def _of_safetensors(path: str) -> dict[str, Kept]:
+def _of_safetensors(path: str) -> dict[str, KeptValue]:
     from safetensors import safe_open
 
     with safe_open(path, framework="pt") as file:
         return {name: _keep(file.get_tensor(name)) for name in file.keys()}  # noqa: SIM118  # no mapping
 
 
-#: What saves, with the name of its first argument and what reads its files.
+#: Functions that save, with the name of their first argument and the reader of their files.
 _SAVING: Final[dict[str, tuple[str, Read | None]]] = {
     "torch.save": ("obj", _of_torch),
     "torch.distributed.checkpoint.save": ("state_dict", None),
@@ -204,16 +194,16 @@ _SAVING: Final[dict[str, tuple[str, Read | None]]] = {
 }
 
 
-def watch(patches: PatchManager, saved: Saved) -> None:
-    """Declare the patches that show what is saved.
+def patch_saving(patches: PatchManager, saved: Saved) -> None:
+    """Declare the patches that record checkpoints.
 
     Args:
-        patches: Where they are declared. Libraries that are not imported yet are patched when they are.
-        saved: Called with the file's name and what is in it, after it was saved.
+        patches: The manager of the patches. Libraries are patched when they are imported.
+        saved: Called with the file's name and contents, after it was saved.
     """
     for target, (first, read) in _SAVING.items():
         wrap = partial(_wrap, first=first, read=read, saved=saved)
-        patches.register_patch(target, wrap=wrap, optional=True, why="what the script saves is compared")
+        patches.register_patch(target, wrap=wrap, optional=True, why="checkpoints are compared")
 
 
 def _wrap(original: Save, first: str, read: Read | None, saved: Saved) -> Save:
@@ -228,17 +218,22 @@ def _wrap(original: Save, first: str, read: Read | None, saved: Saved) -> Save:
     return save
 
 
-def _stored(handed: Any, file: Any, read: Read | None) -> dict[str, Kept]:
-    """Return what a file has, or what was handed over to be saved, see [Note: the file counts]."""
+def _stored(handed: Any, file: Any, read: Read | None) -> dict[str, KeptValue]:
+    """Return the contents of a saved file, or of the saved object if the file cannot be read back.
+
+    A patch inside the saving function can make the file differ from the object, so the file counts. It is read without
+    running its code. A buffer, objects that ``weights_only`` refuses, and sharded tensors, whose loading may wait for
+    other ranks, are not read back; the source is recorded, so that it makes a difference between runs.
+    """
     try:
         if read is not None and isinstance(file, (str, os.PathLike)) and not _of_several_ranks(handed):
-            return {SOURCE: text("the file"), **read(os.fspath(file))}
-    except Exception as error:  # noqa: BLE001  # whatever it is, it must not reach the script
+            return {SOURCE: keep_text("the file"), **read(os.fspath(file))}
+    except Exception as error:  # noqa: BLE001  # no error may reach the script
         logger.debug("%s is not read back: %r", file, error)
     try:
-        return {SOURCE: text("what was handed over"), **contents(handed)}
-    except Exception as error:  # noqa: BLE001  # as above; a class of the script's may do anything when it is read
-        return {SOURCE: text(f"nothing: {type(error).__name__}")}
+        return {SOURCE: keep_text("what was handed over"), **list_contents(handed)}
+    except Exception as error:  # noqa: BLE001  # as above: a class of the script may do anything when it is read
+        return {SOURCE: keep_text(f"nothing: {type(error).__name__}")}
 
 
 def _of_several_ranks(value: Any) -> bool:
@@ -256,32 +251,32 @@ def _file(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
 
 
 def _shown(file: Any) -> str:
-    """Return the name of the file, without the folder, which may be another in each run."""
+    """Return the name of the file without its folder, which may differ between runs."""
     path = getattr(file, "name", file)
     return Path(os.fspath(path)).name if isinstance(path, (str, os.PathLike)) else f"a {type(file).__name__}"
 
 
-Values = dict[str, Kept]
+Values = dict[str, KeptValue]
 
 
-class Watch:
-    """Records what a script computes.
+class ScriptRecorder:
+    """Records the values that a script computes.
 
     Args:
-        recorder: Takes the events.
-        steps: Counts the steps; it must be told of a step after this was.
+        recorder: Writes the events.
+        steps: Counts the steps; its hooks must run after those of this object.
     """
 
-    def __init__(self, recorder: Recorder, steps: Steps) -> None:
+    def __init__(self, recorder: EventRecorder, steps: StepCounter) -> None:
         self._recorder, self._steps = recorder, steps
-        self._names = Names()
+        self._names = ParameterNames()
         self._order: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()
         self._taken: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()
         self._before: WeakKeyDictionary[Optimizer, Values] = WeakKeyDictionary()
         self.patches = PatchManager()
 
-    def begin(self) -> None:
-        """Watch from now on."""
+    def start_recording(self) -> None:
+        """Install the patches and hooks."""
         patch = self.patches.register_patch
         patch(
             "torch.autograd.backward", wrap=self._wrap_backward, why="Tensor.backward calls it; no hook sees the loss"
@@ -289,7 +284,7 @@ class Watch:
         patch(
             "torch.amp.grad_scaler.GradScaler.update", wrap=self._wrap_update, why="the scale tells which was skipped"
         )
-        watch(self.patches, self._saved)
+        patch_saving(self.patches, self._saved)
         before, after = self._before_step, self._after_step
         self.patches.register_hook("optimizer step", lambda: StepHooks(before=before, after=after))
         self.patches.apply()
@@ -300,7 +295,7 @@ class Watch:
         @torch._disable_dynamo
         @wraps(original)
         def backward(*args: Any, **kwargs: Any) -> None:
-            if torch._C._current_graph_task_id() == -1:  # a reentrant checkpoint's is a part of the one around it
+            if torch._C._current_graph_task_id() == -1:  # a reentrant checkpoint's backward is part of the outer one
                 self._record_backward(args[0] if args else kwargs.get("tensors"))
             original(*args, **kwargs)
 
@@ -310,13 +305,13 @@ class Watch:
         roots = [tensors] if isinstance(tensors, Tensor) else list(tensors or ())
         losses = [root for root in roots if isinstance(root, Tensor)]
         names = ["loss"] if len(losses) == 1 else [f"loss {number}" for number in range(len(losses))]
-        values = {name: keep(loss) for name, loss in zip(names, losses, strict=True)}
-        self._recorder.add(BACKWARD, values, step=self._steps.count + 1)
+        values = {name: keep_value(loss) for name, loss in zip(names, losses, strict=True)}
+        self._recorder.record_event(BACKWARD, values, step=self._steps.count + 1)
 
     # ---------------------------------------------------------------- step
 
     def _before_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        self._before.pop(optimizer, None)  # of a step that raised
+        self._before.pop(optimizer, None)  # left by a step that raised
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
         if closure is None and not _capturing():
             self._before[optimizer] = self._gradients(optimizer)
@@ -327,20 +322,22 @@ class Watch:
         taken = self._taken.get(optimizer, 0)
         self._taken[optimizer] = taken + 1
         values = self._before.pop(optimizer, None) or self._gradients(optimizer)
-        values |= {f"parameter {name}": keep(parameter) for name, parameter in self._named(optimizer)}
+        values |= {f"parameter {name}": keep_value(parameter) for name, parameter in self._named(optimizer)}
         index = self._index(optimizer)
-        values |= self._state(optimizer) | {f"buffer {name}": keep(found) for name, found in self._names.buffers(index)}
-        values |= {f"frozen {name}": keep(parameter) for name, parameter in self._names.frozen(index)}
-        values |= noise_arms.digests()
-        step = max(self._steps.count, taken + 1)  # of the turn that the most frequent optimizer began
+        values |= self._state(optimizer) | {
+            f"buffer {name}": keep_value(found) for name, found in self._names.list_buffers(index)
+        }
+        values |= {f"frozen {name}": keep_value(parameter) for name, parameter in self._names.list_frozen(index)}
+        values |= noise_arms.digest_generators()
+        step = max(self._steps.count, taken + 1)  # of the turn that the most frequent optimizer started
         label = type(optimizer).__name__
-        self._recorder.add(STEP, values, step=step, index=index, label=label)
+        self._recorder.record_event(STEP, values, step=step, index=index, label=label)
 
     def _index(self, optimizer: Optimizer) -> int:
         return self._order.setdefault(optimizer, len(self._order))
 
     def _named(self, optimizer: Optimizer) -> list[tuple[str, Tensor]]:
-        return self._names.of(optimizer, self._index(optimizer))
+        return self._names.name_parameters(optimizer, self._index(optimizer))
 
     def _gradients(self, optimizer: Optimizer) -> Values:
         gradients = [
@@ -348,9 +345,9 @@ class Watch:
             for name, parameter in self._named(optimizer)
         ]
         values: Values = {
-            "norm of gradients": keep(_norm([gradient for _, gradient in gradients if gradient is not None]))
+            "norm of gradients": keep_value(_norm([gradient for _, gradient in gradients if gradient is not None]))
         }
-        return values | {f"gradient {name}": keep(gradient) for name, gradient in gradients}
+        return values | {f"gradient {name}": keep_value(gradient) for name, gradient in gradients}
 
     def _state(self, optimizer: Optimizer) -> Values:
         values: Values = {}
@@ -369,23 +366,25 @@ class Watch:
         def update(scaler: Any, *args: Any, **kwargs: Any) -> None:
             original(scaler, *args, **kwargs)
             if scaler.is_enabled():
-                self._recorder.add(SCALE, {"loss scale": keep(scaler.get_scale())}, step=max(1, self._steps.count))
+                self._recorder.record_event(
+                    SCALE, {"loss scale": keep_value(scaler.get_scale())}, step=max(1, self._steps.count)
+                )
 
         return update
 
-    def _saved(self, file: str, contents: dict[str, Kept]) -> None:
+    def _saved(self, file: str, contents: dict[str, KeptValue]) -> None:
         values = {f"saved {name}": kept for name, kept in contents.items()}
-        self._recorder.add(CHECKPOINT, values, step=max(1, self._steps.count), label=file)
-        self._recorder.flush()  # often the last that a script does, and some then leave by os._exit
+        self._recorder.record_event(CHECKPOINT, values, step=max(1, self._steps.count), label=file)
+        self._recorder.flush_events()  # some scripts leave by os._exit after their last checkpoint
 
 
 def _norm(gradients: list[Tensor]) -> float | None:
-    """Return the 2-norm of all gradients together, in float64; of DTensors that of this rank's parts."""
+    """Return the 2-norm of all gradients together, in float64; of DTensors, that of the local tensors."""
     parts = [gradient.to_local() if hasattr(gradient, "to_local") else gradient for gradient in gradients]
     dense = [part.to_dense() if part.layout is not torch.strided else part for part in parts]
     try:
         norms = [float(torch.linalg.vector_norm(part.detach(), dtype=_wide(part)).item()) for part in dense]
-    except (RuntimeError, NotImplementedError):  # a dtype or a class of tensors without norms
+    except (RuntimeError, NotImplementedError):  # a dtype or tensor class without norms
         return None
     return math.sqrt(sum(norm * norm for norm in norms))
 
@@ -395,7 +394,7 @@ def _wide(tensor: Tensor) -> torch.dtype:
 
 
 def _collect(name: str, value: Any, into: Values) -> None:
-    """Keep what is in nested state, by name."""
+    """Record nested state, by name."""
     if isinstance(value, Mapping):
         for key, child in value.items():
             _collect(f"{name}.{key}", child, into)
@@ -403,41 +402,38 @@ def _collect(name: str, value: Any, into: Values) -> None:
         for number, child in enumerate(value):
             _collect(f"{name}.{number}", child, into)
     else:
-        into[name] = keep(value)
+        into[name] = keep_value(value)
 
 
 def _capturing() -> bool:
-    """Whether a CUDA graph is being recorded, in which nothing can be read."""
+    """Whether a CUDA graph is being captured, during which nothing can be read."""
     return torch.cuda.is_available() and torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
 
 
-# What begins in each process of a command that is verified.
-
-
-def begin(orders: Orders) -> None:
-    """Seed this process, record what it computes, and end it after the ordered number of steps.
+def start_worker(orders: Orders) -> None:
+    """Seed this process, record its values, and end it after the ordered number of steps.
 
     Args:
-        orders: In their details, ``steps`` is that number, ``reorder`` tells which reordered arm it is, if any, and
-            ``deterministic`` for deterministic algorithms, and ``strict`` for errors where there are none. ``pieces``
-            says into how many the reordered arm cuts the sums of matrix products; 0 leaves them.
+        orders: Its details: ``steps``, the number of steps; ``reorder``, the number of the reordered arm, if any;
+            ``pieces``, the partial sums of matrix products there, 0 for stock's; ``deterministic``, for deterministic
+            algorithms, and ``strict``, to raise where there are none.
     """
-    noise_arms.seed()
+    noise_arms.seed_generators()
     if orders.details.get("deterministic"):
         torch.use_deterministic_algorithms(True, warn_only=not orders.details["strict"])
-    recorder = Recorder(orders.directory)
+    recorder = EventRecorder(orders.directory)
 
     def at_border(number: int) -> None:
-        recorder.flush()
+        recorder.flush_events()
         if number >= orders.details["steps"]:
-            steps.leave(orders.directory)
+            steps.exit_with_peers(orders.directory)
 
-    counter = steps.Steps(orders.directory, at_border)
-    watch = Watch(recorder, counter)
+    counter = steps.StepCounter(orders.directory, at_border)
+    watch = ScriptRecorder(recorder, counter)
     if orders.details.get("reorder"):
         noise_arms.reorder_reductions(watch.patches, orders.details["reorder"])
     if orders.details.get("pieces"):
         noise_arms.split_products(orders.details["pieces"])
-    watch.begin()
-    counter.watch()  # after ours: a step is recorded before it can be the last
-    recorder.keep_to_the_end()
+    watch.start_recording()
+    counter.start_counting()  # after the recorder's: a step is recorded before it can be the last
+    recorder.flush_at_exit()

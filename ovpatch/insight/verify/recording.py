@@ -1,4 +1,4 @@
-"""What happens in a process, in order, kept in files: one for each step, and one for what comes after the last."""
+"""Files of a process's events: one per step, and one for the events after the last step."""
 
 from __future__ import annotations
 
@@ -14,39 +14,37 @@ from typing import Any, Final
 import torch
 
 from ovpatch.insight import steps
-from ovpatch.insight.steps import at_end
-from ovpatch.insight.verify.values import Kept
-
-# What the processes of an arm recorded, read back: processes by rank, and their events in order.
+from ovpatch.insight.steps import run_at_exit
+from ovpatch.insight.verify.values import KeptValue
 
 
 @dataclass(frozen=True)
-class Event:
-    """Something that happened in a process.
+class RecordedEvent:
+    """An event of a process.
 
     Attributes:
-        kind: Of :mod:`ovpatch.insight.verify.recording`.
-        index: Which optimizer, by the order of their first steps.
-        label: The optimizer's class, or the file of a checkpoint.
-        step: The step that it belongs to, from 1.
-        values: What was computed.
+        kind: One of :data:`BACKWARD`, :data:`STEP`, :data:`SCALE` and :data:`CHECKPOINT`.
+        index: Number of the optimizer, in the order of their first steps.
+        label: Class of the optimizer, or file of the checkpoint.
+        step: Its step, from 1.
+        values: Its values by name.
     """
 
     kind: str
     index: int
     label: str
     step: int
-    values: Mapping[str, Kept]
+    values: Mapping[str, KeptValue]
 
     @classmethod
-    def of(cls, data: Mapping[str, Any]) -> Event:
-        """Return an event as it was stored."""
-        values = {name: Kept(*value) for name, value in data["values"].items()}
+    def from_data(cls, data: Mapping[str, Any]) -> RecordedEvent:
+        """Return an event from its stored form."""
+        values = {name: KeptValue(*value) for name, value in data["values"].items()}
         return cls(data["kind"], data["index"], data["label"], data["step"], values)
 
     @property
     def signature(self) -> tuple[str, int]:
-        """What two runs must have at the same place."""
+        """The part that must be equal in two runs."""
         return self.kind, self.index
 
     def __str__(self) -> str:
@@ -59,28 +57,28 @@ class Event:
 
 
 @dataclass(frozen=True)
-class Run:
-    """What one arm recorded.
+class RecordedRun:
+    """The record of one arm.
 
     Attributes:
-        processes: The files of each process that recorded anything, in order, by its name: ``rank 1``.
-        cut: Whether it ended before its time, so that its records may stop anywhere.
+        processes: Files of each process, in order, by its name, such as ``rank 1``.
+        cut: Whether the arm failed or was ended, so that its events may stop anywhere.
     """
 
     processes: Mapping[str, Sequence[Path]]
     cut: bool = False
 
-    def events(self, process: str) -> Iterator[Event]:
-        """Yield the events of a process; its files are read one by one."""
+    def events(self, process: str) -> Iterator[RecordedEvent]:
+        """Yield the events of a process, file by file."""
         for path in self.processes.get(process, ()):
-            yield from map(Event.of, load(path))
+            yield from map(RecordedEvent.from_data, load_events(path))
 
 
-def read(folder: Path, *, cut: bool = False) -> Run:
-    """Return what the processes left in the folder of an arm.
+def read_recorded(folder: Path, *, cut: bool = False) -> RecordedRun:
+    """Return the record in the folder of an arm.
 
     Args:
-        folder: The arm's.
+        folder: The arm's folder.
         cut: Whether the arm failed or was ended.
     """
     files: dict[tuple[tuple[int, ...], int, int], list[Path]] = defaultdict(list)
@@ -90,7 +88,9 @@ def read(folder: Path, *, cut: bool = False) -> Run:
     ranks: dict[int, list[list[Path]]] = defaultdict(list)
     for _, paths in sorted(files.items()):
         ranks[int(paths[-1].stem.split("-")[4])].append(paths)
-    return Run({_name(rank, n): paths for rank, many in sorted(ranks.items()) for n, paths in enumerate(many)}, cut)
+    return RecordedRun(
+        {_name(rank, n): paths for rank, many in sorted(ranks.items()) for n, paths in enumerate(many)}, cut
+    )
 
 
 def _name(rank: int, number: int) -> str:
@@ -104,38 +104,40 @@ SCALE: Final = "scale"
 CHECKPOINT: Final = "checkpoint"
 
 
-class Recorder:
+class EventRecorder:
     """Collects the events of this process.
 
     Args:
-        directory: Where the files go.
+        directory: Folder of the files.
     """
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
         self._events: list[dict[str, Any]] = []
-        self._begin()
+        self._reset()
 
-    def _begin(self) -> None:
+    def _reset(self) -> None:
         self._pid, self._born, self._files = os.getpid(), time.time_ns(), 0
         self._rank: int | None = None
         self._events.clear()
 
-    def add(self, kind: str, values: Mapping[str, Kept], *, step: int, index: int = 0, label: str = "") -> None:
+    def record_event(
+        self, kind: str, values: Mapping[str, KeptValue], *, step: int, index: int = 0, label: str = ""
+    ) -> None:
         """Add an event.
 
         Args:
-            kind: What happened.
-            values: What was computed, by name.
-            step: The step that it belongs to, from 1.
-            index: Which optimizer.
-            label: The optimizer's class, or the file of a checkpoint.
+            kind: Kind of the event.
+            values: Its values by name.
+            step: Its step, from 1.
+            index: Number of the optimizer.
+            label: Class of the optimizer, or file of the checkpoint.
         """
         kept = {name: tuple(value) for name, value in values.items()}
         self._events.append({"kind": kind, "index": index, "label": label, "step": step, "values": kept})
 
-    def flush(self) -> None:
-        """Write what has happened since the last time. A directory that is gone is no error."""
+    def flush_events(self) -> None:
+        """Write the events since the last flush. A directory that is gone is no error."""
         if not self._events or not self._directory.is_dir() or self._pid != os.getpid():
             return
         name = f"events-{_identity()}-{self._born}-{self._pid}-{self._know_rank()}-{self._files:06d}.pt"
@@ -144,34 +146,33 @@ class Recorder:
         self._events.clear()
 
     def _know_rank(self) -> int:
-        """Return the rank; a process whose group is destroyed keeps the one that it had."""
+        """Return the rank; a process keeps it when its group is destroyed."""
         if self._rank is None or (torch.distributed.is_available() and torch.distributed.is_initialized()):
-            self._rank = steps.rank()
+            self._rank = steps.get_rank()
         return self._rank
 
     def _write(self, path: Path) -> None:
         temporary = path.with_name(f".{path.name}")
-        inspect.unwrap(torch.save)(
-            self._events, temporary
-        )  # not by way of patches: this is nothing that the script saves
+        save = inspect.unwrap(torch.save)  # unpatched: this is not a checkpoint of the script
+        save(self._events, temporary)
         os.replace(temporary, path)
 
-    def keep_to_the_end(self) -> None:
-        """Write the rest when the process ends, and let forked children have a record of their own."""
-        at_end(self.flush)
+    def flush_at_exit(self) -> None:
+        """Write the rest when the process ends, and give forked children their own record."""
+        run_at_exit(self.flush_events)
         if hasattr(os, "register_at_fork"):
-            os.register_at_fork(after_in_child=self._begin)
+            os.register_at_fork(after_in_child=self._reset)
 
 
 def _identity() -> str:
-    """Return which child of which this is, such as ``0.2``: children that start together are born in any order."""
+    """Return the position in multiprocessing's tree, such as ``0.2``; children have no fixed order of start."""
     from multiprocessing import process
 
     numbers: tuple[int, ...] = getattr(process.current_process(), "_identity", ())
     return ".".join(map(str, (0, *numbers)))
 
 
-def load(path: Path) -> Iterable[dict[str, Any]]:
+def load_events(path: Path) -> Iterable[dict[str, Any]]:
     """Return the events of a file."""
     events: Iterable[dict[str, Any]] = torch.load(path, weights_only=True)
     return events

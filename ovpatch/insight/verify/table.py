@@ -1,4 +1,4 @@
-"""The outcome as people read it: the answer in one line, then what it rests on."""
+"""The outcome of a verification as text: the verdict in one line, then its evidence."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from rich.text import Text
 
 from ovpatch.insight import arms
 from ovpatch.insight.arms import Outcome
-from ovpatch.insight.verify.compare import Compared, Finding
-from ovpatch.insight.verify.verify import Result, Verdict, why
+from ovpatch.insight.verify.compare import Finding, RunComparison
+from ovpatch.insight.verify.verify import Conclusion, Verification, find_failure
 
 _ROWS: Final = 10
-_COLOURS: Final = {Verdict.BITWISE: "green", Verdict.NOISE: "green", Verdict.DIFFERENT: "red"}
+_COLOURS: Final = {Conclusion.BITWISE: "green", Conclusion.NOISE: "green", Conclusion.DIFFERENT: "red"}
 
 
-def show(result: Result, console: Console) -> None:
+def print_result(result: Verification, console: Console) -> None:
     """Print a result.
 
     Args:
-        result: What came of it.
-        console: Where to print.
+        result: The verification.
+        console: The console to print on.
     """
     style = f"bold {_COLOURS.get(result.verdict, 'yellow')}"
     console.print(Text(f"{result.verdict.value}: {result.why}", style=style), soft_wrap=True)
@@ -35,7 +35,7 @@ def show(result: Result, console: Console) -> None:
         _show_end(outcome, console)
 
 
-def _lines(result: Result) -> Iterator[str]:
+def _lines(result: Verification) -> Iterator[str]:
     compared = result.compared
     if compared.processes:
         yield f"compared    {_scope(compared)}"
@@ -55,13 +55,13 @@ def _lines(result: Result) -> Iterator[str]:
         yield f"note        {note}"
 
 
-def _scope(compared: Compared) -> str:
+def _scope(compared: RunComparison) -> str:
     counts = {"backward": "losses", "step": "optimizer steps", "scale": "loss scales", "checkpoint": "checkpoints"}
     events = ", ".join(f"{compared.events.get(kind, 0)} {name}" for kind, name in counts.items() if kind != "scale")
     return f"{compared.values} values on {', '.join(compared.processes)}, to step {compared.steps}: {events}"
 
 
-def _bits(result: Result) -> str:
+def _bits(result: Verification) -> str:
     compared = result.compared
     if not compared.findings:
         return "all equal"
@@ -69,7 +69,7 @@ def _bits(result: Result) -> str:
     return f"{len(compared.findings)} values are not bitwise equal, {of_them}"
 
 
-def _yardstick(result: Result) -> str:
+def _yardstick(result: Verification) -> str:
     if result.noise:
         measured = "; ".join(f"{name}: {amount}" for name, amount in result.noise.items())
         return f"stock against itself, {measured}. Allowed is twice what its like moved, one element four times"
@@ -78,7 +78,7 @@ def _yardstick(result: Result) -> str:
     return "not needed: nothing differs (--noise measures it)"
 
 
-def _table(compared: Compared, measured: bool) -> Table:
+def _table(compared: RunComparison, measured: bool) -> Table:
     first = compared.first
     shown = [*filter(None, [first]), *(one for one in compared.worst(_ROWS) if one is not first)][:_ROWS]
     title = "not bitwise equal"
@@ -102,19 +102,19 @@ def _cells(finding: Finding, measured: bool) -> tuple[str, ...]:
     )
 
 
-def _telling(result: Result) -> list[Outcome]:
-    """Return the arms whose end the user must see."""
+def _telling(result: Verification) -> list[Outcome]:
+    """Return the arms whose end is shown."""
     unhappy = [outcome for outcome in result.outcomes.values() if outcome.code or outcome.timed_out or outcome.failures]
-    telling = None if result.verdict is Verdict.UNDECIDED else ("stock", "patched")
+    telling = None if result.verdict is Conclusion.UNDECIDED else ("stock", "patched")
     return [outcome for outcome in unhappy if telling is None or outcome.arm.name in telling]
 
 
 def _show_end(outcome: Outcome, console: Console) -> None:
-    ranks = arms.ranks(outcome.folder)
+    ranks = arms.read_ranks(outcome.folder)
     for pid, stacks in outcome.stacks.items():
-        who = f"rank {ranks[pid]} (process {pid})" if pid in ranks else f"process {pid}"
-        console.print(Text(f"\nstacks of {who} in the arm '{outcome.arm.name}':\n{stacks}"), soft_wrap=True)
+        process = f"rank {ranks[pid]} (process {pid})" if pid in ranks else f"process {pid}"
+        console.print(Text(f"\nstacks of {process} in the arm '{outcome.arm.name}':\n{stacks}"), soft_wrap=True)
     for failure in outcome.failures:
         console.print(Text(f"\nprocess {failure['pid']} (rank {failure['rank']}): {failure['error']}"), soft_wrap=True)
     log = outcome.log.read_text(encoding="utf-8", errors="replace")
-    console.print(Text(f"\nhow the arm '{outcome.arm.name}' ended:\n{why(log)}\n"), soft_wrap=True)
+    console.print(Text(f"\nhow the arm '{outcome.arm.name}' ended:\n{find_failure(log)}\n"), soft_wrap=True)

@@ -1,4 +1,4 @@
-"""Parts, routes and memory: the arithmetic, without communication but for counts."""
+"""Chunks, routes and buffers: the arithmetic, without communication but for counts."""
 
 from __future__ import annotations
 
