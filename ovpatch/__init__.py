@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from ovpatch.hookspecs import Feature, Option, Registrar, hookimpl
     from ovpatch.patching import PatchError, PatchManager
     from ovpatch.session.report import Report
-    from ovpatch.settings.selection import SettingsError
+    from ovpatch.settings.settings import SettingsError
 
 __all__ = [
     "Feature",
@@ -53,7 +53,7 @@ _HOME = {
     "PatchError": "ovpatch.patching",
     "PatchManager": "ovpatch.patching",
     "Report": "ovpatch.session.report",
-    "SettingsError": "ovpatch.settings.selection",
+    "SettingsError": "ovpatch.settings.settings",
 }
 
 

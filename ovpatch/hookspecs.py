@@ -12,8 +12,8 @@ from typing import Any, Final, Protocol
 
 import pluggy
 
-from ovpatch.settings.selection import parse_flag as parse_flag  # for options whose parse accepts more than a bool
 from ovpatch.settings.settings import cache_dir as cache_dir  # for features that measure
+from ovpatch.settings.settings import parse_flag as parse_flag  # for options whose parse accepts more than a bool
 
 PROJECT: Final = "ovpatch"
 

@@ -15,7 +15,7 @@ from typing import Any, Final
 
 from ovpatch._version import __version__
 from ovpatch.exit_codes import ExitCode, get_exit_code
-from ovpatch.settings.selection import suggest_name
+from ovpatch.settings.settings import suggest_name
 
 
 @dataclass(frozen=True)

@@ -97,7 +97,7 @@ class PatchRecord:
         return PatchState.SHADOWED, f"{lost} after apply(): call apply() again"
 
 
-def find_chain(chains: list[WrapperChain], slot: Slot) -> WrapperChain | None:
+def find_chain(chains: Sequence[WrapperChain], slot: Slot) -> WrapperChain | None:
     """Return the chain that a slot belongs to, through any alias.
 
     All module attributes that hold one function share a chain. Each class attribute has its own.
@@ -107,7 +107,7 @@ def find_chain(chains: list[WrapperChain], slot: Slot) -> WrapperChain | None:
         slot: The slot.
     """
     for chain in chains:
-        if chain.slot.owner is slot.owner and chain.slot.name == slot.name:
+        if chain.slot.is_same(slot):
             if chain.is_reached:
                 return chain
         elif chain.wrappers and _is_alias(slot, chain):
@@ -117,8 +117,8 @@ def find_chain(chains: list[WrapperChain], slot: Slot) -> WrapperChain | None:
 
 def _is_alias(slot: Slot, chain: WrapperChain) -> bool:
     """Whether a module attribute holds the function that a chain patches in another module."""
-    both = is_module(slot.owner) and is_module(chain.slot.owner)
-    return both and (slot.raw is chain.installed or slot.raw is chain.original)
+    holds_it = slot.raw is chain.installed or slot.raw is chain.original
+    return holds_it and is_module(slot.owner) and is_module(chain.slot.owner)
 
 
 def find_defining_slot(slot: Slot) -> Slot:
@@ -181,6 +181,30 @@ class SlotPlan:
         """Return the staged wrapper of one of the records."""
         return next(wrapper for wrapper, _, _ in self.staged if wrapper.patch is record.declared)
 
+    def check_conflicts(self) -> None:
+        """Raise if the slot would have two replacements.
+
+        Raises:
+            PatchConflictError: The text names both.
+        """
+        replacements = [wrapper.patch for wrapper in self.chain.wrappers if wrapper.patch.kind == "replace"]
+        for patch in map(_patch, self.records):
+            if patch.kind == "replace" and replacements:
+                raise make_conflict_error(replacements[0], patch, self.chain.slot)
+            replacements += [patch] if patch.kind == "replace" else []
+
+    def set_name(self) -> None:
+        """Name the entry of a new chain so that it can be pickled."""
+        if self.chain.writes:
+            return
+        of_author = match_packages(list_author_packages(_patch(record).source for record in self.records))
+        original = self.chain.original
+        set_picklable_name(
+            self.chain.entry.function,
+            self.chain.slot,
+            lambda module: of_author(module.__name__) or keeps_original(module, original),
+        )
+
 
 @dataclass(eq=False)
 class PatchPlan:
@@ -212,6 +236,82 @@ class PatchPlan:
         waiting = [modules for _, modules in self.unloaded] + [modules for *_, modules in self.not_applied]
         return list(dict.fromkeys(name for modules in waiting for name in modules))
 
+    def add(self, record: PatchRecord, chains: Sequence[WrapperChain]) -> None:
+        """Resolve and check one declaration; a declaration in force is left out.
+
+        Args:
+            record: The declaration.
+            chains: Chains of the manager.
+
+        Raises:
+            PatchError: The declaration cannot be applied.
+        """
+        if isinstance(record.declared, Hook):
+            if record.state is not PatchState.APPLIED:
+                self.hooks.append((record, record.declared))
+            return
+        patch = record.declared
+        try:
+            found = resolve_target(patch.target, self.finished)
+        except IncompatiblePatchError as error:
+            self._refuse(record, f"{patch}: {error}")
+            return
+        if not isinstance(found, Slot):
+            self._add_absent(record, patch, found)
+            return
+        mismatch = explain_torch_mismatch(patch.torch) if patch.torch else None
+        if mismatch:
+            remedy = f"install a torch that fits, turn {patch} off, or register it with optional=True"
+            self._refuse(record, f"{patch} cannot patch {patch.target}: {mismatch}; {remedy}")
+            return
+        chain = find_chain(chains, found)
+        if all(where is not chain for where, _ in record.wrappers):
+            self._add_to_slot(record, patch, found, chain)
+
+    def _add_absent(self, record: PatchRecord, patch: Patch, found: PendingTarget | MissingTarget) -> None:
+        if record.wrappers:  # the patched code is still alive although its module was removed
+            self.unloaded.append((record, found.modules))
+        elif isinstance(found, PendingTarget):
+            self.not_applied.append((record, PatchState.PENDING, found.reason, found.modules))
+        elif patch.optional:
+            self.not_applied.append((record, PatchState.SKIPPED, found.reason, found.modules))
+        else:
+            raise TargetNotFoundError(f"{patch}: {found.error}", patch)
+
+    def _add_to_slot(self, record: PatchRecord, patch: Patch, slot: Slot, chain: WrapperChain | None) -> None:
+        try:
+            slot_plan = self._get_slot_plan(slot, chain)
+            if patch.wrap is None:
+                slot_plan.chain.check_replacement(patch)
+        except IncompatiblePatchError as error:
+            self._refuse(record, str(error) if error.patches else f"{patch}: {error}")
+            return
+        slot_plan.records.append(record)
+        self.unreachable.extend(
+            (record, where, wrapper)
+            for where, wrapper in record.wrappers
+            if where.slot.is_same(slot) and not where.is_reloaded
+        )
+
+    def _get_slot_plan(self, slot: Slot, chain: WrapperChain | None) -> SlotPlan:
+        """Return the plan of a slot, and add the slot to it unless it holds the entry already."""
+        slot_plan = next((one for one in self.slot_plans if one.chain is chain or _share(one.chain.slot, slot)), None)
+        if slot_plan is None:
+            slot_plan = SlotPlan(chain or WrapperChain(slot))
+            self.slot_plans.append(slot_plan)
+        holds_entry = chain is not None and (slot.raw is chain.installed or chain.slot.is_same(slot))
+        if not holds_entry and not any(known.is_same(slot) for known in slot_plan.slots):
+            slot_plan.slots.append(slot)
+        return slot_plan
+
+    def _refuse(self, record: PatchRecord, text: str) -> None:
+        """Raise, unless the patch is optional."""
+        patch = _patch(record)
+        if not patch.optional:
+            raise IncompatiblePatchError(text, patch)
+        if not record.wrappers:
+            self.not_applied.append((record, PatchState.INCOMPATIBLE, text, ()))
+
     def build_wrappers(self) -> None:
         """Call the wrap functions and install the hooks. If one fails, all installed hooks are removed again.
 
@@ -236,7 +336,7 @@ class PatchPlan:
             except IncompatiblePatchError as error:
                 # The signature of a wrapper is known only after wrap has returned it.
                 record = next(record for record in slot_plan.records if record.declared in error.patches)
-                _refuse(self, record, error)
+                self._refuse(record, str(error))
                 slot_plan.records.remove(record)
 
     def remove_hooks(self) -> None:
@@ -261,114 +361,16 @@ def make_plan(
     """
     plan = PatchPlan(version, finished)
     for record in records:
-        declared = record.declared
-        if isinstance(declared, Patch):
-            _plan_patch(plan, record, declared, list(chains))
-        elif record.state is not PatchState.APPLIED:
-            plan.hooks.append((record, declared))
+        plan.add(record, chains)
     for slot_plan in plan.slot_plans:
-        _check_conflicts(slot_plan)
-        _settle_name(slot_plan)
+        slot_plan.check_conflicts()
+        slot_plan.set_name()
     return plan
 
 
-def _plan_patch(plan: PatchPlan, record: PatchRecord, patch: Patch, chains: list[WrapperChain]) -> None:
-    try:
-        found = resolve_target(patch.target, plan.finished)
-    except IncompatiblePatchError as error:
-        _refuse(plan, record, IncompatiblePatchError(f"{patch}: {error}", patch))
-        return
-    if not isinstance(found, Slot):
-        _plan_absent(plan, record, patch, found)
-        return
-    mismatch = explain_torch_mismatch(patch.torch) if patch.torch else None
-    if mismatch:
-        remedy = f"install a torch that fits, turn {patch} off, or register it with optional=True"
-        _refuse(
-            plan, record, IncompatiblePatchError(f"{patch} cannot patch {patch.target}: {mismatch}; {remedy}", patch)
-        )
-        return
-    chain = find_chain(chains, found)
-    if any(where is chain for where, _ in record.wrappers):
-        return
-    _plan_place(plan, record, patch, found, chain)
-
-
-def _plan_absent(plan: PatchPlan, record: PatchRecord, patch: Patch, found: PendingTarget | MissingTarget) -> None:
-    if record.wrappers:  # the patched code is still alive although its module was removed
-        plan.unloaded.append((record, found.modules))
-    elif isinstance(found, PendingTarget):
-        plan.not_applied.append((record, PatchState.PENDING, found.reason, found.modules))
-    elif patch.optional:
-        plan.not_applied.append((record, PatchState.SKIPPED, found.reason, found.modules))
-    else:
-        raise TargetNotFoundError(f"{patch}: {found.error}", patch)
-
-
-def _plan_place(plan: PatchPlan, record: PatchRecord, patch: Patch, slot: Slot, chain: WrapperChain | None) -> None:
-    try:
-        slot_plan = _get_slot_plan(plan, slot, chain)
-        if patch.wrap is None:
-            slot_plan.chain.check_replacement(patch)
-    except IncompatiblePatchError as error:
-        _refuse(plan, record, IncompatiblePatchError(str(error) if error.patches else f"{patch}: {error}", patch))
-        return
-    slot_plan.records.append(record)
-    plan.unreachable.extend(
-        (record, where, wrapper)
-        for where, wrapper in record.wrappers
-        if where.slot.owner is slot.owner and where.slot.name == slot.name and not where.is_reloaded
-    )
-
-
-def _refuse(plan: PatchPlan, record: PatchRecord, error: IncompatiblePatchError) -> None:
-    """Raise, unless the patch is optional."""
-    if not error.patches[0].optional:
-        raise error
-    if not record.wrappers:
-        plan.not_applied.append((record, PatchState.INCOMPATIBLE, str(error), ()))
-
-
-def _get_slot_plan(plan: PatchPlan, slot: Slot, chain: WrapperChain | None) -> SlotPlan:
-    """Return the plan of a slot, and add the slot to it unless it holds the entry already."""
-    slot_plan = next((one for one in plan.slot_plans if one.chain is chain or _is_same(one.chain.slot, slot)), None)
-    if slot_plan is None:
-        slot_plan = SlotPlan(chain or WrapperChain(slot))
-        plan.slot_plans.append(slot_plan)
-    holds_entry = chain is not None and (slot.raw is chain.installed or _is_slot(chain.slot, slot))
-    if not holds_entry and not any(_is_slot(known, slot) for known in slot_plan.slots):
-        slot_plan.slots.append(slot)
-    return slot_plan
-
-
-def _is_slot(one: Slot, other: Slot) -> bool:
-    return one.owner is other.owner and one.name == other.name
-
-
-def _is_same(one: Slot, other: Slot) -> bool:
-    both_functions = is_module(one.owner) and is_module(other.owner)
-    return _is_slot(one, other) or (both_functions and one.raw is other.raw)
-
-
-def _check_conflicts(slot_plan: SlotPlan) -> None:
-    replacements = [wrapper.patch for wrapper in slot_plan.chain.wrappers if wrapper.patch.kind == "replace"]
-    for record in slot_plan.records:
-        patch = _patch(record)
-        if patch.kind == "replace" and replacements:
-            raise make_conflict_error(replacements[0], patch, slot_plan.chain.slot)
-        replacements += [patch] if patch.kind == "replace" else []
-
-
-def _settle_name(slot_plan: SlotPlan) -> None:
-    if slot_plan.chain.writes:
-        return
-    of_author = match_packages(list_author_packages(_patch(record).source for record in slot_plan.records))
-    original = slot_plan.chain.original
-    set_picklable_name(
-        slot_plan.chain.entry.function,
-        slot_plan.chain.slot,
-        lambda module: of_author(module.__name__) or keeps_original(module, original),
-    )
+def _share(one: Slot, other: Slot) -> bool:
+    """Whether two slots share a chain: they are one slot, or two modules hold one function in them."""
+    return one.is_same(other) or (one.raw is other.raw and is_module(one.owner) and is_module(other.owner))
 
 
 def _patch(record: PatchRecord) -> Patch:

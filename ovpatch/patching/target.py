@@ -49,6 +49,10 @@ class Slot:
         """Dotted path, by the owner's own name."""
         return f"{format_owner(self.owner)}.{self.name}"
 
+    def is_same(self, other: Slot) -> bool:
+        """Whether both are one attribute of one owner."""
+        return self.owner is other.owner and self.name == other.name
+
 
 class PendingTarget(NamedTuple):
     """A target in a module that is not imported yet.

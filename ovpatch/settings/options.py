@@ -6,8 +6,16 @@ from collections.abc import Collection, Iterable, Mapping
 from typing import Any, Final, NamedTuple
 
 from ovpatch.hookspecs import Feature, Option
-from ovpatch.settings.selection import NAME, SettingsError, normalise_name, parse_flag, suggest_name
-from ovpatch.settings.settings import RESERVED, make_variable_name, suggest_variable
+from ovpatch.settings.settings import (
+    NAME,
+    RESERVED,
+    SettingsError,
+    make_variable_name,
+    normalise_name,
+    parse_flag,
+    suggest_name,
+    suggest_variable,
+)
 
 DEFAULT: Final = "default"
 ARGUMENT: Final = "argument"

@@ -1,22 +1,45 @@
-"""The example of expert parallelism: ``verify`` passes on it."""
+"""The example of expert parallelism: it trains the same stock and patched, and ``verify`` passes on it."""
 
 from __future__ import annotations
 
 import json
+import re
 import sys
 from pathlib import Path
 
 import pytest
 
-from tests.scripts.arms import needs
+from tests.scripts.arms import needs, together
 from tests.support import scripts
 from tests.support.rarely import RARELY
 
 SCRIPT = Path(__file__).resolve().parents[2] / "examples" / "train_moe.py"
-SMALL = ["--layers=1", "--width=32", "--context=16", "--batch-size=2", "--steps=2"]
+SMALL = ["--layers=1", "--width=32", "--context=16", "--batch-size=2"]
+STEP = re.compile(r"step +(\d+)  loss (\S+)")
 HEAVY = "transformers,transformers.models.qwen3_moe.modeling_qwen3_moe,torch.distributed.fsdp"
 
 pytestmark = [pytest.mark.slow, needs("transformers")]
+
+
+def test_it_trains_the_same(tmp_path):
+    file = tmp_path / "report.json"
+
+    def train(**how):
+        env = {"PRELOAD": HEAVY, **how.pop("env", {})}
+        done = scripts.torchrun(2, SCRIPT, *SMALL, "--steps=11", env=env, forked=True, timeout=240, **how).check()
+        return [(int(step), float(loss)) for step, loss in STEP.findall(done.stdout)]
+
+    stock, patched = together(
+        lambda: train(env={"OVPATCH": "0"}), lambda: train(ovpatch=["--features=pipe_experts", "--report", str(file)])
+    )
+    assert [step for step, _ in stock] == [step for step, _ in patched] == [0, 10]
+    assert stock[1][1] < stock[0][1], "it trains"
+    for (_, ours), (_, theirs) in zip(patched, stock, strict=True):
+        assert ours == pytest.approx(theirs, abs=2e-4)
+    (experts,) = (one for one in json.loads(file.read_text())["features"] if one["name"] == "pipe_experts")
+    calls = [process["counters"]["calls"] for process in experts["processes"] if any(process["counters"].values())]
+    assert len(calls) == 2
+    assert min(calls) >= 11
 
 
 def verified(tmp_path, *arguments):
@@ -24,10 +47,13 @@ def verified(tmp_path, *arguments):
     torchrun = [sys.executable, str(scripts.FORKING), "2"]
     verify = [sys.executable, "-m", "ovpatch", "verify", "--features=pipe_experts", "--steps=2", "--json", str(file)]
     where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(scripts.free_port()), "PRELOAD": HEAVY}
-    scripts.run([*verify, "--", *torchrun, str(SCRIPT), *SMALL, *arguments], env=where, timeout=400).check()
+    scripts.run(
+        [*verify, "--", *torchrun, str(SCRIPT), *SMALL, "--steps=2", *arguments], env=where, timeout=400
+    ).check()
     return json.loads(file.read_text())
 
 
+@RARELY
 def test_verify_passes(tmp_path):
     found = verified(tmp_path)
     assert found["verdict"] == "equal within noise", found

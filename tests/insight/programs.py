@@ -7,10 +7,14 @@ from pathlib import Path
 
 import pytest
 
+from tests.support import scripts
 from tests.support.environment import cleaned
 
 ROOT = Path(__file__).parents[2]
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone"]
+
+#: Starts two ranks with one import of torch, where it is not torchrun that is tested; needs :func:`address`.
+FORKED = [sys.executable, str(scripts.FORKING), "2"]
 
 #: Time-outs for what shall hang, to try one after the other: on a busy machine it may not have come that far.
 PATIENCE = (6, 20, 80)
@@ -33,3 +37,8 @@ def step():
 def environment(monkeypatch):
     """Nothing of the environment of whoever runs the tests reaches the command."""
     cleaned(monkeypatch, PYTHONPATH=str(ROOT))
+
+
+def address() -> dict[str, str]:
+    """Return where ranks that torchrun has not started meet."""
+    return {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(scripts.free_port())}

@@ -10,7 +10,7 @@ import pytest
 
 from ovpatch.cli import main
 from tests.insight import programs
-from tests.insight.programs import ALONE, TORCHRUN
+from tests.insight.programs import ALONE, FORKED, address
 
 environment = programs.environment
 
@@ -54,8 +54,10 @@ def bench(tmp_path, capfd):
 
 
 @pytest.mark.slow
-def test_a_script_on_two_ranks_is_measured(bench):
-    code, texts, found = bench(LANGUAGE, "--steps", "6", "--rounds", "1", launcher=TORCHRUN)
+def test_a_script_on_two_ranks_is_measured(bench, monkeypatch):
+    for name, value in address().items():
+        monkeypatch.setenv(name, value)
+    code, texts, found = bench(LANGUAGE, "--steps", "6", "--rounds", "1", launcher=FORKED)
     assert code == 0, texts.err
     assert (found["exercised"], found["samples"], found["tokens"]) == (["ddp"], 24.0, 144.0)
     stock, patched = (run["measured"] for run in found["runs"])

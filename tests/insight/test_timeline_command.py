@@ -13,7 +13,7 @@ import pytest
 from ovpatch.cli import main
 from ovpatch.insight.timeline import output
 from ovpatch.insight.timeline.trace import read_trace
-from tests.insight.programs import ALONE, ROOT, TORCHRUN
+from tests.insight.programs import ALONE, FORKED, ROOT, TORCHRUN, address
 from tests.insight.traces import DATA, Synthetic, recorded
 from tests.support import scripts
 from tests.support.environment import forget
@@ -192,7 +192,7 @@ def test_kernels_of_the_users_own(timeline, tmp_path):
 
 def run(folder, *line, timeout=150):
     program = [Path(sys.executable).with_name("ovpatch"), "timeline", *line]
-    return scripts.run(program, cwd=folder, timeout=timeout, env={"PYTHONPATH": str(ROOT)})
+    return scripts.run(program, cwd=folder, timeout=timeout, env={"PYTHONPATH": str(ROOT), **address()})
 
 
 def written(folder, *lines):
@@ -202,7 +202,7 @@ def written(folder, *lines):
 
 @pytest.mark.slow
 def test_a_whole_program_is_compared(tmp_path):
-    command = [*TORCHRUN, str(ROOT / "examples" / "train_gpt.py"), *SMALL]
+    command = [*FORKED, str(ROOT / "examples" / "train_gpt.py"), *SMALL]
     done = run(tmp_path, "--compare", "--step", "4", "--steps", "2", "--", *command).check()
     folder = tmp_path / "ovpatch-timeline"
     assert {path.name for path in folder.iterdir()} == FILES | {"stock", "patched", "stock.log", "patched.log"}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 
 from ovpatch.insight.equality import compare
@@ -11,7 +13,7 @@ from tests.support.rarely import RARELY
 pytestmark = [pytest.mark.slow, needs("transformers", "accelerate")]
 
 LIBRARIES = ("transformers", "accelerate")
-PRELOADED = ("transformers.trainer", "accelerate", "peft")
+PRELOADED = ("transformers.trainer", "accelerate", *(("peft",) if os.environ.get("ALL_CASES") else ()))
 
 
 def both(runner, *args, to, **more):
