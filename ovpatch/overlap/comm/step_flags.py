@@ -148,7 +148,8 @@ class _FlagSum:
             self.event.synchronize()
         else:
             self.work.wait()
-        return [int(total) for total in self.host.tolist()]
+        totals: list[int] = self.host.tolist()
+        return totals
 
 
 _streams: dict[torch.device, torch.cuda.Stream] = {}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -108,22 +108,27 @@ class GradBucket:
         """
         scale = 1.0 / divisor
         with torch.no_grad():
-            self._copy([i for i in self._small if i not in self._pieces], scale)
-            foreign: list[int] = []
-            own: list[int] = []
+            copied = [i for i in self._small if i not in self._pieces]
+            own: dict[int, Tensor] = {}
             for i in self._large:
                 if i not in self._pieces:
-                    index = self.indices[i]
-                    in_place = index not in absent and self._in_place(i, given)
-                    (own if in_place else foreign).append(i)
-            self._copy(foreign, scale)
-            grads = [grad for i in own if (grad := grad_of(self.params[i])) is not None]
-            for grad in grads:
-                fp32_accumulation.take(grad)
-            _multiply([grad for i, grad in zip(own, grads, strict=True) if not self._as_it_is(i)], scale)
-            self._pieces.update(zip(own, grads, strict=True))
-            flat = [self._flat] if self._flat is not None and self._flat_numel else []
-            return flat + [_in_memory_order(self._pieces[i]) for i in self._large]
+                    grad = None if self.indices[i] in absent else self._grad_in_place(i, given)
+                    if grad is None:
+                        copied.append(i)
+                    else:
+                        own[i] = grad
+            if copied:
+                self._copy(copied, scale)
+            if own:
+                fp32_accumulation.drop_sums(own.values())
+                if scale != 1.0:
+                    _multiply(self._divided(own), scale)
+                self._pieces.update(own)
+            packed = [self._flat] if self._flat is not None and self._flat_numel else []
+            for i in self._large:
+                piece = self._pieces[i]
+                packed.append(piece if piece.is_contiguous() else _in_memory_order(piece))
+            return packed
 
     def unpack(self, *, skip: Collection[int] = ()) -> list[tuple[Tensor, Tensor]]:
         """Make ``p.grad`` the reduced gradient of every parameter. The collective has been waited for.
@@ -152,7 +157,8 @@ class GradBucket:
                     grad.copy_(piece)  # torch copies into lists of plain memory only
             else:
                 copies.append((grad, piece))
-        record_streams(dropped, self.device)
+        if dropped:
+            record_streams(dropped, self.device)
         self._pieces.clear()
         return copies
 
@@ -183,9 +189,9 @@ class GradBucket:
         record_streams([piece for i, piece in self._pieces.items() if i not in self._views], self.device)
         self._pieces.clear()
 
-    def _as_it_is(self, i: int) -> bool:
-        """Return whether a gradient is neither cast nor divided before it is reduced."""
-        return False
+    def _divided(self, pieces: Mapping[int, Tensor]) -> list[Tensor]:
+        """Return those of some pieces that are divided before they are reduced."""
+        return list(pieces.values())
 
     def _dtype(self, i: int) -> torch.dtype:
         """Return the dtype in which a gradient is sent; another one than :attr:`dtype` if it is not cast."""
@@ -193,8 +199,7 @@ class GradBucket:
 
     def _copy(self, positions: Iterable[int], scale: float) -> None:
         """Copy gradients into the flat tensor, or into tensors of their own, multiplied by ``scale``."""
-        targets: list[Tensor] = []
-        divided: list[Tensor] = []
+        targets: dict[int, Tensor] = {}
         grads: list[Tensor] = []
         for i in positions:
             grad = self._grad(i)
@@ -202,13 +207,13 @@ class GradBucket:
             if grad is None:
                 target.zero_()
             else:
-                targets.append(target)
-                divided += [] if self._as_it_is(i) else [target]
+                targets[i] = target
                 source = fp32_accumulation.take(grad)
                 grads.append(source if target.dtype is torch.float32 else grad)
         if targets:
-            torch._foreach_copy_(targets, grads)
-            _multiply(divided, scale)
+            torch._foreach_copy_([*targets.values()], grads)
+            if scale != 1.0:
+                _multiply(self._divided(targets), scale)
 
     def _grad(self, i: int) -> Tensor | None:
         grad = grad_of(self.params[i])
@@ -231,10 +236,10 @@ class GradBucket:
             shape, strides = self.params[i].shape, self._strides[i]
             return torch.empty_strided(shape, strides, dtype=self._dtype(i), device=self.device)
 
-    def _in_place(self, i: int, given: Tensor | None) -> bool:
-        """Return whether the gradient can be reduced in its own memory; see [Note: reduced in place]."""
+    def _grad_in_place(self, i: int, given: Tensor | None) -> Tensor | None:
+        """Return the gradient if it can be reduced in its own memory; see [Note: reduced in place]."""
         grad = self._grad(i)
-        return (
+        in_place = (
             grad is not None
             and type(grad) is Tensor
             and grad.dtype == self._dtype(i)
@@ -243,6 +248,7 @@ class GradBucket:
             and not (grad.is_conj() or grad.is_neg())
             and is_sole_owner(grad, given)
         )
+        return grad if in_place else None
 
 
 def _in_memory_order(piece: Tensor) -> Tensor:
@@ -251,7 +257,7 @@ def _in_memory_order(piece: Tensor) -> Tensor:
 
 
 def _multiply(tensors: list[Tensor], scale: float) -> None:
-    if scale == 1.0 or not tensors:
+    if not tensors:
         return
     if tensors[0].dtype in _FUSED_DTYPES:
         torch._foreach_mul_(tensors, scale)

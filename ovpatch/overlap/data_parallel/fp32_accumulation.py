@@ -49,6 +49,13 @@ def take(grad: Tensor) -> Tensor:
         return followed(found.total, grad)
 
 
+def drop_sums(grads: Iterable[Tensor]) -> None:
+    """Forget the fp32 sums of gradients that are reduced as they are, as :func:`take` does, to free their memory."""
+    if _sums:
+        for grad in grads:
+            take(grad)
+
+
 def has(grad: Tensor | None) -> bool:
     """Tell whether there is an fp32 sum beside a gradient."""
     return grad is not None and id(grad) in _sums

@@ -40,7 +40,7 @@ def accumulates(nodes: Iterable[Node]) -> bool:
     Only valid inside a backward.
     """
     try:
-        return any(torch._C._will_engine_execute_node(node) for node in nodes)
+        return any(map(torch._C._will_engine_execute_node, nodes))
     except RuntimeError as error:
         if "autograd.grad()" not in str(error):
             raise
@@ -131,7 +131,10 @@ class GradientHooks:
 
     def foreign(self) -> bool:
         """Return whether the nodes have hooks besides ours."""
-        return any(len(table() or ()) > ours for table, ours in self._tables)
+        for table, ours in self._tables:  # noqa: SIM110 (a generator is a call for each)
+            if len(table() or ()) > ours:
+                return True
+        return False
 
     def _own_tables(self) -> list[tuple[Callable[[], Any], int]]:
         """Return the nodes' hook tables, each with the number of our hooks in it."""

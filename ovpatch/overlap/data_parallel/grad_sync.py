@@ -173,7 +173,7 @@ class GradSync:
         self._marked: set[int] = set()  # parameters whose contributions are marked, and not counted by their hooks
         self.absent: set[int] = set()
         self.launched, self.reduced, self._attended, self._met = 0, 0, False, False
-        self._waiting = list(self._sizes)
+        self._waiting, self.has_ready_bucket = list(self._sizes), False
         self._works: list[Work] = []
         self._staged: set[int] = set()
         self._in_flight: deque[tuple[GradBucket, Sequence[Work]]] = deque()
@@ -290,12 +290,13 @@ class GradSync:
         Returns:
             Whether it is in time. It is not if the parameter was skipped and its bucket has been started.
         """
-        bucket = self._bucket_of[index]
+        bucket, waiting, started = self._bucket_of[index], self._waiting, self.launched
         if index in self.absent:
             self.absent.discard(index)
         else:
-            self._waiting[bucket] -= 1
-        return bucket >= self.launched
+            waiting[bucket] -= 1
+        self.has_ready_bucket = started < len(waiting) and waiting[started] == 0
+        return bucket >= started
 
     def stage(self, index: int) -> None:
         """Copy a complete gradient now, whatever happens to ``p.grad`` until its bucket is launched."""
@@ -366,14 +367,16 @@ class GradSync:
 
     def _launch(self, on_launch: Callable[[Bucket], None], given: Tensor | None) -> None:
         index, bucket = self.launched, self.buckets[self.launched]
-        if not self._skipped(bucket):
+        if not (self._skip_absent and self._skipped(bucket)):
             with profiler_span(self._labels[index]):
                 self._meet_once()
-                self._join(bucket)
+                if self._cuda:
+                    self._join(bucket)
                 works = self._start(bucket, bucket.pack(self._divisor, absent=self.absent, given=given))
             self.launched = index + 1  # before anything else that can raise: it must not be launched again
             on_launch(bucket)
-            self._follow(bucket, works)
+            if self._limit < math.inf:
+                self._follow(bucket, works)
         self.launched = index + 1
 
     def _attend(self) -> None:
@@ -396,7 +399,7 @@ class GradSync:
 
     def _follow(self, bucket: Bucket, works: Sequence[Work]) -> None:
         """Keep what is under way below the limit; see [Note: gradients in flight]."""
-        if not (isinstance(bucket, GradBucket) and bucket.transient) or math.isinf(self._limit):
+        if not (isinstance(bucket, GradBucket) and bucket.transient):
             return
         self._in_flight.append((bucket, works))
         self._transient += bucket.transient

@@ -96,7 +96,8 @@ class BackwardReducer(abc.ABC):
     def gradient_accumulated(self, index: int, node_grad: Tensor | None) -> None:
         """The gradient ``node_grad`` has been added to ``grad`` of parameter ``index``."""
         with self._lock:
-            if self._join_backward() and self._sync.count_grad(index, adds=node_grad is not None):
+            is_joined = self.state is ReducerState.REDUCING and self._task.queued
+            if (is_joined or self._join_backward()) and self._sync.count_grad(index, adds=node_grad is not None):
                 self._grad_complete(index, node_grad)
 
     def expect_contributions(self, index: int, count: int) -> None:

@@ -240,7 +240,7 @@ class GradReducer(BackwardReducer, StockOnly):
         That is in the outermost graph task and before any parameter's hook, so a backward that raises before the
         first gradient still takes part in the step's collectives.
         """
-        if self.armed:  # maybe by an earlier forward; one under no_sync is never reduced late
+        if self.state is not ReducerState.IDLE:  # maybe by an earlier forward; one under no_sync is never reduced late
             watch_outputs(output, self._output_reached if synchronised else self._local_output_reached)
 
     @torch._disable_dynamo
@@ -322,7 +322,7 @@ class GradReducer(BackwardReducer, StockOnly):
         with self._lock:
             if self.state is ReducerState.FAILED or (self.state is ReducerState.REDUCING and self._task.queued):
                 return
-            if not self.armed:
+            if self.state is ReducerState.IDLE:
                 if not self.config.late:
                     return
                 self._revisited, self.quiet = True, False
@@ -375,7 +375,7 @@ class GradReducer(BackwardReducer, StockOnly):
     def gradient_accumulated(self, index: int, node_grad: Tensor | None) -> None:
         """The gradient ``node_grad`` has been added to ``grad`` of parameter ``index``; called on an engine thread."""
         with self._lock:
-            reduced = self._join_backward()
+            reduced = (self.state is ReducerState.REDUCING and self._task.queued) or self._join_backward()
             if self._mode.tracks_usage and self.params[index].grad is not None:
                 self._usage.note(index)  # also under no_sync: the accumulated gradient is reduced later
             try:
@@ -405,7 +405,7 @@ class GradReducer(BackwardReducer, StockOnly):
             self._cutting.came(index)
         if self._copies_at_once:
             sync.stage(index)
-        if self._mode.launches_early:
+        if sync.has_ready_bucket and self._mode.launches_early:
             sync.start_ready_buckets(COUNTERS.launched_early, node_grad)
 
     def _backward_ended(self) -> None:
@@ -436,7 +436,10 @@ class GradReducer(BackwardReducer, StockOnly):
         if self._mode.tracks_usage:
             self._usage.launch(self._counts)
         self._raise_flags(failed=False)
-        self.sharder.wait_for_grads(self._sync)
+        if self.sharder.is_active:
+            self.sharder.wait_for_grads(self._sync)
+        else:
+            self._sync.wait()
         nowhere = self._usage.nowhere_used() if self._mode.tracks_usage else self._static_nowhere
         if self._counts:
             self._static_nowhere = nowhere
@@ -560,10 +563,12 @@ class GradReducer(BackwardReducer, StockOnly):
     # ---------------------------------------------------------------- what can go wrong
 
     def _finish_previous(self) -> None:
-        self._meet()
+        if self.on_first_use is not None or self._lane is None:
+            self._meet()
         if self.state is ReducerState.REDUCING and not self._task.queued:
             raise self._told(self._unfinished())
-        self.recover()
+        if self.state in (ReducerState.REDUCING, ReducerState.FAILED):
+            self.recover()
 
     def _unfinished(self) -> str:
         missing = {i: self.names[i] for i in self._sync.missing_params()}

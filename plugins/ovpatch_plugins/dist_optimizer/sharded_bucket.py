@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -110,8 +110,8 @@ class ShardedGradBucket(GradBucket):
             found.setdefault(self._dtype(i), []).append(i)
         return found
 
-    def _as_it_is(self, i: int) -> bool:
-        return self._dtype(i) is not self.dtype
+    def _divided(self, pieces: Mapping[int, Tensor]) -> list[Tensor]:
+        return [piece for i, piece in pieces.items() if self._dtype(i) is self.dtype]
 
     def _dtype(self, i: int) -> torch.dtype:
         if i not in self._numels:
