@@ -14,7 +14,7 @@ from ovpatch.overlap.data_parallel.bucket import GradBucket
 from ovpatch.overlap.data_parallel.half_wire import HalfWire, sent
 from ovpatch.overlap.data_parallel.sharded_grads import ShardedGrads
 from ovpatch.overlap.tensors.metadata_ops import grad_of
-from ovpatch.overlap.tensors.shard import flat
+from ovpatch.overlap.tensors.shard import flat_view
 
 
 class ShardedGradBucket(GradBucket):
@@ -116,7 +116,7 @@ class ShardedGradBucket(GradBucket):
 
     def _padded(self, i: int, piece: Tensor) -> Tensor:
         """Return a tensor that can be cut into equal parts, one per rank."""
-        elements, wanted = flat(piece), self._shards.padded_numel(self.indices[i])
+        elements, wanted = flat_view(piece), self._shards.padded_numel(self.indices[i])
         numel = elements.numel()
         if numel == wanted:
             return elements

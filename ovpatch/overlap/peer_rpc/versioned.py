@@ -24,7 +24,7 @@ from torch import Tensor
 
 from ovpatch.overlap.comm.side_streams import quietly_on
 from ovpatch.overlap.comm.streams import is_capturing
-from ovpatch.overlap.tensors.shard import flat
+from ovpatch.overlap.tensors.shard import flat_view
 
 # Copies to the host that no other thread's copy can hold up.
 #
@@ -56,7 +56,7 @@ class Staging:
     def to_host(self, tensor: Tensor) -> Tensor:
         """Return a copy of a dense tensor on the CPU, once it is complete."""
         copied = torch.empty_like(tensor, device="cpu")
-        source, target = flat(tensor).view(torch.uint8), flat(copied).view(torch.uint8)
+        source, target = flat_view(tensor).view(torch.uint8), flat_view(copied).view(torch.uint8)
         with self.beside():
             for begin in range(0, len(source), _BYTES):
                 piece = source[begin : begin + _BYTES]

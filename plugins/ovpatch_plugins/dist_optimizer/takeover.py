@@ -1,4 +1,4 @@
-"""All optimizers in this process: which of them update by parts, and which stay stock, and why."""
+"""Which optimizers of this process divide their steps among the ranks, and which stay stock, and why."""
 
 from __future__ import annotations
 
@@ -18,32 +18,39 @@ from ovpatch.overlap.data_parallel import sharded_grads
 from ovpatch.overlap.peer_rpc.rpc import PeerRpc
 from ovpatch.overlap.peer_rpc.shutdown import failing
 from ovpatch.overlap.tensors import pending_param
-from ovpatch_plugins.dist_optimizer import param_all_gather, supported_optimizers
-from ovpatch_plugins.dist_optimizer.main_params import load_in_fp32
-from ovpatch_plugins.dist_optimizer.param_all_gather import ParamAllGathers
-from ovpatch_plugins.dist_optimizer.param_broadcast import ParamBroadcasts
+from ovpatch_plugins.dist_optimizer import supported_optimizers
+from ovpatch_plugins.dist_optimizer.main_params import MainParamsState, load_in_fp32
+from ovpatch_plugins.dist_optimizer.owned_state import NamedOwnedState, OwnedState
+from ovpatch_plugins.dist_optimizer.param_all_gather import ParamAllGather, finish_orphans, finish_when_dropped, orphans
+from ovpatch_plugins.dist_optimizer.param_broadcast import ParamBroadcast
 from ovpatch_plugins.dist_optimizer.report import COUNTERS
-from ovpatch_plugins.dist_optimizer.sharded_optimizer import ElementwiseOptimizer, OwnedParamOptimizer, ShardedOptimizer
+from ovpatch_plugins.dist_optimizer.sharded_optimizer import ShardedOptimizer
+from ovpatch_plugins.dist_optimizer.sharded_state import ElementwiseState
 from ovpatch_plugins.dist_optimizer.supported_optimizers import Kind, Named, kind_of, unsupported_reason
 
-# The end of a process group, of which others may still need something.
-
 _log = logging.getLogger("ovpatch.dist_optimizer")
+
+
+_BROADCAST_MB = 64.0  # at a time, of parameters that one rank updates for all: a flat buffer takes as much, twice
+
+_known: weakref.WeakKeyDictionary[Optimizer, ShardedOptimizer | None] = weakref.WeakKeyDictionary()  # None: stock
+_remarks: list[str] = []
+_strangers: set[str] = set()  # classes of optimizers that stepped and had no parameter of ours
 
 
 def wrap_destroy(original: Callable[..., None]) -> Callable[..., None]:
     """Wrap ``destroy_process_group``: parameters arrive, and peers get what they still ask for, before it is gone.
 
-    A rank that has finished waits for one that still saves a checkpoint, as it does at its own exit. Not if an
-    exception ends it: its peers may wait for it in a collective.
+    A rank that has finished waits for one that still saves a checkpoint, as it does at its own exit; not if an
+    exception ends it, as its peers may wait for it in a collective.
     """
 
     @functools.wraps(original)
     def destroy_process_group(group: Any = None) -> None:
         try:
-            pending_param.settle_all()
+            pending_param.wait_for_all()
         except RuntimeError as error:
-            _log.warning("parameters did not arrive, and who reads them will be told again: %s", error)
+            _log.warning("parameters did not arrive, and their readers will be told again: %s", error)
         ending = None if group is dist.group.WORLD else group
         leaving = not failing()
         if leaving:
@@ -52,19 +59,12 @@ def wrap_destroy(original: Callable[..., None]) -> Callable[..., None]:
             step_communicator.close(ending)
         original(group)
         if leaving:
-            copies.forget(ending)  # not before: to give memory back is to wait for whatever runs on the device
+            copies.forget(ending)  # not before: to give memory back is to wait for all that runs on the device
 
     return destroy_process_group
 
 
-_HANDED_MB = 64.0  # at a time, of parameters that one rank updates for all: a flat copy takes as much, twice
-
-_live: weakref.WeakKeyDictionary[Optimizer, ShardedOptimizer | None] = weakref.WeakKeyDictionary()
-_remarks: list[str] = []
-_strangers: set[str] = set()  # classes of optimizers that stepped and had no parameter of ours
-
-
-class Steps:
+class StepPatches:
     """The patches of ``step`` functions, made for one set of options.
 
     Args:
@@ -86,8 +86,9 @@ class Steps:
         def step(optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
             if torch.compiler.is_compiling():
                 return inner(optimizer, *args, **kwargs)
-            param_all_gather.settle()
-            sharded = self._find(optimizer)
+            if orphans:
+                finish_orphans()
+            sharded = _known.get(optimizer) or self._take_over(optimizer)
             if sharded is None:
                 return inner(optimizer, *args, **kwargs)
             return sharded.step(inner, *args, **kwargs)
@@ -104,37 +105,39 @@ class Steps:
         @functools.wraps(original)
         def load_state_dict(optimizer: Optimizer, *args: Any, **kwargs: Any) -> None:
             load = functools.partial(original, optimizer, *args, **kwargs)
-            if isinstance(self._find(optimizer), ElementwiseOptimizer):
+            sharded = self._take_over(optimizer)
+            if sharded is not None and sharded.is_elementwise:
                 load_in_fp32(optimizer, load)
             else:
                 load()
 
         return load_state_dict
 
-    def notice(self, optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
+    def before_step(self, optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
         """Look at an optimizer before its step, as a global step hook: those whose step is not patched are reported."""
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_compiling() or _known.get(optimizer) is not None:
             return
-        inner = supported_optimizers.recognised(optimizer)
-        if inner is not None and inner not in _live and _has_parts(inner):
-            _leave(inner, f"it is inside a {type(optimizer).__name__}, which shares the work out itself")
-        self._find(optimizer)
+        inner = supported_optimizers.inner_optimizer(optimizer)
+        if inner is not None and inner not in _known and _has_sharded_grads(inner):
+            _leave_stock(inner, f"it is inside a {type(optimizer).__name__}, which shares the work out itself")
+        self._take_over(optimizer)
 
-    def _find(self, optimizer: Optimizer) -> ShardedOptimizer | None:
-        if optimizer not in _live:
-            if not _has_parts(optimizer):
+    def _take_over(self, optimizer: Optimizer) -> ShardedOptimizer | None:
+        """Return what divides an optimizer's steps, made at the first call; None if it is stock."""
+        if optimizer not in _known:
+            if not _has_sharded_grads(optimizer):
                 _strangers.add(type(optimizer).__name__)
                 return None  # not now; a model may be wrapped later
             reason = unsupported_reason(optimizer, self.named)
             if reason:
-                _leave(optimizer, reason)
+                _leave_stock(optimizer, reason)
             else:
-                self._say_if_idle(optimizer)
-                _live[optimizer] = self._sharded(optimizer)
-        return _live[optimizer]
+                self._remark_if_idle(optimizer)
+                _known[optimizer] = self._make(optimizer)
+        return _known[optimizer]
 
-    def _say_if_idle(self, optimizer: Optimizer) -> None:
-        """Remark that an optimizer has no parameter that can be cut, if so: its steps are stock's."""
+    def _remark_if_idle(self, optimizer: Optimizer) -> None:
+        """Remark that an optimizer has no parameter that can be sharded, if so: its steps are stock's."""
         params = [param for group in optimizer.param_groups for param in group["params"]]
         entries = [entry for entry in map(sharded_grads.find, params) if entry is not None]
         if not any(shards.can_be_sharded(index) for shards, index in entries):
@@ -144,42 +147,37 @@ class Steps:
                 f"parameters is dense and has min_param_numel={minimum} elements (the largest has {largest})"
             )
 
-    def _sharded(self, optimizer: Optimizer) -> ShardedOptimizer:
+    def _make(self, optimizer: Optimizer) -> ShardedOptimizer:
         options = self._options
         bucket_mb = options["gather_bucket_mb"]
         kind = kind_of(type(optimizer), self.named)
         if kind in (Kind.SLICES, Kind.SLICES_NAMED):
-            gathers = ParamAllGathers(
+            gather = ParamAllGather(
                 overlap=options["overlap_param_gather"],
                 granularity=options["gather_granularity"],
                 bucket_mb=bucket_mb,
                 copy_engines=options["copy_engines"],
             )
-            param_all_gather.after(optimizer, gathers)
-            return ElementwiseOptimizer(
-                optimizer,
-                gathers,
-                stand_down=_leave,
-                quiet=kind is Kind.SLICES,
-                in_fp32=options["main_params_in_fp32"],
-            )
-        return OwnedParamOptimizer(
-            optimizer, ParamBroadcasts(min(bucket_mb, _HANDED_MB)), stand_down=_leave, steady=kind is Kind.WHOLE
-        )
+            finish_when_dropped(optimizer, gather)
+            state_type = MainParamsState if options["main_params_in_fp32"] else ElementwiseState
+            return ShardedOptimizer(optimizer, gather, state_type, _leave_stock, quiet=kind is Kind.SLICES)
+        broadcast = ParamBroadcast(min(bucket_mb, _BROADCAST_MB))
+        owned = OwnedState if kind is Kind.WHOLE else NamedOwnedState
+        return ShardedOptimizer(optimizer, broadcast, owned, _leave_stock)
 
 
-def sharded(optimizer: Optimizer) -> ShardedOptimizer | None:
-    """Return what the feature knows of an optimizer that updates by parts, else None."""
-    return _live.get(optimizer)
+def find_sharded(optimizer: Optimizer) -> ShardedOptimizer | None:
+    """Return what divides an optimizer's steps; None if it is stock."""
+    return _known.get(optimizer)
 
 
 def release_all() -> None:
     """Make every optimizer in this process stock again, its state whole."""
-    for one in list(_live.values()):
+    for one in list(_known.values()):
         if one is not None:
             one.release()
-    _live.clear()
-    param_all_gather.settle()
+    _known.clear()
+    finish_orphans()
 
 
 def remarks() -> list[str]:
@@ -191,12 +189,12 @@ def remarks() -> list[str]:
     return found
 
 
-def _has_parts(optimizer: Optimizer) -> bool:
+def _has_sharded_grads(optimizer: Optimizer) -> bool:
     return any(sharded_grads.find(param) is not None for group in optimizer.param_groups for param in group["params"])
 
 
-def _leave(optimizer: Optimizer, reason: str) -> None:
-    _live[optimizer] = None
+def _leave_stock(optimizer: Optimizer, reason: str) -> None:
+    _known[optimizer] = None
     COUNTERS.stock_optimizers += 1
     text = f"{type(optimizer).__name__} stays stock: {reason}"
     if _remark(text):

@@ -120,7 +120,7 @@ def as_if_captured() -> Iterator[None]:
     """Have everything on the CPU believe that a CUDA graph is captured."""
     with contextlib.ExitStack() as patches:
         for module in (step_flags, versioned, sharded_grads, step_flags, divided):
-            patches.enter_context(mock.patch.object(module, "capturing", return_value=True))
+            patches.enter_context(mock.patch.object(module, "is_capturing", return_value=True))
         yield
 
 
@@ -138,7 +138,7 @@ def loop_of_two_captures() -> list[Any]:
             if captured:
                 assert not any(isinstance(grad, LazyTensor) for grad in grads.values())
                 records.append({name: grad.clone() for name, grad in grads.items()})
-                if takeover.sharded(optimizer) is not None:
+                if takeover.find_sharded(optimizer) is not None:
                     sharded = True
                     with pytest.raises(RuntimeError, match="AdamW was to be captured into a CUDA graph"):
                         optimizer.step()
@@ -156,7 +156,7 @@ def test_what_is_captured_leaves_whole_gradients_and_no_step(ranks):
 def test_nobody_meets_an_event_of_a_capture():
     one = VersionedTensors(torch.device("cpu"))
     one.asynchronous, one._staging = True, mock.Mock()
-    with mock.patch.object(versioned, "capturing", return_value=True):
+    with mock.patch.object(versioned, "is_capturing", return_value=True):
         one.begin()
         one.end()
     assert one.number == 1
