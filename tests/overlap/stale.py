@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ovpatch.overlap.tensors.pending_param import is_pending, mark, plainly, unmark
+from ovpatch.overlap.tensors.pending_param import is_pending, mark_pending, mark_ready, without_modes
 from ovpatch.overlap.tensors.read_hooks import READ_HOOKS
 from ovpatch.patching import PatchManager
 
@@ -31,18 +31,18 @@ class Stale:
     def mark(self) -> Stale:
         for param in self.params:
             param.data.fill_(GARBAGE if param.is_floating_point() else 0)
-            assert not mark(param, self.settle)
+            assert not mark_pending([param], self.settle)
         return self
 
     def settle(self) -> None:
         with self._lock:
             if not any(is_pending(param) for param in self.params):
                 return
-            with plainly():
+            with without_modes():
                 for param, value in zip(self.params, self.values, strict=True):
                     param.data.copy_(value)
             for param in self.params:
-                unmark(param)
+                mark_ready([param])
             self.settled += 1
 
 

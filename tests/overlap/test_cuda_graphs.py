@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from ovpatch.overlap.tensors.pending_param import any_pending, settle_all
+from ovpatch.overlap.tensors.pending_param import any_pending, wait_for_all
 from tests.overlap.stale import entrances, stale
 
 
@@ -50,7 +50,7 @@ def test_inductor_settles_what_it_reads_itself(name):
     with pytest.raises((TypeError, AttributeError)):
         inductor["call"](torch.cuda.CUDAGraph)
     assert holder.settled == 0
-    settle_all()
+    wait_for_all()
 
 
 @pytest.mark.gpu(1)

@@ -15,9 +15,9 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ovpatch.overlap.tensors import pending_param
-from ovpatch.overlap.tensors.pending_param import any_pending, is_pending, refusal, settle_all
-from ovpatch.overlap.tensors.shard import flat, shard_range
-from ovpatch_plugins.dist_optimizer.param_all_gather import ParamAllGather
+from ovpatch.overlap.tensors.pending_param import any_pending, is_pending, unsupported_reason, wait_for_all
+from ovpatch.overlap.tensors.shard import flat_view, shard_range
+from ovpatch_plugins.dist_optimizer.param_all_gather import AllGatherBucket
 from tests.overlap.reading import READERS
 from tests.overlap.stale import GARBAGE, entrances, same, tensors
 
@@ -35,7 +35,7 @@ def forget_the_others(params: list[nn.Parameter]) -> None:
     """Keep what this rank owns of each parameter, and write garbage elsewhere."""
     for param in params:
         part = shard_range(param.numel(), dist.get_world_size(), dist.get_rank())
-        elements = flat(param.data)
+        elements = flat_view(param.data)
         elements[: part.begin] = GARBAGE
         elements[part.end :] = GARBAGE
 
@@ -43,7 +43,7 @@ def forget_the_others(params: list[nn.Parameter]) -> None:
 def quiet(params: list[nn.Parameter]) -> None:
     """Wait until gloo's thread has let go of the last collective's tensors; a program's next step comes later."""
     deadline = time.monotonic() + 1
-    while "other tensors share its memory" in map(refusal, params) and time.monotonic() < deadline:
+    while "other tensors share its memory" in map(unsupported_reason, params) and time.monotonic() < deadline:
         time.sleep(0.0005)
 
 
@@ -53,14 +53,14 @@ def gathered(sizes: list[tuple[int, ...]], dtype: torch.dtype, memory_format: to
     wanted = [w.contiguous(memory_format=memory_format) if w.dim() == 4 else w for w in wanted]
     params = [nn.Parameter(w.clone()) for w in wanted]
     before = [(p.data_ptr(), p.stride(), p.dtype, p.shape, p._version) for p in params]
-    gather = ParamAllGather(params, group())
+    gather = AllGatherBucket(params, group())
     outcome = []
     for _ in range(3):
         quiet(params)
         forget_the_others(params)
-        reason = gather.launch()
+        reason = gather.start_all_gather()
         pending = [is_pending(p) for p in params]
-        gather.settle()
+        gather.finish_all_gather()
         values = [torch.equal(p, w) for p, w in zip(params, wanted, strict=True)]
         outcome.append((reason, all(pending), all(values), any_pending(), gather.is_pending))
     after = [(p.data_ptr(), p.stride(), p.dtype, p.shape, p._version) for p in params]
@@ -100,12 +100,12 @@ def read_by_all(names: list[str]) -> list[str]:
 
 def read_after_a_gather(model: nn.Module, read: Any, expected: list[Any]) -> bool:
     params = list(model.parameters())
-    gather = ParamAllGather(params, group())
+    gather = AllGatherBucket(params, group())
     forget_the_others(params)
     dist.barrier()
     if dist.get_rank():
         time.sleep(LATE)
-    assert gather.launch() == ""
+    assert gather.start_all_gather() == ""
     right = same(tensors(read(model)), expected)
     return right and not any_pending()
 
@@ -119,17 +119,17 @@ def under_ddp(steps: int) -> list[str]:
     """A loss that is alive, an optimizer, DDP's reducer: nothing of this is in the way."""
     model = DistributedDataParallel(nn.Sequential(nn.Linear(6, 12), nn.ReLU(), nn.Linear(12, 5)))
     optimizer = torch.optim.AdamW(model.parameters())
-    gather, reasons = ParamAllGather(list(model.parameters()), group()), []
+    gather, reasons = AllGatherBucket(list(model.parameters()), group()), []
     for _ in range(steps):
         optimizer.zero_grad()
         loss = model(torch.ones(3, 6)).sum()
         loss.backward()
-        gather.settle()
+        gather.finish_all_gather()
         optimizer.step()
         quiet(list(model.parameters()))
-        reasons.append(gather.launch())
+        reasons.append(gather.start_all_gather())
     del loss
-    gather.settle()
+    gather.finish_all_gather()
     return reasons
 
 
@@ -142,7 +142,7 @@ def steps(count: int) -> tuple[list[float], list[bool]]:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(6, 12), nn.ReLU(), nn.Linear(12, 5))
     alone = copy.deepcopy(model)
-    buckets = [ParamAllGather(list(part.parameters()), group(), name=str(i)) for i, part in enumerate(model) if i != 1]
+    buckets = [AllGatherBucket(list(part.parameters()), group(), name=str(i)) for i, part in enumerate(model) if i != 1]
     losses, equal = [], []
     for step in range(count):
         x = torch.full((3, 6), 0.1 * step)
@@ -151,7 +151,7 @@ def steps(count: int) -> tuple[list[float], list[bool]]:
             loss = each(x).square().sum()
             loss.backward()
         losses.append(loss.item())
-        settle_all()
+        wait_for_all()
         with torch.no_grad():
             for mine, theirs in zip(model.parameters(), alone.parameters(), strict=True):
                 mine.sub_(mine.grad, alpha=0.1)
@@ -159,11 +159,11 @@ def steps(count: int) -> tuple[list[float], list[bool]]:
         quiet(list(model.parameters()))
         forget_the_others(list(model.parameters()))
         for bucket in buckets:
-            assert bucket.launch() == ""
+            assert bucket.start_all_gather() == ""
         dist.all_reduce(torch.ones(1))
         if step % 2:
             equal.append(all(torch.equal(a, b) for a, b in zip(model.parameters(), alone.parameters(), strict=True)))
-    settle_all()
+    wait_for_all()
     return losses, equal
 
 
@@ -174,15 +174,15 @@ def test_training_goes_on_over_gathers(ranks, world):
     assert results[0][1] == [True] * 3
 
 
-def under_way() -> tuple[nn.Linear, torch.Tensor, ParamAllGather]:
+def under_way() -> tuple[nn.Linear, torch.Tensor, AllGatherBucket]:
     """Return a model whose weight is being gathered, what it will be, and the gather."""
     model = nn.Linear(6, 7)
     dist.broadcast(model.weight.data, 0)
     expected = model.weight.detach().clone()
-    gather = ParamAllGather([model.weight], group())
+    gather = AllGatherBucket([model.weight], group())
     quiet([model.weight])
     forget_the_others([model.weight])
-    gather.launch()
+    gather.start_all_gather()
     return model, expected, gather
 
 
@@ -225,10 +225,10 @@ def communicated(name: str) -> list[bool]:
         "all_gather": lambda p: (dist.all_gather(parts := [torch.empty_like(p) for _ in range(2)], p), parts[1])[1],
     }
     param = nn.Parameter(torch.arange(7.0))
-    gather = ParamAllGather([param], group())
+    gather = AllGatherBucket([param], group())
     forget_the_others([param])
     with entrances(), torch.no_grad():
-        assert gather.launch() == ""
+        assert gather.start_all_gather() == ""
         return [is_pending(param), torch.equal(collectives[name](param), torch.arange(7.0)), is_pending(param)]
 
 
@@ -242,13 +242,13 @@ def by_threads() -> list[bool]:
     for _ in range(20):
         params = [nn.Parameter(torch.arange(float(n))) for n in (60, 7, 13)]
         expected = [p.detach().clone() for p in params]
-        gather = ParamAllGather(params, group())
+        gather = AllGatherBucket(params, group())
         forget_the_others(params)
         threads = [
             threading.Thread(target=lambda p=p, e=e: found.append(torch.equal(p, e)))
             for p, e in [*zip(params, expected, strict=True)] * 2
         ]
-        gather.launch()
+        gather.start_all_gather()
         for thread in threads:
             thread.start()
         for thread in threads:
@@ -265,11 +265,11 @@ def refused() -> list[Any]:
     model = nn.Linear(6, 6)
     dist.broadcast(model.weight.data, 0)
     expected = model.weight.detach().clone()
-    gather = ParamAllGather([model.weight], group())
+    gather = AllGatherBucket([model.weight], group())
     quiet([model.weight])
     alias = model.weight.detach() if dist.get_rank() == 0 else None
     forget_the_others([model.weight])
-    reason = gather.launch()
+    reason = gather.start_all_gather()
     return [reason, is_pending(model.weight), alias is None or torch.equal(alias, expected), any_pending()]
 
 
@@ -277,7 +277,7 @@ def let_go_at_once() -> list[Any]:
     """Somebody else, such as gloo's thread, shares a parameter's memory as it is looked at, and not a moment later."""
     model = nn.Linear(8, 8)
     expected = model.weight.detach().clone()
-    gather = ParamAllGather(list(model.parameters()), group())
+    gather = AllGatherBucket(list(model.parameters()), group())
     quiet(gather._params)
     forget_the_others(gather._params)
     counted, extra = pending_param.storage_references, [1]
@@ -285,7 +285,7 @@ def let_go_at_once() -> list[Any]:
     try:
         if dist.get_rank() == 0:
             time.sleep(LATE)
-        reason = gather.launch()
+        reason = gather.start_all_gather()
     finally:
         pending_param.storage_references = counted
     return [reason, torch.equal(model.weight.data, expected), any_pending()]
@@ -308,14 +308,14 @@ def scripted(wrapped: bool) -> list[Any]:
         torch.manual_seed(0)
         model = nn.Linear(6, 7)
         expected = model(torch.ones(1, 6))
-        gather = ParamAllGather(list(model.parameters()), group())
+        gather = AllGatherBucket(list(model.parameters()), group())
         wrapper = DistributedDataParallel(model) if wrapped else None
-        gather.launch()
-        gather.settle()
+        gather.start_all_gather()
+        gather.finish_all_gather()
         quiet(list(model.parameters()))
         compiled = make(model)
         forget_the_others(list(model.parameters()))
-        reason = gather.launch()
+        reason = gather.start_all_gather()
         found.append((reason, torch.equal(compiled.forward(torch.ones(1, 6)), expected)))
         del compiled, wrapper
     return found
@@ -328,26 +328,26 @@ def test_a_scripted_module_is_gathered_at_once(ranks, wrapped):
 
 
 def launched_twice() -> str:
-    gather = ParamAllGather([nn.Parameter(torch.zeros(4))], group())
-    gather.launch()
+    gather = AllGatherBucket([nn.Parameter(torch.zeros(4))], group())
+    gather.start_all_gather()
     try:
-        gather.launch()
+        gather.start_all_gather()
     except RuntimeError as error:
         return str(error)
     finally:
-        gather.settle()
+        gather.finish_all_gather()
     return ""
 
 
 def test_a_second_launch_is_refused(ranks):
-    assert all("call settle() before step" in text for text in ranks(2)(launched_twice))
+    assert all("call finish_all_gather() before step" in text for text in ranks(2)(launched_twice))
 
 
 def profiled() -> list[str]:
-    gather = ParamAllGather([nn.Parameter(torch.zeros(4))], group(), name="0")
+    gather = AllGatherBucket([nn.Parameter(torch.zeros(4))], group(), name="0")
     with torch.profiler.profile() as profile:
-        gather.launch()
-        gather.settle()
+        gather.start_all_gather()
+        gather.finish_all_gather()
     return sorted({event.name for event in profile.events() if event.name.startswith("ovpatch::")})
 
 

@@ -18,7 +18,14 @@ from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_modul
 from torch.distributed.tensor.parallel import ddp as over_meshes
 from torch.nn.parallel import DistributedDataParallel as DDP
 
-from ovpatch.overlap.tensors.pending_param import is_pending, lose, mark, noting_views, unmark, view_of
+from ovpatch.overlap.tensors.pending_param import (
+    dtensor_of,
+    is_pending,
+    mark_lost,
+    mark_pending,
+    mark_ready,
+    wrap_unflatten,
+)
 from ovpatch.patching import PatchManager
 from tests.overlap.stale import Stale, entrances
 
@@ -30,7 +37,7 @@ def noted() -> Iterator[None]:
     """Note views as a feature would."""
     patches = PatchManager()
     target = f"{over_meshes.__name__}._unflatten_tensor"
-    patches.register_patch(target, wrap=noting_views, feature="views", why="tests")
+    patches.register_patch(target, wrap=wrap_unflatten, feature="views", why="tests")
     with entrances(), patches.applied("views"):
         yield
 
@@ -103,11 +110,11 @@ def plain(value: Any) -> Tensor:
 def let_go(weight: nn.Parameter) -> None:
     """Wait until the threads of the last collective have let go of its tensors."""
     deadline = time.monotonic() + 10
-    while reason := mark(weight, lambda: None):
+    while reason := mark_pending([weight], lambda: None):
         gc.collect()
         assert time.monotonic() < deadline, reason
         time.sleep(0.01)
-    unmark(weight)
+    mark_ready([weight])
 
 
 def read() -> dict[str, Any]:
@@ -172,15 +179,15 @@ def refused() -> list[str]:
         reasons = []
         for hold in (view.detach, view.to_local, lambda: linear(torch.ones(2, SIZE, requires_grad=True)), lambda: 0):
             held = hold()
-            reasons.append(mark(weight, nothing, owners=3))
+            reasons.append(mark_pending([weight], nothing, owners=3))
             del held
             gc.collect()
-        unmark(weight)
+        mark_ready([weight])
         assert type(view) is DTensor
     with entrances():  # whose views nobody has noted
         _, weight, view = trained()
-        reasons.append(mark(weight, nothing, owners=3))
-        return [*reasons, str(view_of(weight))]
+        reasons.append(mark_pending([weight], nothing, owners=3))
+        return [*reasons, str(dtensor_of(weight))]
 
 
 def test_a_view_that_others_hold_cannot_be_pending(ranks):
@@ -190,6 +197,21 @@ def test_a_view_that_others_hold_cannot_be_pending(ranks):
         assert local in (shared, "a graph holds the DTensor in its place")
         assert graph == "a graph holds the DTensor in its place"
         assert (none, view) == ("", "None")
+
+
+def noted_again() -> list[bool]:
+    """Another DTensor is made over a parameter while the first one is pending with it."""
+    with noted():
+        _, weight, view = trained()
+        let_go(weight)
+        stale = Stale([weight]).mark()
+        other = over_meshes._unflatten_tensor(weight, view._spec)
+        found = [type(view) is DTensor, stale.settled == 1, dtensor_of(weight) is other]
+    return found
+
+
+def test_a_pending_view_is_plain_once_there_is_another(ranks):
+    assert ranks(2)(noted_again) == [[True] * 3] * 2
 
 
 class Broken:
@@ -209,12 +231,12 @@ def lost() -> list[str]:
     with noted():
         _, weight, view = trained()
         broken = Broken()
-        assert not mark(weight, broken.settle, owners=3)
-        lose(weight, broken.settle, RuntimeError("time-out"))
+        assert not mark_pending([weight], broken.settle, owners=3)
+        mark_lost([weight], broken.settle, RuntimeError("time-out"))
         found = [error_of(view.to_local), error_of(view.sum)]
         del broken
         found.append(error_of(view.to_local))
-        unmark(weight)
+        mark_ready([weight])
         return [*found, error_of(view.to_local)]
 
 

@@ -16,13 +16,13 @@ from ovpatch.overlap.tensors.pending_param import (
     PendingParameter,
     any_pending,
     is_pending,
-    mark,
-    refusal,
-    settle,
-    settle_all,
-    unmark,
+    mark_pending,
+    mark_ready,
+    unsupported_reason,
+    wait_for_all,
+    wait_for_param,
 )
-from ovpatch.overlap.tensors.read_hooks import settle_module
+from ovpatch.overlap.tensors.read_hooks import wait_for_module
 from tests.overlap.stale import GARBAGE, Stale, entrances, stale
 
 
@@ -68,7 +68,7 @@ def test_metadata_does_not_wait(param, name):
     METADATA[name](param)
     assert is_pending(param)
     assert holder.settled == 0
-    settle(param)
+    wait_for_param(param)
 
 
 @pytest.mark.parametrize("name", ["shape", "size", "stride", "dtype", "device", "bytes", "layout", "hash", "type"])
@@ -88,7 +88,7 @@ def test_a_parameter_stays_itself(param):
     assert type(param) is PendingParameter
     assert model.weight is param
     assert dict(model.named_parameters())["weight"] is param
-    settle(param)
+    wait_for_param(param)
     assert type(param) is nn.Parameter
     assert (param.data_ptr(), param.note) == (address, "kept")
     assert param.grad is grad
@@ -105,11 +105,11 @@ def test_all_of_a_bucket_become_plain_together():
 
 def test_settle_all_and_settle_what_is_not_pending(param):
     holders = [Stale([nn.Parameter(torch.zeros(2))]).mark() for _ in range(3)]
-    settle_all()
-    settle_all()
+    wait_for_all()
+    wait_for_all()
     assert [holder.settled for holder in holders] == [1, 1, 1]
-    settle(param)
-    unmark(param)
+    wait_for_param(param)
+    mark_ready([param])
     assert type(param) is nn.Parameter
 
 
@@ -122,7 +122,7 @@ def test_a_pending_parameter_lives_until_it_is_settled():
     del param
     gc.collect()
     assert there() is not None
-    unmark(there())
+    mark_ready([there()])
     gc.collect()
     assert there() is None
 
@@ -137,14 +137,26 @@ class Own(nn.Parameter):
 def test_foreign_types_are_refused():
     buffer = nn.Buffer(torch.zeros(2))
     for tensor in (Own(torch.zeros(2)), torch.zeros(2), nn.UninitializedParameter(), buffer):
-        assert mark(tensor, settle_all)
-        assert refusal(tensor).startswith("it is a ")
+        assert mark_pending([tensor], wait_for_all)
+        assert unsupported_reason(tensor).startswith("it is a ")
 
 
 def test_a_pending_one_is_refused(param):
     holder = Stale([param]).mark()
-    assert mark(param, settle_all)
+    assert mark_pending([param], wait_for_all)
     holder.settle()
+
+
+def test_all_of_a_bucket_are_pending_or_none(param):
+    other = Stale([nn.Parameter(torch.zeros(2))]).mark()
+    free, shared = nn.Parameter(torch.zeros(2)), nn.Parameter(torch.zeros(2))
+    alias = shared.detach()
+    assert mark_pending([free, shared, param], wait_for_all) == "other tensors share its memory"
+    assert [type(one) for one in (free, shared, param)] == [nn.Parameter] * 3
+    del alias
+    assert mark_pending([free, other.params[0], param], wait_for_all)
+    assert [is_pending(one) for one in (free, other.params[0], param)] == [False, True, False]
+    other.settle()
 
 
 ALIASES = {
@@ -161,11 +173,11 @@ ALIASES = {
 @pytest.mark.parametrize("name", ALIASES)
 def test_shared_memory_is_refused_while_it_is_shared(param, name):
     alias = ALIASES[name](param)
-    assert refusal(param) == "other tensors share its memory"
-    assert mark(param, settle_all)
+    assert unsupported_reason(param) == "other tensors share its memory"
+    assert mark_pending([param], wait_for_all)
     assert type(param) is nn.Parameter
     del alias
-    assert refusal(param) == ""
+    assert unsupported_reason(param) == ""
 
 
 SHARING = {
@@ -178,18 +190,18 @@ SHARING = {
 @pytest.mark.parametrize("name", SHARING)
 def test_memory_that_other_processes_share_is_refused(param, name):
     SHARING[name](param)
-    assert refusal(param) == "other processes share its memory"
-    assert mark(param, settle_all)
+    assert unsupported_reason(param) == "other processes share its memory"
+    assert mark_pending([param], wait_for_all)
     param.data = param.data.clone()
-    assert refusal(param) == ""
+    assert unsupported_reason(param) == ""
 
 
 def test_the_callers_own_aliases_are_told(param):
     alias = param.data
-    assert not mark(param, settle_all, aliases=1)
-    unmark(param)
+    assert not mark_pending([param], wait_for_all, aliases=1)
+    mark_ready([param])
     del alias
-    assert mark(param, settle_all, aliases=1)
+    assert mark_pending([param], wait_for_all, aliases=1)
 
 
 def test_a_graph_that_can_still_be_run_backward_is_refused():
@@ -197,10 +209,10 @@ def test_a_graph_that_can_still_be_run_backward_is_refused():
     x = torch.ones(2, 3, requires_grad=True)
     nodes = [torch.autograd.graph.get_gradient_edge(p).node for p in model.parameters()]
     loss = model(x).sum() + (model[0].bias * x).sum()
-    assert refusal(model[1].weight) != ""
-    assert refusal(model[0].bias) != ""
+    assert unsupported_reason(model[1].weight) != ""
+    assert unsupported_reason(model[0].bias) != ""
     loss.backward()
-    assert [refusal(param) for param in model.parameters()] == [""] * 4
+    assert [unsupported_reason(param) for param in model.parameters()] == [""] * 4
     del nodes
 
 
@@ -211,12 +223,12 @@ def test_an_error_reaches_every_reader_and_no_value_is_shown(param):
     def fails() -> None:
         raise RuntimeError("the peer is gone")
 
-    mark(param, fails)
-    for read in (lambda: param.sum(), lambda: param.tolist(), lambda: str(param), settle_all):
+    mark_pending([param], fails)
+    for read in (lambda: param.sum(), lambda: param.tolist(), lambda: str(param), wait_for_all):
         with pytest.raises(RuntimeError, match="the peer is gone"):
             read()
     assert is_pending(param)
-    unmark(param)
+    mark_ready([param])
 
 
 class Sub(torch.Tensor):
@@ -245,13 +257,13 @@ def test_a_module_settles_its_own_and_not_its_childrens():
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     stale(model[0])
     holder = stale(model[1])
-    settle_module(model)
+    wait_for_module(model)
     assert is_pending(model[0].weight)
-    settle_module(model[0])
+    wait_for_module(model[0])
     assert not is_pending(model[0].weight)
     assert holder.settled == 0
     model.forward = model.forward  # as CUDA graphs of callables and others do: the children are not called any more
-    settle_module(model)
+    wait_for_module(model)
     assert holder.settled == 1
 
 
@@ -300,7 +312,7 @@ def test_a_fork_settles_first(param):
 def test_garbage_would_be_seen(param):
     """The tests of readers rest on this."""
     holder = Stale([param]).mark()
-    unmark(param)
+    mark_ready([param])
     assert (param == GARBAGE).all()
     assert holder.settled == 0
 

@@ -13,8 +13,8 @@ from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.nn.parallel import DistributedDataParallel
 
-from ovpatch.overlap.tensors.pending_param import is_pending, settle_all
-from ovpatch_plugins.dist_optimizer.param_all_gather import ParamAllGather
+from ovpatch.overlap.tensors.pending_param import is_pending, wait_for_all
+from ovpatch_plugins.dist_optimizer.param_all_gather import AllGatherBucket
 from tests.overlap.stale import GARBAGE, Stale, entrances
 from tests.overlap.test_gathering import forget_the_others, group, quiet
 
@@ -94,7 +94,7 @@ def train(way: Callable[..., Any], backend: str, *, pending: bool) -> dict[str, 
             decay_late(params)
         else:
             decay(params)
-    settle_all()
+    wait_for_all()
     breaks = sum(torch._dynamo.utils.counters["graph_break"].values())
     return {"losses": losses, "graphs": counter.frame_count, "ops": counter.op_count, "breaks": breaks}
 
@@ -147,7 +147,7 @@ def test_a_compiled_block_leaves_the_others_pending():
         model[0](X)
         assert (first.settled, last.settled) == (1, 0)
         assert is_pending(model[4].inner.weight)
-        settle_all()
+        wait_for_all()
 
 
 class Borrows(nn.Module):
@@ -186,16 +186,16 @@ def compiled_ddp(*, gathers: bool) -> tuple[list[float], int, int]:
     counter = CompileCounterWithBackend("eager")
     model = DistributedDataParallel(Block(network()))
     compiled, params = torch.compile(model, backend=counter), list(model.parameters())
-    gather, losses = ParamAllGather(params, group()), []
+    gather, losses = AllGatherBucket(params, group()), []
     for _ in range(3):
         losses += step(compiled, model)
         quiet(params)
         decay(params)
         if gathers:
             forget_the_others(params)
-            reason = gather.launch()
+            reason = gather.start_all_gather()
             assert reason == "", reason
-    settle_all()
+    wait_for_all()
     return losses, counter.frame_count, sum(torch._dynamo.utils.counters["graph_break"].values())
 
 

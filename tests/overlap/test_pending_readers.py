@@ -7,7 +7,7 @@ import copy
 import pytest
 import torch
 
-from ovpatch.overlap.tensors.pending_param import any_pending, settle_all
+from ovpatch.overlap.tensors.pending_param import any_pending, wait_for_all
 from tests.overlap.reading import READERS
 from tests.overlap.stale import entrances, same, stale, tensors
 
@@ -16,7 +16,7 @@ from tests.overlap.stale import entrances, same, stale, tensors
 def _entrances():
     with entrances():
         yield
-        settle_all()
+        wait_for_all()
 
 
 @pytest.mark.parametrize("name", READERS)

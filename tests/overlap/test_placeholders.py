@@ -19,7 +19,7 @@ class Ones:
         return [torch.ones(one.shape) for one in placeholders]
 
 
-MAKE = [lazy_tensor.make, lazy_tensor.make_lazy_]
+MAKE = [lazy_tensor.make_lazy, lazy_tensor.make_lazy_]
 
 
 @pytest.mark.parametrize("make", MAKE)

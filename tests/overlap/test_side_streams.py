@@ -22,7 +22,7 @@ from ovpatch.overlap.comm.side_streams import (
     side_streams,
 )
 from ovpatch.overlap.tensors.pending_param import is_pending
-from ovpatch_plugins.dist_optimizer.param_all_gather import ParamAllGather
+from ovpatch_plugins.dist_optimizer.param_all_gather import AllGatherBucket
 from tests.overlap.stale import entrances
 from tests.overlap.test_gathering import forget_the_others, group
 
@@ -104,9 +104,9 @@ class Group:
         return SimpleNamespace(name=lambda: "nccl")
 
 
-def launched(stream: Stream, *names: str, padded: bool = False) -> ParamAllGather:
+def launched(stream: Stream, *names: str, padded: bool = False) -> AllGatherBucket:
     """Return a gather that is under way."""
-    gather = ParamAllGather([nn.Parameter(torch.zeros(4))], Group())
+    gather = AllGatherBucket([nn.Parameter(torch.zeros(4))], Group())
     gather._stream, gather._works = stream, [Work(name) for name in names]
     gather._padded = [(torch.zeros(3), torch.zeros(4))] if padded else []
     return gather
@@ -121,21 +121,21 @@ def in_a_thread(work: Callable[[], None]) -> threading.Thread:
 def test_launch_and_reader_wait(cuda):
     reader, step = Stream(3), Stream(4)
     with cuda.stream(reader):
-        launched(step, "a", "b").settle()
+        launched(step, "a", "b").finish_all_gather()
     assert reader.waited == step.waited == ["a", "b"]
     assert cuda.default.waited == ["a", "b"], "a thread that has set no stream reads on the default one"
 
 
 def test_on_the_default_stream_nobody_else_waits(cuda):
     gather = launched(cuda.default, "a")
-    gather.settle()
-    gather.settle()
+    gather.finish_all_gather()
+    gather.finish_all_gather()
     assert cuda.default.waited == ["a"]
 
 
 def test_a_stream_that_becomes_current_later_waits_once(cuda):
     gather, other = launched(cuda.default, "a"), Stream(3)
-    gather.settle()
+    gather.finish_all_gather()
     for _ in range(2):
         with cuda.stream(other):
             assert other.waited == ["a"]
@@ -146,14 +146,14 @@ def test_a_stream_that_becomes_current_later_waits_once(cuda):
     gather._arrived = None
     with cuda.stream(other):
         assert other.waited == ["a"], "it is under way again, and its readers see that"
-    gather.settle()
+    gather.finish_all_gather()
     with cuda.stream(other):
         assert other.waited == ["a", "b"]
 
 
 def test_streams_of_ours_follow_nothing(cuda):
     gather, ours, theirs = launched(cuda.default, "a"), Stream(3), Stream(4)
-    gather.settle()
+    gather.finish_all_gather()
     with quietly_on(ours), quietly_on(ours):
         assert cuda.current_stream() is ours
     with cuda.stream(theirs):
@@ -163,7 +163,7 @@ def test_streams_of_ours_follow_nothing(cuda):
 
 def test_what_is_gone_is_not_waited_for(cuda):
     gather, other = launched(cuda.default, "a"), Stream(3)
-    gather.settle()
+    gather.finish_all_gather()
     del gather
     with cuda.stream(other):
         assert other.waited == []
@@ -179,18 +179,18 @@ def test_a_stream_that_is_current_in_another_thread_waits(cuda):
 
     thread = in_a_thread(read)
     entered.wait(20)
-    launched(cuda.default, "a").settle()
+    launched(cuda.default, "a").finish_all_gather()
     assert other.waited == ["a"]
     go.set()
     thread.join(20)
-    launched(cuda.default, "b").settle()
+    launched(cuda.default, "b").finish_all_gather()
     assert other.waited == ["a"], "nobody reads there any more"
 
 
 def test_what_was_copied_out_is_waited_for_by_an_event_behind_it(cuda):
     step, other = Stream(4), Stream(3)
     gather = launched(step, "a", padded=True)
-    gather.settle()
+    gather.finish_all_gather()
     with cuda.stream(other):
         assert other.waited == ["event of 4"]
     assert step.waited == ["a"]
@@ -198,7 +198,7 @@ def test_what_was_copied_out_is_waited_for_by_an_event_behind_it(cuda):
 
 def test_a_stream_that_captures_does_not_wait(cuda):
     gather, other = launched(cuda.default, "a"), Stream(3)
-    gather.settle()
+    gather.finish_all_gather()
     cuda.capturing.append(other)
     with cuda.stream(other):
         assert other.waited == []
@@ -269,8 +269,8 @@ def read_elsewhere(how: str) -> list[bool]:
                 copy()
 
         # Beforehand once, for kernels that are loaded now wait for the device.
-        gather = ParamAllGather(params, group())
-        gather.launch()
+        gather = AllGatherBucket(params, group())
+        gather.start_all_gather()
         [(param.sum(), param.detach().clone()) for param in params]
         torch.cuda.synchronize()
         forget_the_others(params)
@@ -281,7 +281,7 @@ def read_elsewhere(how: str) -> list[bool]:
         torch.cuda.synchronize()
         if torch.distributed.get_rank() == 1:
             torch.cuda._sleep(SLEEP)
-        gather.launch()
+        gather.start_all_gather()
         ready.record()
         [param.sum() for param in params]  # this stream has waited
         assert not any(map(is_pending, params))

@@ -21,7 +21,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from ovpatch.overlap.tensors.ownership import forget
+from ovpatch.overlap.tensors.param_state import drop_entry
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,7 @@ def hooks_of(param: torch.nn.Parameter) -> tuple[Callable[..., None], Callable[.
                 followed(found.total, grad)
             else:
                 total = grad.to(torch.float32)
-                _sums[id(grad)] = _Sum(total, weakref.ref(grad, partial(forget, _sums, id(grad))))
+                _sums[id(grad)] = _Sum(total, weakref.ref(grad, partial(drop_entry, _sums, id(grad))))
 
     def after(_nothing: Any, given: tuple[Tensor | None]) -> None:
         param = reference()

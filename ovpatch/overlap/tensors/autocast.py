@@ -1,4 +1,4 @@
-"""In which dtype autocast has a product computed."""
+"""The dtype in which autocast has a product computed."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import torch
 
 
 def autocast_dtype(kind: str, dtype: torch.dtype) -> torch.dtype | None:
-    """Return in which dtype a product of something of ``dtype`` is computed; None if autocast leaves it alone.
+    """Return the dtype in which a product is computed; None if autocast leaves it alone.
 
     Args:
         kind: Type of the device.

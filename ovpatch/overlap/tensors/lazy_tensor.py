@@ -1,11 +1,4 @@
-"""Tensors that are read when somebody reads them: of full shape, without memory, filled in at the first look.
-
-[Note: placeholder by class] A placeholder is an ordinary tensor, one zero expanded to the full shape, whose class says
-that its content is elsewhere. ``__torch_function__`` lets questions about shape and kind pass; at anything else the
-content is put in place (``tensor.data``) and the class goes back, so that the tensor object itself, wherever somebody
-holds it, is the whole from then on. What sees neither class nor Python (an extension written in C++ that is handed the
-tensor) meets a tensor of stride 0, into which torch refuses to write.
-"""
+"""Tensors whose content is elsewhere until they are read: full shape, no memory."""
 
 from __future__ import annotations
 
@@ -21,19 +14,19 @@ from ovpatch.overlap.tensors.ownership import outside_inference
 
 
 class Source(Protocol):
-    """Where the content of placeholders comes from."""
+    """Where the content of lazy tensors comes from."""
 
-    def fetch(self, placeholders: Sequence[LazyTensor], *, noticed: bool) -> list[Tensor]:
-        """Return the contents: of the placeholders' shapes, dtypes and devices, in new memory.
+    def fetch(self, tensors: Sequence[LazyTensor], *, noticed: bool) -> list[Tensor]:
+        """Return the contents: of the lazy tensors' shapes, dtypes and devices, in new memory.
 
         Args:
-            placeholders: What to return the contents of.
-            noticed: Whether the source is to take it for a sign of what the script needs.
+            tensors: The lazy tensors.
+            noticed: Whether the source is to take this for a read by the script.
         """
 
 
-class Form(Protocol):
-    """What a placeholder shows; every tensor has one."""
+class TensorMeta(Protocol):
+    """What a lazy tensor shows; every tensor has it."""
 
     @property
     def shape(self) -> Sequence[int]:
@@ -49,7 +42,19 @@ class Form(Protocol):
 
 
 class LazyTensor(torch.Tensor):
-    """A tensor without content; made by :func:`make_lazy_` and :func:`make`.
+    """A tensor without content; made by :func:`make_lazy_` and :func:`make_lazy`.
+
+    [Note: a tensor's life] A parameter and its gradient begin as the *original* tensors of the script. A reduce-scatter
+    leaves each rank its shard of the gradient (shard.py): it is *sharded*, and ``p.grad`` is a *lazy gradient*, of this
+    class. ``optimizer.step`` works on the shards of parameter, gradient and state. The parameter's shard is then the
+    *all-gather input*, its own memory the *all-gather output*, and it is pending until the first read
+    (pending_param.py). After that it is *unsharded*: the original again. The tensors of the optimizer's state are lazy
+    between steps. A read of a lazy tensor materializes it from the shards of all ranks.
+
+    [Note: lazy by class] A lazy tensor is one zero, expanded to the full shape, whose class says that the content is
+    elsewhere. Functions that ask for shape or kind pass ``__torch_function__``; all others first put the content in
+    place (``tensor.data``) and the class back. The object stays the same wherever the script holds it. C++ code that
+    does not ask the class meets a tensor of stride 0, into which torch refuses to write.
 
     Attributes:
         source: Where its content comes from.
@@ -67,121 +72,121 @@ class LazyTensor(torch.Tensor):
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        """Answer questions about shape and kind; fill in the content for anything else."""
+        """Materialize the lazy tensors among the arguments, unless ``func`` asks for shape or kind; then call it."""
         kwargs = kwargs or {}
         if func in _ABOUT_KIND:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
-        found = list(dict.fromkeys(leaf for leaf in leaves((args, kwargs)) if isinstance(leaf, LazyTensor)))
+        found = dict.fromkeys(leaf for leaf in leaves((args, kwargs)) if isinstance(leaf, LazyTensor))
         if func in _ZEROING:
-            for placeholder in found:
-                _fill_with_zeros(placeholder)
+            for tensor in found:
+                _fill_with_zeros(tensor)
         else:
-            settle(found)
+            materialize(found)
         return func(*args, **kwargs)
 
 
 _lock = threading.RLock()
 
 
-def settle(placeholders: Iterable[Tensor | None]) -> None:
-    """Put the content of all that are placeholders still in place, fetched together where the source is the same."""
+def materialize(tensors: Iterable[Tensor | None]) -> None:
+    """Put the content of all lazy tensors among these in place, fetched together where the source is the same."""
     with _lock, torch.inference_mode(False), torch.no_grad():
         by_source: dict[int, list[LazyTensor]] = {}
-        for one in placeholders:
-            if isinstance(one, LazyTensor):
-                by_source.setdefault(id(one.source), []).append(one)
-        for ones in by_source.values():
-            for placeholder, content in zip(ones, ones[0].source.fetch(ones, noticed=True), strict=True):
-                _fill(placeholder, content)
+        for tensor in tensors:
+            if isinstance(tensor, LazyTensor):
+                by_source.setdefault(id(tensor.source), []).append(tensor)
+        for lazy in by_source.values():
+            for tensor, content in zip(lazy, lazy[0].source.fetch(lazy, noticed=True), strict=True):
+                _fill(tensor, content)
 
 
 def peek(tensor: Tensor) -> Tensor:
-    """Return a tensor's content and change nothing: for those who watch a script, and must not be taken for it."""
+    """Return a tensor's content and change nothing: for observers, whose reads are not the script's."""
     if not isinstance(tensor, LazyTensor):
         return tensor
     with _lock, torch.inference_mode(False), torch.no_grad():
         return tensor.source.fetch([tensor], noticed=False)[0] if isinstance(tensor, LazyTensor) else tensor
 
 
-def make(like: Form, source: Source, key: Any, *, own: bool = False) -> LazyTensor:
-    """Return a new placeholder of the shape, dtype and device of ``like``.
+def make_lazy(like: TensorMeta, source: Source, key: Any, *, own: bool = False) -> LazyTensor:
+    """Return a new lazy tensor of the shape, dtype and device of ``like``.
 
     Args:
         like: What it shows.
         source: Where its content comes from.
-        key: What the source knows it by.
-        own: Have a storage of its own, for compilers refuse tensors that share one and are written to.
+        key: The source's key of it.
+        own: Give it a storage of its own: compilers refuse tensors that share one and are written to.
     """
     with torch._C.DisableTorchFunctionSubclass():
-        tensor = _nothing(like.shape, like.dtype, like.device, own=own)
-    return _mark(tensor, source, key)
+        tensor = _expanded_zero(like.shape, like.dtype, like.device, own=own)
+    return _mark_lazy(tensor, source, key)
 
 
 def make_lazy_(tensor: Tensor, source: Source, key: Any, *, own: bool = False) -> LazyTensor:
-    """Make a placeholder of a plain tensor, whose memory is given up; the object stays. See :func:`make`."""
+    """Make a plain tensor lazy and free its memory; the object stays the same. See :func:`make_lazy`."""
     kind = (tensor.shape, tensor.dtype, tensor.device)
     if own:
-        tensor.data = _nothing(*kind, own=True)
-        return _mark(tensor, source, key)
-    if kind not in _nothings:
-        _nothings[kind] = _nothing(*kind)
-    tensor.data = _nothings[kind]  # the memory alone
-    return _mark(tensor, source, key)
+        tensor.data = _expanded_zero(*kind, own=True)
+        return _mark_lazy(tensor, source, key)
+    if kind not in _expanded:
+        _expanded[kind] = _expanded_zero(*kind)
+    tensor.data = _expanded[kind]  # the memory alone
+    return _mark_lazy(tensor, source, key)
 
 
-def origin(tensor: Tensor | None) -> tuple[Source | None, Any]:
-    """Return a placeholder's source and key, without the lock; None where it is none, or is being filled in."""
+def source_of(tensor: Tensor | None) -> tuple[Source | None, Any]:
+    """Return a lazy tensor's source and key, without the lock; None for other tensors."""
     if not isinstance(tensor, LazyTensor):
         return None, None
-    known = vars(tensor)
+    known = vars(tensor)  # empty if another thread fills it in at this moment
     return known.get("source"), known.get("key")
 
 
-def redirect(placeholder: Tensor | None, source: Source, key: Any) -> TypeGuard[LazyTensor]:
-    """Let the content of a placeholder come from elsewhere; return false if somebody has filled it in by now."""
+def set_source(tensor: Tensor | None, source: Source, key: Any) -> TypeGuard[LazyTensor]:
+    """Let the content of a lazy tensor come from elsewhere; return false if it has been materialized by now."""
     with _lock:
-        unread = isinstance(placeholder, LazyTensor)
+        unread = isinstance(tensor, LazyTensor)
         if unread:
-            vars(placeholder).update(source=source, key=key)
+            vars(tensor).update(source=source, key=key)
         return unread
 
 
-def _mark(tensor: Tensor, source: Source, key: Any) -> LazyTensor:
+def _mark_lazy(tensor: Tensor, source: Source, key: Any) -> LazyTensor:
     vars(tensor).update(source=source, key=key)  # first: another thread looks at the class without the lock
     tensor.__class__ = LazyTensor
     assert isinstance(tensor, LazyTensor)
     return tensor
 
 
-def _nothing(shape: Sequence[int], dtype: torch.dtype, device: torch.device, *, own: bool = False) -> Tensor:
+def _expanded_zero(shape: Sequence[int], dtype: torch.dtype, device: torch.device, *, own: bool = False) -> Tensor:
     with outside_inference():
         if own:
             return torch.zeros((), dtype=dtype, device=device).expand(shape).detach()
         kind = (dtype, device)
         if kind not in _zeros:
             _zeros[kind] = torch.zeros((), dtype=dtype, device=device)
-        return _zeros[kind].detach().expand(shape)  # of its own: what is done to it as a part of a graph stays there
+        return _zeros[kind].detach().expand(shape)  # a tensor of its own: what a graph does to it stays there
 
 
 _zeros: dict[tuple[torch.dtype, torch.device], Tensor] = {}
-_nothings: dict[tuple[torch.Size, torch.dtype, torch.device], Tensor] = {}
+_expanded: dict[tuple[torch.Size, torch.dtype, torch.device], Tensor] = {}
 
 
-def _fill_with_zeros(placeholder: LazyTensor) -> None:
+def _fill_with_zeros(tensor: LazyTensor) -> None:
     with _lock, torch.inference_mode(False), torch.no_grad():
-        if isinstance(placeholder, LazyTensor):  # still, now that the lock is ours
+        if isinstance(tensor, LazyTensor):  # still, now that the lock is held
             with torch._C.DisableTorchFunctionSubclass():
-                content = torch.zeros(placeholder.shape, dtype=placeholder.dtype, device=placeholder.device)
-            _fill(placeholder, content)
+                content = torch.zeros(tensor.shape, dtype=tensor.dtype, device=tensor.device)
+            _fill(tensor, content)
 
 
-def _fill(placeholder: LazyTensor, content: Tensor) -> None:
+def _fill(tensor: LazyTensor, content: Tensor) -> None:
     with torch._C.DisableTorchFunctionSubclass():
-        placeholder.data = content
-        del placeholder.source, placeholder.key
+        tensor.data = content
+        del tensor.source, tensor.key
         # Last: another thread looks at the class without the lock.
-        placeholder.__class__ = torch.Tensor  # type: ignore[assignment]  # which is narrowed to LazyTensor here
+        tensor.__class__ = torch.Tensor  # type: ignore[assignment]  # which is narrowed to LazyTensor here
 
 
 _ABOUT_MEMORY = frozenset(
@@ -189,5 +194,5 @@ _ABOUT_MEMORY = frozenset(
     for name in ("stride", "storage_offset", "is_contiguous", "dim_order", "_is_view")
     if hasattr(torch.Tensor, name)
 )
-_ABOUT_KIND = METADATA - _ABOUT_MEMORY  # a placeholder's memory is not that of what it stands for
+_ABOUT_KIND = METADATA - _ABOUT_MEMORY  # a lazy tensor's memory is not that of its content
 _ZEROING: frozenset[Any] = frozenset([torch.Tensor.zero_, torch.zero_, torch._foreach_zero_])

@@ -1,4 +1,4 @@
-"""Functions that ask a tensor for its form, not for its elements."""
+"""Functions that ask a tensor for its metadata, not for its elements."""
 
 from __future__ import annotations
 
@@ -26,28 +26,25 @@ _FUNCTIONS: Final = "is_floating_point is_complex is_signed is_inference is_conj
 
 
 def grad_of(param: Tensor) -> Tensor | None:
-    """Return ``param.grad``; of a class that answers by Python, ten times as fast."""
+    """Return ``param.grad``; ten times as fast where the parameter is pending, whose class answers by Python."""
     with torch._C.DisableTorchFunctionSubclass():
         return param.grad
 
 
 def _metadata() -> frozenset[Any]:
-    written = _of(Tensor, _READ_AND_WRITTEN)
-    found = [attribute.__get__ for attribute in (*_of(Tensor, _READ), *written)]
+    written = _existing(Tensor, _READ_AND_WRITTEN)
+    found = [attribute.__get__ for attribute in (*_existing(Tensor, _READ), *written)]
     found += [getattr(attribute, how) for attribute in written for how in ("__set__", "__delete__")]
-    return frozenset([*found, *_of(Tensor, _METHODS), *_of(torch, _FUNCTIONS)])
+    return frozenset([*found, *_existing(Tensor, _METHODS), *_existing(torch, _FUNCTIONS)])
 
 
-def _of(owner: Any, names: str) -> list[Any]:
-    """Return what there is: some are new, some were taken away."""
+def _existing(owner: Any, names: str) -> list[Any]:
+    """Return the attributes that this version of torch has."""
     return [getattr(owner, name) for name in names.split() if hasattr(owner, name)]
 
 
+#: The functions that may be called on a parameter whose values are not there yet.
 METADATA: Final = _metadata()
-"""What may be called on a parameter whose elements are not there yet."""
-
-
-# What lies in nested containers, such as the arguments of a function.
 
 
 def leaves(values: Any) -> Iterator[Any]:

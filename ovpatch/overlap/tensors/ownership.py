@@ -1,93 +1,51 @@
-"""Who shares a tensor's memory, as far as that can be told from counts of references."""
+"""Whether a tensor's memory is known to others, as far as reference counts tell; and how a tensor lies in memory."""
 
 from __future__ import annotations
 
 import contextlib
 import functools
 import sys
-import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any, Final
 
 import torch
 from torch import Tensor
 
-# References that keep nothing alive.
-
-
-class WeakParams(Sequence[torch.nn.Parameter]):
-    """Parameters that are not kept alive.
-
-    A gradient that is a placeholder knows the shards, and belongs to its parameter in a way that Python's garbage
-    collector does not see: with the parameters kept here, a model would never be freed.
-    """
-
-    def __init__(self, params: Sequence[torch.nn.Parameter]) -> None:
-        self._references = [weakref.ref(param) for param in params]
-
-    def __getitem__(self, index: Any) -> Any:
-        param = self._references[index]()
-        if param is None:
-            raise RuntimeError("ovpatch: the parameter that is asked for does not exist any more")
-        return param
-
-    def __len__(self) -> int:
-        return len(self._references)
-
-    def find(self, index: int) -> torch.nn.Parameter | None:
-        """Return a parameter, if it still exists."""
-        return self._references[index]()
-
-
-def weakly(method: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function that calls a bound method without keeping its object alive."""
-    reference = weakref.WeakMethod(method)
-
-    def call(*args: Any) -> Any:
-        target = reference()
-        if target is None:
-            raise RuntimeError("what was asked for does not exist any more")
-        return target(*args)
-
-    return call
-
-
-def forget(table: dict[int, Any], key: int, _dead: object) -> None:
-    """Drop an entry of what has died, as the callback of a weak reference."""
-    table.pop(key, None)
+#: Returns how many owners a tensor object has; all of Python is one.
+use_count: Final[Callable[[Any], int]] = torch.Tensor._use_count  # type: ignore[attr-defined]
 
 
 def storage_references(tensor: Tensor) -> int:
-    """Count the tensors and Python's storage objects that share this one's memory, plus a constant."""
+    """Return how many tensors and Python storage objects share this one's memory, plus a constant."""
     storage = tensor.untyped_storage()
     return torch._C._storage_Use_Count(storage._cdata) + sys.getrefcount(storage)
 
 
 @functools.cache
 def references_of_one() -> int:
-    """Return the count for memory that one tensor alone owns.
+    """Return :func:`storage_references` of memory that one tensor alone owns.
 
-    Measured, because what Python and torch count for themselves differs between their versions.
+    Measured, because the counts that Python and torch add differ between their versions.
     """
-    with _plainly():
+    with _measuring():
         return storage_references(torch.zeros(1))
 
 
 def is_shared(tensor: Tensor) -> bool:
-    """Tell whether other processes may look at the memory; on other devices than the CPU nothing tells."""
+    """Return whether other processes may read the memory; on other devices than the CPU this cannot be told."""
     return tensor.is_cpu and tensor.untyped_storage().is_shared()
 
 
 def is_sole_owner(grad: Tensor, given: Tensor | None = None) -> bool:
-    """Tell whether nobody but one parameter, and who holds that very Python object, knows the gradient's memory.
+    """Return whether the gradient's storage is referenced only through ``param.grad``, so that it may be overwritten.
 
     Args:
         grad: A parameter's ``grad``.
-        given: The gradient that the running AccumulateGrad node was given, if this is asked from a hook of one. The
-            node still holds it, and if ``grad`` was made of it, that is no stranger.
+        given: In a hook of an AccumulateGrad node, the gradient that the node was given. The node still holds it, which
+            does not count if ``grad`` was made of it.
     """
-    if handles(grad) != _handles_of_a_gradient():
+    if use_count(grad) != _owners_of_a_grad():
         return False  # two parameters have the same tensor, or a DLPack capsule holds it
     held = 0
     if given is not None and given.layout is torch.strided and given.data_ptr() == grad.data_ptr():
@@ -95,8 +53,8 @@ def is_sole_owner(grad: Tensor, given: Tensor | None = None) -> bool:
     return storage_references(grad) == references_of_one() + held
 
 
-def is_nobody_elses(grad: Tensor) -> bool:
-    """Tell whether a parameter's gradient is a plain one, whose memory may be given up."""
+def is_freeable_grad(grad: Tensor) -> bool:
+    """Return whether a parameter's gradient is a plain tensor whose memory may be freed."""
     return (
         type(grad) is Tensor
         and grad.layout is torch.strided
@@ -107,53 +65,46 @@ def is_nobody_elses(grad: Tensor) -> bool:
 
 
 def is_unshared(tensor: Tensor) -> bool:
-    """Tell whether this is a plain tensor whose memory nobody knows but who holds that very Python object."""
+    """Return whether this is a plain tensor whose memory is referenced only through this Python object."""
     return (
         type(tensor) is Tensor
         and tensor.layout is torch.strided
         and not (tensor.requires_grad or tensor.is_inference() or tensor.is_conj() or tensor.is_neg())
-        and handles(tensor) == 1
+        and use_count(tensor) == 1
         and storage_references(tensor) == references_of_one()
     )
 
 
 def _holds_its_base(view: Tensor) -> bool:
-    """Tell whether this is a view, as a Linear's weight gets one, and its base is nobody else's.
+    """Return whether this is a view, as the gradient of a Linear's weight is, and alone holds its base.
 
-    A base that somebody else holds is the input of another node, which is still to make a gradient of it, or is kept by
-    a Function written in Python.
+    A base with more owners is the input of another node, which is still to make a gradient of it, or a Function written
+    in Python keeps it.
     """
     base = view._base
-    return base is not None and (handles(base), sys.getrefcount(base)) == _counts_of_a_base()
-
-
-def handles(tensor: Any) -> int:
-    """Count the owners of the tensor object; all of Python is one."""
-    count: int = tensor._use_count()
-    return count
+    return base is not None and (use_count(base), sys.getrefcount(base)) == _counts_of_a_base()
 
 
 @functools.cache
-def _handles_of_a_gradient() -> int:
-    with _plainly():
+def _owners_of_a_grad() -> int:
+    with _measuring():
         param = torch.nn.Parameter(torch.zeros(1))
         param.grad = torch.zeros(1)
-        grad = param.grad
-        return handles(grad)
+        return use_count(param.grad)
 
 
 @functools.cache
 def _counts_of_a_base() -> tuple[int, int]:
-    with _plainly():
+    with _measuring():
         view = torch.zeros(2).view(2)
         base = view._base
         assert base is not None
-        return handles(base), sys.getrefcount(base)
+        return use_count(base), sys.getrefcount(base)
 
 
 @contextlib.contextmanager
-def _plainly() -> Iterator[None]:
-    """Measure without modes that might keep tensors."""
+def _measuring() -> Iterator[None]:
+    """Run a block without modes that might keep tensors."""
     with torch._C.DisableTorchFunction(), torch.inference_mode(False), torch.no_grad():
         yield
 
@@ -162,12 +113,12 @@ _NOTHING: Final[AbstractContextManager[Any]] = contextlib.nullcontext()
 
 
 def outside_inference() -> AbstractContextManager[Any]:
-    """Return a context whose tensors autograd takes later on; torch's own is not free, and a step asks often."""
+    """Return a context in which tensors are made that autograd accepts later; free outside of inference mode."""
     return torch.inference_mode(False) if torch.is_inference_mode_enabled() else _NOTHING
 
 
 def is_dense(tensor: Tensor) -> bool:
-    """Tell whether the tensor fills its memory range exactly once, in whatever order of dimensions."""
+    """Return whether the tensor fills its memory range exactly once, in whatever order of dimensions."""
     expected = 1
     for stride, size in sorted((st, si) for st, si in zip(tensor.stride(), tensor.shape, strict=True) if si != 1):
         if stride != expected:
@@ -186,7 +137,7 @@ def contiguous_strides(shape: torch.Size) -> tuple[int, ...]:
 
 
 def same_layout(tensor: Tensor, strides: tuple[int, ...]) -> bool:
-    """Tell whether the tensor lies in memory as ``strides`` say; a dimension of size 1 has no say."""
+    """Return whether the tensor has these strides; those of dimensions of size 1 do not matter."""
     return tensor.stride() == strides or all(
         size == 1 or mine == theirs for size, mine, theirs in zip(tensor.shape, tensor.stride(), strides, strict=True)
     )

@@ -1,30 +1,12 @@
-"""Parameters that are still being gathered, and whose readers must wait.
-
-[Note: pending by type] While a parameter's memory is partly stale, its class is :class:`PendingParameter`; settled, it
-is ``torch.nn.Parameter`` again, as ``UninitializedParameter`` becomes one. torch asks ``__torch_function__`` of that
-class whenever a function is called on it, from Python or from the parsers of C++ functions, wherever among the
-arguments the parameter is: in a list of a foreach operation, among an RNN's flat weights. What only asks for metadata
-passes; everything else settles first. Other tensors cost nothing more than they did.
-
-[Note: order of class and entry] ``mark`` writes the entry first and the class last; ``unmark`` puts the class back
-first and drops the entry last. So whoever sees the class finds the entry, or the parameter has been settled since.
-The other way round, a reader between the two would call the function again with a parameter that is still marked, and
-again, until the interpreter's recursion limit.
-
-A DTensor that stands in a parameter's place is pending with it (mesh_views.py, [Note: DTensors over parameters]).
-
-[Note: who else reads] Not marked, so gathered at once, is what can be read without any of this: a parameter whose
-memory other tensors share (``detach()``, a view kept by a live graph, weights that cuDNN flattened) or other processes
-(``share_memory_()``), and one whose tensor C++ holds (a scripted or traced module, a graph that is to be run backward).
-"""
+"""Parameters whose all-gather is in flight: the first read waits for it."""
 
 from __future__ import annotations
 
 import functools
 import os
 import weakref
-from collections.abc import Callable, Iterable, Mapping
-from functools import cache, partial
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import cache
 from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
@@ -33,64 +15,27 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from ovpatch.overlap.tensors.metadata_ops import METADATA, leaves
-from ovpatch.overlap.tensors.ownership import forget, handles, is_shared, references_of_one, storage_references
+from ovpatch.overlap.tensors.ownership import references_of_one, storage_references, use_count
+from ovpatch.overlap.tensors.param_state import find_param_state, param_state, weak_key
 
-# DTensors in the places of parameters that are their local tensors.
-#
-# [Note: DTensors over parameters] ``DistributedDataParallel(device_mesh=)`` takes the local tensors of a model's
-# DTensors for parameters. In the first forward it puts DTensors of them in the module, made by ``_unflatten_tensor``,
-# and there they stay: views of the parameters' memory, through which all of forward reads. Such a view can be pending
-# with its parameter (pending.py, [Note: pending by type]): torch asks its class as well, and who goes round that, as
-# DTensor's own methods do, looks at ``_local_tensor``. Any other view of the memory is one too many, as ever, and so
-# is a graph that holds this one, or its local tensor.
+#: By ``id()`` of a pending parameter, or of the DTensor over it: the tensor, and the function that waits for its
+#: values. The entry keeps the tensor alive unless the values are lost.
+PENDING: dict[int, tuple[Callable[[], Any], Callable[[], None]]] = {}
 
-_views: dict[int, tuple[weakref.ref[Tensor], weakref.ref[Any]]] = {}  # by id() of the parameter
-
-
-def noting_views(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap torch's ``_unflatten_tensor``: notes of which parameter a DTensor is a view."""
-
-    @functools.wraps(original)
-    def unflatten(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
-        view = original(tensor, *args, **kwargs)
-        _views[id(tensor)] = (
-            weakref.ref(tensor, functools.partial(forget, _views, id(tensor))),
-            weakref.ref(view),
-        )
-        return view
-
-    return unflatten
-
-
-def view_of(param: Tensor) -> Any:
-    """Return the DTensor that stands in a parameter's place, or None."""
-    entry = _views.get(id(param))
-    return entry[1]() if entry is not None and entry[0]() is param else None
-
-
-def any_views() -> bool:
-    """Tell whether there may be such DTensors."""
-    return bool(_views)
-
-
-def is_sole(view: Any, param: Tensor) -> bool:
-    """Tell whether a view that is not pending is its parameter's, and Python alone holds it and its local tensor."""
-    local = view._local_tensor
-    return handles(view) == handles(local) == 1 and local._base is param
-
-
-# By id(): the parameter, which is thereby kept alive unless its values are lost, and what settles it.
-_PENDING: dict[int, tuple[Callable[[], Parameter | None], Callable[[], None]]] = {}
-
-# By id() of a pending parameter: the DTensor that is pending with it.
-_VIEWS: dict[int, Callable[[], Any]] = {}
-
-# Owners of a parameter's tensor without DDP: all of Python, and the AccumulateGrad node.
+#: Owners of a parameter's tensor object without DDP: Python, and the AccumulateGrad node.
 OWNERS = 2
 
 
 class PendingParameter(Parameter):
-    """The class of a parameter while its values are on their way; see [Note: pending by type]."""
+    """The class of a parameter while its all-gather is in flight.
+
+    [Note: pending by type] While its memory is partly stale, a parameter has this class; once the values are there, it
+    is a ``torch.nn.Parameter`` again, as after ``UninitializedParameter.materialize``. torch calls
+    ``__torch_function__`` of this class for every function that gets the parameter, from Python or C++, also inside
+    of lists. Functions that ask for metadata only pass; all others wait first. Other tensors cost nothing.
+    :func:`mark_pending` writes the entry in :data:`PENDING` before the class, :func:`mark_ready` deletes it after the
+    class has changed. A reader that sees the class therefore finds the entry, or the parameter is ready by now.
+    """
 
     @classmethod
     def __torch_function__(
@@ -100,29 +45,31 @@ class PendingParameter(Parameter):
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        """Settle what is pending among the arguments, unless ``func`` asks for metadata only, then call ``func``."""
+        """Wait for the pending parameters among the arguments, unless ``func`` asks for metadata; then call it."""
         kwargs = kwargs or {}
         if func in METADATA:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
-        settle_within((args, kwargs))
+        # torch says that one of the arguments is pending. If none is found, it is in a container of an unknown type.
+        if not wait_for_args((args, kwargs)):
+            wait_for_all()
         return func(*args, **kwargs)
 
-    def _bring(self) -> None:
-        """Bring the values, and make the parameter a plain one."""
-        entry = _PENDING.get(id(self))
-        if entry is not None:  # else another thread has just done it
-            entry[1]()
-
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        """Copy the settled parameter; the copy is a plain one."""
-        settle(self)
+        """Wait, then copy; the copy is a plain parameter."""
+        wait_for_param(self)
         return Parameter.__deepcopy__(self, memo)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Pickle the settled parameter, as a plain one."""
-        settle(self)
+        """Wait, then pickle a plain parameter."""
+        wait_for_param(self)
         return Parameter.__reduce_ex__(self, protocol)
+
+
+# DTensors over parameters. DistributedDataParallel(device_mesh=) trains the local tensors of a model's DTensors, and
+# its first forward puts DTensors over them into the module, made by _unflatten_tensor. Forward reads through these
+# views, so such a view is pending together with its parameter. DTensor's own methods do not ask __torch_function__, but
+# read `_local_tensor`, which waits as well.
 
 
 @cache
@@ -134,174 +81,210 @@ def _dtensor() -> Any:
 
 @cache
 def _pending_dtensor() -> Any:
-    """Return the class of a DTensor while the values of the parameter below it are on their way."""
+    """Return the class of a DTensor while the parameter below it is pending."""
 
     class PendingDTensor(_dtensor()):  # type: ignore[misc]  # imported late
         __slots__ = ()
         __torch_function__ = PendingParameter.__dict__["__torch_function__"]
-        _bring = PendingParameter._bring
 
         @property
         def _local_tensor(self) -> Any:
-            settle(self)
+            wait_for_param(self)
             return self._local_tensor  # of the class that it has now
 
     return PendingDTensor
 
 
-def refusal(param: Tensor, *, aliases: int = 0, owners: int = OWNERS) -> str:
-    """Return why a parameter cannot be pending, or nothing if it can.
+def wrap_unflatten(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap torch's ``_unflatten_tensor``: notes the DTensor that it makes over a parameter."""
+
+    @functools.wraps(original)
+    def unflatten(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+        wait_for_param(tensor)  # an earlier DTensor over it becomes a plain one, too
+        dtensor = original(tensor, *args, **kwargs)
+        param_state(tensor).dtensor = weakref.ref(dtensor)
+        _with_dtensors[id(tensor)] = weak_key(tensor, _with_dtensors)
+        return dtensor
+
+    return unflatten
+
+
+_with_dtensors: dict[int, weakref.ref[Tensor]] = {}  # parameters below a DTensor
+
+
+def dtensor_of(param: Tensor) -> Any:
+    """Return the DTensor that stands in a parameter's place, or None."""
+    state = find_param_state(param) if _with_dtensors else None
+    return state.dtensor() if state is not None else None
+
+
+def any_dtensors() -> bool:
+    """Return whether there are DTensors over parameters."""
+    return bool(_with_dtensors)
+
+
+def count_owners(params: Iterable[Tensor]) -> int:
+    """Return the fewest owners that one of the parameters' tensor objects has, not counting a DTensor over it."""
+    if not _with_dtensors:
+        return min(map(use_count, params))
+    return min(use_count(param) - (dtensor_of(param) is not None) for param in params)
+
+
+def unsupported_reason(param: Tensor, *, aliases: int = 0, owners: int = OWNERS) -> str:
+    """Return why a parameter cannot be pending, or "".
+
+    It cannot where its memory can be read without a call that sees its class: through another tensor (a ``detach()``, a
+    view that a live graph keeps, weights that cuDNN flattened), by another process (``share_memory_()``), or from C++
+    (a scripted module, a graph that is still to run backward).
 
     Args:
         param: The parameter.
-        aliases: Number of tensors over the parameter's memory that the caller itself keeps.
-        owners: How many may hold the parameter's tensor object, by the count of
-            :func:`ovpatch.overlap.tensors.ownership.handles`; a C++ reducer of DDP is three of them.
+        aliases: How many other tensors over the parameter's memory the caller keeps.
+        owners: How many owners its tensor object may have; DDP's C++ reducer is three of them.
     """
     if type(param) is not Parameter:
         return f"it is a {type(param).__name__}"
     if storage_references(param) != references_of_one() + aliases:
         return "other tensors share its memory"
-    if is_shared(param):
+    if param.is_cpu and param.untyped_storage().is_shared():  # on other devices this cannot be told
         return "other processes share its memory"
-    if handles(param) > owners:
+    if use_count(param) > owners:
         return "a graph or a scripted module holds it"
     return ""
 
 
-def mark(param: Tensor, settle: Callable[[], None], *, aliases: int = 0, owners: int = OWNERS) -> str:
-    """Make readers of a parameter call ``settle`` first.
+def mark_pending(params: Sequence[Tensor], wait: Callable[[], None], *, aliases: int = 0, owners: int = OWNERS) -> str:
+    """Make readers of some parameters call ``wait`` first: of all of them, or of none.
 
     Args:
-        param: The parameter.
-        settle: Brings the values and calls :func:`unmark`. It may be called several times, from any thread, and
-            in any mode that a reader can be in.
-        aliases: See :func:`refusal`.
+        params: The parameters.
+        wait: Waits for the values and calls :func:`mark_ready`. Several threads may call it, several times, in any
+            mode that a reader can be in.
+        aliases: See :func:`unsupported_reason`.
         owners: Likewise.
 
     Returns:
-        Nothing if it is pending now, else why not: then the caller has to bring the values at once. Another thread may
-        let go of the parameter at any time, so :func:`refusal` may say otherwise a moment later.
+        "" if they are pending now, else the reason; then the caller has to wait at once. It is not to be asked a second
+        time: another thread may drop its alias meanwhile.
     """
-    view = view_of(param)
-    if view is not None and not is_sole(view, param):
-        return "a graph holds the DTensor in its place"
-    seen = view is not None  # its local tensor is an alias, and knows what it is a view of
-    if reason := refusal(param, aliases=aliases + seen, owners=owners + seen):
-        return reason
-    assert isinstance(param, Parameter)
-    _settle_before_forks()
-    _PENDING[id(param)] = (lambda: param, settle)  # [Note: order of class and entry]
-    param.__class__ = PendingParameter
-    if view is not None:
-        _VIEWS[id(param)] = weakref.ref(view)
-        _PENDING[id(view)] = (lambda: view, settle)
-        view.__class__ = _pending_dtensor()
+    _wait_before_forks()
+    for marked, param in enumerate(params):
+        dtensor = dtensor_of(param) if _with_dtensors else None
+        if dtensor is not None and not _is_sole_dtensor(dtensor, param):
+            reason = "a graph holds the DTensor in its place"
+        else:
+            seen = dtensor is not None  # its local tensor is an alias, and holds the parameter as its base
+            reason = unsupported_reason(param, aliases=aliases + seen, owners=owners + seen)
+        if reason:
+            mark_ready(params[:marked])
+            return reason
+        PENDING[id(param)] = (functools.partial(_itself, param), wait)  # [Note: pending by type]
+        param.__class__ = PendingParameter
+        if dtensor is not None:
+            PENDING[id(dtensor)] = (functools.partial(_itself, dtensor), wait)
+            dtensor.__class__ = _pending_dtensor()
     return ""
 
 
-def owners_of(param: Tensor) -> int:
-    """Count who holds a parameter's tensor, but for the DTensor in its place."""
-    return handles(param) - (view_of(param) is not None)
+def mark_ready(params: Iterable[Tensor]) -> None:
+    """Make parameters plain ones again: their values are there."""
+    for param in params:
+        if type(param) is PendingParameter:
+            param.__class__ = Parameter  # type: ignore[assignment]  # which is narrowed to PendingParameter here
+        PENDING.pop(id(param), None)
+        dtensor = dtensor_of(param) if _with_dtensors else None
+        if dtensor is not None and type(dtensor) is _pending_dtensor():
+            dtensor.__class__ = _dtensor()
+            PENDING.pop(id(dtensor), None)
 
 
-def _gone() -> None:
-    """Return what a reference to a DTensor that there is not would return."""
-
-
-def unmark(param: Tensor) -> None:
-    """Make a parameter a plain one again: its values are there."""
-    if is_pending(param):
-        param.__class__ = Parameter
-    _PENDING.pop(id(param), None)
-    view = _VIEWS.pop(id(param), _gone)()
-    if view is not None:
-        view.__class__ = _dtensor()
-        _PENDING.pop(id(view), None)
-
-
-def lose(param: Tensor, settle: Callable[[], None], error: Exception) -> None:
-    """Keep a pending parameter alive no longer: its values did not come, and who reads it is told so.
+def mark_lost(params: Iterable[Tensor], wait: Callable[[], None], error: Exception) -> None:
+    """Stop keeping pending parameters alive: their values did not arrive, and their readers get an error.
 
     Args:
-        param: The parameter.
-        settle: The bound method that was given to :func:`mark`. It is tried again as long as its object exists.
-        error: Why they did not come.
+        params: The parameters; those that are not pending are left alone.
+        wait: The bound method that was given to :func:`mark_pending`. It is tried again as long as its object exists.
+        error: Why the values did not arrive.
     """
-    assert isinstance(param, Parameter)
     # Only the text: an error holds the frames that it went through, and they hold the model.
     message = f"ovpatch: the values of this parameter did not arrive after optimizer.step(): {error}"
-    method = weakref.WeakMethod(settle)
+    method = weakref.WeakMethod(wait)
 
-    def settle_or_fail() -> None:
+    def wait_or_fail() -> None:
         again = method()
         if again is None:
             raise RuntimeError(message)
         again()
 
-    for one in filter(lambda one: one is not None, (param, _VIEWS.get(id(param), _gone)())):
-        _PENDING[id(one)] = (weakref.ref(one, partial(forget, _PENDING, id(one))), settle_or_fail)
+    for param in params:
+        for tensor in (param, dtensor_of(param)) if type(param) is PendingParameter else ():
+            if tensor is not None:
+                PENDING[id(tensor)] = (weak_key(tensor, PENDING), wait_or_fail)
+
+
+def _is_sole_dtensor(dtensor: Any, param: Tensor) -> bool:
+    """Return whether Python alone holds a DTensor and its local tensor, which is a view of the parameter."""
+    local = dtensor._local_tensor
+    return use_count(dtensor) == use_count(local) == 1 and local._base is param
+
+
+def _itself(tensor: Tensor) -> Tensor:
+    return tensor
 
 
 def is_pending(param: Tensor) -> bool:
-    """Tell whether the parameter's values are still on their way."""
+    """Return whether the parameter's all-gather is in flight."""
     return type(param) is PendingParameter
 
 
-def _brings(value: Any) -> bool:
-    return hasattr(type(value), "_bring")
-
-
 def any_pending() -> bool:
-    """Tell whether any parameter's values are."""
-    return bool(_PENDING)
+    """Return whether any parameter is pending."""
+    return bool(PENDING)
 
 
-def settle(param: Tensor) -> None:
-    """Bring a parameter's values, if they are not there."""
-    if _brings(param):
-        param._bring()  # type: ignore[attr-defined]  # as was just asked
+def wait_for_param(param: Tensor) -> None:
+    """Wait for the values of a parameter, or of a DTensor over one, if it is pending."""
+    entry = PENDING.get(id(param))
+    if entry is not None and entry[0]() is param:
+        entry[1]()
 
 
-def settle_all() -> None:
-    """Bring the values of everything that is pending in this process.
+def wait_for_all() -> None:
+    """Wait for the values of everything that is pending in this process.
 
     Raises:
-        RuntimeError: Some did not come; all others did.
+        RuntimeError: Some values did not arrive; all others did.
     """
     failures = []
-    for reference, _ in list(_PENDING.values()):
-        param = reference()
-        if param is not None:
+    for find, wait in list(PENDING.values()):
+        tensor = find()
+        if tensor is not None and id(tensor) in PENDING:
             try:
-                settle(param)
-            except RuntimeError as error:  # of its collective
+                wait()
+            except RuntimeError as error:  # of the collective
                 failures.append(error)
     if failures:
         raise failures[0]
 
 
-def settle_within(values: Any, *, otherwise_all: bool = True) -> None:
-    """Settle the pending parameters in nested tuples, lists and dictionaries.
-
-    Args:
-        values: Where to look.
-        otherwise_all: Settle everything if there are none. If torch says that there is one, it is in a container that
-            we do not know, and torch would ask again and again.
-    """
-    found = [value for value in leaves(values) if _brings(value)]
-    if not found and otherwise_all:
-        settle_all()
+def wait_for_args(values: Any) -> bool:
+    """Wait for the pending parameters in nested tuples, lists and mappings; return whether there were any."""
+    found = [value for value in leaves(values) if _is_marked(value)]
     for param in found:
-        settle(param)
+        wait_for_param(param)
+    return bool(found)
 
 
-class plainly:  # it is used as a function is
-    """Work on tensors as if the reader were in no mode: of torch functions, of dispatch, of functorch or of inference.
+def _is_marked(value: Any) -> bool:
+    """Return whether this has a pending class; its values may have arrived a moment ago."""
+    return type(value) is PendingParameter or (bool(_with_dtensors) and type(value) is _pending_dtensor())
 
-    A copy that settles a parameter is no part of what the reader computes: it must not be recorded, nor be refused as
-    a write to a captured tensor. Written out, since a generator around torch's own context managers takes several times
-    as long, and a step enters it for each of its buckets.
+
+class without_modes:  # it is used as a function is
+    """Run a block outside of all modes: torch function, dispatch, functorch, inference and grad.
+
+    A copy that waits for a parameter is no part of what its reader computes: it must not be recorded, nor be refused as
+    a write to a captured tensor. A class, since a generator around torch's context managers is several times slower.
     """
 
     __slots__ = ("_grad", "_guards")
@@ -320,24 +303,24 @@ class plainly:  # it is used as a function is
         torch._C._set_grad_enabled(False)
 
     def __exit__(self, *_error: object) -> None:
-        """Be in the same modes as before."""
+        """Return to the modes from before."""
         torch._C._set_grad_enabled(self._grad)
         for guard in reversed(self._guards):
             guard.__exit__(None, None, None)
 
 
 @cache
-def _settle_before_forks() -> None:
-    """A forked child has neither the communicator's threads nor, perhaps, a lock that is free."""
+def _wait_before_forks() -> None:
+    """Wait before every fork: a child has neither the communicator's threads nor, perhaps, a lock that is free."""
     if hasattr(os, "register_at_fork"):
-        os.register_at_fork(before=settle_all)
+        os.register_at_fork(before=wait_for_all)
 
 
 def reduce_between_processes(param: Parameter) -> Any:
-    """Return how a parameter travels to another process: settled, as the plain one that it is then."""
+    """Return how a parameter travels to another process: ready, as a plain one."""
     from torch.multiprocessing.reductions import reduce_tensor
 
-    settle(param)
+    wait_for_param(param)
     return reduce_tensor(param)
 
 

@@ -1,23 +1,13 @@
-"""Norms of gradients of which each rank has parts, and clipping by them.
-
-[Note: which way a norm goes] One rank may ask for a norm alone, to log it; then the peers' threads tell theirs, which
-makes the host wait for the other ranks' backward. ``clip_grad_norm_`` changes gradients, so all ranks call it, or they
-would drift apart under stock as well: there norms are summed by a collective. All ranks must agree on what goes into
-it, even if one of them has read a gradient or put a tensor of its own in its place. So a parameter counts from the
-backward that delivered its gradient by parts until the next.
-
-[Note: as stock rounds] Stock takes the norm of each gradient, rounded to the gradient's dtype, and the norm of these.
-Here ranks sum one power per gradient, in float32 at least, in which half precision does not overflow. Each root is then
-rounded to the gradient's dtype. All ranks add in the order of ranks, so all get the same bits.
-"""
+"""Gradient norms, clipping and ``GradScaler`` for gradients of which each rank has a shard."""
 
 from __future__ import annotations
 
 import functools
 import math
-import sys
+import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from types import GeneratorType
 from typing import Any
 
 import torch
@@ -31,15 +21,46 @@ from ovpatch_plugins.dist_optimizer import sharded_grads, takeover
 from ovpatch_plugins.dist_optimizer.report import COUNTERS
 from ovpatch_plugins.dist_optimizer.shard_peers import part_norms
 from ovpatch_plugins.dist_optimizer.sharded_grads import ShardedGrads, changing
-from ovpatch_plugins.dist_optimizer.sharded_param import ShardedParam, standing_in
+from ovpatch_plugins.dist_optimizer.sharded_param import ShardedParam, make_shard_params, replaced_params
 
-_FRAMES = 4  # how far up the caller may be: other patches put frames of their own between
+Place = tuple[ShardedGrads, int]  # the sharded gradients of a model, and the index of a parameter there
 
-Place = tuple[ShardedGrads, int]
+
+class _Clipping(threading.local):
+    """The parameters of the ``clip_grad_norm_`` that this thread runs; None outside of one.
+
+    [Note: which way a norm goes] One rank may ask for a norm alone, to log it; then its peers' threads send theirs, and
+    the host waits for the other ranks' backward. ``clip_grad_norm_`` changes gradients, so all ranks call it, or they
+    would drift apart under stock as well: there norms are summed by a collective. All ranks must agree on what goes
+    into it, even if one of them has read a gradient or put a tensor of its own in its place. So a parameter counts from
+    the backward that reduced its gradient to shards until the next.
+    """
+
+    params: Sequence[Tensor] | None = None
+
+
+_clipping = _Clipping()
+
+
+def wrap_clip_grad_norm(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Wrap ``clip_grad_norm_``: tells the functions that it calls of its parameters."""
+
+    @functools.wraps(original)
+    def clip_grad_norm_(parameters: Tensor | Iterable[Tensor], *args: Any, **kwargs: Any) -> Tensor:
+        given = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+        if not given and isinstance(parameters, GeneratorType):
+            return original(parameters, *args, **kwargs)  # warns
+        before, _clipping.params = _clipping.params, given
+        try:
+            return original(given, *args, **kwargs)
+        finally:
+            _clipping.params = before
+
+    return clip_grad_norm_
 
 
 def wrap_norm(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Wrap ``_get_total_norm``: parts of gradients are summed up over the ranks."""
+    """Wrap ``_get_total_norm``: norms of shards are summed over the ranks."""
 
     @functools.wraps(original)
     def get_total_norm(
@@ -50,14 +71,14 @@ def wrap_norm(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
     ) -> Tensor:
         given = [tensors] if isinstance(tensors, Tensor) else list(tensors)
         norm_type = float(norm_type)
-        clipped = _clipped_by_all()
+        clipped = _clipping.params
         if norm_type <= 0:
             return original(given, norm_type, error_if_nonfinite, foreach)
         if clipped is None:
             places = [sharded_grads.delivered(tensor) for tensor in given]
-            norms = _norms_of_this_rank(given, places, norm_type, foreach) if any(places) else None
+            norms = _norms_by_pulling(given, places, norm_type, foreach) if any(places) else None
         else:
-            norms = _norms_of_all(given, clipped, norm_type, foreach)
+            norms = _norms_by_all_reduce(given, clipped, norm_type, foreach)
         if norms is None or not given:
             return original(given, norm_type, error_if_nonfinite, foreach)
         COUNTERS.norms += 1
@@ -70,52 +91,39 @@ def wrap_norm(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 
 def wrap_clip(original: Callable[..., None]) -> Callable[..., None]:
-    """Wrap ``_clip_grads_with_norm_``: a gradient by parts has this rank's part scaled."""
+    """Wrap ``_clip_grads_with_norm_``: of a lazy gradient this rank's shard is scaled."""
 
     @functools.wraps(original)
     def clip_grads_with_norm_(
         parameters: Tensor | Iterable[Tensor], max_norm: float, total_norm: Tensor, foreach: bool | None = None
     ) -> None:
         given = [parameters] if isinstance(parameters, Tensor) else list(parameters)
-        by_hand = _clipped_by_all() is None
-        if by_hand:  # else the sum of the norms has seen to it
+        by_hand = _clipping.params is None  # otherwise the sum of the norms has made all ranks meet
+        if by_hand:
             _tell_if_local(given)
-        cut = _places(given)
-        if not cut:
+        places = _sharded_places(given)
+        if not places:
             original(given, max_norm, total_norm, foreach)
             return
-        unread = {key: place for key, place in cut.items() if not _is_whole(place)}
-        holders = [_Holder(shards.part_of(index)) for shards, index in unread.values()]
-        whole = [param for param in given if id(param) not in unread]
+        lazy = {key: place for key, place in places.items() if not _is_whole(place)}
+        holders = [_GradHolder(shards.part_of(index)) for shards, index in lazy.values()]
+        whole = [param for param in given if id(param) not in lazy]
         if by_hand:
-            _meet(total_norm, dict.fromkeys(shards.group for shards, _ in cut.values()))
-        with changing(list(cut.values())):
+            _meet(total_norm, dict.fromkeys(shards.group for shards, _ in places.values()))
+        with changing(list(places.values())):
             original([*whole, *holders], max_norm, total_norm, foreach)
 
     return clip_grads_with_norm_
 
 
-def _clipped_by_all() -> Sequence[Tensor] | None:
-    """Return the parameters if this runs inside of ``clip_grad_norm_``; see [Note: which way a norm goes]."""
-    frame = sys._getframe(2)
-    for _ in range(_FRAMES):
-        if frame.f_code.co_name == "clip_grad_norm_":
-            found = frame.f_locals.get("parameters")
-            return [found] if isinstance(found, Tensor) else list(found or ())
-        if frame.f_back is None:
-            break
-        frame = frame.f_back
-    return None
-
-
 def _meet(total_norm: Tensor, groups: Iterable[dist.ProcessGroup]) -> None:
-    """Have no part changed that a peer may still ask for."""
+    """Have all ranks come here before a shard changes that a peer may still ask for."""
     for group in groups:
         dist.all_reduce(torch.zeros_like(total_norm), group=step_communicator(group, total_norm.device))
 
 
-class _Holder:
-    """Looks like a parameter to torch's function, which asks for nothing but the gradient."""
+class _GradHolder:
+    """Stands in for a parameter in torch's function, which reads its gradient only."""
 
     def __init__(self, grad: Tensor) -> None:
         self.grad = grad
@@ -128,8 +136,8 @@ def _tell_if_local(params: Iterable[Tensor]) -> None:
         shards.tell_if_local()
 
 
-def _places(params: Iterable[Tensor]) -> dict[int, Place]:
-    """Return, by ``id``, where the parts are of parameters whose gradients the last backward delivered by parts."""
+def _sharded_places(params: Iterable[Tensor]) -> dict[int, Place]:
+    """Return, by ``id``, the places of parameters whose gradients the last backward has reduced to shards."""
     found = {}
     for param in params:
         place = sharded_grads.find(param)
@@ -139,17 +147,17 @@ def _places(params: Iterable[Tensor]) -> dict[int, Place]:
 
 
 def _is_whole(place: Place) -> bool:
-    """Tell whether this rank's ``p.grad`` is a whole tensor, which its part has to follow."""
+    """Return whether this rank's ``p.grad`` is a whole tensor, which its shard has to follow."""
     shards, index = place
     return shards.has_grad(index) and not shards.is_pending(index)
 
 
-def _norms_of_all(
+def _norms_by_all_reduce(
     given: Sequence[Tensor], params: Sequence[Tensor], order: float, foreach: bool | None
 ) -> list[Tensor] | None:
-    """Return the norm of each gradient, whose parts all ranks sum up together; None if there are no parts."""
+    """Return the norm of each gradient, summed over the shards of all ranks; None if there are no shards."""
     _tell_if_local(params)
-    places = _places(params)
+    places = _sharded_places(params)
     if not places:
         return None
     by_model: dict[ShardedGrads, list[int]] = {}
@@ -158,23 +166,23 @@ def _norms_of_all(
     norms: dict[Place, Tensor] = {}
     for shards, indices in by_model.items():
         shards.meet()
-        parts = [
+        local = [
             shards.current_part(index) if _is_whole((shards, index)) else shards.part_of(index) for index in indices
         ]
-        own = part_norms(parts, order)
-        summed = _over_ranks(own, step_communicator(shards.group, own.device), order)
+        own = part_norms(local, order)
+        summed = _all_reduce_norms(own, step_communicator(shards.group, own.device), order)
         for index, norm in zip(indices, summed, strict=True):
             norms[shards, index] = norm
     place_of = {
         id(grad): places[id(param)] for param in params if id(param) in places and (grad := param.grad) is not None
     }
-    return _in_order(given, [place_of.get(id(grad)) for grad in given], norms, order, foreach)
+    return _round_norms(given, [place_of.get(id(grad)) for grad in given], norms, order, foreach)
 
 
-def _norms_of_this_rank(
+def _norms_by_pulling(
     given: Sequence[Tensor], places: Sequence[Place | None], order: float, foreach: bool | None
 ) -> list[Tensor]:
-    """Return the norm of each gradient; peers tell those of their parts, and take no part."""
+    """Return the norm of each gradient; the peers' threads send those of their shards, and no other rank takes part."""
     by_model: dict[ShardedGrads, list[int]] = {}
     norms: dict[Place, Tensor] = {}
     for grad, place in zip(given, places, strict=True):
@@ -183,28 +191,32 @@ def _norms_of_this_rank(
         shards, index = place
         if shards.is_pending(index):
             by_model.setdefault(shards, []).append(index)
-        else:  # in the same steps as the peers, which may not have put it together
-            flat = shards.in_param_layout(index, grad)
-            cuts = [part_norms([shard_view(flat, own)], order) for own in shards.slices(index)]
-            norms[place] = _combined(torch.stack(cuts), order)[0]
+        else:  # by shards, as the peers do, which may not have read it
+            whole = shards.in_param_layout(index, grad)
+            of_shards = [part_norms([shard_view(whole, own)], order) for own in shards.slices(index)]
+            norms[place] = _combine(torch.stack(of_shards), order)[0]
     for shards, indices in by_model.items():
         own = part_norms([shards.part_of(index) for index in indices], order)
-        told = shards.norms_of_peers(indices, order)
-        ranks = [told.get(rank) for rank in range(shards.group.size())]
+        sent = shards.norms_of_peers(indices, order)
+        ranks = [sent.get(rank) for rank in range(shards.group.size())]
         stacked = torch.stack([own if one is None else own.new_tensor(one) for one in ranks])
-        for index, norm in zip(indices, _combined(stacked, order), strict=True):
+        for index, norm in zip(indices, _combine(stacked, order), strict=True):
             norms[shards, index] = norm
-    return _in_order(given, places, norms, order, foreach)
+    return _round_norms(given, places, norms, order, foreach)
 
 
-def _in_order(
+def _round_norms(
     given: Sequence[Tensor],
     places: Sequence[Place | None],
     norms: Mapping[Place, Tensor],
     order: float,
     foreach: bool | None,
 ) -> list[Tensor]:
-    """Return the norm of each gradient, rounded to its dtype; see [Note: as stock rounds]."""
+    """Return the norm of each gradient, rounded to its dtype, as stock rounds it.
+
+    Ranks sum one power per gradient, in float32 at least, in which half precision does not overflow, in the order of
+    ranks, so that all get the same bits.
+    """
     whole = [grad for grad, place in zip(given, places, strict=True) if place is None]
     if foreach is False:
         rest = iter([torch.linalg.vector_norm(grad, order) for grad in whole])
@@ -215,12 +227,11 @@ def _in_order(
     ]
 
 
-def _over_ranks(norms: Tensor, group: dist.ProcessGroup, order: float) -> Tensor:
-    """Return the norm of each gradient, of which this rank has given the norm of its part."""
+def _all_reduce_norms(norms: Tensor, group: dist.ProcessGroup, order: float) -> Tensor:
+    """Return the norm of each gradient from those of this rank's shards."""
     if math.isinf(order):
-        found = torch.stack(
-            [norms, norms.isnan().to(norms.dtype)]
-        )  # backends differ in what is larger, NaN or a number
+        # Backends differ in whether NaN or a number is larger.
+        found = torch.stack([norms, norms.isnan().to(norms.dtype)])
         dist.all_reduce(found, dist.ReduceOp.MAX, group=group)
         return torch.where(found[1] > 0, math.nan, found[0])
     powers = norms**order
@@ -228,42 +239,40 @@ def _over_ranks(norms: Tensor, group: dist.ProcessGroup, order: float) -> Tensor
     return powers ** (1 / order)
 
 
-def _combined(norms: Tensor, order: float) -> Tensor:
-    """Return the norm of each gradient from those of its parts, ``[ranks, gradients]``."""
+def _combine(norms: Tensor, order: float) -> Tensor:
+    """Return the norm of each gradient from those of its shards, ``[ranks, gradients]``."""
     if math.isinf(order):
         return norms.amax(0)
     return (norms**order).sum(0) ** (1 / order)
 
 
-# ``GradScaler`` over gradients of which each rank has parts.
-#
-# [Note: look, agree, then scale] An infinity is seen only by the rank that has its part, and all must skip the step.
-# Ranks agree first and change their parts afterwards: then no peer has changed a part that this rank may still be
-# reading.
-
 Unscale = Callable[..., dict[torch.device, Tensor]]
 
 
 def wrap_unscale(original: Unscale) -> Unscale:
-    """Wrap ``GradScaler._unscale_grads_``: works on parts, and finds infinities for all ranks."""
+    """Wrap ``GradScaler._unscale_grads_``: works on shards, and finds infinities for all ranks.
+
+    An infinity is seen by the rank only that has its shard, and all must skip the step. Ranks agree first and change
+    their shards afterwards: no peer changes a shard that this rank may still be reading.
+    """
 
     @functools.wraps(original)
     def unscale_grads(
         scaler: Any, optimizer: Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
     ) -> dict[torch.device, Tensor]:
-        sharded = takeover.sharded(optimizer)
-        all_parts = sharded.parts(optimizer) if sharded is not None else []
-        for shards in dict.fromkeys(part.shards for part in all_parts if part.shards.last_delivered(part.index)):
+        sharded = takeover.find_sharded(optimizer)
+        stepped = sharded.params_to_step(optimizer) if sharded is not None else ()
+        for shards in dict.fromkeys(one.shards for one in stepped if one.shards.last_delivered(one.index)):
             shards.tell_if_local()
-        parts = [part for part in all_parts if part.delivered]
-        if not parts:
+        params = [one for one in stepped if one.shards.was_delivered(one.index)]
+        if not params:
             return original(scaler, optimizer, inv_scale, found_inf, allow_fp16)
-        with _pending_as_parts(optimizer, parts):
+        with _lazy_as_shards(optimizer, params):
             looked = original(scaler, optimizer, torch.ones_like(inv_scale), found_inf.clone(), allow_fp16)
-        for group in dict.fromkeys(part.shards.group for part in parts):
+        for group in dict.fromkeys(one.shards.group for one in params):
             for seen in looked.values():
                 dist.all_reduce(seen, dist.ReduceOp.MAX, group=step_communicator(group, seen.device))
-        with changing([(part.shards, part.index) for part in parts]), _pending_as_parts(optimizer, parts):
+        with changing([(one.shards, one.index) for one in params]), _lazy_as_shards(optimizer, params):
             found = original(scaler, optimizer, inv_scale, found_inf, allow_fp16)
         for device, seen in looked.items():
             found[device].copy_(seen)
@@ -273,12 +282,13 @@ def wrap_unscale(original: Unscale) -> Unscale:
 
 
 @contextmanager
-def _pending_as_parts(optimizer: Optimizer, parts: Sequence[ShardedParam]) -> Iterator[None]:
-    """Show the parts of gradients that nobody has put together; what was put together is scaled whole."""
-    pending = [part for part in parts if part.shards.is_pending(part.index)]
-    with standing_in(optimizer, pending) as stand_ins:
+def _lazy_as_shards(optimizer: Optimizer, params: Sequence[ShardedParam]) -> Iterator[None]:
+    """Show an optimizer this rank's shards of lazy gradients; those that were read are scaled whole."""
+    lazy = [one for one in params if one.shards.is_pending(one.index)]
+    shard_params = make_shard_params(lazy)
+    with replaced_params(optimizer, {id(one.param): shown for one, shown in zip(lazy, shard_params, strict=True)}):
         yield
-        for part in pending:
-            reduced, shown = part.shards.part_of(part.index), stand_ins[id(part.param)].grad
-            if shown is not None and shown.dtype != reduced.dtype:  # then it was a copy
-                reduced.copy_(shown)
+        for one, shown in zip(lazy, shard_params, strict=True):
+            reduced = one.shards.part_of(one.index)
+            if shown.grad is not None and shown.grad.dtype != reduced.dtype:  # then it was a copy
+                reduced.copy_(shown.grad)

@@ -1,13 +1,4 @@
-"""Parameters of half precision that are updated in fp32, each rank its slices.
-
-[Note: main parameters] A bfloat16 weight loses every update below 1/512 of itself. So each rank keeps its slice in
-fp32, the main parameter, and updates that; the parameter is its rounding. It is kept and saved as one more tensor of
-the optimizer's state, which is fp32, too. Where a parameter is not the rounding of its main parameter any more, the
-script has written to it since, and the main parameter follows.
-
-[Note: loaded in fp32] ``Optimizer.load_state_dict`` casts state to the dtype of its parameter, here to half precision.
-What was saved in fp32 is put back before anybody else sees what was loaded.
-"""
+"""Parameters of half precision that are updated in fp32, each rank its shards."""
 
 from __future__ import annotations
 
@@ -23,69 +14,74 @@ from ovpatch.overlap.tensors.lazy_tensor import LazyTensor
 from ovpatch.overlap.tensors.shard import shard_view
 from ovpatch_plugins.dist_optimizer import sharded_grads
 from ovpatch_plugins.dist_optimizer.sharded_grads import ShardedGrads
-from ovpatch_plugins.dist_optimizer.sharded_state import ShardedStateOfModel, States, Updated
+from ovpatch_plugins.dist_optimizer.sharded_state import ElementwiseState, Key, States, Swapped
 
 #: The name of the main parameter in the optimizer's state.
 MAIN: Final = "main_param"
 
 
 def is_low(param: Tensor) -> bool:
-    """Tell whether a parameter is of half precision."""
+    """Return whether a parameter is of half precision."""
     return param.dtype in HALVES
 
 
-def smallest(options: Mapping[str, Any], param: Tensor) -> int:
-    """Return how many elements make it worth to cut a parameter; with a main parameter, any number is."""
+def min_sharded_numel(options: Mapping[str, Any], param: Tensor) -> int:
+    """Return with how many elements a parameter is sharded; with a main parameter, any number is worth it."""
     return 1 if options["main_params_in_fp32"] and is_low(param) else int(options["min_param_numel"])
 
 
-class MainParamsOfModel(ShardedStateOfModel):
-    """Slices of state, fp32 where the parameter is of half precision, and with its slice of the main parameter."""
+class MainParamsState(ElementwiseState):
+    """Shards of state, fp32 where the parameter is of half precision, and with its shard of the main parameter.
+
+    [Note: main parameters] A bfloat16 weight loses every update below 1/512 of itself. So each rank keeps its shard in
+    fp32, the main parameter, and updates that; the parameter is its rounding. The main parameter is one more tensor of
+    the optimizer's state, which is fp32, too, and is saved with it. Where a parameter is not the rounding of its main
+    parameter any more, the script has written to it since, and the main parameter follows.
+    ``Optimizer.load_state_dict`` casts state to the dtype of its parameter; what was saved in fp32 is put back before
+    other hooks see it (:func:`load_in_fp32`).
+    """
 
     def __init__(self, shards: ShardedGrads, number: int) -> None:
         self._follow = Following()
         super().__init__(shards, number)  # from here on peers ask
 
-    def begin_update(self, updated: Updated, states: States) -> None:
-        """Make stand-ins of half precision the main parameters."""
+    def _swap_in(self, swapped: Swapped, states: States) -> None:
+        super()._swap_in(swapped, states)
         with torch.inference_mode(False), torch.no_grad():
-            low = [(part, stand_in) for part, stand_in in updated if is_low(part.param)]
             known: list[tuple[Tensor, Tensor]] = []
-            for part, stand_in in low:
-                main, rounded = states.get(stand_in, {}).pop(MAIN, None), stand_in.detach()
-                stand_in.grad = None
+            for one, shard_param in swapped:
+                if not is_low(one.param):
+                    continue
+                main, rounded = states.get(shard_param, {}).pop(MAIN, None), shard_param.detach()
+                shard_param.grad = None
                 if isinstance(main, Tensor):
                     known.append((main, rounded))
                 else:
                     main = rounded.float()
-                stand_in.data = main
-                stand_in.grad = part.shards.current_part(part.index).to(torch.float32)
+                shard_param.data = main
+                shard_param.grad = one.shards.current_part(one.index).to(torch.float32)
             self._follow([main for main, _ in known], [rounded for _, rounded in known])
 
-    def end_update(self, updated: Updated, states: States) -> None:
-        """Round the main parameters, and keep them."""
-        low = [(part, stand_in) for part, stand_in in updated if stand_in.dtype != part.param.dtype]
-        slices = []
-        with torch.inference_mode(False), torch.no_grad():
-            for part, stand_in in low:
-                own = self._shards.slice(part.index)
-                slices.append(shard_view(part.param.data, own))
-                states.setdefault(stand_in, {})[MAIN] = stand_in.detach()
-            if slices:
-                torch._foreach_copy_(slices, [stand_in.detach() for _, stand_in in low])
+    def _write_back(self, swapped: Swapped, states: States) -> None:
+        try:
+            low = [(one, main) for one, main in swapped if main.dtype != one.param.dtype]
+            with torch.inference_mode(False), torch.no_grad():
+                rounded = [shard_view(one.param.data, one.shard) for one, _ in low]
+                for _, main in low:
+                    states.setdefault(main, {})[MAIN] = main.detach()
+                if low:
+                    torch._foreach_copy_(rounded, [main.detach() for _, main in low])
+        finally:
+            super()._write_back(swapped, states)
 
-    def cut_whole(self, param: Tensor, state: dict[Any, Any]) -> None:
-        """Keep this rank's slices of state that is whole; what a stock run has saved is of half precision."""
-        index = self._index.get(id(param))
-        if index is not None and self._shards.can_be_sharded(index) and is_low(param):
-            for name, value in state.items():
-                if isinstance(value, Tensor) and not self._is_ours(value) and value.shape == param.shape:
-                    state[name] = value.float() if is_low(value) else value
-        super().cut_whole(param, state)
+    def _shard_tensor(self, key: Key, whole: Tensor, state: dict[Any, Any]) -> None:
+        if is_low(whole) and is_low(self._shards.params[key[0]]):  # as a stock run has saved it
+            whole = state[key[1]] = whole.float()
+        super()._shard_tensor(key, whole, state)
 
 
 def load_in_fp32(optimizer: Optimizer, load: Callable[[], None]) -> None:
-    """Load state and keep what was saved in fp32; see [Note: loaded in fp32].
+    """Load state and keep what was saved in fp32; see [Note: main parameters].
 
     Args:
         optimizer: An element-wise optimizer.
@@ -113,7 +109,7 @@ def round_state(optimizer: Optimizer) -> None:
                     state[name] = value.to(param.dtype)
 
 
-def forget_mains(optimizer: Optimizer) -> None:
+def drop_main_params(optimizer: Optimizer) -> None:
     """Drop an optimizer's main parameters."""
     for param, state in optimizer.state.items():
         if is_low(param):

@@ -1,19 +1,11 @@
-"""State of optimizers that update whole parameters: a parameter's owner keeps all of it, the others keep none.
-
-[Note: also at its owner] Between steps the owner, too, shows placeholders in ``optimizer.state``, whose content is a
-copy. A script that changes state by hand does so on all ranks, one earlier than the other; who comes later must find
-what there was, not what the owner has made of it meanwhile. The next step takes over what it finds.
-
-[Note: told by the owner] What state a parameter has, only its owner can know: names, shapes, and numbers that are no
-tensors. The others ask when a parameter's state first appears. For classes of which no more is known, whose state may
-change its form and whose numbers of steps may be Python's, they ask after every step.
-"""
+"""State of optimizers that update whole parameters: a parameter's owner keeps all of it, the other ranks keep none."""
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,28 +16,23 @@ from ovpatch.overlap.tensors import lazy_tensor
 from ovpatch.overlap.tensors.lazy_tensor import LazyTensor
 from ovpatch.overlap.tensors.ownership import is_unshared
 from ovpatch.overlap.tensors.shard import Shard
+from ovpatch_plugins.dist_optimizer.report import COUNTERS
 from ovpatch_plugins.dist_optimizer.sharded_grads import ShardedGrads
-from ovpatch_plugins.dist_optimizer.sharded_state import PATIENCE_S, Key, StateOfModel, States
+from ovpatch_plugins.dist_optimizer.sharded_param import ShardedParam
+from ovpatch_plugins.dist_optimizer.sharded_state import PATIENCE_S, Key, ShardedState, Shown, States, Swapped
 from ovpatch_plugins.dist_optimizer.state_format import StateFormat, pack, unpack
-
-if TYPE_CHECKING:
-    from ovpatch_plugins.dist_optimizer.sharded_param import ShardedParam
-
-
-# Which rank owns which whole parameter.
-#
-# [Note: largest first] Parameters are dealt out from the largest to the smallest, each to the rank that has the
-# fewest elements so far. So the ranks own about the same, unless one parameter alone is more than a rank's share. All
-# ranks come to the same result without a word, for they deal out the same parameters in the same order. What has been
-# dealt out stays where it is: its state is there. A model's optimizers are dealt to in turn from where the last left
-# off, or one optimizer per parameter would leave everything to rank 0.
 
 # How many elements of each model each rank owns.
 _loads: weakref.WeakKeyDictionary[ShardedGrads, list[int]] = weakref.WeakKeyDictionary()
 
 
 def assign_owners(shards: ShardedGrads, indices: Iterable[int]) -> dict[int, int]:
-    """Give each of some parameters an owner. All ranks call this for the same ones, in the same order of calls.
+    """Assign an owner to each of some parameters. All ranks call this for the same ones, in the same order of calls.
+
+    [Note: largest first] Parameters are assigned from the largest to the smallest, each to the rank that owns the
+    fewest elements so far. So the ranks own about the same, unless one parameter alone is more than a rank's share, and
+    all ranks find the same owners without communication. An owner stays, because the state is there. The optimizers of
+    one model share the loads: with one optimizer per parameter, all would go to rank 0 otherwise.
 
     Args:
         shards: Of the model that the parameters belong to.
@@ -63,90 +50,126 @@ def assign_owners(shards: ShardedGrads, indices: Iterable[int]) -> dict[int, int
     return owners
 
 
-class OwnedStateOfModel(StateOfModel):
-    """The state of the parameters that this rank owns."""
+class OwnedState(ShardedState):
+    """The state of the parameters that this rank owns.
+
+    The gradients of such parameters are all-reduced whole: an owner needs all of one, and a reduction of each to its
+    owner would send half as much, but in a collective of its own.
+
+    [Note: also at its owner] Between steps ``optimizer.state`` shows lazy tensors at the owner, too, whose content is a
+    copy. A script that changes state by hand does so on all ranks, one earlier than the other; the later one must find
+    what there was, not what the owner has made of it. The next step takes over what it finds. Only the owner knows what
+    state a parameter has: names, shapes, and numbers that are no tensors. The others ask when it first appears. For
+    classes that are known by name only, whose state may change its format and whose numbers of steps may be Python's,
+    they ask after every step (``steady=False``).
+    """
+
+    steady = True
 
     def __init__(self, shards: ShardedGrads, number: int) -> None:
         self._owners: dict[int, int] = {}
         self._owned: dict[int, dict[Any, Any]] = {}  # state of parameters, as after the last step
-        self._shown: dict[int, dict[Any, Any]] = {}  # what stands for this rank's tensors, while those are in place
+        self._stood: dict[int, dict[Any, Any]] = {}  # the lazy tensors of a state, while this rank's are in place
         super().__init__(shards, number)  # from here on peers ask
 
-    def owners(self, indices: Iterable[int]) -> list[int]:
-        """Return the ranks that own some parameters, which get one now if they have none; the same on all ranks."""
-        ones = list(indices)
-        new = sorted(index for index in ones if index not in self._owners)
+    @staticmethod
+    def can_divide(shards: ShardedGrads, index: int) -> bool:
+        """Return whether a parameter may be updated by one rank for all."""
+        return shards.can_be_sharded(index)
+
+    def owners_of(self, indices: Iterable[int]) -> list[int]:
+        """Return the ranks that own some parameters, assigned now if they have none; the same on all ranks."""
+        wanted = list(indices)
+        new = sorted(index for index in wanted if index not in self._owners)
         self._owners |= assign_owners(self._shards, new)
-        return [self._owners[index] for index in ones]
+        return [self._owners[index] for index in wanted]
 
     # ---------------------------------------------------------------- around a step
 
-    def put_parts(self, part: ShardedParam, states: States, stand_in: Tensor | None) -> None:
-        """Put this rank's tensors in place."""
-        state = states.get(part.param)
-        if state is not None:
-            self.cut_whole(part.param, state)
-            if stand_in is not None:
-                self._shown[part.index] = shown = {
-                    name: value for name, value in state.items() if self._is_shown((part.index, name), value)
+    @contextmanager
+    def swapped_in(self, params: Sequence[ShardedParam], states: States) -> Iterator[Shown]:
+        """Put this rank's tensors in place for the time of a step; the optimizer sees its own parameters only."""
+        with super().swapped_in(params, states) as shown:
+            yield shown
+        COUNTERS.params_owned += len(params) - len(shown)
+
+    def _choose_shown(self, params: Sequence[ShardedParam]) -> tuple[Shown, Swapped]:
+        for one, owner in zip(params, self.owners_of(one.index for one in params), strict=True):
+            one.owner = owner
+        # Its own parameters stand in for themselves: what users' classes know of them stays true.
+        shown: Shown = {id(one.param): None for one in params if not self._owns(one.index)}
+        return shown, [(one, one.param) for one in params]
+
+    def _swap_in(self, swapped: Swapped, states: States) -> None:
+        for one, _ in swapped:
+            state = states.get(one.param)
+            if state is None:
+                continue
+            self._shard_whole(one.param, state)
+            if self._owns(one.index):
+                self._stood[one.index] = stood = {
+                    name: value for name, value in state.items() if self._stands(one.index, name, value)
                 }
-                state.update({name: self._parts[part.index, name] for name in shown})
+                state.update({name: self._local[one.index, name] for name in stood})
 
-    def take_parts(self, part: ShardedParam, states: States, stand_in: Tensor | None) -> None:
-        """Leave placeholders for them again."""
-        state = states.get(part.param)
-        if stand_in is None or state is None:
-            self._owned.pop(part.index, None)
-        else:
-            shown = self._shown.pop(part.index, {})
-            for name, value in state.items():
-                if _is_kept(value):
-                    self._parts[part.index, name] = value
-                    self._leave_placeholder((part.index, name), StateFormat.of(value), state, shown.get(name))
-            self._owned[part.index] = state
+    def _stands(self, index: int, name: Any, value: Any) -> bool:
+        """Return whether this stands for a tensor that this rank keeps."""
+        return self._is_own(value) or (bool(self._held) and self._held.get((index, name)) is value)
 
-    def cut_whole(self, param: Tensor, state: dict[Any, Any]) -> None:
-        """Keep a parameter's tensors if it is this rank's, drop them if it is not, and leave placeholders."""
+    def _write_back(self, swapped: Swapped, states: States) -> None:
+        try:
+            while swapped:
+                one, _ = swapped.pop()
+                state = states.get(one.param)
+                if state is None or not self._owns(one.index):
+                    self._owned.pop(one.index, None)
+                    continue
+                stood = self._stood.pop(one.index, {})
+                for name, value in state.items():
+                    if _is_kept(value):
+                        self._local[one.index, name] = value
+                        self._leave_lazy((one.index, name), StateFormat.of(value), state, stood.get(name))
+                self._owned[one.index] = state
+        finally:
+            if swapped:  # one has raised; the others are written back all the same
+                self._write_back(swapped, states)
+
+    def _shard_whole(self, param: Tensor, state: dict[Any, Any]) -> None:
+        """Keep a parameter's tensors if this rank owns it, drop them if not, and leave lazy ones."""
         index = self._index.get(id(param))
         if index is None or index not in self._owners:
             return
-        lazy_tensor.settle(v for v in state.values() if isinstance(v, LazyTensor) and not self._is_ours(v))
+        lazy_tensor.materialize(v for v in state.values() if isinstance(v, LazyTensor) and not self._is_own(v))
         for name, value in state.items():
             if _is_kept(value):
                 key, form, sole = (index, name), StateFormat.of(value), is_unshared(value)
                 if self._owns(index):
-                    self._parts[key] = value.detach() if sole else value.clone()
-                self._leave_placeholder(key, form, state, value, sole=sole)
+                    self._local[key] = value.detach() if sole else value.clone()
+                self._leave_lazy(key, form, state, value, sole=sole)
 
-    def _places(self, key: Key) -> Mapping[int, Shard]:
-        numel = self._forms[key].shape.numel()
+    def _ranges(self, key: Key) -> Mapping[int, Shard]:
+        numel = self._formats[key].shape.numel()
         return {self._owners[key[0]]: Shard(0, numel, numel)}
 
     def _owns(self, index: int) -> bool:
         return self._owners[index] == self._group.rank()
 
-    # ---------------------------------------------------------------- telling the others
+    # ---------------------------------------------------------------- formats
 
-    def learn(self, parts: Iterable[ShardedParam], states: States, *, steady: bool) -> None:
-        """Show the state that others' parameters have after a step, once all ranks have come to its end.
-
-        Args:
-            parts: The parameters of this model that were updated.
-            states: The optimizer's ``state``.
-            steady: Whether its form stays as it was when it appeared.
-        """
-        params = {
-            part.index: part.param
-            for part in parts
-            if not self._owns(part.index) and not (steady and states.get(part.param))
+    def exchange_formats(self, params: Sequence[ShardedParam], states: States) -> None:
+        """Show the state that others' parameters have after a step, once all ranks have come to its end."""
+        asked = {
+            one.index: one.param
+            for one in params
+            if not self._owns(one.index) and not (self.steady and states.get(one.param))
         }
-        if not params:
+        if not asked:
             return
-        question = {"edition": self.editions.version, "forms": list(params)}
-        owners = sorted({self._owners[index] for index in params})
+        question = {"edition": self._versions.version, "forms": list(asked)}
+        owners = sorted({self._owners[index] for index in asked})
         for header, tensors in PeerRpc.for_group(self._group).call(self._topic, question, owners).values():
             for index, form in unpack(header["forms"], tensors, self._shards.params[0].device).items():
-                self._show(index, form, states.setdefault(params[index], {}))
+                self._show(index, form, states.setdefault(asked[index], {}))
 
     def _show(self, index: int, form: Mapping[Any, Any], state: dict[Any, Any]) -> None:
         shown = dict(state)
@@ -154,27 +177,33 @@ class OwnedStateOfModel(StateOfModel):
             state.clear()
         for name, value in form.items():
             if isinstance(value, StateFormat):
-                self._leave_placeholder((index, name), value, state, shown.get(name))
+                self._leave_lazy((index, name), value, state, shown.get(name))
             else:
                 state[name] = value
 
     def _answer(self, question: Mapping[str, Any]) -> tuple[dict[str, Any], list[Tensor]]:
         if "forms" not in question:
             return super()._answer(question)
-        self.editions.wait_for_version(question["edition"], PATIENCE_S)
+        self._versions.wait_for_version(question["edition"], PATIENCE_S)
         wanted = [index for index in question["forms"] if index in self._owned]
-        packed, inside = pack({index: self._form(index) for index in wanted})
+        packed, inside = pack({index: self._format_of(index) for index in wanted})
         if inside:
-            inside = self.editions.read_version(
+            inside = self._versions.read_version(
                 question["edition"], lambda: [copy_to_host(one.contiguous()) for one in inside], PATIENCE_S
             )
         return {"forms": packed}, inside
 
-    def _form(self, index: int) -> dict[Any, Any]:
+    def _format_of(self, index: int) -> dict[Any, Any]:
         return {
-            name: self._forms[index, name] if (index, name) in self._forms and isinstance(value, Tensor) else value
+            name: self._formats[index, name] if (index, name) in self._formats and isinstance(value, Tensor) else value
             for name, value in self._owned[index].items()
         }
+
+
+class NamedOwnedState(OwnedState):
+    """The same for a class that is known by name only: the format of its state may change at every step."""
+
+    steady = False
 
 
 def _is_kept(value: Any) -> bool:

@@ -1,9 +1,4 @@
-"""All-gathers of parameters after a step in which every rank updated its own slice, hidden under what comes next.
-
-[Note: one bucket settles as one] A bucket is gathered by one launch, whose parts cannot be waited for one by one, and
-ranks must launch the same. Whether a parameter can be pending is a question of this rank alone. So the launch is the
-same in any case, and if one parameter cannot be pending, this rank waits for the whole bucket at once.
-"""
+"""The all-gather of parameters after a step in which every rank has updated its shard; it overlaps the next forward."""
 
 from __future__ import annotations
 
@@ -12,12 +7,13 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.nn import Parameter
+from torch.optim import Optimizer
 
 from ovpatch.hookspecs import cache_dir
 from ovpatch.overlap.comm.collectives import AllGather
@@ -28,16 +24,15 @@ from ovpatch.overlap.comm.work import Work, WorkWithEpilogue
 from ovpatch.overlap.copy_engine.registry import attend, gathering
 from ovpatch.overlap.copy_engine.selection import choose
 from ovpatch.overlap.data_parallel.bucket_assignment import layer_of
-from ovpatch.overlap.tensors.pending_param import is_pending, lose, mark, owners_of, plainly, unmark
-from ovpatch.overlap.tensors.shard import Shard, flat, shard_range, shard_view
+from ovpatch.overlap.tensors.pending_param import count_owners, mark_lost, mark_pending, mark_ready, without_modes
+from ovpatch.overlap.tensors.shard import shard_range
 from ovpatch_plugins.dist_optimizer.report import COUNTERS
+from ovpatch_plugins.dist_optimizer.sharded_param import ShardedParam
 
-if TYPE_CHECKING:
-    import torch
-    import torch.distributed as dist
-    from torch.optim import Optimizer
+MIB = 1024 * 1024
 
-    from ovpatch_plugins.dist_optimizer.sharded_param import ShardedParam
+_MIN_BUCKETS = 16  # of a model, as far as they hold more than _MIN_BUCKET_BYTES: there must be something to hide behind
+_MIN_BUCKET_BYTES = MIB
 
 
 class _Arrived(NamedTuple):
@@ -54,29 +49,16 @@ class _Arrived(NamedTuple):
     followers: set[int]
 
 
-class _Padded(NamedTuple):
-    """A parameter that does not divide by the number of ranks is gathered elsewhere, and copied out."""
+class AllGatherBucket:
+    """All-gathers the shards of a bucket's parameters, in the parameters' own memory.
 
-    param: Tensor
-    gathered: Tensor
-
-
-def launch(gathers: Iterable[ParamAllGather]) -> None:
-    """Launch gathers one behind the other; see :meth:`ParamAllGather.launch`."""
-    with plainly():
-        for gather in gathers:
-            gather._launch()
-
-
-class ParamAllGather:
-    """ParamAllGathers the slices of a bucket's parameters, in the parameters' own memory.
-
-    Use it over and over: :meth:`launch` after each step, :meth:`settle` before the next. Readers in between settle by
-    themselves.
+    It is used over and over: :meth:`start_all_gather` after each step, :meth:`finish_all_gather` before the next one.
+    Readers in between wait by themselves. A bucket is one launch, which is the same on all ranks; whether a parameter
+    can be pending differs by rank. So if one parameter cannot, this rank waits for the whole bucket at once.
 
     Args:
-        params: Dense parameters of one dtype and device, each cut by :func:`ovpatch.overlap.tensors.shard.shard_range`.
-        group: The process group, on whose ranks the slices are.
+        params: Dense parameters of one dtype and device, sharded by :func:`ovpatch.overlap.tensors.shard.shard_range`.
+        group: The process group, whose ranks have the shards.
         feature: For labels in profiles.
         name: Of the bucket, for labels in profiles.
         communicator: Over the same ranks, which the backend gathers on; by default the group itself.
@@ -94,142 +76,131 @@ class ParamAllGather:
         self._params = tuple(params)
         self._group, self._world, self._rank = group, group.size(), group.rank()
         self._device = params[0].device
-        self._gather = AllGather(group, self._device, communicator)
+        self._all_gather = AllGather(group, self._device, communicator)
         self._labels = profiler_label(feature, "all_gather", name), profiler_label(feature, "wait", name)
-        self._lock = threading.RLock()  # re-entered if a finaliser or a signal handler reads while we settle
+        self._lock = threading.RLock()  # re-entered if a finaliser or a signal handler reads during the wait
         self._works: Sequence[Work] = []
-        self._padded: list[_Padded] = []
+        self._padded: list[tuple[Tensor, Tensor]] = []  # elements that are copied out of a padded tensor, and that
         self._stream: torch.cuda.Stream | None = None
         self._arrived: _Arrived | None = None
-        # Memory that torch cannot resize was made by another library (``from_numpy()``), which may read it. Asked once:
-        # a later ``numpy()`` looks alike for ever, though its arrays are counted while there are any.
+        # Memory that torch cannot resize was made by another library (from_numpy()), which may read it. Asked once:
+        # after a numpy() it looks alike for ever, though that array is counted while it lives.
         self._foreign = any(not param.untyped_storage().resizable() for param in params)
-        # [Note: owners of a parameter] With these nodes kept, a tensor has as many owners with a graph as without. Who
-        # else is legitimate differs: DDP's C++ reducer is, ours is none, and the former lets go of some after the first
-        # step. So the fewest owners that any parameter of the bucket has ever had are normal, and one more is a
-        # scripted module, or a graph that is still to be run backward.
+        # With these nodes kept, a tensor has as many owners with a graph as without. DDP's C++ reducer owns it, ours
+        # does not, and the former drops some after the first step. So the fewest owners that any parameter of the
+        # bucket ever had are normal; one more is a scripted module, or a graph that is still to run backward.
         self._owners = sys.maxsize
         self._nodes = [torch.autograd.graph.get_gradient_edge(p).node for p in params if p.requires_grad]
 
     @property
     def is_pending(self) -> bool:
-        """Whether a gather has been launched and nobody has waited for it."""
+        """Whether an all-gather was started and has not been waited for."""
         return bool(self._works)
 
-    @property
-    def is_copied(self) -> bool:
-        """Whether copy engines gather, instead of the group's backend."""
-        return gathering(self._group, self._device) is not None
+    def start_all_gather(self) -> str:
+        """Start the collective, which all ranks of the group must call in the same order.
 
-    def launch(self) -> str:
-        """Start gathering: a collective, which all ranks of the group must call in the same order.
-
-        It reads this rank's slices as the current stream leaves them.
+        It reads this rank's shards as the current stream leaves them.
 
         Returns:
-            Nothing if the parameters are pending now, else why not: then they are complete, in stream order.
+            "" if the parameters are pending now, else the reason; then they are complete, in stream order.
 
         Raises:
-            RuntimeError: The last gather has not been settled, so its results would mix with the slices of now.
+            RuntimeError: The last all-gather has not been waited for, so its results would mix with the shards of now.
         """
-        with plainly():
-            return self._launch()
+        with without_modes():
+            return self._start()
 
-    def _launch(self) -> str:
+    def _start(self) -> str:
         if self._world == 1:
             return ""
         with self._lock:
             if self._works:
-                raise RuntimeError("a gather was launched while the last one was under way; call settle() before step")
+                raise RuntimeError(
+                    "ovpatch: an all-gather was started while the last one was in flight; call finish_all_gather() "
+                    "before step"
+                )
             if self._arrived is not None:
                 self._arrived = None  # whose works hold the parameters' memory
                 side_streams.remove_transfer(self, self._device.index)
-            reason = self._mark()
+            if self._foreign:
+                reason = "another library made its memory"
+            else:
+                self._owners = min(self._owners, count_owners(self._params))
+                reason = mark_pending(self._params, self.finish_all_gather, owners=self._owners)
             try:
-                self._start()
-            except BaseException:  # a KeyboardInterrupt, too: nobody would ever bring what is marked
-                self._unmark()
+                self._launch()
+            except BaseException:  # a KeyboardInterrupt, too: nothing would ever arrive
+                mark_ready(self._params)
                 raise
             if reason:
-                self.settle()
+                self.finish_all_gather()
             return reason
 
-    def settle(self) -> None:
-        """Make the caller's stream, launch's and all that are current in some thread wait for the values.
+    def _launch(self) -> None:
+        if self._device.type == "cuda":
+            self._stream = torch.cuda.current_stream(self._device)
+        outputs, inputs = [], []
+        for param in self._params:
+            data = param.data
+            numel = data.numel()
+            elements, shard = data.as_strided((numel,), (1,)), shard_range(numel, self._world, self._rank)
+            begin, end = self._rank * shard.size, (self._rank + 1) * shard.size
+            if shard.size * self._world == numel:
+                gathered = elements
+            else:
+                gathered = elements.new_empty(shard.size * self._world)
+                gathered[begin : begin + shard.numel].copy_(elements[shard.begin : shard.end])
+                self._padded.append((elements, gathered))
+            outputs.append(gathered)
+            inputs.append(gathered[begin:end])
+        with profiler_span(self._labels[0]):
+            self._works = self._all_gather(outputs, inputs)
 
-        No collective, so on any rank, by any thread, in any mode.
+    def finish_all_gather(self) -> None:
+        """Make the caller's stream, that of the start, and all that are current in some thread wait for the values.
+
+        It is no collective: any rank, any thread, in any mode.
         """
         with self._lock:
             if not self._works:
                 return
             try:
-                with plainly(), profiler_span(self._labels[1]):
+                with without_modes(), profiler_span(self._labels[1]):
                     self._wait()
             except RuntimeError as error:  # of the collective
-                for param in self._params:
-                    if is_pending(param):
-                        lose(param, self.settle, error)
+                mark_lost(self._params, self.finish_all_gather, error)
                 raise
-            self._unmark()
+            mark_ready(self._params)
             self._works = []
             self._padded.clear()
 
-    def _mark(self) -> str:
-        if self._foreign:
-            return "another library made its memory"
-        self._owners = min(self._owners, *map(owners_of, self._params))
-        for param in self._params:
-            if reason := mark(param, self.settle, owners=self._owners):
-                self._unmark()
-                return reason
-        return ""
-
-    def _unmark(self) -> None:
-        for param in self._params:
-            unmark(param)
-
-    def _start(self) -> None:
-        with profiler_span(self._labels[0]):
-            pairs = [self._output_and_input(param) for param in self._params]
-            device = self._params[0].device
-            self._stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
-            self._works = self._gather(*zip(*pairs, strict=True))
-
-    def _output_and_input(self, param: Parameter) -> tuple[Tensor, Tensor]:
-        data = param.data
-        numel = data.numel()
-        part = shard_range(numel, self._world, self._rank)
-        if part.size * self._world == numel:
-            return flat(data), shard_view(data, part)
-        return self._padded_copy(flat(data), part)
-
-    def _padded_copy(self, elements: Tensor, part: Shard) -> tuple[Tensor, Tensor]:
-        gathered = elements.new_empty(part.size * self._world)
-        begin = self._rank * part.size
-        gathered[begin : begin + part.numel].copy_(elements[part.begin : part.end])
-        self._padded.append(_Padded(elements, gathered))
-        return gathered, gathered[begin : begin + part.size]
-
     def _wait(self) -> None:
         if self._stream is None:
-            self._take()
+            self._wait_and_copy_out()
             return
         reader = torch.cuda.current_stream(self._device)
         if reader == self._stream:
-            self._take()
+            self._wait_and_copy_out()
         else:
             with quietly_on(self._stream):
-                self._take()
-        copied = self._padded or any(isinstance(work, WorkWithEpilogue) for work in self._works)  # on launch's stream
+                self._wait_and_copy_out()
+        copied = self._padded or any(isinstance(work, WorkWithEpilogue) for work in self._works)  # on that stream
         event = self._stream.record_event() if copied else None
         self._arrived = _Arrived(self._works, event, {self._stream.stream_id})
         for stream in (reader, *side_streams.add_transfer(self, self._stream)):
             self.follow(stream)
 
+    def _wait_and_copy_out(self) -> None:
+        for work in self._works:
+            work.wait()
+        for elements, gathered in self._padded:
+            elements.copy_(gathered[: elements.numel()])
+
     def follow(self, stream: torch.cuda.Stream) -> bool:
         """Make one more stream wait for values that others have waited for; see [Note: streams that have not waited].
 
-        What else was queued on launch's stream is not waited for, unless values were copied there.
+        What else was queued on the stream of the start is not waited for, unless values were copied there.
 
         Returns:
             Whether it has waited by now.
@@ -245,50 +216,12 @@ class ParamAllGather:
         arrived.followers.add(stream.stream_id)
         return True
 
-    def _take(self) -> None:
-        for work in self._works:
-            work.wait()
-        for param, gathered in self._padded:
-            param.copy_(gathered[: param.numel()])
 
+class ParamAllGather:
+    """The all-gather of one optimizer's parameters after its step.
 
-# ParamAllGathers whose optimizer is gone.
-#
-# [Note: orphans] A parameter stays alive until its values have come, which its next reader or its optimizer's next
-# step sees to. If a script drops model and optimizer right after a step, there is neither. So the gathers of an
-# optimizer that is gone are settled before the next step of any other one. Not in the finaliser: that may run in a
-# thread on which the collective itself depends, or while a CUDA graph is captured.
-
-_orphans: list[ParamAllGathers] = []
-
-
-def after(optimizer: Optimizer, gathers: ParamAllGathers) -> None:
-    """Remember gathers once their optimizer is gone."""
-    weakref.finalize(optimizer, _orphans.append, gathers).atexit = False
-
-
-def settle() -> None:
-    """Wait for what dropped optimizers have left under way."""
-    while _orphans:
-        with contextlib.suppress(RuntimeError):  # whoever reads these parameters, if anybody, is told
-            _orphans.pop().settle()
-
-
-# Gathering the parameters of one optimizer after its step.
-#
-# [Note: in forward order] Parameters are gathered in buckets, in the order in which the model registered them, which
-# is mostly that in which forward uses them: the first layers can compute while the last are still on their way. A
-# bucket is waited for when the first of its parameters is read. A small model is cut, too, else there is nothing to
-# hide behind.
-
-MIB = 1024 * 1024
-
-_FEWEST = 16  # buckets of a model, as far as they hold more than _SMALLEST bytes
-_SMALLEST = MIB
-
-
-class ParamAllGathers:
-    """The gathers of one optimizer's parameters.
+    Buckets follow the order in which the model registered its parameters, which is mostly that of forward: the first
+    layers compute while the last ones are in flight. A bucket is waited for when the first of its parameters is read.
 
     Args:
         overlap: Wait for a bucket when it is read; otherwise at once.
@@ -300,81 +233,113 @@ class ParamAllGathers:
     def __init__(self, *, overlap: bool, granularity: str, bucket_mb: float, copy_engines: str) -> None:
         self._overlap, self._granularity, self._capacity = overlap, granularity, bucket_mb * MIB
         self._copy_engines = copy_engines
-        self._of: tuple[tuple[int, int], ...] = ()
-        self._buckets: list[ParamAllGather] = []
-        self._places: Iterable[tuple[dist.ProcessGroup, torch.device]] = ()
+        self._params: Sequence[ShardedParam] = []
+        self._buckets: list[AllGatherBucket] = []
+        self._nbytes = 0
+        self._copied: Iterable[tuple[dist.ProcessGroup, torch.device]] = ()  # where copy engines may gather
 
-    def launch(self, parts: Sequence[ShardedParam]) -> None:
-        """Start to gather; all ranks do so for the same parameters."""
-        which = tuple((id(part.shards), id(part.param)) for part in parts)
-        if which != self._of:
-            self._of, self._buckets = which, []
-            self._places = dict.fromkeys((part.shards.group, part.param.device) for part in parts)
-        if not self._buckets:
-            self._buckets = [self._gather(bucket) for bucket in self._cut(parts)]
-        nbytes = sum(part.param.nbytes for part in parts)  # now: while they are on their way, Python answers
-        copied = self._places if self._copy_engines != "off" else ()
-        for group, device in copied:
+    def start_param_sync(self, params: Sequence[ShardedParam]) -> None:
+        """Start the all-gather; all ranks do so for the same parameters."""
+        if params != self._params or not self._buckets:
+            self._set_buckets(params)
+        for group, device in self._copied:
+            communicator = step_communicator(group, device)
             choose(
                 group,
                 device,
                 self._copy_engines,
                 feature="dist_optimizer",
                 directory=cache_dir(),
-                communicator=step_communicator(group, device),
+                communicator=communicator,
             )
-        launch(self._buckets)
-        for group, device in copied:
+        with without_modes():
+            for bucket in self._buckets:
+                bucket._start()
+                COUNTERS.gathers_overlapped += self._overlap and bool(bucket._works)
+        for group, device in self._copied:
+            if gathering(group, device) is not None:
+                COUNTERS.gathers_copied += sum(b._group is group and b._device == device for b in self._buckets)
             attend(group, device, step_communicator(group, device))
-        COUNTERS.bytes_gathered += nbytes
+        COUNTERS.bytes_gathered += self._nbytes
         COUNTERS.gathers += len(self._buckets)
-        COUNTERS.gathers_copied += sum(gather.is_copied for gather in self._buckets)
-        COUNTERS.gathers_overlapped += sum(gather.is_pending for gather in self._buckets) if self._overlap else 0
         if not self._overlap:
-            self.settle()
+            self.finish_param_sync()
 
-    def settle(self) -> None:
-        """Wait for what is still on its way."""
-        for gather in self._buckets:
-            gather.settle()
+    def finish_param_sync(self) -> None:
+        """Wait for the buckets that are still in flight."""
+        for bucket in self._buckets:
+            if bucket._works:
+                bucket.finish_all_gather()
 
-    def _gather(self, parts: Sequence[ShardedParam]) -> ParamAllGather:
-        shards = parts[0].shards
-        name = shards.names[parts[0].index]
-        communicator = step_communicator(shards.group, parts[0].param.device)
-        return ParamAllGather([part.param for part in parts], shards.group, name=name, communicator=communicator)
+    def _set_buckets(self, params: Sequence[ShardedParam]) -> None:
+        self._params, self._buckets = params, []
+        self._nbytes = sum(one.param.nbytes for one in params)
+        places = dict.fromkeys((one.shards.group, one.param.device) for one in params)
+        if self._copy_engines != "on":  # "auto" measures on CUDA only
+            places = {place: None for place in places if self._copy_engines == "auto" and place[1].type == "cuda"}
+        self._copied = tuple(places)
+        divided: list[list[ShardedParam]] = []
+        for alike in group_alike(params, self._kind):
+            divided += split_by_size(alike, self._capacity_for(alike)) if self._granularity == "size" else [alike]
+        self._buckets = [self._make_bucket(bucket) for bucket in divided]
 
-    def _cut(self, parts: Sequence[ShardedParam]) -> Iterator[list[ShardedParam]]:
-        for ones in alike(parts, self._kind):
-            yield from by_size(ones, self._capacity_for(ones)) if self._granularity == "size" else [ones]
+    def _make_bucket(self, params: Sequence[ShardedParam]) -> AllGatherBucket:
+        shards, first = params[0].shards, params[0]
+        return AllGatherBucket(
+            [one.param for one in params],
+            shards.group,
+            name=shards.names[first.index],
+            communicator=step_communicator(shards.group, first.param.device),
+        )
 
-    def _capacity_for(self, parts: Sequence[ShardedParam]) -> float:
-        sixteenth = sum(part.param.nbytes for part in parts) / _FEWEST
-        return min(self._capacity, max(_SMALLEST, sixteenth)) if self._overlap else self._capacity
+    def _capacity_for(self, params: Sequence[ShardedParam]) -> float:
+        fraction = sum(one.param.nbytes for one in params) / _MIN_BUCKETS
+        return min(self._capacity, max(_MIN_BUCKET_BYTES, fraction)) if self._overlap else self._capacity
 
-    def _kind(self, part: ShardedParam) -> tuple[Hashable, ...]:
-        layer = layer_of(part.shards.names[part.index]) if self._granularity == "layer" else ""
-        return layer, part.param.dtype
-
-
-def alike(parts: Sequence[ShardedParam], kind: Callable[[ShardedParam], Hashable]) -> Iterable[list[ShardedParam]]:
-    """Return the parameters of each model and kind, in registration order, each kind where the first of it stands."""
-    ones: dict[Hashable, list[ShardedParam]] = {}
-    models = list(dict.fromkeys(part.shards for part in parts))
-    for part in sorted(parts, key=lambda part: (models.index(part.shards), part.index)):
-        ones.setdefault((part.shards, kind(part)), []).append(part)
-    return ones.values()
+    def _kind(self, param: ShardedParam) -> tuple[Hashable, ...]:
+        layer = layer_of(param.shards.names[param.index]) if self._granularity == "layer" else ""
+        return layer, param.param.dtype
 
 
-def by_size(parts: Iterable[ShardedParam], capacity: float) -> Iterator[list[ShardedParam]]:
-    """Yield buckets of at most ``capacity`` bytes; a parameter that is larger is one by itself."""
+def group_alike(
+    params: Sequence[ShardedParam], kind: Callable[[ShardedParam], Hashable]
+) -> Iterable[list[ShardedParam]]:
+    """Return the parameters of each model and kind, in registration order, each kind where its first one stands."""
+    found: dict[Hashable, list[ShardedParam]] = {}
+    models = list(dict.fromkeys(one.shards for one in params))
+    for one in sorted(params, key=lambda one: (models.index(one.shards), one.index)):
+        found.setdefault((one.shards, kind(one)), []).append(one)
+    return found.values()
+
+
+def split_by_size(params: Iterable[ShardedParam], capacity: float) -> Iterator[list[ShardedParam]]:
+    """Yield buckets of at most ``capacity`` bytes; a parameter that is larger is a bucket by itself."""
     bucket: list[ShardedParam] = []
     size = 0
-    for part in parts:
-        if bucket and size + part.param.nbytes > capacity:
+    for one in params:
+        if bucket and size + one.param.nbytes > capacity:
             yield bucket
             bucket, size = [], 0
-        bucket.append(part)
-        size += part.param.nbytes
+        bucket.append(one)
+        size += one.param.nbytes
     if bucket:
         yield bucket
+
+
+# All-gathers whose optimizer is gone. A parameter stays alive until its values have arrived, which its next reader or
+# its optimizer's next step waits for. If a script drops model and optimizer right after a step, there is neither, so
+# the next step of any other optimizer waits. Not the finaliser: it may run in a thread on which the collective itself
+# depends, or while a CUDA graph is captured.
+orphans: list[ParamAllGather] = []
+
+
+def finish_when_dropped(optimizer: Optimizer, gather: ParamAllGather) -> None:
+    """Have the next step of any optimizer wait for an all-gather once its own optimizer is gone."""
+    weakref.finalize(optimizer, orphans.append, gather).atexit = False
+
+
+def finish_orphans() -> None:
+    """Wait for what dropped optimizers have left in flight."""
+    while orphans:
+        with contextlib.suppress(RuntimeError):  # readers of these parameters get the error
+            orphans.pop().finish_param_sync()

@@ -1,9 +1,8 @@
-"""Copies of whole parameters from the rank that has updated them to all others."""
+"""The broadcast of parameters after a step in which each was updated by one rank, its owner."""
 
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
-from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -14,19 +13,18 @@ from ovpatch.overlap.comm.collectives import Broadcast
 from ovpatch.overlap.comm.step_communicator import step_communicator
 from ovpatch.overlap.comm.streams import profiler_label, profiler_span
 from ovpatch.overlap.comm.work import Work
-from ovpatch.overlap.tensors.pending_param import plainly
-from ovpatch.overlap.tensors.shard import flat
-from ovpatch_plugins.dist_optimizer.param_all_gather import MIB, alike, by_size
+from ovpatch.overlap.tensors.pending_param import without_modes
+from ovpatch.overlap.tensors.shard import flat_view
+from ovpatch_plugins.dist_optimizer.param_all_gather import MIB, group_alike, split_by_size
 from ovpatch_plugins.dist_optimizer.report import COUNTERS
-
-if TYPE_CHECKING:
-    from ovpatch_plugins.dist_optimizer.sharded_param import ShardedParam
+from ovpatch_plugins.dist_optimizer.sharded_param import ShardedParam
 
 
-class ParamBroadcast:
-    """Hands out one owner's parameters, together: a parameter alone in its own memory, several through a flat copy.
+class BroadcastBucket:
+    """Broadcasts parameters of one owner: one parameter in its own memory, several through a flat buffer.
 
-    Use it over and over: :meth:`start` after each step, then :meth:`finish`, both on the same stream.
+    It is used over and over: :meth:`start_broadcast` after each step, then :meth:`finish_broadcast`, both on the same
+    stream.
 
     Args:
         params: Dense parameters of one dtype and device.
@@ -49,11 +47,11 @@ class ParamBroadcast:
         self._is_owner = group.rank() == owner
         self._broadcast = Broadcast(group, owner)
         self._labels = profiler_label(feature, "broadcast", name), profiler_label(feature, "wait", name)
-        self._under_way: tuple[Work, Tensor] | None = None
+        self._in_flight: tuple[Work, Tensor] | None = None
 
-    def start(self) -> None:
-        """Start: a collective, which all ranks of the group must call in the same order."""
-        with plainly(), profiler_span(self._labels[0]):
+    def start_broadcast(self) -> None:
+        """Start the collective, which all ranks of the group must call in the same order."""
+        with without_modes(), profiler_span(self._labels[0]):
             elements = self._elements()
             if len(elements) == 1:
                 sent = elements[0]
@@ -61,31 +59,28 @@ class ParamBroadcast:
                 sent = torch.cat(elements)
             else:
                 sent = elements[0].new_empty(sum(map(len, elements)))
-            self._under_way = self._broadcast(sent), sent
+            self._in_flight = self._broadcast(sent), sent
 
-    def finish(self) -> None:
+    def finish_broadcast(self) -> None:
         """Make the current stream wait for the values."""
-        assert self._under_way is not None
-        with plainly(), profiler_span(self._labels[1]):
-            work, received = self._under_way
-            self._under_way = None
+        assert self._in_flight is not None
+        with without_modes(), profiler_span(self._labels[1]):
+            work, received = self._in_flight
+            self._in_flight = None
             work.wait()
             elements = self._elements()
             if len(elements) > 1 and not self._is_owner:
                 torch._foreach_copy_(elements, received.split([len(one) for one in elements]))
 
     def _elements(self) -> list[Tensor]:
-        return [flat(param.data) for param in self._params]
+        return [flat_view(param.data) for param in self._params]
 
 
-# Handing out the parameters of one optimizer after a step in which each was updated by its owner alone.
-#
-# [Note: a window of two] Small parameters of one owner travel together, in a flat copy. The next bucket is on its way
-# while the last is copied out, and no more than these two take memory.
+class ParamBroadcast:
+    """The broadcast of one optimizer's parameters after its step.
 
-
-class ParamBroadcasts:
-    """What gives one optimizer's parameters to the ranks that do not own them.
+    Small parameters of one owner travel together in a flat buffer. One bucket is in flight while the last one is copied
+    out, and no more than these two take memory.
 
     Args:
         bucket_mb: How many MiB of parameters go together.
@@ -93,34 +88,36 @@ class ParamBroadcasts:
 
     def __init__(self, bucket_mb: float) -> None:
         self._capacity = bucket_mb * MIB
-        self._of: tuple[tuple[int, int], ...] = ()
-        self._buckets: list[ParamBroadcast] = []
+        self._params: Sequence[ShardedParam] = []
+        self._buckets: list[BroadcastBucket] = []
+        self._nbytes = 0
 
-    def launch(self, parts: Sequence[ShardedParam]) -> None:
-        """Hand out, and wait; all ranks do so for the same parameters."""
-        which = tuple((id(part.shards), part.index) for part in parts)
-        if which != self._of:
-            kinds = alike(parts, _kind)
-            self._of, self._buckets = which, [_handout(b) for ones in kinds for b in by_size(ones, self._capacity)]
+    def start_param_sync(self, params: Sequence[ShardedParam]) -> None:
+        """Broadcast, and wait; all ranks do so for the same parameters, whose owners stay the same."""
+        if params != self._params or not self._buckets:
+            self._params, self._buckets = params, []
+            self._nbytes = sum(one.param.nbytes for one in params)
+            divided = [b for alike in group_alike(params, _kind) for b in split_by_size(alike, self._capacity)]
+            self._buckets = [_make_bucket(bucket) for bucket in divided]
         for last, bucket in zip([None, *self._buckets], [*self._buckets, None], strict=True):
             if bucket is not None:
-                bucket.start()
+                bucket.start_broadcast()
             if last is not None:
-                last.finish()
-        COUNTERS.bytes_gathered += sum(part.param.nbytes for part in parts)
+                last.finish_broadcast()
+        COUNTERS.bytes_gathered += self._nbytes
         COUNTERS.gathers += len(self._buckets)
 
-    def settle(self) -> None:
-        """Do nothing: nothing stays under way."""
+    def finish_param_sync(self) -> None:
+        """Do nothing: nothing stays in flight."""
 
 
-def _kind(part: ShardedParam) -> Hashable:
-    return part.owner, part.param.dtype
+def _kind(param: ShardedParam) -> Hashable:
+    return param.owner, param.param.dtype
 
 
-def _handout(parts: Sequence[ShardedParam]) -> ParamBroadcast:
-    shards, owner = parts[0].shards, parts[0].owner
+def _make_bucket(params: Sequence[ShardedParam]) -> BroadcastBucket:
+    shards, owner = params[0].shards, params[0].owner
     assert owner is not None
-    name = shards.names[parts[0].index]
-    communicator = step_communicator(shards.group, parts[0].param.device)
-    return ParamBroadcast([part.param for part in parts], communicator, owner, name=name)
+    name = shards.names[params[0].index]
+    communicator = step_communicator(shards.group, params[0].param.device)
+    return BroadcastBucket([one.param for one in params], communicator, owner, name=name)

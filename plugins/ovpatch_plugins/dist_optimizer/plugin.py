@@ -40,25 +40,25 @@ def ovpatch_register(patches: Registrar, options: Mapping[str, Any]) -> None:
     """Register the patches."""
     from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-    from ovpatch.overlap.tensors.pending_param import noting_views
+    from ovpatch.overlap.tensors.pending_param import wrap_unflatten
     from ovpatch.overlap.tensors.read_hooks import READ_HOOKS
-    from ovpatch_plugins.dist_optimizer.clip_grad import wrap_clip, wrap_norm, wrap_unscale
+    from ovpatch_plugins.dist_optimizer.clip_grad import wrap_clip, wrap_clip_grad_norm, wrap_norm, wrap_unscale
     from ovpatch_plugins.dist_optimizer.supported_optimizers import with_a_step
-    from ovpatch_plugins.dist_optimizer.takeover import Steps, wrap_destroy
+    from ovpatch_plugins.dist_optimizer.takeover import StepPatches, wrap_destroy
 
     if options["overlap_param_gather"]:
         for target, wrap, why, optional in READ_HOOKS:
             patches.register_patch(target, wrap=wrap, optional=optional, why=why)
         patches.register_patch(
             "torch.distributed.tensor.parallel.ddp._unflatten_tensor",
-            wrap=noting_views,
+            wrap=wrap_unflatten,
             optional=True,
             why="makes the DTensors that stand in parameters' places under DistributedDataParallel(device_mesh=)",
         )
-    steps = Steps(options)
+    steps = StepPatches(options)
     patches.register_hook(
         "optimizer step",
-        lambda: register_optimizer_step_pre_hook(steps.notice),
+        lambda: register_optimizer_step_pre_hook(steps.before_step),
         why="sees optimizers whose step is not patched, which are reported",
     )
     patches.register_patch(
@@ -80,6 +80,11 @@ def ovpatch_register(patches: Registrar, options: Mapping[str, Any]) -> None:
             "hooks and closures, which would see slices",
         )
     patches.register_patch(
+        f"{_CLIP}.clip_grad_norm_",
+        wrap=wrap_clip_grad_norm,
+        why="is called by all ranks, so that the functions below it may sum norms by a collective",
+    )
+    patches.register_patch(
         f"{_CLIP}._get_total_norm",
         wrap=wrap_norm,
         why="is what clip_grad_norm_ and get_total_norm call, by whatever name the script imported them",
@@ -88,7 +93,7 @@ def ovpatch_register(patches: Registrar, options: Mapping[str, Any]) -> None:
     patches.register_patch(
         "torch.distributed.distributed_c10d.destroy_process_group",
         wrap=wrap_destroy,
-        why="is where a rank that has finished goes, whose parts others may still need",
+        why="is called by a rank that has finished, whose shards others may still need",
     )
     patches.register_patch(
         "torch.amp.grad_scaler.GradScaler._unscale_grads_",
@@ -99,14 +104,14 @@ def ovpatch_register(patches: Registrar, options: Mapping[str, Any]) -> None:
 
 @hookimpl
 def ovpatch_activate(options: Mapping[str, Any]) -> Sequence[str]:
-    """Let models that are wrapped from now on keep gradients by parts."""
+    """Shard the gradients of models that are wrapped from now on."""
     from ovpatch.overlap.data_parallel.grad_sharder import register_grad_sharder
-    from ovpatch_plugins.dist_optimizer.main_params import smallest
+    from ovpatch_plugins.dist_optimizer.main_params import min_sharded_numel
     from ovpatch_plugins.dist_optimizer.sharded_grads import make_sharded_grads
 
     factory = functools.partial(
         make_sharded_grads,
-        min_numel=functools.partial(smallest, dict(options)),
+        min_numel=functools.partial(min_sharded_numel, dict(options)),
         max_inflight_bytes=options["grads_in_flight_mb"] * 2**20 or math.inf,
     )
     register_grad_sharder(factory, dict(options))
@@ -140,7 +145,7 @@ def ovpatch_counters() -> Mapping[str, int]:
 
 @hookimpl
 def ovpatch_remarks() -> Sequence[str]:
-    """Return which optimizers were left stock, and why; and what was chosen by measurement."""
+    """Return which optimizers were left stock, and why, and what was chosen by measurement."""
     optimizers = sys.modules.get("ovpatch_plugins.dist_optimizer.takeover")
     autotune = sys.modules.get("ovpatch.overlap.autotune")
     remarks = [] if optimizers is None else list(optimizers.remarks())

@@ -10,26 +10,26 @@ class Counters:
     """Totals since the process started.
 
     Attributes:
-        optimizers: Optimizers whose update was divided among ranks.
+        optimizers: Optimizers whose steps are divided among ranks.
         stock_optimizers: Optimizers that were left stock.
         steps: Optimizer steps that were divided.
-        params_updated: Parameters updated by parts, or by one rank for all, summed over steps.
+        params_updated: Parameters updated by shards, or by one rank for all, summed over steps.
         params_owned: Those of them that this rank updated whole, for all ranks.
-        grads_by_parts: Gradients that were reduced and scattered and that nobody had read whole by the step.
-        grads_in_half: Gradients by parts that are averaged in fp32 and were sent in half precision.
-        grads_read: Gradients by parts that this rank put together because somebody read them.
-        gathers: Buckets of parameters gathered, or sent by their owners, after steps.
+        grads_by_parts: Gradients that were reduce-scattered and had not been read by the step.
+        grads_in_half: Sharded gradients that are averaged in fp32 and were sent in half precision.
+        grads_read: Lazy gradients that this rank materialized because the script read them.
+        gathers: Buckets of parameters all-gathered, or broadcast by their owners, after steps.
         gathers_overlapped: Those of them that step() did not wait for.
         gathers_copied: Those of them that the GPUs' copy engines carried.
-        bytes_gathered: Size of the parameters gathered after steps, in bytes.
-        norms: Gradient norms computed from parts.
-        state_reads: Times that somebody wanted whole optimizer state.
+        bytes_gathered: Size of the parameters in them, in bytes.
+        norms: Gradient norms computed from shards.
+        state_reads: Reads of lazy optimizer state.
         bytes_pulled: Optimizer state that peers sent for that, in bytes.
         state_read_ms: How long that took, in milliseconds.
-        state_refilled: Tensors of optimizer state that were put together after a step because a view, or the like, of
-            them is held.
+        state_refilled: Tensors of optimizer state that were filled after a step because a view, or the like, of them is
+            held.
         state_bytes: Optimizer state that this rank keeps, of parameters whose update is divided, in bytes.
-        state_bytes_whole: What of that stock would keep here, in bytes.
+        state_bytes_whole: What stock would keep here of the same, in bytes.
     """
 
     optimizers: int = 0

@@ -18,7 +18,7 @@ from torch import Tensor
 from ovpatch.overlap.peer_rpc.rpc import PeerRpc
 from ovpatch.overlap.peer_rpc.shutdown import KeepAlive
 from ovpatch.overlap.peer_rpc.versioned import VersionedTensors, copy_to_host
-from ovpatch.overlap.tensors.ownership import weakly
+from ovpatch.overlap.tensors.param_state import weak_method
 from ovpatch.overlap.tensors.shard import shard_range
 
 _PATIENCE_S = 600.0  # for a peer that is slower in its backward; the asker's own time-out comes first
@@ -62,7 +62,7 @@ class ShardPeers:
                 for order in (2.0, math.inf):
                     part_norms([torch.zeros(1, dtype=tensor.dtype, device=tensor.device)], order).tolist()
         self._topic = f"gradients of {identity}"
-        weakref.finalize(self, PeerRpc.for_group(self._group).register(self._topic, weakly(self._answer)))
+        weakref.finalize(self, PeerRpc.for_group(self._group).register(self._topic, weak_method(self._answer)))
 
     def pull(self, indices: Sequence[int]) -> dict[int, list[Tensor]]:
         """Return the other ranks' parts of some gradients, padded, on the CPU, by rank."""

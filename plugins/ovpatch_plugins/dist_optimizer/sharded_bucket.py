@@ -13,7 +13,7 @@ from ovpatch.overlap.comm.side_streams import record_streams, side_streams
 from ovpatch.overlap.comm.work import Work
 from ovpatch.overlap.data_parallel.bucket import GradBucket
 from ovpatch.overlap.tensors.metadata_ops import grad_of
-from ovpatch.overlap.tensors.shard import flat
+from ovpatch.overlap.tensors.shard import flat_view
 from ovpatch_plugins.dist_optimizer.half_wire import HalfWire
 from ovpatch_plugins.dist_optimizer.report import COUNTERS
 
@@ -120,7 +120,7 @@ class ShardedGradBucket(GradBucket):
 
     def _padded(self, i: int, piece: Tensor) -> Tensor:
         """Return a tensor that can be cut into equal parts, one per rank."""
-        elements, wanted = flat(piece), self._shards.padded_numel(self.indices[i])
+        elements, wanted = flat_view(piece), self._shards.padded_numel(self.indices[i])
         numel = elements.numel()
         if numel == wanted:
             return elements

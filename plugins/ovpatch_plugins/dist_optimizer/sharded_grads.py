@@ -32,7 +32,8 @@ from ovpatch.overlap.peer_rpc.versioned import VersionedTensors
 from ovpatch.overlap.tensors import lazy_tensor
 from ovpatch.overlap.tensors.lazy_tensor import LazyTensor
 from ovpatch.overlap.tensors.metadata_ops import grad_of
-from ovpatch.overlap.tensors.ownership import WeakParams, forget, is_nobody_elses, is_shared
+from ovpatch.overlap.tensors.ownership import is_freeable_grad, is_shared
+from ovpatch.overlap.tensors.param_state import WeakParams, drop_entry
 from ovpatch.overlap.tensors.shard import Shard, can_be_sharded, shard_range, shard_view, unshard
 from ovpatch_plugins.dist_optimizer.half_wire import HalfWire
 from ovpatch_plugins.dist_optimizer.report import COUNTERS
@@ -122,7 +123,7 @@ class ShardedGrads(GradSharder):
             i not in sparse and can_be_sharded(param, self._world, min_numel(param)) for i, param in enumerate(params)
         ]
         for index, param in enumerate(params):
-            reference = weakref.ref(param, functools.partial(forget, _owners, id(param)))
+            reference = weakref.ref(param, functools.partial(drop_entry, _owners, id(param)))
             _unlisten(param)
             _owners[id(param)] = (reference, weakref.ref(self), index)
 
@@ -187,7 +188,7 @@ class ShardedGrads(GradSharder):
 
     def is_ours(self, grad: Tensor | None) -> bool:
         """Tell whether this is a gradient of which there are only parts."""
-        return lazy_tensor.origin(grad)[0] is self
+        return lazy_tensor.source_of(grad)[0] is self
 
     @property
     def backwards(self) -> int:
@@ -313,7 +314,9 @@ class ShardedGrads(GradSharder):
             return
         held = [(index, grad) for index, reference in self._given.items() if (grad := reference()) is not None]
         self._given.clear()
-        lazy_tensor.settle([grad for index, grad in held if self.is_ours(grad) and grad is not self.params[index].grad])
+        lazy_tensor.materialize(
+            [grad for index, grad in held if self.is_ours(grad) and grad is not self.params[index].grad]
+        )
 
     def come(self) -> None:
         """Say that this rank comes to :meth:`meet` next, and asks no other anything until then."""
@@ -363,7 +366,7 @@ class ShardedGrads(GradSharder):
         grad = grad_of(param)
         self._early.arrived(index, grad)
         if grad is None:
-            grad = param.grad = lazy_tensor.make(param, self, index)
+            grad = param.grad = lazy_tensor.make_lazy(param, self, index)
         elif self.is_ours(grad):
             pass  # it was given up
         elif _may_go(grad, ours=ours):
@@ -371,7 +374,7 @@ class ShardedGrads(GradSharder):
         else:
             self._overdue.append(index)  # somebody holds its memory, and must find the average there
         self._delivered[index] = self._backwards
-        self._given[index] = weakref.ref(grad, functools.partial(forget, _deliveries, id(grad)))
+        self._given[index] = weakref.ref(grad, functools.partial(drop_entry, _deliveries, id(grad)))
         _deliveries[id(grad)] = (self._given[index], weakref.ref(self), index, self._backwards)
 
     def fill_shared_grads(self) -> None:
@@ -400,7 +403,9 @@ class ShardedGrads(GradSharder):
 
     def settle(self) -> None:
         """Put all gradients in place that are still in parts; not those that the running backward reduces."""
-        lazy_tensor.settle(p.grad for i, p in enumerate(self.params) if i not in self._early and self.is_pending(i))
+        lazy_tensor.materialize(
+            p.grad for i, p in enumerate(self.params) if i not in self._early and self.is_pending(i)
+        )
 
     def before_accumulate(self, index: int, *, adds: bool) -> None:
         """Put gradients in place before something is added to one, unless that was given up, which is an error."""
@@ -517,7 +522,7 @@ class _Lost:
 
 def _may_go(grad: Tensor, *, ours: bool) -> bool:
     """Tell whether the memory of a gradient may be given up; by ``ours`` only this process knows it."""
-    return (ours or is_nobody_elses(grad)) and not is_shared(grad)
+    return (ours or is_freeable_grad(grad)) and not is_shared(grad)
 
 
 def _listen(reference: weakref.ref[ShardedGrads]) -> None:

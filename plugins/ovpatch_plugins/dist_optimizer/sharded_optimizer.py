@@ -1,41 +1,29 @@
-"""One optimizer whose work is divided among the ranks.
-
-[Note: innermost] While torch's own ``step`` runs, the optimizer's parameters, their gradients and their state are this
-rank's share, and it gets all back whatever happens. That is done around the class's own ``step`` function, inside of
-everything that others put around it: step hooks, LR schedulers, profilers and closures see all parameters, whole, as
-under stock.
-
-[Note: also after an error] A step may raise on one rank and not on another, whose part is another. The others wait for
-the parameters, so a rank hands on what it has before the error goes up.
-
-[Note: captured steps] A replay of a CUDA graph makes new state, and no host hears of it. Its whole is put together from
-what the hosts of all ranks know to be of the same step; so no step by parts is captured. A script that is going to says
-so by ``capturable=True``, if its optimizer has that, and then this one stays stock (kinds.py).
-"""
+"""One optimizer whose step is divided among the ranks."""
 
 from __future__ import annotations
 
-import abc
-import functools
+import itertools
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import Any, Protocol
 
 import torch
+from torch import Tensor
 from torch.optim import Optimizer
 
 from ovpatch.overlap.comm.streams import is_capturing
+from ovpatch.overlap.peer_rpc import shutdown
+from ovpatch.overlap.tensors import lazy_tensor
+from ovpatch.overlap.tensors.lazy_tensor import LazyTensor
+from ovpatch.overlap.tensors.param_state import weak_method
 from ovpatch_plugins.dist_optimizer import sharded_grads, supported_optimizers
-from ovpatch_plugins.dist_optimizer.main_params import MainParamsOfModel, forget_mains, round_state
-from ovpatch_plugins.dist_optimizer.owned_state import OwnedStateOfModel
-from ovpatch_plugins.dist_optimizer.param_all_gather import ParamAllGathers
-from ovpatch_plugins.dist_optimizer.param_broadcast import ParamBroadcasts
+from ovpatch_plugins.dist_optimizer.main_params import MainParamsState, drop_main_params, round_state
 from ovpatch_plugins.dist_optimizer.report import COUNTERS
 from ovpatch_plugins.dist_optimizer.sharded_grads import ShardedGrads
-from ovpatch_plugins.dist_optimizer.sharded_param import ShardedParam, leaving_out, standing_in
-from ovpatch_plugins.dist_optimizer.sharded_state import ShardedState, ShardedStateOfModel, put_in_order
+from ovpatch_plugins.dist_optimizer.sharded_param import ShardedParam, replaced_params
+from ovpatch_plugins.dist_optimizer.sharded_state import ElementwiseState, ShardedState, Shown
 
 Inner = Callable[..., Any]
 
@@ -54,167 +42,276 @@ IN_BACKWARD = (
     "want to differ"
 )
 
+# A replay of a CUDA graph makes new state, and no host knows. A whole tensor is put together from shards that the hosts
+# of all ranks know to be of the same step. Optimizers with capturable=True stay stock (supported_optimizers.py).
 _CAPTURED = (
     "ovpatch: the step of {} was to be captured into a CUDA graph, but each rank has a part of its state, which could "
     "not be put together after a replay. Make it with capturable=True, if it has that, and it stays stock; or turn "
     "dist_optimizer off."
 )
 
-
 _INSIDE = (
     "ovpatch: state_dict() of {} was called inside of its own update, where each rank has a part of the state, in the "
     "middle of being changed. Call it after step(), or in a step hook; or turn dist_optimizer off."
 )
 
-
-class Exchange(Protocol):
-    """What makes parameters the same on all ranks after a step."""
-
-    def launch(self, parts: Sequence[ShardedParam]) -> None:
-        """Start; all ranks do so for the same parameters."""
-
-    def settle(self) -> None:
-        """Wait for what is still on its way."""
+# How many optimizers have stepped over each model; the same on all ranks, which step in the same order.
+_optimizers_of: weakref.WeakKeyDictionary[ShardedGrads, int] = weakref.WeakKeyDictionary()
 
 
-class ShardedOptimizer(abc.ABC):
-    """What the feature knows of one optimizer.
+class ParamSync(Protocol):
+    """Makes parameters the same on all ranks after a step."""
+
+    def start_param_sync(self, params: Sequence[ShardedParam]) -> None:
+        """Start the collectives; all ranks do so for the same parameters."""
+
+    def finish_param_sync(self) -> None:
+        """Wait for what is in flight."""
+
+
+class ShardedOptimizer:
+    """Divides the steps of one optimizer.
+
+    [Note: innermost] While torch's own ``step`` runs, the optimizer's parameters, their gradients and their state are
+    this rank's shards, and it gets everything back whatever happens. That is done around the class's own ``step``
+    function, inside of all that others put around it: step hooks, LR schedulers, profilers and closures see all
+    parameters, whole, as under stock. The shards are other Parameter objects over the same memory; another thread that
+    looks at the parameters themselves, as one that saves a checkpoint, never sees shards.
 
     Args:
         optimizer: The optimizer; held weakly.
-        exchange: What gives its parameters to all ranks.
-        state: Its state.
+        sync: Makes its parameters the same on all ranks after a step.
+        state_type: Keeps its state, for one model.
         stand_down: Called with the optimizer and the reason when it has to go on as stock.
+        quiet: The class is known to ask other ranks for nothing in its step, so that hosts can meet for the
+            parameters' collective while it computes.
     """
 
     def __init__(
         self,
         optimizer: Optimizer,
-        exchange: Exchange,
-        state: ShardedState[Any],
+        sync: ParamSync,
+        state_type: type[ShardedState],
         stand_down: Callable[[Optimizer, str], None],
+        *,
+        quiet: bool = False,
     ) -> None:
         self._optimizer = weakref.ref(optimizer)
-        self._stand_down = stand_down
-        self._inside = self._agreed = False
-        self._updating = threading.RLock()  # while the optimizer has this rank's share
-        self._exchange = exchange
-        self._state = state
+        self._sync, self._state_type, self._stand_down, self._quiet = sync, state_type, stand_down, quiet
+        self._stepping = self._compared = False
+        self._updating = threading.RLock()  # while the optimizer has this rank's shards
+        self._params: dict[int, ShardedParam] = {}  # by id() of the parameter, as of the last step
+        self._states: dict[ShardedGrads, ShardedState] = {}
+        self._hooks = (
+            optimizer.register_state_dict_post_hook(weak_method(self._fill_state_dict), prepend=True),
+            optimizer.register_load_state_dict_post_hook(weak_method(self._shard_loaded)),
+        )
+
+    @property
+    def is_elementwise(self) -> bool:
+        """Whether each rank updates a shard of every parameter."""
+        return issubclass(self._state_type, ElementwiseState)
 
     def step(self, inner: Inner, *args: Any, **kwargs: Any) -> Any:
-        """Run ``inner``, the class's own step, on this rank's share, and hand on the parameters."""
+        """Run ``inner``, the class's own step, on this rank's shards, then start to synchronise the parameters."""
         optimizer = self._optimizer()
         assert optimizer is not None
-        if self._inside:  # the class's step calls that of a base class
+        if self._stepping:  # the class's step calls that of a base class
             return inner(optimizer, *args, **kwargs)
-        args, kwargs = _with_loss(args, kwargs)
-        self._exchange.settle()  # a second step without a forward in between
-        parts = self.parts(optimizer)
-        if any(is_capturing(device) for device in {part.shards.editions.device for part in parts}):
-            raise RuntimeError(_CAPTURED.format(type(optimizer).__name__))
-        if reason := self._objection(optimizer, parts):
-            self.release()
-            self._stand_down(optimizer, reason)
-            parts = []
-        if not parts:
+        if args or kwargs:
+            args, kwargs = _evaluate_closure(args, kwargs)
+        params = self._prepare_step(optimizer)
+        if not params:
             return inner(optimizer, *args, **kwargs)
-        with torch._C.DisableTorchFunctionSubclass():
-            COUNTERS.grads_by_parts += sum(part.shards.is_pending(part.index) for part in parts)
-        self._state.come()
-        result = self._update(parts, functools.partial(inner, optimizer, *args, **kwargs), optimizer)
+        known = len(optimizer.state)
+        try:
+            with self._updating, self._swapped_in_shards(optimizer, params):  # and written back
+                result = inner(optimizer, *args, **kwargs)
+        except Exception:  # on this rank, perhaps; the others wait for the parameters
+            self._start_param_sync(optimizer, params)
+            raise
+        self._start_param_sync(optimizer, params)
+        put_in_order(optimizer, known)
         COUNTERS.steps += 1
-        COUNTERS.params_updated += len(parts)
+        COUNTERS.params_updated += len(params)
         return result
 
     @contextmanager
     def undivided(self) -> Iterator[None]:
-        """Keep steps from beginning meanwhile; a step that runs in another thread is waited for.
+        """Keep steps from beginning while the block runs; a step that runs in another thread is waited for.
 
         Raises:
             RuntimeError: This thread is inside of the step itself.
         """
         with self._updating:
-            if self._inside:
+            if self._stepping:
                 raise RuntimeError(_INSIDE.format(type(self._optimizer()).__name__))
             yield
 
-    def _objection(self, optimizer: Optimizer, parts: Sequence[ShardedParam]) -> str:
+    def _prepare_step(self, optimizer: Optimizer) -> list[ShardedParam]:
+        """Return the parameters whose update is divided; none if the optimizer goes on as stock."""
+        self._sync.finish_param_sync()  # a second step without a forward in between
+        params = self.params_to_step(optimizer)
+        models = dict.fromkeys([one.shards for one in params])
+        for shards in models:
+            if is_capturing(shards.editions.device):
+                raise RuntimeError(_CAPTURED.format(type(optimizer).__name__))
+        if reason := self._stock_reason(optimizer, models):
+            self.release()
+            self._stand_down(optimizer, reason)
+            return []
+        if not params:
+            return params
+        with torch._C.DisableTorchFunctionSubclass():
+            for one in params:
+                COUNTERS.grads_by_parts += type(one.param.grad) is LazyTensor
+        for state in self._states.values():
+            state.wait_for_readers()
+        for shards in models:
+            if shards not in self._states:
+                self._add_model(optimizer, shards, [one for one in params if one.shards is shards])
+        if self._quiet:
+            for shards in {shards.group: shards for shards in models}.values():
+                shards.come()  # HostBarrier.arrive
+        return params
+
+    def _stock_reason(self, optimizer: Optimizer, models: Mapping[ShardedGrads, None]) -> str:
         """Return why the optimizer has to go on as stock from now on, the same on all ranks; "" if it has not."""
         if torch._C._current_graph_task_id() != -1:
             return IN_BACKWARD
-        if any(part.shards.left for part in parts):
+        if any(shards.left for shards in models):
             return LEFT
-        for shards in dict.fromkeys(part.shards for part in parts):
+        for shards in models:
             shards.tell_if_local()
-        if any(part.shards.local for part in parts):
+        if any(shards.local for shards in models):
             return LOCAL
-        if self._agreed:
+        if self._compared:
             return ""
-        self._agreed = True
+        self._compared = True
         reason = supported_optimizers.rank_mismatch(optimizer)
         COUNTERS.optimizers += not reason
         return reason
 
-    def _update(self, parts: list[ShardedParam], inner: Callable[[], Any], optimizer: Optimizer) -> Any:
-        known = len(optimizer.state)
-        try:
-            with self._updating, self._divided(optimizer, parts), self._being_inside():
-                result = inner()
-        except Exception:
-            self._hand_on(optimizer, parts)
-            self._state.refill()
-            raise
-        self._hand_on(optimizer, parts)
-        self._state.refill()
-        put_in_order(optimizer, known)
-        return result
-
-    def _hand_on(self, optimizer: Optimizer, parts: Sequence[ShardedParam]) -> None:
-        del optimizer
-        # They were changed behind their backs; a graph that still needs the old values must notice.
-        torch.autograd.graph.increment_version([part.param for part in parts])
-        for shards in self._to_meet(parts):
-            shards.meet()
-        self._exchange.launch(parts)
-
-    def _to_meet(self, parts: Sequence[ShardedParam]) -> Iterable[ShardedGrads]:
-        """Return by which hosts meet before the parameters' exchange, one for each process group."""
-        return {part.shards.group: part.shards for part in parts}.values()
-
     @contextmanager
-    def _being_inside(self) -> Iterator[None]:
-        self._inside = True
-        try:
-            yield
-        finally:
-            self._inside = False
+    def _swapped_in_shards(self, optimizer: Optimizer, params: Sequence[ShardedParam]) -> Iterator[None]:
+        """Show the optimizer this rank's shards while the block runs; see [Note: innermost]."""
+        by_model: dict[ShardedGrads, list[ShardedParam]] = {}
+        for one in params:
+            by_model.setdefault(one.shards, []).append(one)
+        with ExitStack() as stack:
+            shown: Shown = {}
+            for shards, of_model in by_model.items():
+                shown |= stack.enter_context(self._states[shards].swapped_in(of_model, optimizer.state))
+            stack.enter_context(replaced_params(optimizer, shown))
+            self._stepping = True
+            try:
+                yield
+            finally:
+                self._stepping = False
 
-    def parts(self, optimizer: Optimizer) -> list[ShardedParam]:
+    def _start_param_sync(self, optimizer: Optimizer, params: Sequence[ShardedParam]) -> None:
+        """Start the collectives that make the parameters the same on all ranks."""
+        # They were changed without autograd; a graph that still needs the old values must notice.
+        torch.autograd.graph.increment_version([one.param for one in params])
+        models = {one.shards: self._states[one.shards] for one in params}
+        try:
+            for shards, state in models.items():
+                state.exchange_formats([one for one in params if one.shards is shards], optimizer.state)
+        finally:  # the others wait for the collective in any case
+            for shards in {shards.group: shards for shards in models}.values():
+                shards.meet()
+            self._sync.start_param_sync(params)
+        for state in self._states.values():
+            state.refill_held()
+
+    def params_to_step(self, optimizer: Optimizer) -> list[ShardedParam]:
         """Return the parameters with a gradient whose update is divided."""
-        found = []
-        with torch._C.DisableTorchFunctionSubclass():  # whatever parameters are now, that they have a gradient is plain
+        known, found, to_step = self._params, {}, []
+        with torch._C.DisableTorchFunctionSubclass():  # pending parameters tell as well whether they have a gradient
             for group in optimizer.param_groups:
                 for param in group["params"]:
                     entry = sharded_grads.find(param)
-                    if entry is not None and self._divides(*entry) and param.grad is not None:
-                        found.append(ShardedParam(param, *entry))
-        return found
+                    if entry is None:
+                        continue
+                    one = known.get(id(param))
+                    if one is None or one.param is not param or (one.shards, one.index) != entry:
+                        if not self._state_type.can_divide(*entry):
+                            continue
+                        one = ShardedParam(param, *entry)
+                    found[id(param)] = one
+                    if param.grad is not None:
+                        to_step.append(one)
+        self._params = found
+        return to_step
 
-    @abc.abstractmethod
-    def _divides(self, shards: ShardedGrads, index: int) -> bool:
-        """Tell whether a parameter's update can be divided, and ask for what that takes of its gradient."""
+    # ---------------------------------------------------------------- state
 
-    @abc.abstractmethod
-    def _divided(self, optimizer: Optimizer, parts: Sequence[ShardedParam]) -> AbstractContextManager[None]:
-        """Show the optimizer nothing but this rank's share, for the time of a step."""
+    def state_of(self, shards: ShardedGrads) -> ShardedState:
+        """Return the state of one model's parameters."""
+        return self._states[shards]
+
+    def _add_model(self, optimizer: Optimizer, shards: ShardedGrads, params: Sequence[ShardedParam]) -> None:
+        """Begin to keep state for one model's parameters."""
+        # Gradients and state that are other shards', as of a model that is wrapped anew, are fetched now: once hosts
+        # have said that they come to the parameters' collective, no rank may ask.
+        held = [one for each in params for one in (each.param.grad, *optimizer.state.get(each.param, {}).values())]
+        own = (shards, *self._states.values())
+        lazy_tensor.materialize(one for one in held if isinstance(one, LazyTensor) and one.source not in own)
+        number = _optimizers_of[shards] = _optimizers_of.get(shards, 0) + 1
+        state = self._states[shards] = self._state_type(shards, number)
+        # A slower peer may still ask when the script has dropped the optimizer here.
+        weakref.finalize(optimizer, shutdown.keep_until_backward, shards.group, state).atexit = False
+
+    def _fill_state_dict(self, _optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
+        """Replace lazy tensors by whole ones on the CPU, fetched together; ``optimizer.state`` keeps its own.
+
+        All else goes to the CPU, too, but for scalars: torch.distributed.checkpoint wants one device.
+        """
+        wanted = [
+            (number, name, value)
+            for number, state in state_dict["state"].items()
+            for name, value in state.items()
+            if isinstance(value, LazyTensor) and isinstance(value.source, ShardedState)
+        ]
+        if not wanted:
+            return
+        copies = {number: _on_cpu(state) for number, state in state_dict["state"].items()}
+        for _, group in itertools.groupby(sorted(wanted, key=_source), key=_source):
+            lazy = list(group)
+            source = lazy[0][2].source
+            assert isinstance(source, ShardedState)
+            for (number, name, _), whole in zip(lazy, source.fetch_to_host([v for *_, v in lazy]), strict=True):
+                copies[number][name] = whole
+        state_dict["state"] = copies
+
+    def _shard_loaded(self, optimizer: Optimizer) -> None:
+        """Shard what was loaded at once: whole state takes the memory that this feature is there to spare."""
+        for state in self._states.values():
+            state.load(optimizer.state)
 
     def release(self) -> None:
         """Make everything whole again: the optimizer goes on as stock."""
-        self._exchange.settle()
-        self._state.release()
+        self._sync.finish_param_sync()
+        for hook in self._hooks:
+            hook.remove()
+        optimizer = self._optimizer()
+        if optimizer is None:
+            return
+        in_fp32 = issubclass(self._state_type, MainParamsState)
+        if in_fp32:
+            drop_main_params(optimizer)
+        leaving = [state for state in self._states.values() if state.say_farewell()]
+        values = [value for state in optimizer.state.values() for value in state.values()]
+        lazy_tensor.materialize(v for v in values if isinstance(v, LazyTensor) and v.source in leaving)
+        if in_fp32:
+            round_state(optimizer)
+        if self.is_elementwise:
+            self.params_to_step(optimizer)
+            for one in self._params.values():
+                one.shards.want(one.index, wanted=False)
 
 
-def _with_loss(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def _evaluate_closure(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Evaluate a closure first, which reads whole parameters and gradients; hand on one that returns its loss."""
     closure = args[0] if args else kwargs.get("closure")
     if closure is None:
@@ -226,113 +323,22 @@ def _with_loss(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any
     return args, kwargs | {"closure": lambda: loss}
 
 
-# An optimizer whose parameters are updated by slices, of which each rank has one.
+def put_in_order(optimizer: Optimizer, known: int) -> None:
+    """Put what has come into ``optimizer.state`` since it had ``known`` entries where stock puts it."""
+    state = optimizer.state
+    if len(state) > known:
+        places = {param: i for i, param in enumerate(p for group in optimizer.param_groups for p in group["params"])}
+        for param in sorted(list(state)[known:], key=lambda param: places.get(param, -1)):
+            state[param] = state.pop(param)
 
 
-class ElementwiseOptimizer(ShardedOptimizer):
-    """What the feature knows of one element-wise optimizer.
-
-    Args:
-        optimizer: The optimizer; held weakly.
-        gathers: What gathers its parameters.
-        stand_down: Called with the optimizer and the reason when it has to go on as stock.
-        quiet: The class is known to ask for nothing in its step that other ranks have.
-        in_fp32: Update parameters of half precision in fp32.
-    """
-
-    def __init__(
-        self,
-        optimizer: Optimizer,
-        gathers: ParamAllGathers,
-        stand_down: Callable[[Optimizer, str], None],
-        *,
-        quiet: bool = False,
-        in_fp32: bool = False,
-    ) -> None:
-        state = ShardedState(optimizer, MainParamsOfModel if in_fp32 else ShardedStateOfModel)
-        super().__init__(optimizer, gathers, state, stand_down)
-        self._quiet, self._in_fp32 = quiet, in_fp32
-
-    def _divides(self, shards: ShardedGrads, index: int) -> bool:
-        return shards.want(index)
-
-    def _update(self, parts: list[ShardedParam], inner: Callable[[], Any], optimizer: Optimizer) -> Any:
-        self._state.take_over(parts)
-        for shards in self._to_meet(parts) if self._quiet else ():
-            shards.come()  # HostBarrier.arrive
-        return super()._update(parts, inner, optimizer)
-
-    @contextmanager
-    def _divided(self, optimizer: Optimizer, parts: Sequence[ShardedParam]) -> Iterator[None]:
-        with standing_in(optimizer, parts) as stand_ins, self._state.written(parts, stand_ins):
-            yield
-
-    def release(self) -> None:
-        """Make everything whole again, and ask for no parts of gradients any more."""
-        optimizer = self._optimizer()
-        if optimizer is None:
-            return super().release()
-        if self._in_fp32:
-            forget_mains(optimizer)
-        super().release()
-        if self._in_fp32:
-            round_state(optimizer)
-        for part in self.parts(optimizer):
-            part.shards.want(part.index, wanted=False)
+def _on_cpu(state: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: _copy_to_cpu(value) if isinstance(value, Tensor) else value for name, value in state.items()}
 
 
-# An optimizer whose parameters are updated whole, each by one rank, its owner.
-#
-# [Note: gradients stay whole] An owner needs a whole gradient, and gradients are all-reduced in buckets under backward.
-# Reducing each to its owner would send half as much, but in a collective of its own for each; and whoever reads one
-# would have to ask for it.
+def _copy_to_cpu(value: Tensor) -> Tensor:
+    return value if value.ndim == 0 or isinstance(value, LazyTensor) else value.cpu()
 
 
-class OwnedParamOptimizer(ShardedOptimizer):
-    """What the feature knows of one optimizer that needs whole parameters.
-
-    Args:
-        optimizer: The optimizer; held weakly.
-        handouts: What hands out its parameters.
-        stand_down: Called with the optimizer and the reason when it has to go on as stock.
-        steady: Whether the form of a parameter's state is known not to change once it is there.
-    """
-
-    def __init__(
-        self,
-        optimizer: Optimizer,
-        handouts: ParamBroadcasts,
-        stand_down: Callable[[Optimizer, str], None],
-        *,
-        steady: bool,
-    ) -> None:
-        self._wholes = ShardedState(optimizer, OwnedStateOfModel)
-        self._steady = steady
-        super().__init__(optimizer, handouts, self._wholes, stand_down)
-
-    def _divides(self, shards: ShardedGrads, index: int) -> bool:
-        return shards.can_be_sharded(index)
-
-    @contextmanager
-    def _divided(self, optimizer: Optimizer, parts: Sequence[ShardedParam]) -> Iterator[None]:
-        for ones in self._by_model(parts).values():
-            owners = self._wholes.model(ones[0].shards).owners(part.index for part in ones)
-            for part, owner in zip(ones, owners, strict=True):
-                part.owner = owner
-        with leaving_out(optimizer, parts) as own, self._wholes.written(parts, own):
-            yield
-        COUNTERS.params_owned += len(own)
-
-    def _hand_on(self, optimizer: Optimizer, parts: Sequence[ShardedParam]) -> None:
-        try:
-            for ones in self._by_model(parts).values():
-                self._wholes.model(ones[0].shards).learn(ones, optimizer.state, steady=self._steady)
-        finally:  # the others wait for the collective in any case
-            super()._hand_on(optimizer, parts)
-
-    @staticmethod
-    def _by_model(parts: Sequence[ShardedParam]) -> dict[int, list[ShardedParam]]:
-        found: dict[int, list[ShardedParam]] = {}
-        for part in parts:
-            found.setdefault(id(part.shards), []).append(part)
-        return found
+def _source(wanted: tuple[Any, str, LazyTensor]) -> int:
+    return id(wanted[2].source)

@@ -1,9 +1,4 @@
-"""What a rank works on in a step, in the place of the parameters: its slices of them, or the whole ones that it owns.
-
-[Note: stand-ins] The parameters themselves stay as they are, for other threads may look at them at any time: a
-checkpoint that is saved in the background must not find slices. An optimizer is given other parameters for the time of
-a step, whose memory is a part of theirs.
-"""
+"""A parameter whose update is divided among the ranks, and what an optimizer is given in its place during a step."""
 
 from __future__ import annotations
 
@@ -15,80 +10,66 @@ import torch
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
-from ovpatch.overlap.tensors.shard import shard_view
 from ovpatch_plugins.dist_optimizer.sharded_grads import ShardedGrads
 
-StandIns = Mapping[int, Parameter]
 
-
-@dataclass
+@dataclass(eq=False)
 class ShardedParam:
-    """A parameter that is updated by parts, or by one rank for all.
+    """A parameter of which each rank updates a shard, or which one rank updates for all.
 
     Attributes:
         param: The parameter.
-        shards: Where its gradient's parts are.
+        shards: The sharded gradients of its model.
         index: Its index there.
         owner: The group rank that updates all of it, where one does.
     """
 
-    param: torch.nn.Parameter
+    param: Parameter
     shards: ShardedGrads
     index: int
     owner: int | None = None
 
-    @property
-    def is_own(self) -> bool:
-        """Whether this rank updates all of it."""
-        return self.owner == self.shards.group.rank()
-
-    @property
-    def delivered(self) -> bool:
-        """Whether the last backward left parts of the gradient on the ranks."""
-        return self.shards.was_delivered(self.index)
+    def __post_init__(self) -> None:
+        self.shard = self.shards.slice(self.index)
 
 
-@contextmanager
-def standing_in(optimizer: Optimizer, parts: Sequence[ShardedParam]) -> Iterator[StandIns]:
-    """Give an optimizer stand-ins for the parameters that are updated by parts.
+def make_shard_params(params: Sequence[ShardedParam]) -> list[Parameter]:
+    """Return this rank's shards of parameters, as parameters with gradients.
 
-    Yields:
-        The stand-ins, by ``id`` of the parameter.
+    The parameters themselves do not change: another thread, which saves a checkpoint, must not find shards.
     """
+    shard_params = []
     with torch.inference_mode(False), torch.no_grad():
-        stand_ins = {id(part.param): _stand_in(part) for part in parts}
-    with _replacing(optimizer, stand_ins):
-        yield stand_ins
+        for one in params:
+            data, grad = one.param.data, one.shards.own_part(one.index)
+            elements = data.as_strided((one.shard.numel,), (1,), data.storage_offset() + one.shard.begin)
+            with torch._C.DisableTorchFunctionSubclass():
+                # What Parameter() does, which read_hooks.py wraps.
+                shard_param: Parameter = torch.Tensor._make_subclass(Parameter, elements, one.param.requires_grad)
+            shard_param.grad = grad
+            shard_params.append(shard_param)
+    return shard_params
 
 
 @contextmanager
-def leaving_out(optimizer: Optimizer, parts: Sequence[ShardedParam]) -> Iterator[StandIns]:
-    """Show an optimizer none of the parameters that other ranks own; groups stay, though they may be empty.
+def replaced_params(optimizer: Optimizer, by: Mapping[int, Parameter | None]) -> Iterator[None]:
+    """Show an optimizer other parameters while the block runs.
 
-    Yields:
-        Those that this rank owns, which stand in for themselves: what users' classes know of them stays true.
+    Args:
+        optimizer: The optimizer.
+        by: By ``id()`` of a parameter, the one that it is replaced by; None leaves it out. Groups stay, though they may
+            be empty.
     """
-    with _replacing(optimizer, {id(part.param): None for part in parts if not part.is_own}):
-        yield {id(part.param): part.param for part in parts if part.is_own}
-
-
-@contextmanager
-def _replacing(optimizer: Optimizer, by: Mapping[int, Parameter | None]) -> Iterator[None]:
     groups = [(group, group["params"]) for group in optimizer.param_groups]
     try:
         for group, params in groups:
-            shown = [by.get(id(param), param) for param in params]
-            group["params"] = [param for param in shown if param is not None]
+            shown = []
+            for param in params:
+                other = by.get(id(param), param)
+                if other is not None:
+                    shown.append(other)
+            group["params"] = shown
         yield
     finally:
         for group, params in groups:
             group["params"] = params
-
-
-def _stand_in(part: ShardedParam) -> Parameter:
-    elements = shard_view(part.param.data, part.shards.slice(part.index))
-    with torch._C.DisableTorchFunctionSubclass():
-        # What Parameter() does, without asking whether there is something to settle.
-        stand_in: Parameter = torch.Tensor._make_subclass(Parameter, elements, part.param.requires_grad)
-    stand_in.grad = part.shards.own_part(part.index)
-    return stand_in

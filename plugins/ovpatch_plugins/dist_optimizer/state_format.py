@@ -1,7 +1,7 @@
-"""What a parameter's state looks like, told to ranks that do not have it.
+"""The format of a parameter's state, sent to ranks that do not have it.
 
-[Note: told as data] Messages between ranks are data that cannot run code, so what an optimizer keeps besides tensors
-has to be numbers, texts and the like, in lists, tuples and dicts. Tensors inside of those travel along whole.
+Messages between ranks are data that cannot run code, so what an optimizer keeps besides tensors has to be numbers,
+texts and the like, in lists, tuples and dicts. Tensors inside of those travel along whole.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class StateFormat:
 
     Attributes:
         shape: Its shape.
-        strides: How it lies in memory, densely.
+        strides: Its strides; it is dense.
         dtype: Type of its elements.
         device: Where it is.
     """
@@ -34,12 +34,12 @@ class StateFormat:
 
     @classmethod
     def of(cls, tensor: Tensor) -> StateFormat:
-        """Return a tensor's form; of one that has holes or overlaps, that of a contiguous copy."""
+        """Return a tensor's format; of one that is not dense, that of a contiguous copy."""
         strides = tensor.stride() if is_dense(tensor) else contiguous_strides(tensor.shape)
         return cls(tensor.shape, strides, tensor.dtype, tensor.device)
 
     def empty(self) -> Tensor:
-        """Return a tensor of this form on the CPU, in new memory."""
+        """Return a tensor of this format on the CPU, in new memory."""
         return torch.empty_strided(self.shape, self.strides, dtype=self.dtype, device="cpu")
 
 
@@ -47,7 +47,7 @@ def pack(state: Mapping[Any, Any]) -> tuple[Any, list[Tensor]]:
     """Return a state as JSON values, and the tensors inside of it. Its keys may be numbers, too.
 
     Raises:
-        TypeError: Something in it cannot be told.
+        TypeError: Something in it cannot be sent.
     """
     tensors: list[Tensor] = []
     return _packed(dict(state), tensors), tensors
@@ -59,7 +59,7 @@ def unpack(packed: Any, tensors: Sequence[Tensor], device: torch.device) -> dict
     Args:
         packed: JSON values.
         tensors: The tensors inside, on the CPU.
-        device: Where tensors are to be that were not on the CPU.
+        device: The device of tensors that were not on the CPU.
     """
     state = _unpacked(packed, tensors, device)
     assert isinstance(state, dict)

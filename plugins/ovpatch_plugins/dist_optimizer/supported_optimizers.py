@@ -1,9 +1,9 @@
-"""Which optimizers can update a parameter by parts, or whole parameters on one rank each.
+"""Which optimizers can update shards of parameters, or whole parameters on one rank each.
 
-[Note: only what is known] An element-wise optimizer computes each element's update from that element's gradient and
-state alone, so it can be given any slice of a parameter. Others need a whole parameter but no other one, so it can be
-updated by one rank for all. Whether a class does so cannot be seen from outside; those of torch are known, and the user
-may name others. A subclass that has a ``step`` of its own may do anything there.
+An element-wise optimizer computes each element's update from that element's gradient and state alone, so it can be
+given any shard of a parameter. Others need a whole parameter but no other one, so one rank can update it for all.
+Whether a class does so cannot be seen from outside: those of torch are known, and the user may name others. A subclass
+with a ``step`` of its own may do anything there.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ ELEMENT_WISE: Final[tuple[type[Optimizer], ...]] = (
     torch.optim.Rprop,
 )
 
-# Not in every version of torch. Which names and tensors a parameter's state has does not change after its first step.
+# Not in every version of torch. The names and tensors of a parameter's state do not change after its first step.
 PER_PARAMETER: Final[tuple[type[Optimizer], ...]] = tuple(
     getattr(torch.optim, name) for name in ("Adafactor", "Muon") if hasattr(torch.optim, name)
 )
@@ -50,10 +50,10 @@ class Kind(enum.Enum):
     """How an optimizer's work is divided among ranks.
 
     Attributes:
-        SLICES: Each rank updates a slice of every parameter; torch's classes.
-        SLICES_NAMED: The same, for a class of which no more is known than that.
+        SLICES: Each rank updates a shard of every parameter; torch's classes.
+        SLICES_NAMED: The same, for a class that the user has named.
         WHOLE: Each rank updates some whole parameters; torch's classes.
-        WHOLE_NAMED: The same, for a class of which no more is known than that.
+        WHOLE_NAMED: The same, for a class that the user has named.
     """
 
     SLICES = enum.auto()
@@ -67,8 +67,8 @@ class Named:
     """Classes that the user has named, as ``module.Class``.
 
     Attributes:
-        element_wise: They may be given slices.
-        per_parameter: They need whole parameters, one by one.
+        element_wise: They may be given shards.
+        per_parameter: They need whole parameters, but each by itself.
     """
 
     element_wise: Sequence[str] = ()
@@ -81,7 +81,7 @@ class Named:
 
 
 def with_a_step(named: Named) -> list[str]:
-    """Return the names of the classes whose ``step`` the others inherit."""
+    """Return the names of the known classes that define ``step``; the others inherit it."""
     known = [cls for cls in (*ELEMENT_WISE, *PER_PARAMETER) if "step" in vars(cls)]
     return list(dict.fromkeys([*map(name_of, known), *named.element_wise, *named.per_parameter]))
 
@@ -118,7 +118,7 @@ def unsupported_reason(optimizer: Optimizer, named: Named) -> str:
     if any(group.get("differentiable") for group in optimizer.param_groups):
         return "differentiable=True differentiates through the update"
     if any(group.get("capturable") for group in optimizer.param_groups):
-        return "capturable=True: it may step inside a CUDA graph, of whose replays nobody hears"
+        return "capturable=True: it may step inside a CUDA graph, whose replays no host sees"
     return ""
 
 
@@ -130,15 +130,6 @@ def name_of(cls: type) -> str:
 def _names(text: str) -> list[str]:
     return [name.strip() for name in text.split(",") if name.strip()]
 
-
-# Whether all ranks have the same work to divide.
-#
-# [Note: the same everywhere] An optimizer may have other parameters on other ranks: ZeroRedundancyOptimizer has such a
-# one inside, and so have scripts that share the work out by hand. What one rank alone updates cannot be gathered from
-# all. So ranks compare, through the store, before an optimizer's first step; where they differ, it stays stock.
-#
-# [Note: twice] An optimizer may have parameters in several process groups. If it stays stock for what was found in one,
-# the others' ranks must know: a second round tells them.
 
 #: How long a rank waits for the others at most, in seconds; one may save a checkpoint first.
 PATIENCE_S = 300.0
@@ -157,24 +148,29 @@ _REMEDY: Final = (
 def rank_mismatch(optimizer: Optimizer) -> str:
     """Return why the ranks cannot divide an optimizer's work; "" if they can, then on all ranks of its groups.
 
-    Every rank calls it at the optimizer's first step, also one that has nothing to divide.
+    [Note: the same everywhere] An optimizer may have other parameters on other ranks, as the one inside of a
+    ZeroRedundancyOptimizer, or that of a script which shares the work out by hand. What one rank alone updates cannot
+    be gathered from all. So ranks compare, through the store, before an optimizer's first step; where they differ, it
+    stays stock. If its parameters are in several process groups, a second round tells the others' ranks.
+
+    Every rank calls this at the optimizer's first step, also one that has nothing to divide.
     """
     found = [sharded_grads.find(param) for group in optimizer.param_groups for param in group["params"]]
     entries = [entry for entry in found if entry is not None]
     reasons: dict[dist.ProcessGroup, str] = {}
     waits = {shards.group: wait_limit_s(shards.group, PATIENCE_S) for shards, _ in entries}
     for group in waits:
-        ones = [entry for entry in entries if entry[0].group is group]
+        of_group = [entry for entry in entries if entry[0].group is group]
         with _warning_when_slow(optimizer, waits[group]):
-            reasons[group] = _ask(group, _terms(optimizer, ones), waits[group])
+            reasons[group] = _compare(group, _terms(optimizer, of_group), waits[group])
     reason = next(filter(None, reasons.values()), "")
     for group in [group for group, failed in reasons.items() if not failed]:
-        reason = _ask(group, {"round": 2}, waits[group], objection=reason) or reason
+        reason = _compare(group, {"round": 2}, waits[group], objection=reason) or reason
     return reason
 
 
-def recognised(optimizer: Optimizer) -> Optimizer | None:
-    """Return the optimizer inside of a ``ZeroRedundancyOptimizer``, which needs no comparison."""
+def inner_optimizer(optimizer: Optimizer) -> Optimizer | None:
+    """Return the optimizer inside of a ``ZeroRedundancyOptimizer``, which is known to differ by rank."""
     module = sys.modules.get("torch.distributed.optim.zero_redundancy_optimizer")
     if module is not None and isinstance(optimizer, module.ZeroRedundancyOptimizer):
         return optimizer.optim  # type: ignore[no-any-return]
@@ -206,7 +202,7 @@ def _warning_when_slow(optimizer: Optimizer, patience: float) -> Iterator[None]:
         timer.cancel()
 
 
-def _ask(group: dist.ProcessGroup, terms: Mapping[str, Any], patience: float, *, objection: str = "") -> str:
+def _compare(group: dist.ProcessGroup, terms: Mapping[str, Any], patience: float, *, objection: str = "") -> str:
     try:
         return check_consistent(group, "dist_optimizer", terms, objection=objection, timeout_s=patience, remedy=_REMEDY)
     except RankMismatchError as error:

@@ -1,4 +1,4 @@
-"""All optimizers in this process: which of them update by parts, and which stay stock, and why."""
+"""Which optimizers of this process divide their steps among the ranks, and which stay stock, and why."""
 
 from __future__ import annotations
 
@@ -18,32 +18,43 @@ from ovpatch.overlap.copy_engine import registry as copies
 from ovpatch.overlap.peer_rpc.rpc import PeerRpc
 from ovpatch.overlap.tensors import lazy_tensor, pending_param
 from ovpatch.overlap.tensors.lazy_tensor import LazyTensor
-from ovpatch_plugins.dist_optimizer import param_all_gather, sharded_grads, supported_optimizers
-from ovpatch_plugins.dist_optimizer.main_params import load_in_fp32
-from ovpatch_plugins.dist_optimizer.param_all_gather import ParamAllGathers
-from ovpatch_plugins.dist_optimizer.param_broadcast import ParamBroadcasts
+from ovpatch_plugins.dist_optimizer import sharded_grads, supported_optimizers
+from ovpatch_plugins.dist_optimizer.main_params import MainParamsState, load_in_fp32
+from ovpatch_plugins.dist_optimizer.owned_state import NamedOwnedState, OwnedState
+from ovpatch_plugins.dist_optimizer.param_all_gather import ParamAllGather, finish_orphans, finish_when_dropped, orphans
+from ovpatch_plugins.dist_optimizer.param_broadcast import ParamBroadcast
 from ovpatch_plugins.dist_optimizer.report import COUNTERS
-from ovpatch_plugins.dist_optimizer.sharded_optimizer import ElementwiseOptimizer, OwnedParamOptimizer, ShardedOptimizer
+from ovpatch_plugins.dist_optimizer.sharded_optimizer import ShardedOptimizer
+from ovpatch_plugins.dist_optimizer.sharded_state import ElementwiseState
 from ovpatch_plugins.dist_optimizer.supported_optimizers import Kind, Named, kind_of, unsupported_reason
 
-# The end of a process group, of which others may still need something.
-
 _log = logging.getLogger("ovpatch.dist_optimizer")
+
+
+_BROADCAST_MB = 64.0  # at a time, of parameters that one rank updates for all: a flat buffer takes as much, twice
+
+_BY_PARTS = "_ovpatch_by_parts"  # an attribute of an optimizer, for Dynamo can look at nothing else
+
+COMPILED = "its step is compiled by now, and a graph reads memory, which whole state and gradients have"
+
+_known: weakref.WeakKeyDictionary[Optimizer, ShardedOptimizer | None] = weakref.WeakKeyDictionary()  # None: stock
+_remarks: list[str] = []
+_strangers: set[str] = set()  # classes of optimizers that stepped and had no parameter of ours
 
 
 def wrap_destroy(original: Callable[..., None]) -> Callable[..., None]:
     """Wrap ``destroy_process_group``: parameters arrive, and peers get what they still ask for, before it is gone.
 
-    A rank that has finished waits for one that still saves a checkpoint, as it does at its own exit. Not if an
-    exception ends it: its peers may wait for it in a collective.
+    A rank that has finished waits for one that still saves a checkpoint, as it does at its own exit; not if an
+    exception ends it, as its peers may wait for it in a collective.
     """
 
     @functools.wraps(original)
     def destroy_process_group(group: Any = None) -> None:
         try:
-            pending_param.settle_all()
+            pending_param.wait_for_all()
         except RuntimeError as error:
-            _log.warning("parameters did not arrive, and who reads them will be told again: %s", error)
+            _log.warning("parameters did not arrive, and their readers will be told again: %s", error)
         ending = None if group is dist.group.WORLD else group
         leaving = not is_exiting_by_error()
         if leaving:
@@ -52,23 +63,12 @@ def wrap_destroy(original: Callable[..., None]) -> Callable[..., None]:
             step_communicator.close_communicators(ending)
         original(group)
         if leaving:
-            copies.forget(ending)  # not before: to give memory back is to wait for whatever runs on the device
+            copies.forget(ending)  # not before: to give memory back is to wait for all that runs on the device
 
     return destroy_process_group
 
 
-_HANDED_MB = 64.0  # at a time, of parameters that one rank updates for all: a flat copy takes as much, twice
-
-_BY_PARTS = "_ovpatch_by_parts"  # an attribute of an optimizer, for Dynamo can look at nothing else
-
-COMPILED = "its step is compiled by now, and a graph reads memory, which whole state and gradients have"
-
-_live: weakref.WeakKeyDictionary[Optimizer, ShardedOptimizer | None] = weakref.WeakKeyDictionary()
-_remarks: list[str] = []
-_strangers: set[str] = set()  # classes of optimizers that stepped and had no parameter of ours
-
-
-class Steps:
+class StepPatches:
     """The patches of ``step`` functions, made for one set of options.
 
     Args:
@@ -92,8 +92,9 @@ class Steps:
                 if getattr(optimizer, _BY_PARTS, False):  # a constant of the graph, which is compiled anew later
                     _make_whole(optimizer)
                 return inner(optimizer, *args, **kwargs)
-            param_all_gather.settle()
-            sharded = self._find(optimizer)
+            if orphans:
+                finish_orphans()
+            sharded = _known.get(optimizer) or self._take_over(optimizer)
             if sharded is None:
                 return inner(optimizer, *args, **kwargs)
             return sharded.step(inner, *args, **kwargs)
@@ -110,7 +111,8 @@ class Steps:
         @functools.wraps(original)
         def load_state_dict(optimizer: Optimizer, *args: Any, **kwargs: Any) -> None:
             load = functools.partial(original, optimizer, *args, **kwargs)
-            if isinstance(self._find(optimizer), ElementwiseOptimizer):
+            sharded = self._take_over(optimizer)
+            if sharded is not None and sharded.is_elementwise:
                 load_in_fp32(optimizer, load)
             else:
                 load()
@@ -122,39 +124,40 @@ class Steps:
 
         @functools.wraps(original)
         def state_dict(optimizer: Optimizer, *args: Any, **kwargs: Any) -> dict[str, Any]:
-            one = sharded(optimizer)
-            if one is None:
+            sharded = find_sharded(optimizer)
+            if sharded is None:
                 return original(optimizer, *args, **kwargs)
-            with one.undivided():
+            with sharded.undivided():
                 return original(optimizer, *args, **kwargs)
 
         return state_dict
 
-    def notice(self, optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
+    def before_step(self, optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
         """Look at an optimizer before its step, as a global step hook: those whose step is not patched are reported."""
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_compiling() or _known.get(optimizer) is not None:
             return
-        inner = supported_optimizers.recognised(optimizer)
-        if inner is not None and inner not in _live and _has_parts(inner):
-            _leave(inner, f"it is inside a {type(optimizer).__name__}, which shares the work out itself")
-        self._find(optimizer)
+        inner = supported_optimizers.inner_optimizer(optimizer)
+        if inner is not None and inner not in _known and _has_sharded_grads(inner):
+            _leave_stock(inner, f"it is inside a {type(optimizer).__name__}, which shares the work out itself")
+        self._take_over(optimizer)
 
-    def _find(self, optimizer: Optimizer) -> ShardedOptimizer | None:
-        if optimizer not in _live:
-            if not _has_parts(optimizer):
+    def _take_over(self, optimizer: Optimizer) -> ShardedOptimizer | None:
+        """Return what divides an optimizer's steps, made at the first call; None if it is stock."""
+        if optimizer not in _known:
+            if not _has_sharded_grads(optimizer):
                 _strangers.add(type(optimizer).__name__)
                 return None  # not now; a model may be wrapped later
             reason = unsupported_reason(optimizer, self.named)
             if reason:
-                _leave(optimizer, reason)
+                _leave_stock(optimizer, reason)
             else:
-                self._say_if_idle(optimizer)
+                self._remark_if_idle(optimizer)
                 setattr(optimizer, _BY_PARTS, True)
-                _live[optimizer] = self._sharded(optimizer)
-        return _live[optimizer]
+                _known[optimizer] = self._make(optimizer)
+        return _known[optimizer]
 
-    def _say_if_idle(self, optimizer: Optimizer) -> None:
-        """Remark that an optimizer has no parameter that can be cut, if so: its steps are stock's."""
+    def _remark_if_idle(self, optimizer: Optimizer) -> None:
+        """Remark that an optimizer has no parameter that can be sharded, if so: its steps are stock's."""
         params = [param for group in optimizer.param_groups for param in group["params"]]
         entries = [entry for entry in map(sharded_grads.find, params) if entry is not None]
         if not any(shards.can_be_sharded(index) for shards, index in entries):
@@ -164,43 +167,38 @@ class Steps:
                 f"parameters is dense and has min_param_numel={minimum} elements (the largest has {largest})"
             )
 
-    def _sharded(self, optimizer: Optimizer) -> ShardedOptimizer:
+    def _make(self, optimizer: Optimizer) -> ShardedOptimizer:
         options = self._options
         bucket_mb = options["gather_bucket_mb"]
         kind = kind_of(type(optimizer), self.named)
         if kind in (Kind.SLICES, Kind.SLICES_NAMED):
-            gathers = ParamAllGathers(
+            gather = ParamAllGather(
                 overlap=options["overlap_param_gather"],
                 granularity=options["gather_granularity"],
                 bucket_mb=bucket_mb,
                 copy_engines=options["copy_engines"],
             )
-            param_all_gather.after(optimizer, gathers)
-            return ElementwiseOptimizer(
-                optimizer,
-                gathers,
-                stand_down=_leave,
-                quiet=kind is Kind.SLICES,
-                in_fp32=options["main_params_in_fp32"],
-            )
-        return OwnedParamOptimizer(
-            optimizer, ParamBroadcasts(min(bucket_mb, _HANDED_MB)), stand_down=_leave, steady=kind is Kind.WHOLE
-        )
+            finish_when_dropped(optimizer, gather)
+            state_type = MainParamsState if options["main_params_in_fp32"] else ElementwiseState
+            return ShardedOptimizer(optimizer, gather, state_type, _leave_stock, quiet=kind is Kind.SLICES)
+        broadcast = ParamBroadcast(min(bucket_mb, _BROADCAST_MB))
+        owned = OwnedState if kind is Kind.WHOLE else NamedOwnedState
+        return ShardedOptimizer(optimizer, broadcast, owned, _leave_stock)
 
 
-def sharded(optimizer: Optimizer) -> ShardedOptimizer | None:
-    """Return what the feature knows of an optimizer that updates by parts, else None."""
-    return _live.get(optimizer)
+def find_sharded(optimizer: Optimizer) -> ShardedOptimizer | None:
+    """Return what divides an optimizer's steps; None if it is stock."""
+    return _known.get(optimizer)
 
 
 def release_all() -> None:
     """Make every optimizer in this process stock again, its state whole."""
-    for optimizer, one in list(_live.items()):
+    for optimizer, one in list(_known.items()):
         vars(optimizer).pop(_BY_PARTS, None)
         if one is not None:
             one.release()
-    _live.clear()
-    param_all_gather.settle()
+    _known.clear()
+    finish_orphans()
 
 
 def remarks() -> list[str]:
@@ -214,25 +212,25 @@ def remarks() -> list[str]:
 
 @torch._disable_dynamo
 def _make_whole(optimizer: Optimizer) -> None:
-    """Make an optimizer stock whose step is compiled; a graph reads memory, of which placeholders have none."""
-    one = _live.get(optimizer)
-    if one is not None:
-        one.release()
-        _leave(optimizer, COMPILED)
+    """Make an optimizer stock whose step is compiled; a graph reads memory, and lazy tensors have none."""
+    sharded = _known.get(optimizer)
+    if sharded is not None:
+        sharded.release()
+        _leave_stock(optimizer, COMPILED)
     with torch._C.DisableTorchFunctionSubclass():
         grads = [param.grad for group in optimizer.param_groups for param in group["params"]]
-    pending = [grad for grad in grads if isinstance(grad, LazyTensor)]
-    lazy_tensor.settle(pending)  # until all ranks have heard that nobody wants gradients by parts any more
-    if one is None and not pending:
+    lazy = [grad for grad in grads if isinstance(grad, LazyTensor)]
+    lazy_tensor.materialize(lazy)  # until all ranks know that no rank wants sharded gradients any more
+    if sharded is None and not lazy:
         vars(optimizer).pop(_BY_PARTS, None)
 
 
-def _has_parts(optimizer: Optimizer) -> bool:
+def _has_sharded_grads(optimizer: Optimizer) -> bool:
     return any(sharded_grads.find(param) is not None for group in optimizer.param_groups for param in group["params"])
 
 
-def _leave(optimizer: Optimizer, reason: str) -> None:
-    _live[optimizer] = None
+def _leave_stock(optimizer: Optimizer, reason: str) -> None:
+    _known[optimizer] = None
     COUNTERS.stock_optimizers += 1
     text = f"{type(optimizer).__name__} stays stock: {reason}"
     if _remark(text):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import Any
 
@@ -110,6 +111,37 @@ def test_all_ranks_find_the_same_bits(ranks, world, read):
     assert results[0]["counters"]["norms"] >= (2 if read == "one" else 5)
     for result in results[1:]:
         compare(results[0]["patched"], result["patched"]).assert_bitwise()
+
+
+# --- references that were taken before ---
+
+HELD = functools.partial(torch.nn.utils.clip_grad_norm_, max_norm=0.05)  # nothing rebinds what is inside
+
+
+def clipped_by(how: str) -> list[Any]:
+    torch.manual_seed(3)
+    model = ddp(nn.Sequential(nn.Linear(6, 11), nn.Tanh(), nn.Linear(11, 3)))
+    opt = torch.optim.SGD(model.parameters(), lr=1e-1)
+    records: list[Any] = []
+    for step in range(STEPS):
+        opt.zero_grad()
+        model(data(step, 4, 6)).square().mean().backward()
+        if how == "held":
+            norm = HELD(model.parameters())
+        elif how == "generator":
+            norm = torch.nn.utils.clip_grad_norm_((p for p in model.parameters()), 0.05)
+        else:
+            norm = torch.nn.utils.clip_grad_norm_(iter(dict(model.named_parameters()).values()), 0.05)
+        opt.step()
+        records.append({"norm": norm, **params(model)})
+    with pytest.warns(UserWarning, match="empty generator"):
+        torch.nn.utils.clip_grad_norm_((p for p in ()), 0.05)
+    return records
+
+
+@pytest.mark.parametrize("how", ["held", "generator", "iterator"])
+def test_clipping_by_any_reference_and_of_any_iterable(ranks, how):
+    check_all(ranks(2)(all_cases, clipped_by, {how: {"how": how}}), check=check_rounded)
 
 
 # --- a gradient that one rank has replaced ---

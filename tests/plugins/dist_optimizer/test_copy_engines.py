@@ -113,17 +113,17 @@ def test_a_rank_that_stays_away_is_noticed(where, noticed):
 
 def test_a_group_that_is_destroyed_gives_its_memory_back_afterwards(monkeypatch):
     calls: list[str] = []
-    for owner, name in ((takeover.pending_param, "settle_all"), (registry, "finish")):
+    for owner, name in ((takeover.pending_param, "wait_for_all"), (registry, "finish")):
         monkeypatch.setattr(owner, name, lambda *_, name=name: calls.append(name))
     monkeypatch.setattr(takeover.PeerRpc, "shutdown_all", lambda group: calls.append("drain"))
     monkeypatch.setattr(registry, "forget", lambda group: calls.append(f"forget {group}"))
     destroy = takeover.wrap_destroy(lambda group: calls.append("destroy"))
     destroy("one")
-    assert calls == ["settle_all", "finish", "drain", "destroy", "forget one"]
+    assert calls == ["wait_for_all", "finish", "drain", "destroy", "forget one"]
     calls.clear()
     monkeypatch.setattr(takeover, "is_exiting_by_error", lambda: True)
     destroy("one")
-    assert calls == ["settle_all", "destroy"], "peers may wait for this process in a collective"
+    assert calls == ["wait_for_all", "destroy"], "peers may wait for this process in a collective"
 
 
 @pytest.mark.gpu(2)

@@ -154,9 +154,9 @@ def over_two_groups() -> tuple[list[Record], int]:
             opt.step()
             records += [params(model) for model in mine]
         dist.barrier()
-        from ovpatch_plugins.dist_optimizer.takeover import sharded
+        from ovpatch_plugins.dist_optimizer.takeover import find_sharded
 
-        return records, sharded(opt) is not None
+        return records, find_sharded(opt) is not None
 
 
 def test_a_disagreement_in_one_group_is_known_in_the_others(ranks):

@@ -290,18 +290,18 @@ def unreadable() -> list[bool]:
         for number in range(4):
             step(model, opt, number)
         (source,) = {v.source for s in opt.state.values() for v in s.values() if isinstance(v, LazyTensor)}
-        takes, raising = source.take_parts, [True]
+        keep, raising = source._keep_made, [True]
 
-        def take_parts(*args: Any) -> None:
-            takes(*args)
+        def keep_made(*args: Any) -> None:
+            keep(*args)
             if raising:
                 raising.pop()
                 raise MemoryError("not really")
 
-        source.take_parts = take_parts
+        source._keep_made = keep_made
         with pytest.raises(MemoryError):
             step(model, opt, 4)
-        del source.take_parts
+        del source._keep_made
         found = [v.clone() for s in opt.state.values() for v in s.values()]
         step(model, opt, 5)
         dist.barrier()

@@ -159,7 +159,7 @@ def shares(kind: str) -> tuple[list[int], int]:
         values = [v for state in opt.state.values() for v in state.values() if isinstance(v, Tensor)]
         assert all(isinstance(value, LazyTensor) for value in values)
         (source,) = {value.source for value in values}
-        kept, everything = sum(part.numel() for part in source._parts.values()), sum(v.numel() for v in values)
+        kept, everything = sum(part.numel() for part in source._local.values()), sum(v.numel() for v in values)
         dist.barrier()
         assert everything == sum(
             v.numel() for s in opt.state_dict()["state"].values() for v in s.values() if isinstance(v, Tensor)
@@ -179,7 +179,7 @@ def test_each_rank_keeps_its_share_of_the_state(ranks, world, kind):
 
 def dealt(numels: list[int]) -> list[int]:
     """Return how many elements each rank owns, when two optimizers share a model's parameters."""
-    from ovpatch_plugins.dist_optimizer.takeover import sharded
+    from ovpatch_plugins.dist_optimizer.takeover import find_sharded
 
     with ovpatch.applied("ddp", "dist_optimizer", options={"dist_optimizer": SMALL | NAMED}):
         model = ddp(nn.ParameterList(torch.ones(numel) for numel in numels))
@@ -191,8 +191,8 @@ def dealt(numels: list[int]) -> list[int]:
             opt.step()
         loads = [0] * dist.get_world_size()
         for opt in opts:
-            for part in sharded(opt).parts(opt):
-                (owner,) = sharded(opt)._wholes.model(part.shards).owners([part.index])
+            for part in find_sharded(opt).params_to_step(opt):
+                (owner,) = find_sharded(opt).state_of(part.shards).owners_of([part.index])
                 loads[owner] += part.param.numel()
         dist.barrier()
     return loads
