@@ -257,14 +257,14 @@ def loop_wrap_during_the_end(group_is_new: bool) -> list[Record]:
         loss = wrapped(data(step, 4, 8)).square().mean()
         reducer = wrapped.reducer
         if not isinstance(reducer, dist.Reducer):
-            launch_rest = reducer._reduction.launch_rest
+            start_grad_sync = reducer._sync.start_grad_sync
 
             def held(*args: Any) -> None:
                 inside.set()
                 go.wait(20)
-                launch_rest(*args)
+                start_grad_sync(*args)
 
-            reducer._reduction.launch_rest = held
+            reducer._sync.start_grad_sync = held
         loss.backward()
         inside.set()
 
