@@ -172,7 +172,7 @@ def numbers(dtype: torch.dtype, m: int, k: int, features: tuple[int, ...]) -> li
         for which, (ours, stock) in enumerate(values):
             if not (ours.float() - stock.float()).norm() <= 1e-2 * stock.float().norm():
                 found.append(f"{name} {which}")
-    return found if COUNTERS.fused > used else [*found, "no kernel was used", *fused_support.objections()]
+    return found if COUNTERS.fused > used else [*found, "no kernel was used", *fused_support.list_objections()]
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
