@@ -181,8 +181,9 @@ class ShardedOptimizer:
             return IN_BACKWARD
         if any(shards.left for shards in models):
             return LEFT
-        for shards in models:
-            shards.tell_if_local()
+        if self._compared:  # until then, other ranks may have nothing to divide here, or never step this optimizer
+            for shards in models:
+                shards.tell_if_local()
         if any(shards.local for shards in models):
             return LOCAL
         if self._compared:

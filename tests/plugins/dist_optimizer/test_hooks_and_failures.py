@@ -19,6 +19,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 import ovpatch
 from ovpatch.overlap.tensors.pending_param import is_pending
+from ovpatch_plugins.dist_optimizer import sharded_grads
 from tests.plugins.ddp.arms import Record, data
 from tests.plugins.dist_optimizer.arms import SMALL
 from tests.plugins.dist_optimizer.checks import all_cases, check_all, ddp, params
@@ -276,6 +277,10 @@ def lost() -> tuple[list[str], bool, bool]:
             model(data(step, 5, 6)).square().mean().backward()
             if step == 0 or dist.get_rank() == 0:
                 opt.step()
+            else:  # rank 1 is lost in its step, after the ranks have told each other whether gradients are local
+                entry = sharded_grads.find(model.module[0].weight)
+                assert entry is not None
+                entry[0].tell_if_local()
         if dist.get_rank() == 0:
             said = [told(model.module[0].weight), told(model.module[0].weight)]
         weight = weakref.ref(model.module[0].weight)
