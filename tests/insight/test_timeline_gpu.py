@@ -75,7 +75,8 @@ def test_every_nanosecond_is_where_a_sweep_finds_it(arm):
         ("gpu-stock", {("nccl all_reduce", ""): 66}),
         (
             "gpu-patched",
-            {("nccl all_reduce", "ovpatch::ddp::all_reduce"): 14, ("nccl all_reduce", "ovpatch::ddp::step_flags"): 1},
+            # Recorded when the step flags were labelled ballots.
+            {("nccl all_reduce", "ovpatch::ddp::all_reduce"): 14, ("nccl all_reduce", "ovpatch::ddp::ballot"): 1},
         ),
     ],
 )

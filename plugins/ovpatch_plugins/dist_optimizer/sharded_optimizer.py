@@ -256,8 +256,7 @@ class ShardedOptimizer:
         # Gradients and state that are other shards', as of a model that is wrapped anew, are fetched now: once hosts
         # have said that they come to the parameters' collective, no rank may ask.
         held = [one for each in params for one in (each.param.grad, *optimizer.state.get(each.param, {}).values())]
-        own = (shards, *self._states.values())
-        lazy_tensor.materialize(one for one in held if isinstance(one, LazyTensor) and one.source not in own)
+        lazy_tensor.materialize(one for one in held if isinstance(one, LazyTensor) and one.source is not shards)
         number = _optimizers_of[shards] = _optimizers_of.get(shards, 0) + 1
         state = self._states[shards] = self._state_type(shards, number)
         # A slower peer may still ask when the script has dropped the optimizer here.
