@@ -1,5 +1,5 @@
 """What features share at run time.
 
-Agreement and votes between ranks, questions to other ranks, gradient ledger, buckets, parts of gradients, placeholders
-and pending parameters, ballots, labels. Nothing here knows of patches or plugins; it needs torch only.
+The packages, from the lowest: ``comm``; ``tensors``, ``symm_mem`` and ``autotune``; ``data_parallel`` and ``peer_rpc``;
+``copy_engine``. They know nothing of patches and plugins, and need torch only.
 """
