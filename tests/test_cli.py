@@ -163,7 +163,7 @@ def test_stock_is_not_compared_with_stock_if_every_feature_is_off(command, monke
     off = {f"OVPATCH_{name.upper()}": "0" for name in names}
     for name, value in (off if how == "one by one" else {"OVPATCH": ",".join(f"-{name}" for name in names)}).items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr(launch, "started", lambda *args, **kwargs: pytest.fail("it ran"))
+    monkeypatch.setattr(launch, "running_command", lambda *args, **kwargs: pytest.fail("it ran"))
     code, _, err = command(runner, "--", "true")
     assert code == ExitCode.USAGE
     assert "there is nothing to compare" in err
@@ -172,7 +172,7 @@ def test_stock_is_not_compared_with_stock_if_every_feature_is_off(command, monke
 @pytest.mark.parametrize("runner", ["verify", "bench", "timeline"])
 def test_a_folder_of_results_that_cannot_be_made_is_a_mistake(command, tmp_path, monkeypatch, runner):
     (tmp_path / "file").write_text("")
-    monkeypatch.setattr(launch, "started", lambda *args, **kwargs: pytest.fail("it ran"))
+    monkeypatch.setattr(launch, "running_command", lambda *args, **kwargs: pytest.fail("it ran"))
     code, _, err = command(runner, "--out", str(tmp_path / "file" / "below"), "--", "true")
     assert code == ExitCode.USAGE
     assert "--out" in err
