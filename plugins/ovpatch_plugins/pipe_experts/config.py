@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
-from ovpatch.overlap.comm.group_state import group_state
 from ovpatch_plugins.pipe_experts.options import DEFAULT_EXCHANGE
 
 if TYPE_CHECKING:
@@ -44,6 +43,8 @@ class MoEConfig:
         """Return the communicator of the combine; all ranks of the group make it at its first use."""
         if not self.multi_stream:
             return group
+        from ovpatch.overlap.comm.group_state import group_state  # loaded with the first layer
+
         # Layers share it: each communicator takes memory on the device.
         return group_state(group).get_or_create(("way back",), lambda: _new_group(group))
 
