@@ -92,7 +92,7 @@ class _Parser(argparse.ArgumentParser):
 
     def _chosen(self, parsed: argparse.Namespace) -> argparse.ArgumentParser:
         choices = next(action.choices for action in self._actions if action.dest == "subcommand")
-        found: argparse.ArgumentParser = choices[parsed.subcommand]  # type: ignore[index]
+        found: argparse.ArgumentParser = choices[parsed.subcommand]  # type: ignore[index]  # a dict
         return found
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:

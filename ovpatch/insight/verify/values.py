@@ -181,8 +181,7 @@ def _keep_tensor(tensor: Tensor) -> KeptValue:
         return _keep_unread(tensor)
     try:
         return _keep_strided(tensor.to_dense() if tensor.layout is not torch.strided else tensor)
-    except (RuntimeError, NotImplementedError, TypeError, ValueError):
-        # Not initialised, or of a class without plain values; torch has no way to ask beforehand.
+    except (RuntimeError, NotImplementedError, TypeError, ValueError):  # uninitialised, or without plain values
         return _keep_unread(tensor)
 
 

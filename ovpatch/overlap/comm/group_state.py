@@ -17,6 +17,7 @@ from collections.abc import Callable, Hashable
 from contextlib import suppress
 from typing import Any, TypeVar
 
+import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
@@ -122,11 +123,16 @@ def group_store(group: dist.ProcessGroup) -> dist.Store | None:
     return None
 
 
-def group_timeout_s(group: dist.ProcessGroup) -> float:
-    """Return the process group's time-out in seconds; torch's default for a backend that has none."""
-    for device in group._device_types:
+def group_timeout_s(group: dist.ProcessGroup, device: torch.device | None = None) -> float:
+    """Return the process group's time-out in seconds; torch's default for a backend that has none.
+
+    Args:
+        group: The process group.
+        device: Whose backend is asked; by default the first that has a time-out.
+    """
+    for one in group._device_types if device is None else (device,):
         with suppress(AttributeError, RuntimeError):
-            backend: Any = group._get_backend(device)
+            backend: Any = group._get_backend(one)
             return float(backend.options._timeout.total_seconds())
     return float(dist.default_pg_timeout.total_seconds())
 

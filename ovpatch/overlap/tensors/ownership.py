@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 #: Returns how many owners a tensor object has; all of Python is one.
-use_count: Final[Callable[[Any], int]] = torch.Tensor._use_count  # type: ignore[attr-defined]
+use_count: Final[Callable[[Any], int]] = torch.Tensor._use_count  # type: ignore[attr-defined]  # no stub
 
 
 def storage_references(tensor: Tensor) -> int:

@@ -86,13 +86,6 @@ def _new_group(group: dist.ProcessGroup, max_ctas: int) -> dist.ProcessGroup:
     return made
 
 
-def timeout_of(group: dist.ProcessGroup, device: torch.device) -> float:
-    """Return for how long collectives of ``group`` wait for other ranks, in seconds."""
-    options: Any = getattr(group._get_backend(device), "options", None)
-    timeout = getattr(options, "_timeout", dist.default_pg_timeout)  # backends other than gloo and NCCL need not tell
-    return float(timeout.total_seconds())
-
-
 def meet_for_late_backward(group: dist.ProcessGroup, model: str, number: int, timeout_s: float) -> None:
     """Wait until every rank runs a further backward through a forward of the same model that was reduced before.
 

@@ -24,6 +24,7 @@ from torch import Tensor
 from torch.autograd.graph import Node
 
 from ovpatch.overlap.comm.collectives import AllReduce
+from ovpatch.overlap.comm.group_state import group_timeout_s
 from ovpatch.overlap.comm.step_flags import StepFlags
 from ovpatch.overlap.comm.streams import profiler_label, profiler_span
 from ovpatch.overlap.comm.work import Work
@@ -36,7 +37,7 @@ from ovpatch_plugins.ddp import errors
 from ovpatch_plugins.ddp.foreign_hooks import ForeignHooks
 from ovpatch_plugins.ddp.logger import StepTimes, StockOnly
 from ovpatch_plugins.ddp.options import ReducerConfig
-from ovpatch_plugins.ddp.process_group import meet_for_late_backward, timeout_of, with_budget
+from ovpatch_plugins.ddp.process_group import meet_for_late_backward, with_budget
 from ovpatch_plugins.ddp.report import COUNTERS, warn_of_create_graph
 
 if TYPE_CHECKING:
@@ -339,7 +340,7 @@ class GradReducer(BackwardReducer, StockOnly):
         if not (self._revisited and self._task.is_alive()):
             self.sharder.local, self.quiet = True, not (self._revisited or self._mode.tracks_usage)
             return False
-        meet_for_late_backward(self._group, self.identity, self._steps, timeout_of(self._group, self._device))
+        meet_for_late_backward(self._group, self.identity, self._steps, group_timeout_s(self._group, self._device))
         self._late = True
         self._arm(self._static_counts)
         COUNTERS.late_backwards += 1

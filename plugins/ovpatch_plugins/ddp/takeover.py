@@ -359,11 +359,11 @@ def _let_threads_go_at_exit() -> None:
 
 def _agree_late(reference: weakref.ref[Wrapper], terms: Mapping[str, Any]) -> None:
     from ovpatch.overlap.comm.consensus import check_consistent
-    from ovpatch_plugins.ddp.process_group import timeout_of
+    from ovpatch.overlap.comm.group_state import group_timeout_s
 
     ddp = reference()
     if ddp is not None:
-        timeout = timeout_of(ddp.process_group, ddp.device)
+        timeout = group_timeout_s(ddp.process_group, ddp.device)
         check_consistent(ddp.process_group, "ddp", terms, timeout_s=timeout)
         _identify(ddp)
 
