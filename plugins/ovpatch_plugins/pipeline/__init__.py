@@ -1,0 +1,1 @@
+"""Feature ``pipeline``: zero-bubble schedules behind ``torch.distributed.pipelining``."""
