@@ -20,19 +20,12 @@ from ovpatch.settings.settings import suggest_name
 
 @dataclass(frozen=True)
 class _Command:
-    """One subcommand; its module is imported when it is used.
+    """One subcommand; its module is imported when it is used."""
 
-    Attributes:
-        module: Name within ``ovpatch.cli``; has both functions.
-        function: Takes the parsed arguments, returns the exit code.
-        help: One line.
-        configure: Declares its arguments.
-    """
-
-    module: str
-    function: str
-    help: str
-    configure: str = "configure"
+    module: str  # name within ``ovpatch.cli``; has both functions
+    function: str  # takes the parsed arguments, returns the exit code
+    help: str  # one line
+    configure: str = "configure"  # declares its arguments
 
 
 COMMANDS: Final = {

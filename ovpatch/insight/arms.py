@@ -25,19 +25,12 @@ _OURS: Final = ("OVPATCH_AUTO", worker_reports.REPORT_DIR, orders.VARIABLE)
 
 @dataclass(frozen=True)
 class Arm:
-    """One way to run the command.
+    """One way to run the command."""
 
-    Attributes:
-        name: Unique in one call of a tool; names the folder.
-        features: Value of ``OVPATCH``: ``0`` for stock, None for that of the user's environment.
-        details: Orders for the tool's worker, as JSON types.
-        variables: More environment variables.
-    """
-
-    name: str
-    features: str | None = None
-    details: Mapping[str, Any] = field(default_factory=dict)
-    variables: Mapping[str, str] = field(default_factory=dict)
+    name: str  # unique in one call of a tool; names the folder
+    features: str | None = None  # value of ``OVPATCH``: ``0`` for stock, None for that of the user's environment
+    details: Mapping[str, Any] = field(default_factory=dict)  # orders for the tool's worker, as JSON types
+    variables: Mapping[str, str] = field(default_factory=dict)  # more environment variables
 
     @property
     def patched(self) -> bool:
@@ -78,26 +71,16 @@ def leave_one_out(arm: Arm, features: Sequence[str], requires: Mapping[str, Coll
 
 @dataclass(frozen=True)
 class Outcome:
-    """The result of an arm.
-
-    Attributes:
-        arm: The arm.
-        folder: Folder with the files of its processes.
-        log: File with the command's output.
-        code: Exit code of the command, as in a shell.
-        seconds: Duration.
-        timed_out: Whether the arm was ended because no process took a step in time.
-        interrupted: Whether a signal ended the arm.
-        stacks: The stacks of each process by its id, if the arm timed out.
-    """
+    """The result of an arm."""
 
     arm: Arm
-    folder: Path
-    log: Path
-    code: int
-    seconds: float
-    timed_out: bool = False
-    interrupted: bool = False
+    folder: Path  # folder with the files of its processes
+    log: Path  # file with the command's output
+    code: int  # exit code of the command, as in a shell
+    seconds: float  # duration
+    timed_out: bool = False  # whether the arm was ended because no process took a step in time
+    interrupted: bool = False  # whether a signal ended the arm
+    # The stacks of each process by its id, if the arm timed out.
     stacks: Mapping[int, str] = field(default_factory=dict)
 
     @cached_property

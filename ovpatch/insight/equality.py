@@ -141,19 +141,14 @@ Scalar: TypeAlias = float | int | complex
 
 @dataclass(frozen=True)
 class Difference:
-    """The outcome of comparing two numbers, or two tensors of one shape and dtype.
+    """The outcome of comparing two numbers, or two tensors of one shape and dtype."""
 
-    Attributes:
-        max_abs: Largest absolute difference between finite values, 0.0 if there is none.
-        finite: False if one side is NaN or infinite where the other is not, or has the other sign of infinity.
-        first: Index of the first value that differs, None if all are equal; for sparse tensors, into the values.
-        values: The two values at that index.
-    """
-
-    max_abs: float = 0.0
+    max_abs: float = 0.0  # largest absolute difference between finite values, 0.0 if there is none
+    # False if one side is NaN or infinite where the other is not, or has the other sign of infinity.
     finite: bool = True
+    # Index of the first value that differs, None if all are equal; for sparse tensors, into the values.
     first: tuple[int, ...] | None = None
-    values: tuple[Scalar, Scalar] | None = None
+    values: tuple[Scalar, Scalar] | None = None  # the two values at that index
 
     @property
     def equal(self) -> bool:
@@ -321,25 +316,17 @@ class Verdict(str, Enum):
 
 @dataclass(frozen=True)
 class Row:
-    """One value of the comparison.
+    """One value of the comparison."""
 
-    Attributes:
-        name: Dotted name.
-        verdict: How it compares.
-        max_abs_diff: Largest absolute difference; infinite if a side is not finite where the other is; None if the
-            values are no numbers or cannot be subtracted.
-        allowed: Largest absolute difference that would have been within noise; None where no noise is tolerated or
-            nothing differs.
-        first_index: Index of the first value that differs.
-        note: What differs, in words.
-    """
-
-    name: str
-    verdict: Verdict
+    name: str  # dotted name
+    verdict: Verdict  # how it compares
+    # Largest absolute difference; infinite if a side is not finite where the other is; None if the values are no
+    # numbers or cannot be subtracted.
     max_abs_diff: float | None = None
+    # Largest absolute difference that would have been within noise; None where no noise is tolerated or nothing differs.
     allowed: float | None = None
-    first_index: tuple[int, ...] | None = None
-    note: str = ""
+    first_index: tuple[int, ...] | None = None  # index of the first value that differs
+    note: str = ""  # what differs, in words
 
     def to_json(self) -> dict[str, Any]:
         """Return the row as JSON types; an infinite difference becomes the text ``inf``."""

@@ -75,15 +75,11 @@ GRACE: Final = 40.0  # seconds; torchrun gives its workers 30 before it kills th
 
 
 class NotStartedError(Exception):
-    """The command could not be started.
-
-    Attributes:
-        exit_code: The exit code of a shell in this case.
-    """
+    """The command could not be started."""
 
     def __init__(self, message: str, exit_code: ExitCode) -> None:
         super().__init__(message)
-        self.exit_code = exit_code
+        self.exit_code = exit_code  # the exit code of a shell in this case
 
 
 def check_executable(command: Sequence[str]) -> None:
@@ -110,18 +106,14 @@ class Command:
             True starts a session (``verify``, ``bench``, ``timeline``), so that the command can be ended with all its
             processes; Ctrl-C is forwarded to the whole group, as a terminal does: a shell alone would wait for its
             child.
-
-    Attributes:
-        interrupted: The forwarded signal that asked the command to end, if any.
-        asked: Number of such signals.
     """
 
     def __init__(self, *, own_session: bool) -> None:
         self._own_session = own_session
         self._process: subprocess.Popen[bytes] | None = None
         self._early: list[int] = []  # signals that arrived before the start
-        self.interrupted: signal.Signals | None = None
-        self.asked = 0
+        self.interrupted: signal.Signals | None = None  # the forwarded signal that asked the command to end, if any
+        self.asked = 0  # number of such signals
 
     def start_process(self, command: Sequence[str], environment: Mapping[str, str], output: int | None) -> None:
         """Start the process.

@@ -28,29 +28,19 @@ _LIVE: Final = (PatchState.APPLIED, PatchState.PENDING)
 
 @dataclass(eq=False)
 class PatchRecord:
-    """One declaration and its state; changes under the write lock.
+    """One declaration and its state; changes under the write lock."""
 
-    Attributes:
-        declared: The patch or hook.
-        state: State at the last change; :meth:`get_status` looks at the slot as well.
-        reason: Why it is in this state.
-        wrappers: The patch in its chains. The last one is current; older ones belong to code from before a reload.
-        shadowed_chains: Chains whose slots could not be restored, because another patch lies over them.
-        handle: Handle of the installed hook.
-        waits_for: Modules whose import may bring the target.
-        applied_order: Position among all applied records; ``revert()`` goes backwards.
-        location: File and line of the stock function.
-    """
-
-    declared: Patch | Hook
-    state: PatchState = PatchState.REGISTERED
-    reason: str = ""
+    declared: Patch | Hook  # the patch or hook
+    state: PatchState = PatchState.REGISTERED  # state at the last change; :meth:`get_status` looks at the slot as well
+    reason: str = ""  # why it is in this state
+    # The patch in its chains. The last one is current; older ones belong to code from before a reload.
     wrappers: list[tuple[WrapperChain, Wrapper]] = field(default_factory=list)
+    # Chains whose slots could not be restored, because another patch lies over them.
     shadowed_chains: list[WrapperChain] = field(default_factory=list)
-    handle: Removable | None = None
-    waits_for: tuple[str, ...] = ()
-    applied_order: int = 0
-    location: str = ""
+    handle: Removable | None = None  # handle of the installed hook
+    waits_for: tuple[str, ...] = ()  # modules whose import may bring the target
+    applied_order: int = 0  # position among all applied records; ``revert()`` goes backwards
+    location: str = ""  # file and line of the stock function
     _calls: int = 0
     _traces: int = 0
 
@@ -155,19 +145,12 @@ def _turn_off(patch: Patch) -> str:
 
 @dataclass(eq=False)
 class SlotPlan:
-    """The patches of one slot that are to be added.
+    """The patches of one slot that are to be added."""
 
-    Attributes:
-        chain: Chain that they join; not installed yet if it is new.
-        slots: Slots that do not hold the chain's entry yet.
-        records: Patches to add.
-        staged: The wrappers of the chain after this plan.
-    """
-
-    chain: WrapperChain
-    slots: list[Slot] = field(default_factory=list)
-    records: list[PatchRecord] = field(default_factory=list)
-    staged: Staged = field(default_factory=list)
+    chain: WrapperChain  # chain that they join; not installed yet if it is new
+    slots: list[Slot] = field(default_factory=list)  # slots that do not hold the chain's entry yet
+    records: list[PatchRecord] = field(default_factory=list)  # patches to add
+    staged: Staged = field(default_factory=list)  # the wrappers of the chain after this plan
 
     @property
     def is_current(self) -> bool:
@@ -208,26 +191,19 @@ class SlotPlan:
 
 @dataclass(eq=False)
 class PatchPlan:
-    """The writes of one ``apply()``.
+    """The writes of one ``apply()``."""
 
-    Attributes:
-        version: Version of the manager at planning.
-        finished: Module whose import hook calls ``apply()``, if one does.
-        slot_plans: Patches to add, by slot.
-        hooks: Hooks to install.
-        handles: Handles of the hooks that are installed.
-        not_applied: Patches that are not applied, with state, reason and the modules that may bring the target.
-        unloaded: Applied patches whose module was removed, with the modules that may bring it back.
-        unreachable: Wrappers that no call reaches any more, because their slot was overwritten.
-    """
-
-    version: int
-    finished: str = ""
-    slot_plans: list[SlotPlan] = field(default_factory=list)
-    hooks: list[tuple[PatchRecord, Hook]] = field(default_factory=list)
+    version: int  # version of the manager at planning
+    finished: str = ""  # module whose import hook calls ``apply()``, if one does
+    slot_plans: list[SlotPlan] = field(default_factory=list)  # patches to add, by slot
+    hooks: list[tuple[PatchRecord, Hook]] = field(default_factory=list)  # hooks to install
+    # Handles of the hooks that are installed.
     handles: list[tuple[PatchRecord, Removable]] = field(default_factory=list)
+    # Patches that are not applied, with state, reason and the modules that may bring the target.
     not_applied: list[tuple[PatchRecord, PatchState, str, tuple[str, ...]]] = field(default_factory=list)
+    # Applied patches whose module was removed, with the modules that may bring it back.
     unloaded: list[tuple[PatchRecord, tuple[str, ...]]] = field(default_factory=list)
+    # Wrappers that no call reaches any more, because their slot was overwritten.
     unreachable: list[tuple[PatchRecord, WrapperChain, Wrapper]] = field(default_factory=list)
 
     @property

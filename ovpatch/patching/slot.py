@@ -287,19 +287,12 @@ def _get_c_method(owner: type, method: str) -> Callable[..., None]:
 
 @dataclass(frozen=True, eq=False)
 class SlotWrite:
-    """One written attribute.
+    """One written attribute."""
 
-    Attributes:
-        owner: Module or class.
-        name: Attribute.
-        old: Raw value before, ``ABSENT`` if the owner inherited it.
-        new: Raw value after.
-    """
-
-    owner: Owner
-    name: str
-    old: Any
-    new: Any
+    owner: Owner  # module or class
+    name: str  # attribute
+    old: Any  # raw value before, ``ABSENT`` if the owner inherited it
+    new: Any  # raw value after
 
     def undo(self) -> bool:
         """Write the old value back; returns False, and writes nothing, if the slot was overwritten since."""

@@ -30,19 +30,12 @@ ABSENT: Final[Any] = type("Absent", (), {"__repr__": lambda self: "<absent>"})()
 
 @dataclass(frozen=True, eq=False)
 class Slot:
-    """An existing attribute of a module or class.
+    """An existing attribute of a module or class."""
 
-    Attributes:
-        owner: Module or class whose ``__dict__`` holds the attribute, or will hold it if it is inherited.
-        name: Attribute.
-        raw: The raw value, such as the descriptor itself.
-        inherited_from: Class that defines ``raw``, if the owner inherits it.
-    """
-
-    owner: Owner
-    name: str
-    raw: Any
-    inherited_from: type | None = None
+    owner: Owner  # module or class whose ``__dict__`` holds the attribute, or will hold it if it is inherited
+    name: str  # attribute
+    raw: Any  # the raw value, such as the descriptor itself
+    inherited_from: type | None = None  # class that defines ``raw``, if the owner inherits it
 
     @property
     def path(self) -> str:
@@ -55,29 +48,18 @@ class Slot:
 
 
 class PendingTarget(NamedTuple):
-    """A target in a module that is not imported yet.
+    """A target in a module that is not imported yet."""
 
-    Attributes:
-        modules: Modules whose import may bring it.
-        reason: What it waits for.
-    """
-
-    modules: tuple[str, ...]
-    reason: str
+    modules: tuple[str, ...]  # modules whose import may bring it
+    reason: str  # what it waits for
 
 
 class MissingTarget(NamedTuple):
-    """A target that does not exist.
+    """A target that does not exist."""
 
-    Attributes:
-        reason: What is missing, for the status of an optional patch.
-        error: The same with target and remedy, for the error of a required patch.
-        modules: Modules whose import may bring it all the same; often none.
-    """
-
-    reason: str
-    error: str
-    modules: tuple[str, ...] = ()
+    reason: str  # what is missing, for the status of an optional patch
+    error: str  # the same with target and remedy, for the error of a required patch
+    modules: tuple[str, ...] = ()  # modules whose import may bring it all the same; often none
 
 
 def format_owner(owner: Owner) -> str:

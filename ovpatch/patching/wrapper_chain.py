@@ -242,21 +242,13 @@ def _disguise(function: Function, like: Function) -> None:
 
 @dataclass(eq=False)
 class Wrapper:
-    """One patch in a chain.
+    """One patch in a chain."""
 
-    Attributes:
-        patch: The declaration.
-        function: The replacement, or the function that wrap returned.
-        inner: Its dispatcher while another patch lies above it.
-        calls: Eager calls so far.
-        traces: Traces so far.
-    """
-
-    patch: Patch
-    function: Function
-    inner: Dispatcher | None = None
-    calls: int = 0
-    traces: int = 0
+    patch: Patch  # the declaration
+    function: Function  # the replacement, or the function that wrap returned
+    inner: Dispatcher | None = None  # its dispatcher while another patch lies above it
+    calls: int = 0  # eager calls so far
+    traces: int = 0  # traces so far
 
     def add_counts(self, dispatcher: Dispatcher) -> None:
         """Add the new counts of a dispatcher."""
@@ -279,28 +271,18 @@ class WrapperChain:
     after the last one is removed. The entry is also the dispatcher of the outermost patch, so that a single wrapper
     costs one function call. Each inner patch has its own dispatcher: it is counted, and removed without rebuilding
     the others.
-
-    Attributes:
-        slot: The slot before the patch.
-        kind: How Python reads the slot.
-        original: The stock function.
-        base: Function that the innermost wrapper gets: the stock function, or a look-up of the inherited one.
-        entry: Dispatcher of the installed function.
-        installed: The installed function in the slot's descriptor.
-        wrappers: Active patches, innermost first.
-        writes: Slots that hold the installed function.
-        references: References in other modules that hold it.
     """
 
-    slot: Slot
-    kind: SlotKind = field(init=False)
-    original: Function = field(init=False)
+    slot: Slot  # the slot before the patch
+    kind: SlotKind = field(init=False)  # how Python reads the slot
+    original: Function = field(init=False)  # the stock function
+    # Function that the innermost wrapper gets: the stock function, or a look-up of the inherited one.
     base: Function = field(init=False)
-    entry: Dispatcher = field(init=False)
-    installed: Any = field(init=False)
-    wrappers: list[Wrapper] = field(default_factory=list, init=False)
-    writes: list[SlotWrite] = field(default_factory=list, init=False)
-    references: list[SlotWrite] = field(default_factory=list, init=False)
+    entry: Dispatcher = field(init=False)  # dispatcher of the installed function
+    installed: Any = field(init=False)  # the installed function in the slot's descriptor
+    wrappers: list[Wrapper] = field(default_factory=list, init=False)  # active patches, innermost first
+    writes: list[SlotWrite] = field(default_factory=list, init=False)  # slots that hold the installed function
+    references: list[SlotWrite] = field(default_factory=list, init=False)  # references in other modules that hold it
 
     def __post_init__(self) -> None:
         self.kind = get_slot_kind(self.slot)

@@ -28,17 +28,11 @@ STACKS: Final[int | None] = signal.SIGRTMIN + 5 if hasattr(signal, "SIGRTMIN") e
 
 @dataclass(frozen=True)
 class Orders:
-    """The orders to the processes of one arm.
+    """The orders to the processes of one arm."""
 
-    Attributes:
-        worker: Module with a function ``start_worker(orders)``, which is called at the end of ``import torch``.
-        directory: Directory of their results, visible to all hosts of the job.
-        details: Settings of the tool, in JSON types.
-    """
-
-    worker: str
-    directory: Path
-    details: Mapping[str, Any] = field(default_factory=dict)
+    worker: str  # module with a function ``start_worker(orders)``, which is called at the end of ``import torch``
+    directory: Path  # directory of their results, visible to all hosts of the job
+    details: Mapping[str, Any] = field(default_factory=dict)  # settings of the tool, in JSON types
 
     def variables(self) -> dict[str, str]:
         """Return the orders as environment variables."""

@@ -121,25 +121,15 @@ class FeatureError(RuntimeError):
 
 @dataclass
 class FeatureRecord:
-    """One feature and its state.
-
-    Attributes:
-        found: Its plugin.
-        request: Whether the settings turn it on, and which setting does.
-        state: A state of the report, or ``planned`` during the call.
-        reason: Why it is in this state.
-        feature: Its description; None if the plugin is not imported.
-        options: Resolved options.
-        remarks: Remarks of the plugin from its activation.
-    """
+    """One feature and its state."""
 
     found: FoundPlugin
-    request: FeatureRequest
-    state: str = "disabled"
-    reason: str = ""
-    feature: Feature | None = None
-    options: dict[str, opts.OptionValue] = field(default_factory=dict)
-    remarks: tuple[str, ...] = ()
+    request: FeatureRequest  # whether the settings turn it on, and which setting does
+    state: str = "disabled"  # a state of the report, or ``planned`` during the call
+    reason: str = ""  # why it is in this state
+    feature: Feature | None = None  # its description; None if the plugin is not imported
+    options: dict[str, opts.OptionValue] = field(default_factory=dict)  # resolved options
+    remarks: tuple[str, ...] = ()  # remarks of the plugin from its activation
 
     def stand_down(self, state: str, reason: str) -> None:
         """Set the state of a feature that will not be on."""

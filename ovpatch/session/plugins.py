@@ -24,29 +24,17 @@ _WORDS: Final = frozenset((*ON_WORDS, *OFF_WORDS, "all"))
 
 @dataclass(frozen=True)
 class FoundPlugin:
-    """An entry point of the group ``ovpatch``, not imported yet.
+    """An entry point of the group ``ovpatch``, not imported yet."""
 
-    Attributes:
-        name: The feature.
-        target: Module, or ``module:attribute``, of the plugin.
-        distribution: Distribution that contains it.
-        version: Version of the distribution.
-        path: Directory of the distribution's metadata.
-        problem: Why it is not loaded, or an empty string.
-        duplicate: Whether the problem is that several distributions announce it.
-        remark: Remark for the report.
-        entry_point: The entry point itself.
-    """
-
-    name: str
-    target: str
-    distribution: str
-    version: str
-    path: str
-    problem: str = ""
-    duplicate: bool = False
-    remark: str = ""
-    entry_point: EntryPoint | None = field(default=None, repr=False, compare=False)
+    name: str  # the feature
+    target: str  # module, or ``module:attribute``, of the plugin
+    distribution: str  # distribution that contains it
+    version: str  # version of the distribution
+    path: str  # directory of the distribution's metadata
+    problem: str = ""  # why it is not loaded, or an empty string
+    duplicate: bool = False  # whether the problem is that several distributions announce it
+    remark: str = ""  # remark for the report
+    entry_point: EntryPoint | None = field(default=None, repr=False, compare=False)  # the entry point itself
 
     @property
     def first_party(self) -> bool:

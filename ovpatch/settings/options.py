@@ -23,15 +23,10 @@ _KINDS: Final = {bool: "1 or 0", int: "a whole number", float: "a number", str: 
 
 
 class OptionValue(NamedTuple):
-    """The value of an option and its source.
+    """The value of an option and its source."""
 
-    Attributes:
-        value: Value for the plugin.
-        source: ``default``, ``argument``, or ``environment`` followed by the variable.
-    """
-
-    value: Any
-    source: str
+    value: Any  # value for the plugin
+    source: str  # ``default``, ``argument``, or ``environment`` followed by the variable
 
 
 class _Given(NamedTuple):

@@ -28,19 +28,13 @@ class SettingsError(ValueError):
 
 
 class Selection(NamedTuple):
-    """The value of ``OVPATCH``.
+    """The value of ``OVPATCH``."""
 
-    Attributes:
-        kind: ``defaults`` and ``signed`` are combined with the call's choice; the others replace it.
-        text: As written by the user, for messages.
-        names: Features named plainly or with ``+``.
-        without: Features named with ``-``.
-    """
-
+    # ``defaults`` and ``signed`` are combined with the call's choice; the others replace it.
     kind: Literal["defaults", "nothing", "all", "only", "signed"] = "defaults"
-    text: str = ""
-    names: tuple[str, ...] = ()
-    without: tuple[str, ...] = ()
+    text: str = ""  # as written by the user, for messages
+    names: tuple[str, ...] = ()  # features named plainly or with ``+``
+    without: tuple[str, ...] = ()  # features named with ``-``
 
 
 def parse_selection(text: str) -> Selection:
@@ -101,19 +95,12 @@ def suggest_name(word: str, candidates: Iterable[str]) -> str:
 
 
 class Variable(NamedTuple):
-    """One environment variable that does not belong to a feature; a row of the table in ``docs/settings.md``.
+    """One environment variable that does not belong to a feature; a row of the table in ``docs/settings.md``."""
 
-    Attributes:
-        name: The variable.
-        values: Allowed values.
-        default: Value if it is unset or empty.
-        help: One sentence.
-    """
-
-    name: str
-    values: str
-    default: str
-    help: str
+    name: str  # the variable
+    values: str  # allowed values
+    default: str  # value if it is unset or empty
+    help: str  # one sentence
 
 
 VARIABLES: Final = (
@@ -141,43 +128,25 @@ RESERVED: Final = frozenset(variable.name for variable in VARIABLES)
 
 
 class Environment(NamedTuple):
-    """All ``OVPATCH*`` variables of a process.
+    """All ``OVPATCH*`` variables of a process."""
 
-    Attributes:
-        selection: ``OVPATCH``.
-        auto: ``OVPATCH_AUTO``.
-        strict: ``OVPATCH_STRICT``, or None if it is unset.
-        log: ``OVPATCH_LOG``, or an empty string.
-        cache_dir: ``OVPATCH_CACHE_DIR``, or the user's cache directory; None for a user without a home.
-        third_party: ``OVPATCH_THIRD_PARTY``.
-        report_dir: ``OVPATCH_REPORT_DIR``, or an empty string.
-        features: The remaining variables as text; each must belong to a feature.
-    """
-
-    selection: Selection
-    auto: bool
-    strict: bool | None
-    log: str
-    cache_dir: Path | None
-    third_party: bool
-    report_dir: str
-    features: Mapping[str, str]
+    selection: Selection  # ``OVPATCH``
+    auto: bool  # ``OVPATCH_AUTO``
+    strict: bool | None  # ``OVPATCH_STRICT``, or None if it is unset
+    log: str  # ``OVPATCH_LOG``, or an empty string
+    cache_dir: Path | None  # ``OVPATCH_CACHE_DIR``, or the user's cache directory; None for a user without a home
+    third_party: bool  # ``OVPATCH_THIRD_PARTY``
+    report_dir: str  # ``OVPATCH_REPORT_DIR``, or an empty string
+    features: Mapping[str, str]  # the remaining variables as text; each must belong to a feature
 
 
 class FeatureRequest(NamedTuple):
-    """Whether the settings turn a feature on.
+    """Whether the settings turn a feature on."""
 
-    Attributes:
-        on: True, False, or None if the feature's own default decides.
-        by_name: The settings name the feature, so a skip is an error.
-        enforced: Off by the environment, so an active feature is reverted.
-        reason: The setting that decides, for the report.
-    """
-
-    on: bool | None
-    by_name: bool = False
-    enforced: bool = False
-    reason: str = ""
+    on: bool | None  # true, False, or None if the feature's own default decides
+    by_name: bool = False  # the settings name the feature, so a skip is an error
+    enforced: bool = False  # off by the environment, so an active feature is reverted
+    reason: str = ""  # the setting that decides, for the report
 
 
 def read_environment(environ: Mapping[str, str] | None = None) -> Environment:

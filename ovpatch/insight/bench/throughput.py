@@ -27,17 +27,12 @@ class FlopCount:
     Matrix products, convolutions and attention count, forward and backward. Recomputation by activation checkpointing
     counts, and separately, since MFU excludes it. Kernels that bypass torch's dispatcher do not count. No error here
     may reach the script.
-
-    Attributes:
-        by_dtype: Operations by the name of their dtype.
-        again: Those of them that :mod:`torch.utils.checkpoint` recomputed.
-        reason: Why they are unknown; "" if they are known.
     """
 
     def __init__(self) -> None:
-        self.by_dtype: Counter[str] = Counter()
-        self.again: Counter[str] = Counter()
-        self.reason = "the script ended before a step was counted"
+        self.by_dtype: Counter[str] = Counter()  # operations by the name of their dtype
+        self.again: Counter[str] = Counter()  # those of them that :mod:`torch.utils.checkpoint` recomputed
+        self.reason = "the script ended before a step was counted"  # why they are unknown; "" if they are known
         self._mode: _Counting | None = None
         self._thread = 0
 

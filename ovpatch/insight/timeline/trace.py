@@ -27,12 +27,9 @@ class Intervals:
 
     Sums of durations would count concurrent events twice, and floats of microseconds since the epoch are exact to a
     quarter of one only; hence sets of integers.
-
-    Attributes:
-        spans: Disjoint ``(start, end)`` with ``start < end``, in order; no two of them touch.
     """
 
-    spans: tuple[Span, ...] = ()
+    spans: tuple[Span, ...] = ()  # disjoint ``(start, end)`` with ``start < end``, in order; no two of them touch
 
     @classmethod
     def union_of(cls, spans: Iterable[Span]) -> Intervals:
@@ -114,44 +111,26 @@ class TraceError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class TraceEvent:
-    """An event with a duration.
+    """An event with a duration."""
 
-    Attributes:
-        name: For example ``aten::mm``, a kernel's name or an annotation's text.
-        category: One of ``OPS``, ``ANNOTATIONS``, ``LAUNCHES`` and ``DEVICE``.
-        pid: Process on the host, or number of the device.
-        tid: Thread on the host, or stream of the device.
-        start: Nanoseconds since the epoch.
-        end: Likewise.
-        args: The profiler's arguments.
-    """
-
-    name: str
-    category: str
-    pid: int | str
-    tid: int | str
-    start: int
-    end: int
-    args: Mapping[str, Any] = field(default_factory=dict)
+    name: str  # for example ``aten::mm``, a kernel's name or an annotation's text
+    category: str  # one of ``OPS``, ``ANNOTATIONS``, ``LAUNCHES`` and ``DEVICE``
+    pid: int | str  # process on the host, or number of the device
+    tid: int | str  # thread on the host, or stream of the device
+    start: int  # nanoseconds since the epoch
+    end: int  # likewise
+    args: Mapping[str, Any] = field(default_factory=dict)  # the profiler's arguments
 
 
 @dataclass(frozen=True)
 class Trace:
-    """The trace of one process.
+    """The trace of one process."""
 
-    Attributes:
-        path: Its file.
-        rank: Rank in the default group; None if neither the file nor its name has it.
-        host: Name of the machine, "" if unknown.
-        events: The events, by start.
-        first: Start of the first event of any kind, nanoseconds since the epoch.
-    """
-
-    path: Path
-    rank: int | None
-    host: str
-    events: tuple[TraceEvent, ...]
-    first: int
+    path: Path  # its file
+    rank: int | None  # rank in the default group; None if neither the file nor its name has it
+    host: str  # name of the machine, "" if unknown
+    events: tuple[TraceEvent, ...]  # the events, by start
+    first: int  # start of the first event of any kind, nanoseconds since the epoch
 
     def select_events(self, *categories: str) -> Iterator[TraceEvent]:
         """Yield the events of some categories, by start."""

@@ -34,19 +34,15 @@ class ProfilerSession:
     Args:
         operators: Record torch's operators, too, which costs host time. On the CPU they are always recorded: they are
             the compute.
-
-    Attributes:
-        yielded: Why there is no recording, "" without a reason.
-        patches: Patches that detect the script's profilers; active from construction.
     """
 
     def __init__(self, *, operators: bool) -> None:
-        self.yielded = ""
+        self.yielded = ""  # why there is no recording, "" without a reason
         self._operators = operators
         self._profile: profile | None = None
         self._starting = self._running = self._ended = False
         self._foreign: set[int] = set()
-        self.patches = PatchManager()
+        self.patches = PatchManager()  # patches that detect the script's profilers; active from construction
         self._patch_profilers()
 
     @property

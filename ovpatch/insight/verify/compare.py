@@ -25,15 +25,10 @@ _NUMBERS: Final = re.compile(r"\d+")
 
 
 class Size(NamedTuple):
-    """The size of numbers or differences.
+    """The size of numbers or differences."""
 
-    Attributes:
-        largest: Largest absolute number.
-        mean: Root mean square.
-    """
-
-    largest: float = 0.0
-    mean: float = 0.0
+    largest: float = 0.0  # largest absolute number
+    mean: float = 0.0  # root mean square
 
     def max_with(self, other: Size) -> Size:
         """Return the larger of each."""
@@ -230,21 +225,13 @@ _SMALL: Final = 1e-3
 
 @dataclass(frozen=True)
 class Finding:
-    """A value that is not bitwise equal, and its place.
+    """A value that is not bitwise equal, and its place."""
 
-    Attributes:
-        row: Name, verdict and difference.
-        process: For example ``rank 1``.
-        step: From 1.
-        order: Position of its event among those of the process.
-        event: The event in words.
-    """
-
-    row: Row
-    process: str
-    step: int
-    order: int
-    event: str
+    row: Row  # name, verdict and difference
+    process: str  # for example ``rank 1``
+    step: int  # from 1
+    order: int  # position of its event among those of the process
+    event: str  # the event in words
 
     @property
     def different(self) -> bool:
@@ -254,29 +241,17 @@ class Finding:
 
 @dataclass
 class RunComparison:
-    """The outcome of :func:`compare_runs`.
+    """The outcome of :func:`compare_runs`."""
 
-    Attributes:
-        findings: Values that are not bitwise equal, by process and in order.
-        processes: Processes that were compared.
-        values: Number of compared values.
-        steps: Last compared step, 0 for none.
-        events: Number of compared events of each kind.
-        unread: Unreadable values, with their classes.
-        finite: Number of losses that are finite in stock.
-        parameters: Number of compared parameter values.
-        finite_parameters: Number of those that are finite in stock.
-    """
-
-    findings: list[Finding] = field(default_factory=list)
-    processes: list[str] = field(default_factory=list)
-    values: int = 0
-    steps: int = 0
-    events: dict[str, int] = field(default_factory=dict)
-    unread: dict[str, str] = field(default_factory=dict)
-    finite: int = 0
-    parameters: int = 0
-    finite_parameters: int = 0
+    findings: list[Finding] = field(default_factory=list)  # values that are not bitwise equal, by process and in order
+    processes: list[str] = field(default_factory=list)  # processes that were compared
+    values: int = 0  # number of compared values
+    steps: int = 0  # last compared step, 0 for none
+    events: dict[str, int] = field(default_factory=dict)  # number of compared events of each kind
+    unread: dict[str, str] = field(default_factory=dict)  # unreadable values, with their classes
+    finite: int = 0  # number of losses that are finite in stock
+    parameters: int = 0  # number of compared parameter values
+    finite_parameters: int = 0  # number of those that are finite in stock
 
     @property
     def different(self) -> list[Finding]:

@@ -20,21 +20,13 @@ from ovpatch.insight.verify.values import KeptValue
 
 @dataclass(frozen=True)
 class RecordedEvent:
-    """An event of a process.
+    """An event of a process."""
 
-    Attributes:
-        kind: One of :data:`BACKWARD`, :data:`STEP`, :data:`SCALE` and :data:`CHECKPOINT`.
-        index: Number of the optimizer, in the order of their first steps.
-        label: Class of the optimizer, or file of the checkpoint.
-        step: Its step, from 1.
-        values: Its values by name.
-    """
-
-    kind: str
-    index: int
-    label: str
-    step: int
-    values: Mapping[str, KeptValue]
+    kind: str  # one of :data:`BACKWARD`, :data:`STEP`, :data:`SCALE` and :data:`CHECKPOINT`
+    index: int  # number of the optimizer, in the order of their first steps
+    label: str  # class of the optimizer, or file of the checkpoint
+    step: int  # its step, from 1
+    values: Mapping[str, KeptValue]  # its values by name
 
     @classmethod
     def from_data(cls, data: Mapping[str, Any]) -> RecordedEvent:
@@ -58,15 +50,10 @@ class RecordedEvent:
 
 @dataclass(frozen=True)
 class RecordedRun:
-    """The record of one arm.
+    """The record of one arm."""
 
-    Attributes:
-        processes: Files of each process, in order, by its name, such as ``rank 1``.
-        cut: Whether the arm failed or was ended, so that its events may stop anywhere.
-    """
-
-    processes: Mapping[str, Sequence[Path]]
-    cut: bool = False
+    processes: Mapping[str, Sequence[Path]]  # files of each process, in order, by its name, such as ``rank 1``
+    cut: bool = False  # whether the arm failed or was ended, so that its events may stop anywhere
 
     def events(self, process: str) -> Iterator[RecordedEvent]:
         """Yield the events of a process, file by file."""

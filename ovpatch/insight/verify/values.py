@@ -131,21 +131,13 @@ _SCALARS: Final = (bool, int, float, complex)
 
 
 class KeptValue(NamedTuple):
-    """One value, as stored.
+    """One value, as stored."""
 
-    Attributes:
-        form: Its kind, for example ``float32 [3, 4]``, ``float``, ``text`` or ``none``.
-        digest: Digest of all its bits.
-        values: The value itself, or the sketch of a large tensor; None if the digest suffices.
-        folded: Whether ``values`` is a sketch.
-        not_finite: For a sketch, the number and positions of NaNs and infinities.
-    """
-
-    form: str
-    digest: str
-    values: Any = None
-    folded: bool = False
-    not_finite: str = ""
+    form: str  # its kind, for example ``float32 [3, 4]``, ``float``, ``text`` or ``none``
+    digest: str  # digest of all its bits
+    values: Any = None  # the value itself, or the sketch of a large tensor; None if the digest suffices
+    folded: bool = False  # whether ``values`` is a sketch
+    not_finite: str = ""  # for a sketch, the number and positions of NaNs and infinities
 
 
 def keep_text(value: str) -> KeptValue:

@@ -28,41 +28,29 @@ _MIN_ROUNDS, _MAX_ROUNDS = 3, 9
 
 @dataclass(frozen=True)
 class Tuning:
-    """A choice between candidates that compute the same.
+    """A choice between candidates that compute the same."""
 
-    Attributes:
-        key: The computation in words: operator, shapes, dtype, direction. The same on all ranks.
-        candidates: Names of the candidates. The first is the baseline: the computation without the feature.
-        default: The candidate that is taken where nothing is measured, and where it is hardly slower than the fastest.
-        make: Makes the candidates, on data drawn from a generator.
-        needs: Bytes of memory that they take, at most.
-        usable: Returns whether a candidate can be used at all. It returns the same on all ranks, which all call it; it
-            may be a collective.
-    """
-
-    key: str
+    key: str  # The computation in words: operator, shapes, dtype, direction. The same on all ranks.
+    # Names of the candidates. The first is the baseline: the computation without the feature.
     candidates: tuple[str, ...]
+    # The candidate that is taken where nothing is measured, and where it is hardly slower than the fastest.
     default: str
-    make: Callable[[torch.Generator], Candidates]
-    needs: int = 0
+    make: Callable[[torch.Generator], Candidates]  # makes the candidates, on data drawn from a generator
+    needs: int = 0  # bytes of memory that they take, at most
+    # Returns whether a candidate can be used at all. It returns the same on all ranks, which all call it; it may be a
+    # collective.
     usable: Callable[[str], bool] = lambda name: True
 
 
 @dataclass(frozen=True)
 class Choice:
-    """The candidate that is taken, and why.
+    """The candidate that is taken, and why."""
 
-    Attributes:
-        candidate: Its name.
-        why: The reason, in words.
-        times: Milliseconds of each candidate: the median, of the slowest rank. Empty if nothing is known.
-        final: Whether it is kept for all later calls.
-    """
-
-    candidate: str
-    why: str
+    candidate: str  # its name
+    why: str  # the reason, in words
+    # Milliseconds of each candidate: the median, of the slowest rank. Empty if nothing is known.
     times: Mapping[str, float] = field(default_factory=dict)
-    final: bool = True
+    final: bool = True  # whether it is kept for all later calls
 
     def report_line(self, key: str) -> str:
         """Return a line for the report."""

@@ -48,17 +48,12 @@ Lookup = Callable[[dist.ProcessGroup, torch.device], "Transport | None"]
 
 @dataclass(frozen=True)
 class Transports:
-    """Which transports have been chosen.
+    """Which transports have been chosen."""
 
-    Attributes:
-        all_gather: Returns what carries the all-gathers of a group on a device now; None for the group's backend.
-        reduce_scatter: The same of reduce-scatters.
-        add_watchdog_collective: Issues a collective of the backend behind what a transport carries, so that the
-            backend's watchdog names a rank that is missing.
-    """
-
-    all_gather: Lookup
-    reduce_scatter: Lookup
+    all_gather: Lookup  # returns what carries the all-gathers of a group on a device now; None for the group's backend
+    reduce_scatter: Lookup  # the same of reduce-scatters
+    # Issues a collective of the backend behind what a transport carries, so that the backend's watchdog names a rank
+    # that is missing.
     add_watchdog_collective: Callable[[dist.ProcessGroup, torch.device], None]
 
 

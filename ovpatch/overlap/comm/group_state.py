@@ -29,16 +29,13 @@ class GroupState:
 
     Args:
         group: The process group; referenced weakly.
-
-    Attributes:
-        values: The values, by key: a class, or a tuple whose first item is a class or a name.
-        lock: For values that only one thread may make. A collective must not run under it.
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.group = weakref.ref(group, functools.partial(_drop_collected, id(group)))
+        # The values, by key: a class, or a tuple whose first item is a class or a name.
         self.values: dict[Hashable, Any] = {}
-        self.lock = threading.RLock()
+        self.lock = threading.RLock()  # For values that only one thread may make. A collective must not run under it.
         self._pid = os.getpid()
         self._tied: set[Hashable] = set()
 

@@ -44,12 +44,10 @@ class SideStreams:
     one of some thread. So all current streams wait when a parameter becomes a plain one, and a stream that is made
     current later waits then. Our own streams on which no parameters are read do not (:class:`quietly_on`): peers'
     calls are answered on one, and an all-gather may wait for such an answer.
-
-    Attributes:
-        watched: Whether :meth:`record_switch` is called for every switch; otherwise unknown streams may be in use.
     """
 
     def __init__(self) -> None:
+        # Whether :meth:`record_switch` is called for every switch; otherwise unknown streams may be in use.
         self.watched = False
         self._local = threading.local()
         self._threads: weakref.WeakValueDictionary[int, _OfThread] = weakref.WeakValueDictionary()

@@ -19,19 +19,12 @@ _log = logging.getLogger("ovpatch.copies")
 
 @dataclass
 class Chosen:
-    """The choice for a group on a device.
+    """The choice for a group on a device."""
 
-    Attributes:
-        engine: The engine; None if there can be none.
-        gathers: Whether it runs all-gathers.
-        scatters: Whether it runs reduce-scatters.
-        final: Whether the choice is kept for all later calls.
-    """
-
-    engine: Engine | None = None
-    gathers: bool = False
-    scatters: bool = False
-    final: bool = False
+    engine: Engine | None = None  # the engine; None if there can be none
+    gathers: bool = False  # whether it runs all-gathers
+    scatters: bool = False  # whether it runs reduce-scatters
+    final: bool = False  # whether the choice is kept for all later calls
 
 
 _chosen: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[torch.device, Chosen]] = weakref.WeakKeyDictionary()

@@ -25,19 +25,12 @@ _CACHED: Final = 1024  # calls; those of a model's buckets are the same in every
 
 
 class Piece(NamedTuple):
-    """A range of one tensor's elements in a slot.
+    """A range of one tensor's elements in a slot."""
 
-    Attributes:
-        tensor: Index of the tensor.
-        begin: First element.
-        end: One past the last element.
-        at: Index of the first element in the slot.
-    """
-
-    tensor: int
-    begin: int
-    end: int
-    at: int
+    tensor: int  # index of the tensor
+    begin: int  # first element
+    end: int  # one past the last element
+    at: int  # index of the first element in the slot
 
 
 @lru_cache(_CACHED)
@@ -76,21 +69,14 @@ SLOT_BYTES: Final = 64 * 1024 * 1024  # of a half: copies of some MiB each get c
 
 @dataclass(frozen=True)
 class Window:
-    """The staging memory of all ranks, which each can copy from and to.
+    """The staging memory of all ranks, which each can copy from and to."""
 
-    Attributes:
-        ranks: All ranks' memory, uint8, by group rank; this rank's among them.
-        meet: Makes a stream (the host, without streams) wait until all ranks' streams have arrived.
-        copy: Copies a batch on a stream.
-        unheard: Returns the ranks whose memory fails a trial; called once all ranks have windows.
-        keeps: Keeps the memory alive.
-    """
-
-    ranks: list[Tensor]
-    meet: Callable[[int], None]
-    copy: Callable[[Batch, int], None]
+    ranks: list[Tensor]  # all ranks' memory, uint8, by group rank; this rank's among them
+    meet: Callable[[int], None]  # makes a stream (the host, without streams) wait until all ranks' streams have arrived
+    copy: Callable[[Batch, int], None]  # copies a batch on a stream
+    # Returns the ranks whose memory fails a trial; called once all ranks have windows.
     unheard: Callable[[], list[int]] = list
-    keeps: Any = None
+    keeps: Any = None  # keeps the memory alive
 
 
 Allocate = Callable[[int, dist.ProcessGroup, torch.device], Window]

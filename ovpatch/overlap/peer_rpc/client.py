@@ -62,11 +62,6 @@ class Request:
         deadline: When to give up, in seconds of ``time.monotonic()``.
         retry: Whether to look up a rank that cannot be reached until the deadline; otherwise it fails at once.
         max_connections: How many ranks are called at the same time.
-
-    Attributes:
-        replies: Header and tensors by rank.
-        failures: Why a rank will not reply, by rank.
-        tracebacks: The traceback of a handler that raised, by rank.
     """
 
     endpoints: Endpoints
@@ -75,9 +70,9 @@ class Request:
     deadline: float
     retry: bool = True
     max_connections: float = math.inf
-    replies: Replies = field(default_factory=dict)
-    failures: dict[int, str] = field(default_factory=dict)
-    tracebacks: dict[int, str] = field(default_factory=dict)
+    replies: Replies = field(default_factory=dict)  # header and tensors by rank
+    failures: dict[int, str] = field(default_factory=dict)  # why a rank will not reply, by rank
+    tracebacks: dict[int, str] = field(default_factory=dict)  # the traceback of a handler that raised, by rank
 
     def __post_init__(self) -> None:
         self._calls = {rank: _Call(rank) for rank in self.ranks}

@@ -50,10 +50,6 @@ class Server:
         name: For the threads' names.
         addresses: This machine's, for the endpoint.
         refuses: Returns whether connections are to be refused for now.
-
-    Attributes:
-        endpoint: How peers reach this server.
-        called_at: When the newest call arrived or was answered, by ``time.monotonic()``; 0 before the first.
     """
 
     def __init__(self, name: str, addresses: tuple[str, ...], refuses: Callable[[], bool]) -> None:
@@ -61,7 +57,9 @@ class Server:
         self._listener = _listen()
         self._wake, self._awake = socket.socketpair()
         secret = secrets.token_hex(32)
+        # How peers reach this server.
         self.endpoint = Endpoint(secret, socket.gethostname(), addresses, self._listener.getsockname()[1])
+        # When the newest call arrived or was answered, by ``time.monotonic()``; 0 before the first.
         self.called_at = 0.0
         self._handlers: dict[str, Handler] = {}
         self._accepted: queue.SimpleQueue[socket.socket | None] = queue.SimpleQueue()

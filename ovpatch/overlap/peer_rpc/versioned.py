@@ -94,17 +94,12 @@ class VersionedTensors:
 
     Args:
         device: Where the tensors are.
-
-    Attributes:
-        device: Where the tensors are.
-        version: The newest complete version.
-        asynchronous: Whether the host runs ahead of the device.
     """
 
     def __init__(self, device: torch.device) -> None:
-        self.version = 0
-        self.asynchronous = device.type == "cuda"
-        self.device = device
+        self.version = 0  # the newest complete version
+        self.asynchronous = device.type == "cuda"  # whether the host runs ahead of the device
+        self.device = device  # where the tensors are
         self._begun = 0
         self._changed = threading.Condition()
         self._starts: dict[int, torch.cuda.Event] = {}  # of the update after a version

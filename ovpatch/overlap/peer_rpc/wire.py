@@ -143,15 +143,10 @@ class Connection:
 
 
 class Message(NamedTuple):
-    """A message whose parts can all be sent.
+    """A message whose parts can all be sent."""
 
-    Attributes:
-        envelope: Header, dtypes and shapes, in JSON.
-        tensors: Contiguous CPU tensors.
-    """
-
-    envelope: bytes
-    tensors: Sequence[Tensor]
+    envelope: bytes  # header, dtypes and shapes, in JSON
+    tensors: Sequence[Tensor]  # contiguous CPU tensors
 
 
 def pack(header: Mapping[str, Any], tensors: Sequence[Tensor] = ()) -> Message:

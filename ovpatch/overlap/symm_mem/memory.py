@@ -20,17 +20,11 @@ _PATIENCE_S: Final = 60.0
 
 @dataclass(frozen=True)
 class Memory:
-    """One allocation on every rank.
+    """One allocation on every rank."""
 
-    Attributes:
-        own: This rank's memory, uint8, ``[size]``.
-        addresses: Addresses of all ranks' memory in this process, by group rank.
-        keeps: Keeps the peers' memory mapped.
-    """
-
-    own: Tensor
-    addresses: list[int]
-    keeps: Any = None
+    own: Tensor  # this rank's memory, uint8, ``[size]``
+    addresses: list[int]  # addresses of all ranks' memory in this process, by group rank
+    keeps: Any = None  # keeps the peers' memory mapped
 
 
 class LackingError(RuntimeError):
@@ -38,13 +32,10 @@ class LackingError(RuntimeError):
 
 
 class History:
-    """Counts this process's symmetric allocations.
+    """Counts this process's symmetric allocations."""
 
-    Attributes:
-        rendezvous: Number of allocations, in all groups together. Torch counts them, too, and a rank with another count
-            than the rest of a group leaves them waiting for ever (https://github.com/pytorch/pytorch/issues/196082).
-    """
-
+    # Number of allocations, in all groups together. Torch counts them, too, and a rank with another count than the rest
+    # of a group leaves them waiting for ever (https://github.com/pytorch/pytorch/issues/196082).
     rendezvous: int = 0
 
 

@@ -58,12 +58,8 @@ class Workspace:
     Attributes:
         world: Number of ranks.
         rank: This rank.
-        half_bytes: Bytes of a half.
         peers: Addresses of all ranks' memory, int64, ``[world]``.
         state: Number of the next operator and counts of programs, int64; only this rank's kernels see it.
-        counts: Counts of arrived tiles, int32; only this rank's kernels see them.
-        scratch: Makes memory for descriptors of its kernels.
-        kept: Values that operators keep while sizes and addresses stay the same, by their keys.
     """
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device, allocate: memory.Allocate | None = None) -> None:
@@ -71,9 +67,11 @@ class Workspace:
         self._allocate = allocate or memory.allocate
         self.half_bytes = 0
         self.peers = self.state = torch.empty(0, dtype=torch.int64, device=device)
+        # Counts of arrived tiles, int32; only this rank's kernels see them.
         self.counts = torch.empty(0, dtype=torch.int32, device=device)
+        # Values that operators keep while sizes and addresses stay the same, by their keys.
         self.kept: dict[Any, Any] = {}
-        self.scratch = Scratch(device)
+        self.scratch = Scratch(device)  # makes memory for descriptors of its kernels
         self._memory: memory.Memory | None = None
         self._captured = False
         self._outgrown: list[tuple[memory.Memory | None, Tensor, Tensor, Tensor]] = []

@@ -37,13 +37,9 @@ class AllToAllTransport(Protocol):
 
 @dataclass(frozen=True)
 class CollectiveAllToAll:
-    """torch.distributed's own all-to-all.
+    """torch.distributed's own all-to-all."""
 
-    Attributes:
-        group: The ranks.
-    """
-
-    group: dist.ProcessGroup
+    group: dist.ProcessGroup  # the ranks
 
     def start_transfer(
         self, output: Tensor, rows: Tensor, output_splits: Sequence[int], input_splits: Sequence[int]

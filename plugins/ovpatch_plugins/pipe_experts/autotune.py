@@ -25,29 +25,17 @@ MIN_ROWS: Final = 256  # of a rank; fewer rows take as long as their kernels' la
 
 @dataclass(frozen=True)
 class LayerShape:
-    """The key of a choice, beside the number of tokens; the same on all ranks.
+    """The key of a choice, beside the number of tokens; the same on all ranks."""
 
-    Attributes:
-        config: How the layer is computed.
-        ep_size: Number of ranks.
-        num_local_experts: Number of experts of a rank.
-        top_k: Experts of a token.
-        hidden: Features of a token.
-        wide: Output features of the first product.
-        ffn: Input features of the second product.
-        dtype: Dtype of dispatched rows and products.
-        device: Device of the tokens.
-    """
-
-    config: MoEConfig
-    ep_size: int
-    num_local_experts: int
-    top_k: int
-    hidden: int
-    wide: int
-    ffn: int
-    dtype: torch.dtype
-    device: torch.device
+    config: MoEConfig  # how the layer is computed
+    ep_size: int  # number of ranks
+    num_local_experts: int  # number of experts of a rank
+    top_k: int  # experts of a token
+    hidden: int  # features of a token
+    wide: int  # output features of the first product
+    ffn: int  # input features of the second product
+    dtype: torch.dtype  # dtype of dispatched rows and products
+    device: torch.device  # device of the tokens
 
     def describe(self, tokens: int) -> str:
         """Return the measured layer in words; also the key of the cache."""

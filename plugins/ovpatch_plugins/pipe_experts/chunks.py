@@ -23,18 +23,12 @@ class ChunkPlan:
     """The chunks of a layer; the same on all ranks, since each chunk is a pair of collectives.
 
     A plan depends on options and on facts that all ranks share, never on this rank's tokens. A chunk may have no rows.
-
-    Attributes:
-        ep_size: Number of ranks.
-        expert_groups: Ranges of local experts.
-        token_chunks: Number of slices of the tokens; each slice has a chunk for every group of experts.
-        symmetric: Whether rows travel over symmetric memory.
     """
 
-    ep_size: int
-    expert_groups: tuple[range, ...]
-    token_chunks: int = 1
-    symmetric: bool = False
+    ep_size: int  # number of ranks
+    expert_groups: tuple[range, ...]  # ranges of local experts
+    token_chunks: int = 1  # number of slices of the tokens; each slice has a chunk for every group of experts
+    symmetric: bool = False  # whether rows travel over symmetric memory
 
     @property
     def num_local_experts(self) -> int:
@@ -168,15 +162,10 @@ def get_positions_on(plan: ChunkPlan, device: torch.device) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class Splits:
-    """Numbers of rows in one call of a layer on one rank.
+    """Numbers of rows in one call of a layer on one rank."""
 
-    Attributes:
-        input_splits: Rows that this rank dispatches, ``[chunk][rank]``.
-        expert_splits: Rows that arrive here, ``[chunk][rank][expert of the chunk's group]``.
-    """
-
-    input_splits: list[list[int]]
-    expert_splits: list[list[list[int]]]
+    input_splits: list[list[int]]  # rows that this rank dispatches, ``[chunk][rank]``
+    expert_splits: list[list[list[int]]]  # rows that arrive here, ``[chunk][rank][expert of the chunk's group]``
 
     @classmethod
     def from_counts(

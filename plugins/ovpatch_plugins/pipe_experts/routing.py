@@ -51,19 +51,12 @@ class Route:
 
     On GPUs one Triton kernel weights rows and sums them, with one rounding; torch's operations write each row several
     times. They are used where Triton cannot compile.
-
-    Attributes:
-        order: Slots, ``token * k + i``, in the order of their dispatch, ``[rows]``.
-        slots: Number of slots, ``tokens * k``; dropped ones are not in ``order``.
-        top_k: Slots of a token, k.
-        splits: Rows by chunk, rank and expert.
-        plan: The chunks.
     """
 
-    order: Tensor
-    slots: int
-    top_k: int
-    splits: Splits
+    order: Tensor  # slots, ``token * k + i``, in the order of their dispatch, ``[rows]``
+    slots: int  # number of slots, ``tokens * k``; dropped ones are not in ``order``
+    top_k: int  # slots of a token, k
+    splits: Splits  # rows by chunk, rank and expert
     plan: ChunkPlan
 
     def gather_rows(self, x: Tensor, dtype: torch.dtype) -> Tensor:

@@ -58,15 +58,12 @@ class _Taking(TorchDispatchMode):
     Args:
         operator: The operator.
         start: Starts the collective.
-
-    Attributes:
-        started: The result of ``start``; None if no mode has passed the operator on.
     """
 
     def __init__(self, operator: Any, start: Start) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # mypy excuses torch's names, no inherited ones
         self._operator, self._start = operator, start
-        self.started: Started | None = None
+        self.started: Started | None = None  # the result of ``start``; None if no mode has passed the operator on
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is not self._operator:

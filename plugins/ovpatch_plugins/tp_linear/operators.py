@@ -25,10 +25,6 @@ class ParamGrads:
         weights: The weights.
         biases: The biases.
         wanted: Which of the weights, and then of the biases, need a gradient.
-
-    Attributes:
-        weights: Gradients of the weights.
-        biases: Gradients of the biases.
     """
 
     __slots__ = ("_biases", "_fuse", "_wanted", "_weights", "biases", "weights")
@@ -37,8 +33,8 @@ class ParamGrads:
         self, fuse: bool, weights: Sequence[Tensor], biases: Sequence[Tensor | None], wanted: Sequence[bool]
     ) -> None:
         self._fuse, self._weights, self._biases, self._wanted = fuse, weights, biases, wanted
-        self.weights: list[Tensor | None] = [None] * len(weights)
-        self.biases: list[Tensor | None] = [None] * len(weights)
+        self.weights: list[Tensor | None] = [None] * len(weights)  # gradients of the weights
+        self.biases: list[Tensor | None] = [None] * len(weights)  # gradients of the biases
 
     @property
     def needs_any(self) -> bool:

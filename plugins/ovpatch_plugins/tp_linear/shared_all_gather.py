@@ -42,12 +42,10 @@ class GatherGuard:
 
     The products' gradients go to the input of the gather, past the gathered tensor. A hook or ``retain_grad()`` on that
     tensor would miss them, if it is registered after a product has been handed out.
-
-    Attributes:
-        handed_out: Weights of the products that were handed out, with their versions at that time.
     """
 
     def __init__(self) -> None:
+        # Weights of the products that were handed out, with their versions at that time.
         self.handed_out: list[tuple[Tensor, int]] = []
         self._gathered: Callable[[], Any] = lambda: None
         self._hooks: dict[int, Any] = {}

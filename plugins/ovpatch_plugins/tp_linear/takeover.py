@@ -59,18 +59,15 @@ class _TakenOver:
     Stock works first: it cuts the weights, and registers hooks. Then these hooks are removed, and
     their places among the module's hooks are kept; the module's class changes. Both are undone when the feature goes
     off.
-
-    Attributes:
-        linears: Linears, with their removed forward pre-hooks and forward hooks.
-        gathers: Modules with a :class:`SharedAllGather` among their forward pre-hooks.
-        left: Why stock computes a linear, by the name of its class.
     """
 
+    # Linears, with their removed forward pre-hooks and forward hooks.
     linears: weakref.WeakKeyDictionary[nn.Module, tuple[_RemovedHooks, _RemovedHooks]] = field(
         default_factory=weakref.WeakKeyDictionary
     )
+    # Modules with a :class:`SharedAllGather` among their forward pre-hooks.
     gathers: weakref.WeakSet[nn.Module] = field(default_factory=weakref.WeakSet)
-    left: dict[str, str] = field(default_factory=dict)
+    left: dict[str, str] = field(default_factory=dict)  # why stock computes a linear, by the name of its class
 
 
 _TAKEN: Final = _TakenOver()

@@ -34,7 +34,6 @@ class TPGroup:
     Attributes:
         world: Number of ranks.
         rank: This rank.
-        kind: Type of the device.
     """
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:

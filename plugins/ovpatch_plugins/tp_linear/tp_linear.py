@@ -79,10 +79,6 @@ class TPLinear:
         column: Whether its output features are cut; else its input features are.
         mesh: The mesh over which it is cut, of one dimension.
         style: The style that has cut it.
-
-    Attributes:
-        desired: The placements of the input in stock's product.
-        takes_replicated: Whether the style takes an input that all ranks have.
     """
 
     def __init__(self, column: bool, mesh: DeviceMesh, style: Style) -> None:
@@ -90,7 +86,9 @@ class TPLinear:
         self.input_layouts: tuple[Placement, ...] = style.input_layouts
         self.output_layouts: tuple[Placement, ...] = style.output_layouts
         self.use_local_output = style.use_local_output
+        # The placements of the input in stock's product.
         self.desired: tuple[Placement, ...] = (Replicate(),) if column else (_FEATURES,)
+        # Whether the style takes an input that all ranks have.
         self.takes_replicated = self.input_layouts == (Replicate(),)
         self._world, self._on_cpu = mesh.size(), mesh.device_type == "cpu"
         self._group: dist.ProcessGroup | None = None

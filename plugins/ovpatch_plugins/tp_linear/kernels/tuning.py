@@ -22,29 +22,17 @@ from typing import Final
 
 @dataclass(frozen=True)
 class Tiles:
-    """How a product is cut.
+    """How a product is cut."""
 
-    Attributes:
-        rows: Of a tile.
-        columns: Of a tile.
-        depth: Of what is multiplied at a time.
-        warps: Of a program.
-        stages: Of the pipeline of loads.
-        group: Blocks of rows whose tiles take turns.
-        split: Whether tiles are stored in halves.
-        pullers: Programs that fetch rows.
-        width: Columns that are fetched at a time.
-    """
-
-    rows: int = 128
-    columns: int = 256
-    depth: int = 64
-    warps: int = 8
-    stages: int = 3
-    group: int = 8
-    split: bool = False
-    pullers: int = 16
-    width: int = 256
+    rows: int = 128  # of a tile
+    columns: int = 256  # of a tile
+    depth: int = 64  # of what is multiplied at a time
+    warps: int = 8  # of a program
+    stages: int = 3  # of the pipeline of loads
+    group: int = 8  # blocks of rows whose tiles take turns
+    split: bool = False  # whether tiles are stored in halves
+    pullers: int = 16  # programs that fetch rows
+    width: int = 256  # columns that are fetched at a time
 
 
 WIDE: Final = Tiles()

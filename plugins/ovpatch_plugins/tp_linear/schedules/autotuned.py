@@ -20,21 +20,13 @@ Call = Callable[[Schedule], object]
 
 
 class Shape(NamedTuple):
-    """The key of a choice, the same on all ranks.
+    """The key of a choice, the same on all ranks."""
 
-    Attributes:
-        operator: ``gather_linear``, ``linear_scatter`` or ``linear_reduce``.
-        rows: A rank's number of rows, for ``linear_reduce`` all of them; see :func:`round_rows`.
-        k: The number of input features on this rank.
-        features: The number of output features on this rank, of each weight.
-        dtype: The dtype of the products.
-    """
-
-    operator: str
-    rows: int
-    k: int
-    features: tuple[int, ...]
-    dtype: torch.dtype
+    operator: str  # ``gather_linear``, ``linear_scatter`` or ``linear_reduce``
+    rows: int  # a rank's number of rows, for ``linear_reduce`` all of them; see :func:`round_rows`
+    k: int  # the number of input features on this rank
+    features: tuple[int, ...]  # the number of output features on this rank, of each weight
+    dtype: torch.dtype  # the dtype of the products
 
     def text(self) -> str:
         """Return the shape in words."""

@@ -15,26 +15,17 @@ WeightGrads = Callable[[Tensor, Sequence[Tensor | None]], None]
 
 
 class ColumnGrads(NamedTuple):
-    """The arguments of a backward of linears that read one input.
+    """The arguments of a backward of linears that read one input."""
 
-    Attributes:
-        grads: Gradients of the outputs, ``[M, n_i]`` each; None for an output that was not used.
-        kept: The whole input, ``[M, k]``, or this rank's rows, ``[m, k]``, if ``anew``; None if no weight needs a
-            gradient.
-        weights: The weights, ``[n_i, k]`` each.
-        weight_grads: Computes the weights' gradients; None if no weight needs one.
-        input_dtype: The dtype in which the input's gradient is summed over the ranks; None if it needs no gradient.
-        extra: A further term of the whole input's gradient, ``[M, k]``.
-        anew: Whether the input has to be gathered anew for the weights' gradients.
-    """
-
-    grads: Sequence[Tensor | None]
+    grads: Sequence[Tensor | None]  # gradients of the outputs, ``[M, n_i]`` each; None for an output that was not used
+    # The whole input, ``[M, k]``, or this rank's rows, ``[m, k]``, if ``anew``; None if no weight needs a gradient.
     kept: Tensor | None
-    weights: Sequence[Tensor]
-    weight_grads: WeightGrads | None
+    weights: Sequence[Tensor]  # the weights, ``[n_i, k]`` each
+    weight_grads: WeightGrads | None  # computes the weights' gradients; None if no weight needs one
+    # The dtype in which the input's gradient is summed over the ranks; None if it needs no gradient.
     input_dtype: torch.dtype | None
-    extra: Tensor | None = None
-    anew: bool = False
+    extra: Tensor | None = None  # a further term of the whole input's gradient, ``[M, k]``
+    anew: bool = False  # whether the input has to be gathered anew for the weights' gradients
 
     def compute_input_grad(self, dtype: torch.dtype) -> Tensor:
         """Return this rank's term of the whole input's gradient, ``[M, k]``."""
