@@ -49,14 +49,9 @@ class Arm:
 
 
 def leave_one_out(arm: Arm, features: Sequence[str], requires: Mapping[str, Collection[str]]) -> dict[str, Arm]:
-    """Return one arm per feature with that feature, and those that require it, off.
+    """Return one arm per feature that ran in a patched arm, with that feature, and those that require it, off.
 
     A feature that all others require has no such arm: it would be stock.
-
-    Args:
-        arm: A patched arm.
-        features: Features that ran in it, see :attr:`Outcome.applied`.
-        requires: Requirements of each feature, see :attr:`Outcome.requires`.
     """
     found = {}
     for feature in features:
@@ -164,11 +159,7 @@ class Outcome:
 
 
 def check_autoload() -> None:
-    """Check that torch loads ovpatch in the command's processes, before anything runs.
-
-    Raises:
-        ovpatch.SettingsError: The user's environment turns torch's autoloading off.
-    """
+    """Check that torch loads ovpatch in the command's processes, before anything runs; raise SettingsError if not."""
     if os.environ.get("TORCH_DEVICE_BACKEND_AUTOLOAD", "1") != "1":
         raise SettingsError(
             "TORCH_DEVICE_BACKEND_AUTOLOAD is not 1, so no process of the command loads ovpatch. Unset it."
@@ -184,15 +175,11 @@ def run_arm(
     timeout: float,
     progress: Callable[[int], None] = lambda step: None,
 ) -> Outcome:
-    """Run one arm, and end all processes that it started.
+    """Run one arm with the tool's worker module in each process, and end all processes that it started.
 
-    Args:
-        arm: The arm.
-        command: Program and arguments.
-        worker: The tool's module in each process, see :class:`~ovpatch.session.orders.Orders`.
-        out: Parent of the arm's folder and log; the arm's folder must not exist.
-        timeout: Seconds without a step or a new process after which the arm counts as hung.
-        progress: Called about twice a second with the last step that all stepping processes have taken.
+    ``out`` is the parent of the arm's folder, which must not exist. An arm without a step or a new process for
+    ``timeout`` seconds counts as hung. ``progress`` is called about twice a second with the last step that all
+    processes have taken.
 
     Raises:
         ovpatch.insight.launch.NotStartedError: The command could not be started.

@@ -42,12 +42,9 @@ def flatten(values: Any) -> dict[str, Leaf]:
 
     Lists and tuples count as the same. Array-likes of numpy become tensors that share their memory.
 
-    Args:
-        values: Nested mappings and sequences of tensors, numbers, strings, None, dtypes, devices and enum members.
-
     Raises:
-        TypeError: If a leaf is of another type; the text names it.
-        ValueError: If two leaves would have one name, for example ``{1: a, "1": b}``.
+        TypeError: A leaf is no tensor, number, string, None, dtype, device or enum member.
+        ValueError: Two leaves would have one name, for example ``{1: a, "1": b}``.
     """
     flat: dict[str, Leaf] = {}
     for name, leaf in _walk(values, ""):
@@ -162,17 +159,10 @@ class Difference:
 
 
 def measure_difference(a: Leaf, b: Leaf) -> Difference | None:
-    """Compare two values for which :func:`describe_mismatch` returns nothing.
+    """Compare two values for which :func:`describe_mismatch` returns nothing; None if they are not numbers.
 
     Complex values are compared component by component, integers exactly, whatever their size. A stored zero of a sparse
-    tensor equals an omitted one. No huge tensor is widened as a whole.
-
-    Args:
-        a: One side.
-        b: The other side; a tensor may be on another device.
-
-    Returns:
-        The difference; None if the values are not numbers.
+    tensor equals an omitted one. No huge tensor is widened as a whole. Tensors may be on different devices.
     """
     if isinstance(a, torch.Tensor):
         return _tensors(a, b)
@@ -366,19 +356,11 @@ class Comparison:
         return tuple(sorted(unequal, key=lambda row: (row.verdict is not Verdict.DIFFERENT, -row.excess))[:count])
 
     def assert_bitwise(self) -> None:
-        """Raise unless every value is bitwise equal.
-
-        Raises:
-            AssertionError: With a table of the worst values, or if nothing was compared.
-        """
+        """Raise AssertionError, with a table of the worst values, unless every value is bitwise equal."""
         self._require({Verdict.BITWISE}, "not bitwise equal")
 
     def assert_equal(self) -> None:
-        """Raise unless every value is bitwise equal or equal within noise.
-
-        Raises:
-            AssertionError: With a table of the worst values, or if nothing was compared.
-        """
+        """Raise AssertionError, with a table of the worst values, unless every value is equal, bitwise or within noise."""
         self._require({Verdict.BITWISE, Verdict.WITHIN_NOISE}, "different")
 
     def to_json(self) -> dict[str, Any]:

@@ -54,11 +54,7 @@ class Judgement:
 
 
 def compute_spread(times: Sequence[float]) -> Spread:
-    """Return the distribution of times.
-
-    Raises:
-        ValueError: There are none.
-    """
+    """Return the distribution of times, of which there is at least one."""
     if not times:
         raise ValueError("no times to tell the spread of")
     return Spread(median(times), compute_quantile(times, 0.1), compute_quantile(times, 0.9), max(times))
@@ -74,14 +70,10 @@ def compute_quantile(values: Sequence[float], share: float) -> float:
 
 
 def judge_runs(first: Sequence[Sequence[float]], second: Sequence[Sequence[float]]) -> Judgement:
-    """Judge the second kind of run against the first; see [Note: when a difference is one].
+    """Judge the second kind of run against the first, by the step times of each run; see [Note: when a difference is
+    one].
 
-    Args:
-        first: Step times of each of its runs.
-        second: The same; runs at the same index make a pair.
-
-    Raises:
-        ValueError: There is no pair, or a run has no partner.
+    Runs at the same index make a pair.
     """
     if not first or len(first) != len(second):
         raise ValueError(f"{len(first)} and {len(second)} runs make no pairs")
@@ -173,11 +165,8 @@ _MOSTLY: Final = 0.9  # of a step's operations: loss and norms of a bf16 model a
 
 
 def find_peak(device: str, flops: Mapping[str, float]) -> tuple[float | None, str]:
-    """Return the device's peak in FLOP/s for a step in half precision, or None with the reason.
-
-    Args:
-        device: Name of the device.
-        flops: Operations of the step by dtype.
+    """Return the device's peak in FLOP/s for a step in half precision, by its operations by dtype, or None with the
+    reason.
     """
     total = sum(flops.values())
     half = sum(flops.get(dtype, 0) for dtype in HALF)
@@ -332,15 +321,7 @@ def format_judgement(judgement: Judgement) -> str:
 def format_report(
     plan: BenchPlan, runs: BenchRuns, figures: BenchFigures, *, colour: bool = False, width: int | None = None
 ) -> str:
-    """Return the report below the verdict.
-
-    Args:
-        plan: The plan of the bench.
-        runs: The runs.
-        figures: Their figures.
-        colour: Whether to use terminal colours.
-        width: Columns; those of the terminal by default.
-    """
+    """Return the report below the verdict, as wide as the terminal by default."""
     parts = [_table(runs, figures, colour, width)]
     parts += [_reasons(runs)] if not runs.exercised else [_pairs(runs, figures), _features(runs, figures)]
     remarks = [_environment(plan, runs), *_remarks(runs, figures), *runs.notes]

@@ -168,12 +168,7 @@ class BenchRuns:
 
 
 class FailedError(Exception):
-    """A run could not be measured.
-
-    Attributes:
-        kind: Kind of the run.
-        outcome: Its outcome.
-    """
+    """A run could not be measured."""
 
     def __init__(self, message: str, kind: str, outcome: Outcome) -> None:
         super().__init__(message)

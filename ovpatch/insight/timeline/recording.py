@@ -55,13 +55,9 @@ class Recording:
 
 
 def read_recording(name: str, folder: Path, wanted: range, also: re.Pattern[str] | None = None) -> Recording:
-    """Read the recording of an arm.
+    """Read the recording of an arm from the folder of its processes' files.
 
-    Args:
-        name: Name of the arm.
-        folder: Folder of its processes' files.
-        wanted: Requested steps.
-        also: The user's pattern of further communication kernels.
+    ``wanted`` are the requested steps, and ``also`` is the user's pattern of further communication kernels.
 
     Raises:
         TraceError: Nothing was recorded; the text has the reason and the remedy.

@@ -74,11 +74,7 @@ class TimelineRun:
 
 
 def make_run(name: str, ranks: Sequence[RankTracks]) -> TimelineRun:
-    """Return an arm from the tracks of its ranks.
-
-    Raises:
-        TraceError: The ranks have no common step.
-    """
+    """Return an arm from the tracks of its ranks; raise TraceError if they have no common step."""
     if not ranks:
         raise TraceError(f"{name}: there is no trace. Give at least one.")
     common = set.intersection(*({step.number for step in tracks.steps} for tracks in ranks))

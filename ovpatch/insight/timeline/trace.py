@@ -138,13 +138,10 @@ class Trace:
 
 
 def load_trace(path: Path) -> dict[str, Any]:
-    """Return the JSON of a trace, packed by gzip or not.
+    """Return the JSON of a trace, packed by gzip or not; raise TraceError if it cannot be read or is not a trace.
 
     Numbers with a fraction become :class:`~decimal.Decimal`: floats of microseconds since the epoch lose digits. NaN
     and infinities, which JSON lacks, become text.
-
-    Raises:
-        TraceError: The file cannot be read or is not a trace.
     """
     try:
         data = json.loads(_text(path), parse_float=Decimal, parse_constant=str, strict=False)
@@ -168,11 +165,7 @@ def _text(path: Path) -> bytes:
 
 
 def read_trace(path: Path) -> Trace:
-    """Read a trace.
-
-    Raises:
-        TraceError: The file cannot be read, is not a trace, or has neither operators nor device activity.
-    """
+    """Read a trace; raise TraceError if it cannot be read or has neither operators nor device activity."""
     data = load_trace(path)
     try:
         events = sorted(_events(data, get_time_base(data)), key=lambda event: (event.start, -event.end))
@@ -261,12 +254,7 @@ _ON_CPU: Final = re.compile(r"^(gloo|mpi|ucc):(\w+)$")
 
 
 def classify_event(event: TraceEvent, also: re.Pattern[str] | None = None) -> DeviceTimeKind:
-    """Classify an event of a device.
-
-    Args:
-        event: An event of the categories :data:`DEVICE`.
-        also: The user's pattern of further communication kernels.
-    """
+    """Classify an event of a device; ``also`` is the user's pattern of further communication kernels."""
     if also is not None and also.search(event.name):
         return DeviceTimeKind.COMMUNICATION
     if event.category == "gpu_memcpy":
@@ -367,14 +355,10 @@ class Launches:
 
 
 def find_cpu_labels(trace: Trace, collectives: Iterable[TraceEvent]) -> list[str]:
-    """Return the label around the call of each collective on a backend's own thread.
+    """Return the label around the call of each collective on a backend's own thread; the collectives are by start.
 
     The trace does not connect the two. A backend takes its calls in order, so the n-th collective of a kind belongs to
     the n-th call of that kind, and does not start before it.
-
-    Args:
-        trace: The trace.
-        collectives: Annotations of the backend's threads, by start.
     """
     waiting: dict[str, list[TraceEvent]] = defaultdict(list)
     for event in trace.select_events(*OPS):

@@ -115,11 +115,7 @@ _OPTIMIZER_STEP: Final = re.compile(r"^Optimizer\.step#")
 
 
 def find_host_steps(trace: Trace) -> tuple[tuple[Step, ...], str]:
-    """Find the steps by the host's clock.
-
-    Returns:
-        The steps, none without borders, and a remark, "" if steps are marked.
-    """
+    """Return the steps by the host's clock, none without borders, and a remark, "" if steps are marked."""
     annotations = list(trace.select_events("user_annotation"))
     marks = [(int(found[1]), event.start) for event in annotations if (found := _MARK.match(event.name))]
     if marks:
@@ -149,9 +145,7 @@ def move_to_device(steps: Iterable[Step], compute: Sequence[tuple[int | None, Sp
     launched before the host's border, or at that border if it is idle by then. Communication does not move the border:
     what still runs then, such as a parameter all-gather under the next forward, is split between the two steps.
 
-    Args:
-        steps: Steps by the host.
-        compute: Launch time (None: before the trace) and span of each piece of the device's compute.
+    ``compute`` has the launch time (None: before the trace) and the span of each piece of the device's compute.
     """
     ordered = sorted((_BEFORE if launched is None else launched, span[1]) for launched, span in compute)
     launches = [launched for launched, _ in ordered]
@@ -173,9 +167,7 @@ def drop_empty_steps(steps: Iterable[Step], events: Sequence[TraceEvent]) -> tup
 def read_all_ranks(paths: Iterable[Path], also: re.Pattern[str] | None = None) -> tuple[RankTracks, ...]:
     """Read the traces of all ranks of one run, and return their tracks by rank.
 
-    Args:
-        paths: One file a rank.
-        also: The user's pattern of further communication kernels.
+    ``also`` is the user's pattern of further communication kernels.
 
     Raises:
         TraceError: A file cannot be used, or two are of one rank.

@@ -29,11 +29,8 @@ class ProfilerSession:
     """torch's profiler over one range of steps.
 
     A second profiler in a process loses a trace or ends the process. So this one does not start while the script's own
-    profiler is on, and stops as soon as that starts.
-
-    Args:
-        operators: Record torch's operators, too, which costs host time. On the CPU they are always recorded: they are
-            the compute.
+    profiler is on, and stops as soon as that starts. Without ``operators``, torch's operators are recorded on the CPU
+    only, where they are the compute: they cost host time.
     """
 
     def __init__(self, *, operators: bool) -> None:

@@ -43,16 +43,13 @@ class _Moved(NamedTuple):
 
 
 class Noise:
-    """The noise of values: the difference of stock from itself.
+    """The noise of values: the difference of stock from itself, by further stock runs as far as they have the same
+    events.
 
     One or two further runs may move a value little by chance, so values share their noise: those of one kind, dtype and
     shape whose names differ in numbers only, as a model's layers do, on all processes and in all steps so far. The
     noise is the largest relative one of them, but at most the largest absolute one: a layer with next to no gradient
     moves by much of it, which must not count for others.
-
-    Args:
-        stock: Stock's record.
-        others: Records of further stock runs; used as far as they have the same events.
     """
 
     def __init__(self, stock: RecordedRun, others: Iterable[RecordedRun]) -> None:
@@ -143,17 +140,8 @@ def judge_value(
     """Compare two numeric values of one form.
 
     A half-precision number moves by a unit in the last place or not at all, so a yardstick that moved by no unit, or by
-    one and not two, says little. Where a yardstick moved anything of the event, the largest difference may be one unit
-    of the largest element more, and few elements may each be a unit off.
-
-    Args:
-        name: Their name.
-        stock: Stock's value.
-        patched: The patched run's value.
-        yardsticks: The values of further stock runs.
-        floor: Absolute difference that is always allowed.
-        noise: The noise of values like this one.
-        moving: Whether any value of the event differs in the yardsticks.
+    one and not two, says little. Where a yardstick moved anything of the event (``moving``), the largest difference may
+    be one unit of the largest element more, and few elements may each be a unit off. ``floor`` is always allowed.
     """
     far = reduce(Size.max_with, (measure_distance(stock, other) for other in yardsticks), noise)
     factors = _OF_ONE if _is_one(stock) else _OF_MANY
@@ -298,16 +286,11 @@ def _is_finite(value: KeptValue) -> bool:
 def compare_runs(
     stock: RecordedRun, patched: RecordedRun, yardsticks: Mapping[str, RecordedRun] | None = None
 ) -> RunComparison:
-    """Compare a patched run with a stock one.
+    """Compare a patched run with a stock one; the yardsticks are further stock runs, rerun or reordered, by name.
 
     Events are compared in order. Where their kinds differ, as when one run skips a step, that is a difference, and the
     rest of the process is not compared. A run that failed or was ended may stop anywhere; its events so far are
     compared.
-
-    Args:
-        stock: Stock's record.
-        patched: The patched run's record.
-        yardsticks: Records of further stock runs, rerun or reordered, by name.
     """
     compared = RunComparison()
     runs = yardsticks or {}
@@ -361,11 +344,7 @@ def _allow_if_unchanged(
 ) -> Row:
     """Return the row of a saved value as noise if both runs saved the bits that a step left: those were judged there.
 
-    Args:
-        row: The value's row.
-        stock: The values that stock saved.
-        patched: The values that the patched run saved.
-        known: Names of the values of the last steps, by their digests in stock and in the patched run.
+    ``known`` has the names of the last steps' values by their digests in both runs.
     """
     expected, actual = stock.get(row.name), patched.get(row.name)
     if expected is None or actual is None or expected.form != actual.form:
@@ -399,13 +378,8 @@ def compare_values(
     yardsticks: Mapping[str, Mapping[str, KeptValue]],
     noise_of: Callable[[str], Size] = lambda name: Size(),
 ) -> list[Row]:
-    """Return a row for each value of an event that is not bitwise equal.
-
-    Args:
-        stock: Stock's values.
-        patched: The patched run's values.
-        yardsticks: Values of further stock runs, by the run's name.
-        noise_of: Returns the noise of a value, by name.
+    """Return a row for each value of an event that is not bitwise equal; ``noise_of`` has the noise of a value, by
+    name.
     """
     unequal = [
         name for name, value in stock.items() if patched.get(name, None) is None or patched[name][:2] != value[:2]

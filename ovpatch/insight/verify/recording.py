@@ -62,12 +62,7 @@ class RecordedRun:
 
 
 def read_recorded(folder: Path, *, cut: bool = False) -> RecordedRun:
-    """Return the record in the folder of an arm.
-
-    Args:
-        folder: The arm's folder.
-        cut: Whether the arm failed or was ended.
-    """
+    """Return the record in the folder of an arm; ``cut`` tells whether the arm failed or was ended."""
     files: dict[tuple[tuple[int, ...], int, int], list[Path]] = defaultdict(list)
     for path in sorted(folder.glob("events-*.pt"), key=lambda path: path.stem.rpartition("-")[2]):
         _, identity, born, pid, _, _ = path.stem.split("-")
@@ -92,11 +87,7 @@ CHECKPOINT: Final = "checkpoint"
 
 
 class EventRecorder:
-    """Collects the events of this process.
-
-    Args:
-        directory: Folder of the files.
-    """
+    """Collects the events of this process, and writes them to files in a directory."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
@@ -111,15 +102,7 @@ class EventRecorder:
     def record_event(
         self, kind: str, values: Mapping[str, KeptValue], *, step: int, index: int = 0, label: str = ""
     ) -> None:
-        """Add an event.
-
-        Args:
-            kind: Kind of the event.
-            values: Its values by name.
-            step: Its step, from 1.
-            index: Number of the optimizer.
-            label: Class of the optimizer, or file of the checkpoint.
-        """
+        """Add an event; see :class:`RecordedEvent` for its parts."""
         kept = {name: tuple(value) for name, value in values.items()}
         self._events.append({"kind": kind, "index": index, "label": label, "step": step, "values": kept})
 

@@ -116,13 +116,9 @@ _LONGEST: Final = 24  # lines
 
 
 def find_failure(log: str, lines: int = 20) -> str:
-    """Return the first traceback that is not a launcher's, shortened, or the last lines of the log if there is none.
+    """Return a log's first traceback that is not a launcher's, shortened, or else its last lines.
 
     The first is the cause: other ranks fail later, in a collective that the failed rank does not enter.
-
-    Args:
-        log: The command's output.
-        lines: Number of lines to return without a traceback.
     """
     every = log.splitlines()
     for start, line in enumerate(every):
@@ -134,11 +130,7 @@ def find_failure(log: str, lines: int = 20) -> str:
 
 
 def find_exception_name(log: str) -> str:
-    """Return the class of the exception that :func:`find_failure` finds, "" for none.
-
-    Args:
-        log: The command's output.
-    """
+    """Return the class of the exception that :func:`find_failure` finds, "" for none."""
     found = find_failure(log).splitlines()
     match = _HEAD.match(found[0]) if found else None
     return found[-1].removeprefix(match[1] or "").partition(":")[0] if match else ""
@@ -483,9 +475,7 @@ class _Verifier:
 def verify(request: Request, progress: Callable[[str, int], None] = lambda arm, step: None) -> Verification:
     """Run a command stock and patched, and conclude whether it computes the same.
 
-    Args:
-        request: The command and options.
-        progress: Called with an arm's name and the last step that all its processes have taken.
+    ``progress`` is called with an arm's name and the last step that all its processes have taken.
 
     Raises:
         ovpatch.SettingsError: The command cannot be observed.
