@@ -41,14 +41,7 @@ COMMANDS: Final = {
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one subcommand.
-
-    Args:
-        arguments: Command line without the program; ``sys.argv`` by default.
-
-    Returns:
-        The exit code.
-    """
+    """Run one subcommand, by default that of ``sys.argv``, and return its exit code."""
     line = list(sys.argv[1:] if arguments is None else arguments)
     chosen = next((word for word in line if not word.startswith("-")), "")
     parsed = _parser(chosen).parse_args(line)

@@ -313,7 +313,7 @@ class Row:
     # Largest absolute difference; infinite if a side is not finite where the other is; None if the values are no
     # numbers or cannot be subtracted.
     max_abs_diff: float | None = None
-    # Largest absolute difference that would have been within noise; None where no noise is tolerated or nothing differs.
+    # Largest absolute difference within noise; None where no noise is tolerated or nothing differs.
     allowed: float | None = None
     first_index: tuple[int, ...] | None = None  # index of the first value that differs
     note: str = ""  # what differs, in words
@@ -360,7 +360,7 @@ class Comparison:
         self._require({Verdict.BITWISE}, "not bitwise equal")
 
     def assert_equal(self) -> None:
-        """Raise AssertionError, with a table of the worst values, unless every value is equal, bitwise or within noise."""
+        """Raise AssertionError, with a table of the worst values, unless every value is equal, perhaps within noise."""
         self._require({Verdict.BITWISE, Verdict.WITHIN_NOISE}, "different")
 
     def to_json(self) -> dict[str, Any]:

@@ -88,13 +88,9 @@ class PatchRecord:
 
 
 def find_chain(chains: Sequence[WrapperChain], slot: Slot) -> WrapperChain | None:
-    """Return the chain that a slot belongs to, through any alias.
+    """Return the manager's chain that a slot belongs to, through any alias.
 
     All module attributes that hold one function share a chain. Each class attribute has its own.
-
-    Args:
-        chains: Chains of the manager, also those without active patches.
-        slot: The slot.
     """
     for chain in chains:
         if chain.slot.is_same(slot):
@@ -117,13 +113,7 @@ def find_defining_slot(slot: Slot) -> Slot:
 
 
 def make_conflict_error(one: Patch, other: Patch, slot: Slot) -> PatchConflictError:
-    """Return the error for two replacements of one slot.
-
-    Args:
-        one: The first replacement.
-        other: The second one.
-        slot: The slot that both replace.
-    """
+    """Return the error for two replacements of one slot."""
     names = " and ".join(dict.fromkeys((one.target, other.target)))
     remedies = " or ".join(dict.fromkeys((_turn_off(one), _turn_off(other))))
     return PatchConflictError(
@@ -165,11 +155,7 @@ class SlotPlan:
         return next(wrapper for wrapper, _, _ in self.staged if wrapper.patch is record.declared)
 
     def check_conflicts(self) -> None:
-        """Raise if the slot would have two replacements.
-
-        Raises:
-            PatchConflictError: The text names both.
-        """
+        """Raise a PatchConflictError that names both, if the slot would have two replacements."""
         replacements = [wrapper.patch for wrapper in self.chain.wrappers if wrapper.patch.kind == "replace"]
         for patch in map(_patch, self.records):
             if patch.kind == "replace" and replacements:
@@ -214,10 +200,6 @@ class PatchPlan:
 
     def add(self, record: PatchRecord, chains: Sequence[WrapperChain]) -> None:
         """Resolve and check one declaration; a declaration in force is left out.
-
-        Args:
-            record: The declaration.
-            chains: Chains of the manager.
 
         Raises:
             PatchError: The declaration cannot be applied.
@@ -289,10 +271,9 @@ class PatchPlan:
             self.not_applied.append((record, PatchState.INCOMPATIBLE, text, ()))
 
     def build_wrappers(self) -> None:
-        """Call the wrap functions and install the hooks. If one fails, all installed hooks are removed again.
+        """Call the wrap functions and install the hooks.
 
-        Raises:
-            PatchError: One of them failed.
+        If one of them fails, which is a PatchError, all installed hooks are removed again.
         """
         try:
             for slot_plan in self.slot_plans:
@@ -324,13 +305,9 @@ class PatchPlan:
 def make_plan(
     records: Sequence[PatchRecord], chains: Sequence[WrapperChain], version: int, finished: str = ""
 ) -> PatchPlan:
-    """Resolve and check some declarations.
+    """Resolve and check the declarations to apply; those in force stay as they are.
 
-    Args:
-        records: Declarations to apply; those in force stay as they are.
-        chains: Chains of the manager.
-        version: Version of the manager.
-        finished: Module whose import hook calls ``apply()``, if one does.
+    ``finished`` is the module whose import hook calls ``apply()``, if one does.
 
     Raises:
         PatchError: A declaration cannot be applied.

@@ -87,11 +87,9 @@ def get_namespace(owner: Owner) -> dict[str, Any]:
 
 
 def resolve_target(target: str, finished: str = "") -> Slot | PendingTarget | MissingTarget:
-    """Find the slot that a target names.
+    """Find the slot that a dotted path names.
 
-    Args:
-        target: Dotted path of a function, method or property.
-        finished: Module that is executed although Python still marks it as initializing, as in its import hook.
+    The module ``finished`` is executed although Python still marks it as initializing, as in its import hook.
 
     Raises:
         IncompatiblePatchError: A part of the path is neither module nor class.
@@ -224,9 +222,7 @@ _listeners: Final[dict[str, list[Callable[[], Listener | None]]]] = {}
 def call_after_import(module: str, listener: Listener) -> None:
     """Call ``listener(module)`` once, after the next import of a module that is not imported now.
 
-    Args:
-        module: Dotted name.
-        listener: Function to call; a bound method is held weakly, so that it keeps no manager alive.
+    A bound method is held weakly, so that it keeps no manager alive.
     """
     if module in sys.modules:
         return

@@ -33,12 +33,8 @@ def compare_signatures(original: Callable[..., Any], new: Callable[..., Any], *,
 
     Names, kinds, order and the presence of defaults must agree; ``*args`` and ``**kwargs`` of ``new`` match the
     remaining parameters. Functions without a signature (most of C) are not compared. ``original`` is compared by the
-    signature that it shows, ``new`` by its own code, since ``functools.wraps`` may show another signature.
-
-    Args:
-        original: The function that callers know.
-        new: Its replacement.
-        bound: Whether the first parameter is ``self`` or ``cls``, whose name is free.
+    signature that it shows, ``new`` by its own code, since ``functools.wraps`` may show another signature. If
+    ``bound``, the first parameter is ``self`` or ``cls``, whose name is free.
     """
     old_parameters, new_parameters = _parameters(original, bound), _parameters(_undisguised(new), bound, follow=False)
     if old_parameters is None or new_parameters is None or _accepts_anything(old_parameters):
@@ -164,22 +160,16 @@ def watch_for_torch() -> None:
 
 
 class Dispatcher:
-    """A plain function that counts its calls and whose target can be switched.
+    """A plain function that counts its calls; ``switch`` sets the target of all later calls.
 
-    [Note: plain functions]
-    Dynamo, LR schedulers (``step.__func__``), pickle and ``inspect`` see through proxies to the original, so the
-    installed object is a function and its state is in its closure. Dynamo guards on the identity of the target: only
-    a switch recompiles. The call counter stays out of traced code, where a changing int would recompile at each call;
-    a function that Dynamo evaluates once while tracing counts the trace instead.
+    [Note: plain functions] Dynamo, LR schedulers (``step.__func__``), pickle and ``inspect`` see through proxies to the
+    original, so the installed object is a function and its state is in its closure. Dynamo guards on the identity of
+    the target: only a switch recompiles. The call counter stays out of traced code, where a changing int would
+    recompile at each call; a function that Dynamo evaluates once while tracing counts the trace instead.
 
-    [Note: skipped frames]
-    Where Dynamo does not trace a caller, such as ``Module._call_impl``, it examines every Python function called
-    below it. It would compile each dispatcher by itself, all in the cache of one code object. So the dispatcher's
-    frame is skipped; the frame that it calls is not.
-
-    Attributes:
-        function: The function to install.
-        switch: Sets the target of all later calls.
+    [Note: skipped frames] Where Dynamo does not trace a caller, such as ``Module._call_impl``, it examines every Python
+    function called below it. It would compile each dispatcher by itself, all in the cache of one code object. So the
+    dispatcher's frame is skipped; the frame that it calls is not.
     """
 
     __slots__ = ("_credited", "_read", "function", "switch")
@@ -297,9 +287,6 @@ class WrapperChain:
 
         Wrappers above the first new one are built again.
 
-        Args:
-            patches: Patches to add.
-
         Raises:
             PatchError: A wrap function failed, or its result cannot replace the original.
         """
@@ -337,11 +324,7 @@ class WrapperChain:
         return function
 
     def check_replacement(self, patch: Patch) -> Function:
-        """Return the function of a replacement.
-
-        Raises:
-            IncompatiblePatchError: It cannot replace the original.
-        """
+        """Return the function of a replacement; raise IncompatiblePatchError if it cannot replace the original."""
         function = unwrap_replacement(patch.replacement, self.slot, self.kind)
         self._check_signature(patch, function)
         return function

@@ -52,8 +52,7 @@ def read_orders(environ: Mapping[str, str] | None = None) -> Orders | None:
 def follow_orders() -> None:
     """Carry out the orders in this process, unless it is a launcher.
 
-    Raises:
-        OSError: The directory does not exist, as on a host without a shared file system.
+    The directory does not exist on a host without a shared file system, which is an OSError.
     """
     orders = read_orders()
     if orders is None or not may_train():

@@ -150,10 +150,7 @@ class FeatureRequest(NamedTuple):
 
 
 def read_environment(environ: Mapping[str, str] | None = None) -> Environment:
-    """Parse the environment; variables of features stay text.
-
-    Args:
-        environ: Variables; those of the process by default. An empty value counts as unset.
+    """Parse the environment; variables of features stay text, and an empty value counts as unset.
 
     Raises:
         SettingsError: A value cannot be parsed.
@@ -177,9 +174,6 @@ def find_near_misses(environ: Mapping[str, str] | None = None) -> list[str]:
     """Return warnings about variables that look like misspelt ones of ovpatch, such as ``OVPATH=0``.
 
     They may belong to other software, so they are no error.
-
-    Args:
-        environ: Variables; those of the process by default.
     """
     source = os.environ if environ is None else environ
     found = [(name, _corrected(name)) for name in source]
@@ -243,11 +237,7 @@ def _level(text: str) -> str:
 def read_switch(environment: Environment, name: str, known: Collection[str] = ()) -> bool | None:
     """Return the value of ``OVPATCH_<FEATURE>``, or None if it is unset.
 
-    Args:
-        environment: The parsed variables.
-        name: The feature.
-        known: All features. If the variable may be another feature's option as well, a text that is not a truth value
-            is read as that option.
+    If the variable may be an option of another of the known features, a text that is no truth value is read as that.
     """
     own = make_variable_name(name)
     shared = any(name.startswith(other + "_") for other in known if other != name)
@@ -261,11 +251,7 @@ def get_request(
 ) -> FeatureRequest:
     """Return whether the settings turn a feature on, by the rule of this module.
 
-    Args:
-        name: The feature.
-        environment: The parsed variables.
-        asked: Features named in the call; empty means the defaults.
-        known: All features.
+    ``asked`` are the features named in the call; empty means the defaults.
     """
     selection, own, said = environment.selection, make_variable_name(name), read_switch(environment, name, known)
     if selection.kind == "nothing":
@@ -288,11 +274,7 @@ def get_request(
 
 
 def check_names(environment: Environment, asked: Iterable[str], options: Iterable[str], known: Collection[str]) -> None:
-    """Refuse names of features that are not installed.
-
-    Raises:
-        SettingsError: Names the place, the unknown name and the nearest known one.
-    """
+    """Raise a SettingsError for a feature that is not installed; it names the place and the nearest known name."""
     selection = environment.selection
     places = [(f"OVPATCH={selection.text}", name) for name in (*selection.names, *selection.without)]
     places += [("the call", name) for name in asked]
@@ -326,13 +308,8 @@ def _all(known: Collection[str]) -> str:
 def cache_dir(environ: Mapping[str, str] | None = None) -> Path | None:
     """Return the directory of measurements: ``OVPATCH_CACHE_DIR``, or ``ovpatch`` in the user's cache.
 
-    The user's cache is ``XDG_CACHE_HOME`` if that is an absolute path, else ``~/.cache``.
-
-    Args:
-        environ: Variables; those of the process by default.
-
-    Returns:
-        The directory, which need not exist; None for a user without a home, as in many containers.
+    The user's cache is ``XDG_CACHE_HOME`` if that is an absolute path, else ``~/.cache``. The directory need not exist.
+    None for a user without a home, as in many containers.
     """
     source = os.environ if environ is None else environ
     named = source.get("OVPATCH_CACHE_DIR", "").strip()

@@ -70,8 +70,7 @@ def compute_quantile(values: Sequence[float], share: float) -> float:
 
 
 def judge_runs(first: Sequence[Sequence[float]], second: Sequence[Sequence[float]]) -> Judgement:
-    """Judge the second kind of run against the first, by the step times of each run; see [Note: when a difference is
-    one].
+    """Judge the second kind of run against the first by their step times; see [Note: when a difference is one].
 
     Runs at the same index make a pair.
     """
@@ -165,8 +164,9 @@ _MOSTLY: Final = 0.9  # of a step's operations: loss and norms of a bf16 model a
 
 
 def find_peak(device: str, flops: Mapping[str, float]) -> tuple[float | None, str]:
-    """Return the device's peak in FLOP/s for a step in half precision, by its operations by dtype, or None with the
-    reason.
+    """Return the device's peak in FLOP/s for a step in half precision, or None with the reason.
+
+    ``flops`` are the operations of the step by dtype.
     """
     total = sum(flops.values())
     half = sum(flops.get(dtype, 0) for dtype in HALF)

@@ -366,8 +366,7 @@ class Output:
                 raise OutputError(f"{trace} would be replaced by what --out {self.folder} gets. Name another folder.")
 
     def prepare_folder(self, *, keep_runs: bool) -> None:
-        """Make the folder, without the files of an earlier call; ``keep_runs`` keeps the raw traces, which may be the
-        input.
+        """Make the folder, without an earlier call's files; ``keep_runs`` keeps raw traces, which may be the input.
 
         Raises:
             OutputError: The folder cannot be made, or holds a folder that is not a tool's.

@@ -43,8 +43,7 @@ class _Moved(NamedTuple):
 
 
 class Noise:
-    """The noise of values: the difference of stock from itself, by further stock runs as far as they have the same
-    events.
+    """The noise of values: the difference of stock from itself, in further runs as far as they have the same events.
 
     One or two further runs may move a value little by chance, so values share their noise: those of one kind, dtype and
     shape whose names differ in numbers only, as a model's layers do, on all processes and in all steps so far. The
@@ -378,9 +377,7 @@ def compare_values(
     yardsticks: Mapping[str, Mapping[str, KeptValue]],
     noise_of: Callable[[str], Size] = lambda name: Size(),
 ) -> list[Row]:
-    """Return a row for each value of an event that is not bitwise equal; ``noise_of`` has the noise of a value, by
-    name.
-    """
+    """Return a row for each value of an event that is not bitwise equal; ``noise_of`` takes the value's name."""
     unequal = [
         name for name, value in stock.items() if patched.get(name, None) is None or patched[name][:2] != value[:2]
     ]

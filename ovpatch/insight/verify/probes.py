@@ -116,9 +116,7 @@ def _primed(name: str, taken: Collection[str]) -> str:
 
 
 def _owners(positions: Mapping[int, int]) -> list[nn.Module]:
-    """Return the root modules that own parameters, by ``id`` and position in their optimizer, in the order of their
-    first.
-    """
+    """Return the root modules that own parameters, given by ``id`` and position, in the order of their first."""
     found = []
     for root in find_root_modules():
         owned = [positions[id(parameter)] for parameter in root.parameters() if id(parameter) in positions]
@@ -136,7 +134,7 @@ SOURCE: Final = "(what was looked at)"
 
 
 def list_contents(saved: Any) -> dict[str, KeptValue]:
-    """Return the record of each key of a nested object, or of a module's state_dict: tensors by value, others by type."""
+    """Return the record of each key of a nested object or a module's state_dict: tensors by value, others by type."""
     return {name or "(itself)": kept for name, kept in _walk(saved, "", ())}
 
 

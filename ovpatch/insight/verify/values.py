@@ -20,8 +20,7 @@ _INTEGERS: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int
 
 @torch.no_grad()
 def compute_digest(tensor: Tensor) -> str:
-    """Return a text that is equal for two strided tensors of one dtype and shape if and only if all their bits are
-    equal.
+    """Return a text that two strided tensors of one dtype and shape share if and only if all their bits are equal.
 
     The bits of element ``i`` are an integer ``x[i]``; a digest is two sums of ``w[i] * x[i]`` modulo ``2**64`` with
     fixed pseudo-random weights. The weights are odd and so have an inverse: a change of one element changes both sums,

@@ -20,12 +20,9 @@ Times = dict[str, float]
 
 
 class TuningCache:
-    """The measurements of one feature in one environment.
+    """The measurements of one feature in one environment, which is what the times depend on besides their keys.
 
-    Args:
-        directory: The file's directory; None to keep nothing.
-        feature: Name of the feature.
-        environment: What the times depend on besides their keys.
+    Without a directory nothing is kept.
     """
 
     def __init__(self, directory: Path | None, feature: str, environment: Mapping[str, str]) -> None:

@@ -64,9 +64,7 @@ class _Attributes(ctypes.Structure):
 class Driver:
     """The driver's functions, on streams given by their handles.
 
-    Raises:
-        OSError: There is no such library.
-        AttributeError: It has no streams that wait for memory.
+    Construction raises OSError if there is no such library, and AttributeError if no stream can wait for memory.
     """
 
     def __init__(self) -> None:

@@ -100,12 +100,8 @@ def attend(group: dist.ProcessGroup, device: torch.device, communicator: dist.Pr
     """Issue a collective of one number behind the copies of a backward or step, if there are any.
 
     A stream that waits for a missing rank is no work of the backend, so the backend's watchdog would not end the job.
-    For a collective that does not complete it does. All ranks call this.
-
-    Args:
-        group: The copies' group.
-        device: This rank's device.
-        communicator: Process group over the same ranks for the collective; by default the group itself.
+    For a collective that does not complete it does. All ranks call this. It runs on the communicator, by default on the
+    copies' group.
     """
     engine = scattering(group, device) or gathering(group, device)
     if engine is None:

@@ -62,9 +62,7 @@ class HostBarrier:
     def for_group(cls, group: dist.ProcessGroup, device: torch.device | None = None) -> HostBarrier:
         """Return the group's barrier. Every rank calls this before the first :meth:`wait`.
 
-        Args:
-            group: The process group.
-            device: Device of the collectives that hosts synchronise for, if they do so during backwards.
+        ``device`` is that of the collectives that hosts synchronise for, if they do so during backwards.
         """
         barrier = group_state(group).get_or_create(HostBarrier, lambda: cls(group))
         barrier.devices |= {device} if device is not None else set()
@@ -81,13 +79,9 @@ class HostBarrier:
                 self._arrived = True
 
     def wait(self, flag: bool | None = None) -> bool:
-        """Wait until every rank has arrived as often as this one.
+        """Wait until every rank has arrived as often as this one; return whether the flag of any rank is true.
 
-        Args:
-            flag: A value for the other ranks; None if no flags are exchanged.
-
-        Returns:
-            Whether the flag of any rank is true.
+        Without flags on all ranks, none are exchanged.
 
         Raises:
             RuntimeError: Not all ranks arrived within the process group's time-out.

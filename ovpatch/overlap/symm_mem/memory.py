@@ -45,16 +45,10 @@ Allocate = Callable[[int, dist.ProcessGroup, torch.device, Callable[[Tensor], No
 
 
 def allocate(size: int, group: dist.ProcessGroup, device: torch.device, prepare: Callable[[Tensor], None]) -> Memory:
-    """Allocate on all ranks, which call this together.
+    """Allocate the same number of bytes on all ranks, which call this together.
 
-    Args:
-        size: Bytes, the same on all ranks.
-        group: The ranks.
-        device: This rank's device.
-        prepare: Called with this rank's memory before any peer can reach it.
-
-    Returns:
-        The memory. No rank returns before all have prepared theirs.
+    ``prepare`` is called with this rank's memory before any peer can reach it; no rank returns before all have
+    prepared.
     """
     from torch.distributed import _symmetric_memory
 

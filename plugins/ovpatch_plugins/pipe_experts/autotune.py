@@ -63,10 +63,6 @@ class MeasuredPlans:
     rounded to a power of two. So a layer with varying tokens is measured a few times in all, and a recomputed
     checkpoint gets the same plan. Measurements use random tokens and balanced routing, since the choice must not depend
     on one rank's routing.
-
-    Args:
-        layer: The layer's shape.
-        activation: Between the products of the measured layer.
     """
 
     def __init__(self, layer: LayerShape, activation: Activation) -> None:
@@ -151,14 +147,8 @@ def get_plans(
 ) -> PlanCandidates:
     """Return the plan of a layer, or the plans to choose from.
 
-    Args:
-        config: How the layer is computed.
-        factory: Makes its experts. Only stacked weights are measured: the cost of other experts is not known.
-        group: The ranks.
-        num_local_experts: Number of experts of a rank.
-        x: Tokens, ``[tokens, h]``.
-        top_k: Experts of each.
-        dtype: Dtype of the dispatched rows.
+    Only experts with stacked weights are measured: the cost of others is not known. ``x`` are tokens ``[tokens, h]``,
+    with ``top_k`` experts of each; dispatched rows are in ``dtype``.
     """
     ep_size = group.size()
     if config.cut != "auto" or ep_size == 1 or not isinstance(factory, StackedFactory):

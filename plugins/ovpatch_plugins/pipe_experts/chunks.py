@@ -88,12 +88,9 @@ class PlanCandidates(Protocol):
         """The plan that is probably chosen; ranks may expect different ones."""
 
     def choose_plan(self, group: dist.ProcessGroup, tokens: int, trains: bool) -> ChunkPlan:
-        """Return a plan, the same on all ranks.
+        """Return a plan, the same on all ranks, which all call this.
 
-        Args:
-            group: The ranks; all of them call this.
-            tokens: Tokens of the rank that has the most.
-            trains: Whether gradients are on there.
+        ``tokens`` are those of the rank that has the most, and ``trains`` tells whether gradients are on there.
         """
 
 
@@ -101,18 +98,13 @@ class PlanCandidates(Protocol):
 def make_plan(
     ep_size: int, num_local_experts: int, cut: str = "auto", parts: int = 0, exchange: str = "c10d"
 ) -> ChunkPlan:
-    """Return the plan of a layer.
+    """Return the plan of a layer on ``ep_size`` ranks.
 
-    Groups of experts use each weight once, and a group of one expert needs no sorting of its rows. Slices of tokens
-    use every weight in every chunk.
-
-    Args:
-        ep_size: Number of ranks.
-        num_local_experts: Number of experts of a rank.
-        cut: One of :data:`.options.CUTS`; ``auto`` without measurement is ``none``, since a chunk costs the host more
-            than it hides unless layers are large.
-        parts: Number of chunks; 0 for the default of ``cut``. There are never more groups than experts.
-        exchange: One of :data:`.options.EXCHANGES`; ``auto`` without measurement is ``c10d``.
+    Groups of experts use each weight once, and a group of one expert needs no sorting of its rows. Slices of tokens use
+    every weight in every chunk. ``cut`` is one of :data:`.options.CUTS`; ``auto`` without measurement is ``none``,
+    since a chunk costs the host more than it hides unless layers are large. ``parts`` is the number of chunks, 0 for
+    the default of ``cut``; there are never more groups than experts. ``exchange`` is one of :data:`.options.EXCHANGES`;
+    ``auto`` without measurement is ``c10d``.
 
     Raises:
         ValueError: An unknown name, or a negative number.
@@ -137,11 +129,7 @@ def list_candidates(
 ) -> dict[str, ChunkPlan]:
     """Return the plans to choose from, each once, by name; the uncut one comes first.
 
-    Args:
-        ep_size: Number of ranks.
-        num_local_experts: Number of experts of a rank.
-        parts: Number of chunks; 0 for 2, 4 and 8.
-        exchange: How rows travel; ``auto`` for either way.
+    ``parts`` is the number of chunks, 0 for 2, 4 and 8; the exchange ``auto`` stands for either way.
     """
     names: dict[ChunkPlan, str] = {}
     for way in ("c10d", "symmetric") if exchange == "auto" else (exchange,):

@@ -28,8 +28,7 @@ COUNTERS = Counters()
 def write_remarks(expert_parallel: str) -> list[str]:
     """Return the measured choices, what stood down, and why layers were left alone or not cut.
 
-    Args:
-        expert_parallel: Name of transformers' module of expert parallelism.
+    ``expert_parallel`` is the name of transformers' module of expert parallelism.
     """
     autotune = sys.modules.get("ovpatch.overlap.autotune")
     remarks = [] if autotune is None else list(autotune.report_lines("pipe_experts"))

@@ -29,12 +29,9 @@ def compute_capacity(tokens: int, top_k: int, experts: int, factor: float) -> in
 
 
 def drop_over_capacity(top_k_index: Tensor, experts: int, capacity: int) -> Tensor:
-    """Return a routing table in which each expert keeps its first ``capacity`` tokens of this rank.
+    """Return the experts of slots, ``[tokens, k]``, of which each keeps its first ``capacity`` tokens of this rank.
 
-    Args:
-        top_k_index: Expert of each slot, ``[tokens, k]``; :data:`DROPPED` for none.
-        experts: Number of experts.
-        capacity: Most tokens of an expert.
+    :data:`DROPPED` stands for no expert.
     """
     chosen = top_k_index.reshape(-1)
     keys = chosen.where(chosen >= 0, experts)
@@ -137,14 +134,9 @@ def route_tokens(
 ) -> Route:
     """Exchange the numbers of rows with the other ranks, and choose the plan. The host waits for the counts, once.
 
-    The choice may depend on the counts, so these are exchanged as finely as any plan needs. Slots are sorted meanwhile
-    for the expected plan, and once more only if another one is chosen.
-
-    Args:
-        top_k_index: Expert of each slot, numbered over all ranks by rank, ``[tokens, k]``; :data:`DROPPED` for none.
-        plans: The chunks to choose from.
-        group: The ranks.
-        transport: Carries the counts; c10d's all-to-all by default.
+    ``top_k_index`` has the expert of each slot, numbered over all ranks by rank, ``[tokens, k]``; :data:`DROPPED` for
+    none. The choice may depend on the counts, so these are exchanged as finely as any plan needs, by the transport or
+    by c10d's all-to-all. Slots are sorted meanwhile for the expected plan, and once more only if another one is chosen.
 
     Raises:
         ValueError: A token is routed to an expert that does not exist; raised on all ranks.

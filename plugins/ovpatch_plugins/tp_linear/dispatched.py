@@ -54,10 +54,6 @@ class _Taking(TorchDispatchMode):
     depend on its modes, since other ranks may have none. So the functional operator is dispatched to the modes; at the
     bottom of their stack this mode takes it, and starts the collective that all ranks start. A mode that does not pass
     the operator on, as one that simulates ranks, returns the result itself.
-
-    Args:
-        operator: The operator.
-        start: Starts the collective.
     """
 
     def __init__(self, operator: Any, start: Start) -> None:

@@ -23,13 +23,7 @@ _OURS = ("_prepare_input_fn", "_prepare_output_fn", "_partition_linear_fn")
 
 
 def find_unsupported_reason(style: Any, linear: nn.Linear, dimensions: int) -> str:
-    """Return why stock computes a linear that a style has cut, or "".
-
-    Args:
-        style: The style.
-        linear: The linear.
-        dimensions: The number of dimensions of the mesh.
-    """
+    """Return why stock computes a linear that a style has cut over a mesh of some dimensions, or ""."""
     stock = ColwiseParallel if isinstance(style, ColwiseParallel) else RowwiseParallel
     if type(linear) is not nn.Linear:
         return "a class of its own may have a forward of its own"
@@ -88,16 +82,10 @@ def apply_to_linear(apply: Callable[..., nn.Module], style: Style, module: nn.Mo
 
 
 def take_over(linear: nn.Linear, style: Style, mesh: DeviceMesh, ours: Callable[[int], bool]) -> TPLinear | None:
-    """Let the feature's operators compute a linear, unless it is unsupported.
+    """Let the feature's operators compute a linear that a style has cut, unless it is unsupported.
 
-    Args:
-        linear: A linear that is cut already.
-        style: The style that has cut it.
-        mesh: The mesh over which it is cut.
-        ours: Tells by key which of its hooks are the style's.
-
-    Returns:
-        How the linear is cut; None if stock computes it.
+    ``ours`` tells by key which of the linear's hooks are the style's. Returns how the linear is cut; None if stock
+    computes it.
     """
     if reason := find_unsupported_reason(style, linear, mesh.ndim):
         _TAKEN.left[type(linear).__name__] = reason
@@ -123,14 +111,7 @@ def apply_to_module(
 
 
 def take_over_gather(module: nn.Module, key: int, style: PrepareModuleInput, mesh: DeviceMesh) -> None:
-    """Let a module's gather compute the products of the linears that read it.
-
-    Args:
-        module: The module.
-        key: The key of the forward pre-hook that gathers.
-        style: The style that has registered it.
-        mesh: The mesh over which it gathers.
-    """
+    """Let a module's gather, the style's forward pre-hook ``key``, compute the products of the linears that read it."""
     overridden = any(
         getattr(type(style), name) is not getattr(PrepareModuleInput, name)
         for name in ("_prepare_input_fn", "_prepare_input_kwarg_fn", "_prepare_input_arg")

@@ -47,15 +47,9 @@ _CACHED: Final = 24 * 2**20  # bytes of weights that stay in the cache beside wh
 
 
 def gather_tiles(m: int, k: int, features: Sequence[int], itemsize: int, world: int, programs: int) -> Tiles:
-    """Return how products of rows that are gathered are cut.
+    """Return how products of a rank's ``m`` gathered rows of ``k`` features are cut.
 
-    Args:
-        m: Rows of a rank.
-        k: Features of the input.
-        features: Of each product's output.
-        itemsize: Bytes of a number.
-        world: Number of ranks.
-        programs: How many run at a time.
+    ``features`` are those of each product's output, ``itemsize`` is in bytes, and ``programs`` run at a time.
     """
     fetching = (world - 1) * m * k * itemsize / _FETCHED
     multiplying = world * m * k * sum(features) / _MULTIPLIED
@@ -70,11 +64,5 @@ def gather_tiles(m: int, k: int, features: Sequence[int], itemsize: int, world: 
 
 
 def scatter_tiles(n: int, k: int, itemsize: int) -> Tiles:
-    """Return how products are cut whose tiles are stored to other ranks.
-
-    Args:
-        n: Features of the output.
-        k: Features of the inputs, together.
-        itemsize: Bytes of a number.
-    """
+    """Return how products are cut whose tiles are stored to other ranks; ``k`` are the features of all inputs."""
     return replace(WIDE, group=4 if n * k * itemsize <= _CACHED else 8)
