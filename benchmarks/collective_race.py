@@ -15,6 +15,7 @@ A step is some products, a collective, and the products that hide it; ``products
 from __future__ import annotations
 
 import argparse
+import gc
 import statistics
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -47,7 +48,7 @@ class Race:
         self._x, self._weight, self._out = (
             torch.randn(_ROWS, _FEATURES, device=device(), dtype=torch.bfloat16) for _ in range(3)
         )
-        self._kept: list[Any] = []  # memory pools outlive their tensors
+        self._pools: list[Any] = []
 
     def start_products(self, count: int) -> None:
         """Launch products."""
@@ -96,8 +97,13 @@ class Race:
         with torch.cuda.use_mem_pool(pool):
             tensors = draw()
         backend.register_mem_pool(pool, symm=True)
-        self._kept.append(pool)
+        self._pools.append(pool)
         return tensors
+
+    def release_pools(self) -> None:
+        """Free registered memory while its communicators live; a pool that outlives them aborts the process."""
+        gc.collect()
+        self._pools.clear()
 
 
 def _world() -> dist.ProcessGroup:
@@ -150,6 +156,8 @@ def main() -> None:
         return row
 
     alternate("collective_race", args.arms, measure, args)
+    collectives.clear()
+    race.release_pools()
     dist.destroy_process_group()
 
 
