@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Final
 from ovpatch.cli import command_line
 from ovpatch.exit_codes import ExitCode
 from ovpatch.insight.timeline.output import Output
-from ovpatch.insight.timeline.recording import Recording, read_recording
+from ovpatch.insight.timeline.summary import Recording, read_recording
 from ovpatch.insight.timeline.trace import TraceError
 from ovpatch.session.report import format_report, wants_colour
 from ovpatch.settings import settings

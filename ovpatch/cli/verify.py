@@ -106,7 +106,7 @@ def _conclude(result: Verification, arguments: argparse.Namespace) -> int:
     from rich.console import Console
     from rich.text import Text
 
-    from ovpatch.insight.verify.table import print_result
+    from ovpatch.insight.verify.verify import print_result
 
     console = Console(width=None if sys.stdout.isatty() else 120)
     print_result(result, console)

@@ -14,7 +14,7 @@ import pytest
 from torch.autograd.profiler import profile as Session
 from torch.profiler import ProfilerActivity
 
-from ovpatch.insight.timeline.recording import Cost, measure_cost, read_recording
+from ovpatch.insight.timeline.summary import Cost, measure_cost, read_recording
 from ovpatch.insight.timeline.trace import TraceError
 from ovpatch.insight.timeline.tracks import read_all_ranks
 from ovpatch.insight.timeline.worker import ProfilerSession
