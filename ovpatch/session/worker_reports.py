@@ -12,7 +12,8 @@ import os
 import re
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -35,7 +36,7 @@ def merge_reports(reports: Sequence[_Json]) -> dict[str, Any]:
     counted = _last_generation(ordered)
     names = list(dict.fromkeys(f["name"] for report in counted for f in report["features"]))
     return {
-        **{key: _common(key, counted) for key in ("version", "torch", "python")},
+        **{key: ", ".join(dict.fromkeys(str(r[key]) for r in counted)) for key in ("version", "torch", "python")},
         "pid": None,
         "rank": None,
         "processes": [{"pid": r["pid"], "rank": r["rank"], "restart": r.get("restart", 0)} for r in ordered],
@@ -52,15 +53,13 @@ def _last_generation(reports: Sequence[_Json]) -> list[_Json]:
     return [r for r in reports if r["rank"] is None or r.get("restart", 0) == last[r["rank"]]]
 
 
-def _common(key: str, reports: Sequence[_Json]) -> str:
-    return ", ".join(dict.fromkeys(str(report[key]) for report in reports))
-
-
 def _merge_feature(name: str, reports: Sequence[_Json]) -> dict[str, Any]:
     parts = [(_identify(report), part) for report in reports for part in report["features"] if part["name"] == name]
     absent = [_identify(report) for report in reports if all(part["name"] != name for part in report["features"])]
     state, reason = _merge_state(parts, absent)
-    counters = _sum(part["counters"] for _, part in parts)
+    counters: Counter[str] = Counter()
+    for _, part in parts:
+        counters.update(part["counters"])
     work: list[str] = next((part["work"] for _, part in parts if part["work"]), [])
     return {
         "name": name,
@@ -68,7 +67,7 @@ def _merge_feature(name: str, reports: Sequence[_Json]) -> dict[str, Any]:
         "reason": reason,
         "remarks": _merge_remarks(parts, worked=did_work(counters, work)),
         "options": _merge_options(parts),
-        "counters": counters,
+        "counters": dict(counters),
         "distribution": parts[0][1]["distribution"],
         "requires": next((part["requires"] for _, part in parts if part["requires"]), []),
         "reorders_products": any(part["reorders_products"] for _, part in parts),
@@ -132,14 +131,6 @@ def _merge_options(parts: Sequence[tuple[_Json, _Json]]) -> dict[str, Any]:
         if any(option["value"] != merged[name]["value"] for _, option in having):
             merged[name]["differs"] = {process["label"]: option["value"] for process, option in having}
     return merged
-
-
-def _sum(many: Iterable[Mapping[str, int]]) -> dict[str, int]:
-    total: dict[str, int] = {}
-    for counters in many:
-        for name, count in counters.items():
-            total[name] = total.get(name, 0) + count
-    return total
 
 
 def _merge_patches(reports: Sequence[_Json]) -> list[dict[str, Any]]:
@@ -208,9 +199,8 @@ class _Reporter:
 
     def __init__(self, directory: Path, make_report: Callable[[], Report]) -> None:
         self._directory, self._make_report = directory, make_report
-        self._born: Final = {
-            os.getpid(): time.time_ns()
-        }  # distinguishes processes with the same pid, one after the other
+        # By pid; distinguishes processes with the same pid, one after the other.
+        self._born: Final = {os.getpid(): time.time_ns()}
         self._base: dict[str, Any] = {}
         self._base_of_children: dict[str, Any] = {}
 
