@@ -23,7 +23,7 @@ from ovpatch.insight.bench.rounds import (
     StoppedError,
     run_rounds,
 )
-from ovpatch.session import worker_reports
+from ovpatch.session import workers
 from ovpatch.session.report import wants_colour
 
 
@@ -71,7 +71,7 @@ def _measure(plan: BenchPlan, arguments: argparse.Namespace) -> int:
         runs, UserFigures(arguments.samples_per_step, arguments.tokens_per_step, arguments.peak_tflops)
     )
     if arguments.json is not None:
-        worker_reports.write_json(arguments.json, _data(plan, runs, found))
+        workers.write_json(arguments.json, _data(plan, runs, found))
     _show(plan, runs, found)
     return ExitCode.OK
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ovpatch.cli import command_line
-from ovpatch.session import worker_reports
+from ovpatch.session import workers
 
 if TYPE_CHECKING:
     from ovpatch.insight.verify.verify import Verification
@@ -81,7 +81,7 @@ def _conclude(result: Verification, arguments: argparse.Namespace) -> int:
     print_result(result, console)
     if arguments.json is not None:
         asked = {"command": list(arguments.command), "requested_steps": arguments.steps}
-        worker_reports.write_json(arguments.json, asked | result.to_json())
+        workers.write_json(arguments.json, asked | result.to_json())
     if arguments.out is not None:
         console.print(Text(f"kept        logs and records are in {arguments.out}"), soft_wrap=True)
     elif result.verdict.code:

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from ovpatch.session import worker_reports
+from ovpatch.session import workers
 
 Before = Callable[[Optimizer, tuple[Any, ...], Mapping[str, Any]], None]
 After = Callable[[Optimizer], None]
@@ -183,7 +183,7 @@ def exit_with_peers(directory: Path, patience: float = PATIENCE) -> None:
     deadline = time.monotonic() + patience
     while len(list(directory.glob("left-*"))) < get_world_size() and time.monotonic() < deadline:
         time.sleep(0.02)
-    worker_reports.write_report_now()
+    workers.write_report_now()
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0)

@@ -164,7 +164,7 @@ def wants_colour(stream: TextIO) -> bool:
 def format_report(data: Mapping[str, Any], *, colour: bool = False, width: int | None = None) -> str:
     """Return the table of a report given as JSON, of one process or merged over several.
 
-    ``data`` is the result of :meth:`Report.to_json` or of :func:`ovpatch.session.worker_reports.merge_reports`.
+    ``data`` is the result of :meth:`Report.to_json` or of :func:`ovpatch.session.workers.merge_reports`.
     """
     title = f"ovpatch {data['version']}, torch {data['torch']}, Python {data['python']}"
     rows = [(f["name"], _shown_state(f), _details(f)) for f in data["features"]]

@@ -17,7 +17,7 @@ from rich.progress import BarColumn, TextColumn, TimeElapsedColumn
 
 from ovpatch.insight import arms
 from ovpatch.insight.arms import Arm, Outcome
-from ovpatch.session import worker_reports
+from ovpatch.session import workers
 
 WORKER: Final = "ovpatch.insight.bench.worker"
 STOCK: Final = "stock"
@@ -63,7 +63,7 @@ class Measured:
 
 def read_measured(folder: Path) -> Measured:
     """Merge the files of an arm's processes; without files, no step was taken."""
-    ranks = _one_each(worker_reports.read_reports(folder, "bench"))
+    ranks = _one_each(workers.read_reports(folder, "bench"))
     if not ranks:
         return Measured()
     flops, reason = _flops([rank["flops"] for rank in ranks])

@@ -26,8 +26,8 @@ from torch.utils.hooks import RemovableHandle
 
 from ovpatch.insight import steps
 from ovpatch.insight.steps import find_root_modules, run_at_exit
-from ovpatch.session import worker_reports
-from ovpatch.session.orders import Orders
+from ovpatch.session import workers
+from ovpatch.session.workers import Orders
 
 
 class BorderClock:
@@ -191,7 +191,7 @@ class _Worker:
         """Write the file once, if this process has taken steps."""
         if self._pid == os.getpid():
             self._pid = None
-            worker_reports.write_json(self._directory / f"{FILE}-{os.getpid()}.json", self._collect_results())
+            workers.write_json(self._directory / f"{FILE}-{os.getpid()}.json", self._collect_results())
 
     def _collect_results(self) -> dict[str, Any]:
         return {

@@ -24,7 +24,7 @@ from ovpatch.insight.timeline.summary import (
 )
 from ovpatch.insight.timeline.trace import MERGED, Intervals, Span, get_time_base, load_trace, to_nanoseconds
 from ovpatch.insight.timeline.tracks import RankTracks, get_step
-from ovpatch.session.worker_reports import write_json
+from ovpatch.session.workers import write_json
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

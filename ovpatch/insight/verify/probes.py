@@ -36,7 +36,7 @@ from ovpatch.insight.verify.recording import (
 from ovpatch.logs import logger
 from ovpatch.overlap.tensors.lazy_tensor import peek
 from ovpatch.patching import PatchManager
-from ovpatch.session.orders import Orders
+from ovpatch.session.workers import Orders
 
 _WRAPPERS: Final = re.compile(r"^(?:module\.|_orig_mod\.|_forward_module\.)+|(?<=\.)_orig_mod\.")
 

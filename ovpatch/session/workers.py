@@ -1,19 +1,26 @@
-"""Reports of worker processes for ``ovpatch run``: one JSON file per process, and one merged report.
+"""Worker processes of a command: their reports for ``ovpatch run``, and their orders from the tools.
 
-A process writes its file at ``apply()`` and at exit, each time atomically, so a killed process has left the first one.
-Children of :mod:`multiprocessing` skip :mod:`atexit` and clear inherited finalizers, so they register after the fork.
+A process writes its report at ``apply()`` and at exit, each time atomically, so a killed process has left the first
+one. Children of :mod:`multiprocessing` skip :mod:`atexit` and clear inherited finalizers, so they register after the
+fork. The orders of ``verify``, ``bench`` and ``timeline`` are in one environment variable, which a process, patched or
+stock, reads when it imports torch (:mod:`ovpatch.autoload`); it calls the tool's own module then.
 """
 
 from __future__ import annotations
 
 import atexit
+import faulthandler
 import json
 import os
 import re
+import signal
 import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from importlib import import_module
 from pathlib import Path
 from typing import Any, Final
 
@@ -334,3 +341,61 @@ def write_json(path: Path, data: Any) -> None:
 def read_reports(directory: Path, kind: str) -> list[dict[str, Any]]:
     """Return the contents of all files of a kind (``worker``, ``failed``) in a directory."""
     return [json.loads(path.read_text(encoding="utf-8")) for path in sorted(directory.glob(f"{kind}-*.json"))]
+
+
+VARIABLE: Final = "OVPATCH_INSIGHT"
+
+#: Signal that makes a process dump its stacks; None without real-time signals. Scripts and launchers use the others.
+STACKS: Final[int | None] = signal.SIGRTMIN + 5 if hasattr(signal, "SIGRTMIN") else None
+
+
+@dataclass(frozen=True)
+class Orders:
+    """The orders to the processes of one arm."""
+
+    worker: str  # module with a function ``start_worker(orders)``, which is called at the end of ``import torch``
+    directory: Path  # directory of their results, visible to all hosts of the job
+    details: Mapping[str, Any] = field(default_factory=dict)  # settings of the tool, in JSON types
+
+    def variables(self) -> dict[str, str]:
+        """Return the orders as environment variables."""
+        data = {"worker": self.worker, "directory": str(self.directory.absolute()), "details": dict(self.details)}
+        return {VARIABLE: json.dumps(data)}
+
+
+def read_orders(environ: Mapping[str, str] | None = None) -> Orders | None:
+    """Return the orders in the environment, if any."""
+    text = (os.environ if environ is None else environ).get(VARIABLE, "").strip()
+    if not text:
+        return None
+    data = json.loads(text)
+    return Orders(data["worker"], Path(data["directory"]), data["details"])
+
+
+def follow_orders() -> None:
+    """Carry out the orders in this process, unless it is a launcher.
+
+    The directory does not exist on a host without a shared file system, which is an OSError.
+    """
+    orders = read_orders()
+    if orders is None or not may_train():
+        return
+    register_process(orders.directory)
+    if hasattr(os, "register_at_fork"):
+        os.register_at_fork(after_in_child=lambda: _sign_in_again(orders.directory))
+    import_module(orders.worker).start_worker(orders)
+
+
+def _sign_in_again(directory: Path) -> None:
+    """Register a forked child, which may be a rank, so that it does not write into its parent's file."""
+    with suppress(OSError):  # the directory may be gone, and a fork must go on
+        register_process(directory)
+
+
+def register_process(directory: Path) -> None:
+    """Write the pid of this process and its rank, if known, and install the handler that dumps its stacks."""
+    identity = {"pid": os.getpid(), "born": time.time(), "rank": os.environ.get("RANK")}
+    write_json(directory / f"process-{os.getpid()}.json", identity)
+    if STACKS is not None:
+        stacks = (directory / f"stacks-{os.getpid()}.txt").open("w", encoding="utf-8")
+        faulthandler.register(STACKS, file=stacks, all_threads=True, chain=False)  # keeps the file open
