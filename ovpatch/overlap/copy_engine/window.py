@@ -85,7 +85,7 @@ def allocate(size: int, group: dist.ProcessGroup, device: torch.device) -> Windo
     Raises:
         RuntimeError: Memory cannot be shared, or streams cannot wait for it.
     """
-    found = memory.allocate_on_all(size + BYTES, group, device, lambda own: _clear(own[size:]))
+    found = memory.allocate_on_all(size + BYTES, group, device, lambda own: own[size:].zero_())
     whole = [found.keeps.get_buffer(rank, (size + BYTES,), torch.uint8) for rank in range(group.size())]
     ranks = [one[:size] for one in whole]
     try:
@@ -103,10 +103,6 @@ def allocate(size: int, group: dist.ProcessGroup, device: torch.device) -> Windo
             return meeting.unheard(stream.cuda_stream)
 
     return Window(ranks, meeting, driver.copy, unheard, found)
-
-
-def _clear(signals: Tensor) -> None:
-    signals.zero_()
 
 
 # --- the stream barrier ---

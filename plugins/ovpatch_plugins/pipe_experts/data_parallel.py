@@ -131,9 +131,8 @@ def _check_devices(model: nn.Module, named: dict[str, nn.Parameter]) -> None:
 
 
 def _check_membership(group: dist.ProcessGroup | None) -> None:
-    if (
-        group is not None and dist.get_rank(group) < 0
-    ):  # also true of the placeholder that new_group() returns to other ranks
+    # The placeholder that new_group() returns to other ranks has no rank either.
+    if group is not None and dist.get_rank(group) < 0:
         raise ValueError(f"ovpatch: rank {dist.get_rank()} is not in the group of its own experts. {_SAME_EXPERTS}")
 
 

@@ -10,10 +10,9 @@ from typing import Any, Final, Protocol
 import torch
 from torch import Tensor, nn
 
+from ovpatch_plugins.pipe_experts.all_to_all import RowBuffer, split_rows
 from ovpatch_plugins.pipe_experts.chunks import ChunkPlan, Splits
-from ovpatch_plugins.pipe_experts.grouped_gemm import GroupSizes
-from ovpatch_plugins.pipe_experts.row_buffer import RowBuffer, split_rows
-from ovpatch_plugins.pipe_experts.wgrad import DelayedWeightGrads
+from ovpatch_plugins.pipe_experts.grouped_gemm import DelayedWeightGrads, GroupSizes
 
 Activation = Callable[[Tensor], Tensor]
 """The function between an expert's two products: ``[rows, n]`` -> ``[rows, k]``, row by row."""

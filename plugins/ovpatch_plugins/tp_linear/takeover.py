@@ -14,8 +14,9 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel.style import ColwiseParallel, PrepareModuleInput, RowwiseParallel
 
-from ovpatch_plugins.tp_linear import fused_support, layout, tp_group
+from ovpatch_plugins.tp_linear import layout, tp_group
 from ovpatch_plugins.tp_linear.report import COUNTERS
+from ovpatch_plugins.tp_linear.schedules import fused
 from ovpatch_plugins.tp_linear.shared_all_gather import SharedAllGather, is_gather
 from ovpatch_plugins.tp_linear.tp_linear import Linear, Style, TPLinear, agree_on_terms
 
@@ -144,7 +145,7 @@ def give_back_modules() -> None:
     _TAKEN.left.clear()
     layout.forget()
     tp_group.forget()
-    fused_support.forget()
+    fused.forget()
 
 
 def list_left_linears() -> Mapping[str, str]:

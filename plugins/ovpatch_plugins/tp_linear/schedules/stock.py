@@ -116,10 +116,6 @@ class Schedule:
         return result
 
 
-class Stock(Schedule):
-    """One after the other."""
-
-
 # The products.
 
 
