@@ -361,10 +361,7 @@ class _Verifier:
         rerun = self._yardstick("rerun")
         reordered = self._yardstick("reordered", **self._reordering(1))
         itself, otherwise = compare_runs(stock, rerun), compare_runs(stock, reordered)
-        self.noise = {
-            "rerun": self._measured("rerun", itself),
-            "reordered": self._measured("reordered", otherwise),
-        }
+        self.noise = {"rerun": self._measured("rerun", itself), "reordered": self._measured("reordered", otherwise)}
         self.noisy = bool(itself.findings or otherwise.findings)
         if itself.findings:
             first = min(itself.findings, key=lambda one: (one.step, one.order))

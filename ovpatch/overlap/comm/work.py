@@ -50,8 +50,4 @@ class WorkWithEpilogue:
         self.wait_for_results()
         with torch.no_grad():
             self._unpack()
-        self._unpack = _done
-
-
-def _done() -> None:
-    pass
+        self._unpack = lambda: None
