@@ -215,8 +215,7 @@ class BenchFigures:
 
     rows: list[ArmRow]  # one for each kind of run
     judgement: Judgement  # patched against stock; above one, patched is faster
-    # For each feature, the run without it against the patched run; above one, it makes the run faster.
-    parts: dict[str, Judgement]
+    parts: dict[str, Judgement]  # by feature, the run without it against the patched run; above one, it helps
     samples: float | None  # samples per step over all ranks, None if unknown
     tokens: float | None  # tokens per step over all ranks, None if unknown
     no_tflops: str  # why TFLOP/s are unknown; "" if they are known

@@ -278,8 +278,7 @@ class Cost:
     recorded: float  # of the recorded steps
     beside: float  # of the steps before and after them
     counts: tuple[int, int]  # numbers of steps of the two
-    # Shortest and longest step beside, on a GPU block of steps; smaller differences mean nothing.
-    spread: tuple[float, float]
+    spread: tuple[float, float]  # shortest and longest of those beside, on a GPU of blocks; less means nothing
 
     @property
     def notable(self) -> bool:

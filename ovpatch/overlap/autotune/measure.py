@@ -41,10 +41,8 @@ class Tuning:
     """A choice between candidates that compute the same."""
 
     key: str  # The computation in words: operator, shapes, dtype, direction. The same on all ranks.
-    # Names of the candidates. The first is the baseline: the computation without the feature.
-    candidates: tuple[str, ...]
-    # The candidate that is taken where nothing is measured, and where it is hardly slower than the fastest.
-    default: str
+    candidates: tuple[str, ...]  # their names; the first is the baseline, the computation without the feature
+    default: str  # the candidate where nothing is measured, or where it is hardly slower than the fastest
     make: Callable[[torch.Generator], Candidates]  # makes the candidates, on data drawn from a generator
     needs: int = 0  # bytes of memory that they take, at most
     # Returns whether a candidate can be used at all. It returns the same on all ranks, which all call it; it may be a
@@ -58,8 +56,7 @@ class Choice:
 
     candidate: str  # its name
     why: str  # the reason, in words
-    # Milliseconds of each candidate: the median, of the slowest rank. Empty if nothing is known.
-    times: Mapping[str, float] = field(default_factory=dict)
+    times: Mapping[str, float] = field(default_factory=dict)  # each candidate's median ms on the slowest rank, if known
     final: bool = True  # whether it is kept for all later calls
 
     def report_line(self, key: str) -> str:

@@ -71,8 +71,7 @@ class Window:
     ranks: list[Tensor]  # all ranks' memory, uint8, by group rank; this rank's among them
     meet: Callable[[int], None]  # makes a stream (the host, without streams) wait until all ranks' streams have arrived
     copy: Callable[[Batch, int], None]  # copies a batch on a stream
-    # Returns the ranks whose memory fails a trial; called once all ranks have windows.
-    unheard: Callable[[], list[int]] = list
+    unheard: Callable[[], list[int]] = list  # ranks whose memory fails a trial; called once all have windows
     keeps: Any = None  # keeps the memory alive
 
 

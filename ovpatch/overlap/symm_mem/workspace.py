@@ -53,8 +53,7 @@ class Workspace:
         self.peers = self.state = torch.empty(0, dtype=torch.int64, device=device)
         # Counts of arrived tiles, int32; only this rank's kernels see them.
         self.counts = torch.empty(0, dtype=torch.int32, device=device)
-        # Values that operators keep while sizes and addresses stay the same, by their keys.
-        self.kept: dict[Any, Any] = {}
+        self.kept: dict[Any, Any] = {}  # what operators keep, by key, while sizes and addresses stay the same
         self.scratch = Scratch(device)  # makes memory for descriptors of its kernels
         self._memory: memory.Memory | None = None
         self._captured = False

@@ -45,8 +45,7 @@ class GatherGuard:
     """
 
     def __init__(self) -> None:
-        # Weights of the products that were handed out, with their versions at that time.
-        self.handed_out: list[tuple[Tensor, int]] = []
+        self.handed_out: list[tuple[Tensor, int]] = []  # weights of products handed out, with their versions then
         self._gathered: Callable[[], Any] = lambda: None
         self._hooks: dict[int, Any] = {}
 
