@@ -90,7 +90,7 @@ class GatherLinear(torch.autograd.Function):
         if call.whole is not None and gathered is not None:
             results.append(wrap_local(from_rows(gathered, here.shape, call.dim), call.mesh, call.whole))
             if kept is gathered:
-                kept = results[-1]  # which tells if somebody writes into it
+                kept = results[-1]  # whose version shows a later write into it
         return tuple(results), kept
 
     @staticmethod
