@@ -51,10 +51,6 @@ class Measured:
     world: int = 0  # number of ranks
     missing: Sequence[int] = ()  # ranks without a file
 
-    def to_json(self) -> dict[str, Any]:
-        """Return the measurements as plain data."""
-        return asdict(self)
-
     def describe(self) -> str:
         """Return the measured times in a few words."""
         return f"{median(self.times):.4g} ms a step, worst {max(self.times):.4g}"
@@ -161,7 +157,7 @@ class BenchRuns:
 
     def to_json(self) -> list[dict[str, Any]]:
         """Return the runs as plain data."""
-        return [{**asdict(run), "measured": run.measured.to_json()} for run in self.done]
+        return [asdict(run) for run in self.done]
 
 
 class FailedError(Exception):
