@@ -52,13 +52,7 @@ def main(arguments: argparse.Namespace) -> int:
 
 
 def _check(arguments: argparse.Namespace) -> None:
-    """Check settings, files and the command before anything runs.
-
-    Raises:
-        ovpatch.SettingsError: There is no command, a setting cannot be parsed, or everything is off.
-        ovpatch.FeatureError: A feature requested by name cannot be loaded.
-        ovpatch.insight.launch.NotStartedError: The command cannot be started.
-    """
+    """Check settings, files and the command before anything runs."""
     from ovpatch.insight import arms
 
     arms.check_autoload()
