@@ -16,8 +16,7 @@ from torch import Tensor
 from ovpatch.insight import equality
 from ovpatch.insight.equality import Row, Verdict, measure_difference
 from ovpatch.insight.verify import recording
-from ovpatch.insight.verify.recording import RecordedEvent, RecordedRun
-from ovpatch.insight.verify.values import UNREAD, KeptValue
+from ovpatch.insight.verify.recording import UNREAD, KeptValue, RecordedEvent, RecordedRun
 
 _Key = tuple[Hashable, str, str]  # the event, the value's name without numbers, and its form
 
