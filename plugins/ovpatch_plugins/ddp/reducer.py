@@ -223,7 +223,7 @@ class GradReducer(BackwardReducer, StockOnly):
             self._attach_anew()
         sharder = self.sharder
         if sharder.is_active and sharder.update_sharded(self._flags.result(self._steps)):
-            self._hooks.set_prehooks(sharder.watched_params(), sharder.before_accumulate)
+            self._hooks.set_prehooks(sharder.watched_params(), sharder)
             self._set_buckets()
 
     @torch._disable_dynamo
