@@ -28,10 +28,8 @@ def on_torch_import() -> None:
 def _register_log(*, at_once: bool) -> None:
     """Register our logger with torch, which parses ``TORCH_LOGS`` right after this.
 
-    Without this, torch takes the name for a module and imports all our subpackages to list them.
-
-    Args:
-        at_once: Whether torch parses ``TORCH_LOGS`` now as well, so that records of ``apply()`` are not lost.
+    Without this, torch takes the name for a module and imports all our subpackages to list them. With ``at_once`` torch
+    parses ``TORCH_LOGS`` now as well, so that records of ``apply()`` are not lost.
     """
     try:
         from torch._logging._internal import _init_logs, register_log

@@ -83,12 +83,7 @@ def main(arguments: argparse.Namespace) -> int:
 
 
 def _check(command: list[str], arguments: argparse.Namespace) -> None:
-    """Check settings, files and the command before anything runs.
-
-    Raises:
-        ovpatch.SettingsError: One of them is wrong.
-        ovpatch.FeatureError: A feature requested by name cannot be loaded.
-    """
+    """Check settings, files and the command before anything runs."""
     arms.check_autoload()
     environment = command_line.make_environment(arguments.features)
     command_line.check_settings(environment)

@@ -63,10 +63,7 @@ def make_int_parser(least: int) -> Callable[[str], int]:
 
 
 def make_environment(features: str | None) -> dict[str, str]:
-    """Return the environment of the command, patched.
-
-    Args:
-        features: Value for ``OVPATCH``; None keeps its present value.
+    """Return the environment of the patched command, with ``OVPATCH`` set to ``features`` if given.
 
     Raises:
         ovpatch.SettingsError: Both are set and differ.
@@ -82,22 +79,14 @@ def make_environment(features: str | None) -> dict[str, str]:
 
 
 def check_command(command: Sequence[str]) -> None:
-    """Check that a command can be started.
-
-    Raises:
-        ovpatch.SettingsError: There is no command.
-        ovpatch.insight.launch.NotStartedError: It does not exist or cannot be executed.
-    """
+    """Raise SettingsError if there is no command, or NotStartedError if it does not exist or cannot be executed."""
     if not command:
         raise SettingsError("no command given. Write it after two dashes: -- torchrun train.py")
     launch.check_executable(command)
 
 
 def check_settings(environment: Mapping[str, str]) -> None:
-    """Check the settings of a command.
-
-    Args:
-        environment: Environment of the command.
+    """Check the settings in a command's environment.
 
     Raises:
         ovpatch.SettingsError: A setting cannot be parsed.
@@ -109,11 +98,7 @@ def check_settings(environment: Mapping[str, str]) -> None:
 
 
 def check_comparable(environment: Mapping[str, str]) -> None:
-    """Check that the patched run is not stock.
-
-    Raises:
-        ovpatch.SettingsError: ``OVPATCH`` turns everything off, or variables turn every feature off.
-    """
+    """Raise SettingsError if the patched run would be stock, because the environment turns every feature off."""
     from ovpatch.session.session import Session
 
     if settings.read_environment(environment).selection.kind == "nothing":
@@ -132,15 +117,7 @@ def warn_of_near_misses(environment: Mapping[str, str], say: Callable[[str], Non
 
 
 def check_file(file: Path | None, option: str) -> None:
-    """Check that a file can be written.
-
-    Args:
-        file: The file, if any.
-        option: Its option on the command line.
-
-    Raises:
-        ovpatch.SettingsError: It cannot.
-    """
+    """Raise SettingsError if the file of an option cannot be written."""
     if file is None:
         return
     folder = file.absolute().parent
@@ -153,11 +130,7 @@ def check_file(file: Path | None, option: str) -> None:
 
 
 def check_folder(out: Path | None) -> None:
-    """Check that a folder of results is new or empty.
-
-    Raises:
-        ovpatch.SettingsError: It is a file, or not empty, or cannot be made.
-    """
+    """Raise SettingsError unless a folder of results is new or empty."""
     if out is None:
         return
     if out.exists() and (not out.is_dir() or any(out.iterdir())):

@@ -48,11 +48,7 @@ def configure_list(parser: argparse.ArgumentParser) -> None:
 
 
 def main_list(arguments: argparse.Namespace) -> int:
-    """Print the features with default, state and summary, or one feature with its options.
-
-    Raises:
-        ovpatch.SettingsError: There is no such feature.
-    """
+    """Print the features with default, state and summary, or one feature with its options."""
     records, report = _try()
     wanted = None if arguments.feature is None else settings.normalise_name(arguments.feature)
     if wanted is not None and wanted not in records:
@@ -131,12 +127,7 @@ def _try() -> tuple[dict[str, FeatureRecord], Report]:
 
 
 def collect_findings(records: Mapping[str, FeatureRecord], report: Report) -> dict[str, Any]:
-    """Return all findings as plain data.
-
-    Args:
-        records: The features before anything was patched.
-        report: The report after applying them.
-    """
+    """Return all findings as plain data: the records before anything was patched, and the report after applying."""
     autoload = _autoload()
     return {
         "versions": {

@@ -78,11 +78,7 @@ def _pattern(text: str | None) -> re.Pattern[str] | None:
 
 
 def _are_traces(rest: Sequence[str]) -> bool:
-    """Whether the arguments are traces or folders of traces, not a command.
-
-    Raises:
-        ovpatch.SettingsError: Traces are followed by something else.
-    """
+    """Whether the arguments are traces or folders of traces, not a command; a mixture is an error."""
     named = [word.endswith(_ENDINGS) or Path(word).is_dir() for word in rest]
     if named[:1] == [True] and not all(named):
         other = rest[named.index(False)]

@@ -7,6 +7,7 @@ goes to stdout, progress to stderr, and the output of each run into a log.
 from __future__ import annotations
 
 import argparse
+import shutil
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -51,13 +52,7 @@ def main(arguments: argparse.Namespace) -> int:
 
 
 def _check(arguments: argparse.Namespace) -> None:
-    """Check settings, files and the command before anything runs.
-
-    Raises:
-        ovpatch.SettingsError: There is no command, a setting cannot be parsed, or everything is off.
-        ovpatch.FeatureError: A feature requested by name cannot be loaded.
-        ovpatch.insight.launch.NotStartedError: The command cannot be started.
-    """
+    """Check settings, files and the command before anything runs."""
     from ovpatch.insight import arms
 
     arms.check_autoload()
@@ -114,7 +109,7 @@ def _conclude(result: Verification, arguments: argparse.Namespace) -> int:
 
     from ovpatch.insight.verify.table import print_result
 
-    console = Console(width=None if sys.stdout.isatty() else 120)
+    console = Console(width=shutil.get_terminal_size((120, 24)).columns)
     print_result(result, console)
     if arguments.json is not None:
         worker_reports.write_json(arguments.json, _kept(result.to_json(), arguments))

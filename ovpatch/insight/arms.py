@@ -25,19 +25,12 @@ _OURS: Final = ("OVPATCH_AUTO", worker_reports.REPORT_DIR, orders.VARIABLE)
 
 @dataclass(frozen=True)
 class Arm:
-    """One way to run the command.
+    """One way to run the command."""
 
-    Attributes:
-        name: Unique in one call of a tool; names the folder.
-        features: Value of ``OVPATCH``: ``0`` for stock, None for that of the user's environment.
-        details: Orders for the tool's worker, as JSON types.
-        variables: More environment variables.
-    """
-
-    name: str
-    features: str | None = None
-    details: Mapping[str, Any] = field(default_factory=dict)
-    variables: Mapping[str, str] = field(default_factory=dict)
+    name: str  # unique in one call of a tool; names the folder
+    features: str | None = None  # value of ``OVPATCH``: ``0`` for stock, None for that of the user's environment
+    details: Mapping[str, Any] = field(default_factory=dict)  # orders for the tool's worker, as JSON types
+    variables: Mapping[str, str] = field(default_factory=dict)  # more environment variables
 
     @property
     def patched(self) -> bool:
@@ -56,14 +49,9 @@ class Arm:
 
 
 def leave_one_out(arm: Arm, features: Sequence[str], requires: Mapping[str, Collection[str]]) -> dict[str, Arm]:
-    """Return one arm per feature with that feature, and those that require it, off.
+    """Return one arm per feature that ran in a patched arm, with that feature, and those that require it, off.
 
     A feature that all others require has no such arm: it would be stock.
-
-    Args:
-        arm: A patched arm.
-        features: Features that ran in it, see :attr:`Outcome.applied`.
-        requires: Requirements of each feature, see :attr:`Outcome.requires`.
     """
     found = {}
     for feature in features:
@@ -78,26 +66,16 @@ def leave_one_out(arm: Arm, features: Sequence[str], requires: Mapping[str, Coll
 
 @dataclass(frozen=True)
 class Outcome:
-    """The result of an arm.
-
-    Attributes:
-        arm: The arm.
-        folder: Folder with the files of its processes.
-        log: File with the command's output.
-        code: Exit code of the command, as in a shell.
-        seconds: Duration.
-        timed_out: Whether the arm was ended because no process took a step in time.
-        interrupted: Whether a signal ended the arm.
-        stacks: The stacks of each process by its id, if the arm timed out.
-    """
+    """The result of an arm."""
 
     arm: Arm
-    folder: Path
-    log: Path
-    code: int
-    seconds: float
-    timed_out: bool = False
-    interrupted: bool = False
+    folder: Path  # folder with the files of its processes
+    log: Path  # file with the command's output
+    code: int  # exit code of the command, as in a shell
+    seconds: float  # duration
+    timed_out: bool = False  # whether the arm was ended because no process took a step in time
+    interrupted: bool = False  # whether a signal ended the arm
+    # The stacks of each process by its id, if the arm timed out.
     stacks: Mapping[int, str] = field(default_factory=dict)
 
     @cached_property
@@ -181,11 +159,7 @@ class Outcome:
 
 
 def check_autoload() -> None:
-    """Check that torch loads ovpatch in the command's processes, before anything runs.
-
-    Raises:
-        ovpatch.SettingsError: The user's environment turns torch's autoloading off.
-    """
+    """Check that torch loads ovpatch in the command's processes, before anything runs; raise SettingsError if not."""
     if os.environ.get("TORCH_DEVICE_BACKEND_AUTOLOAD", "1") != "1":
         raise SettingsError(
             "TORCH_DEVICE_BACKEND_AUTOLOAD is not 1, so no process of the command loads ovpatch. Unset it."
@@ -201,15 +175,11 @@ def run_arm(
     timeout: float,
     progress: Callable[[int], None] = lambda step: None,
 ) -> Outcome:
-    """Run one arm, and end all processes that it started.
+    """Run one arm with the tool's worker module in each process, and end all processes that it started.
 
-    Args:
-        arm: The arm.
-        command: Program and arguments.
-        worker: The tool's module in each process, see :class:`~ovpatch.session.orders.Orders`.
-        out: Parent of the arm's folder and log; the arm's folder must not exist.
-        timeout: Seconds without a step or a new process after which the arm counts as hung.
-        progress: Called about twice a second with the last step that all stepping processes have taken.
+    ``out`` is the parent of the arm's folder, which must not exist. An arm without a step or a new process for
+    ``timeout`` seconds counts as hung. ``progress`` is called about twice a second with the last step that all
+    processes have taken.
 
     Raises:
         ovpatch.insight.launch.NotStartedError: The command could not be started.

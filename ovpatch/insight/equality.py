@@ -42,12 +42,9 @@ def flatten(values: Any) -> dict[str, Leaf]:
 
     Lists and tuples count as the same. Array-likes of numpy become tensors that share their memory.
 
-    Args:
-        values: Nested mappings and sequences of tensors, numbers, strings, None, dtypes, devices and enum members.
-
     Raises:
-        TypeError: If a leaf is of another type; the text names it.
-        ValueError: If two leaves would have one name, for example ``{1: a, "1": b}``.
+        TypeError: A leaf is no tensor, number, string, None, dtype, device or enum member.
+        ValueError: Two leaves would have one name, for example ``{1: a, "1": b}``.
     """
     flat: dict[str, Leaf] = {}
     for name, leaf in _walk(values, ""):
@@ -141,19 +138,14 @@ Scalar: TypeAlias = float | int | complex
 
 @dataclass(frozen=True)
 class Difference:
-    """The outcome of comparing two numbers, or two tensors of one shape and dtype.
+    """The outcome of comparing two numbers, or two tensors of one shape and dtype."""
 
-    Attributes:
-        max_abs: Largest absolute difference between finite values, 0.0 if there is none.
-        finite: False if one side is NaN or infinite where the other is not, or has the other sign of infinity.
-        first: Index of the first value that differs, None if all are equal; for sparse tensors, into the values.
-        values: The two values at that index.
-    """
-
-    max_abs: float = 0.0
+    max_abs: float = 0.0  # largest absolute difference between finite values, 0.0 if there is none
+    # False if one side is NaN or infinite where the other is not, or has the other sign of infinity.
     finite: bool = True
+    # Index of the first value that differs, None if all are equal; for sparse tensors, into the values.
     first: tuple[int, ...] | None = None
-    values: tuple[Scalar, Scalar] | None = None
+    values: tuple[Scalar, Scalar] | None = None  # the two values at that index
 
     @property
     def equal(self) -> bool:
@@ -167,17 +159,10 @@ class Difference:
 
 
 def measure_difference(a: Leaf, b: Leaf) -> Difference | None:
-    """Compare two values for which :func:`describe_mismatch` returns nothing.
+    """Compare two values for which :func:`describe_mismatch` returns nothing; None if they are not numbers.
 
     Complex values are compared component by component, integers exactly, whatever their size. A stored zero of a sparse
-    tensor equals an omitted one. No huge tensor is widened as a whole.
-
-    Args:
-        a: One side.
-        b: The other side; a tensor may be on another device.
-
-    Returns:
-        The difference; None if the values are not numbers.
+    tensor equals an omitted one. No huge tensor is widened as a whole. Tensors may be on different devices.
     """
     if isinstance(a, torch.Tensor):
         return _tensors(a, b)
@@ -321,25 +306,17 @@ class Verdict(str, Enum):
 
 @dataclass(frozen=True)
 class Row:
-    """One value of the comparison.
+    """One value of the comparison."""
 
-    Attributes:
-        name: Dotted name.
-        verdict: How it compares.
-        max_abs_diff: Largest absolute difference; infinite if a side is not finite where the other is; None if the
-            values are no numbers or cannot be subtracted.
-        allowed: Largest absolute difference that would have been within noise; None where no noise is tolerated or
-            nothing differs.
-        first_index: Index of the first value that differs.
-        note: What differs, in words.
-    """
-
-    name: str
-    verdict: Verdict
+    name: str  # dotted name
+    verdict: Verdict  # how it compares
+    # Largest absolute difference; infinite if a side is not finite where the other is; None if the values are no
+    # numbers or cannot be subtracted.
     max_abs_diff: float | None = None
+    # Largest absolute difference within noise; None where no noise is tolerated or nothing differs.
     allowed: float | None = None
-    first_index: tuple[int, ...] | None = None
-    note: str = ""
+    first_index: tuple[int, ...] | None = None  # index of the first value that differs
+    note: str = ""  # what differs, in words
 
     def to_json(self) -> dict[str, Any]:
         """Return the row as JSON types; an infinite difference becomes the text ``inf``."""
@@ -379,19 +356,11 @@ class Comparison:
         return tuple(sorted(unequal, key=lambda row: (row.verdict is not Verdict.DIFFERENT, -row.excess))[:count])
 
     def assert_bitwise(self) -> None:
-        """Raise unless every value is bitwise equal.
-
-        Raises:
-            AssertionError: With a table of the worst values, or if nothing was compared.
-        """
+        """Raise AssertionError, with a table of the worst values, unless every value is bitwise equal."""
         self._require({Verdict.BITWISE}, "not bitwise equal")
 
     def assert_equal(self) -> None:
-        """Raise unless every value is bitwise equal or equal within noise.
-
-        Raises:
-            AssertionError: With a table of the worst values, or if nothing was compared.
-        """
+        """Raise AssertionError, with a table of the worst values, unless every value is equal, perhaps within noise."""
         self._require({Verdict.BITWISE, Verdict.WITHIN_NOISE}, "different")
 
     def to_json(self) -> dict[str, Any]:

@@ -48,11 +48,7 @@ _DESCRIPTORS: Final = (staticmethod, classmethod, types.ClassMethodDescriptorTyp
 
 
 def get_slot_kind(slot: Slot) -> SlotKind:
-    """Return how Python reads the slot.
-
-    Raises:
-        IncompatiblePatchError: The slot cannot be patched.
-    """
+    """Return how Python reads the slot; raise IncompatiblePatchError if it cannot be patched."""
     kind = _kind_in_module(slot.raw) if is_module(slot.owner) else _kind_in_class(slot.raw)
     if kind is None:
         raise IncompatiblePatchError(_refusal(slot))
@@ -213,10 +209,7 @@ def _inherited_getter(owner: Any, name: str, found: Any) -> Function:
 def set_picklable_name(function: Any, slot: Slot, away: Callable[[types.ModuleType], bool]) -> None:
     """Name an installed function so that its qualified name leads to it, as pickle demands.
 
-    Args:
-        function: The installed function, named like the original.
-        slot: Its slot.
-        away: Whether references in a module keep the original.
+    References in a module that is ``away`` keep the original.
     """
     if is_class(slot.owner):
         if slot.inherited_from is not None:
@@ -287,19 +280,12 @@ def _get_c_method(owner: type, method: str) -> Callable[..., None]:
 
 @dataclass(frozen=True, eq=False)
 class SlotWrite:
-    """One written attribute.
+    """One written attribute."""
 
-    Attributes:
-        owner: Module or class.
-        name: Attribute.
-        old: Raw value before, ``ABSENT`` if the owner inherited it.
-        new: Raw value after.
-    """
-
-    owner: Owner
-    name: str
-    old: Any
-    new: Any
+    owner: Owner  # module or class
+    name: str  # attribute
+    old: Any  # raw value before, ``ABSENT`` if the owner inherited it
+    new: Any  # raw value after
 
     def undo(self) -> bool:
         """Write the old value back; returns False, and writes nothing, if the slot was overwritten since."""

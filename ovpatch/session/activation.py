@@ -44,15 +44,11 @@ def _checked(name: str, install: Any) -> Any:
 
 
 class ActiveFeatures:
-    """The features that are on, and the patch manager below them. The session's lock guards it.
-
-    Attributes:
-        plugins: The plugins in memory.
-        active: Features that are on, in the order in which they became active.
-    """
+    """The features that are on, and the patch manager below them. The session's lock guards it."""
 
     def __init__(self) -> None:
-        self.plugins: Final = Plugins()
+        self.plugins: Final = Plugins()  # the plugins in memory
+        # Features that are on, in the order in which they became active.
         self.active: Final[dict[str, FeatureRecord]] = {}
         self._manager: Final = PatchManager()
 

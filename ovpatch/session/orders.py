@@ -28,17 +28,11 @@ STACKS: Final[int | None] = signal.SIGRTMIN + 5 if hasattr(signal, "SIGRTMIN") e
 
 @dataclass(frozen=True)
 class Orders:
-    """The orders to the processes of one arm.
+    """The orders to the processes of one arm."""
 
-    Attributes:
-        worker: Module with a function ``start_worker(orders)``, which is called at the end of ``import torch``.
-        directory: Directory of their results, visible to all hosts of the job.
-        details: Settings of the tool, in JSON types.
-    """
-
-    worker: str
-    directory: Path
-    details: Mapping[str, Any] = field(default_factory=dict)
+    worker: str  # module with a function ``start_worker(orders)``, which is called at the end of ``import torch``
+    directory: Path  # directory of their results, visible to all hosts of the job
+    details: Mapping[str, Any] = field(default_factory=dict)  # settings of the tool, in JSON types
 
     def variables(self) -> dict[str, str]:
         """Return the orders as environment variables."""
@@ -58,8 +52,7 @@ def read_orders(environ: Mapping[str, str] | None = None) -> Orders | None:
 def follow_orders() -> None:
     """Carry out the orders in this process, unless it is a launcher.
 
-    Raises:
-        OSError: The directory does not exist, as on a host without a shared file system.
+    The directory does not exist on a host without a shared file system, which is an OSError.
     """
     orders = read_orders()
     if orders is None or not may_train():

@@ -50,15 +50,10 @@ def find_dependents(name: str, features: Mapping[str, Feature]) -> list[str]:
 
 
 def find_conflicts(features: Mapping[str, Feature], ranking: Sequence[Collection[str]]) -> dict[str, str]:
-    """Find features that cannot run together.
+    """Return the features that cannot run together, each with the reason why it stands down.
 
-    Args:
-        features: Features that are to be on.
-        ranking: Groups of names, the strongest first. Of two features in conflict the one in the stronger group
-            stays on; two of the same group both stand down.
-
-    Returns:
-        The features that stand down, each with the reason.
+    ``ranking`` has groups of names, the strongest first. Of two features in conflict the one in the stronger group
+    stays on; two of the same group both stand down.
     """
     lost: dict[str, str] = {}
     names = list(features)
@@ -81,14 +76,9 @@ def _rank(name: str, ranking: Sequence[Collection[str]]) -> int:
 
 
 def find_unmet(features: Mapping[str, Feature], reasons: Mapping[str, str]) -> dict[str, str]:
-    """Find features whose requirements are not on, directly or through others.
+    """Return the features whose requirements are not on, directly or through others, each with the reason.
 
-    Args:
-        features: Features that are to be on.
-        reasons: Why other features are not on, by name; a feature without an entry is not installed.
-
-    Returns:
-        The features that stand down, each with the reason.
+    ``reasons`` says why other features are not on; a feature without an entry is not installed.
     """
     lost: dict[str, str] = {}
     changed = True
@@ -121,25 +111,15 @@ class FeatureError(RuntimeError):
 
 @dataclass
 class FeatureRecord:
-    """One feature and its state.
-
-    Attributes:
-        found: Its plugin.
-        request: Whether the settings turn it on, and which setting does.
-        state: A state of the report, or ``planned`` during the call.
-        reason: Why it is in this state.
-        feature: Its description; None if the plugin is not imported.
-        options: Resolved options.
-        remarks: Remarks of the plugin from its activation.
-    """
+    """One feature and its state."""
 
     found: FoundPlugin
-    request: FeatureRequest
-    state: str = "disabled"
-    reason: str = ""
-    feature: Feature | None = None
-    options: dict[str, opts.OptionValue] = field(default_factory=dict)
-    remarks: tuple[str, ...] = ()
+    request: FeatureRequest  # whether the settings turn it on, and which setting does
+    state: str = "disabled"  # a state of the report, or ``planned`` during the call
+    reason: str = ""  # why it is in this state
+    feature: Feature | None = None  # its description; None if the plugin is not imported
+    options: dict[str, opts.OptionValue] = field(default_factory=dict)  # resolved options
+    remarks: tuple[str, ...] = ()  # remarks of the plugin from its activation
 
     def stand_down(self, state: str, reason: str) -> None:
         """Set the state of a feature that will not be on."""
@@ -181,11 +161,7 @@ class FeaturePlan:
                 record.stand_down("skipped", f"the call of apply() failed: {str(error) or repr(error)}")
 
     def check_requests(self) -> None:
-        """Raise if a required feature cannot run.
-
-        Raises:
-            FeatureError: Names every such feature with its reason.
-        """
+        """Raise a FeatureError that names every required feature that cannot run, with its reason."""
         refused = [e for e in self.records.values() if e.state not in _FINE and (e.request.by_name or self.strict)]
         if not refused:
             return
@@ -211,15 +187,9 @@ def make_plan(
 ) -> FeaturePlan:
     """Decide for every feature whether it will be on.
 
-    Args:
-        environment: The parsed variables.
-        strict: Argument of the call; the environment overrides it.
-        asked: Features named in the call; empty means the defaults.
-        arguments: Options given in calls so far.
-        found: Installed features.
-        plugins: Plugins in memory.
-        active: Features that are on. They stay on unless the environment turns them off.
-        ask_machine: Whether to call the plugins' ``ovpatch_reasons_against``, which need torch.
+    ``asked`` are the features named in the call; empty means the defaults. ``arguments`` are the options given in calls
+    so far. Active features stay on unless the environment turns them off. Without ``ask_machine`` the plugins'
+    ``ovpatch_reasons_against``, which need torch, are not called.
 
     Raises:
         ovpatch.SettingsError: A setting cannot be parsed.

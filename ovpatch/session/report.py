@@ -118,11 +118,7 @@ class Report:
     patches: tuple[PatchStatus, ...] = ()
 
     def __getitem__(self, name: str) -> FeatureReport:
-        """Return the report of one feature.
-
-        Raises:
-            KeyError: No such feature is installed.
-        """
+        """Return the report of one feature; KeyError if no such feature is installed."""
         for feature in self.features:
             if feature.name == name:
                 return feature
@@ -163,11 +159,9 @@ class Report:
 
 
 def did_work(counters: Mapping[str, int], work: Collection[str] = ()) -> bool:
-    """Return whether counters show work.
+    """Return whether a feature's counters show work: those of real work, by default all but ``stock_…``.
 
-    Args:
-        counters: Counters of a feature.
-        work: Names of the counters of real work; by default all but ``stock_…``, which count calls left to stock.
+    Counters ``stock_…`` count calls that were left to stock.
     """
     return any(count for name, count in counters.items() if (name in work if work else not name.startswith("stock_")))
 
@@ -195,10 +189,7 @@ def wants_colour(stream: TextIO) -> bool:
 def format_report(data: Mapping[str, Any], *, colour: bool = False, width: int | None = None) -> str:
     """Return the table of a report given as JSON, of one process or merged over several.
 
-    Args:
-        data: What :meth:`Report.to_json` or :func:`ovpatch.session.worker_reports.merge_reports` returned.
-        colour: Whether to use terminal colours.
-        width: Columns; those of the terminal by default.
+    ``data`` is the result of :meth:`Report.to_json` or of :func:`ovpatch.session.worker_reports.merge_reports`.
     """
     title = f"ovpatch {data['version']}, torch {data['torch']}, Python {data['python']}"
     rows = [(f["name"], _shown_state(f), _details(f)) for f in data["features"]]
@@ -230,15 +221,9 @@ def render_table(
     width: int | None = None,
     right: Collection[str] = (),
 ) -> str:
-    """Return a table as text; plain ASCII rules and no escape codes unless ``colour``.
+    """Return a table as text, as wide as the terminal by default; plain ASCII and no escape codes unless ``colour``.
 
-    Args:
-        title: Line above the table.
-        heads: Column heads.
-        rows: Cells of each row.
-        colour: Whether to use terminal colours.
-        width: Columns; those of the terminal by default.
-        right: Heads of right-aligned columns.
+    ``right`` are the heads of right-aligned columns.
     """
     from rich import box  # rich is slow to import, and apply() does not need it
     from rich.console import Console
@@ -272,14 +257,7 @@ SPAWNED: Final = (
 def make_report(
     records: Mapping[str, FeatureRecord], active: Collection[str], plugins: Plugins, patches: Sequence[PatchStatus]
 ) -> Report:
-    """Return the report of this process.
-
-    Args:
-        records: Records of the session, by feature.
-        active: Features that are on.
-        plugins: Plugins, for their counters and remarks.
-        patches: Statuses of all patches.
-    """
+    """Return the report of this process."""
     torch = get_torch_version()
     features = []
     for name, record in records.items():

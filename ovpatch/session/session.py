@@ -78,11 +78,8 @@ class Session:
     ) -> Report:
         """Turn features on; see :func:`ovpatch.apply`.
 
-        Args:
-            asked: Features named in the call.
-            options: Options given in the call.
-            strict: Whether any skip is an error.
-            tolerant: Report features that cannot run, also those requested by name, as ``ovpatch doctor`` does.
+        With ``tolerant`` features that cannot run are reported, also those requested by name, as ``ovpatch doctor``
+        does.
         """
         with self._exclusive():
             plan = self.plan(asked, options, strict)

@@ -23,20 +23,11 @@ _Json = Mapping[str, Any]
 
 
 def merge_reports(reports: Sequence[_Json]) -> dict[str, Any]:
-    """Merge the reports of the processes of one job.
+    """Merge the reports of the processes of one job: :meth:`ovpatch.Report.to_json` of each, with ``restart`` if known.
 
-    Counters are summed. After an elastic restart only the last generation of each rank counts; the earlier ones stay
-    in ``processes``.
-
-    Args:
-        reports: :meth:`ovpatch.Report.to_json` of each process, with ``restart`` if known.
-
-    Returns:
-        A report with ``pid`` and ``rank`` None and with ``processes`` (pid, rank, restart), also for each feature
-        (state, reason and counters of each process).
-
-    Raises:
-        ValueError: There is no report.
+    Counters are summed. After an elastic restart only the last generation of each rank counts; the earlier ones stay in
+    ``processes``. The merged report has None as ``pid`` and ``rank``; it has ``processes`` (pid, rank, restart), also
+    for each feature (state, reason and counters of each process).
     """
     if not reports:
         raise ValueError("there are no reports to merge; at least one process must have reported")
@@ -182,12 +173,8 @@ _HELPERS: Final = ("multiprocessing.forkserver", "multiprocessing.resource_track
 def get_process_role(arguments: list[str] | None = None) -> str:
     """Return the role of this process, from the command line of its interpreter.
 
-    Args:
-        arguments: Command line of the interpreter; ``sys.orig_argv`` by default.
-
-    Returns:
-        ``launcher`` (such as torchrun's agent, which does not train), ``helper`` (fork servers and compile workers,
-        which may be patched because they fork) or ``worker``.
+    The role is ``launcher`` (such as torchrun's agent, which does not train), ``helper`` (fork servers and compile
+    workers, which may be patched because they fork) or ``worker``.
     """
     line = sys.orig_argv if arguments is None else arguments
     program = _program(line[1:])
@@ -267,11 +254,7 @@ _reporter: _Reporter | None = None
 
 
 def start_reporting(make_report: Callable[[], Report]) -> None:
-    """Report this process to ``ovpatch run``, now and at exit, if that started it.
-
-    Args:
-        make_report: Returns the current report.
-    """
+    """Report this process to ``ovpatch run``, now and at exit, if that started it."""
     global _reporter
     directory = os.environ.get(REPORT_DIR)
     kind = get_process_role()
@@ -285,11 +268,7 @@ def start_reporting(make_report: Callable[[], Report]) -> None:
 
 
 def may_train(kind: str | None = None) -> bool:
-    """Whether this process may train: it is a worker, or the child of a fork server.
-
-    Args:
-        kind: What :func:`role` says; it is asked by default.
-    """
+    """Whether this process, of the role ``kind``, may train: it is a worker, or the child of a fork server."""
     return (get_process_role() if kind is None else kind) == "worker" or _in_child()
 
 

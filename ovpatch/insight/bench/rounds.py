@@ -34,41 +34,24 @@ def max_over_ranks(ranks: Sequence[Sequence[float]]) -> list[float]:
 
 @dataclass(frozen=True)
 class Measured:
-    """The measurements of one run, merged over the ranks.
+    """The measurements of one run, merged over the ranks."""
 
-    Attributes:
-        times: Time of each measured step in ms, of the slowest rank.
-        taken: Steps that all ranks have taken, warm-up included.
-        clock: Kind of clock.
-        memory: Bytes of each kind of peak, of the rank with most.
-        samples: Samples per step over all ranks, None if unknown.
-        tokens: Tokens per step over all ranks, None if unknown.
-        batches: Calls of the model per step, and the class of the model.
-        flops: Operations per step and rank by dtype; empty if they were not, or could not be, counted.
-        flops_again: Those of them that activation checkpointing recomputed.
-        flops_reason: Why they were not counted.
-        devices: Names of the devices, each once.
-        clocks_mhz: Clocks of the devices at the end, where known.
-        torch: Version of torch.
-        world: Number of ranks.
-        missing: Ranks without a file.
-    """
-
-    times: list[float] = field(default_factory=list)
-    taken: int = 0
-    clock: str = ""
-    memory: Mapping[str, int] = field(default_factory=dict)
-    samples: float | None = None
-    tokens: float | None = None
-    batches: tuple[float, str] = (0, "")
+    times: list[float] = field(default_factory=list)  # time of each measured step in ms, of the slowest rank
+    taken: int = 0  # steps that all ranks have taken, warm-up included
+    clock: str = ""  # kind of clock
+    memory: Mapping[str, int] = field(default_factory=dict)  # bytes of each kind of peak, of the rank with most
+    samples: float | None = None  # samples per step over all ranks, None if unknown
+    tokens: float | None = None  # tokens per step over all ranks, None if unknown
+    batches: tuple[float, str] = (0, "")  # calls of the model per step, and the class of the model
+    # Operations per step and rank by dtype; empty if they were not, or could not be, counted.
     flops: Mapping[str, float] = field(default_factory=dict)
-    flops_again: float = 0
-    flops_reason: str = ""
-    devices: Sequence[str] = ()
-    clocks_mhz: Sequence[int] = ()
-    torch: str = ""
-    world: int = 0
-    missing: Sequence[int] = ()
+    flops_again: float = 0  # those of them that activation checkpointing recomputed
+    flops_reason: str = ""  # why they were not counted
+    devices: Sequence[str] = ()  # names of the devices, each once
+    clocks_mhz: Sequence[int] = ()  # clocks of the devices at the end, where known
+    torch: str = ""  # version of torch
+    world: int = 0  # number of ranks
+    missing: Sequence[int] = ()  # ranks without a file
 
     def to_json(self) -> dict[str, Any]:
         """Return the measurements as plain data."""
@@ -138,61 +121,37 @@ def _flops(ranks: Sequence[Mapping[str, Any] | None]) -> tuple[dict[str, float],
 
 @dataclass(frozen=True)
 class BenchPlan:
-    """What to run.
+    """What to run."""
 
-    Attributes:
-        command: Program and arguments.
-        out: Folder for logs and what the processes leave; has to be empty.
-        steps: Steps to measure.
-        warmup: Steps before that, at least :data:`SHORTEST_WARMUP`.
-        rounds: How often to run each kind.
-        features: Value of ``OVPATCH`` in patched runs; None for that of the environment.
-        timeout: Seconds without a step after which a run has hung.
-        leave_one_out: Whether to run without each feature, too; None: if more than one did something.
-    """
-
-    command: Sequence[str]
-    out: Path
-    steps: int = 30
-    warmup: int = 10
-    rounds: int = 3
-    features: str | None = None
-    timeout: float = 600.0
-    leave_one_out: bool | None = None
+    command: Sequence[str]  # program and arguments
+    out: Path  # folder for logs and what the processes leave; has to be empty
+    steps: int = 30  # steps to measure
+    warmup: int = 10  # steps before that, at least :data:`SHORTEST_WARMUP`
+    rounds: int = 3  # how often to run each kind
+    features: str | None = None  # value of ``OVPATCH`` in patched runs; None for that of the environment
+    timeout: float = 600.0  # seconds without a step after which a run has hung
+    leave_one_out: bool | None = None  # whether to run without each feature, too; None: if more than one did something
 
 
 @dataclass(frozen=True)
 class BenchRun:
-    """One run that was measured.
+    """One run that was measured."""
 
-    Attributes:
-        kind: ``stock``, ``patched`` or ``without-<feature>``.
-        round: 1, 2, ...
-        seconds: Duration from start to end.
-        measured: The measurements.
-    """
-
-    kind: str
-    round: int
-    seconds: float
-    measured: Measured
+    kind: str  # ``stock``, ``patched`` or ``without-<feature>``
+    round: int  # 1, 2, ...
+    seconds: float  # duration from start to end
+    measured: Measured  # the measurements
 
 
 @dataclass
 class BenchRuns:
-    """All runs of a bench; only the first round if no feature was exercised.
+    """All runs of a bench; only the first round if no feature was exercised."""
 
-    Attributes:
-        done: The runs in order.
-        exercised: Features that were exercised in the first patched run.
-        report: ovpatch's report of that run, merged over its processes; None if none reported.
-        notes: Further remarks for the reader.
-    """
-
-    done: list[BenchRun] = field(default_factory=list)
-    exercised: list[str] = field(default_factory=list)
+    done: list[BenchRun] = field(default_factory=list)  # the runs in order
+    exercised: list[str] = field(default_factory=list)  # features that were exercised in the first patched run
+    # ovpatch's report of that run, merged over its processes; None if none reported.
     report: dict[str, Any] | None = None
-    notes: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)  # further remarks for the reader
 
     def list_measured(self, kind: str) -> list[Measured]:
         """Return the measurements of one kind, by rounds."""
@@ -209,12 +168,7 @@ class BenchRuns:
 
 
 class FailedError(Exception):
-    """A run could not be measured.
-
-    Attributes:
-        kind: Kind of the run.
-        outcome: Its outcome.
-    """
+    """A run could not be measured."""
 
     def __init__(self, message: str, kind: str, outcome: Outcome) -> None:
         super().__init__(message)

@@ -27,17 +27,12 @@ class FlopCount:
     Matrix products, convolutions and attention count, forward and backward. Recomputation by activation checkpointing
     counts, and separately, since MFU excludes it. Kernels that bypass torch's dispatcher do not count. No error here
     may reach the script.
-
-    Attributes:
-        by_dtype: Operations by the name of their dtype.
-        again: Those of them that :mod:`torch.utils.checkpoint` recomputed.
-        reason: Why they are unknown; "" if they are known.
     """
 
     def __init__(self) -> None:
-        self.by_dtype: Counter[str] = Counter()
-        self.again: Counter[str] = Counter()
-        self.reason = "the script ended before a step was counted"
+        self.by_dtype: Counter[str] = Counter()  # operations by the name of their dtype
+        self.again: Counter[str] = Counter()  # those of them that :mod:`torch.utils.checkpoint` recomputed
+        self.reason = "the script ended before a step was counted"  # why they are unknown; "" if they are known
         self._mode: _Counting | None = None
         self._thread = 0
 
@@ -167,8 +162,7 @@ class BatchCounter:
     Candidates are the modules with trainable parameters that are no other module's child. The one that a step calls
     first counts, in every call with gradients on and outside of backward: microbatches add up; evaluation,
     recomputation and loss modules do not. If a step calls none of them, their children become the candidates. A global
-    hook is no
-    alternative: it lacks keyword arguments, and compiled code would be traced anew.
+    hook is no alternative: it lacks keyword arguments, and compiled code would be traced anew.
     """
 
     def __init__(self) -> None:
@@ -246,12 +240,10 @@ def _is_hookable(module: nn.Module) -> bool:
 
 
 def measure_batch(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[int, int]:
-    """Return the samples and tokens of one batch, 0 if unknown.
+    """Return the samples and tokens of one batch of a model's arguments, 0 if unknown.
 
-    Args:
-        args: Arguments of the model. The first tensor in them has one sample per row; if it holds integers and has two
-            dimensions, they are tokens.
-        kwargs: Keyword arguments. A tensor named ``input_ids`` takes precedence.
+    The argument ``input_ids``, or else the first tensor, has one sample per row; if it holds integers and has two
+    dimensions, they are tokens.
     """
     first = next(_named("input_ids", (args, kwargs)), None)
     if first is None:

@@ -21,15 +21,11 @@ from ovpatch.session.orders import Orders
 
 
 class BorderClock:
-    """Times the measured steps without waiting for the device.
+    """Times at most ``steps`` measured steps without waiting for the device of the parameters.
 
     On CUDA a border records an event, made beforehand, on the optimizer's stream and reads the host's clock; times are
     read after the last border. A step that the host only enqueues is timed on the device, and one that the host delays
     includes that delay.
-
-    Args:
-        device: Device of the parameters.
-        steps: Most steps to time.
     """
 
     def __init__(self, device: torch.device, steps: int) -> None:
@@ -68,11 +64,7 @@ class BorderClock:
 
 
 class PeakMemory:
-    """Peak memory of this process since construction; on CPU, since the process started.
-
-    Args:
-        device: Device of the parameters.
-    """
+    """Peak memory of this process since construction; on CPU, since the process started."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -91,11 +83,7 @@ class PeakMemory:
 
 
 def choose_device(device: torch.device) -> torch.device:
-    """Return the device to time: that of the parameters, or the GPU of a script that keeps them on the host.
-
-    Args:
-        device: Device of the optimizer's parameters.
-    """
+    """Return the device to time: that of the parameters, or the GPU of a script that keeps them on the host."""
     if device.type == "cpu" and torch.cuda.is_initialized():
         return torch.device("cuda", torch.cuda.current_device())
     return device
@@ -122,8 +110,7 @@ FILE: Final = "bench"  # -<pid>.json
 def start_worker(orders: Orders) -> None:
     """Start the measurements in this process.
 
-    Args:
-        orders: ``details`` are ``warmup`` (at least 3), ``steps`` and ``count_flops``.
+    The orders' details are ``warmup`` (at least 3), ``steps`` and ``count_flops``.
     """
     worker = _Worker(orders.directory, **orders.details)
     worker.start()

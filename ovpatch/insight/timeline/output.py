@@ -45,11 +45,7 @@ class NoMatplotlibError(RuntimeError):
 
 
 def check_matplotlib() -> None:
-    """Check that the picture can be drawn, before anything runs.
-
-    Raises:
-        NoMatplotlibError: matplotlib is not installed.
-    """
+    """Check, before anything runs, that matplotlib is installed; raise NoMatplotlibError if not."""
     if find_spec("matplotlib") is None:
         raise NoMatplotlibError(
             "the picture needs matplotlib, which is not installed. "
@@ -58,17 +54,10 @@ def check_matplotlib() -> None:
 
 
 def draw_picture(runs: Sequence[TimelineRun], paths: Sequence[Path]) -> None:
-    """Draw one run, or a stock run above a patched one on the same scale.
+    """Draw one run, or a stock run above a patched one on the same scale, to files whose suffixes are their formats.
 
     A rank is a row: compute in its upper half, hidden communication below it, exposed communication over the whole
     height.
-
-    Args:
-        runs: The runs from top to bottom.
-        paths: Files; the suffix is the format.
-
-    Raises:
-        NoMatplotlibError: matplotlib is not installed.
     """
     check_matplotlib()
     from matplotlib import rc_context
@@ -232,15 +221,11 @@ _WITH_ID: Final = frozenset("stfbenOND")
 
 
 def write_merged_trace(runs: Sequence[TimelineRun], path: Path) -> None:
-    """Write one trace of all ranks and arms for Perfetto, packed by gzip. One recorded trace at a time is in memory.
+    """Write one ``.json.gz`` trace of all ranks and arms for Perfetto. One recorded trace at a time is in memory.
 
     The first steps of all arms start at the same time. No event is before zero, where Perfetto drops it: on a GPU the
     launches of the first step precede it. Within an arm ranks keep the offsets of their clocks, unless these exceed a
     step.
-
-    Args:
-        runs: The arms.
-        path: A path that ends with ``.json.gz``.
     """
     with gzip.open(path, "wt", encoding="utf-8", compresslevel=3) as file:
         file.write(f'{{"displayTimeUnit": "ms", "{MERGED}": true, "traceEvents": [')
@@ -354,15 +339,7 @@ class OutputError(ValueError):
 
 
 class Output:
-    """The output folder of one call.
-
-    Args:
-        folder: The folder.
-        picture: Whether to draw the picture.
-
-    Raises:
-        OutputError: The folder holds other files, or matplotlib is missing.
-    """
+    """The output folder of one call; raises OutputError if it holds other files, or if matplotlib is missing."""
 
     def __init__(self, folder: Path, *, picture: bool) -> None:
         self.folder, self._picture = folder, picture
@@ -382,21 +359,14 @@ class Output:
             )
 
     def check_inputs(self, traces: Iterable[Path]) -> None:
-        """Check that no input trace would be replaced.
-
-        Raises:
-            OutputError: One would be.
-        """
+        """Raise OutputError if an input trace would be replaced."""
         replaced = {(self.folder / name).resolve() for name in (*_PICTURES, _MERGED, _SUMMARY)}
         for trace in traces:
             if trace.resolve() in replaced:
                 raise OutputError(f"{trace} would be replaced by what --out {self.folder} gets. Name another folder.")
 
     def prepare_folder(self, *, keep_runs: bool) -> None:
-        """Make the folder, without the files of an earlier call.
-
-        Args:
-            keep_runs: Keep the raw traces, which may be the input.
+        """Make the folder, without an earlier call's files; ``keep_runs`` keeps raw traces, which may be the input.
 
         Raises:
             OutputError: The folder cannot be made, or holds a folder that is not a tool's.

@@ -20,18 +20,12 @@ LIMIT: Final = 0.03
 
 @dataclass(frozen=True)
 class Cost:
-    """The cost of recording: seconds per step of the slowest rank, with and without it.
+    """The cost of recording: seconds per step of the slowest rank, with and without it."""
 
-    Attributes:
-        recorded: Of the recorded steps.
-        beside: Of the steps before and after them.
-        counts: Numbers of steps of the two.
-        spread: Shortest and longest step beside, on a GPU block of steps; smaller differences mean nothing.
-    """
-
-    recorded: float
-    beside: float
-    counts: tuple[int, int]
+    recorded: float  # of the recorded steps
+    beside: float  # of the steps before and after them
+    counts: tuple[int, int]  # numbers of steps of the two
+    # Shortest and longest step beside, on a GPU block of steps; smaller differences mean nothing.
     spread: tuple[float, float]
 
     @property
@@ -53,27 +47,17 @@ class Cost:
 
 @dataclass(frozen=True)
 class Recording:
-    """One recorded arm.
+    """One recorded arm."""
 
-    Attributes:
-        run: Its tracks.
-        cost: Cost of recording; None without steps beside the recorded ones.
-        remarks: Missing steps and ranks, and other remarks.
-    """
-
-    run: TimelineRun
-    cost: Cost | None = None
-    remarks: tuple[str, ...] = ()
+    run: TimelineRun  # its tracks
+    cost: Cost | None = None  # cost of recording; None without steps beside the recorded ones
+    remarks: tuple[str, ...] = ()  # missing steps and ranks, and other remarks
 
 
 def read_recording(name: str, folder: Path, wanted: range, also: re.Pattern[str] | None = None) -> Recording:
-    """Read the recording of an arm.
+    """Read the recording of an arm from the folder of its processes' files.
 
-    Args:
-        name: Name of the arm.
-        folder: Folder of its processes' files.
-        wanted: Requested steps.
-        also: The user's pattern of further communication kernels.
+    ``wanted`` are the requested steps, and ``also`` is the user's pattern of further communication kernels.
 
     Raises:
         TraceError: Nothing was recorded; the text has the reason and the remedy.

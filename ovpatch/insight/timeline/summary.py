@@ -39,38 +39,23 @@ class StepParts:
 
 @dataclass(frozen=True)
 class CollectiveGroup:
-    """Communications of one collective under one label, in one step of one rank.
+    """Communications of one collective under one label, in one step of one rank."""
 
-    Attributes:
-        collective: For example ``nccl all_reduce``.
-        phase: ``ovpatch::<feature>::<phase>``, "" outside of ovpatch's features.
-        calls: Number of communications.
-        hidden: Nanoseconds in which at least one of them runs, under compute.
-        exposed: Nanoseconds in which at least one of them runs, without compute.
-    """
-
-    collective: str
-    phase: str
-    calls: int
-    hidden: int
-    exposed: int
+    collective: str  # for example ``nccl all_reduce``
+    phase: str  # ``ovpatch::<feature>::<phase>``, "" outside of ovpatch's features
+    calls: int  # number of communications
+    hidden: int  # nanoseconds in which at least one of them runs, under compute
+    exposed: int  # nanoseconds in which at least one of them runs, without compute
 
 
 @dataclass(frozen=True)
 class TimelineRun:
-    """One arm: the tracks of all its ranks, over their common steps.
+    """One arm: the tracks of all its ranks, over their common steps."""
 
-    Attributes:
-        name: ``stock``, ``patched`` or another.
-        ranks: Tracks by rank.
-        steps: Numbers of the steps, in order.
-        shown: Number of the step to show: the median by the exposed communication of the rank with most.
-    """
-
-    name: str
-    ranks: tuple[RankTracks, ...]
-    steps: tuple[int, ...]
-    shown: int
+    name: str  # ``stock``, ``patched`` or another
+    ranks: tuple[RankTracks, ...]  # tracks by rank
+    steps: tuple[int, ...]  # numbers of the steps, in order
+    shown: int  # number of the step to show: the median by the exposed communication of the rank with most
 
     @property
     def remarks(self) -> list[str]:
@@ -89,11 +74,7 @@ class TimelineRun:
 
 
 def make_run(name: str, ranks: Sequence[RankTracks]) -> TimelineRun:
-    """Return an arm from the tracks of its ranks.
-
-    Raises:
-        TraceError: The ranks have no common step.
-    """
+    """Return an arm from the tracks of its ranks; raise TraceError if they have no common step."""
     if not ranks:
         raise TraceError(f"{name}: there is no trace. Give at least one.")
     common = set.intersection(*({step.number for step in tracks.steps} for tracks in ranks))
@@ -149,16 +130,11 @@ class Efficiency(NamedTuple):
     """Overlap efficiency against a stock run: 1 - exposed, patched / exposed, stock.
 
     0 is as exposed as stock, 1 is all hidden, negative is worse.
-
-    Attributes:
-        median: Of the shown steps.
-        low: Lowest over the steps of both runs.
-        high: Highest over the steps of both runs.
     """
 
-    median: float
-    low: float
-    high: float
+    median: float  # of the shown steps
+    low: float  # lowest over the steps of both runs
+    high: float  # highest over the steps of both runs
 
 
 def compute_efficiency(stock: TimelineRun, patched: TimelineRun) -> Efficiency | None:

@@ -46,9 +46,7 @@ class ParameterNames:
     def name_parameters(self, optimizer: Optimizer, index: int) -> list[tuple[str, Tensor]]:
         """Return the parameters of an optimizer with their names, in its own order.
 
-        Args:
-            optimizer: The optimizer.
-            index: Its number; it names parameters without an owner, and those whose name is taken.
+        The optimizer's number names parameters without an owner, and those whose name is taken.
         """
         places = list(_places(optimizer))
         if any(self._known(parameter) is None for _, parameter in places):
@@ -118,11 +116,7 @@ def _primed(name: str, taken: Collection[str]) -> str:
 
 
 def _owners(positions: Mapping[int, int]) -> list[nn.Module]:
-    """Return the root modules that own such parameters, in the order of their first parameter.
-
-    Args:
-        positions: Positions of parameters in their optimizer, by ``id``.
-    """
+    """Return the root modules that own parameters, given by ``id`` and position, in the order of their first."""
     found = []
     for root in find_root_modules():
         owned = [positions[id(parameter)] for parameter in root.parameters() if id(parameter) in positions]
@@ -140,11 +134,7 @@ SOURCE: Final = "(what was looked at)"
 
 
 def list_contents(saved: Any) -> dict[str, KeptValue]:
-    """Return the record of each key of a nested object: tensors by value, other objects by type.
-
-    Args:
-        saved: The saved object; a module counts as its state_dict.
-    """
+    """Return the record of each key of a nested object or a module's state_dict: tensors by value, others by type."""
     return {name or "(itself)": kept for name, kept in _walk(saved, "", ())}
 
 
@@ -195,11 +185,9 @@ _SAVING: Final[dict[str, tuple[str, Read | None]]] = {
 
 
 def patch_saving(patches: PatchManager, saved: Saved) -> None:
-    """Declare the patches that record checkpoints.
+    """Declare the patches that call ``saved`` with a checkpoint's file name and contents, after it was saved.
 
-    Args:
-        patches: The manager of the patches. Libraries are patched when they are imported.
-        saved: Called with the file's name and contents, after it was saved.
+    Libraries are patched when they are imported.
     """
     for target, (first, read) in _SAVING.items():
         wrap = partial(_wrap, first=first, read=read, saved=saved)
@@ -260,12 +248,7 @@ Values = dict[str, KeptValue]
 
 
 class ScriptRecorder:
-    """Records the values that a script computes.
-
-    Args:
-        recorder: Writes the events.
-        steps: Counts the steps; its hooks must run after those of this object.
-    """
+    """Records the values that a script computes; the hooks of the step counter must run after those of this object."""
 
     def __init__(self, recorder: EventRecorder, steps: StepCounter) -> None:
         self._recorder, self._steps = recorder, steps
@@ -413,10 +396,9 @@ def _capturing() -> bool:
 def start_worker(orders: Orders) -> None:
     """Seed this process, record its values, and end it after the ordered number of steps.
 
-    Args:
-        orders: Its details: ``steps``, the number of steps; ``reorder``, the number of the reordered arm, if any;
-            ``pieces``, the partial sums of matrix products there, 0 for stock's; ``deterministic``, for deterministic
-            algorithms, and ``strict``, to raise where there are none.
+    The orders' details are ``steps``; ``reorder``, the number of the reordered arm, if any; ``pieces``, the partial
+    sums of matrix products there, 0 for stock's; ``deterministic``, for deterministic algorithms, and ``strict``, to
+    raise where there are none.
     """
     noise_arms.seed_generators()
     if orders.details.get("deterministic"):

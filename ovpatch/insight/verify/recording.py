@@ -20,21 +20,13 @@ from ovpatch.insight.verify.values import KeptValue
 
 @dataclass(frozen=True)
 class RecordedEvent:
-    """An event of a process.
+    """An event of a process."""
 
-    Attributes:
-        kind: One of :data:`BACKWARD`, :data:`STEP`, :data:`SCALE` and :data:`CHECKPOINT`.
-        index: Number of the optimizer, in the order of their first steps.
-        label: Class of the optimizer, or file of the checkpoint.
-        step: Its step, from 1.
-        values: Its values by name.
-    """
-
-    kind: str
-    index: int
-    label: str
-    step: int
-    values: Mapping[str, KeptValue]
+    kind: str  # one of :data:`BACKWARD`, :data:`STEP`, :data:`SCALE` and :data:`CHECKPOINT`
+    index: int  # number of the optimizer, in the order of their first steps
+    label: str  # class of the optimizer, or file of the checkpoint
+    step: int  # its step, from 1
+    values: Mapping[str, KeptValue]  # its values by name
 
     @classmethod
     def from_data(cls, data: Mapping[str, Any]) -> RecordedEvent:
@@ -58,15 +50,10 @@ class RecordedEvent:
 
 @dataclass(frozen=True)
 class RecordedRun:
-    """The record of one arm.
+    """The record of one arm."""
 
-    Attributes:
-        processes: Files of each process, in order, by its name, such as ``rank 1``.
-        cut: Whether the arm failed or was ended, so that its events may stop anywhere.
-    """
-
-    processes: Mapping[str, Sequence[Path]]
-    cut: bool = False
+    processes: Mapping[str, Sequence[Path]]  # files of each process, in order, by its name, such as ``rank 1``
+    cut: bool = False  # whether the arm failed or was ended, so that its events may stop anywhere
 
     def events(self, process: str) -> Iterator[RecordedEvent]:
         """Yield the events of a process, file by file."""
@@ -75,12 +62,7 @@ class RecordedRun:
 
 
 def read_recorded(folder: Path, *, cut: bool = False) -> RecordedRun:
-    """Return the record in the folder of an arm.
-
-    Args:
-        folder: The arm's folder.
-        cut: Whether the arm failed or was ended.
-    """
+    """Return the record in the folder of an arm; ``cut`` tells whether the arm failed or was ended."""
     files: dict[tuple[tuple[int, ...], int, int], list[Path]] = defaultdict(list)
     for path in sorted(folder.glob("events-*.pt"), key=lambda path: path.stem.rpartition("-")[2]):
         _, identity, born, pid, _, _ = path.stem.split("-")
@@ -105,11 +87,7 @@ CHECKPOINT: Final = "checkpoint"
 
 
 class EventRecorder:
-    """Collects the events of this process.
-
-    Args:
-        directory: Folder of the files.
-    """
+    """Collects the events of this process, and writes them to files in a directory."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
@@ -124,15 +102,7 @@ class EventRecorder:
     def record_event(
         self, kind: str, values: Mapping[str, KeptValue], *, step: int, index: int = 0, label: str = ""
     ) -> None:
-        """Add an event.
-
-        Args:
-            kind: Kind of the event.
-            values: Its values by name.
-            step: Its step, from 1.
-            index: Number of the optimizer.
-            label: Class of the optimizer, or file of the checkpoint.
-        """
+        """Add an event; see :class:`RecordedEvent` for its parts."""
         kept = {name: tuple(value) for name, value in values.items()}
         self._events.append({"kind": kind, "index": index, "label": label, "step": step, "values": kept})
 

@@ -19,12 +19,7 @@ _COLOURS: Final = {Conclusion.BITWISE: "green", Conclusion.NOISE: "green", Concl
 
 
 def print_result(result: Verification, console: Console) -> None:
-    """Print a result.
-
-    Args:
-        result: The verification.
-        console: The console to print on.
-    """
+    """Print a result."""
     style = f"bold {_COLOURS.get(result.verdict, 'yellow')}"
     console.print(Text(f"{result.verdict.value}: {result.why}", style=style), soft_wrap=True)
     for line in _lines(result):

@@ -20,14 +20,11 @@ _INTEGERS: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int
 
 @torch.no_grad()
 def compute_digest(tensor: Tensor) -> str:
-    """Return a text that is equal for two tensors of one dtype and shape if and only if all their bits are equal.
+    """Return a text that two strided tensors of one dtype and shape share if and only if all their bits are equal.
 
     The bits of element ``i`` are an integer ``x[i]``; a digest is two sums of ``w[i] * x[i]`` modulo ``2**64`` with
     fixed pseudo-random weights. The weights are odd and so have an inverse: a change of one element changes both sums,
     and changes of several elements practically never cancel in both. Integer sums do not depend on order or device.
-
-    Args:
-        tensor: A strided tensor of any dtype, on any device.
     """
     bits = view_bits(tensor)
     weights = _weights(bits.device)
@@ -73,15 +70,12 @@ BUCKETS: Final = 1 << 12
 
 @torch.no_grad()
 def compute_sketch(tensor: Tensor) -> Tensor:
-    """Return a tensor folded into ``BUCKETS`` float64 sums, on its own device.
+    """Return a real, strided tensor folded into ``BUCKETS`` float64 sums, on its own device.
 
     Element ``i`` is added, with a fixed pseudo-random sign, to sum ``i mod BUCKETS``, which is divided by the square
     root of its number of elements. The fold is linear: the difference of two sketches is the sketch of the difference.
     Noise of size e in every element is about e in every sum; a difference d of one element is d over that root. NaNs
     and infinities count as 0 here; :func:`describe_nonfinite` has their positions, and the digest has all bits.
-
-    Args:
-        tensor: A real, strided tensor of any dtype.
     """
     flat = tensor.detach().contiguous().reshape(-1)
     total = torch.zeros(BUCKETS, dtype=torch.float64, device=flat.device)
@@ -95,11 +89,7 @@ def compute_sketch(tensor: Tensor) -> Tensor:
 
 @torch.no_grad()
 def describe_nonfinite(tensor: Tensor) -> str:
-    """Return the number of NaNs and infinities with a digest of their positions; "" if there are none.
-
-    Args:
-        tensor: A strided tensor of any dtype.
-    """
+    """Return the number of a strided tensor's NaNs and infinities with a digest of their positions; "" for none."""
     if not tensor.is_floating_point() or bool(tensor.isfinite().all()):
         return ""
     tensor = tensor.detach()
@@ -131,21 +121,13 @@ _SCALARS: Final = (bool, int, float, complex)
 
 
 class KeptValue(NamedTuple):
-    """One value, as stored.
+    """One value, as stored."""
 
-    Attributes:
-        form: Its kind, for example ``float32 [3, 4]``, ``float``, ``text`` or ``none``.
-        digest: Digest of all its bits.
-        values: The value itself, or the sketch of a large tensor; None if the digest suffices.
-        folded: Whether ``values`` is a sketch.
-        not_finite: For a sketch, the number and positions of NaNs and infinities.
-    """
-
-    form: str
-    digest: str
-    values: Any = None
-    folded: bool = False
-    not_finite: str = ""
+    form: str  # its kind, for example ``float32 [3, 4]``, ``float``, ``text`` or ``none``
+    digest: str  # digest of all its bits
+    values: Any = None  # the value itself, or the sketch of a large tensor; None if the digest suffices
+    folded: bool = False  # whether ``values`` is a sketch
+    not_finite: str = ""  # for a sketch, the number and positions of NaNs and infinities
 
 
 def keep_text(value: str) -> KeptValue:
@@ -155,11 +137,7 @@ def keep_text(value: str) -> KeptValue:
 
 @torch.no_grad()
 def keep_value(value: Any) -> KeptValue:
-    """Record a value as it is now; of an unreadable value, only its class.
-
-    Args:
-        value: A tensor, a number, a text or None; of a DTensor, this rank's local tensor.
-    """
+    """Record a value as it is now: of a DTensor, its local tensor; of an unreadable value, only its class."""
     if isinstance(value, Tensor):
         return _keep_tensor(lazy_tensor.peek(value))
     if value is None:

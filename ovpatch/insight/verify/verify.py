@@ -44,27 +44,16 @@ class Conclusion(str, Enum):
 
 @dataclass(frozen=True)
 class Verification:
-    """The result of a verification.
-
-    Attributes:
-        verdict: The conclusion.
-        why: Its reason, in a sentence.
-        compared: The comparison of stock and patched.
-        outcomes: Every arm that ran, by name.
-        blamed: Features that cause the difference: without any one of them there is none.
-        notes: Further remarks for the user.
-        noise: The difference of each yardstick from stock, in words.
-        measured: Whether the noise is known, so that differences can be told from it.
-    """
+    """The result of a verification."""
 
     verdict: Conclusion
-    why: str
-    compared: RunComparison = field(default_factory=RunComparison)
-    outcomes: Mapping[str, Outcome] = field(default_factory=dict)
-    blamed: Sequence[str] = ()
-    notes: Sequence[str] = ()
-    noise: Mapping[str, str] = field(default_factory=dict)
-    measured: bool = True
+    why: str  # its reason, in a sentence
+    compared: RunComparison = field(default_factory=RunComparison)  # the comparison of stock and patched
+    outcomes: Mapping[str, Outcome] = field(default_factory=dict)  # every arm that ran, by name
+    blamed: Sequence[str] = ()  # features that cause the difference: without any one of them there is none
+    notes: Sequence[str] = ()  # further remarks for the user
+    noise: Mapping[str, str] = field(default_factory=dict)  # the difference of each yardstick from stock, in words
+    measured: bool = True  # whether the noise is known, so that differences can be told from it
 
     @property
     def counters(self) -> dict[str, dict[str, int]]:
@@ -127,13 +116,9 @@ _LONGEST: Final = 24  # lines
 
 
 def find_failure(log: str, lines: int = 20) -> str:
-    """Return the first traceback that is not a launcher's, shortened, or the last lines of the log if there is none.
+    """Return a log's first traceback that is not a launcher's, shortened, or else its last lines.
 
     The first is the cause: other ranks fail later, in a collective that the failed rank does not enter.
-
-    Args:
-        log: The command's output.
-        lines: Number of lines to return without a traceback.
     """
     every = log.splitlines()
     for start, line in enumerate(every):
@@ -145,11 +130,7 @@ def find_failure(log: str, lines: int = 20) -> str:
 
 
 def find_exception_name(log: str) -> str:
-    """Return the class of the exception that :func:`find_failure` finds, "" for none.
-
-    Args:
-        log: The command's output.
-    """
+    """Return the class of the exception that :func:`find_failure` finds, "" for none."""
     found = find_failure(log).splitlines()
     match = _HEAD.match(found[0]) if found else None
     return found[-1].removeprefix(match[1] or "").partition(":")[0] if match else ""
@@ -185,29 +166,18 @@ _NO_FORM: Final = "does not have a deterministic implementation"
 
 @dataclass(frozen=True)
 class Request:
-    """What to verify.
+    """What to verify."""
 
-    Attributes:
-        command: Program and arguments.
-        out: Folder of the arms.
-        steps: Number of steps after which a run is ended.
-        features: Value of ``OVPATCH`` in the patched run; None for that of the environment.
-        noise: Whether the yardsticks run even where every bit is equal.
-        deterministic: Whether torch uses deterministic algorithms.
-        strict: Whether torch then raises where it has none. With mere warnings some operations that have a
-            deterministic form do not use it, such as the backward of flash attention; a script that gets an error runs
-            again with warnings.
-        timeout: Seconds without a step after which a run counts as hung.
-    """
-
-    command: Sequence[str]
-    out: Path
-    steps: int = 5
-    features: str | None = None
-    noise: bool = False
-    deterministic: bool = False
+    command: Sequence[str]  # program and arguments
+    out: Path  # folder of the arms
+    steps: int = 5  # number of steps after which a run is ended
+    features: str | None = None  # value of ``OVPATCH`` in the patched run; None for that of the environment
+    noise: bool = False  # whether the yardsticks run even where every bit is equal
+    deterministic: bool = False  # whether torch uses deterministic algorithms
+    # Whether torch then raises where it has none. With mere warnings some operations that have a deterministic form do
+    # not use it, such as the backward of flash attention; a script that gets an error runs again with warnings.
     strict: bool = True
-    timeout: float = 600.0
+    timeout: float = 600.0  # seconds without a step after which a run counts as hung
 
     def make_arm(self, name: str, features: str | None = arms.STOCK, **details: Any) -> Arm:
         """Return an arm of this verification."""
@@ -505,9 +475,7 @@ class _Verifier:
 def verify(request: Request, progress: Callable[[str, int], None] = lambda arm, step: None) -> Verification:
     """Run a command stock and patched, and conclude whether it computes the same.
 
-    Args:
-        request: The command and options.
-        progress: Called with an arm's name and the last step that all its processes have taken.
+    ``progress`` is called with an arm's name and the last step that all its processes have taken.
 
     Raises:
         ovpatch.SettingsError: The command cannot be observed.

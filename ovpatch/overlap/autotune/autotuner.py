@@ -43,12 +43,7 @@ _UNMADE = "not measured, since a rank could not make what is measured; its repor
 
 
 class TuningBudget:
-    """Seconds that a process may spend on measuring.
-
-    Args:
-        seconds: The budget.
-        clock: Returns the time in seconds.
-    """
+    """Seconds that a process may spend on measuring."""
 
     def __init__(self, seconds: float = BUDGET_S, clock: Callable[[], float] = time.monotonic) -> None:
         self.seconds, self._clock = seconds, clock
@@ -90,17 +85,12 @@ class Autotuner:
 
     Ranks that compute in different ways issue different collectives and hang. So every number that decides is known to
     all ranks: the first rank's, from its cache file, or the slowest rank's, measured. Ranks compare keys through the
-    store before they measure; an error names a rank that is about to compute something else.
+    store before they measure; an error names a rank that is about to compute something else. Without a directory for
+    cache files no measurements are kept.
 
     [Note: when to measure] A measurement is a collective. It runs where an operator first meets a shape, since all
     ranks get there. It never runs in a backward, which one rank may run alone, under CUDA graph capture, or while a
     compiler traces: there the default is taken, and the next call asks again.
-
-    Args:
-        device: Device of the candidates' tensors.
-        feature: Name of the feature.
-        directory: Directory of the cache files; None to keep no measurements.
-        budget: Limits the time spent on measuring.
     """
 
     def __init__(self, device: torch.device, feature: str, directory: Path | None, budget: TuningBudget) -> None:
@@ -109,14 +99,10 @@ class Autotuner:
         self._cache: TuningCache | None = None
 
     def tune(self, group: dist.ProcessGroup, tuning: Tuning, communicator: dist.ProcessGroup | None = None) -> Choice:
-        """Return the candidate that all ranks take.
+        """Return the candidate that all ranks take; the group is the same in every call.
 
-        A collective if the key is new to the group; see [Note: when to measure].
-
-        Args:
-            group: The ranks, the same in every call.
-            tuning: The candidates.
-            communicator: Over the same ranks, on which numbers are exchanged; by default the group itself.
+        A collective if the key is new to the group; see [Note: when to measure]. Numbers are exchanged on the
+        communicator, by default on the group itself.
 
         Raises:
             RankMismatchError: Ranks ask for different keys, or a rank does not come.
@@ -235,14 +221,7 @@ class Autotuner:
 
 
 def autotuner_for(group: dist.ProcessGroup, device: torch.device, feature: str, directory: Path | None) -> Autotuner:
-    """Return the autotuner of a feature on a group; made once.
-
-    Args:
-        group: The ranks.
-        device: Device of the candidates' tensors.
-        feature: Name of the feature.
-        directory: Directory of the cache files; None to keep no measurements.
-    """
+    """Return the autotuner of a feature on a group; made once."""
     key = (Autotuner, feature, device)
     return group_state(group).get_or_create(key, lambda: Autotuner(device, feature, directory, BUDGET))
 
@@ -272,10 +251,6 @@ def run_in_own_thread(work: Callable[[], T], device: torch.device) -> T:
     profiler, a default device. Modes belong to a thread, so a new one has none. The device is idle before and after,
     and no more of its memory is reserved than before. An interrupted caller waits some seconds for the function to end;
     a second Ctrl-C ends that wait.
-
-    Args:
-        work: The function.
-        device: The current device of that thread, if it is a GPU.
     """
     reserved = _synchronize(device)
     task = _Task(work, device)

@@ -20,23 +20,16 @@ Times = dict[str, float]
 
 
 class TuningCache:
-    """The measurements of one feature in one environment.
+    """The measurements of one feature in one environment, which is what the times depend on besides their keys.
 
-    Args:
-        directory: The file's directory; None to keep nothing.
-        feature: Name of the feature.
-        environment: What the times depend on besides their keys.
-
-    Attributes:
-        path: The file.
-        problem: Why the file's content was not used; empty if it was, or if there is no readable file.
+    Without a directory nothing is kept.
     """
 
     def __init__(self, directory: Path | None, feature: str, environment: Mapping[str, str]) -> None:
         self._environment = dict(environment)
         digest = hashlib.sha256(json.dumps(self._environment, sort_keys=True).encode()).hexdigest()[:16]
-        self.path = None if directory is None else directory / "choices" / f"{feature}-{digest}.json"
-        self.problem = ""
+        self.path = None if directory is None else directory / "choices" / f"{feature}-{digest}.json"  # the file
+        self.problem = ""  # why the file's content was not used; empty if it was, or if there is no readable file
 
     def read(self) -> dict[str, Times]:
         """Return the times of each key's candidates, in ms; empty if there is no readable file."""

@@ -28,41 +28,29 @@ _MIN_ROUNDS, _MAX_ROUNDS = 3, 9
 
 @dataclass(frozen=True)
 class Tuning:
-    """A choice between candidates that compute the same.
+    """A choice between candidates that compute the same."""
 
-    Attributes:
-        key: The computation in words: operator, shapes, dtype, direction. The same on all ranks.
-        candidates: Names of the candidates. The first is the baseline: the computation without the feature.
-        default: The candidate that is taken where nothing is measured, and where it is hardly slower than the fastest.
-        make: Makes the candidates, on data drawn from a generator.
-        needs: Bytes of memory that they take, at most.
-        usable: Returns whether a candidate can be used at all. It returns the same on all ranks, which all call it; it
-            may be a collective.
-    """
-
-    key: str
+    key: str  # The computation in words: operator, shapes, dtype, direction. The same on all ranks.
+    # Names of the candidates. The first is the baseline: the computation without the feature.
     candidates: tuple[str, ...]
+    # The candidate that is taken where nothing is measured, and where it is hardly slower than the fastest.
     default: str
-    make: Callable[[torch.Generator], Candidates]
-    needs: int = 0
+    make: Callable[[torch.Generator], Candidates]  # makes the candidates, on data drawn from a generator
+    needs: int = 0  # bytes of memory that they take, at most
+    # Returns whether a candidate can be used at all. It returns the same on all ranks, which all call it; it may be a
+    # collective.
     usable: Callable[[str], bool] = lambda name: True
 
 
 @dataclass(frozen=True)
 class Choice:
-    """The candidate that is taken, and why.
+    """The candidate that is taken, and why."""
 
-    Attributes:
-        candidate: Its name.
-        why: The reason, in words.
-        times: Milliseconds of each candidate: the median, of the slowest rank. Empty if nothing is known.
-        final: Whether it is kept for all later calls.
-    """
-
-    candidate: str
-    why: str
+    candidate: str  # its name
+    why: str  # the reason, in words
+    # Milliseconds of each candidate: the median, of the slowest rank. Empty if nothing is known.
     times: Mapping[str, float] = field(default_factory=dict)
-    final: bool = True
+    final: bool = True  # whether it is kept for all later calls
 
     def report_line(self, key: str) -> str:
         """Return a line for the report."""
@@ -73,11 +61,8 @@ class Choice:
 def pick_fastest(times: Mapping[str, float], default: str) -> str:
     """Return the fastest candidate; among those within :data:`TIE` of it, the default one, or the baseline.
 
-    Where nothing beats the baseline, the default one is taken only if it is measured no slower.
-
-    Args:
-        times: Milliseconds of each candidate; the first is the baseline.
-        default: The default candidate; need not have been measured.
+    The first candidate is the baseline. Where nothing beats it, the default one, which need not have been measured, is
+    taken only if it is measured no slower.
     """
     baseline = next(iter(times))
     best = min(times, key=times.__getitem__)
@@ -91,10 +76,6 @@ class RankNumbers:
     """Exchanges measured numbers between ranks, which all call the same methods in the same order.
 
     The host waits for each result, and so for the device.
-
-    Args:
-        group: The ranks.
-        device: Where their collectives run.
     """
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
@@ -130,20 +111,11 @@ def measure_candidates(
     seconds_left: Callable[[], float],
     first_call: Callable[[str, Callable[[], object]], bool],
 ) -> dict[str, float] | None:
-    """Return the median time of each candidate in milliseconds, the same on all ranks.
+    """Return the median milliseconds of each candidate that can be measured, or None if a rank's time is up.
 
-    Candidates alternate, so that drift of the device's clock affects all of them.
-
-    Args:
-        candidates: The candidates, the same on all ranks.
-        numbers: Exchanges numbers between the ranks.
-        device: Device of the candidates' tensors.
-        seconds_left: Returns how many seconds this rank may still spend.
-        first_call: Calls a candidate for the first time, which compiles, connects and allocates. Returns whether it
-            can be measured, the same on all ranks.
-
-    Returns:
-        The times of those that can be measured; None if a rank's time is up.
+    The result is the same on all ranks. Candidates alternate, so that drift of the device's clock affects all of them.
+    ``seconds_left`` tells how many seconds this rank may still spend. ``first_call`` calls a candidate for the first
+    time, which compiles, connects and allocates, and returns whether it can be measured, the same on all ranks.
     """
     once = {}
     for name, candidate in candidates.items():

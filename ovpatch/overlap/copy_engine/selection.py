@@ -49,14 +49,8 @@ def choose(
 ) -> None:
     """Choose what moves a group's tensors from now on; a collective, unless the choice is final.
 
-    Args:
-        group: The ranks; all call this, with the same mode.
-        device: This rank's device.
-        mode: ``on``, ``off`` or ``auto``, which measures.
-        feature: The feature whose report names the choice.
-        directory: Directory of the cache files; None to keep no measurements.
-        allocate: Makes memory that all ranks can reach.
-        communicator: Process group over the same ranks for the measurement; by default the group itself.
+    All ranks call this with the same mode: ``on``, ``off`` or ``auto``, which measures on the communicator, by default
+    on the group itself. The report of ``feature`` names the choice. Without a directory no measurements are kept.
     """
     if mode == "off":
         return

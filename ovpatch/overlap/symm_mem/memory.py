@@ -20,17 +20,11 @@ _PATIENCE_S: Final = 60.0
 
 @dataclass(frozen=True)
 class Memory:
-    """One allocation on every rank.
+    """One allocation on every rank."""
 
-    Attributes:
-        own: This rank's memory, uint8, ``[size]``.
-        addresses: Addresses of all ranks' memory in this process, by group rank.
-        keeps: Keeps the peers' memory mapped.
-    """
-
-    own: Tensor
-    addresses: list[int]
-    keeps: Any = None
+    own: Tensor  # this rank's memory, uint8, ``[size]``
+    addresses: list[int]  # addresses of all ranks' memory in this process, by group rank
+    keeps: Any = None  # keeps the peers' memory mapped
 
 
 class LackingError(RuntimeError):
@@ -38,13 +32,10 @@ class LackingError(RuntimeError):
 
 
 class History:
-    """Counts this process's symmetric allocations.
+    """Counts this process's symmetric allocations."""
 
-    Attributes:
-        rendezvous: Number of allocations, in all groups together. Torch counts them, too, and a rank with another count
-            than the rest of a group leaves them waiting for ever (https://github.com/pytorch/pytorch/issues/196082).
-    """
-
+    # Number of allocations, in all groups together. Torch counts them, too, and a rank with another count than the rest
+    # of a group leaves them waiting for ever (https://github.com/pytorch/pytorch/issues/196082).
     rendezvous: int = 0
 
 
@@ -54,16 +45,10 @@ Allocate = Callable[[int, dist.ProcessGroup, torch.device, Callable[[Tensor], No
 
 
 def allocate(size: int, group: dist.ProcessGroup, device: torch.device, prepare: Callable[[Tensor], None]) -> Memory:
-    """Allocate on all ranks, which call this together.
+    """Allocate the same number of bytes on all ranks, which call this together.
 
-    Args:
-        size: Bytes, the same on all ranks.
-        group: The ranks.
-        device: This rank's device.
-        prepare: Called with this rank's memory before any peer can reach it.
-
-    Returns:
-        The memory. No rank returns before all have prepared theirs.
+    ``prepare`` is called with this rank's memory before any peer can reach it; no rank returns before all have
+    prepared.
     """
     from torch.distributed import _symmetric_memory
 

@@ -32,12 +32,8 @@ def unsupported_reason(
 ) -> str:
     """Return why the ranks of a group cannot use symmetric memory, the same text on all of them, or "".
 
-    Every rank of the group calls this at the same place.
-
-    Args:
-        group: The ranks.
-        device: This rank's device.
-        local_reason: Returns why this process cannot use it; :func:`kernels_unsupported_reason` by default.
+    Every rank of the group calls this at the same place. ``local_reason`` tells why this process cannot use it, by
+    default :func:`kernels_unsupported_reason`.
     """
     found = gather_values(
         group, "symmetric memory: places", _facts(device, (local_reason or kernels_unsupported_reason)(device))

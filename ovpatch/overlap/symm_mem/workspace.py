@@ -18,11 +18,7 @@ _MIN_COUNTS: Final = 16384
 
 
 class Scratch:
-    """Scratch memory for kernels of one device that never run at the same time; for ``triton.set_allocator``.
-
-    Args:
-        device: The device.
-    """
+    """Scratch memory for kernels of one device that never run at the same time; for ``triton.set_allocator``."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -30,13 +26,7 @@ class Scratch:
         self._size = 0
 
     def __call__(self, size: int, alignment: int, stream: int | None) -> Tensor:
-        """Return memory that a kernel may use while it runs.
-
-        Args:
-            size: Bytes.
-            alignment: Alignment of its address; torch's allocations are aligned well enough.
-            stream: The kernel's stream.
-        """
+        """Return memory for a kernel on a stream; torch's allocations are aligned well enough for any alignment."""
         if size <= self._size:
             return self._made[-1]
         made = torch.empty(size, dtype=torch.int8, device=self._device)
@@ -50,20 +40,9 @@ class Scratch:
 class Workspace:
     """The symmetric memory of one group, which operators use in turn; see [Note: sequence numbers].
 
-    Args:
-        group: The ranks.
-        device: This rank's device.
-        allocate: Makes the memory, as :func:`.memory.allocate` does.
-
-    Attributes:
-        world: Number of ranks.
-        rank: This rank.
-        half_bytes: Bytes of a half.
-        peers: Addresses of all ranks' memory, int64, ``[world]``.
-        state: Number of the next operator and counts of programs, int64; only this rank's kernels see it.
-        counts: Counts of arrived tiles, int32; only this rank's kernels see them.
-        scratch: Makes memory for descriptors of its kernels.
-        kept: Values that operators keep while sizes and addresses stay the same, by their keys.
+    ``allocate`` makes the memory, as :func:`.memory.allocate` does. ``peers`` are the addresses of all ranks' memory,
+    int64, ``[world]``. ``state`` is the number of the next operator and counts of programs, int64; only this rank's
+    kernels see it.
     """
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device, allocate: memory.Allocate | None = None) -> None:
@@ -71,9 +50,11 @@ class Workspace:
         self._allocate = allocate or memory.allocate
         self.half_bytes = 0
         self.peers = self.state = torch.empty(0, dtype=torch.int64, device=device)
+        # Counts of arrived tiles, int32; only this rank's kernels see them.
         self.counts = torch.empty(0, dtype=torch.int32, device=device)
+        # Values that operators keep while sizes and addresses stay the same, by their keys.
         self.kept: dict[Any, Any] = {}
-        self.scratch = Scratch(device)
+        self.scratch = Scratch(device)  # makes memory for descriptors of its kernels
         self._memory: memory.Memory | None = None
         self._captured = False
         self._outgrown: list[tuple[memory.Memory | None, Tensor, Tensor, Tensor]] = []
@@ -81,12 +62,7 @@ class Workspace:
     def begin_operator(self, half_bytes: int, counts: int) -> bool:
         """Prepare for an operator on the current stream; all ranks call this with the same sizes.
 
-        Args:
-            half_bytes: Bytes that it needs in a half.
-            counts: Counts that it needs.
-
-        Returns:
-            Whether it can run: memory for all ranks cannot be made under graph capture.
+        Returns whether it can run: memory for all ranks cannot be made under graph capture.
         """
         capturing = self._is_capturing()
         if half_bytes > self.half_bytes or counts > self.counts.numel():
@@ -139,10 +115,6 @@ def take_turn(device: torch.device, capturing: bool) -> None:
     another such kernel that waits in turn. Hosts launch these kernels in the same order on all ranks, so every device
     runs them in launch order, whatever their streams and groups. Inside a CUDA graph they are ordered among themselves;
     a replay is ordered against other streams by the script, as for any graph.
-
-    Args:
-        device: The kernels' device.
-        capturing: Whether the current stream is being captured.
     """
     if device.type != "cuda":
         return

@@ -22,28 +22,17 @@ class AllToAllTransport(Protocol):
     def start_transfer(
         self, output: Tensor, rows: Tensor, output_splits: Sequence[int], input_splits: Sequence[int]
     ) -> WorkGroup:
-        """Start to send rows.
+        """Start to send rows ``[sum(input_splits), h]``, by destination rank, and return the work to wait for.
 
-        Args:
-            output: Memory for the received rows, by rank, ``[sum(output_splits), h]``, contiguous.
-            rows: ``[sum(input_splits), h]``, by destination rank, contiguous.
-            output_splits: Number of rows from each rank.
-            input_splits: Number of rows to each rank.
-
-        Returns:
-            The work to wait for.
+        ``output`` is memory for the received rows, by rank, ``[sum(output_splits), h]``. Both are contiguous.
         """
 
 
 @dataclass(frozen=True)
 class CollectiveAllToAll:
-    """torch.distributed's own all-to-all.
+    """torch.distributed's own all-to-all."""
 
-    Attributes:
-        group: The ranks.
-    """
-
-    group: dist.ProcessGroup
+    group: dist.ProcessGroup  # the ranks
 
     def start_transfer(
         self, output: Tensor, rows: Tensor, output_splits: Sequence[int], input_splits: Sequence[int]
@@ -115,11 +104,7 @@ class PendingRows:
         self._rows: Tensor | None = rows
 
     def wait(self) -> Tensor:
-        """Return the rows, ``[sum(output_splits), h]``.
-
-        Raises:
-            RuntimeError: They have been returned before.
-        """
+        """Return the rows, ``[sum(output_splits), h]``; RuntimeError if they have been returned before."""
         rows, self._rows = self._rows, None  # the caller may free them from here on
         if rows is None:
             raise RuntimeError("these rows have been waited for: keep what wait() returned the first time")

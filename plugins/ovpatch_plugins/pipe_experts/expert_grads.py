@@ -40,15 +40,10 @@ _WRAP_AGAIN = "Wrap the module itself anew: expert_data_parallel(ddp.module, ...
 class ExpertGradients(BackwardReducer):
     """The experts of one ``DistributedDataParallel`` object, which holds it by its forward hooks.
 
-    So it is copied and pickled with that object. The copy finds the process group by its name and ranks.
-
-    Args:
-        params: The experts' parameters, in an order that is the same on all ranks of ``group``.
-        names: Their fully qualified names.
-        others: All other parameters of the model.
-        factor: What each contribution is multiplied by; see [Note: factor].
-        group: The ranks that hold copies, on a communicator that nobody else uses during a backward; None if there
-            are no copies.
+    So it is copied and pickled with that object. The copy finds the process group by its name and ranks. ``params`` are
+    the experts' parameters, in an order that is the same on all ranks, ``others`` all other parameters of the model.
+    Each contribution is multiplied by ``factor``; see [Note: factor]. ``group`` are the ranks that hold copies, if any,
+    on a communicator that nothing else uses during a backward.
     """
 
     def __init__(

@@ -52,13 +52,7 @@ ACTIVATIONS: Final[dict[str, Activation]] = {
 
 
 class _ChunkedExperts:
-    """Base of the experts of one call.
-
-    Args:
-        plan: The chunks.
-        splits: Rows of each.
-        trains: See :attr:`Experts.trains`.
-    """
+    """Base of the experts of one call; ``splits`` are the rows of each chunk."""
 
     def __init__(self, plan: ChunkPlan, splits: Splits, trains: bool) -> None:
         self._chunks, self._splits, self.trains = plan.chunks, splits, trains
@@ -83,14 +77,9 @@ class _SortedExperts(_ChunkedExperts):
 
 
 class StackedExperts(_SortedExperts):
-    """Feed-forward networks with stacked weights: a product, the activation, a product.
+    """Feed-forward networks with stacked weights ``[e, n, h]`` and ``[e, h, k]``: a product, the activation, a product.
 
-    Args:
-        plan: The chunks.
-        splits: Rows of each.
-        weights: ``[e, n, h]`` and ``[e, h, k]``, in the dtype of the products.
-        activation: Between the products.
-        delay_wgrad: See :class:`DelayedWeightGrads`.
+    The weights are in the dtype of the products; see :class:`DelayedWeightGrads` for ``delay_wgrad``.
     """
 
     def __init__(
@@ -125,13 +114,9 @@ class StackedFactory:
 
 
 class ModuleListExperts(_SortedExperts):
-    """Experts that are modules, or functions, one each.
+    """Experts that are modules, or functions, one each: ``[rows, h]`` -> ``[rows, h]``.
 
-    Args:
-        plan: The chunks.
-        splits: Rows of each.
-        modules: This rank's experts, ``[rows, h]`` -> ``[rows, h]`` each. An expert without rows is called with an
-            empty tensor, so that its parameters have a gradient on every rank.
+    An expert without rows is called with an empty tensor, so that its parameters have a gradient on every rank.
     """
 
     def __init__(self, plan: ChunkPlan, splits: Splits, modules: Sequence[Callable[[Tensor], Tensor]]) -> None:
@@ -146,11 +131,8 @@ class ModuleListExperts(_SortedExperts):
 class GroupedExperts(_SortedExperts):
     """Experts that one function computes from rows by expert and the number of rows of each, as torchtitan's.
 
-    Args:
-        plan: The chunks.
-        splits: Rows of each.
-        function: Rows by expert, ``[rows, h]``, and the number of rows of each of this rank's experts, ``[e]``, ->
-            ``[rows, h]``. It is called in every chunk, also without rows.
+    The function maps ``[rows, h]``, and the rows of each of this rank's experts, ``[e]``, to ``[rows, h]``. It is
+    called in every chunk, also without rows.
     """
 
     def __init__(self, plan: ChunkPlan, splits: Splits, function: Callable[[Tensor, Tensor], Tensor]) -> None:
@@ -166,11 +148,8 @@ class GroupedExperts(_SortedExperts):
 class IndexedExperts(_ChunkedExperts):
     """Experts that one function computes from rows and each row's expert.
 
-    Args:
-        plan: The chunks.
-        splits: Rows of each.
-        function: ``[rows, h]`` and local experts ``[rows]`` -> ``[rows, h]``. It is not called without rows, unless no
-            chunk has any; its output is cast to the rows' dtype, as on ranks where it is not called.
+    The function maps ``[rows, h]`` and local experts ``[rows]`` to ``[rows, h]``. It is not called without rows, unless
+    no chunk has any; its output is cast to the rows' dtype, as on ranks where it is not called.
     """
 
     def __init__(self, plan: ChunkPlan, splits: Splits, function: Callable[[Tensor, Tensor], Tensor]) -> None:

@@ -12,11 +12,7 @@ _ALIGNMENT = 16  # bytes; the grouped kernel asks it of every row
 
 
 class GroupSizes:
-    """The number of rows of each expert.
-
-    Args:
-        sizes: Rows of each.
-    """
+    """The number of rows of each expert."""
 
     def __init__(self, sizes: Sequence[int]) -> None:
         self.sizes = list(sizes)
@@ -31,13 +27,7 @@ class GroupSizes:
 
 
 def grouped_linear(x: Tensor, weight: Tensor, groups: GroupSizes) -> Tensor:
-    """Return each expert's rows times its transposed weight: ``[rows, k]``, ``[e, n, k]`` -> ``[rows, n]``.
-
-    Args:
-        x: Rows by expert.
-        weight: The experts' weights.
-        groups: Number of rows of each expert.
-    """
+    """Return each expert's rows times its transposed weight: ``[rows, k]``, ``[e, n, k]`` -> ``[rows, n]``."""
     return _grouped_mm(x, weight.transpose(-2, -1), groups)
 
 
@@ -51,15 +41,9 @@ def accumulate_wgrad(
 ) -> Tensor:
     """Add the weights' gradients to an accumulator: ``[rows, n]``, ``[rows, k]`` -> ``[e, n, k]``.
 
-    Args:
-        total: The accumulator, ``[e, n, k]``, in the rows' dtype or float32; None to allocate it.
-        grad: Gradient of the output of :func:`grouped_linear`.
-        x: Its input.
-        groups: Number of rows of each expert.
-        fresh: Whether each expert's accumulator is still undefined; it is written then, not read.
-
-    Returns:
-        The sums, in the memory of ``total`` if there is any.
+    ``grad`` is the gradient of the output of :func:`grouped_linear`, ``x`` its input. The accumulator is in the rows'
+    dtype or float32; None allocates it. An expert that is ``fresh`` has an undefined accumulator, which is written, not
+    read.
     """
     if total is None:
         if min(groups.sizes) and _has_kernel(grad, x, groups):

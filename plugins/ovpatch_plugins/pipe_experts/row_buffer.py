@@ -14,11 +14,7 @@ from ovpatch.overlap.data_parallel.grad_hooks import apply_function
 
 
 class RowBuffer:
-    """Contiguous memory for the rows of several chunks; allocated at the first use.
-
-    Args:
-        sizes: Rows of each chunk.
-    """
+    """Contiguous memory for the rows of several chunks; allocated at the first use."""
 
     def __init__(self, sizes: Sequence[int]) -> None:
         self.sizes = list(sizes)

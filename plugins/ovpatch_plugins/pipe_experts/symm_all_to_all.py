@@ -30,18 +30,9 @@ _ALIGNED: Final = 16  # bytes
 class SymmAllToAll:
     """A transport over symmetric memory, for one group on one device; see [Note: level by level] of the kernel.
 
-    Rows that stay on this rank are copied on the current stream. The host waits for nothing.
-
-    Args:
-        group: The ranks; construction is a collective over them.
-        device: Device of the rows.
-        channels: Number of programs.
-        slot: Bytes of a slot.
-        depth: Slots of a ring.
-        block: Words that a program moves at a time.
-
-    Attributes:
-        channels: Number of programs. It may be lowered, on all ranks between the same two calls.
+    Rows that stay on this rank are copied on the current stream. The host waits for nothing. Construction is a
+    collective. A ring has ``depth`` slots of ``slot`` bytes; a program moves ``block`` words at a time. The number of
+    programs, ``channels``, may be lowered, on all ranks between the same two calls.
 
     Raises:
         LackingError: Some ranks have no memory for it; raised on all ranks.
@@ -111,13 +102,7 @@ class SymmAllToAll:
 
 
 class _Kernel:
-    """The kernel with its fixed arguments; launches after the first skip Triton's specialization.
-
-    Args:
-        programs: Number of programs.
-        word: Dtype in which rows are moved.
-        fixed: The kernel's last arguments.
-    """
+    """The kernel with its fixed arguments, the last ones; launches after the first skip Triton's specialization."""
 
     def __init__(self, programs: int, word: torch.dtype, fixed: tuple[Any, ...]) -> None:
         self._grid, self._word, self._fixed = (programs, 1, 1), word, fixed
@@ -146,11 +131,6 @@ class _KernelWork:
     The allocator reuses freed memory in the order of the stream that allocated it, here the stream of the launch. That
     stream waits for the kernel before the rows are read, so tensors freed after the wait are safe. Tensors of a work
     that is never waited for, after an exception, are kept until the kernel has ended.
-
-    Args:
-        output: Tensor that the kernel writes.
-        rows: Tensor that it reads.
-        stream: Stream of the kernel.
     """
 
     def __init__(self, output: Tensor, rows: Tensor, stream: torch.cuda.Stream | None) -> None:
@@ -193,10 +173,6 @@ def get_transport(group: dist.ProcessGroup, device: torch.device) -> SymmAllToAl
     """Return the transport of a group; None if it is unsupported, which is the same on all ranks.
 
     A collective in the first call for a group and device; later calls allocate nothing.
-
-    Args:
-        group: The ranks.
-        device: Device of this rank's tensors.
     """
     return group_state(group).get_or_create((SymmAllToAll, device), lambda: _make_transport(group, device))
 

@@ -14,20 +14,16 @@ from ovpatch_plugins.pipe_experts.grouped_gemm import GroupSizes, accumulate_wgr
 
 
 class DelayedWeightGrads:
-    """The experts' weights in one call of a layer.
+    """The experts' weights, ``[e, n, k]`` each in the dtype of the products, in one call of a layer.
 
     [Note: delayed weight gradients] A product's backward computes the gradient of its rows, for which other ranks wait,
     and defers that of its weight to a node made just before the chunk's rows are waited for. In backward that node runs
     right after the launch of the gradient's all-to-all, and hides it. All chunks add to one gradient per weight; a node
     made before all chunks hands it to autograd, once.
 
-    The graph must not refer to this object: it refers to the graph, and no garbage collector sees cycles through nodes.
-
-    Args:
-        weights: ``[e, n, k]`` each, in the dtype of the products.
-        delay_wgrad: Defer weight gradients behind the launch of a chunk's all-to-all.
-        reused: Several chunks use the same weights. A half-precision sum would be rounded in every chunk, so it is kept
-            in float32 and rounded once.
+    Where several chunks use the same weights (``reused``), a half-precision sum would be rounded in every chunk, so it
+    is kept in float32 and rounded once. The graph must not refer to this object: it refers to the graph, and no garbage
+    collector sees cycles through nodes.
     """
 
     def __init__(self, weights: Sequence[Tensor], *, delay_wgrad: bool = True, reused: bool = False) -> None:
@@ -46,14 +42,7 @@ class DelayedWeightGrads:
         self._chunk, self._chunk_weights = chunk, apply_function(_Deferred, self._grads, chunk, *self._collected)
 
     def multiply_rows(self, index: int, x: Tensor, experts: range, groups: GroupSizes) -> Tensor:
-        """Return each expert's rows times its transposed weight: ``[rows, k]`` -> ``[rows, n]``.
-
-        Args:
-            index: Index of the weight.
-            x: Rows by expert.
-            experts: The experts of the chunk.
-            groups: Number of rows of each.
-        """
+        """Return each expert's rows, in their order, times its transposed weight: ``[rows, k]`` -> ``[rows, n]``."""
         call = _Call(self._grads, self._chunk, index, experts, groups, self._requires_grad[index])
         out: Tensor = apply_function(_GroupedLinear, call, x, self._chunk_weights[index])
         return out

@@ -34,9 +34,6 @@ class CustomOp:
     ends the overlap inside an operator; a collective's handle cannot be traced at all. So a graph gets one node, which
     does at run time what the eager operator does. It takes the group by name, as operators must, and backward gathers
     this rank's rows anew.
-
-    Args:
-        operator: What it computes.
     """
 
     def __init__(self, operator: LocalLinear) -> None:
@@ -126,16 +123,10 @@ def compute_linear(
     dim: int,
     schedule: Schedule,
 ) -> Tensor:
-    """Compute a linear as a node of a graph.
+    """Compute a linear as a node of a graph: ``[.., s, .., k]``, ``[n, k]`` and ``[n]`` or None.
 
-    Args:
-        operator: Its name in :data:`~ovpatch_plugins.tp_linear.operators.OPERATORS`.
-        x: The input on this rank, ``[.., s, .., k]``.
-        weight: This rank's part, ``[n, k]``.
-        bias: ``[n]``, or None.
-        group: The ranks.
-        dim: Which dimension of the input comes first in rows.
-        schedule: In which order products and collectives are launched.
+    The operator's name is one of :data:`~ovpatch_plugins.tp_linear.operators.OPERATORS`; dimension ``dim`` of the input
+    comes first in rows.
     """
     if operator == LocalLinear.name:
         return torch.nn.functional.linear(x, weight, bias)

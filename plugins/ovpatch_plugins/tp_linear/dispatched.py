@@ -54,19 +54,12 @@ class _Taking(TorchDispatchMode):
     depend on its modes, since other ranks may have none. So the functional operator is dispatched to the modes; at the
     bottom of their stack this mode takes it, and starts the collective that all ranks start. A mode that does not pass
     the operator on, as one that simulates ranks, returns the result itself.
-
-    Args:
-        operator: The operator.
-        start: Starts the collective.
-
-    Attributes:
-        started: The result of ``start``; None if no mode has passed the operator on.
     """
 
     def __init__(self, operator: Any, start: Start) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # mypy excuses torch's names, no inherited ones
         self._operator, self._start = operator, start
-        self.started: Started | None = None
+        self.started: Started | None = None  # the result of ``start``; None if no mode has passed the operator on
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is not self._operator:

@@ -35,11 +35,7 @@ def find_workspace(
 ) -> Workspace | None:
     """Return the workspace in which kernels can compute a call, or None if they cannot.
 
-    Args:
-        ranks: The ranks.
-        dtype: The dtype of the rows that are moved.
-        device: The device of the rows.
-        features: All numbers of features on which the ranks have to agree.
+    The ranks have to agree on all numbers of features.
     """
     for count in features:
         if not is_supported(dtype, count):

@@ -25,17 +25,7 @@ _watched = torch._C._len_torch_dispatch_stack  # see [Note: what a mode sees]; 3
 
 
 class TPGroup:
-    """What one process group's ranks send each other.
-
-    Args:
-        group: The process group.
-        device: Where the tensors are.
-
-    Attributes:
-        world: Number of ranks.
-        rank: This rank.
-        kind: Type of the device.
-    """
+    """What one process group's ranks send each other, from one device."""
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
         self.group, self.world, self.rank = group, group.size(), group.rank()

@@ -37,17 +37,11 @@ def gather_linear(
     *,
     tiles: Tiles | None = None,
 ) -> tuple[list[Tensor], Tensor] | None:
-    """Gather rows over the ranks, and multiply them with weights as they arrive.
+    """Gather rows ``[m, k]`` over the ranks, and multiply them with weights as they arrive.
 
-    Args:
-        workspace: Of the ranks.
-        x: This rank's rows, ``[m, k]``, contiguous.
-        weights: ``[n_i, k]`` each, at most :data:`MOST`, or none; all contiguous or all transposed.
-        biases: ``[n_i]`` each, or None.
-        tiles: How the products are cut.
-
-    Returns:
-        Outputs ``[world * m, n_i]``, and all rows ``[world * m, k]``; None if the workspace cannot be made now.
+    There are at most :data:`MOST` weights, ``[n_i, k]`` each, or none, all contiguous or all transposed; biases are
+    ``[n_i]`` or None. Returns outputs ``[world * m, n_i]``, and all rows ``[world * m, k]``; None if the workspace
+    cannot be made now.
 
     Raises:
         ValueError: A weight or bias does not fit the rows.
@@ -65,16 +59,10 @@ def gather_linear(
 def linear_scatter(
     workspace: Workspace, xs: Sequence[Tensor], weights: Sequence[Tensor], *, tiles: Tiles | None = None
 ) -> Tensor | None:
-    """Multiply, add up over the ranks, and keep this rank's rows.
+    """Multiply, add up over the ranks, and keep this rank's rows, ``[m, n]``; None if there is no workspace now.
 
-    Args:
-        workspace: Of the ranks.
-        xs: ``[world * m, k_i]`` each, at most :data:`MOST`, contiguous; their products are added up.
-        weights: ``[n, k_i]`` each, all contiguous or all transposed.
-        tiles: How the products are cut.
-
-    Returns:
-        ``[m, n]``, or None if the workspace cannot be made now.
+    There are at most :data:`MOST` inputs ``[world * m, k_i]``, contiguous, whose products with weights ``[n, k_i]``,
+    all contiguous or all transposed, are added up.
 
     Raises:
         ValueError: An input or a weight does not fit the others.
@@ -90,14 +78,9 @@ def linear_scatter(
 
 
 def scatter(workspace: Workspace, x: Tensor) -> Tensor | None:
-    """Sum over the ranks, and keep this rank's rows; to the other ranks this looks like :func:`linear_scatter`.
+    """Sum ``[world * m, n]``, contiguous, over the ranks, and keep this rank's rows, ``[m, n]``.
 
-    Args:
-        workspace: Of the ranks.
-        x: ``[world * m, n]``, contiguous.
-
-    Returns:
-        ``[m, n]``, or None if the workspace cannot be made now.
+    To the other ranks this looks like :func:`linear_scatter`. None if the workspace cannot be made now.
     """
     with _use_device_of(x):
         if not workspace.begin_operator(x.numel() * x.element_size(), 0):

@@ -15,18 +15,14 @@ Allocator = Callable[[int, int, int | None], Any]
 class Prepared:
     """A kernel with a fixed number of programs, whose launches differ in addresses only.
 
+    The kernel's last parameters are the fixed ones, ``stay``; the caller keeps the tensors among them alive.
+    ``scratch`` makes memory for descriptors, as ``triton.set_allocator`` expects.
+
     [Note: asked once] ``kernel[grid](...)`` inspects every argument of every launch: its type, whether a number is 1 or
     a multiple of 16, whether an address is. For kernels of 20 to 30 arguments that is most of a launch's host time. A
     launch here is looked up by everything that decides this, and keeps the kernel that its first call has compiled.
     Later calls differ in addresses, all multiples of 16 by :mod:`.launch`; they are passed as numbers, because the
     driver inspects tensors as well.
-
-    Args:
-        kernel: The kernel, whose last parameters are the fixed ones.
-        programs: The number of programs.
-        scratch: Makes memory for descriptors, as ``triton.set_allocator`` expects; None for kernels without.
-        stay: The fixed arguments; the caller keeps the tensors among them alive.
-        options: Triton's ``num_warps`` and ``num_stages``.
     """
 
     def __init__(

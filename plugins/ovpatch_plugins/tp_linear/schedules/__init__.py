@@ -19,12 +19,9 @@ SCHEDULES: Final[dict[str, Schedule]] = {
 
 
 def find_schedule(name: str, chunks: int, *, anew: bool = False) -> Schedule:
-    """Return a schedule.
+    """Return the schedule of one of the option's values; ``chunk`` cuts rows into that many parts.
 
-    Args:
-        name: One of the option's values.
-        chunks: Into how many parts ``chunk`` cuts rows.
-        anew: Whether inputs are gathered anew for the weights' gradients, which ``auto`` measures then.
+    With ``anew`` inputs are gathered anew for the weights' gradients, which ``auto`` measures then.
     """
     if name == "auto":
         return _auto(chunks, anew)

@@ -12,11 +12,7 @@ from ovpatch_plugins.tp_linear.tp_group import TPGroup
 
 
 class Chunk(Bulk):
-    """Rows are cut into chunks; each has rows of every rank.
-
-    Args:
-        chunks: The number of chunks; fewer where rows do not divide.
-    """
+    """Rows are cut into chunks, fewer where they do not divide; each has rows of every rank."""
 
     ahead = True
 
