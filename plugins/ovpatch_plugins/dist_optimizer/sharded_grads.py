@@ -277,6 +277,7 @@ class ShardedGrads(GradSharder):
     def on_backward_start(self, *, staged: bool, counts: Sequence[int] | None) -> None:
         """Choose the dtype to send, and put together gradients that the script has kept; see :class:`GradSharder`."""
         self._wire.begin(copied=staged, counts=counts)
+        shutdown.prepare_backward(self.group)
         self.rescue()
 
     def before_first_collective(self) -> None:
