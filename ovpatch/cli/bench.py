@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -90,7 +91,7 @@ def _data(plan: BenchPlan, runs: BenchRuns, found: BenchFigures) -> dict[str, An
         "settings": {name: getattr(plan, name) for name in ("steps", "warmup", "rounds", "features", "timeout")},
         "verdict": analysis.format_verdict(runs, found),
         "exercised": runs.exercised,
-        **found.to_json(),
+        **asdict(found),
         "runs": runs.to_json(),
         "report": runs.report,
         "notes": runs.notes,

@@ -85,12 +85,12 @@ def _conclude(code: int, directory: Path, file: Path | None) -> int:
 def _did_anything(merged: Mapping[str, Any]) -> bool:
     """Return whether any feature did work in any process, according to the report."""
     on = [feature for feature in merged["features"] if feature["state"] == "applied"]
-    idle = [any(map(_tells_idleness, one["remarks"])) and not did_work(one["counters"], one["work"]) for one in on]
+    words = tuple(IDLE)  # the processes may follow
+    idle = [
+        any(remark.startswith(words) for remark in one["remarks"]) and not did_work(one["counters"], one["work"])
+        for one in on
+    ]
     return not all(idle)
-
-
-def _tells_idleness(remark: str) -> bool:
-    return remark.startswith(tuple(IDLE))  # which processes may follow
 
 
 _NO_WORK: Final = (

@@ -75,8 +75,7 @@ class Outcome:
     seconds: float  # duration
     timed_out: bool = False  # whether the arm was ended because no process took a step in time
     interrupted: bool = False  # whether a signal ended the arm
-    # The stacks of each process by its id, if the arm timed out.
-    stacks: Mapping[int, str] = field(default_factory=dict)
+    stacks: Mapping[int, str] = field(default_factory=dict)  # of each process by its id, if the arm timed out
 
     @cached_property
     def report(self) -> dict[str, Any] | None:

@@ -135,10 +135,8 @@ class Difference:
     """The outcome of comparing two numbers, or two tensors of one shape and dtype."""
 
     max_abs: float = 0.0  # largest absolute difference between finite values, 0.0 if there is none
-    # False if one side is NaN or infinite where the other is not, or has the other sign of infinity.
-    finite: bool = True
-    # Index of the first value that differs, None if all are equal; for sparse tensors, into the values.
-    first: tuple[int, ...] | None = None
+    finite: bool = True  # False if one side is NaN or infinite where the other is not, or of the other sign
+    first: tuple[int, ...] | None = None  # index of the first difference, if any; of sparse tensors, into the values
     values: tuple[Scalar, Scalar] | None = None  # the two values at that index
 
     @property
@@ -304,8 +302,7 @@ class Row:
     # Largest absolute difference; infinite if a side is not finite where the other is; None if the values are no
     # numbers or cannot be subtracted.
     max_abs_diff: float | None = None
-    # Largest absolute difference within noise; None where no noise is tolerated or nothing differs.
-    allowed: float | None = None
+    allowed: float | None = None  # largest difference within noise; None if none is tolerated or nothing differs
     first_index: tuple[int, ...] | None = None  # index of the first value that differs
     note: str = ""  # what differs, in words
 

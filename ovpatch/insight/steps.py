@@ -41,8 +41,7 @@ class StepHooks:
 
     def __init__(self, *, after: After, before: Before | None = None) -> None:
         self._before, self._after = before, after
-        # Includes optimizers whose step raised, until their next step.
-        self._in_progress: WeakSet[Optimizer] = WeakSet()
+        self._in_progress: WeakSet[Optimizer] = WeakSet()  # also after a step that raised, until the next one
         self._handles = register_optimizer_step_pre_hook(self._pre), register_optimizer_step_post_hook(self._post)
 
     def remove(self) -> None:

@@ -37,8 +37,7 @@ class ActiveFeatures:
 
     def __init__(self) -> None:
         self.plugins: Final = Plugins()  # the plugins in memory
-        # Features that are on, in the order in which they became active.
-        self.active: Final[dict[str, FeatureRecord]] = {}
+        self.active: Final[dict[str, FeatureRecord]] = {}  # features that are on, in the order of their activation
         self._manager: Final = PatchManager()
 
     def statuses(self) -> Sequence[PatchStatus]:

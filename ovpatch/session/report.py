@@ -209,17 +209,13 @@ def render_table(
     for head in heads:
         table.add_column(head, overflow="fold", justify="right" if head in right else "left")
     for row in rows:
-        table.add_row(*(Text(cell, style=_style(cell)) for cell in row))
+        table.add_row(*(Text(cell, style="red" if cell in TROUBLE else _COLOURS.get(cell, "")) for cell in row))
     columns = width or shutil.get_terminal_size((120, 24)).columns
     console = Console(file=io.StringIO(), width=columns, force_terminal=colour, no_color=not colour, highlight=False)
     console.print(table)
     out = console.file
     assert isinstance(out, io.StringIO)
     return out.getvalue().rstrip("\n")
-
-
-def _style(cell: str) -> str:
-    return "red" if cell in TROUBLE else _COLOURS.get(cell, "")
 
 
 NOT_IMPORTED: Final = "not imported"

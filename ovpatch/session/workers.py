@@ -206,8 +206,7 @@ class _Reporter:
 
     def __init__(self, directory: Path, make_report: Callable[[], Report]) -> None:
         self._directory, self._make_report = directory, make_report
-        # By pid; distinguishes processes with the same pid, one after the other.
-        self._born: Final = {os.getpid(): time.time_ns()}
+        self._born: Final = {os.getpid(): time.time_ns()}  # by pid; two processes may have one, in turn
         self._base: dict[str, Any] = {}
         self._base_of_children: dict[str, Any] = {}
 

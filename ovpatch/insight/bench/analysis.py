@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
 from statistics import median
-from typing import Any, Final, TypeAlias
+from typing import Final, TypeAlias
 
 from ovpatch.insight.bench.rounds import PATCHED, STOCK, BenchPlan, BenchRuns, Measured
 from ovpatch.session.report import render_table
@@ -215,16 +215,11 @@ class BenchFigures:
 
     rows: list[ArmRow]  # one for each kind of run
     judgement: Judgement  # patched against stock; above one, patched is faster
-    # For each feature, the run without it against the patched run; above one, it makes the run faster.
-    parts: dict[str, Judgement]
+    parts: dict[str, Judgement]  # by feature, the run without it against the patched run; above one, it helps
     samples: float | None  # samples per step over all ranks, None if unknown
     tokens: float | None  # tokens per step over all ranks, None if unknown
     no_tflops: str  # why TFLOP/s are unknown; "" if they are known
     no_mfu: str  # why MFU is unknown; "" if it is known
-
-    def to_json(self) -> dict[str, Any]:
-        """Return the figures as plain data."""
-        return asdict(self)
 
 
 def compute_figures(runs: BenchRuns, given: UserFigures) -> BenchFigures:

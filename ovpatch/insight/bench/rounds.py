@@ -42,8 +42,7 @@ class Measured:
     samples: float | None = None  # samples per step over all ranks, None if unknown
     tokens: float | None = None  # tokens per step over all ranks, None if unknown
     batches: tuple[float, str] = (0, "")  # calls of the model per step, and the class of the model
-    # Operations per step and rank by dtype; empty if they were not, or could not be, counted.
-    flops: Mapping[str, float] = field(default_factory=dict)
+    flops: Mapping[str, float] = field(default_factory=dict)  # operations per step and rank by dtype, if counted
     flops_again: float = 0  # those of them that activation checkpointing recomputed
     flops_reason: str = ""  # why they were not counted
     devices: Sequence[str] = ()  # names of the devices, each once
@@ -51,10 +50,6 @@ class Measured:
     torch: str = ""  # version of torch
     world: int = 0  # number of ranks
     missing: Sequence[int] = ()  # ranks without a file
-
-    def to_json(self) -> dict[str, Any]:
-        """Return the measurements as plain data."""
-        return asdict(self)
 
     def describe(self) -> str:
         """Return the measured times in a few words."""
@@ -148,8 +143,7 @@ class BenchRuns:
 
     done: list[BenchRun] = field(default_factory=list)  # the runs in order
     exercised: list[str] = field(default_factory=list)  # features that were exercised in the first patched run
-    # ovpatch's report of that run, merged over its processes; None if none reported.
-    report: dict[str, Any] | None = None
+    report: dict[str, Any] | None = None  # ovpatch's report of that run, merged over its processes, if any reported
     notes: list[str] = field(default_factory=list)  # further remarks for the reader
 
     def list_measured(self, kind: str) -> list[Measured]:
@@ -163,7 +157,7 @@ class BenchRuns:
 
     def to_json(self) -> list[dict[str, Any]]:
         """Return the runs as plain data."""
-        return [{**asdict(run), "measured": run.measured.to_json()} for run in self.done]
+        return [asdict(run) for run in self.done]
 
 
 class FailedError(Exception):

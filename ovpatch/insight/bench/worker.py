@@ -293,11 +293,7 @@ class _Counting(TorchDispatchMode):
         self.error = ""
 
     def __torch_dispatch__(
-        self,
-        func: Any,
-        types: Sequence[type],
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
+        self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         if any(issubclass(kind, FakeTensor) for kind in types):  # a shape is worked out, nothing is computed
             return func(*args, **(kwargs or {}))

@@ -96,12 +96,8 @@ def make_run(name: str, ranks: Sequence[RankTracks]) -> TimelineRun:
         )
     steps = tuple(sorted(common))
     exposed = {n: max(split_step(tracks, get_step(tracks, n)).exposed for tracks in ranks) for n in steps}
-    return TimelineRun(name, tuple(ranks), steps, _median(steps, lambda number: exposed[number]))
-
-
-def _median(values: Sequence[int], key: Callable[[int], int]) -> int:
-    """Return the value in the middle by a key, the lower of two."""
-    return sorted(values, key=key)[(len(values) - 1) // 2]
+    median = sorted(steps, key=exposed.__getitem__)[(len(steps) - 1) // 2]  # the lower of two
+    return TimelineRun(name, tuple(ranks), steps, median)
 
 
 def split_step(tracks: RankTracks, step: Step) -> StepParts:
@@ -282,8 +278,7 @@ class Cost:
     recorded: float  # of the recorded steps
     beside: float  # of the steps before and after them
     counts: tuple[int, int]  # numbers of steps of the two
-    # Shortest and longest step beside, on a GPU block of steps; smaller differences mean nothing.
-    spread: tuple[float, float]
+    spread: tuple[float, float]  # shortest and longest of those beside, on a GPU of blocks; less means nothing
 
     @property
     def notable(self) -> bool:

@@ -87,13 +87,11 @@ class ParameterNames:
             owned = {id(parameter): strip_wrappers(name) for name, parameter in root.named_parameters()} | owned
         for place, parameter in places:
             if self._known(parameter) is None:
-                name = self._free(owned.get(id(parameter), f"optimizer{index}.{place}"), index)
+                name = owned.get(id(parameter), f"optimizer{index}.{place}")
+                if name in self._taken:  # by a parameter that may be gone
+                    name = _primed(f"optimizer{index}:{name}", self._taken)
                 self._taken[name] = ref(parameter)
                 self._names[id(parameter)] = ref(parameter), name
-
-    def _free(self, name: str, index: int) -> str:
-        """Return a name that no parameter has ever had."""
-        return name if name not in self._taken else _primed(f"optimizer{index}:{name}", self._taken)
 
 
 def strip_wrappers(name: str) -> str:

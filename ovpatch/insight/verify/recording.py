@@ -73,13 +73,12 @@ def read_recorded(folder: Path, *, cut: bool = False) -> RecordedRun:
     ranks: dict[int, list[list[Path]]] = defaultdict(list)
     for _, paths in sorted(files.items()):
         ranks[int(paths[-1].stem.split("-")[4])].append(paths)
-    return RecordedRun(
-        {_name(rank, n): paths for rank, many in sorted(ranks.items()) for n, paths in enumerate(many)}, cut
-    )
-
-
-def _name(rank: int, number: int) -> str:
-    return f"rank {rank}" if number == 0 else f"rank {rank}, process {number + 1}"
+    processes = {
+        f"rank {rank}" + (f", process {n + 1}" if n else ""): paths
+        for rank, many in sorted(ranks.items())
+        for n, paths in enumerate(many)
+    }
+    return RecordedRun(processes, cut)
 
 
 #: Kinds of events.
@@ -223,7 +222,8 @@ def compute_sketch(tensor: Tensor) -> Tensor:
         part = flat[start : start + CHUNK].to(torch.float64)
         part = torch.where(part.isfinite(), part, 0.0)
         part = torch.nn.functional.pad(part, (0, -len(part) % BUCKETS)).view(-1, BUCKETS)
-        total += (part * _signs(flat.device)[: len(part)]).sum(0) * _chunk_signs(flat.device, number)
+        chunk_signs = _sign(torch.arange(BUCKETS, device=flat.device) + ((number + 1) << 42))
+        total += (part * _signs(flat.device)[: len(part)]).sum(0) * chunk_signs
     return total / math.sqrt(max(1, -(-flat.numel() // BUCKETS)))
 
 
@@ -240,10 +240,6 @@ def describe_nonfinite(tensor: Tensor) -> str:
 @lru_cache(maxsize=16)
 def _signs(device: torch.device) -> Tensor:
     return _sign(torch.arange(CHUNK, device=device) + (1 << 40)).view(-1, BUCKETS)
-
-
-def _chunk_signs(device: torch.device, number: int) -> Tensor:
-    return _sign(torch.arange(BUCKETS, device=device) + ((number + 1) << 42))
 
 
 def _sign(numbers: Tensor) -> Tensor:

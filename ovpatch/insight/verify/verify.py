@@ -361,10 +361,7 @@ class _Verifier:
         rerun = self._yardstick("rerun")
         reordered = self._yardstick("reordered", **self._reordering(1))
         itself, otherwise = compare_runs(stock, rerun), compare_runs(stock, reordered)
-        self.noise = {
-            "rerun": self._measured("rerun", itself),
-            "reordered": self._measured("reordered", otherwise),
-        }
+        self.noise = {"rerun": self._measured("rerun", itself), "reordered": self._measured("reordered", otherwise)}
         self.noisy = bool(itself.findings or otherwise.findings)
         if itself.findings:
             first = min(itself.findings, key=lambda one: (one.step, one.order))
@@ -475,7 +472,7 @@ class _Verifier:
         seen = f"{losses} losses are equal, but " if losses else ""
         return (
             f"{seen}no optimizer of torch.optim made a step in any process. Is this the command that trains? If it "
-            "ends before its first step, give it more data or steps; if it updates parameters by itself, nobody saw it."
+            "ends before its first step, give it more data or steps; if it updates parameters by itself, that was not seen."
         )
 
 
