@@ -22,6 +22,7 @@ from torch import Tensor
 from ovpatch.overlap.comm.group_state import group_store
 from ovpatch.overlap.comm.streams import profiler_label, profiler_span
 from ovpatch_plugins.pipeline.actions import Kind
+from ovpatch_plugins.pipeline.prediction import Prediction
 from ovpatch_plugins.pipeline.program import Program, Receive, Step
 from ovpatch_plugins.pipeline.report import COUNTERS, StepTimes
 from ovpatch_plugins.pipeline.stage_run import StageRun
@@ -49,41 +50,37 @@ class Engine:
 
     Args:
         schedule: The schedule of ``torch.distributed.pipelining``.
-        order_name: What the report calls the order.
         group: The pipeline's group.
         stages: The rank's stages, by index.
         program: What the rank runs.
         transport: Its messages.
+        prediction: What the simulator expects.
         by_perform: Whether stock's step calls ``perform_reduce_grad`` at a stage's end.
 
     Attributes:
-        class_name: Name of the schedule's class.
         microbatches: Number of microbatches in a step.
         times: Costs of the computations.
-        is_host_timed: Whether the host's clock sees computations, as on a CPU.
     """
 
     def __init__(
         self,
         schedule: Any,
-        order_name: str,
         group: dist.ProcessGroup,
         stages: Mapping[int, StageRun],
         program: Program,
         transport: PeerToPeer,
+        prediction: Prediction,
         *,
         by_perform: bool,
     ) -> None:
         self.schedule: Any = weakref.proxy(schedule)  # its owner is found by it, and lives as long
-        self.class_name = type(schedule).__name__
-        self.order_name = order_name
         self.stages: Final = dict(stages)
         self.program = program
         self.microbatches: int = schedule._n_microbatches
         self.times = StepTimes()
-        self.is_host_timed = next(iter(stages.values())).stage.device.type == "cpu"
         self._group = group
         self._transport = transport
+        self._prediction = prediction
         self._by_perform = by_perform
         takes_loss_kwargs = "loss_kwargs" in inspect.signature(schedule._maybe_compute_loss).parameters
         self._takes_loss_kwargs = takes_loss_kwargs
@@ -121,6 +118,7 @@ class Engine:
             self._recover(number, error)
             raise
         self.times.add_step(time.perf_counter() - started)
+        self._prediction.add_step(self.times)
         COUNTERS.steps += 1
 
     # --- a computation ---
@@ -163,6 +161,7 @@ class Engine:
                 stage.pass_forward(output, microbatch, self.stages[step.next_stage])
             extra = (inputs.loss_kwargs,) if self._takes_loss_kwargs else ()
             self.schedule._maybe_compute_loss(stage.stage, output, inputs.targets, microbatch, *extra)
+            stage.check_forward(self.schedule._internal_losses[-1] if stage.stage.is_last else output)
             self.times.add_action(index, kind, time.perf_counter() - started)
 
     def _run_backward(self, step: Step, stage: StageRun) -> bool:

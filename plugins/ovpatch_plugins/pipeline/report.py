@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import statistics
-import weakref
-from collections import defaultdict
-from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING
+from collections import Counter, defaultdict, deque
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Final
 
 from ovpatch_plugins.pipeline.actions import Kind
-
-if TYPE_CHECKING:
-    from ovpatch_plugins.pipeline.engine import Engine
 
 
 @dataclass
@@ -45,14 +42,57 @@ class Counters:
 
 COUNTERS = Counters()
 
-_engines: weakref.WeakSet[Engine] = weakref.WeakSet()
+_MOST_SCHEDULES: Final = 8
+_schedules: deque[ScheduleReport] = deque(maxlen=_MOST_SCHEDULES)
 _stock_reasons: dict[str, None] = {}
 
 
-def note_engine(engine: Engine) -> None:
-    """Have the report show an engine as long as it lives."""
+@dataclass
+class StageReport:
+    """What is said of a stage.
+
+    Attributes:
+        objection: Why its weight gradients stay in the backward, or "".
+        reasons: Why linears stay in B, with their number.
+        undeferred: Ids of linears of which a call could not be deferred.
+    """
+
+    objection: str = ""
+    reasons: Counter[str] = field(default_factory=Counter)
+    undeferred: set[int] = field(default_factory=set)
+
+
+@dataclass
+class ScheduleReport:
+    """What is said of a schedule, kept when the schedule itself is gone.
+
+    Attributes:
+        name: Its class.
+        order: The order that it runs.
+        rank: Rank in the pipeline.
+        microbatches: Their number in a step.
+        peak_activations: Most microbatches with activations at one time.
+        is_host_timed: Whether the host's clock sees computations, as on a CPU.
+        bubbles: The bubble that the simulator expects, by rank; empty until it is known.
+        stages: The rank's stages.
+        times: Costs of the computations.
+    """
+
+    name: str
+    order: str
+    rank: int
+    microbatches: int
+    peak_activations: int
+    is_host_timed: bool
+    bubbles: Callable[[], Sequence[float]]
+    stages: dict[int, StageReport]
+    times: StepTimes
+
+
+def note_schedule(schedule: ScheduleReport) -> None:
+    """Have the report show a schedule; of many, the last ones."""
     COUNTERS.schedules += 1
-    _engines.add(engine)
+    _schedules.append(schedule)
 
 
 def note_stock(reason: str) -> None:
@@ -80,6 +120,10 @@ class StepTimes:
         """Add a step."""
         _append(self._steps, seconds)
 
+    def stages(self) -> set[int]:
+        """Return the stages with costs."""
+        return {stage for stage, _ in self._costs}
+
     def cost(self, stage: int, kind: Kind) -> float:
         """Return the median cost; 0 without one."""
         costs = self._costs.get((stage, kind))
@@ -101,33 +145,33 @@ def _append(values: list[float], value: float) -> None:
 
 def write_remarks() -> list[str]:
     """Return what ran, what it cost, and what was left to stock, with reasons."""
-    remarks = [line for engine in _engines for line in _describe(engine)]
+    remarks = [line for schedule in _schedules for line in _describe(schedule)]
     return remarks + [f"a schedule was left to stock: {reason}" for reason in _stock_reasons]
 
 
-def _describe(engine: Engine) -> list[str]:
-    program, times, name = engine.program, engine.times, engine.class_name
+def _describe(schedule: ScheduleReport) -> list[str]:
+    times = schedule.times
     lines = [
-        f"{name} runs as {engine.order_name} on rank {program.rank}: {engine.microbatches} microbatches, "
-        f"at most {program.peak_activations} with activations"
+        f"{schedule.name} runs as {schedule.order} on rank {schedule.rank}: {schedule.microbatches} microbatches, at most "
+        f"{schedule.peak_activations} with activations"
     ]
-    for index, stage in engine.stages.items():
-        costs = {kind: 1000 * times.cost(index, kind) for kind in Kind}
-        text = ", ".join(f"{kind.value} {cost:.2f}" for kind, cost in costs.items() if cost)
-        lines.append(f"stage {index}: {text} ms" if text else f"stage {index}: not run yet")
+    for index, stage in schedule.stages.items():
+        where = f"stage {index}"
+        costs = [f"{kind.value} {1000 * cost:.2f}" for kind in Kind if (cost := times.cost(index, kind))]
+        clock = "" if schedule.is_host_timed else " to issue"
+        lines.append(f"{where}: {', '.join(costs)} ms{clock}" if costs else f"{where}: not run yet")
         if stage.objection:
-            lines.append(f"stage {index}: weight gradients stay in the backward: {stage.objection}")
-        elif stage.queue is not None:
-            lines += [
-                f"stage {index}: {count} linear{'s' if count > 1 else ''} {reason} stay{'' if count > 1 else 's'} in B"
-                for reason, count in stage.queue.reasons.items()
-            ]
-            undeferred = stage.queue.count_undeferred()
-            if undeferred:
-                lines.append(
-                    f"stage {index}: {undeferred} linears stay in B whose input needs no gradient or is not contiguous"
-                )
-    bubble = times.bubble(engine.microbatches)
-    if bubble is not None and engine.is_host_timed:
-        lines.append(f"bubble measured on rank {program.rank}: {100 * bubble:.1f}% of a step")
+            lines.append(f"{where}: weight gradients stay in the backward: {stage.objection}")
+        lines += [f"{where}: {_count(number)} {reason} in B" for reason, number in stage.reasons.items()]
+        if stage.undeferred:
+            lines.append(f"{where}: {_count(len(stage.undeferred))} whose input needs no gradient or is not contiguous in B")
+    bubble = times.bubble(schedule.microbatches)
+    if bubble is not None and schedule.is_host_timed:
+        expected = schedule.bubbles()
+        text = f", {100 * expected[schedule.rank]:.1f}% predicted" if expected else ""
+        lines.append(f"bubble on rank {schedule.rank}: {100 * bubble:.1f}% of a step measured{text}")
     return lines
+
+
+def _count(number: int) -> str:
+    return f"{number} linear{'s' if number > 1 else ''}"

@@ -19,6 +19,7 @@ from ovpatch_plugins.pipeline.data_parallel import (
     is_fsdp2,
     make_data_parallel,
 )
+from ovpatch_plugins.pipeline.report import StageReport
 from ovpatch_plugins.pipeline.wgrad import WeightGradQueue
 
 
@@ -37,6 +38,7 @@ class StageRun:
         objection: Why its weight gradients are not deferred, or "".
         queue: Its deferred weight gradients; None where they are not deferred.
         data_parallel: Its data parallelism.
+        report: What the report says of it.
     """
 
     def __init__(self, stage: Any, *, sends_or_splits: bool, delay_wgrad_compute: str, fuse: bool) -> None:
@@ -48,7 +50,8 @@ class StageRun:
         elif delay_wgrad_compute == "auto" and not sends_or_splits and not self.objection:
             self.objection = "no rank waits for the stage's input gradient"
         is_local = type(self.data_parallel) is LocalGradients
-        self.queue = None if self.objection else WeightGradQueue(stage.submod, fuse=fuse and is_local)
+        self.report = StageReport(self.objection)
+        self.queue = None if self.objection else WeightGradQueue(stage.submod, self.report, fuse=fuse and is_local)
         self._inputs: dict[int, list[Tensor | None]] = {}
         self._grads: dict[int, list[Tensor | None]] = {}
         self._sent: dict[Kind, list[Tensor]] = {}
@@ -70,6 +73,11 @@ class StageRun:
     def run_forward(self, microbatch: int, args: Any, kwargs: Any, keep_output: bool) -> Any:
         """Compute F and return the module's output."""
         return self.stage.forward_one_chunk(microbatch, args, kwargs, save_forward_output=keep_output)
+
+    def check_forward(self, output: Any) -> None:
+        """Look at the graph of a microbatch's output, or of its loss, for weights that cannot be deferred."""
+        if self.queue is not None:
+            self.queue.check_graph(output)
 
     def run_backward(self, microbatch: int, loss: Any, microbatches: int) -> bool:
         """Compute B, or the full backward; tell whether weight gradients are left."""

@@ -20,8 +20,9 @@ from ovpatch_plugins.pipeline.actions import Kind, Schedule
 from ovpatch_plugins.pipeline.engine import Engine, StepInputs
 from ovpatch_plugins.pipeline.options import AS_GIVEN
 from ovpatch_plugins.pipeline.orders import ScheduleError, build_order, check_schedule, convert_torch_order
+from ovpatch_plugins.pipeline.prediction import Prediction
 from ovpatch_plugins.pipeline.program import make_program
-from ovpatch_plugins.pipeline.report import COUNTERS, note_engine, note_stock
+from ovpatch_plugins.pipeline.report import COUNTERS, ScheduleReport, note_schedule, note_stock
 from ovpatch_plugins.pipeline.stage_run import StageRun
 from ovpatch_plugins.pipeline.transport import SUPPORTED_BACKENDS, PeerToPeer
 
@@ -133,8 +134,21 @@ class Takeover:
         }
         transport = PeerToPeer(group, device, program.edges)
         by_perform = owner != "PipelineScheduleMulti"
-        engine = Engine(schedule, name, group, runs, program, transport, by_perform=by_perform)
-        note_engine(engine)
+        prediction = Prediction(group, orders, placement)
+        engine = Engine(schedule, group, runs, program, transport, prediction, by_perform=by_perform)
+        note_schedule(
+            ScheduleReport(
+                name=type(schedule).__name__,
+                order=name,
+                rank=rank,
+                microbatches=schedule._n_microbatches,
+                peak_activations=program.peak_activations,
+                is_host_timed=device.type == "cpu",
+                bubbles=lambda: prediction.bubbles,
+                stages={index: run.report for index, run in runs.items()},
+                times=engine.times,
+            )
+        )
         return engine
 
 

@@ -16,8 +16,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ovpatch.overlap.tensors.autocast import autocast_dtype
+from ovpatch_plugins.pipeline.report import StageReport
 
 _QUEUE: Final = "_ovpatch_wgrad_queue"
+_VIEWS: Final = ("ViewBackward0", "UnsafeViewBackward0", "ReshapeAliasBackward0")
 
 
 class WeightGradError(RuntimeError):
@@ -79,9 +81,12 @@ class _DeferredLinear(nn.Linear):
         if bias is not None and not bias.requires_grad:
             b = bias
         y = F.linear(_Keep.apply(x, call), w, b)
-        node = y.grad_fn
-        # A hook of the node, not of the tensor: it sees the gradient after hooks that the script puts on the output.
-        node.register_prehook(call.keep_grad)  # type: ignore[union-attr]
+        # A hook of the node, not of the tensor: it sees the gradient after hooks that the script puts on the output. Of
+        # the product's node, not of a view's: that one leaves the graph if the script changes the output in place.
+        node: Any = y.grad_fn
+        while type(node).__name__ in _VIEWS:
+            node = node.next_functions[0][0]
+        node.register_prehook(call.keep_grad)
         # A product of several batch dimensions whose bias is added afterwards sums over all of them in one reduction.
         call.sums_rows_at_once = type(node).__name__ == "AddBackward0"
         return y
@@ -117,25 +122,26 @@ class WeightGradQueue:
 
     Args:
         module: The stage's module.
+        report: Gets the reasons why linears stay in B.
         fuse: Add products into the gradient where no hook sees it; rounds once instead of twice.
 
     Attributes:
-        reasons: Why linears stay in B, with their number, of the last scan.
         computed: Weight gradients computed here.
         pending: Calls whose weight gradient is due, over all microbatches.
     """
 
-    def __init__(self, module: nn.Module, *, fuse: bool = False) -> None:
-        self.reasons: Counter[str] = Counter()
+    def __init__(self, module: nn.Module, report: StageReport, *, fuse: bool = False) -> None:
         self.computed = self.pending = 0
         self._module = module
         self._fuse = fuse
         self._calls: dict[int, list[_Call]] = {}
         self._microbatch: int | None = None
         self._linears: list[nn.Linear] = []
-        self._undeferred: set[int] = set()  # ids of linears; the module keeps them alive
+        self._reasons = report.reasons
+        self._undeferred = report.undeferred  # ids of linears; the module keeps them alive
         self._read_elsewhere: set[int] = set()
-        self._checks_reads = True
+        self._due_at_once: set[int] = set()  # ids of their weights, in the step that found them
+        self._is_checked = self._is_graph_checked = False
 
     @property
     def defers(self) -> bool:
@@ -144,9 +150,10 @@ class WeightGradQueue:
 
     def scan(self) -> None:
         """Find the linears to defer. Called for each step, as scripts freeze, tie and wrap modules between steps."""
+        self._due_at_once.clear()
         owners: defaultdict[int, int] = defaultdict(int)
         linears: list[tuple[nn.Linear, bool]] = []
-        self.reasons.clear()
+        self._reasons.clear()
         for module, compiled in _walk(self._module, False, set()):
             for param in module._parameters.values():
                 if param is not None:
@@ -154,12 +161,12 @@ class WeightGradQueue:
             if type(module) is nn.Linear:
                 linears.append((module, compiled))
             elif isinstance(module, nn.Linear):
-                self.reasons[f"of class {type(module).__module__}.{type(module).__qualname__}"] += 1
+                self._reasons[f"of class {type(module).__module__}.{type(module).__qualname__}"] += 1
         self._linears = []
         for linear, compiled in linears:
             reason = self._reason_against(linear, compiled, owners)
             if reason:
-                self.reasons[reason] += 1
+                self._reasons[reason] += 1
             else:
                 self._linears.append(linear)
 
@@ -190,14 +197,17 @@ class WeightGradQueue:
             yield
         finally:
             for linear in linears:
-                linear.__dict__.pop(_QUEUE, None)
-                if type(linear) is _DeferredLinear:
-                    object.__setattr__(linear, "__class__", nn.Linear)
+                self._uninstall(linear)
+
+    def _uninstall(self, linear: nn.Linear) -> None:
+        linear.__dict__.pop(_QUEUE, None)
+        if type(linear) is _DeferredLinear:
+            object.__setattr__(linear, "__class__", nn.Linear)
 
     @contextmanager
     def recording(self, microbatch: int) -> Iterator[None]:
         """Collect the calls whose backward runs inside the ``with`` block."""
-        before = self._gradient_versions() if self._checks_reads else None
+        before = None if self._is_checked else self._gradient_versions()
         self._microbatch = microbatch
         self._calls.setdefault(microbatch, [])
         try:
@@ -205,7 +215,39 @@ class WeightGradQueue:
         finally:
             self._microbatch = None
         if before is not None:
-            self._note_other_reads(before)
+            self._is_checked = True
+            changed = [
+                linear
+                for linear, old, new in zip(self._linears, before, self._gradient_versions(), strict=True)
+                if new[0] is old[0] and (new[1] is not old[1] or new[2] != old[2])
+            ]
+            self._keep_in_backward(changed)
+        if self._due_at_once:  # their next microbatches accumulate in B, behind this one
+            calls = self._calls[microbatch]
+            due = [call for call in calls if id(call.weight) in self._due_at_once]
+            self._calls[microbatch] = [call for call in calls if id(call.weight) not in self._due_at_once]
+            self._accumulate(due)
+
+    def check_graph(self, output: Any) -> None:
+        """Find weights that a graph reads outside of their linears, as ``F.linear(x, module.weight)`` does.
+
+        Called with the output of a stage's first microbatch, or its loss. The backward of that microbatch looks once
+        more, as a reentrant checkpoint hides its graph until then.
+        """
+        if self._is_checked or self._is_graph_checked:
+            return
+        self._is_graph_checked = True
+        leaves = {id(leaf) for leaf in _find_leaves(output)}
+        self._keep_in_backward([linear for linear in self._linears if id(linear.weight) in leaves])
+
+    def _keep_in_backward(self, linears: Sequence[nn.Linear]) -> None:
+        """Compute weight gradients of linears in B from their next call on."""
+        for linear in linears:
+            if id(linear) not in self._undeferred:
+                self._read_elsewhere.add(id(linear))
+                self._due_at_once.add(id(linear.weight))
+                self._uninstall(linear)
+        self._linears = [linear for linear in self._linears if id(linear) not in self._read_elsewhere]
 
     def add_call(self, call: _Call) -> None:
         """Take a call whose backward has just run.
@@ -218,14 +260,20 @@ class WeightGradQueue:
                 "a stage takes gradients inside its forward, or of its gradients, through a linear whose weight gradient "
                 "is computed later. Set OVPATCH_PIPELINE_DELAY_WGRAD_COMPUTE=off."
             )
-        if call.grad is not None:
-            self._calls[self._microbatch].append(call)
-            self.pending += 1
+        if call.grad is None:
+            raise WeightGradError(
+                "the gradient of a linear's output was not seen. Set OVPATCH_PIPELINE_DELAY_WGRAD_COMPUTE=off, and please "
+                "report the model."
+            )
+        self._calls[self._microbatch].append(call)
+        self.pending += 1
 
-    @torch.no_grad()  # the saved input belongs to a graph, which the gradient would otherwise grow on
     def compute(self, microbatch: int) -> None:
         """Compute and accumulate the weight gradients of a microbatch."""
-        calls = self._calls.pop(microbatch, [])
+        self._accumulate(self._calls.pop(microbatch, []))
+
+    @torch.no_grad()  # the saved input belongs to a graph, which the gradient would otherwise grow on
+    def _accumulate(self, calls: list[_Call]) -> None:
         left = Counter(id(call.weight) for call in calls)
         sums: dict[int, tuple[Tensor, Tensor | None]] = {}
         while calls:
@@ -258,24 +306,9 @@ class WeightGradQueue:
         """Note a call that stays in B: its input needs no gradient or is no matrix in memory."""
         self._undeferred.add(id(linear))
 
-    def count_undeferred(self) -> int:
-        """Return the number of linears of which :meth:`note_undeferred` was told."""
-        return len(self._undeferred)
-
     def _gradient_versions(self) -> list[tuple[Tensor, Tensor | None, int]]:
         weights = [linear.weight for linear in self._linears]
         return [(weight, weight.grad, -1 if weight.grad is None else weight.grad._version) for weight in weights]
-
-    def _note_other_reads(self, before: list[tuple[Tensor, Tensor | None, int]]) -> None:
-        """Find weights that got a gradient in B, as by ``F.linear(x, module.weight)``; from the next step they stay in B.
-
-        Done for the first microbatch that has a backward.
-        """
-        self._checks_reads = False
-        for linear, old, new in zip(self._linears, before, self._gradient_versions(), strict=True):
-            is_changed = new[1] is not old[1] or new[2] != old[2]
-            if new[0] is old[0] and is_changed and id(linear) not in self._undeferred:
-                self._read_elsewhere.add(id(linear))
 
 
 def _walk(module: nn.Module, compiled: bool, seen: set[int]) -> Iterator[tuple[nn.Module, bool]]:
@@ -288,6 +321,21 @@ def _walk(module: nn.Module, compiled: bool, seen: set[int]) -> Iterator[tuple[n
     for child in module._modules.values():
         if child is not None:
             yield from _walk(child, compiled, seen)
+
+
+def _find_leaves(output: Any) -> Iterator[Tensor]:
+    """Yield the leaves that the graph of one tensor, or of several, accumulates into."""
+    tensors = output if isinstance(output, (tuple, list)) else [output]
+    nodes: list[Any] = [tensor.grad_fn for tensor in tensors if isinstance(tensor, Tensor)]
+    seen: set[Any] = {None}
+    while nodes:
+        node = nodes.pop()
+        if node not in seen:
+            seen.add(node)
+            leaf = getattr(node, "variable", None)
+            if leaf is not None:
+                yield leaf
+            nodes += [parent for parent, _ in node.next_functions]
 
 
 def _rows(tensor: Tensor) -> Tensor:
