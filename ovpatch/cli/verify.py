@@ -7,7 +7,7 @@ goes to stdout, progress to stderr, and the output of each run into a log.
 from __future__ import annotations
 
 import argparse
-import sys
+import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -77,7 +77,7 @@ def _conclude(result: Verification, arguments: argparse.Namespace) -> int:
 
     from ovpatch.insight.verify.verify import print_result
 
-    console = Console(width=None if sys.stdout.isatty() else 120)
+    console = Console(width=shutil.get_terminal_size((120, 24)).columns)
     print_result(result, console)
     if arguments.json is not None:
         asked = {"command": list(arguments.command), "requested_steps": arguments.steps}
