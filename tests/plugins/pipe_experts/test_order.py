@@ -245,7 +245,7 @@ def left_alive(what: str) -> list[bool]:
                 out.sum().backward()
             torch.ones((), requires_grad=True).backward()  # until then the engine keeps what it had still to do
     finally:
-        grouped_gemm._WeightGrads.__init__, wgrad.accumulate_wgrad = before, grads  # type: ignore[method-assign]
+        grouped_gemm._WeightGrads.__init__, grouped_gemm.accumulate_wgrad = before, grads  # type: ignore[method-assign]
     del out, up, down
     gc.collect()
     return [reference() is not None for reference in made]
