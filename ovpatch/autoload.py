@@ -43,10 +43,10 @@ def _register_log(*, at_once: bool) -> None:
 
 def _apply() -> None:
     try:
-        from ovpatch.session import worker_reports
+        from ovpatch.session import workers
         from ovpatch.settings import settings
 
-        if settings.read_environment().auto and worker_reports.get_process_role() != "launcher":
+        if settings.read_environment().auto and workers.get_process_role() != "launcher":
             from ovpatch import api
 
             api.apply()
@@ -56,9 +56,9 @@ def _apply() -> None:
 
 def _observe() -> None:
     try:
-        from ovpatch.session import orders
+        from ovpatch.session import workers
 
-        orders.follow_orders()
+        workers.follow_orders()
     except Exception as error:  # noqa: BLE001  # as above
         _complain(f"this process is not observed: {_describe(error)}", record=True)
 
@@ -71,10 +71,10 @@ def _complain(message: str, *, record: bool = False) -> None:
     """Log a problem on stderr; never raises, for the same reason."""
     try:
         from ovpatch import logs
-        from ovpatch.session import worker_reports
+        from ovpatch.session import workers
 
         logs.log_visibly(message)
         if record:
-            worker_reports.write_failure(message)
+            workers.write_failure(message)
     except Exception:  # noqa: BLE001  # there is no other channel to report it
         pass

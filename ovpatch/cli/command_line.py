@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -35,6 +36,11 @@ def add_timeout(parser: argparse.ArgumentParser) -> None:
 def add_command(parser: argparse.ArgumentParser) -> None:
     """Declare the command, which comes last."""
     parser.add_argument("command", nargs=argparse.REMAINDER, help="-- and the command, for example: torchrun train.py")
+
+
+def say(command: str, message: object) -> None:
+    """Print a subcommand's message on stderr."""
+    print(f"ovpatch {command}: {message}", file=sys.stderr, flush=True)
 
 
 def get_command(words: Sequence[str]) -> list[str]:
@@ -110,10 +116,26 @@ def check_comparable(environment: Mapping[str, str]) -> None:
         raise SettingsError(f"every feature is turned off ({reasons}), so there is nothing to compare. Unset one.")
 
 
-def warn_of_near_misses(environment: Mapping[str, str], say: Callable[[str], None]) -> None:
+def warn_of_near_misses(environment: Mapping[str, str], command: str) -> None:
     """Warn of variables that look like misspelt ones of ovpatch."""
     for text in settings.find_near_misses(environment):
-        say(text)
+        say(command, text)
+
+
+def check_comparison(arguments: argparse.Namespace, subcommand: str) -> list[str]:
+    """Check settings, files and the command of ``verify`` and ``bench`` before anything runs; return the command."""
+    from ovpatch.insight import arms
+
+    arms.check_autoload()
+    environment = make_environment(arguments.features)
+    check_settings(environment)
+    check_comparable(environment)
+    warn_of_near_misses(environment, subcommand)
+    check_file(arguments.json, "--json")
+    check_folder(arguments.out)
+    command = get_command(arguments.command)
+    check_command(command)
+    return command
 
 
 def check_file(file: Path | None, option: str) -> None:

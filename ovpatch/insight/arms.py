@@ -12,15 +12,15 @@ from pathlib import Path
 from typing import Any, Final
 
 from ovpatch.insight import launch
-from ovpatch.session import orders, worker_reports
-from ovpatch.session.orders import Orders
+from ovpatch.session import workers
 from ovpatch.session.report import IDLE, did_work
+from ovpatch.session.workers import Orders
 from ovpatch.settings.settings import SettingsError
 
 STOCK: Final = "0"
 
 #: Variables of the user's environment that an arm does not inherit.
-_OURS: Final = ("OVPATCH_AUTO", worker_reports.REPORT_DIR, orders.VARIABLE)
+_OURS: Final = ("OVPATCH_AUTO", workers.REPORT_DIR, workers.VARIABLE)
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class Arm:
             environment["OVPATCH"] = self.features
         if self.patched:
             environment["OVPATCH_AUTO"] = "1"
-        environment[worker_reports.REPORT_DIR] = str(folder.absolute())
+        environment[workers.REPORT_DIR] = str(folder.absolute())
         return {**environment, **Orders(worker, folder, self.details).variables(), **self.variables}
 
 
@@ -75,14 +75,13 @@ class Outcome:
     seconds: float  # duration
     timed_out: bool = False  # whether the arm was ended because no process took a step in time
     interrupted: bool = False  # whether a signal ended the arm
-    # The stacks of each process by its id, if the arm timed out.
-    stacks: Mapping[int, str] = field(default_factory=dict)
+    stacks: Mapping[int, str] = field(default_factory=dict)  # of each process by its id, if the arm timed out
 
     @cached_property
     def report(self) -> dict[str, Any] | None:
         """Ovpatch's report, merged over the processes; None if no process has one."""
-        reports = worker_reports.read_reports(self.folder, "worker")
-        return worker_reports.merge_reports(reports) if reports else None
+        reports = workers.read_reports(self.folder, "worker")
+        return workers.merge_reports(reports) if reports else None
 
     @property
     def counters(self) -> dict[str, dict[str, int]]:
@@ -146,7 +145,7 @@ class Outcome:
     @property
     def failures(self) -> list[dict[str, Any]]:
         """Errors of ovpatch or the tool in a process: pid, rank and error."""
-        return worker_reports.read_reports(self.folder, "failed")
+        return workers.read_reports(self.folder, "failed")
 
     def log_contains(self, words: str) -> bool:
         """Tell whether a line of the log contains a text."""
@@ -192,7 +191,7 @@ def run_arm(
         with launch.running_command(command, arm.build_environment(worker, folder), log=log) as job:
             code = job.wait_for_exit(lambda: watch.check_job(job))
     finally:
-        launch.end_processes(f"{worker_reports.REPORT_DIR}={folder.absolute()}")
+        launch.end_processes(f"{workers.REPORT_DIR}={folder.absolute()}")
     seconds, interrupted = time.monotonic() - began, job.interrupted is not None
     return Outcome(arm, folder, log, code, seconds, watch.timed_out, interrupted, _read_stacks(folder))
 
@@ -254,14 +253,12 @@ def _read_beats(folder: Path) -> list[int]:
 
 def list_processes(folder: Path) -> list[int]:
     """Return the ids of the processes that signed in and are alive on this host."""
-    return [one["pid"] for one in worker_reports.read_reports(folder, "process") if _is_alive(one["pid"], folder)]
+    return [one["pid"] for one in workers.read_reports(folder, "process") if _is_alive(one["pid"], folder)]
 
 
 def read_ranks(folder: Path) -> dict[int, str]:
     """Return the ranks of the processes that signed in, by process id, where the launcher set one."""
-    return {
-        one["pid"]: one["rank"] for one in worker_reports.read_reports(folder, "process") if one.get("rank") is not None
-    }
+    return {one["pid"]: one["rank"] for one in workers.read_reports(folder, "process") if one.get("rank") is not None}
 
 
 def _is_alive(pid: int, folder: Path) -> bool:
@@ -276,10 +273,10 @@ def _is_alive(pid: int, folder: Path) -> bool:
 
 def request_stacks(folder: Path, patience: float = 2.0) -> None:
     """Make every process of a job write its stacks, and wait for them."""
-    if orders.STACKS is None:
+    if workers.STACKS is None:
         return
     for pid in list_processes(folder):
-        launch.send_signal(pid, orders.STACKS)
+        launch.send_signal(pid, workers.STACKS)
     time.sleep(patience)
 
 

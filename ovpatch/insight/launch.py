@@ -9,10 +9,10 @@ import signal
 import subprocess
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from types import FrameType
-from typing import Final
+from typing import IO, Final
 
 from ovpatch.exit_codes import ExitCode
 
@@ -66,7 +66,6 @@ def _wait(done: Callable[[], bool], patience: float) -> bool:
 _ENDING: Final = ("SIGINT", "SIGTERM", "SIGHUP")
 _FORWARDED: Final = (*_ENDING, "SIGUSR1", "SIGUSR2")
 _POLL: Final = 0.5  # seconds between ticks
-_LOOK: Final = 0.05  # seconds between checks whether the command has ended
 _DYING: Final = 5.0  # seconds for the system to end killed processes
 GRACE: Final = 40.0  # seconds; torchrun gives its workers 30 before it kills them
 
@@ -106,7 +105,7 @@ class Command:
         self.interrupted: signal.Signals | None = None  # the forwarded signal that asked the command to end, if any
         self.asked = 0  # number of such signals
 
-    def start_process(self, command: Sequence[str], environment: Mapping[str, str], output: int | None) -> None:
+    def start_process(self, command: Sequence[str], environment: Mapping[str, str], output: IO[bytes] | None) -> None:
         """Start the process; raise NotStartedError if it does not exist or cannot be executed."""
         try:
             self._process = subprocess.Popen(
@@ -145,18 +144,10 @@ class Command:
         if not self._lives():
             return
         self.terminate()
-        if not self._ends_within(grace):
+        if not _wait(lambda: not self._lives(), grace):
             self._send(getattr(signal, "SIGKILL", signal.SIGTERM))
-            self._ends_within(_DYING)
+            _wait(lambda: not self._lives(), _DYING)
         self._running.wait()
-
-    def _ends_within(self, seconds: float) -> bool:
-        deadline = time.monotonic() + seconds
-        while self._lives():
-            if time.monotonic() > deadline:
-                return False
-            time.sleep(_LOOK)
-        return True
 
     def _lives(self) -> bool:
         """Whether the command, or with its own session any process of its group, still runs."""
@@ -219,21 +210,12 @@ def running_command(
     """
     job = Command(own_session=log is not None)
     with _forwarding(job):
-        with _opened(log) as output:
+        with nullcontext() if log is None else log.open("ab") as output:
             job.start_process(command, environment, output)
         try:
             yield job
         finally:
             job.stop_process()
-
-
-@contextmanager
-def _opened(log: Path | None) -> Iterator[int | None]:
-    if log is None:
-        yield None
-        return
-    with log.open("ab") as file:
-        yield file.fileno()
 
 
 @contextmanager

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from ovpatch.session import worker_reports
+from ovpatch.session import workers
 
 Before = Callable[[Optimizer, tuple[Any, ...], Mapping[str, Any]], None]
 After = Callable[[Optimizer], None]
@@ -41,9 +41,7 @@ class StepHooks:
 
     def __init__(self, *, after: After, before: Before | None = None) -> None:
         self._before, self._after = before, after
-        self._in_progress: WeakSet[Optimizer] = (
-            WeakSet()
-        )  # includes optimizers whose step raised, until their next step
+        self._in_progress: WeakSet[Optimizer] = WeakSet()  # also after a step that raised, until the next one
         self._handles = register_optimizer_step_pre_hook(self._pre), register_optimizer_step_post_hook(self._post)
 
     def remove(self) -> None:
@@ -184,7 +182,7 @@ def exit_with_peers(directory: Path, patience: float = PATIENCE) -> None:
     deadline = time.monotonic() + patience
     while len(list(directory.glob("left-*"))) < get_world_size() and time.monotonic() < deadline:
         time.sleep(0.02)
-    worker_reports.write_report_now()
+    workers.write_report_now()
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0)

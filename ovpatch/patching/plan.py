@@ -35,8 +35,7 @@ class PatchRecord:
     reason: str = ""  # why it is in this state
     # The patch in its chains. The last one is current; older ones belong to code from before a reload.
     wrappers: list[tuple[WrapperChain, Wrapper]] = field(default_factory=list)
-    # Chains whose slots could not be restored, because another patch lies over them.
-    shadowed_chains: list[WrapperChain] = field(default_factory=list)
+    shadowed_chains: list[WrapperChain] = field(default_factory=list)  # not restored: another patch lies over them
     handle: Removable | None = None  # handle of the installed hook
     waits_for: tuple[str, ...] = ()  # modules whose import may bring the target
     applied_order: int = 0  # position among all applied records; ``revert()`` goes backwards
@@ -183,8 +182,7 @@ class PatchPlan:
     finished: str = ""  # module whose import hook calls ``apply()``, if one does
     slot_plans: list[SlotPlan] = field(default_factory=list)  # patches to add, by slot
     hooks: list[tuple[PatchRecord, Hook]] = field(default_factory=list)  # hooks to install
-    # Handles of the hooks that are installed.
-    handles: list[tuple[PatchRecord, Removable]] = field(default_factory=list)
+    handles: list[tuple[PatchRecord, Removable]] = field(default_factory=list)  # of the hooks that are installed
     # Patches that are not applied, with state, reason and the modules that may bring the target.
     not_applied: list[tuple[PatchRecord, PatchState, str, tuple[str, ...]]] = field(default_factory=list)
     # Applied patches whose module was removed, with the modules that may bring it back.

@@ -121,17 +121,14 @@ def unwrap_replacement(replacement: Any, slot: Slot, kind: SlotKind) -> Function
             f"{slot.path} is a {kind.value} and its replacement is a {type(replacement).__name__}: pass a plain "
             "function, the descriptor is kept"
         )
-    if wanted is SlotKind.GETTER and (replacement.fset, replacement.fdel) not in ((None, None), _accessors(slot.raw)):
+    accessors = getattr(slot.raw, "fset", None), getattr(slot.raw, "fdel", None)
+    if wanted is SlotKind.GETTER and (replacement.fset, replacement.fdel) not in ((None, None), accessors):
         raise IncompatiblePatchError(
             f"the replacement of property {slot.path} brings a setter or deleter, and only the getter of a property "
             "is patched: pass the getter function"
         )
     function: Function = unwrap_descriptor(replacement)
     return function
-
-
-def _accessors(raw: property) -> tuple[Any, Any]:
-    return raw.fset, raw.fdel
 
 
 def make_base(slot: Slot, kind: SlotKind) -> Function:
@@ -213,17 +210,14 @@ def set_picklable_name(function: Any, slot: Slot, away: Callable[[types.ModuleTy
     """
     if is_class(slot.owner):
         if slot.inherited_from is not None:
-            function.__module__, function.__qualname__ = slot.owner.__module__, _qualname(slot)
+            function.__module__ = slot.owner.__module__
+            function.__qualname__ = f"{slot.owner.__qualname__}.{slot.name}"
         return
     home = sys.modules.get(getattr(function, "__module__", None) or "")
     if home is None or home is slot.owner or not is_module(home):
         return
     if get_namespace(home).get(function.__qualname__) is slot.raw and away(home):
         function.__module__, function.__qualname__ = slot.owner.__name__, slot.name
-
-
-def _qualname(slot: Slot) -> str:
-    return f"{slot.owner.__qualname__}.{slot.name}"
 
 
 # --- writes and their undo ---

@@ -129,19 +129,19 @@ def _walk(target: str, module: types.ModuleType, parts: list[str], at: int) -> S
             raise IncompatiblePatchError(_through_an_object(target, parts, index, value))
         owner = value
         imported = value.__name__ if is_module(value) else ""
-    raw, find_defining_slot = _lookup(owner, parts[-1])
+    raw, holder = _lookup(owner, parts[-1])
     if raw is ABSENT:
         return _absent(target, owner, parts, len(parts) - 1, imported)
-    return Slot(owner, parts[-1], raw, None if find_defining_slot is owner else find_defining_slot)
+    return Slot(owner, parts[-1], raw, None if holder is owner else holder)
 
 
 def _lookup(owner: Owner, name: str) -> tuple[Any, Any]:
     """Return the raw value of an attribute and the namespace's owner."""
     holders: Iterable[Any] = (owner,) if is_module(owner) else type.__dict__["__mro__"].__get__(owner)
-    for find_defining_slot in holders:
-        raw = get_namespace(find_defining_slot).get(name, ABSENT)
+    for holder in holders:
+        raw = get_namespace(holder).get(name, ABSENT)
         if raw is not ABSENT:
-            return raw, find_defining_slot
+            return raw, holder
     return ABSENT, None
 
 
@@ -172,7 +172,7 @@ def _missing(target: str, owner: Owner, name: str) -> MissingTarget:
 
 def _names(owner: Owner) -> set[Any]:
     holders: Iterable[Any] = (owner,) if is_module(owner) else type.__dict__["__mro__"].__get__(owner)
-    return {key for find_defining_slot in holders for key in list(get_namespace(find_defining_slot))}
+    return {key for holder in holders for key in list(get_namespace(holder))}
 
 
 def _through_an_object(target: str, parts: list[str], index: int, value: object) -> str:

@@ -266,8 +266,7 @@ class WrapperChain:
     slot: Slot  # the slot before the patch
     kind: SlotKind = field(init=False)  # how Python reads the slot
     original: Function = field(init=False)  # the stock function
-    # Function that the innermost wrapper gets: the stock function, or a look-up of the inherited one.
-    base: Function = field(init=False)
+    base: Function = field(init=False)  # what the innermost wrapper gets: the stock function, or a look-up of it
     entry: Dispatcher = field(init=False)  # dispatcher of the installed function
     installed: Any = field(init=False)  # the installed function in the slot's descriptor
     wrappers: list[Wrapper] = field(default_factory=list, init=False)  # active patches, innermost first

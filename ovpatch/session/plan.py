@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -57,7 +58,12 @@ def find_conflicts(features: Mapping[str, Feature], ranking: Sequence[Collection
     """
     lost: dict[str, str] = {}
     names = list(features)
-    pairs = [(a, b) for i, a in enumerate(names) for b in names[i + 1 :] if _exclude(features[a], features[b])]
+    pairs = [
+        (a, b)
+        for i, a in enumerate(names)
+        for b in names[i + 1 :]
+        if b in features[a].conflicts or a in features[b].conflicts
+    ]
     for a, b in sorted(pairs, key=lambda pair: min(_rank(pair[0], ranking), _rank(pair[1], ranking))):
         if a in lost or b in lost:
             continue
@@ -65,10 +71,6 @@ def find_conflicts(features: Mapping[str, Feature], ranking: Sequence[Collection
             if _rank(loser, ranking) >= _rank(winner, ranking):
                 lost[loser] = f"conflicts with {winner!r}; switch one of them off, for example by OVPATCH=-{winner}"
     return lost
-
-
-def _exclude(one: Feature, other: Feature) -> bool:
-    return other.name in one.conflicts or one.name in other.conflicts
 
 
 def _rank(name: str, ranking: Sequence[Collection[str]]) -> int:
@@ -203,7 +205,8 @@ def make_plan(
     _resolve(plan, arguments)
     if ask_machine:
         _ask(plan, plugins, active)
-    ranking = (active, _by_name(plan), {name for name, one in found.items() if one.first_party})
+    named = {name for name, record in plan.records.items() if record.request.by_name}
+    ranking = (active, named, {name for name, one in found.items() if one.first_party})
     for name, reason in find_conflicts(plan.get_planned(), ranking).items():
         plan.records[name].stand_down("conflict", reason)
     plan.drop_unmet()
@@ -225,29 +228,24 @@ def _start(one: FoundPlugin, request: FeatureRequest, active: Mapping[str, Featu
     return FeatureRecord(one, request, PLANNED)
 
 
-def _by_name(plan: FeaturePlan) -> set[str]:
-    return {name for name, record in plan.records.items() if record.request.by_name}
-
-
 def _load(plan: FeaturePlan, plugins: Plugins) -> None:
     """Block plugins that are off, load the others, and stand down those that are off by default."""
     for name, record in plan.records.items():
         (plugins.unblock_plugin if record.state == PLANNED else plugins.block_plugin)(name)
     for record in plan.records.values():
         if record.state == PLANNED:
-            _guarded(record, _load_one, record, plugins)
+            with _standing_down(record):
+                record.feature = plugins.load_feature(record.found)
     for record in plan.records.values():
         if record.feature is not None and record.request.on is None and not record.feature.default:
             record.stand_down("disabled", f"off by default; on by OVPATCH=+{record.found.name}")
 
 
-def _load_one(record: FeatureRecord, plugins: Plugins) -> None:
-    record.feature = plugins.load_feature(record.found)
-
-
-def _guarded(record: FeatureRecord, action: Callable[..., None], *arguments: Any) -> None:
+@contextmanager
+def _standing_down(record: FeatureRecord) -> Iterator[None]:
+    """Let a feature stand down if its plugin raises in the block."""
     try:
-        action(*arguments)
+        yield
     except PluginError as error:
         record.stand_down(error.state, str(error))
 
@@ -264,7 +262,8 @@ def _resolve(plan: FeaturePlan, arguments: Mapping[str, Mapping[str, Any]]) -> N
     for name, feature in described.items():
         record = plan.records[name]
         if record.state in (PLANNED, "disabled"):
-            _guarded(record, _resolve_one, record, feature, arguments.get(name, {}), variables)
+            with _standing_down(record):
+                _resolve_one(record, feature, arguments.get(name, {}), variables)
 
 
 def _resolve_one(
@@ -284,10 +283,7 @@ def _ask(plan: FeaturePlan, plugins: Plugins, active: Mapping[str, FeatureRecord
         record = plan.records[name]
         if name in active and active[name].options == record.options:
             continue
-        _guarded(record, _ask_one, name, record, plugins)
-
-
-def _ask_one(name: str, record: FeatureRecord, plugins: Plugins) -> None:
-    reasons = plugins.call_for_texts(name, "ovpatch_reasons_against", options=opts.get_values(record.options))
-    if reasons:
-        record.stand_down("skipped", "; ".join(reasons))
+        options = opts.get_values(record.options)
+        with _standing_down(record):
+            if reasons := plugins.call_for_texts(name, "ovpatch_reasons_against", options=options):
+                record.stand_down("skipped", "; ".join(reasons))

@@ -189,7 +189,8 @@ class Plugins:
         except pluggy.PluginValidationError as error:
             callers = self._manager.get_hookcallers(plugin) or []
             unknown = [caller.name for caller in callers if caller.name not in _HOOKS]
-            raise PluginError(f"unknown hook {_with_hints(unknown)}") from error
+            hints = " and ".join(f"{name!r}{suggest_name(name, _HOOKS)}" for name in unknown)
+            raise PluginError(f"unknown hook {hints}") from error
         missing = [hook for hook in _MANDATORY if not self.implements(name, hook)]
         if missing:
             raise PluginError(f"does not implement {' and '.join(missing)}")
@@ -250,10 +251,6 @@ def describe_error(error: BaseException) -> str:
     """Return the type and text of an error in one line."""
     text = " ".join(str(error).split())
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
-
-
-def _with_hints(names: list[str]) -> str:
-    return " and ".join(f"{name!r}{suggest_name(name, _HOOKS)}" for name in names)
 
 
 def _check_marks(plugin: object) -> None:

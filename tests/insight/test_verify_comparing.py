@@ -11,12 +11,20 @@ from rich.console import Console
 
 from ovpatch.cli import verify
 from ovpatch.insight.equality import Verdict
-from ovpatch.insight.verify import recording, table
+from ovpatch.insight.verify import recording
 from ovpatch.insight.verify.compare import ORDER, compare_runs, compare_values
-from ovpatch.insight.verify.recording import BACKWARD, CHECKPOINT, SCALE, STEP, EventRecorder
-from ovpatch.insight.verify.values import WHOLE, keep_text, keep_value
+from ovpatch.insight.verify.recording import (
+    BACKWARD,
+    CHECKPOINT,
+    SCALE,
+    STEP,
+    WHOLE,
+    EventRecorder,
+    keep_text,
+    keep_value,
+)
 from ovpatch.insight.verify.verify import Conclusion as Verdicts
-from ovpatch.insight.verify.verify import Verification
+from ovpatch.insight.verify.verify import Verification, print_result
 
 
 def value(number=1.0, more=0.0, size=4):
@@ -167,7 +175,7 @@ def test_the_table_shows_the_first_difference_and_then_the_worst(record):
     stock = [(BACKWARD, {"loss": keep_value(1.0)}) for _ in range(15)]
     printed = io.StringIO()
     compared = compare_runs(record("a", stock), record("b", patched))
-    table.print_result(Verification(Verdicts.DIFFERENT, "why", compared), Console(width=150, file=printed))
+    print_result(Verification(Verdicts.DIFFERENT, "why", compared), Console(width=150, file=printed))
     text = printed.getvalue()
     assert "not bitwise equal: the first, then the worst of 15" in text
     sizes = [float(line.split("│")[4]) for line in text.splitlines() if line.startswith("│")]

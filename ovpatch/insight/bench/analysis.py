@@ -5,9 +5,10 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
+from functools import partial
 from statistics import median
-from typing import Any, Final
+from typing import Final, TypeAlias
 
 from ovpatch.insight.bench.rounds import PATCHED, STOCK, BenchPlan, BenchRuns, Measured
 from ovpatch.session.report import render_table
@@ -18,10 +19,8 @@ SAME: Final = "no difference beyond noise"
 
 _BLOCK: Final = 3  # steps
 _RESAMPLES: Final = 1000
-_COUNTS: Final = {
-    2: (2.5, math.inf),
-    3: (1.25, 2.0),
-}  # rounds: factors of the noise between runs, and of that between pairs
+# By the number of rounds: factors of the noise between runs, and of that between pairs.
+_COUNTS: Final = {2: (2.5, math.inf), 3: (1.25, 2.0)}
 
 
 @dataclass(frozen=True)
@@ -216,16 +215,11 @@ class BenchFigures:
 
     rows: list[ArmRow]  # one for each kind of run
     judgement: Judgement  # patched against stock; above one, patched is faster
-    # For each feature, the run without it against the patched run; above one, it makes the run faster.
-    parts: dict[str, Judgement]
+    parts: dict[str, Judgement]  # by feature, the run without it against the patched run; above one, it helps
     samples: float | None  # samples per step over all ranks, None if unknown
     tokens: float | None  # tokens per step over all ranks, None if unknown
     no_tflops: str  # why TFLOP/s are unknown; "" if they are known
     no_mfu: str  # why MFU is unknown; "" if it is known
-
-    def to_json(self) -> dict[str, Any]:
-        """Return the figures as plain data."""
-        return asdict(self)
 
 
 def compute_figures(runs: BenchRuns, given: UserFigures) -> BenchFigures:
@@ -291,12 +285,7 @@ def _memory(runs: BenchRuns, kind: str) -> dict[str, int]:
 NOTHING: Final = "nothing ran: the two arms are the same program"
 
 
-@dataclass(frozen=True)
-class _Column:
-    """One column; left out if it is empty in all rows."""
-
-    head: str
-    cell: Callable[[ArmRow], str]
+_Column: TypeAlias = tuple[str, Callable[[ArmRow], str]]  # head and cell; left out if it is empty in all rows
 
 
 def format_verdict(runs: BenchRuns, figures: BenchFigures) -> str:
@@ -329,29 +318,29 @@ def format_report(
 
 
 def _table(runs: BenchRuns, figures: BenchFigures, colour: bool, width: int | None) -> str:
-    columns = [column for column in _columns(figures) if any(column.cell(row) for row in figures.rows)]
-    rows = [tuple(column.cell(row) for column in columns) for row in figures.rows]
-    heads = [column.head for column in columns]
+    columns = [(head, cell) for head, cell in _columns(figures) if any(map(cell, figures.rows))]
+    rows = [tuple(cell(row) for _, cell in columns) for row in figures.rows]
+    heads = [head for head, _ in columns]
     return render_table("", heads, rows, colour=colour, width=width, right=heads[1:])
 
 
 def _columns(figures: BenchFigures) -> list[_Column]:
     kinds = dict.fromkeys(kind for row in figures.rows for kind in row.memory)
     return [
-        _Column("arm", lambda row: row.kind),
-        _Column("ms/step", lambda row: format_number(row.ms.median)),
-        _Column("p10 to p90", lambda row: f"{format_number(row.ms.p10)} to {format_number(row.ms.p90)}"),
-        _Column("worst", lambda row: format_number(row.ms.worst)),
-        _Column("samples/s", lambda row: format_number(row.samples_per_second)),
-        _Column("tokens/s", lambda row: format_number(row.tokens_per_second)),
-        _Column("TFLOP/s", lambda row: format_number(row.tflops)),
-        _Column("MFU", lambda row: f"{row.mfu:.1%}" if row.mfu is not None else ""),
-        *(_memory_column(kind) for kind in kinds),
+        ("arm", lambda row: row.kind),
+        ("ms/step", lambda row: format_number(row.ms.median)),
+        ("p10 to p90", lambda row: f"{format_number(row.ms.p10)} to {format_number(row.ms.p90)}"),
+        ("worst", lambda row: format_number(row.ms.worst)),
+        ("samples/s", lambda row: format_number(row.samples_per_second)),
+        ("tokens/s", lambda row: format_number(row.tokens_per_second)),
+        ("TFLOP/s", lambda row: format_number(row.tflops)),
+        ("MFU", lambda row: f"{row.mfu:.1%}" if row.mfu is not None else ""),
+        *((f"{kind} GiB", partial(_memory_cell, kind)) for kind in kinds),
     ]
 
 
-def _memory_column(kind: str) -> _Column:
-    return _Column(f"{kind} GiB", lambda row: f"{row.memory[kind] / 2**30:.2f}")
+def _memory_cell(kind: str, row: ArmRow) -> str:
+    return f"{row.memory[kind] / 2**30:.2f}"
 
 
 def format_number(value: float | None) -> str:

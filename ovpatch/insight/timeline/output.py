@@ -14,11 +14,17 @@ from typing import TYPE_CHECKING, Any, Final
 from ovpatch._version import __version__
 from ovpatch.exit_codes import ExitCode
 from ovpatch.insight.timeline import summary
-from ovpatch.insight.timeline.recording import Recording
-from ovpatch.insight.timeline.summary import TimelineRun, compute_efficiency, format_ms, format_percent, run_to_json
+from ovpatch.insight.timeline.summary import (
+    Recording,
+    TimelineRun,
+    compute_efficiency,
+    format_ms,
+    format_percent,
+    run_to_json,
+)
 from ovpatch.insight.timeline.trace import MERGED, Intervals, Span, get_time_base, load_trace, to_nanoseconds
 from ovpatch.insight.timeline.tracks import RankTracks, get_step
-from ovpatch.session.worker_reports import write_json
+from ovpatch.session.workers import write_json
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -40,14 +46,16 @@ _FINEST: Final = 4000  # gaps narrower than the width divided by this are invisi
 _WIDE: Final = 25  # blocks wider than the width divided by this have room for a number
 
 
-class NoMatplotlibError(RuntimeError):
-    """The picture cannot be drawn; the text ends with the remedy."""
+class OutputError(ValueError):
+    """The results cannot be written; the text ends with the remedy."""
+
+    exit_code = ExitCode.USAGE
 
 
 def check_matplotlib() -> None:
-    """Check, before anything runs, that matplotlib is installed; raise NoMatplotlibError if not."""
+    """Check, before anything runs, that matplotlib is installed; raise OutputError if not."""
     if find_spec("matplotlib") is None:
-        raise NoMatplotlibError(
+        raise OutputError(
             "the picture needs matplotlib, which is not installed. "
             "Install it with: pip install 'ovpatch[plot]' — or leave the picture out with --no-picture."
         )
@@ -270,9 +278,10 @@ def _tracks(run: TimelineRun, tracks: RankTracks, zero: int, names: _UniqueIds, 
     pid = names.get_id(owner, "ovpatch")
     yield {"ph": "M", "pid": pid, "tid": 0, "name": "process_name", "args": {"name": f"{owner}: summary"}}
     yield {"ph": "M", "pid": pid, "tid": 0, "name": "process_sort_index", "args": {"sort_index": pid}}
-    start, end = (get_step(tracks, run.steps[0]).start, get_step(tracks, run.steps[-1]).end)
+    start, end = get_step(tracks, run.steps[0]).start, get_step(tracks, run.steps[-1]).end
     busy = tracks.compute | tracks.communication | tracks.copies
-    steps = [(f"step {number}", Intervals.union_of([_span(tracks, number)])) for number in run.steps]
+    spans = [get_step(tracks, number) for number in run.steps]
+    steps = [(f"step {step.number}", Intervals.union_of([(step.start, step.end)])) for step in spans]
     rows = [
         ("steps", steps),
         ("exposed", [("exposed communication", tracks.exposed)]),
@@ -287,11 +296,6 @@ def _tracks(run: TimelineRun, tracks: RankTracks, zero: int, names: _UniqueIds, 
             for one in intervals.clip(start, end):
                 times = {"ts": _microseconds(one[0] - zero), "dur": _microseconds(one[1] - one[0])}
                 yield {"ph": "X", "cat": "ovpatch", "name": name, "pid": pid, "tid": tid, **times}
-
-
-def _span(tracks: RankTracks, number: int) -> Span:
-    step = get_step(tracks, number)
-    return step.start, step.end
 
 
 def _recorded(tracks: RankTracks, zero: int, names: _UniqueIds, owner: str) -> Iterator[_Json]:
@@ -332,12 +336,6 @@ _SUMMARY: Final = "summary.json"
 _RUNS: Final = ("stock", "patched", "stock.log", "patched.log")
 
 
-class OutputError(ValueError):
-    """The results cannot be written; the text ends with the remedy."""
-
-    exit_code = ExitCode.USAGE
-
-
 class Output:
     """The output folder of one call; raises OutputError if it holds other files, or if matplotlib is missing."""
 
@@ -348,7 +346,7 @@ class Output:
 
     def _check(self) -> None:
         if self._picture:
-            _can_draw()
+            check_matplotlib()
         if self.folder.exists() and not self.folder.is_dir():
             raise OutputError(f"--out {self.folder} is a file. Name a folder.")
         known = {*_PICTURES, _MERGED, _SUMMARY, *_RUNS}
@@ -403,16 +401,8 @@ class Output:
 
 def _foreign(path: Path) -> bool:
     """Whether a folder with the name of a run is not one: processes sign in in each run's folder."""
-    return (
-        path.is_dir() and any(path.iterdir()) and not any((*path.glob("process-*.json"), *path.glob("failed-*.json")))
-    )
-
-
-def _can_draw() -> None:
-    try:
-        check_matplotlib()
-    except NoMatplotlibError as error:
-        raise OutputError(str(error)) from error
+    signs = (*path.glob("process-*.json"), *path.glob("failed-*.json"))
+    return path.is_dir() and any(path.iterdir()) and not signs
 
 
 def _remove(path: Path) -> None:

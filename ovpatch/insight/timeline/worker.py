@@ -18,8 +18,7 @@ from ovpatch.insight.steps import run_at_exit
 from ovpatch.logs import logger
 from ovpatch.overlap.comm.streams import profiler_label
 from ovpatch.patching import PatchManager
-from ovpatch.session.orders import Orders
-from ovpatch.session.worker_reports import write_json
+from ovpatch.session.workers import Orders, write_json
 
 #: Name of the mark at the end of step n, without its number; it is inside the optimizer's own range.
 BORDER: Final = profiler_label("timeline", "border")

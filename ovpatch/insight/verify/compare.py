@@ -16,8 +16,7 @@ from torch import Tensor
 from ovpatch.insight import equality
 from ovpatch.insight.equality import Row, Verdict, measure_difference
 from ovpatch.insight.verify import recording
-from ovpatch.insight.verify.recording import RecordedEvent, RecordedRun
-from ovpatch.insight.verify.values import UNREAD, KeptValue
+from ovpatch.insight.verify.recording import UNREAD, KeptValue, RecordedEvent, RecordedRun
 
 _Key = tuple[Hashable, str, str]  # the event, the value's name without numbers, and its form
 
@@ -143,7 +142,8 @@ def judge_value(
     be one unit of the largest element more, and few elements may each be a unit off. ``floor`` is always allowed.
     """
     far = reduce(Size.max_with, (measure_distance(stock, other) for other in yardsticks), noise)
-    factors = _OF_ONE if _is_one(stock) else _OF_MANY
+    single = not isinstance(stock.values, Tensor) or stock.values.numel() == 1
+    factors = _OF_ONE if single else _OF_MANY
     allowed = Size(*(max(floor, factor * size) for factor, size in zip(factors, far, strict=True)))
     rounded = moving and not stock.folded
     if rounded:
@@ -158,10 +158,6 @@ def judge_value(
             note = f"{row.note}; few of its elements, by a unit in the last place"
             return replace(row, verdict=Verdict.WITHIN_NOISE, allowed=row.max_abs_diff, note=note)
     return row
-
-
-def _is_one(value: KeptValue) -> bool:
-    return not isinstance(value.values, Tensor) or value.values.numel() == 1
 
 
 def _judged(name: str, stock: KeptValue, patched: KeptValue, allowed: Size) -> Row:

@@ -18,7 +18,7 @@ import torch.distributed as dist
 import wrapt
 from torch import Tensor, nn
 
-from ovpatch.insight.verify.values import KeptValue, keep_text
+from ovpatch.insight.verify.recording import KeptValue, keep_text
 from ovpatch.patching import PatchManager
 
 #: Seed of every arm's generators. A script's own seeds come later and win.
@@ -152,9 +152,8 @@ def split_products(pieces: int) -> None:
     _library = torch.library.Library("aten", "IMPL")
 
     def product(a: Tensor, b: Tensor) -> Tensor:
-        cuts = [
-            a.shape[1] * (4 * i - 1) // (4 * pieces) for i in range(1, pieces)
-        ]  # not at halves, where kernels split, too
+        # Not at halves, where kernels split, too.
+        cuts = [a.shape[1] * (4 * i - 1) // (4 * pieces) for i in range(1, pieces)]
         parts = zip(a.tensor_split(cuts, dim=1), b.tensor_split(cuts, dim=0), strict=True)
         first, *others = [_product(*part) for part in parts]
         for other in others:

@@ -22,12 +22,21 @@ from torch.optim import Optimizer
 from ovpatch.insight import steps
 from ovpatch.insight.steps import StepCounter, StepHooks, find_root_modules
 from ovpatch.insight.verify import noise_arms
-from ovpatch.insight.verify.recording import BACKWARD, CHECKPOINT, SCALE, STEP, EventRecorder
-from ovpatch.insight.verify.values import UNREAD, KeptValue, keep_text, keep_value
+from ovpatch.insight.verify.recording import (
+    BACKWARD,
+    CHECKPOINT,
+    SCALE,
+    STEP,
+    UNREAD,
+    EventRecorder,
+    KeptValue,
+    keep_text,
+    keep_value,
+)
 from ovpatch.logs import logger
 from ovpatch.overlap.tensors.lazy_tensor import peek
 from ovpatch.patching import PatchManager
-from ovpatch.session.orders import Orders
+from ovpatch.session.workers import Orders
 
 _WRAPPERS: Final = re.compile(r"^(?:module\.|_orig_mod\.|_forward_module\.)+|(?<=\.)_orig_mod\.")
 
@@ -78,13 +87,11 @@ class ParameterNames:
             owned = {id(parameter): strip_wrappers(name) for name, parameter in root.named_parameters()} | owned
         for place, parameter in places:
             if self._known(parameter) is None:
-                name = self._free(owned.get(id(parameter), f"optimizer{index}.{place}"), index)
+                name = owned.get(id(parameter), f"optimizer{index}.{place}")
+                if name in self._taken:  # by a parameter that may be gone
+                    name = _primed(f"optimizer{index}:{name}", self._taken)
                 self._taken[name] = ref(parameter)
                 self._names[id(parameter)] = ref(parameter), name
-
-    def _free(self, name: str, index: int) -> str:
-        """Return a name that no parameter has ever had."""
-        return name if name not in self._taken else _primed(f"optimizer{index}:{name}", self._taken)
 
 
 def strip_wrappers(name: str) -> str:
@@ -227,10 +234,8 @@ def _stored(handed: Any, file: Any, read: Read | None) -> dict[str, KeptValue]:
 def _of_several_ranks(value: Any) -> bool:
     if isinstance(value, Tensor):
         return any(base.__name__ in ("DTensor", "ShardedTensor") for base in type(value).__mro__)
-    children = (
-        value.items() if isinstance(value, dict) else enumerate(value if isinstance(value, (list, tuple)) else ())
-    )
-    return any(_of_several_ranks(child) for _, child in children)
+    children = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else ()
+    return any(map(_of_several_ranks, children))
 
 
 def _file(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
@@ -261,12 +266,10 @@ class ScriptRecorder:
     def start_recording(self) -> None:
         """Install the patches and hooks."""
         patch = self.patches.register_patch
-        patch(
-            "torch.autograd.backward", wrap=self._wrap_backward, why="Tensor.backward calls it; no hook sees the loss"
-        )
-        patch(
-            "torch.amp.grad_scaler.GradScaler.update", wrap=self._wrap_update, why="the scale tells which was skipped"
-        )
+        why = "Tensor.backward calls it; no hook sees the loss"
+        patch("torch.autograd.backward", wrap=self._wrap_backward, why=why)
+        why = "the scale tells which was skipped"
+        patch("torch.amp.grad_scaler.GradScaler.update", wrap=self._wrap_update, why=why)
         patch_saving(self.patches, self._saved)
         before, after = self._before_step, self._after_step
         self.patches.register_hook("optimizer step", lambda: StepHooks(before=before, after=after))
@@ -307,9 +310,8 @@ class ScriptRecorder:
         values = self._before.pop(optimizer, None) or self._gradients(optimizer)
         values |= {f"parameter {name}": keep_value(parameter) for name, parameter in self._named(optimizer)}
         index = self._index(optimizer)
-        values |= self._state(optimizer) | {
-            f"buffer {name}": keep_value(found) for name, found in self._names.list_buffers(index)
-        }
+        values |= self._state(optimizer)
+        values |= {f"buffer {name}": keep_value(found) for name, found in self._names.list_buffers(index)}
         values |= {f"frozen {name}": keep_value(parameter) for name, parameter in self._names.list_frozen(index)}
         values |= noise_arms.digest_generators()
         step = max(self._steps.count, taken + 1)  # of the turn that the most frequent optimizer started
@@ -323,14 +325,9 @@ class ScriptRecorder:
         return self._names.name_parameters(optimizer, self._index(optimizer))
 
     def _gradients(self, optimizer: Optimizer) -> Values:
-        gradients = [
-            (name, None if parameter.grad is None else peek(parameter.grad))
-            for name, parameter in self._named(optimizer)
-        ]
-        values: Values = {
-            "norm of gradients": keep_value(_norm([gradient for _, gradient in gradients if gradient is not None]))
-        }
-        return values | {f"gradient {name}": keep_value(gradient) for name, gradient in gradients}
+        grads = [(name, p.grad if p.grad is None else peek(p.grad)) for name, p in self._named(optimizer)]
+        norm = keep_value(_norm([grad for _, grad in grads if grad is not None]))
+        return {"norm of gradients": norm} | {f"gradient {name}": keep_value(grad) for name, grad in grads}
 
     def _state(self, optimizer: Optimizer) -> Values:
         values: Values = {}
@@ -349,9 +346,8 @@ class ScriptRecorder:
         def update(scaler: Any, *args: Any, **kwargs: Any) -> None:
             original(scaler, *args, **kwargs)
             if scaler.is_enabled():
-                self._recorder.record_event(
-                    SCALE, {"loss scale": keep_value(scaler.get_scale())}, step=max(1, self._steps.count)
-                )
+                values = {"loss scale": keep_value(scaler.get_scale())}
+                self._recorder.record_event(SCALE, values, step=max(1, self._steps.count))
 
         return update
 

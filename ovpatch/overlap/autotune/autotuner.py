@@ -13,14 +13,22 @@ import threading
 import time
 import zlib
 from collections.abc import Callable, Iterator
+from concurrent import futures
 from pathlib import Path
-from typing import Final, Generic, TypeVar
+from typing import Final, TypeVar
 
 import torch
 import torch.distributed as dist
 
-from ovpatch.overlap.autotune.cache import TuningCache
-from ovpatch.overlap.autotune.measure import Candidates, Choice, RankNumbers, Tuning, measure_candidates, pick_fastest
+from ovpatch.overlap.autotune.measure import (
+    Candidates,
+    Choice,
+    RankNumbers,
+    Tuning,
+    TuningCache,
+    measure_candidates,
+    pick_fastest,
+)
 from ovpatch.overlap.comm.collectives import backend_name
 from ovpatch.overlap.comm.consensus import RankMismatchError, check_consistent, wait_limit_s
 from ovpatch.overlap.comm.group_state import group_state
@@ -253,44 +261,29 @@ def run_in_own_thread(work: Callable[[], T], device: torch.device) -> T:
     a second Ctrl-C ends that wait.
     """
     reserved = _synchronize(device)
-    task = _Task(work, device)
-    thread = threading.Thread(target=task, name="ovpatch-autotune", daemon=True)
+    future: futures.Future[T] = futures.Future()
+
+    def run() -> None:
+        try:
+            if device.type == "cuda":
+                torch.cuda.set_device(device)
+            with torch.no_grad():
+                future.set_result(work())
+        except BaseException as error:  # noqa: BLE001  # raised where the caller waits
+            future.set_exception(error)
+
+    thread = threading.Thread(target=run, name="ovpatch-autotune", daemon=True)
     try:
         thread.start()
-        task.ended.wait()  # not join(): after its interruption Python 3.11 takes the thread for ended
+        futures.wait([future])  # not join(): after its interruption Python 3.11 takes the thread for ended
     except BaseException:  # Ctrl-C, or a signal handler: the task's collectives must not pair with later ones
         if thread.is_alive():
-            task.ended.wait(INTERRUPTED_S)
+            futures.wait([future], INTERRUPTED_S)
         raise
     thread.join()
     if _synchronize(device) > reserved:
         torch.cuda.empty_cache()
-    return task.result()
-
-
-class _Task(Generic[T]):
-    def __init__(self, work: Callable[[], T], device: torch.device) -> None:
-        self._work, self._device = work, device
-        self._results: list[T] = []
-        self._error: BaseException | None = None
-        self.ended = threading.Event()
-
-    def __call__(self) -> None:
-        try:
-            if self._device.type == "cuda":
-                torch.cuda.set_device(self._device)
-            with torch.no_grad():
-                self._results.append(self._work())
-        except BaseException as error:  # noqa: BLE001  # raised where the caller waits
-            self._error = error
-        finally:
-            self.ended.set()
-
-    def result(self) -> T:
-        error, self._error = self._error, None
-        if error is not None:
-            raise error
-        return self._results[0]
+    return future.result()
 
 
 def _synchronize(device: torch.device) -> int:

@@ -29,8 +29,7 @@ class GroupState:
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.group = weakref.ref(group, functools.partial(_drop_collected, id(group)))
-        # The values, by key: a class, or a tuple whose first item is a class or a name.
-        self.values: dict[Hashable, Any] = {}
+        self.values: dict[Hashable, Any] = {}  # by a class, or by a tuple that begins with a class or a name
         self.lock = threading.RLock()  # For values that only one thread may make. A collective must not run under it.
         self._pid = os.getpid()
         self._tied: set[Hashable] = set()

@@ -37,7 +37,7 @@ class WorkWithEpilogue:
     ``unpack`` is called again if a signal handler waits while it runs.
     """
 
-    def __init__(self, works: Sequence[Work], unpack: Callable[[], None]) -> None:
+    def __init__(self, works: Sequence[Work], unpack: Callable[[], object]) -> None:
         self._works, self._unpack = works, unpack
 
     def wait_for_results(self) -> None:
@@ -50,8 +50,4 @@ class WorkWithEpilogue:
         self.wait_for_results()
         with torch.no_grad():
             self._unpack()
-        self._unpack = _done
-
-
-def _done() -> None:
-    pass
+        self._unpack = lambda: None

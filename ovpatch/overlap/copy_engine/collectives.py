@@ -14,15 +14,7 @@ from torch import Tensor
 
 from ovpatch.overlap.comm.work import Work
 from ovpatch.overlap.copy_engine.driver import Addend, Batch, Span
-from ovpatch.overlap.copy_engine.window import (
-    SLOT_BYTES,
-    Allocate,
-    Piece,
-    Window,
-    allocate,
-    copy_streams_for,
-    rounds,
-)
+from ovpatch.overlap.copy_engine.window import SLOT_BYTES, Allocate, Piece, Window, allocate, copy_streams_for, rounds
 
 # --- sums ---
 

@@ -54,11 +54,7 @@ _BESIDE_COMPUTE: Final = 1  # CU_MEMCPY_FLAG_PREFER_OVERLAP_WITH_COMPUTE
 class _Attributes(ctypes.Structure):
     """CUmemcpyAttributes; the hints, of a type and a number each, are for managed memory."""
 
-    _fields_ = (
-        ("order", ctypes.c_int),
-        ("hints", ctypes.c_int * 4),
-        ("flags", ctypes.c_uint),
-    )
+    _fields_ = (("order", ctypes.c_int), ("hints", ctypes.c_int * 4), ("flags", ctypes.c_uint))
 
 
 class Driver:

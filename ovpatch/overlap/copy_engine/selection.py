@@ -21,8 +21,8 @@ from ovpatch.overlap.comm.work import Work
 from ovpatch.overlap.copy_engine.collectives import Engine
 from ovpatch.overlap.copy_engine.registry import Chosen, chosen_for
 from ovpatch.overlap.copy_engine.window import Allocate, allocate
-from ovpatch.overlap.symm_mem import support
-from ovpatch.overlap.symm_mem.support import triton_unavailable_reason
+from ovpatch.overlap.symm_mem import memory
+from ovpatch.overlap.symm_mem.memory import triton_unavailable_reason
 
 BACKEND: Final = "the backend's collectives"
 COPIES: Final = "copy engines"
@@ -64,13 +64,13 @@ def choose(
     if mode == "auto" and torch._C._current_graph_task_id() != -1:
         return  # a step in backward, where nothing is measured
     if chosen.engine is None:
-        reason = support.unsupported_reason(group, device, _reason_against) or _made(chosen, group, device, allocate)
+        reason = memory.unsupported_reason(group, device, _reason_against) or _made(chosen, group, device, allocate)
         if reason:
             chosen.final = True
             add_report_line(feature, f"{COPIES} are not used: {reason}")
             return
     assert chosen.engine is not None
-    sums = support.unsupported_reason(group, device, _reason_against_sums)
+    sums = memory.unsupported_reason(group, device, _reason_against_sums)
     if sums:
         add_report_line(feature, f"{COPIES} do not reduce gradients: {sums}")
     if mode == "on":
@@ -85,7 +85,7 @@ def choose(
 
 
 def _reason_against(device: torch.device) -> str:
-    if reason := support.memory_unsupported_reason(device):
+    if reason := memory.memory_unsupported_reason(device):
         return reason
     if os.environ.get("NCCL_P2P_DISABLE", "0") not in ("", "0"):
         return "NCCL_P2P_DISABLE says that GPUs are not to reach each other's memory"

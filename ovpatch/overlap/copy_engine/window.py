@@ -71,8 +71,7 @@ class Window:
     ranks: list[Tensor]  # all ranks' memory, uint8, by group rank; this rank's among them
     meet: Callable[[int], None]  # makes a stream (the host, without streams) wait until all ranks' streams have arrived
     copy: Callable[[Batch, int], None]  # copies a batch on a stream
-    # Returns the ranks whose memory fails a trial; called once all ranks have windows.
-    unheard: Callable[[], list[int]] = list
+    unheard: Callable[[], list[int]] = list  # ranks whose memory fails a trial; called once all have windows
     keeps: Any = None  # keeps the memory alive
 
 
@@ -85,7 +84,7 @@ def allocate(size: int, group: dist.ProcessGroup, device: torch.device) -> Windo
     Raises:
         RuntimeError: Memory cannot be shared, or streams cannot wait for it.
     """
-    found = memory.allocate_on_all(size + BYTES, group, device, lambda own: _clear(own[size:]))
+    found = memory.allocate_on_all(size + BYTES, group, device, lambda own: own[size:].zero_())
     whole = [found.keeps.get_buffer(rank, (size + BYTES,), torch.uint8) for rank in range(group.size())]
     ranks = [one[:size] for one in whole]
     try:
@@ -103,10 +102,6 @@ def allocate(size: int, group: dist.ProcessGroup, device: torch.device) -> Windo
             return meeting.unheard(stream.cuda_stream)
 
     return Window(ranks, meeting, driver.copy, unheard, found)
-
-
-def _clear(signals: Tensor) -> None:
-    signals.zero_()
 
 
 # --- the stream barrier ---

@@ -30,19 +30,12 @@ _LOCAL_ONLY = ("127.", "::1", "fe80:")
 
 @dataclass(frozen=True)
 class Endpoint:
-    """How to reach a server.
+    """How to reach a server."""
 
-    Args:
-        secret: Shared secret that both sides prove to know, in hexadecimal digits.
-        host: The machine's name; servers of the same machine are reached over its loopback device.
-        addresses: Numeric addresses by which other machines may reach it, the likeliest first.
-        port: Where it listens.
-    """
-
-    secret: str
-    host: str
-    addresses: tuple[str, ...]
-    port: int
+    secret: str  # shared secret that both sides prove to know, in hexadecimal digits
+    host: str  # the machine's name; servers of the same machine are reached over its loopback device
+    addresses: tuple[str, ...]  # numeric addresses by which other machines may reach it, the likeliest first
+    port: int  # where it listens
 
     def addresses_to_try(self) -> list[str]:
         """Return the addresses to try from this process, in order."""

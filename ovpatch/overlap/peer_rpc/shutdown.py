@@ -6,7 +6,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch.distributed as dist
@@ -123,6 +123,23 @@ def keep_until_backward(group: dist.ProcessGroup, owner: object) -> None:
     """Keep an object that peers may still read until all ranks of the group have joined a later backward."""
     if not is_destroyed(group):  # else no peer can call any more
         group_state(group).get_or_create(_Kept, _Kept, keeps_group=True)[id(owner)] = owner
+
+
+class _BeforeBackward(list[Callable[[], None]]):
+    """What this rank does before it joins the next backward of one group."""
+
+
+def call_before_backward(group: dist.ProcessGroup, action: Callable[[], None]) -> None:
+    """Call ``action`` before this rank joins a further backward: until then peers keep what they have."""
+    if not is_destroyed(group):
+        group_state(group).get_or_create(_BeforeBackward, _BeforeBackward).append(action)
+
+
+def prepare_backward(group: dist.ProcessGroup) -> None:
+    """Do what is due before this rank joins a backward of the group."""
+    due = group_state(group).values.get(_BeforeBackward)
+    while due:
+        due.pop()()
 
 
 def drop_kept(group: dist.ProcessGroup) -> None:

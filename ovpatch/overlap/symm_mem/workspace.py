@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ovpatch.overlap.comm.group_state import drop_values, group_state
+from ovpatch.overlap.comm.streams import is_capturing
 from ovpatch.overlap.symm_mem import memory
 
 HEADER: Final = 1024  # bytes of signals in front of the halves
@@ -52,8 +53,7 @@ class Workspace:
         self.peers = self.state = torch.empty(0, dtype=torch.int64, device=device)
         # Counts of arrived tiles, int32; only this rank's kernels see them.
         self.counts = torch.empty(0, dtype=torch.int32, device=device)
-        # Values that operators keep while sizes and addresses stay the same, by their keys.
-        self.kept: dict[Any, Any] = {}
+        self.kept: dict[Any, Any] = {}  # what operators keep, by key, while sizes and addresses stay the same
         self.scratch = Scratch(device)  # makes memory for descriptors of its kernels
         self._memory: memory.Memory | None = None
         self._captured = False
@@ -64,7 +64,7 @@ class Workspace:
 
         Returns whether it can run: memory for all ranks cannot be made under graph capture.
         """
-        capturing = self._is_capturing()
+        capturing = is_capturing(self.device)
         if half_bytes > self.half_bytes or counts > self.counts.numel():
             if capturing:
                 return False
@@ -72,9 +72,6 @@ class Workspace:
         self._captured |= capturing
         take_turn(self.device, capturing)
         return True
-
-    def _is_capturing(self) -> bool:
-        return self.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
     def _grow(self, half_bytes: int, counts: int) -> None:
         """Replace the memory on all ranks at once, after the operators in flight.
@@ -88,21 +85,15 @@ class Workspace:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
         self.half_bytes = max(-(-half_bytes // _GRAIN) * _GRAIN, self.half_bytes)
-        self._memory = self._allocate(HEADER + 2 * self.half_bytes, self.group, self.device, _clear)
+        size = HEADER + 2 * self.half_bytes
+        self._memory = self._allocate(size, self.group, self.device, lambda own: own[:HEADER].zero_())
         self.peers = torch.tensor(self._memory.addresses, dtype=torch.int64, device=self.device)
         self.state = torch.zeros(_STATE, dtype=torch.int64, device=self.device)
         self.state[0] = 1
-        self.counts = torch.zeros(_many(max(counts, len(self.counts))), dtype=torch.int32, device=self.device)
+        # They take few bytes, and too few mean that all memory is made again.
+        count = max(1 << (max(counts, len(self.counts)) - 1).bit_length(), _MIN_COUNTS)
+        self.counts = torch.zeros(count, dtype=torch.int32, device=self.device)
         self._captured = False
-
-
-def _many(counts: int) -> int:
-    """Return how many counts to make: they take few bytes, and too few mean that all memory is made again."""
-    return max(1 << (counts - 1).bit_length(), _MIN_COUNTS)
-
-
-def _clear(own: Tensor) -> None:
-    own[:HEADER].zero_()
 
 
 _last: dict[tuple[int | None, bool], tuple[int, torch.cuda.Stream]] = {}

@@ -106,7 +106,7 @@ class ShardedGrads(GradSharder):
         self._given: dict[int, weakref.ref[Tensor]] = {}
         self._delivered: dict[int, int] = {}  # the backward that last left parts of a gradient
         self._early = FreedGrads(names)
-        self._backwards = 0
+        self._backwards = self._searched = 0
         self._reducer: weakref.ref[object] | None = None
         self._listens: weakref.finalize[..., Any] | None = None
         self._overdue: list[int] = []
@@ -277,6 +277,7 @@ class ShardedGrads(GradSharder):
     def on_backward_start(self, *, staged: bool, counts: Sequence[int] | None) -> None:
         """Choose the dtype to send, and put together gradients that the script has kept; see :class:`GradSharder`."""
         self._wire.begin(copied=staged, counts=counts)
+        shutdown.prepare_backward(self.group)
         self.rescue()
 
     def before_first_collective(self) -> None:
@@ -346,6 +347,7 @@ class ShardedGrads(GradSharder):
             ours: Whether nobody else knows the memory of ``p.grad``.
         """
         grad = grad_of(self.params[index])
+        self.has_lazy_grads = True
         if grad is not None and _may_go(grad, ours=ours):
             self._early.add(index, lazy_tensor.make_lazy_(grad, self, index))
 
@@ -362,6 +364,7 @@ class ShardedGrads(GradSharder):
             index: The parameter.
             ours: Whether nobody else knows the memory of ``p.grad``.
         """
+        self.has_lazy_grads = True
         param = self.params[index]
         grad = grad_of(param)
         self._early.arrived(index, grad)
@@ -407,9 +410,11 @@ class ShardedGrads(GradSharder):
             p.grad for i, p in enumerate(self.params) if i not in self._early and self.is_pending(i)
         )
 
-    def before_accumulate(self, index: int, *, adds: bool) -> None:
+    def before_accumulate(self, index: int) -> None:
         """Put gradients in place before something is added to one, unless that was given up, which is an error."""
-        del adds
+        if self._searched < self._backwards:  # once: in the usual case the script has dropped them all
+            self._searched = self._backwards
+            self.has_lazy_grads = any(map(self.is_pending, range(len(self.params))))
         if self.is_ours(grad_of(self.params[index])):
             self._early.refuse([index])
             self.settle()  # all of them: the others will be added to as well

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import itertools
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor
 from torch.optim import Optimizer
 
 from ovpatch.overlap.comm.streams import is_capturing
@@ -24,6 +22,7 @@ from ovpatch_plugins.dist_optimizer.report import COUNTERS
 from ovpatch_plugins.dist_optimizer.sharded_grads import ShardedGrads
 from ovpatch_plugins.dist_optimizer.sharded_param import ShardedParam, replaced_params
 from ovpatch_plugins.dist_optimizer.sharded_state import ElementwiseState, ShardedState, Shown
+from ovpatch_plugins.dist_optimizer.state_dict import StateDictSource
 
 Inner = Callable[..., Any]
 
@@ -102,8 +101,11 @@ class ShardedOptimizer:
         self._updating = threading.RLock()  # while the optimizer has this rank's shards
         self._params: dict[int, ShardedParam] = {}  # by id() of the parameter, as of the last step
         self._states: dict[ShardedGrads, ShardedState] = {}
+        self._thread = 0  # which steps
+        self._state_dicts: weakref.WeakSet[StateDictSource] = weakref.WeakSet()
+        weakref.finalize(optimizer, _complete_soon, self._state_dicts).atexit = False
         self._hooks = (
-            optimizer.register_state_dict_post_hook(weak_method(self._fill_state_dict), prepend=True),
+            optimizer.register_state_dict_post_hook(weak_method(self._show_lazily), prepend=True),
             optimizer.register_load_state_dict_post_hook(weak_method(self._shard_loaded)),
         )
 
@@ -151,6 +153,10 @@ class ShardedOptimizer:
     def _prepare_step(self, optimizer: Optimizer) -> list[ShardedParam]:
         """Return the parameters whose update is divided; none if the optimizer goes on as stock."""
         self._sync.finish_param_sync()  # a second step without a forward in between
+        self._thread = threading.get_ident()
+        if self._state_dicts:
+            for state_dict in list(self._state_dicts):
+                state_dict.complete_read()
         params = self.params_to_step(optimizer)
         models = dict.fromkeys([one.shards for one in params])
         for shards in models:
@@ -262,30 +268,22 @@ class ShardedOptimizer:
         # A slower peer may still ask when the script has dropped the optimizer here.
         weakref.finalize(optimizer, shutdown.keep_until_backward, shards.group, state).atexit = False
 
-    def _fill_state_dict(self, _optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
-        """Replace lazy tensors by whole ones on the CPU, fetched together; ``optimizer.state`` keeps its own.
-
-        All else goes to the CPU, too, but for scalars: torch.distributed.checkpoint wants one device.
-        """
-        wanted = [
-            (number, name, value)
-            for number, state in state_dict["state"].items()
-            for name, value in state.items()
-            if isinstance(value, LazyTensor) and isinstance(value.source, ShardedState)
-        ]
-        if not wanted:
+    def _show_lazily(self, _optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
+        """Show lazy tensors on the CPU in a state dict whose state is sharded; ``optimizer.state`` keeps its own."""
+        values = [value for state in state_dict["state"].values() for value in state.values()]
+        if not any(isinstance(value, LazyTensor) and isinstance(value.source, ShardedState) for value in values):
             return
-        copies = {number: _on_cpu(state) for number, state in state_dict["state"].items()}
-        for _, group in itertools.groupby(sorted(wanted, key=_source), key=_source):
-            lazy = list(group)
-            source = lazy[0][2].source
-            assert isinstance(source, ShardedState)
-            for (number, name, _), whole in zip(lazy, source.fetch_to_host([v for *_, v in lazy]), strict=True):
-                copies[number][name] = whole
-        state_dict["state"] = copies
+        source = StateDictSource(state_dict["state"], weakref.WeakMethod(self.undivided))
+        state_dict["state"] = source.shown
+        if threading.get_ident() == self._thread:
+            self._state_dicts.add(source)
+        else:  # the thread that trains goes on meanwhile
+            source.complete()
 
     def _shard_loaded(self, optimizer: Optimizer) -> None:
         """Shard what was loaded at once: whole state takes the memory that this feature is there to spare."""
+        for state_dict in list(self._state_dicts):
+            state_dict.complete()
         for state in self._states.values():
             state.load(optimizer.state)
 
@@ -298,6 +296,8 @@ class ShardedOptimizer:
         if optimizer is None:
             return
         in_fp32 = issubclass(self._state_type, MainParamsState)
+        for state_dict in list(self._state_dicts):
+            (state_dict.complete if in_fp32 else state_dict.complete_read)()  # else it shows what is whole below
         if in_fp32:
             drop_main_params(optimizer)
         leaving = [state for state in self._states.values() if state.say_farewell()]
@@ -332,13 +332,7 @@ def put_in_order(optimizer: Optimizer, known: int) -> None:
             state[param] = state.pop(param)
 
 
-def _on_cpu(state: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: _copy_to_cpu(value) if isinstance(value, Tensor) else value for name, value in state.items()}
-
-
-def _copy_to_cpu(value: Tensor) -> Tensor:
-    return value if value.ndim == 0 or isinstance(value, LazyTensor) else value.cpu()
-
-
-def _source(wanted: tuple[Any, str, LazyTensor]) -> int:
-    return id(wanted[2].source)
+def _complete_soon(state_dicts: Iterable[StateDictSource]) -> None:
+    """Have state dicts of an optimizer that is gone fetched before its state is freed on other ranks."""
+    for state_dict in list(state_dicts):
+        state_dict.complete_before_backward()

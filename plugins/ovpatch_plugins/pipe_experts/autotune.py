@@ -72,12 +72,13 @@ class MeasuredPlans:
         self._fixed = next(name for name, plan in self._plans.items() if plan == fixed)
         self._chosen: dict[tuple[bool, bool, int], ChunkPlan] = {}
         self.ep_size, self.num_local_experts = layer.ep_size, layer.num_local_experts
+        # A common multiple of all plans' slices of tokens.
         self.token_chunks = math.lcm(*(plan.token_chunks for plan in self._plans.values()))
-        self.symmetric = any(plan.symmetric for plan in self._plans.values())
+        self.symmetric = any(plan.symmetric for plan in self._plans.values())  # whether any plan is
         self.expected = self._uncut = next(iter(self._plans.values()))
 
     def choose_plan(self, group: dist.ProcessGroup, tokens: int, trains: bool) -> ChunkPlan:
-        """See :meth:`ovpatch_plugins.pipe_experts.chunks.PlanCandidates.choose_plan`."""
+        """See :meth:`.chunks.ChunkPlan.choose_plan`."""
         if tokens * self._layer.top_k < MIN_ROWS:
             return self._uncut
         rounded = 1 << round(math.log2(tokens))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final, Protocol
+from typing import TYPE_CHECKING, Final, TypeAlias
 
 import torch
 
@@ -13,6 +13,8 @@ from ovpatch_plugins.pipe_experts.options import CUTS, EXCHANGES
 
 if TYPE_CHECKING:
     import torch.distributed as dist
+
+    from ovpatch_plugins.pipe_experts.autotune import MeasuredPlans
 
 _MAX_EXPERT_GROUPS: Final = 4
 _MEASURED: Final = (2, 4, 8)
@@ -47,11 +49,14 @@ class ChunkPlan:
 
     @property
     def expected(self) -> ChunkPlan:
-        """See :class:`PlanCandidates`."""
+        """The plan that is probably chosen, among :data:`PlanCandidates`; ranks may expect different ones."""
         return self
 
     def choose_plan(self, group: dist.ProcessGroup, tokens: int, trains: bool) -> ChunkPlan:
-        """See :class:`PlanCandidates`."""
+        """Return a plan, the same on all ranks, which all call this.
+
+        ``tokens`` are those of the rank that has the most, and ``trains`` tells whether gradients are on there.
+        """
         return self
 
     def compute_positions(self) -> list[int]:
@@ -64,34 +69,8 @@ class ChunkPlan:
         return positions
 
 
-class PlanCandidates(Protocol):
-    """Plans of which one is chosen once all ranks know the number of tokens. A single plan is one, too."""
-
-    @property
-    def ep_size(self) -> int:
-        """Number of ranks."""
-
-    @property
-    def num_local_experts(self) -> int:
-        """Number of experts of a rank."""
-
-    @property
-    def token_chunks(self) -> int:
-        """A common multiple of all plans' slices of tokens."""
-
-    @property
-    def symmetric(self) -> bool:
-        """Whether rows may travel over symmetric memory."""
-
-    @property
-    def expected(self) -> ChunkPlan:
-        """The plan that is probably chosen; ranks may expect different ones."""
-
-    def choose_plan(self, group: dist.ProcessGroup, tokens: int, trains: bool) -> ChunkPlan:
-        """Return a plan, the same on all ranks, which all call this.
-
-        ``tokens`` are those of the rank that has the most, and ``trains`` tells whether gradients are on there.
-        """
+PlanCandidates: TypeAlias = "ChunkPlan | MeasuredPlans"
+"""Plans of which one is chosen once all ranks know the number of tokens. A single plan is one, too."""
 
 
 @functools.lru_cache(maxsize=64)

@@ -96,9 +96,8 @@ class ExpertGradients(BackwardReducer):
         # A bucket for each: weights of many experts are stacked, and large.
         buckets = [GradBucket([i], [param]) for i, param in enumerate(self._params)]
         remedy = "declare its contributions (ovpatch.overlap.data_parallel.grad_sync.expect_gradients)"
-        return GradSync(
-            buckets, self._group, feature="pipe_experts", names=self._names, remedy=remedy, skip_absent=True
-        )
+        feature, names = "pipe_experts", self._names
+        return GradSync(buckets, self._group, feature=feature, names=names, remedy=remedy, skip_absent=True)
 
     def retire(self) -> None:
         """Leave the parameters to the wrapper that comes after this one."""

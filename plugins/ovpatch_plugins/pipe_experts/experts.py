@@ -5,32 +5,33 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
 
+from ovpatch_plugins.pipe_experts.all_to_all import RowBuffer, split_rows
 from ovpatch_plugins.pipe_experts.chunks import ChunkPlan, Splits
-from ovpatch_plugins.pipe_experts.grouped_gemm import GroupSizes
-from ovpatch_plugins.pipe_experts.row_buffer import RowBuffer, split_rows
-from ovpatch_plugins.pipe_experts.wgrad import DelayedWeightGrads
+from ovpatch_plugins.pipe_experts.grouped_gemm import DelayedWeightGrads, GroupSizes
 
 Activation = Callable[[Tensor], Tensor]
 """The function between an expert's two products: ``[rows, n]`` -> ``[rows, k]``, row by row."""
 
 
-class Experts(Protocol):
+class Experts:
     """The experts of one call of a layer."""
 
-    @property
-    def trains(self) -> bool:
-        """Whether they have a weight that needs a gradient, as far as can be told: the same on all ranks."""
+    def __init__(self, plan: ChunkPlan, splits: Splits, trains: bool) -> None:
+        self._chunks, self._splits = plan.chunks, splits
+        # Whether they have a weight that needs a gradient, as far as can be told: the same on all ranks.
+        self.trains = trains
 
     def prepare_chunk(self, chunk: int) -> None:
         """Prepare for a chunk; called before its rows are waited for."""
 
     def __call__(self, chunk: int, rows: Tensor) -> Tensor:
         """Return a chunk's outputs: ``[rows, h]`` -> ``[rows, h]``, rows by rank and then by expert."""
+        raise NotImplementedError
 
 
 ExpertFactory = Callable[[ChunkPlan, Splits], Experts]
@@ -51,17 +52,7 @@ ACTIVATIONS: Final[dict[str, Activation]] = {
 }
 
 
-class _ChunkedExperts:
-    """Base of the experts of one call; ``splits`` are the rows of each chunk."""
-
-    def __init__(self, plan: ChunkPlan, splits: Splits, trains: bool) -> None:
-        self._chunks, self._splits, self.trains = plan.chunks, splits, trains
-
-    def prepare_chunk(self, chunk: int) -> None:
-        """See :meth:`Experts.prepare_chunk`."""
-
-
-class _SortedExperts(_ChunkedExperts):
+class _SortedExperts(Experts):
     """Sorts a chunk's rows by expert, and the outputs by rank again."""
 
     def __call__(self, chunk: int, rows: Tensor) -> Tensor:
@@ -145,7 +136,7 @@ class GroupedExperts(_SortedExperts):
         return self._function(rows, torch.tensor(all_sizes, device=rows.device))
 
 
-class IndexedExperts(_ChunkedExperts):
+class IndexedExperts(Experts):
     """Experts that one function computes from rows and each row's expert.
 
     The function maps ``[rows, h]`` and local experts ``[rows]`` to ``[rows, h]``. It is not called without rows, unless

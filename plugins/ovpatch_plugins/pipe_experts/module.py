@@ -89,15 +89,9 @@ class ExpertParallelFFN(nn.Module):
         weights = top_k_weights.reshape(index.shape)
         shared = self.shared
         shared_experts: Callable[[], Tensor] | None = None if shared is None else lambda: shared(tokens)
+        activation, group = ACTIVATIONS[self.activation], self._find_group()
         out = expert_parallel_ffn(
-            tokens,
-            index,
-            weights,
-            (self.up, self.down),
-            ACTIVATIONS[self.activation],
-            self._find_group(),
-            self.config,
-            shared_experts,
+            tokens, index, weights, (self.up, self.down), activation, group, self.config, shared_experts
         )
         return out.view(*x.shape[:-1], out.shape[-1])
 

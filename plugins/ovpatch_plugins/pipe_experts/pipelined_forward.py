@@ -14,13 +14,15 @@ from ovpatch_plugins.pipe_experts.all_to_all import (
     AllToAllTransport,
     CollectiveAllToAll,
     PendingRows,
+    RowBuffer,
     depend_on,
+    join_rows,
     send_rows,
+    split_rows,
 )
 from ovpatch_plugins.pipe_experts.chunks import ChunkPlan, PlanCandidates
 from ovpatch_plugins.pipe_experts.experts import ExpertFactory
 from ovpatch_plugins.pipe_experts.routing import route_tokens
-from ovpatch_plugins.pipe_experts.row_buffer import RowBuffer, join_rows, split_rows
 from ovpatch_plugins.pipe_experts.symm_all_to_all import get_transport
 
 T = TypeVar("T")

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from ovpatch.overlap.data_parallel.grad_hooks import apply_function
-from ovpatch.overlap.symm_mem.support import triton_unavailable_reason
+from ovpatch.overlap.symm_mem.memory import triton_unavailable_reason
 from ovpatch_plugins.pipe_experts.all_to_all import AllToAllTransport, CollectiveAllToAll
 from ovpatch_plugins.pipe_experts.chunks import ChunkPlan, PlanCandidates, Splits, get_positions_on
 

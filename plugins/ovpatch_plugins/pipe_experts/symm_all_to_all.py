@@ -14,7 +14,7 @@ from torch import Tensor
 from ovpatch.overlap.comm.group_state import group_state
 from ovpatch.overlap.comm.streams import profiler_label, profiler_span
 from ovpatch.overlap.comm.work import WorkGroup
-from ovpatch.overlap.symm_mem import memory, support
+from ovpatch.overlap.symm_mem import memory
 from ovpatch_plugins.pipe_experts.config import MoEConfig
 from ovpatch_plugins.pipe_experts.report import COUNTERS
 
@@ -53,7 +53,7 @@ class SymmAllToAll:
         self._world, self._rank, self._device = group.size(), group.rank(), device
         self.channels, self._slot, self._depth, self._block = channels, slot, depth, block
         size = HEADER.value + channels * self._world * depth * slot
-        self._memory = memory.allocate_on_all(size, group, device, lambda own: _zero_header(own[: HEADER.value]))
+        self._memory = memory.allocate_on_all(size, group, device, lambda own: own[: HEADER.value].zero_())
         self._peers = torch.tensor(self._memory.addresses, dtype=torch.int64, device=device)
         self._state = torch.zeros(HEADER.value // 8, dtype=torch.int64, device=device)
         self._padding = [0] * (RANKS.value - self._world)  # splits of ranks that do not exist
@@ -162,10 +162,6 @@ class _KernelWork:
         return not self._tensors or self._end is None or self._end.query()
 
 
-def _zero_header(header: Tensor) -> None:
-    header.zero_()
-
-
 _unsupported_reasons: dict[str, None] = {}  # kept for the report after the group is gone
 
 
@@ -178,7 +174,7 @@ def get_transport(group: dist.ProcessGroup, device: torch.device) -> SymmAllToAl
 
 
 def _make_transport(group: dist.ProcessGroup, device: torch.device) -> SymmAllToAll | None:
-    reason = support.unsupported_reason(group, device)
+    reason = memory.unsupported_reason(group, device)
     if not reason:
         try:
             return SymmAllToAll(group, device)

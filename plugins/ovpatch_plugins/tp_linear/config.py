@@ -20,8 +20,7 @@ class TPConfig:
 
     schedule: Schedule  # the order of products and collectives
     fuse: bool = False  # add a weight's gradient to the one that is already there, where no hook would miss it
-    # Keep this rank's part of an input for backward, and gather it anew; else it is kept gathered.
-    regather: bool = False
+    regather: bool = False  # gather an input anew for backward; else it is kept gathered
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,10 +38,8 @@ class OpContext:
     returned: Any = None  # the placement of the outputs if they are DTensors, else None
     whole: Any = None  # the placement of the gathered input if it is returned as well, as a DTensor, else None
     check: Callable[[], None] | None = None  # called before backward
-    # Called with the gathered rows and the outputs' memory if the outputs are computed later, else None.
-    later: Callable[[Tensor, list[Tensor]], None] | None = None
-    # Whether any linear that reads the gathered input has a weight to train, also one outside this call.
-    trains: bool = False
+    later: Callable[[Tensor, list[Tensor]], None] | None = None  # gets rows and outputs' memory, if these come later
+    trains: bool = False  # whether any linear that reads the gathered input, in this call or not, has a weight to train
 
     @property
     def anew(self) -> bool:

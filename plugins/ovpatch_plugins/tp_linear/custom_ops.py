@@ -66,17 +66,9 @@ class CustomOp:
         return x.new_empty((self._operator.count_rows(x.shape[0], world), weight.shape[0]))
 
     def _compute_grads(
-        self,
-        grad: Tensor,
-        x: Tensor,
-        weight: Tensor,
-        group: str,
-        schedule: str,
-        dtype: str,
-        needs_x: bool,
-        needs_weight: bool,
-        needs_bias: bool,
+        self, grad: Tensor, x: Tensor, weight: Tensor, group: str, schedule: str, dtype: str, *needs: bool
     ) -> list[Tensor]:
+        needs_x, needs_weight, needs_bias = needs
         # The weight stands for the bias as well, of which only the dtype counts.
         params = ParamGrads(False, [weight], [weight], (needs_weight, needs_bias))
         take = params.compute_weights if needs_weight else None
@@ -86,17 +78,9 @@ class CustomOp:
         return [found for found in (dx, *params.weights, *params.biases) if found is not None]
 
     def _fake_grads(
-        self,
-        grad: Tensor,
-        x: Tensor,
-        weight: Tensor,
-        group: str,
-        schedule: str,
-        dtype: str,
-        needs_x: bool,
-        needs_weight: bool,
-        needs_bias: bool,
+        self, grad: Tensor, x: Tensor, weight: Tensor, group: str, schedule: str, dtype: str, *needs: bool
     ) -> list[Tensor]:
+        needs_x, needs_weight, needs_bias = needs
         summed = _find_dtype(dtype) if self._operator.sums_input_grad else x.dtype
         found = [torch.empty_like(x, dtype=summed)] if needs_x else []
         found += [torch.empty_like(weight)] if needs_weight else []
@@ -130,7 +114,7 @@ def compute_linear(
     """
     if operator == LocalLinear.name:
         return torch.nn.functional.linear(x, weight, bias)
-    rows, used, added = cast_operands(x.device.type, to_rows(x, dim), weight, bias)
+    rows, (used,), (added,) = cast_operands(x.device.type, to_rows(x, dim), [weight], [bias])
     last = added if operator == "linear_reduce" else None  # which the compiler can fuse with what follows
     first = added if last is None else None
     result = _CUSTOM_OPS[operator](rows, used, first, group.group_name, schedule.name, str(x.dtype)[6:])

@@ -209,12 +209,15 @@ OPERATORS: Final[dict[str, LocalLinear]] = {
 }
 
 
-def cast_operands(kind: str, rows: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Return the operands of a linear in the dtype of autocast on a kind of device; unchanged if it is off."""
+def cast_operands(
+    kind: str, rows: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None]
+) -> tuple[Tensor, Sequence[Tensor], Sequence[Tensor | None]]:
+    """Return the operands of linears in the dtype of autocast on a kind of device; unchanged if it is off."""
     dtype = autocast_dtype(kind, rows.dtype)
     if dtype is None:
-        return rows, weight, bias
-    return rows.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
+        return rows, weights, biases
+    cast = [None if bias is None else bias.to(dtype) for bias in biases]
+    return rows.to(dtype), [weight.to(dtype) for weight in weights], cast
 
 
 def _add_bias(rows: Tensor, bias: Tensor | None) -> Tensor:

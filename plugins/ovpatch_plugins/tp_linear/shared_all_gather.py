@@ -45,8 +45,7 @@ class GatherGuard:
     """
 
     def __init__(self) -> None:
-        # Weights of the products that were handed out, with their versions at that time.
-        self.handed_out: list[tuple[Tensor, int]] = []
+        self.handed_out: list[tuple[Tensor, int]] = []  # weights of products handed out, with their versions then
         self._gathered: Callable[[], Any] = lambda: None
         self._hooks: dict[int, Any] = {}
 
@@ -54,7 +53,7 @@ class GatherGuard:
         """Watch the gathered tensor, and return a weak reference to it."""
         self._gathered = weakref.ref(gathered, functools.partial(_drop_outputs, id(gathered)))
         if gathered.requires_grad:  # hooks outlive the tensor, in a dictionary that the first one makes
-            gathered.register_hook(_do_nothing).remove()
+            gathered.register_hook(lambda grad: None).remove()
             self._hooks = gathered._backward_hooks
         return self._gathered
 
@@ -113,7 +112,7 @@ class PrecomputedOutputs:
         found = self._waiting.get(id(linear))
         if found is None or linear.weight is not found.weight or linear.bias is not found.bias:
             return None
-        if _capture_conditions(x) != self._conditions or _is_grad_read(x):
+        if _capture_conditions(x) != self._conditions or x._backward_hooks or x.retains_grad:
             return None
         if found.place is None:
             if (_version(found.weight), _version(found.bias)) != found.versions:
@@ -168,10 +167,6 @@ _products: dict[int, PrecomputedOutputs] = {}
 
 def _drop_outputs(key: int, _: Any) -> None:
     _products.pop(key, None)
-
-
-def _do_nothing(_: Tensor) -> None:
-    pass
 
 
 def claim_output(x: Any, linear: nn.Linear) -> Tensor | None:
@@ -342,10 +337,6 @@ def can_share_node(linear: nn.Linear, parent: nn.Module | None) -> bool:
         return False
     replaced = parent._backward_hooks or parent._backward_pre_hooks  # the gathered tensor, by a view of it
     return not replaced and isinstance(next(reversed(parent._forward_pre_hooks.values())), SharedAllGather)
-
-
-def _is_grad_read(gathered: Tensor) -> bool:
-    return bool(gathered._backward_hooks) or gathered.retains_grad
 
 
 def _version(tensor: Tensor | None) -> tuple[int, int] | None:

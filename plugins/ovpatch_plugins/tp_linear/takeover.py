@@ -14,8 +14,9 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel.style import ColwiseParallel, PrepareModuleInput, RowwiseParallel
 
-from ovpatch_plugins.tp_linear import fused_support, layout, tp_group
+from ovpatch_plugins.tp_linear import layout, tp_group
 from ovpatch_plugins.tp_linear.report import COUNTERS
+from ovpatch_plugins.tp_linear.schedules import fused
 from ovpatch_plugins.tp_linear.shared_all_gather import SharedAllGather, is_gather
 from ovpatch_plugins.tp_linear.tp_linear import Linear, Style, TPLinear, agree_on_terms
 
@@ -59,8 +60,7 @@ class _TakenOver:
     linears: weakref.WeakKeyDictionary[nn.Module, tuple[_RemovedHooks, _RemovedHooks]] = field(
         default_factory=weakref.WeakKeyDictionary
     )
-    # Modules with a :class:`SharedAllGather` among their forward pre-hooks.
-    gathers: weakref.WeakSet[nn.Module] = field(default_factory=weakref.WeakSet)
+    gathers: weakref.WeakSet[nn.Module] = field(default_factory=weakref.WeakSet)  # with a :class:`SharedAllGather` hook
     left: dict[str, str] = field(default_factory=dict)  # why stock computes a linear, by the name of its class
 
 
@@ -144,7 +144,7 @@ def give_back_modules() -> None:
     _TAKEN.left.clear()
     layout.forget()
     tp_group.forget()
-    fused_support.forget()
+    fused.forget()
 
 
 def list_left_linears() -> Mapping[str, str]:

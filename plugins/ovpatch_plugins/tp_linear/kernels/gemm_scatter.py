@@ -33,8 +33,8 @@ def gemm_scatter_kernel(
 ):  # fmt: skip
     """Multiply, and store each tile straight to the rank that owns its rows; owners take turns.
 
-    - ``x``, ``w``: ``COUNT`` inputs ``[world * m, K]`` and weights ``[n, K]`` (``[K, n]`` if ``KN``); products are added.
-      The others are None and their ``K`` is 0. K and n are multiples of 8.
+    - ``x``, ``w``: ``COUNT`` inputs ``[world * m, K]`` and weights ``[n, K]`` (``[K, n]`` if ``KN``),
+      whose products are added; the others are None and their ``K`` is 0. K and n are multiples of 8.
     - ``peers``: addresses of all ranks' buffers, of which a half holds ``[world, m, n]``, by the rank it comes from.
     - ``state``, ``half_bytes``: see :mod:`ovpatch.overlap.symm_mem.signals`.
     - A tile has ``BM`` rows and ``BN`` columns, and multiplies ``BK`` features at a time; ``GROUP`` blocks of rows take

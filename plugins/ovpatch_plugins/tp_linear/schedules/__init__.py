@@ -7,14 +7,12 @@ from typing import Final
 
 from ovpatch_plugins.tp_linear.options import FIXED, MEASURED
 from ovpatch_plugins.tp_linear.schedules.autotuned import Auto
-from ovpatch_plugins.tp_linear.schedules.bulk import Bulk
-from ovpatch_plugins.tp_linear.schedules.chunk import Chunk
 from ovpatch_plugins.tp_linear.schedules.fused import Fused
-from ovpatch_plugins.tp_linear.schedules.ring import Ring
-from ovpatch_plugins.tp_linear.schedules.stock import Schedule, Stock
+from ovpatch_plugins.tp_linear.schedules.overlapped import Bulk, Chunk, Ring
+from ovpatch_plugins.tp_linear.schedules.stock import Schedule
 
 SCHEDULES: Final[dict[str, Schedule]] = {
-    schedule.name: schedule for schedule in (Stock(), Bulk(), Ring(), Fused(), Chunk(1), Chunk(2), Chunk(4), Chunk(8))
+    schedule.name: schedule for schedule in (Schedule(), Bulk(), Ring(), Fused(), *map(Chunk, (1, 2, 4, 8)))
 }
 
 

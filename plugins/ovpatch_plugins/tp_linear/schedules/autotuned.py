@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ovpatch.hookspecs import cache_dir
 from ovpatch.overlap.autotune import Candidates, Tuning, autotuner_for
-from ovpatch_plugins.tp_linear.schedules.bulk import Bulk
+from ovpatch_plugins.tp_linear.schedules.overlapped import Bulk
 from ovpatch_plugins.tp_linear.schedules.stock import ColumnGrads, Schedule, WeightGrads, compute_weight_grad
 from ovpatch_plugins.tp_linear.tp_group import TPGroup
 
@@ -249,13 +249,9 @@ class Auto(Bulk):
 
     def _asked(self, ranks: TPGroup, device: torch.device, shape: Shape) -> tuple[Pair, bool]:
         autotuner = autotuner_for(ranks.group, device, "tp_linear", cache_dir())
+        make = functools.partial(make_tuning, schedules=self._candidates, default=self._default, anew=self._anew)
         forward, backward = (
-            autotuner.tune(
-                ranks.group,
-                make_tuning(ranks, device, shape, direction, self._candidates, self._default, anew=self._anew),
-            )
-            for direction in ("forward", "backward")
+            autotuner.tune(ranks.group, make(ranks, device, shape, direction)) for direction in ("forward", "backward")
         )
-        return Pair(
-            self._candidates[forward.candidate], self._candidates[backward.candidate]
-        ), forward.final and backward.final
+        pair = Pair(self._candidates[forward.candidate], self._candidates[backward.candidate])
+        return pair, forward.final and backward.final

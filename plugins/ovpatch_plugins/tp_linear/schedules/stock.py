@@ -18,12 +18,10 @@ class ColumnGrads(NamedTuple):
     """The arguments of a backward of linears that read one input."""
 
     grads: Sequence[Tensor | None]  # gradients of the outputs, ``[M, n_i]`` each; None for an output that was not used
-    # The whole input, ``[M, k]``, or this rank's rows, ``[m, k]``, if ``anew``; None if no weight needs a gradient.
-    kept: Tensor | None
+    kept: Tensor | None  # the input for the weights, if any needs it: ``[M, k]``, or ``[m, k]`` if ``anew``
     weights: Sequence[Tensor]  # the weights, ``[n_i, k]`` each
     weight_grads: WeightGrads | None  # computes the weights' gradients; None if no weight needs one
-    # The dtype in which the input's gradient is summed over the ranks; None if it needs no gradient.
-    input_dtype: torch.dtype | None
+    input_dtype: torch.dtype | None  # in which the input's gradient is summed over the ranks, if it needs one
     extra: Tensor | None = None  # a further term of the whole input's gradient, ``[M, k]``
     anew: bool = False  # whether the input has to be gathered anew for the weights' gradients
 
@@ -114,10 +112,6 @@ class Schedule:
         if asked.kept is not None and asked.weight_grads is not None:
             asked.weight_grads(asked.kept, asked.grads)
         return result
-
-
-class Stock(Schedule):
-    """One after the other."""
 
 
 # The products.

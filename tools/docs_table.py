@@ -1,6 +1,6 @@
 """The parts of ``docs/`` that are generated.
 
-    python -m ovpatch.cli.docs_table docs/settings.md docs/write-a-plugin.md
+    python tools/docs_table.py docs/settings.md docs/write-a-plugin.md
 
 A generated part stands between ``<!-- begin: NAME -->`` and ``<!-- end: NAME -->``. A name is ``variables`` (the table
 of all environment variables) or the path of a file, relative to the page, which becomes a code block.
