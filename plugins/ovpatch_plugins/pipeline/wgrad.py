@@ -138,7 +138,7 @@ class WeightGradQueue:
         self._microbatch: int | None = None
         self._linears: list[nn.Linear] = []
         self._reasons = report.reasons
-        self._undeferred = report.undeferred  # ids of linears; the module keeps them alive
+        self._undeferred: set[int] = set()  # ids of linears; the module keeps them alive
         self._read_elsewhere: set[int] = set()
         self._due_at_once: set[int] = set()  # ids of their weights, in the step that found them
         self._is_checked = self._is_graph_checked = False
@@ -180,6 +180,8 @@ class WeightGradQueue:
             return "with a forward of their own"
         if any(owners[id(param)] > 1 for param in params):
             return "with a weight that another module has, too"
+        if id(linear) in self._undeferred:
+            return "whose input needs no gradient or is not contiguous"
         if id(linear) in self._read_elsewhere:
             return "with a weight that is read outside of them, too"
         if not linear.weight.requires_grad:
@@ -207,7 +209,10 @@ class WeightGradQueue:
     @contextmanager
     def recording(self, microbatch: int) -> Iterator[None]:
         """Collect the calls whose backward runs inside the ``with`` block."""
-        before = None if self._is_checked else self._gradient_versions()
+        if self._due_at_once:
+            self._compute_due_at_once()
+        linears = list(self._linears)
+        before = None if self._is_checked else self._gradient_versions(linears)
         self._microbatch = microbatch
         self._calls.setdefault(microbatch, [])
         try:
@@ -218,15 +223,12 @@ class WeightGradQueue:
             self._is_checked = True
             changed = [
                 linear
-                for linear, old, new in zip(self._linears, before, self._gradient_versions(), strict=True)
+                for linear, old, new in zip(linears, before, self._gradient_versions(linears), strict=True)
                 if new[0] is old[0] and (new[1] is not old[1] or new[2] != old[2])
             ]
             self._keep_in_backward(changed)
-        if self._due_at_once:  # their next microbatches accumulate in B, behind this one
-            calls = self._calls[microbatch]
-            due = [call for call in calls if id(call.weight) in self._due_at_once]
-            self._calls[microbatch] = [call for call in calls if id(call.weight) not in self._due_at_once]
-            self._accumulate(due)
+        if self._due_at_once:
+            self._compute_due_at_once()
 
     def check_graph(self, output: Any) -> None:
         """Find weights that a graph reads outside of their linears, as ``F.linear(x, module.weight)`` does.
@@ -240,14 +242,28 @@ class WeightGradQueue:
         leaves = {id(leaf) for leaf in _find_leaves(output)}
         self._keep_in_backward([linear for linear in self._linears if id(linear.weight) in leaves])
 
+    def note_undeferred(self, linear: nn.Linear) -> None:
+        """Keep a linear in B for good: the input of a call needs no gradient or is no matrix in memory."""
+        self._undeferred.add(id(linear))
+        self._keep_in_backward([linear])
+
     def _keep_in_backward(self, linears: Sequence[nn.Linear]) -> None:
         """Compute weight gradients of linears in B from their next call on."""
         for linear in linears:
+            self._due_at_once.add(id(linear.weight))
+            self._uninstall(linear)
             if id(linear) not in self._undeferred:
                 self._read_elsewhere.add(id(linear))
-                self._due_at_once.add(id(linear.weight))
-                self._uninstall(linear)
-        self._linears = [linear for linear in self._linears if id(linear) not in self._read_elsewhere]
+        kept = self._undeferred | self._read_elsewhere
+        self._linears = [linear for linear in self._linears if id(linear) not in kept]
+
+    def _compute_due_at_once(self) -> None:
+        """Compute what linears deferred that have been kept in B since: their next microbatch accumulates in B."""
+        for microbatch, calls in self._calls.items():
+            due = [call for call in calls if id(call.weight) in self._due_at_once]
+            if due:
+                self._calls[microbatch] = [call for call in calls if id(call.weight) not in self._due_at_once]
+                self._accumulate(due)
 
     def add_call(self, call: _Call) -> None:
         """Take a call whose backward has just run.
@@ -302,12 +318,9 @@ class WeightGradQueue:
         self._calls.clear()
         self._microbatch, self.pending = None, 0
 
-    def note_undeferred(self, linear: nn.Linear) -> None:
-        """Note a call that stays in B: its input needs no gradient or is no matrix in memory."""
-        self._undeferred.add(id(linear))
-
-    def _gradient_versions(self) -> list[tuple[Tensor, Tensor | None, int]]:
-        weights = [linear.weight for linear in self._linears]
+    @staticmethod
+    def _gradient_versions(linears: Sequence[nn.Linear]) -> list[tuple[Tensor, Tensor | None, int]]:
+        weights = [linear.weight for linear in linears]
         return [(weight, weight.grad, -1 if weight.grad is None else weight.grad._version) for weight in weights]
 
 
