@@ -88,6 +88,10 @@ class WeakParams(Sequence[torch.nn.Parameter]):
     def __len__(self) -> int:
         return len(self._references)
 
+    def existing(self) -> list[torch.nn.Parameter]:
+        """Return the parameters that still exist."""
+        return [param for reference in self._references if (param := reference()) is not None]
+
     def find(self, index: int) -> torch.nn.Parameter | None:
         """Return a parameter if it still exists."""
         return self._references[index]()

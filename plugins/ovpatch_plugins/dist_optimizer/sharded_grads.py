@@ -70,6 +70,7 @@ class ShardedGrads(GradSharder):
     Attributes:
         versions: The versions of the shards; an update of them is marked there.
         backwards: How many backwards were reduced.
+        reduced: The reduced shards, by index of the parameter, padded to the same size on all ranks.
         retired: Whether the model has other shards by now.
         restored: Whether the model's gradients are reduced elsewhere by now, for good: ranks may step unevenly.
     """
@@ -99,6 +100,7 @@ class ShardedGrads(GradSharder):
         self._requested: set[int] = set()
         self._read: set[int] = set()
         self._grads = GradShards(self.names, [GradState.FULL] * len(params))
+        self.reduced = self._grads.shards
         self._reducer: weakref.ref[object] | None = None
         self._watch: weakref.finalize[..., Any] | None = None
         self._rank, self._world = group.rank(), group.size()
@@ -195,7 +197,8 @@ class ShardedGrads(GradSharder):
         """Materialize lazy gradients before something is added to one; an error if the running backward freed it."""
         if self._searched < self.backwards:  # once: in the usual case the script has dropped them all
             self._searched = self.backwards
-            self.has_lazy_grads = any(map(self.is_lazy, range(len(self.params))))
+            with torch._C.DisableTorchFunctionSubclass():
+                self.has_lazy_grads = LazyTensor in [type(param.grad) for param in self.params.existing()]
         if self.has_lazy_grads and self.is_lazy(index):
             self._refuse_freed([index])
             self.materialize_grads()  # all of them: the others will be added to as well

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
+from ovpatch.overlap.tensors.lazy_tensor import LazyTensor
 from ovpatch_plugins.dist_optimizer.sharded_grads import ShardedGrads
 
 
@@ -33,6 +34,7 @@ class ShardedParam:
     def __post_init__(self) -> None:
         self.shard = self.shards.local_range(self.index)
         self.strides = self.param.stride()
+        self.is_padded = self.shard.numel < self.shard.size
 
 
 def make_shard_params(params: Sequence[ShardedParam]) -> list[Parameter]:
@@ -55,7 +57,12 @@ def make_shard_params(params: Sequence[ShardedParam]) -> list[Parameter]:
             # What Parameter() does, which read_hooks.py wraps.
             shard_param = make(Parameter, elements, param.requires_grad)
             if grad is not None:
-                shard = shards.local_shard(one.index, grad)
+                if type(grad) is LazyTensor and grad.__dict__.get("source") is shards:
+                    shard = shards.reduced[one.index]
+                    # A new object, since an optimizer may give it other memory.
+                    shard = shard[: one.shard.numel] if one.is_padded else shard.detach()
+                else:
+                    shard = shards.local_shard(one.index, grad)
                 shard_param.grad = shard if shard.dtype is data.dtype else shard.to(data.dtype)
             shard_params.append(shard_param)
     return shard_params
