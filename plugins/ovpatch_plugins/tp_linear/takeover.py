@@ -60,7 +60,7 @@ class _TakenOver:
     linears: weakref.WeakKeyDictionary[nn.Module, tuple[_RemovedHooks, _RemovedHooks]] = field(
         default_factory=weakref.WeakKeyDictionary
     )
-    gathers: weakref.WeakSet[nn.Module] = field(default_factory=weakref.WeakSet)  # with a :class:`SharedAllGather` hook
+    gathers: weakref.WeakSet[nn.Module] = field(default_factory=weakref.WeakSet)  # with a SharedAllGather hook
     left: dict[str, str] = field(default_factory=dict)  # why stock computes a linear, by the name of its class
 
 
