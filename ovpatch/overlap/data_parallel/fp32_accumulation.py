@@ -150,7 +150,7 @@ class Following:
             wides: The fp32 numbers, contiguous.
             rounded: What should be their roundings, contiguous, of the same shapes and on the same device.
         """
-        from ovpatch.overlap.symm_mem.support import triton_unavailable_reason
+        from ovpatch.overlap.symm_mem.memory import triton_unavailable_reason
 
         if not wides or not wides[0].is_cuda or triton_unavailable_reason():
             for wide, half in zip(wides, rounded, strict=True):

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Protocol, TypeGuard
+from contextlib import AbstractContextManager, ExitStack
+from typing import Any, Protocol, TypeGuard, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -23,6 +24,14 @@ class Source(Protocol):
             tensors: The lazy tensors.
             noticed: Whether the source is to take this for a read by the script.
         """
+
+
+@runtime_checkable
+class GuardedSource(Source, Protocol):
+    """A source that needs other locks while it fetches, which are taken before that of lazy tensors."""
+
+    def reading(self) -> AbstractContextManager[None]:
+        """Return a context to fetch in."""
 
 
 class TensorMeta(Protocol):
@@ -91,14 +100,23 @@ _lock = threading.RLock()
 
 def materialize(tensors: Iterable[Tensor | None]) -> None:
     """Put the content of all lazy tensors among these in place, fetched together where the source is the same."""
+    lazy_ones = [tensor for tensor in tensors if isinstance(tensor, LazyTensor)]
+    with ExitStack() as guards:
+        for source in {id(source): source for source, _ in map(source_of, lazy_ones)}.values():
+            if isinstance(source, GuardedSource):
+                guards.enter_context(source.reading())
+        _materialize(lazy_ones)
+
+
+def _materialize(tensors: Sequence[Tensor]) -> None:
     with _lock, torch.inference_mode(False), torch.no_grad():
         by_source: dict[int, list[LazyTensor]] = {}
         for tensor in tensors:
-            if isinstance(tensor, LazyTensor):
+            if isinstance(tensor, LazyTensor):  # still, now that the lock is held
                 by_source.setdefault(id(tensor.source), []).append(tensor)
         for lazy in by_source.values():
             for tensor, content in zip(lazy, lazy[0].source.fetch(lazy, noticed=True), strict=True):
-                _fill(tensor, content)
+                fill(tensor, content)
 
 
 def peek(tensor: Tensor) -> Tensor:
@@ -186,10 +204,11 @@ def _fill_with_zeros(tensor: LazyTensor) -> None:
         if isinstance(tensor, LazyTensor):  # still, now that the lock is held
             with torch._C.DisableTorchFunctionSubclass():
                 content = torch.zeros(tensor.shape, dtype=tensor.dtype, device=tensor.device)
-            _fill(tensor, content)
+            fill(tensor, content)
 
 
-def _fill(tensor: LazyTensor, content: Tensor) -> None:
+def fill(tensor: LazyTensor, content: Tensor) -> None:
+    """Put a lazy tensor's content in place; sources may call this for others while they fetch."""
     with torch._C.DisableTorchFunctionSubclass():
         tensor.data = content
         del tensor.source, tensor.key

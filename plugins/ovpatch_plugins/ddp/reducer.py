@@ -347,9 +347,12 @@ class GradReducer(BackwardReducer, StockOnly):
         return True
 
     def _agree_at_first(self) -> None:
-        if self.on_first_use is not None:  # not in a forward, which one rank may run alone
+        """Do what takes all ranks before the first reduction; not in a forward, which one rank may run alone."""
+        if self.on_first_use is not None:
             self.on_first_use()
             self.on_first_use = None
+        if self._lane is None:
+            self._make_communicator()
 
     def _on_backward_start(self) -> None:
         self._agree_at_first()
@@ -521,12 +524,11 @@ class GradReducer(BackwardReducer, StockOnly):
         """The name, and how often the model was taken over, as after a cast: the same on all ranks."""
         return f"{self.name}, {self._attached}" if self._attached > 1 else self.name
 
-    def _meet(self) -> None:
-        """Make the communicator with an SM budget, all ranks together."""
-        if self._lane is None:
-            self._lane = with_budget(self._group, self.config.max_ctas)
-            if self._lane is not self._group:
-                self._set_buckets()
+    def _make_communicator(self) -> None:
+        """Make the communicator with an SM budget, if there is one, all ranks together."""
+        self._lane = with_budget(self._group, self.config.max_ctas)
+        if self._lane is not self._group:
+            self._set_buckets()
 
     def _set_buckets(self) -> None:
         buckets, group = self._cutting.buckets(bucketed=self._mode.searches), self._lane or self._group
@@ -564,8 +566,6 @@ class GradReducer(BackwardReducer, StockOnly):
     # ---------------------------------------------------------------- what can go wrong
 
     def _finish_previous(self) -> None:
-        if self.on_first_use is not None or self._lane is None:
-            self._meet()
         if self.state is ReducerState.REDUCING and not self._task.queued:
             raise self._told(self._unfinished())
         if self.state in (ReducerState.REDUCING, ReducerState.FAILED):

@@ -213,6 +213,7 @@ class ShardedGrads(GradSharder):
             self._must_send_fp32 = staged or self._any_sum(
                 lambda i, grad: grad is not None or (counts is not None and counts[i] > 1)
             )
+        shutdown.prepare_backward(self.group)
         if self._grads.grads:
             kept = self.last_grads()
             self._grads.grads.clear()

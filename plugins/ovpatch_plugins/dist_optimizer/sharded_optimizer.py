@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -10,7 +9,6 @@ from contextlib import ExitStack, contextmanager
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
@@ -25,6 +23,7 @@ from ovpatch_plugins.dist_optimizer.report import COUNTERS
 from ovpatch_plugins.dist_optimizer.sharded_grads import ShardedGrads
 from ovpatch_plugins.dist_optimizer.sharded_param import ShardedParam, replaced_params
 from ovpatch_plugins.dist_optimizer.sharded_state import ElementwiseState, ShardedState, Shown
+from ovpatch_plugins.dist_optimizer.state_dict import StateDictSource
 
 Inner = Callable[..., Any]
 
@@ -106,8 +105,11 @@ class ShardedOptimizer:
         self._stepped: list[ShardedParam] = []  # those that had a gradient then
         self._by_model: dict[ShardedGrads, list[ShardedParam]] = {}
         self._states: dict[ShardedGrads, ShardedState] = {}
+        self._thread = 0  # which steps
+        self._state_dicts: weakref.WeakSet[StateDictSource] = weakref.WeakSet()
+        weakref.finalize(optimizer, _complete_soon, self._state_dicts).atexit = False
         self._hooks = (
-            optimizer.register_state_dict_post_hook(weak_method(self._fill_state_dict), prepend=True),
+            optimizer.register_state_dict_post_hook(weak_method(self._show_lazily), prepend=True),
             optimizer.register_load_state_dict_post_hook(weak_method(self._shard_loaded)),
         )
 
@@ -155,6 +157,10 @@ class ShardedOptimizer:
     def _prepare_step(self, optimizer: Optimizer) -> list[ShardedParam]:
         """Return the parameters whose update is divided; none if the optimizer goes on as stock."""
         self._sync.finish_param_sync()  # a second step without a forward in between
+        self._thread = threading.get_ident()
+        if self._state_dicts:
+            for state_dict in list(self._state_dicts):
+                state_dict.complete_read()
         params = self.params_to_step(optimizer)
         if params != self._stepped:
             self._stepped, self._by_model = params, {}
@@ -273,30 +279,22 @@ class ShardedOptimizer:
         # A slower peer may still ask when the script has dropped the optimizer here.
         weakref.finalize(optimizer, shutdown.keep_until_backward, shards.group, state).atexit = False
 
-    def _fill_state_dict(self, _optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
-        """Replace lazy tensors by whole ones on the CPU, fetched together; ``optimizer.state`` keeps its own.
-
-        All else goes to the CPU, too, but for scalars: torch.distributed.checkpoint wants one device.
-        """
-        wanted = [
-            (number, name, value)
-            for number, state in state_dict["state"].items()
-            for name, value in state.items()
-            if isinstance(value, LazyTensor) and isinstance(value.source, ShardedState)
-        ]
-        if not wanted:
+    def _show_lazily(self, _optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
+        """Show lazy tensors on the CPU in a state dict whose state is sharded; ``optimizer.state`` keeps its own."""
+        values = [value for state in state_dict["state"].values() for value in state.values()]
+        if not any(isinstance(value, LazyTensor) and isinstance(value.source, ShardedState) for value in values):
             return
-        copies = {number: _on_cpu(state) for number, state in state_dict["state"].items()}
-        for _, group in itertools.groupby(sorted(wanted, key=_source), key=_source):
-            lazy = list(group)
-            source = lazy[0][2].source
-            assert isinstance(source, ShardedState)
-            for (number, name, _), whole in zip(lazy, source.fetch_to_host([v for *_, v in lazy]), strict=True):
-                copies[number][name] = whole
-        state_dict["state"] = copies
+        source = StateDictSource(state_dict["state"], weakref.WeakMethod(self.undivided))
+        state_dict["state"] = source.shown
+        if threading.get_ident() == self._thread:
+            self._state_dicts.add(source)
+        else:  # the thread that trains goes on meanwhile
+            source.complete()
 
     def _shard_loaded(self, optimizer: Optimizer) -> None:
         """Shard what was loaded at once: whole state takes the memory that this feature is there to spare."""
+        for state_dict in list(self._state_dicts):
+            state_dict.complete()
         for state in self._states.values():
             state.load(optimizer.state)
 
@@ -309,6 +307,8 @@ class ShardedOptimizer:
         if optimizer is None:
             return
         in_fp32 = issubclass(self._state_type, MainParamsState)
+        for state_dict in list(self._state_dicts):
+            (state_dict.complete if in_fp32 else state_dict.complete_read)()  # else it shows what is whole below
         if in_fp32:
             drop_main_params(optimizer)
         leaving = [state for state in self._states.values() if state.say_farewell()]
@@ -347,13 +347,7 @@ def put_in_order(optimizer: Optimizer, known: int) -> None:
             state[param] = state.pop(param)
 
 
-def _on_cpu(state: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: _copy_to_cpu(value) if isinstance(value, Tensor) else value for name, value in state.items()}
-
-
-def _copy_to_cpu(value: Tensor) -> Tensor:
-    return value if value.ndim == 0 or isinstance(value, LazyTensor) else value.cpu()
-
-
-def _source(wanted: tuple[Any, str, LazyTensor]) -> int:
-    return id(wanted[2].source)
+def _complete_soon(state_dicts: Iterable[StateDictSource]) -> None:
+    """Have state dicts of an optimizer that is gone fetched before its state is freed on other ranks."""
+    for state_dict in list(state_dicts):
+        state_dict.complete_before_backward()

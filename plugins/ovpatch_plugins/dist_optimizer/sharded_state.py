@@ -65,7 +65,7 @@ class ShardedState(abc.ABC):
 
     def __init__(self, shards: ShardedGrads, number: int) -> None:
         self._versions = VersionedTensors(shards.params[0].device)
-        self._shards, self._group = shards, shards.group
+        self._shards, self.group = shards, shards.group
         self._keep_alive = KeepAlive(shards.group)
         self._index = {id(param): index for index, param in enumerate(shards.params)}
         self._local: dict[Key, Tensor] = {}  # this rank's shards
@@ -95,7 +95,7 @@ class ShardedState(abc.ABC):
             with self._changed:
                 self._next_step = self._steps + 1
                 self._changed.notify_all()
-            PeerRpc.for_group(self._group).call(self._topic, {"coming to": self._next_step})
+            PeerRpc.for_group(self.group).call(self._topic, {"coming to": self._next_step})
 
     @contextmanager
     def swapped_in(self, params: Sequence[ShardedParam], states: States) -> Iterator[Shown]:
@@ -140,7 +140,7 @@ class ShardedState(abc.ABC):
             return  # the model has other shards now, as after a cast
         now = {id(value) for state in states.values() for value in state.values()}
         # What the script still holds of the state before keeps its content, as under stock.
-        if not PeerRpc.is_destroyed(self._group):
+        if not PeerRpc.is_destroyed(self.group):
             held = [lazy for lazy in self._lazy.values() if id(lazy) not in now and self._is_own(lazy)]
             lazy_tensor.materialize(held)
         self._earlier[self._versions.version] = self._local
@@ -156,7 +156,7 @@ class ShardedState(abc.ABC):
 
     def say_farewell(self) -> bool:
         """Return whether there are still peers to ask; this is the last time."""
-        there = not PeerRpc.is_destroyed(self._group)
+        there = not PeerRpc.is_destroyed(self.group)
         if there:
             self._keep_alive.start_final_calls(self)
         return there
@@ -253,7 +253,7 @@ class ShardedState(abc.ABC):
         number = self._versions.version
         question = self._keep_alive.mark_final({"edition": number, "entries": keys})
         begin = time.monotonic()
-        answers = PeerRpc.for_group(self._group).call(self._topic, question)
+        answers = PeerRpc.for_group(self.group).call(self._topic, question)
         COUNTERS.state_reads += 1
         COUNTERS.state_read_ms += round(1e3 * (time.monotonic() - begin))
         found: dict[Key, dict[int, Tensor]] = {key: {} for key in keys}
@@ -262,7 +262,7 @@ class ShardedState(abc.ABC):
                 found[keys[position]][rank] = shard
                 COUNTERS.bytes_pulled += shard.nbytes
         for position, shard in zip(*self._read(number, keys), strict=True):
-            found[keys[position]][self._group.rank()] = shard
+            found[keys[position]][self.group.rank()] = shard
         return [self._assemble(key, found[key]) for key in keys]
 
     def _assemble(self, key: Key, found: Mapping[int, Tensor]) -> Tensor:
