@@ -67,7 +67,7 @@ class HalfWire:
     def meet(self) -> None:
         """Have the host wait for the others, and agree with them. Called before a backward's first collective."""
         able = self._able()
-        wide = self._wide or self._any_sum(lambda _, grad: fp32_accumulation.has(grad))
+        wide = self._wide or self._any_sum(lambda _, grad: fp32_accumulation.has_sum(grad))
         self.now = not self._shards.meet(wide if able else None) and able
 
     def dtype(self, index: int) -> torch.dtype | None:

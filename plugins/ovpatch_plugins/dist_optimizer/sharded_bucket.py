@@ -49,15 +49,15 @@ class ShardedGradBucket(GradBucket):
         self._copies: list[Tensor] = []
 
     @property
-    def transient(self) -> int:
+    def freeable_nbytes(self) -> int:
         """See :class:`GradBucket`."""
         return sum(numel * self._dtype(i).itemsize for i, numel in self._numels.items())
 
-    def give_up(self, *, but: Collection[int]) -> None:
+    def free_reduced(self, *, but: Collection[int]) -> None:
         """Free the memory of what this rank has its part of."""
         self._outlive()
         for i in self._cut:
-            piece = self._pieces.pop(i)
+            piece = self._inputs.pop(i)
             if self.indices[i] not in but:
                 self._shards.give_up(self.indices[i], ours=grad_of(self.params[i]) is piece)
         self._given_up.update(self._cut)
@@ -66,28 +66,28 @@ class ShardedGradBucket(GradBucket):
         """Leave this rank's parts with the shards, and placeholders in ``p.grad``; the rest as for other buckets."""
         self._outlive()
         for i in self._cut:
-            piece = self._pieces.pop(i, None)
+            piece = self._inputs.pop(i, None)
             if (piece is not None or i in self._given_up) and self.indices[i] not in skip:
                 self._shards.deliver(self.indices[i], ours=piece is not None and grad_of(self.params[i]) is piece)
         self._given_up.clear()
         return super().unpack(skip=skip)
 
-    def release(self) -> None:
+    def detach_grads(self) -> None:
         """Take gradients away that are being reduced in place, or were given up."""
         self._shards.lose()
-        super().release()
+        super().detach_grads()
 
-    def drop(self) -> None:
-        """Forget what was packed."""
+    def drop_inputs(self) -> None:
+        """Drop what was packed."""
         self._outlive()
         self._given_up.clear()
-        super().drop()
+        super().drop_inputs()
 
-    def start(self, collectives: Collectives, pieces: list[Tensor]) -> Sequence[Work]:
-        """Start the reductions of what :meth:`pack` or :meth:`zeros` has returned."""
-        first = len(pieces) - len(self._large)  # before it: the flat tensor, if there is one
-        large = dict(zip(self._large, pieces[first:], strict=True))
-        whole = pieces[:first] + [piece for i, piece in large.items() if i not in self._cut]
+    def start_reduce(self, collectives: Collectives, inputs: list[Tensor]) -> Sequence[Work]:
+        """Start the reductions of what :meth:`pack` or :meth:`make_zeros` has returned."""
+        first = len(inputs) - len(self._large)  # before it: the flat tensor, if there is one
+        large = dict(zip(self._large, inputs[first:], strict=True))
+        whole = inputs[:first] + [piece for i, piece in large.items() if i not in self._cut]
         works: list[Work] = [*collectives.all_reduce(whole)] if whole else []
         for dtype, ones in self._by_dtype().items():
             parts = [self._shards.part(self.indices[i], self.dtype) for i in ones]
@@ -101,7 +101,7 @@ class ShardedGradBucket(GradBucket):
         """Drop copies; their memory, and that of gradients, outlives the reductions, which have been waited for."""
         if side_streams.is_used(self.device):
             grads = (grad_of(self.params[i]) for i in self._cut)
-            record_streams((*self._copies, *(self._pieces.get(i) for i in self._cut), *grads), self.device)
+            record_streams((*self._copies, *(self._inputs.get(i) for i in self._cut), *grads), self.device)
         self._copies.clear()
 
     def _by_dtype(self) -> dict[torch.dtype, list[int]]:
@@ -110,8 +110,8 @@ class ShardedGradBucket(GradBucket):
             found.setdefault(self._dtype(i), []).append(i)
         return found
 
-    def _divided(self, pieces: Mapping[int, Tensor]) -> list[Tensor]:
-        return [piece for i, piece in pieces.items() if self._dtype(i) is self.dtype]
+    def _divided(self, inputs: Mapping[int, Tensor]) -> list[Tensor]:
+        return [piece for i, piece in inputs.items() if self._dtype(i) is self.dtype]
 
     def _dtype(self, i: int) -> torch.dtype:
         if i not in self._numels:
