@@ -46,7 +46,7 @@ class BackwardReducer(abc.ABC):
 
     Attributes:
         state: Where the reducer stands.
-        quiet: Whether hooks are to tell of no gradient; see :class:`.grad_hooks.Listener`.
+        quiet: Whether hooks are to tell of no gradient; see :class:`.grad_hooks.GradListener`.
     """
 
     _sync: GradSync
@@ -93,7 +93,7 @@ class BackwardReducer(abc.ABC):
     def _on_backward_start(self) -> None:  # noqa: B027
         """A backward begins; no gradient is complete."""
 
-    def gradient_accumulated(self, index: int, node_grad: Tensor | None) -> None:
+    def on_grad_accumulated(self, index: int, node_grad: Tensor | None) -> None:
         """The gradient ``node_grad`` has been added to ``grad`` of parameter ``index``."""
         with self._lock:
             is_joined = self.state is ReducerState.REDUCING and self._task.queued
@@ -104,7 +104,7 @@ class BackwardReducer(abc.ABC):
         """Parameter ``index`` gets ``count`` contributions that are marked; see :func:`.grad_sync.expect_gradients`."""
         with self._lock:
             self._join_backward()
-            self._sync.expect(index, count)
+            self._sync.expect_marks(index, count)
 
     def mark_contribution(self, index: int, key: str) -> None:
         """The contribution ``key`` has been added to ``grad`` of parameter ``index``."""
@@ -153,7 +153,7 @@ class BackwardReducer(abc.ABC):
         with self._lock:
             if self.state is ReducerState.REDUCING:
                 self.state = ReducerState.FAILED
-                self._sync.release()
+                self._sync.detach_grads()
 
     def recover(self) -> None:
         """Complete the collectives of a backward that an exception cut short; see [Note: interrupted backward]."""
@@ -163,7 +163,7 @@ class BackwardReducer(abc.ABC):
             return
         with self._lock:
             if self.state is ReducerState.FAILED:  # still: another thread may have recovered meanwhile
-                self._sync.release()
+                self._sync.detach_grads()
                 self._complete_failed()
                 self._go_idle()
 

@@ -6,19 +6,16 @@ import os
 import time
 from collections.abc import Callable, Sequence
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
 import torch
 
+from ovpatch.overlap.data_parallel.grad_sync import Bucket
 from ovpatch_plugins.ddp import errors
 
 if TYPE_CHECKING:
     from torch.nn.parallel import DistributedDataParallel
 
-    from ovpatch_plugins.ddp.reducer import GradReducer
-
-
-# When the phases of a step began and ended, for those who ask ``DistributedDataParallel`` for its logging data.
 
 _SAMPLED_AT_FIRST = 10  # steps; later one of so many as the sample rate says
 _SAMPLE_RATE = 100
@@ -38,22 +35,16 @@ class StepTimes:
         self.forwards, self.rate, self.sampled = 0, _SAMPLE_RATE, False
         self.at: dict[str, int] = {}
 
-    def forward_begins(self) -> None:
+    def begin_forward(self) -> None:
         """Count a forward."""
         self.forwards += 1
         self.sampled = self.forwards <= _SAMPLED_AT_FIRST or self.forwards % self.rate == 0
         if self.sampled:
             self.at = {"forward_compute_time_start": time.time_ns()}
 
-    def note(self, phase: str) -> None:
-        """Note that a phase begins or ends now; call it only in steps that are sampled."""
+    def record(self, phase: str) -> None:
+        """Record that a phase begins or ends now; called only in steps that are sampled."""
         self.at[phase] = time.time_ns()
-
-    def first_collective(self, then: Callable[[], None]) -> None:
-        """Note that communication begins, and call what else comes before it."""
-        if self.sampled:
-            self.note("backward_comm_time_start")
-        then()
 
     def durations(self) -> dict[str, int]:
         """Return how long the phases took, without those that did not come in this order."""
@@ -127,6 +118,27 @@ _AVERAGED = (
 )
 
 
+class LoggedReducer(Protocol):
+    """What the logger asks of :class:`ovpatch_plugins.ddp.reducer.GradReducer`, which describes the attributes."""
+
+    params: list[torch.nn.Parameter]
+    times: StepTimes
+    unused: list[int]
+    buckets_reduced: int
+    static_graph: bool
+    has_rebuilt_buckets: bool
+
+    @property
+    def buckets(self) -> list[Bucket]:
+        """The buckets, in the order in which they are reduced."""
+
+    @property
+    def ready_order(self) -> list[int]:
+        """The parameters in the order in which their gradients became ready."""
+
+    def _ddp_graph_static(self) -> bool: ...
+
+
 class ReducerLogger:
     """What ``DistributedDataParallel`` asks of its logger.
 
@@ -137,7 +149,7 @@ class ReducerLogger:
         reducer: Its reducer.
     """
 
-    def __init__(self, ddp: DistributedDataParallel, reducer: GradReducer) -> None:
+    def __init__(self, ddp: DistributedDataParallel, reducer: LoggedReducer) -> None:
         group = ddp.process_group
         self._reducer = reducer
         self._samples = 0
@@ -188,9 +200,9 @@ class ReducerLogger:
         reducer, numbers = self._reducer, self._numbers
         numbers["iteration"] = times.forwards
         numbers["unused_parameter_size"] = sum(
-            reducer.params[i].numel() * reducer.params[i].element_size() for i in reducer.left_out
+            reducer.params[i].numel() * reducer.params[i].element_size() for i in reducer.unused
         )
-        order = reducer.came()
+        order = reducer.ready_order
         if order:
             self._strings["prev_iteration_grad_ready_order_indices"] = ", ".join(map(str, order))
         if "forward_compute_time_start" not in times.at or reducer.params[0].device.type != "cpu":

@@ -165,11 +165,11 @@ class Takeover:
             reducer = ddp.reducer
             if ddp not in _live:
                 return original(ddp, output)
-            if reducer.learns_static_graph():
-                # Stock asks for the first backward's end once, and never hears of it if that backward raises.
+            if reducer.learns_graph:
+                # Stock queues the callback of the first backward once, also if that backward raises.
                 ddp._static_graph_delay_allreduce_enqueued = False
             output = original(ddp, output)
-            reducer.watch(output, synchronised=ddp.require_backward_grad_sync)
+            reducer.watch_output(output, synchronised=ddp.require_backward_grad_sync)
             return output
 
         return post_forward
@@ -257,7 +257,7 @@ def restore_stock(ddp: Wrapper, reason: str = "") -> None:
     stock_helper = _live.pop(ddp)
     # A static graph that is known to be a plain one is not declared anew: to learn it takes a backward of all ranks,
     # which may come unevenly now (join()).
-    plain = reducer.plain_indices()
+    plain = reducer.get_plain_params()
     indices = range(len(reducer.params)) if plain is None else plain
     # Not asked of the module: with device_mesh=, stock has taken them out of it in the first forward.
     kept = [i for i in indices if reducer.params[i].requires_grad]
@@ -288,9 +288,9 @@ def restore_all() -> None:
         _refuse_inside_backward(ddp)
     for ddp in _alive():
         restore_stock(ddp)
-    hands = sys.modules.get("ovpatch_plugins.ddp.foreign_hooks")
-    if hands is not None:
-        hands.stop_watching()
+    foreign_hooks = sys.modules.get("ovpatch_plugins.ddp.foreign_hooks")
+    if foreign_hooks is not None:
+        foreign_hooks.stop_watching()
 
 
 def _alive() -> list[Wrapper]:
@@ -317,7 +317,7 @@ def _install(ddp: Wrapper, parameters: Sequence[torch.nn.Parameter], config: Red
     by_id = {id(param): name for name, param in ddp.module.named_parameters()}
     names = [by_id[id(param)] for param in parameters]
     reducer = GradReducer(ddp.process_group, parameters, names, config)
-    reducer.hands.watch(ddp)
+    reducer.foreign_hooks.watch(ddp)
     ddp.reducer = reducer
     ddp.logger = ReducerLogger(ddp, reducer)
     reducer.set_logger(ddp.logger)
@@ -343,7 +343,7 @@ def _note_sharing(ddp: Wrapper, parameters: Sequence[torch.nn.Parameter]) -> Non
     if len(sharing) > 1:  # ddp is one of them
         for one in sharing:
             if one in _live:
-                one.reducer.hands.shared = True
+                one.reducer.foreign_hooks.shared = True
 
 
 @functools.cache

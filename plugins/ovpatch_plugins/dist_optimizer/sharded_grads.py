@@ -231,7 +231,7 @@ class ShardedGrads(GradSharder):
             not self.sharded.isdisjoint(self._halves)
             and reduce_scatter_transport(self._communicator, self.versions.device) is not None
         )
-        in_fp32 = self._must_send_fp32 or self._any_sum(lambda _, grad: fp32_accumulation.has(grad))
+        in_fp32 = self._must_send_fp32 or self._any_sum(lambda _, grad: fp32_accumulation.has_sum(grad))
         self._grads.send_half = not self._meet_hosts(in_fp32 if able else None) and able
 
     def _any_sum(self, is_sum: Callable[[int, Tensor | None], bool]) -> bool:
