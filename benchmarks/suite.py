@@ -1,10 +1,12 @@
 """Runs the rows of the result tables one after the other, the most wanted first, within a limit of time.
 
-    python -m benchmarks.suite zero_step tp_blocks --nproc 8 --minutes 30     # appends to benchmarks/results/*.jsonl
-    python -m benchmarks.suite --list                                         # what there is
+    python -m benchmarks.suite                               # on all GPUs: each feature once, in at most 9 minutes
+    python -m benchmarks.suite zero_step tp_blocks --minutes 30     # all rows of two tables
+    python -m benchmarks.suite --list zero_step                     # what there is
 
-Each row is one call of a benchmark under torchrun. A row that fails or is cut off does not keep the next from running;
-its output is in ``LOGS/<number>.log``, and the exit status says how many rows are missing.
+Results are appended to benchmarks/results/*.jsonl. Each row is one call of a benchmark under torchrun. A row that fails
+or is cut off does not keep the next from running; its output is in ``LOGS/<number>.log``, and the exit status says how
+many rows are missing.
 """
 
 from __future__ import annotations
@@ -20,6 +22,8 @@ import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import torch
+
 from benchmarks.tables import RESULTS, ROOT
 
 _PATIENCE = 15  # seconds for a row that was interrupted to write its stacks and end
@@ -34,12 +38,14 @@ class Row:
         arguments: Its command line.
         world: Number of processes; by default as many as the suite is given.
         env: Variables that are set for it.
+        least: The smallest number of processes that it makes sense for, or whose memory it fits into.
     """
 
     benchmark: str
     arguments: str = ""
     world: int | None = None
     env: dict[str, str] = field(default_factory=dict)
+    least: int = 1
 
     def command(self, world: int, results: Path) -> list[str]:
         """Return the command of the benchmark."""
@@ -61,6 +67,20 @@ _TUNED = (
     "'ovpatch, gather 64 MiB' 'ovpatch, gather 512 MiB' 'ovpatch, bucket 100 MiB' 'ovpatch, bucket 200 MiB' "
     "'ovpatch, max_ctas 8' 'ovpatch, max_ctas 16'"
 )
+_DATA_PARALLEL = "'limit, fp32' stock 'stock, bucket view' 'FSDP2, ZeRO-2' 'ovpatch, ddp alone' ovpatch"
+_BLOCKS = "limit stock 'stock, compiled' 'ovpatch, bulk' 'ovpatch, ring' 'ovpatch, auto'"
+SHORT: list[Row] = [
+    Row("zero_step", f"--size 3.8b --rounds 2 --arms {_DATA_PARALLEL}", least=8),
+    Row("zero_step", f"--size 1b --rounds 3 --arms {_DATA_PARALLEL}", least=2),
+    Row("zero_step", f"--size 1b --rounds 2 --compile blocks --arms {_DATA_PARALLEL}", least=2),
+    Row("collective_race", "--operation all-gather", least=2),
+    Row("collective_race", "--operation reduce-scatter", least=2),
+    Row("tp_blocks", f"--size 8b --rounds 2 --arms {_BLOCKS}", least=2),
+    Row("moe_layer", "--shape qwen3 --backward --rounds 2", least=2),
+    Row("zero_step", f"--size 1b --accumulate 16 --steps 2 --warmup 2 --rounds 2 --arms {_DATA_PARALLEL}", least=2),
+    Row("zero_alone", "--size 1b --rounds 5", world=1),
+    Row("zero_alone", "--size 1b --rounds 5 --compile blocks", world=1),
+]
 SUITE: dict[str, list[Row]] = {
     "zero_step": [
         Row("zero_step", f"--size 3.8b --arms {_STEPS} {_HALVES}"),
@@ -145,9 +165,12 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 def parser() -> argparse.ArgumentParser:
     """Return the parser of the command line."""
     made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    made.add_argument("benchmarks", nargs="*", choices=[[], *SUITE], help="by default all", metavar="BENCHMARK")
-    made.add_argument("--nproc", type=int, default=8, help="processes of the rows that do not say it, one a GPU")
-    made.add_argument("--minutes", type=float, default=60.0, help="start nothing later, and cut off what still runs")
+    made.add_argument("benchmarks", nargs="*", choices=[[], *SUITE], help="all rows of these", metavar="BENCHMARK")
+    gpus = torch.cuda.device_count()
+    made.add_argument(
+        "--nproc", type=int, default=gpus or 8, help="processes of the rows that do not say it, one a GPU"
+    )
+    made.add_argument("--minutes", type=float, default=9.0, help="start nothing later, and cut off what still runs")
     made.add_argument("--row-minutes", type=float, default=10.0, help="cut off a row that takes longer")
     made.add_argument("--results", type=Path, default=RESULTS)
     made.add_argument("--logs", type=Path, default=ROOT / ".suite")
@@ -159,7 +182,8 @@ def parser() -> argparse.ArgumentParser:
 def main() -> int:
     """Run the rows that are asked for, and say how each went."""
     args = parser().parse_args()
-    rows = [row for name in args.benchmarks or SUITE for row in SUITE[name]]
+    rows = [row for name in args.benchmarks for row in SUITE[name]] or SHORT
+    rows = [row for row in rows if row.least <= args.nproc]
     wanted = [(n, row) for n, row in enumerate(rows) if args.rows is None or n in args.rows]
     if args.list:
         print("\n".join(f"{number:3}  {row.describe(args.nproc)}" for number, row in wanted))

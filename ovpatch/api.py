@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, Final
 
-from ovpatch.session import worker_reports
+from ovpatch.session import workers
 from ovpatch.session.plan import FeatureError
 from ovpatch.session.report import Report
 from ovpatch.session.session import Session
@@ -43,7 +43,7 @@ def apply(*features: str, options: Mapping[str, Mapping[str, Any]] | None = None
     """
     _import_torch()
     report = session.apply(features, options, strict)
-    worker_reports.start_reporting(session.report)
+    workers.start_reporting(session.report)
     return report
 
 
@@ -63,7 +63,7 @@ def applied(
     """
     _import_torch()
     with session.applied(features, options, strict) as report:
-        worker_reports.start_reporting(session.report)
+        workers.start_reporting(session.report)
         yield report
 
 

@@ -28,10 +28,8 @@ def on_torch_import() -> None:
 def _register_log(*, at_once: bool) -> None:
     """Register our logger with torch, which parses ``TORCH_LOGS`` right after this.
 
-    Without this, torch takes the name for a module and imports all our subpackages to list them.
-
-    Args:
-        at_once: Whether torch parses ``TORCH_LOGS`` now as well, so that records of ``apply()`` are not lost.
+    Without this, torch takes the name for a module and imports all our subpackages to list them. With ``at_once`` torch
+    parses ``TORCH_LOGS`` now as well, so that records of ``apply()`` are not lost.
     """
     try:
         from torch._logging._internal import _init_logs, register_log
@@ -45,10 +43,10 @@ def _register_log(*, at_once: bool) -> None:
 
 def _apply() -> None:
     try:
-        from ovpatch.session import worker_reports
+        from ovpatch.session import workers
         from ovpatch.settings import settings
 
-        if settings.read_environment().auto and worker_reports.get_process_role() != "launcher":
+        if settings.read_environment().auto and workers.get_process_role() != "launcher":
             from ovpatch import api
 
             api.apply()
@@ -58,9 +56,9 @@ def _apply() -> None:
 
 def _observe() -> None:
     try:
-        from ovpatch.session import orders
+        from ovpatch.session import workers
 
-        orders.follow_orders()
+        workers.follow_orders()
     except Exception as error:  # noqa: BLE001  # as above
         _complain(f"this process is not observed: {_describe(error)}", record=True)
 
@@ -73,10 +71,10 @@ def _complain(message: str, *, record: bool = False) -> None:
     """Log a problem on stderr; never raises, for the same reason."""
     try:
         from ovpatch import logs
-        from ovpatch.session import worker_reports
+        from ovpatch.session import workers
 
         logs.log_visibly(message)
         if record:
-            worker_reports.write_failure(message)
+            workers.write_failure(message)
     except Exception:  # noqa: BLE001  # there is no other channel to report it
         pass

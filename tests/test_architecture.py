@@ -327,7 +327,7 @@ import torch
 assert not torch.distributed.is_available()
 import ovpatch
 report = ovpatch.apply()
-import ovpatch.cli.doctor, ovpatch.cli.run, ovpatch.cli.docs_table, ovpatch.cli.timeline
+import ovpatch.cli.doctor, ovpatch.cli.run, ovpatch.cli.timeline
 sys.stdout.write(report["ddp"].state + ": " + report["ddp"].reason)
 """
 

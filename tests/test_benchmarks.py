@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import moe_layer, suite
-from benchmarks.suite import SUITE, Row, run
+from benchmarks.suite import SHORT, SUITE, Row, run
 
 
 def test_operators_of_torch_are_there_in_a_fresh_process():
@@ -25,17 +25,17 @@ def test_operators_of_torch_are_there_in_a_fresh_process():
     assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.parametrize("name", SUITE)
-def test_rows_are_commands_that_benchmarks_take(name):
-    for row in SUITE[name]:
+@pytest.mark.parametrize("rows", [SHORT, *SUITE.values()], ids=["short", *SUITE])
+def test_rows_are_commands_that_benchmarks_take(rows):
+    for row in rows:
         benchmark = importlib.import_module(f"benchmarks.{row.benchmark}")
         args = benchmark.parser().parse_args([*shlex.split(row.arguments), "--json=here"])
         known = getattr(benchmark, "ARMS", None)
         assert args.json == Path("here")
         assert known is None or set(args.arms) <= set(known)
-    command = SUITE[name][0].command(4, Path("there"))
+    command = rows[0].command(4, Path("there"))
     assert "--nproc-per-node=4" in command
-    assert command[-1] == f"--json=there/{SUITE[name][0].benchmark}.jsonl"
+    assert command[-1] == f"--json=there/{rows[0].benchmark}.jsonl"
 
 
 @pytest.mark.parametrize(
@@ -73,9 +73,10 @@ def test_a_row_that_fails_or_hangs_says_so_and_leaves_nobody(tmp_path):
 
 
 def test_what_is_missing_is_counted(tmp_path, monkeypatch, capsys):
-    rows = [Python("good", "pass"), Python("bad", "raise SystemExit(1)"), Python("good", "pass")]
-    monkeypatch.setattr(suite, "SUITE", {"some": rows})
-    monkeypatch.setattr(sys, "argv", ["suite", f"--logs={tmp_path / 'logs'}", f"--results={tmp_path}"])
+    large = Python("of more processes", "pass", least=4)
+    rows = [Python("good", "pass"), large, Python("bad", "raise SystemExit(1)"), Python("good", "pass")]
+    monkeypatch.setattr(suite, "SHORT", rows)
+    monkeypatch.setattr(sys, "argv", ["suite", "--nproc=3", f"--logs={tmp_path / 'logs'}", f"--results={tmp_path}"])
     assert suite.main() == 1
     shown = capsys.readouterr().out.splitlines()
     assert [("ok" in line, "status 1" in line) for line in shown] == [(True, False), (False, True), (True, False)]

@@ -18,7 +18,7 @@ from ovpatch.session.report import (
     format_report,
     to_plain_data,
 )
-from ovpatch.session.worker_reports import merge_reports
+from ovpatch.session.workers import merge_reports
 from ovpatch.settings.options import OptionValue
 
 

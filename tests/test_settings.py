@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from ovpatch.cli import docs_table
 from ovpatch.hookspecs import Feature, Option
 from ovpatch.settings import options, settings
 from ovpatch.settings.options import OptionValue
 from ovpatch.settings.settings import SettingsError
+from tools import docs_table
 
 KNOWN = ("ddp", "tp_linear", "pipe")
 DOCS = Path(__file__).resolve().parent.parent / "docs"
@@ -359,7 +359,7 @@ def test_a_value_that_is_no_truth_value_is_left_to_the_option_of_the_shorter_fea
 def test_generated_parts_of_the_documentation_are_in_sync(page):
     text = (DOCS / page).read_text(encoding="utf-8")
     assert "<!-- begin: " in text
-    assert docs_table.refresh_page(text, DOCS) == text, f"run: python -m ovpatch.cli.docs_table docs/{page}"
+    assert docs_table.refresh_page(text, DOCS) == text, f"run: python tools/docs_table.py docs/{page}"
 
 
 def test_the_table_has_every_variable_and_alias():

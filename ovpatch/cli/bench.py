@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import argparse
 import sys
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from ovpatch._version import __version__
 from ovpatch.cli import command_line
 from ovpatch.exit_codes import ExitCode
-from ovpatch.insight import arms
 from ovpatch.insight.bench import analysis, rounds
 from ovpatch.insight.bench.analysis import BenchFigures, UserFigures, compute_figures
 from ovpatch.insight.bench.rounds import (
@@ -24,48 +24,27 @@ from ovpatch.insight.bench.rounds import (
     StoppedError,
     run_rounds,
 )
-from ovpatch.session import worker_reports
+from ovpatch.session import workers
 from ovpatch.session.report import wants_colour
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of ``ovpatch bench``."""
     add = parser.add_argument
-    add(
-        "--steps",
-        type=command_line.make_int_parser(MIN_STEPS),
-        default=30,
-        metavar="N",
-        help="steps to measure in each run (30)",
-    )
-    add(
-        "--warmup",
-        type=command_line.make_int_parser(MIN_WARMUP),
-        default=10,
-        metavar="M",
-        help="steps before that (10)",
-    )
-    add(
-        "--rounds",
-        type=command_line.make_int_parser(1),
-        default=3,
-        metavar="R",
-        help="pairs of a stock and a patched run (3)",
-    )
+    number = command_line.make_int_parser
+    add("--steps", type=number(MIN_STEPS), default=30, metavar="N", help="steps to measure in each run (30)")
+    add("--warmup", type=number(MIN_WARMUP), default=10, metavar="M", help="steps before that (10)")
+    add("--rounds", type=number(1), default=3, metavar="R", help="pairs of a stock and a patched run (3)")
     command_line.add_features(parser)
     add(
         "--leave-one-out",
         action=argparse.BooleanOptionalAction,
         help="also run without each feature, to tell its part (default: if more than one did something)",
     )
-    add("--samples-per-step", type=command_line.parse_positive, metavar="X", help="over all ranks; else found out")
-    add("--tokens-per-step", type=command_line.parse_positive, metavar="X", help="over all ranks; else found out")
-    add(
-        "--peak-tflops",
-        type=command_line.parse_positive,
-        metavar="X",
-        help="of one device, for MFU; else by its name, for bf16",
-    )
+    figure = command_line.parse_positive
+    add("--samples-per-step", type=figure, metavar="X", help="over all ranks; else found out")
+    add("--tokens-per-step", type=figure, metavar="X", help="over all ranks; else found out")
+    add("--peak-tflops", type=figure, metavar="X", help="of one device, for MFU; else by its name, for bf16")
     command_line.add_timeout(parser)
     add("--out", type=Path, metavar="DIR", help="keep logs and raw files there; it must be empty")
     add("--json", type=Path, metavar="FILE", help="write everything that was found as JSON")
@@ -74,29 +53,11 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def main(arguments: argparse.Namespace) -> int:
     """Run all rounds and print the result."""
-    command = command_line.get_command(arguments.command)
-    _check(command, arguments)
+    command = command_line.check_comparison(arguments, "bench")
     with command_line.open_folder(arguments.out) as out:
         names = ("steps", "warmup", "rounds", "features", "timeout", "leave_one_out")
         plan = BenchPlan(command, out, **{name: getattr(arguments, name) for name in names})
         return _measure(plan, arguments)
-
-
-def _check(command: list[str], arguments: argparse.Namespace) -> None:
-    """Check settings, files and the command before anything runs.
-
-    Raises:
-        ovpatch.SettingsError: One of them is wrong.
-        ovpatch.FeatureError: A feature requested by name cannot be loaded.
-    """
-    arms.check_autoload()
-    environment = command_line.make_environment(arguments.features)
-    command_line.check_settings(environment)
-    command_line.check_comparable(environment)
-    command_line.warn_of_near_misses(environment, _say)
-    command_line.check_file(arguments.json, "--json")
-    command_line.check_folder(arguments.out)
-    command_line.check_command(command)
 
 
 def _measure(plan: BenchPlan, arguments: argparse.Namespace) -> int:
@@ -111,7 +72,7 @@ def _measure(plan: BenchPlan, arguments: argparse.Namespace) -> int:
         runs, UserFigures(arguments.samples_per_step, arguments.tokens_per_step, arguments.peak_tflops)
     )
     if arguments.json is not None:
-        worker_reports.write_json(arguments.json, _data(plan, runs, found))
+        workers.write_json(arguments.json, _data(plan, runs, found))
     _show(plan, runs, found)
     return ExitCode.OK
 
@@ -130,7 +91,7 @@ def _data(plan: BenchPlan, runs: BenchRuns, found: BenchFigures) -> dict[str, An
         "settings": {name: getattr(plan, name) for name in ("steps", "warmup", "rounds", "features", "timeout")},
         "verdict": analysis.format_verdict(runs, found),
         "exercised": runs.exercised,
-        **found.to_json(),
+        **asdict(found),
         "runs": runs.to_json(),
         "report": runs.report,
         "notes": runs.notes,
@@ -156,9 +117,5 @@ def _whose(kind: str) -> str:
 
 
 def _fail(message: str, code: ExitCode) -> ExitCode:
-    _say(message)
+    command_line.say("bench", message)
     return code
-
-
-def _say(message: str) -> None:
-    print(f"ovpatch bench: {message}", file=sys.stderr, flush=True)

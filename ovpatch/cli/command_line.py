@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -37,6 +38,11 @@ def add_command(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("command", nargs=argparse.REMAINDER, help="-- and the command, for example: torchrun train.py")
 
 
+def say(command: str, message: object) -> None:
+    """Print a subcommand's message on stderr."""
+    print(f"ovpatch {command}: {message}", file=sys.stderr, flush=True)
+
+
 def get_command(words: Sequence[str]) -> list[str]:
     """Return the command without the two dashes before it."""
     return list(words[1:] if words[:1] == ["--"] else words)
@@ -63,10 +69,7 @@ def make_int_parser(least: int) -> Callable[[str], int]:
 
 
 def make_environment(features: str | None) -> dict[str, str]:
-    """Return the environment of the command, patched.
-
-    Args:
-        features: Value for ``OVPATCH``; None keeps its present value.
+    """Return the environment of the patched command, with ``OVPATCH`` set to ``features`` if given.
 
     Raises:
         ovpatch.SettingsError: Both are set and differ.
@@ -82,22 +85,14 @@ def make_environment(features: str | None) -> dict[str, str]:
 
 
 def check_command(command: Sequence[str]) -> None:
-    """Check that a command can be started.
-
-    Raises:
-        ovpatch.SettingsError: There is no command.
-        ovpatch.insight.launch.NotStartedError: It does not exist or cannot be executed.
-    """
+    """Raise SettingsError if there is no command, or NotStartedError if it does not exist or cannot be executed."""
     if not command:
         raise SettingsError("no command given. Write it after two dashes: -- torchrun train.py")
     launch.check_executable(command)
 
 
 def check_settings(environment: Mapping[str, str]) -> None:
-    """Check the settings of a command.
-
-    Args:
-        environment: Environment of the command.
+    """Check the settings in a command's environment.
 
     Raises:
         ovpatch.SettingsError: A setting cannot be parsed.
@@ -109,11 +104,7 @@ def check_settings(environment: Mapping[str, str]) -> None:
 
 
 def check_comparable(environment: Mapping[str, str]) -> None:
-    """Check that the patched run is not stock.
-
-    Raises:
-        ovpatch.SettingsError: ``OVPATCH`` turns everything off, or variables turn every feature off.
-    """
+    """Raise SettingsError if the patched run would be stock, because the environment turns every feature off."""
     from ovpatch.session.session import Session
 
     if settings.read_environment(environment).selection.kind == "nothing":
@@ -125,22 +116,30 @@ def check_comparable(environment: Mapping[str, str]) -> None:
         raise SettingsError(f"every feature is turned off ({reasons}), so there is nothing to compare. Unset one.")
 
 
-def warn_of_near_misses(environment: Mapping[str, str], say: Callable[[str], None]) -> None:
+def warn_of_near_misses(environment: Mapping[str, str], command: str) -> None:
     """Warn of variables that look like misspelt ones of ovpatch."""
     for text in settings.find_near_misses(environment):
-        say(text)
+        say(command, text)
+
+
+def check_comparison(arguments: argparse.Namespace, subcommand: str) -> list[str]:
+    """Check settings, files and the command of ``verify`` and ``bench`` before anything runs; return the command."""
+    from ovpatch.insight import arms
+
+    arms.check_autoload()
+    environment = make_environment(arguments.features)
+    check_settings(environment)
+    check_comparable(environment)
+    warn_of_near_misses(environment, subcommand)
+    check_file(arguments.json, "--json")
+    check_folder(arguments.out)
+    command = get_command(arguments.command)
+    check_command(command)
+    return command
 
 
 def check_file(file: Path | None, option: str) -> None:
-    """Check that a file can be written.
-
-    Args:
-        file: The file, if any.
-        option: Its option on the command line.
-
-    Raises:
-        ovpatch.SettingsError: It cannot.
-    """
+    """Raise SettingsError if the file of an option cannot be written."""
     if file is None:
         return
     folder = file.absolute().parent
@@ -153,11 +152,7 @@ def check_file(file: Path | None, option: str) -> None:
 
 
 def check_folder(out: Path | None) -> None:
-    """Check that a folder of results is new or empty.
-
-    Raises:
-        ovpatch.SettingsError: It is a file, or not empty, or cannot be made.
-    """
+    """Raise SettingsError unless a folder of results is new or empty."""
     if out is None:
         return
     if out.exists() and (not out.is_dir() or any(out.iterdir())):

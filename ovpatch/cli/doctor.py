@@ -48,11 +48,7 @@ def configure_list(parser: argparse.ArgumentParser) -> None:
 
 
 def main_list(arguments: argparse.Namespace) -> int:
-    """Print the features with default, state and summary, or one feature with its options.
-
-    Raises:
-        ovpatch.SettingsError: There is no such feature.
-    """
+    """Print the features with default, state and summary, or one feature with its options."""
     records, report = _try()
     wanted = None if arguments.feature is None else settings.normalise_name(arguments.feature)
     if wanted is not None and wanted not in records:
@@ -131,24 +127,11 @@ def _try() -> tuple[dict[str, FeatureRecord], Report]:
 
 
 def collect_findings(records: Mapping[str, FeatureRecord], report: Report) -> dict[str, Any]:
-    """Return all findings as plain data.
-
-    Args:
-        records: The features before anything was patched.
-        report: The report after applying them.
-    """
+    """Return all findings as plain data: the records before anything was patched, and the report after applying."""
     autoload = _autoload()
     return {
-        "versions": {
-            "ovpatch": report.version,
-            "python": report.python,
-            "platform": platform.platform(),
-            **_versions(),
-        },
-        "entry_points": [
-            {key: getattr(record.found, key) for key in ("name", "target", "distribution", "version", "path")}
-            for record in records.values()
-        ],
+        "versions": _versions(report),
+        "entry_points": [{key: getattr(record.found, key) for key in _PLUGIN} for record in records.values()],
         "autoload": {"possible": not autoload, "reason": autoload},
         "measurements": _measurements(),
         "settings": _settings(records),
@@ -157,8 +140,8 @@ def collect_findings(records: Mapping[str, FeatureRecord], report: Report) -> di
     }
 
 
-def _versions() -> dict[str, str]:
-    found: dict[str, str] = {}
+def _versions(report: Report) -> dict[str, str]:
+    found = {"ovpatch": report.version, "python": report.python, "platform": platform.platform()}
     for name in _PACKAGES:
         try:
             found[name] = version(name)
@@ -225,17 +208,19 @@ def _problems(records: Mapping[str, FeatureRecord], report: Report, autoload: st
     return problems
 
 
+_PLUGIN: Final = ("name", "distribution", "version", "target", "path")
+_SETTING: Final = ("variable", "value", "meaning")
+
+
 def _text(data: Mapping[str, Any], report: Report) -> str:
     colour = wants_colour(sys.stdout)
     auto = data["autoload"]["reason"] or "possible"
     parts = [
         render_table("versions", ("what", "version"), list(data["versions"].items()), colour=colour),
-        render_table(
-            "plugins", ("feature", "distribution", "version", "target", "path"), _plugin_rows(data), colour=colour
-        ),
+        render_table("plugins", ("feature", *_PLUGIN[1:]), _rows(data["entry_points"], _PLUGIN), colour=colour),
         f"ovpatch run and OVPATCH_AUTO=1: {auto}",
         _kept(data["measurements"]),
-        render_table("settings", ("variable", "value", "meaning"), _setting_rows(data), colour=colour),
+        render_table("settings", _SETTING, _rows(data["settings"], _SETTING), colour=colour),
         render_table("options", ("option", "value", "source"), _option_rows(report), colour=colour),
         report.table(colour=colour),
         "\n".join(f"PROBLEM: {problem}" for problem in data["problems"]) or "No problems found.",
@@ -243,13 +228,8 @@ def _text(data: Mapping[str, Any], report: Report) -> str:
     return "\n\n".join(parts)
 
 
-def _plugin_rows(data: Mapping[str, Any]) -> list[tuple[str, ...]]:
-    keys = ("name", "distribution", "version", "target", "path")
-    return [tuple(str(one[key]) for key in keys) for one in data["entry_points"]]
-
-
-def _setting_rows(data: Mapping[str, Any]) -> list[tuple[str, ...]]:
-    return [(one["variable"], one["value"], one["meaning"]) for one in data["settings"]]
+def _rows(found: Sequence[Mapping[str, Any]], keys: Sequence[str]) -> list[tuple[str, ...]]:
+    return [tuple(str(one[key]) for key in keys) for one in found]
 
 
 def _option_rows(report: Report) -> list[tuple[str, ...]]:

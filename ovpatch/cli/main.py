@@ -20,19 +20,12 @@ from ovpatch.settings.settings import suggest_name
 
 @dataclass(frozen=True)
 class _Command:
-    """One subcommand; its module is imported when it is used.
+    """One subcommand; its module is imported when it is used."""
 
-    Attributes:
-        module: Name within ``ovpatch.cli``; has both functions.
-        function: Takes the parsed arguments, returns the exit code.
-        help: One line.
-        configure: Declares its arguments.
-    """
-
-    module: str
-    function: str
-    help: str
-    configure: str = "configure"
+    module: str  # name within ``ovpatch.cli``; has both functions
+    function: str  # takes the parsed arguments, returns the exit code
+    help: str  # one line
+    configure: str = "configure"  # declares its arguments
 
 
 COMMANDS: Final = {
@@ -48,14 +41,7 @@ COMMANDS: Final = {
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one subcommand.
-
-    Args:
-        arguments: Command line without the program; ``sys.argv`` by default.
-
-    Returns:
-        The exit code.
-    """
+    """Run one subcommand, by default that of ``sys.argv``, and return its exit code."""
     line = list(sys.argv[1:] if arguments is None else arguments)
     chosen = next((word for word in line if not word.startswith("-")), "")
     parsed = _parser(chosen).parse_args(line)

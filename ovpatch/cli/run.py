@@ -11,14 +11,17 @@ import argparse
 import sys
 import tempfile
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
 from ovpatch.cli import command_line
 from ovpatch.exit_codes import ExitCode
 from ovpatch.insight import launch
-from ovpatch.session import worker_reports
+from ovpatch.session import workers
 from ovpatch.session.report import IDLE, did_work, format_report, wants_colour
+
+_say: Final = partial(command_line.say, "run")
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -37,11 +40,11 @@ def main(arguments: argparse.Namespace) -> int:
     command_line.check_file(arguments.report, "--report")
     command_line.check_settings(environment)
     command_line.check_command(command)
-    command_line.warn_of_near_misses(environment, _say)
+    command_line.warn_of_near_misses(environment, "run")
     if environment.get("TORCH_DEVICE_BACKEND_AUTOLOAD", "1") != "1":
         _say("TORCH_DEVICE_BACKEND_AUTOLOAD is not 1: only processes that call ovpatch.apply() will be patched")
     with tempfile.TemporaryDirectory(prefix="ovpatch-", ignore_cleanup_errors=True) as directory:
-        environment[worker_reports.REPORT_DIR] = directory
+        environment[workers.REPORT_DIR] = directory
         code = _run(command, environment, Path(directory))
         return _conclude(code, Path(directory), arguments.report)
 
@@ -63,19 +66,14 @@ def _run(command: list[str], environment: Mapping[str, str], directory: Path) ->
 
 def _conclude(code: int, directory: Path, file: Path | None) -> int:
     """Merge the reports of the workers, write and print the result, and return the exit code."""
-    failures, reports = (
-        worker_reports.read_reports(directory, "failed"),
-        worker_reports.read_reports(directory, "worker"),
-    )
-    merged = worker_reports.merge_reports(reports) if reports else None
+    failures, reports = (workers.read_reports(directory, kind) for kind in ("failed", "worker"))
+    merged = workers.merge_reports(reports) if reports else None
     if merged is not None:
         _say(f"{len(reports)} process(es) reported\n{format_report(merged, colour=wants_colour(sys.stderr))}")
         if not _did_anything(merged):
             _say(_NO_WORK)
     if file is not None:
-        worker_reports.write_json(
-            file, merged if merged is not None else {"features": [], "patches": [], "processes": []}
-        )
+        workers.write_json(file, merged or {"features": [], "patches": [], "processes": []})
     for failure in failures:
         _say(f"process {failure['pid']} (rank {failure['rank']}) was not patched: {failure['error']}")
     if merged is None and not failures and code == ExitCode.OK:  # otherwise the command's own message tells
@@ -87,12 +85,12 @@ def _conclude(code: int, directory: Path, file: Path | None) -> int:
 def _did_anything(merged: Mapping[str, Any]) -> bool:
     """Return whether any feature did work in any process, according to the report."""
     on = [feature for feature in merged["features"] if feature["state"] == "applied"]
-    idle = [any(map(_tells_idleness, one["remarks"])) and not did_work(one["counters"], one["work"]) for one in on]
+    words = tuple(IDLE)  # the processes may follow
+    idle = [
+        any(remark.startswith(words) for remark in one["remarks"]) and not did_work(one["counters"], one["work"])
+        for one in on
+    ]
     return not all(idle)
-
-
-def _tells_idleness(remark: str) -> bool:
-    return remark.startswith(tuple(IDLE))  # which processes may follow
 
 
 _NO_WORK: Final = (
@@ -107,7 +105,3 @@ _NO_REPORT: Final = (
     "dropped the variables OVPATCH_AUTO and OVPATCH_REPORT_DIR. Run `python -m ovpatch doctor` "
     "under that Python, or call ovpatch.apply() in the script."
 )
-
-
-def _say(message: Any) -> None:
-    print(f"ovpatch run: {message}", file=sys.stderr, flush=True)

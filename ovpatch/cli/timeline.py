@@ -9,13 +9,14 @@ import argparse
 import re
 import sys
 from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from ovpatch.cli import command_line
 from ovpatch.exit_codes import ExitCode
 from ovpatch.insight.timeline.output import Output
-from ovpatch.insight.timeline.recording import Recording, read_recording
+from ovpatch.insight.timeline.summary import Recording, make_run, read_recording
 from ovpatch.insight.timeline.trace import TraceError
 from ovpatch.session.report import format_report, wants_colour
 from ovpatch.settings import settings
@@ -23,9 +24,9 @@ from ovpatch.settings.settings import SettingsError
 
 if TYPE_CHECKING:
     from ovpatch.insight.arms import Arm, Outcome
-    from ovpatch.insight.timeline.summary import TimelineRun
 
 _WORKER: Final = "ovpatch.insight.timeline.worker"
+_say: Final = partial(command_line.say, "timeline")
 _ENDINGS: Final = (".json", ".json.gz")
 
 
@@ -78,11 +79,7 @@ def _pattern(text: str | None) -> re.Pattern[str] | None:
 
 
 def _are_traces(rest: Sequence[str]) -> bool:
-    """Whether the arguments are traces or folders of traces, not a command.
-
-    Raises:
-        ovpatch.SettingsError: Traces are followed by something else.
-    """
+    """Whether the arguments are traces or folders of traces, not a command; a mixture is an error."""
     named = [word.endswith(_ENDINGS) or Path(word).is_dir() for word in rest]
     if named[:1] == [True] and not all(named):
         other = rest[named.index(False)]
@@ -93,24 +90,17 @@ def _are_traces(rest: Sequence[str]) -> bool:
 
 
 def _read(arguments: argparse.Namespace, pattern: re.Pattern[str] | None) -> Iterator[Recording]:
-    from ovpatch.insight.timeline.summary import make_run
     from ovpatch.insight.timeline.tracks import read_all_ranks
 
-    if not arguments.compare:
-        paths = [path for word in arguments.rest for path in _files(Path(word))]
-        yield _of_traces(make_run("recorded", read_all_ranks(paths, pattern)))
-        return
-    if len(arguments.rest) != 2:
+    words = [[word] for word in arguments.rest] if arguments.compare else [arguments.rest]
+    if arguments.compare and len(words) != 2:
         raise SettingsError(
             f"--compare takes two folders of traces (or two traces), stock first; {len(arguments.rest)} were given. "
             "Write: ovpatch timeline --compare stock/ patched/"
         )
-    for name, word in zip(("stock", "patched"), arguments.rest, strict=True):
-        yield _of_traces(make_run(name, read_all_ranks(_files(Path(word)), pattern)))
-
-
-def _of_traces(run: TimelineRun) -> Recording:
-    return Recording(run, remarks=tuple(f"{run.name}: {remark}" for remark in run.remarks))
+    for name, own in zip(("stock", "patched") if arguments.compare else ("recorded",), words, strict=True):
+        run = make_run(name, read_all_ranks([path for word in own for path in _files(Path(word))], pattern))
+        yield Recording(run, remarks=tuple(f"{run.name}: {remark}" for remark in run.remarks))
 
 
 def _files(path: Path) -> list[Path]:
@@ -167,16 +157,12 @@ def _wanted(arguments: argparse.Namespace) -> range:
 def _arms(arguments: argparse.Namespace, wanted: range) -> list[Arm]:
     from ovpatch.insight.arms import STOCK, Arm
 
-    details = {
-        "step": wanted[0],
-        "steps": len(wanted),
-        "stop": not arguments.no_stop,
-        "operators": arguments.operators,
-    }
+    details = {"step": wanted[0], "steps": len(wanted)}
+    details |= {"stop": not arguments.no_stop, "operators": arguments.operators}
     patched = Arm("patched", arguments.features, details)
     environment = command_line.make_environment(arguments.features)
     command_line.check_settings(environment)
-    command_line.warn_of_near_misses(environment, _say)
+    command_line.warn_of_near_misses(environment, "timeline")
     off = settings.read_environment(environment).selection.kind == "nothing"
     if off and arguments.compare:
         raise SettingsError("--compare with OVPATCH=0 would compare stock with stock. Unset OVPATCH.")
@@ -199,7 +185,3 @@ def _judge(outcome: Outcome) -> int:
         _say(f"{outcome.arm.name}: no feature of ovpatch was on in every process. `ovpatch doctor` tells why.")
         return ExitCode.PROBLEM
     return outcome.code or (ExitCode.PROBLEM if outcome.failures or outcome.timed_out else ExitCode.OK)
-
-
-def _say(message: str) -> None:
-    print(f"ovpatch timeline: {message}", file=sys.stderr, flush=True)

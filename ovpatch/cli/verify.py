@@ -7,14 +7,14 @@ goes to stdout, progress to stderr, and the output of each run into a log.
 from __future__ import annotations
 
 import argparse
-import sys
+import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ovpatch.cli import command_line
-from ovpatch.session import worker_reports
+from ovpatch.session import workers
 
 if TYPE_CHECKING:
     from ovpatch.insight.verify.verify import Verification
@@ -25,13 +25,8 @@ Progress = Callable[[str, int], None]
 def configure(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of ``ovpatch verify``."""
     add = parser.add_argument
-    add(
-        "--steps",
-        metavar="N",
-        type=command_line.make_int_parser(1),
-        default=5,
-        help="end each run after N optimizer steps (5)",
-    )
+    number = command_line.make_int_parser(1)
+    add("--steps", metavar="N", type=number, default=5, help="end each run after N optimizer steps (5)")
     command_line.add_features(parser)
     add("--noise", action="store_true", help="measure stock's own noise even where every bit is equal")
     add("--deterministic", action="store_true", help="use deterministic algorithms where torch has them")
@@ -43,49 +38,17 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def main(arguments: argparse.Namespace) -> int:
     """Verify the command; return the code of the verdict."""
-    arguments.command = command_line.get_command(arguments.command)
-    _check(arguments)
+    arguments.command = command_line.check_comparison(arguments, "verify")
     with command_line.open_folder(arguments.out) as folder:
         result = _verify(arguments, folder)
         return _conclude(result, arguments)
 
 
-def _check(arguments: argparse.Namespace) -> None:
-    """Check settings, files and the command before anything runs.
-
-    Raises:
-        ovpatch.SettingsError: There is no command, a setting cannot be parsed, or everything is off.
-        ovpatch.FeatureError: A feature requested by name cannot be loaded.
-        ovpatch.insight.launch.NotStartedError: The command cannot be started.
-    """
-    from ovpatch.insight import arms
-
-    arms.check_autoload()
-    environment = command_line.make_environment(arguments.features)
-    command_line.check_settings(environment)
-    command_line.check_comparable(environment)
-    command_line.warn_of_near_misses(environment, _say)
-    command_line.check_file(arguments.json, "--json")
-    command_line.check_folder(arguments.out)
-    command_line.check_command(arguments.command)
-
-
-def _say(message: str) -> None:
-    print(f"ovpatch verify: {message}", file=sys.stderr, flush=True)
-
-
 def _verify(arguments: argparse.Namespace, folder: Path) -> Verification:
     from ovpatch.insight.verify.verify import Request, verify
 
-    request = Request(
-        arguments.command,
-        folder,
-        steps=arguments.steps,
-        features=arguments.features,
-        noise=arguments.noise,
-        deterministic=arguments.deterministic,
-        timeout=arguments.timeout,
-    )
+    names = ("steps", "features", "noise", "deterministic", "timeout")
+    request = Request(arguments.command, folder, **{name: getattr(arguments, name) for name in names})
     with _progress(arguments.steps) as progress:
         return verify(request, progress)
 
@@ -112,18 +75,15 @@ def _conclude(result: Verification, arguments: argparse.Namespace) -> int:
     from rich.console import Console
     from rich.text import Text
 
-    from ovpatch.insight.verify.table import print_result
+    from ovpatch.insight.verify.verify import print_result
 
-    console = Console(width=None if sys.stdout.isatty() else 120)
+    console = Console(width=shutil.get_terminal_size((120, 24)).columns)
     print_result(result, console)
     if arguments.json is not None:
-        worker_reports.write_json(arguments.json, _kept(result.to_json(), arguments))
+        asked = {"command": list(arguments.command), "requested_steps": arguments.steps}
+        workers.write_json(arguments.json, asked | result.to_json())
     if arguments.out is not None:
         console.print(Text(f"kept        logs and records are in {arguments.out}"), soft_wrap=True)
     elif result.verdict.code:
         console.print("more        --out DIR keeps the logs and records of all runs; --json FILE has every number")
     return result.verdict.code
-
-
-def _kept(data: dict[str, Any], arguments: argparse.Namespace) -> dict[str, Any]:
-    return {"command": list(arguments.command), "requested_steps": arguments.steps, **data}

@@ -12,32 +12,25 @@ from pathlib import Path
 from typing import Any, Final
 
 from ovpatch.insight import launch
-from ovpatch.session import orders, worker_reports
-from ovpatch.session.orders import Orders
+from ovpatch.session import workers
 from ovpatch.session.report import IDLE, did_work
+from ovpatch.session.workers import Orders
 from ovpatch.settings.settings import SettingsError
 
 STOCK: Final = "0"
 
 #: Variables of the user's environment that an arm does not inherit.
-_OURS: Final = ("OVPATCH_AUTO", worker_reports.REPORT_DIR, orders.VARIABLE)
+_OURS: Final = ("OVPATCH_AUTO", workers.REPORT_DIR, workers.VARIABLE)
 
 
 @dataclass(frozen=True)
 class Arm:
-    """One way to run the command.
+    """One way to run the command."""
 
-    Attributes:
-        name: Unique in one call of a tool; names the folder.
-        features: Value of ``OVPATCH``: ``0`` for stock, None for that of the user's environment.
-        details: Orders for the tool's worker, as JSON types.
-        variables: More environment variables.
-    """
-
-    name: str
-    features: str | None = None
-    details: Mapping[str, Any] = field(default_factory=dict)
-    variables: Mapping[str, str] = field(default_factory=dict)
+    name: str  # unique in one call of a tool; names the folder
+    features: str | None = None  # value of ``OVPATCH``: ``0`` for stock, None for that of the user's environment
+    details: Mapping[str, Any] = field(default_factory=dict)  # orders for the tool's worker, as JSON types
+    variables: Mapping[str, str] = field(default_factory=dict)  # more environment variables
 
     @property
     def patched(self) -> bool:
@@ -51,19 +44,14 @@ class Arm:
             environment["OVPATCH"] = self.features
         if self.patched:
             environment["OVPATCH_AUTO"] = "1"
-        environment[worker_reports.REPORT_DIR] = str(folder.absolute())
+        environment[workers.REPORT_DIR] = str(folder.absolute())
         return {**environment, **Orders(worker, folder, self.details).variables(), **self.variables}
 
 
 def leave_one_out(arm: Arm, features: Sequence[str], requires: Mapping[str, Collection[str]]) -> dict[str, Arm]:
-    """Return one arm per feature with that feature, and those that require it, off.
+    """Return one arm per feature that ran in a patched arm, with that feature, and those that require it, off.
 
     A feature that all others require has no such arm: it would be stock.
-
-    Args:
-        arm: A patched arm.
-        features: Features that ran in it, see :attr:`Outcome.applied`.
-        requires: Requirements of each feature, see :attr:`Outcome.requires`.
     """
     found = {}
     for feature in features:
@@ -78,33 +66,22 @@ def leave_one_out(arm: Arm, features: Sequence[str], requires: Mapping[str, Coll
 
 @dataclass(frozen=True)
 class Outcome:
-    """The result of an arm.
-
-    Attributes:
-        arm: The arm.
-        folder: Folder with the files of its processes.
-        log: File with the command's output.
-        code: Exit code of the command, as in a shell.
-        seconds: Duration.
-        timed_out: Whether the arm was ended because no process took a step in time.
-        interrupted: Whether a signal ended the arm.
-        stacks: The stacks of each process by its id, if the arm timed out.
-    """
+    """The result of an arm."""
 
     arm: Arm
-    folder: Path
-    log: Path
-    code: int
-    seconds: float
-    timed_out: bool = False
-    interrupted: bool = False
-    stacks: Mapping[int, str] = field(default_factory=dict)
+    folder: Path  # folder with the files of its processes
+    log: Path  # file with the command's output
+    code: int  # exit code of the command, as in a shell
+    seconds: float  # duration
+    timed_out: bool = False  # whether the arm was ended because no process took a step in time
+    interrupted: bool = False  # whether a signal ended the arm
+    stacks: Mapping[int, str] = field(default_factory=dict)  # of each process by its id, if the arm timed out
 
     @cached_property
     def report(self) -> dict[str, Any] | None:
         """Ovpatch's report, merged over the processes; None if no process has one."""
-        reports = worker_reports.read_reports(self.folder, "worker")
-        return worker_reports.merge_reports(reports) if reports else None
+        reports = workers.read_reports(self.folder, "worker")
+        return workers.merge_reports(reports) if reports else None
 
     @property
     def counters(self) -> dict[str, dict[str, int]]:
@@ -168,7 +145,7 @@ class Outcome:
     @property
     def failures(self) -> list[dict[str, Any]]:
         """Errors of ovpatch or the tool in a process: pid, rank and error."""
-        return worker_reports.read_reports(self.folder, "failed")
+        return workers.read_reports(self.folder, "failed")
 
     def log_contains(self, words: str) -> bool:
         """Tell whether a line of the log contains a text."""
@@ -181,11 +158,7 @@ class Outcome:
 
 
 def check_autoload() -> None:
-    """Check that torch loads ovpatch in the command's processes, before anything runs.
-
-    Raises:
-        ovpatch.SettingsError: The user's environment turns torch's autoloading off.
-    """
+    """Check that torch loads ovpatch in the command's processes, before anything runs; raise SettingsError if not."""
     if os.environ.get("TORCH_DEVICE_BACKEND_AUTOLOAD", "1") != "1":
         raise SettingsError(
             "TORCH_DEVICE_BACKEND_AUTOLOAD is not 1, so no process of the command loads ovpatch. Unset it."
@@ -201,15 +174,11 @@ def run_arm(
     timeout: float,
     progress: Callable[[int], None] = lambda step: None,
 ) -> Outcome:
-    """Run one arm, and end all processes that it started.
+    """Run one arm with the tool's worker module in each process, and end all processes that it started.
 
-    Args:
-        arm: The arm.
-        command: Program and arguments.
-        worker: The tool's module in each process, see :class:`~ovpatch.session.orders.Orders`.
-        out: Parent of the arm's folder and log; the arm's folder must not exist.
-        timeout: Seconds without a step or a new process after which the arm counts as hung.
-        progress: Called about twice a second with the last step that all stepping processes have taken.
+    ``out`` is the parent of the arm's folder, which must not exist. An arm without a step or a new process for
+    ``timeout`` seconds counts as hung. ``progress`` is called about twice a second with the last step that all
+    processes have taken.
 
     Raises:
         ovpatch.insight.launch.NotStartedError: The command could not be started.
@@ -222,7 +191,7 @@ def run_arm(
         with launch.running_command(command, arm.build_environment(worker, folder), log=log) as job:
             code = job.wait_for_exit(lambda: watch.check_job(job))
     finally:
-        launch.end_processes(f"{worker_reports.REPORT_DIR}={folder.absolute()}")
+        launch.end_processes(f"{workers.REPORT_DIR}={folder.absolute()}")
     seconds, interrupted = time.monotonic() - began, job.interrupted is not None
     return Outcome(arm, folder, log, code, seconds, watch.timed_out, interrupted, _read_stacks(folder))
 
@@ -284,14 +253,12 @@ def _read_beats(folder: Path) -> list[int]:
 
 def list_processes(folder: Path) -> list[int]:
     """Return the ids of the processes that signed in and are alive on this host."""
-    return [one["pid"] for one in worker_reports.read_reports(folder, "process") if _is_alive(one["pid"], folder)]
+    return [one["pid"] for one in workers.read_reports(folder, "process") if _is_alive(one["pid"], folder)]
 
 
 def read_ranks(folder: Path) -> dict[int, str]:
     """Return the ranks of the processes that signed in, by process id, where the launcher set one."""
-    return {
-        one["pid"]: one["rank"] for one in worker_reports.read_reports(folder, "process") if one.get("rank") is not None
-    }
+    return {one["pid"]: one["rank"] for one in workers.read_reports(folder, "process") if one.get("rank") is not None}
 
 
 def _is_alive(pid: int, folder: Path) -> bool:
@@ -306,10 +273,10 @@ def _is_alive(pid: int, folder: Path) -> bool:
 
 def request_stacks(folder: Path, patience: float = 2.0) -> None:
     """Make every process of a job write its stacks, and wait for them."""
-    if orders.STACKS is None:
+    if workers.STACKS is None:
         return
     for pid in list_processes(folder):
-        launch.send_signal(pid, orders.STACKS)
+        launch.send_signal(pid, workers.STACKS)
     time.sleep(patience)
 
 

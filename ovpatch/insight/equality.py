@@ -42,12 +42,9 @@ def flatten(values: Any) -> dict[str, Leaf]:
 
     Lists and tuples count as the same. Array-likes of numpy become tensors that share their memory.
 
-    Args:
-        values: Nested mappings and sequences of tensors, numbers, strings, None, dtypes, devices and enum members.
-
     Raises:
-        TypeError: If a leaf is of another type; the text names it.
-        ValueError: If two leaves would have one name, for example ``{1: a, "1": b}``.
+        TypeError: A leaf is no tensor, number, string, None, dtype, device or enum member.
+        ValueError: Two leaves would have one name, for example ``{1: a, "1": b}``.
     """
     flat: dict[str, Leaf] = {}
     for name, leaf in _walk(values, ""):
@@ -100,11 +97,17 @@ def _plain(tensor: torch.Tensor, name: str) -> torch.Tensor:
 
 def describe_mismatch(stock: Leaf, patched: Leaf) -> str:
     """Return how two leaves differ other than by an amount; "" if they are equal or can be subtracted."""
-    for what, of in (("type", _kind), ("dtype", _dtype), ("shape", _shape), ("layout", _layout)):
-        a, b = of(stock), of(patched)
-        if a != b:
-            return f"{what} {a} became {b}"
-    if not isinstance(stock, (torch.Tensor, numbers.Number)) and stock != patched:
+    if _kind(stock) != _kind(patched):
+        return f"type {_kind(stock)} became {_kind(patched)}"
+    if isinstance(stock, torch.Tensor):
+        for what, a, b in (
+            ("dtype", stock.dtype, patched.dtype),
+            ("shape", list(stock.shape), list(patched.shape)),
+            ("layout", stock.layout, patched.layout),
+        ):
+            if a != b:
+                return f"{what} {a} became {b}"
+    elif not isinstance(stock, numbers.Number) and stock != patched:
         return f"{stock!r} became {patched!r}"
     return ""
 
@@ -121,18 +124,6 @@ def _kind(leaf: Leaf) -> str:
     return "float" if isinstance(leaf, numbers.Real) else "complex"
 
 
-def _dtype(leaf: Leaf) -> str:
-    return str(leaf.dtype) if isinstance(leaf, torch.Tensor) else ""
-
-
-def _shape(leaf: Leaf) -> list[int]:
-    return list(leaf.shape) if isinstance(leaf, torch.Tensor) else []
-
-
-def _layout(leaf: Leaf) -> str:
-    return str(leaf.layout) if isinstance(leaf, torch.Tensor) else ""
-
-
 #: Elements that are widened to float64 at a time (32 MB for each side).
 CHUNK: Final = 1 << 22
 
@@ -141,19 +132,12 @@ Scalar: TypeAlias = float | int | complex
 
 @dataclass(frozen=True)
 class Difference:
-    """The outcome of comparing two numbers, or two tensors of one shape and dtype.
+    """The outcome of comparing two numbers, or two tensors of one shape and dtype."""
 
-    Attributes:
-        max_abs: Largest absolute difference between finite values, 0.0 if there is none.
-        finite: False if one side is NaN or infinite where the other is not, or has the other sign of infinity.
-        first: Index of the first value that differs, None if all are equal; for sparse tensors, into the values.
-        values: The two values at that index.
-    """
-
-    max_abs: float = 0.0
-    finite: bool = True
-    first: tuple[int, ...] | None = None
-    values: tuple[Scalar, Scalar] | None = None
+    max_abs: float = 0.0  # largest absolute difference between finite values, 0.0 if there is none
+    finite: bool = True  # False if one side is NaN or infinite where the other is not, or of the other sign
+    first: tuple[int, ...] | None = None  # index of the first difference, if any; of sparse tensors, into the values
+    values: tuple[Scalar, Scalar] | None = None  # the two values at that index
 
     @property
     def equal(self) -> bool:
@@ -167,17 +151,10 @@ class Difference:
 
 
 def measure_difference(a: Leaf, b: Leaf) -> Difference | None:
-    """Compare two values for which :func:`describe_mismatch` returns nothing.
+    """Compare two values for which :func:`describe_mismatch` returns nothing; None if they are not numbers.
 
     Complex values are compared component by component, integers exactly, whatever their size. A stored zero of a sparse
-    tensor equals an omitted one. No huge tensor is widened as a whole.
-
-    Args:
-        a: One side.
-        b: The other side; a tensor may be on another device.
-
-    Returns:
-        The difference; None if the values are not numbers.
+    tensor equals an omitted one. No huge tensor is widened as a whole. Tensors may be on different devices.
     """
     if isinstance(a, torch.Tensor):
         return _tensors(a, b)
@@ -236,17 +213,14 @@ def _same_at_once(a: torch.Tensor, b: torch.Tensor) -> bool:
 def _by_chunks(a: torch.Tensor, b: torch.Tensor) -> Difference:
     total = Difference()
     for start in range(0, a.numel(), CHUNK):
-        part = _chunk(a[start : start + CHUNK], b[start : start + CHUNK].to(a.device))
+        x, y = a[start : start + CHUNK], b[start : start + CHUNK].to(a.device)
+        part = _floats(x, y) if a.is_floating_point() else _integers(x, y)
         if part.first is None:
             continue
         first, values = (total.first, total.values) if total.first else ((start + part.first[0],), part.values)
         # There is no NaN here, which max() would keep or drop by the order of its arguments.
         total = Difference(max(total.max_abs, part.max_abs), total.finite and part.finite, first, values)
     return total
-
-
-def _chunk(a: torch.Tensor, b: torch.Tensor) -> Difference:
-    return _floats(a, b) if a.is_floating_point() else _integers(a, b)
 
 
 def _floats(a: torch.Tensor, b: torch.Tensor) -> Difference:
@@ -321,35 +295,24 @@ class Verdict(str, Enum):
 
 @dataclass(frozen=True)
 class Row:
-    """One value of the comparison.
+    """One value of the comparison."""
 
-    Attributes:
-        name: Dotted name.
-        verdict: How it compares.
-        max_abs_diff: Largest absolute difference; infinite if a side is not finite where the other is; None if the
-            values are no numbers or cannot be subtracted.
-        allowed: Largest absolute difference that would have been within noise; None where no noise is tolerated or
-            nothing differs.
-        first_index: Index of the first value that differs.
-        note: What differs, in words.
-    """
-
-    name: str
-    verdict: Verdict
+    name: str  # dotted name
+    verdict: Verdict  # how it compares
+    # Largest absolute difference; infinite if a side is not finite where the other is; None if the values are no
+    # numbers or cannot be subtracted.
     max_abs_diff: float | None = None
-    allowed: float | None = None
-    first_index: tuple[int, ...] | None = None
-    note: str = ""
+    allowed: float | None = None  # largest difference within noise; None if none is tolerated or nothing differs
+    first_index: tuple[int, ...] | None = None  # index of the first value that differs
+    note: str = ""  # what differs, in words
 
     def to_json(self) -> dict[str, Any]:
         """Return the row as JSON types; an infinite difference becomes the text ``inf``."""
-        return {
-            "name": self.name,
+        return vars(self) | {
             "verdict": self.verdict.value,
             "max_abs_diff": _json_number(self.max_abs_diff),
             "allowed": _json_number(self.allowed),
             "first_index": None if self.first_index is None else list(self.first_index),
-            "note": self.note,
         }
 
     @property
@@ -379,19 +342,11 @@ class Comparison:
         return tuple(sorted(unequal, key=lambda row: (row.verdict is not Verdict.DIFFERENT, -row.excess))[:count])
 
     def assert_bitwise(self) -> None:
-        """Raise unless every value is bitwise equal.
-
-        Raises:
-            AssertionError: With a table of the worst values, or if nothing was compared.
-        """
+        """Raise AssertionError, with a table of the worst values, unless every value is bitwise equal."""
         self._require({Verdict.BITWISE}, "not bitwise equal")
 
     def assert_equal(self) -> None:
-        """Raise unless every value is bitwise equal or equal within noise.
-
-        Raises:
-            AssertionError: With a table of the worst values, or if nothing was compared.
-        """
+        """Raise AssertionError, with a table of the worst values, unless every value is equal, perhaps within noise."""
         self._require({Verdict.BITWISE, Verdict.WITHIN_NOISE}, "different")
 
     def to_json(self) -> dict[str, Any]:
@@ -422,7 +377,7 @@ def compare(
 ) -> Comparison:
     """Compare a patched run with a stock one.
 
-    [Note: why the yardstick is a reordered run] Two identical stock runs are bitwise equal, so a rerun measures no
+    Two identical stock runs are bitwise equal, so a rerun measures no
     noise. Reordering alone moves some tensors by far more than any fixed tolerance: attention key biases have a true
     gradient of zero, and AdamW turns its rounding error into full-size steps.
 
@@ -459,7 +414,8 @@ def _row(
     noise = [_measure_noise(stock, run.get(name)) for run in yardsticks]
     allowed = max([floor, *(FACTOR * size for size in noise)])
     verdict = Verdict.WITHIN_NOISE if found.finite and found.size <= allowed else Verdict.DIFFERENT
-    return Row(name, verdict, found.size, allowed, found.first, _describe(found))
+    note = "" if found.values is None else " became ".join(map(_value, found.values))
+    return Row(name, verdict, found.size, allowed, found.first, note)
 
 
 def _different(name: str, note: str) -> Row:
@@ -472,13 +428,6 @@ def _measure_noise(stock: Leaf, other: Leaf) -> float:
         return 0.0
     found = measure_difference(stock, other)
     return 0.0 if found is None else found.max_abs
-
-
-def _describe(found: Difference) -> str:
-    if found.values is None:
-        return ""
-    stock, patched = found.values
-    return f"{_value(stock)} became {_value(patched)}"
 
 
 def _value(value: Scalar) -> str:

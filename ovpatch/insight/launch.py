@@ -9,10 +9,10 @@ import signal
 import subprocess
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from types import FrameType
-from typing import Final
+from typing import IO, Final
 
 from ovpatch.exit_codes import ExitCode
 
@@ -21,14 +21,11 @@ _PATIENCE: Final = 1.5  # seconds to end without a signal, and again after SIGTE
 
 
 def end_processes(entry: str, patience: float = _PATIENCE) -> None:
-    """End every process that has an entry in its environment: wait, then SIGTERM, then SIGKILL.
+    """End every process with an entry, such as ``NAME=value``, in its environment: wait, then SIGTERM, then SIGKILL.
 
     A tool cuts a run off at a step by ``os._exit``, so data loaders' workers and other children of the script survive.
-    All of them inherit the command's environment, in whatever session they are.
-
-    Args:
-        entry: Such as ``NAME=value``. Where the system does not show environments, nothing is done.
-        patience: Seconds between the signals.
+    All of them inherit the command's environment, in whatever session they are. Where the system does not show
+    environments, nothing is done.
     """
     for number in (signal.SIGTERM, signal.SIGKILL):
         if _wait(lambda: not find_processes(entry), patience):
@@ -69,29 +66,20 @@ def _wait(done: Callable[[], bool], patience: float) -> bool:
 _ENDING: Final = ("SIGINT", "SIGTERM", "SIGHUP")
 _FORWARDED: Final = (*_ENDING, "SIGUSR1", "SIGUSR2")
 _POLL: Final = 0.5  # seconds between ticks
-_LOOK: Final = 0.05  # seconds between checks whether the command has ended
 _DYING: Final = 5.0  # seconds for the system to end killed processes
 GRACE: Final = 40.0  # seconds; torchrun gives its workers 30 before it kills them
 
 
 class NotStartedError(Exception):
-    """The command could not be started.
-
-    Attributes:
-        exit_code: The exit code of a shell in this case.
-    """
+    """The command could not be started."""
 
     def __init__(self, message: str, exit_code: ExitCode) -> None:
         super().__init__(message)
-        self.exit_code = exit_code
+        self.exit_code = exit_code  # the exit code of a shell in this case
 
 
 def check_executable(command: Sequence[str]) -> None:
-    """Check that a command can be started, before anything else is done.
-
-    Raises:
-        NotStartedError: It does not exist or cannot be executed.
-    """
+    """Check that a command can be started, before anything else is done; raise NotStartedError if not."""
     name = command[0]
     if shutil.which(name) is not None:
         return
@@ -105,30 +93,20 @@ def check_executable(command: Sequence[str]) -> None:
 class Command:
     """A command, from before its start to its end.
 
-    Args:
-        own_session: False shares the terminal's process group (``ovpatch run``): Ctrl-C reaches the command directly.
-            True starts a session (``verify``, ``bench``, ``timeline``), so that the command can be ended with all its
-            processes; Ctrl-C is forwarded to the whole group, as a terminal does: a shell alone would wait for its
-            child.
-
-    Attributes:
-        interrupted: The forwarded signal that asked the command to end, if any.
-        asked: Number of such signals.
+    Without ``own_session`` it shares the terminal's process group (``ovpatch run``): Ctrl-C reaches the command
+    directly. With it (``verify``, ``bench``, ``timeline``) the command can be ended with all its processes; Ctrl-C is
+    forwarded to the whole group, as a terminal does: a shell alone would wait for its child.
     """
 
     def __init__(self, *, own_session: bool) -> None:
         self._own_session = own_session
         self._process: subprocess.Popen[bytes] | None = None
         self._early: list[int] = []  # signals that arrived before the start
-        self.interrupted: signal.Signals | None = None
-        self.asked = 0
+        self.interrupted: signal.Signals | None = None  # the forwarded signal that asked the command to end, if any
+        self.asked = 0  # number of such signals
 
-    def start_process(self, command: Sequence[str], environment: Mapping[str, str], output: int | None) -> None:
-        """Start the process.
-
-        Raises:
-            NotStartedError: It does not exist or cannot be executed.
-        """
+    def start_process(self, command: Sequence[str], environment: Mapping[str, str], output: IO[bytes] | None) -> None:
+        """Start the process; raise NotStartedError if it does not exist or cannot be executed."""
         try:
             self._process = subprocess.Popen(
                 command,
@@ -146,13 +124,9 @@ class Command:
             self._send(number)
 
     def wait_for_exit(self, tick: Callable[[], None] = lambda: None) -> int:
-        """Wait until the command has ended.
+        """Wait for the command's end; return its exit code, or 128 plus the number of the signal that ended it.
 
-        Args:
-            tick: Called about twice a second; may call :meth:`terminate` or :meth:`stop_process`.
-
-        Returns:
-            The exit code, or 128 plus the number of the signal that ended the command.
+        ``tick`` is called about twice a second; it may call :meth:`terminate` or :meth:`stop_process`.
         """
         while True:
             try:
@@ -170,18 +144,10 @@ class Command:
         if not self._lives():
             return
         self.terminate()
-        if not self._ends_within(grace):
+        if not _wait(lambda: not self._lives(), grace):
             self._send(getattr(signal, "SIGKILL", signal.SIGTERM))
-            self._ends_within(_DYING)
+            _wait(lambda: not self._lives(), _DYING)
         self._running.wait()
-
-    def _ends_within(self, seconds: float) -> bool:
-        deadline = time.monotonic() + seconds
-        while self._lives():
-            if time.monotonic() > deadline:
-                return False
-            time.sleep(_LOOK)
-        return True
 
     def _lives(self) -> bool:
         """Whether the command, or with its own session any process of its group, still runs."""
@@ -237,34 +203,19 @@ def _state(file: Path) -> tuple[str, int]:
 def running_command(
     command: Sequence[str], environment: Mapping[str, str], *, log: Path | None = None
 ) -> Iterator[Command]:
-    """Run a command for the duration of the block, and forward signals to it.
+    """Run a command for the duration of the block, and forward signals to it; raise NotStartedError if it cannot start.
 
-    Args:
-        command: Program and arguments.
-        environment: Its whole environment.
-        log: File to which stdout and stderr are appended; the command then runs in its own session without stdin. None
-            shares this process's streams.
-
-    Raises:
-        NotStartedError: It does not exist or cannot be executed.
+    ``environment`` is its whole environment. With a log, to which stdout and stderr are appended, the command runs in
+    its own session without stdin; without one it shares this process's streams.
     """
     job = Command(own_session=log is not None)
     with _forwarding(job):
-        with _opened(log) as output:
+        with nullcontext() if log is None else log.open("ab") as output:
             job.start_process(command, environment, output)
         try:
             yield job
         finally:
             job.stop_process()
-
-
-@contextmanager
-def _opened(log: Path | None) -> Iterator[int | None]:
-    if log is None:
-        yield None
-        return
-    with log.open("ab") as file:
-        yield file.fileno()
 
 
 @contextmanager

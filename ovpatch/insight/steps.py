@@ -18,7 +18,7 @@ import torch
 from torch import nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from ovpatch.session import worker_reports
+from ovpatch.session import workers
 
 Before = Callable[[Optimizer, tuple[Any, ...], Mapping[str, Any]], None]
 After = Callable[[Optimizer], None]
@@ -30,21 +30,18 @@ _WRAPPER: Final = Optimizer.profile_hook_step(lambda: None).__code__
 class StepHooks:
     """Hooks around each step of every optimizer.
 
-    [Note: hooks in the middle of a step] A ``step()`` that calls its base class's ``step()`` runs torch's hooks again
+    A ``step()`` that calls its base class's ``step()`` runs torch's hooks again
     in the middle of the step. A depth counter fails: after an exception torch calls no post hook. So the stack decides:
     a step begins and ends where torch's wrapper is on the stack once for the optimizer. Where Dynamo has compiled the
     wrapper, the first post hook after a pre hook counts.
 
-    Args:
-        after: Called with the optimizer when its step is done, but not if it raises.
-        before: Called with the optimizer and the arguments of its ``step()``, the optimizer first.
+    ``before`` gets the optimizer and the arguments of its ``step()``, the optimizer first. ``after`` gets the
+    optimizer, but not if its step raises.
     """
 
     def __init__(self, *, after: After, before: Before | None = None) -> None:
         self._before, self._after = before, after
-        self._in_progress: WeakSet[Optimizer] = (
-            WeakSet()
-        )  # includes optimizers whose step raised, until their next step
+        self._in_progress: WeakSet[Optimizer] = WeakSet()  # also after a step that raised, until the next one
         self._handles = register_optimizer_step_pre_hook(self._pre), register_optimizer_step_post_hook(self._post)
 
     def remove(self) -> None:
@@ -88,12 +85,9 @@ _exit_actions: list[Callable[[], None]] = []
 
 
 def run_at_exit(act: Callable[[], None]) -> None:
-    """Call a function when this process, or a forked child of multiprocessing, ends by itself.
+    """Call a function when this process, or a forked child of multiprocessing, ends by itself, with or without a step.
 
     Children of :mod:`multiprocessing` skip :mod:`atexit` and drop inherited finalizers, so each registers its own.
-
-    Args:
-        act: Called at the end of every such process, whether or not it took a step.
     """
     if not _exit_actions:
         atexit.register(_run_exit_actions)
@@ -117,14 +111,11 @@ PATIENCE: Final = 60.0
 
 
 class StepCounter:
-    """Counts the steps of this process and writes the count to a file for the tool.
+    """Counts the steps of this process and writes the count to the file ``beat-<pid>`` for the tool.
 
     A step is one step of the optimizer that steps most often; where several take turns, as in a GAN, one turn of all. A
-    border is the end of that optimizer's ``step()``. Steps that :class:`~torch.amp.GradScaler` skips make no border.
-
-    Args:
-        directory: Folder of the file ``beat-<pid>``; its time stamp is that of the last border.
-        at_border: Called after step 1, 2, ... with its number.
+    border is the end of that optimizer's ``step()``; the file's time stamp is that of the last one. Steps that
+    :class:`~torch.amp.GradScaler` skips make no border. ``at_border`` is called after step 1, 2, ... with its number.
     """
 
     def __init__(self, directory: Path, at_border: Callable[[int], None]) -> None:
@@ -182,12 +173,8 @@ def exit_with_peers(directory: Path, patience: float = PATIENCE) -> None:
     """End this process with exit code 0, together with the other ranks. Does not return.
 
     A rank that ends early tears down connections on which a peer still receives its last collective, so the ranks wait
-    for each other. They end by ``os._exit``: an exception would run the script's clean-up, whose collectives the other
-    ranks do not enter.
-
-    Args:
-        directory: Folder of the ranks' marks; visible to all hosts of the job.
-        patience: Seconds to wait for the other ranks.
+    for each other, by marks in a folder that all hosts see. They end by ``os._exit``: an exception would run the
+    script's clean-up, whose collectives the other ranks do not enter.
     """
     if torch.cuda.is_initialized():
         torch.cuda.synchronize()
@@ -195,7 +182,7 @@ def exit_with_peers(directory: Path, patience: float = PATIENCE) -> None:
     deadline = time.monotonic() + patience
     while len(list(directory.glob("left-*"))) < get_world_size() and time.monotonic() < deadline:
         time.sleep(0.02)
-    worker_reports.write_report_now()
+    workers.write_report_now()
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0)

@@ -134,17 +134,13 @@ class PatchManager:
     # --- apply and revert ---
 
     def apply(self, *features: str) -> None:
-        """Apply everything that is registered for some features, or for all: all of it or nothing.
+        """Apply everything that is registered for some features, by default for all: all of it or nothing.
 
         Patches in force stay; patches that were lost, for example by a reload, are installed again. A target that is
         not imported yet is pending and is patched after its import.
 
-        Args:
-            *features: Names; all without any.
-
         Raises:
-            PatchError: Something cannot be applied, or nothing is registered for a feature; nothing of this call is
-                applied then.
+            PatchError: Something cannot be applied, or nothing is registered for a feature. Nothing is applied then.
         """
         known = {record.declared.feature for record in self._select(())}
         for name in features:
@@ -153,13 +149,10 @@ class PatchManager:
         self._apply(self._select(features))
 
     def revert(self, *features: str) -> None:
-        """Revert the patches of some features, or all, the last first.
+        """Revert the patches of some features, by default of all, the last first.
 
         Where another library patched on top, its function stays, ours calls the original, and the state is
         ``shadowed``.
-
-        Args:
-            *features: Names; all without any.
 
         Raises:
             PatchError: The handle of a hook could not be removed; everything else was reverted.
@@ -168,11 +161,7 @@ class PatchManager:
 
     @contextlib.contextmanager
     def applied(self, *features: str) -> Iterator[None]:
-        """Apply in a ``with`` block; at its end, everything that was not applied before is reverted.
-
-        Args:
-            *features: Names; all without any.
-        """
+        """Apply in a ``with`` block; at its end, everything that was not applied before is reverted."""
         selected = self._select(features)
         before = {record for record in selected if record.is_live}
         self.apply(*features)
@@ -189,10 +178,7 @@ class PatchManager:
             return tuple(record.get_status() for record in self._records)
 
     def get_original(self, target: str) -> Any:
-        """Return the stock function of a target, patched or not.
-
-        Args:
-            target: Dotted path.
+        """Return the stock function of a target, given by its dotted path, patched or not.
 
         Raises:
             TargetNotFoundError: It does not exist or is not imported yet.
@@ -203,11 +189,7 @@ class PatchManager:
         return chain.original if chain else unwrap_descriptor(slot.raw)
 
     def is_patched(self, target: str) -> bool:
-        """Return whether calls of a target go through a patch of this manager.
-
-        Args:
-            target: Dotted path; False if it does not exist or is not imported yet.
-        """
+        """Return whether calls of a target go through a patch of this manager; False for a missing target."""
         try:
             slot = _find_slot(target)
         except TargetNotFoundError:
@@ -383,11 +365,7 @@ class PatchManager:
         return chains
 
     def _restore_slots(self, chains: Sequence[WrapperChain]) -> list[WrapperChain]:
-        """Restore the slots of those chains that have no wrapper left.
-
-        Returns:
-            Chains that cannot be restored, because another library's patch lies over them or in their place.
-        """
+        """Restore the slots of chains without wrappers; return those that another library's patch covers."""
         empty = [chain for chain in dict.fromkeys(chains) if not chain.wrappers]
         for chain in empty:
             chain.references = [write for write in reversed(chain.references) if not write.undo()]

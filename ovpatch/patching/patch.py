@@ -47,15 +47,7 @@ class IncompatiblePatchError(PatchError):
 
 
 def check_version_range(specifier: str, target: str) -> None:
-    """Raise if ``specifier`` is not a version range.
-
-    Args:
-        specifier: For example ``">=2.11,<2.16"``.
-        target: Target of the patch it belongs to, for the error.
-
-    Raises:
-        DeclarationError: It cannot be parsed.
-    """
+    """Raise a DeclarationError if a patch's version range, such as ``">=2.11,<2.16"``, cannot be parsed."""
     if not is_version_range(specifier):
         raise DeclarationError(
             f"torch={specifier!r} of the patch of {target} is not a version range: write it as '>=2.11,<2.16'"
@@ -76,11 +68,7 @@ def is_version_range(specifier: str) -> bool:
 
 
 def explain_torch_mismatch(specifier: str) -> str | None:
-    """Return why the torch at hand is outside a range, or None if it is inside.
-
-    Args:
-        specifier: A checked version range.
-    """
+    """Return why the torch at hand is outside a checked version range, or None if it is inside."""
     text = read_torch_version()
     if text is None:
         return f"needs torch {specifier}, and torch is not installed"

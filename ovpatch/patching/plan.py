@@ -28,29 +28,18 @@ _LIVE: Final = (PatchState.APPLIED, PatchState.PENDING)
 
 @dataclass(eq=False)
 class PatchRecord:
-    """One declaration and its state; changes under the write lock.
+    """One declaration and its state; changes under the write lock."""
 
-    Attributes:
-        declared: The patch or hook.
-        state: State at the last change; :meth:`get_status` looks at the slot as well.
-        reason: Why it is in this state.
-        wrappers: The patch in its chains. The last one is current; older ones belong to code from before a reload.
-        shadowed_chains: Chains whose slots could not be restored, because another patch lies over them.
-        handle: Handle of the installed hook.
-        waits_for: Modules whose import may bring the target.
-        applied_order: Position among all applied records; ``revert()`` goes backwards.
-        location: File and line of the stock function.
-    """
-
-    declared: Patch | Hook
-    state: PatchState = PatchState.REGISTERED
-    reason: str = ""
+    declared: Patch | Hook  # the patch or hook
+    state: PatchState = PatchState.REGISTERED  # state at the last change; get_status() looks at the slot as well
+    reason: str = ""  # why it is in this state
+    # The patch in its chains. The last one is current; older ones belong to code from before a reload.
     wrappers: list[tuple[WrapperChain, Wrapper]] = field(default_factory=list)
-    shadowed_chains: list[WrapperChain] = field(default_factory=list)
-    handle: Removable | None = None
-    waits_for: tuple[str, ...] = ()
-    applied_order: int = 0
-    location: str = ""
+    shadowed_chains: list[WrapperChain] = field(default_factory=list)  # not restored: another patch lies over them
+    handle: Removable | None = None  # handle of the installed hook
+    waits_for: tuple[str, ...] = ()  # modules whose import may bring the target
+    applied_order: int = 0  # position among all applied records; ``revert()`` goes backwards
+    location: str = ""  # file and line of the stock function
     _calls: int = 0
     _traces: int = 0
 
@@ -98,13 +87,9 @@ class PatchRecord:
 
 
 def find_chain(chains: Sequence[WrapperChain], slot: Slot) -> WrapperChain | None:
-    """Return the chain that a slot belongs to, through any alias.
+    """Return the manager's chain that a slot belongs to, through any alias.
 
     All module attributes that hold one function share a chain. Each class attribute has its own.
-
-    Args:
-        chains: Chains of the manager, also those without active patches.
-        slot: The slot.
     """
     for chain in chains:
         if chain.slot.is_same(slot):
@@ -127,13 +112,7 @@ def find_defining_slot(slot: Slot) -> Slot:
 
 
 def make_conflict_error(one: Patch, other: Patch, slot: Slot) -> PatchConflictError:
-    """Return the error for two replacements of one slot.
-
-    Args:
-        one: The first replacement.
-        other: The second one.
-        slot: The slot that both replace.
-    """
+    """Return the error for two replacements of one slot."""
     names = " and ".join(dict.fromkeys((one.target, other.target)))
     remedies = " or ".join(dict.fromkeys((_turn_off(one), _turn_off(other))))
     return PatchConflictError(
@@ -155,19 +134,12 @@ def _turn_off(patch: Patch) -> str:
 
 @dataclass(eq=False)
 class SlotPlan:
-    """The patches of one slot that are to be added.
+    """The patches of one slot that are to be added."""
 
-    Attributes:
-        chain: Chain that they join; not installed yet if it is new.
-        slots: Slots that do not hold the chain's entry yet.
-        records: Patches to add.
-        staged: The wrappers of the chain after this plan.
-    """
-
-    chain: WrapperChain
-    slots: list[Slot] = field(default_factory=list)
-    records: list[PatchRecord] = field(default_factory=list)
-    staged: Staged = field(default_factory=list)
+    chain: WrapperChain  # chain that they join; not installed yet if it is new
+    slots: list[Slot] = field(default_factory=list)  # slots that do not hold the chain's entry yet
+    records: list[PatchRecord] = field(default_factory=list)  # patches to add
+    staged: Staged = field(default_factory=list)  # the wrappers of the chain after this plan
 
     @property
     def is_current(self) -> bool:
@@ -182,11 +154,7 @@ class SlotPlan:
         return next(wrapper for wrapper, _, _ in self.staged if wrapper.patch is record.declared)
 
     def check_conflicts(self) -> None:
-        """Raise if the slot would have two replacements.
-
-        Raises:
-            PatchConflictError: The text names both.
-        """
+        """Raise a PatchConflictError that names both, if the slot would have two replacements."""
         replacements = [wrapper.patch for wrapper in self.chain.wrappers if wrapper.patch.kind == "replace"]
         for patch in map(_patch, self.records):
             if patch.kind == "replace" and replacements:
@@ -208,26 +176,18 @@ class SlotPlan:
 
 @dataclass(eq=False)
 class PatchPlan:
-    """The writes of one ``apply()``.
+    """The writes of one ``apply()``."""
 
-    Attributes:
-        version: Version of the manager at planning.
-        finished: Module whose import hook calls ``apply()``, if one does.
-        slot_plans: Patches to add, by slot.
-        hooks: Hooks to install.
-        handles: Handles of the hooks that are installed.
-        not_applied: Patches that are not applied, with state, reason and the modules that may bring the target.
-        unloaded: Applied patches whose module was removed, with the modules that may bring it back.
-        unreachable: Wrappers that no call reaches any more, because their slot was overwritten.
-    """
-
-    version: int
-    finished: str = ""
-    slot_plans: list[SlotPlan] = field(default_factory=list)
-    hooks: list[tuple[PatchRecord, Hook]] = field(default_factory=list)
-    handles: list[tuple[PatchRecord, Removable]] = field(default_factory=list)
+    version: int  # version of the manager at planning
+    finished: str = ""  # module whose import hook calls ``apply()``, if one does
+    slot_plans: list[SlotPlan] = field(default_factory=list)  # patches to add, by slot
+    hooks: list[tuple[PatchRecord, Hook]] = field(default_factory=list)  # hooks to install
+    handles: list[tuple[PatchRecord, Removable]] = field(default_factory=list)  # of the hooks that are installed
+    # Patches that are not applied, with state, reason and the modules that may bring the target.
     not_applied: list[tuple[PatchRecord, PatchState, str, tuple[str, ...]]] = field(default_factory=list)
+    # Applied patches whose module was removed, with the modules that may bring it back.
     unloaded: list[tuple[PatchRecord, tuple[str, ...]]] = field(default_factory=list)
+    # Wrappers that no call reaches any more, because their slot was overwritten.
     unreachable: list[tuple[PatchRecord, WrapperChain, Wrapper]] = field(default_factory=list)
 
     @property
@@ -238,10 +198,6 @@ class PatchPlan:
 
     def add(self, record: PatchRecord, chains: Sequence[WrapperChain]) -> None:
         """Resolve and check one declaration; a declaration in force is left out.
-
-        Args:
-            record: The declaration.
-            chains: Chains of the manager.
 
         Raises:
             PatchError: The declaration cannot be applied.
@@ -313,10 +269,9 @@ class PatchPlan:
             self.not_applied.append((record, PatchState.INCOMPATIBLE, text, ()))
 
     def build_wrappers(self) -> None:
-        """Call the wrap functions and install the hooks. If one fails, all installed hooks are removed again.
+        """Call the wrap functions and install the hooks.
 
-        Raises:
-            PatchError: One of them failed.
+        If one of them fails, which is a PatchError, all installed hooks are removed again.
         """
         try:
             for slot_plan in self.slot_plans:
@@ -348,13 +303,9 @@ class PatchPlan:
 def make_plan(
     records: Sequence[PatchRecord], chains: Sequence[WrapperChain], version: int, finished: str = ""
 ) -> PatchPlan:
-    """Resolve and check some declarations.
+    """Resolve and check the declarations to apply; those in force stay as they are.
 
-    Args:
-        records: Declarations to apply; those in force stay as they are.
-        chains: Chains of the manager.
-        version: Version of the manager.
-        finished: Module whose import hook calls ``apply()``, if one does.
+    ``finished`` is the module whose import hook calls ``apply()``, if one does.
 
     Raises:
         PatchError: A declaration cannot be applied.

@@ -23,10 +23,9 @@ Reference = tuple[types.ModuleType, str, int]
 
 
 def find_references(ids: Mapping[int, Any] | set[int]) -> Iterable[Reference]:
-    """Yield ``(module, name, id)`` of every reference to one of some objects, in one pass over all modules.
+    """Yield ``(module, name, id)`` of every reference to objects with some ids, in one pass over all modules.
 
-    Args:
-        ids: ``id()`` of the objects, which the caller keeps alive.
+    The caller keeps the objects alive.
     """
     wanted = set(ids)
     for module in {id(module): module for module in list(sys.modules.values()) if is_module(module)}.values():
@@ -39,12 +38,9 @@ def find_references(ids: Mapping[int, Any] | set[int]) -> Iterable[Reference]:
 
 
 def list_author_packages(sources: Iterable[Any]) -> frozenset[str]:
-    """Return the packages that some patches come from.
+    """Return the packages that some patches, as declared, come from.
 
     These packages keep the original: ``from m import f; def new_f(): return f()`` must not call itself.
-
-    Args:
-        sources: Replacements and wrap functions, as declared.
     """
     packages = set(_OURS)
     for source in sources:
@@ -66,12 +62,7 @@ def match_packages(packages: Iterable[str]) -> Callable[[str], bool]:
 
 
 def keeps_original(module: types.ModuleType, raw: Any) -> bool:
-    """Whether a module must keep a function written in C, because C code or torch looks it up there.
-
-    Args:
-        module: Module with a reference.
-        raw: The function.
-    """
+    """Whether a module must keep a function written in C, because C code or torch looks it up there."""
     if isinstance(raw, types.FunctionType):
         return False
     values = get_namespace(module)
@@ -85,16 +76,11 @@ _MAX_SEARCHED: Final = 500
 
 
 def leads_to(value: Any, function: Any, original: Any) -> bool:
-    """Whether calling ``value`` may run ``function``.
+    """Whether calling ``value``, the content of a slot, may run ``function``, which was installed over ``original``.
 
     The search follows ``__wrapped__``, closures, partials, bound methods and attributes of objects, and then the
-    globals that ``value`` names. After a reload, where ``value`` is a fresh copy of the original, globals are left
-    out: functions of one library name each other.
-
-    Args:
-        value: Content of the slot now.
-        function: The installed function.
-        original: Content of the slot before the patch.
+    globals that ``value`` names. After a reload, where ``value`` is a fresh copy of the original, globals are left out:
+    functions of one library name each other.
     """
     if value is function or _search(value, function):
         return True

@@ -48,11 +48,7 @@ _DESCRIPTORS: Final = (staticmethod, classmethod, types.ClassMethodDescriptorTyp
 
 
 def get_slot_kind(slot: Slot) -> SlotKind:
-    """Return how Python reads the slot.
-
-    Raises:
-        IncompatiblePatchError: The slot cannot be patched.
-    """
+    """Return how Python reads the slot; raise IncompatiblePatchError if it cannot be patched."""
     kind = _kind_in_module(slot.raw) if is_module(slot.owner) else _kind_in_class(slot.raw)
     if kind is None:
         raise IncompatiblePatchError(_refusal(slot))
@@ -125,17 +121,14 @@ def unwrap_replacement(replacement: Any, slot: Slot, kind: SlotKind) -> Function
             f"{slot.path} is a {kind.value} and its replacement is a {type(replacement).__name__}: pass a plain "
             "function, the descriptor is kept"
         )
-    if wanted is SlotKind.GETTER and (replacement.fset, replacement.fdel) not in ((None, None), _accessors(slot.raw)):
+    accessors = getattr(slot.raw, "fset", None), getattr(slot.raw, "fdel", None)
+    if wanted is SlotKind.GETTER and (replacement.fset, replacement.fdel) not in ((None, None), accessors):
         raise IncompatiblePatchError(
             f"the replacement of property {slot.path} brings a setter or deleter, and only the getter of a property "
             "is patched: pass the getter function"
         )
     function: Function = unwrap_descriptor(replacement)
     return function
-
-
-def _accessors(raw: property) -> tuple[Any, Any]:
-    return raw.fset, raw.fdel
 
 
 def make_base(slot: Slot, kind: SlotKind) -> Function:
@@ -213,24 +206,18 @@ def _inherited_getter(owner: Any, name: str, found: Any) -> Function:
 def set_picklable_name(function: Any, slot: Slot, away: Callable[[types.ModuleType], bool]) -> None:
     """Name an installed function so that its qualified name leads to it, as pickle demands.
 
-    Args:
-        function: The installed function, named like the original.
-        slot: Its slot.
-        away: Whether references in a module keep the original.
+    References in a module that is ``away`` keep the original.
     """
     if is_class(slot.owner):
         if slot.inherited_from is not None:
-            function.__module__, function.__qualname__ = slot.owner.__module__, _qualname(slot)
+            function.__module__ = slot.owner.__module__
+            function.__qualname__ = f"{slot.owner.__qualname__}.{slot.name}"
         return
     home = sys.modules.get(getattr(function, "__module__", None) or "")
     if home is None or home is slot.owner or not is_module(home):
         return
     if get_namespace(home).get(function.__qualname__) is slot.raw and away(home):
         function.__module__, function.__qualname__ = slot.owner.__name__, slot.name
-
-
-def _qualname(slot: Slot) -> str:
-    return f"{slot.owner.__qualname__}.{slot.name}"
 
 
 # --- writes and their undo ---
@@ -287,19 +274,12 @@ def _get_c_method(owner: type, method: str) -> Callable[..., None]:
 
 @dataclass(frozen=True, eq=False)
 class SlotWrite:
-    """One written attribute.
+    """One written attribute."""
 
-    Attributes:
-        owner: Module or class.
-        name: Attribute.
-        old: Raw value before, ``ABSENT`` if the owner inherited it.
-        new: Raw value after.
-    """
-
-    owner: Owner
-    name: str
-    old: Any
-    new: Any
+    owner: Owner  # module or class
+    name: str  # attribute
+    old: Any  # raw value before, ``ABSENT`` if the owner inherited it
+    new: Any  # raw value after
 
     def undo(self) -> bool:
         """Write the old value back; returns False, and writes nothing, if the slot was overwritten since."""

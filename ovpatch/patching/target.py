@@ -30,19 +30,12 @@ ABSENT: Final[Any] = type("Absent", (), {"__repr__": lambda self: "<absent>"})()
 
 @dataclass(frozen=True, eq=False)
 class Slot:
-    """An existing attribute of a module or class.
+    """An existing attribute of a module or class."""
 
-    Attributes:
-        owner: Module or class whose ``__dict__`` holds the attribute, or will hold it if it is inherited.
-        name: Attribute.
-        raw: The raw value, such as the descriptor itself.
-        inherited_from: Class that defines ``raw``, if the owner inherits it.
-    """
-
-    owner: Owner
-    name: str
-    raw: Any
-    inherited_from: type | None = None
+    owner: Owner  # module or class whose ``__dict__`` holds the attribute, or will hold it if it is inherited
+    name: str  # attribute
+    raw: Any  # the raw value, such as the descriptor itself
+    inherited_from: type | None = None  # class that defines ``raw``, if the owner inherits it
 
     @property
     def path(self) -> str:
@@ -55,29 +48,18 @@ class Slot:
 
 
 class PendingTarget(NamedTuple):
-    """A target in a module that is not imported yet.
+    """A target in a module that is not imported yet."""
 
-    Attributes:
-        modules: Modules whose import may bring it.
-        reason: What it waits for.
-    """
-
-    modules: tuple[str, ...]
-    reason: str
+    modules: tuple[str, ...]  # modules whose import may bring it
+    reason: str  # what it waits for
 
 
 class MissingTarget(NamedTuple):
-    """A target that does not exist.
+    """A target that does not exist."""
 
-    Attributes:
-        reason: What is missing, for the status of an optional patch.
-        error: The same with target and remedy, for the error of a required patch.
-        modules: Modules whose import may bring it all the same; often none.
-    """
-
-    reason: str
-    error: str
-    modules: tuple[str, ...] = ()
+    reason: str  # what is missing, for the status of an optional patch
+    error: str  # the same with target and remedy, for the error of a required patch
+    modules: tuple[str, ...] = ()  # modules whose import may bring it all the same; often none
 
 
 def format_owner(owner: Owner) -> str:
@@ -105,11 +87,9 @@ def get_namespace(owner: Owner) -> dict[str, Any]:
 
 
 def resolve_target(target: str, finished: str = "") -> Slot | PendingTarget | MissingTarget:
-    """Find the slot that a target names.
+    """Find the slot that a dotted path names.
 
-    Args:
-        target: Dotted path of a function, method or property.
-        finished: Module that is executed although Python still marks it as initializing, as in its import hook.
+    The module ``finished`` is executed although Python still marks it as initializing, as in its import hook.
 
     Raises:
         IncompatiblePatchError: A part of the path is neither module nor class.
@@ -149,19 +129,19 @@ def _walk(target: str, module: types.ModuleType, parts: list[str], at: int) -> S
             raise IncompatiblePatchError(_through_an_object(target, parts, index, value))
         owner = value
         imported = value.__name__ if is_module(value) else ""
-    raw, find_defining_slot = _lookup(owner, parts[-1])
+    raw, holder = _lookup(owner, parts[-1])
     if raw is ABSENT:
         return _absent(target, owner, parts, len(parts) - 1, imported)
-    return Slot(owner, parts[-1], raw, None if find_defining_slot is owner else find_defining_slot)
+    return Slot(owner, parts[-1], raw, None if holder is owner else holder)
 
 
 def _lookup(owner: Owner, name: str) -> tuple[Any, Any]:
     """Return the raw value of an attribute and the namespace's owner."""
     holders: Iterable[Any] = (owner,) if is_module(owner) else type.__dict__["__mro__"].__get__(owner)
-    for find_defining_slot in holders:
-        raw = get_namespace(find_defining_slot).get(name, ABSENT)
+    for holder in holders:
+        raw = get_namespace(holder).get(name, ABSENT)
         if raw is not ABSENT:
-            return raw, find_defining_slot
+            return raw, holder
     return ABSENT, None
 
 
@@ -192,7 +172,7 @@ def _missing(target: str, owner: Owner, name: str) -> MissingTarget:
 
 def _names(owner: Owner) -> set[Any]:
     holders: Iterable[Any] = (owner,) if is_module(owner) else type.__dict__["__mro__"].__get__(owner)
-    return {key for find_defining_slot in holders for key in list(get_namespace(find_defining_slot))}
+    return {key for holder in holders for key in list(get_namespace(holder))}
 
 
 def _through_an_object(target: str, parts: list[str], index: int, value: object) -> str:
@@ -242,9 +222,7 @@ _listeners: Final[dict[str, list[Callable[[], Listener | None]]]] = {}
 def call_after_import(module: str, listener: Listener) -> None:
     """Call ``listener(module)`` once, after the next import of a module that is not imported now.
 
-    Args:
-        module: Dotted name.
-        listener: Function to call; a bound method is held weakly, so that it keeps no manager alive.
+    A bound method is held weakly, so that it keeps no manager alive.
     """
     if module in sys.modules:
         return

@@ -33,12 +33,8 @@ def compare_signatures(original: Callable[..., Any], new: Callable[..., Any], *,
 
     Names, kinds, order and the presence of defaults must agree; ``*args`` and ``**kwargs`` of ``new`` match the
     remaining parameters. Functions without a signature (most of C) are not compared. ``original`` is compared by the
-    signature that it shows, ``new`` by its own code, since ``functools.wraps`` may show another signature.
-
-    Args:
-        original: The function that callers know.
-        new: Its replacement.
-        bound: Whether the first parameter is ``self`` or ``cls``, whose name is free.
+    signature that it shows, ``new`` by its own code, since ``functools.wraps`` may show another signature. If
+    ``bound``, the first parameter is ``self`` or ``cls``, whose name is free.
     """
     old_parameters, new_parameters = _parameters(original, bound), _parameters(_undisguised(new), bound, follow=False)
     if old_parameters is None or new_parameters is None or _accepts_anything(old_parameters):
@@ -164,22 +160,16 @@ def watch_for_torch() -> None:
 
 
 class Dispatcher:
-    """A plain function that counts its calls and whose target can be switched.
+    """A plain function that counts its calls; ``switch`` sets the target of all later calls.
 
-    [Note: plain functions]
-    Dynamo, LR schedulers (``step.__func__``), pickle and ``inspect`` see through proxies to the original, so the
-    installed object is a function and its state is in its closure. Dynamo guards on the identity of the target: only
-    a switch recompiles. The call counter stays out of traced code, where a changing int would recompile at each call;
-    a function that Dynamo evaluates once while tracing counts the trace instead.
+    Dynamo, LR schedulers (``step.__func__``), pickle and ``inspect`` see through proxies to the
+    original, so the installed object is a function and its state is in its closure. Dynamo guards on the identity of
+    the target: only a switch recompiles. The call counter stays out of traced code, where a changing int would
+    recompile at each call; a function that Dynamo evaluates once while tracing counts the trace instead.
 
-    [Note: skipped frames]
-    Where Dynamo does not trace a caller, such as ``Module._call_impl``, it examines every Python function called
-    below it. It would compile each dispatcher by itself, all in the cache of one code object. So the dispatcher's
-    frame is skipped; the frame that it calls is not.
-
-    Attributes:
-        function: The function to install.
-        switch: Sets the target of all later calls.
+    [Note: skipped frames] Where Dynamo does not trace a caller, such as ``Module._call_impl``, it examines every Python
+    function called below it. It would compile each dispatcher by itself, all in the cache of one code object. So the
+    dispatcher's frame is skipped; the frame that it calls is not.
     """
 
     __slots__ = ("_credited", "_read", "function", "switch")
@@ -242,21 +232,13 @@ def _disguise(function: Function, like: Function) -> None:
 
 @dataclass(eq=False)
 class Wrapper:
-    """One patch in a chain.
+    """One patch in a chain."""
 
-    Attributes:
-        patch: The declaration.
-        function: The replacement, or the function that wrap returned.
-        inner: Its dispatcher while another patch lies above it.
-        calls: Eager calls so far.
-        traces: Traces so far.
-    """
-
-    patch: Patch
-    function: Function
-    inner: Dispatcher | None = None
-    calls: int = 0
-    traces: int = 0
+    patch: Patch  # the declaration
+    function: Function  # the replacement, or the function that wrap returned
+    inner: Dispatcher | None = None  # its dispatcher while another patch lies above it
+    calls: int = 0  # eager calls so far
+    traces: int = 0  # traces so far
 
     def add_counts(self, dispatcher: Dispatcher) -> None:
         """Add the new counts of a dispatcher."""
@@ -273,34 +255,22 @@ Staged = list[tuple[Wrapper, Function, Dispatcher | None]]
 class WrapperChain:
     """The patches of one slot, innermost first. It changes only under the write lock.
 
-    [Note: one entry per slot]
     The installed function, the entry, stays the same while patches come and go; its target is switched. So every
     reference to it (in a module, an instance, another library's wrapper) runs the current patches, and the original
     after the last one is removed. The entry is also the dispatcher of the outermost patch, so that a single wrapper
     costs one function call. Each inner patch has its own dispatcher: it is counted, and removed without rebuilding
     the others.
-
-    Attributes:
-        slot: The slot before the patch.
-        kind: How Python reads the slot.
-        original: The stock function.
-        base: Function that the innermost wrapper gets: the stock function, or a look-up of the inherited one.
-        entry: Dispatcher of the installed function.
-        installed: The installed function in the slot's descriptor.
-        wrappers: Active patches, innermost first.
-        writes: Slots that hold the installed function.
-        references: References in other modules that hold it.
     """
 
-    slot: Slot
-    kind: SlotKind = field(init=False)
-    original: Function = field(init=False)
-    base: Function = field(init=False)
-    entry: Dispatcher = field(init=False)
-    installed: Any = field(init=False)
-    wrappers: list[Wrapper] = field(default_factory=list, init=False)
-    writes: list[SlotWrite] = field(default_factory=list, init=False)
-    references: list[SlotWrite] = field(default_factory=list, init=False)
+    slot: Slot  # the slot before the patch
+    kind: SlotKind = field(init=False)  # how Python reads the slot
+    original: Function = field(init=False)  # the stock function
+    base: Function = field(init=False)  # what the innermost wrapper gets: the stock function, or a look-up of it
+    entry: Dispatcher = field(init=False)  # dispatcher of the installed function
+    installed: Any = field(init=False)  # the installed function in the slot's descriptor
+    wrappers: list[Wrapper] = field(default_factory=list, init=False)  # active patches, innermost first
+    writes: list[SlotWrite] = field(default_factory=list, init=False)  # slots that hold the installed function
+    references: list[SlotWrite] = field(default_factory=list, init=False)  # references in other modules that hold it
 
     def __post_init__(self) -> None:
         self.kind = get_slot_kind(self.slot)
@@ -314,9 +284,6 @@ class WrapperChain:
         """Build the chain with additional patches, without a change of the present one. Calls wrap functions.
 
         Wrappers above the first new one are built again.
-
-        Args:
-            patches: Patches to add.
 
         Raises:
             PatchError: A wrap function failed, or its result cannot replace the original.
@@ -355,11 +322,7 @@ class WrapperChain:
         return function
 
     def check_replacement(self, patch: Patch) -> Function:
-        """Return the function of a replacement.
-
-        Raises:
-            IncompatiblePatchError: It cannot replace the original.
-        """
+        """Return the function of a replacement; raise IncompatiblePatchError if it cannot replace the original."""
         function = unwrap_replacement(patch.replacement, self.slot, self.kind)
         self._check_signature(patch, function)
         return function

@@ -6,7 +6,6 @@ from collections.abc import Collection, Sequence
 from typing import Any, Final
 
 from ovpatch import logs
-from ovpatch.hookspecs import Removable
 from ovpatch.patching import (
     IncompatiblePatchError,
     PatchConflictError,
@@ -30,30 +29,15 @@ class _Registrar:
         self._manager.register_patch(target, replacement, feature=self._feature, **details)
 
     def register_hook(self, name: str, install: Any, *, why: str = "") -> None:
-        self._manager.register_hook(name, _checked(name, install), feature=self._feature, why=why)
-
-
-def _checked(name: str, install: Any) -> Any:
-    def checked_install() -> Removable:
-        handle: Removable = install()
-        if not callable(getattr(handle, "remove", None)):
-            raise TypeError(f"hook {name!r}: install() returned {type(handle).__name__}, which has no remove()")
-        return handle
-
-    return checked_install
+        self._manager.register_hook(name, install, feature=self._feature, why=why)
 
 
 class ActiveFeatures:
-    """The features that are on, and the patch manager below them. The session's lock guards it.
-
-    Attributes:
-        plugins: The plugins in memory.
-        active: Features that are on, in the order in which they became active.
-    """
+    """The features that are on, and the patch manager below them. The session's lock guards it."""
 
     def __init__(self) -> None:
-        self.plugins: Final = Plugins()
-        self.active: Final[dict[str, FeatureRecord]] = {}
+        self.plugins: Final = Plugins()  # the plugins in memory
+        self.active: Final[dict[str, FeatureRecord]] = {}  # features that are on, in the order of their activation
         self._manager: Final = PatchManager()
 
     def statuses(self) -> Sequence[PatchStatus]:
@@ -100,10 +84,8 @@ class ActiveFeatures:
             record = plan.records[name]
             self._manager.unregister(name)
             try:
-                registrar = _Registrar(self._manager, name)
-                self.plugins.call_hook(
-                    name, "ovpatch_register", patches=registrar, options=opts.get_values(record.options)
-                )
+                registrar, options = _Registrar(self._manager, name), opts.get_values(record.options)
+                self.plugins.call_hook(name, "ovpatch_register", patches=registrar, options=options)
             except PluginError as error:
                 self._fail(record, error, error.__cause__)
         self._drop_unmet(plan)
@@ -118,23 +100,22 @@ class ActiveFeatures:
             self._manager.apply(*names)
         except (Exception, SystemExit):  # noqa: BLE001  # runs plugins' functions; the next lines find the one at fault
             for name in sorted(names, key=lambda name: not plan.records[name].request.by_name):
-                self._patch_one(plan.records[name])
+                try:
+                    self._manager.apply(name)
+                except (Exception, SystemExit) as error:  # noqa: BLE001  # as above
+                    self._fail(plan.records[name], error, error)
         self._drop_unmet(plan)
-
-    def _patch_one(self, record: FeatureRecord) -> None:
-        try:
-            self._manager.apply(record.found.name)
-        except (Exception, SystemExit) as error:  # noqa: BLE001  # as above
-            self._fail(record, error, error)
 
     def _activate(self, plan: FeaturePlan, name: str) -> None:
         record = plan.records[name]
+        options = opts.get_values(record.options)
         try:
-            record.remarks = self.plugins.call_for_texts(
-                name, "ovpatch_activate", options=opts.get_values(record.options)
-            )
+            record.remarks = self.plugins.call_for_texts(name, "ovpatch_activate", options=options)
         except PluginError as error:
-            self._deactivate_quietly(name)
+            try:  # let the plugin clean up
+                self.plugins.call_hook(name, "ovpatch_deactivate")
+            except PluginError as second:
+                logs.logger.debug("%s: %s", name, second)
             self._fail(record, error, error.__cause__)
             self._drop_unmet(plan)
             return
@@ -166,13 +147,6 @@ class ActiveFeatures:
         except PatchError as error:  # from a hook's handle; everything else is reverted
             return [str(error)]
         return []
-
-    def _deactivate_quietly(self, name: str) -> None:
-        """Let a plugin whose activation failed clean up."""
-        try:
-            self.plugins.call_hook(name, "ovpatch_deactivate")
-        except PluginError as error:
-            logs.logger.debug("%s: %s", name, error)
 
 
 def _state_of(error: BaseException | None) -> str:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -50,19 +51,19 @@ def find_dependents(name: str, features: Mapping[str, Feature]) -> list[str]:
 
 
 def find_conflicts(features: Mapping[str, Feature], ranking: Sequence[Collection[str]]) -> dict[str, str]:
-    """Find features that cannot run together.
+    """Return the features that cannot run together, each with the reason why it stands down.
 
-    Args:
-        features: Features that are to be on.
-        ranking: Groups of names, the strongest first. Of two features in conflict the one in the stronger group
-            stays on; two of the same group both stand down.
-
-    Returns:
-        The features that stand down, each with the reason.
+    ``ranking`` has groups of names, the strongest first. Of two features in conflict the one in the stronger group
+    stays on; two of the same group both stand down.
     """
     lost: dict[str, str] = {}
     names = list(features)
-    pairs = [(a, b) for i, a in enumerate(names) for b in names[i + 1 :] if _exclude(features[a], features[b])]
+    pairs = [
+        (a, b)
+        for i, a in enumerate(names)
+        for b in names[i + 1 :]
+        if b in features[a].conflicts or a in features[b].conflicts
+    ]
     for a, b in sorted(pairs, key=lambda pair: min(_rank(pair[0], ranking), _rank(pair[1], ranking))):
         if a in lost or b in lost:
             continue
@@ -72,23 +73,14 @@ def find_conflicts(features: Mapping[str, Feature], ranking: Sequence[Collection
     return lost
 
 
-def _exclude(one: Feature, other: Feature) -> bool:
-    return other.name in one.conflicts or one.name in other.conflicts
-
-
 def _rank(name: str, ranking: Sequence[Collection[str]]) -> int:
     return next((index for index, group in enumerate(ranking) if name in group), len(ranking))
 
 
 def find_unmet(features: Mapping[str, Feature], reasons: Mapping[str, str]) -> dict[str, str]:
-    """Find features whose requirements are not on, directly or through others.
+    """Return the features whose requirements are not on, directly or through others, each with the reason.
 
-    Args:
-        features: Features that are to be on.
-        reasons: Why other features are not on, by name; a feature without an entry is not installed.
-
-    Returns:
-        The features that stand down, each with the reason.
+    ``reasons`` says why other features are not on; a feature without an entry is not installed.
     """
     lost: dict[str, str] = {}
     changed = True
@@ -121,25 +113,15 @@ class FeatureError(RuntimeError):
 
 @dataclass
 class FeatureRecord:
-    """One feature and its state.
-
-    Attributes:
-        found: Its plugin.
-        request: Whether the settings turn it on, and which setting does.
-        state: A state of the report, or ``planned`` during the call.
-        reason: Why it is in this state.
-        feature: Its description; None if the plugin is not imported.
-        options: Resolved options.
-        remarks: Remarks of the plugin from its activation.
-    """
+    """One feature and its state."""
 
     found: FoundPlugin
-    request: FeatureRequest
-    state: str = "disabled"
-    reason: str = ""
-    feature: Feature | None = None
-    options: dict[str, opts.OptionValue] = field(default_factory=dict)
-    remarks: tuple[str, ...] = ()
+    request: FeatureRequest  # whether the settings turn it on, and which setting does
+    state: str = "disabled"  # a state of the report, or ``planned`` during the call
+    reason: str = ""  # why it is in this state
+    feature: Feature | None = None  # its description; None if the plugin is not imported
+    options: dict[str, opts.OptionValue] = field(default_factory=dict)  # resolved options
+    remarks: tuple[str, ...] = ()  # remarks of the plugin from its activation
 
     def stand_down(self, state: str, reason: str) -> None:
         """Set the state of a feature that will not be on."""
@@ -181,11 +163,7 @@ class FeaturePlan:
                 record.stand_down("skipped", f"the call of apply() failed: {str(error) or repr(error)}")
 
     def check_requests(self) -> None:
-        """Raise if a required feature cannot run.
-
-        Raises:
-            FeatureError: Names every such feature with its reason.
-        """
+        """Raise a FeatureError that names every required feature that cannot run, with its reason."""
         refused = [e for e in self.records.values() if e.state not in _FINE and (e.request.by_name or self.strict)]
         if not refused:
             return
@@ -211,15 +189,9 @@ def make_plan(
 ) -> FeaturePlan:
     """Decide for every feature whether it will be on.
 
-    Args:
-        environment: The parsed variables.
-        strict: Argument of the call; the environment overrides it.
-        asked: Features named in the call; empty means the defaults.
-        arguments: Options given in calls so far.
-        found: Installed features.
-        plugins: Plugins in memory.
-        active: Features that are on. They stay on unless the environment turns them off.
-        ask_machine: Whether to call the plugins' ``ovpatch_reasons_against``, which need torch.
+    ``asked`` are the features named in the call; empty means the defaults. ``arguments`` are the options given in calls
+    so far. Active features stay on unless the environment turns them off. Without ``ask_machine`` the plugins'
+    ``ovpatch_reasons_against``, which need torch, are not called.
 
     Raises:
         ovpatch.SettingsError: A setting cannot be parsed.
@@ -233,7 +205,8 @@ def make_plan(
     _resolve(plan, arguments)
     if ask_machine:
         _ask(plan, plugins, active)
-    ranking = (active, _by_name(plan), {name for name, one in found.items() if one.first_party})
+    named = {name for name, record in plan.records.items() if record.request.by_name}
+    ranking = (active, named, {name for name, one in found.items() if one.first_party})
     for name, reason in find_conflicts(plan.get_planned(), ranking).items():
         plan.records[name].stand_down("conflict", reason)
     plan.drop_unmet()
@@ -255,29 +228,24 @@ def _start(one: FoundPlugin, request: FeatureRequest, active: Mapping[str, Featu
     return FeatureRecord(one, request, PLANNED)
 
 
-def _by_name(plan: FeaturePlan) -> set[str]:
-    return {name for name, record in plan.records.items() if record.request.by_name}
-
-
 def _load(plan: FeaturePlan, plugins: Plugins) -> None:
     """Block plugins that are off, load the others, and stand down those that are off by default."""
     for name, record in plan.records.items():
         (plugins.unblock_plugin if record.state == PLANNED else plugins.block_plugin)(name)
     for record in plan.records.values():
         if record.state == PLANNED:
-            _guarded(record, _load_one, record, plugins)
+            with _standing_down(record):
+                record.feature = plugins.load_feature(record.found)
     for record in plan.records.values():
         if record.feature is not None and record.request.on is None and not record.feature.default:
             record.stand_down("disabled", f"off by default; on by OVPATCH=+{record.found.name}")
 
 
-def _load_one(record: FeatureRecord, plugins: Plugins) -> None:
-    record.feature = plugins.load_feature(record.found)
-
-
-def _guarded(record: FeatureRecord, action: Callable[..., None], *arguments: Any) -> None:
+@contextmanager
+def _standing_down(record: FeatureRecord) -> Iterator[None]:
+    """Let a feature stand down if its plugin raises in the block."""
     try:
-        action(*arguments)
+        yield
     except PluginError as error:
         record.stand_down(error.state, str(error))
 
@@ -294,7 +262,8 @@ def _resolve(plan: FeaturePlan, arguments: Mapping[str, Mapping[str, Any]]) -> N
     for name, feature in described.items():
         record = plan.records[name]
         if record.state in (PLANNED, "disabled"):
-            _guarded(record, _resolve_one, record, feature, arguments.get(name, {}), variables)
+            with _standing_down(record):
+                _resolve_one(record, feature, arguments.get(name, {}), variables)
 
 
 def _resolve_one(
@@ -314,10 +283,7 @@ def _ask(plan: FeaturePlan, plugins: Plugins, active: Mapping[str, FeatureRecord
         record = plan.records[name]
         if name in active and active[name].options == record.options:
             continue
-        _guarded(record, _ask_one, name, record, plugins)
-
-
-def _ask_one(name: str, record: FeatureRecord, plugins: Plugins) -> None:
-    reasons = plugins.call_for_texts(name, "ovpatch_reasons_against", options=opts.get_values(record.options))
-    if reasons:
-        record.stand_down("skipped", "; ".join(reasons))
+        options = opts.get_values(record.options)
+        with _standing_down(record):
+            if reasons := plugins.call_for_texts(name, "ovpatch_reasons_against", options=options):
+                record.stand_down("skipped", "; ".join(reasons))

@@ -24,29 +24,17 @@ _WORDS: Final = frozenset((*ON_WORDS, *OFF_WORDS, "all"))
 
 @dataclass(frozen=True)
 class FoundPlugin:
-    """An entry point of the group ``ovpatch``, not imported yet.
+    """An entry point of the group ``ovpatch``, not imported yet."""
 
-    Attributes:
-        name: The feature.
-        target: Module, or ``module:attribute``, of the plugin.
-        distribution: Distribution that contains it.
-        version: Version of the distribution.
-        path: Directory of the distribution's metadata.
-        problem: Why it is not loaded, or an empty string.
-        duplicate: Whether the problem is that several distributions announce it.
-        remark: Remark for the report.
-        entry_point: The entry point itself.
-    """
-
-    name: str
-    target: str
-    distribution: str
-    version: str
-    path: str
-    problem: str = ""
-    duplicate: bool = False
-    remark: str = ""
-    entry_point: EntryPoint | None = field(default=None, repr=False, compare=False)
+    name: str  # the feature
+    target: str  # module, or ``module:attribute``, of the plugin
+    distribution: str  # distribution that contains it
+    version: str  # version of the distribution
+    path: str  # directory of the distribution's metadata
+    problem: str = ""  # why it is not loaded, or an empty string
+    duplicate: bool = False  # whether the problem is that several distributions announce it
+    remark: str = ""  # remark for the report
+    entry_point: EntryPoint | None = field(default=None, repr=False, compare=False)  # the entry point itself
 
     @property
     def first_party(self) -> bool:
@@ -64,9 +52,6 @@ def find_plugins(path: list[str] | None = None) -> dict[str, FoundPlugin]:
 
     A distribution that is on the path twice, such as an editable install and its egg-info, counts once: the first one.
     If two distributions have a feature of one name, ovpatch's own is kept; otherwise neither is loaded.
-
-    Args:
-        path: Directories to search; ``sys.path`` by default.
     """
     by_name: dict[str, list[FoundPlugin]] = {}
     for found in _announced(distributions() if path is None else distributions(path=path)):
@@ -204,7 +189,8 @@ class Plugins:
         except pluggy.PluginValidationError as error:
             callers = self._manager.get_hookcallers(plugin) or []
             unknown = [caller.name for caller in callers if caller.name not in _HOOKS]
-            raise PluginError(f"unknown hook {_with_hints(unknown)}") from error
+            hints = " and ".join(f"{name!r}{suggest_name(name, _HOOKS)}" for name in unknown)
+            raise PluginError(f"unknown hook {hints}") from error
         missing = [hook for hook in _MANDATORY if not self.implements(name, hook)]
         if missing:
             raise PluginError(f"does not implement {' and '.join(missing)}")
@@ -229,10 +215,7 @@ class Plugins:
         return any(caller.name == hook for caller in callers)
 
     def call_hook(self, name: str, hook: str, /, **arguments: Any) -> Any:
-        """Call one hook of one plugin.
-
-        Returns:
-            The plugin's result; None if it does not implement the hook.
+        """Call one hook of one plugin, and return its result, None if the plugin does not implement it.
 
         Raises:
             PluginError: The hook raised.
@@ -245,10 +228,7 @@ class Plugins:
         return results[0] if results else None
 
     def call_for_texts(self, name: str, hook: str, /, **arguments: Any) -> tuple[str, ...]:
-        """Call a hook that returns reasons or remarks.
-
-        Returns:
-            The texts; one that came alone counts as a list of one, and None as none.
+        """Call a hook that returns reasons or remarks: a list of texts, one text, or None for none.
 
         Raises:
             PluginError: The hook raised, or returned something else.
@@ -271,10 +251,6 @@ def describe_error(error: BaseException) -> str:
     """Return the type and text of an error in one line."""
     text = " ".join(str(error).split())
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
-
-
-def _with_hints(names: list[str]) -> str:
-    return " and ".join(f"{name!r}{suggest_name(name, _HOOKS)}" for name in names)
 
 
 def _check_marks(plugin: object) -> None:

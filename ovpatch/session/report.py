@@ -9,7 +9,7 @@ import shutil
 import sys
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Final, TextIO
+from typing import Any, Final, TextIO
 
 from ovpatch._version import __version__
 from ovpatch.patching import PatchStatus
@@ -18,23 +18,9 @@ from ovpatch.session.plan import FeatureRecord
 from ovpatch.session.plugins import PluginError, Plugins
 from ovpatch.settings.options import DEFAULT, OptionValue
 
-if TYPE_CHECKING:
-    from ovpatch.patching import PatchStatus
-
-
 # From worst to best; a merged report has the worst state of any process.
-STATES: Final = (
-    "failed",
-    "conflict",
-    "incompatible",
-    "unavailable",
-    "shadowed",
-    "skipped",
-    "pending",
-    "disabled",
-    "applied",
-)
-TROUBLE: Final = frozenset({"failed", "conflict", "incompatible", "unavailable", "shadowed"})
+TROUBLE: Final = ("failed", "conflict", "incompatible", "unavailable", "shadowed")
+STATES: Final = (*TROUBLE, "skipped", "pending", "disabled", "applied")
 NEVER_CALLED: Final = "applied, but not called so far"
 NO_WORK: Final = "applied and called, but it has done nothing so far"
 IDLE: Final = frozenset({NEVER_CALLED, NO_WORK})
@@ -81,17 +67,11 @@ class FeatureReport:
 
     def to_json(self) -> dict[str, Any]:
         """Return the feature as plain data for JSON."""
+        options = {name: option._asdict() for name, option in self.options.items()}
         return {
-            "name": self.name,
-            "state": self.state,
-            "reason": self.reason,
-            "remarks": list(self.remarks),
-            "options": {k: {"value": to_plain_data(o.value), "source": o.source} for k, o in self.options.items()},
-            "counters": dict(self.counters),
-            "distribution": self.distribution,
-            "requires": list(self.requires),
-            "reorders_products": self.reorders_products,
-            "work": list(self.work),
+            name: to_plain_data(value)
+            for name, value in (vars(self) | {"options": options}).items()
+            if name not in ("summary", "default")
         }
 
 
@@ -118,11 +98,7 @@ class Report:
     patches: tuple[PatchStatus, ...] = ()
 
     def __getitem__(self, name: str) -> FeatureReport:
-        """Return the report of one feature.
-
-        Raises:
-            KeyError: No such feature is installed.
-        """
+        """Return the report of one feature; KeyError if no such feature is installed."""
         for feature in self.features:
             if feature.name == name:
                 return feature
@@ -130,12 +106,7 @@ class Report:
 
     def to_json(self) -> dict[str, Any]:
         """Return the report as plain data, ready for ``json.dumps``."""
-        return {
-            "version": self.version,
-            "torch": self.torch,
-            "python": self.python,
-            "pid": self.pid,
-            "rank": self.rank,
+        return vars(self) | {
             "features": [feature.to_json() for feature in self.features],
             "patches": [patch.to_json() for patch in self.patches],
         }
@@ -163,11 +134,9 @@ class Report:
 
 
 def did_work(counters: Mapping[str, int], work: Collection[str] = ()) -> bool:
-    """Return whether counters show work.
+    """Return whether a feature's counters show work: those of real work, by default all but ``stock_…``.
 
-    Args:
-        counters: Counters of a feature.
-        work: Names of the counters of real work; by default all but ``stock_…``, which count calls left to stock.
+    Counters ``stock_…`` count calls that were left to stock.
     """
     return any(count for name, count in counters.items() if (name in work if work else not name.startswith("stock_")))
 
@@ -195,10 +164,7 @@ def wants_colour(stream: TextIO) -> bool:
 def format_report(data: Mapping[str, Any], *, colour: bool = False, width: int | None = None) -> str:
     """Return the table of a report given as JSON, of one process or merged over several.
 
-    Args:
-        data: What :meth:`Report.to_json` or :func:`ovpatch.session.worker_reports.merge_reports` returned.
-        colour: Whether to use terminal colours.
-        width: Columns; those of the terminal by default.
+    ``data`` is the result of :meth:`Report.to_json` or of :func:`ovpatch.session.workers.merge_reports`.
     """
     title = f"ovpatch {data['version']}, torch {data['torch']}, Python {data['python']}"
     rows = [(f["name"], _shown_state(f), _details(f)) for f in data["features"]]
@@ -230,15 +196,9 @@ def render_table(
     width: int | None = None,
     right: Collection[str] = (),
 ) -> str:
-    """Return a table as text; plain ASCII rules and no escape codes unless ``colour``.
+    """Return a table as text, as wide as the terminal by default; plain ASCII and no escape codes unless ``colour``.
 
-    Args:
-        title: Line above the table.
-        heads: Column heads.
-        rows: Cells of each row.
-        colour: Whether to use terminal colours.
-        width: Columns; those of the terminal by default.
-        right: Heads of right-aligned columns.
+    ``right`` are the heads of right-aligned columns.
     """
     from rich import box  # rich is slow to import, and apply() does not need it
     from rich.console import Console
@@ -249,17 +209,13 @@ def render_table(
     for head in heads:
         table.add_column(head, overflow="fold", justify="right" if head in right else "left")
     for row in rows:
-        table.add_row(*(Text(cell, style=_style(cell)) for cell in row))
+        table.add_row(*(Text(cell, style="red" if cell in TROUBLE else _COLOURS.get(cell, "")) for cell in row))
     columns = width or shutil.get_terminal_size((120, 24)).columns
     console = Console(file=io.StringIO(), width=columns, force_terminal=colour, no_color=not colour, highlight=False)
     console.print(table)
     out = console.file
     assert isinstance(out, io.StringIO)
     return out.getvalue().rstrip("\n")
-
-
-def _style(cell: str) -> str:
-    return "red" if cell in TROUBLE else _COLOURS.get(cell, "")
 
 
 NOT_IMPORTED: Final = "not imported"
@@ -272,14 +228,7 @@ SPAWNED: Final = (
 def make_report(
     records: Mapping[str, FeatureRecord], active: Collection[str], plugins: Plugins, patches: Sequence[PatchStatus]
 ) -> Report:
-    """Return the report of this process.
-
-    Args:
-        records: Records of the session, by feature.
-        active: Features that are on.
-        plugins: Plugins, for their counters and remarks.
-        patches: Statuses of all patches.
-    """
+    """Return the report of this process."""
     torch = get_torch_version()
     features = []
     for name, record in records.items():

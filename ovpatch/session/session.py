@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from typing import Any, Final
 
 from ovpatch import logs
+from ovpatch.hookspecs import Feature
 from ovpatch.session import plan as plans
 from ovpatch.session import plugins, report
 from ovpatch.session.activation import ActiveFeatures
@@ -78,11 +79,8 @@ class Session:
     ) -> Report:
         """Turn features on; see :func:`ovpatch.apply`.
 
-        Args:
-            asked: Features named in the call.
-            options: Options given in the call.
-            strict: Whether any skip is an error.
-            tolerant: Report features that cannot run, also those requested by name, as ``ovpatch doctor`` does.
+        With ``tolerant`` features that cannot run are reported, also those requested by name, as ``ovpatch doctor``
+        does.
         """
         with self._exclusive():
             plan = self.plan(asked, options, strict)
@@ -124,22 +122,22 @@ class Session:
     def _outdated(self, plan: FeaturePlan) -> list[str]:
         """Return the active features to turn off, including those that come back with other options."""
         going: set[str] = set()
-        features = {
-            name: record.feature for name, record in self._features.active.items() if record.feature is not None
-        }
+        features = self._described()
         for name, record in self._features.active.items():
             planned = plan.records[name]
             if planned.state != PLANNED or planned.options != record.options:
                 going |= {name, *find_dependents(name, features)}
         return [name for name in self._features.active if name in going]
 
+    def _described(self) -> dict[str, Feature]:
+        return {name: record.feature for name, record in self._features.active.items() if record.feature is not None}
+
     def _restore(self, before: Mapping[str, FeatureRecord]) -> None:
         """Restore the features that were active before a failed call."""
         try:
             self._features.drop_unfinished()
-            self._features.turn_off(
-                [name for name, record in self._features.active.items() if before.get(name) is not record]
-            )
+            changed = [name for name, record in self._features.active.items() if before.get(name) is not record]
+            self._features.turn_off(changed)
             lost = {name: record for name, record in before.items() if name not in self._features.active}
             for record in lost.values():
                 record.state = PLANNED
@@ -162,9 +160,7 @@ class Session:
             return self.report()
 
     def _revert_only(self, names: Collection[str]) -> None:
-        features = {
-            name: record.feature for name, record in self._features.active.items() if record.feature is not None
-        }
+        features = self._described()
         named = [name for name in names if name in self._features.active]
         along = {one: name for name in named for one in find_dependents(name, features)}
         reasons = {one: f"reverted together with {name!r}, which it requires" for one, name in along.items()}

@@ -23,15 +23,10 @@ _KINDS: Final = {bool: "1 or 0", int: "a whole number", float: "a number", str: 
 
 
 class OptionValue(NamedTuple):
-    """The value of an option and its source.
+    """The value of an option and its source."""
 
-    Attributes:
-        value: Value for the plugin.
-        source: ``default``, ``argument``, or ``environment`` followed by the variable.
-    """
-
-    value: Any
-    source: str
+    value: Any  # value for the plugin
+    source: str  # ``default``, ``argument``, or ``environment`` followed by the variable
 
 
 class _Given(NamedTuple):
@@ -48,11 +43,7 @@ def get_values(options: Mapping[str, OptionValue]) -> dict[str, Any]:
 
 
 def check_declaration(feature: Feature) -> None:
-    """Refuse a feature with an invalid or ambiguous declaration.
-
-    Raises:
-        ValueError: The text names the option and the mistake.
-    """
+    """Raise a ValueError if a feature's declaration is invalid or ambiguous; it names the option and the mistake."""
     _check_shape(feature)
     seen: set[str] = set()
     for option in feature.options:
@@ -97,10 +88,7 @@ def resolve_options(
 ) -> dict[str, OptionValue]:
     """Return the value of every option of a feature: environment over argument over default.
 
-    Args:
-        feature: The description.
-        arguments: Values given in the call, by name or alias.
-        environment: Variables of features, as text.
+    Arguments are by name or alias; the environment has the variables of features, as text.
 
     Raises:
         SettingsError: An argument is unknown, a value cannot be parsed, or a name and its alias disagree.
@@ -196,15 +184,9 @@ def list_variables(feature: Feature) -> dict[str, str]:
 
 
 def check_variables(environment: Mapping[str, str], features: Iterable[Feature], unread: Collection[str] = ()) -> None:
-    """Refuse unknown variables.
+    """Raise a SettingsError for an unknown variable; the text names the nearest known one.
 
-    Args:
-        environment: Variables of features, as text.
-        features: Features whose options are known.
-        unread: Names of features that are not imported; variables with their prefix are not checked.
-
-    Raises:
-        SettingsError: The text names the variable and the nearest known one.
+    Variables with the prefix of an ``unread`` feature, which is not imported, are not checked.
     """
     known = {name for feature in features for name in list_variables(feature)}
     known |= {make_variable_name(name) for name in unread}
@@ -218,15 +200,10 @@ def check_variables(environment: Mapping[str, str], features: Iterable[Feature],
 def find_clashes(
     features: Mapping[str, Feature], first_party: Collection[str], known: Collection[str]
 ) -> dict[str, str]:
-    """Find variables of two features at once, such as ``OVPATCH_A_B_C`` for ``a``.``b_c`` and ``a_b``.``c``.
+    """Return the features that lose a variable to another, each with the reason.
 
-    Args:
-        features: Features whose options are known.
-        first_party: Names of the features that ovpatch ships; they keep the variable.
-        known: Names of all features; those that are not imported have a switch at least.
-
-    Returns:
-        The features that lose, each with the reason.
+    ``OVPATCH_A_B_C`` is ``a``.``b_c`` and ``a_b``.``c``. Features that ovpatch ships keep the variable. ``known`` are
+    all features: those that are not imported have a switch at least.
     """
     owners: dict[str, list[tuple[str, str]]] = {name: [("", "a variable of ovpatch")] for name in RESERVED}
     for name, feature in features.items():

@@ -28,19 +28,13 @@ class SettingsError(ValueError):
 
 
 class Selection(NamedTuple):
-    """The value of ``OVPATCH``.
+    """The value of ``OVPATCH``."""
 
-    Attributes:
-        kind: ``defaults`` and ``signed`` are combined with the call's choice; the others replace it.
-        text: As written by the user, for messages.
-        names: Features named plainly or with ``+``.
-        without: Features named with ``-``.
-    """
-
+    # ``defaults`` and ``signed`` are combined with the call's choice; the others replace it.
     kind: Literal["defaults", "nothing", "all", "only", "signed"] = "defaults"
-    text: str = ""
-    names: tuple[str, ...] = ()
-    without: tuple[str, ...] = ()
+    text: str = ""  # as written by the user, for messages
+    names: tuple[str, ...] = ()  # features named plainly or with ``+``
+    without: tuple[str, ...] = ()  # features named with ``-``
 
 
 def parse_selection(text: str) -> Selection:
@@ -101,19 +95,12 @@ def suggest_name(word: str, candidates: Iterable[str]) -> str:
 
 
 class Variable(NamedTuple):
-    """One environment variable that does not belong to a feature; a row of the table in ``docs/settings.md``.
+    """One environment variable that does not belong to a feature; a row of the table in ``docs/settings.md``."""
 
-    Attributes:
-        name: The variable.
-        values: Allowed values.
-        default: Value if it is unset or empty.
-        help: One sentence.
-    """
-
-    name: str
-    values: str
-    default: str
-    help: str
+    name: str  # the variable
+    values: str  # allowed values
+    default: str  # value if it is unset or empty
+    help: str  # one sentence
 
 
 VARIABLES: Final = (
@@ -141,50 +128,29 @@ RESERVED: Final = frozenset(variable.name for variable in VARIABLES)
 
 
 class Environment(NamedTuple):
-    """All ``OVPATCH*`` variables of a process.
+    """All ``OVPATCH*`` variables of a process."""
 
-    Attributes:
-        selection: ``OVPATCH``.
-        auto: ``OVPATCH_AUTO``.
-        strict: ``OVPATCH_STRICT``, or None if it is unset.
-        log: ``OVPATCH_LOG``, or an empty string.
-        cache_dir: ``OVPATCH_CACHE_DIR``, or the user's cache directory; None for a user without a home.
-        third_party: ``OVPATCH_THIRD_PARTY``.
-        report_dir: ``OVPATCH_REPORT_DIR``, or an empty string.
-        features: The remaining variables as text; each must belong to a feature.
-    """
-
-    selection: Selection
-    auto: bool
-    strict: bool | None
-    log: str
-    cache_dir: Path | None
-    third_party: bool
-    report_dir: str
-    features: Mapping[str, str]
+    selection: Selection  # ``OVPATCH``
+    auto: bool  # ``OVPATCH_AUTO``
+    strict: bool | None  # ``OVPATCH_STRICT``, or None if it is unset
+    log: str  # ``OVPATCH_LOG``, or an empty string
+    cache_dir: Path | None  # ``OVPATCH_CACHE_DIR``, or the user's cache directory; None for a user without a home
+    third_party: bool  # ``OVPATCH_THIRD_PARTY``
+    report_dir: str  # ``OVPATCH_REPORT_DIR``, or an empty string
+    features: Mapping[str, str]  # the remaining variables as text; each must belong to a feature
 
 
 class FeatureRequest(NamedTuple):
-    """Whether the settings turn a feature on.
+    """Whether the settings turn a feature on."""
 
-    Attributes:
-        on: True, False, or None if the feature's own default decides.
-        by_name: The settings name the feature, so a skip is an error.
-        enforced: Off by the environment, so an active feature is reverted.
-        reason: The setting that decides, for the report.
-    """
-
-    on: bool | None
-    by_name: bool = False
-    enforced: bool = False
-    reason: str = ""
+    on: bool | None  # True, False, or None if the feature's own default decides
+    by_name: bool = False  # the settings name the feature, so a skip is an error
+    enforced: bool = False  # off by the environment, so an active feature is reverted
+    reason: str = ""  # the setting that decides, for the report
 
 
 def read_environment(environ: Mapping[str, str] | None = None) -> Environment:
-    """Parse the environment; variables of features stay text.
-
-    Args:
-        environ: Variables; those of the process by default. An empty value counts as unset.
+    """Parse the environment; variables of features stay text, and an empty value counts as unset.
 
     Raises:
         SettingsError: A value cannot be parsed.
@@ -208,9 +174,6 @@ def find_near_misses(environ: Mapping[str, str] | None = None) -> list[str]:
     """Return warnings about variables that look like misspelt ones of ovpatch, such as ``OVPATH=0``.
 
     They may belong to other software, so they are no error.
-
-    Args:
-        environ: Variables; those of the process by default.
     """
     source = os.environ if environ is None else environ
     found = [(name, _corrected(name)) for name in source]
@@ -274,11 +237,7 @@ def _level(text: str) -> str:
 def read_switch(environment: Environment, name: str, known: Collection[str] = ()) -> bool | None:
     """Return the value of ``OVPATCH_<FEATURE>``, or None if it is unset.
 
-    Args:
-        environment: The parsed variables.
-        name: The feature.
-        known: All features. If the variable may be another feature's option as well, a text that is not a truth value
-            is read as that option.
+    If the variable may be an option of another of the known features, a text that is no truth value is read as that.
     """
     own = make_variable_name(name)
     shared = any(name.startswith(other + "_") for other in known if other != name)
@@ -292,11 +251,7 @@ def get_request(
 ) -> FeatureRequest:
     """Return whether the settings turn a feature on, by the rule of this module.
 
-    Args:
-        name: The feature.
-        environment: The parsed variables.
-        asked: Features named in the call; empty means the defaults.
-        known: All features.
+    ``asked`` are the features named in the call; empty means the defaults.
     """
     selection, own, said = environment.selection, make_variable_name(name), read_switch(environment, name, known)
     if selection.kind == "nothing":
@@ -319,11 +274,7 @@ def get_request(
 
 
 def check_names(environment: Environment, asked: Iterable[str], options: Iterable[str], known: Collection[str]) -> None:
-    """Refuse names of features that are not installed.
-
-    Raises:
-        SettingsError: Names the place, the unknown name and the nearest known one.
-    """
+    """Raise a SettingsError for a feature that is not installed; it names the place and the nearest known name."""
     selection = environment.selection
     places = [(f"OVPATCH={selection.text}", name) for name in (*selection.names, *selection.without)]
     places += [("the call", name) for name in asked]
@@ -357,13 +308,8 @@ def _all(known: Collection[str]) -> str:
 def cache_dir(environ: Mapping[str, str] | None = None) -> Path | None:
     """Return the directory of measurements: ``OVPATCH_CACHE_DIR``, or ``ovpatch`` in the user's cache.
 
-    The user's cache is ``XDG_CACHE_HOME`` if that is an absolute path, else ``~/.cache``.
-
-    Args:
-        environ: Variables; those of the process by default.
-
-    Returns:
-        The directory, which need not exist; None for a user without a home, as in many containers.
+    The user's cache is ``XDG_CACHE_HOME`` if that is an absolute path, else ``~/.cache``. The directory need not exist.
+    None for a user without a home, as in many containers.
     """
     source = os.environ if environ is None else environ
     named = source.get("OVPATCH_CACHE_DIR", "").strip()

@@ -13,8 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ovpatch.insight.verify.recording import BACKWARD, STEP
-from ovpatch.insight.verify.values import keep_value
+from ovpatch.insight.verify.recording import BACKWARD, STEP, keep_value
 
 Event = tuple[str, dict[str, Any]]
 Product = Callable[[Tensor, Tensor], Tensor]

@@ -15,7 +15,7 @@ import pytest
 
 from ovpatch.cli import command_line
 from ovpatch.insight import arms, launch
-from ovpatch.session import orders
+from ovpatch.session import workers
 from ovpatch.settings.settings import SettingsError
 from tests.insight import programs
 from tests.insight.programs import TORCHRUN
@@ -237,10 +237,10 @@ def test_an_arm_has_its_own_environment(monkeypatch, tmp_path):
     stock = arms.Arm("stock", arms.STOCK).build_environment(WORKER, tmp_path)
     assert stock["OVPATCH"] == "0"
     assert "OVPATCH_AUTO" not in stock
-    assert orders.read_orders(stock).directory == tmp_path
+    assert workers.read_orders(stock).directory == tmp_path
     patched = arms.Arm("patched", None, {"steps": 3}, {"MORE": "1"}).build_environment(WORKER, tmp_path)
     assert (patched["OVPATCH"], patched["OVPATCH_AUTO"], patched["MORE"]) == ("-x", "1", "1")
-    assert orders.read_orders(patched).details == {"steps": 3}
+    assert workers.read_orders(patched).details == {"steps": 3}
 
 
 def test_leaving_one_out():

@@ -13,8 +13,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
-from ovpatch.insight.bench import analysis, throughput, worker
-from ovpatch.insight.bench.throughput import BatchCounter, FlopCount, measure_batch
+from ovpatch.insight.bench import analysis, worker
+from ovpatch.insight.bench.worker import BatchCounter, FlopCount, measure_batch
 
 # --- operations ---
 
@@ -84,15 +84,15 @@ def counts(*orders):
 
 @pytest.mark.parametrize("orders", [(1, 3), (3, 1), (None, 1), (1, None)])
 def test_an_evaluation_in_one_of_two_steps_does_not_count(orders):
-    assert throughput.choose_cheaper(list(counts(*orders))) == {"by_dtype": {"float32": 16}, "again": 0, "reason": ""}
-    assert "nothing in a step is a product" in throughput.choose_cheaper(list(counts(None, 0)))["reason"]
+    assert worker.choose_cheaper(list(counts(*orders))) == {"by_dtype": {"float32": 16}, "again": 0, "reason": ""}
+    assert "nothing in a step is a product" in worker.choose_cheaper(list(counts(None, 0)))["reason"]
 
 
 def test_a_formula_that_fails_harms_nobody(model, monkeypatch):
     def broken(*args, **kwargs):
         raise ValueError("an unknown shape")
 
-    monkeypatch.setitem(throughput.flop_registry, torch.ops.aten.addmm, broken)
+    monkeypatch.setitem(worker.flop_registry, torch.ops.aten.addmm, broken)
     ours = FlopCount()
     ours.start_counting()
     nn.Linear(4, 4)(torch.randn(2, 4)).sum().backward()
@@ -109,9 +109,9 @@ def test_where_counting_could_harm_it_is_not_tried(monkeypatch):
     with FlopCounterMode(display=False):
         ours.start_counting()
     assert "dispatch mode of its own" in ours.reason
-    monkeypatch.setattr(throughput, "is_compiling", lambda: True)
+    monkeypatch.setattr(worker, "is_compiling", lambda: True)
     ours.start_counting()
-    assert ours.reason == throughput.COMPILED
+    assert ours.reason == worker.COMPILED
     ours.stop_counting()
     assert torch.utils._python_dispatch._get_current_dispatch_mode() is None
 
@@ -120,9 +120,9 @@ def test_a_script_that_compiles_in_the_counted_step(monkeypatch):
     ours = FlopCount()
     ours.start_counting()
     nn.Linear(4, 4)(torch.randn(2, 4))
-    monkeypatch.setattr(throughput, "is_compiling", lambda: True)
+    monkeypatch.setattr(worker, "is_compiling", lambda: True)
     ours.stop_counting()
-    assert ours.to_json() == {"by_dtype": {}, "again": 0, "reason": throughput.COMPILED}
+    assert ours.to_json() == {"by_dtype": {}, "again": 0, "reason": worker.COMPILED}
 
 
 def test_a_step_in_backward_is_not_counted():
@@ -150,9 +150,9 @@ def test_a_script_that_ends_before_it_is_counted():
 
 def test_compiling_is_noticed(model):
     torch._dynamo.utils.counters.clear()
-    assert not throughput.is_compiling()
+    assert not worker.is_compiling()
     torch.compile(model, backend="eager")(torch.randn(2, 4, 16))
-    assert throughput.is_compiling()
+    assert worker.is_compiling()
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
 
@@ -195,10 +195,10 @@ class Classifier(nn.Module):
 @pytest.fixture
 def watched(monkeypatch):
     """Batches that see only models of this test."""
-    before = {id(module) for module in throughput.find_outermost_modules()}
-    everything = throughput.find_outermost_modules
+    before = {id(module) for module in worker.find_outermost_modules()}
+    everything = worker.find_outermost_modules
     monkeypatch.setattr(
-        throughput, "find_outermost_modules", lambda: [one for one in everything() if id(one) not in before]
+        worker, "find_outermost_modules", lambda: [one for one in everything() if id(one) not in before]
     )
     batches = BatchCounter()
     yield batches

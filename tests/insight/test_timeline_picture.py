@@ -140,7 +140,7 @@ def test_many_small_gaps_make_no_large_file(tmp_path):
 def test_without_matplotlib_the_remedy_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     monkeypatch.setattr(output, "find_spec", lambda name: None)
-    with pytest.raises(output.NoMatplotlibError, match=r"pip install 'ovpatch\[plot\]'"):
+    with pytest.raises(output.OutputError, match=r"pip install 'ovpatch\[plot\]'"):
         output.check_matplotlib()
 
 

@@ -14,7 +14,7 @@ import pytest
 from torch.autograd.profiler import profile as Session
 from torch.profiler import ProfilerActivity
 
-from ovpatch.insight.timeline.recording import Cost, measure_cost, read_recording
+from ovpatch.insight.timeline.summary import Cost, measure_cost, read_recording
 from ovpatch.insight.timeline.trace import TraceError
 from ovpatch.insight.timeline.tracks import read_all_ranks
 from ovpatch.insight.timeline.worker import ProfilerSession
@@ -43,7 +43,7 @@ import json, os, sys
 from pathlib import Path
 import torch
 from ovpatch.insight.timeline import worker
-from ovpatch.session.orders import Orders
+from ovpatch.session.workers import Orders
 import torch.profiler, torch._dynamo, torch._inductor.config  # as the first optimizer will
 for line in sys.stdin:
     one = json.loads(line)

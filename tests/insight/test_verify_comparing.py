@@ -2,19 +2,29 @@
 
 from __future__ import annotations
 
+import argparse
 import io
 
 import pytest
 import torch
 from rich.console import Console
 
+from ovpatch.cli import verify
 from ovpatch.insight.equality import Verdict
-from ovpatch.insight.verify import recording, table
+from ovpatch.insight.verify import recording
 from ovpatch.insight.verify.compare import ORDER, compare_runs, compare_values
-from ovpatch.insight.verify.recording import BACKWARD, CHECKPOINT, SCALE, STEP, EventRecorder
-from ovpatch.insight.verify.values import WHOLE, keep_text, keep_value
+from ovpatch.insight.verify.recording import (
+    BACKWARD,
+    CHECKPOINT,
+    SCALE,
+    STEP,
+    WHOLE,
+    EventRecorder,
+    keep_text,
+    keep_value,
+)
 from ovpatch.insight.verify.verify import Conclusion as Verdicts
-from ovpatch.insight.verify.verify import Verification
+from ovpatch.insight.verify.verify import Verification, print_result
 
 
 def value(number=1.0, more=0.0, size=4):
@@ -165,13 +175,26 @@ def test_the_table_shows_the_first_difference_and_then_the_worst(record):
     stock = [(BACKWARD, {"loss": keep_value(1.0)}) for _ in range(15)]
     printed = io.StringIO()
     compared = compare_runs(record("a", stock), record("b", patched))
-    table.print_result(Verification(Verdicts.DIFFERENT, "why", compared), Console(width=150, file=printed))
+    print_result(Verification(Verdicts.DIFFERENT, "why", compared), Console(width=150, file=printed))
     text = printed.getvalue()
     assert "not bitwise equal: the first, then the worst of 15" in text
     sizes = [float(line.split("│")[4]) for line in text.splitlines() if line.startswith("│")]
     assert sizes[0] == 0.001
     assert sizes[1:] == sorted(sizes[1:], reverse=True)
     assert (len(sizes), max(sizes)) == (10, 16.4)
+
+
+@pytest.mark.parametrize("columns", [80, 150])
+def test_a_log_is_as_wide_as_it_is_told(record, monkeypatch, capsys, columns):
+    monkeypatch.setenv("COLUMNS", str(columns))
+    patched = [(BACKWARD, {"a loss with a name that wants much room": keep_value(1.0 + 1e-3)})]
+    stock = [(BACKWARD, {"a loss with a name that wants much room": keep_value(1.0)})]
+    result = Verification(Verdicts.DIFFERENT, "why", compare_runs(record("a", stock), record("b", patched)))
+    arguments = argparse.Namespace(json=None, out=None)
+    assert verify._conclude(result, arguments) == Verdicts.DIFFERENT.code
+    rows = [line for line in capsys.readouterr().out.splitlines() if line[:1] in "│┌└├┏┡┃"]
+    assert max(map(len, rows)) <= columns
+    assert any("a loss with a name that wants much room" in row for row in rows) == (columns == 150)
 
 
 def test_a_run_that_was_cut_is_compared_as_far_as_it_goes(record):

@@ -12,8 +12,7 @@ from torch import Tensor
 from ovpatch.insight.equality import Verdict
 from ovpatch.insight.verify import recording
 from ovpatch.insight.verify.compare import Noise, RunComparison, Size, compare_runs, judge_value
-from ovpatch.insight.verify.recording import STEP, EventRecorder, RecordedRun
-from ovpatch.insight.verify.values import WHOLE, keep_value
+from ovpatch.insight.verify.recording import STEP, WHOLE, EventRecorder, RecordedRun, keep_value
 from tests.insight.chaos import Event, trained
 
 SEED, DRAWS = 1, 5

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from ovpatch.insight.verify import values
+from ovpatch.insight.verify import recording
 from ovpatch.insight.verify.probes import ParameterNames, list_contents, strip_wrappers
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.uint8, torch.float8_e4m3fn)
@@ -31,77 +31,77 @@ def test_any_flipped_bit_changes_the_digest(dtype, position, bit, size):
     index = position % size
     flipped[index] ^= mask - (1 << 64) if bit % width == 63 else torch.tensor(mask).to(flipped.dtype)
     assert not torch.equal(ints, flipped)
-    both = values.compute_digest(ints.view(dtype)), values.compute_digest(flipped.view(dtype))
+    both = recording.compute_digest(ints.view(dtype)), recording.compute_digest(flipped.view(dtype))
     assert len(both[0]) == 32
     assert both[0][:16] != both[1][:16]  # each of the two sums alone sees it
     assert both[0][16:] != both[1][16:]
 
 
 def test_a_flipped_bit_in_any_chunk_changes_the_digest(monkeypatch):
-    tensor = torch.zeros(2 * values.CHUNK + 5)
-    before = values.compute_digest(tensor)
-    for index in (0, values.CHUNK - 1, values.CHUNK, 2 * values.CHUNK + 4):
+    tensor = torch.zeros(2 * recording.CHUNK + 5)
+    before = recording.compute_digest(tensor)
+    for index in (0, recording.CHUNK - 1, recording.CHUNK, 2 * recording.CHUNK + 4):
         tensor[index] = -0.0
-        assert values.compute_digest(tensor) != before
+        assert recording.compute_digest(tensor) != before
         tensor[index] = 0.0
-    assert values.compute_digest(tensor) == before
+    assert recording.compute_digest(tensor) == before
 
 
 def test_values_that_change_places_change_the_digest():
     tensor = torch.arange(10.0)
     swapped = tensor.flip(0)
-    assert values.compute_digest(tensor) != values.compute_digest(swapped)
-    far = torch.zeros(values.CHUNK * 2)
+    assert recording.compute_digest(tensor) != recording.compute_digest(swapped)
+    far = torch.zeros(recording.CHUNK * 2)
     far[0] = 1.0
-    assert values.compute_digest(far) != values.compute_digest(far.roll(values.CHUNK))
+    assert recording.compute_digest(far) != recording.compute_digest(far.roll(recording.CHUNK))
 
 
 def test_the_digest_is_of_the_values_and_not_of_how_they_lie():
     tensor = torch.randn(3, 4, 5, 6)
-    assert values.compute_digest(tensor) == values.compute_digest(tensor.to(memory_format=torch.channels_last))
-    assert values.compute_digest(torch.empty(0)) == values.compute_digest(torch.empty(0, 3))
+    assert recording.compute_digest(tensor) == recording.compute_digest(tensor.to(memory_format=torch.channels_last))
+    assert recording.compute_digest(torch.empty(0)) == recording.compute_digest(torch.empty(0, 3))
     number = torch.tensor([1 + 2j])
-    assert values.compute_digest(number.conj()) == values.compute_digest(torch.tensor([1 - 2j]))
+    assert recording.compute_digest(number.conj()) == recording.compute_digest(torch.tensor([1 - 2j]))
 
 
 # --- sketches ---
 
 
 def test_the_difference_of_sketches_is_the_sketch_of_the_difference():
-    a, b = torch.randn(2, 3 * values.BUCKETS + 17, dtype=torch.float64)
+    a, b = torch.randn(2, 3 * recording.BUCKETS + 17, dtype=torch.float64)
     torch.testing.assert_close(
-        values.compute_sketch(a) - values.compute_sketch(b), values.compute_sketch(a - b), rtol=0, atol=1e-12
+        recording.compute_sketch(a) - recording.compute_sketch(b), recording.compute_sketch(a - b), rtol=0, atol=1e-12
     )
 
 
 def test_noise_keeps_its_size_and_a_lone_difference_is_spread_thin():
-    noise = torch.randn(1000 * values.BUCKETS)
-    assert 0.9 < values.compute_sketch(noise).std() < 1.1
-    lone = torch.zeros(100 * values.BUCKETS)
+    noise = torch.randn(1000 * recording.BUCKETS)
+    assert 0.9 < recording.compute_sketch(noise).std() < 1.1
+    lone = torch.zeros(100 * recording.BUCKETS)
     lone[12345] = 1.0
-    assert values.compute_sketch(lone).abs().max() == 0.1
-    assert values.compute_sketch(lone).count_nonzero() == 1
+    assert recording.compute_sketch(lone).abs().max() == 0.1
+    assert recording.compute_sketch(lone).count_nonzero() == 1
 
 
 def test_signs_differ_between_chunks():
-    period = torch.ones(2 * values.CHUNK)
-    period[values.CHUNK :] = -1  # would cancel out if all chunks had the same signs
-    rows = 2 * values.CHUNK // values.BUCKETS
-    assert (values.compute_sketch(period) * rows**0.5).abs().max() > 4
+    period = torch.ones(2 * recording.CHUNK)
+    period[recording.CHUNK :] = -1  # would cancel out if all chunks had the same signs
+    rows = 2 * recording.CHUNK // recording.BUCKETS
+    assert (recording.compute_sketch(period) * rows**0.5).abs().max() > 4
 
 
 def test_a_nan_does_not_swallow_what_is_beside_it():
-    tensor = torch.randn(4 * values.BUCKETS)
+    tensor = torch.randn(4 * recording.BUCKETS)
     tensor[7] = float("nan")
     other = tensor.clone()
-    other[7 + values.BUCKETS] += 1
-    assert values.describe_nonfinite(tensor) == values.describe_nonfinite(other) != ""
-    assert (values.compute_sketch(tensor) - values.compute_sketch(other)).abs().max().item() == pytest.approx(
+    other[7 + recording.BUCKETS] += 1
+    assert recording.describe_nonfinite(tensor) == recording.describe_nonfinite(other) != ""
+    assert (recording.compute_sketch(tensor) - recording.compute_sketch(other)).abs().max().item() == pytest.approx(
         0.5, abs=1e-6
     )
     moved = tensor.roll(1)
-    assert values.describe_nonfinite(moved) != values.describe_nonfinite(tensor)
-    assert values.describe_nonfinite(torch.tensor([1.0])) == ""
+    assert recording.describe_nonfinite(moved) != recording.describe_nonfinite(tensor)
+    assert recording.describe_nonfinite(torch.tensor([1.0])) == ""
 
 
 # --- values ---
@@ -109,41 +109,41 @@ def test_a_nan_does_not_swallow_what_is_beside_it():
 
 def test_small_tensors_are_copies_and_large_ones_are_folded():
     small = torch.ones(3)
-    kept = values.keep_value(small)
+    kept = recording.keep_value(small)
     small.add_(1)
     assert kept.values.tolist() == [1.0, 1.0, 1.0]
     assert (kept.form, kept.folded) == ("float32 [3]", False)
-    large = values.keep_value(torch.ones(values.WHOLE + 1))
+    large = recording.keep_value(torch.ones(recording.WHOLE + 1))
     assert large.folded
-    assert large.values.shape == (values.BUCKETS,)
+    assert large.values.shape == (recording.BUCKETS,)
 
 
 @pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor", "ignore:The PyTorch API of nested")
 def test_of_what_cannot_be_read_only_the_class_is_kept():
-    assert values.keep_value(torch.empty(3, device="meta")).form == values.UNREAD
-    assert values.keep_value(object()).form == values.UNREAD
-    assert values.keep_value(nn.parameter.UninitializedParameter()).form == values.UNREAD
-    assert values.keep_value(torch.nested.nested_tensor([torch.ones(1), torch.ones(2)])).form == values.UNREAD
-    assert values.keep_value(torch.quantize_per_tensor(torch.ones(2), 0.1, 0, torch.qint8)).form == values.UNREAD
-    assert values.keep_value(None).form == "none"
+    assert recording.keep_value(torch.empty(3, device="meta")).form == recording.UNREAD
+    assert recording.keep_value(object()).form == recording.UNREAD
+    assert recording.keep_value(nn.parameter.UninitializedParameter()).form == recording.UNREAD
+    assert recording.keep_value(torch.nested.nested_tensor([torch.ones(1), torch.ones(2)])).form == recording.UNREAD
+    assert recording.keep_value(torch.quantize_per_tensor(torch.ones(2), 0.1, 0, torch.qint8)).form == recording.UNREAD
+    assert recording.keep_value(None).form == "none"
 
 
 def test_large_tensors_of_eight_bit_floats():
     tensor = torch.ones(20_000).to(torch.float8_e4m3fn)
-    kept = values.keep_value(tensor)
+    kept = recording.keep_value(tensor)
     assert (kept.form, kept.folded, kept.not_finite) == ("float8_e4m3fn [20000]", True, "")
     tensor[7] = float("nan")
-    assert values.keep_value(tensor).not_finite.startswith("1 not finite")
+    assert recording.keep_value(tensor).not_finite.startswith("1 not finite")
 
 
 def test_a_sparse_gradient_equals_the_dense_one():
     dense = torch.tensor([[0.0, 1.0], [0.0, 0.0]])
-    assert values.keep_value(dense.to_sparse()).digest == values.keep_value(dense).digest
+    assert recording.keep_value(dense.to_sparse()).digest == recording.keep_value(dense).digest
 
 
 def test_keeping_draws_no_random_number_and_builds_no_graph():
     before = torch.get_rng_state()
-    kept = values.keep_value(torch.ones(values.WHOLE + 1, requires_grad=True) * 2)
+    kept = recording.keep_value(torch.ones(recording.WHOLE + 1, requires_grad=True) * 2)
     assert torch.equal(torch.get_rng_state(), before)
     assert not kept.values.requires_grad
 

@@ -11,10 +11,8 @@ from rich.console import Console
 
 from ovpatch.insight import arms
 from ovpatch.insight.arms import Outcome
-from ovpatch.insight.verify import table
 from ovpatch.insight.verify import verify as verifying
-from ovpatch.insight.verify.recording import BACKWARD, SCALE, STEP, EventRecorder
-from ovpatch.insight.verify.values import keep_value
+from ovpatch.insight.verify.recording import BACKWARD, SCALE, STEP, EventRecorder, keep_value
 from ovpatch.insight.verify.verify import Conclusion, Request
 from ovpatch.session.report import NEVER_CALLED
 
@@ -49,7 +47,7 @@ def verify(tmp_path, monkeypatch):
         out.mkdir()
         result = verifying.verify(Request(["train"], out, noise=noise))
         printed = io.StringIO()
-        table.print_result(result, Console(width=150, file=printed))
+        verifying.print_result(result, Console(width=150, file=printed))
         json.dumps(result.to_json())
         return result, printed.getvalue()
 

@@ -19,8 +19,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from ovpatch.overlap.autotune import Autotuner, Tuning, TuningBudget, autotuner_for, report_lines
 from ovpatch.overlap.autotune import autotuner as autotuner_module
 from ovpatch.overlap.autotune.autotuner import run_in_own_thread
-from ovpatch.overlap.autotune.cache import TuningCache
-from ovpatch.overlap.autotune.measure import pick_fastest
+from ovpatch.overlap.autotune.measure import TuningCache, pick_fastest
 from ovpatch.overlap.comm.consensus import RankMismatchError
 
 CPU = torch.device("cpu")

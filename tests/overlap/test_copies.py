@@ -26,7 +26,7 @@ from ovpatch.overlap.copy_engine.driver import Addend, Span
 from ovpatch.overlap.copy_engine.registry import attend
 from ovpatch.overlap.copy_engine.selection import choose
 from ovpatch.overlap.copy_engine.window import rounds
-from ovpatch.overlap.symm_mem import support
+from ovpatch.overlap.symm_mem import memory
 from tests.support import windows
 from tests.support.interpreter import interpreted
 
@@ -189,7 +189,7 @@ def choices() -> list[Any]:
         unheard = [0] if dist.get_rank() == 1 else []
         return dataclasses.replace(windows.allocate(size, group, device), unheard=lambda: unheard)
 
-    before = support.memory_unsupported_reason
+    before = memory.memory_unsupported_reason
     for mode, against, allocate in (
         ("auto", before, windows.allocate),
         ("on", before, windows.allocate),
@@ -200,11 +200,11 @@ def choices() -> list[Any]:
     ):
         registry.forget()
         autotuner._report_lines.pop("test", None)
-        support.memory_unsupported_reason = against
+        memory.memory_unsupported_reason = against
         try:
             choose(group, CPU, mode, feature="test", directory=None, allocate=allocate)
         finally:
-            support.memory_unsupported_reason = before
+            memory.memory_unsupported_reason = before
         chosen = registry.chosen_for(group, CPU)
         found.append((chosen.gathers, chosen.scatters, chosen.final, report_lines("test")))
     registry.forget()
@@ -367,8 +367,8 @@ class Stepping(torch.autograd.Function):
 
 def in_backward() -> tuple[int, bool]:
     asked: list[Any] = []
-    before = support.unsupported_reason, torch.cuda.is_current_stream_capturing
-    support.unsupported_reason, torch.cuda.is_current_stream_capturing = (
+    before = memory.unsupported_reason, torch.cuda.is_current_stream_capturing
+    memory.unsupported_reason, torch.cuda.is_current_stream_capturing = (
         lambda *_: asked.append(1) or "no",
         lambda: False,
     )
@@ -377,7 +377,7 @@ def in_backward() -> tuple[int, bool]:
         within = len(asked)
         choose(dist.group.WORLD, torch.device("cuda", 0), "auto", feature="test", directory=None)
     finally:
-        support.unsupported_reason, torch.cuda.is_current_stream_capturing = before
+        memory.unsupported_reason, torch.cuda.is_current_stream_capturing = before
         registry.forget()
         autotuner._report_lines.pop("test", None)
     return within, len(asked) == 1

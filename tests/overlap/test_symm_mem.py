@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from ovpatch.overlap.comm.group_state import group_values
-from ovpatch.overlap.symm_mem import memory, support, workspace
+from ovpatch.overlap.symm_mem import memory, workspace
 from ovpatch.overlap.symm_mem.memory import Memory
 
 CPU = torch.device("cpu")
@@ -18,22 +18,22 @@ CPU = torch.device("cpu")
 
 def objections() -> list[str]:
     group, rank = dist.group.WORLD, dist.get_rank()
-    found = [support.unsupported_reason(group, CPU)]
-    support.kernels_unsupported_reason = lambda device: "it has a cold" if rank == 1 else ""
-    found.append(support.unsupported_reason(group, CPU))
-    support.kernels_unsupported_reason = lambda device: ""
-    found.append(support.unsupported_reason(group, CPU))
+    found = [memory.unsupported_reason(group, CPU)]
+    memory.kernels_unsupported_reason = lambda device: "it has a cold" if rank == 1 else ""
+    found.append(memory.unsupported_reason(group, CPU))
+    memory.kernels_unsupported_reason = lambda device: ""
+    found.append(memory.unsupported_reason(group, CPU))
     memory.history.rendezvous += rank
-    found.append(support.unsupported_reason(group, CPU))
+    found.append(memory.unsupported_reason(group, CPU))
     with pytest.MonkeyPatch.context() as patch, tempfile.TemporaryDirectory() as folder:
         if rank:
             patch.setenv("TMPDIR", folder)
-        found.append(support.unsupported_reason(group, CPU))
+        found.append(memory.unsupported_reason(group, CPU))
     memory.history.rendezvous -= rank
-    support._host = lambda: f"host {rank}"
-    found.append(support.unsupported_reason(group, CPU))
-    support.MOST_RANKS = 1
-    found.append(support.unsupported_reason(group, CPU))
+    memory._host = lambda: f"host {rank}"
+    found.append(memory.unsupported_reason(group, CPU))
+    memory.MOST_RANKS = 1
+    found.append(memory.unsupported_reason(group, CPU))
     return found
 
 
@@ -53,18 +53,18 @@ def test_all_ranks_hear_the_same_reasons(ranks):
 def test_folders_with_names_too_long_for_sockets_are_refused(monkeypatch):
     cuda = torch.device("cuda", 0)
     monkeypatch.setenv("TMPDIR", "/" + 89 * "d")
-    assert support.memory_unsupported_reason(cuda) == ""
+    assert memory.memory_unsupported_reason(cuda) == ""
     monkeypatch.setenv("TMPDIR", "/" + 90 * "d")
-    assert "set a shorter one" in support.memory_unsupported_reason(cuda)
+    assert "set a shorter one" in memory.memory_unsupported_reason(cuda)
 
 
 def in_a_copy(name: str) -> Any:
     """Run one of the functions above, and leave the module as it was."""
-    before = dict(vars(support))
+    before = dict(vars(memory))
     try:
         return globals()[name]()
     finally:
-        vars(support).update(before)
+        vars(memory).update(before)
 
 
 class Group:

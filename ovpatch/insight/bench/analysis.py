@@ -5,9 +5,10 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
+from functools import partial
 from statistics import median
-from typing import Any, Final
+from typing import Final, TypeAlias
 
 from ovpatch.insight.bench.rounds import PATCHED, STOCK, BenchPlan, BenchRuns, Measured
 from ovpatch.session.report import render_table
@@ -18,27 +19,18 @@ SAME: Final = "no difference beyond noise"
 
 _BLOCK: Final = 3  # steps
 _RESAMPLES: Final = 1000
-_COUNTS: Final = {
-    2: (2.5, math.inf),
-    3: (1.25, 2.0),
-}  # rounds: factors of the noise between runs, and of that between pairs
+# By the number of rounds: factors of the noise between runs, and of that between pairs.
+_COUNTS: Final = {2: (2.5, math.inf), 3: (1.25, 2.0)}
 
 
 @dataclass(frozen=True)
 class Spread:
-    """The distribution of one kind of run's steps, in the unit of the times.
+    """The distribution of one kind of run's steps, in the unit of the times."""
 
-    Attributes:
-        median: Median of all steps.
-        p10: 10th percentile.
-        p90: 90th percentile.
-        worst: The slowest step.
-    """
-
-    median: float
-    p10: float
-    p90: float
-    worst: float
+    median: float  # median of all steps
+    p10: float  # 10th percentile
+    p90: float  # 90th percentile
+    worst: float  # the slowest step
 
 
 @dataclass(frozen=True)
@@ -50,30 +42,18 @@ class Judgement:
     ratios if that is less (as where a machine drifts); with few rounds either counts more than once. It is at least
     half the 95% bootstrap interval within the runs. A difference is claimed if all pairs agree on its sign and their
     median exceeds the noise: by chance in at most one case of twenty. With one round the 99% interval must exclude one.
-
-    Attributes:
-        verdict: :data:`FASTER`, :data:`SLOWER` or :data:`SAME`: the second kind against the first.
-        ratio: Median over pairs of (first kind's time / second kind's time); above one, the second is faster.
-        pairs: The ratio of each pair.
-        noise: Largest difference of the medians of two runs of one kind; None with one round.
-        threshold: Least distance of the ratio from one for a claim.
-        interval: With one round, the 99% interval within the runs, else None.
     """
 
-    verdict: str
-    ratio: float
-    pairs: list[float]
-    noise: float | None
-    threshold: float
-    interval: tuple[float, float] | None = None
+    verdict: str  # FASTER, SLOWER or SAME: the second kind against the first
+    ratio: float  # median over pairs of (first kind's time / second kind's time); above one, the second is faster
+    pairs: list[float]  # the ratio of each pair
+    noise: float | None  # largest difference of the medians of two runs of one kind; None with one round
+    threshold: float  # least distance of the ratio from one for a claim
+    interval: tuple[float, float] | None = None  # with one round, the 99% interval within the runs, else None
 
 
 def compute_spread(times: Sequence[float]) -> Spread:
-    """Return the distribution of times.
-
-    Raises:
-        ValueError: There are none.
-    """
+    """Return the distribution of times, of which there is at least one."""
     if not times:
         raise ValueError("no times to tell the spread of")
     return Spread(median(times), compute_quantile(times, 0.1), compute_quantile(times, 0.9), max(times))
@@ -89,14 +69,9 @@ def compute_quantile(values: Sequence[float], share: float) -> float:
 
 
 def judge_runs(first: Sequence[Sequence[float]], second: Sequence[Sequence[float]]) -> Judgement:
-    """Judge the second kind of run against the first; see [Note: when a difference is one].
+    """Judge the second kind of run against the first by their step times; see [Note: when a difference is one].
 
-    Args:
-        first: Step times of each of its runs.
-        second: The same; runs at the same index make a pair.
-
-    Raises:
-        ValueError: There is no pair, or a run has no partner.
+    Runs at the same index make a pair.
     """
     if not first or len(first) != len(second):
         raise ValueError(f"{len(first)} and {len(second)} runs make no pairs")
@@ -190,9 +165,7 @@ _MOSTLY: Final = 0.9  # of a step's operations: loss and norms of a bf16 model a
 def find_peak(device: str, flops: Mapping[str, float]) -> tuple[float | None, str]:
     """Return the device's peak in FLOP/s for a step in half precision, or None with the reason.
 
-    Args:
-        device: Name of the device.
-        flops: Operations of the step by dtype.
+    ``flops`` are the operations of the step by dtype.
     """
     total = sum(flops.values())
     half = sum(flops.get(dtype, 0) for dtype in HALF)
@@ -216,67 +189,37 @@ def _has_words(words: str, device: str) -> bool:
 
 @dataclass(frozen=True)
 class UserFigures:
-    """Figures that the user gives instead of having them measured.
+    """Figures that the user gives instead of having them measured."""
 
-    Attributes:
-        samples: Samples per step over all ranks.
-        tokens: Tokens per step over all ranks.
-        peak_tflops: Peak of one device.
-    """
-
-    samples: float | None = None
-    tokens: float | None = None
-    peak_tflops: float | None = None
+    samples: float | None = None  # samples per step over all ranks
+    tokens: float | None = None  # tokens per step over all ranks
+    peak_tflops: float | None = None  # peak of one device
 
 
 @dataclass(frozen=True)
 class ArmRow:
-    """One kind of run, over all rounds.
+    """One kind of run, over all rounds."""
 
-    Attributes:
-        kind: ``stock``, ``patched`` or ``without-<feature>``.
-        ms: Distribution of its steps' times.
-        samples_per_second: Over all ranks; None if unknown, as with the next three.
-        tokens_per_second: Over all ranks.
-        tflops: Of one device.
-        mfu: Share of the device's peak, 0 to 1, without recomputation.
-        memory: Bytes by kind of peak, of the rank with most.
-    """
-
-    kind: str
-    ms: Spread
-    samples_per_second: float | None
-    tokens_per_second: float | None
-    tflops: float | None
-    mfu: float | None
-    memory: dict[str, int]
+    kind: str  # ``stock``, ``patched`` or ``without-<feature>``
+    ms: Spread  # distribution of its steps' times
+    samples_per_second: float | None  # over all ranks; None if unknown, as with the next three
+    tokens_per_second: float | None  # over all ranks
+    tflops: float | None  # of one device
+    mfu: float | None  # share of the device's peak, 0 to 1, without recomputation
+    memory: dict[str, int]  # bytes by kind of peak, of the rank with most
 
 
 @dataclass(frozen=True)
 class BenchFigures:
-    """All figures of a bench.
+    """All figures of a bench."""
 
-    Attributes:
-        rows: One for each kind of run.
-        judgement: Patched against stock; above one, patched is faster.
-        parts: For each feature, the run without it against the patched run; above one, it makes the run faster.
-        samples: Samples per step over all ranks, None if unknown.
-        tokens: Tokens per step over all ranks, None if unknown.
-        no_tflops: Why TFLOP/s are unknown; "" if they are known.
-        no_mfu: Why MFU is unknown; "" if it is known.
-    """
-
-    rows: list[ArmRow]
-    judgement: Judgement
-    parts: dict[str, Judgement]
-    samples: float | None
-    tokens: float | None
-    no_tflops: str
-    no_mfu: str
-
-    def to_json(self) -> dict[str, Any]:
-        """Return the figures as plain data."""
-        return asdict(self)
+    rows: list[ArmRow]  # one for each kind of run
+    judgement: Judgement  # patched against stock; above one, patched is faster
+    parts: dict[str, Judgement]  # by feature, the run without it against the patched run; above one, it helps
+    samples: float | None  # samples per step over all ranks, None if unknown
+    tokens: float | None  # tokens per step over all ranks, None if unknown
+    no_tflops: str  # why TFLOP/s are unknown; "" if they are known
+    no_mfu: str  # why MFU is unknown; "" if it is known
 
 
 def compute_figures(runs: BenchRuns, given: UserFigures) -> BenchFigures:
@@ -342,12 +285,7 @@ def _memory(runs: BenchRuns, kind: str) -> dict[str, int]:
 NOTHING: Final = "nothing ran: the two arms are the same program"
 
 
-@dataclass(frozen=True)
-class _Column:
-    """One column; left out if it is empty in all rows."""
-
-    head: str
-    cell: Callable[[ArmRow], str]
+_Column: TypeAlias = tuple[str, Callable[[ArmRow], str]]  # head and cell; left out if it is empty in all rows
 
 
 def format_verdict(runs: BenchRuns, figures: BenchFigures) -> str:
@@ -372,15 +310,7 @@ def format_judgement(judgement: Judgement) -> str:
 def format_report(
     plan: BenchPlan, runs: BenchRuns, figures: BenchFigures, *, colour: bool = False, width: int | None = None
 ) -> str:
-    """Return the report below the verdict.
-
-    Args:
-        plan: The plan of the bench.
-        runs: The runs.
-        figures: Their figures.
-        colour: Whether to use terminal colours.
-        width: Columns; those of the terminal by default.
-    """
+    """Return the report below the verdict, as wide as the terminal by default."""
     parts = [_table(runs, figures, colour, width)]
     parts += [_reasons(runs)] if not runs.exercised else [_pairs(runs, figures), _features(runs, figures)]
     remarks = [_environment(plan, runs), *_remarks(runs, figures), *runs.notes]
@@ -388,29 +318,29 @@ def format_report(
 
 
 def _table(runs: BenchRuns, figures: BenchFigures, colour: bool, width: int | None) -> str:
-    columns = [column for column in _columns(figures) if any(column.cell(row) for row in figures.rows)]
-    rows = [tuple(column.cell(row) for column in columns) for row in figures.rows]
-    heads = [column.head for column in columns]
+    columns = [(head, cell) for head, cell in _columns(figures) if any(map(cell, figures.rows))]
+    rows = [tuple(cell(row) for _, cell in columns) for row in figures.rows]
+    heads = [head for head, _ in columns]
     return render_table("", heads, rows, colour=colour, width=width, right=heads[1:])
 
 
 def _columns(figures: BenchFigures) -> list[_Column]:
     kinds = dict.fromkeys(kind for row in figures.rows for kind in row.memory)
     return [
-        _Column("arm", lambda row: row.kind),
-        _Column("ms/step", lambda row: format_number(row.ms.median)),
-        _Column("p10 to p90", lambda row: f"{format_number(row.ms.p10)} to {format_number(row.ms.p90)}"),
-        _Column("worst", lambda row: format_number(row.ms.worst)),
-        _Column("samples/s", lambda row: format_number(row.samples_per_second)),
-        _Column("tokens/s", lambda row: format_number(row.tokens_per_second)),
-        _Column("TFLOP/s", lambda row: format_number(row.tflops)),
-        _Column("MFU", lambda row: f"{row.mfu:.1%}" if row.mfu is not None else ""),
-        *(_memory_column(kind) for kind in kinds),
+        ("arm", lambda row: row.kind),
+        ("ms/step", lambda row: format_number(row.ms.median)),
+        ("p10 to p90", lambda row: f"{format_number(row.ms.p10)} to {format_number(row.ms.p90)}"),
+        ("worst", lambda row: format_number(row.ms.worst)),
+        ("samples/s", lambda row: format_number(row.samples_per_second)),
+        ("tokens/s", lambda row: format_number(row.tokens_per_second)),
+        ("TFLOP/s", lambda row: format_number(row.tflops)),
+        ("MFU", lambda row: f"{row.mfu:.1%}" if row.mfu is not None else ""),
+        *((f"{kind} GiB", partial(_memory_cell, kind)) for kind in kinds),
     ]
 
 
-def _memory_column(kind: str) -> _Column:
-    return _Column(f"{kind} GiB", lambda row: f"{row.memory[kind] / 2**30:.2f}")
+def _memory_cell(kind: str, row: ArmRow) -> str:
+    return f"{row.memory[kind] / 2**30:.2f}"
 
 
 def format_number(value: float | None) -> str:

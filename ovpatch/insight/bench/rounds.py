@@ -9,7 +9,6 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from statistics import fmean, median
-from types import TracebackType
 from typing import Any, Final, Protocol
 
 from rich import progress as rich_progress
@@ -18,7 +17,7 @@ from rich.progress import BarColumn, TextColumn, TimeElapsedColumn
 
 from ovpatch.insight import arms
 from ovpatch.insight.arms import Arm, Outcome
-from ovpatch.session import worker_reports
+from ovpatch.session import workers
 
 WORKER: Final = "ovpatch.insight.bench.worker"
 STOCK: Final = "stock"
@@ -34,45 +33,23 @@ def max_over_ranks(ranks: Sequence[Sequence[float]]) -> list[float]:
 
 @dataclass(frozen=True)
 class Measured:
-    """The measurements of one run, merged over the ranks.
+    """The measurements of one run, merged over the ranks."""
 
-    Attributes:
-        times: Time of each measured step in ms, of the slowest rank.
-        taken: Steps that all ranks have taken, warm-up included.
-        clock: Kind of clock.
-        memory: Bytes of each kind of peak, of the rank with most.
-        samples: Samples per step over all ranks, None if unknown.
-        tokens: Tokens per step over all ranks, None if unknown.
-        batches: Calls of the model per step, and the class of the model.
-        flops: Operations per step and rank by dtype; empty if they were not, or could not be, counted.
-        flops_again: Those of them that activation checkpointing recomputed.
-        flops_reason: Why they were not counted.
-        devices: Names of the devices, each once.
-        clocks_mhz: Clocks of the devices at the end, where known.
-        torch: Version of torch.
-        world: Number of ranks.
-        missing: Ranks without a file.
-    """
-
-    times: list[float] = field(default_factory=list)
-    taken: int = 0
-    clock: str = ""
-    memory: Mapping[str, int] = field(default_factory=dict)
-    samples: float | None = None
-    tokens: float | None = None
-    batches: tuple[float, str] = (0, "")
-    flops: Mapping[str, float] = field(default_factory=dict)
-    flops_again: float = 0
-    flops_reason: str = ""
-    devices: Sequence[str] = ()
-    clocks_mhz: Sequence[int] = ()
-    torch: str = ""
-    world: int = 0
-    missing: Sequence[int] = ()
-
-    def to_json(self) -> dict[str, Any]:
-        """Return the measurements as plain data."""
-        return asdict(self)
+    times: list[float] = field(default_factory=list)  # time of each measured step in ms, of the slowest rank
+    taken: int = 0  # steps that all ranks have taken, warm-up included
+    clock: str = ""  # kind of clock
+    memory: Mapping[str, int] = field(default_factory=dict)  # bytes of each kind of peak, of the rank with most
+    samples: float | None = None  # samples per step over all ranks, None if unknown
+    tokens: float | None = None  # tokens per step over all ranks, None if unknown
+    batches: tuple[float, str] = (0, "")  # calls of the model per step, and the class of the model
+    flops: Mapping[str, float] = field(default_factory=dict)  # operations per step and rank by dtype, if counted
+    flops_again: float = 0  # those of them that activation checkpointing recomputed
+    flops_reason: str = ""  # why they were not counted
+    devices: Sequence[str] = ()  # names of the devices, each once
+    clocks_mhz: Sequence[int] = ()  # clocks of the devices at the end, where known
+    torch: str = ""  # version of torch
+    world: int = 0  # number of ranks
+    missing: Sequence[int] = ()  # ranks without a file
 
     def describe(self) -> str:
         """Return the measured times in a few words."""
@@ -81,7 +58,7 @@ class Measured:
 
 def read_measured(folder: Path) -> Measured:
     """Merge the files of an arm's processes; without files, no step was taken."""
-    ranks = _one_each(worker_reports.read_reports(folder, "bench"))
+    ranks = _one_each(workers.read_reports(folder, "bench"))
     if not ranks:
         return Measured()
     flops, reason = _flops([rank["flops"] for rank in ranks])
@@ -138,61 +115,36 @@ def _flops(ranks: Sequence[Mapping[str, Any] | None]) -> tuple[dict[str, float],
 
 @dataclass(frozen=True)
 class BenchPlan:
-    """What to run.
+    """What to run."""
 
-    Attributes:
-        command: Program and arguments.
-        out: Folder for logs and what the processes leave; has to be empty.
-        steps: Steps to measure.
-        warmup: Steps before that, at least :data:`SHORTEST_WARMUP`.
-        rounds: How often to run each kind.
-        features: Value of ``OVPATCH`` in patched runs; None for that of the environment.
-        timeout: Seconds without a step after which a run has hung.
-        leave_one_out: Whether to run without each feature, too; None: if more than one did something.
-    """
-
-    command: Sequence[str]
-    out: Path
-    steps: int = 30
-    warmup: int = 10
-    rounds: int = 3
-    features: str | None = None
-    timeout: float = 600.0
-    leave_one_out: bool | None = None
+    command: Sequence[str]  # program and arguments
+    out: Path  # folder for logs and what the processes leave; has to be empty
+    steps: int = 30  # steps to measure
+    warmup: int = 10  # steps before that, at least MIN_WARMUP
+    rounds: int = 3  # how often to run each kind
+    features: str | None = None  # value of ``OVPATCH`` in patched runs; None for that of the environment
+    timeout: float = 600.0  # seconds without a step after which a run has hung
+    leave_one_out: bool | None = None  # whether to run without each feature, too; None: if more than one did something
 
 
 @dataclass(frozen=True)
 class BenchRun:
-    """One run that was measured.
+    """One run that was measured."""
 
-    Attributes:
-        kind: ``stock``, ``patched`` or ``without-<feature>``.
-        round: 1, 2, ...
-        seconds: Duration from start to end.
-        measured: The measurements.
-    """
-
-    kind: str
-    round: int
-    seconds: float
-    measured: Measured
+    kind: str  # ``stock``, ``patched`` or ``without-<feature>``
+    round: int  # 1, 2, ...
+    seconds: float  # duration from start to end
+    measured: Measured  # the measurements
 
 
 @dataclass
 class BenchRuns:
-    """All runs of a bench; only the first round if no feature was exercised.
+    """All runs of a bench; only the first round if no feature was exercised."""
 
-    Attributes:
-        done: The runs in order.
-        exercised: Features that were exercised in the first patched run.
-        report: ovpatch's report of that run, merged over its processes; None if none reported.
-        notes: Further remarks for the reader.
-    """
-
-    done: list[BenchRun] = field(default_factory=list)
-    exercised: list[str] = field(default_factory=list)
-    report: dict[str, Any] | None = None
-    notes: list[str] = field(default_factory=list)
+    done: list[BenchRun] = field(default_factory=list)  # the runs in order
+    exercised: list[str] = field(default_factory=list)  # features that were exercised in the first patched run
+    report: dict[str, Any] | None = None  # ovpatch's report of that run, merged over its processes, if any reported
+    notes: list[str] = field(default_factory=list)  # further remarks for the reader
 
     def list_measured(self, kind: str) -> list[Measured]:
         """Return the measurements of one kind, by rounds."""
@@ -205,16 +157,11 @@ class BenchRuns:
 
     def to_json(self) -> list[dict[str, Any]]:
         """Return the runs as plain data."""
-        return [{**asdict(run), "measured": run.measured.to_json()} for run in self.done]
+        return [asdict(run) for run in self.done]
 
 
 class FailedError(Exception):
-    """A run could not be measured.
-
-    Attributes:
-        kind: Kind of the run.
-        outcome: Its outcome.
-    """
+    """A run could not be measured."""
 
     def __init__(self, message: str, kind: str, outcome: Outcome) -> None:
         super().__init__(message)
@@ -269,12 +216,9 @@ class _Rounds:
         if not self._runs.exercised:
             return self._runs
         for number in range(2, self._plan.rounds + 1):
-            for kind in self._order(number):
+            for kind in list(self._kinds) if number % 2 else list(reversed(self._kinds)):
                 self._run(kind, number)
         return self._runs
-
-    def _order(self, number: int) -> list[str]:
-        return list(self._kinds) if number % 2 else list(reversed(self._kinds))
 
     def _first_round(self) -> None:
         self._run_counted()
@@ -365,32 +309,23 @@ class ProgressBar:
     def __init__(self, plan: BenchPlan) -> None:
         self._plan = plan
         columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
-        self._progress = rich_progress.Progress(*columns, console=Console(stderr=True), transient=True)
-        self._task = self._progress.add_task("", total=plan.warmup + plan.steps)
+        self.shown = rich_progress.Progress(*columns, console=Console(stderr=True), transient=True)
+        self._task = self.shown.add_task("", total=plan.warmup + plan.steps)
         self._name = ""
-
-    def __enter__(self) -> ProgressBar:
-        self._progress.start()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._progress.stop()
 
     def start_run(self, kind: str, round: int) -> None:
         """Show the start of a run."""
         self._name = f"round {round}/{self._plan.rounds}, {kind}"
-        self._progress.reset(self._task, description=f"{self._name}: starting")
+        self.shown.reset(self._task, description=f"{self._name}: starting")
 
     def show_step(self, number: int) -> None:
         """Show the steps that its slowest rank has taken."""
         words = f"{self._name}: step {number}/{self._plan.warmup + self._plan.steps}"
-        self._progress.update(self._task, completed=number, description=words)
+        self.shown.update(self._task, completed=number, description=words)
 
     def finish_run(self, measured: Measured) -> None:
         """Show the measurements of the run."""
-        self._progress.print(f"{self._name}: {measured.describe()}", highlight=False)
+        self.shown.print(f"{self._name}: {measured.describe()}", highlight=False)
 
 
 class _ProgressLines:
@@ -420,5 +355,6 @@ def show_progress(plan: BenchPlan) -> Iterator[Progress]:
         yield _ProgressLines(plan)
         return
 
-    with ProgressBar(plan) as bar:
+    bar = ProgressBar(plan)
+    with bar.shown:
         yield bar

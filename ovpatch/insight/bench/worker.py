@@ -1,35 +1,41 @@
-"""The worker of ``ovpatch bench`` in each process: warm up, time the steps, write a file, and end the process."""
+"""The worker of ``ovpatch bench`` in each process: warm up, time the steps, write a file, and end the process.
+
+It counts the samples, tokens and floating-point operations of a step, where they can be counted.
+"""
 
 from __future__ import annotations
 
 import os
 import resource
 import sys
+import threading
 import time
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
+from types import FrameType
 from typing import Any, Final
 
 import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
+from torch.utils.flop_counter import flop_registry
+from torch.utils.hooks import RemovableHandle
 
 from ovpatch.insight import steps
-from ovpatch.insight.bench import throughput
-from ovpatch.insight.bench.throughput import BatchCounter, FlopCount
-from ovpatch.insight.steps import run_at_exit
-from ovpatch.session import worker_reports
-from ovpatch.session.orders import Orders
+from ovpatch.insight.steps import find_root_modules, run_at_exit
+from ovpatch.session import workers
+from ovpatch.session.workers import Orders
 
 
 class BorderClock:
-    """Times the measured steps without waiting for the device.
+    """Times at most ``steps`` measured steps without waiting for the device of the parameters.
 
     On CUDA a border records an event, made beforehand, on the optimizer's stream and reads the host's clock; times are
     read after the last border. A step that the host only enqueues is timed on the device, and one that the host delays
     includes that delay.
-
-    Args:
-        device: Device of the parameters.
-        steps: Most steps to time.
     """
 
     def __init__(self, device: torch.device, steps: int) -> None:
@@ -68,11 +74,7 @@ class BorderClock:
 
 
 class PeakMemory:
-    """Peak memory of this process since construction; on CPU, since the process started.
-
-    Args:
-        device: Device of the parameters.
-    """
+    """Peak memory of this process since construction; on CPU, since the process started."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -91,11 +93,7 @@ class PeakMemory:
 
 
 def choose_device(device: torch.device) -> torch.device:
-    """Return the device to time: that of the parameters, or the GPU of a script that keeps them on the host.
-
-    Args:
-        device: Device of the optimizer's parameters.
-    """
+    """Return the device to time: that of the parameters, or the GPU of a script that keeps them on the host."""
     if device.type == "cpu" and torch.cuda.is_initialized():
         return torch.device("cuda", torch.cuda.current_device())
     return device
@@ -122,8 +120,7 @@ FILE: Final = "bench"  # -<pid>.json
 def start_worker(orders: Orders) -> None:
     """Start the measurements in this process.
 
-    Args:
-        orders: ``details`` are ``warmup`` (at least 3), ``steps`` and ``count_flops``.
+    The orders' details are ``warmup`` (at least 3), ``steps`` and ``count_flops``.
     """
     worker = _Worker(orders.directory, **orders.details)
     worker.start()
@@ -194,7 +191,7 @@ class _Worker:
         """Write the file once, if this process has taken steps."""
         if self._pid == os.getpid():
             self._pid = None
-            worker_reports.write_json(self._directory / f"{FILE}-{os.getpid()}.json", self._collect_results())
+            workers.write_json(self._directory / f"{FILE}-{os.getpid()}.json", self._collect_results())
 
     def _collect_results(self) -> dict[str, Any]:
         return {
@@ -210,5 +207,259 @@ class _Worker:
             "host_ms": self._clock.read_host_times() if self._clock is not None else [],
             "memory": self._memory.read_peak() if self._memory is not None else {},
             "batch": self._batches.to_json(),
-            "flops": throughput.choose_cheaper(self._flops) if self._flops else None,
+            "flops": choose_cheaper(self._flops) if self._flops else None,
         }
+
+
+COMPILED = "the script compiles; compiled code does not come by the counter"
+
+
+class FlopCount:
+    """Counts the floating-point operations between two borders, by a dispatch mode and torch's formulas.
+
+    Matrix products, convolutions and attention count, forward and backward. Recomputation by activation checkpointing
+    counts, and separately, since MFU excludes it. Kernels that bypass torch's dispatcher do not count. No error here
+    may reach the script.
+    """
+
+    def __init__(self) -> None:
+        self.by_dtype: Counter[str] = Counter()  # operations by the name of their dtype
+        self.again: Counter[str] = Counter()  # those of them that :mod:`torch.utils.checkpoint` recomputed
+        self.reason = "the script ended before a step was counted"  # why they are unknown; "" if they are known
+        self._mode: _Counting | None = None
+        self._thread = 0
+
+    def start_counting(self) -> None:
+        """Start, at a border."""
+        objection = _objection()
+        if objection:
+            self.reason = objection
+        else:
+            self._mode, self._thread = _Counting(self.by_dtype, self.again), threading.get_ident()
+            # Entered by hand: the step lies between two calls.
+            self._mode.__enter__()  # type: ignore[no-untyped-call]  # mypy excuses torch's names, no inherited ones
+
+    def stop_counting(self) -> None:
+        """Stop, at the next border; a mode that is no longer on top of the stack stays."""
+        mode, self._mode = self._mode, None
+        if mode is None:
+            return
+        if self._thread != threading.get_ident() or _get_current_dispatch_mode() is not mode:
+            mode.error = "the script changes dispatch modes, or threads, within a step"
+        else:
+            mode.__exit__(None, None, None)  # type: ignore[no-untyped-call]  # inherited, as in start()
+        self.reason = mode.error or ("" if self.by_dtype else "nothing in a step is a product that torch can count")
+        if is_compiling():
+            self.reason = COMPILED
+
+    def to_json(self) -> dict[str, Any]:
+        """Return ``by_dtype``, the sum of ``again``, and ``reason``."""
+        if self.reason:
+            return {"by_dtype": {}, "again": 0, "reason": self.reason}
+        return {"by_dtype": dict(self.by_dtype), "again": sum(self.again.values()), "reason": ""}
+
+
+def choose_cheaper(counts: Sequence[FlopCount]) -> dict[str, Any]:
+    """Return, as plain data, the count with the fewest operations, or why there is none."""
+    found = [count.to_json() for count in counts]
+    known = [one for one in found if not one["reason"]]
+    return min(known, key=lambda one: sum(one["by_dtype"].values())) if known else found[-1]
+
+
+def is_compiling() -> bool:
+    """Whether Dynamo has captured a graph in this process."""
+    utils: Any = sys.modules.get("torch._dynamo.utils")
+    return utils is not None and utils.counters["stats"]["unique_graphs"] > 0
+
+
+def _objection() -> str:
+    if is_compiling():
+        return COMPILED
+    if torch._C._current_graph_task_id() != -1:
+        return "the optimizer steps inside of backward"
+    if _get_current_dispatch_mode() is not None:
+        return "the script has a dispatch mode of its own"
+    return ""
+
+
+class _Counting(TorchDispatchMode):
+    """Sums the cost of operators; of tensor subclasses, that of their local tensors."""
+
+    supports_higher_order_operators = True
+
+    def __init__(self, total: Counter[str], again: Counter[str]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # by super() no name of torch's, as in FlopCount.start()
+        self._total, self._again = total, again
+        self.error = ""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        if any(issubclass(kind, FakeTensor) for kind in types):  # a shape is worked out, nothing is computed
+            return func(*args, **(kwargs or {}))
+        if any(map(_dispatches, types)):  # a DTensor has the shape of the whole; it comes again, as local tensors
+            return NotImplemented
+        out = func(*args, **(kwargs or {}))
+        formula = flop_registry.get(getattr(func, "_overloadpacket", None))
+        if formula is not None and not self.error and _computed(out):
+            self._add(formula, args, kwargs or {}, out)
+        return out
+
+    def _add(self, formula: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> None:
+        try:
+            cost = formula(*args, **kwargs, out_val=out)
+        except Exception as error:  # noqa: BLE001  # the script must go on
+            self.error = f"torch's formula failed: {error!r}"
+            return
+        self._total[_dtype(args)] += int(cost)
+        if _recomputes():
+            self._again[_dtype(args)] += int(cost)
+
+
+def _recomputes() -> bool:
+    """Whether this is a recomputed forward of torch's checkpointing, within backward."""
+    if torch._C._current_graph_task_id() == -1 or not torch.is_grad_enabled():
+        return False
+    frame: FrameType | None = sys._getframe()
+    while frame is not None and frame.f_globals.get("__name__") != "torch.utils.checkpoint":
+        frame = frame.f_back
+    return frame is not None
+
+
+def _computed(out: Any) -> bool:
+    """Whether an operator computed values, and not on meta tensors."""
+    return not any(isinstance(part, torch.Tensor) and part.is_meta for part in (out if type(out) is tuple else (out,)))
+
+
+def _dispatches(kind: type) -> bool:
+    """Whether a tensor's type has its own ``__torch_dispatch__``."""
+    return getattr(kind, "__torch_dispatch__", None) is not torch._C._disabled_torch_dispatch_impl
+
+
+def _dtype(args: Sequence[Any]) -> str:
+    """Return the dtype of an operator: that of its last tensor, since addmm's first is the bias."""
+    dtypes = [arg.dtype for arg in args if isinstance(arg, torch.Tensor) and arg.dtype.is_floating_point]
+    return str(dtypes[-1]).removeprefix("torch.") if dtypes else "unknown"
+
+
+_watching: BatchCounter | None = None
+
+
+class BatchCounter:
+    """Counts the samples and tokens of each step's batches.
+
+    Candidates are the modules with trainable parameters that are no other module's child. The one that a step calls
+    first counts, in every call with gradients on and outside of backward: microbatches add up; evaluation,
+    recomputation and loss modules do not. If a step calls none of them, their children become the candidates. A global
+    hook is no alternative: it lacks keyword arguments, and compiled code would be traced anew.
+    """
+
+    def __init__(self) -> None:
+        self._modules: list[nn.Module] = []
+        self._handles: list[RemovableHandle] = []
+        self._first: int | None = None  # id of the module that this step called first
+        self._now = [0, 0, 0]  # samples, tokens and calls of this step
+        self._seen: list[list[int]] = []
+        self._name = ""
+
+    def start_counting(self) -> None:
+        """Install the hooks, at a border."""
+        global _watching
+        _watching = self
+        self._install_hooks(find_outermost_modules())
+
+    def close_step(self) -> None:
+        """Close a step, at its border."""
+        if self._first is not None:
+            self._seen.append(self._now)
+        elif not is_compiling():  # a hook inside of compiled code would be traced into it
+            self._install_hooks(
+                [child for module in self._modules for child in module.children() if _has_trainable(child)]
+            )
+        self._first, self._now = None, [0, 0, 0]
+
+    def stop_counting(self) -> None:
+        """Remove the hooks."""
+        global _watching
+        _watching = None
+        self._install_hooks([])
+
+    def count_call(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        """Count one call of a candidate."""
+        if self._first is None:
+            self._first, self._name = id(module), type(module).__name__
+        if self._first != id(module):
+            return
+        samples, tokens = measure_batch(args, kwargs)
+        self._now = [total + more for total, more in zip(self._now, (samples, tokens, 1), strict=True)]
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the means over the counted steps, and the module; ``samples`` and ``tokens`` are None if unknown."""
+        count = len(self._seen)
+        totals = [sum(column) for column in zip(*self._seen, strict=True)] or [0, 0, 0]
+        samples, tokens, calls = [total / max(count, 1) for total in totals]
+        return {"samples": samples or None, "tokens": tokens or None, "calls": calls, "module": self._name}
+
+    def _install_hooks(self, modules: list[nn.Module]) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._modules = [module for module in modules if _is_hookable(module)]
+        self._handles = [module.register_forward_pre_hook(_called, with_kwargs=True) for module in self._modules]
+
+
+def _called(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """The hook; a module-level function, so that a model with it can still be copied and pickled."""
+    if _watching is not None and torch.is_grad_enabled() and torch._C._current_graph_task_id() == -1:
+        _watching.count_call(module, args, kwargs)
+
+
+def find_outermost_modules() -> list[nn.Module]:
+    """Return the modules with trainable parameters that are no other module's child."""
+    return [module for module in find_root_modules() if _has_trainable(module)]
+
+
+def _has_trainable(module: nn.Module) -> bool:
+    return any(parameter.requires_grad for parameter in module.parameters())
+
+
+def _is_hookable(module: nn.Module) -> bool:
+    """Whether a hook on a module runs, and runs outside of compiled code."""
+    compiled_in_place = module.__dict__.get("_compiled_call_impl") is not None
+    return not compiled_in_place and not isinstance(module, torch.jit.ScriptModule)
+
+
+def measure_batch(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[int, int]:
+    """Return the samples and tokens of one batch of a model's arguments, 0 if unknown.
+
+    The argument ``input_ids``, or else the first tensor, has one sample per row; if it holds integers and has two
+    dimensions, they are tokens.
+    """
+    first = next(_named("input_ids", (args, kwargs)), None)
+    if first is None:
+        first = next(_tensors((args, kwargs)), None)
+    if first is None or first.dim() == 0:
+        return 0, 0
+    whole = not first.dtype.is_floating_point and not first.dtype.is_complex and first.dtype is not torch.bool
+    return first.shape[0], first.numel() if whole and first.dim() == 2 else 0
+
+
+def _tensors(thing: Any, depth: int = 4) -> Iterator[Tensor]:
+    if isinstance(thing, Tensor):
+        yield thing
+    elif depth:
+        for part in _parts(thing):
+            yield from _tensors(part, depth - 1)
+
+
+def _named(name: str, thing: Any, depth: int = 4) -> Iterator[Tensor]:
+    if isinstance(thing, Mapping) and isinstance(thing.get(name), Tensor):
+        yield thing[name]
+    elif depth:
+        for part in _parts(thing):
+            yield from _named(name, part, depth - 1)
+
+
+def _parts(thing: Any) -> Iterable[Any]:
+    if isinstance(thing, Mapping):
+        return thing.values()
+    return thing if isinstance(thing, (list, tuple)) else ()

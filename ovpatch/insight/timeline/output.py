@@ -14,11 +14,17 @@ from typing import TYPE_CHECKING, Any, Final
 from ovpatch._version import __version__
 from ovpatch.exit_codes import ExitCode
 from ovpatch.insight.timeline import summary
-from ovpatch.insight.timeline.recording import Recording
-from ovpatch.insight.timeline.summary import TimelineRun, compute_efficiency, format_ms, format_percent, run_to_json
+from ovpatch.insight.timeline.summary import (
+    Recording,
+    TimelineRun,
+    compute_efficiency,
+    format_ms,
+    format_percent,
+    run_to_json,
+)
 from ovpatch.insight.timeline.trace import MERGED, Intervals, Span, get_time_base, load_trace, to_nanoseconds
 from ovpatch.insight.timeline.tracks import RankTracks, get_step
-from ovpatch.session.worker_reports import write_json
+from ovpatch.session.workers import write_json
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -40,35 +46,26 @@ _FINEST: Final = 4000  # gaps narrower than the width divided by this are invisi
 _WIDE: Final = 25  # blocks wider than the width divided by this have room for a number
 
 
-class NoMatplotlibError(RuntimeError):
-    """The picture cannot be drawn; the text ends with the remedy."""
+class OutputError(ValueError):
+    """The results cannot be written; the text ends with the remedy."""
+
+    exit_code = ExitCode.USAGE
 
 
 def check_matplotlib() -> None:
-    """Check that the picture can be drawn, before anything runs.
-
-    Raises:
-        NoMatplotlibError: matplotlib is not installed.
-    """
+    """Check, before anything runs, that matplotlib is installed; raise OutputError if not."""
     if find_spec("matplotlib") is None:
-        raise NoMatplotlibError(
+        raise OutputError(
             "the picture needs matplotlib, which is not installed. "
             "Install it with: pip install 'ovpatch[plot]' — or leave the picture out with --no-picture."
         )
 
 
 def draw_picture(runs: Sequence[TimelineRun], paths: Sequence[Path]) -> None:
-    """Draw one run, or a stock run above a patched one on the same scale.
+    """Draw one run, or a stock run above a patched one on the same scale, to files whose suffixes are their formats.
 
     A rank is a row: compute in its upper half, hidden communication below it, exposed communication over the whole
     height.
-
-    Args:
-        runs: The runs from top to bottom.
-        paths: Files; the suffix is the format.
-
-    Raises:
-        NoMatplotlibError: matplotlib is not installed.
     """
     check_matplotlib()
     from matplotlib import rc_context
@@ -232,15 +229,11 @@ _WITH_ID: Final = frozenset("stfbenOND")
 
 
 def write_merged_trace(runs: Sequence[TimelineRun], path: Path) -> None:
-    """Write one trace of all ranks and arms for Perfetto, packed by gzip. One recorded trace at a time is in memory.
+    """Write one ``.json.gz`` trace of all ranks and arms for Perfetto. One recorded trace at a time is in memory.
 
     The first steps of all arms start at the same time. No event is before zero, where Perfetto drops it: on a GPU the
     launches of the first step precede it. Within an arm ranks keep the offsets of their clocks, unless these exceed a
     step.
-
-    Args:
-        runs: The arms.
-        path: A path that ends with ``.json.gz``.
     """
     with gzip.open(path, "wt", encoding="utf-8", compresslevel=3) as file:
         file.write(f'{{"displayTimeUnit": "ms", "{MERGED}": true, "traceEvents": [')
@@ -285,9 +278,10 @@ def _tracks(run: TimelineRun, tracks: RankTracks, zero: int, names: _UniqueIds, 
     pid = names.get_id(owner, "ovpatch")
     yield {"ph": "M", "pid": pid, "tid": 0, "name": "process_name", "args": {"name": f"{owner}: summary"}}
     yield {"ph": "M", "pid": pid, "tid": 0, "name": "process_sort_index", "args": {"sort_index": pid}}
-    start, end = (get_step(tracks, run.steps[0]).start, get_step(tracks, run.steps[-1]).end)
+    start, end = get_step(tracks, run.steps[0]).start, get_step(tracks, run.steps[-1]).end
     busy = tracks.compute | tracks.communication | tracks.copies
-    steps = [(f"step {number}", Intervals.union_of([_span(tracks, number)])) for number in run.steps]
+    spans = [get_step(tracks, number) for number in run.steps]
+    steps = [(f"step {step.number}", Intervals.union_of([(step.start, step.end)])) for step in spans]
     rows = [
         ("steps", steps),
         ("exposed", [("exposed communication", tracks.exposed)]),
@@ -302,11 +296,6 @@ def _tracks(run: TimelineRun, tracks: RankTracks, zero: int, names: _UniqueIds, 
             for one in intervals.clip(start, end):
                 times = {"ts": _microseconds(one[0] - zero), "dur": _microseconds(one[1] - one[0])}
                 yield {"ph": "X", "cat": "ovpatch", "name": name, "pid": pid, "tid": tid, **times}
-
-
-def _span(tracks: RankTracks, number: int) -> Span:
-    step = get_step(tracks, number)
-    return step.start, step.end
 
 
 def _recorded(tracks: RankTracks, zero: int, names: _UniqueIds, owner: str) -> Iterator[_Json]:
@@ -347,22 +336,8 @@ _SUMMARY: Final = "summary.json"
 _RUNS: Final = ("stock", "patched", "stock.log", "patched.log")
 
 
-class OutputError(ValueError):
-    """The results cannot be written; the text ends with the remedy."""
-
-    exit_code = ExitCode.USAGE
-
-
 class Output:
-    """The output folder of one call.
-
-    Args:
-        folder: The folder.
-        picture: Whether to draw the picture.
-
-    Raises:
-        OutputError: The folder holds other files, or matplotlib is missing.
-    """
+    """The output folder of one call; raises OutputError if it holds other files, or if matplotlib is missing."""
 
     def __init__(self, folder: Path, *, picture: bool) -> None:
         self.folder, self._picture = folder, picture
@@ -371,7 +346,7 @@ class Output:
 
     def _check(self) -> None:
         if self._picture:
-            _can_draw()
+            check_matplotlib()
         if self.folder.exists() and not self.folder.is_dir():
             raise OutputError(f"--out {self.folder} is a file. Name a folder.")
         known = {*_PICTURES, _MERGED, _SUMMARY, *_RUNS}
@@ -382,21 +357,14 @@ class Output:
             )
 
     def check_inputs(self, traces: Iterable[Path]) -> None:
-        """Check that no input trace would be replaced.
-
-        Raises:
-            OutputError: One would be.
-        """
+        """Raise OutputError if an input trace would be replaced."""
         replaced = {(self.folder / name).resolve() for name in (*_PICTURES, _MERGED, _SUMMARY)}
         for trace in traces:
             if trace.resolve() in replaced:
                 raise OutputError(f"{trace} would be replaced by what --out {self.folder} gets. Name another folder.")
 
     def prepare_folder(self, *, keep_runs: bool) -> None:
-        """Make the folder, without the files of an earlier call.
-
-        Args:
-            keep_runs: Keep the raw traces, which may be the input.
+        """Make the folder, without an earlier call's files; ``keep_runs`` keeps raw traces, which may be the input.
 
         Raises:
             OutputError: The folder cannot be made, or holds a folder that is not a tool's.
@@ -433,16 +401,8 @@ class Output:
 
 def _foreign(path: Path) -> bool:
     """Whether a folder with the name of a run is not one: processes sign in in each run's folder."""
-    return (
-        path.is_dir() and any(path.iterdir()) and not any((*path.glob("process-*.json"), *path.glob("failed-*.json")))
-    )
-
-
-def _can_draw() -> None:
-    try:
-        check_matplotlib()
-    except NoMatplotlibError as error:
-        raise OutputError(str(error)) from error
+    signs = (*path.glob("process-*.json"), *path.glob("failed-*.json"))
+    return path.is_dir() and any(path.iterdir()) and not signs
 
 
 def _remove(path: Path) -> None:

@@ -27,12 +27,9 @@ class Intervals:
 
     Sums of durations would count concurrent events twice, and floats of microseconds since the epoch are exact to a
     quarter of one only; hence sets of integers.
-
-    Attributes:
-        spans: Disjoint ``(start, end)`` with ``start < end``, in order; no two of them touch.
     """
 
-    spans: tuple[Span, ...] = ()
+    spans: tuple[Span, ...] = ()  # disjoint ``(start, end)`` with ``start < end``, in order; no two of them touch
 
     @classmethod
     def union_of(cls, spans: Iterable[Span]) -> Intervals:
@@ -114,44 +111,26 @@ class TraceError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class TraceEvent:
-    """An event with a duration.
+    """An event with a duration."""
 
-    Attributes:
-        name: For example ``aten::mm``, a kernel's name or an annotation's text.
-        category: One of ``OPS``, ``ANNOTATIONS``, ``LAUNCHES`` and ``DEVICE``.
-        pid: Process on the host, or number of the device.
-        tid: Thread on the host, or stream of the device.
-        start: Nanoseconds since the epoch.
-        end: Likewise.
-        args: The profiler's arguments.
-    """
-
-    name: str
-    category: str
-    pid: int | str
-    tid: int | str
-    start: int
-    end: int
-    args: Mapping[str, Any] = field(default_factory=dict)
+    name: str  # for example ``aten::mm``, a kernel's name or an annotation's text
+    category: str  # one of ``OPS``, ``ANNOTATIONS``, ``LAUNCHES`` and ``DEVICE``
+    pid: int | str  # process on the host, or number of the device
+    tid: int | str  # thread on the host, or stream of the device
+    start: int  # nanoseconds since the epoch
+    end: int  # likewise
+    args: Mapping[str, Any] = field(default_factory=dict)  # the profiler's arguments
 
 
 @dataclass(frozen=True)
 class Trace:
-    """The trace of one process.
+    """The trace of one process."""
 
-    Attributes:
-        path: Its file.
-        rank: Rank in the default group; None if neither the file nor its name has it.
-        host: Name of the machine, "" if unknown.
-        events: The events, by start.
-        first: Start of the first event of any kind, nanoseconds since the epoch.
-    """
-
-    path: Path
-    rank: int | None
-    host: str
-    events: tuple[TraceEvent, ...]
-    first: int
+    path: Path  # its file
+    rank: int | None  # rank in the default group; None if neither the file nor its name has it
+    host: str  # name of the machine, "" if unknown
+    events: tuple[TraceEvent, ...]  # the events, by start
+    first: int  # start of the first event of any kind, nanoseconds since the epoch
 
     def select_events(self, *categories: str) -> Iterator[TraceEvent]:
         """Yield the events of some categories, by start."""
@@ -159,13 +138,10 @@ class Trace:
 
 
 def load_trace(path: Path) -> dict[str, Any]:
-    """Return the JSON of a trace, packed by gzip or not.
+    """Return the JSON of a trace, packed by gzip or not; raise TraceError if it cannot be read or is not a trace.
 
     Numbers with a fraction become :class:`~decimal.Decimal`: floats of microseconds since the epoch lose digits. NaN
     and infinities, which JSON lacks, become text.
-
-    Raises:
-        TraceError: The file cannot be read or is not a trace.
     """
     try:
         data = json.loads(_text(path), parse_float=Decimal, parse_constant=str, strict=False)
@@ -189,11 +165,7 @@ def _text(path: Path) -> bytes:
 
 
 def read_trace(path: Path) -> Trace:
-    """Read a trace.
-
-    Raises:
-        TraceError: The file cannot be read, is not a trace, or has neither operators nor device activity.
-    """
+    """Read a trace; raise TraceError if it cannot be read or has neither operators nor device activity."""
     data = load_trace(path)
     try:
         events = sorted(_events(data, get_time_base(data)), key=lambda event: (event.start, -event.end))
@@ -282,12 +254,7 @@ _ON_CPU: Final = re.compile(r"^(gloo|mpi|ucc):(\w+)$")
 
 
 def classify_event(event: TraceEvent, also: re.Pattern[str] | None = None) -> DeviceTimeKind:
-    """Classify an event of a device.
-
-    Args:
-        event: An event of the categories :data:`DEVICE`.
-        also: The user's pattern of further communication kernels.
-    """
+    """Classify an event of a device; ``also`` is the user's pattern of further communication kernels."""
     if also is not None and also.search(event.name):
         return DeviceTimeKind.COMMUNICATION
     if event.category == "gpu_memcpy":
@@ -388,14 +355,10 @@ class Launches:
 
 
 def find_cpu_labels(trace: Trace, collectives: Iterable[TraceEvent]) -> list[str]:
-    """Return the label around the call of each collective on a backend's own thread.
+    """Return the label around the call of each collective on a backend's own thread; the collectives are by start.
 
     The trace does not connect the two. A backend takes its calls in order, so the n-th collective of a kind belongs to
     the n-th call of that kind, and does not start before it.
-
-    Args:
-        trace: The trace.
-        collectives: Annotations of the backend's threads, by start.
     """
     waiting: dict[str, list[TraceEvent]] = defaultdict(list)
     for event in trace.select_events(*OPS):

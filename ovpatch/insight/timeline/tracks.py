@@ -30,19 +30,12 @@ from ovpatch.insight.timeline.trace import (
 
 @dataclass(frozen=True)
 class Communication:
-    """One kernel, copy or collective that communicates with other ranks.
+    """One kernel, copy or collective that communicates with other ranks."""
 
-    Attributes:
-        collective: For example ``nccl all_reduce``.
-        label: Label of its launch, ``ovpatch::<feature>::<phase> (<name>)``; "" outside of ovpatch's features.
-        start: Nanoseconds since the epoch.
-        end: Nanoseconds since the epoch.
-    """
-
-    collective: str
-    label: str
-    start: int
-    end: int
+    collective: str  # for example ``nccl all_reduce``
+    label: str  # label of its launch, ``ovpatch::<feature>::<phase> (<name>)``; "" outside of ovpatch's features
+    start: int  # nanoseconds since the epoch
+    end: int  # nanoseconds since the epoch
 
     @property
     def phase(self) -> str:
@@ -61,33 +54,19 @@ class Step:
 
 @dataclass(frozen=True)
 class RankTracks:
-    """One rank of one run.
+    """One rank of one run."""
 
-    Attributes:
-        rank: Number of the rank.
-        device: ``cpu``, or ``gpu`` and its number.
-        host: Name of the machine.
-        path: File of the trace.
-        compute: Compute time of the device.
-        copies: Time of copies from and to the host.
-        communications: Communications with other ranks, by start.
-        steps: The complete steps of the trace.
-        first: Start of the first event of the trace, nanoseconds since the epoch.
-        remarks: Remarks about how the trace was read.
-        moved: Nanoseconds by which these times are later than those in the trace.
-    """
-
-    rank: int
-    device: str
-    host: str
-    path: Path
-    compute: Intervals
-    copies: Intervals
-    communications: tuple[Communication, ...]
-    steps: tuple[Step, ...]
-    first: int
-    remarks: tuple[str, ...] = ()
-    moved: int = 0
+    rank: int  # number of the rank
+    device: str  # ``cpu``, or ``gpu`` and its number
+    host: str  # name of the machine
+    path: Path  # file of the trace
+    compute: Intervals  # compute time of the device
+    copies: Intervals  # time of copies from and to the host
+    communications: tuple[Communication, ...]  # communications with other ranks, by start
+    steps: tuple[Step, ...]  # the complete steps of the trace
+    first: int  # start of the first event of the trace, nanoseconds since the epoch
+    remarks: tuple[str, ...] = ()  # remarks about how the trace was read
+    moved: int = 0  # nanoseconds by which these times are later than those in the trace
 
     @property
     def communication(self) -> Intervals:
@@ -136,11 +115,7 @@ _OPTIMIZER_STEP: Final = re.compile(r"^Optimizer\.step#")
 
 
 def find_host_steps(trace: Trace) -> tuple[tuple[Step, ...], str]:
-    """Find the steps by the host's clock.
-
-    Returns:
-        The steps, none without borders, and a remark, "" if steps are marked.
-    """
+    """Return the steps by the host's clock, none without borders, and a remark, "" if steps are marked."""
     annotations = list(trace.select_events("user_annotation"))
     marks = [(int(found[1]), event.start) for event in annotations if (found := _MARK.match(event.name))]
     if marks:
@@ -170,9 +145,7 @@ def move_to_device(steps: Iterable[Step], compute: Sequence[tuple[int | None, Sp
     launched before the host's border, or at that border if it is idle by then. Communication does not move the border:
     what still runs then, such as a parameter all-gather under the next forward, is split between the two steps.
 
-    Args:
-        steps: Steps by the host.
-        compute: Launch time (None: before the trace) and span of each piece of the device's compute.
+    ``compute`` has the launch time (None: before the trace) and the span of each piece of the device's compute.
     """
     ordered = sorted((_BEFORE if launched is None else launched, span[1]) for launched, span in compute)
     launches = [launched for launched, _ in ordered]
@@ -194,9 +167,7 @@ def drop_empty_steps(steps: Iterable[Step], events: Sequence[TraceEvent]) -> tup
 def read_all_ranks(paths: Iterable[Path], also: re.Pattern[str] | None = None) -> tuple[RankTracks, ...]:
     """Read the traces of all ranks of one run, and return their tracks by rank.
 
-    Args:
-        paths: One file a rank.
-        also: The user's pattern of further communication kernels.
+    ``also`` is the user's pattern of further communication kernels.
 
     Raises:
         TraceError: A file cannot be used, or two are of one rank.

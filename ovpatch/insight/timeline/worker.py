@@ -18,8 +18,7 @@ from ovpatch.insight.steps import run_at_exit
 from ovpatch.logs import logger
 from ovpatch.overlap.comm.streams import profiler_label
 from ovpatch.patching import PatchManager
-from ovpatch.session.orders import Orders
-from ovpatch.session.worker_reports import write_json
+from ovpatch.session.workers import Orders, write_json
 
 #: Name of the mark at the end of step n, without its number; it is inside the optimizer's own range.
 BORDER: Final = profiler_label("timeline", "border")
@@ -29,24 +28,17 @@ class ProfilerSession:
     """torch's profiler over one range of steps.
 
     A second profiler in a process loses a trace or ends the process. So this one does not start while the script's own
-    profiler is on, and stops as soon as that starts.
-
-    Args:
-        operators: Record torch's operators, too, which costs host time. On the CPU they are always recorded: they are
-            the compute.
-
-    Attributes:
-        yielded: Why there is no recording, "" without a reason.
-        patches: Patches that detect the script's profilers; active from construction.
+    profiler is on, and stops as soon as that starts. Without ``operators``, torch's operators are recorded on the CPU
+    only, where they are the compute: they cost host time.
     """
 
     def __init__(self, *, operators: bool) -> None:
-        self.yielded = ""
+        self.yielded = ""  # why there is no recording, "" without a reason
         self._operators = operators
         self._profile: profile | None = None
         self._starting = self._running = self._ended = False
         self._foreign: set[int] = set()
-        self.patches = PatchManager()
+        self.patches = PatchManager()  # patches that detect the script's profilers; active from construction
         self._patch_profilers()
 
     @property

@@ -16,8 +16,7 @@ from torch import Tensor
 from ovpatch.insight import equality
 from ovpatch.insight.equality import Row, Verdict, measure_difference
 from ovpatch.insight.verify import recording
-from ovpatch.insight.verify.recording import RecordedEvent, RecordedRun
-from ovpatch.insight.verify.values import UNREAD, KeptValue
+from ovpatch.insight.verify.recording import UNREAD, KeptValue, RecordedEvent, RecordedRun
 
 _Key = tuple[Hashable, str, str]  # the event, the value's name without numbers, and its form
 
@@ -25,15 +24,10 @@ _NUMBERS: Final = re.compile(r"\d+")
 
 
 class Size(NamedTuple):
-    """The size of numbers or differences.
+    """The size of numbers or differences."""
 
-    Attributes:
-        largest: Largest absolute number.
-        mean: Root mean square.
-    """
-
-    largest: float = 0.0
-    mean: float = 0.0
+    largest: float = 0.0  # largest absolute number
+    mean: float = 0.0  # root mean square
 
     def max_with(self, other: Size) -> Size:
         """Return the larger of each."""
@@ -48,16 +42,12 @@ class _Moved(NamedTuple):
 
 
 class Noise:
-    """The noise of values: the difference of stock from itself.
+    """The noise of values: the difference of stock from itself, in further runs as far as they have the same events.
 
     One or two further runs may move a value little by chance, so values share their noise: those of one kind, dtype and
     shape whose names differ in numbers only, as a model's layers do, on all processes and in all steps so far. The
     noise is the largest relative one of them, but at most the largest absolute one: a layer with next to no gradient
     moves by much of it, which must not count for others.
-
-    Args:
-        stock: Stock's record.
-        others: Records of further stock runs; used as far as they have the same events.
     """
 
     def __init__(self, stock: RecordedRun, others: Iterable[RecordedRun]) -> None:
@@ -148,20 +138,12 @@ def judge_value(
     """Compare two numeric values of one form.
 
     A half-precision number moves by a unit in the last place or not at all, so a yardstick that moved by no unit, or by
-    one and not two, says little. Where a yardstick moved anything of the event, the largest difference may be one unit
-    of the largest element more, and few elements may each be a unit off.
-
-    Args:
-        name: Their name.
-        stock: Stock's value.
-        patched: The patched run's value.
-        yardsticks: The values of further stock runs.
-        floor: Absolute difference that is always allowed.
-        noise: The noise of values like this one.
-        moving: Whether any value of the event differs in the yardsticks.
+    one and not two, says little. Where a yardstick moved anything of the event (``moving``), the largest difference may
+    be one unit of the largest element more, and few elements may each be a unit off. ``floor`` is always allowed.
     """
     far = reduce(Size.max_with, (measure_distance(stock, other) for other in yardsticks), noise)
-    factors = _OF_ONE if _is_one(stock) else _OF_MANY
+    single = not isinstance(stock.values, Tensor) or stock.values.numel() == 1
+    factors = _OF_ONE if single else _OF_MANY
     allowed = Size(*(max(floor, factor * size) for factor, size in zip(factors, far, strict=True)))
     rounded = moving and not stock.folded
     if rounded:
@@ -176,10 +158,6 @@ def judge_value(
             note = f"{row.note}; few of its elements, by a unit in the last place"
             return replace(row, verdict=Verdict.WITHIN_NOISE, allowed=row.max_abs_diff, note=note)
     return row
-
-
-def _is_one(value: KeptValue) -> bool:
-    return not isinstance(value.values, Tensor) or value.values.numel() == 1
 
 
 def _judged(name: str, stock: KeptValue, patched: KeptValue, allowed: Size) -> Row:
@@ -230,21 +208,13 @@ _SMALL: Final = 1e-3
 
 @dataclass(frozen=True)
 class Finding:
-    """A value that is not bitwise equal, and its place.
+    """A value that is not bitwise equal, and its place."""
 
-    Attributes:
-        row: Name, verdict and difference.
-        process: For example ``rank 1``.
-        step: From 1.
-        order: Position of its event among those of the process.
-        event: The event in words.
-    """
-
-    row: Row
-    process: str
-    step: int
-    order: int
-    event: str
+    row: Row  # name, verdict and difference
+    process: str  # for example ``rank 1``
+    step: int  # from 1
+    order: int  # position of its event among those of the process
+    event: str  # the event in words
 
     @property
     def different(self) -> bool:
@@ -254,29 +224,17 @@ class Finding:
 
 @dataclass
 class RunComparison:
-    """The outcome of :func:`compare_runs`.
+    """The outcome of :func:`compare_runs`."""
 
-    Attributes:
-        findings: Values that are not bitwise equal, by process and in order.
-        processes: Processes that were compared.
-        values: Number of compared values.
-        steps: Last compared step, 0 for none.
-        events: Number of compared events of each kind.
-        unread: Unreadable values, with their classes.
-        finite: Number of losses that are finite in stock.
-        parameters: Number of compared parameter values.
-        finite_parameters: Number of those that are finite in stock.
-    """
-
-    findings: list[Finding] = field(default_factory=list)
-    processes: list[str] = field(default_factory=list)
-    values: int = 0
-    steps: int = 0
-    events: dict[str, int] = field(default_factory=dict)
-    unread: dict[str, str] = field(default_factory=dict)
-    finite: int = 0
-    parameters: int = 0
-    finite_parameters: int = 0
+    findings: list[Finding] = field(default_factory=list)  # values that are not bitwise equal, by process and in order
+    processes: list[str] = field(default_factory=list)  # processes that were compared
+    values: int = 0  # number of compared values
+    steps: int = 0  # last compared step, 0 for none
+    events: dict[str, int] = field(default_factory=dict)  # number of compared events of each kind
+    unread: dict[str, str] = field(default_factory=dict)  # unreadable values, with their classes
+    finite: int = 0  # number of losses that are finite in stock
+    parameters: int = 0  # number of compared parameter values
+    finite_parameters: int = 0  # number of those that are finite in stock
 
     @property
     def different(self) -> list[Finding]:
@@ -323,16 +281,11 @@ def _is_finite(value: KeptValue) -> bool:
 def compare_runs(
     stock: RecordedRun, patched: RecordedRun, yardsticks: Mapping[str, RecordedRun] | None = None
 ) -> RunComparison:
-    """Compare a patched run with a stock one.
+    """Compare a patched run with a stock one; the yardsticks are further stock runs, rerun or reordered, by name.
 
     Events are compared in order. Where their kinds differ, as when one run skips a step, that is a difference, and the
     rest of the process is not compared. A run that failed or was ended may stop anywhere; its events so far are
     compared.
-
-    Args:
-        stock: Stock's record.
-        patched: The patched run's record.
-        yardsticks: Records of further stock runs, rerun or reordered, by name.
     """
     compared = RunComparison()
     runs = yardsticks or {}
@@ -386,11 +339,7 @@ def _allow_if_unchanged(
 ) -> Row:
     """Return the row of a saved value as noise if both runs saved the bits that a step left: those were judged there.
 
-    Args:
-        row: The value's row.
-        stock: The values that stock saved.
-        patched: The values that the patched run saved.
-        known: Names of the values of the last steps, by their digests in stock and in the patched run.
+    ``known`` has the names of the last steps' values by their digests in both runs.
     """
     expected, actual = stock.get(row.name), patched.get(row.name)
     if expected is None or actual is None or expected.form != actual.form:
@@ -424,14 +373,7 @@ def compare_values(
     yardsticks: Mapping[str, Mapping[str, KeptValue]],
     noise_of: Callable[[str], Size] = lambda name: Size(),
 ) -> list[Row]:
-    """Return a row for each value of an event that is not bitwise equal.
-
-    Args:
-        stock: Stock's values.
-        patched: The patched run's values.
-        yardsticks: Values of further stock runs, by the run's name.
-        noise_of: Returns the noise of a value, by name.
-    """
+    """Return a row for each value of an event that is not bitwise equal; ``noise_of`` takes the value's name."""
     unequal = [
         name for name, value in stock.items() if patched.get(name, None) is None or patched[name][:2] != value[:2]
     ]

@@ -18,7 +18,7 @@ import torch.distributed as dist
 import wrapt
 from torch import Tensor, nn
 
-from ovpatch.insight.verify.values import KeptValue, keep_text
+from ovpatch.insight.verify.recording import KeptValue, keep_text
 from ovpatch.patching import PatchManager
 
 #: Seed of every arm's generators. A script's own seeds come later and win.
@@ -72,11 +72,7 @@ def reorder_reductions(patches: PatchManager, turn: int = 1) -> None:
     A ring reduces an element in an order that depends on its position in the bucket, so another bucket size is another
     order, and the only change of the program. Stock's first backward has one bucket whatever the size; here it has
     several, or the first step would have no yardstick. The total norm, which clips all gradients, is summed from
-    pieces.
-
-    Args:
-        patches: The manager of the patches.
-        turn: From 1; each turn has its own order, with smaller buckets and more pieces.
+    pieces. Each turn, from 1, has its own order, with smaller buckets and more pieces.
     """
     why = "bucket_cap_mb is the one argument that reorders sums and changes nothing else"
     init = "torch.nn.parallel.DistributedDataParallel.__init__"
@@ -89,13 +85,7 @@ def reorder_reductions(patches: PatchManager, turn: int = 1) -> None:
 
 
 def compute_cap_mb(module: nn.Module, given: float | None, turn: int) -> float:
-    """Return a bucket size, in MiB, that divides a module's gradients otherwise than the script's size.
-
-    Args:
-        module: The wrapped module.
-        given: The script's ``bucket_cap_mb``.
-        turn: Number of the order.
-    """
+    """Return a bucket size, in MiB, that divides a module's gradients otherwise than the script's ``bucket_cap_mb``."""
     total = sum(p.numel() * p.element_size() for p in module.parameters() if p.requires_grad)
     return min(_DEFAULT if given is None else given, max(total, 1) / _MIB) / (_PIECES + turn)
 
@@ -157,17 +147,13 @@ def split_products(pieces: int) -> None:
 
     A kernel's summation order depends on shapes, which such features change. The kernels below DTensor, autograd and
     torch.compile are replaced for the rest of the process, forward and backward.
-
-    Args:
-        pieces: Number of partial sums of each product.
     """
     global _library
     _library = torch.library.Library("aten", "IMPL")
 
     def product(a: Tensor, b: Tensor) -> Tensor:
-        cuts = [
-            a.shape[1] * (4 * i - 1) // (4 * pieces) for i in range(1, pieces)
-        ]  # not at halves, where kernels split, too
+        # Not at halves, where kernels split, too.
+        cuts = [a.shape[1] * (4 * i - 1) // (4 * pieces) for i in range(1, pieces)]
         parts = zip(a.tensor_split(cuts, dim=1), b.tensor_split(cuts, dim=0), strict=True)
         first, *others = [_product(*part) for part in parts]
         for other in others:

@@ -22,12 +22,21 @@ from torch.optim import Optimizer
 from ovpatch.insight import steps
 from ovpatch.insight.steps import StepCounter, StepHooks, find_root_modules
 from ovpatch.insight.verify import noise_arms
-from ovpatch.insight.verify.recording import BACKWARD, CHECKPOINT, SCALE, STEP, EventRecorder
-from ovpatch.insight.verify.values import UNREAD, KeptValue, keep_text, keep_value
+from ovpatch.insight.verify.recording import (
+    BACKWARD,
+    CHECKPOINT,
+    SCALE,
+    STEP,
+    UNREAD,
+    EventRecorder,
+    KeptValue,
+    keep_text,
+    keep_value,
+)
 from ovpatch.logs import logger
 from ovpatch.overlap.tensors.lazy_tensor import peek
 from ovpatch.patching import PatchManager
-from ovpatch.session.orders import Orders
+from ovpatch.session.workers import Orders
 
 _WRAPPERS: Final = re.compile(r"^(?:module\.|_orig_mod\.|_forward_module\.)+|(?<=\.)_orig_mod\.")
 
@@ -46,9 +55,7 @@ class ParameterNames:
     def name_parameters(self, optimizer: Optimizer, index: int) -> list[tuple[str, Tensor]]:
         """Return the parameters of an optimizer with their names, in its own order.
 
-        Args:
-            optimizer: The optimizer.
-            index: Its number; it names parameters without an owner, and those whose name is taken.
+        The optimizer's number names parameters without an owner, and those whose name is taken.
         """
         places = list(_places(optimizer))
         if any(self._known(parameter) is None for _, parameter in places):
@@ -80,13 +87,11 @@ class ParameterNames:
             owned = {id(parameter): strip_wrappers(name) for name, parameter in root.named_parameters()} | owned
         for place, parameter in places:
             if self._known(parameter) is None:
-                name = self._free(owned.get(id(parameter), f"optimizer{index}.{place}"), index)
+                name = owned.get(id(parameter), f"optimizer{index}.{place}")
+                if name in self._taken:  # by a parameter that may be gone
+                    name = _primed(f"optimizer{index}:{name}", self._taken)
                 self._taken[name] = ref(parameter)
                 self._names[id(parameter)] = ref(parameter), name
-
-    def _free(self, name: str, index: int) -> str:
-        """Return a name that no parameter has ever had."""
-        return name if name not in self._taken else _primed(f"optimizer{index}:{name}", self._taken)
 
 
 def strip_wrappers(name: str) -> str:
@@ -118,11 +123,7 @@ def _primed(name: str, taken: Collection[str]) -> str:
 
 
 def _owners(positions: Mapping[int, int]) -> list[nn.Module]:
-    """Return the root modules that own such parameters, in the order of their first parameter.
-
-    Args:
-        positions: Positions of parameters in their optimizer, by ``id``.
-    """
+    """Return the root modules that own parameters, given by ``id`` and position, in the order of their first."""
     found = []
     for root in find_root_modules():
         owned = [positions[id(parameter)] for parameter in root.parameters() if id(parameter) in positions]
@@ -140,11 +141,7 @@ SOURCE: Final = "(what was looked at)"
 
 
 def list_contents(saved: Any) -> dict[str, KeptValue]:
-    """Return the record of each key of a nested object: tensors by value, other objects by type.
-
-    Args:
-        saved: The saved object; a module counts as its state_dict.
-    """
+    """Return the record of each key of a nested object or a module's state_dict: tensors by value, others by type."""
     return {name or "(itself)": kept for name, kept in _walk(saved, "", ())}
 
 
@@ -195,11 +192,9 @@ _SAVING: Final[dict[str, tuple[str, Read | None]]] = {
 
 
 def patch_saving(patches: PatchManager, saved: Saved) -> None:
-    """Declare the patches that record checkpoints.
+    """Declare the patches that call ``saved`` with a checkpoint's file name and contents, after it was saved.
 
-    Args:
-        patches: The manager of the patches. Libraries are patched when they are imported.
-        saved: Called with the file's name and contents, after it was saved.
+    Libraries are patched when they are imported.
     """
     for target, (first, read) in _SAVING.items():
         wrap = partial(_wrap, first=first, read=read, saved=saved)
@@ -239,10 +234,8 @@ def _stored(handed: Any, file: Any, read: Read | None) -> dict[str, KeptValue]:
 def _of_several_ranks(value: Any) -> bool:
     if isinstance(value, Tensor):
         return any(base.__name__ in ("DTensor", "ShardedTensor") for base in type(value).__mro__)
-    children = (
-        value.items() if isinstance(value, dict) else enumerate(value if isinstance(value, (list, tuple)) else ())
-    )
-    return any(_of_several_ranks(child) for _, child in children)
+    children = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else ()
+    return any(map(_of_several_ranks, children))
 
 
 def _file(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
@@ -260,12 +253,7 @@ Values = dict[str, KeptValue]
 
 
 class ScriptRecorder:
-    """Records the values that a script computes.
-
-    Args:
-        recorder: Writes the events.
-        steps: Counts the steps; its hooks must run after those of this object.
-    """
+    """Records the values that a script computes; the hooks of the step counter must run after those of this object."""
 
     def __init__(self, recorder: EventRecorder, steps: StepCounter) -> None:
         self._recorder, self._steps = recorder, steps
@@ -278,12 +266,10 @@ class ScriptRecorder:
     def start_recording(self) -> None:
         """Install the patches and hooks."""
         patch = self.patches.register_patch
-        patch(
-            "torch.autograd.backward", wrap=self._wrap_backward, why="Tensor.backward calls it; no hook sees the loss"
-        )
-        patch(
-            "torch.amp.grad_scaler.GradScaler.update", wrap=self._wrap_update, why="the scale tells which was skipped"
-        )
+        why = "Tensor.backward calls it; no hook sees the loss"
+        patch("torch.autograd.backward", wrap=self._wrap_backward, why=why)
+        why = "the scale tells which was skipped"
+        patch("torch.amp.grad_scaler.GradScaler.update", wrap=self._wrap_update, why=why)
         patch_saving(self.patches, self._saved)
         before, after = self._before_step, self._after_step
         self.patches.register_hook("optimizer step", lambda: StepHooks(before=before, after=after))
@@ -324,9 +310,8 @@ class ScriptRecorder:
         values = self._before.pop(optimizer, None) or self._gradients(optimizer)
         values |= {f"parameter {name}": keep_value(parameter) for name, parameter in self._named(optimizer)}
         index = self._index(optimizer)
-        values |= self._state(optimizer) | {
-            f"buffer {name}": keep_value(found) for name, found in self._names.list_buffers(index)
-        }
+        values |= self._state(optimizer)
+        values |= {f"buffer {name}": keep_value(found) for name, found in self._names.list_buffers(index)}
         values |= {f"frozen {name}": keep_value(parameter) for name, parameter in self._names.list_frozen(index)}
         values |= noise_arms.digest_generators()
         step = max(self._steps.count, taken + 1)  # of the turn that the most frequent optimizer started
@@ -340,14 +325,9 @@ class ScriptRecorder:
         return self._names.name_parameters(optimizer, self._index(optimizer))
 
     def _gradients(self, optimizer: Optimizer) -> Values:
-        gradients = [
-            (name, None if parameter.grad is None else peek(parameter.grad))
-            for name, parameter in self._named(optimizer)
-        ]
-        values: Values = {
-            "norm of gradients": keep_value(_norm([gradient for _, gradient in gradients if gradient is not None]))
-        }
-        return values | {f"gradient {name}": keep_value(gradient) for name, gradient in gradients}
+        grads = [(name, p.grad if p.grad is None else peek(p.grad)) for name, p in self._named(optimizer)]
+        norm = keep_value(_norm([grad for _, grad in grads if grad is not None]))
+        return {"norm of gradients": norm} | {f"gradient {name}": keep_value(grad) for name, grad in grads}
 
     def _state(self, optimizer: Optimizer) -> Values:
         values: Values = {}
@@ -366,9 +346,8 @@ class ScriptRecorder:
         def update(scaler: Any, *args: Any, **kwargs: Any) -> None:
             original(scaler, *args, **kwargs)
             if scaler.is_enabled():
-                self._recorder.record_event(
-                    SCALE, {"loss scale": keep_value(scaler.get_scale())}, step=max(1, self._steps.count)
-                )
+                values = {"loss scale": keep_value(scaler.get_scale())}
+                self._recorder.record_event(SCALE, values, step=max(1, self._steps.count))
 
         return update
 
@@ -413,10 +392,9 @@ def _capturing() -> bool:
 def start_worker(orders: Orders) -> None:
     """Seed this process, record its values, and end it after the ordered number of steps.
 
-    Args:
-        orders: Its details: ``steps``, the number of steps; ``reorder``, the number of the reordered arm, if any;
-            ``pieces``, the partial sums of matrix products there, 0 for stock's; ``deterministic``, for deterministic
-            algorithms, and ``strict``, to raise where there are none.
+    The orders' details are ``steps``; ``reorder``, the number of the reordered arm, if any; ``pieces``, the partial
+    sums of matrix products there, 0 for stock's; ``deterministic``, for deterministic algorithms, and ``strict``, to
+    raise where there are none.
     """
     noise_arms.seed_generators()
     if orders.details.get("deterministic"):

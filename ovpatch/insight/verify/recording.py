@@ -1,40 +1,35 @@
-"""Files of a process's events: one per step, and one for the events after the last step."""
+"""The record of a run: digests and sketches of its values, and files of each process's events, one file per step."""
 
 from __future__ import annotations
 
 import inspect
+import math
 import os
 import time
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import torch
+from torch import Tensor
 
 from ovpatch.insight import steps
 from ovpatch.insight.steps import run_at_exit
-from ovpatch.insight.verify.values import KeptValue
+from ovpatch.overlap.tensors import lazy_tensor
 
 
 @dataclass(frozen=True)
 class RecordedEvent:
-    """An event of a process.
+    """An event of a process."""
 
-    Attributes:
-        kind: One of :data:`BACKWARD`, :data:`STEP`, :data:`SCALE` and :data:`CHECKPOINT`.
-        index: Number of the optimizer, in the order of their first steps.
-        label: Class of the optimizer, or file of the checkpoint.
-        step: Its step, from 1.
-        values: Its values by name.
-    """
-
-    kind: str
-    index: int
-    label: str
-    step: int
-    values: Mapping[str, KeptValue]
+    kind: str  # one of BACKWARD, STEP, SCALE and CHECKPOINT
+    index: int  # number of the optimizer, in the order of their first steps
+    label: str  # class of the optimizer, or file of the checkpoint
+    step: int  # its step, from 1
+    values: Mapping[str, KeptValue]  # its values by name
 
     @classmethod
     def from_data(cls, data: Mapping[str, Any]) -> RecordedEvent:
@@ -58,15 +53,10 @@ class RecordedEvent:
 
 @dataclass(frozen=True)
 class RecordedRun:
-    """The record of one arm.
+    """The record of one arm."""
 
-    Attributes:
-        processes: Files of each process, in order, by its name, such as ``rank 1``.
-        cut: Whether the arm failed or was ended, so that its events may stop anywhere.
-    """
-
-    processes: Mapping[str, Sequence[Path]]
-    cut: bool = False
+    processes: Mapping[str, Sequence[Path]]  # files of each process, in order, by its name, such as ``rank 1``
+    cut: bool = False  # whether the arm failed or was ended, so that its events may stop anywhere
 
     def events(self, process: str) -> Iterator[RecordedEvent]:
         """Yield the events of a process, file by file."""
@@ -75,12 +65,7 @@ class RecordedRun:
 
 
 def read_recorded(folder: Path, *, cut: bool = False) -> RecordedRun:
-    """Return the record in the folder of an arm.
-
-    Args:
-        folder: The arm's folder.
-        cut: Whether the arm failed or was ended.
-    """
+    """Return the record in the folder of an arm; ``cut`` tells whether the arm failed or was ended."""
     files: dict[tuple[tuple[int, ...], int, int], list[Path]] = defaultdict(list)
     for path in sorted(folder.glob("events-*.pt"), key=lambda path: path.stem.rpartition("-")[2]):
         _, identity, born, pid, _, _ = path.stem.split("-")
@@ -88,13 +73,12 @@ def read_recorded(folder: Path, *, cut: bool = False) -> RecordedRun:
     ranks: dict[int, list[list[Path]]] = defaultdict(list)
     for _, paths in sorted(files.items()):
         ranks[int(paths[-1].stem.split("-")[4])].append(paths)
-    return RecordedRun(
-        {_name(rank, n): paths for rank, many in sorted(ranks.items()) for n, paths in enumerate(many)}, cut
-    )
-
-
-def _name(rank: int, number: int) -> str:
-    return f"rank {rank}" if number == 0 else f"rank {rank}, process {number + 1}"
+    processes = {
+        f"rank {rank}" + (f", process {n + 1}" if n else ""): paths
+        for rank, many in sorted(ranks.items())
+        for n, paths in enumerate(many)
+    }
+    return RecordedRun(processes, cut)
 
 
 #: Kinds of events.
@@ -105,11 +89,7 @@ CHECKPOINT: Final = "checkpoint"
 
 
 class EventRecorder:
-    """Collects the events of this process.
-
-    Args:
-        directory: Folder of the files.
-    """
+    """Collects the events of this process, and writes them to files in a directory."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
@@ -124,15 +104,7 @@ class EventRecorder:
     def record_event(
         self, kind: str, values: Mapping[str, KeptValue], *, step: int, index: int = 0, label: str = ""
     ) -> None:
-        """Add an event.
-
-        Args:
-            kind: Kind of the event.
-            values: Its values by name.
-            step: Its step, from 1.
-            index: Number of the optimizer.
-            label: Class of the optimizer, or file of the checkpoint.
-        """
+        """Add an event; see :class:`RecordedEvent` for its parts."""
         kept = {name: tuple(value) for name, value in values.items()}
         self._events.append({"kind": kind, "index": index, "label": label, "step": step, "values": kept})
 
@@ -176,3 +148,163 @@ def load_events(path: Path) -> Iterable[dict[str, Any]]:
     """Return the events of a file."""
     events: Iterable[dict[str, Any]] = torch.load(path, weights_only=True)
     return events
+
+
+#: Elements per pass; the weights of a chunk take 16 MiB.
+CHUNK: Final = 1 << 20
+
+_MODULUS: Final = 1 << 64
+_INTEGERS: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+@torch.no_grad()
+def compute_digest(tensor: Tensor) -> str:
+    """Return a text that two strided tensors of one dtype and shape share if and only if all their bits are equal.
+
+    The bits of element ``i`` are an integer ``x[i]``; a digest is two sums of ``w[i] * x[i]`` modulo ``2**64`` with
+    fixed pseudo-random weights. The weights are odd and so have an inverse: a change of one element changes both sums,
+    and changes of several elements practically never cancel in both. Integer sums do not depend on order or device.
+    """
+    bits = view_bits(tensor)
+    weights = _weights(bits.device)
+    starts = range(0, bits.numel(), CHUNK)
+    parts = [bits[start : start + CHUNK].to(torch.int64) for start in starts]
+    sums = torch.stack([(weights[:, : len(part)] * part).sum(1) for part in parts]).tolist() if parts else []
+    total = [sum(_odd(2 * chunk + n) * row[n] for chunk, row in enumerate(sums)) % _MODULUS for n in range(2)]
+    return f"{total[0]:016x}{total[1]:016x}"
+
+
+def view_bits(tensor: Tensor) -> Tensor:
+    """Return a flat view, or copy, of a tensor as integers of its own width; a complex element is two."""
+    tensor = tensor.detach().resolve_conj().resolve_neg()
+    if tensor.is_complex():
+        tensor = torch.view_as_real(tensor)
+    return tensor.contiguous().reshape(-1).view(_INTEGERS[tensor.element_size()])
+
+
+def hash_integers(numbers: Tensor) -> Tensor:
+    """Return a pseudo-random 64-bit integer for each integer, by the finalizer of splitmix64."""
+    for shift, factor in ((30, -0x40A7B892E31B1A47), (27, -0x6B2FB644ECCEEE15), (31, 1)):
+        high = (numbers >> shift) & ((1 << (64 - shift)) - 1)  # a logical shift, without the sign
+        numbers = (numbers ^ high) * factor
+    return numbers
+
+
+def _odd(number: int) -> int:
+    """Return the weight of a chunk."""
+    seeds = torch.tensor([number * 0x1E3779B97F4A7C15 % (1 << 63)], device="cpu")
+    return int(hash_integers(seeds).item()) | 1
+
+
+@lru_cache(maxsize=16)
+def _weights(device: torch.device) -> Tensor:
+    """Return two rows of odd weights."""
+    numbers = torch.arange(2 * CHUNK, dtype=torch.int64, device=device)
+    return (hash_integers(numbers * 0x1E3779B97F4A7C15 + 1) | 1).view(2, CHUNK)
+
+
+#: Sums of a large tensor's sketch.
+BUCKETS: Final = 1 << 12
+
+
+@torch.no_grad()
+def compute_sketch(tensor: Tensor) -> Tensor:
+    """Return a real, strided tensor folded into ``BUCKETS`` float64 sums, on its own device.
+
+    Element ``i`` is added, with a fixed pseudo-random sign, to sum ``i mod BUCKETS``, which is divided by the square
+    root of its number of elements. The fold is linear: the difference of two sketches is the sketch of the difference.
+    Noise of size e in every element is about e in every sum; a difference d of one element is d over that root. NaNs
+    and infinities count as 0 here; :func:`describe_nonfinite` has their positions, and the digest has all bits.
+    """
+    flat = tensor.detach().contiguous().reshape(-1)
+    total = torch.zeros(BUCKETS, dtype=torch.float64, device=flat.device)
+    for number, start in enumerate(range(0, flat.numel(), CHUNK)):
+        part = flat[start : start + CHUNK].to(torch.float64)
+        part = torch.where(part.isfinite(), part, 0.0)
+        part = torch.nn.functional.pad(part, (0, -len(part) % BUCKETS)).view(-1, BUCKETS)
+        chunk_signs = _sign(torch.arange(BUCKETS, device=flat.device) + ((number + 1) << 42))
+        total += (part * _signs(flat.device)[: len(part)]).sum(0) * chunk_signs
+    return total / math.sqrt(max(1, -(-flat.numel() // BUCKETS)))
+
+
+@torch.no_grad()
+def describe_nonfinite(tensor: Tensor) -> str:
+    """Return the number of a strided tensor's NaNs and infinities with a digest of their positions; "" for none."""
+    if not tensor.is_floating_point() or bool(tensor.isfinite().all()):
+        return ""
+    tensor = tensor.detach()
+    kinds = tensor.isnan() * 1 + tensor.isposinf() * 2 + tensor.isneginf() * 3
+    return f"{int((kinds != 0).sum())} not finite, {compute_digest(kinds.to(torch.uint8))}"
+
+
+@lru_cache(maxsize=16)
+def _signs(device: torch.device) -> Tensor:
+    return _sign(torch.arange(CHUNK, device=device) + (1 << 40)).view(-1, BUCKETS)
+
+
+def _sign(numbers: Tensor) -> Tensor:
+    """Return plus or minus one for each integer."""
+    return ((hash_integers(numbers) & 1) * 2 - 1).to(torch.float64)
+
+
+#: Most elements of a tensor that is kept as it is.
+WHOLE: Final = 1 << 14
+
+#: Form of an unreadable value, such as a tensor on the meta device; its digest is its class.
+UNREAD: Final = "unread"
+
+_SCALARS: Final = (bool, int, float, complex)
+
+
+class KeptValue(NamedTuple):
+    """One value, as stored."""
+
+    form: str  # its kind, for example ``float32 [3, 4]``, ``float``, ``text`` or ``none``
+    digest: str  # digest of all its bits
+    values: Any = None  # the value itself, or the sketch of a large tensor; None if the digest suffices
+    folded: bool = False  # whether ``values`` is a sketch
+    not_finite: str = ""  # for a sketch, the number and positions of NaNs and infinities
+
+
+def keep_text(value: str) -> KeptValue:
+    """Record a text, such as a digest."""
+    return KeptValue("text", value)
+
+
+@torch.no_grad()
+def keep_value(value: Any) -> KeptValue:
+    """Record a value as it is now: of a DTensor, its local tensor; of an unreadable value, only its class."""
+    if isinstance(value, Tensor):
+        return _keep_tensor(lazy_tensor.peek(value))
+    if value is None:
+        return KeptValue("none", "")
+    if isinstance(value, str):
+        return keep_text(value)
+    return KeptValue(type(value).__name__, repr(value), value) if type(value) in _SCALARS else _keep_unread(value)
+
+
+def _keep_unread(value: Any) -> KeptValue:
+    return KeptValue(UNREAD, type(value).__name__)
+
+
+def _keep_tensor(tensor: Tensor) -> KeptValue:
+    # By name: importing DTensor takes half a second, and a torch without torch.distributed has none.
+    if any(base.__name__ == "DTensor" for base in type(tensor).__mro__):
+        tensor = tensor.to_local()  # type: ignore[attr-defined]  # DTensor's; mypy knows only of a Tensor
+    if tensor.is_meta or tensor.is_quantized or tensor.is_nested:
+        return _keep_unread(tensor)
+    try:
+        return _keep_strided(tensor.to_dense() if tensor.layout is not torch.strided else tensor)
+    except (RuntimeError, NotImplementedError, TypeError, ValueError):  # uninitialised, or without plain values
+        return _keep_unread(tensor)
+
+
+def _keep_strided(tensor: Tensor) -> KeptValue:
+    form = f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
+    bits = compute_digest(tensor)
+    if tensor.numel() <= WHOLE:
+        return KeptValue(form, bits, tensor.detach().to("cpu", copy=True).contiguous())
+    real = torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
+    if real.is_floating_point() and real.element_size() == 1:
+        real = real.to(torch.float32)  # float8 has next to no functions
+    return KeptValue(form, bits, compute_sketch(real).cpu(), True, describe_nonfinite(real))

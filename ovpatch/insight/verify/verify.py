@@ -1,13 +1,17 @@
-"""Verification of a command: which arms run, in which order, and the conclusion from their records."""
+"""Verification of a command: which arms run, in which order, the conclusion from their records, and it as text."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from pathlib import Path
 from typing import Any, Final
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
 
 from ovpatch.exit_codes import ExitCode
 from ovpatch.insight import arms
@@ -44,43 +48,35 @@ class Conclusion(str, Enum):
 
 @dataclass(frozen=True)
 class Verification:
-    """The result of a verification.
-
-    Attributes:
-        verdict: The conclusion.
-        why: Its reason, in a sentence.
-        compared: The comparison of stock and patched.
-        outcomes: Every arm that ran, by name.
-        blamed: Features that cause the difference: without any one of them there is none.
-        notes: Further remarks for the user.
-        noise: The difference of each yardstick from stock, in words.
-        measured: Whether the noise is known, so that differences can be told from it.
-    """
+    """The result of a verification."""
 
     verdict: Conclusion
-    why: str
-    compared: RunComparison = field(default_factory=RunComparison)
-    outcomes: Mapping[str, Outcome] = field(default_factory=dict)
-    blamed: Sequence[str] = ()
-    notes: Sequence[str] = ()
-    noise: Mapping[str, str] = field(default_factory=dict)
-    measured: bool = True
+    why: str  # its reason, in a sentence
+    compared: RunComparison = field(default_factory=RunComparison)  # the comparison of stock and patched
+    outcomes: Mapping[str, Outcome] = field(default_factory=dict)  # every arm that ran, by name
+    blamed: Sequence[str] = ()  # features that cause the difference: without any one of them there is none
+    notes: Sequence[str] = ()  # further remarks for the user
+    noise: Mapping[str, str] = field(default_factory=dict)  # the difference of each yardstick from stock, in words
+    measured: bool = True  # whether the noise is known, so that differences can be told from it
 
     @property
     def counters(self) -> dict[str, dict[str, int]]:
         """Counters of each feature that was on, summed over the processes."""
-        return self.outcomes["patched"].counters if "patched" in self.outcomes else {}
+        return self._patched.counters if self._patched else {}
 
     @property
     def idle(self) -> dict[str, str]:
         """Features that were on and did no work, with their remarks; equal results prove nothing about them."""
-        return self.outcomes["patched"].idle if "patched" in self.outcomes else {}
+        return self._patched.idle if self._patched else {}
 
     @property
     def remarks(self) -> dict[str, list[str]]:
         """Remarks of exercised features, such as an optimizer left to stock."""
-        patched = self.outcomes.get("patched")
-        return {name: patched.remarks[name] for name in patched.exercised} if patched is not None else {}
+        return {name: self._patched.remarks[name] for name in self._patched.exercised} if self._patched else {}
+
+    @property
+    def _patched(self) -> Outcome | None:
+        return self.outcomes.get("patched")
 
     def to_json(self) -> dict[str, Any]:
         """Return the result as JSON types."""
@@ -127,13 +123,9 @@ _LONGEST: Final = 24  # lines
 
 
 def find_failure(log: str, lines: int = 20) -> str:
-    """Return the first traceback that is not a launcher's, shortened, or the last lines of the log if there is none.
+    """Return a log's first traceback that is not a launcher's, shortened, or else its last lines.
 
     The first is the cause: other ranks fail later, in a collective that the failed rank does not enter.
-
-    Args:
-        log: The command's output.
-        lines: Number of lines to return without a traceback.
     """
     every = log.splitlines()
     for start, line in enumerate(every):
@@ -145,11 +137,7 @@ def find_failure(log: str, lines: int = 20) -> str:
 
 
 def find_exception_name(log: str) -> str:
-    """Return the class of the exception that :func:`find_failure` finds, "" for none.
-
-    Args:
-        log: The command's output.
-    """
+    """Return the class of the exception that :func:`find_failure` finds, "" for none."""
     found = find_failure(log).splitlines()
     match = _HEAD.match(found[0]) if found else None
     return found[-1].removeprefix(match[1] or "").partition(":")[0] if match else ""
@@ -185,29 +173,18 @@ _NO_FORM: Final = "does not have a deterministic implementation"
 
 @dataclass(frozen=True)
 class Request:
-    """What to verify.
+    """What to verify."""
 
-    Attributes:
-        command: Program and arguments.
-        out: Folder of the arms.
-        steps: Number of steps after which a run is ended.
-        features: Value of ``OVPATCH`` in the patched run; None for that of the environment.
-        noise: Whether the yardsticks run even where every bit is equal.
-        deterministic: Whether torch uses deterministic algorithms.
-        strict: Whether torch then raises where it has none. With mere warnings some operations that have a
-            deterministic form do not use it, such as the backward of flash attention; a script that gets an error runs
-            again with warnings.
-        timeout: Seconds without a step after which a run counts as hung.
-    """
-
-    command: Sequence[str]
-    out: Path
-    steps: int = 5
-    features: str | None = None
-    noise: bool = False
-    deterministic: bool = False
+    command: Sequence[str]  # program and arguments
+    out: Path  # folder of the arms
+    steps: int = 5  # number of steps after which a run is ended
+    features: str | None = None  # value of ``OVPATCH`` in the patched run; None for that of the environment
+    noise: bool = False  # whether the yardsticks run even where every bit is equal
+    deterministic: bool = False  # whether torch uses deterministic algorithms
+    # Whether torch then raises where it has none. With mere warnings some operations that have a deterministic form do
+    # not use it, such as the backward of flash attention; a script that gets an error runs again with warnings.
     strict: bool = True
-    timeout: float = 600.0
+    timeout: float = 600.0  # seconds without a step after which a run counts as hung
 
     def make_arm(self, name: str, features: str | None = arms.STOCK, **details: Any) -> Arm:
         """Return an arm of this verification."""
@@ -384,10 +361,7 @@ class _Verifier:
         rerun = self._yardstick("rerun")
         reordered = self._yardstick("reordered", **self._reordering(1))
         itself, otherwise = compare_runs(stock, rerun), compare_runs(stock, reordered)
-        self.noise = {
-            "rerun": self._measured("rerun", itself),
-            "reordered": self._measured("reordered", otherwise),
-        }
+        self.noise = {"rerun": self._measured("rerun", itself), "reordered": self._measured("reordered", otherwise)}
         self.noisy = bool(itself.findings or otherwise.findings)
         if itself.findings:
             first = min(itself.findings, key=lambda one: (one.step, one.order))
@@ -498,16 +472,14 @@ class _Verifier:
         seen = f"{losses} losses are equal, but " if losses else ""
         return (
             f"{seen}no optimizer of torch.optim made a step in any process. Is this the command that trains? If it "
-            "ends before its first step, give it more data or steps; if it updates parameters by itself, nobody saw it."
+            "ends before its first step, give it more data or steps. If it updates parameters by itself, it is unseen."
         )
 
 
 def verify(request: Request, progress: Callable[[str, int], None] = lambda arm, step: None) -> Verification:
     """Run a command stock and patched, and conclude whether it computes the same.
 
-    Args:
-        request: The command and options.
-        progress: Called with an arm's name and the last step that all its processes have taken.
+    ``progress`` is called with an arm's name and the last step that all its processes have taken.
 
     Raises:
         ovpatch.SettingsError: The command cannot be observed.
@@ -552,3 +524,104 @@ def _why_not_exercised(patched: Outcome) -> str:
         return f"no feature was on: {states}"
     reasons = "; ".join(f"{name}: {reason}" if reason else name for name, reason in patched.idle.items())
     return f"the runs are equal, but no feature that was on did any work ({reasons})"
+
+
+_ROWS: Final = 10
+_COLOURS: Final = {Conclusion.BITWISE: "green", Conclusion.NOISE: "green", Conclusion.DIFFERENT: "red"}
+
+
+def print_result(result: Verification, console: Console) -> None:
+    """Print a result."""
+    style = f"bold {_COLOURS.get(result.verdict, 'yellow')}"
+    console.print(Text(f"{result.verdict.value}: {result.why}", style=style), soft_wrap=True)
+    for line in _lines(result):
+        console.print(Text(line), soft_wrap=True)
+    if result.compared.findings:
+        console.print(_table(result.compared, result.measured))
+    for outcome in _telling(result):
+        _show_end(outcome, console)
+
+
+def _lines(result: Verification) -> Iterator[str]:
+    compared = result.compared
+    if compared.processes:
+        yield f"compared    {_scope(compared)}"
+        yield f"bits        {_bits(result)}"
+        yield f"yardstick   {_yardstick(result)}"
+    if result.blamed:
+        yield f"because of  {', '.join(result.blamed)}"
+    for feature, counters in result.counters.items():
+        if feature in result.idle:
+            yield f"{feature:<11} did nothing: {result.idle[feature] or 'it counts nothing'}"
+            continue
+        yield f"{feature:<11} {', '.join(f'{name} {count}' for name, count in counters.items())}"
+        for remark in result.remarks[feature]:
+            yield f"{'':<11} {remark}"
+    yield f"arms        {', '.join(f'{name} {outcome.seconds:.1f} s' for name, outcome in result.outcomes.items())}"
+    for note in result.notes:
+        yield f"note        {note}"
+
+
+def _scope(compared: RunComparison) -> str:
+    counts = {"backward": "losses", "step": "optimizer steps", "scale": "loss scales", "checkpoint": "checkpoints"}
+    events = ", ".join(f"{compared.events.get(kind, 0)} {name}" for kind, name in counts.items() if kind != "scale")
+    return f"{compared.values} values on {', '.join(compared.processes)}, to step {compared.steps}: {events}"
+
+
+def _bits(result: Verification) -> str:
+    compared = result.compared
+    if not compared.findings:
+        return "all equal"
+    of_them = f"{len(compared.different)} of them by more than noise" if result.measured else "noise not measured"
+    return f"{len(compared.findings)} values are not bitwise equal, {of_them}"
+
+
+def _yardstick(result: Verification) -> str:
+    if result.noise:
+        measured = "; ".join(f"{name}: {amount}" for name, amount in result.noise.items())
+        return f"stock against itself, {measured}. Allowed is twice what its like moved, one element four times"
+    if result.compared.findings:
+        return "not measured"
+    return "not needed: nothing differs (--noise measures it)"
+
+
+def _table(compared: RunComparison, measured: bool) -> Table:
+    first = compared.first
+    shown = [*filter(None, [first]), *(one for one in compared.worst(_ROWS) if one is not first)][:_ROWS]
+    title = "not bitwise equal"
+    if len(compared.findings) > _ROWS:
+        title += f": {'the first, then ' if first else ''}the worst of {len(compared.findings)}"
+    table = Table("step", "process", "value", "|diff|", "allowed", "what", title=title, title_justify="left")
+    for finding in shown:
+        table.add_row(*map(Text, _cells(finding, measured)), style=None if finding.different else "dim")
+    return table
+
+
+def _cells(finding: Finding, measured: bool) -> tuple[str, ...]:
+    row = finding.row
+    return (
+        str(finding.step),
+        finding.process,
+        row.name,
+        "" if row.max_abs_diff is None else f"{row.max_abs_diff:.3g}",
+        "" if row.allowed is None or not measured else f"{row.allowed:.3g}",
+        row.note,
+    )
+
+
+def _telling(result: Verification) -> list[Outcome]:
+    """Return the arms whose end is shown."""
+    unhappy = [outcome for outcome in result.outcomes.values() if outcome.code or outcome.timed_out or outcome.failures]
+    telling = None if result.verdict is Conclusion.UNDECIDED else ("stock", "patched")
+    return [outcome for outcome in unhappy if telling is None or outcome.arm.name in telling]
+
+
+def _show_end(outcome: Outcome, console: Console) -> None:
+    ranks = arms.read_ranks(outcome.folder)
+    for pid, stacks in outcome.stacks.items():
+        process = f"rank {ranks[pid]} (process {pid})" if pid in ranks else f"process {pid}"
+        console.print(Text(f"\nstacks of {process} in the arm '{outcome.arm.name}':\n{stacks}"), soft_wrap=True)
+    for failure in outcome.failures:
+        console.print(Text(f"\nprocess {failure['pid']} (rank {failure['rank']}): {failure['error']}"), soft_wrap=True)
+    log = outcome.log.read_text(encoding="utf-8", errors="replace")
+    console.print(Text(f"\nhow the arm '{outcome.arm.name}' ended:\n{find_failure(log)}\n"), soft_wrap=True)

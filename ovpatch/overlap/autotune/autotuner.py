@@ -13,14 +13,22 @@ import threading
 import time
 import zlib
 from collections.abc import Callable, Iterator
+from concurrent import futures
 from pathlib import Path
-from typing import Final, Generic, TypeVar
+from typing import Final, TypeVar
 
 import torch
 import torch.distributed as dist
 
-from ovpatch.overlap.autotune.cache import TuningCache
-from ovpatch.overlap.autotune.measure import Candidates, Choice, RankNumbers, Tuning, measure_candidates, pick_fastest
+from ovpatch.overlap.autotune.measure import (
+    Candidates,
+    Choice,
+    RankNumbers,
+    Tuning,
+    TuningCache,
+    measure_candidates,
+    pick_fastest,
+)
 from ovpatch.overlap.comm.collectives import backend_name
 from ovpatch.overlap.comm.consensus import RankMismatchError, check_consistent, wait_limit_s
 from ovpatch.overlap.comm.group_state import group_state
@@ -43,12 +51,7 @@ _UNMADE = "not measured, since a rank could not make what is measured; its repor
 
 
 class TuningBudget:
-    """Seconds that a process may spend on measuring.
-
-    Args:
-        seconds: The budget.
-        clock: Returns the time in seconds.
-    """
+    """Seconds that a process may spend on measuring."""
 
     def __init__(self, seconds: float = BUDGET_S, clock: Callable[[], float] = time.monotonic) -> None:
         self.seconds, self._clock = seconds, clock
@@ -90,17 +93,12 @@ class Autotuner:
 
     Ranks that compute in different ways issue different collectives and hang. So every number that decides is known to
     all ranks: the first rank's, from its cache file, or the slowest rank's, measured. Ranks compare keys through the
-    store before they measure; an error names a rank that is about to compute something else.
+    store before they measure; an error names a rank that is about to compute something else. Without a directory for
+    cache files no measurements are kept.
 
     [Note: when to measure] A measurement is a collective. It runs where an operator first meets a shape, since all
     ranks get there. It never runs in a backward, which one rank may run alone, under CUDA graph capture, or while a
     compiler traces: there the default is taken, and the next call asks again.
-
-    Args:
-        device: Device of the candidates' tensors.
-        feature: Name of the feature.
-        directory: Directory of the cache files; None to keep no measurements.
-        budget: Limits the time spent on measuring.
     """
 
     def __init__(self, device: torch.device, feature: str, directory: Path | None, budget: TuningBudget) -> None:
@@ -109,14 +107,10 @@ class Autotuner:
         self._cache: TuningCache | None = None
 
     def tune(self, group: dist.ProcessGroup, tuning: Tuning, communicator: dist.ProcessGroup | None = None) -> Choice:
-        """Return the candidate that all ranks take.
+        """Return the candidate that all ranks take; the group is the same in every call.
 
-        A collective if the key is new to the group; see [Note: when to measure].
-
-        Args:
-            group: The ranks, the same in every call.
-            tuning: The candidates.
-            communicator: Over the same ranks, on which numbers are exchanged; by default the group itself.
+        A collective if the key is new to the group; see [Note: when to measure]. Numbers are exchanged on the
+        communicator, by default on the group itself.
 
         Raises:
             RankMismatchError: Ranks ask for different keys, or a rank does not come.
@@ -235,14 +229,7 @@ class Autotuner:
 
 
 def autotuner_for(group: dist.ProcessGroup, device: torch.device, feature: str, directory: Path | None) -> Autotuner:
-    """Return the autotuner of a feature on a group; made once.
-
-    Args:
-        group: The ranks.
-        device: Device of the candidates' tensors.
-        feature: Name of the feature.
-        directory: Directory of the cache files; None to keep no measurements.
-    """
+    """Return the autotuner of a feature on a group; made once."""
     key = (Autotuner, feature, device)
     return group_state(group).get_or_create(key, lambda: Autotuner(device, feature, directory, BUDGET))
 
@@ -272,50 +259,36 @@ def run_in_own_thread(work: Callable[[], T], device: torch.device) -> T:
     profiler, a default device. Modes belong to a thread, so a new one has none. The device is idle before and after,
     and no more of its memory is reserved than before. An interrupted caller waits some seconds for the function to end;
     a second Ctrl-C ends that wait.
-
-    Args:
-        work: The function.
-        device: The current device of that thread, if it is a GPU.
     """
     reserved = _synchronize(device)
-    task = _Task(work, device)
-    thread = threading.Thread(target=task, name="ovpatch-autotune", daemon=True)
+    future: futures.Future[T] = futures.Future()
+    thread = threading.Thread(target=_run_into, args=(future, work, device), name="ovpatch-autotune", daemon=True)
     try:
         thread.start()
-        task.ended.wait()  # not join(): after its interruption Python 3.11 takes the thread for ended
+        futures.wait([future])  # not join(): after its interruption Python 3.11 takes the thread for ended
     except BaseException:  # Ctrl-C, or a signal handler: the task's collectives must not pair with later ones
         if thread.is_alive():
-            task.ended.wait(INTERRUPTED_S)
+            futures.wait([future], INTERRUPTED_S)
         raise
     thread.join()
     if _synchronize(device) > reserved:
         torch.cuda.empty_cache()
-    return task.result()
+    try:
+        return future.result()
+    finally:
+        del future  # it keeps its error, whose frames would keep it
 
 
-class _Task(Generic[T]):
-    def __init__(self, work: Callable[[], T], device: torch.device) -> None:
-        self._work, self._device = work, device
-        self._results: list[T] = []
-        self._error: BaseException | None = None
-        self.ended = threading.Event()
-
-    def __call__(self) -> None:
-        try:
-            if self._device.type == "cuda":
-                torch.cuda.set_device(self._device)
-            with torch.no_grad():
-                self._results.append(self._work())
-        except BaseException as error:  # noqa: BLE001  # raised where the caller waits
-            self._error = error
-        finally:
-            self.ended.set()
-
-    def result(self) -> T:
-        error, self._error = self._error, None
-        if error is not None:
-            raise error
-        return self._results[0]
+def _run_into(future: futures.Future[T], work: Callable[[], T], device: torch.device) -> None:
+    try:
+        if device.type == "cuda":
+            torch.cuda.set_device(device)
+        with torch.no_grad():
+            future.set_result(work())
+    except BaseException as error:  # noqa: BLE001  # raised where the caller waits
+        future.set_exception(error)
+    finally:
+        del future, work
 
 
 def _synchronize(device: torch.device) -> int:

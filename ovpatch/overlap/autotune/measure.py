@@ -1,13 +1,23 @@
-"""Measures candidates on the slowest rank, and picks the fastest."""
+"""Measures candidates on the slowest rank, picks the fastest, and keeps the times in a file.
+
+A cache file is for one feature and environment. Only a group's first rank reads and writes it; a measurement that it
+cannot read is made again. Of several writers the last one's entries stay, which include those that it found.
+"""
 
 from __future__ import annotations
 
+import hashlib
+import json
 import math
+import os
 import statistics
 import time
+import uuid
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Final
+from pathlib import Path
+from typing import Any, Final
 
 import torch
 import torch.distributed as dist
@@ -28,41 +38,26 @@ _MIN_ROUNDS, _MAX_ROUNDS = 3, 9
 
 @dataclass(frozen=True)
 class Tuning:
-    """A choice between candidates that compute the same.
+    """A choice between candidates that compute the same."""
 
-    Attributes:
-        key: The computation in words: operator, shapes, dtype, direction. The same on all ranks.
-        candidates: Names of the candidates. The first is the baseline: the computation without the feature.
-        default: The candidate that is taken where nothing is measured, and where it is hardly slower than the fastest.
-        make: Makes the candidates, on data drawn from a generator.
-        needs: Bytes of memory that they take, at most.
-        usable: Returns whether a candidate can be used at all. It returns the same on all ranks, which all call it; it
-            may be a collective.
-    """
-
-    key: str
-    candidates: tuple[str, ...]
-    default: str
-    make: Callable[[torch.Generator], Candidates]
-    needs: int = 0
+    key: str  # The computation in words: operator, shapes, dtype, direction. The same on all ranks.
+    candidates: tuple[str, ...]  # their names; the first is the baseline, the computation without the feature
+    default: str  # the candidate where nothing is measured, or where it is hardly slower than the fastest
+    make: Callable[[torch.Generator], Candidates]  # makes the candidates, on data drawn from a generator
+    needs: int = 0  # bytes of memory that they take, at most
+    # Returns whether a candidate can be used at all. It returns the same on all ranks, which all call it; it may be a
+    # collective.
     usable: Callable[[str], bool] = lambda name: True
 
 
 @dataclass(frozen=True)
 class Choice:
-    """The candidate that is taken, and why.
+    """The candidate that is taken, and why."""
 
-    Attributes:
-        candidate: Its name.
-        why: The reason, in words.
-        times: Milliseconds of each candidate: the median, of the slowest rank. Empty if nothing is known.
-        final: Whether it is kept for all later calls.
-    """
-
-    candidate: str
-    why: str
-    times: Mapping[str, float] = field(default_factory=dict)
-    final: bool = True
+    candidate: str  # its name
+    why: str  # the reason, in words
+    times: Mapping[str, float] = field(default_factory=dict)  # each candidate's median ms on the slowest rank, if known
+    final: bool = True  # whether it is kept for all later calls
 
     def report_line(self, key: str) -> str:
         """Return a line for the report."""
@@ -73,11 +68,8 @@ class Choice:
 def pick_fastest(times: Mapping[str, float], default: str) -> str:
     """Return the fastest candidate; among those within :data:`TIE` of it, the default one, or the baseline.
 
-    Where nothing beats the baseline, the default one is taken only if it is measured no slower.
-
-    Args:
-        times: Milliseconds of each candidate; the first is the baseline.
-        default: The default candidate; need not have been measured.
+    The first candidate is the baseline. Where nothing beats it, the default one, which need not have been measured, is
+    taken only if it is measured no slower.
     """
     baseline = next(iter(times))
     best = min(times, key=times.__getitem__)
@@ -91,10 +83,6 @@ class RankNumbers:
     """Exchanges measured numbers between ranks, which all call the same methods in the same order.
 
     The host waits for each result, and so for the device.
-
-    Args:
-        group: The ranks.
-        device: Where their collectives run.
     """
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
@@ -130,20 +118,11 @@ def measure_candidates(
     seconds_left: Callable[[], float],
     first_call: Callable[[str, Callable[[], object]], bool],
 ) -> dict[str, float] | None:
-    """Return the median time of each candidate in milliseconds, the same on all ranks.
+    """Return the median milliseconds of each candidate that can be measured, or None if a rank's time is up.
 
-    Candidates alternate, so that drift of the device's clock affects all of them.
-
-    Args:
-        candidates: The candidates, the same on all ranks.
-        numbers: Exchanges numbers between the ranks.
-        device: Device of the candidates' tensors.
-        seconds_left: Returns how many seconds this rank may still spend.
-        first_call: Calls a candidate for the first time, which compiles, connects and allocates. Returns whether it
-            can be measured, the same on all ranks.
-
-    Returns:
-        The times of those that can be measured; None if a rank's time is up.
+    The result is the same on all ranks. Candidates alternate, so that drift of the device's clock affects all of them.
+    ``seconds_left`` tells how many seconds this rank may still spend. ``first_call`` calls a candidate for the first
+    time, which compiles, connects and allocates, and returns whether it can be measured, the same on all ranks.
     """
     once = {}
     for name, candidate in candidates.items():
@@ -185,3 +164,70 @@ def _sample(candidate: Callable[[], object], calls: int, device: torch.device) -
 def _to_list(numbers: Tensor) -> list[float]:
     found: list[float] = numbers.tolist()
     return found
+
+
+FORMAT: Final = 1
+Times = dict[str, float]
+
+
+class TuningCache:
+    """The measurements of one feature in one environment, which is what the times depend on besides their keys.
+
+    Without a directory nothing is kept.
+    """
+
+    def __init__(self, directory: Path | None, feature: str, environment: Mapping[str, str]) -> None:
+        self._environment = dict(environment)
+        digest = hashlib.sha256(json.dumps(self._environment, sort_keys=True).encode()).hexdigest()[:16]
+        self.path = None if directory is None else directory / "choices" / f"{feature}-{digest}.json"  # the file
+        self.problem = ""  # why the file's content was not used; empty if it was, or if there is no readable file
+
+    def read(self) -> dict[str, Times]:
+        """Return the times of each key's candidates, in ms; empty if there is no readable file."""
+        if self.path is None:
+            return {}
+        try:
+            text = self.path.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            self.problem = "" if isinstance(error, OSError) else self._damaged("it is no text")
+            return {}
+        try:
+            found = _checked(json.loads(text), self._environment)
+        except (ValueError, RecursionError) as error:  # JSON's errors are ValueErrors
+            self.problem = self._damaged(str(error))
+            return {}
+        self.problem = ""
+        return found
+
+    def write(self, key: str, times: Mapping[str, float]) -> None:
+        """Add the times of a key's candidates if the file can be written. The write is atomic."""
+        if self.path is None:
+            return
+        choices = self.read() | {key: dict(times)}
+        data = {"format": FORMAT, "environment": self._environment, "choices": choices}
+        temporary = self.path.with_name(f".{self.path.name}.{uuid.uuid4().hex}")
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            temporary.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
+            os.replace(temporary, self.path)
+        except OSError:  # read-only, full, or no directory; this process still knows the times
+            with suppress(OSError):
+                temporary.unlink(missing_ok=True)
+
+    def _damaged(self, why: str) -> str:
+        return f"{self.path} is damaged and was not used ({why}): it is written anew if something is measured"
+
+
+def _checked(data: Any, environment: Mapping[str, str]) -> dict[str, Times]:
+    if not isinstance(data, dict) or data.get("format") != FORMAT or data.get("environment") != environment:
+        raise ValueError("its head is of another format or environment")
+    choices = data.get("choices")
+    if not isinstance(choices, dict) or not all(_are_times(times) for times in choices.values()):
+        raise ValueError("its choices are no times by candidate")
+    return choices
+
+
+def _are_times(times: Any) -> bool:
+    return isinstance(times, dict) and all(
+        isinstance(ms, float) and math.isfinite(ms) and ms > 0 for ms in times.values()
+    )

@@ -33,10 +33,7 @@ class Transport(Protocol):
     def scatter(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], *, average: bool) -> Sequence[Work]:
         """Start reduce-scatters, summed in fp32 at least; as :meth:`ReduceScatter.__call__`.
 
-        Args:
-            outputs: This rank's shards; their dtype may be wider than that of the inputs.
-            inputs: The full tensors.
-            average: Divide by the number of ranks.
+        The outputs' dtype may be wider than that of the inputs; the average divides by the number of ranks.
         """
 
     def adds(self, dtype: torch.dtype) -> bool:
@@ -48,17 +45,12 @@ Lookup = Callable[[dist.ProcessGroup, torch.device], "Transport | None"]
 
 @dataclass(frozen=True)
 class Transports:
-    """Which transports have been chosen.
+    """Which transports have been chosen."""
 
-    Attributes:
-        all_gather: Returns what carries the all-gathers of a group on a device now; None for the group's backend.
-        reduce_scatter: The same of reduce-scatters.
-        add_watchdog_collective: Issues a collective of the backend behind what a transport carries, so that the
-            backend's watchdog names a rank that is missing.
-    """
-
-    all_gather: Lookup
-    reduce_scatter: Lookup
+    all_gather: Lookup  # returns what carries the all-gathers of a group on a device now; None for the group's backend
+    reduce_scatter: Lookup  # the same of reduce-scatters
+    # Issues a collective of the backend behind what a transport carries, so that the backend's watchdog names a rank
+    # that is missing.
     add_watchdog_collective: Callable[[dist.ProcessGroup, torch.device], None]
 
 
@@ -84,10 +76,7 @@ def backend_name(group: dist.ProcessGroup, device: torch.device) -> str:
 class AllReduce:
     """All-reduces tensors over the ranks of a group, in place, in as few launches as the backend allows.
 
-    Args:
-        group: The process group.
-        device: Where the tensors are.
-        average: Divide by the number of ranks, for backends that can.
+    ``average`` divides by the number of ranks, for backends that can.
     """
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device, *, average: bool = False) -> None:
@@ -99,14 +88,10 @@ class AllReduce:
         self._ungrouped = None if _groups(group, device) else GlooAllReduce(group, self._one)
 
     def __call__(self, tensors: Sequence[Tensor]) -> Sequence[Work]:
-        """Start the sums.
+        """Start the sums; ``wait()`` makes the current stream (the host, without streams) wait for the results.
 
-        Args:
-            tensors: Contiguous, of one dtype, of the same sizes on all ranks. Complex numbers are summed as pairs of
-                reals. One tensor alone may be sparse, if the backend sums sparse tensors.
-
-        Returns:
-            The works; ``wait()`` makes the current stream (the host, without streams) wait for the results.
+        Tensors are contiguous, of one dtype, of the same sizes on all ranks. Complex numbers are summed as pairs of
+        reals. One tensor alone may be sparse, if the backend sums sparse tensors.
         """
         given = _as_reals(tensors)
         if len(given) < 2:
@@ -119,10 +104,7 @@ class AllReduce:
 class AllGather:
     """All-gathers every rank's parts, in as few launches as the backend allows.
 
-    Args:
-        group: The process group.
-        device: Where the tensors are.
-        communicator: Over the same ranks, which the backend gathers on; by default the group itself.
+    The backend gathers on a communicator over the same ranks; by default on the group itself.
     """
 
     def __init__(
@@ -135,16 +117,11 @@ class AllGather:
         self._ungrouped = None if _groups(group, device) else GlooAllGather(self._group)
 
     def __call__(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> Sequence[Work]:
-        """Start the gathering.
+        """Start the gathering; ``wait()`` makes the current stream (the host, without streams) wait for the results.
 
-        Args:
-            outputs: Contiguous, of one dtype, each ``world`` times as long as its input. Complex numbers travel as
-                pairs of reals.
-            inputs: This rank's parts, contiguous. A part may be the very place in its output where it will be: NCCL
-                gathers in place then.
-
-        Returns:
-            The works; ``wait()`` makes the current stream (the host, without streams) wait for the results.
+        Outputs are contiguous, of one dtype, each ``world`` times as long as its input; complex numbers travel as pairs
+        of reals. Inputs are this rank's parts, contiguous. A part may be the very place in its output where it will be:
+        NCCL gathers in place then.
         """
         to, of = _as_reals(outputs), _as_reals(inputs)
         transport = None if _transports is None else _transports.all_gather(self._copied, self._device)
@@ -158,12 +135,7 @@ class AllGather:
 
 
 class Broadcast:
-    """Broadcasts one rank's tensor to all ranks of a group.
-
-    Args:
-        group: The process group.
-        root: The rank in it that has the tensor.
-    """
+    """Broadcasts the tensor of the rank ``root`` to all ranks of a group."""
 
     def __init__(self, group: dist.ProcessGroup, root: int) -> None:
         self._group = group
@@ -171,13 +143,9 @@ class Broadcast:
         self._options.rootRank, self._options.rootTensor, self._options.asyncOp = root, 0, True
 
     def __call__(self, tensor: Tensor) -> Work:
-        """Start the copy.
+        """Start to copy a contiguous tensor of the same size on all ranks; on the others than ``root`` it is written.
 
-        Args:
-            tensor: Contiguous, of the same size on all ranks; on the others than ``root`` it is written.
-
-        Returns:
-            The work; ``wait()`` makes the current stream (the host, without streams) wait for the result.
+        ``wait()`` makes the current stream (the host, without streams) wait for the result.
         """
         return self._group.broadcast([tensor], self._options)
 
@@ -185,10 +153,7 @@ class Broadcast:
 class ReduceScatter:
     """Reduce-scatters tensors: sums over the ranks of a group, of which each rank gets its own part.
 
-    Args:
-        group: The process group.
-        device: Where the tensors are.
-        average: Divide by the number of ranks, for backends that can.
+    ``average`` divides by the number of ranks, for backends that can.
     """
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device, *, average: bool = False) -> None:
@@ -199,14 +164,10 @@ class ReduceScatter:
         self._ungrouped = None if _groups(group, device) else GlooReduceScatter(group)
 
     def __call__(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> Sequence[Work]:
-        """Start the sums.
+        """Start the sums; ``wait()`` makes the current stream (the host, without streams) wait for the results.
 
-        Args:
-            outputs: This rank's parts, ``[size]`` each, contiguous.
-            inputs: Contiguous, ``[world * size]`` each, of one dtype; what is left in them is undefined.
-
-        Returns:
-            The works; ``wait()`` makes the current stream (the host, without streams) wait for the results.
+        Outputs are this rank's parts, ``[size]`` each, contiguous. Inputs are contiguous, ``[world * size]`` each, of
+        one dtype; their content is undefined afterwards.
         """
         to, of = _as_reals(outputs), _as_reals(inputs)
         transport = None if _transports is None else _transports.reduce_scatter(self._group, self._device)
@@ -218,13 +179,7 @@ class ReduceScatter:
 
 
 class Collectives:
-    """What reduces gradients on one device.
-
-    Args:
-        group: The process group.
-        device: Where the tensors are.
-        average: Divide by the number of ranks, for backends that can.
-    """
+    """The collectives that reduce gradients on one device; ``average`` divides, for backends that can."""
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device, *, average: bool = False) -> None:
         self._group, self._device = group, device

@@ -39,25 +39,16 @@ def check_consistent(
 ) -> str:
     """Agree with all ranks of ``group`` on ``terms`` before they issue collectives of a feature.
 
-    Every rank of the group calls this the same number of times per topic.
+    Every rank of the group calls this the same number of times per topic, normally the feature's name. Terms are JSON
+    values. Returns "" when all ranks take part, otherwise the ``objection`` of those that cannot, the same text on
+    every rank. A rank waits ``timeout_s`` for the others. The remedy is by default about settings and ranks without
+    ovpatch.
 
     [Note: store, not collective] A rank where ovpatch is off, or set otherwise, issues other collectives than its
     peers. An agreement by collective would pair with one of those, and hang or corrupt data. In the store, a rank that
     does not answer is a missing key, which an error can name. Group rank 0 collects the terms and publishes one
     verdict, so N ranks cost N reads. A rank may time out at the moment in which rank 0 finds that all have answered:
     the verdict's key is written by compare-and-set, so all ranks go on or none does.
-
-    Args:
-        group: The process group on which the collectives will run.
-        topic: What is agreed on, normally the feature's name.
-        terms: JSON values that must be the same on all ranks.
-        objection: Why this rank cannot take part, if it cannot.
-        timeout_s: How long a rank waits for the others, in seconds.
-        remedy: What to do about ranks that differ or do not answer; by default, about settings and ranks without
-            ovpatch.
-
-    Returns:
-        "" when all ranks take part, otherwise the reasons of those that object, the same text on every rank.
 
     Raises:
         RankMismatchError: Terms differ, or a rank did not answer in time.
@@ -74,16 +65,9 @@ class _Agreed(set[tuple[str, Hashable]]):
 def check_consistent_once(
     group: dist.ProcessGroup, topic: str, key: Hashable, terms: Callable[[], Mapping[str, Any]], *, remedy: str
 ) -> None:
-    """Agree with all ranks of ``group`` on ``terms`` when this rank first passes ``key``.
+    """Agree with all ranks of ``group`` on ``terms`` when this rank first passes ``key``, which stands for the terms.
 
     Waits up to :data:`LATE_START_S` for the others, and at most for half of the group's time-out.
-
-    Args:
-        group: The process group on which the collectives will run.
-        topic: What is agreed on, normally the feature's name.
-        key: Stands for the terms on this rank.
-        terms: Returns JSON values that must be the same on all ranks.
-        remedy: What to do about ranks that differ or do not answer.
 
     Raises:
         RankMismatchError: Terms differ, or a rank did not answer in time.
@@ -97,12 +81,7 @@ def check_consistent_once(
 def agree_on_name(group: dist.ProcessGroup, topic: str, *, timeout_s: float) -> str:
     """Return a name that is the same on all ranks and that no other call, of this or another process, returns.
 
-    Every rank of the group calls this the same number of times per topic.
-
-    Args:
-        group: The process group, of two or more ranks.
-        topic: What is named.
-        timeout_s: How long a rank waits for the others, in seconds.
+    Every rank of the group, of two or more, calls this the same number of times per topic.
 
     Raises:
         RankMismatchError: A rank did not answer in time.
@@ -111,14 +90,9 @@ def agree_on_name(group: dist.ProcessGroup, topic: str, *, timeout_s: float) -> 
 
 
 def gather_values(group: dist.ProcessGroup, topic: str, value: Any) -> list[Any]:
-    """Return the values of all ranks, by group rank.
+    """Return the JSON values of all ranks by group rank: some hundred bytes, since rank 0 publishes all.
 
     Every rank of the group calls this the same number of times per topic. Waits for the group's time-out.
-
-    Args:
-        group: The process group.
-        topic: What the values are.
-        value: This rank's, JSON; some hundred bytes, since rank 0 publishes those of all.
 
     Raises:
         RankMismatchError: A rank did not answer in time.
@@ -158,11 +132,7 @@ def _run_round(
     remedy: str,
     value: Any = None,
 ) -> dict[str, Any]:
-    """Return the verdict of one round: the ranks' objections, and their marks and values by rank.
-
-    Raises:
-        RankMismatchError: The verdict is an error.
-    """
+    """Return the verdict of one round, or raise it: the ranks' objections, and their marks and values by rank."""
     world = group.size()
     store = c10d._get_process_group_store(group)
     base = f"ovpatch/{topic}/{world}"

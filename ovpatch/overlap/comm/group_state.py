@@ -25,20 +25,12 @@ T = TypeVar("T")
 
 
 class GroupState:
-    """The values kept for one process group, from :func:`group_state`. They are dropped with the group object.
-
-    Args:
-        group: The process group; referenced weakly.
-
-    Attributes:
-        values: The values, by key: a class, or a tuple whose first item is a class or a name.
-        lock: For values that only one thread may make. A collective must not run under it.
-    """
+    """The values kept for one process group, from :func:`group_state`. They are dropped with the group object."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.group = weakref.ref(group, functools.partial(_drop_collected, id(group)))
-        self.values: dict[Hashable, Any] = {}
-        self.lock = threading.RLock()
+        self.values: dict[Hashable, Any] = {}  # by a class, or by a tuple that begins with a class or a name
+        self.lock = threading.RLock()  # For values that only one thread may make. A collective must not run under it.
         self._pid = os.getpid()
         self._tied: set[Hashable] = set()
 
@@ -48,13 +40,10 @@ class GroupState:
         return os.getpid() != self._pid
 
     def get_or_create(self, key: Hashable, make: Callable[[], T], *, keeps_group: bool = False) -> T:
-        """Return the value of a key; the first call makes it.
+        """Return the value of a key, see :attr:`values`; the first call makes it, perhaps by a collective.
 
-        Args:
-            key: See :attr:`values`.
-            make: Makes the value. It may be a collective.
-            keeps_group: Whether the value references the group, and so would keep it alive after
-                ``destroy_process_group()``. Such a value is dropped once the group is destroyed.
+        ``keeps_group`` tells that the value references the group, and so would keep it alive after
+        ``destroy_process_group()``. Such a value is dropped once the group is destroyed.
         """
         if key not in self.values:
             if keeps_group:
@@ -81,12 +70,7 @@ def group_state(group: dist.ProcessGroup) -> GroupState:
 
 
 def group_values(kind: type[T], group: dist.ProcessGroup | None = None) -> list[tuple[dist.ProcessGroup, T]]:
-    """Return the groups that have values of a class, with each value.
-
-    Args:
-        kind: The class; values of derived classes are not meant.
-        group: This group only; by default all.
-    """
+    """Return the groups, or one group, that have values of a class, with each value; derived classes are not meant."""
     found = []
     for state in list(_states.values()):
         owner = state.group()
@@ -126,9 +110,7 @@ def group_store(group: dist.ProcessGroup) -> dist.Store | None:
 def group_timeout_s(group: dist.ProcessGroup, device: torch.device | None = None) -> float:
     """Return the process group's time-out in seconds; torch's default for a backend that has none.
 
-    Args:
-        group: The process group.
-        device: Whose backend is asked; by default the first that has a time-out.
+    The device's backend is asked; by default the first that has a time-out.
     """
     for one in group._device_types if device is None else (device,):
         with suppress(AttributeError, RuntimeError):

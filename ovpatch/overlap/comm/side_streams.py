@@ -44,23 +44,17 @@ class SideStreams:
     one of some thread. So all current streams wait when a parameter becomes a plain one, and a stream that is made
     current later waits then. Our own streams on which no parameters are read do not (:class:`quietly_on`): peers'
     calls are answered on one, and an all-gather may wait for such an answer.
-
-    Attributes:
-        watched: Whether :meth:`record_switch` is called for every switch; otherwise unknown streams may be in use.
     """
 
     def __init__(self) -> None:
+        # Whether record_switch() is called for every switch; otherwise unknown streams may be in use.
         self.watched = False
         self._local = threading.local()
         self._threads: weakref.WeakValueDictionary[int, _OfThread] = weakref.WeakValueDictionary()
         self._devices: dict[int, _OfDevice] = {}
 
     def record_switch(self, device: int) -> None:
-        """Record that this thread has another current stream, and make that stream wait for transfers in flight.
-
-        Args:
-            device: Index of the device.
-        """
+        """Record that this thread has another current stream, and make that stream wait for transfers in flight."""
         if self.quiet:
             return
         known, handle = self._devices.setdefault(device, _OfDevice()), torch._C._cuda_getCurrentRawStream(device)
@@ -79,14 +73,10 @@ class SideStreams:
                 known.seen[handle] = count
 
     def add_transfer(self, one: Arriving, launched: Any) -> list[Any]:
-        """Make streams that become current from now on follow a transfer.
+        """Make streams that become current from now on follow a transfer, which the stream ``launched`` has waited for.
 
-        Args:
-            one: The transfer; referenced weakly, until :meth:`remove_transfer`.
-            launched: The stream that has waited for it.
-
-        Returns:
-            The streams that are current now, which the caller makes follow.
+        It is referenced weakly, until :meth:`remove_transfer`. Returns the streams that are current now, which the
+        caller makes follow.
         """
         device = launched.device_index
         known = self._devices.setdefault(device, _OfDevice())
@@ -124,11 +114,7 @@ side_streams = SideStreams()
 
 
 class quietly_on:  # used like a function
-    """Run a block with a current stream on which no parameters are read, and which follows no all-gather.
-
-    Args:
-        stream: The stream.
-    """
+    """Run a block with a current stream on which no parameters are read, and which follows no all-gather."""
 
     __slots__ = ("_before", "_context")
 
@@ -150,11 +136,8 @@ def record_streams(tensors: Iterable[Tensor | None], device: torch.device) -> No
     """Keep the memory of tensors that are about to be dropped until the current stream's work so far is done.
 
     The allocator returns memory to the stream that it was allocated on as soon as the host drops it. That may be the
-    stream of a forward, which has not waited for the collectives that read its gradients.
-
-    Args:
-        tensors: Tensors on the device; only plain ones own memory.
-        device: The device whose current stream has waited for those collectives.
+    stream of a forward, which has not waited for the collectives that read its gradients; the device's current stream
+    has. Only plain tensors own memory.
     """
     if side_streams.is_used(device):
         stream = torch.cuda.current_stream(device)

@@ -18,13 +18,7 @@ from torch import Tensor
 
 
 def profiler_label(feature: str, phase: str, name: str = "") -> str:
-    """Return ``ovpatch::<feature>::<phase> (<name>)``.
-
-    Args:
-        feature: Name of the feature.
-        phase: The phase, a verb or the name of a collective.
-        name: The object, by its fully qualified name where there is one.
-    """
+    """Return ``ovpatch::<feature>::<phase> (<name>)``; the phase is a verb or a collective, the name an object's."""
     return f"ovpatch::{feature}::{phase} ({name})" if name else f"ovpatch::{feature}::{phase}"
 
 
@@ -60,11 +54,9 @@ class ProducerStreams:
             self._streams.setdefault(device, {})[raw] = torch.cuda.current_stream(device)
 
     def wait_for_producers(self, device: torch.device, tensors: Iterable[Tensor]) -> None:
-        """Make the device's current stream wait for all recorded ones.
+        """Make the device's current stream wait for all recorded ones; nothing is done without streams.
 
-        Args:
-            device: The device; nothing is done for one without streams.
-            tensors: The tensors that the current stream is going to read; their memory is kept until it has.
+        The current stream is going to read the tensors; their memory is kept until it has.
         """
         streams = self._streams.get(device.index) if device.type == "cuda" else None
         if not streams or (len(streams) == 1 and torch._C._cuda_getCurrentRawStream(device.index) in streams):

@@ -17,12 +17,7 @@ class Work(Protocol):
 
 
 class WorkGroup:
-    """Several collectives in flight.
-
-    Args:
-        works: The collectives.
-        inputs: The tensors that they read, kept until :meth:`wait`.
-    """
+    """Several collectives in flight; it keeps the tensors that they read until :meth:`wait`."""
 
     __slots__ = ("_inputs", "_works")
 
@@ -39,12 +34,10 @@ class WorkGroup:
 class WorkWithEpilogue:
     """Collectives in flight, and a function that copies their results to the outputs.
 
-    Args:
-        works: The collectives.
-        unpack: Copies the results. Called again if a signal handler waits while it runs.
+    ``unpack`` is called again if a signal handler waits while it runs.
     """
 
-    def __init__(self, works: Sequence[Work], unpack: Callable[[], None]) -> None:
+    def __init__(self, works: Sequence[Work], unpack: Callable[[], object]) -> None:
         self._works, self._unpack = works, unpack
 
     def wait_for_results(self) -> None:
@@ -57,8 +50,4 @@ class WorkWithEpilogue:
         self.wait_for_results()
         with torch.no_grad():
             self._unpack()
-        self._unpack = _done
-
-
-def _done() -> None:
-    pass
+        self._unpack = lambda: None

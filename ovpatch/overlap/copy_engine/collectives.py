@@ -14,15 +14,7 @@ from torch import Tensor
 
 from ovpatch.overlap.comm.work import Work
 from ovpatch.overlap.copy_engine.driver import Addend, Batch, Span
-from ovpatch.overlap.copy_engine.window import (
-    SLOT_BYTES,
-    Allocate,
-    Piece,
-    Window,
-    allocate,
-    copy_streams_for,
-    rounds,
-)
+from ovpatch.overlap.copy_engine.window import SLOT_BYTES, Allocate, Piece, Window, allocate, copy_streams_for, rounds
 
 # --- sums ---
 
@@ -30,11 +22,8 @@ from ovpatch.overlap.copy_engine.window import (
 def add_slots(slots: Sequence[Span | None], addends: Sequence[Addend], scale: float, stream: int) -> None:
     """Write scaled sums. Terms are added in float32 (float64 in float64) in the order of ranks, and rounded once.
 
-    Args:
-        slots: The other ranks' terms, by rank, of one dtype; None for this rank.
-        addends: This rank's terms, of the same dtype, and the outputs, of one dtype.
-        scale: Factor.
-        stream: Handle of the CUDA stream; 0 without CUDA.
+    ``slots`` are the other ranks' terms by rank, of one dtype, None for this rank, whose terms are in ``addends`` with
+    the outputs. ``stream`` is the handle of a CUDA stream, 0 without CUDA.
     """
     if addends[0].out.memory.is_cuda:
         from ovpatch.overlap.copy_engine import sum_kernel
@@ -54,18 +43,15 @@ _SUM_DTYPES: Final = (torch.float32, torch.bfloat16, torch.float16, torch.float6
 
 
 class Engine:
-    """Moves tensors between the ranks of a group without the group's backend. It does not keep the group alive.
+    """Moves tensors between the ranks of a group, all on one host, without the group's backend or keeping it alive.
+
+    ``allocate`` makes the memory; all ranks call it together. ``slot_bytes`` are the bytes that a rank stages in a
+    round.
 
     [Note: two halves] The staging window is double-buffered: round i uses half i % 2. A rank overwrites a half only
     after the stream barrier of round i - 1, which every rank enters only after it has read round i - 2. A call is
     several rounds. If an exception ends it between two of them on one rank, its peers would take that rank's next
     rounds for the rest of the call. So later calls are refused.
-
-    Args:
-        group: The ranks, all on one host.
-        device: This rank's device.
-        allocate: Makes the memory; all ranks call it together.
-        slot_bytes: Bytes that a rank stages in a round.
     """
 
     def __init__(

@@ -17,33 +17,20 @@ from torch import Tensor
 
 
 class Batch(NamedTuple):
-    """Copies, in any order among themselves.
+    """Copies, in any order among themselves."""
 
-    Attributes:
-        to: Addresses to copy to.
-        of: Addresses to copy from.
-        sizes: Bytes.
-    """
-
-    to: list[int]
-    of: list[int]
-    sizes: list[int]
+    to: list[int]  # addresses to copy to
+    of: list[int]  # addresses to copy from
+    sizes: list[int]  # bytes
 
 
 class Span(NamedTuple):
-    """A range of elements of a contiguous tensor.
-
-    Attributes:
-        memory: The tensor.
-        begin: Index of the first element in ``memory``.
-        numel: Number of elements.
-        address: Address of the first element.
-    """
+    """A range of elements of a contiguous tensor."""
 
     memory: Tensor
-    begin: int
-    numel: int
-    address: int
+    begin: int  # index of the first element in ``memory``
+    numel: int  # number of elements
+    address: int  # address of the first element
 
     def tensor(self) -> Tensor:
         """Return the range as a tensor, ``[numel]``."""
@@ -51,17 +38,11 @@ class Span(NamedTuple):
 
 
 class Addend(NamedTuple):
-    """A sum of this rank's term and those in the other ranks' slots.
+    """A sum of this rank's term and those in the other ranks' slots."""
 
-    Attributes:
-        own: This rank's term.
-        out: The output, of the same length.
-        at: Index of the first element of the others' terms in their slots.
-    """
-
-    own: Span
-    out: Span
-    at: int
+    own: Span  # this rank's term
+    out: Span  # the output, of the same length
+    at: int  # index of the first element of the others' terms in their slots
 
 
 _AT_LEAST: Final = 0  # CU_STREAM_WAIT_VALUE_GEQ, which compares differences, so that numbers may wrap
@@ -73,22 +54,13 @@ _BESIDE_COMPUTE: Final = 1  # CU_MEMCPY_FLAG_PREFER_OVERLAP_WITH_COMPUTE
 class _Attributes(ctypes.Structure):
     """CUmemcpyAttributes; the hints, of a type and a number each, are for managed memory."""
 
-    _fields_ = (
-        ("order", ctypes.c_int),
-        ("hints", ctypes.c_int * 4),
-        ("flags", ctypes.c_uint),
-    )
+    _fields_ = (("order", ctypes.c_int), ("hints", ctypes.c_int * 4), ("flags", ctypes.c_uint))
 
 
 class Driver:
     """The driver's functions, on streams given by their handles.
 
-    Attributes:
-        writes_to_peers: Whether :meth:`write` reaches other GPUs' memory.
-
-    Raises:
-        OSError: There is no such library.
-        AttributeError: It has no streams that wait for memory.
+    Construction raises OSError if there is no such library, and AttributeError if no stream can wait for memory.
     """
 
     def __init__(self) -> None:
@@ -98,7 +70,7 @@ class Driver:
         self._wait = _function(library, "cuStreamWaitValue32_v2", value)
         version = ctypes.c_int(0)
         _check(library.cuDriverGetVersion(ctypes.byref(version)))
-        self.writes_to_peers = version.value < _NO_PEERS
+        self.writes_to_peers = version.value < _NO_PEERS  # whether write() reaches other GPUs' memory
         one = (ctypes.c_uint64, ctypes.c_uint64, ctypes.c_size_t, ctypes.c_void_p)
         self._copy_one = _function(library, "cuMemcpyAsync", one)
         self._copy: Callable[..., int] | None = None

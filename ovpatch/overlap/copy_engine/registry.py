@@ -19,19 +19,12 @@ _log = logging.getLogger("ovpatch.copies")
 
 @dataclass
 class Chosen:
-    """The choice for a group on a device.
+    """The choice for a group on a device."""
 
-    Attributes:
-        engine: The engine; None if there can be none.
-        gathers: Whether it runs all-gathers.
-        scatters: Whether it runs reduce-scatters.
-        final: Whether the choice is kept for all later calls.
-    """
-
-    engine: Engine | None = None
-    gathers: bool = False
-    scatters: bool = False
-    final: bool = False
+    engine: Engine | None = None  # the engine; None if there can be none
+    gathers: bool = False  # whether it runs all-gathers
+    scatters: bool = False  # whether it runs reduce-scatters
+    final: bool = False  # whether the choice is kept for all later calls
 
 
 _chosen: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[torch.device, Chosen]] = weakref.WeakKeyDictionary()
@@ -107,12 +100,8 @@ def attend(group: dist.ProcessGroup, device: torch.device, communicator: dist.Pr
     """Issue a collective of one number behind the copies of a backward or step, if there are any.
 
     A stream that waits for a missing rank is no work of the backend, so the backend's watchdog would not end the job.
-    For a collective that does not complete it does. All ranks call this.
-
-    Args:
-        group: The copies' group.
-        device: This rank's device.
-        communicator: Process group over the same ranks for the collective; by default the group itself.
+    For a collective that does not complete it does. All ranks call this. It runs on the communicator, by default on the
+    copies' group.
     """
     engine = scattering(group, device) or gathering(group, device)
     if engine is None:

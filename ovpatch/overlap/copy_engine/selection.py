@@ -21,8 +21,8 @@ from ovpatch.overlap.comm.work import Work
 from ovpatch.overlap.copy_engine.collectives import Engine
 from ovpatch.overlap.copy_engine.registry import Chosen, chosen_for
 from ovpatch.overlap.copy_engine.window import Allocate, allocate
-from ovpatch.overlap.symm_mem import support
-from ovpatch.overlap.symm_mem.support import triton_unavailable_reason
+from ovpatch.overlap.symm_mem import memory
+from ovpatch.overlap.symm_mem.memory import triton_unavailable_reason
 
 BACKEND: Final = "the backend's collectives"
 COPIES: Final = "copy engines"
@@ -49,14 +49,8 @@ def choose(
 ) -> None:
     """Choose what moves a group's tensors from now on; a collective, unless the choice is final.
 
-    Args:
-        group: The ranks; all call this, with the same mode.
-        device: This rank's device.
-        mode: ``on``, ``off`` or ``auto``, which measures.
-        feature: The feature whose report names the choice.
-        directory: Directory of the cache files; None to keep no measurements.
-        allocate: Makes memory that all ranks can reach.
-        communicator: Process group over the same ranks for the measurement; by default the group itself.
+    All ranks call this with the same mode: ``on``, ``off`` or ``auto``, which measures on the communicator, by default
+    on the group itself. The report of ``feature`` names the choice. Without a directory no measurements are kept.
     """
     if mode == "off":
         return
@@ -70,13 +64,13 @@ def choose(
     if mode == "auto" and torch._C._current_graph_task_id() != -1:
         return  # a step in backward, where nothing is measured
     if chosen.engine is None:
-        reason = support.unsupported_reason(group, device, _reason_against) or _made(chosen, group, device, allocate)
+        reason = memory.unsupported_reason(group, device, _reason_against) or _made(chosen, group, device, allocate)
         if reason:
             chosen.final = True
             add_report_line(feature, f"{COPIES} are not used: {reason}")
             return
     assert chosen.engine is not None
-    sums = support.unsupported_reason(group, device, _reason_against_sums)
+    sums = memory.unsupported_reason(group, device, _reason_against_sums)
     if sums:
         add_report_line(feature, f"{COPIES} do not reduce gradients: {sums}")
     if mode == "on":
@@ -91,7 +85,7 @@ def choose(
 
 
 def _reason_against(device: torch.device) -> str:
-    if reason := support.memory_unsupported_reason(device):
+    if reason := memory.memory_unsupported_reason(device):
         return reason
     if os.environ.get("NCCL_P2P_DISABLE", "0") not in ("", "0"):
         return "NCCL_P2P_DISABLE says that GPUs are not to reach each other's memory"

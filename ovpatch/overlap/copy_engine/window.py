@@ -25,29 +25,19 @@ _CACHED: Final = 1024  # calls; those of a model's buckets are the same in every
 
 
 class Piece(NamedTuple):
-    """A range of one tensor's elements in a slot.
+    """A range of one tensor's elements in a slot."""
 
-    Attributes:
-        tensor: Index of the tensor.
-        begin: First element.
-        end: One past the last element.
-        at: Index of the first element in the slot.
-    """
-
-    tensor: int
-    begin: int
-    end: int
-    at: int
+    tensor: int  # index of the tensor
+    begin: int  # first element
+    end: int  # one past the last element
+    at: int  # index of the first element in the slot
 
 
 @lru_cache(_CACHED)
 def rounds(sizes: tuple[int, ...], room: int, grain: int = 1) -> Sequence[Sequence[Piece]]:
-    """Return the pieces of each round, which fit into a slot.
+    """Return the pieces of each round, which fit into a slot of ``room`` elements, a multiple of ``grain``.
 
-    Args:
-        sizes: Elements of each tensor that a rank contributes.
-        room: Elements of a slot; a multiple of ``grain``.
-        grain: Pieces begin at multiples of this number of elements.
+    ``sizes`` are the elements of each tensor that a rank contributes. Pieces begin at multiples of ``grain``.
     """
     return tuple(map(tuple, _cut(sizes, room, grain)))
 
@@ -76,38 +66,25 @@ SLOT_BYTES: Final = 64 * 1024 * 1024  # of a half: copies of some MiB each get c
 
 @dataclass(frozen=True)
 class Window:
-    """The staging memory of all ranks, which each can copy from and to.
+    """The staging memory of all ranks, which each can copy from and to."""
 
-    Attributes:
-        ranks: All ranks' memory, uint8, by group rank; this rank's among them.
-        meet: Makes a stream (the host, without streams) wait until all ranks' streams have arrived.
-        copy: Copies a batch on a stream.
-        unheard: Returns the ranks whose memory fails a trial; called once all ranks have windows.
-        keeps: Keeps the memory alive.
-    """
-
-    ranks: list[Tensor]
-    meet: Callable[[int], None]
-    copy: Callable[[Batch, int], None]
-    unheard: Callable[[], list[int]] = list
-    keeps: Any = None
+    ranks: list[Tensor]  # all ranks' memory, uint8, by group rank; this rank's among them
+    meet: Callable[[int], None]  # makes a stream (the host, without streams) wait until all ranks' streams have arrived
+    copy: Callable[[Batch, int], None]  # copies a batch on a stream
+    unheard: Callable[[], list[int]] = list  # ranks whose memory fails a trial; called once all have windows
+    keeps: Any = None  # keeps the memory alive
 
 
 Allocate = Callable[[int, dist.ProcessGroup, torch.device], Window]
 
 
 def allocate(size: int, group: dist.ProcessGroup, device: torch.device) -> Window:
-    """Allocate symmetric memory on all ranks, which call this together.
-
-    Args:
-        size: Bytes, the same on all ranks.
-        group: The ranks.
-        device: This rank's device.
+    """Allocate the same number of bytes of symmetric memory on all ranks, which call this together.
 
     Raises:
         RuntimeError: Memory cannot be shared, or streams cannot wait for it.
     """
-    found = memory.allocate_on_all(size + BYTES, group, device, lambda own: _clear(own[size:]))
+    found = memory.allocate_on_all(size + BYTES, group, device, lambda own: own[size:].zero_())
     whole = [found.keeps.get_buffer(rank, (size + BYTES,), torch.uint8) for rank in range(group.size())]
     ranks = [one[:size] for one in whole]
     try:
@@ -127,10 +104,6 @@ def allocate(size: int, group: dist.ProcessGroup, device: torch.device) -> Windo
     return Window(ranks, meeting, driver.copy, unheard, found)
 
 
-def _clear(signals: Tensor) -> None:
-    signals.zero_()
-
-
 # --- the stream barrier ---
 
 BYTES: Final = 4096  # of signals in a window, which are zeros at first
@@ -141,7 +114,9 @@ _TRIED: Final = 1
 
 
 class StreamBarrier:
-    """Makes a stream wait until the streams of all ranks have arrived, without a kernel.
+    """Makes a stream wait until the streams of all ranks, at most ten, have arrived, without a kernel.
+
+    ``signals`` are all ranks' signals, :data:`BYTES` each, by group rank.
 
     [Note: no kernel] A kernel that waits needs room on a multiprocessor, which it may not find for long while products
     fill the GPU. So streams write numbers to each other's memory, and the driver makes them wait for the numbers.
@@ -149,11 +124,6 @@ class StreamBarrier:
     (https://github.com/NVIDIA/nccl/issues/2052): there a number is written locally and copied, which takes longer. Some
     hosts, with some IOMMUs, offer access to other GPUs' memory through which nothing arrives. A stream would wait for
     ever there, so ranks make a trial first.
-
-    Args:
-        driver: The device's driver.
-        signals: All ranks' signals, :data:`BYTES` each, by group rank; at most ten.
-        rank: This rank.
     """
 
     def __init__(self, driver: Driver, signals: Sequence[Tensor], rank: int) -> None:
@@ -165,22 +135,14 @@ class StreamBarrier:
         self._awaited = [self._place(rank, other) for other in others]
 
     def try_out(self, stream: int) -> None:
-        """Send a number to all ranks, and wait for that of this rank only.
-
-        Raises:
-            RuntimeError: The driver refuses.
-        """
+        """Send a number to all ranks, and wait for that of this rank only; RuntimeError if the driver refuses."""
         world, rank = self._world, self._rank
         self._tell([self._place(other, world + rank) for other in range(world)], _TRIED, stream)
-        self._driver.write(self._mine, _TRIED, stream)  # for :meth:`unheard`
+        self._driver.write(self._mine, _TRIED, stream)  # for unheard()
         self._driver.wait(self._place(rank, world + rank), _TRIED, stream)
 
     def unheard(self, stream: int) -> list[int]:
-        """Return the ranks with which numbers cannot be exchanged. The host waits; all have sent theirs before.
-
-        Args:
-            stream: The current stream.
-        """
+        """Return the ranks with which numbers cannot be exchanged. The host waits; all have sent theirs before."""
         world, own = self._world, self._signals[self._rank].view(torch.int32).view(-1, _APART // _NUMBER)[:, 0]
         asked = [self._place(self._rank, 2 * world + other) for other in range(world)]
         theirs = [self._place(other, _MINE) for other in range(world)]
@@ -233,12 +195,7 @@ class CopyStreams:
         """Record that a barrier has been issued on the stream for copies out of slots."""
 
     def end(self, launched: Any, tensors: Sequence[Tensor]) -> Work:
-        """Return a handle that waits for all copies and keeps tensors until then.
-
-        Args:
-            launched: The result of :meth:`begin`.
-            tensors: The tensors that are copied.
-        """
+        """Return a handle that waits for all copies since :meth:`begin`, and keeps their tensors until then."""
         del launched, tensors
         return WorkGroup(())
 
@@ -257,11 +214,7 @@ class CopyStreams:
 
 
 class _CudaCopyStreams(CopyStreams):
-    """The streams of a GPU.
-
-    Args:
-        device: The device.
-    """
+    """The streams of a GPU."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device

@@ -67,6 +67,7 @@ class GradBucket:
         self._small = [i for i, is_small in enumerate(small) if is_small]
         self._large = [i for i, is_small in enumerate(small) if not is_small]
         self._small_params = [params[i] for i in self._small]
+        self._view_of = {i: v for v, i in enumerate(self._small)}
         self._strides = [p.stride() if is_dense(p) else contiguous_strides(p.shape) for p in params]
         self._offsets, self._flat_numel = _offsets(self._small_params, self.dtype)
         self.nbytes = (self._flat_numel + sum(params[i].numel() for i in self._large)) * self.dtype.itemsize
@@ -89,11 +90,11 @@ class GradBucket:
         """Copy the gradient of parameter ``index`` now; :meth:`pack` then does not look at ``p.grad`` any more."""
         position = self._position[index]
         with torch.no_grad():
-            if position in self._large:
+            if position not in self._view_of:
                 if position not in self._inputs:
                     self._copy_large([position], 1.0 / divisor)
             elif position not in self._staged:
-                self._fill_flat([self._small.index(position)], 1.0 / divisor)
+                self._fill_flat([self._view_of[position]], 1.0 / divisor)
                 self._staged.add(position)
 
     def pack(self, divisor: int, *, absent: Collection[int] = (), node_grad: Tensor | None = None) -> list[Tensor]:
@@ -215,7 +216,7 @@ class GradBucket:
                 targets.append(view)
                 grads.append(grad)
             else:
-                raise _sparse_error(grad)
+                raise make_sparse_error(grad)
         if not targets:
             return
         torch._foreach_copy_(targets, _sums(grads, self.dtype) if fp32_accumulation.sums else grads)
@@ -278,7 +279,7 @@ class GradBucket:
                 targets[i] = target
                 grads += _sums([grad], target.dtype) if fp32_accumulation.sums else [grad]
             else:
-                raise _sparse_error(grad)
+                raise make_sparse_error(grad)
             self._inputs[i] = target
         if targets:
             torch._foreach_copy_([*targets.values()], grads)
@@ -312,7 +313,8 @@ def _write_grad(param: torch.nn.Parameter, reduced: Tensor, *, is_shared: bool) 
             param.grad.copy_(reduced)  # torch copies into lists of plain memory only
 
 
-def _sparse_error(grad: Tensor) -> RuntimeError:
+def make_sparse_error(grad: Tensor) -> RuntimeError:
+    """Return the error for a sparse gradient in a bucket for dense ones."""
     return RuntimeError(
         f"ovpatch: a parameter of shape {tuple(grad.shape)} has a sparse gradient, and its module was not made "
         "with sparse=True when the model was wrapped. Set sparse=True in the module's constructor."

@@ -137,7 +137,7 @@ class Fp32Refresher:
             wides: The fp32 numbers, contiguous.
             rounded: Their roundings, contiguous, of the same shapes and on the same device.
         """
-        from ovpatch.overlap.symm_mem.support import triton_unavailable_reason
+        from ovpatch.overlap.symm_mem.memory import triton_unavailable_reason
 
         if not wides or not wides[0].is_cuda or triton_unavailable_reason():
             for wide, half in zip(wides, rounded, strict=True):

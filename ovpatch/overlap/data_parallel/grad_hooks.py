@@ -16,6 +16,7 @@ from torch.utils.hooks import RemovableHandle
 
 from ovpatch.overlap.data_parallel import fp32_accumulation
 from ovpatch.overlap.data_parallel.fp32_accumulation import HALVES
+from ovpatch.overlap.data_parallel.grad_sharder import GradSharder
 
 
 def will_execute(node: Any) -> bool:
@@ -118,16 +119,16 @@ class GradHooks:
         with torch._C.DisableTorchFunctionSubclass():  # a pending parameter is one
             return list(map(_DTYPE, self._params)), list(map(Tensor.get_device, self._params))
 
-    def set_prehooks(self, indices: Iterable[int], before: Callable[..., None]) -> None:
-        """Have a bound method called before the engine adds to the gradients of some parameters, and of no others.
+    def set_prehooks(self, indices: Iterable[int], sharder: GradSharder) -> None:
+        """Have a sharder called before the engine adds to the gradients of some parameters, and of no others.
 
         Args:
             indices: The parameters.
-            before: Called with the index, and with ``adds=False`` if there is no gradient to add. Held weakly.
+            sharder: Its ``before_accumulate`` is called while it may have left lazy gradients. Held weakly.
         """
         _remove(self._before)
-        method = weakref.WeakMethod(before)
-        self._before += [self.nodes[index].register_prehook(_prehook(method, index)) for index in indices]
+        reference = weakref.ref(sharder)
+        self._before += [self.nodes[index].register_prehook(_prehook(reference, index)) for index in indices]
         self._tables = self._own_tables()
 
     def has_foreign(self) -> bool:
@@ -180,11 +181,11 @@ def _hook(reference: weakref.ref[GradListener], index: int) -> Any:
     return fire
 
 
-def _prehook(method: weakref.WeakMethod[Callable[..., None]], index: int) -> Any:
-    def fire(node_grads: tuple[Tensor | None]) -> None:
-        before = method()
-        if before is not None:
-            before(index, adds=node_grads[0] is not None)
+def _prehook(reference: weakref.ref[GradSharder], index: int) -> Any:
+    def fire(_node_grads: tuple[Tensor | None]) -> None:
+        sharder = reference()
+        if sharder is not None and sharder.has_lazy_grads:
+            sharder.before_accumulate(index)
 
     return fire
 

@@ -30,9 +30,10 @@ class GradSharder:
         max_inflight_bytes: How many bytes of full gradients may be under reduction at a time.
         identity: Name of the model, the same on all ranks and unique in the process group.
         local: Whether gradients were added that are not reduced, as under ``no_sync()``.
+        has_lazy_grads: Whether a ``p.grad`` may be lazy.
     """
 
-    is_active = False
+    is_active = has_lazy_grads = False
     sharded: frozenset[int] = frozenset()
     max_inflight_bytes = math.inf
 
@@ -86,13 +87,8 @@ class GradSharder:
             counts: How often a static graph adds to each parameter; None if that is not known.
         """
 
-    def before_accumulate(self, index: int, *, adds: bool) -> None:
-        """The engine is about to run the AccumulateGrad node of a parameter.
-
-        Args:
-            index: The parameter.
-            adds: Whether there is a gradient to add.
-        """
+    def before_accumulate(self, index: int) -> None:
+        """The engine is about to add to the gradient of a parameter; called while :attr:`has_lazy_grads`."""
 
     def before_first_collective(self) -> None:
         """The backward is about to start its first collective."""

@@ -53,20 +53,11 @@ class _Call:
 
 @dataclass
 class Request:
-    """Sends a message to ranks of a group and collects their replies. A late rank does not hold up the others.
+    """Sends a message of JSON values to ranks of a group and collects their replies until a deadline.
 
-    Args:
-        endpoints: The ranks' addresses.
-        ranks: Group ranks.
-        message: JSON values, for all of them.
-        deadline: When to give up, in seconds of ``time.monotonic()``.
-        retry: Whether to look up a rank that cannot be reached until the deadline; otherwise it fails at once.
-        max_connections: How many ranks are called at the same time.
-
-    Attributes:
-        replies: Header and tensors by rank.
-        failures: Why a rank will not reply, by rank.
-        tracebacks: The traceback of a handler that raised, by rank.
+    A late rank does not hold up the others. With ``retry`` a rank that cannot be reached is looked up again until the
+    deadline; without, it fails at once. At most ``max_connections`` ranks are called at the same time. The deadline is
+    in seconds of ``time.monotonic()``.
     """
 
     endpoints: Endpoints
@@ -75,9 +66,9 @@ class Request:
     deadline: float
     retry: bool = True
     max_connections: float = math.inf
-    replies: Replies = field(default_factory=dict)
-    failures: dict[int, str] = field(default_factory=dict)
-    tracebacks: dict[int, str] = field(default_factory=dict)
+    replies: Replies = field(default_factory=dict)  # header and tensors by rank
+    failures: dict[int, str] = field(default_factory=dict)  # why a rank will not reply, by rank
+    tracebacks: dict[int, str] = field(default_factory=dict)  # the traceback of a handler that raised, by rank
 
     def __post_init__(self) -> None:
         self._calls = {rank: _Call(rank) for rank in self.ranks}

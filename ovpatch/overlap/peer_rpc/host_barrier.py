@@ -33,10 +33,6 @@ class HostBarrier:
     deadlock. So hosts synchronise before each collective, when none holds such a copy. This costs little: the device
     has its queue to work on, and the collective cannot begin before the slowest host. A rank that calls no peer until
     its next collective may arrive early, so that the slower host of each barrier does not slow down every step.
-
-    Attributes:
-        devices: The devices whose collectives hosts synchronise for. Backwards of several devices reach the barrier in
-            any order, and a flag of one may be taken for another's; so flags mean something with a single device only.
     """
 
     # The store holds one number per group, which only grows: barrier n is passed when every rank has added n. No rank
@@ -45,6 +41,8 @@ class HostBarrier:
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._world, self._rank = group.size(), group.rank()
         self._group = weakref.ref(group)
+        # The devices whose collectives hosts synchronise for. Backwards of several devices reach the barrier in any
+        # order, and a flag of one may be taken for another's; so flags mean something with a single device only.
         self.devices: set[torch.device] = set()
         store = group_store(group)
         assert store is not None, "the process group was destroyed"
@@ -64,9 +62,7 @@ class HostBarrier:
     def for_group(cls, group: dist.ProcessGroup, device: torch.device | None = None) -> HostBarrier:
         """Return the group's barrier. Every rank calls this before the first :meth:`wait`.
 
-        Args:
-            group: The process group.
-            device: Device of the collectives that hosts synchronise for, if they do so during backwards.
+        ``device`` is that of the collectives that hosts synchronise for, if they do so during backwards.
         """
         barrier = group_state(group).get_or_create(HostBarrier, lambda: cls(group))
         barrier.devices |= {device} if device is not None else set()
@@ -83,13 +79,9 @@ class HostBarrier:
                 self._arrived = True
 
     def wait(self, flag: bool | None = None) -> bool:
-        """Wait until every rank has arrived as often as this one.
+        """Wait until every rank has arrived as often as this one; return whether the flag of any rank is true.
 
-        Args:
-            flag: A value for the other ranks; None if no flags are exchanged.
-
-        Returns:
-            Whether the flag of any rank is true.
+        Without flags on all ranks, none are exchanged.
 
         Raises:
             RuntimeError: Not all ranks arrived within the process group's time-out.

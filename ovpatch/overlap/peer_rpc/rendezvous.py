@@ -30,19 +30,12 @@ _LOCAL_ONLY = ("127.", "::1", "fe80:")
 
 @dataclass(frozen=True)
 class Endpoint:
-    """How to reach a server.
+    """How to reach a server."""
 
-    Args:
-        secret: Shared secret that both sides prove to know, in hexadecimal digits.
-        host: The machine's name; servers of the same machine are reached over its loopback device.
-        addresses: Numeric addresses by which other machines may reach it, the likeliest first.
-        port: Where it listens.
-    """
-
-    secret: str
-    host: str
-    addresses: tuple[str, ...]
-    port: int
+    secret: str  # shared secret that both sides prove to know, in hexadecimal digits
+    host: str  # the machine's name; servers of the same machine are reached over its loopback device
+    addresses: tuple[str, ...]  # numeric addresses by which other machines may reach it, the likeliest first
+    port: int  # where it listens
 
     def addresses_to_try(self) -> list[str]:
         """Return the addresses to try from this process, in order."""
@@ -51,11 +44,9 @@ class Endpoint:
         return [*loopback, *others] if self.host == socket.gethostname() or not others else others
 
     def connect(self, attempt: int, deadline: float) -> Connection:
-        """Return a connection on which nothing has been sent.
+        """Return a connection, with a deadline, on which nothing has been sent.
 
-        Args:
-            attempt: How many connections led to another process or to silence; each starts at another address.
-            deadline: The connection's, in seconds of ``time.monotonic()``.
+        ``attempt`` tells how many connections led to another process or to silence; each starts at another address.
 
         Raises:
             OSError: No process listens at any of the addresses.
@@ -74,15 +65,12 @@ class Endpoint:
 
 
 class Endpoints:
-    """The endpoints of a process group's ranks, by group rank.
+    """The endpoints of a process group's ranks, by group rank; the group is referenced weakly.
 
     [Note: stale endpoints] The store may outlive the group, the processes and a launcher's whole attempt, with the
     endpoints of earlier servers in it. Each server has a secret of its own, so another process that listens at an old
     port is not taken for it. A rank that cannot be reached is looked up again until its new server has published an
     endpoint. A server whose group was destroyed refuses calls, or a new group could read what an old one held.
-
-    Args:
-        group: The process group; referenced weakly.
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
@@ -100,11 +88,7 @@ class Endpoints:
         store.check([key])
 
     def look_up(self, rank: int) -> Endpoint | None:
-        """Return the newest endpoint of a rank; None where there is none yet.
-
-        Raises:
-            RuntimeError: The store does not answer.
-        """
+        """Return the newest endpoint of a rank, None if there is none; RuntimeError if the store does not answer."""
         store, key = self._store(), f"{self._base}/{rank}"
         if store is None:
             return self._verified.get(rank)

@@ -75,16 +75,11 @@ class PeerRpc:
         return cls(group)
 
     def register(self, topic: str, handler: Handler) -> Callable[[], None]:
-        """Answer calls for a topic from now on, on threads of the server.
+        """Answer calls for a topic from now on, on threads of the server; return a function that withdraws the handler.
 
-        Args:
-            topic: Name, registered once per process group.
-            handler: Maps the arguments, JSON values, to JSON values and dense CPU tensors, which are read until the
-                peer has received them. It may block, and runs on several threads at a time. It is kept until
-                withdrawn, so it should reference its owner weakly. The caller raises what it raises.
-
-        Returns:
-            A function that withdraws the handler. Later calls wait until the topic is registered again.
+        The handler maps the arguments, JSON values, to JSON values and dense CPU tensors, which are read until the peer
+        has received them. It may block, and runs on several threads at a time. It is kept until withdrawn, so it should
+        reference its owner weakly. The caller raises what it raises. Calls after the withdrawal wait for a new one.
 
         Raises:
             ValueError: The topic is registered already.
@@ -99,16 +94,10 @@ class PeerRpc:
         ranks: Sequence[int] | None = None,
         timeout_s: float | None = None,
     ) -> Replies:
-        """Call several ranks at the same time and wait for their replies.
+        """Call several ranks at the same time, by default all others; return header and CPU tensors by group rank.
 
-        Args:
-            topic: The topic; a rank that has not registered it yet is waited for.
-            arguments: JSON values.
-            ranks: Group ranks; by default all others.
-            timeout_s: Seconds to wait; by default the process group's time-out.
-
-        Returns:
-            Header and CPU tensors by group rank.
+        The arguments are JSON values. A rank that has not registered the topic yet is waited for, by default until the
+        process group's time-out.
 
         Raises:
             PeerError: A rank failed, has ended or did not answer in time.
@@ -138,10 +127,8 @@ class PeerRpc:
 
         Runs by itself when the interpreter exits without an exception, if this rank has registered or called. Call it
         before ``destroy_process_group()``: after that, ranks cannot find each other. A rank that never called
-        :meth:`for_group`, or that has died, is not waited for.
-
-        Args:
-            timeout_s: Seconds without a call after which this rank gives up.
+        :meth:`for_group`, or that has died, is not waited for. This rank gives up after ``timeout_s`` seconds without a
+        call.
         """
         run_shutdown([self._shutdown_barrier], timeout_s)
 

@@ -40,20 +40,11 @@ _log = logging.getLogger("ovpatch.peers")
 
 
 class Server:
-    """Listens on all interfaces and answers peers that know its secret.
+    """Listens on all interfaces and answers peers that know its secret, unless ``refuses()`` says so for now.
 
-    [Note: spare threads] At the interpreter's exit some versions of Python (3.12) start no thread any more, and just
-    then a rank that finished early has to keep answering. So spare threads are started before the calls arrive. A
-    fixed pool would not do: handlers may block until this rank's main thread gets somewhere.
-
-    Args:
-        name: For the threads' names.
-        addresses: This machine's, for the endpoint.
-        refuses: Returns whether connections are to be refused for now.
-
-    Attributes:
-        endpoint: How peers reach this server.
-        called_at: When the newest call arrived or was answered, by ``time.monotonic()``; 0 before the first.
+    At the interpreter's exit some versions of Python (3.12) start no thread any more, and just
+    then a rank that finished early has to keep answering. So spare threads are started before the calls arrive. A fixed
+    pool would not do: handlers may block until this rank's main thread gets somewhere.
     """
 
     def __init__(self, name: str, addresses: tuple[str, ...], refuses: Callable[[], bool]) -> None:
@@ -61,7 +52,9 @@ class Server:
         self._listener = _listen()
         self._wake, self._awake = socket.socketpair()
         secret = secrets.token_hex(32)
+        # How peers reach this server.
         self.endpoint = Endpoint(secret, socket.gethostname(), addresses, self._listener.getsockname()[1])
+        # When the newest call arrived or was answered, by ``time.monotonic()``; 0 before the first.
         self.called_at = 0.0
         self._handlers: dict[str, Handler] = {}
         self._accepted: queue.SimpleQueue[socket.socket | None] = queue.SimpleQueue()

@@ -6,7 +6,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch.distributed as dist
@@ -25,18 +25,8 @@ class ShutdownBarrier:
     [Note: shutdown order] Group rank 0 asks every other rank to reply once it has finished, and the others ask rank 0
     to reply once all have. These connections break by themselves when a process dies, so there is no polling, and no
     wait for the dead. The store, which may end with its host, is needed to look up addresses only. A process with
-    several groups first reports in all of them that it has finished, then collects where it is rank 0, then waits
-    where it is not: so no two ranks wait for each other.
-
-    Args:
-        rank: This process's group rank.
-        global_ranks: Global ranks by group rank.
-        endpoints: The ranks' addresses.
-        server: This rank's server, which answers meanwhile.
-
-    Attributes:
-        used: Whether this rank has registered or called.
-        entered: Whether this rank's shutdown has begun.
+    several groups first reports in all of them that it has finished, then collects where it is rank 0, then waits where
+    it is not: so no two ranks wait for each other.
     """
 
     def __init__(self, rank: int, global_ranks: Sequence[int], endpoints: Endpoints, server: Server) -> None:
@@ -76,9 +66,7 @@ class ShutdownBarrier:
 def run_shutdown(barriers: Iterable[ShutdownBarrier], timeout_s: float) -> None:
     """Shut several process groups down; see [Note: shutdown order].
 
-    Args:
-        barriers: One per group.
-        timeout_s: Seconds without a call after which a group is left anyway.
+    A group is left anyway after ``timeout_s`` seconds without a call.
     """
     due = [barrier for barrier in barriers if barrier.is_due()]
     for barrier in due:
@@ -99,9 +87,6 @@ class KeepAlive:
     When a feature is turned off, each rank pulls what it lacks and then drops its shards. The fastest rank must not
     drop them before the slowest has pulled. So each rank marks its final call. A rank frees its shards once every peer
     has sent one, or once all ranks have joined a later backward, since scripts read between backwards.
-
-    Args:
-        group: The process group.
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
@@ -138,6 +123,23 @@ def keep_until_backward(group: dist.ProcessGroup, owner: object) -> None:
     """Keep an object that peers may still read until all ranks of the group have joined a later backward."""
     if not is_destroyed(group):  # else no peer can call any more
         group_state(group).get_or_create(_Kept, _Kept, keeps_group=True)[id(owner)] = owner
+
+
+class _BeforeBackward(list[Callable[[], None]]):
+    """What this rank does before it joins the next backward of one group."""
+
+
+def call_before_backward(group: dist.ProcessGroup, action: Callable[[], None]) -> None:
+    """Call ``action`` before this rank joins a further backward: until then peers keep what they have."""
+    if not is_destroyed(group):
+        group_state(group).get_or_create(_BeforeBackward, _BeforeBackward).append(action)
+
+
+def prepare_backward(group: dist.ProcessGroup) -> None:
+    """Do what is due before this rank joins a backward of the group."""
+    due = group_state(group).values.get(_BeforeBackward)
+    while due:
+        due.pop()()
 
 
 def drop_kept(group: dist.ProcessGroup) -> None:

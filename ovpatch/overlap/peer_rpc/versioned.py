@@ -28,9 +28,6 @@ class PinnedStaging:
     its stream waits for a collective, as ``loss.tolist()`` does, holds up every other thread's copy; and the rank that
     is missing in the collective may be waiting for one of those. Memory and stream are made before calls arrive, since
     making them may take that lock, too.
-
-    Args:
-        device: The CUDA device.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -91,20 +88,12 @@ class VersionedTensors:
     copy would hold back the training step. On CUDA the check asks the device, which runs behind the host: whether it
     had reached the update before the copy was done. A reader waits for its version on the host before it enqueues the
     copy: the device may have to wait for a rank that waits for another reply, whose copy must not queue behind.
-
-    Args:
-        device: Where the tensors are.
-
-    Attributes:
-        device: Where the tensors are.
-        version: The newest complete version.
-        asynchronous: Whether the host runs ahead of the device.
     """
 
     def __init__(self, device: torch.device) -> None:
-        self.version = 0
-        self.asynchronous = device.type == "cuda"
-        self.device = device
+        self.version = 0  # the newest complete version
+        self.asynchronous = device.type == "cuda"  # whether the host runs ahead of the device
+        self.device = device  # where the tensors are
         self._begun = 0
         self._changed = threading.Condition()
         self._starts: dict[int, torch.cuda.Event] = {}  # of the update after a version
@@ -114,8 +103,7 @@ class VersionedTensors:
     def begin_update(self, version: int | None = None) -> None:
         """Mark that an update begins with the current stream's next work.
 
-        Args:
-            version: The version that it makes, higher than all before; the next one by default.
+        It makes ``version``, which is higher than all before; by default the next one.
         """
         if self.asynchronous and self._staging is None:
             self._staging = staging_for(self.device)
@@ -131,11 +119,7 @@ class VersionedTensors:
             self._changed.notify_all()
 
     def wait_for_version(self, version: int, timeout_s: float) -> None:
-        """Wait until the host has completed ``version``; its device may be behind.
-
-        Raises:
-            TornReadError: The version is not complete in time.
-        """
+        """Wait until the host has completed ``version``, or raise TornReadError; its device may be behind."""
         with self._changed:
             if not self._changed.wait_for(lambda: self.version >= version, timeout_s):
                 raise TornReadError(f"version {version} did not come within {timeout_s:g} s; {self.version} is there")
@@ -143,12 +127,9 @@ class VersionedTensors:
     def read_version(self, version: int, copy: Callable[[], _T], timeout_s: float, *, kept: bool = False) -> _T:
         """Return what ``copy`` returns, read from ``version``; may be called from any thread.
 
-        Args:
-            version: The version; a future one is waited for.
-            copy: Returns complete copies on the CPU (:func:`copy_to_host`); on CUDA it is called on a stream for such
-                copies.
-            timeout_s: How long to wait, in seconds.
-            kept: Whether ``copy`` reads tensors of that version that are not updated any more.
+        A future version is waited for. ``copy`` returns complete copies on the CPU (:func:`copy_to_host`); on CUDA it
+        is called on a stream for such copies. With ``kept`` it reads tensors of that version that are not updated any
+        more.
 
         Raises:
             TornReadError: The version is not complete in time, or has been overwritten.

@@ -37,11 +37,7 @@ _KEEPALIVE = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3}
 
 
 class Connection:
-    """A connection with a deadline for everything on it, in seconds of ``time.monotonic()``.
-
-    Args:
-        sock: A connected socket, which the connection closes.
-        deadline: When to give up.
+    """A connected socket with a deadline for everything on it, in seconds of ``time.monotonic()``.
 
     Raises:
         TimeoutError: From any method, when the time is over.
@@ -91,11 +87,7 @@ class Connection:
         return self._socket.fileno()
 
     def authenticate(self, secret: bytes) -> None:
-        """Check that the other side knows the secret, and show that this side does.
-
-        Raises:
-            PermissionError: The other side does not know the secret.
-        """
+        """Check that the other side knows the secret, or raise PermissionError, and show that this side does."""
         ours = os.urandom(_NONCE)
         self._send_bytes(ours)
         theirs, signature = self._receive_bytes(_NONCE), self._receive_bytes(_NONCE)
@@ -110,11 +102,7 @@ class Connection:
         return _sign(secret, b"answers", ours, theirs)
 
     def verify_signature(self, signature: bytes) -> None:
-        """Check the signature that the other side sends.
-
-        Raises:
-            PermissionError: It is a different one.
-        """
+        """Check the signature that the other side sends; raise PermissionError if it is a different one."""
         if not hmac.compare_digest(self._receive_bytes(_NONCE), signature):
             raise PermissionError("another process listens there")
 
@@ -143,23 +131,14 @@ class Connection:
 
 
 class Message(NamedTuple):
-    """A message whose parts can all be sent.
+    """A message whose parts can all be sent."""
 
-    Attributes:
-        envelope: Header, dtypes and shapes, in JSON.
-        tensors: Contiguous CPU tensors.
-    """
-
-    envelope: bytes
-    tensors: Sequence[Tensor]
+    envelope: bytes  # header, dtypes and shapes, in JSON
+    tensors: Sequence[Tensor]  # contiguous CPU tensors
 
 
 def pack(header: Mapping[str, Any], tensors: Sequence[Tensor] = ()) -> Message:
-    """Return a message of a header and tensors.
-
-    Args:
-        header: JSON values.
-        tensors: Dense tensors on the CPU, of any dtype that has whole bytes.
+    """Return a message of a header, JSON values, and dense CPU tensors of any dtype that has whole bytes.
 
     Raises:
         TypeError: A tensor or a value of the header is of a kind that cannot be sent.

@@ -1,18 +1,27 @@
-"""Symmetric memory: allocations on all ranks that the other ranks' kernels reach by address."""
+"""Symmetric memory: allocations on all ranks that the other ranks' kernels reach by address, and whether they can.
+
+Torch's rendezvous passes handles through sockets in the directory for temporary files, named by process ids, and waits
+for them without end. So ranks must have the same directory, and see each other's process ids.
+"""
 
 from __future__ import annotations
 
+import functools
+import importlib.util
 import os
+import shutil
+import socket
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Final
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ovpatch.overlap.comm.consensus import check_consistent
+from ovpatch.overlap.comm.consensus import check_consistent, gather_values
 
 _MULTICAST_OFF = "TORCH_SYMM_MEM_DISABLE_MULTICAST"
 _PATIENCE_S: Final = 60.0
@@ -20,17 +29,11 @@ _PATIENCE_S: Final = 60.0
 
 @dataclass(frozen=True)
 class Memory:
-    """One allocation on every rank.
+    """One allocation on every rank."""
 
-    Attributes:
-        own: This rank's memory, uint8, ``[size]``.
-        addresses: Addresses of all ranks' memory in this process, by group rank.
-        keeps: Keeps the peers' memory mapped.
-    """
-
-    own: Tensor
-    addresses: list[int]
-    keeps: Any = None
+    own: Tensor  # this rank's memory, uint8, ``[size]``
+    addresses: list[int]  # addresses of all ranks' memory in this process, by group rank
+    keeps: Any = None  # keeps the peers' memory mapped
 
 
 class LackingError(RuntimeError):
@@ -38,32 +41,23 @@ class LackingError(RuntimeError):
 
 
 class History:
-    """Counts this process's symmetric allocations.
+    """Counts this process's symmetric allocations."""
 
-    Attributes:
-        rendezvous: Number of allocations, in all groups together. Torch counts them, too, and a rank with another count
-            than the rest of a group leaves them waiting for ever (https://github.com/pytorch/pytorch/issues/196082).
-    """
-
+    # Number of allocations, in all groups together. Torch counts them, too, and a rank with another count than the rest
+    # of a group leaves them waiting for ever (https://github.com/pytorch/pytorch/issues/196082).
     rendezvous: int = 0
 
 
 history = History()
 
-Allocate = Callable[[int, dist.ProcessGroup, torch.device, Callable[[Tensor], None]], Memory]
+Allocate = Callable[[int, dist.ProcessGroup, torch.device, Callable[[Tensor], object]], Memory]
 
 
-def allocate(size: int, group: dist.ProcessGroup, device: torch.device, prepare: Callable[[Tensor], None]) -> Memory:
-    """Allocate on all ranks, which call this together.
+def allocate(size: int, group: dist.ProcessGroup, device: torch.device, prepare: Callable[[Tensor], object]) -> Memory:
+    """Allocate the same number of bytes on all ranks, which call this together.
 
-    Args:
-        size: Bytes, the same on all ranks.
-        group: The ranks.
-        device: This rank's device.
-        prepare: Called with this rank's memory before any peer can reach it.
-
-    Returns:
-        The memory. No rank returns before all have prepared theirs.
+    ``prepare`` is called with this rank's memory before any peer can reach it; no rank returns before all have
+    prepared.
     """
     from torch.distributed import _symmetric_memory
 
@@ -78,7 +72,7 @@ def allocate(size: int, group: dist.ProcessGroup, device: torch.device, prepare:
 
 
 def allocate_on_all(
-    size: int, group: dist.ProcessGroup, device: torch.device, prepare: Callable[[Tensor], None]
+    size: int, group: dist.ProcessGroup, device: torch.device, prepare: Callable[[Tensor], object]
 ) -> Memory:
     """As :func:`allocate`, but on all ranks or on none: there, peers would wait for a rank that cannot allocate.
 
@@ -130,3 +124,113 @@ def _without_multicast() -> Iterator[None]:
             del os.environ[_MULTICAST_OFF]
         else:
             os.environ[_MULTICAST_OFF] = before
+
+
+MOST_RANKS: Final = 8
+_HOPPER: Final = (9, 0)
+_TEMPORARY: Final = ("TMPDIR", "TMP", "TEMP", "TEMPDIR")  # in the order in which torch looks at them
+_LONGEST: Final = 90  # of the 107 characters that a socket's name may have
+
+
+def unsupported_reason(
+    group: dist.ProcessGroup, device: torch.device, local_reason: Callable[[torch.device], str] | None = None
+) -> str:
+    """Return why the ranks of a group cannot use symmetric memory, the same text on all of them, or "".
+
+    Every rank of the group calls this at the same place. ``local_reason`` tells why this process cannot use it, by
+    default :func:`kernels_unsupported_reason`.
+    """
+    found = gather_values(
+        group, "symmetric memory: places", _facts(device, (local_reason or kernels_unsupported_reason)(device))
+    )
+    reasons: dict[str, list[int]] = {}
+    for rank, told in enumerate(found):
+        for reason in (told["reason"], *_elsewhere(told, found[0])):
+            if reason:
+                reasons.setdefault(reason, []).append(dist.get_global_rank(group, rank))
+    if group.size() > MOST_RANKS:
+        return f"{group.size()} ranks, and kernels are made for {MOST_RANKS} at most"
+    if reasons:
+        return "; ".join(f"{text} (rank {', '.join(map(str, ranks))})" for text, ranks in reasons.items())
+    return _without_access([told["uuid"] for told in found])
+
+
+def memory_unsupported_reason(device: torch.device) -> str:
+    """Return why this process cannot use symmetric memory at all, or ""."""
+    if device.type != "cuda":
+        return f"tensors are on {device.type}, not on CUDA devices"
+    if importlib.util.find_spec("torch.distributed._symmetric_memory") is None:
+        return "this build of torch has no symmetric memory"
+    if len(os.fsencode(_folder())) > _LONGEST:
+        return (
+            f"TMPDIR has more than {_LONGEST} characters, with which torch cannot name its sockets: set a shorter one"
+        )
+    return ""
+
+
+def kernels_unsupported_reason(device: torch.device) -> str:
+    """Return why this process cannot use kernels on symmetric memory, or ""."""
+    if reason := memory_unsupported_reason(device):
+        return reason
+    capability = torch.cuda.get_device_capability(device)
+    if capability < _HOPPER:
+        return "the GPU has compute capability {}.{}, and kernels need 9.0".format(*capability)
+    return triton_unavailable_reason()
+
+
+@functools.cache
+def triton_unavailable_reason() -> str:
+    """Return why Triton's kernels cannot run in this process, with the remedy, or ""."""
+    if importlib.util.find_spec("triton") is None:
+        return "Triton is not installed: pip install triton, in the version that this torch names"
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        return "TRITON_INTERPRET=1 has kernels interpreted, which is for tests: unset it"
+    if not (os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")):
+        return "Triton finds no C compiler for its launchers: install gcc or clang, or set CC to one"
+    return ""
+
+
+def _facts(device: torch.device, reason: str) -> dict[str, str]:
+    uuid = str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else ""
+    return {"host": _host(), "place": _place(), "before": str(history.rendezvous), "reason": reason, "uuid": uuid}
+
+
+def _elsewhere(told: dict[str, str], first: dict[str, str]) -> Iterator[str]:
+    """Yield the reasons why a rank and rank 0 cannot share memory."""
+    if told["host"] != first["host"]:
+        yield "it runs on another host than rank 0"
+    elif told["place"] != first["place"]:
+        yield "it runs in another container than rank 0, or with another TMPDIR"
+    elif told["before"] != first["before"]:
+        yield "it has shared memory more or less often than rank 0, in other groups"
+
+
+def _folder() -> str:
+    return next((os.environ[name] for name in _TEMPORARY if name in os.environ), "/tmp")
+
+
+def _place() -> str:
+    """Return an identifier of the place where torch's sockets are."""
+    folder = _folder()
+    namespace = Path("/proc/self/ns/pid")
+    found = os.stat(folder) if os.path.isdir(folder) else None
+    inode = f"{found.st_dev}:{found.st_ino}" if found is not None else ""
+    return f"{os.readlink(namespace) if namespace.exists() else ''} {folder} {inode}"
+
+
+def _host() -> str:
+    """Return an identifier of the host. Names would not do: containers and hosts may share one."""
+    boot = Path("/proc/sys/kernel/random/boot_id")
+    return boot.read_text().strip() if boot.exists() else socket.gethostname()
+
+
+def _without_access(uuids: list[str]) -> str:
+    """Return which devices cannot reach each other, among those that this process sees."""
+    seen = {str(torch.cuda.get_device_properties(i).uuid): i for i in range(torch.cuda.device_count())}
+    for one in uuids:
+        for other in uuids:
+            if one == other or one not in seen or other not in seen:
+                continue
+            if not torch.cuda.can_device_access_peer(seen[one], seen[other]):
+                return f"GPU {one} cannot reach the memory of GPU {other}"
+    return ""

@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ovpatch.overlap.comm.group_state import drop_values, group_state
+from ovpatch.overlap.comm.streams import is_capturing
 from ovpatch.overlap.symm_mem import memory
 
 HEADER: Final = 1024  # bytes of signals in front of the halves
@@ -18,11 +19,7 @@ _MIN_COUNTS: Final = 16384
 
 
 class Scratch:
-    """Scratch memory for kernels of one device that never run at the same time; for ``triton.set_allocator``.
-
-    Args:
-        device: The device.
-    """
+    """Scratch memory for kernels of one device that never run at the same time; for ``triton.set_allocator``."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -30,13 +27,7 @@ class Scratch:
         self._size = 0
 
     def __call__(self, size: int, alignment: int, stream: int | None) -> Tensor:
-        """Return memory that a kernel may use while it runs.
-
-        Args:
-            size: Bytes.
-            alignment: Alignment of its address; torch's allocations are aligned well enough.
-            stream: The kernel's stream.
-        """
+        """Return memory for a kernel on a stream; torch's allocations are aligned well enough for any alignment."""
         if size <= self._size:
             return self._made[-1]
         made = torch.empty(size, dtype=torch.int8, device=self._device)
@@ -50,20 +41,9 @@ class Scratch:
 class Workspace:
     """The symmetric memory of one group, which operators use in turn; see [Note: sequence numbers].
 
-    Args:
-        group: The ranks.
-        device: This rank's device.
-        allocate: Makes the memory, as :func:`.memory.allocate` does.
-
-    Attributes:
-        world: Number of ranks.
-        rank: This rank.
-        half_bytes: Bytes of a half.
-        peers: Addresses of all ranks' memory, int64, ``[world]``.
-        state: Number of the next operator and counts of programs, int64; only this rank's kernels see it.
-        counts: Counts of arrived tiles, int32; only this rank's kernels see them.
-        scratch: Makes memory for descriptors of its kernels.
-        kept: Values that operators keep while sizes and addresses stay the same, by their keys.
+    ``allocate`` makes the memory, as :func:`.memory.allocate` does. ``peers`` are the addresses of all ranks' memory,
+    int64, ``[world]``. ``state`` is the number of the next operator and counts of programs, int64; only this rank's
+    kernels see it.
     """
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device, allocate: memory.Allocate | None = None) -> None:
@@ -71,9 +51,10 @@ class Workspace:
         self._allocate = allocate or memory.allocate
         self.half_bytes = 0
         self.peers = self.state = torch.empty(0, dtype=torch.int64, device=device)
+        # Counts of arrived tiles, int32; only this rank's kernels see them.
         self.counts = torch.empty(0, dtype=torch.int32, device=device)
-        self.kept: dict[Any, Any] = {}
-        self.scratch = Scratch(device)
+        self.kept: dict[Any, Any] = {}  # what operators keep, by key, while sizes and addresses stay the same
+        self.scratch = Scratch(device)  # makes memory for descriptors of its kernels
         self._memory: memory.Memory | None = None
         self._captured = False
         self._outgrown: list[tuple[memory.Memory | None, Tensor, Tensor, Tensor]] = []
@@ -81,14 +62,9 @@ class Workspace:
     def begin_operator(self, half_bytes: int, counts: int) -> bool:
         """Prepare for an operator on the current stream; all ranks call this with the same sizes.
 
-        Args:
-            half_bytes: Bytes that it needs in a half.
-            counts: Counts that it needs.
-
-        Returns:
-            Whether it can run: memory for all ranks cannot be made under graph capture.
+        Returns whether it can run: memory for all ranks cannot be made under graph capture.
         """
-        capturing = self._is_capturing()
+        capturing = is_capturing(self.device)
         if half_bytes > self.half_bytes or counts > self.counts.numel():
             if capturing:
                 return False
@@ -96,9 +72,6 @@ class Workspace:
         self._captured |= capturing
         take_turn(self.device, capturing)
         return True
-
-    def _is_capturing(self) -> bool:
-        return self.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
     def _grow(self, half_bytes: int, counts: int) -> None:
         """Replace the memory on all ranks at once, after the operators in flight.
@@ -112,21 +85,15 @@ class Workspace:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
         self.half_bytes = max(-(-half_bytes // _GRAIN) * _GRAIN, self.half_bytes)
-        self._memory = self._allocate(HEADER + 2 * self.half_bytes, self.group, self.device, _clear)
+        size = HEADER + 2 * self.half_bytes
+        self._memory = self._allocate(size, self.group, self.device, lambda own: own[:HEADER].zero_())
         self.peers = torch.tensor(self._memory.addresses, dtype=torch.int64, device=self.device)
         self.state = torch.zeros(_STATE, dtype=torch.int64, device=self.device)
         self.state[0] = 1
-        self.counts = torch.zeros(_many(max(counts, len(self.counts))), dtype=torch.int32, device=self.device)
+        # They take few bytes, and too few mean that all memory is made again.
+        count = max(1 << (max(counts, len(self.counts)) - 1).bit_length(), _MIN_COUNTS)
+        self.counts = torch.zeros(count, dtype=torch.int32, device=self.device)
         self._captured = False
-
-
-def _many(counts: int) -> int:
-    """Return how many counts to make: they take few bytes, and too few mean that all memory is made again."""
-    return max(1 << (counts - 1).bit_length(), _MIN_COUNTS)
-
-
-def _clear(own: Tensor) -> None:
-    own[:HEADER].zero_()
 
 
 _last: dict[tuple[int | None, bool], tuple[int, torch.cuda.Stream]] = {}
@@ -139,10 +106,6 @@ def take_turn(device: torch.device, capturing: bool) -> None:
     another such kernel that waits in turn. Hosts launch these kernels in the same order on all ranks, so every device
     runs them in launch order, whatever their streams and groups. Inside a CUDA graph they are ordered among themselves;
     a replay is ordered against other streams by the script, as for any graph.
-
-    Args:
-        device: The kernels' device.
-        capturing: Whether the current stream is being captured.
     """
     if device.type != "cuda":
         return

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Protocol, TypeGuard
+from contextlib import AbstractContextManager, ExitStack
+from typing import Any, Protocol, TypeGuard, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -23,6 +24,14 @@ class Source(Protocol):
             tensors: The lazy tensors.
             noticed: Whether the source is to take this for a read by the script.
         """
+
+
+@runtime_checkable
+class GuardedSource(Source, Protocol):
+    """A source that needs other locks while it fetches, which are taken before that of lazy tensors."""
+
+    def reading(self) -> AbstractContextManager[None]:
+        """Return a context to fetch in."""
 
 
 class TensorMeta(Protocol):
@@ -91,14 +100,23 @@ _lock = threading.RLock()
 
 def materialize(tensors: Iterable[Tensor | None]) -> None:
     """Put the content of all lazy tensors among these in place, fetched together where the source is the same."""
+    lazy_ones = [tensor for tensor in tensors if isinstance(tensor, LazyTensor)]
+    with ExitStack() as guards:
+        for source in {id(source): source for source, _ in map(source_of, lazy_ones)}.values():
+            if isinstance(source, GuardedSource):
+                guards.enter_context(source.reading())
+        _materialize(lazy_ones)
+
+
+def _materialize(tensors: Sequence[Tensor]) -> None:
     with _lock, torch.inference_mode(False), torch.no_grad():
         by_source: dict[int, list[LazyTensor]] = {}
         for tensor in tensors:
-            if isinstance(tensor, LazyTensor):
+            if isinstance(tensor, LazyTensor):  # still, now that the lock is held
                 by_source.setdefault(id(tensor.source), []).append(tensor)
         for lazy in by_source.values():
             for tensor, content in zip(lazy, lazy[0].source.fetch(lazy, noticed=True), strict=True):
-                _fill(tensor, content)
+                fill(tensor, content)
 
 
 def peek(tensor: Tensor) -> Tensor:
@@ -123,16 +141,25 @@ def make_lazy(like: TensorMeta, source: Source, key: Any, *, own: bool = False) 
     return _mark_lazy(tensor, source, key)
 
 
-def make_lazy_(tensor: Tensor, source: Source, key: Any, *, own: bool = False) -> LazyTensor:
-    """Make a plain tensor lazy and free its memory; the object stays the same. See :func:`make_lazy`."""
-    kind = (tensor.shape, tensor.dtype, tensor.device)
-    if own:
-        tensor.data = _expanded_zero(*kind, own=True)
-        return _mark_lazy(tensor, source, key)
-    if kind not in _expanded:
-        _expanded[kind] = _expanded_zero(*kind)
-    tensor.data = _expanded[kind]  # the memory alone
+def make_lazy_(tensor: Tensor, source: Source, key: Any) -> LazyTensor:
+    """Make a plain tensor lazy, with a storage of its own, and free its memory; the object stays the same."""
+    tensor.data = _expanded_zero(tensor.shape, tensor.dtype, tensor.device, own=True)
     return _mark_lazy(tensor, source, key)
+
+
+def make_lazy_from(tensor: Tensor, zero: Tensor, source: Source, key: Any) -> None:
+    """Make a plain tensor lazy and free its memory, with one of :func:`expanded_zeros` in its place."""
+    tensor.data = zero  # its memory alone
+    attributes = tensor.__dict__
+    attributes["source"], attributes["key"] = source, key
+    tensor.__class__ = LazyTensor
+
+
+def expanded_zeros(likes: Iterable[TensorMeta]) -> list[Tensor]:
+    """Return a zero expanded to the shape of each of some tensors; one of the same kind is the same object."""
+    kinds = [(like.shape, like.dtype, like.device) for like in likes]
+    made = {kind: _expanded_zero(*kind) for kind in dict.fromkeys(kinds)}
+    return [made[kind] for kind in kinds]
 
 
 def source_of(tensor: Tensor | None) -> tuple[Source | None, Any]:
@@ -170,7 +197,6 @@ def _expanded_zero(shape: Sequence[int], dtype: torch.dtype, device: torch.devic
 
 
 _zeros: dict[tuple[torch.dtype, torch.device], Tensor] = {}
-_expanded: dict[tuple[torch.Size, torch.dtype, torch.device], Tensor] = {}
 
 
 def _fill_with_zeros(tensor: LazyTensor) -> None:
@@ -178,10 +204,11 @@ def _fill_with_zeros(tensor: LazyTensor) -> None:
         if isinstance(tensor, LazyTensor):  # still, now that the lock is held
             with torch._C.DisableTorchFunctionSubclass():
                 content = torch.zeros(tensor.shape, dtype=tensor.dtype, device=tensor.device)
-            _fill(tensor, content)
+            fill(tensor, content)
 
 
-def _fill(tensor: LazyTensor, content: Tensor) -> None:
+def fill(tensor: LazyTensor, content: Tensor) -> None:
+    """Put a lazy tensor's content in place; sources may call this for others while they fetch."""
     with torch._C.DisableTorchFunctionSubclass():
         tensor.data = content
         del tensor.source, tensor.key

@@ -104,14 +104,10 @@ class GradReducer(BackwardReducer, StockOnly):
             self._attach_anew()
         sharder = self.sharder
         if sharder.is_active and sharder.update_sharded(self._flags.result(self._steps)):
-            self._hooks.set_prehooks(sharder.watched_params(), sharder.before_accumulate)
+            self._hooks.set_prehooks(sharder.watched_params(), sharder)
             self._make_sync()
 
     def _finish_previous(self) -> None:
-        if self._budgeted is None:
-            self._budgeted = budgeted_group(self._group, self.config.max_ctas)
-            if self._budgeted is not self._group:
-                self._make_sync()
         if self.state is ReducerState.IDLE or self.state is ReducerState.ARMED:
             return
         if self.state is ReducerState.REDUCING and not self._task.queued:
@@ -137,7 +133,7 @@ class GradReducer(BackwardReducer, StockOnly):
     @torch._disable_dynamo
     def prepare_for_backward(self, _outputs: Sequence[Tensor]) -> None:
         """Arm the reducer for the next backward. The outputs come by :meth:`watch_output`."""
-        if self.state is not ReducerState.IDLE or self._budgeted is None:
+        if self.state is not ReducerState.IDLE:
             self._finish_previous()
             if self.state is ReducerState.REDUCING:
                 return  # a checkpoint recomputes the forward inside the backward that this would arm
@@ -214,9 +210,14 @@ class GradReducer(BackwardReducer, StockOnly):
                 self._skip_unused()
 
     def _agree_at_first(self) -> None:
-        if self.on_first_use is not None:  # not in a forward, which one rank may run alone
+        """Do what takes all ranks before the first reduction; not in a forward, which one rank may run alone."""
+        if self.on_first_use is not None:
             self.on_first_use()
             self.on_first_use = None
+        if self._budgeted is None:
+            self._budgeted = budgeted_group(self._group, self.config.max_ctas)
+            if self._budgeted is not self._group:
+                self._make_sync()
 
     def _skip_unused(self) -> None:
         """Skip the parameters that this backward leaves out, as far as autograd knows when it begins.

@@ -59,7 +59,7 @@ class MainParamsState(ElementwiseState):
                 else:
                     main = rounded.float()
                 shard_param.data = main
-                shard_param.grad = one.shards.current_part(one.index).to(torch.float32)
+                shard_param.grad = one.shards.local_shard(one.index).to(torch.float32)
             self._follow([main for main, _ in known], [rounded for _, rounded in known])
 
     def _write_back(self, swapped: Swapped, states: States) -> None:

@@ -152,7 +152,7 @@ class OwnedState(ShardedState):
         return {self._owners[key[0]]: Shard(0, numel, numel)}
 
     def _owns(self, index: int) -> bool:
-        return self._owners[index] == self._group.rank()
+        return self._owners[index] == self.group.rank()
 
     # ---------------------------------------------------------------- formats
 
@@ -167,7 +167,7 @@ class OwnedState(ShardedState):
             return
         question = {"edition": self._versions.version, "forms": list(asked)}
         owners = sorted({self._owners[index] for index in asked})
-        for header, tensors in PeerRpc.for_group(self._group).call(self._topic, question, owners).values():
+        for header, tensors in PeerRpc.for_group(self.group).call(self._topic, question, owners).values():
             for index, form in unpack(header["forms"], tensors, self._shards.params[0].device).items():
                 self._show(index, form, states.setdefault(asked[index], {}))
 

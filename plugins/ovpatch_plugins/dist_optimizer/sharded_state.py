@@ -65,7 +65,7 @@ class ShardedState(abc.ABC):
 
     def __init__(self, shards: ShardedGrads, number: int) -> None:
         self._versions = VersionedTensors(shards.params[0].device)
-        self._shards, self._group = shards, shards.group
+        self._shards, self.group = shards, shards.group
         self._keep_alive = KeepAlive(shards.group)
         self._index = {id(param): index for index, param in enumerate(shards.params)}
         self._local: dict[Key, Tensor] = {}  # this rank's shards
@@ -95,7 +95,7 @@ class ShardedState(abc.ABC):
             with self._changed:
                 self._next_step = self._steps + 1
                 self._changed.notify_all()
-            PeerRpc.for_group(self._group).call(self._topic, {"coming to": self._next_step})
+            PeerRpc.for_group(self.group).call(self._topic, {"coming to": self._next_step})
 
     @contextmanager
     def swapped_in(self, params: Sequence[ShardedParam], states: States) -> Iterator[Shown]:
@@ -140,7 +140,7 @@ class ShardedState(abc.ABC):
             return  # the model has other shards now, as after a cast
         now = {id(value) for state in states.values() for value in state.values()}
         # What the script still holds of the state before keeps its content, as under stock.
-        if not PeerRpc.is_destroyed(self._group):
+        if not PeerRpc.is_destroyed(self.group):
             held = [lazy for lazy in self._lazy.values() if id(lazy) not in now and self._is_own(lazy)]
             lazy_tensor.materialize(held)
         self._earlier[self._versions.version] = self._local
@@ -156,7 +156,7 @@ class ShardedState(abc.ABC):
 
     def say_farewell(self) -> bool:
         """Return whether there are still peers to ask; this is the last time."""
-        there = not PeerRpc.is_destroyed(self._group)
+        there = not PeerRpc.is_destroyed(self.group)
         if there:
             self._keep_alive.start_final_calls(self)
         return there
@@ -212,7 +212,7 @@ class ShardedState(abc.ABC):
             return
         if isinstance(held, Tensor) and not isinstance(held, LazyTensor) and _has_format(held, form):
             if is_unshared(held) if sole is None else sole:
-                lazy = lazy_tensor.make_lazy_(held, self, key, own=True)
+                lazy = lazy_tensor.make_lazy_(held, self, key)
             elif not held.is_inference():
                 self._held[key] = state[key[1]] = held
                 return
@@ -253,7 +253,7 @@ class ShardedState(abc.ABC):
         number = self._versions.version
         question = self._keep_alive.mark_final({"edition": number, "entries": keys})
         begin = time.monotonic()
-        answers = PeerRpc.for_group(self._group).call(self._topic, question)
+        answers = PeerRpc.for_group(self.group).call(self._topic, question)
         COUNTERS.state_reads += 1
         COUNTERS.state_read_ms += round(1e3 * (time.monotonic() - begin))
         found: dict[Key, dict[int, Tensor]] = {key: {} for key in keys}
@@ -262,7 +262,7 @@ class ShardedState(abc.ABC):
                 found[keys[position]][rank] = shard
                 COUNTERS.bytes_pulled += shard.nbytes
         for position, shard in zip(*self._read(number, keys), strict=True):
-            found[keys[position]][self._group.rank()] = shard
+            found[keys[position]][self.group.rank()] = shard
         return [self._assemble(key, found[key]) for key in keys]
 
     def _assemble(self, key: Key, found: Mapping[int, Tensor]) -> Tensor:
@@ -338,7 +338,7 @@ class ElementwiseState(ShardedState):
     @staticmethod
     def can_divide(shards: ShardedGrads, index: int) -> bool:
         """Return whether a parameter is sharded, and ask for its gradient by shards."""
-        return shards.want(index)
+        return shards.request_sharding(index)
 
     def _choose_shown(self, params: Sequence[ShardedParam]) -> tuple[Shown, Swapped]:
         swapped = list(zip(params, make_shard_params(params), strict=True))
@@ -404,7 +404,7 @@ class ElementwiseState(ShardedState):
         laid_out = whole.detach()
         if whole.stride() != param.stride():
             laid_out = torch.empty_like(param, dtype=whole.dtype).copy_(whole)
-        self._local[key] = local = shard_view(laid_out, self._shards.slice(key[0])).clone()
+        self._local[key] = local = shard_view(laid_out, self._shards.local_range(key[0])).clone()
         del laid_out  # else it would count as a reference to the memory
         self._leave_lazy(key, self._format_of(key, local), state, whole)
 
@@ -416,4 +416,4 @@ class ElementwiseState(ShardedState):
         return form
 
     def _ranges(self, key: Key) -> Mapping[int, Shard]:
-        return dict(enumerate(self._shards.slices(key[0])))
+        return dict(enumerate(self._shards.ranges(key[0])))

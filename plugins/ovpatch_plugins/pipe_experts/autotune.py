@@ -25,29 +25,17 @@ MIN_ROWS: Final = 256  # of a rank; fewer rows take as long as their kernels' la
 
 @dataclass(frozen=True)
 class LayerShape:
-    """The key of a choice, beside the number of tokens; the same on all ranks.
+    """The key of a choice, beside the number of tokens; the same on all ranks."""
 
-    Attributes:
-        config: How the layer is computed.
-        ep_size: Number of ranks.
-        num_local_experts: Number of experts of a rank.
-        top_k: Experts of a token.
-        hidden: Features of a token.
-        wide: Output features of the first product.
-        ffn: Input features of the second product.
-        dtype: Dtype of dispatched rows and products.
-        device: Device of the tokens.
-    """
-
-    config: MoEConfig
-    ep_size: int
-    num_local_experts: int
-    top_k: int
-    hidden: int
-    wide: int
-    ffn: int
-    dtype: torch.dtype
-    device: torch.device
+    config: MoEConfig  # how the layer is computed
+    ep_size: int  # number of ranks
+    num_local_experts: int  # number of experts of a rank
+    top_k: int  # experts of a token
+    hidden: int  # features of a token
+    wide: int  # output features of the first product
+    ffn: int  # input features of the second product
+    dtype: torch.dtype  # dtype of dispatched rows and products
+    device: torch.device  # device of the tokens
 
     def describe(self, tokens: int) -> str:
         """Return the measured layer in words; also the key of the cache."""
@@ -75,10 +63,6 @@ class MeasuredPlans:
     rounded to a power of two. So a layer with varying tokens is measured a few times in all, and a recomputed
     checkpoint gets the same plan. Measurements use random tokens and balanced routing, since the choice must not depend
     on one rank's routing.
-
-    Args:
-        layer: The layer's shape.
-        activation: Between the products of the measured layer.
     """
 
     def __init__(self, layer: LayerShape, activation: Activation) -> None:
@@ -88,12 +72,13 @@ class MeasuredPlans:
         self._fixed = next(name for name, plan in self._plans.items() if plan == fixed)
         self._chosen: dict[tuple[bool, bool, int], ChunkPlan] = {}
         self.ep_size, self.num_local_experts = layer.ep_size, layer.num_local_experts
+        # A common multiple of all plans' slices of tokens.
         self.token_chunks = math.lcm(*(plan.token_chunks for plan in self._plans.values()))
-        self.symmetric = any(plan.symmetric for plan in self._plans.values())
+        self.symmetric = any(plan.symmetric for plan in self._plans.values())  # whether any plan is
         self.expected = self._uncut = next(iter(self._plans.values()))
 
     def choose_plan(self, group: dist.ProcessGroup, tokens: int, trains: bool) -> ChunkPlan:
-        """See :meth:`ovpatch_plugins.pipe_experts.chunks.PlanCandidates.choose_plan`."""
+        """See :meth:`.chunks.ChunkPlan.choose_plan`."""
         if tokens * self._layer.top_k < MIN_ROWS:
             return self._uncut
         rounded = 1 << round(math.log2(tokens))
@@ -163,14 +148,8 @@ def get_plans(
 ) -> PlanCandidates:
     """Return the plan of a layer, or the plans to choose from.
 
-    Args:
-        config: How the layer is computed.
-        factory: Makes its experts. Only stacked weights are measured: the cost of other experts is not known.
-        group: The ranks.
-        num_local_experts: Number of experts of a rank.
-        x: Tokens, ``[tokens, h]``.
-        top_k: Experts of each.
-        dtype: Dtype of the dispatched rows.
+    Only experts with stacked weights are measured: the cost of others is not known. ``x`` are tokens ``[tokens, h]``,
+    with ``top_k`` experts of each; dispatched rows are in ``dtype``.
     """
     ep_size = group.size()
     if config.cut != "auto" or ep_size == 1 or not isinstance(factory, StackedFactory):

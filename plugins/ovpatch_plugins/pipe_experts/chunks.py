@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final, Protocol
+from typing import TYPE_CHECKING, Final, TypeAlias
 
 import torch
 
@@ -13,6 +13,8 @@ from ovpatch_plugins.pipe_experts.options import CUTS, EXCHANGES
 
 if TYPE_CHECKING:
     import torch.distributed as dist
+
+    from ovpatch_plugins.pipe_experts.autotune import MeasuredPlans
 
 _MAX_EXPERT_GROUPS: Final = 4
 _MEASURED: Final = (2, 4, 8)
@@ -23,18 +25,12 @@ class ChunkPlan:
     """The chunks of a layer; the same on all ranks, since each chunk is a pair of collectives.
 
     A plan depends on options and on facts that all ranks share, never on this rank's tokens. A chunk may have no rows.
-
-    Attributes:
-        ep_size: Number of ranks.
-        expert_groups: Ranges of local experts.
-        token_chunks: Number of slices of the tokens; each slice has a chunk for every group of experts.
-        symmetric: Whether rows travel over symmetric memory.
     """
 
-    ep_size: int
-    expert_groups: tuple[range, ...]
-    token_chunks: int = 1
-    symmetric: bool = False
+    ep_size: int  # number of ranks
+    expert_groups: tuple[range, ...]  # ranges of local experts
+    token_chunks: int = 1  # number of slices of the tokens; each slice has a chunk for every group of experts
+    symmetric: bool = False  # whether rows travel over symmetric memory
 
     @property
     def num_local_experts(self) -> int:
@@ -53,11 +49,14 @@ class ChunkPlan:
 
     @property
     def expected(self) -> ChunkPlan:
-        """See :class:`PlanCandidates`."""
+        """The plan that is probably chosen, among :data:`PlanCandidates`; ranks may expect different ones."""
         return self
 
     def choose_plan(self, group: dist.ProcessGroup, tokens: int, trains: bool) -> ChunkPlan:
-        """See :class:`PlanCandidates`."""
+        """Return a plan, the same on all ranks, which all call this.
+
+        ``tokens`` are those of the rank that has the most, and ``trains`` tells whether gradients are on there.
+        """
         return self
 
     def compute_positions(self) -> list[int]:
@@ -70,55 +69,21 @@ class ChunkPlan:
         return positions
 
 
-class PlanCandidates(Protocol):
-    """Plans of which one is chosen once all ranks know the number of tokens. A single plan is one, too."""
-
-    @property
-    def ep_size(self) -> int:
-        """Number of ranks."""
-
-    @property
-    def num_local_experts(self) -> int:
-        """Number of experts of a rank."""
-
-    @property
-    def token_chunks(self) -> int:
-        """A common multiple of all plans' slices of tokens."""
-
-    @property
-    def symmetric(self) -> bool:
-        """Whether rows may travel over symmetric memory."""
-
-    @property
-    def expected(self) -> ChunkPlan:
-        """The plan that is probably chosen; ranks may expect different ones."""
-
-    def choose_plan(self, group: dist.ProcessGroup, tokens: int, trains: bool) -> ChunkPlan:
-        """Return a plan, the same on all ranks.
-
-        Args:
-            group: The ranks; all of them call this.
-            tokens: Tokens of the rank that has the most.
-            trains: Whether gradients are on there.
-        """
+PlanCandidates: TypeAlias = "ChunkPlan | MeasuredPlans"
+"""Plans of which one is chosen once all ranks know the number of tokens. A single plan is one, too."""
 
 
 @functools.lru_cache(maxsize=64)
 def make_plan(
     ep_size: int, num_local_experts: int, cut: str = "auto", parts: int = 0, exchange: str = "c10d"
 ) -> ChunkPlan:
-    """Return the plan of a layer.
+    """Return the plan of a layer on ``ep_size`` ranks.
 
-    Groups of experts use each weight once, and a group of one expert needs no sorting of its rows. Slices of tokens
-    use every weight in every chunk.
-
-    Args:
-        ep_size: Number of ranks.
-        num_local_experts: Number of experts of a rank.
-        cut: One of :data:`.options.CUTS`; ``auto`` without measurement is ``none``, since a chunk costs the host more
-            than it hides unless layers are large.
-        parts: Number of chunks; 0 for the default of ``cut``. There are never more groups than experts.
-        exchange: One of :data:`.options.EXCHANGES`; ``auto`` without measurement is ``c10d``.
+    Groups of experts use each weight once, and a group of one expert needs no sorting of its rows. Slices of tokens use
+    every weight in every chunk. ``cut`` is one of :data:`.options.CUTS`; ``auto`` without measurement is ``none``,
+    since a chunk costs the host more than it hides unless layers are large. ``parts`` is the number of chunks, 0 for
+    the default of ``cut``; there are never more groups than experts. ``exchange`` is one of :data:`.options.EXCHANGES`;
+    ``auto`` without measurement is ``c10d``.
 
     Raises:
         ValueError: An unknown name, or a negative number.
@@ -143,11 +108,7 @@ def list_candidates(
 ) -> dict[str, ChunkPlan]:
     """Return the plans to choose from, each once, by name; the uncut one comes first.
 
-    Args:
-        ep_size: Number of ranks.
-        num_local_experts: Number of experts of a rank.
-        parts: Number of chunks; 0 for 2, 4 and 8.
-        exchange: How rows travel; ``auto`` for either way.
+    ``parts`` is the number of chunks, 0 for 2, 4 and 8; the exchange ``auto`` stands for either way.
     """
     names: dict[ChunkPlan, str] = {}
     for way in ("c10d", "symmetric") if exchange == "auto" else (exchange,):
@@ -168,15 +129,10 @@ def get_positions_on(plan: ChunkPlan, device: torch.device) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class Splits:
-    """Numbers of rows in one call of a layer on one rank.
+    """Numbers of rows in one call of a layer on one rank."""
 
-    Attributes:
-        input_splits: Rows that this rank dispatches, ``[chunk][rank]``.
-        expert_splits: Rows that arrive here, ``[chunk][rank][expert of the chunk's group]``.
-    """
-
-    input_splits: list[list[int]]
-    expert_splits: list[list[list[int]]]
+    input_splits: list[list[int]]  # rows that this rank dispatches, ``[chunk][rank]``
+    expert_splits: list[list[list[int]]]  # rows that arrive here, ``[chunk][rank][expert of the chunk's group]``
 
     @classmethod
     def from_counts(

@@ -17,21 +17,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class MoEConfig:
-    """How a layer is computed; the same on all ranks.
+    """How a layer is computed; the same on all ranks."""
 
-    Attributes:
-        cut: How rows are cut into chunks; see :func:`ovpatch_plugins.pipe_experts.chunks.make_plan`.
-        parts: Number of chunks; 0 for the default of ``cut``.
-        delay_wgrad: Compute weight gradients while a chunk's rows are on their way back.
-        multi_stream: Combine on a second communicator.
-        exchange: How rows travel; see :data:`ovpatch_plugins.pipe_experts.options.EXCHANGES`.
-    """
-
-    cut: str = "auto"
-    parts: int = 0
-    delay_wgrad: bool = True
-    multi_stream: bool = False
-    exchange: str = DEFAULT_EXCHANGE
+    cut: str = "auto"  # how rows are cut into chunks; see :func:`ovpatch_plugins.pipe_experts.chunks.make_plan`
+    parts: int = 0  # number of chunks; 0 for the default of ``cut``
+    delay_wgrad: bool = True  # compute weight gradients while a chunk's rows are on their way back
+    multi_stream: bool = False  # combine on a second communicator
+    exchange: str = DEFAULT_EXCHANGE  # how rows travel; see ovpatch_plugins.pipe_experts.options.EXCHANGES
 
     def make_plan(self, ep_size: int, num_local_experts: int) -> ChunkPlan:
         """Return the chunks of a layer with ``num_local_experts`` on each of ``ep_size`` ranks."""
@@ -56,14 +48,10 @@ def _new_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
 
 
 class FeatureState:
-    """The state that taken-over layers read at every call.
-
-    Attributes:
-        on: Whether the feature is on; if not, layers compute as stock does.
-    """
+    """The state that taken-over layers read at every call."""
 
     def __init__(self) -> None:
-        self.on = False
+        self.on = False  # whether the feature is on; if not, layers compute as stock does
         self._options: Mapping[str, Any] = {}
 
     def enable_feature(self, options: Mapping[str, Any]) -> None:

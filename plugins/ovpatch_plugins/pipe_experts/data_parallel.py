@@ -58,7 +58,8 @@ def expert_data_parallel(
         RankMismatchError: The ranks of ``group`` have different experts.
     """
     chosen = list(experts)
-    named = _find_names(model, [*_list_parameters(chosen)])
+    params = [one for item in chosen for one in _list_tensors(item) if isinstance(one, nn.Parameter)]
+    named = _find_names(model, params)
     _check_devices(model, named)
     _check_membership(group)
     ignored = {*getattr(model, "_ddp_params_and_buffers_to_ignore", ()), *_list_all_names(model, chosen)}
@@ -78,11 +79,6 @@ def expert_data_parallel(
         ddp.register_forward_pre_hook(gradients.before_forward)
         ddp.register_forward_hook(gradients.after_forward)
     return ddp
-
-
-def _list_parameters(chosen: Iterable[nn.Parameter | nn.Module]) -> Iterator[nn.Parameter]:
-    for item in chosen:
-        yield from (tensor for tensor in _list_tensors(item) if isinstance(tensor, nn.Parameter))
 
 
 def _find_names(model: nn.Module, params: list[nn.Parameter]) -> dict[str, nn.Parameter]:
@@ -131,9 +127,8 @@ def _check_devices(model: nn.Module, named: dict[str, nn.Parameter]) -> None:
 
 
 def _check_membership(group: dist.ProcessGroup | None) -> None:
-    if (
-        group is not None and dist.get_rank(group) < 0
-    ):  # also true of the placeholder that new_group() returns to other ranks
+    # The placeholder that new_group() returns to other ranks has no rank either.
+    if group is not None and dist.get_rank(group) < 0:
         raise ValueError(f"ovpatch: rank {dist.get_rank()} is not in the group of its own experts. {_SAME_EXPERTS}")
 
 

@@ -40,15 +40,10 @@ _WRAP_AGAIN = "Wrap the module itself anew: expert_data_parallel(ddp.module, ...
 class ExpertGradients(BackwardReducer):
     """The experts of one ``DistributedDataParallel`` object, which holds it by its forward hooks.
 
-    So it is copied and pickled with that object. The copy finds the process group by its name and ranks.
-
-    Args:
-        params: The experts' parameters, in an order that is the same on all ranks of ``group``.
-        names: Their fully qualified names.
-        others: All other parameters of the model.
-        factor: What each contribution is multiplied by; see [Note: factor].
-        group: The ranks that hold copies, on a communicator that nobody else uses during a backward; None if there
-            are no copies.
+    So it is copied and pickled with that object. The copy finds the process group by its name and ranks. ``params`` are
+    the experts' parameters, in an order that is the same on all ranks, ``others`` all other parameters of the model.
+    Each contribution is multiplied by ``factor``; see [Note: factor]. ``group`` are the ranks that hold copies, if any,
+    on a communicator that nothing else uses during a backward.
     """
 
     def __init__(
@@ -101,9 +96,8 @@ class ExpertGradients(BackwardReducer):
         # A bucket for each: weights of many experts are stacked, and large.
         buckets = [GradBucket([i], [param]) for i, param in enumerate(self._params)]
         remedy = "declare its contributions (ovpatch.overlap.data_parallel.grad_sync.expect_gradients)"
-        return GradSync(
-            buckets, self._group, feature="pipe_experts", names=self._names, remedy=remedy, skip_absent=True
-        )
+        feature, names = "pipe_experts", self._names
+        return GradSync(buckets, self._group, feature=feature, names=names, remedy=remedy, skip_absent=True)
 
     def retire(self) -> None:
         """Leave the parameters to the wrapper that comes after this one."""

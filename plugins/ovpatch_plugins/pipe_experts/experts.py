@@ -5,32 +5,33 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
 
+from ovpatch_plugins.pipe_experts.all_to_all import RowBuffer, split_rows
 from ovpatch_plugins.pipe_experts.chunks import ChunkPlan, Splits
-from ovpatch_plugins.pipe_experts.grouped_gemm import GroupSizes
-from ovpatch_plugins.pipe_experts.row_buffer import RowBuffer, split_rows
-from ovpatch_plugins.pipe_experts.wgrad import DelayedWeightGrads
+from ovpatch_plugins.pipe_experts.grouped_gemm import DelayedWeightGrads, GroupSizes
 
 Activation = Callable[[Tensor], Tensor]
 """The function between an expert's two products: ``[rows, n]`` -> ``[rows, k]``, row by row."""
 
 
-class Experts(Protocol):
+class Experts:
     """The experts of one call of a layer."""
 
-    @property
-    def trains(self) -> bool:
-        """Whether they have a weight that needs a gradient, as far as can be told: the same on all ranks."""
+    def __init__(self, plan: ChunkPlan, splits: Splits, trains: bool) -> None:
+        self._chunks, self._splits = plan.chunks, splits
+        # Whether they have a weight that needs a gradient, as far as can be told: the same on all ranks.
+        self.trains = trains
 
     def prepare_chunk(self, chunk: int) -> None:
         """Prepare for a chunk; called before its rows are waited for."""
 
     def __call__(self, chunk: int, rows: Tensor) -> Tensor:
         """Return a chunk's outputs: ``[rows, h]`` -> ``[rows, h]``, rows by rank and then by expert."""
+        raise NotImplementedError
 
 
 ExpertFactory = Callable[[ChunkPlan, Splits], Experts]
@@ -51,23 +52,7 @@ ACTIVATIONS: Final[dict[str, Activation]] = {
 }
 
 
-class _ChunkedExperts:
-    """Base of the experts of one call.
-
-    Args:
-        plan: The chunks.
-        splits: Rows of each.
-        trains: See :attr:`Experts.trains`.
-    """
-
-    def __init__(self, plan: ChunkPlan, splits: Splits, trains: bool) -> None:
-        self._chunks, self._splits, self.trains = plan.chunks, splits, trains
-
-    def prepare_chunk(self, chunk: int) -> None:
-        """See :meth:`Experts.prepare_chunk`."""
-
-
-class _SortedExperts(_ChunkedExperts):
+class _SortedExperts(Experts):
     """Sorts a chunk's rows by expert, and the outputs by rank again."""
 
     def __call__(self, chunk: int, rows: Tensor) -> Tensor:
@@ -83,14 +68,9 @@ class _SortedExperts(_ChunkedExperts):
 
 
 class StackedExperts(_SortedExperts):
-    """Feed-forward networks with stacked weights: a product, the activation, a product.
+    """Feed-forward networks with stacked weights ``[e, n, h]`` and ``[e, h, k]``: a product, the activation, a product.
 
-    Args:
-        plan: The chunks.
-        splits: Rows of each.
-        weights: ``[e, n, h]`` and ``[e, h, k]``, in the dtype of the products.
-        activation: Between the products.
-        delay_wgrad: See :class:`DelayedWeightGrads`.
+    The weights are in the dtype of the products; see :class:`DelayedWeightGrads` for ``delay_wgrad``.
     """
 
     def __init__(
@@ -125,13 +105,9 @@ class StackedFactory:
 
 
 class ModuleListExperts(_SortedExperts):
-    """Experts that are modules, or functions, one each.
+    """Experts that are modules, or functions, one each: ``[rows, h]`` -> ``[rows, h]``.
 
-    Args:
-        plan: The chunks.
-        splits: Rows of each.
-        modules: This rank's experts, ``[rows, h]`` -> ``[rows, h]`` each. An expert without rows is called with an
-            empty tensor, so that its parameters have a gradient on every rank.
+    An expert without rows is called with an empty tensor, so that its parameters have a gradient on every rank.
     """
 
     def __init__(self, plan: ChunkPlan, splits: Splits, modules: Sequence[Callable[[Tensor], Tensor]]) -> None:
@@ -146,11 +122,8 @@ class ModuleListExperts(_SortedExperts):
 class GroupedExperts(_SortedExperts):
     """Experts that one function computes from rows by expert and the number of rows of each, as torchtitan's.
 
-    Args:
-        plan: The chunks.
-        splits: Rows of each.
-        function: Rows by expert, ``[rows, h]``, and the number of rows of each of this rank's experts, ``[e]``, ->
-            ``[rows, h]``. It is called in every chunk, also without rows.
+    The function maps ``[rows, h]``, and the rows of each of this rank's experts, ``[e]``, to ``[rows, h]``. It is
+    called in every chunk, also without rows.
     """
 
     def __init__(self, plan: ChunkPlan, splits: Splits, function: Callable[[Tensor, Tensor], Tensor]) -> None:
@@ -163,14 +136,11 @@ class GroupedExperts(_SortedExperts):
         return self._function(rows, torch.tensor(all_sizes, device=rows.device))
 
 
-class IndexedExperts(_ChunkedExperts):
+class IndexedExperts(Experts):
     """Experts that one function computes from rows and each row's expert.
 
-    Args:
-        plan: The chunks.
-        splits: Rows of each.
-        function: ``[rows, h]`` and local experts ``[rows]`` -> ``[rows, h]``. It is not called without rows, unless no
-            chunk has any; its output is cast to the rows' dtype, as on ranks where it is not called.
+    The function maps ``[rows, h]`` and local experts ``[rows]`` to ``[rows, h]``. It is not called without rows, unless
+    no chunk has any; its output is cast to the rows' dtype, as on ranks where it is not called.
     """
 
     def __init__(self, plan: ChunkPlan, splits: Splits, function: Callable[[Tensor, Tensor], Tensor]) -> None:

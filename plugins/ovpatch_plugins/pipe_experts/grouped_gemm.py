@@ -1,22 +1,22 @@
-"""Grouped GEMM: products of rows by expert with each expert's weight."""
+"""Grouped GEMM of rows by expert, and weight gradients that hide a chunk's all-to-all in backward."""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from ovpatch.overlap.data_parallel.grad_hooks import apply_function, will_execute
 
 _ALIGNMENT = 16  # bytes; the grouped kernel asks it of every row
 
 
 class GroupSizes:
-    """The number of rows of each expert.
-
-    Args:
-        sizes: Rows of each.
-    """
+    """The number of rows of each expert."""
 
     def __init__(self, sizes: Sequence[int]) -> None:
         self.sizes = list(sizes)
@@ -31,13 +31,7 @@ class GroupSizes:
 
 
 def grouped_linear(x: Tensor, weight: Tensor, groups: GroupSizes) -> Tensor:
-    """Return each expert's rows times its transposed weight: ``[rows, k]``, ``[e, n, k]`` -> ``[rows, n]``.
-
-    Args:
-        x: Rows by expert.
-        weight: The experts' weights.
-        groups: Number of rows of each expert.
-    """
+    """Return each expert's rows times its transposed weight: ``[rows, k]``, ``[e, n, k]`` -> ``[rows, n]``."""
     return _grouped_mm(x, weight.transpose(-2, -1), groups)
 
 
@@ -51,15 +45,9 @@ def accumulate_wgrad(
 ) -> Tensor:
     """Add the weights' gradients to an accumulator: ``[rows, n]``, ``[rows, k]`` -> ``[e, n, k]``.
 
-    Args:
-        total: The accumulator, ``[e, n, k]``, in the rows' dtype or float32; None to allocate it.
-        grad: Gradient of the output of :func:`grouped_linear`.
-        x: Its input.
-        groups: Number of rows of each expert.
-        fresh: Whether each expert's accumulator is still undefined; it is written then, not read.
-
-    Returns:
-        The sums, in the memory of ``total`` if there is any.
+    ``grad`` is the gradient of the output of :func:`grouped_linear`, ``x`` its input. The accumulator is in the rows'
+    dtype or float32; None allocates it. An expert that is ``fresh`` has an undefined accumulator, which is written, not
+    read.
     """
     if total is None:
         if min(groups.sizes) and _has_kernel(grad, x, groups):
@@ -109,3 +97,168 @@ def _is_aligned(factor: Tensor) -> bool:
     return strides[0] == 1 and all(
         place % _ALIGNMENT == 0 for place in (factor.data_ptr(), *(n * factor.element_size() for n in strides[1:]))
     )
+
+
+class DelayedWeightGrads:
+    """The experts' weights, ``[e, n, k]`` each in the dtype of the products, in one call of a layer.
+
+    [Note: delayed weight gradients] A product's backward computes the gradient of its rows, for which other ranks wait,
+    and defers that of its weight to a node made just before the chunk's rows are waited for. In backward that node runs
+    right after the launch of the gradient's all-to-all, and hides it. All chunks add to one gradient per weight; a node
+    made before all chunks hands it to autograd, once.
+
+    Where several chunks use the same weights (``reused``), a half-precision sum would be rounded in every chunk, so it
+    is kept in float32 and rounded once. The graph must not refer to this object: it refers to the graph, and no garbage
+    collector sees cycles through nodes.
+    """
+
+    def __init__(self, weights: Sequence[Tensor], *, delay_wgrad: bool = True, reused: bool = False) -> None:
+        self._grads = _WeightGrads(weights, delay_wgrad, reused)
+        self._requires_grad = [weight.requires_grad for weight in weights]
+        self._collected: tuple[Tensor, ...] = apply_function(_Collect, self._grads, *weights)
+        self._chunk, self._chunk_weights = 0, self._collected
+
+    @property
+    def trains(self) -> bool:
+        """Whether any weight needs a gradient."""
+        return any(self._requires_grad)
+
+    def prepare_chunk(self, chunk: int) -> None:
+        """Make the node of a chunk's deferred gradients; called before its rows are waited for."""
+        self._chunk, self._chunk_weights = chunk, apply_function(_Deferred, self._grads, chunk, *self._collected)
+
+    def multiply_rows(self, index: int, x: Tensor, experts: range, groups: GroupSizes) -> Tensor:
+        """Return each expert's rows, in their order, times its transposed weight: ``[rows, k]`` -> ``[rows, n]``."""
+        call = _Call(self._grads, self._chunk, index, experts, groups, self._requires_grad[index])
+        out: Tensor = apply_function(_GroupedLinear, call, x, self._chunk_weights[index])
+        return out
+
+
+class _WeightGrads:
+    """The backward's state of the weights; holds no tensor that has a graph."""
+
+    def __init__(self, weights: Sequence[Tensor], delay_wgrad: bool, reused: bool) -> None:
+        self._delay_wgrad = delay_wgrad
+        self.accumulators = [_Accumulator(weight, reused) for weight in weights]
+        self._graph_task = -1
+        self._deferred: dict[int, list[Callable[[], None]]] = {}
+
+    def add_contribution(self, chunk: int, compute: Callable[[], None]) -> None:
+        """Compute a chunk's contribution to a weight's gradient, now or behind the launch."""
+        graph_task = torch._C._current_graph_task_id()
+        if graph_task != self._graph_task:  # the rest is of a backward that an exception ended
+            self._graph_task, self._deferred = graph_task, {}
+            for accumulator in self.accumulators:
+                accumulator.reset()
+        if self._delay_wgrad:
+            self._deferred.setdefault(chunk, []).append(compute)
+        else:
+            compute()
+
+    def compute_deferred(self, chunk: int) -> None:
+        """Compute the deferred contributions of a chunk."""
+        for compute in self._deferred.pop(chunk, ()):
+            compute()
+
+
+class _Call(NamedTuple):
+    """One product of a layer."""
+
+    grads: _WeightGrads
+    chunk: int
+    weight_index: int
+    experts: range
+    groups: GroupSizes
+    requires_grad: bool
+
+    @property
+    def expert_slice(self) -> slice:
+        """The chunk's experts in the weight."""
+        return slice(self.experts.start, self.experts.stop)
+
+
+class _Accumulator:
+    """The gradient of a weight, ``[e, n, k]``, to which chunks add."""
+
+    def __init__(self, like: Tensor, reused: bool) -> None:
+        self._shape, self._dtype, self._device = like.shape, like.dtype, like.device
+        self._sum_dtype = torch.promote_types(like.dtype, torch.float32) if reused else like.dtype
+        self.reset()
+
+    def reset(self) -> None:
+        self._sum: Tensor | None = None
+        self._fresh = [True] * self._shape[0]
+
+    def add_product(self, grad: Tensor, x: Tensor, experts: slice, groups: GroupSizes) -> None:
+        fresh = self._fresh[experts]
+        if self._sum is None and len(fresh) == len(self._fresh) and self._sum_dtype == self._dtype:
+            self._sum = accumulate_wgrad(None, grad, x, groups, fresh)
+        else:
+            if self._sum is None:
+                self._sum = torch.empty(self._shape, dtype=self._sum_dtype, device=self._device)
+            accumulate_wgrad(self._sum[experts], grad, x, groups, fresh)
+        self._fresh[experts] = [False] * len(fresh)
+
+    def pop_grad(self) -> Tensor | None:
+        """Return the gradient and reset; None if nothing was added, zero for experts without a contribution."""
+        total = self._sum
+        for expert, is_fresh in enumerate(self._fresh):
+            if is_fresh and total is not None:
+                total[expert].zero_()
+        self.reset()
+        return None if total is None else total.to(self._dtype)
+
+
+class _Collect(torch.autograd.Function):
+    """The weights; hands their gradients to autograd."""
+
+    @staticmethod
+    def forward(ctx: Any, grads: _WeightGrads, *weights: Tensor) -> tuple[Tensor, ...]:
+        ctx.grads = grads
+        ctx.set_materialize_grads(False)
+        return tuple(weight.detach() for weight in weights)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *_: Any) -> tuple[Any, ...]:
+        accumulators = zip(ctx.needs_input_grad[1:], ctx.grads.accumulators, strict=True)
+        return None, *[accumulator.pop_grad() if needed else None for needed, accumulator in accumulators]
+
+
+class _Deferred(torch.autograd.Function):
+    """The weights as one chunk uses them; computes the chunk's deferred gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, grads: _WeightGrads, chunk: int, *weights: Tensor) -> tuple[Tensor, ...]:
+        ctx.grads, ctx.chunk, ctx.count = grads, chunk, len(weights)
+        ctx.set_materialize_grads(False)
+        return tuple(weight.detach() for weight in weights)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *_: Any) -> tuple[Any, ...]:
+        ctx.grads.compute_deferred(ctx.chunk)
+        return None, None, *[None] * ctx.count
+
+
+class _GroupedLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, call: _Call, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.call = call
+        ctx.save_for_backward(x if call.requires_grad else None, weight if x.requires_grad else None)
+        return grouped_linear(x, weight[call.expert_slice], call.groups)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        call: _Call = ctx.call
+        x, weight = ctx.saved_tensors
+        grad, dgrad = grad.contiguous(), None
+        if weight is not None:
+            dgrad = grouped_dgrad(grad, weight[call.expert_slice], call.groups)
+        if x is not None and will_execute(ctx.next_functions[1][0]):
+            accumulator = call.grads.accumulators[call.weight_index]
+            call.grads.add_contribution(
+                call.chunk, lambda: accumulator.add_product(grad, x, call.expert_slice, call.groups)
+            )
+        return None, dgrad, None

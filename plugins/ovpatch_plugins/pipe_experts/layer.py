@@ -72,13 +72,9 @@ def expert_parallel_ffn(
 def make_stacked_factory(
     weights: Sequence[Tensor], activation: Activation, dtype: torch.dtype | None, config: MoEConfig
 ) -> StackedFactory:
-    """Return the factory of experts with stacked weights.
+    """Return the factory of experts with stacked weights, ``[e, n, h]`` and ``[e, h, m]``.
 
-    Args:
-        weights: ``[e, n, h]`` and ``[e, h, m]``.
-        activation: Between the two products.
-        dtype: Dtype of the products; that of the weights by default.
-        config: How to compute.
+    Products are in ``dtype``, by default in that of the weights.
     """
     cast = [weight if dtype is None else weight.to(dtype) for weight in weights]
     return StackedFactory(cast, activation, config.delay_wgrad)
@@ -95,17 +91,8 @@ def run_experts(
 ) -> Tensor:
     """Apply experts that are modules, such as those of an ``nn.ModuleList``, to the tokens routed to them.
 
-    Args:
-        experts: This rank's experts, ``[rows, h]`` -> ``[rows, h]`` each; all ranks have equally many.
-        x: This rank's tokens, ``[tokens, h]``.
-        top_k_index: Their experts, ``[tokens, k]``; see :func:`expert_parallel_ffn`.
-        top_k_weights: Weight of each expert's output, ``[tokens, k]``.
-        group: The ranks; None for the default group.
-        config: How to compute.
-        shared_experts: Computes a summand; see :func:`expert_parallel_ffn`.
-
-    Returns:
-        ``[tokens, h]``.
+    ``experts`` are this rank's, ``[rows, h]`` -> ``[rows, h]`` each; all ranks have equally many. The other arguments
+    and the result are those of :func:`expert_parallel_ffn`.
     """
     factory = functools.partial(ModuleListExperts, modules=experts)
     return run_layer(x, top_k_index, top_k_weights, factory, len(experts), group, config, shared_experts)
@@ -123,32 +110,17 @@ def run_grouped_experts(
 ) -> Tensor:
     """Apply experts that one function computes, such as torchtitan's, to the tokens routed to them.
 
-    Replaces a dispatcher's ``dispatch``, the experts, and its ``combine``.
-
-    Args:
-        experts: Rows by expert, ``[rows, h]``, and the number of rows of each of this rank's experts,
-            ``[num_local_experts]``, -> ``[rows, h]``. Called once per chunk; experts outside the chunk have no rows.
-        num_local_experts: Number of experts of a rank.
-        x: This rank's tokens, ``[tokens, h]``.
-        top_k_index: Their experts, ``[tokens, k]``; see :func:`expert_parallel_ffn`.
-        top_k_weights: Weight of each expert's output, ``[tokens, k]``.
-        group: The ranks; None for the default group.
-        config: How to compute.
-        shared_experts: Computes a summand; see :func:`expert_parallel_ffn`.
-
-    Returns:
-        ``[tokens, h]``.
+    Replaces a dispatcher's ``dispatch``, the experts, and its ``combine``. ``experts`` maps rows by expert, ``[rows,
+    h]``, and the number of rows of each of this rank's experts, ``[num_local_experts]``, to ``[rows, h]``. It is called
+    once per chunk; experts outside the chunk have no rows. The other arguments and the result are those of
+    :func:`expert_parallel_ffn`.
     """
     factory = functools.partial(GroupedExperts, function=experts)
     return run_layer(x, top_k_index, top_k_weights, factory, num_local_experts, group, config, shared_experts)
 
 
 def resolve_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
-    """Return the group, or the default group for None.
-
-    Raises:
-        ValueError: There is no group, or this rank is not in it.
-    """
+    """Return the group, or the default group for None; ValueError if there is none, or if this rank is not in it."""
     resolved = dist.group.WORLD if group is None else group
     if resolved is None:
         raise ValueError("there is no process group: call torch.distributed.init_process_group() first")
@@ -171,21 +143,9 @@ def run_layer(
     shared_experts: Callable[[], Tensor] | None = None,
     dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """Dispatch tokens, compute their experts, and return the weighted sums.
+    """Dispatch tokens, compute their experts, and return the weighted sums; see :func:`expert_parallel_ffn`.
 
-    Args:
-        x: This rank's tokens, ``[tokens, h]``.
-        top_k_index: Their experts, ``[tokens, k]``; see :func:`expert_parallel_ffn`.
-        top_k_weights: Weight of each expert's output, ``[tokens, k]``.
-        factory: Makes the experts of this call.
-        num_local_experts: Number of experts of a rank.
-        group: The ranks; None for the default group.
-        config: How to compute.
-        shared_experts: Computes a summand; see :func:`expert_parallel_ffn`.
-        dtype: Dtype of the dispatched rows; that of ``x`` by default.
-
-    Returns:
-        ``[tokens, h]``.
+    ``factory`` makes the experts of this call. Dispatched rows are in ``dtype``, by default in that of ``x``.
     """
     if len(x) != len(top_k_index) or top_k_index.shape != top_k_weights.shape:
         raise ValueError(

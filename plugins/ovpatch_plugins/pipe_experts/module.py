@@ -34,10 +34,6 @@ class ExpertParallelFFN(nn.Module):
         device: Device of the weights.
         dtype: Dtype of the weights.
 
-    Attributes:
-        up: ``[e, n, h]``; n is ``ffn``, or twice that with a gate: gate first.
-        down: ``[e, h, ffn]``.
-
     Raises:
         ValueError: Experts that do not divide by the number of ranks, an unknown activation, a group without this rank.
     """
@@ -67,8 +63,9 @@ class ExpertParallelFFN(nn.Module):
         self.shared, self.config = shared, config or MoEConfig()
         self.group_name = group.group_name  # a group cannot be copied or pickled with the module
         local, wide = experts // ep_size, 2 * ffn if activation == "swiglu" else ffn
+        # ``[e, n, h]``; n is ``ffn``, or twice that with a gate: gate first.
         self.up = nn.Parameter(torch.empty(local, wide, hidden, device=device, dtype=dtype))
-        self.down = nn.Parameter(torch.empty(local, hidden, ffn, device=device, dtype=dtype))
+        self.down = nn.Parameter(torch.empty(local, hidden, ffn, device=device, dtype=dtype))  # ``[e, h, ffn]``
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -92,15 +89,9 @@ class ExpertParallelFFN(nn.Module):
         weights = top_k_weights.reshape(index.shape)
         shared = self.shared
         shared_experts: Callable[[], Tensor] | None = None if shared is None else lambda: shared(tokens)
+        activation, group = ACTIVATIONS[self.activation], self._find_group()
         out = expert_parallel_ffn(
-            tokens,
-            index,
-            weights,
-            (self.up, self.down),
-            ACTIVATIONS[self.activation],
-            self._find_group(),
-            self.config,
-            shared_experts,
+            tokens, index, weights, (self.up, self.down), activation, group, self.config, shared_experts
         )
         return out.view(*x.shape[:-1], out.shape[-1])
 

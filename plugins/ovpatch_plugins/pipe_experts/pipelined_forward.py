@@ -14,13 +14,15 @@ from ovpatch_plugins.pipe_experts.all_to_all import (
     AllToAllTransport,
     CollectiveAllToAll,
     PendingRows,
+    RowBuffer,
     depend_on,
+    join_rows,
     send_rows,
+    split_rows,
 )
 from ovpatch_plugins.pipe_experts.chunks import ChunkPlan, PlanCandidates
 from ovpatch_plugins.pipe_experts.experts import ExpertFactory
 from ovpatch_plugins.pipe_experts.routing import route_tokens
-from ovpatch_plugins.pipe_experts.row_buffer import RowBuffer, join_rows, split_rows
 from ovpatch_plugins.pipe_experts.symm_all_to_all import get_transport
 
 T = TypeVar("T")
@@ -86,21 +88,10 @@ def run_forward(
     dtype: torch.dtype,
     shared_experts: Callable[[], Tensor] | None = None,
 ) -> tuple[Tensor, int]:
-    """Dispatch tokens, compute their experts, and return the weighted sums.
+    """Dispatch tokens, compute their experts, and return the weighted sums, ``[tokens, h]``, and the number of chunks.
 
-    Args:
-        x: This rank's tokens, ``[tokens, h]``.
-        top_k_index: Their experts, ``[tokens, k]``.
-        top_k_weights: Weight of each expert's output, ``[tokens, k]``.
-        factory: Makes the experts of this call.
-        plans: The chunks to choose from.
-        group: The ranks, on the communicator of the dispatch.
-        combine_group: The ranks, on the communicator of the combine.
-        dtype: Dtype of the dispatched rows.
-        shared_experts: Computes a summand while the first rows are in flight.
-
-    Returns:
-        ``[tokens, h]``, and the number of chunks.
+    ``group`` are the ranks on the communicator of the dispatch, ``combine_group`` on that of the combine. Dispatched
+    rows are in ``dtype``.
     """
     symmetric = get_transport(group, x.device) if plans.symmetric else None
     route = route_tokens(top_k_index, plans, group, symmetric)

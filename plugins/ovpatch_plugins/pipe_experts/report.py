@@ -8,23 +8,14 @@ from dataclasses import asdict, dataclass
 
 @dataclass
 class Counters:
-    """Totals since the process started.
+    """Totals since the process started."""
 
-    Attributes:
-        calls: Forward passes of expert-parallel layers.
-        parts: Chunks in which they were computed.
-        stacked_calls: Calls whose experts are computed by the feature, with delayed weight gradients.
-        taken_over: Calls of a library's layer, such as transformers'.
-        library_experts: Taken-over calls whose experts the library computed, chunk by chunk.
-        symmetric: All-to-alls over symmetric memory, including those of measurements.
-    """
-
-    calls: int = 0
-    parts: int = 0
-    stacked_calls: int = 0
-    taken_over: int = 0
-    library_experts: int = 0
-    symmetric: int = 0
+    calls: int = 0  # forward passes of expert-parallel layers
+    parts: int = 0  # chunks in which they were computed
+    stacked_calls: int = 0  # calls whose experts are computed by the feature, with delayed weight gradients
+    taken_over: int = 0  # calls of a library's layer, such as transformers'
+    library_experts: int = 0  # taken-over calls whose experts the library computed, chunk by chunk
+    symmetric: int = 0  # all-to-alls over symmetric memory, including those of measurements
 
     def as_dict(self) -> dict[str, int]:
         """Return the counters by name."""
@@ -37,8 +28,7 @@ COUNTERS = Counters()
 def write_remarks(expert_parallel: str) -> list[str]:
     """Return the measured choices, what stood down, and why layers were left alone or not cut.
 
-    Args:
-        expert_parallel: Name of transformers' module of expert parallelism.
+    ``expert_parallel`` is the name of transformers' module of expert parallelism.
     """
     autotune = sys.modules.get("ovpatch.overlap.autotune")
     remarks = [] if autotune is None else list(autotune.report_lines("pipe_experts"))

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from ovpatch.overlap.data_parallel.grad_hooks import apply_function
-from ovpatch.overlap.symm_mem.support import triton_unavailable_reason
+from ovpatch.overlap.symm_mem.memory import triton_unavailable_reason
 from ovpatch_plugins.pipe_experts.all_to_all import AllToAllTransport, CollectiveAllToAll
 from ovpatch_plugins.pipe_experts.chunks import ChunkPlan, PlanCandidates, Splits, get_positions_on
 
@@ -29,12 +29,9 @@ def compute_capacity(tokens: int, top_k: int, experts: int, factor: float) -> in
 
 
 def drop_over_capacity(top_k_index: Tensor, experts: int, capacity: int) -> Tensor:
-    """Return a routing table in which each expert keeps its first ``capacity`` tokens of this rank.
+    """Return the experts of slots, ``[tokens, k]``, of which each keeps its first ``capacity`` tokens of this rank.
 
-    Args:
-        top_k_index: Expert of each slot, ``[tokens, k]``; :data:`DROPPED` for none.
-        experts: Number of experts.
-        capacity: Most tokens of an expert.
+    :data:`DROPPED` stands for no expert.
     """
     chosen = top_k_index.reshape(-1)
     keys = chosen.where(chosen >= 0, experts)
@@ -51,19 +48,12 @@ class Route:
 
     On GPUs one Triton kernel weights rows and sums them, with one rounding; torch's operations write each row several
     times. They are used where Triton cannot compile.
-
-    Attributes:
-        order: Slots, ``token * k + i``, in the order of their dispatch, ``[rows]``.
-        slots: Number of slots, ``tokens * k``; dropped ones are not in ``order``.
-        top_k: Slots of a token, k.
-        splits: Rows by chunk, rank and expert.
-        plan: The chunks.
     """
 
-    order: Tensor
-    slots: int
-    top_k: int
-    splits: Splits
+    order: Tensor  # slots, ``token * k + i``, in the order of their dispatch, ``[rows]``
+    slots: int  # number of slots, ``tokens * k``; dropped ones are not in ``order``
+    top_k: int  # slots of a token, k
+    splits: Splits  # rows by chunk, rank and expert
     plan: ChunkPlan
 
     def gather_rows(self, x: Tensor, dtype: torch.dtype) -> Tensor:
@@ -144,14 +134,9 @@ def route_tokens(
 ) -> Route:
     """Exchange the numbers of rows with the other ranks, and choose the plan. The host waits for the counts, once.
 
-    The choice may depend on the counts, so these are exchanged as finely as any plan needs. Slots are sorted meanwhile
-    for the expected plan, and once more only if another one is chosen.
-
-    Args:
-        top_k_index: Expert of each slot, numbered over all ranks by rank, ``[tokens, k]``; :data:`DROPPED` for none.
-        plans: The chunks to choose from.
-        group: The ranks.
-        transport: Carries the counts; c10d's all-to-all by default.
+    ``top_k_index`` has the expert of each slot, numbered over all ranks by rank, ``[tokens, k]``; :data:`DROPPED` for
+    none. The choice may depend on the counts, so these are exchanged as finely as any plan needs, by the transport or
+    by c10d's all-to-all. Slots are sorted meanwhile for the expected plan, and once more only if another one is chosen.
 
     Raises:
         ValueError: A token is routed to an expert that does not exist; raised on all ranks.

@@ -14,7 +14,7 @@ from torch import Tensor
 from ovpatch.overlap.comm.group_state import group_state
 from ovpatch.overlap.comm.streams import profiler_label, profiler_span
 from ovpatch.overlap.comm.work import WorkGroup
-from ovpatch.overlap.symm_mem import memory, support
+from ovpatch.overlap.symm_mem import memory
 from ovpatch_plugins.pipe_experts.config import MoEConfig
 from ovpatch_plugins.pipe_experts.report import COUNTERS
 
@@ -30,18 +30,9 @@ _ALIGNED: Final = 16  # bytes
 class SymmAllToAll:
     """A transport over symmetric memory, for one group on one device; see [Note: level by level] of the kernel.
 
-    Rows that stay on this rank are copied on the current stream. The host waits for nothing.
-
-    Args:
-        group: The ranks; construction is a collective over them.
-        device: Device of the rows.
-        channels: Number of programs.
-        slot: Bytes of a slot.
-        depth: Slots of a ring.
-        block: Words that a program moves at a time.
-
-    Attributes:
-        channels: Number of programs. It may be lowered, on all ranks between the same two calls.
+    Rows that stay on this rank are copied on the current stream. The host waits for nothing. Construction is a
+    collective. A ring has ``depth`` slots of ``slot`` bytes; a program moves ``block`` words at a time. The number of
+    programs, ``channels``, may be lowered, on all ranks between the same two calls.
 
     Raises:
         LackingError: Some ranks have no memory for it; raised on all ranks.
@@ -62,7 +53,7 @@ class SymmAllToAll:
         self._world, self._rank, self._device = group.size(), group.rank(), device
         self.channels, self._slot, self._depth, self._block = channels, slot, depth, block
         size = HEADER.value + channels * self._world * depth * slot
-        self._memory = memory.allocate_on_all(size, group, device, lambda own: _zero_header(own[: HEADER.value]))
+        self._memory = memory.allocate_on_all(size, group, device, lambda own: own[: HEADER.value].zero_())
         self._peers = torch.tensor(self._memory.addresses, dtype=torch.int64, device=device)
         self._state = torch.zeros(HEADER.value // 8, dtype=torch.int64, device=device)
         self._padding = [0] * (RANKS.value - self._world)  # splits of ranks that do not exist
@@ -111,13 +102,7 @@ class SymmAllToAll:
 
 
 class _Kernel:
-    """The kernel with its fixed arguments; launches after the first skip Triton's specialization.
-
-    Args:
-        programs: Number of programs.
-        word: Dtype in which rows are moved.
-        fixed: The kernel's last arguments.
-    """
+    """The kernel with its fixed arguments, the last ones; launches after the first skip Triton's specialization."""
 
     def __init__(self, programs: int, word: torch.dtype, fixed: tuple[Any, ...]) -> None:
         self._grid, self._word, self._fixed = (programs, 1, 1), word, fixed
@@ -146,11 +131,6 @@ class _KernelWork:
     The allocator reuses freed memory in the order of the stream that allocated it, here the stream of the launch. That
     stream waits for the kernel before the rows are read, so tensors freed after the wait are safe. Tensors of a work
     that is never waited for, after an exception, are kept until the kernel has ended.
-
-    Args:
-        output: Tensor that the kernel writes.
-        rows: Tensor that it reads.
-        stream: Stream of the kernel.
     """
 
     def __init__(self, output: Tensor, rows: Tensor, stream: torch.cuda.Stream | None) -> None:
@@ -182,10 +162,6 @@ class _KernelWork:
         return not self._tensors or self._end is None or self._end.query()
 
 
-def _zero_header(header: Tensor) -> None:
-    header.zero_()
-
-
 _unsupported_reasons: dict[str, None] = {}  # kept for the report after the group is gone
 
 
@@ -193,16 +169,12 @@ def get_transport(group: dist.ProcessGroup, device: torch.device) -> SymmAllToAl
     """Return the transport of a group; None if it is unsupported, which is the same on all ranks.
 
     A collective in the first call for a group and device; later calls allocate nothing.
-
-    Args:
-        group: The ranks.
-        device: Device of this rank's tensors.
     """
     return group_state(group).get_or_create((SymmAllToAll, device), lambda: _make_transport(group, device))
 
 
 def _make_transport(group: dist.ProcessGroup, device: torch.device) -> SymmAllToAll | None:
-    reason = support.unsupported_reason(group, device)
+    reason = memory.unsupported_reason(group, device)
     if not reason:
         try:
             return SymmAllToAll(group, device)

@@ -53,13 +53,9 @@ def is_stock_implementation(implementation: Any) -> bool:
 
 
 def compute_experts(implementation: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-    """Stand in for ``AllToAllEP.__call__``.
+    """Stand in for ``AllToAllEP.__call__``, with ``[tokens, h]``, ``[tokens, k]`` and ``[tokens, k]``.
 
-    Args:
-        implementation: The ``AllToAllEP``.
-        hidden_states: Tokens, ``[tokens, h]``; the ranks of the tensor-parallel mesh hold the same.
-        top_k_index: Their experts, numbered over all ranks, ``[tokens, k]``.
-        top_k_weights: ``[tokens, k]``.
+    The ranks of the tensor-parallel mesh hold the same tokens; experts are numbered over all ranks.
     """
     mesh, tokens = implementation.tp_mesh, len(hidden_states)
     x, index, weights = hidden_states, top_k_index, top_k_weights

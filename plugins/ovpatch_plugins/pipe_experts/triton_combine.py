@@ -53,17 +53,10 @@ def weighted_sum_backward_kernel(
 
 
 def weighted_sum(rows: Tensor, weights: Tensor | None, row_of_slot: Tensor, top_k: int, dtype: torch.dtype) -> Tensor:
-    """Return each token's sum of its rows.
+    """Return each token's sum of its contiguous rows: ``[rows, h]``, ``[tokens, k]`` -> ``[tokens, h]``.
 
-    Args:
-        rows: ``[rows, h]``, contiguous.
-        weights: Weight of each slot, ``[tokens, k]``, contiguous; 1 by default.
-        row_of_slot: The row of each slot, ``[tokens * k]`` of int64; -1 for none.
-        top_k: Slots of a token, k.
-        dtype: Dtype of the result; sums are in float32.
-
-    Returns:
-        ``[tokens, h]``.
+    Weights are 1 by default. ``row_of_slot`` has the row of each slot, ``[tokens * k]`` of int64, -1 for none. Sums are
+    in float32, and rounded to ``dtype``.
     """
     features = rows.shape[1]
     out = rows.new_empty((len(row_of_slot) // top_k, features), dtype=dtype)
@@ -77,15 +70,9 @@ def weighted_sum(rows: Tensor, weights: Tensor | None, row_of_slot: Tensor, top_
 def weighted_sum_backward(
     rows: Tensor, weights: Tensor, order: Tensor, grad: Tensor, *, rows_grad: bool, weights_grad: bool
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Return the gradients of rows and of weights.
+    """Return the gradients of rows ``[rows, h]`` and of weights ``[tokens, k]`` that are needed; all are contiguous.
 
-    Args:
-        rows: ``[rows, h]``, contiguous.
-        weights: ``[tokens, k]``, contiguous.
-        order: The slot of each row, ``[rows]`` of int64.
-        grad: Gradient of the sums, ``[tokens, h]``, contiguous.
-        rows_grad: Whether the rows' gradient is needed.
-        weights_grad: Whether the weights' gradient is needed.
+    ``order`` has the slot of each row, ``[rows]`` of int64; ``grad`` is that of the sums, ``[tokens, h]``.
     """
     drows = torch.empty_like(rows) if rows_grad else None
     dweights = torch.zeros_like(weights) if weights_grad else None

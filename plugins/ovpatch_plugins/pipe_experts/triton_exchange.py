@@ -82,7 +82,7 @@ def _slot_address(
     ],
     do_not_specialize_on_alignment=["rows", "out"],
 )  # fmt: skip
-def symm_all_to_all_kernel(  # noqa: D417
+def symm_all_to_all_kernel(
     rows, out, s0, s1, s2, s3, s4, s5, s6, s7, r0, r1, r2, r3, r4, r5, r6, r7, width, peers, state, rank,
     WORLD: tl.constexpr, CHANNELS: tl.constexpr, SLOT: tl.constexpr, DEPTH: tl.constexpr, BLOCK: tl.constexpr,
     ALIGNED: tl.constexpr,
@@ -95,21 +95,13 @@ def symm_all_to_all_kernel(  # noqa: D417
     two slots or more. So the programs of a number that are at the lowest level never wait: some rank always goes on,
     even if a device has room for a single program at a time.
 
-    Args:
-        rows: Rows to send, by rank, in words.
-        out: Memory for received rows, by rank, in words.
-        s0: Number of rows to rank 0; those of the other ranks follow.
-        r0: Number of rows from rank 0; those of the other ranks follow.
-        width: Words of a row.
-        peers: Addresses of all ranks' symmetric memory.
-        state: Numbers of units so far, to and from each rank; local to this rank.
-        rank: This rank.
-        WORLD: Number of ranks.
-        CHANNELS: Number of programs.
-        SLOT: Words of a slot, a multiple of ``BLOCK``.
-        DEPTH: Slots of a ring, 2 or more.
-        BLOCK: Words moved at a time.
-        ALIGNED: Whether rows and memory start at multiples of 16 bytes.
+    - ``rows`` to send and memory ``out`` for received ones, by rank, in words; a row has ``width`` words.
+    - ``s<n>``, ``r<n>``: numbers of rows to and from rank n.
+    - ``peers``: addresses of all ranks' symmetric memory. ``state``: numbers of units so far, to and from each rank;
+      local to this rank.
+    - ``CHANNELS`` programs have rings of ``DEPTH`` slots, 2 or more, of ``SLOT`` words, a multiple of ``BLOCK``, the
+      words moved at a time.
+    - ``ALIGNED``: whether rows and memory start at multiples of 16 bytes.
     """
     sending, receiving = (s0, s1, s2, s3, s4, s5, s6, s7), (r0, r1, r2, r3, r4, r5, r6, r7)
     channel = tl.program_id(0)

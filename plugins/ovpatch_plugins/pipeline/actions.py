@@ -15,7 +15,7 @@ class Kind(enum.Enum):
     """The computations of one microbatch on one stage, by the letters of the zero-bubble paper.
 
     ``F`` is the forward, ``B`` the gradient of the stage's input alone, ``W`` the gradients of its weights that ``B``
-    left for later, and ``BW`` a full backward, which ``torch.distributed.pipelining`` calls ``B`` (it calls ``B`` ``I``).
+    left for later, and ``BW`` a full backward; torch calls the latter ``B``, and ``B`` ``I``.
     """
 
     F = "F"

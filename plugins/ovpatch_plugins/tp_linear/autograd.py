@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from ovpatch.overlap.data_parallel.grad_hooks import will_execute
-from ovpatch.overlap.tensors.autocast import autocast_dtype
 from ovpatch_plugins.tp_linear.config import OpContext
 from ovpatch_plugins.tp_linear.layout import (
     from_rows,
@@ -68,7 +67,7 @@ class GatherLinear(torch.autograd.Function):
         weights, biases = params[: call.count], params[call.count :]
         here = wait_for(get_local(x))
         given = to_rows(here, call.dim)
-        rows, used, added = _cast(call, given, weights, biases)
+        rows, used, added = cast_operands(call.ranks.kind, given, *_get_locals(weights, biases))
         keeps = keeps and not call.anew and any(weight is not None and weight.requires_grad for weight in weights)
         gathered: Tensor | None
         whole: Tensor | None
@@ -91,7 +90,7 @@ class GatherLinear(torch.autograd.Function):
         if call.whole is not None and gathered is not None:
             results.append(wrap_local(from_rows(gathered, here.shape, call.dim), call.mesh, call.whole))
             if kept is gathered:
-                kept = results[-1]  # which tells if somebody writes into it
+                kept = results[-1]  # whose version shows a later write into it
         return tuple(results), kept
 
     @staticmethod
@@ -151,8 +150,7 @@ class SingleLinear(torch.autograd.Function):
         """Return the output, and what is to be kept for backward."""
         here = wait_for(get_local(x))
         given, ranks = to_rows(here, call.dim), call.ranks
-        added = None if bias is None else get_local(bias)
-        rows, used, added = cast_operands(ranks.kind, given, get_local(weight), added)
+        rows, (used,), (added,) = cast_operands(ranks.kind, given, *_get_locals([weight], [bias]))
         out = call.operator.forward(call.config.schedule, ranks, rows, used, added)
         return _returned(call, from_rows(out, here.shape, call.dim)), _as_given(rows, here, x)
 
@@ -278,14 +276,5 @@ def _used(weight: Tensor, dtype: torch.dtype) -> Tensor:
     return found if found.dtype is dtype else found.to(dtype)
 
 
-def _cast(
-    call: OpContext, rows: Tensor, weights: Sequence[Any], biases: Sequence[Any]
-) -> tuple[Tensor, list[Tensor], list[Tensor | None]]:
-    """Return local tensors, as autocast would have them for linears."""
-    used = [get_local(weight) for weight in weights]
-    added = [None if bias is None else get_local(bias) for bias in biases]
-    dtype = autocast_dtype(call.ranks.kind, rows.dtype)
-    if dtype is None:
-        return rows, used, added
-    biased = [None if bias is None else bias.to(dtype) for bias in added]
-    return rows.to(dtype), [weight.to(dtype) for weight in used], biased
+def _get_locals(weights: Sequence[Any], biases: Sequence[Any]) -> tuple[list[Tensor], list[Tensor | None]]:
+    return [get_local(weight) for weight in weights], [None if bias is None else get_local(bias) for bias in biases]

@@ -16,52 +16,30 @@ from ovpatch_plugins.tp_linear.tp_group import TPGroup
 
 @dataclass(frozen=True)
 class TPConfig:
-    """How an operator is computed.
+    """How an operator is computed."""
 
-    Attributes:
-        schedule: The order of products and collectives.
-        fuse: Add a weight's gradient to the one that is already there, where no hook would miss it.
-        regather: Keep this rank's part of an input for backward, and gather it anew; else it is kept gathered.
-    """
-
-    schedule: Schedule
-    fuse: bool = False
-    regather: bool = False
+    schedule: Schedule  # the order of products and collectives
+    fuse: bool = False  # add a weight's gradient to the one that is already there, where no hook would miss it
+    regather: bool = False  # gather an input anew for backward; else it is kept gathered
 
 
 @dataclass(frozen=True, slots=True)
 class OpContext:
-    """The non-tensor arguments of an operator; a linear's calls with inputs of one layout share them.
+    """The non-tensor arguments of an operator; a linear's calls with inputs of one layout share them."""
 
-    Attributes:
-        config: How it is computed.
-        ranks: The ranks.
-        operator: The operator.
-        dim: The input dimension that comes first in rows: the sequence, if that is cut.
-        count: The number of weights.
-        constant: Whether the input needs no gradient; it is kept gathered then.
-        mesh: The mesh of DTensors that are given or returned.
-        given: The placement of the input's gradient if the input is a DTensor, else None.
-        returned: The placement of the outputs if they are DTensors, else None.
-        whole: The placement of the gathered input if it is returned as well, as a DTensor, else None.
-        check: Called before backward.
-        later: Called with the gathered rows and the outputs' memory if the outputs are computed later, else None.
-        trains: Whether any linear that reads the gathered input has a weight to train, also one outside this call.
-    """
-
-    config: TPConfig
+    config: TPConfig  # how it is computed
     ranks: TPGroup
     operator: LocalLinear = GATHER_LINEAR
-    dim: int = 0
-    count: int = 1
-    constant: bool = False
-    mesh: Any = None
-    given: Any = None
-    returned: Any = None
-    whole: Any = None
-    check: Callable[[], None] | None = None
-    later: Callable[[Tensor, list[Tensor]], None] | None = None
-    trains: bool = False
+    dim: int = 0  # the input dimension that comes first in rows: the sequence, if that is cut
+    count: int = 1  # the number of weights
+    constant: bool = False  # whether the input needs no gradient; it is kept gathered then
+    mesh: Any = None  # the mesh of DTensors that are given or returned
+    given: Any = None  # the placement of the input's gradient if the input is a DTensor, else None
+    returned: Any = None  # the placement of the outputs if they are DTensors, else None
+    whole: Any = None  # the placement of the gathered input if it is returned as well, as a DTensor, else None
+    check: Callable[[], None] | None = None  # called before backward
+    later: Callable[[Tensor, list[Tensor]], None] | None = None  # gets rows and outputs' memory, if these come later
+    trains: bool = False  # whether any linear that reads the gathered input, in this call or not, has a weight to train
 
     @property
     def anew(self) -> bool:
@@ -71,21 +49,13 @@ class OpContext:
 
 @dataclass
 class State:
-    """Settings that modules look up at every call.
+    """Settings that modules look up at every call."""
 
-    Attributes:
-        on: Whether the feature is on; if not, modules and their copies compute as stock.
-        config: How operators are computed.
-        shares: Whether one gather for several linears is computed with their products.
-        compiles: Whether compiled graphs contain the feature's operators.
-        terms: All options, which must be the same on all ranks.
-    """
-
-    on: bool = False
-    config: TPConfig = field(default_factory=lambda: TPConfig(find_schedule(DEFAULT, 4)))
-    shares: bool = True
-    compiles: bool = False
-    terms: dict[str, Any] = field(default_factory=dict)
+    on: bool = False  # whether the feature is on; if not, modules and their copies compute as stock
+    config: TPConfig = field(default_factory=lambda: TPConfig(find_schedule(DEFAULT, 4)))  # how operators are computed
+    shares: bool = True  # whether one gather for several linears is computed with their products
+    compiles: bool = False  # whether compiled graphs contain the feature's operators
+    terms: dict[str, Any] = field(default_factory=dict)  # all options, which must be the same on all ranks
 
     def turn_on(self, options: Mapping[str, Any]) -> None:
         """Set everything by the feature's options."""

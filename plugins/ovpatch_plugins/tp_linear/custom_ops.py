@@ -34,9 +34,6 @@ class CustomOp:
     ends the overlap inside an operator; a collective's handle cannot be traced at all. So a graph gets one node, which
     does at run time what the eager operator does. It takes the group by name, as operators must, and backward gathers
     this rank's rows anew.
-
-    Args:
-        operator: What it computes.
     """
 
     def __init__(self, operator: LocalLinear) -> None:
@@ -69,17 +66,9 @@ class CustomOp:
         return x.new_empty((self._operator.count_rows(x.shape[0], world), weight.shape[0]))
 
     def _compute_grads(
-        self,
-        grad: Tensor,
-        x: Tensor,
-        weight: Tensor,
-        group: str,
-        schedule: str,
-        dtype: str,
-        needs_x: bool,
-        needs_weight: bool,
-        needs_bias: bool,
+        self, grad: Tensor, x: Tensor, weight: Tensor, group: str, schedule: str, dtype: str, *needs: bool
     ) -> list[Tensor]:
+        needs_x, needs_weight, needs_bias = needs
         # The weight stands for the bias as well, of which only the dtype counts.
         params = ParamGrads(False, [weight], [weight], (needs_weight, needs_bias))
         take = params.compute_weights if needs_weight else None
@@ -89,17 +78,9 @@ class CustomOp:
         return [found for found in (dx, *params.weights, *params.biases) if found is not None]
 
     def _fake_grads(
-        self,
-        grad: Tensor,
-        x: Tensor,
-        weight: Tensor,
-        group: str,
-        schedule: str,
-        dtype: str,
-        needs_x: bool,
-        needs_weight: bool,
-        needs_bias: bool,
+        self, grad: Tensor, x: Tensor, weight: Tensor, group: str, schedule: str, dtype: str, *needs: bool
     ) -> list[Tensor]:
+        needs_x, needs_weight, needs_bias = needs
         summed = _find_dtype(dtype) if self._operator.sums_input_grad else x.dtype
         found = [torch.empty_like(x, dtype=summed)] if needs_x else []
         found += [torch.empty_like(weight)] if needs_weight else []
@@ -126,20 +107,14 @@ def compute_linear(
     dim: int,
     schedule: Schedule,
 ) -> Tensor:
-    """Compute a linear as a node of a graph.
+    """Compute a linear as a node of a graph: ``[.., s, .., k]``, ``[n, k]`` and ``[n]`` or None.
 
-    Args:
-        operator: Its name in :data:`~ovpatch_plugins.tp_linear.operators.OPERATORS`.
-        x: The input on this rank, ``[.., s, .., k]``.
-        weight: This rank's part, ``[n, k]``.
-        bias: ``[n]``, or None.
-        group: The ranks.
-        dim: Which dimension of the input comes first in rows.
-        schedule: In which order products and collectives are launched.
+    The operator's name is one of :data:`~ovpatch_plugins.tp_linear.operators.OPERATORS`; dimension ``dim`` of the input
+    comes first in rows.
     """
     if operator == LocalLinear.name:
         return torch.nn.functional.linear(x, weight, bias)
-    rows, used, added = cast_operands(x.device.type, to_rows(x, dim), weight, bias)
+    rows, (used,), (added,) = cast_operands(x.device.type, to_rows(x, dim), [weight], [bias])
     last = added if operator == "linear_reduce" else None  # which the compiler can fuse with what follows
     first = added if last is None else None
     result = _CUSTOM_OPS[operator](rows, used, first, group.group_name, schedule.name, str(x.dtype)[6:])

@@ -34,12 +34,9 @@ def to_rows(x: Tensor, dim: int) -> Tensor:
 
 
 def from_rows(rows: Tensor, shape: torch.Size, dim: int) -> Tensor:
-    """Return rows as a contiguous activation.
+    """Return rows ``[s * .., n]``, dimension ``dim`` first, as a contiguous activation.
 
-    Args:
-        rows: ``[s * .., n]``, dimension ``dim`` first.
-        shape: Of an activation of which only dimension ``dim`` and the last may have other sizes.
-        dim: The dimension that comes first in the rows.
+    Only dimension ``dim`` and the last of the activation may have other sizes than in ``shape``.
     """
     if len(shape) == 2:
         return rows
@@ -129,10 +126,7 @@ def wrap_grad(grad: Tensor, tensor: Tensor) -> Tensor:
 def wrap_local(tensor: Tensor, mesh: Any, placement: Any) -> Tensor:
     """Return a DTensor of a contiguous local tensor, as ``DTensor.from_local`` would, outside of autograd.
 
-    Args:
-        tensor: This rank's part, of the same shape on all ranks.
-        mesh: A mesh of one dimension.
-        placement: The placement over it.
+    The tensor has the same shape on all ranks, and the mesh has one dimension.
     """
     key = mesh, placement, tensor.shape, tensor.dtype
     spec = _specs.get(key)
@@ -147,12 +141,7 @@ def wrap_local(tensor: Tensor, mesh: Any, placement: Any) -> Tensor:
 
 
 def unwrap_grad(grad: Any, placement: Any) -> Tensor:
-    """Return the local part of an output's gradient, in the output's placement.
-
-    Args:
-        grad: The gradient; a DTensor if the output was one.
-        placement: The output's placement; None if it was no DTensor.
-    """
+    """Return the local part of an output's gradient, in the output's placement, None if it was no DTensor."""
     if placement is None or not isinstance(grad, _dtensor()):
         return wait_for(grad)
     if grad._spec.placements != (placement,):

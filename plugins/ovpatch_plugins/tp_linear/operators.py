@@ -20,15 +20,8 @@ from ovpatch_plugins.tp_linear.tp_group import TPGroup
 class ParamGrads:
     """Gradients of an operator's weights and biases, each of the parameter's class and dtype.
 
-    Args:
-        fuse: Add a weight's gradient to the one that is already there, where no hook would miss it.
-        weights: The weights.
-        biases: The biases.
-        wanted: Which of the weights, and then of the biases, need a gradient.
-
-    Attributes:
-        weights: Gradients of the weights.
-        biases: Gradients of the biases.
+    With ``fuse`` a weight's gradient is added to the one that is already there, where no hook would miss it. ``wanted``
+    tells which of the weights, and then of the biases, need a gradient.
     """
 
     __slots__ = ("_biases", "_fuse", "_wanted", "_weights", "biases", "weights")
@@ -37,8 +30,8 @@ class ParamGrads:
         self, fuse: bool, weights: Sequence[Tensor], biases: Sequence[Tensor | None], wanted: Sequence[bool]
     ) -> None:
         self._fuse, self._weights, self._biases, self._wanted = fuse, weights, biases, wanted
-        self.weights: list[Tensor | None] = [None] * len(weights)
-        self.biases: list[Tensor | None] = [None] * len(weights)
+        self.weights: list[Tensor | None] = [None] * len(weights)  # gradients of the weights
+        self.biases: list[Tensor | None] = [None] * len(weights)  # gradients of the biases
 
     @property
     def needs_any(self) -> bool:
@@ -46,12 +39,7 @@ class ParamGrads:
         return any(self._wanted)
 
     def compute_weights(self, x: Tensor | None, grads: Sequence[Tensor | None]) -> None:
-        """Compute the weights' gradients.
-
-        Args:
-            x: The whole input, ``[M, k]``; None if no weight needs a gradient.
-            grads: Of the outputs, ``[M, n_i]``.
-        """
+        """Compute the weights' gradients from the whole input ``[M, k]`` and the outputs' gradients ``[M, n_i]``."""
         for i, grad in enumerate(grads):
             if x is not None and grad is not None and self._wanted[i]:
                 self.weights[i] = self._weight_grad(self._weights[i], grad, x)
@@ -108,47 +96,24 @@ class LocalLinear:
     """A linear of an input that all ranks have; nothing is sent, and the input's gradient is a term of a sum.
 
     This is also the interface of the other operators. ``m`` is a rank's number of rows, ``M = world * m``.
-
-    Attributes:
-        name: As :data:`OPERATORS` and ``torch.ops.ovpatch`` know it.
-        sums_input_grad: Whether the input's gradient is summed over the ranks, in ``asked.input_dtype``.
-        gathers_grad: Whether backward gathers the output's gradient, so that all ranks have to run it alike.
     """
 
-    name = "local_linear"
-    sums_input_grad = False
-    gathers_grad = False
+    name = "local_linear"  # in :data:`OPERATORS` and in ``torch.ops.ovpatch``
+    sums_input_grad = False  # whether the input's gradient is summed over the ranks, in ``asked.input_dtype``
+    gathers_grad = False  # whether backward gathers the output's gradient, so that all ranks have to run it alike
 
     def count_rows(self, rows: int, world: int) -> int:
         """Return the number of output rows for a number of input rows."""
         return rows
 
     def forward(self, schedule: Schedule, ranks: TPGroup, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """Compute the output.
-
-        Args:
-            schedule: In which order products and collectives are launched.
-            ranks: The ranks.
-            x: The input on this rank, ``[m, k]`` or ``[M, k]``.
-            weight: ``[n, k]``.
-            bias: ``[n]``, or None.
-
-        Returns:
-            The output on this rank, ``[m, n]`` or ``[M, n]``.
-        """
+        """Return ``[m, n]`` or ``[M, n]``, from ``[m, k]`` or ``[M, k]``, ``[n, k]`` and ``[n]`` or None."""
         return linear(x, weight, bias)
 
     def backward(self, schedule: Schedule, ranks: TPGroup, asked: ColumnGrads, params: ParamGrads) -> Tensor | None:
-        """Compute the gradients.
+        """Return the input's gradient on this rank, None if it needs none; ``params`` gets the others.
 
-        Args:
-            schedule: As of forward.
-            ranks: The ranks.
-            asked: The outputs' gradients, and what forward has kept.
-            params: Gets the gradients of weights and biases.
-
-        Returns:
-            The input's gradient on this rank; None if it needs none.
+        ``asked`` has the outputs' gradients, and what forward has kept.
         """
         (grad,), (weight,) = asked.grads, asked.weights
         assert grad is not None
@@ -244,12 +209,15 @@ OPERATORS: Final[dict[str, LocalLinear]] = {
 }
 
 
-def cast_operands(kind: str, rows: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Return the operands of a linear in the dtype of autocast on a kind of device; unchanged if it is off."""
+def cast_operands(
+    kind: str, rows: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None]
+) -> tuple[Tensor, Sequence[Tensor], Sequence[Tensor | None]]:
+    """Return the operands of linears in the dtype of autocast on a kind of device; unchanged if it is off."""
     dtype = autocast_dtype(kind, rows.dtype)
     if dtype is None:
-        return rows, weight, bias
-    return rows.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
+        return rows, weights, biases
+    cast = [None if bias is None else bias.to(dtype) for bias in biases]
+    return rows.to(dtype), [weight.to(dtype) for weight in weights], cast
 
 
 def _add_bias(rows: Tensor, bias: Tensor | None) -> Tensor:

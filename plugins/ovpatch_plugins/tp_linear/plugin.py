@@ -48,13 +48,13 @@ def ovpatch_register(patches: Registrar, options: Mapping[str, Any]) -> None:
     for name in ("ColwiseParallel", "RowwiseParallel"):
         patches.register_patch(
             f"{_STYLE}.{name}._apply",
-            wrap=_wrap_linear,
+            wrap=functools.partial(_wrap, name="apply_to_linear"),
             why="is where parallelize_module hands a module to its style; keeps its signature in torch 2.11 to 2.15. "
             "F.linear, later, sees an input that is gathered already, and its output is scattered by a hook.",
         )
     patches.register_patch(
         f"{_STYLE}.PrepareModuleInput._apply",
-        wrap=_wrap_gather,
+        wrap=functools.partial(_wrap, name="apply_to_module"),
         why="is where a module gets the hook that gathers its input, for several linears at once",
     )
 
@@ -91,7 +91,7 @@ def ovpatch_remarks() -> Sequence[str]:
 
     autotune = sys.modules.get("ovpatch.overlap.autotune")
     remarks = [] if autotune is None else autotune.report_lines("tp_linear")
-    sharing = sys.modules.get("ovpatch_plugins.tp_linear.fused_support")
+    sharing = sys.modules.get("ovpatch_plugins.tp_linear.schedules.fused")
     if sharing is not None:
         remarks += [f"schedule fused computes as bulk does: {reason}" for reason in sharing.list_objections()]
     takeover = sys.modules.get("ovpatch_plugins.tp_linear.takeover")
@@ -108,18 +108,12 @@ def ovpatch_remarks() -> Sequence[str]:
 _settings: dict[str, Any] = {}
 
 
-def _wrap_linear(apply: Callable[..., Any]) -> Callable[..., Any]:
+def _wrap(apply: Callable[..., Any], name: str) -> Callable[..., Any]:
+    """Return a style's ``_apply`` that calls the function of :mod:`.takeover` with a name."""
+
     @functools.wraps(apply)
     def _apply(self: Any, module: Any, device_mesh: Any) -> Any:
-        return _load_takeover().apply_to_linear(apply, self, module, device_mesh)
-
-    return _apply
-
-
-def _wrap_gather(apply: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(apply)
-    def _apply(self: Any, module: Any, device_mesh: Any) -> Any:
-        return _load_takeover().apply_to_module(apply, self, module, device_mesh)
+        return getattr(_load_takeover(), name)(apply, self, module, device_mesh)
 
     return _apply
 

@@ -42,13 +42,10 @@ class GatherGuard:
 
     The products' gradients go to the input of the gather, past the gathered tensor. A hook or ``retain_grad()`` on that
     tensor would miss them, if it is registered after a product has been handed out.
-
-    Attributes:
-        handed_out: Weights of the products that were handed out, with their versions at that time.
     """
 
     def __init__(self) -> None:
-        self.handed_out: list[tuple[Tensor, int]] = []
+        self.handed_out: list[tuple[Tensor, int]] = []  # weights of products handed out, with their versions then
         self._gathered: Callable[[], Any] = lambda: None
         self._hooks: dict[int, Any] = {}
 
@@ -56,7 +53,7 @@ class GatherGuard:
         """Watch the gathered tensor, and return a weak reference to it."""
         self._gathered = weakref.ref(gathered, functools.partial(_drop_outputs, id(gathered)))
         if gathered.requires_grad:  # hooks outlive the tensor, in a dictionary that the first one makes
-            gathered.register_hook(_do_nothing).remove()
+            gathered.register_hook(lambda grad: None).remove()
             self._hooks = gathered._backward_hooks
         return self._gathered
 
@@ -84,20 +81,13 @@ class GatherGuard:
 
 
 class PrecomputedOutputs:
-    """Outputs that wait for their linears to be called.
+    """Outputs that wait for their linears to be called with the gathered tensor; the guard records those handed out.
 
     [Note: nothing has changed since] An output is handed out only if nothing has changed since the gather: the weight,
     the gathered tensor's values, autocast, grad mode, and what keeps tensors for backward (a region of a checkpoint
     must keep what it will compute again). Otherwise the linear computes for itself. An output that was computed ahead
     also needs the weight's values of then. A version tells these, but not writes through ``.data``; so nothing is
     computed ahead where hooks that could write still have to run.
-
-    Args:
-        gathered: The tensor with which the linears will be called.
-        linears: The linears.
-        outputs: The output of each.
-        watch: Records the outputs that are handed out.
-        later: The operands of products that are not computed yet; None if all are.
     """
 
     def __init__(
@@ -122,7 +112,7 @@ class PrecomputedOutputs:
         found = self._waiting.get(id(linear))
         if found is None or linear.weight is not found.weight or linear.bias is not found.bias:
             return None
-        if _capture_conditions(x) != self._conditions or _is_grad_read(x):
+        if _capture_conditions(x) != self._conditions or x._backward_hooks or x.retains_grad:
             return None
         if found.place is None:
             if (_version(found.weight), _version(found.bias)) != found.versions:
@@ -153,9 +143,6 @@ class _Later:
     """The operands of products that their linears compute when they are called.
 
     The autograd node refers to it for as long as the graph lives, so it lets go of memory once it is taken.
-
-    Args:
-        dim: Which dimension of activations comes first in rows.
     """
 
     def __init__(self, dim: int) -> None:
@@ -182,10 +169,6 @@ def _drop_outputs(key: int, _: Any) -> None:
     _products.pop(key, None)
 
 
-def _do_nothing(_: Tensor) -> None:
-    pass
-
-
 def claim_output(x: Any, linear: nn.Linear) -> Tensor | None:
     """Return the output that was computed for a linear when its input was gathered, or None."""
     products = _products.get(id(x))
@@ -200,7 +183,7 @@ def claim_output(x: Any, linear: nn.Linear) -> Tensor | None:
 
 
 class SharedAllGather:
-    """Replaces the forward pre-hook by which ``PrepareModuleInput`` prepares a module's inputs.
+    """Replaces the forward pre-hook by which ``PrepareModuleInput``, a style, prepares a module's inputs over a mesh.
 
     [Note: products behind one gather] ``PrepareModuleInput`` gathers the input of an attention or a gated feed-forward
     once, in a forward pre-hook of the parent. The linears that read it are the parent's own children that are cut by
@@ -213,11 +196,6 @@ class SharedAllGather:
     depends on what is computed ahead. Forward gathers once. Backward sums over the ranks once: the gradients of
     products that were computed ahead, and the terms of linears that computed for themselves, whose DTensors are
     partial. It gathers anew if any of the linears, by how they are cut, has a weight to train.
-
-    Args:
-        stock: Stock's hook.
-        style: The style that made it.
-        mesh: The mesh over which it gathers.
     """
 
     def __init__(self, stock: Callable[..., Any], style: PrepareModuleInput, mesh: DeviceMesh) -> None:
@@ -348,9 +326,7 @@ def _is_parameter(linear: nn.Linear) -> bool:
 def can_share_node(linear: nn.Linear, parent: nn.Module | None) -> bool:
     """Tell whether a linear's product can be one of the gather's node, as far as this rank knows.
 
-    Args:
-        linear: The linear.
-        parent: The module whose input is gathered, if the product is computed ahead; None if it is computed later.
+    The input of ``parent`` is gathered, if the product is computed ahead; None if it is computed later.
     """
     weight, bias = linear.weight, linear.bias
     if weight.is_inference() or weight._backward_hooks or (bias is not None and bias._backward_hooks):
@@ -361,10 +337,6 @@ def can_share_node(linear: nn.Linear, parent: nn.Module | None) -> bool:
         return False
     replaced = parent._backward_hooks or parent._backward_pre_hooks  # the gathered tensor, by a view of it
     return not replaced and isinstance(next(reversed(parent._forward_pre_hooks.values())), SharedAllGather)
-
-
-def _is_grad_read(gathered: Tensor) -> bool:
-    return bool(gathered._backward_hooks) or gathered.retains_grad
 
 
 def _version(tensor: Tensor | None) -> tuple[int, int] | None:

@@ -14,8 +14,9 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel.style import ColwiseParallel, PrepareModuleInput, RowwiseParallel
 
-from ovpatch_plugins.tp_linear import fused_support, layout, tp_group
+from ovpatch_plugins.tp_linear import layout, tp_group
 from ovpatch_plugins.tp_linear.report import COUNTERS
+from ovpatch_plugins.tp_linear.schedules import fused
 from ovpatch_plugins.tp_linear.shared_all_gather import SharedAllGather, is_gather
 from ovpatch_plugins.tp_linear.tp_linear import Linear, Style, TPLinear, agree_on_terms
 
@@ -23,13 +24,7 @@ _OURS = ("_prepare_input_fn", "_prepare_output_fn", "_partition_linear_fn")
 
 
 def find_unsupported_reason(style: Any, linear: nn.Linear, dimensions: int) -> str:
-    """Return why stock computes a linear that a style has cut, or "".
-
-    Args:
-        style: The style.
-        linear: The linear.
-        dimensions: The number of dimensions of the mesh.
-    """
+    """Return why stock computes a linear that a style has cut over a mesh of some dimensions, or ""."""
     stock = ColwiseParallel if isinstance(style, ColwiseParallel) else RowwiseParallel
     if type(linear) is not nn.Linear:
         return "a class of its own may have a forward of its own"
@@ -59,18 +54,14 @@ class _TakenOver:
     Stock works first: it cuts the weights, and registers hooks. Then these hooks are removed, and
     their places among the module's hooks are kept; the module's class changes. Both are undone when the feature goes
     off.
-
-    Attributes:
-        linears: Linears, with their removed forward pre-hooks and forward hooks.
-        gathers: Modules with a :class:`SharedAllGather` among their forward pre-hooks.
-        left: Why stock computes a linear, by the name of its class.
     """
 
+    # Linears, with their removed forward pre-hooks and forward hooks.
     linears: weakref.WeakKeyDictionary[nn.Module, tuple[_RemovedHooks, _RemovedHooks]] = field(
         default_factory=weakref.WeakKeyDictionary
     )
-    gathers: weakref.WeakSet[nn.Module] = field(default_factory=weakref.WeakSet)
-    left: dict[str, str] = field(default_factory=dict)
+    gathers: weakref.WeakSet[nn.Module] = field(default_factory=weakref.WeakSet)  # with a SharedAllGather hook
+    left: dict[str, str] = field(default_factory=dict)  # why stock computes a linear, by the name of its class
 
 
 _TAKEN: Final = _TakenOver()
@@ -91,16 +82,10 @@ def apply_to_linear(apply: Callable[..., nn.Module], style: Style, module: nn.Mo
 
 
 def take_over(linear: nn.Linear, style: Style, mesh: DeviceMesh, ours: Callable[[int], bool]) -> TPLinear | None:
-    """Let the feature's operators compute a linear, unless it is unsupported.
+    """Let the feature's operators compute a linear that a style has cut, unless it is unsupported.
 
-    Args:
-        linear: A linear that is cut already.
-        style: The style that has cut it.
-        mesh: The mesh over which it is cut.
-        ours: Tells by key which of its hooks are the style's.
-
-    Returns:
-        How the linear is cut; None if stock computes it.
+    ``ours`` tells by key which of the linear's hooks are the style's. Returns how the linear is cut; None if stock
+    computes it.
     """
     if reason := find_unsupported_reason(style, linear, mesh.ndim):
         _TAKEN.left[type(linear).__name__] = reason
@@ -126,14 +111,7 @@ def apply_to_module(
 
 
 def take_over_gather(module: nn.Module, key: int, style: PrepareModuleInput, mesh: DeviceMesh) -> None:
-    """Let a module's gather compute the products of the linears that read it.
-
-    Args:
-        module: The module.
-        key: The key of the forward pre-hook that gathers.
-        style: The style that has registered it.
-        mesh: The mesh over which it gathers.
-    """
+    """Let a module's gather, the style's forward pre-hook ``key``, compute the products of the linears that read it."""
     overridden = any(
         getattr(type(style), name) is not getattr(PrepareModuleInput, name)
         for name in ("_prepare_input_fn", "_prepare_input_kwarg_fn", "_prepare_input_arg")
@@ -166,7 +144,7 @@ def give_back_modules() -> None:
     _TAKEN.left.clear()
     layout.forget()
     tp_group.forget()
-    fused_support.forget()
+    fused.forget()
 
 
 def list_left_linears() -> Mapping[str, str]:

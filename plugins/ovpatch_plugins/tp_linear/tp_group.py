@@ -1,4 +1,4 @@
-"""The collectives of one process group, on rows of matrices.
+"""The collectives of one process group, on rows of matrices; dispatch modes see them as functional operators.
 
 ``[rows, columns]`` of all ranks lie one behind the other, by rank, in what is gathered and in what is scattered.
 """
@@ -6,17 +6,19 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import distributed_c10d
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack, _pop_mode, _push_mode
 
 from ovpatch.overlap.comm.collectives import AllGather, AllReduce, ReduceScatter
 from ovpatch.overlap.comm.group_state import drop_values, group_state
-from ovpatch.overlap.comm.work import Work, WorkGroup
-from ovpatch_plugins.tp_linear import dispatched
+from ovpatch.overlap.comm.work import Work, WorkGroup, WorkWithEpilogue
 
 # Where a backend tells messages apart by tags (gloo), ours must not be taken for the script's, nor for each other.
 _TAGS = range(1 << 20, 1 << 21)
@@ -25,17 +27,7 @@ _watched = torch._C._len_torch_dispatch_stack  # see [Note: what a mode sees]; 3
 
 
 class TPGroup:
-    """What one process group's ranks send each other.
-
-    Args:
-        group: The process group.
-        device: Where the tensors are.
-
-    Attributes:
-        world: Number of ranks.
-        rank: This rank.
-        kind: Type of the device.
-    """
+    """What one process group's ranks send each other, from one device."""
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
         self.group, self.world, self.rank = group, group.size(), group.rank()
@@ -48,7 +40,7 @@ class TPGroup:
     def all_gather(self, rows: Tensor) -> tuple[Tensor, WorkGroup]:
         """Start to gather ``[m, k]`` into ``[world * m, k]``; there when the second result has been waited for."""
         if _watched():
-            whole, works = dispatched.all_gather(rows, self.group, self._start_gather)
+            whole, works = dispatch_all_gather(rows, self.group, self._start_gather)
         else:
             whole, works = self._start_gather(rows)
         return whole, WorkGroup(works)
@@ -66,7 +58,7 @@ class TPGroup:
     def reduce_scatter(self, rows: Tensor) -> tuple[Tensor, WorkGroup]:
         """Start to sum ``[world * m, n]`` over the ranks, and give each its ``[m, n]``."""
         if _watched():
-            part, works = dispatched.reduce_scatter(rows, self.group, self._start_scatter)
+            part, works = dispatch_reduce_scatter(rows, self.group, self._start_scatter)
         else:
             part, works = self._start_scatter(rows)
         return part, WorkGroup(works, (rows,))
@@ -78,7 +70,7 @@ class TPGroup:
     def all_reduce(self, rows: Tensor) -> WorkGroup:
         """Start to sum over the ranks, in place."""
         if _watched():
-            return WorkGroup(dispatched.all_reduce(rows, self.group, self._start_reduce))
+            return WorkGroup(dispatch_all_reduce(rows, self.group, self._start_reduce))
         return WorkGroup(self._reduce([rows]))
 
     def _start_reduce(self, rows: Tensor) -> tuple[Tensor, Sequence[Work]]:
@@ -122,3 +114,73 @@ def forget() -> None:
     global _generation
     _generation += 1
     drop_values(TPGroup)
+
+
+Started = tuple[Tensor, Sequence[Work]]
+"""The result of a collective, and the works that will have written it."""
+
+Start = Callable[[Tensor], Started]
+
+
+def dispatch_all_gather(rows: Tensor, group: dist.ProcessGroup, start: Start) -> Started:
+    """Let the modes see an all-gather of rows, which ``start`` starts."""
+    return _dispatch("all_gather_into_tensor", (rows, group.size(), group.group_name), start)
+
+
+def dispatch_reduce_scatter(rows: Tensor, group: dist.ProcessGroup, start: Start) -> Started:
+    """Let the modes see a reduce-scatter of rows, which ``start`` starts."""
+    return _dispatch("reduce_scatter_tensor", (rows, "sum", group.size(), group.group_name), start)
+
+
+def dispatch_all_reduce(rows: Tensor, group: dist.ProcessGroup, start: Start) -> Sequence[Work]:
+    """Let the modes see an all-reduce of rows, which ``start`` starts; the works put the result in their place."""
+    total, works = _dispatch("all_reduce", (rows, "sum", group.group_name), start)
+    return [WorkWithEpilogue(works, lambda: rows.copy_(total))]
+
+
+def _dispatch(name: str, args: tuple[Any, ...], start: Start) -> Started:
+    operator = getattr(torch.ops._c10d_functional, name).default
+    taking = _Taking(operator, start)
+    with torch.no_grad(), _at_the_bottom(taking):
+        answer: Tensor = operator(*args)
+    return taking.started or (answer, ())
+
+
+class _Taking(TorchDispatchMode):
+    """Starts a collective in a functional operator's place.
+
+    [Note: what a mode sees] ``CommDebugMode`` and its like count operators by name. A rank's collectives must not
+    depend on its modes, since other ranks may have none. So the functional operator is dispatched to the modes; at the
+    bottom of their stack this mode takes it, and starts the collective that all ranks start. A mode that does not pass
+    the operator on, as one that simulates ranks, returns the result itself.
+    """
+
+    def __init__(self, operator: Any, start: Start) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # mypy excuses torch's names, no inherited ones
+        self._operator, self._start = operator, start
+        self.started: Started | None = None  # the result of ``start``; None if no mode has passed the operator on
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is not self._operator:
+            return func(*args, **(kwargs or {}))
+        self.started = self._start(args[0])
+        return self.started[0]
+
+
+@contextmanager
+def _at_the_bottom(mode: TorchDispatchMode) -> Iterator[None]:
+    """Put a mode below all that a script has entered; torch's own, for tracing, stay below it."""
+    stack = _get_current_dispatch_mode_stack()
+    above = [other for other in stack if getattr(other, "_mode_key", None) is None]
+    _replace(above, [mode, *above])
+    try:
+        yield
+    finally:
+        _replace([mode, *above], above)
+
+
+def _replace(before: Sequence[TorchDispatchMode], after: Sequence[TorchDispatchMode]) -> None:
+    for _ in before:
+        _pop_mode()
+    for mode in after:
+        _push_mode(mode)

@@ -52,12 +52,9 @@ def _terms() -> dict[str, Any]:
 class _OpPlan:
     """How inputs of one layout are computed, decided once: comparing placements and finding groups takes microseconds.
 
-    Args:
-        operator: Its name, which compilers understand better than an object: see :data:`OPERATORS`.
-        dim: The sequence dimension of the input or of the output.
-        given: The placement of the input's gradient, if the input is a DTensor.
-        returned: The placement of the operator's output, if it is a DTensor.
-        finish: Whether stock still has to redistribute the output.
+    ``operator`` is a name of :data:`OPERATORS`, which compilers understand better than an object. ``dim`` is the
+    sequence dimension of input or output. ``given`` is the placement of the input's gradient and ``returned`` that of
+    the output, if they are DTensors. ``finish`` tells whether stock still has to redistribute the output.
     """
 
     __slots__ = ("calls", "dim", "finish", "given", "operator", "returned")
@@ -70,19 +67,10 @@ class _OpPlan:
 
 
 class TPLinear:
-    """How one linear is cut.
+    """How a style has cut one linear over a mesh of one dimension: by columns, its output features, or by rows.
 
     Stock gathers in a forward pre-hook and scatters in a forward hook. A linear that is taken over has neither. Where
     no operator applies, its forward calls the hooks' functions around the product of DTensors.
-
-    Args:
-        column: Whether its output features are cut; else its input features are.
-        mesh: The mesh over which it is cut, of one dimension.
-        style: The style that has cut it.
-
-    Attributes:
-        desired: The placements of the input in stock's product.
-        takes_replicated: Whether the style takes an input that all ranks have.
     """
 
     def __init__(self, column: bool, mesh: DeviceMesh, style: Style) -> None:
@@ -90,7 +78,9 @@ class TPLinear:
         self.input_layouts: tuple[Placement, ...] = style.input_layouts
         self.output_layouts: tuple[Placement, ...] = style.output_layouts
         self.use_local_output = style.use_local_output
+        # The placements of the input in stock's product.
         self.desired: tuple[Placement, ...] = (Replicate(),) if column else (_FEATURES,)
+        # Whether the style takes an input that all ranks have.
         self.takes_replicated = self.input_layouts == (Replicate(),)
         self._world, self._on_cpu = mesh.size(), mesh.device_type == "cpu"
         self._group: dist.ProcessGroup | None = None

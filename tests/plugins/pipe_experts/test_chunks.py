@@ -8,10 +8,10 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ovpatch_plugins.pipe_experts.all_to_all import RowBuffer, join_rows, split_rows
 from ovpatch_plugins.pipe_experts.chunks import CUTS, ChunkPlan, Splits, make_plan
 from ovpatch_plugins.pipe_experts.grouped_gemm import _is_aligned
 from ovpatch_plugins.pipe_experts.routing import compute_capacity, drop_over_capacity, route_tokens
-from ovpatch_plugins.pipe_experts.row_buffer import RowBuffer, join_rows, split_rows
 
 SIZES = st.integers(1, 6)
 

@@ -20,7 +20,7 @@ from triton.compiler import ASTSource
 
 from ovpatch.insight.equality import compare
 from ovpatch.overlap.comm.group_state import drop_values
-from ovpatch.overlap.symm_mem import memory, support
+from ovpatch.overlap.symm_mem import memory
 from ovpatch_plugins.pipe_experts import autotune, plugin, symm_all_to_all
 from ovpatch_plugins.pipe_experts.chunks import list_candidates
 from ovpatch_plugins.pipe_experts.config import MoEConfig
@@ -91,7 +91,7 @@ def test_rows_go_where_they_belong():
 
 def allow() -> None:
     """Let this process use the kernel, with rings that are soon full."""
-    support.unsupported_reason = lambda group, device: ""
+    memory.unsupported_reason = lambda group, device: ""
     memory.allocate = allocate
     SymmAllToAll.__init__.__defaults__ = tuple({**SMALL, "channels": 2, "slot": 256}.values())
 
@@ -154,15 +154,15 @@ def test_what_is_chosen_between():
 
 def stood_down(why: str) -> tuple[int, list[str]]:
     """How many all-to-alls of a layer are over symmetric memory, and what the report says; values are c10d's."""
-    before, objection, made = COUNTERS.symmetric, support.unsupported_reason, memory.allocate
+    before, objection, made = COUNTERS.symmetric, memory.unsupported_reason, memory.allocate
     if why:
-        support.unsupported_reason = lambda group, device: ""
+        memory.unsupported_reason = lambda group, device: ""
         memory.allocate = functools.partial(lacking, why)
     case = Case(tokens=(5, 3), steps=1, config=MoEConfig("experts", exchange="symmetric"))
     try:
         ours, theirs = train(case), train(dataclasses.replace(case, config=MoEConfig("experts")))
     finally:
-        support.unsupported_reason, memory.allocate = objection, made
+        memory.unsupported_reason, memory.allocate = objection, made
         drop_values(symm_all_to_all.SymmAllToAll)
     compare(theirs, ours).assert_bitwise()
     lines = [line for line in plugin.ovpatch_remarks() if "symmetric memory" in line]

@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ovpatch.overlap.symm_mem import support
+from ovpatch.overlap.symm_mem import memory
 from ovpatch.overlap.symm_mem.workspace import Workspace
 from ovpatch_plugins.tp_linear.kernels import launch
 from ovpatch_plugins.tp_linear.kernels.tuning import Tiles
@@ -93,7 +93,7 @@ def main() -> int:
     dist.init_process_group("gloo")
     group = dist.group.WORLD
     assert group is not None
-    if objection := support.unsupported_reason(group, device):
+    if objection := memory.unsupported_reason(group, device):
         sys.exit(f"the kernels cannot run here: {objection}")
     found = list(wrong(Workspace(group, device)))
     torch.cuda.synchronize()

@@ -25,7 +25,7 @@ from torch.distributed.tensor.parallel import (
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
 import ovpatch
-from ovpatch_plugins.tp_linear import dispatched
+from ovpatch_plugins.tp_linear import tp_group
 from tests.plugins.tp_linear.arms import Record, both, draw, layout, mesh, seen, whole
 from tests.plugins.tp_linear.models import MLP, WIDTH, Attention, Llama, parallel_llama
 from tests.plugins.tp_linear.training import equal
@@ -351,7 +351,7 @@ def test_modes_see_one_functional_operator_in_their_order():
         return rows.new_ones(4, 3), ()
 
     with Logging(outer) as one, Logging(inner) as other:
-        whole, works = dispatched.all_gather(torch.zeros(2, 3), Group(), start)
+        whole, works = tp_group.dispatch_all_gather(torch.zeros(2, 3), Group(), start)
         assert stack() == [one, other]
     assert outer == inner == ["all_gather_into_tensor"]
     assert started == [[]], "what is sent in its place is not seen"
@@ -367,7 +367,7 @@ def test_a_mode_that_answers_for_itself():
             return func(*args, **(kwargs or {}))
 
     with Simulating():
-        part, works = dispatched.reduce_scatter(torch.zeros(2, 3), Group(), pytest.fail)
+        part, works = tp_group.dispatch_reduce_scatter(torch.zeros(2, 3), Group(), pytest.fail)
     assert torch.equal(part, torch.full((1, 3), 7.0))
     assert not works
 
@@ -380,7 +380,7 @@ def test_an_all_reduce_comes_in_place_when_it_is_there():
             total.fill_(5.0)
 
     with Logging([]):
-        works = dispatched.all_reduce(rows, Group(), lambda rows: (total, [Late()]))
+        works = tp_group.dispatch_all_reduce(rows, Group(), lambda rows: (total, [Late()]))
         assert torch.equal(rows, torch.ones(2, 3))
         for work in works:
             work.wait()
@@ -401,7 +401,7 @@ def test_an_exception_leaves_the_stack_as_it_was(place):
     rows = torch.zeros(2, 3)
     with Logging([]) as one, Raising() as other:
         with pytest.raises(KeyError, match=place):
-            dispatched.all_gather(rows, Group(), start)
+            tp_group.dispatch_all_gather(rows, Group(), start)
         assert stack() == [one, other]
     assert stack() == []
 
@@ -410,7 +410,7 @@ def test_a_mode_of_torchs_own_stays_below():
     with FakeTensorMode() as fake:
         rows = torch.zeros(2, 3)
         with Logging(seen := []) as one:
-            whole, _ = dispatched.all_gather(rows, Group(), lambda rows: (rows.new_empty(4, 3), ()))
+            whole, _ = tp_group.dispatch_all_gather(rows, Group(), lambda rows: (rows.new_empty(4, 3), ()))
             assert stack() == [fake, one]
     assert seen == ["all_gather_into_tensor"]
     assert isinstance(whole, FakeTensor)

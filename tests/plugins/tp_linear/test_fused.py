@@ -11,9 +11,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ovpatch.overlap.symm_mem import memory, support, workspace
-from ovpatch_plugins.tp_linear import all_gather_linear, fused_support, linear_reduce_scatter, plugin
+from ovpatch.overlap.symm_mem import memory, workspace
+from ovpatch_plugins.tp_linear import all_gather_linear, linear_reduce_scatter, plugin
 from ovpatch_plugins.tp_linear.report import COUNTERS
+from ovpatch_plugins.tp_linear.schedules import fused
 from tests.plugins.tp_linear import test_llama, test_operators
 from tests.plugins.tp_linear.arms import both, draw, mesh, seen
 from tests.plugins.tp_linear.models import Llama, parallel_llama
@@ -24,8 +25,8 @@ FUSED = {"schedule": "fused"}
 
 def allow() -> None:
     """Let this process use the kernels, in a type that the interpreter multiplies exactly enough."""
-    fused_support.DTYPES = (torch.float32,)
-    support.unsupported_reason = lambda group, device: ""
+    fused.DTYPES = (torch.float32,)
+    memory.unsupported_reason = lambda group, device: ""
     memory.allocate = allocate
 
 
@@ -120,7 +121,7 @@ def stood_down() -> tuple[bool, Any, list[str]]:
     weight = torch.ones(16, 8, dtype=torch.bfloat16)
     found = [all_gather_linear(x, [weight], dist.group.WORLD, schedule=name)[0] for name in ("fused", "bulk")]
     remarks = list(plugin.ovpatch_remarks())
-    fused_support.forget()
+    fused.forget()
     return torch.equal(*found), COUNTERS.fused, remarks
 
 

@@ -11,8 +11,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ovpatch_plugins.tp_linear import all_gather_linear, fused_support, linear_reduce_scatter
+from ovpatch_plugins.tp_linear import all_gather_linear, linear_reduce_scatter
 from ovpatch_plugins.tp_linear.report import COUNTERS
+from ovpatch_plugins.tp_linear.schedules import fused
 from tests.plugins.tp_linear import test_llama
 from tests.plugins.tp_linear.arms import both, device
 
@@ -172,7 +173,7 @@ def numbers(dtype: torch.dtype, m: int, k: int, features: tuple[int, ...]) -> li
         for which, (ours, stock) in enumerate(values):
             if not (ours.float() - stock.float()).norm() <= 1e-2 * stock.float().norm():
                 found.append(f"{name} {which}")
-    return found if COUNTERS.fused > used else [*found, "no kernel was used", *fused_support.list_objections()]
+    return found if COUNTERS.fused > used else [*found, "no kernel was used", *fused.list_objections()]
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ovpatch.overlap.symm_mem import signals, support
+from ovpatch.overlap.symm_mem import memory, signals
 from ovpatch.overlap.symm_mem.memory import Memory
 from ovpatch.overlap.symm_mem.workspace import HEADER, Workspace
 from ovpatch_plugins.tp_linear.kernels import launch
@@ -197,6 +197,6 @@ def test_every_number_goes_where_it_belongs():
 
 def test_kernels_and_hosts_lay_out_memory_alike():
     assert signals.HEADER.value == HEADER
-    assert signals.RANKS.value >= support.MOST_RANKS
+    assert signals.RANKS.value >= memory.MOST_RANKS
     assert 8 * (signals.DONE.value + signals.RANKS.value) <= HEADER
     assert signals.READY.value + signals.RANKS.value <= signals.DONE.value

@@ -30,18 +30,9 @@ def stage_kernel(
 ):
     """Stage a rank's rows for the other ranks, and copy them to their place among the gathered rows.
 
-    Args:
-        x: This rank's rows; ``size`` numbers.
-        whole: All rows, ``world * size`` numbers.
-        peers: Addresses of all ranks' buffers.
-        state: This rank's own counters, see :mod:`ovpatch.overlap.symm_mem.signals`.
-        arrived: Counts of arrived rows; ``counts`` of them are set back to 0.
-        counts: The number of counts.
-        rank: This rank.
-        size: Numbers of a rank's rows.
-        half_bytes: Bytes of one half of a buffer.
-        WORLD: Number of ranks.
-        BLOCK: Numbers that a program copies at a time.
+    ``x`` has ``size`` numbers, ``whole`` has ``world * size``. ``peers``, ``state`` and ``half_bytes``: see
+    :mod:`ovpatch.overlap.symm_mem.signals`. ``counts`` counts of arrived rows are set back to 0. A program copies
+    ``BLOCK`` numbers at a time.
     """
     pid, programs = tl.program_id(0), tl.num_programs(0)
     sequence = tl.load(state + SEQUENCE)
@@ -104,37 +95,14 @@ def gather_gemm_kernel(
 ):  # fmt: skip
     """Fetch the other ranks' rows with the first programs, and multiply with the others, own rows first.
 
-    Args:
-        whole: All rows, ``[world * m, K]``, of which this rank's are there.
-        w0: A weight, ``[n, K]`` or ``[K, n]``.
-        w1: A further one, or None, as what follows of it.
-        w2: A further one, or None.
-        bias0: ``[n]``, or None, as the others then.
-        bias1: Of the second weight.
-        bias2: Of the third.
-        out0: A product, ``[world * m, n]``.
-        out1: Of the second weight.
-        out2: Of the third.
-        peers: Addresses of all ranks' buffers.
-        state: This rank's own counters.
-        arrived: Counts of blocks that have arrived, ``[world, blocks of BM rows]``, all 0.
-        rank: This rank.
-        m: Rows of a rank.
-        K: Features of the input, a multiple of 8.
-        n0: Features of an output, a multiple of 8.
-        n1: Of the second one, or 0.
-        n2: Of the third one, or 0.
-        half_bytes: Bytes of one half of a buffer.
-        pullers: Programs that fetch rows.
-        COUNT: Number of weights.
-        KN: Whether weights are ``[K, n]``.
-        WORLD: Number of ranks.
-        BM: Rows of a tile.
-        BN: Columns of a tile.
-        BK: Features that are multiplied at a time.
-        GROUP: Blocks of rows whose tiles take turns.
-        SPLIT: Whether tiles are stored in halves, for which less memory is kept.
-        PC: Columns that are fetched at a time.
+    - ``whole``: all rows, ``[world * m, K]``, of which this rank's are there.
+    - ``w``, ``bias``, ``out``: ``COUNT`` weights ``[n, K]`` (``[K, n]`` if ``KN``), biases ``[n]`` or all None, and
+      products ``[world * m, n]``; the others are None and their ``n`` is 0. K and n are multiples of 8.
+    - ``peers``, ``state``, ``half_bytes``: see :mod:`ovpatch.overlap.symm_mem.signals`.
+    - ``arrived``: counts of blocks that have arrived, ``[world, blocks of BM rows]``, all 0.
+    - ``pullers`` programs fetch rows, ``PC`` columns at a time.
+    - A tile has ``BM`` rows and ``BN`` columns, and multiplies ``BK`` features at a time; ``GROUP`` blocks of rows take
+      turns. With ``SPLIT`` tiles are stored in halves, for which less memory is kept.
     """
     if tl.program_id(0) < pullers:
         _pull(whole, peers, state, arrived, rank, m, K, half_bytes, pullers, WORLD, BM, PC)

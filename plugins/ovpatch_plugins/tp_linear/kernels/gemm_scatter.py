@@ -33,30 +33,12 @@ def gemm_scatter_kernel(
 ):  # fmt: skip
     """Multiply, and store each tile straight to the rank that owns its rows; owners take turns.
 
-    Args:
-        x0: An input, ``[world * m, K]``.
-        x1: A further one, whose product is added, or None, as what follows of it.
-        x2: A further one, or None.
-        w0: A weight, ``[n, K]`` or ``[K, n]``.
-        w1: Of the second input.
-        w2: Of the third.
-        peers: Addresses of all ranks' buffers, of which a half holds ``[world, m, n]``, by the rank it comes from.
-        state: This rank's own counters.
-        rank: This rank.
-        m: Rows of a rank.
-        n: Features of the output, a multiple of 8.
-        K0: Features of an input, a multiple of 8.
-        K1: Of the second one, or 0.
-        K2: Of the third one, or 0.
-        half_bytes: Bytes of one half of a buffer.
-        COUNT: Number of products.
-        KN: Whether weights are ``[K, n]``.
-        WORLD: Number of ranks.
-        BM: Rows of a tile.
-        BN: Columns of a tile.
-        BK: Features that are multiplied at a time.
-        GROUP: Blocks of rows whose tiles take turns.
-        SPLIT: Whether tiles are stored in halves, for which less memory is kept.
+    - ``x``, ``w``: ``COUNT`` inputs ``[world * m, K]`` and weights ``[n, K]`` (``[K, n]`` if ``KN``),
+      whose products are added; the others are None and their ``K`` is 0. K and n are multiples of 8.
+    - ``peers``: addresses of all ranks' buffers, of which a half holds ``[world, m, n]``, by the rank it comes from.
+    - ``state``, ``half_bytes``: see :mod:`ovpatch.overlap.symm_mem.signals`.
+    - A tile has ``BM`` rows and ``BN`` columns, and multiplies ``BK`` features at a time; ``GROUP`` blocks of rows take
+      turns. With ``SPLIT`` tiles are stored in halves, for which less memory is kept.
     """
     sequence = tl.load(state + SEQUENCE)
     a0_d = tl.make_tensor_descriptor(x0, [WORLD, m, K0], [tl.cast(m, tl.int64) * K0, K0, 1], [1, BM, BK])
@@ -89,15 +71,7 @@ def gemm_scatter_kernel(
 def scatter_kernel(x, peers, state, rank, size, half_bytes, WORLD: tl.constexpr, BLOCK: tl.constexpr):
     """Store rows that are there already to the ranks that own them; in the place of a product.
 
-    Args:
-        x: ``world * size`` numbers, by owner.
-        peers: Addresses of all ranks' buffers.
-        state: This rank's own counters.
-        rank: This rank.
-        size: Numbers of a rank's rows.
-        half_bytes: Bytes of one half of a buffer.
-        WORLD: Number of ranks.
-        BLOCK: Numbers that a program copies at a time.
+    ``x`` has ``world * size`` numbers, by owner, of which a program copies ``BLOCK`` at a time.
     """
     sequence = tl.load(state + SEQUENCE)
     wait_for_all(signals_of(peers, rank) + DONE, sequence - 2, WORLD)
@@ -116,17 +90,9 @@ def scatter_kernel(x, peers, state, rank, size, half_bytes, WORLD: tl.constexpr,
 def reduce_kernel(
     out, peers, state, rank, size, half_bytes, WORLD: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
-    """Wait for the others' tiles, and add up all of them in float32, by rank.
+    """Wait for the others' tiles, and add up all of them in float32, by rank, ``BLOCK`` numbers of a program at a time.
 
-    Args:
-        out: This rank's rows of the sum; ``size`` numbers.
-        peers: Addresses of all ranks' buffers.
-        state: This rank's own counters.
-        rank: This rank.
-        size: Numbers of a rank's rows.
-        half_bytes: Bytes of one half of a buffer.
-        WORLD: Number of ranks.
-        BLOCK: Numbers that a program adds up at a time.
+    ``out`` are this rank's rows of the sum, ``size`` numbers.
     """
     pid, programs = tl.program_id(0), tl.num_programs(0)
     sequence = tl.load(state + SEQUENCE)

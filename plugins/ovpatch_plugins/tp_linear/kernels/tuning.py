@@ -22,29 +22,17 @@ from typing import Final
 
 @dataclass(frozen=True)
 class Tiles:
-    """How a product is cut.
+    """How a product is cut."""
 
-    Attributes:
-        rows: Of a tile.
-        columns: Of a tile.
-        depth: Of what is multiplied at a time.
-        warps: Of a program.
-        stages: Of the pipeline of loads.
-        group: Blocks of rows whose tiles take turns.
-        split: Whether tiles are stored in halves.
-        pullers: Programs that fetch rows.
-        width: Columns that are fetched at a time.
-    """
-
-    rows: int = 128
-    columns: int = 256
-    depth: int = 64
-    warps: int = 8
-    stages: int = 3
-    group: int = 8
-    split: bool = False
-    pullers: int = 16
-    width: int = 256
+    rows: int = 128  # of a tile
+    columns: int = 256  # of a tile
+    depth: int = 64  # of what is multiplied at a time
+    warps: int = 8  # of a program
+    stages: int = 3  # of the pipeline of loads
+    group: int = 8  # blocks of rows whose tiles take turns
+    split: bool = False  # whether tiles are stored in halves
+    pullers: int = 16  # programs that fetch rows
+    width: int = 256  # columns that are fetched at a time
 
 
 WIDE: Final = Tiles()
@@ -59,15 +47,9 @@ _CACHED: Final = 24 * 2**20  # bytes of weights that stay in the cache beside wh
 
 
 def gather_tiles(m: int, k: int, features: Sequence[int], itemsize: int, world: int, programs: int) -> Tiles:
-    """Return how products of rows that are gathered are cut.
+    """Return how products of a rank's ``m`` gathered rows of ``k`` features are cut.
 
-    Args:
-        m: Rows of a rank.
-        k: Features of the input.
-        features: Of each product's output.
-        itemsize: Bytes of a number.
-        world: Number of ranks.
-        programs: How many run at a time.
+    ``features`` are those of each product's output, ``itemsize`` is in bytes, and ``programs`` run at a time.
     """
     fetching = (world - 1) * m * k * itemsize / _FETCHED
     multiplying = world * m * k * sum(features) / _MULTIPLIED
@@ -82,11 +64,5 @@ def gather_tiles(m: int, k: int, features: Sequence[int], itemsize: int, world: 
 
 
 def scatter_tiles(n: int, k: int, itemsize: int) -> Tiles:
-    """Return how products are cut whose tiles are stored to other ranks.
-
-    Args:
-        n: Features of the output.
-        k: Features of the inputs, together.
-        itemsize: Bytes of a number.
-    """
+    """Return how products are cut whose tiles are stored to other ranks; ``k`` are the features of all inputs."""
     return replace(WIDE, group=4 if n * k * itemsize <= _CACHED else 8)

@@ -7,24 +7,19 @@ from typing import Final
 
 from ovpatch_plugins.tp_linear.options import FIXED, MEASURED
 from ovpatch_plugins.tp_linear.schedules.autotuned import Auto
-from ovpatch_plugins.tp_linear.schedules.bulk import Bulk
-from ovpatch_plugins.tp_linear.schedules.chunk import Chunk
 from ovpatch_plugins.tp_linear.schedules.fused import Fused
-from ovpatch_plugins.tp_linear.schedules.ring import Ring
-from ovpatch_plugins.tp_linear.schedules.stock import Schedule, Stock
+from ovpatch_plugins.tp_linear.schedules.overlapped import Bulk, Chunk, Ring
+from ovpatch_plugins.tp_linear.schedules.stock import Schedule
 
 SCHEDULES: Final[dict[str, Schedule]] = {
-    schedule.name: schedule for schedule in (Stock(), Bulk(), Ring(), Fused(), Chunk(1), Chunk(2), Chunk(4), Chunk(8))
+    schedule.name: schedule for schedule in (Schedule(), Bulk(), Ring(), Fused(), *map(Chunk, (1, 2, 4, 8)))
 }
 
 
 def find_schedule(name: str, chunks: int, *, anew: bool = False) -> Schedule:
-    """Return a schedule.
+    """Return the schedule of one of the option's values; ``chunk`` cuts rows into that many parts.
 
-    Args:
-        name: One of the option's values.
-        chunks: Into how many parts ``chunk`` cuts rows.
-        anew: Whether inputs are gathered anew for the weights' gradients, which ``auto`` measures then.
+    With ``anew`` inputs are gathered anew for the weights' gradients, which ``auto`` measures then.
     """
     if name == "auto":
         return _auto(chunks, anew)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ovpatch.hookspecs import cache_dir
 from ovpatch.overlap.autotune import Candidates, Tuning, autotuner_for
-from ovpatch_plugins.tp_linear.schedules.bulk import Bulk
+from ovpatch_plugins.tp_linear.schedules.overlapped import Bulk
 from ovpatch_plugins.tp_linear.schedules.stock import ColumnGrads, Schedule, WeightGrads, compute_weight_grad
 from ovpatch_plugins.tp_linear.tp_group import TPGroup
 
@@ -20,21 +20,13 @@ Call = Callable[[Schedule], object]
 
 
 class Shape(NamedTuple):
-    """The key of a choice, the same on all ranks.
+    """The key of a choice, the same on all ranks."""
 
-    Attributes:
-        operator: ``gather_linear``, ``linear_scatter`` or ``linear_reduce``.
-        rows: A rank's number of rows, for ``linear_reduce`` all of them; see :func:`round_rows`.
-        k: The number of input features on this rank.
-        features: The number of output features on this rank, of each weight.
-        dtype: The dtype of the products.
-    """
-
-    operator: str
-    rows: int
-    k: int
-    features: tuple[int, ...]
-    dtype: torch.dtype
+    operator: str  # ``gather_linear``, ``linear_scatter`` or ``linear_reduce``
+    rows: int  # a rank's number of rows, for ``linear_reduce`` all of them; see round_rows()
+    k: int  # the number of input features on this rank
+    features: tuple[int, ...]  # the number of output features on this rank, of each weight
+    dtype: torch.dtype  # the dtype of the products
 
     def text(self) -> str:
         """Return the shape in words."""
@@ -66,16 +58,9 @@ def make_tuning(
     *,
     anew: bool,
 ) -> Tuning:
-    """Return the measurement of the schedules that differ for an operator and a direction.
+    """Return the measurement of the schedules that differ for an operator and a direction, forward or backward.
 
-    Args:
-        ranks: The ranks.
-        device: The device of the rows.
-        shape: The operator and its shape.
-        direction: ``forward`` or ``backward``.
-        schedules: By name, stock first.
-        default: The schedule where nothing is measured.
-        anew: Whether inputs are gathered anew for the weights' gradients.
+    ``schedules`` are by name, stock first. With ``anew`` inputs are gathered anew for the weights' gradients.
     """
     method = shape.operator if direction == "forward" else f"{shape.operator}_backward"
     gathers = anew and method == "gather_linear_backward"
@@ -180,12 +165,7 @@ _Known = dict[tuple[bool, Shape], "Pair"]
 
 
 class Pair(Schedule):
-    """One schedule for forward, another one for backward.
-
-    Args:
-        forward: The one.
-        backward: The other.
-    """
+    """One schedule for forward, another one for backward."""
 
     def __init__(self, forward: Schedule, backward: Schedule) -> None:
         self.forward, self.backward, self.ahead = forward, backward, forward.ahead
@@ -205,11 +185,8 @@ class Pair(Schedule):
 class Auto(Bulk):
     """Computes a call by the schedule that is measured to be the fastest for its shape.
 
-    Args:
-        name: The name.
-        candidates: The other schedules, by name, stock first.
-        default: The candidate where nothing is measured.
-        anew: Whether inputs are gathered anew for the weights' gradients.
+    ``candidates`` are the other schedules by name, stock first; ``default`` is taken where nothing is measured. With
+    ``anew`` inputs are gathered anew for the weights' gradients.
     """
 
     chooses = True
@@ -272,13 +249,9 @@ class Auto(Bulk):
 
     def _asked(self, ranks: TPGroup, device: torch.device, shape: Shape) -> tuple[Pair, bool]:
         autotuner = autotuner_for(ranks.group, device, "tp_linear", cache_dir())
+        make = functools.partial(make_tuning, schedules=self._candidates, default=self._default, anew=self._anew)
         forward, backward = (
-            autotuner.tune(
-                ranks.group,
-                make_tuning(ranks, device, shape, direction, self._candidates, self._default, anew=self._anew),
-            )
-            for direction in ("forward", "backward")
+            autotuner.tune(ranks.group, make(ranks, device, shape, direction)) for direction in ("forward", "backward")
         )
-        return Pair(
-            self._candidates[forward.candidate], self._candidates[backward.candidate]
-        ), forward.final and backward.final
+        pair = Pair(self._candidates[forward.candidate], self._candidates[backward.candidate])
+        return pair, forward.final and backward.final

@@ -1,18 +1,27 @@
-"""Schedule ``fused``: kernels that compute and move rows at the same time, over memory that ranks share."""
+"""Schedule ``fused``: kernels that compute and move rows at the same time, over memory that ranks share.
+
+A rank that chose another way than its peers would leave them waiting. So the choice depends only on facts that are the
+same on all ranks: their exchanged answers, dtypes, shapes, and whether a graph is captured. Strides and addresses,
+which may differ, are made to fit by a copy.
+"""
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Final
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
+from ovpatch.overlap.comm.group_state import drop_values, group_state, group_values
+from ovpatch.overlap.comm.streams import is_capturing
 from ovpatch.overlap.comm.work import WorkGroup
-from ovpatch_plugins.tp_linear import fused_support
+from ovpatch.overlap.symm_mem import memory, workspace
+from ovpatch.overlap.symm_mem.workspace import Workspace
 from ovpatch_plugins.tp_linear.report import COUNTERS
-from ovpatch_plugins.tp_linear.schedules.bulk import Bulk
+from ovpatch_plugins.tp_linear.schedules.overlapped import Bulk
 from ovpatch_plugins.tp_linear.schedules.stock import ColumnGrads, WeightGrads, linear
 from ovpatch_plugins.tp_linear.tp_group import TPGroup
 
@@ -28,7 +37,7 @@ class Fused(Bulk):
 
     def can_run(self, ranks: TPGroup, device: torch.device, dtype: torch.dtype, features: Sequence[int]) -> bool:
         """See :meth:`Schedule.can_run`."""
-        return fused_support.find_workspace(ranks, dtype, device, features) is not None
+        return find_workspace(ranks, dtype, device, features) is not None
 
     def gather_linear(
         self, ranks: TPGroup, x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None], needs_whole: bool
@@ -76,15 +85,15 @@ def _gathered(
     The linears that are computed with a gather may differ between ranks, so their weights do not decide whether kernels
     are used. A product that the kernel does not support is computed behind it.
     """
-    workspace = fused_support.find_workspace(ranks, x.dtype, x.device, [x.shape[1]])
+    workspace = find_workspace(ranks, x.dtype, x.device, [x.shape[1]])
     if workspace is None:
         return None
     launch = _launch()
-    supported = [i for i, weight in enumerate(weights) if fused_support.is_supported(x.dtype, weight.shape[0])]
+    supported = [i for i, weight in enumerate(weights) if is_supported(x.dtype, weight.shape[0])]
     taken = supported[: launch.MOST]
-    used = fused_support.match_layouts([weights[i] for i in taken])
+    used = match_layouts([weights[i] for i in taken])
     added = [biases[i] for i in taken]
-    rows = fused_support.align_rows(x)
+    rows = align_rows(x)
     found: tuple[list[Tensor], Tensor] | None = launch.gather_linear(workspace, rows, used, added)
     if found is None:
         return None
@@ -99,12 +108,10 @@ def _gathered(
 def _scattered(ranks: TPGroup, xs: Sequence[Tensor], weights: Sequence[Tensor]) -> Tensor | None:
     """Return this rank's rows of a sum of products; None where kernels cannot be used."""
     features = [weights[0].shape[0], *[x.shape[1] for x in xs]]
-    workspace = fused_support.find_workspace(ranks, xs[0].dtype, xs[0].device, features)
+    workspace = find_workspace(ranks, xs[0].dtype, xs[0].device, features)
     if workspace is None:
         return None
-    found: Tensor | None = _launch().linear_scatter(
-        workspace, [fused_support.align_rows(x) for x in xs], fused_support.match_layouts(weights)
-    )
+    found: Tensor | None = _launch().linear_scatter(workspace, [align_rows(x) for x in xs], match_layouts(weights))
     COUNTERS.fused += found is not None
     return found
 
@@ -117,12 +124,78 @@ def _input_scattered(ranks: TPGroup, asked: ColumnGrads, dtype: torch.dtype) -> 
     """
     used = [(grad, weight) for grad, weight in zip(asked.grads, asked.weights, strict=True) if grad is not None]
     like = used[0][1] if asked.extra is None else asked.extra
-    workspace = fused_support.find_workspace(ranks, dtype, like.device, [like.shape[1]])
+    workspace = find_workspace(ranks, dtype, like.device, [like.shape[1]])
     if workspace is None:
         return None
     launch = _launch()
-    alike = all(fused_support.is_supported(dtype, grad.shape[1]) and weight.dtype == dtype for grad, weight in used)
+    alike = all(is_supported(dtype, grad.shape[1]) and weight.dtype == dtype for grad, weight in used)
     if asked.extra is not None or not alike or len(used) > launch.MOST:
-        found: Tensor | None = launch.scatter(workspace, fused_support.align_rows(asked.compute_input_grad(dtype)))
+        found: Tensor | None = launch.scatter(workspace, align_rows(asked.compute_input_grad(dtype)))
         return found
     return _scattered(ranks, [grad for grad, _ in used], [weight.t() for _, weight in used])
+
+
+DTYPES: Final = (torch.bfloat16, torch.float16)
+_ALIGNED: Final = 16  # bytes, of addresses and rows, as tensor memory accelerators want them
+
+
+class _Objection(str):
+    """Why a group does without kernels, the same text on all ranks; empty if nothing speaks against them."""
+
+    __slots__ = ()
+
+
+def find_workspace(
+    ranks: TPGroup, dtype: torch.dtype, device: torch.device, features: Sequence[int]
+) -> Workspace | None:
+    """Return the workspace in which kernels can compute a call, or None if they cannot.
+
+    The ranks have to agree on all numbers of features.
+    """
+    for count in features:
+        if not is_supported(dtype, count):
+            return None
+    return None if _objection(ranks.group, device) else workspace.workspace_for(ranks.group, device)
+
+
+def is_supported(dtype: torch.dtype, features: int) -> bool:
+    """Tell whether kernels can load rows of a dtype and a number of features."""
+    return dtype in DTYPES and features * dtype.itemsize % _ALIGNED == 0
+
+
+def _objection(group: dist.ProcessGroup, device: torch.device) -> str:
+    state = group_state(group)
+    if _Objection not in state.values and is_capturing(device):
+        return "a graph is captured before any eager call"  # ranks cannot ask each other now
+    return state.get_or_create(_Objection, lambda: _Objection(memory.unsupported_reason(group, device)))
+
+
+def list_objections() -> list[str]:
+    """Return why groups that asked for kernels cannot use them."""
+    return sorted({objection for _, objection in group_values(_Objection) if objection})
+
+
+def forget() -> None:
+    """Let go of all groups."""
+    drop_values(_Objection)
+    workspace.drop_workspaces()
+
+
+def align_rows(rows: Tensor) -> Tensor:
+    """Return rows that are contiguous, at an address that kernels can read."""
+    rows = rows.contiguous()
+    return rows.clone() if rows.data_ptr() % _ALIGNED else rows
+
+
+def match_layouts(weights: Sequence[Tensor]) -> list[Tensor]:
+    """Return the weights, either all contiguous or all transposed."""
+    for packed in (1, 0):
+        if all(_is_packed(weight, packed) for weight in weights):
+            return list(weights)
+    return [align_rows(weight) for weight in weights]
+
+
+def _is_packed(weight: Tensor, dim: int) -> bool:
+    """Tell whether the elements along a dimension are adjacent, without gaps along the other one."""
+    dense = weight.is_contiguous() if dim == 1 else weight.stride() == (1, weight.shape[0])
+    return dense and weight.data_ptr() % _ALIGNED == 0

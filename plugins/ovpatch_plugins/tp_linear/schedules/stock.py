@@ -15,26 +15,15 @@ WeightGrads = Callable[[Tensor, Sequence[Tensor | None]], None]
 
 
 class ColumnGrads(NamedTuple):
-    """The arguments of a backward of linears that read one input.
+    """The arguments of a backward of linears that read one input."""
 
-    Attributes:
-        grads: Gradients of the outputs, ``[M, n_i]`` each; None for an output that was not used.
-        kept: The whole input, ``[M, k]``, or this rank's rows, ``[m, k]``, if ``anew``; None if no weight needs a
-            gradient.
-        weights: The weights, ``[n_i, k]`` each.
-        weight_grads: Computes the weights' gradients; None if no weight needs one.
-        input_dtype: The dtype in which the input's gradient is summed over the ranks; None if it needs no gradient.
-        extra: A further term of the whole input's gradient, ``[M, k]``.
-        anew: Whether the input has to be gathered anew for the weights' gradients.
-    """
-
-    grads: Sequence[Tensor | None]
-    kept: Tensor | None
-    weights: Sequence[Tensor]
-    weight_grads: WeightGrads | None
-    input_dtype: torch.dtype | None
-    extra: Tensor | None = None
-    anew: bool = False
+    grads: Sequence[Tensor | None]  # gradients of the outputs, ``[M, n_i]`` each; None for an output that was not used
+    kept: Tensor | None  # the input for the weights, if any needs it: ``[M, k]``, or ``[m, k]`` if ``anew``
+    weights: Sequence[Tensor]  # the weights, ``[n_i, k]`` each
+    weight_grads: WeightGrads | None  # computes the weights' gradients; None if no weight needs one
+    input_dtype: torch.dtype | None  # in which the input's gradient is summed over the ranks, if it needs one
+    extra: Tensor | None = None  # a further term of the whole input's gradient, ``[M, k]``
+    anew: bool = False  # whether the input has to be gathered anew for the weights' gradients
 
     def compute_input_grad(self, dtype: torch.dtype) -> Tensor:
         """Return this rank's term of the whole input's gradient, ``[M, k]``."""
@@ -45,46 +34,27 @@ class Schedule:
     """The order of an operator's products and collectives; this class runs one after the other.
 
     All arguments are rows: ``m`` is a rank's number of rows, ``M = world * m``.
-
-    Attributes:
-        name: The option's value that selects it.
-        ahead: Whether the products of a gathered input are computed with the gather, to hide it.
-        chooses: Whether :meth:`choose_for_gather` returns another schedule, which depends on the shape.
     """
 
-    name = "stock"
-    ahead = False
-    chooses = False
+    name = "stock"  # the option's value that selects it
+    ahead = False  # whether the products of a gathered input are computed with the gather, to hide it
+    chooses = False  # whether choose_for_gather() returns another schedule, which depends on the shape
 
     def gather_linear(
         self, ranks: TPGroup, x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None], needs_whole: bool
     ) -> tuple[list[Tensor], Tensor | None]:
         """Gather the input, and feed it to several linears.
 
-        Args:
-            ranks: The ranks.
-            x: This rank's rows, ``[m, k]``.
-            weights: ``[n_i, k]`` each.
-            biases: ``[n_i]`` each, or None.
-            needs_whole: Whether the gathered input is needed.
-
-        Returns:
-            Outputs ``[M, n_i]``, and the gathered input ``[M, k]``, which may be None if it is not needed.
+        ``x`` is ``[m, k]``, weights are ``[n_i, k]``, biases ``[n_i]`` or None. Returns outputs ``[M, n_i]``, and the
+        gathered input ``[M, k]``, which may be None unless ``needs_whole``.
         """
         whole = ranks.gather_rows(x)
         return [linear(whole, weight, bias) for weight, bias in zip(weights, biases, strict=True)], whole
 
     def can_run(self, ranks: TPGroup, device: torch.device, dtype: torch.dtype, features: Sequence[int]) -> bool:
-        """Tell whether this schedule can run, and not only its substitute; all ranks call this together.
+        """Tell whether this schedule can run, and not only its substitute; a collective with one result on all ranks.
 
-        Args:
-            ranks: The ranks.
-            device: The device of the rows.
-            dtype: The dtype of the products.
-            features: The numbers of features of inputs and outputs.
-
-        Returns:
-            The same on all ranks.
+        ``dtype`` is that of the products, ``features`` are the numbers of features of inputs and outputs.
         """
         return True
 
@@ -93,13 +63,8 @@ class Schedule:
     ) -> Schedule:
         """Return the schedule of a gather for several linears; this one, unless it chooses.
 
-        Args:
-            ranks: The ranks.
-            device: The device of the rows.
-            rows: A rank's number of rows, m.
-            k: The number of input features.
-            features: The number of output features of each linear, n_i.
-            dtype: The dtype of the products.
+        A rank has ``m = rows``, inputs have ``k`` features, and the linears' outputs ``n_i``, as in
+        :meth:`gather_linear`.
         """
         return self
 
@@ -122,14 +87,9 @@ class Schedule:
     def linear_scatter_backward(
         self, ranks: TPGroup, grad: Tensor, weight: Tensor, weight_grads: WeightGrads | None, needs_input: bool
     ) -> Tensor | None:
-        """Return the input's gradient: of ``[m, n]``, ``[n, k]`` -> ``[M, k]``.
+        """Return the input's gradient: of ``[m, n]``, ``[n, k]`` -> ``[M, k]``; None if it is not needed.
 
-        Args:
-            ranks: The ranks.
-            grad: The gradient of this rank's rows of the output, ``[m, n]``.
-            weight: ``[n, k]``.
-            weight_grads: Called with the gathered gradient, ``[M, n]``; None if no parameter needs a gradient.
-            needs_input: Whether the input needs a gradient.
+        ``weight_grads`` is called with the gathered gradient, ``[M, n]``; None if no parameter needs a gradient.
         """
         whole = ranks.gather_rows(grad)
         result = whole @ weight if needs_input else None
@@ -152,10 +112,6 @@ class Schedule:
         if asked.kept is not None and asked.weight_grads is not None:
             asked.weight_grads(asked.kept, asked.grads)
         return result
-
-
-class Stock(Schedule):
-    """One after the other."""
 
 
 # The products.

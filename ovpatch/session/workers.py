@@ -1,18 +1,26 @@
-"""Reports of worker processes for ``ovpatch run``: one JSON file per process, and one merged report.
+"""Worker processes of a command: their reports for ``ovpatch run``, and their orders from the tools.
 
-A process writes its file at ``apply()`` and at exit, each time atomically, so a killed process has left the first one.
-Children of :mod:`multiprocessing` skip :mod:`atexit` and clear inherited finalizers, so they register after the fork.
+A process writes its report at ``apply()`` and at exit, each time atomically, so a killed process has left the first
+one. Children of :mod:`multiprocessing` skip :mod:`atexit` and clear inherited finalizers, so they register after the
+fork. The orders of ``verify``, ``bench`` and ``timeline`` are in one environment variable, which a process, patched or
+stock, reads when it imports torch (:mod:`ovpatch.autoload`); it calls the tool's own module then.
 """
 
 from __future__ import annotations
 
 import atexit
+import faulthandler
 import json
 import os
 import re
+import signal
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from importlib import import_module
 from pathlib import Path
 from typing import Any, Final
 
@@ -23,20 +31,11 @@ _Json = Mapping[str, Any]
 
 
 def merge_reports(reports: Sequence[_Json]) -> dict[str, Any]:
-    """Merge the reports of the processes of one job.
+    """Merge the reports of the processes of one job: :meth:`ovpatch.Report.to_json` of each, with ``restart`` if known.
 
-    Counters are summed. After an elastic restart only the last generation of each rank counts; the earlier ones stay
-    in ``processes``.
-
-    Args:
-        reports: :meth:`ovpatch.Report.to_json` of each process, with ``restart`` if known.
-
-    Returns:
-        A report with ``pid`` and ``rank`` None and with ``processes`` (pid, rank, restart), also for each feature
-        (state, reason and counters of each process).
-
-    Raises:
-        ValueError: There is no report.
+    Counters are summed. After an elastic restart only the last generation of each rank counts; the earlier ones stay in
+    ``processes``. The merged report has None as ``pid`` and ``rank``; it has ``processes`` (pid, rank, restart), also
+    for each feature (state, reason and counters of each process).
     """
     if not reports:
         raise ValueError("there are no reports to merge; at least one process must have reported")
@@ -44,7 +43,7 @@ def merge_reports(reports: Sequence[_Json]) -> dict[str, Any]:
     counted = _last_generation(ordered)
     names = list(dict.fromkeys(f["name"] for report in counted for f in report["features"]))
     return {
-        **{key: _common(key, counted) for key in ("version", "torch", "python")},
+        **{key: ", ".join(dict.fromkeys(str(r[key]) for r in counted)) for key in ("version", "torch", "python")},
         "pid": None,
         "rank": None,
         "processes": [{"pid": r["pid"], "rank": r["rank"], "restart": r.get("restart", 0)} for r in ordered],
@@ -61,15 +60,13 @@ def _last_generation(reports: Sequence[_Json]) -> list[_Json]:
     return [r for r in reports if r["rank"] is None or r.get("restart", 0) == last[r["rank"]]]
 
 
-def _common(key: str, reports: Sequence[_Json]) -> str:
-    return ", ".join(dict.fromkeys(str(report[key]) for report in reports))
-
-
 def _merge_feature(name: str, reports: Sequence[_Json]) -> dict[str, Any]:
     parts = [(_identify(report), part) for report in reports for part in report["features"] if part["name"] == name]
     absent = [_identify(report) for report in reports if all(part["name"] != name for part in report["features"])]
     state, reason = _merge_state(parts, absent)
-    counters = _sum(part["counters"] for _, part in parts)
+    counters: Counter[str] = Counter()
+    for _, part in parts:
+        counters.update(part["counters"])
     work: list[str] = next((part["work"] for _, part in parts if part["work"]), [])
     return {
         "name": name,
@@ -77,7 +74,7 @@ def _merge_feature(name: str, reports: Sequence[_Json]) -> dict[str, Any]:
         "reason": reason,
         "remarks": _merge_remarks(parts, worked=did_work(counters, work)),
         "options": _merge_options(parts),
-        "counters": counters,
+        "counters": dict(counters),
         "distribution": parts[0][1]["distribution"],
         "requires": next((part["requires"] for _, part in parts if part["requires"]), []),
         "reorders_products": any(part["reorders_products"] for _, part in parts),
@@ -143,14 +140,6 @@ def _merge_options(parts: Sequence[tuple[_Json, _Json]]) -> dict[str, Any]:
     return merged
 
 
-def _sum(many: Iterable[Mapping[str, int]]) -> dict[str, int]:
-    total: dict[str, int] = {}
-    for counters in many:
-        for name, count in counters.items():
-            total[name] = total.get(name, 0) + count
-    return total
-
-
 def _merge_patches(reports: Sequence[_Json]) -> list[dict[str, Any]]:
     """Return one record for each patch and state, with its calls and traces summed."""
     merged: dict[tuple[str, str, str, str], dict[str, Any]] = {}
@@ -182,12 +171,8 @@ _HELPERS: Final = ("multiprocessing.forkserver", "multiprocessing.resource_track
 def get_process_role(arguments: list[str] | None = None) -> str:
     """Return the role of this process, from the command line of its interpreter.
 
-    Args:
-        arguments: Command line of the interpreter; ``sys.orig_argv`` by default.
-
-    Returns:
-        ``launcher`` (such as torchrun's agent, which does not train), ``helper`` (fork servers and compile workers,
-        which may be patched because they fork) or ``worker``.
+    The role is ``launcher`` (such as torchrun's agent, which does not train), ``helper`` (fork servers and compile
+    workers, which may be patched because they fork) or ``worker``.
     """
     line = sys.orig_argv if arguments is None else arguments
     program = _program(line[1:])
@@ -221,9 +206,7 @@ class _Reporter:
 
     def __init__(self, directory: Path, make_report: Callable[[], Report]) -> None:
         self._directory, self._make_report = directory, make_report
-        self._born: Final = {
-            os.getpid(): time.time_ns()
-        }  # distinguishes processes with the same pid, one after the other
+        self._born: Final = {os.getpid(): time.time_ns()}  # by pid; two processes may have one, in turn
         self._base: dict[str, Any] = {}
         self._base_of_children: dict[str, Any] = {}
 
@@ -267,11 +250,7 @@ _reporter: _Reporter | None = None
 
 
 def start_reporting(make_report: Callable[[], Report]) -> None:
-    """Report this process to ``ovpatch run``, now and at exit, if that started it.
-
-    Args:
-        make_report: Returns the current report.
-    """
+    """Report this process to ``ovpatch run``, now and at exit, if that started it."""
     global _reporter
     directory = os.environ.get(REPORT_DIR)
     kind = get_process_role()
@@ -285,11 +264,7 @@ def start_reporting(make_report: Callable[[], Report]) -> None:
 
 
 def may_train(kind: str | None = None) -> bool:
-    """Whether this process may train: it is a worker, or the child of a fork server.
-
-    Args:
-        kind: What :func:`role` says; it is asked by default.
-    """
+    """Whether this process, of the role ``kind``, may train: it is a worker, or the child of a fork server."""
     return (get_process_role() if kind is None else kind) == "worker" or _in_child()
 
 
@@ -365,3 +340,61 @@ def write_json(path: Path, data: Any) -> None:
 def read_reports(directory: Path, kind: str) -> list[dict[str, Any]]:
     """Return the contents of all files of a kind (``worker``, ``failed``) in a directory."""
     return [json.loads(path.read_text(encoding="utf-8")) for path in sorted(directory.glob(f"{kind}-*.json"))]
+
+
+VARIABLE: Final = "OVPATCH_INSIGHT"
+
+#: Signal that makes a process dump its stacks; None without real-time signals. Scripts and launchers use the others.
+STACKS: Final[int | None] = signal.SIGRTMIN + 5 if hasattr(signal, "SIGRTMIN") else None
+
+
+@dataclass(frozen=True)
+class Orders:
+    """The orders to the processes of one arm."""
+
+    worker: str  # module with a function ``start_worker(orders)``, which is called at the end of ``import torch``
+    directory: Path  # directory of their results, visible to all hosts of the job
+    details: Mapping[str, Any] = field(default_factory=dict)  # settings of the tool, in JSON types
+
+    def variables(self) -> dict[str, str]:
+        """Return the orders as environment variables."""
+        data = {"worker": self.worker, "directory": str(self.directory.absolute()), "details": dict(self.details)}
+        return {VARIABLE: json.dumps(data)}
+
+
+def read_orders(environ: Mapping[str, str] | None = None) -> Orders | None:
+    """Return the orders in the environment, if any."""
+    text = (os.environ if environ is None else environ).get(VARIABLE, "").strip()
+    if not text:
+        return None
+    data = json.loads(text)
+    return Orders(data["worker"], Path(data["directory"]), data["details"])
+
+
+def follow_orders() -> None:
+    """Carry out the orders in this process, unless it is a launcher.
+
+    The directory does not exist on a host without a shared file system, which is an OSError.
+    """
+    orders = read_orders()
+    if orders is None or not may_train():
+        return
+    register_process(orders.directory)
+    if hasattr(os, "register_at_fork"):
+        os.register_at_fork(after_in_child=lambda: _sign_in_again(orders.directory))
+    import_module(orders.worker).start_worker(orders)
+
+
+def _sign_in_again(directory: Path) -> None:
+    """Register a forked child, which may be a rank, so that it does not write into its parent's file."""
+    with suppress(OSError):  # the directory may be gone, and a fork must go on
+        register_process(directory)
+
+
+def register_process(directory: Path) -> None:
+    """Write the pid of this process and its rank, if known, and install the handler that dumps its stacks."""
+    identity = {"pid": os.getpid(), "born": time.time(), "rank": os.environ.get("RANK")}
+    write_json(directory / f"process-{os.getpid()}.json", identity)
+    if STACKS is not None:
+        stacks = (directory / f"stacks-{os.getpid()}.txt").open("w", encoding="utf-8")
+        faulthandler.register(STACKS, file=stacks, all_threads=True, chain=False)  # keeps the file open

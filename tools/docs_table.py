@@ -1,6 +1,6 @@
 """The parts of ``docs/`` that are generated.
 
-    python -m ovpatch.cli.docs_table docs/settings.md docs/write-a-plugin.md
+    python tools/docs_table.py docs/settings.md docs/write-a-plugin.md
 
 A generated part stands between ``<!-- begin: NAME -->`` and ``<!-- end: NAME -->``. A name is ``variables`` (the table
 of all environment variables) or the path of a file, relative to the page, which becomes a code block.
@@ -23,11 +23,7 @@ _VALUES: Final = {bool: "`0` `1`", int: "a whole number", float: "a number"}
 
 
 def make_variables_table(features: Iterable[Feature] | None = None) -> str:
-    """Return the Markdown table of all environment variables.
-
-    Args:
-        features: Features to list; by default those that ovpatch ships.
-    """
+    """Return the Markdown table of all environment variables, by default of the features that ovpatch ships."""
     rows = [(f"`{v.name}`", v.values, v.default, v.help) for v in VARIABLES]
     for feature in _shipped() if features is None else features:
         default = "`1`" if feature.default else "`0`"
@@ -53,12 +49,7 @@ def _option_row(feature: str, option: Option) -> tuple[str, str, str, str]:
 
 
 def refresh_page(page: str, folder: Path) -> str:
-    """Return a page with its generated parts updated.
-
-    Args:
-        page: Text of the page.
-        folder: Folder of the page; paths of files are relative to it.
-    """
+    """Return a page with its generated parts updated; paths of files are relative to the page's folder."""
     return _PART.sub(lambda match: match[1] + _generate(match[2], folder) + match[3], page)
 
 

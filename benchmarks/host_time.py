@@ -1,0 +1,219 @@
+"""Host time of a training step per parameter, beyond stock's own: what Python costs where the host is the limit.
+
+    python -m benchmarks.host_time                              # 200 and 2,000 parameters
+    python -m benchmarks.host_time --parameters 200 10000 --rounds 5
+    python -m benchmarks.host_time --arms "ddp + dist_optimizer" --profile
+
+Arms are stock DDP, ``ddp``, ``ddp`` with ``dist_optimizer``, and FSDP2, with AdamW, on models of linears with 256
+weights and 16 biases each. On the CPU two gloo ranks train, each with one thread. Where there is a GPU, one rank of
+eight trains alone, its collectives faked as in ``zero_alone``. A figure is the median over rounds of rank 0's CPU time
+per step, all its threads, gloo's included; each round starts every arm anew. Wall-clock time is told beside it.
+
+``--profile`` prints where the time goes by function, in microseconds per parameter and step, cProfile's own overhead
+included. ``--json`` appends the result to a file, as one line with date, versions and command.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import cProfile
+import datetime
+import gc
+import json
+import pstats
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from rich.console import Console
+from rich.table import Table
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import ovpatch
+from benchmarks.runs import CUDA
+
+ARMS: Final = ("stock", "ddp", "ddp + dist_optimizer", "FSDP2")
+OPTIONS: Final = {"dist_optimizer": {"min_param_numel": 1}}
+_BLOCK = 10  # linears in a block, the unit that FSDP2 gathers
+_WARM_STEPS = 36  # flags of all ranks take effect every 16 steps
+_FAKED_WORLD = 8
+
+
+def step_of(arm: str, parameters: int) -> Callable[[], object]:
+    """Build a model and its optimizer; return one training step."""
+    torch.manual_seed(0)
+    device = torch.device("cuda" if CUDA else "cpu")
+    layers = [nn.Linear(16, 16) for _ in range(parameters // 2)]
+    blocks = (nn.Sequential(*layers[i : i + _BLOCK]) for i in range(0, len(layers), _BLOCK))
+    model: Any = nn.Sequential(*blocks).to(device)
+    if arm == "FSDP2":
+        from torch.distributed.fsdp import fully_shard
+
+        for block in model:
+            fully_shard(block)
+        fully_shard(model)
+        trained = model
+    else:
+        trained = DistributedDataParallel(model, gradient_as_bucket_view=arm == "stock")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    x = torch.randn(4, 16, device=device)
+
+    def step() -> None:
+        trained(x).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
+
+
+@contextlib.contextmanager
+def joined(rank: int, arm: str, folder: str) -> Iterator[None]:
+    """Run a block as one of two gloo ranks, or as one rank of a faked world on a GPU."""
+    if not CUDA:
+        torch.set_num_threads(1)
+        dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=2)
+        yield
+        dist.barrier()
+    else:
+        from benchmarks import zero_alone
+
+        zero_alone.join(_FAKED_WORLD)
+        with zero_alone.without_peers(lambda: False, copied=False) if arm in ARMS[1:3] else zero_alone.stock_alone():
+            yield
+    dist.destroy_process_group()
+
+
+def run(rank: int, arm: str, parameters: int, steps: int, profiled: bool, folder: str) -> None:
+    """Time warm steps of one arm; rank 0 writes the result."""
+    with joined(rank, arm, folder):
+        if arm in ARMS[1:3]:
+            ovpatch.apply(*arm.split(" + "), options=OPTIONS if "+" in arm else {})
+        step = step_of(arm, parameters)
+        for _ in range(_WARM_STEPS):
+            step()
+        gc.collect()
+        gc.disable()
+        result: Any = profile(step, steps, parameters) if profiled and not rank else clock(step, steps)
+        if rank == 0:
+            Path(folder, "result.json").write_text(json.dumps(result), encoding="utf-8")
+
+
+def clock(step: Callable[[], object], steps: int) -> dict[str, float]:
+    """Return the medians of CPU and wall-clock time of a step, in milliseconds."""
+    cpu, wall = [], []
+    for _ in range(steps):
+        used, begin = time.process_time(), time.perf_counter()
+        step()
+        wall.append(1e3 * (time.perf_counter() - begin))
+        cpu.append(1e3 * (time.process_time() - used))
+    return {"cpu ms": statistics.median(cpu), "wall ms": statistics.median(wall)}
+
+
+def profile(step: Callable[[], object], steps: int, parameters: int) -> list[tuple[str, float, float, float]]:
+    """Return, by function, calls per step, and own and whole time in microseconds per parameter and step."""
+    profiler = cProfile.Profile()
+    profiler.enable()
+    for _ in range(steps):
+        step()
+    profiler.disable()
+    rows = []
+    functions = pstats.Stats(profiler).stats  # type: ignore[attr-defined]  # no stub
+    for (file, line, name), (_, calls, own, whole, _) in functions.items():
+        place = name if file == "~" else f"{Path(file).parent.name}/{Path(file).name}:{line} {name}"
+        rows.append((place, calls / steps, 1e6 * own / steps / parameters, 1e6 * whole / steps / parameters))
+    return sorted(rows, key=lambda row: -row[2])
+
+
+def measure(arm: str, parameters: int, steps: int, *, profiled: bool = False) -> Any:
+    """Return the result of :func:`run` in new processes."""
+    with tempfile.TemporaryDirectory() as folder:
+        mp.spawn(run, (arm, parameters, steps, profiled, folder), nprocs=1 if CUDA else 2)
+        return json.loads(Path(folder, "result.json").read_text(encoding="utf-8"))
+
+
+def show(rows: list[dict[str, Any]]) -> Table:
+    """Return a table of the figures."""
+    table = Table("parameters", "arm", "CPU ms", "x stock", "beyond stock, us a parameter", "wall ms", "x stock")
+    for row in rows:
+        table.add_row(
+            str(row["parameters"]),
+            row["arm"],
+            *(f"{row[name]:.2f}" for name in ("cpu ms", "cpu ratio", "beyond us", "wall ms", "wall ratio")),
+        )
+    return table
+
+
+def summarize(found: dict[str, list[dict[str, float]]], parameters: int) -> list[dict[str, Any]]:
+    """Return one row per arm: medians over rounds, and what they are beyond stock's in the same round."""
+    rows = []
+    for arm, times in found.items():
+        pairs = list(zip(times, found["stock"], strict=True))
+        rows.append(
+            {
+                "arm": arm,
+                "parameters": parameters,
+                "cpu ms": statistics.median(one["cpu ms"] for one in times),
+                "wall ms": statistics.median(one["wall ms"] for one in times),
+                "cpu ratio": statistics.median(one["cpu ms"] / stock["cpu ms"] for one, stock in pairs),
+                "wall ratio": statistics.median(one["wall ms"] / stock["wall ms"] for one, stock in pairs),
+                "beyond us": statistics.median(
+                    1e3 * (one["cpu ms"] - stock["cpu ms"]) / parameters for one, stock in pairs
+                ),
+            }
+        )
+    return rows
+
+
+def main() -> None:
+    """Measure, print, and append the result to a file."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--parameters", type=int, nargs="+", default=[200, 2000], help="sizes of the models")
+    parser.add_argument("--arms", nargs="+", choices=ARMS, default=ARMS)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=20, help="timed steps of an arm in a round")
+    parser.add_argument("--profile", action="store_true", help="print where the time goes by function")
+    parser.add_argument("--functions", type=int, default=40, help="how many functions a profile shows")
+    parser.add_argument("--json", type=Path, help="append the result to this file, as benchmarks/results/*.jsonl")
+    args = parser.parse_args()
+    console, rows = Console(width=150), list[dict[str, Any]]()
+    for parameters in args.parameters:
+        if args.profile:
+            for arm in args.arms:
+                table = Table("function", "calls a step", "own us", "whole us", title=f"{arm}, {parameters} parameters")
+                for place, *figures in measure(arm, parameters, args.steps, profiled=True)[: args.functions]:
+                    table.add_row(place, *(f"{figure:.2f}" for figure in figures))
+                console.print(table)
+            continue
+        found: dict[str, list[dict[str, float]]] = {arm: [] for arm in dict.fromkeys(["stock", *args.arms])}
+        for _ in range(args.rounds):
+            for arm, times in found.items():
+                times.append(measure(arm, parameters, args.steps))
+        rows += summarize(found, parameters)
+    if rows:
+        console.print(show(rows))
+    if rows and args.json:
+        told = {
+            "benchmark": "host_time",
+            "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+            "torch": torch.__version__,
+            "python": sys.version.split()[0],
+            "ovpatch": getattr(ovpatch, "__version__", ""),
+            "device": torch.cuda.get_device_name() if CUDA else "CPU, 2 gloo ranks",
+            "command": " ".join(["python -m benchmarks.host_time", *sys.argv[1:]]),
+            "rows": rows,
+        }
+        with args.json.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(told) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,180 @@
+"""What ``optimizer.state_dict()`` shows of sharded state: lazy tensors on the CPU, fetched when they are read."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ovpatch.overlap.peer_rpc import shutdown
+from ovpatch.overlap.tensors import lazy_tensor
+from ovpatch.overlap.tensors.lazy_tensor import LazyTensor
+from ovpatch_plugins.dist_optimizer.sharded_state import ShardedState
+from ovpatch_plugins.dist_optimizer.state_format import StateFormat
+
+_READ_AHEAD_BYTES = 256 * 2**20
+
+_CPU = torch.device("cpu")
+
+_GONE = (
+    "ovpatch: '{}' in what state_dict() of an optimizer returned was read for the first time when the optimizer's "
+    "state had no such tensor any more. Read or copy it earlier."
+)
+
+_UNREAD = (
+    "ovpatch: a state_dict() of an optimizer was read in part, then training went on, and the rest could not be "
+    "fetched any more: {}. Read or copy all of it before the next backward."
+)
+
+
+class StateDictSource:
+    """The source of the lazy tensors in one state dict.
+
+    [Note: state dicts are lazy] Stock's ``state_dict()`` refers to the live state. A whole copy on every rank would
+    need the memory that sharding saves, while mostly rank 0 alone saves it. So a state dict has lazy tensors, which
+    stand for the live ones. An unread state dict shows the live state, as stock's does, and costs nothing. From its
+    first read on it is of that moment: what is unread by then is fetched before this rank joins a further backward,
+    until when no peer changes its shards, or before a step or ``load_state_dict()`` of its own. Tensors that are read
+    in their order, as ``torch.save`` does it, are fetched ahead; ``torch.distributed.checkpoint``, of which each rank
+    saves some tensors, fetches those alone.
+
+    Args:
+        states: The ``"state"`` of a state dict: an optimizer's own dicts, by number of the parameter.
+        undivided: Returns what makes a context that keeps the optimizer from stepping; None once that is not needed.
+
+    Attributes:
+        shown: What the state dict shows instead.
+    """
+
+    def __init__(
+        self,
+        states: Mapping[Any, dict[Any, Any]],
+        undivided: Callable[[], Callable[[], AbstractContextManager[None]] | None],
+    ) -> None:
+        self._undivided = undivided
+        self._entries: list[tuple[dict[Any, Any], Any, weakref.ref[LazyTensor]]] = []
+        self._scalars: list[tuple[dict[Any, Any], dict[Any, Any], dict[Any, Any]]] = []
+        self._next = self._ahead = 0
+        self._is_read = False
+        self.shown = {number: self._show(state) for number, state in states.items()}
+        self._groups = {
+            value.source.group
+            for state, name, _ in self._entries
+            if isinstance(value := state[name], LazyTensor) and isinstance(value.source, ShardedState)
+        }
+
+    def reading(self) -> AbstractContextManager[None]:
+        """Return a context that keeps the optimizer from stepping while tensors are fetched."""
+        undivided = self._undivided()
+        return nullcontext() if undivided is None else undivided()
+
+    def fetch(self, wanted: Sequence[LazyTensor], *, noticed: bool) -> list[Tensor]:
+        """Return whole tensors on the CPU; those that come next may be filled as well."""
+        if noticed and not self._is_read:
+            self._is_read = True
+            self._freeze_scalars()
+            self.complete_before_backward()
+        keys = [lazy.key for lazy in wanted]
+        ahead = self._choose_ahead(keys) if noticed else []
+        found = self._fetch([*keys, *(lazy.key for lazy in ahead)])
+        for lazy, whole in zip(ahead, found[len(keys) :], strict=True):
+            lazy_tensor.fill(lazy, whole)
+        return found[: len(keys)]
+
+    def complete_before_backward(self) -> None:
+        """Fetch what is unread before this rank joins a further backward."""
+        reference = weakref.WeakMethod(self.complete)
+        for group in self._groups:
+            shutdown.call_before_backward(group, lambda: (reference() or _nothing)())
+
+    def complete_read(self) -> None:
+        """Fetch what is unread if something was read; an error is raised by its readers."""
+        if self._is_read:
+            self.complete()
+
+    def complete(self) -> None:
+        """Fetch what is unread; an error is raised by its readers."""
+        unread = self._unread(range(len(self._entries)))
+        try:
+            lazy_tensor.materialize(unread)
+        except RuntimeError as error:
+            failed = _Failed(error)
+            for lazy in unread:
+                lazy_tensor.set_source(lazy, failed, lazy.key)
+        self._entries.clear()
+
+    # ---------------------------------------------------------------- inside
+
+    def _show(self, state: dict[Any, Any]) -> dict[Any, Any]:
+        shown = dict(state)
+        for name, value in state.items():
+            if isinstance(value, Tensor) and value.ndim:
+                form = StateFormat(value.shape, (), value.dtype, _CPU)
+                shown[name] = lazy_tensor.make_lazy(form, self, len(self._entries))
+                self._entries.append((state, name, weakref.ref(shown[name])))
+        self._scalars.append((state, shown, {n: v for n, v in shown.items() if v is state[n]}))
+        return shown
+
+    def _freeze_scalars(self) -> None:
+        """Show numbers as they are now, where the script has not put others."""
+        scalars, self._scalars = self._scalars, []
+        for state, shown, given in scalars:
+            for name, value in given.items():
+                if shown.get(name) is value:
+                    now = state.get(name, value)
+                    shown[name] = now.clone() if isinstance(now, Tensor) else now
+
+    def _choose_ahead(self, keys: Sequence[int]) -> list[LazyTensor]:
+        """Return unread tensors behind these, twice as many each time that reads go on where the last one ended."""
+        self._ahead = 2 * self._ahead + 1 if min(keys) == self._next else 0
+        last = max(keys)
+        found = self._unread(range(last + 1, min(last + 1 + self._ahead, len(self._entries))))
+        size = 0
+        for position, lazy in enumerate(found):
+            size += lazy.numel() * lazy.dtype.itemsize
+            if size > _READ_AHEAD_BYTES:
+                found = found[:position]
+                break
+        self._next = max(last, *(lazy.key for lazy in found)) + 1 if found else last + 1
+        return found
+
+    def _unread(self, positions: Sequence[int]) -> list[LazyTensor]:
+        lazy = [self._entries[position][2]() for position in positions]
+        return [one for one in lazy if one is not None and lazy_tensor.source_of(one)[0] is self]
+
+    def _fetch(self, keys: Sequence[int]) -> list[Tensor]:
+        found: dict[int, Tensor] = {}
+        by_source: dict[ShardedState, list[tuple[int, LazyTensor]]] = {}
+        for key in dict.fromkeys(keys):
+            state, name, _ = self._entries[key]
+            value = state.get(name)
+            if not isinstance(value, Tensor):
+                raise RuntimeError(_GONE.format(name))
+            source, _ = lazy_tensor.source_of(value)
+            if isinstance(value, LazyTensor) and isinstance(source, ShardedState):
+                by_source.setdefault(source, []).append((key, value))
+            else:
+                found[key] = lazy_tensor.peek(value).detach().to(_CPU, copy=True)
+        for source, entries in by_source.items():
+            wholes = source.fetch_to_host([value for _, value in entries])
+            found |= {key: whole for (key, _), whole in zip(entries, wholes, strict=True)}
+        return [found[key] for key in keys]
+
+
+def _nothing() -> None:
+    """Complete a state dict that does not exist any more."""
+
+
+class _Failed:
+    """The source of tensors that could not be fetched."""
+
+    def __init__(self, error: RuntimeError) -> None:
+        self._error = error
+
+    def fetch(self, wanted: Sequence[LazyTensor], *, noticed: bool) -> list[Tensor]:
+        del wanted, noticed
+        raise RuntimeError(_UNREAD.format(self._error)) from self._error

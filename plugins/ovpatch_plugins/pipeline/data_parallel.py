@@ -1,0 +1,133 @@
+"""What data parallelism around a stage needs of a backward in two parts.
+
+Stock keeps gradients local during a step and reduces them with the last microbatch. Where weight gradients come after
+the last backward, the reduction has to wait for them.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+
+class LocalGradients:
+    """A stage without data parallelism, or one whose reduction torch starts itself at the end of the step.
+
+    Attributes:
+        objection: Why weight gradients of the stage cannot be deferred, or "".
+        first_step_is_stock: Whether stock computes the first step.
+    """
+
+    first_step_is_stock = False
+
+    def __init__(self, objection: str = "") -> None:
+        self.objection = objection
+
+    def accumulate(self) -> None:
+        """Called after each W."""
+
+    def reduce(self) -> None:
+        """Called after the last W of a step, if gradients were deferred."""
+
+    def computing_weight_grads(self, compute: Callable[[int], None], microbatch: int) -> None:
+        """Compute the weight gradients of a microbatch without a reduction."""
+        compute(microbatch)
+        self.accumulate()
+
+
+class DataParallel(LocalGradients):
+    """A stage in ``DistributedDataParallel``, with stock's reducer or with that of feature ``ddp``.
+
+    [Note: first step of a wrapped stage] The metadata inference of torch 2.13 runs the wrapper's forward outside
+    ``no_sync()``. The reducer is then armed, and stock's first step reduces the first microbatch once more. With a
+    backward in two parts it would find gradients missing, so stock computes the first step.
+
+    Args:
+        wrapper: The stage's module.
+    """
+
+    first_step_is_stock = True
+
+    def __init__(self, wrapper: DistributedDataParallel) -> None:
+        searches = wrapper.find_unused_parameters or wrapper.static_graph
+        super().__init__(
+            "DistributedDataParallel(find_unused_parameters or static_graph) looks for parameters in the last backward"
+            if searches
+            else ""
+        )
+        self._wrapper: Any = wrapper
+
+    def computing_weight_grads(self, compute: Callable[[int], None], microbatch: int) -> None:
+        """Compute the weight gradients of a microbatch; the reducer counts none of them."""
+        with self._wrapper.no_sync():
+            compute(microbatch)
+
+    def reduce(self) -> None:
+        """Give all gradients to the reducer as those of one backward."""
+        params = [param for param in self._wrapper.parameters() if param.requires_grad and param.grad is not None]
+        grads: list[Tensor] = [param.grad for param in params]
+        self._wrapper.reducer.prepare_for_backward([])
+        for param in params:
+            param.grad = None
+        with torch.no_grad():
+            torch.autograd.backward(params, grads)
+
+
+class FullyShardedGradients(LocalGradients):
+    """A stage in FSDP2 or ``replicate()``, which ``perform_reduce_grad`` reduces after all weight gradients.
+
+    Args:
+        module: The stage's module.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self._module = module
+        self._params: list[Any] | None = None
+
+    def accumulate(self) -> None:
+        """Move the gradients into those of ``reduce_dtype``: the next W would add in the dtype of the parameters."""
+        if self._params is None:
+            states = (module._get_fsdp_state() for module in self._module.modules() if is_fsdp2(module))
+            groups = (group for state in states for group in _list_param_groups(state))
+            self._params = [param for group in groups for param in group.fsdp_params if param.reduce_dtype is not None]
+        for param in self._params:
+            if hasattr(param, "_unsharded_param"):
+                param.accumulate_unsharded_grad_if_needed()
+                param.to_accumulated_grad_if_needed()
+
+
+def make_data_parallel(module: nn.Module) -> LocalGradients:
+    """Return what the data parallelism of a stage's module needs."""
+    if isinstance(module, DistributedDataParallel):
+        return DataParallel(module)
+    if is_fsdp2(module):
+        return FullyShardedGradients(module)
+    for inner in module.modules():
+        if inner is not module and (isinstance(inner, DistributedDataParallel) or is_fsdp2(inner) or _is_fsdp1(inner)):
+            return LocalGradients("only a part of the stage's module is wrapped for data parallelism")
+    return LocalGradients("FullyShardedDataParallel reduces in each backward" if _is_fsdp1(module) else "")
+
+
+def _list_param_groups(state: Any) -> list[Any]:
+    groups = getattr(state, "_fsdp_param_groups", None)
+    if groups is not None:
+        return list(groups)
+    group = getattr(state, "_fsdp_param_group", None)
+    return [] if group is None else [group]
+
+
+def is_fsdp2(module: nn.Module) -> bool:
+    """Tell whether a module is in FSDP2 or ``replicate()``."""
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    return fsdp is not None and isinstance(module, fsdp.FSDPModule)
+
+
+def _is_fsdp1(module: nn.Module) -> bool:
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    return fsdp is not None and isinstance(module, fsdp.FullyShardedDataParallel)

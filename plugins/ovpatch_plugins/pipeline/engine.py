@@ -1,0 +1,290 @@
+"""Runs a rank's program: computations in their order, receives ahead of them, sends right behind.
+
+[Note: a failed step ends on all ranks] A rank whose computation raises writes its name into the group's store. Then it
+goes on with the messages of the step: it reads those that come and sends zeros, so that no rank waits for it and all
+queues are empty at the end. Every rank that may have read such zeros looks into the store behind its last message,
+before gradients are reduced, and raises an error that names the rank.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import time
+import weakref
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+import torch.distributed as dist
+from torch import Tensor
+
+from ovpatch.overlap.comm.group_state import group_store
+from ovpatch.overlap.comm.streams import profiler_label, profiler_span
+from ovpatch_plugins.pipeline.actions import Kind
+from ovpatch_plugins.pipeline.prediction import Prediction
+from ovpatch_plugins.pipeline.program import Program, Receive, Step
+from ovpatch_plugins.pipeline.report import COUNTERS, StepTimes
+from ovpatch_plugins.pipeline.stage_run import StageRun
+from ovpatch_plugins.pipeline.transport import PeerToPeer
+
+
+class PipelineRankError(RuntimeError):
+    """Another rank of the pipeline failed; the text names it."""
+
+
+@dataclass(frozen=True)
+class StepInputs:
+    """What ``schedule.step()`` was given, by microbatch."""
+
+    args: Sequence[Any]
+    kwargs: Sequence[Any]
+    targets: Sequence[Any] | None
+    losses: list[Any] | None
+    return_outputs: bool
+    loss_kwargs: Mapping[str, Any] | None
+
+
+class Engine:
+    """The runtime of one schedule object on one rank.
+
+    Args:
+        schedule: The schedule of ``torch.distributed.pipelining``.
+        group: The pipeline's group.
+        stages: The rank's stages, by index.
+        program: What the rank runs.
+        transport: Its messages.
+        prediction: What the simulator expects.
+        by_perform: Whether stock's step calls ``perform_reduce_grad`` at a stage's end.
+
+    Attributes:
+        microbatches: Number of microbatches in a step.
+        times: Costs of the computations.
+    """
+
+    def __init__(
+        self,
+        schedule: Any,
+        group: dist.ProcessGroup,
+        stages: Mapping[int, StageRun],
+        program: Program,
+        transport: PeerToPeer,
+        prediction: Prediction,
+        *,
+        by_perform: bool,
+    ) -> None:
+        self.schedule: Any = weakref.proxy(schedule)  # its owner is found by it, and lives as long
+        self.stages: Final = dict(stages)
+        self.program = program
+        self.microbatches: int = schedule._n_microbatches
+        self.times = StepTimes()
+        self._group = group
+        self._transport = transport
+        self._prediction = prediction
+        self._by_perform = by_perform
+        takes_loss_kwargs = "loss_kwargs" in inspect.signature(schedule._maybe_compute_loss).parameters
+        self._takes_loss_kwargs = takes_loss_kwargs
+        self._arriving: dict[Receive, tuple[list[dist.Work], list[Tensor]]] = {}
+        self._posted: set[Receive] = set()
+        self._last_sent: Step | None = None
+        self._is_connected = True
+
+    def run(self, inputs: StepInputs) -> None:
+        """Run one step.
+
+        Raises:
+            PipelineRankError: Another rank failed in the step.
+            Exception: A computation of this rank failed. The next step starts clean.
+        """
+        started = time.perf_counter()
+        self._transport.start_step()
+        self._posted.clear()
+        self._last_sent, self._is_connected = None, True
+        number = 0
+        try:
+            with contextlib.ExitStack() as stack:
+                for stage in self.stages.values():
+                    stage.take_buffers()
+                    stage.start_step()
+                    stack.enter_context(stage.deferring())
+                for number, step in enumerate(self.program.steps):  # noqa: B007 - read after an error
+                    self._run_step(step, inputs)
+            for index in self.program.final_reshards:
+                self.stages[index].reshard()
+            self._transport.finish()
+            self._check_peers()
+            self.schedule._update_losses([stage.stage for stage in self.stages.values()], inputs.losses)
+        except BaseException as error:
+            self._recover(number, error)
+            raise
+        self.times.add_step(time.perf_counter() - started)
+        self._prediction.add_step(self.times)
+        COUNTERS.steps += 1
+
+    # --- a computation ---
+
+    def _run_step(self, step: Step, inputs: StepInputs) -> None:
+        for index in step.reshards:
+            self.stages[index].reshard()
+        for index in step.unshards:
+            self.stages[index].start_unshard()
+        for receive in step.posts:
+            self._post(receive)
+        if step.receive is not None:
+            self._wait_for(step.receive)
+            for peer, left in step.kept.items():
+                self._transport.release(peer, left)
+        kind, index, microbatch = step.action
+        stage = self.stages[index]
+        stage.wait_for_unshard()
+        COUNTERS.actions += 1
+        if kind is Kind.F:
+            self._run_forward(step, stage, inputs)
+        elif kind is not Kind.W:
+            is_deferred = self._run_backward(step, stage)
+            if kind is Kind.BW and is_deferred:
+                COUNTERS.early_sends += step.receiver is not None
+                self._run_weight_grads(stage, index, microbatch)
+        else:
+            self._run_weight_grads(stage, index, microbatch)
+        if step.reduces:
+            self._reduce(stage)
+
+    def _run_forward(self, step: Step, stage: StageRun, inputs: StepInputs) -> None:
+        kind, index, microbatch = step.action
+        with profiler_span(profiler_label("pipeline", "F", str(step.action))):
+            started = time.perf_counter()
+            args, kwargs = inputs.args[microbatch], inputs.kwargs[microbatch]
+            output = stage.run_forward(microbatch, args, kwargs, inputs.return_outputs)
+            self._send(step, stage)
+            if step.next_stage is not None:
+                stage.pass_forward(output, microbatch, self.stages[step.next_stage])
+            extra = (inputs.loss_kwargs,) if self._takes_loss_kwargs else ()
+            self.schedule._maybe_compute_loss(stage.stage, output, inputs.targets, microbatch, *extra)
+            stage.check_forward(self.schedule._internal_losses[-1] if stage.stage.is_last else output)
+            self.times.add_action(index, kind, time.perf_counter() - started)
+
+    def _run_backward(self, step: Step, stage: StageRun) -> bool:
+        _, index, microbatch = step.action
+        with profiler_span(profiler_label("pipeline", "B", str(step.action))):
+            started = time.perf_counter()
+            loss = self.schedule._maybe_get_loss(stage.stage, microbatch)
+            is_deferred = stage.run_backward(microbatch, loss, self.microbatches)
+            del loss
+            self._send(step, stage)
+            if step.next_stage is not None:
+                stage.pass_backward(microbatch, self.stages[step.next_stage])
+            stage.finish_backward(microbatch)
+            self.times.add_action(index, Kind.B if is_deferred else Kind.BW, time.perf_counter() - started)
+        return is_deferred
+
+    def _run_weight_grads(self, stage: StageRun, index: int, microbatch: int) -> None:
+        if stage.queue is None or not stage.queue.defers:
+            return
+        with profiler_span(profiler_label("pipeline", "W", f"{index}W{microbatch}")):
+            started, before = time.perf_counter(), stage.queue.computed
+            stage.run_weight_grads(microbatch)
+            COUNTERS.weight_grads += stage.queue.computed - before
+            self.times.add_action(index, Kind.W, time.perf_counter() - started)
+
+    def _reduce(self, stage: StageRun) -> None:
+        if stage.is_data_parallel:
+            self._check_peers()  # zeros of a failed rank must not reach other replicas
+        stage.reduce(self.microbatches if self.schedule.scale_grads else 1, by_perform=self._by_perform)
+
+    # --- messages ---
+
+    def _post(self, receive: Receive) -> None:
+        kind, index, microbatch = receive.action
+        buffers = self.stages[index].make_inputs(microbatch, kind)
+        self._posted.add(receive)
+        try:
+            self._arriving[receive] = self._transport.receive(buffers, receive.sender), buffers
+        except RuntimeError as error:
+            raise self._make_transport_error(receive.sender, error) from error
+
+    def _wait_for(self, receive: Receive) -> None:
+        works, _ = self._arriving.pop(receive)
+        try:
+            for work in works:
+                work.wait()
+        except RuntimeError as error:
+            raise self._make_transport_error(receive.sender, error) from error
+
+    def _send(self, step: Step, stage: StageRun) -> None:
+        if step.receiver is None:
+            return
+        tensors = stage.list_outputs(step.action.microbatch, Kind.F if step.action.kind is Kind.F else Kind.B)
+        self._last_sent = step
+        try:
+            self._transport.send(tensors, step.receiver)
+        except RuntimeError as error:
+            raise self._make_transport_error(step.receiver, error) from error
+        COUNTERS.messages += 1
+
+    # --- failures ---
+
+    def _make_transport_error(self, peer: int, error: RuntimeError) -> PipelineRankError:
+        self._transport.abandon()
+        self._is_connected = False
+        text = self._read_failure() or f"a message between it and {self._name(peer)} failed ({error})"
+        return PipelineRankError(
+            f"the pipeline stopped on {self._name(self.program.rank)}: {text}. Gradients of this step are not valid. "
+            "Look for the first error in the output of that rank, and start the job again."
+        )
+
+    def _check_peers(self) -> None:
+        """Raise if another rank failed in this step, before which all messages have been read."""
+        text = self._read_failure()
+        if text:
+            raise PipelineRankError(
+                f"the pipeline's step failed: {text}. Gradients of this step are not valid on any rank: call "
+                "optimizer.zero_grad() before the next step, or correct the error named here."
+            )
+
+    def _recover(self, number: int, error: BaseException) -> None:
+        """Leave clean queues and stages behind a failed step."""
+        COUNTERS.failed_steps += 1
+        self.schedule._internal_losses.clear()
+        for stage in self.stages.values():
+            stage.clear()
+        if self._is_connected and isinstance(error, Exception):
+            if not isinstance(error, PipelineRankError):
+                self._publish_failure(number, error)
+            with contextlib.suppress(RuntimeError):  # what the script has to see is the error of the computation
+                self._drain(number)
+        self._arriving.clear()
+        for stage in self.stages.values():
+            stage.clear()
+
+    def _drain(self, number: int) -> None:
+        """Go on with the messages of the step without computing."""
+        for step in self.program.steps[number:]:
+            for receive in step.posts:
+                if receive not in self._posted:
+                    self._post(receive)
+            if step.receive in self._arriving:
+                self._wait_for(step.receive)
+            if step.receiver is not None and step is not self._last_sent:
+                kind = Kind.F if step.action.kind is Kind.F else Kind.B
+                self._transport.send(self.stages[step.action.stage].make_blank_outputs(kind), step.receiver)
+        self._transport.finish()
+
+    def _publish_failure(self, number: int, error: Exception) -> None:
+        store = group_store(self._group)
+        if store is not None:
+            cause = error.__cause__ or error
+            text = f"{self._name(self.program.rank)} failed in {self.program.steps[number].action}: "
+            store.set(self._failure_key(), text + f"{type(cause).__name__}: {cause}"[:500])
+
+    def _read_failure(self) -> str:
+        """Return which rank failed in this step, or ""."""
+        store = group_store(self._group)
+        key = self._failure_key()
+        return store.get(key).decode() if store is not None and store.check([key]) else ""
+
+    def _failure_key(self) -> str:
+        return f"ovpatch/pipeline/failed/{self._transport.step}"
+
+    def _name(self, rank: int) -> str:
+        return f"rank {dist.get_global_rank(self._group, rank)}"

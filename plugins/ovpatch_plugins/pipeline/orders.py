@@ -1,0 +1,433 @@
+"""Orders of a pipeline: fixed ones, those of torch's classes, and the rules that each order keeps.
+
+A placement is a sequence with the rank of each stage, ``placement[stage] = rank``.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Final, TypeAlias
+
+from ovpatch_plugins.pipeline.actions import Action, Kind, Schedule
+
+Placement: TypeAlias = Sequence[int]
+"""The rank of each stage, by stage."""
+
+ORDERS: Final = ("gpipe", "1f1b", "zb-h1", "zb-h2")
+"""The fixed orders of :func:`build_order`."""
+
+PLACEMENTS: Final = ("straight", "loop", "vee")
+"""The placements of :func:`build_placement`."""
+
+_OF_TORCH: Final = {"F": Kind.F, "I": Kind.B, "W": Kind.W, "B": Kind.BW}
+_OVERLAPPED: Final = "OVERLAP_F_B"
+# What a lowered order has beside computations; the engine derives it from the computations.
+_NO_COMPUTATION: Final = ("UNSHARD", "RESHARD", "REDUCE_GRAD", "SEND_", "RECV_", "WAIT_SEND_")
+
+
+class ScheduleError(ValueError):
+    """An order breaks a rule; the message names the rule, the rank and the action."""
+
+
+# --- fixed orders ---
+
+
+def build_placement(name: str, *, ranks: int, chunks: int = 1) -> tuple[int, ...]:
+    """Return the rank of each stage.
+
+    Args:
+        name: ``straight`` (one stage per rank), ``loop`` (stage ``s`` on rank ``s % ranks``), or ``vee`` (every second
+            round of stages runs back, so a rank holds stages ``r`` and ``2 * ranks - 1 - r``).
+        ranks: Number of ranks.
+        chunks: Stages per rank.
+
+    Raises:
+        ScheduleError: The name is unknown, or ``straight`` was given several stages per rank.
+    """
+    if name not in PLACEMENTS:
+        raise ScheduleError(f"placement {name!r} is unknown. Choose one of {', '.join(PLACEMENTS)}.")
+    if ranks < 1 or chunks < 1:
+        raise ScheduleError(f"{ranks} ranks with {chunks} stages each make no pipeline. Give 1 or more of both.")
+    if name == "straight" and chunks != 1:
+        raise ScheduleError(f"placement straight has 1 stage per rank, not {chunks}. Choose loop or vee.")
+    rounds = [range(ranks) if name != "vee" or number % 2 == 0 else range(ranks)[::-1] for number in range(chunks)]
+    return tuple(rank for stages in rounds for rank in stages)
+
+
+def build_order(name: str, *, ranks: int, microbatches: int) -> Schedule:
+    """Return a fixed order for one stage per rank, stage ``r`` on rank ``r``.
+
+    ``gpipe`` and ``1f1b`` have full backwards, in the order of torch's classes. ``zb-h1`` and ``zb-h2`` are the
+    handcrafted orders of Zero Bubble Pipeline Parallelism (arXiv 2401.10241): at most ``ranks``, respectively
+    ``2 * ranks - 1``, microbatches wait for their ``W`` on any rank. Fewer microbatches than ranks are allowed.
+
+    Args:
+        name: One of :data:`ORDERS`.
+        ranks: Number of ranks and stages.
+        microbatches: Number of microbatches in a step.
+
+    Raises:
+        ScheduleError: The name is unknown, or a number is below 1.
+    """
+    if name not in ORDERS:
+        raise ScheduleError(f"order {name!r} is unknown. Choose one of {', '.join(ORDERS)}.")
+    if ranks < 1 or microbatches < 1:
+        raise ScheduleError(f"{ranks} ranks and {microbatches} microbatches make no order. Give 1 or more of both.")
+    if name == "gpipe":
+        return [_interleave(stage, microbatches, warmup=microbatches, lag=None) for stage in range(ranks)]
+    if name == "1f1b":
+        return [_interleave(stage, microbatches, warmup=ranks - stage, lag=None) for stage in range(ranks)]
+    if name == "zb-h1":
+        return [_interleave(stage, microbatches, warmup=ranks - stage, lag=stage) for stage in range(ranks)]
+    return [_interleave(stage, microbatches, warmup=2 * (ranks - stage) - 1, lag=2 * stage) for stage in range(ranks)]
+
+
+def _interleave(stage: int, microbatches: int, *, warmup: int, lag: int | None) -> list[Action]:
+    """Return ``warmup`` Fs, then a backward and an F in turns, then the other backwards.
+
+    ``lag`` is the number of microbatches by which W stays behind B while Fs are left; None stands for full backwards.
+    With ``lag``, a W follows each B when no F is left: Bs then arrive as far apart as a B and a W take.
+    """
+    warmup = min(warmup, microbatches)
+    order = [Action(Kind.F, stage, index) for index in range(warmup)]
+    weights = 0
+    for index in range(microbatches):
+        order.append(Action(Kind.BW if lag is None else Kind.B, stage, index))
+        forward = warmup + index
+        if lag is not None and weights <= index and (index >= lag or forward >= microbatches):
+            order.append(Action(Kind.W, stage, weights))
+            weights += 1
+        if forward < microbatches:
+            order.append(Action(Kind.F, stage, forward))
+    if lag is not None:
+        order.extend(Action(Kind.W, stage, index) for index in range(weights, microbatches))
+    return order
+
+
+def build_vee_order(*, ranks: int, microbatches: int) -> Schedule:
+    """Return ZB-V (arXiv 2405.15362) for two stages per rank in a V, ``build_placement("vee", ranks=…, chunks=2)``.
+
+    With ``2 * ranks`` microbatches or more it is the order of torch's ``ScheduleZBVZeroBubble``, and each rank holds at
+    most what the first rank of 1F1B holds.
+
+    Args:
+        ranks: Number of ranks.
+        microbatches: Number of microbatches in a step.
+
+    Raises:
+        ScheduleError: A number is below 1.
+    """
+    if ranks < 1 or microbatches < 1:
+        raise ScheduleError(f"{ranks} ranks and {microbatches} microbatches make no order. Give 1 or more of both.")
+    return [_build_vee(rank, ranks, microbatches) for rank in range(ranks)]
+
+
+def _build_vee(rank: int, ranks: int, microbatches: int) -> list[Action]:
+    down, up = rank, 2 * ranks - 1 - rank
+    order: list[Action] = []
+    done: dict[tuple[Kind, int], int] = defaultdict(int)
+
+    def run(*pairs: tuple[Kind, int]) -> None:
+        """Run the next microbatch of each kind and stage, unless none is left."""
+        for kind, stage in pairs:
+            if done[kind, stage] < microbatches:
+                order.append(Action(kind, stage, done[kind, stage]))
+                done[kind, stage] += 1
+
+    for _ in range(2 * (ranks - rank) - 1):
+        run((Kind.F, down))
+    for _ in range(rank):
+        run((Kind.F, up), (Kind.F, down))
+    for _ in range(ranks - rank):
+        run((Kind.F, up), (Kind.B, up), (Kind.W, up))
+    while done[Kind.F, up] < microbatches or done[Kind.F, down] < microbatches:
+        run((Kind.F, down), (Kind.B, down), (Kind.W, down), (Kind.F, up), (Kind.B, up), (Kind.W, up))
+    for _ in range(rank):
+        run((Kind.B, down), (Kind.B, up))
+    while done[Kind.B, down] < microbatches:
+        run((Kind.B, down), (Kind.W, down))
+    run(*[(Kind.W, up)] * microbatches, *[(Kind.W, down)] * microbatches)
+    return order
+
+
+def build_vee_blocks(name: str, *, ranks: int, microbatches: int) -> Schedule:
+    """Return V-Half or V-Min (arXiv 2405.15362): each microbatch runs at fixed slots, six slots after the one before.
+
+    The orders are those of Fs and Bs; each W follows its B.
+
+    Args:
+        name: ``v-half`` or ``v-min``, by the memory that is held.
+        ranks: Number of ranks, in a V of two stages each.
+        microbatches: Number of microbatches in a step.
+
+    Raises:
+        ScheduleError: The name is unknown.
+    """
+    if name not in ("v-half", "v-min"):
+        raise ScheduleError(f"blocks {name!r} are unknown. Choose one of v-half, v-min.")
+    schedule = []
+    for rank in range(ranks):
+        down, up = rank, 2 * ranks - 1 - rank
+        if name == "v-min":
+            shift = 2 if ranks % 3 == 0 else 0
+            slots = (rank, 2 * ranks - 1 - rank, 2 * ranks + shift + rank, 4 * ranks + shift - 1 - rank)
+        else:
+            shift = 3 if ranks % 2 == 0 else 0
+            slots = (2 * rank, 3 * ranks - 2 - rank, 3 * ranks + shift + 2 * rank - 1, 6 * ranks + shift - 2 - rank)
+        computed = ((Kind.F, down), (Kind.F, up), (Kind.BW, up), (Kind.BW, down))
+        timed = [
+            (slot + 6 * microbatch, -number, Action(kind, stage, microbatch))
+            for number, (slot, (kind, stage)) in enumerate(zip(slots, computed, strict=True))
+            for microbatch in range(microbatches)
+        ]
+        schedule.append([action for *_, action in sorted(timed, key=lambda entry: entry[:2])])
+    return split_backwards(schedule)
+
+
+# --- conversion ---
+
+
+def convert_torch_order(pipeline_order: Mapping[int, Sequence[Any]]) -> Schedule:
+    """Return the computations of a ``pipeline_order`` of ``torch.distributed.pipelining``.
+
+    ``OVERLAP_F_B`` becomes its parts, one after the other. Entries that are None, transfers, reductions, unshards and
+    reshards are left out.
+
+    Args:
+        pipeline_order: Actions (``_Action``) by rank, lowered or not. Ranks count from 0 without a hole.
+
+    Raises:
+        ScheduleError: A rank is missing, or the kind of an action is unknown.
+    """
+    missing = sorted(set(range(len(pipeline_order))) - set(pipeline_order))
+    if missing:
+        raise ScheduleError(
+            f"the order has ranks {sorted(pipeline_order)}, so rank {missing[0]} is missing. "
+            "Give an order to each rank."
+        )
+    return [list(_convert(rank, pipeline_order[rank])) for rank in range(len(pipeline_order))]
+
+
+def _convert(rank: int, actions: Sequence[Any]) -> Iterator[Action]:
+    for action in actions:
+        if action is None:
+            continue
+        kind = str(getattr(action.computation_type, "value", action.computation_type))
+        if kind == _OVERLAPPED and action.sub_actions:
+            yield from _convert(rank, action.sub_actions)
+        elif kind in _OF_TORCH and action.microbatch_index is not None:
+            yield Action(_OF_TORCH[kind], int(action.stage_index), int(action.microbatch_index))
+        elif not kind.startswith(_NO_COMPUTATION):
+            raise ScheduleError(
+                f"rank {rank}: action {action} of kind {kind} is unknown. Use torch 2.11 to 2.15, or turn the feature "
+                "off with OVPATCH_PIPELINE=0."
+            )
+
+
+def split_backwards(schedule: Schedule) -> Schedule:
+    """Return the schedule with each full backward as a B and a W side by side, which sends the gradient earlier."""
+
+    def parts(action: Action) -> tuple[Action, ...]:
+        return (action._replace(kind=Kind.B), action._replace(kind=Kind.W)) if action.kind is Kind.BW else (action,)
+
+    return [[part for action in order for part in parts(action)] for order in schedule]
+
+
+def merge_backwards(schedule: Schedule) -> Schedule:
+    """Return the schedule with each B whose W follows at once as a full backward."""
+    merged: list[list[Action]] = []
+    for order in schedule:
+        merged.append([])
+        for action in order:
+            before = merged[-1][-1] if merged[-1] else None
+            if action.kind is Kind.W and before == action._replace(kind=Kind.B):
+                merged[-1][-1] = action._replace(kind=Kind.BW)
+            else:
+                merged[-1].append(action)
+    return merged
+
+
+# --- rules ---
+
+
+def check_schedule(
+    schedule: Schedule,
+    placement: Placement,
+    *,
+    stock: Schedule | None = None,
+    keep_forward_order: bool = False,
+    slots: int | None = None,
+) -> None:
+    """Check that a schedule computes each microbatch once, keeps stock's bits, and ends.
+
+    Args:
+        schedule: Orders by rank.
+        placement: Rank of each stage.
+        stock: Order whose bits are kept. By default, microbatches of a stage go in ascending order.
+        keep_forward_order: Random numbers are drawn, so each rank runs its Fs in the sequence that ``stock`` has over
+            all stages of the rank.
+        slots: Messages that a directed edge between two ranks holds between its sender and the action that reads them;
+            None for any number. Messages of an edge arrive in the sender's order.
+
+    Raises:
+        ScheduleError: A rule is broken. The first violation is named, in the order of the rules: numbers, placement,
+            each computation once, F before B before W, sequences of stock, no deadlock.
+    """
+    if len(schedule) != max(placement, default=-1) + 1:
+        raise ScheduleError(
+            f"the schedule has {len(schedule)} ranks and the placement {max(placement, default=-1) + 1}. "
+            "Give an order to each rank."
+        )
+    if keep_forward_order and stock is None:
+        raise ScheduleError("the sequence of Fs to keep is unknown. Give the stock schedule as well.")
+    if slots is not None and slots < 1:
+        raise ScheduleError(f"{slots} slots hold no message. Give 1 or more, or None.")
+    _check_each_once(schedule, placement)
+    _check_dependencies(schedule)
+    _check_sequences(schedule, stock, keep_forward_order)
+    _check_progress(schedule, placement, slots)
+
+
+def _check_each_once(schedule: Schedule, placement: Placement) -> None:
+    counts: dict[Action, int] = defaultdict(int)
+    microbatches = 1 + max((action.microbatch for order in schedule for action in order), default=-1)
+    for rank, order in enumerate(schedule):
+        for action in order:
+            if not 0 <= action.stage < len(placement) or placement[action.stage] != rank:
+                known = 0 <= action.stage < len(placement)
+                raise ScheduleError(
+                    f"rank {rank}: {action} is of stage {action.stage}, which "
+                    f"{f'rank {placement[action.stage]} holds' if known else 'does not exist'}. "
+                    "Move it to the rank of its stage."
+                )
+            for kind in (Kind.B, Kind.W) if action.kind is Kind.BW else (action.kind,):
+                counts[action._replace(kind=kind)] += 1
+    for stage, rank in enumerate(placement):
+        for microbatch in range(microbatches):
+            for kind in (Kind.F, Kind.B, Kind.W):
+                count = counts[Action(kind, stage, microbatch)]
+                if count != 1:
+                    raise ScheduleError(
+                        f"rank {rank}: {kind.value} of stage {stage} and microbatch {microbatch} is there "
+                        f"{count} times. Each computation runs once."
+                    )
+
+
+def _check_dependencies(schedule: Schedule) -> None:
+    for rank, order in enumerate(schedule):
+        done: set[Action] = set()
+        for action in order:
+            needed = Kind.F if action.kind in (Kind.B, Kind.BW) else Kind.B if action.kind is Kind.W else None
+            if needed is not None and action._replace(kind=needed) not in done:
+                raise ScheduleError(
+                    f"rank {rank}: {action} runs before {action._replace(kind=needed)}. Run F before B before W."
+                )
+            done.add(action)
+
+
+def _check_sequences(schedule: Schedule, stock: Schedule | None, keep_forward_order: bool) -> None:
+    expected = None if stock is None else _sequences(stock)
+    for (rank, stage, kind), found in _sequences(schedule).items():
+        wanted = sorted(found) if expected is None else expected.get((rank, stage, kind), [])
+        if found != wanted:
+            pairs = enumerate(zip(found, wanted, strict=False))
+            index = next((number for number, (ours, stocks) in pairs if ours != stocks), len(wanted))
+            instead = f", not {wanted[index]}" if index < len(wanted) else ""
+            raise ScheduleError(
+                f"rank {rank}: {kind.value} number {index} of stage {stage} is of microbatch {found[index]}{instead}. "
+                "Sums round by their order: keep stock's order of microbatches within each stage."
+            )
+    if not keep_forward_order or stock is None:
+        return
+    for rank, orders in enumerate(zip(schedule, stock, strict=True)):
+        ours, theirs = ([action for action in order if action.kind is Kind.F] for order in orders)
+        for mine, other in zip(ours, theirs, strict=True):
+            if mine != other:
+                raise ScheduleError(
+                    f"rank {rank}: {mine} stands where stock has {other}, and Fs draw random numbers. "
+                    "Keep stock's sequence of Fs on each rank."
+                )
+
+
+def _sequences(schedule: Schedule) -> dict[tuple[int, int, Kind], list[int]]:
+    """Return the microbatches by rank, stage and kind in their order; a full backward counts as B and as W."""
+    found: dict[tuple[int, int, Kind], list[int]] = defaultdict(list)
+    for rank, order in enumerate(schedule):
+        for action in order:
+            for kind in (Kind.B, Kind.W) if action.kind is Kind.BW else (action.kind,):
+                found[rank, action.stage, kind].append(action.microbatch)
+    return found
+
+
+def find_source(action: Action, stages: int) -> Action | None:
+    """Return the computation of another stage whose result an action reads; its kind is F or B. None without one."""
+    if action.kind is Kind.F and action.stage > 0:
+        return action._replace(stage=action.stage - 1)
+    if action.kind in (Kind.B, Kind.BW) and action.stage < stages - 1:
+        return Action(Kind.B, action.stage + 1, action.microbatch)
+    return None
+
+
+def list_messages(schedule: Schedule, placement: Placement) -> dict[tuple[int, int], list[Action]]:
+    """Return the messages of each directed edge ``(sender, receiver)`` in the order of the sender.
+
+    A message is named by the computation that makes it; that of a full backward is named by B.
+    """
+    messages: dict[tuple[int, int], list[Action]] = defaultdict(list)
+    for rank, order in enumerate(schedule):
+        for action in order:
+            target = action.stage + (1 if action.kind is Kind.F else -1)
+            if action.kind is not Kind.W and 0 <= target < len(placement) and placement[target] != rank:
+                kind = Kind.F if action.kind is Kind.F else Kind.B
+                messages[rank, placement[target]].append(action._replace(kind=kind))
+    return dict(messages)
+
+
+def _check_progress(schedule: Schedule, placement: Placement, slots: int | None) -> None:
+    """Run all orders without costs; a rank waits for its message, a message for a slot of its edge."""
+    positions = [0] * len(schedule)
+    numbers: dict[Action, tuple[tuple[int, int], int]] = {
+        message: (edge, number)
+        for edge, messages in list_messages(schedule, placement).items()
+        for number, message in enumerate(messages)
+    }
+    made: set[Action] = set()
+    read: dict[tuple[int, int], set[int]] = defaultdict(set)
+    first_unread: dict[tuple[int, int], int] = defaultdict(int)
+
+    def arrives(action: Action) -> bool:
+        source = find_source(action, len(placement))
+        if source is None or source not in made:
+            return source is None
+        if slots is None or source not in numbers:
+            return True
+        edge, number = numbers[source]  # slot number % slots is free once all messages up to number - slots are read
+        return number - first_unread[edge] < slots
+
+    moved = True
+    while moved:
+        moved = False
+        for rank, order in enumerate(schedule):
+            while positions[rank] < len(order) and arrives(order[positions[rank]]):
+                action = order[positions[rank]]
+                positions[rank] += 1
+                moved = True
+                if action.kind is not Kind.W:
+                    made.add(action._replace(kind=Kind.B) if action.kind is Kind.BW else action)
+                source = find_source(action, len(placement))
+                if source in numbers:
+                    edge, number = numbers[source]
+                    read[edge].add(number)
+                    while first_unread[edge] in read[edge]:
+                        first_unread[edge] += 1
+    for rank, order in enumerate(schedule):
+        if positions[rank] < len(order):
+            action = order[positions[rank]]
+            source = find_source(action, len(placement))
+            known = slots is not None and source in made
+            why = f"all {slots} slots of the edge hold later messages" if known else f"{source} waits as well"
+            raise ScheduleError(
+                f"rank {rank}: deadlock, {action} waits for {source}, and {why}. "
+                f"{'Give the edge more slots.' if known else 'Move it behind what its source waits for.'}"
+            )

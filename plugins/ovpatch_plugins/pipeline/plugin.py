@@ -1,0 +1,76 @@
+"""The patches of feature ``pipeline``."""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from ovpatch.hookspecs import Feature, Registrar, hookimpl
+from ovpatch_plugins.pipeline.options import OPTIONS
+
+_SCHEDULES = "torch.distributed.pipelining.schedules"
+_CLASSES = ("ScheduleGPipe", "Schedule1F1B", "PipelineScheduleMulti", "_PipelineScheduleRuntime")
+
+
+@hookimpl
+def ovpatch_feature() -> Feature:
+    """Describe the feature."""
+    return Feature(
+        name="pipeline",
+        summary="Schedules of torch.distributed.pipelining: early sends, weight gradients in the bubbles.",
+        options=OPTIONS,
+        default=False,
+        work=("steps",),
+    )
+
+
+@hookimpl
+def ovpatch_reasons_against() -> Sequence[str]:
+    """Return why the feature cannot run here."""
+    import torch
+
+    return [] if torch.distributed.is_available() else ["this build of torch has no torch.distributed"]
+
+
+@hookimpl
+def ovpatch_register(patches: Registrar, options: Mapping[str, Any]) -> None:
+    """Register the patches; they wait for the import of ``torch.distributed.pipelining``."""
+    for owner in _CLASSES:
+        patches.register_patch(
+            f"{_SCHEDULES}.{owner}._step_microbatches",
+            wrap=functools.partial(_wrap_step, owner=owner, options=options),
+            why="runs the microbatches of a step, between splitting inputs and merging outputs; keeps its name and "
+            "meaning in torch 2.11 to 2.15. dw_builder, the official hook, splits the backward but cannot send earlier.",
+        )
+
+
+@hookimpl
+def ovpatch_deactivate() -> None:
+    """Give all stages back to stock."""
+    takeover = sys.modules.get("ovpatch_plugins.pipeline.takeover")
+    if takeover is not None:
+        takeover.release_all()
+
+
+@hookimpl
+def ovpatch_counters() -> Mapping[str, int]:
+    """Return the counters."""
+    from ovpatch_plugins.pipeline.report import COUNTERS
+
+    return COUNTERS.as_dict()
+
+
+@hookimpl
+def ovpatch_remarks() -> Sequence[str]:
+    """Return what ran and what it cost, and why schedules or linears were left to stock."""
+    from ovpatch_plugins.pipeline.report import write_remarks
+
+    return write_remarks()
+
+
+def _wrap_step(original: Callable[..., Any], owner: str, options: Mapping[str, Any]) -> Callable[..., Any]:
+    from ovpatch_plugins.pipeline.takeover import Takeover
+
+    return Takeover(options).wrap_step(original, owner)

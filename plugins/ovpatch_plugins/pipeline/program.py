@@ -1,0 +1,198 @@
+"""What a rank runs in a step: its computations, and what it receives before and sends behind each."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from ovpatch_plugins.pipeline.actions import Action, Kind, Schedule
+from ovpatch_plugins.pipeline.orders import find_source, list_messages
+
+
+@dataclass(frozen=True)
+class Receive:
+    """A message to receive.
+
+    Attributes:
+        action: The computation that reads it; its kind is F or B.
+        sender: Rank of the sender.
+    """
+
+    action: Action
+    sender: int
+
+
+@dataclass
+class Step:
+    """A computation and its messages.
+
+    Attributes:
+        action: The computation.
+        receive: The message that it reads, if that comes from another rank.
+        receiver: Rank that gets its result, if that is another one.
+        next_stage: Stage on this rank that gets its result, if one does.
+        posts: Receives to start before it, in the order of their senders.
+        kept: By receiver, how many messages may still be unread there once ``receive`` has come.
+        reduces: Whether it is the last backward of its stage, behind which gradients are reduced and scaled.
+        unshards: Stages whose parameters are gathered before it.
+        reshards: Stages whose parameters are sharded again before it.
+    """
+
+    action: Action
+    receive: Receive | None = None
+    receiver: int | None = None
+    next_stage: int | None = None
+    posts: list[Receive] = field(default_factory=list)
+    kept: dict[int, int] = field(default_factory=dict)
+    reduces: bool = False
+    unshards: list[int] = field(default_factory=list)
+    reshards: list[int] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Program:
+    """The steps of one rank.
+
+    Attributes:
+        rank: The rank.
+        steps: Its steps.
+        edges: Directed edges of the whole pipeline with messages.
+        peak_activations: Most microbatches that are between F and the last of their B and W at one time, over all
+            stages of the rank.
+        final_reshards: Stages whose parameters are sharded again at the end.
+    """
+
+    rank: int
+    steps: Sequence[Step]
+    edges: Sequence[tuple[int, int]]
+    peak_activations: int
+    final_reshards: Sequence[int] = ()
+
+
+def make_program(
+    schedule: Schedule,
+    placement: Sequence[int],
+    rank: int,
+    *,
+    ahead: int,
+    shardings: Sequence[tuple[int, str, int]] = (),
+) -> Program:
+    """Return the program of a rank.
+
+    Args:
+        schedule: Orders of all ranks.
+        placement: Rank of each stage.
+        rank: The rank.
+        ahead: How many receives are started before the computation in front of the one that reads them.
+        shardings: Which stages of the rank are unsharded and resharded: index of the computation in front of which it
+            happens, ``"UNSHARD"`` or ``"RESHARD"``, stage.
+    """
+    messages = list_messages(schedule, placement)
+    steps = [_make_step(action, placement, rank) for action in schedule[rank]]
+    _mark_reductions(steps)
+    _post_receives(steps, messages, rank, ahead)
+    _find_read(steps, schedule, placement, messages, rank)
+    final = [stage for index, _, stage in shardings if index >= len(steps)]
+    for index, name, stage in shardings:
+        if index < len(steps):
+            (steps[index].unshards if name == "UNSHARD" else steps[index].reshards).append(stage)
+    return Program(rank, steps, sorted(messages), _count_activations(schedule[rank]), final)
+
+
+def _message_of(action: Action) -> Action:
+    return action._replace(kind=Kind.F if action.kind is Kind.F else Kind.B)
+
+
+def _make_step(action: Action, placement: Sequence[int], rank: int) -> Step:
+    step = Step(action)
+    if action.kind is Kind.W:
+        return step
+    source = find_source(action, len(placement))
+    if source is not None and placement[source.stage] != rank:
+        step.receive = Receive(_message_of(action), placement[source.stage])
+    target = action.stage + (1 if action.kind is Kind.F else -1)
+    if 0 <= target < len(placement):
+        if placement[target] == rank:
+            step.next_stage = target
+        else:
+            step.receiver = placement[target]
+    return step
+
+
+def _mark_reductions(steps: Sequence[Step]) -> None:
+    last: dict[int, Step] = {}
+    for step in steps:
+        if step.action.kind in (Kind.W, Kind.BW):
+            last[step.action.stage] = step
+    for step in last.values():
+        step.reduces = True
+
+
+def _post_receives(
+    steps: Sequence[Step], messages: dict[tuple[int, int], list[Action]], rank: int, ahead: int
+) -> None:
+    """Start each receive before the computation that stands ``ahead`` receiving ones earlier, edges in order."""
+    readers = {step.receive: number for number, step in enumerate(steps) if step.receive is not None}
+    receiving = sorted(readers.values())
+    queues: dict[int, list[Receive]] = {}
+    for (sender, receiver), sent in messages.items():
+        if receiver == rank:
+            shift = {Kind.F: 1, Kind.B: -1}
+            queues[sender] = [
+                Receive(action._replace(stage=action.stage + shift[action.kind]), sender) for action in sent
+            ]
+    for number, step in enumerate(steps):
+        behind = [one for one in receiving if one >= number]
+        # Those behind the next one that receives; a computation that reads nothing counts as one of them.
+        limit = ahead + 1 if behind[:1] == [number] else ahead
+        due = set(behind[:limit])
+        for sender in sorted(queues):
+            queue = queues[sender]
+            until = max((i + 1 for i, receive in enumerate(queue) if readers[receive] in due), default=0)
+            step.posts += queue[:until]
+            queues[sender] = queue[until:]
+
+
+def _find_read(
+    steps: Sequence[Step],
+    schedule: Schedule,
+    placement: Sequence[int],
+    messages: dict[tuple[int, int], list[Action]],
+    rank: int,
+) -> None:
+    """Note which messages were read for sure when one comes back from their receiver, which made it afterwards."""
+    made_at = {
+        _message_of(action): number
+        for order in schedule
+        for number, action in enumerate(order)
+        if action.kind is not Kind.W
+    }
+    sent: Counter[int] = Counter()
+    read_at: defaultdict[int, list[int]] = defaultdict(list)
+    for (sender, receiver), queue in messages.items():
+        if sender == rank:
+            for message in queue:
+                reader = message._replace(stage=message.stage + (1 if message.kind is Kind.F else -1))
+                read_at[receiver].append(made_at[reader])
+    for step in steps:
+        if step.receive is not None:
+            peer = step.receive.sender
+            source = find_source(step.action, len(placement))
+            assert source is not None
+            until = made_at[_message_of(source)]
+            first = next((i for i, at in enumerate(read_at[peer][: sent[peer]]) if at > until), sent[peer])
+            step.kept = {peer: sent[peer] - first}
+        if step.receiver is not None:
+            sent[step.receiver] += 1
+
+
+def _count_activations(order: Sequence[Action]) -> int:
+    """Return the most microbatches that wait for their last backward."""
+    last = {(action.stage, action.microbatch): number for number, action in enumerate(order)}
+    live = peak = 0
+    for number, action in enumerate(order):
+        live += action.kind is Kind.F
+        peak = max(peak, live)
+        live -= last[action.stage, action.microbatch] == number
+    return peak

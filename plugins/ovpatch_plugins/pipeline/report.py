@@ -1,0 +1,173 @@
+"""Counters, costs and remarks of the feature in this process."""
+
+from __future__ import annotations
+
+import statistics
+from collections import Counter, defaultdict, deque
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Final
+
+from ovpatch_plugins.pipeline.actions import Kind
+
+
+@dataclass
+class Counters:
+    """Totals since the process started.
+
+    Attributes:
+        schedules: Schedules taken over.
+        steps: Steps that the engine ran.
+        actions: Computations of those steps.
+        early_sends: Input gradients sent before the weight gradients of their microbatch.
+        weight_grads: Weight gradients of linears computed later than their backward.
+        messages: Messages sent to other ranks.
+        failed_steps: Steps that ended with an exception.
+        stock_steps: Steps with a backward that stock ran.
+    """
+
+    schedules: int = 0
+    steps: int = 0
+    actions: int = 0
+    early_sends: int = 0
+    weight_grads: int = 0
+    messages: int = 0
+    failed_steps: int = 0
+    stock_steps: int = 0
+
+    def as_dict(self) -> dict[str, int]:
+        """Return the counters by name."""
+        return asdict(self)
+
+
+COUNTERS = Counters()
+
+_MOST_SCHEDULES: Final = 8
+_schedules: deque[ScheduleReport] = deque(maxlen=_MOST_SCHEDULES)
+_stock_reasons: dict[str, None] = {}
+
+
+@dataclass
+class StageReport:
+    """What is said of a stage.
+
+    Attributes:
+        objection: Why its weight gradients stay in the backward, or "".
+        reasons: Why linears stay in B, with their number.
+    """
+
+    objection: str = ""
+    reasons: Counter[str] = field(default_factory=Counter)
+
+
+@dataclass
+class ScheduleReport:
+    """What is said of a schedule, kept when the schedule itself is gone.
+
+    Attributes:
+        name: Its class.
+        order: The order that it runs.
+        rank: Rank in the pipeline.
+        microbatches: Their number in a step.
+        peak_activations: Most microbatches with activations at one time.
+        is_host_timed: Whether the host's clock sees computations, as on a CPU.
+        bubbles: The bubble that the simulator expects, by rank; empty until it is known.
+        stages: The rank's stages.
+        times: Costs of the computations.
+    """
+
+    name: str
+    order: str
+    rank: int
+    microbatches: int
+    peak_activations: int
+    is_host_timed: bool
+    bubbles: Callable[[], Sequence[float]]
+    stages: dict[int, StageReport]
+    times: StepTimes
+
+
+def note_schedule(schedule: ScheduleReport) -> None:
+    """Have the report show a schedule; of many, the last ones."""
+    COUNTERS.schedules += 1
+    _schedules.append(schedule)
+
+
+def note_stock(reason: str) -> None:
+    """Have the report say why a schedule was left to stock."""
+    _stock_reasons.setdefault(reason)
+
+
+class StepTimes:
+    """Durations of a rank's computations and steps, in seconds of the host; the last :attr:`WINDOW` of each kind.
+
+    On a device whose work the host does not wait for, they are the times to issue it, and no bubble is reported.
+    """
+
+    WINDOW = 64
+
+    def __init__(self) -> None:
+        self._costs: defaultdict[tuple[int, Kind], list[float]] = defaultdict(list)
+        self._steps: list[float] = []
+
+    def add_action(self, stage: int, kind: Kind, seconds: float) -> None:
+        """Add a computation."""
+        _append(self._costs[stage, kind], seconds)
+
+    def add_step(self, seconds: float) -> None:
+        """Add a step."""
+        _append(self._steps, seconds)
+
+    def stages(self) -> set[int]:
+        """Return the stages with costs."""
+        return {stage for stage, _ in self._costs}
+
+    def cost(self, stage: int, kind: Kind) -> float:
+        """Return the median cost; 0 without one."""
+        costs = self._costs.get((stage, kind))
+        return statistics.median(costs) if costs else 0.0
+
+    def bubble(self, microbatches: int) -> float | None:
+        """Return ``1 - m (F + B + W) / T`` over all stages of the rank; None before the first step."""
+        if not self._steps:
+            return None
+        work = sum(self.cost(stage, kind) for stage, kind in self._costs)
+        return 1 - microbatches * work / statistics.median(self._steps)
+
+
+def _append(values: list[float], value: float) -> None:
+    if len(values) >= StepTimes.WINDOW:
+        del values[0]
+    values.append(value)
+
+
+def write_remarks() -> list[str]:
+    """Return what ran, what it cost, and what was left to stock, with reasons."""
+    remarks = [line for schedule in _schedules for line in _describe(schedule)]
+    return remarks + [f"a schedule was left to stock: {reason}" for reason in _stock_reasons]
+
+
+def _describe(schedule: ScheduleReport) -> list[str]:
+    times = schedule.times
+    lines = [
+        f"{schedule.name} runs as {schedule.order} on rank {schedule.rank}: {schedule.microbatches} microbatches, at most "
+        f"{schedule.peak_activations} with activations"
+    ]
+    for index, stage in schedule.stages.items():
+        where = f"stage {index}"
+        costs = [f"{kind.value} {1000 * cost:.2f}" for kind in Kind if (cost := times.cost(index, kind))]
+        clock = "" if schedule.is_host_timed else " to issue"
+        lines.append(f"{where}: {', '.join(costs)} ms{clock}" if costs else f"{where}: not run yet")
+        if stage.objection:
+            lines.append(f"{where}: weight gradients stay in the backward: {stage.objection}")
+        lines += [f"{where}: {_count(number)} in B: {reason}" for reason, number in stage.reasons.items()]
+    bubble = times.bubble(schedule.microbatches)
+    if bubble is not None and schedule.is_host_timed:
+        expected = schedule.bubbles()
+        text = f", {100 * expected[schedule.rank]:.1f}% predicted" if expected else ""
+        lines.append(f"bubble on rank {schedule.rank}: {100 * bubble:.1f}% of a step measured{text}")
+    return lines
+
+
+def _count(number: int) -> str:
+    return f"{number} linear{'s' if number > 1 else ''}"

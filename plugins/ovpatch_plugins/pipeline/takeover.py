@@ -1,0 +1,281 @@
+"""Which schedules the engine runs, and how all ranks of a pipeline agree on that."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import inspect
+import sys
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final
+
+import torch
+import torch.distributed as dist
+
+from ovpatch.overlap.comm.collectives import backend_name
+from ovpatch.overlap.comm.consensus import LATE_START_S, check_consistent
+from ovpatch.overlap.comm.group_state import group_store
+from ovpatch_plugins.pipeline.actions import Kind, Schedule
+from ovpatch_plugins.pipeline.engine import Engine, StepInputs
+from ovpatch_plugins.pipeline.options import AS_GIVEN
+from ovpatch_plugins.pipeline.orders import ScheduleError, build_order, check_schedule, convert_torch_order
+from ovpatch_plugins.pipeline.prediction import Prediction
+from ovpatch_plugins.pipeline.program import make_program
+from ovpatch_plugins.pipeline.report import COUNTERS, ScheduleReport, note_schedule, note_stock
+from ovpatch_plugins.pipeline.stage_run import StageRun
+from ovpatch_plugins.pipeline.transport import SUPPORTED_BACKENDS, PeerToPeer
+
+_SINGLE: Final = {"ScheduleGPipe": "gpipe", "Schedule1F1B": "1f1b"}
+_AHEAD: Final = {True: 2, False: 1}  # receives posted in advance, where a wait blocks the host and where it does not
+
+
+class Takeover:
+    """The patches of ``_step_microbatches``, made for one set of options.
+
+    Args:
+        options: Resolved options of the feature.
+    """
+
+    def __init__(self, options: Mapping[str, Any]) -> None:
+        self._options = dict(options)
+
+    def wrap_step(self, original: Callable[..., Any], owner: str) -> Callable[..., Any]:
+        """Wrap ``_step_microbatches`` of the class ``owner``."""
+        signature = inspect.signature(original)
+
+        @functools.wraps(original)
+        def _step_microbatches(schedule: Any, *args: Any, **kwargs: Any) -> Any:
+            if not schedule._has_backward:
+                _give_buffers_back(schedule)
+                return original(schedule, *args, **kwargs)
+            engine = self._find_engine(schedule, owner)
+            if engine is None or _is_first_step_of_stock(schedule, engine):
+                COUNTERS.stock_steps += 1
+                _give_buffers_back(schedule)
+                return original(schedule, *args, **kwargs)
+            bound = signature.bind(schedule, *args, **kwargs)
+            bound.apply_defaults()
+            engine.run(_prepare_inputs(schedule, bound.arguments))
+            return None
+
+        return _step_microbatches
+
+    def _find_engine(self, schedule: Any, owner: str) -> Engine | None:
+        known = _records.get(schedule)
+        facts = _facts_of(schedule, owner)
+        if known is None or not known.is_for(facts):
+            known = _records[schedule] = _Record(facts, self._make_engine(schedule, owner))
+        return known.engine
+
+    def _make_engine(self, schedule: Any, owner: str) -> Engine | None:
+        """Return the engine of a schedule, or None where some rank has a reason against it. Agrees with all ranks."""
+        _give_buffers_back(schedule)
+        stages = _stages_of(schedule)
+        group = stages[0].group or dist.distributed_c10d._get_default_group()
+        reason = _find_reason_against(schedule, stages, group)
+        name, orders = "", None
+        if not reason:
+            try:
+                name, orders = self._choose_order(schedule, owner, stages)
+                check_schedule(orders, _placement_of(schedule, stages), stock=orders)
+            except ScheduleError as error:
+                reason = str(error)
+        terms = {
+            "class": type(schedule).__name__,
+            "microbatches": schedule._n_microbatches,
+            "order": "" if orders is None else hashlib.sha256(repr(_list_actions(orders)).encode()).hexdigest(),
+            **{key: value for key, value in self._options.items()},
+        }
+        if reason:
+            terms["order"] = None
+        reason = _agree(group, terms, reason)
+        if reason or orders is None:
+            note_stock(f"{type(schedule).__name__}: {reason}")
+            return None
+        return self._build(schedule, owner, stages, group, name, orders)
+
+    def _choose_order(self, schedule: Any, owner: str, stages: Sequence[Any]) -> tuple[str, Schedule]:
+        if owner not in _SINGLE:
+            lowered = getattr(schedule, "pipeline_order_with_comms", None)
+            return "its own order", convert_torch_order(lowered or schedule.pipeline_order)
+        wanted = self._options["schedule"]
+        name = _SINGLE[owner] if wanted == AS_GIVEN else wanted
+        return name, build_order(name, ranks=stages[0].num_stages, microbatches=schedule._n_microbatches)
+
+    def _build(
+        self,
+        schedule: Any,
+        owner: str,
+        stages: Sequence[Any],
+        group: dist.ProcessGroup,
+        name: str,
+        orders: Schedule,
+    ) -> Engine:
+        rank, placement = dist.get_rank(group), _placement_of(schedule, stages)
+        device = torch.device(stages[0].device)
+        is_blocking = backend_name(group, device) == "gloo"
+        ahead = _AHEAD[is_blocking] if self._options["overlap_p2p_comm"] else 0
+        program = make_program(orders, placement, rank, ahead=ahead, shardings=_list_shardings(schedule, rank))
+        split = {action.stage for action in orders[rank] if action.kind is Kind.W}
+        split |= {
+            step.action.stage
+            for step in program.steps
+            if step.action.kind is not Kind.F and step.receiver is not None
+        }
+        runs = {
+            stage.stage_index: StageRun(
+                stage,
+                sends_or_splits=stage.stage_index in split,
+                delay_wgrad_compute=self._options["delay_wgrad_compute"],
+                fuse=self._options["gradient_accumulation_fusion"],
+            )
+            for stage in stages
+        }
+        transport = PeerToPeer(group, device, program.edges)
+        by_perform = owner != "PipelineScheduleMulti"
+        prediction = Prediction(group, orders, placement)
+        engine = Engine(schedule, group, runs, program, transport, prediction, by_perform=by_perform)
+        note_schedule(
+            ScheduleReport(
+                name=type(schedule).__name__,
+                order=name,
+                rank=rank,
+                microbatches=schedule._n_microbatches,
+                peak_activations=program.peak_activations,
+                is_host_timed=device.type == "cpu",
+                bubbles=lambda: prediction.bubbles,
+                stages={index: run.report for index, run in runs.items()},
+                times=engine.times,
+            )
+        )
+        return engine
+
+
+class _Record:
+    """What is known of a schedule: the facts that were looked at, and the engine made from them."""
+
+    def __init__(self, facts: tuple[Any, ...], engine: Engine | None) -> None:
+        self._facts = facts
+        self.engine = engine
+        self.stock_steps = 0
+
+    def is_for(self, facts: tuple[Any, ...]) -> bool:
+        """Tell whether nothing has changed since."""
+        return len(facts) == len(self._facts) and all(a is b for a, b in zip(facts, self._facts, strict=True))
+
+
+_records: weakref.WeakKeyDictionary[Any, _Record] = weakref.WeakKeyDictionary()
+
+
+def release_all() -> None:
+    """Give all stages what stock expects, and forget the engines."""
+    for schedule in list(_records):
+        _give_buffers_back(schedule)
+    _records.clear()
+
+
+def _facts_of(schedule: Any, owner: str) -> tuple[Any, ...]:
+    """Return the objects on which the decision about a schedule rests, compared by identity."""
+    stages = _stages_of(schedule)
+    orders = getattr(schedule, "pipeline_order_with_comms", None) or getattr(schedule, "pipeline_order", None) or {}
+    own = orders.get(getattr(schedule, "rank", None)) if owner not in _SINGLE else None
+    return (own, bool(_custom_functions(schedule)), *(stage.submod for stage in stages), *(s.dw_builder for s in stages))
+
+
+def _stages_of(schedule: Any) -> list[Any]:
+    stages = getattr(schedule, "_stages", None)
+    return [schedule._stage] if stages is None else list(stages)
+
+
+def _placement_of(schedule: Any, stages: Sequence[Any]) -> list[int]:
+    ranks = stages[0].stage_index_to_group_rank
+    return [ranks[stage] for stage in range(schedule._num_stages)]
+
+
+def _custom_functions(schedule: Any) -> Mapping[Any, Any]:
+    functions: Mapping[Any, Any] = getattr(schedule, "_comp_type_to_function_map", {})
+    return functions
+
+
+def _list_actions(orders: Schedule) -> list[list[str]]:
+    return [[str(action) for action in order] for order in orders]
+
+
+def _list_shardings(schedule: Any, rank: int) -> list[tuple[int, str, int]]:
+    """Return UNSHARD and RESHARD of a lowered order, with the index of the computation in front of which they stand."""
+    found, index = [], 0
+    for action in (getattr(schedule, "pipeline_order_with_comms", None) or {}).get(rank, ()):
+        name = action.computation_type.value
+        if name in ("UNSHARD", "RESHARD"):
+            found.append((index, name, action.stage_index))
+        elif action.sub_actions is not None:
+            index += len(action.sub_actions)
+        else:
+            index += name in ("F", "I", "W", "B")
+    return found
+
+
+def _find_reason_against(schedule: Any, stages: Sequence[Any], group: dist.ProcessGroup) -> str:
+    """Return why this rank cannot run the schedule, or ""."""
+    device = torch.device(stages[0].device)
+    backend = backend_name(group, device)
+    if backend not in SUPPORTED_BACKENDS:
+        return f"its messages travel by backend {backend}, not by gloo or nccl"
+    if group_store(group) is None:
+        return "its process group has no store, through which ranks would compare their settings"
+    if _custom_functions(schedule):
+        return "register_custom_function() replaces computations"
+    if not getattr(schedule, "_backward_requires_autograd", True):
+        return "backward_requires_autograd=False leaves the backward to the script"
+    if any(stage.dw_builder is not None for stage in stages):
+        return "a stage has a dw_builder, which computes weight gradients its own way"
+    traced = getattr(sys.modules.get("torch.distributed.pipelining.stage"), "_PipelineStage", ())
+    if any(isinstance(stage, traced) and _has_skip_connections(stage) for stage in stages):
+        return "a traced stage has skip connections"
+    if len(stages) == 1 and hasattr(schedule, "_stage"):
+        stage = stages[0]
+        if stage.num_stages != group.size() or stage.stage_index != stage.group_rank:
+            return "stages are not numbered like the ranks"
+    return ""
+
+
+def _has_skip_connections(stage: Any) -> bool:
+    """Tell whether a traced stage sends to or reads from stages that are not its neighbours."""
+    near = {stage.stage_index - 1, stage.stage_index + 1}
+    users = {stage.find_dst_rank(user) for user in stage.node.users}
+    users |= {stage.find_dst_rank(inner) for user in stage.node.users for inner in user.users}
+    sources = {
+        stage.submod_to_stage_index[node.name] for node in stage.node.all_input_nodes if node.name in stage.submod_to_stage_index
+    }
+    return bool((users | sources) - near - {None})
+
+
+def _agree(group: dist.ProcessGroup, terms: Mapping[str, Any], reason: str) -> str:
+    return check_consistent(group, "pipeline", terms, objection=reason, timeout_s=LATE_START_S)
+
+
+def _is_first_step_of_stock(schedule: Any, engine: Engine) -> bool:
+    """Tell whether stock computes this step, see [Note: first step of a wrapped stage]."""
+    record = _records[schedule]
+    wants = any(stage.data_parallel.first_step_is_stock for stage in engine.stages.values())
+    record.stock_steps += 1
+    return wants and record.stock_steps == 1
+
+
+def _prepare_inputs(schedule: Any, given: Mapping[str, Any]) -> StepInputs:
+    """Check the inputs and initialise the stages, as stock's step does first."""
+    losses, targets = given["losses"], given["target_mbs"]
+    args, kwargs = schedule._check_inputs(given["arg_mbs"], given["kwarg_mbs"], targets, losses)
+    loss_kwargs = given.get("loss_kwargs")
+    initialize = schedule._initialize_stages if hasattr(schedule, "_initialize_stages") else schedule._initialize_stage
+    extra = (None if targets is None else targets[0], loss_kwargs)
+    initialize(args[0], kwargs[0], *extra[: len(inspect.signature(initialize).parameters) - 2])
+    return StepInputs(args, kwargs, targets, losses, given["return_outputs"], loss_kwargs)
+
+
+def _give_buffers_back(schedule: Any) -> None:
+    record = _records.get(schedule)
+    if record is not None and record.engine is not None:
+        for stage in record.engine.stages.values():
+            stage.give_buffers_back()

@@ -1,0 +1,384 @@
+"""Weight gradients of the linears of a stage, computed after the backward that left them out.
+
+A backward with deferral yields the gradient of the stage's input and the gradients of all parameters but the weights
+and biases of linears. For those it keeps input and output gradient of each linear, from which W makes the products.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, Final
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ovpatch.overlap.tensors.autocast import autocast_dtype
+from ovpatch_plugins.pipeline.report import StageReport
+
+_QUEUE: Final = "_ovpatch_wgrad_queue"
+_VIEWS: Final = ("ViewBackward0", "UnsafeViewBackward0", "ReshapeAliasBackward0")
+
+
+class WeightGradError(RuntimeError):
+    """A stage takes gradients in a way that a deferred weight gradient cannot follow."""
+
+
+class _Call:
+    """One call of a deferred linear: input ``[rows, in]`` and output gradient ``[rows, out]``, once they are known."""
+
+    __slots__ = ("bias", "grad", "input", "queue", "sums_rows_at_once", "weight")
+
+    def __init__(self, queue: WeightGradQueue, weight: Tensor, bias: Tensor | None) -> None:
+        self.queue = queue
+        self.weight = weight
+        self.bias = bias if bias is not None and bias.requires_grad else None
+        self.input: Tensor | None = None
+        self.grad: Tensor | None = None
+        self.sums_rows_at_once = True
+
+    def keep_grad(self, grads: Sequence[Tensor | None]) -> None:
+        """Keep the output gradient; called before the node that made the output."""
+        self.grad = grads[0]
+
+
+class _Keep(torch.autograd.Function):
+    """The identity; its backward, which runs right behind the linear's, hands the call to the queue.
+
+    It saves the input *before* the product is computed: a non-reentrant checkpoint recomputes up to the last saved
+    tensor, and would otherwise compute one more product.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, call: _Call) -> Tensor:
+        ctx.save_for_backward(x)
+        ctx.call = call
+        return x.detach()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        (ctx.call.input,) = ctx.saved_tensors
+        ctx.call.queue.add_call(ctx.call)
+        return grads[0], None
+
+
+class _DeferredLinear(nn.Linear):
+    """``nn.Linear`` while the engine runs its stage. Weight and bias enter the graph detached."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        weight, bias = self._parameters["weight"], self._parameters["bias"]
+        if weight is None or torch.compiler.is_compiling() or not _is_deferrable(input, weight, bias):
+            if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+                self.__dict__[_QUEUE].note_undeferred(self)
+            return F.linear(input, self.weight, self.bias)
+        x, w, b = input, weight.detach(), None if bias is None else bias.detach()
+        dtype = autocast_dtype(x.device.type, x.dtype)
+        if dtype is not None:
+            x, w, b = x.to(dtype), w.to(dtype), None if b is None else b.to(dtype)
+        call = _Call(self.__dict__[_QUEUE], weight, bias)
+        if bias is not None and not bias.requires_grad:
+            b = bias
+        y = F.linear(_Keep.apply(x, call), w, b)
+        # A hook of the node, not of the tensor: it sees the gradient after hooks that the script puts on the output. Of
+        # the product's node, not of a view's: that one leaves the graph if the script changes the output in place.
+        node: Any = y.grad_fn
+        while type(node).__name__ in _VIEWS:
+            node = node.next_functions[0][0]
+        node.register_prehook(call.keep_grad)
+        # A product of several batch dimensions whose bias is added afterwards sums over all of them in one reduction.
+        call.sums_rows_at_once = type(node).__name__ == "AddBackward0"
+        return y
+
+
+_DeferredLinear.__name__ = nn.Linear.__name__
+_DeferredLinear.__qualname__ = nn.Linear.__qualname__
+_DeferredLinear.__module__ = nn.Linear.__module__
+
+
+def _is_deferrable(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
+    """Tell whether a call can be deferred with stock's bits."""
+    return (
+        x.requires_grad
+        and weight.requires_grad
+        and torch.is_grad_enabled()
+        and weight.is_leaf
+        and (bias is None or bias.is_leaf)
+        # Other inputs are folded into a matrix only if the weight needs a gradient, which the detached one does not.
+        and (x.dim() == 2 or (x.dim() > 2 and x.is_contiguous()))
+        and x.layout is torch.strided
+        and torch._C._functorch.peek_interpreter_stack() is None
+    )
+
+
+class WeightGradQueue:
+    """The deferred weight gradients of one stage.
+
+    [Note: deferral keeps stock's bits] W computes the products of stock's backward on the same operands and gives them
+    to the leaf through the engine, which accumulates and calls hooks as in stock. Microbatches come in stock's order. A
+    weight that has other contributions, as a tied one, would round as (G + e) + h instead of G + (e + h): such weights
+    stay in B.
+
+    Args:
+        module: The stage's module.
+        report: Gets the reasons why linears stay in B.
+        fuse: Add products into the gradient where no hook sees it; rounds once instead of twice.
+
+    Attributes:
+        computed: Weight gradients computed here.
+        pending: Calls whose weight gradient is due, over all microbatches.
+    """
+
+    def __init__(self, module: nn.Module, report: StageReport, *, fuse: bool = False) -> None:
+        self.computed = self.pending = 0
+        self._module = module
+        self._fuse = fuse
+        self._calls: dict[int, list[_Call]] = {}
+        self._microbatch: int | None = None
+        self._linears: list[nn.Linear] = []
+        self._reasons = report.reasons
+        self._undeferred: set[int] = set()  # ids of linears; the module keeps them alive
+        self._read_elsewhere: set[int] = set()
+        self._due_at_once: set[int] = set()  # ids of their weights, in the step that found them
+        self._is_checked = self._is_graph_checked = False
+
+    @property
+    def defers(self) -> bool:
+        """Whether the last scan found linears to defer."""
+        return bool(self._linears)
+
+    def scan(self) -> None:
+        """Find the linears to defer. Called for each step, as scripts freeze, tie and wrap modules between steps."""
+        self._due_at_once.clear()
+        owners: defaultdict[int, int] = defaultdict(int)
+        linears: list[tuple[nn.Linear, bool]] = []
+        self._reasons.clear()
+        for module, compiled in _walk(self._module, False, set()):
+            for param in module._parameters.values():
+                if param is not None:
+                    owners[id(param)] += 1
+            if type(module) is nn.Linear:
+                linears.append((module, compiled))
+            elif isinstance(module, nn.Linear):
+                self._reasons[f"of class {type(module).__module__}.{type(module).__qualname__}"] += 1
+        self._linears = []
+        for linear, compiled in linears:
+            reason = self._reason_against(linear, compiled, owners)
+            if reason:
+                self._reasons[reason] += 1
+            else:
+                self._linears.append(linear)
+
+    def _reason_against(self, linear: nn.Linear, compiled: bool, owners: dict[int, int]) -> str:
+        params = [param for param in linear._parameters.values() if param is not None]
+        if compiled:
+            return "inside a compiled module"
+        if linear._parameters.get("weight") is None:
+            return "without a weight of their own"
+        if "forward" in linear.__dict__:
+            return "with a forward of their own"
+        if any(owners[id(param)] > 1 for param in params):
+            return "with a weight that another module has, too"
+        if id(linear) in self._undeferred:
+            return "whose input needs no gradient or is not contiguous"
+        if id(linear) in self._read_elsewhere:
+            return "with a weight that is read outside of them, too"
+        if not linear.weight.requires_grad:
+            return "with a frozen weight"
+        return ""
+
+    @contextmanager
+    def installed(self) -> Iterator[None]:
+        """Let the stage's linears defer inside the ``with`` block."""
+        linears = self._linears
+        try:
+            for linear in linears:
+                linear.__dict__[_QUEUE] = self
+                object.__setattr__(linear, "__class__", _DeferredLinear)
+            yield
+        finally:
+            for linear in linears:
+                self._uninstall(linear)
+
+    def _uninstall(self, linear: nn.Linear) -> None:
+        linear.__dict__.pop(_QUEUE, None)
+        if type(linear) is _DeferredLinear:
+            object.__setattr__(linear, "__class__", nn.Linear)
+
+    @contextmanager
+    def recording(self, microbatch: int) -> Iterator[None]:
+        """Collect the calls whose backward runs inside the ``with`` block."""
+        if self._due_at_once:
+            self._compute_due_at_once()
+        linears = list(self._linears)
+        before = None if self._is_checked else self._gradient_versions(linears)
+        self._microbatch = microbatch
+        self._calls.setdefault(microbatch, [])
+        try:
+            yield
+        finally:
+            self._microbatch = None
+        if before is not None:
+            self._is_checked = True
+            changed = [
+                linear
+                for linear, old, new in zip(linears, before, self._gradient_versions(linears), strict=True)
+                if new[0] is old[0] and (new[1] is not old[1] or new[2] != old[2])
+            ]
+            self._keep_in_backward(changed)
+        if self._due_at_once:
+            self._compute_due_at_once()
+
+    def check_graph(self, output: Any) -> None:
+        """Find weights that a graph reads outside of their linears, as ``F.linear(x, module.weight)`` does.
+
+        Called with the output of a stage's first microbatch, or its loss. The backward of that microbatch looks once
+        more, as a reentrant checkpoint hides its graph until then.
+        """
+        if self._is_checked or self._is_graph_checked:
+            return
+        self._is_graph_checked = True
+        leaves = {id(leaf) for leaf in _find_leaves(output)}
+        self._keep_in_backward([linear for linear in self._linears if id(linear.weight) in leaves])
+
+    def note_undeferred(self, linear: nn.Linear) -> None:
+        """Keep a linear in B for good: the input of a call needs no gradient or is no matrix in memory."""
+        self._undeferred.add(id(linear))
+        self._keep_in_backward([linear])
+
+    def _keep_in_backward(self, linears: Sequence[nn.Linear]) -> None:
+        """Compute weight gradients of linears in B from their next call on."""
+        for linear in linears:
+            self._due_at_once.add(id(linear.weight))
+            self._uninstall(linear)
+            if id(linear) not in self._undeferred:
+                self._read_elsewhere.add(id(linear))
+        kept = self._undeferred | self._read_elsewhere
+        self._linears = [linear for linear in self._linears if id(linear) not in kept]
+
+    def _compute_due_at_once(self) -> None:
+        """Compute what linears deferred that have been kept in B since: their next microbatch accumulates in B."""
+        for microbatch, calls in self._calls.items():
+            due = [call for call in calls if id(call.weight) in self._due_at_once]
+            if due:
+                self._calls[microbatch] = [call for call in calls if id(call.weight) not in self._due_at_once]
+                self._accumulate(due)
+
+    def add_call(self, call: _Call) -> None:
+        """Take a call whose backward has just run.
+
+        Raises:
+            WeightGradError: No backward of the engine is running, or it builds a graph of its own.
+        """
+        if self._microbatch is None or torch.is_grad_enabled():
+            raise WeightGradError(
+                "a stage takes gradients inside its forward, or of its gradients, through a linear whose weight gradient "
+                "is computed later. Set OVPATCH_PIPELINE_DELAY_WGRAD_COMPUTE=off."
+            )
+        if call.grad is None:
+            raise WeightGradError(
+                "the gradient of a linear's output was not seen. Set OVPATCH_PIPELINE_DELAY_WGRAD_COMPUTE=off, and please "
+                "report the model."
+            )
+        self._calls[self._microbatch].append(call)
+        self.pending += 1
+
+    def compute(self, microbatch: int) -> None:
+        """Compute and accumulate the weight gradients of a microbatch."""
+        self._accumulate(self._calls.pop(microbatch, []))
+
+    @torch.no_grad()  # the saved input belongs to a graph, which the gradient would otherwise grow on
+    def _accumulate(self, calls: list[_Call]) -> None:
+        left = Counter(id(call.weight) for call in calls)
+        sums: dict[int, tuple[Tensor, Tensor | None]] = {}
+        while calls:
+            call = calls.pop(0)
+            key = id(call.weight)
+            left[key] -= 1
+            self.pending -= 1
+            if self._fuse and not left[key] and key not in sums and _add_product(call):
+                self.computed += 1
+                continue
+            products = _compute_products(call)
+            if key in sums:  # a linear that is called several times: the engine sums before it accumulates
+                (dw, db), (weight, bias) = sums[key], products
+                products = dw + weight, None if db is None or bias is None else db + bias
+            if left[key]:
+                sums[key] = products
+                continue
+            sums.pop(key, None)
+            leaves = [call.weight] if call.bias is None else [call.weight, call.bias]
+            grads = [grad.to(leaf.dtype) for leaf, grad in zip(leaves, products, strict=False) if grad is not None]
+            torch.autograd.backward(leaves, grads)
+            self.computed += 1
+
+    def clear(self) -> None:
+        """Drop what is due, after an error."""
+        self._calls.clear()
+        self._microbatch, self.pending = None, 0
+
+    @staticmethod
+    def _gradient_versions(linears: Sequence[nn.Linear]) -> list[tuple[Tensor, Tensor | None, int]]:
+        weights = [linear.weight for linear in linears]
+        return [(weight, weight.grad, -1 if weight.grad is None else weight.grad._version) for weight in weights]
+
+
+def _walk(module: nn.Module, compiled: bool, seen: set[int]) -> Iterator[tuple[nn.Module, bool]]:
+    """Yield each module once, with whether it is part of a compiled one."""
+    if id(module) in seen:
+        return
+    seen.add(id(module))
+    compiled = compiled or module.__dict__.get("_compiled_call_impl") is not None or "dynamo_ctx" in module.__dict__
+    yield module, compiled
+    for child in module._modules.values():
+        if child is not None:
+            yield from _walk(child, compiled, seen)
+
+
+def _find_leaves(output: Any) -> Iterator[Tensor]:
+    """Yield the leaves that the graph of one tensor, or of several, accumulates into."""
+    tensors = output if isinstance(output, (tuple, list)) else [output]
+    nodes: list[Any] = [tensor.grad_fn for tensor in tensors if isinstance(tensor, Tensor)]
+    seen: set[Any] = {None}
+    while nodes:
+        node = nodes.pop()
+        if node not in seen:
+            seen.add(node)
+            leaf = getattr(node, "variable", None)
+            if leaf is not None:
+                yield leaf
+            nodes += [parent for parent, _ in node.next_functions]
+
+
+def _rows(tensor: Tensor) -> Tensor:
+    return tensor if tensor.dim() == 2 else tensor.reshape(-1, tensor.shape[-1])
+
+
+def _compute_products(call: _Call) -> tuple[Tensor, Tensor | None]:
+    """Return the gradients of weight ``[out, in]`` and bias ``[out]``, in the dtype of the product."""
+    assert call.grad is not None and call.input is not None
+    grad = _rows(call.grad)
+    weight = grad.t().mm(_rows(call.input))
+    if call.bias is None:
+        return weight, None
+    whole = call.grad if call.sums_rows_at_once else grad
+    return weight, whole.sum(tuple(range(whole.dim() - 1)))
+
+
+def _add_product(call: _Call) -> bool:
+    """Add the products into the gradients in place, where no hook would see them; tell whether that was done."""
+    leaves = [call.weight] if call.bias is None else [call.weight, call.bias]
+    assert call.grad is not None and call.input is not None
+    for leaf in leaves:
+        grad = leaf.grad
+        if grad is None or grad.dtype != call.grad.dtype or leaf._backward_hooks:
+            return False
+        if getattr(leaf, "_post_accumulate_grad_hooks", None):
+            return False
+    rows = _rows(call.grad)
+    assert call.weight.grad is not None
+    call.weight.grad.addmm_(rows.t(), _rows(call.input))
+    if call.bias is not None and call.bias.grad is not None:
+        call.bias.grad.add_(rows.sum(0))
+    return True

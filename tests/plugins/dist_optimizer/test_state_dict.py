@@ -1,0 +1,335 @@
+"""What ``state_dict()`` returns is fetched when it is read, by the rank that reads."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import io
+import pickle
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
+from torch.nn.parallel import DistributedDataParallel
+
+import ovpatch
+from ovpatch.insight.equality import compare
+from ovpatch.overlap.tensors.lazy_tensor import LazyTensor
+from tests.plugins.ddp.arms import data
+from tests.plugins.dist_optimizer.arms import both
+from tests.plugins.dist_optimizer.test_loops import OPTIMIZERS, net
+
+ALL = {"min_param_numel": 1}
+
+
+def build(optimizer: str = "adamw") -> tuple[DistributedDataParallel, torch.optim.Optimizer]:
+    model = DistributedDataParallel(net())
+    return model, OPTIMIZERS[optimizer](model.parameters())
+
+
+def step(model: nn.Module, opt: torch.optim.Optimizer, number: int) -> None:
+    opt.zero_grad()
+    model(data(number, 5, 6)).square().mean().backward()
+    opt.step()
+
+
+def count_pulled() -> int:
+    from ovpatch_plugins.dist_optimizer.report import COUNTERS
+
+    return COUNTERS.bytes_pulled
+
+
+def count_unread(state_dict: dict[str, Any]) -> int:
+    return sum(isinstance(value, LazyTensor) for state in state_dict["state"].values() for value in state.values())
+
+
+def save(state_dict: Any) -> Any:
+    file = io.BytesIO()
+    torch.save(state_dict, file)
+    file.seek(0)
+    return torch.load(file, weights_only=True)["state"]
+
+
+READERS: dict[str, Callable[[Any], Any]] = {
+    "save": save,
+    "deepcopy": lambda found: copy.deepcopy(found)["state"],
+    "pickle": lambda found: pickle.loads(pickle.dumps(found))["state"],
+    "cpu": lambda found: {n: {k: v.cpu().clone() for k, v in s.items()} for n, s in found["state"].items()},
+    "numpy": lambda found: {n: {k: torch.tensor(v.numpy()) for k, v in s.items()} for n, s in found["state"].items()},
+    "equal": lambda found: {
+        "all": torch.tensor([torch.equal(v, v.clone()) for s in found["state"].values() for v in s.values()]),
+        "copies": copy.deepcopy(found)["state"],
+    },
+    "backwards": lambda found: {n: {k: s[k].clone() for k in reversed(s)} for n, s in reversed(found["state"].items())},
+}
+
+
+def one_reader(reader: str, steps_before_read: int = 0) -> list[Any]:
+    """All ranks call ``state_dict()`` and keep what it returns; rank 0 alone reads it."""
+    model, opt = build()
+    records = []
+    for number in range(4):
+        step(model, opt, number)
+        found = opt.state_dict()
+        for later in range(steps_before_read):
+            step(model, opt, 100 * number + later)
+        dist.barrier()
+        if dist.get_rank() == 0:
+            records.append(READERS[reader](found))
+        dist.barrier()
+    return records
+
+
+@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("reader", READERS)
+def test_the_reader_alone_fetches(ranks, world, reader):
+    for rank, result in enumerate(ranks(world)(both, one_reader, reader, options=ALL)):
+        if rank == 0:
+            compare(result["stock"], result["patched"]).assert_equal()
+        counters = result["counters"]
+        assert counters["steps"] == 4
+        assert (counters["bytes_pulled"] > 0) == (rank == 0)
+
+
+@pytest.mark.parametrize("steps", [1, 3])
+def test_an_unread_state_dict_shows_the_live_state(ranks, steps):
+    for rank, result in enumerate(ranks(2)(both, one_reader, "save", steps, options=ALL)):
+        if rank == 0:
+            compare(result["stock"], result["patched"]).assert_bitwise()
+        assert (result["counters"]["bytes_pulled"] > 0) == (rank == 0)
+
+
+def read_in_part() -> None:
+    """A state dict of which something was read is of that moment, whatever is read later."""
+    with ovpatch.applied("ddp", "dist_optimizer", options={"dist_optimizer": ALL}):
+        model, opt = build()
+        for number in range(3):
+            step(model, opt, number)
+        wanted = copy.deepcopy(opt.state_dict())
+        before = count_pulled()
+        found = opt.state_dict()
+        if dist.get_rank() == 0:
+            last = max(found["state"])
+            assert torch.equal(found["state"][last]["exp_avg"], wanted["state"][last]["exp_avg"])
+            assert 0 < count_unread(found) < count_unread(opt.state_dict())
+        step(model, opt, 3)
+        assert (count_unread(found) > 0) == (dist.get_rank() == 1)
+        assert (count_pulled() > before) == (dist.get_rank() == 0)
+        if dist.get_rank() == 0:
+            compare([found["state"]], [wanted["state"]]).assert_bitwise()
+        dist.barrier()
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_a_state_dict_is_of_one_moment(ranks, world):
+    ranks(world)(read_in_part)
+
+
+def one_tensor_each() -> list[int]:
+    """Each rank reads some tensors alone, as each rank of torch.distributed.checkpoint saves some."""
+    with ovpatch.applied("ddp", "dist_optimizer", options={"dist_optimizer": ALL}):
+        model, opt = build()
+        step(model, opt, 0)
+        found, before = opt.state_dict()["state"], count_pulled()
+        for number, state in found.items():
+            if number % 2 == dist.get_rank():
+                state["exp_avg"].clone()
+        dist.barrier()
+        return [count_pulled() - before, sum(v.nbytes for s in found.values() for v in s.values())]
+
+
+def test_what_is_not_read_is_not_fetched(ranks):
+    for pulled, whole in ranks(2)(one_tensor_each):
+        assert 0 < pulled < 0.35 * whole  # half of that is on this rank
+
+
+def loaded(same: bool) -> list[Any]:
+    model, opt = build()
+    for number in range(3):
+        step(model, opt, number)
+    found = opt.state_dict()
+    other = opt if same else torch.optim.AdamW(model.parameters(), 0.02)
+    if not same:
+        step(model, other, 9)
+    other.load_state_dict(found)
+    records = [copy.deepcopy(other.state_dict()["state"])]
+    step(model, other, 4)
+    params = {name: param.detach().clone() for name, param in model.named_parameters()}
+    return [*records, copy.deepcopy(other.state_dict()["state"]), params]
+
+
+@pytest.mark.parametrize("same", [True, False])
+@pytest.mark.parametrize("world", [2, 3])
+def test_it_is_loaded(ranks, world, same):
+    for result in ranks(world)(both, loaded, same, options=ALL):
+        compare(result["stock"], result["patched"]).assert_equal()
+        assert result["counters"]["steps"] > 0
+
+
+def held_while_other_state_is_loaded() -> list[Any]:
+    model, opt = build()
+    step(model, opt, 0)
+    checkpoint = copy.deepcopy(opt.state_dict())
+    step(model, opt, 1)
+    found = opt.state_dict()
+    opt.load_state_dict(checkpoint)
+    return [copy.deepcopy(found["state"]), copy.deepcopy(opt.state_dict()["state"])]
+
+
+def test_what_is_held_while_other_state_is_loaded_keeps_its_content(ranks):
+    for result in ranks(2)(both, held_while_other_state_is_loaded, options=ALL):
+        compare(result["stock"], result["patched"]).assert_bitwise()
+
+
+def optimizer_deleted() -> list[Any]:
+    """The optimizer is dropped, and then its state on other ranks, by a further backward."""
+    model, opt = build()
+    for number in range(3):
+        step(model, opt, number)
+    found = opt.state_dict()
+    del opt
+    gc.collect()
+    second = torch.optim.SGD(model.parameters(), 0.1)
+    for number in range(3, 6):
+        step(model, second, number)
+    dist.barrier()
+    records = [copy.deepcopy(found["state"])] if dist.get_rank() == 0 else []
+    dist.barrier()
+    return records
+
+
+def test_it_survives_its_optimizer(ranks):
+    result, _ = ranks(2)(both, optimizer_deleted, options=ALL)
+    compare(result["stock"], result["patched"]).assert_bitwise()
+
+
+def reverted(read_before: bool) -> list[Any]:
+    with ovpatch.applied("ddp", "dist_optimizer", options={"dist_optimizer": ALL}):
+        model, opt = build()
+        for number in range(3):
+            step(model, opt, number)
+        wanted, found = copy.deepcopy(opt.state_dict()["state"]), opt.state_dict()
+        if read_before:
+            found["state"][2]["exp_avg"].clone()
+        dist.barrier()
+    if read_before:
+        step(model, opt, 4)
+    else:
+        dist.barrier()
+    return [wanted, found["state"]]
+
+
+@pytest.mark.parametrize("read_before", [True, False])
+def test_it_survives_a_revert(ranks, read_before):
+    for wanted, found in ranks(2)(reverted, read_before):
+        assert len(wanted) > 1
+        compare([wanted], [found]).assert_bitwise()
+
+
+def stood_down() -> list[Any]:
+    model, opt = build()
+    for number in range(3):
+        step(model, opt, number)
+    found = opt.state_dict()
+    with model.no_sync():
+        model(data(7, 5, 6)).square().mean().backward()
+    opt.step()  # which leaves it stock
+    return [copy.deepcopy(found["state"])]
+
+
+def test_it_survives_its_optimizers_standing_down(ranks):
+    for result in ranks(2)(both, stood_down, options=ALL):
+        compare(result["stock"], result["patched"]).assert_bitwise()
+        assert result["counters"]["stock_optimizers"] == 1
+
+
+def destroyed() -> str:
+    with ovpatch.applied("ddp", "dist_optimizer", options={"dist_optimizer": ALL}):
+        mine = dist.new_group()
+        model = DistributedDataParallel(net(), process_group=mine)
+        opt = OPTIMIZERS["adamw"](model.parameters())
+        step(model, opt, 0)
+        found = opt.state_dict()
+        dist.destroy_process_group(mine)
+        try:
+            copy.deepcopy(found)
+        except RuntimeError as error:
+            return str(error)
+    return ""
+
+
+def test_after_the_process_group_an_error_says_what_to_do(ranks):
+    for text in ranks(2)(destroyed):
+        assert "before destroy_process_group()" in text
+
+
+def in_a_thread() -> list[Any]:
+    """A thread saves what the main thread was given, while that goes on."""
+    model, opt = build()
+    for number in range(3):
+        step(model, opt, number)
+    found, begun, saved = opt.state_dict(), threading.Event(), list[Any]()
+    wanted = copy.deepcopy(opt.state_dict()["state"])
+
+    def save_slowly() -> None:
+        for number, state in found["state"].items():
+            saved.append((number, {name: value.clone() for name, value in state.items()}))
+            begun.set()
+
+    thread = threading.Thread(target=save_slowly)
+    thread.start()
+    begun.wait()
+    for number in range(3, 8):
+        step(model, opt, number)
+    thread.join()
+    return [wanted, dict(saved)]
+
+
+def test_a_thread_that_saves_it_meanwhile_gets_one_moment(ranks):
+    for wanted, saved in ranks(2)(patched, in_a_thread):
+        compare([wanted], [saved]).assert_bitwise()
+
+
+def patched(function: Callable[[], Any]) -> Any:
+    with ovpatch.applied("ddp", "dist_optimizer", options={"dist_optimizer": ALL}):
+        found = function()
+        dist.barrier()
+        return found
+
+
+def by_dcp() -> list[Any]:
+    model, opt = build()
+    for number in range(3):
+        step(model, opt, number)
+    found = get_optimizer_state_dict(model, opt)
+    return [copy.deepcopy(found["state"])]
+
+
+def test_the_checkpoint_functions_of_torch_read_it(ranks):
+    for result in ranks(2)(both, by_dcp, options=ALL):
+        compare(result["stock"], result["patched"]).assert_bitwise()
+
+
+def whole_parameters() -> list[Any]:
+    model = DistributedDataParallel(net())
+    opt = torch.optim.Adafactor(model.parameters(), lr=0.01)
+    for number in range(3):
+        step(model, opt, number)
+    found = opt.state_dict()
+    step(model, opt, 4)
+    dist.barrier()
+    records = [save(found)] if dist.get_rank() == 0 else []
+    dist.barrier()
+    return records
+
+
+def test_state_of_whole_parameters(ranks):
+    for rank, result in enumerate(ranks(2)(both, whole_parameters, options=ALL)):
+        if rank == 0:
+            compare(result["stock"], result["patched"]).assert_bitwise()
+        assert (result["counters"]["bytes_pulled"] > 0) == (rank == 0)
