@@ -67,6 +67,7 @@ class GradBucket:
         self._small = [i for i, is_small in enumerate(small) if is_small]
         self._large = [i for i, is_small in enumerate(small) if not is_small]
         self._small_params = [params[i] for i in self._small]
+        self._view_of = {i: v for v, i in enumerate(self._small)}
         self._strides = [p.stride() if is_dense(p) else contiguous_strides(p.shape) for p in params]
         self._offsets, self._flat_numel = _offsets(self._small_params, self.dtype)
         self.nbytes = (self._flat_numel + sum(params[i].numel() for i in self._large)) * self.dtype.itemsize
@@ -89,11 +90,11 @@ class GradBucket:
         """Copy the gradient of parameter ``index`` now; :meth:`pack` then does not look at ``p.grad`` any more."""
         position = self._position[index]
         with torch.no_grad():
-            if position in self._large:
+            if position not in self._view_of:
                 if position not in self._inputs:
                     self._copy_large([position], 1.0 / divisor)
             elif position not in self._staged:
-                self._fill_flat([self._small.index(position)], 1.0 / divisor)
+                self._fill_flat([self._view_of[position]], 1.0 / divisor)
                 self._staged.add(position)
 
     def pack(self, divisor: int, *, absent: Collection[int] = (), node_grad: Tensor | None = None) -> list[Tensor]:

@@ -22,7 +22,7 @@ _WORTH_A_LAUNCH = 4 << 20  # bytes of small gradients
 class BucketAssignment:
     """Assigns the parameters of a model to buckets: by registration order at first, then along that of a backward.
 
-    [Note: stock's cuts] A ring adds the parts of a tensor in an order that depends on where the tensor begins and ends.
+    A ring adds the parts of a tensor in an order that depends on where the tensor begins and ends.
     Buckets with stock DDP's boundaries therefore give stock's bits wherever they are reduced as one flat tensor;
     torch's own function sets the boundaries.
 

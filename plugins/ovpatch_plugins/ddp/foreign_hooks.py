@@ -63,9 +63,9 @@ def _only_wait(hooks: Mapping[int, Any]) -> bool:
 
 def _tables(model: torch.nn.Module | None) -> list[Any]:
     tables: list[Any] = [nn_module._global_backward_hooks, nn_module._global_backward_pre_hooks]
-    parts: Iterable[torch.nn.Module] = () if model is None else model.modules()
-    for part in parts:
-        tables += [part._backward_hooks, part._backward_pre_hooks]
+    modules: Iterable[torch.nn.Module] = () if model is None else model.modules()
+    for module in modules:
+        tables += [module._backward_hooks, module._backward_pre_hooks]
     return tables
 
 

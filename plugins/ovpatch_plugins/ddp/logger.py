@@ -61,11 +61,8 @@ class StepTimes:
         return all(phase in self.at for phase in phases)
 
 
-# What ``DistributedDataParallel`` calls of a C++ reducer or logger only after our feature has brought that back.
-
-
 def needs_stock(name: str) -> Callable[..., NoReturn]:
-    """Return a method that says that the stock reducer is needed; so an ``AttributeError`` is never what users see."""
+    """Return a method for which ``DistributedDataParallel`` brings the stock reducer back first; its error says so."""
 
     def method(_self: Any, *_args: Any, **_kwargs: Any) -> NoReturn:
         raise RuntimeError(errors.needs_stock(name))
@@ -74,17 +71,28 @@ def needs_stock(name: str) -> Callable[..., NoReturn]:
     return method
 
 
-class StockOnly:
-    """Base of our reducer."""
+class StockFace:
+    """Base of what stands in for torch's C++ objects: names what a later version of torch asks for."""
+
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> NoReturn:
+            raise AttributeError(errors.unknown_to_reducer(name))
+
+
+class StockOnly(StockFace):
+    """The methods that only torch's C++ reducer has."""
 
     _autograd_hook = needs_stock("_autograd_hook")
     _get_zeros_like_grad_buckets = needs_stock("_get_zeros_like_grad_buckets")
     _push_all_rebuilt_params = needs_stock("_push_all_rebuilt_params")
+    _run_allreduce_hook = needs_stock("_run_allreduce_hook")
     _run_comm_hook = needs_stock("_run_comm_hook")
     _set_forward_pass_work_handle = needs_stock("_set_forward_pass_work_handle")
     _set_mixed_precision_param_dtype = needs_stock("_set_mixed_precision_param_dtype")
     _set_optimizer_in_backward = needs_stock("_set_optimizer_in_backward")
     _set_sparse_metadata = needs_stock("_set_sparse_metadata")
+    get_backward_stats = needs_stock("get_backward_stats")
 
 
 # As C++ names what has another name in Python.
@@ -139,7 +147,7 @@ class LoggedReducer(Protocol):
     def _ddp_graph_static(self) -> bool: ...
 
 
-class ReducerLogger:
+class ReducerLogger(StockFace):
     """What ``DistributedDataParallel`` asks of its logger.
 
     Times are of the host's clock, and taken where gradients are on the CPU: a device is not waited for to know them.

@@ -74,7 +74,7 @@ class GradSource(Source, Protocol):
 class ShardedGradBucket(GradBucket):
     """Gradients of some parameters, most of which are reduce-scattered; the others are all-reduced.
 
-    [Note: coalesced gradients] Small sharded gradients are copied into one tensor ``[ranks, elements]``, in whose row r
+    Small sharded gradients are copied into one tensor ``[ranks, elements]``, in whose row r
     lie the shards of rank r, and are reduce-scattered by one collective, as FSDP2 does it. Large ones are
     reduce-scattered where they lie. A gradient that cannot be divided evenly is padded.
 

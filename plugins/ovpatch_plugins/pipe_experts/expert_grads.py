@@ -6,11 +6,11 @@ the sum over its dp/ep copies is the sum over all ranks, and what is wanted is 1
 Contributions are multiplied by 1/ep as they come, and what has accumulated is averaged: what an earlier backward has
 averaged is the same on all copies, and stays what it is.
 
-[Note: order of experts] The collectives are launched in the order of ``named_parameters()``, on which the ranks have
+The collectives are launched in the order of ``named_parameters()``, on which the ranks have
 agreed: each as soon as its gradient and all before it are complete, the others at the end of the backward. A rank that
 has no gradient of an expert, for want of tokens, adds zeros there; if no copy has one, the gradient becomes zeros.
 
-[Note: every backward] A rank without a single token would not hear of a backward from the experts' hooks, and the
+A rank without a single token would not hear of a backward from the experts' hooks, and the
 others would wait for it. So backwards are recognised by the outputs of a synchronised forward. All ranks run those
 alike; this holds for a second backward through the same outputs, too.
 """
@@ -145,7 +145,7 @@ class ExpertGradients(BackwardReducer):
         # Not for torch.autograd.grad(), which adds to no gradient.
         if will_accumulate(get_gradient_edge(param).node for param in trained):
             if not self.armed:
-                self._arm()  # see [Note: every backward]
+                self._arm()  # a rank without tokens hears of the backward here only
             self._join_backward()
 
     def _arm(self, expected: Sequence[int] | None = None) -> None:

@@ -405,7 +405,6 @@ def _list(numbers: Sequence[float]) -> str:
 class _Search:
     """Orders that change by small moves, and the time of their step.
 
-    [Note: offsets of ranks]
     A step that chains lasts as long as one round of the max-plus map from the clocks at which ranks begin to those at
     which they end. For any vector of beginnings, the largest advance of a rank is an upper bound of it, and for the
     vector that the steady state has it is exact. So one step is simulated per evaluation, from the offsets that the

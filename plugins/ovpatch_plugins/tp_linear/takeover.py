@@ -142,9 +142,9 @@ def give_back_modules() -> None:
                 module._forward_pre_hooks[key] = hook.stock
     _TAKEN.gathers.clear()
     _TAKEN.left.clear()
-    layout.forget()
-    tp_group.forget()
-    fused.forget()
+    layout.drop_specs()
+    tp_group.drop_tp_groups()
+    fused.drop_fused_support()
 
 
 def list_left_linears() -> Mapping[str, str]:
