@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from ovpatch.overlap.data_parallel.fp32_accumulation import HALVES, Following
+from ovpatch.overlap.data_parallel.fp32_accumulation import HALVES, Fp32Refresher
 from ovpatch.overlap.tensors.lazy_tensor import LazyTensor
 from ovpatch.overlap.tensors.shard import shard_view
 from ovpatch_plugins.dist_optimizer import sharded_grads
@@ -42,7 +42,7 @@ class MainParamsState(ElementwiseState):
     """
 
     def __init__(self, shards: ShardedGrads, number: int) -> None:
-        self._follow = Following()
+        self._follow = Fp32Refresher()
         super().__init__(shards, number)  # from here on peers ask
 
     def _swap_in(self, swapped: Swapped, states: States) -> None:
@@ -59,7 +59,7 @@ class MainParamsState(ElementwiseState):
                 else:
                     main = rounded.float()
                 shard_param.data = main
-                shard_param.grad = one.shards.current_part(one.index).to(torch.float32)
+                shard_param.grad = one.shards.local_shard(one.index).to(torch.float32)
             self._follow([main for main, _ in known], [rounded for _, rounded in known])
 
     def _write_back(self, swapped: Swapped, states: States) -> None:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any, Protocol
 
 import torch
+from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from ovpatch.overlap.comm.streams import is_capturing
@@ -99,7 +100,10 @@ class ShardedOptimizer:
         self._sync, self._state_type, self._stand_down, self._quiet = sync, state_type, stand_down, quiet
         self._stepping = self._compared = False
         self._updating = threading.RLock()  # while the optimizer has this rank's shards
-        self._params: dict[int, ShardedParam] = {}  # by id() of the parameter, as of the last step
+        self._params: list[ShardedParam] = []  # those whose update can be divided, as of the last step
+        self._params_key: tuple[list[int], int] = ([], -1)  # what they were found by
+        self._stepped: list[ShardedParam] = []  # those that had a gradient then
+        self._by_model: dict[ShardedGrads, list[ShardedParam]] = {}
         self._states: dict[ShardedGrads, ShardedState] = {}
         self._thread = 0  # which steps
         self._state_dicts: weakref.WeakSet[StateDictSource] = weakref.WeakSet()
@@ -127,7 +131,7 @@ class ShardedOptimizer:
             return inner(optimizer, *args, **kwargs)
         known = len(optimizer.state)
         try:
-            with self._updating, self._swapped_in_shards(optimizer, params):  # and written back
+            with self._updating, self._swapped_in_shards(optimizer):  # and written back
                 result = inner(optimizer, *args, **kwargs)
         except Exception:  # on this rank, perhaps; the others wait for the parameters
             self._start_param_sync(optimizer, params)
@@ -158,9 +162,13 @@ class ShardedOptimizer:
             for state_dict in list(self._state_dicts):
                 state_dict.complete_read()
         params = self.params_to_step(optimizer)
-        models = dict.fromkeys([one.shards for one in params])
+        if params != self._stepped:
+            self._stepped, self._by_model = params, {}
+            for one in params:
+                self._by_model.setdefault(one.shards, []).append(one)
+        models = self._by_model if params else {}
         for shards in models:
-            if is_capturing(shards.editions.device):
+            if is_capturing(shards.versions.device):
                 raise RuntimeError(_CAPTURED.format(type(optimizer).__name__))
         if reason := self._stock_reason(optimizer, models):
             self.release()
@@ -173,24 +181,27 @@ class ShardedOptimizer:
                 COUNTERS.grads_by_parts += type(one.param.grad) is LazyTensor
         for state in self._states.values():
             state.wait_for_readers()
-        for shards in models:
+        for shards, of_model in models.items():
             if shards not in self._states:
-                self._add_model(optimizer, shards, [one for one in params if one.shards is shards])
+                self._add_model(optimizer, shards, of_model)
         if self._quiet:
-            for shards in {shards.group: shards for shards in models}.values():
-                shards.come()  # HostBarrier.arrive
-        return params
+            for shards in _one_per_group(models):
+                shards.arrive_at_hosts()
+        return self._stepped
 
-    def _stock_reason(self, optimizer: Optimizer, models: Mapping[ShardedGrads, None]) -> str:
+    def _stock_reason(self, optimizer: Optimizer, models: Iterable[ShardedGrads]) -> str:
         """Return why the optimizer has to go on as stock from now on, the same on all ranks; "" if it has not."""
         if torch._C._current_graph_task_id() != -1:
             return IN_BACKWARD
-        if any(shards.left for shards in models):
-            return LEFT
-        if self._compared:  # until then, other ranks may have nothing to divide here, or never step this optimizer
-            for shards in models:
-                shards.tell_if_local()
-        if any(shards.local for shards in models):
+        for shards in models:
+            if shards.restored:
+                return LEFT
+        is_local = False
+        for shards in models:
+            if self._compared:  # until then, other ranks may have nothing to divide, or never step this optimizer
+                shards.agree_if_local()
+            is_local |= shards.local
+        if is_local:
             return LOCAL
         if self._compared:
             return ""
@@ -200,14 +211,11 @@ class ShardedOptimizer:
         return reason
 
     @contextmanager
-    def _swapped_in_shards(self, optimizer: Optimizer, params: Sequence[ShardedParam]) -> Iterator[None]:
+    def _swapped_in_shards(self, optimizer: Optimizer) -> Iterator[None]:
         """Show the optimizer this rank's shards while the block runs; see [Note: innermost]."""
-        by_model: dict[ShardedGrads, list[ShardedParam]] = {}
-        for one in params:
-            by_model.setdefault(one.shards, []).append(one)
         with ExitStack() as stack:
             shown: Shown = {}
-            for shards, of_model in by_model.items():
+            for shards, of_model in self._by_model.items():
                 shown |= stack.enter_context(self._states[shards].swapped_in(of_model, optimizer.state))
             stack.enter_context(replaced_params(optimizer, shown))
             self._stepping = True
@@ -220,36 +228,39 @@ class ShardedOptimizer:
         """Start the collectives that make the parameters the same on all ranks."""
         # They were changed without autograd; a graph that still needs the old values must notice.
         torch.autograd.graph.increment_version([one.param for one in params])
-        models = {one.shards: self._states[one.shards] for one in params}
         try:
-            for shards, state in models.items():
-                state.exchange_formats([one for one in params if one.shards is shards], optimizer.state)
+            for shards, of_model in self._by_model.items():
+                self._states[shards].exchange_formats(of_model, optimizer.state)
         finally:  # the others wait for the collective in any case
-            for shards in {shards.group: shards for shards in models}.values():
-                shards.meet()
+            for shards in _one_per_group(self._by_model):
+                shards.wait_for_hosts()
             self._sync.start_param_sync(params)
         for state in self._states.values():
             state.refill_held()
 
     def params_to_step(self, optimizer: Optimizer) -> list[ShardedParam]:
         """Return the parameters with a gradient whose update is divided."""
-        known, found, to_step = self._params, {}, []
+        params = [param for group in optimizer.param_groups for param in group["params"]]
+        key = list(map(id, params)), sharded_grads.generation()
         with torch._C.DisableTorchFunctionSubclass():  # pending parameters tell as well whether they have a gradient
-            for group in optimizer.param_groups:
-                for param in group["params"]:
-                    entry = sharded_grads.find(param)
-                    if entry is None:
-                        continue
-                    one = known.get(id(param))
-                    if one is None or one.param is not param or (one.shards, one.index) != entry:
-                        if not self._state_type.can_divide(*entry):
-                            continue
-                        one = ShardedParam(param, *entry)
-                    found[id(param)] = one
-                    if param.grad is not None:
-                        to_step.append(one)
-        self._params = found
-        return to_step
+            if key != self._params_key:
+                self._params, self._params_key = self._find_params(params), key
+            return [one for one in self._params if one.param.grad is not None]
+
+    def _find_params(self, params: Iterable[Parameter]) -> list[ShardedParam]:
+        known = {id(one.param): one for one in self._params}
+        found = []
+        for param in params:
+            entry = sharded_grads.find(param)
+            if entry is None:
+                continue
+            one = known.get(id(param))
+            if one is None or (one.shards, one.index) != entry:
+                if not self._state_type.can_divide(*entry):
+                    continue
+                one = ShardedParam(param, *entry)
+            found.append(one)
+        return found
 
     # ---------------------------------------------------------------- state
 
@@ -307,8 +318,12 @@ class ShardedOptimizer:
             round_state(optimizer)
         if self.is_elementwise:
             self.params_to_step(optimizer)
-            for one in self._params.values():
-                one.shards.want(one.index, wanted=False)
+            for one in self._params:
+                one.shards.request_sharding(one.index, requested=False)
+
+
+def _one_per_group(models: Iterable[ShardedGrads]) -> Iterable[ShardedGrads]:
+    return {shards.group: shards for shards in models}.values()
 
 
 def _evaluate_closure(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:

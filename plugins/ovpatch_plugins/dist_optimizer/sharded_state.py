@@ -212,7 +212,7 @@ class ShardedState(abc.ABC):
             return
         if isinstance(held, Tensor) and not isinstance(held, LazyTensor) and _has_format(held, form):
             if is_unshared(held) if sole is None else sole:
-                lazy = lazy_tensor.make_lazy_(held, self, key, own=True)
+                lazy = lazy_tensor.make_lazy_(held, self, key)
             elif not held.is_inference():
                 self._held[key] = state[key[1]] = held
                 return
@@ -338,7 +338,7 @@ class ElementwiseState(ShardedState):
     @staticmethod
     def can_divide(shards: ShardedGrads, index: int) -> bool:
         """Return whether a parameter is sharded, and ask for its gradient by shards."""
-        return shards.want(index)
+        return shards.request_sharding(index)
 
     def _choose_shown(self, params: Sequence[ShardedParam]) -> tuple[Shown, Swapped]:
         swapped = list(zip(params, make_shard_params(params), strict=True))
@@ -404,7 +404,7 @@ class ElementwiseState(ShardedState):
         laid_out = whole.detach()
         if whole.stride() != param.stride():
             laid_out = torch.empty_like(param, dtype=whole.dtype).copy_(whole)
-        self._local[key] = local = shard_view(laid_out, self._shards.slice(key[0])).clone()
+        self._local[key] = local = shard_view(laid_out, self._shards.local_range(key[0])).clone()
         del laid_out  # else it would count as a reference to the memory
         self._leave_lazy(key, self._format_of(key, local), state, whole)
 
@@ -416,4 +416,4 @@ class ElementwiseState(ShardedState):
         return form
 
     def _ranges(self, key: Key) -> Mapping[int, Shard]:
-        return dict(enumerate(self._shards.slices(key[0])))
+        return dict(enumerate(self._shards.ranges(key[0])))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import sys
 import weakref
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -14,7 +15,6 @@ from torch.optim import Optimizer
 
 from ovpatch.overlap.comm import step_communicator
 from ovpatch.overlap.comm.group_state import is_exiting_by_error
-from ovpatch.overlap.copy_engine import registry as copies
 from ovpatch.overlap.peer_rpc.rpc import PeerRpc
 from ovpatch.overlap.tensors import lazy_tensor, pending_param
 from ovpatch.overlap.tensors.lazy_tensor import LazyTensor
@@ -57,12 +57,14 @@ def wrap_destroy(original: Callable[..., None]) -> Callable[..., None]:
             _log.warning("parameters did not arrive, and their readers will be told again: %s", error)
         ending = None if group is dist.group.WORLD else group
         leaving = not is_exiting_by_error()
+        copies = sys.modules.get("ovpatch.overlap.copy_engine.registry")
         if leaving:
-            copies.finish(ending)
+            if copies is not None:
+                copies.finish(ending)
             PeerRpc.shutdown_all(ending)
             step_communicator.close_communicators(ending)
         original(group)
-        if leaving:
+        if leaving and copies is not None:
             copies.forget(ending)  # not before: to give memory back is to wait for all that runs on the device
 
     return destroy_process_group

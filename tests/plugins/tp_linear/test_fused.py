@@ -131,7 +131,7 @@ def stood_down() -> tuple[bool, Any, list[str]]:
     weight = torch.ones(16, 8, dtype=torch.bfloat16)
     found = [all_gather_linear(x, [weight], dist.group.WORLD, schedule=name)[0] for name in ("fused", "bulk")]
     remarks = list(plugin.ovpatch_remarks())
-    fused.forget()
+    fused.drop_fused_support()
     return torch.equal(*found), COUNTERS.fused, remarks
 
 
