@@ -127,7 +127,9 @@ def problems(draw):
     stages = len(placement)
     times = st.lists(st.integers(1, 30).map(float), min_size=stages, max_size=stages).map(tuple)
     costs = Costs(draw(times), draw(times), draw(times), draw(st.sampled_from([0.0, 1.0, 7.0])))
-    held = Footprint(tuple(draw(times)), tuple(part * draw(st.sampled_from([0.5, 1.0, 3.0])) for part in draw(times)))
+    held = Footprint(
+        tuple(draw(times)), tuple(part * draw(st.sampled_from([0.5, 1.0, 3.0])) for part in draw(times))
+    )
     least = [sum(held.activations[s] for s, r in enumerate(placement) if r == rank) for rank in range(ranks)]
     limits = tuple(amount * draw(st.sampled_from([1.0, 1.5, 4.0, 50.0])) for amount in least)
     return Problem(
@@ -149,9 +151,7 @@ def test_every_solution_keeps_the_rules_and_the_memory_and_no_fixed_order_is_fas
     assert find_lower_bound(problem) <= solution.simulation.step * (1 + 1e-9)
 
 
-@pytest.mark.parametrize(
-    "name", ["LoopedBFS", "Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"]
-)
+@pytest.mark.parametrize("name", ["LoopedBFS", "Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"])
 @pytest.mark.parametrize("random_numbers", [False, True])
 def test_orders_of_torch_are_improved_and_keep_stocks_sequences(name, random_numbers):
     stock, placement = torch_order(name, ranks=2, microbatches=6)
