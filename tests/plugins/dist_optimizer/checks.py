@@ -15,6 +15,8 @@ from torch.nn.parallel import DistributedDataParallel
 from ovpatch.insight.equality import compare
 from tests.plugins.ddp.arms import Cases, all_both
 from tests.plugins.ddp.checks import check_all as check_each
+from tests.plugins.ddp.checks import on as on
+from tests.plugins.ddp.checks import some as some
 from tests.plugins.dist_optimizer.arms import apply
 
 #: Arguments for ``DistributedDataParallel`` that cut the buckets anew: stock's own noise, for more than two ranks.
