@@ -14,6 +14,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from ovpatch_plugins.pipeline.wgrad import accumulate_grads
+
 
 class LocalGradients:
     """A stage without data parallelism, or one whose reduction torch starts itself at the end of the step.
@@ -75,7 +77,7 @@ class DataParallel(LocalGradients):
         for param in params:
             param.grad = None
         with torch.no_grad():
-            torch.autograd.backward(params, grads)
+            accumulate_grads(params, grads)
 
 
 class FullyShardedGradients(LocalGradients):

@@ -305,7 +305,7 @@ class WeightGradQueue:
             sums.pop(key, None)
             leaves = [call.weight] if call.bias is None else [call.weight, call.bias]
             grads = [grad.to(leaf.dtype) for leaf, grad in zip(leaves, products, strict=False) if grad is not None]
-            torch.autograd.backward(leaves, grads)
+            accumulate_grads(leaves, grads)
             self.computed += 1
 
     def clear(self) -> None:
@@ -320,6 +320,15 @@ class WeightGradQueue:
             return linear.weight.register_hook(lambda _grad: found.append(linear))
 
         return [watch(linear) for linear in self._linears]
+
+
+def accumulate_grads(leaves: Sequence[Tensor], grads: Sequence[Tensor]) -> None:
+    """Give gradients to leaves through the engine, with all their hooks.
+
+    Not by ``torch.autograd.backward``: what watches that function would take the leaves for losses.
+    """
+    engine = torch.autograd.Variable._execution_engine
+    engine.run_backward(tuple(leaves), tuple(grads), False, False, (), allow_unreachable=True, accumulate_grad=True)
 
 
 def _walk(module: nn.Module, compiled: bool, seen: set[int]) -> Iterator[tuple[nn.Module, bool]]:
