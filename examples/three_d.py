@@ -1,8 +1,8 @@
 """Train a small decoder over a mesh of pipeline, data and tensor parallelism.
 
-    OVPATCH=+pipeline torchrun --nproc-per-node 8 examples/three_d.py                      # 2 stages, 2 copies, 2 shards
+    OVPATCH=+pipeline torchrun --nproc-per-node 8 examples/three_d.py                     # 2 stages, 2 copies, 2 shards
     OVPATCH=+pipeline OVPATCH_PIPELINE_SCHEDULE=zb-h1 torchrun --nproc-per-node 8 examples/three_d.py
-    OVPATCH=+pipeline torchrun --nproc-per-node 2 examples/three_d.py --dp 1 --tp 1       # a pipeline alone
+    OVPATCH=+pipeline torchrun --nproc-per-node 2 examples/three_d.py --dp 1 --tp 1      # a pipeline alone
 
 It is written as people write such scripts: stock ``parallelize_module``, stock ``fully_shard``, a stock schedule of
 ``torch.distributed.pipelining``. The import of ovpatch and the call of ``apply()`` below it are all that ovpatch adds.

@@ -95,7 +95,8 @@ class FullyShardedGradients(LocalGradients):
     def accumulate(self) -> None:
         """Move the gradients into those of ``reduce_dtype``: the next W would add in the dtype of the parameters."""
         if self._params is None:
-            states = (module._get_fsdp_state() for module in self._module.modules() if is_fsdp2(module))
+            wrapped: list[Any] = [module for module in self._module.modules() if is_fsdp2(module)]
+            states = (module._get_fsdp_state() for module in wrapped)
             groups = (group for state in states for group in _list_param_groups(state))
             self._params = [param for group in groups for param in group.fsdp_params if param.reduce_dtype is not None]
         for param in self._params:

@@ -15,6 +15,7 @@ from torch.distributed.pipelining import PipelineStage, schedules
 import ovpatch
 from tests.plugins.pipeline.models import ROWS, WIDTH, make_blocks
 
+
 @dataclass(frozen=True)
 class Case:
     """A pipeline.
@@ -112,7 +113,9 @@ def differences(a: Any, b: Any, where: str = "") -> list[str]:
         return [text for key in a for text in differences(a[key], b[key], f"{where}/{key}")]
     if isinstance(a, list):
         same = [] if len(a) == len(b) else [f"{where}: {len(a)} and {len(b)} items"]
-        return same + [text for i, (x, y) in enumerate(zip(a, b, strict=False)) for text in differences(x, y, f"{where}/{i}")]
+        return same + [
+            text for i, (x, y) in enumerate(zip(a, b, strict=False)) for text in differences(x, y, f"{where}/{i}")
+        ]
     if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
         return [] if a.dtype == b.dtype and torch.equal(a, b) else [f"{where}: {(a - b).abs().max()}"]
     return [] if a is None and b is None else [f"{where}: {type(a).__name__} and {type(b).__name__}"]
