@@ -14,6 +14,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from ovpatch_plugins.pipeline.wgrad import accumulate_grads
+
 
 class LocalGradients:
     """A stage without data parallelism, or one whose reduction torch starts itself at the end of the step.
@@ -75,7 +77,7 @@ class DataParallel(LocalGradients):
         for param in params:
             param.grad = None
         with torch.no_grad():
-            torch.autograd.backward(params, grads)
+            accumulate_grads(params, grads)
 
 
 class FullyShardedGradients(LocalGradients):
@@ -93,7 +95,8 @@ class FullyShardedGradients(LocalGradients):
     def accumulate(self) -> None:
         """Move the gradients into those of ``reduce_dtype``: the next W would add in the dtype of the parameters."""
         if self._params is None:
-            states = (module._get_fsdp_state() for module in self._module.modules() if is_fsdp2(module))
+            wrapped: list[Any] = [module for module in self._module.modules() if is_fsdp2(module)]
+            states = (module._get_fsdp_state() for module in wrapped)
             groups = (group for state in states for group in _list_param_groups(state))
             self._params = [param for group in groups for param in group.fsdp_params if param.reduce_dtype is not None]
         for param in self._params:

@@ -15,8 +15,9 @@ OPTIONS: Final = (
     Option(
         "schedule",
         AS_GIVEN,
-        "Order of the computations where each rank has one stage: as-given, that of the script's class; zb-h1, with the "
-        "memory of 1F1B; zb-h2, with up to twice that. Classes with several stages per rank and CSV files keep theirs.",
+        "Order of the computations where each rank has one stage: as-given, that of the script's class; zb-h1, with "
+        "the memory of 1F1B; zb-h2, with up to twice that. Classes with several stages per rank and CSV files keep "
+        "theirs.",
         choices=SCHEDULES,
     ),
     Option(

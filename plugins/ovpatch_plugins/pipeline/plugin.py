@@ -42,7 +42,7 @@ def ovpatch_register(patches: Registrar, options: Mapping[str, Any]) -> None:
             f"{_SCHEDULES}.{owner}._step_microbatches",
             wrap=functools.partial(_wrap_step, owner=owner, options=options),
             why="runs the microbatches of a step, between splitting inputs and merging outputs; keeps its name and "
-            "meaning in torch 2.11 to 2.15. dw_builder, the official hook, splits the backward but cannot send earlier.",
+            "meaning in torch 2.11 to 2.15. dw_builder, the official hook, splits the backward but sends no earlier.",
         )
 
 

@@ -129,9 +129,7 @@ def _mark_reductions(steps: Sequence[Step]) -> None:
         step.reduces = True
 
 
-def _post_receives(
-    steps: Sequence[Step], messages: dict[tuple[int, int], list[Action]], rank: int, ahead: int
-) -> None:
+def _post_receives(steps: Sequence[Step], messages: dict[tuple[int, int], list[Action]], rank: int, ahead: int) -> None:
     """Start each receive before the computation that stands ``ahead`` receiving ones earlier, edges in order."""
     readers = {step.receive: number for number, step in enumerate(steps) if step.receive is not None}
     receiving = sorted(readers.values())

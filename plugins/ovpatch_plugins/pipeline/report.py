@@ -150,8 +150,8 @@ def write_remarks() -> list[str]:
 def _describe(schedule: ScheduleReport) -> list[str]:
     times = schedule.times
     lines = [
-        f"{schedule.name} runs as {schedule.order} on rank {schedule.rank}: {schedule.microbatches} microbatches, at most "
-        f"{schedule.peak_activations} with activations"
+        f"{schedule.name} runs as {schedule.order} on rank {schedule.rank}: {schedule.microbatches} microbatches, "
+        f"at most {schedule.peak_activations} with activations"
     ]
     for index, stage in schedule.stages.items():
         where = f"stage {index}"

@@ -152,10 +152,7 @@ class StageRun:
 
     def list_outputs(self, microbatch: int, kind: Kind) -> list[Tensor]:
         """Return the tensors of the message that F or B sends."""
-        if kind is Kind.F:
-            ops = self.stage.get_fwd_send_ops(microbatch)
-        else:
-            ops = self.stage.get_bwd_send_ops(microbatch)
+        ops = self.stage.get_fwd_send_ops(microbatch) if kind is Kind.F else self.stage.get_bwd_send_ops(microbatch)
         tensors = [op.tensor for op in ops]
         if kind not in self._sent:
             self._sent[kind] = [_shape_of(tensor) for tensor in tensors]

@@ -116,9 +116,7 @@ class Takeover:
         program = make_program(orders, placement, rank, ahead=ahead, shardings=_list_shardings(schedule, rank))
         split = {action.stage for action in orders[rank] if action.kind is Kind.W}
         split |= {
-            step.action.stage
-            for step in program.steps
-            if step.action.kind is not Kind.F and step.receiver is not None
+            step.action.stage for step in program.steps if step.action.kind is not Kind.F and step.receiver is not None
         }
         runs = {
             stage.stage_index: StageRun(
@@ -177,7 +175,12 @@ def _facts_of(schedule: Any, owner: str) -> tuple[Any, ...]:
     stages = _stages_of(schedule)
     orders = getattr(schedule, "pipeline_order_with_comms", None) or getattr(schedule, "pipeline_order", None) or {}
     own = orders.get(getattr(schedule, "rank", None)) if owner not in _SINGLE else None
-    return (own, bool(_custom_functions(schedule)), *(stage.submod for stage in stages), *(s.dw_builder for s in stages))
+    return (
+        own,
+        bool(_custom_functions(schedule)),
+        *(stage.submod for stage in stages),
+        *(s.dw_builder for s in stages),
+    )
 
 
 def _stages_of(schedule: Any) -> list[Any]:
@@ -243,7 +246,9 @@ def _has_skip_connections(stage: Any) -> bool:
     users = {stage.find_dst_rank(user) for user in stage.node.users}
     users |= {stage.find_dst_rank(inner) for user in stage.node.users for inner in user.users}
     sources = {
-        stage.submod_to_stage_index[node.name] for node in stage.node.all_input_nodes if node.name in stage.submod_to_stage_index
+        stage.submod_to_stage_index[node.name]
+        for node in stage.node.all_input_nodes
+        if node.name in stage.submod_to_stage_index
     }
     return bool((users | sources) - near - {None})
 

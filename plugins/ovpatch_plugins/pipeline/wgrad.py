@@ -81,7 +81,7 @@ class _DeferredLinear(nn.Linear):
         call = _Call(self.__dict__[_QUEUE], weight, bias)
         if bias is not None and not bias.requires_grad:
             b = bias
-        y = F.linear(_Keep.apply(x, call), w, b)
+        y = F.linear(_Keep.apply(x, call), w, b)  # type: ignore[no-untyped-call]
         # A hook of the node, not of the tensor: it sees the gradient after hooks that the script puts on the output. Of
         # the product's node, not of a view's: that one leaves the graph if the script changes the output in place.
         node: Any = y.grad_fn
@@ -268,13 +268,13 @@ class WeightGradQueue:
         """
         if self._microbatch is None or torch.is_grad_enabled():
             raise WeightGradError(
-                "a stage takes gradients inside its forward, or of its gradients, through a linear whose weight gradient "
-                "is computed later. Set OVPATCH_PIPELINE_DELAY_WGRAD_COMPUTE=off."
+                "a stage takes gradients inside its forward, or of its gradients, through a linear whose weight "
+                "gradient is computed later. Set OVPATCH_PIPELINE_DELAY_WGRAD_COMPUTE=off."
             )
         if call.grad is None:
             raise WeightGradError(
-                "the gradient of a linear's output was not seen. Set OVPATCH_PIPELINE_DELAY_WGRAD_COMPUTE=off, and please "
-                "report the model."
+                "the gradient of a linear's output was not seen. Set OVPATCH_PIPELINE_DELAY_WGRAD_COMPUTE=off, and "
+                "please report the model."
             )
         self._calls[self._microbatch].append(call)
         self.pending += 1
@@ -305,7 +305,7 @@ class WeightGradQueue:
             sums.pop(key, None)
             leaves = [call.weight] if call.bias is None else [call.weight, call.bias]
             grads = [grad.to(leaf.dtype) for leaf, grad in zip(leaves, products, strict=False) if grad is not None]
-            torch.autograd.backward(leaves, grads)
+            accumulate_grads(leaves, grads)
             self.computed += 1
 
     def clear(self) -> None:
@@ -317,9 +317,19 @@ class WeightGradQueue:
         """Have linears put into ``found`` whose weights get a gradient."""
 
         def watch(linear: nn.Linear) -> RemovableHandle:
-            return linear.weight.register_hook(lambda _grad: found.append(linear))
+            hook: RemovableHandle = linear.weight.register_hook(lambda _grad: found.append(linear))
+            return hook
 
         return [watch(linear) for linear in self._linears]
+
+
+def accumulate_grads(leaves: Sequence[Tensor], grads: Sequence[Tensor]) -> None:
+    """Give gradients to leaves through the engine, with all their hooks.
+
+    Not by ``torch.autograd.backward``: what watches that function would take the leaves for losses.
+    """
+    engine = torch.autograd.Variable._execution_engine
+    engine.run_backward(tuple(leaves), tuple(grads), False, False, (), allow_unreachable=True, accumulate_grad=True)
 
 
 def _walk(module: nn.Module, compiled: bool, seen: set[int]) -> Iterator[tuple[nn.Module, bool]]:
@@ -355,7 +365,8 @@ def _rows(tensor: Tensor) -> Tensor:
 
 def _compute_products(call: _Call) -> tuple[Tensor, Tensor | None]:
     """Return the gradients of weight ``[out, in]`` and bias ``[out]``, in the dtype of the product."""
-    assert call.grad is not None and call.input is not None
+    assert call.grad is not None
+    assert call.input is not None
     grad = _rows(call.grad)
     weight = grad.t().mm(_rows(call.input))
     if call.bias is None:
@@ -367,7 +378,8 @@ def _compute_products(call: _Call) -> tuple[Tensor, Tensor | None]:
 def _add_product(call: _Call) -> bool:
     """Add the products into the gradients in place, where no hook would see them; tell whether that was done."""
     leaves = [call.weight] if call.bias is None else [call.weight, call.bias]
-    assert call.grad is not None and call.input is not None
+    assert call.grad is not None
+    assert call.input is not None
     for leaf in leaves:
         grad = leaf.grad
         if grad is None or grad.dtype != call.grad.dtype or leaf._backward_hooks:

@@ -15,6 +15,7 @@ from torch.distributed.pipelining import PipelineStage, schedules
 import ovpatch
 from tests.plugins.pipeline.models import ROWS, WIDTH, make_blocks
 
+
 @dataclass(frozen=True)
 class Case:
     """A pipeline.

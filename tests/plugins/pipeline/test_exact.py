@@ -73,7 +73,8 @@ def _assert_equal(by_rank: list[dict[str, Outcome]]) -> None:
     for rank, outcomes in enumerate(by_rank):
         for name, outcome in outcomes.items():
             assert not outcome.differences, f"rank {rank}, {name}: {outcome.differences[:4]}"
-            assert outcome.counters["steps"] and not outcome.counters["stock_steps"], name
+            assert outcome.counters["steps"], name
+            assert not outcome.counters["stock_steps"], name
 
 
 @pytest.mark.parametrize("world", [2, 4])
