@@ -13,7 +13,7 @@ from ovpatch_plugins.pipeline.greedy import Choices, Operations, build_zero_bubb
 from ovpatch_plugins.pipeline.orders import ScheduleError, build_order, build_placement, check_schedule
 from ovpatch_plugins.pipeline.simulator import Costs, Footprint, simulate
 from ovpatch_plugins.pipeline.solver import Problem, find_lower_bound, solve
-from tests.plugins.pipeline.torch_orders import torch_order
+from tests.plugins.pipeline.torch_orders import PLACEMENT_OF, torch_order
 
 # Bubble rates that the scheduler of the zero-bubble paper's authors prints for memory of 1, 1.5, 2 and 2.5 p forwards:
 # ranks, microbatches, F, B, W, time of a transfer.
@@ -151,7 +151,7 @@ def test_every_solution_keeps_the_rules_and_the_memory_and_no_fixed_order_is_fas
     assert find_lower_bound(problem) <= solution.simulation.step * (1 + 1e-9)
 
 
-@pytest.mark.parametrize("name", ["LoopedBFS", "Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"])
+@pytest.mark.parametrize("name", PLACEMENT_OF)
 @pytest.mark.parametrize("random_numbers", [False, True])
 def test_orders_of_torch_are_improved_and_keep_stocks_sequences(name, random_numbers):
     stock, placement = torch_order(name, ranks=2, microbatches=6)
