@@ -13,38 +13,8 @@ from ovpatch_plugins.pipeline.greedy import Choices, Operations, build_zero_bubb
 from ovpatch_plugins.pipeline.orders import ScheduleError, build_order, build_placement, check_schedule
 from ovpatch_plugins.pipeline.simulator import Costs, Footprint, simulate
 from ovpatch_plugins.pipeline.solver import Problem, find_lower_bound, solve
-from tests.plugins.pipeline.torch_orders import torch_order
-
-# Bubble rates that the scheduler of the zero-bubble paper's authors prints for memory of 1, 1.5, 2 and 2.5 p forwards:
-# ranks, microbatches, F, B, W, time of a transfer.
-PUBLISHED = {
-    (4, 8, 1000, 1000, 1000, 0): (0.1111, 0.0400, 0, 0),
-    (4, 16, 1000, 1000, 1000, 0): (0.0588, 0.0204, 0, 0),
-    (8, 32, 1000, 1000, 1000, 0): (0.0680, 0.0303, 0, 0),
-    (4, 8, 1000, 1000, 1000, 20): (0.1189, 0.0446, 0.0050, 0.0050),
-    (8, 32, 1000, 1000, 1000, 20): (0.0730, 0.0334, 0.0029, 0.0029),
-    (4, 8, 1000, 1100, 900, 50): (0.1489, 0.0805, 0.0400, 0.0400),
-    (4, 16, 1000, 1100, 900, 50): (0.0805, 0.0419, 0.0204, 0),
-    (8, 16, 1000, 1100, 900, 50): (0.1696, 0.1028, 0.0381, 0.0381),
-    (8, 32, 1000, 1100, 900, 50): (0.0926, 0.0542, 0.0194, 0.0083),
-    (4, 16, 1000, 1300, 700, 50): (0.1011, 0.0716, 0.0457, 0.0184),
-    (8, 32, 1000, 1300, 700, 50): (0.1160, 0.0866, 0.0616, 0.0283),
-}
-# The same for its V schedules at the memory of 1F1B, by half-size stages.
-PUBLISHED_V = (0, 0, 0, 0.0115, 0.0113, 0.0438, 0.0224, 0.0607, 0.0313, 0.0467, 0.0574)
-MEMORIES = (1, 1.5, 2, 2.5)
-VECTORS = [(*size, k, rate) for size, rates in PUBLISHED.items() for k, rate in zip(MEMORIES, rates, strict=True)]
-ROUNDED = 6e-5
-KEPT, WEIGHT = 34.0, 32.0  # activations until B, and what is left for W
-
-
-def published(ranks, microbatches, forward, backward, weight, send, memory, *, vee=False):
-    parts = 2 if vee else 1
-    placement = build_placement("vee" if vee else "straight", ranks=ranks, chunks=parts)
-    stages = len(placement)
-    costs = Costs.uniform(stages, forward=forward / parts, backward=backward / parts, weight=weight / parts, send=send)
-    footprint = Footprint((KEPT / parts,) * stages, (WEIGHT / parts,) * stages)
-    return Problem(placement, microbatches, costs, memory * ranks * KEPT, footprint)
+from tests.plugins.pipeline.torch_orders import PLACEMENT_OF, torch_order
+from tests.plugins.pipeline.vectors import PUBLISHED, PUBLISHED_V, ROUNDED, VECTORS, make_problem
 
 
 def check(problem, solution):
@@ -67,7 +37,7 @@ def check(problem, solution):
 @pytest.mark.parametrize("vector", VECTORS, ids=lambda vector: "-".join(map(str, vector[:-1])))
 def test_the_heuristic_of_the_paper_prints_what_its_authors_print(vector):
     *size, memory, rate = vector
-    problem = published(*size, memory)
+    problem = make_problem(*size, memory)
     operations = Operations(problem.placement, problem.microbatches, problem.costs, problem.held, problem.limits)
     spans = []
     for choices in Choices.all():
@@ -84,7 +54,7 @@ def test_published_vectors_are_met_or_beaten():
     for *size, memory, rate in VECTORS:
         if size[0] == 8 and size[1:4] != [32, 1000, 1100]:
             continue
-        problem = published(*size, memory)
+        problem = make_problem(*size, memory)
         solution = solve(problem, effort=10_000)
         check(problem, solution)
         assert solution.simulation.bubble <= rate + ROUNDED, (size, memory)
@@ -97,7 +67,7 @@ def test_published_vectors_of_a_vee_are_met_within_a_point():
     for size, rate in zip(PUBLISHED, PUBLISHED_V, strict=True):
         if size[0] == 8:
             continue
-        problem = published(*size, 1, vee=True)
+        problem = make_problem(*size, 1, vee=True)
         solution = solve(problem, effort=100_000)
         check(problem, solution)
         assert solution.simulation.bubble <= rate + 0.01
@@ -151,7 +121,7 @@ def test_every_solution_keeps_the_rules_and_the_memory_and_no_fixed_order_is_fas
     assert find_lower_bound(problem) <= solution.simulation.step * (1 + 1e-9)
 
 
-@pytest.mark.parametrize("name", ["LoopedBFS", "Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"])
+@pytest.mark.parametrize("name", PLACEMENT_OF)
 @pytest.mark.parametrize("random_numbers", [False, True])
 def test_orders_of_torch_are_improved_and_keep_stocks_sequences(name, random_numbers):
     stock, placement = torch_order(name, ranks=2, microbatches=6)
@@ -165,7 +135,7 @@ def test_orders_of_torch_are_improved_and_keep_stocks_sequences(name, random_num
 
 
 def test_the_search_improves_what_is_made_in_one_pass():
-    problem = published(4, 8, 1000, 1100, 900, 50, 0.75, vee=True)
+    problem = make_problem(4, 8, 1000, 1100, 900, 50, 0.75, vee=True)
     first, searched = solve(problem, effort=0), solve(problem, effort=300_000)
     check(problem, searched)
     assert searched.origin == "search"
