@@ -40,6 +40,11 @@ _KEPT = 4  # versions that loading has replaced
 PATIENCE_S = 600.0  # for a rank whose step comes later; the reader's own time-out comes first
 
 
+_TOO_LATE = (
+    "A step went on meanwhile. Read optimizer state between a step and the next backward, on every rank that reads; "
+    "what a thread is to read later, copy before, as by copy.deepcopy(optimizer.state_dict())"
+)
+
 # The states that peers ask for, by name of their turns.
 _serving: weakref.WeakKeyDictionary[ShardedGrads, weakref.WeakValueDictionary[str, ShardedState]]
 _serving = weakref.WeakKeyDictionary()
@@ -316,9 +321,9 @@ class ShardedState(abc.ABC):
         if number not in self._earlier:
             try:
                 return self._versions.read_version(number, lambda: copy(local), PATIENCE_S)
-            except TornReadError:
+            except TornReadError as error:
                 if number not in self._earlier:  # else it was by loading
-                    raise
+                    raise TornReadError(f"{error}. {_TOO_LATE}") from error
         earlier = self._earlier[number]
         return self._versions.read_version(number, lambda: copy(earlier), PATIENCE_S, kept=True)
 

@@ -7,8 +7,10 @@ import gc
 import io
 import pickle
 import threading
+import time
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -293,6 +295,30 @@ def in_a_thread() -> list[Any]:
 def test_a_thread_that_saves_it_meanwhile_gets_one_moment(ranks):
     for wanted, saved in ranks(2)(patched, in_a_thread):
         compare([wanted], [saved]).assert_bitwise()
+
+
+def too_late() -> str:
+    """Rank 0 reads for the first time after a backward, when the others have gone on to their step, as on GPUs."""
+    from ovpatch_plugins.dist_optimizer.sharded_grads import ShardedGrads
+
+    model, opt = build()
+    for number in range(3):
+        step(model, opt, number)
+    found = opt.state_dict()
+    opt.zero_grad()
+    model(data(3, 5, 6)).square().mean().backward()
+    with mock.patch.object(ShardedGrads, "tells", False):
+        if dist.get_rank() == 0:
+            time.sleep(1)
+            with pytest.raises(RuntimeError) as raised:
+                found["state"][0]["exp_avg"].sum()
+        opt.step()
+    return str(raised.value) if dist.get_rank() == 0 else ""
+
+
+def test_who_reads_too_late_is_told_how_to_copy_before(ranks):
+    text, *_ = ranks(2)(patched, too_late, timeout=60)
+    assert "copy.deepcopy(optimizer.state_dict())" in text
 
 
 def patched(function: Callable[[], Any]) -> Any:
