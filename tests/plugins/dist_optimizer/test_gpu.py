@@ -170,7 +170,7 @@ def test_failures(ranks):
 
 
 def test_a_rank_with_local_gradients_keeps_no_host_waiting(ranks):
-    (text, _, steps), (other, took, _) = ranks(2)(test_gate.local_on, [0], timeout=200, **NCCL)
+    (text, _, steps), (other, took, _) = ranks(2)(test_gate.local_on, [0], **NCCL)
     assert "Do the same on every rank, or turn dist_optimizer off" in text
     assert steps == 3
     assert "with gradients that DistributedDataParallel had not reduced" in other
@@ -178,7 +178,7 @@ def test_a_rank_with_local_gradients_keeps_no_host_waiting(ranks):
 
 
 def test_hosts_whose_gradients_are_all_local_go_on(ranks):
-    for text, _, steps in ranks(2)(test_gate.local_on, [0, 1], timeout=200, **NCCL):
+    for text, _, steps in ranks(2)(test_gate.local_on, [0, 1], **NCCL):
         assert text == ""
         assert steps == 3
 

@@ -145,7 +145,7 @@ def summed_in_fp32(micros: int) -> list[dict[int, Tensor]]:
                 with nullcontext() if micro == micros - 1 else model.no_sync():
                     backward(model, number, micro)
             opt.step()
-            updates.append({i: state["main_param"] for i, state in opt.state_dict()["state"].items()})
+            updates.append({i: state["main_param"] for i, state in copy.deepcopy(opt.state_dict())["state"].items()})
         else:
             sums = [torch.zeros_like(p, dtype=torch.float32) for p in model.parameters()]
             for micro in range(micros):
