@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 import ovpatch
 from ovpatch.insight.equality import compare
-from tests.plugins.ddp.arms import Record, data, device, seen
+from tests.plugins.ddp.arms import Record, data, device, reduced_in_place, seen
 from tests.plugins.ddp.refusal import raising
 
 Bomb = raising(RuntimeError, "CUDA out of memory. (not really)")
@@ -66,6 +66,7 @@ def patched_train(*args: Any, **kwargs: Any) -> tuple[list[Record], dict[str, in
         return records, {"recovered": COUNTERS.recovered - before}
 
 
+@reduced_in_place
 def failing_alike(ddp: dict[str, Any], depths: list[int]) -> dict[str, Any]:
     """Every rank fails in the same steps, but not at the same layer."""
     bombs = [depths[dist.get_rank() % len(depths)], depths[(dist.get_rank() + 1) % len(depths)]]
