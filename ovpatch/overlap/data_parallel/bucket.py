@@ -314,7 +314,7 @@ def _write_grad(param: torch.nn.Parameter, reduced: Tensor, *, is_shared: bool) 
 
 
 def make_sparse_error(grad: Tensor) -> RuntimeError:
-    """Return the error for a sparse gradient in a bucket for dense ones."""
+    """Return the error of a sparse gradient in a bucket of dense ones."""
     return RuntimeError(
         f"ovpatch: a parameter of shape {tuple(grad.shape)} has a sparse gradient, and its module was not made "
         "with sparse=True when the model was wrapped. Set sparse=True in the module's constructor."

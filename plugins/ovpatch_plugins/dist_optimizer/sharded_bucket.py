@@ -110,7 +110,7 @@ class ShardedGradBucket(GradBucket):
         self._alone = dict.fromkeys(i for i in self._sharded if i not in coalesced)
         self._large = [i for i in self._large if i not in coalesced]
         self._row = sum(self._sizes[i] for i in self._coalesced)
-        self._transient = sum(numels[i] for i in self._sharded) * self.dtype.itemsize
+        self._freeable_nbytes = sum(numels[i] for i in self._sharded) * self.dtype.itemsize
         self._zeros = lazy_tensor.expanded_zeros([params[i] for i in self._sharded])
         self._is_started = self._is_published = False
         self._rows: dict[int, Tensor] = {}  # copies of coalesced gradients that were staged
@@ -122,7 +122,7 @@ class ShardedGradBucket(GradBucket):
     @property
     def freeable_nbytes(self) -> int:
         """See :class:`GradBucket`."""
-        return self._transient
+        return self._freeable_nbytes
 
     # ---------------------------------------------------------------- the collective
 
@@ -144,13 +144,7 @@ class ShardedGradBucket(GradBucket):
         return packed
 
     def _pack_coalesced(self, divisor: int) -> Tensor:
-        dtype, params, strides, is_even, world = (
-            self._sent_dtype,
-            self.params,
-            self._strides,
-            self._is_even,
-            self._world,
-        )
+        dtype, params, strides, world = self._sent_dtype, self.params, self._strides, self._world
         if self._input is None or self._input.dtype is not dtype:
             with torch.inference_mode(False):
                 self._input = torch.empty(world * self._row, dtype=dtype, device=self.device)
@@ -161,7 +155,7 @@ class ShardedGradBucket(GradBucket):
                 grad = params[i].grad
                 if (
                     type(grad) is Tensor
-                    and is_even[i]
+                    and self._is_even[i]
                     and not (summed or self._rows)
                     and grad.layout is torch.strided
                     and grad.is_contiguous()
@@ -201,28 +195,28 @@ class ShardedGradBucket(GradBucket):
             zeros.append(torch.zeros(self._world * self._row, dtype=self._sent_dtype, device=self.device))
         return zeros
 
-    def start_reduce(self, collectives: Collectives, packed: list[Tensor]) -> Sequence[Work]:
+    def start_reduce(self, collectives: Collectives, inputs: list[Tensor]) -> Sequence[Work]:
         """Start the reductions of what :meth:`pack` or :meth:`make_zeros` has returned."""
         if not self._outputs:
             with torch.inference_mode(False):
                 sizes = [*(self._sizes[i] for i in self._alone), *([self._row] if self._coalesced else [])]
                 self._outputs = [torch.zeros(size, dtype=self.dtype, device=self.device) for size in sizes]
         works: list[Work] = []
-        inputs = [packed.pop()] if self._coalesced else []
-        if packed:
-            first = len(packed) - len(self._large)  # before it: the flat tensor, if there is one
-            full, large = packed[:first], zip(self._large, packed[first:], strict=True)
-            alone = []
-            for i, piece in large:
+        coalesced = [inputs.pop()] if self._coalesced else []
+        alone = []
+        if inputs:
+            first = len(inputs) - len(self._large)  # before it: the flat tensor, if there is one
+            full = inputs[:first]
+            for i, grad in zip(self._large, inputs[first:], strict=True):
                 if i in self._alone:
-                    alone.append(self._pad(i, flat_view(piece)))
+                    alone.append(self._pad(i, flat_view(grad)))
                 else:
-                    full.append(piece)
+                    full.append(grad)
             self._copies = [padded for i, padded in zip(self._alone, alone, strict=True) if not self._is_even[i]]
-            inputs = alone + inputs
             works += collectives.all_reduce(full) if full else []
         in_half = self._sent_dtype is not self.dtype
-        works += (collectives.reduce_scatter_fp32 if in_half else collectives.reduce_scatter)(self._outputs, inputs)
+        reduce_scatter = collectives.reduce_scatter_fp32 if in_half else collectives.reduce_scatter
+        works += reduce_scatter(self._outputs, alone + coalesced)
         COUNTERS.grads_in_half += in_half * len(self._sharded)
         return works
 
@@ -233,7 +227,8 @@ class ShardedGradBucket(GradBucket):
         self._is_published, shards = True, list(self._outputs)
         if self._coalesced:
             shards += shards.pop().split([self._sizes[i] for i in self._coalesced])
-        self._grads.shards.update((self.indices[i], one) for i, one in zip((*self._alone, *self._coalesced), shards))
+        indices = [self.indices[i] for i in (*self._alone, *self._coalesced)]
+        self._grads.shards.update(zip(indices, shards, strict=True))
 
     @property
     def _sent_dtype(self) -> torch.dtype:
@@ -246,7 +241,7 @@ class ShardedGradBucket(GradBucket):
     def _divided(self, inputs: Mapping[int, Tensor]) -> list[Tensor]:
         if not self._grads.send_half:
             return list(inputs.values())
-        return [piece for i, piece in inputs.items() if self._dtype(i) is self.dtype]
+        return [grad for i, grad in inputs.items() if self._dtype(i) is self.dtype]
 
     # ---------------------------------------------------------------- after it
 
@@ -321,9 +316,8 @@ class ShardedGradBucket(GradBucket):
         """Have the memory of inputs outlive the collectives, which have been waited for; see :func:`record_streams`."""
         if self.device.type == "cuda" and side_streams.is_used(self.device):
             grads = (grad_of(self.params[i]) for i in self._sharded)
-            record_streams(
-                (self._input, *self._copies, *(self._inputs.get(i) for i in self._alone), *grads), self.device
-            )
+            alone = (self._inputs.get(i) for i in self._alone)
+            record_streams((self._input, *self._copies, *alone, *grads), self.device)
 
     def _forget(self) -> None:
         self._is_started = False

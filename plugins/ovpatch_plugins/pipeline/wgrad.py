@@ -14,6 +14,7 @@ from typing import Any, Final
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from ovpatch.overlap.tensors.autocast import autocast_dtype
 from ovpatch_plugins.pipeline.report import StageReport
@@ -126,11 +127,13 @@ class WeightGradQueue:
         fuse: Add products into the gradient where no hook sees it; rounds once instead of twice.
 
     Attributes:
+        defers: Whether the step's scan found linears to defer.
         computed: Weight gradients computed here.
         pending: Calls whose weight gradient is due, over all microbatches.
     """
 
     def __init__(self, module: nn.Module, report: StageReport, *, fuse: bool = False) -> None:
+        self.defers = False
         self.computed = self.pending = 0
         self._module = module
         self._fuse = fuse
@@ -142,11 +145,6 @@ class WeightGradQueue:
         self._read_elsewhere: set[int] = set()
         self._due_at_once: set[int] = set()  # ids of their weights, in the step that found them
         self._is_checked = self._is_graph_checked = False
-
-    @property
-    def defers(self) -> bool:
-        """Whether the last scan found linears to defer."""
-        return bool(self._linears)
 
     def scan(self) -> None:
         """Find the linears to defer. Called for each step, as scripts freeze, tie and wrap modules between steps."""
@@ -169,6 +167,7 @@ class WeightGradQueue:
                 self._reasons[reason] += 1
             else:
                 self._linears.append(linear)
+        self.defers = bool(self._linears)
 
     def _reason_against(self, linear: nn.Linear, compiled: bool, owners: dict[int, int]) -> str:
         params = [param for param in linear._parameters.values() if param is not None]
@@ -211,22 +210,18 @@ class WeightGradQueue:
         """Collect the calls whose backward runs inside the ``with`` block."""
         if self._due_at_once:
             self._compute_due_at_once()
-        linears = list(self._linears)
-        before = None if self._is_checked else self._gradient_versions(linears)
         self._microbatch = microbatch
         self._calls.setdefault(microbatch, [])
+        found: list[nn.Linear] = []
+        hooks = [] if self._is_checked else self._watch_weights(found)
         try:
             yield
         finally:
             self._microbatch = None
-        if before is not None:
-            self._is_checked = True
-            changed = [
-                linear
-                for linear, old, new in zip(linears, before, self._gradient_versions(linears), strict=True)
-                if new[0] is old[0] and (new[1] is not old[1] or new[2] != old[2])
-            ]
-            self._keep_in_backward(changed)
+            for hook in hooks:
+                hook.remove()
+        self._is_checked = True
+        self._keep_in_backward(found)
         if self._due_at_once:
             self._compute_due_at_once()
 
@@ -318,10 +313,13 @@ class WeightGradQueue:
         self._calls.clear()
         self._microbatch, self.pending = None, 0
 
-    @staticmethod
-    def _gradient_versions(linears: Sequence[nn.Linear]) -> list[tuple[Tensor, Tensor | None, int]]:
-        weights = [linear.weight for linear in linears]
-        return [(weight, weight.grad, -1 if weight.grad is None else weight.grad._version) for weight in weights]
+    def _watch_weights(self, found: list[nn.Linear]) -> list[RemovableHandle]:
+        """Have linears put into ``found`` whose weights get a gradient."""
+
+        def watch(linear: nn.Linear) -> RemovableHandle:
+            return linear.weight.register_hook(lambda _grad: found.append(linear))
+
+        return [watch(linear) for linear in self._linears]
 
 
 def _walk(module: nn.Module, compiled: bool, seen: set[int]) -> Iterator[tuple[nn.Module, bool]]:

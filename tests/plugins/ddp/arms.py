@@ -40,16 +40,23 @@ def both(
     *args: Any,
     options: dict[str, Any] | None = None,
     apply: Callable[[], AbstractContextManager[Any]] | None = None,
+    counters: Callable[[], dict[str, int]] | None = None,
     **kwargs: Any,
 ) -> dict[str, Any]:
     """Run ``loop`` stock, then patched, from the same seeds.
+
+    Args:
+        loop: Called with ``args`` and ``kwargs``.
+        options: Of ``ddp``.
+        apply: Turns other features on.
+        counters: Returns their counters.
 
     Returns:
         ``stock`` and ``patched``: what the loop returned; ``counters``: what the features did in the patched arm.
     """
     stock = seeded(loop, *args, **kwargs)
     with apply() if apply else ovpatch.applied("ddp", options={"ddp": options or {}}):
-        return {"stock": stock, **counted(loop, *args, **kwargs)}
+        return {"stock": stock, **counted(loop, *args, counters=counters, **kwargs)}
 
 
 def all_both(
@@ -58,15 +65,17 @@ def all_both(
     *,
     options: dict[str, Any] | None = None,
     apply: Callable[[], AbstractContextManager[Any]] | None = None,
+    counters: Callable[[], dict[str, int]] | None = None,
     again: Callable[[], AbstractContextManager[Any]] | None = None,
 ) -> dict[str, dict[str, Any]]:
     """Do what :func:`both` does for every case, under one ``apply()``: that takes longer than a short loop.
 
     Args:
-        loop: Called with the arguments of each case.
-        cases: Keyword arguments by the name of the case.
-        options: Of ``ddp``.
-        apply: Turns other features on.
+        loop: Called with the keyword arguments of each case.
+        cases: These, by the name of the case.
+        options: As for :func:`both`.
+        apply: Likewise.
+        counters: Likewise.
         again: Around a further stock run, ``reordered``.
     """
     results: dict[str, dict[str, Any]] = {name: {} for name in cases}
@@ -79,7 +88,7 @@ def all_both(
     with apply() if apply else ovpatch.applied("ddp", options={"ddp": options or {}}):
         for name, kwargs in cases.items():
             with _named(name):
-                results[name] |= counted(loop, **kwargs)
+                results[name] |= counted(loop, counters=counters, **kwargs)
             gc.collect()  # the next case shall not meet this one's model
     return results
 
@@ -95,11 +104,14 @@ def seeded(loop: Loop, *args: Any, **kwargs: Any) -> list[Record]:
     return loop(*args, **kwargs)
 
 
-def counted(loop: Loop, *args: Any, **kwargs: Any) -> dict[str, Any]:
+def counted(
+    loop: Loop, *args: Any, counters: Callable[[], dict[str, int]] | None = None, **kwargs: Any
+) -> dict[str, Any]:
     """Return what the loop returns, and what the features did meanwhile."""
-    before = _counters()
+    count = counters or _counters
+    before = count()
     patched = seeded(loop, *args, **kwargs)
-    return {"patched": patched, "counters": {name: value - before[name] for name, value in _counters().items()}}
+    return {"patched": patched, "counters": {name: value - before[name] for name, value in count().items()}}
 
 
 @contextmanager

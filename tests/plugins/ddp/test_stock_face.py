@@ -17,7 +17,8 @@ from torch.nn.parallel import distributed
 
 import ovpatch
 from ovpatch.insight.equality import compare
-from tests.plugins.ddp.arms import both, data, seen
+from tests.plugins.ddp.arms import both, data, seen, table
+from tests.plugins.ddp.checks import check_cases
 
 # What torch/nn/parallel/distributed.py asks of the reducer and the logger: what asked_of() found in the sources of the
 # wheels 2.11.0, 2.12.1, 2.13.0 and 2.14.1, which do not differ. The wheel of 2.15 could not be had; by pull request
@@ -113,7 +114,7 @@ class Buffered(nn.Module):
         return self.layer(x)
 
 
-def buffer_hook_loop(where: Any, **ddp: Any) -> list[dict[str, Any]]:
+def buffer_hook_loop(where: Any, ddp: dict[str, Any]) -> list[dict[str, Any]]:
     """A hook that returns futures, which are waited for at the end of backward."""
     torch.manual_seed(0)
     model = Buffered()
@@ -133,15 +134,12 @@ def buffer_hook_loop(where: Any, **ddp: Any) -> list[dict[str, Any]]:
     return records
 
 
-@pytest.mark.parametrize("where", ["PRE_FORWARD", "POST_FORWARD"])
-@pytest.mark.parametrize("ddp", [{}, {"static_graph": True}, {"find_unused_parameters": True}])
 @pytest.mark.parametrize("world", [2, 3])
-def test_futures_of_a_buffer_hook_are_waited_for_at_the_end_of_backward(ranks, world, where, ddp):
-    where = getattr(distributed._BufferCommHookLocation, where)
-    for result in ranks(world)(both, buffer_hook_loop, where, **ddp):
-        compare(result["stock"], result["patched"]).assert_bitwise()
-        assert [len(one["waited"]) for one in result["patched"]] == [1, 2, 3]
-        assert result["counters"]["backwards"] == 3
+def test_futures_of_a_buffer_hook_are_waited_for_at_the_end_of_backward(ranks, world):
+    ddp = [{}, {"static_graph": True}, {"find_unused_parameters": True}]
+    cases = table(where=list(distributed._BufferCommHookLocation), ddp=ddp)
+    for result in check_cases(ranks(world), buffer_hook_loop, cases, backwards=3):
+        assert all([len(one["waited"]) for one in case["patched"]] == [1, 2, 3] for case in result.values())
 
 
 class Fork(nn.Module):

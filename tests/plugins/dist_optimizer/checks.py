@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -16,6 +15,8 @@ from torch.nn.parallel import DistributedDataParallel
 from ovpatch.insight.equality import compare
 from tests.plugins.ddp.arms import Cases, all_both
 from tests.plugins.ddp.checks import check_all as check_each
+from tests.plugins.ddp.checks import on as on
+from tests.plugins.ddp.checks import some as some
 from tests.plugins.dist_optimizer.arms import apply
 
 #: Arguments for ``DistributedDataParallel`` that cut the buckets anew: stock's own noise, for more than two ranks.
@@ -25,16 +26,6 @@ _reordered: list[bool] = []
 def ddp(model: nn.Module, **kwargs: Any) -> DistributedDataParallel:
     """Wrap a model; in the run that measures stock's noise, with other buckets."""
     return DistributedDataParallel(model, **({"bucket_cap_mb": 1e-4} | kwargs if _reordered else kwargs))
-
-
-def some(cases: Cases) -> Cases:
-    """Return every third case, for variants of what is tested as a whole elsewhere; with ALL_CASES=1 all of them."""
-    return cases if os.environ.get("ALL_CASES") else dict(list(cases.items())[::3])
-
-
-def on(world: int, cases: Cases) -> Cases:
-    """Return what to run on so many ranks: all cases on two, some on more."""
-    return cases if world == 2 else some(cases)
 
 
 def all_cases(
