@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -18,6 +20,19 @@ import ovpatch
 Record = dict[str, Any]
 Loop = Callable[..., list[Record]]
 Cases = Mapping[str, Mapping[str, Any]]
+
+
+def reduced_in_place(loop: Callable[..., Any]) -> Callable[..., Any]:
+    """Have a loop's small gradients reduced in their own memory, as large ones are, and not in a flat tensor."""
+
+    @functools.wraps(loop)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        from ovpatch.overlap.data_parallel import bucket
+
+        with mock.patch.object(bucket, "SMALL", 1):
+            return loop(*args, **kwargs)
+
+    return run
 
 
 def both(

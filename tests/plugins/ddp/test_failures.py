@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 import ovpatch
 from ovpatch.insight.equality import compare
-from tests.plugins.ddp.arms import Record, data, device, is_patched, seen, table
+from tests.plugins.ddp.arms import Record, data, device, is_patched, reduced_in_place, seen, table
 from tests.plugins.ddp.checks import check_cases
 from tests.plugins.ddp.refusal import raising
 
@@ -58,6 +58,7 @@ def train(steps: list[tuple[int, int | None]], ddp: dict[str, Any], *, catch: bo
     return records
 
 
+@reduced_in_place
 def failing_alike(ddp: dict[str, Any], depths: list[int]) -> list[Record]:
     """Every rank fails in the same steps, but not at the same layer; stock, which ends there, does without these."""
     bombs = [depths[dist.get_rank() % len(depths)], depths[(dist.get_rank() + 1) % len(depths)]]

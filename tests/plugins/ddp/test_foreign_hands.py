@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel as DDP
 
-from tests.plugins.ddp.arms import Record, data, seen, table
+from tests.plugins.ddp.arms import Record, data, reduced_in_place, seen, table
 from tests.plugins.ddp.checks import check_cases
 
 WORLDS = [2, 3]
@@ -56,6 +56,7 @@ DEEDS: dict[str, Callable[[nn.Module], None]] = {
 }
 
 
+@reduced_in_place
 def loop(deed: str, where: str, cap: float, accumulate: bool, ddp: dict[str, Any] | None = None) -> list[Record]:
     """The second block's backward hook does something to all gradients, those before it and those to come."""
     model = net()
@@ -228,6 +229,7 @@ class SharedMemory(nn.Module):
         return (self.a.view(-1) + self.b.view(-1)) * x
 
 
+@reduced_in_place
 def loop_shared_memory(cap: float) -> list[Record]:
     model = SharedMemory()
     wrapped = DDP(model, bucket_cap_mb=cap)

@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 import ovpatch
 from ovpatch.insight.equality import compare
-from tests.plugins.ddp.arms import Record, both, data, device, seen, table
+from tests.plugins.ddp.arms import Record, both, data, device, reduced_in_place, seen, table
 from tests.plugins.ddp.checks import check, check_cases
 
 WORLDS = [2, 3]
@@ -31,6 +31,7 @@ def copies(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
     return [tensor.detach().clone() for tensor in tensors]
 
 
+@reduced_in_place
 def loop_keeps_last_gradients(how: str) -> list[Record]:
     """Keeps each step's gradients, without a copy, over the following steps."""
     model = net().to(device())
@@ -52,6 +53,7 @@ def test_a_kept_gradient_is_not_overwritten_by_later_steps(ranks, world):
     check_cases(ranks(world), loop_keeps_last_gradients, table(how=["tensor", "alias", "flat"]))
 
 
+@reduced_in_place
 def loop_own_gradient_tensors(flat: bool) -> list[Record]:
     """The user allocates the gradients, as slices of one flat tensor or alone, and reads them through those."""
     model = net().to(device())
@@ -97,6 +99,7 @@ def test_some_gradients_set_to_none_and_others_zeroed(ranks, world):
     check(ranks(world)(both, loop_mixed_zeroing))
 
 
+@reduced_in_place
 def loop_user_hooks() -> list[Record]:
     """Hooks see local gradients before the reduction, and what they write is reduced."""
     model = net().to(device())

@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 import ovpatch
 from ovpatch.insight.equality import compare
-from tests.plugins.ddp.arms import Record, both, data, is_patched, seen, table
+from tests.plugins.ddp.arms import Record, both, data, is_patched, reduced_in_place, seen, table
 from tests.plugins.ddp.checks import check, check_cases
 from tests.plugins.ddp.test_failures import Bomb, Mined, train
 
@@ -58,6 +58,7 @@ class Outer(nn.Module):
         return self.head(self.inner(x))
 
 
+@reduced_in_place
 def loop_shared_parameters(nested: bool) -> list[Record]:
     model = Outer() if nested else wide()
     # Whose buckets are small reduces early; whose are large reads the gradients late.
@@ -75,6 +76,7 @@ def test_two_wrappers_that_share_parameters(ranks, nested):
     check(ranks(2)(both, loop_shared_parameters, nested))
 
 
+@reduced_in_place
 def loop_dropped_in_backward() -> list[Record]:
     """A hook of the first layer drops or replaces gradients that were reduced before in the same backward."""
     model = wide()
@@ -99,6 +101,7 @@ def test_a_gradient_dropped_after_its_reduction_comes_back(ranks):
     check(ranks(2)(both, loop_dropped_in_backward))
 
 
+@reduced_in_place
 def loop_known_elsewhere(how: str) -> list[Record]:
     """Gradients that the user allocated and reads by other ways than Python references to the tensor."""
     model = wide()

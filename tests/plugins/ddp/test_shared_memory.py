@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 import ovpatch
 from ovpatch.overlap.comm.consensus import RankMismatchError
-from tests.plugins.ddp.arms import Record, data, seen, table
+from tests.plugins.ddp.arms import Record, data, reduced_in_place, seen, table
 from tests.plugins.ddp.checks import check, check_cases
 
 TINY = 0.0001  # MiB: every gradient gets a bucket of its own
@@ -98,6 +98,7 @@ def tagged() -> nn.Sequential:
 MODELS = {"kept in Python": Workspace, "conjugates": Conjugate, "subclass": tagged}
 
 
+@reduced_in_place
 def loop_model(name: str, ddp: dict[str, Any]) -> list[Record]:
     return train(MODELS[name](), **ddp)
 
@@ -114,6 +115,7 @@ def clip_all(model: nn.Module) -> None:
             p.grad.mul_(0.5)
 
 
+@reduced_in_place
 def loop_hooks(where: str) -> list[Record]:
     model = net()
     wrapped = DDP(model, bucket_cap_mb=TINY)
@@ -173,6 +175,7 @@ def failing(patched: bool, **ddp: Any) -> list[Record]:
     return records
 
 
+@reduced_in_place
 def failing_then_zeroed_in_place(**ddp: Any) -> dict[str, Any]:
     stock = failing(False, **ddp)  # it cannot go on after the exception, so it has none
     with ovpatch.applied("ddp"):
