@@ -12,6 +12,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ovpatch.overlap.comm.collectives import reduce_scatter_transport
+from ovpatch.overlap.comm.group_state import group_state
+from ovpatch.overlap.comm.step_communicator import step_communicator
 from ovpatch.overlap.comm.streams import is_capturing
 from ovpatch.overlap.data_parallel import fp32_accumulation
 from ovpatch.overlap.data_parallel.bucket import GradBucket
@@ -110,6 +112,8 @@ class ShardedGrads(GradSharder):
         self._halves = [i for i, param in enumerate(params) if in_fp32 and param.dtype in HALVES]
         self._sums_in_fp32, self._must_send_fp32 = sums_in_fp32, False
         self._communicator = group
+        self._step_communicator: dist.ProcessGroup | None = None
+        self._kept = group_state(group).values
         # Once: in a step the optimizer's parameters are shards, and peers call at any time.
         self._numels = [param.numel() for param in params]
         self._strides = [param.stride() for param in params]
@@ -198,7 +202,8 @@ class ShardedGrads(GradSharder):
         if self._searched < self.backwards:  # once: in the usual case the script has dropped them all
             self._searched = self.backwards
             with torch._C.DisableTorchFunctionSubclass():
-                self.has_lazy_grads = LazyTensor in [type(param.grad) for param in self.params.existing()]
+                params = [reference() for reference in self.params.references]
+                self.has_lazy_grads = LazyTensor in [type(param.grad) for param in params if param is not None]
         if self.has_lazy_grads and self.is_lazy(index):
             self._refuse_freed([index])
             self.materialize_grads()  # all of them: the others will be added to as well
@@ -213,7 +218,8 @@ class ShardedGrads(GradSharder):
             self._must_send_fp32 = staged or self._any_sum(
                 lambda i, grad: grad is not None or (counts is not None and counts[i] > 1)
             )
-        shutdown.prepare_backward(self.group)
+        if self._kept.get(shutdown.BeforeBackward):
+            shutdown.prepare_backward(self.group)
         if self._grads.grads:
             kept = self.last_grads()
             self._grads.grads.clear()
@@ -270,7 +276,8 @@ class ShardedGrads(GradSharder):
             if isinstance(bucket, ShardedGradBucket):
                 bucket.publish_shards()
         self.versions.end_update()
-        shutdown.drop_kept(self.group)
+        if self._kept.get(shutdown.Kept):
+            shutdown.drop_kept(self.group)
         self.local = False
         self.has_lazy_grads = bool(self.sharded)
 
@@ -370,13 +377,13 @@ class ShardedGrads(GradSharder):
         watched = self._watch is not None and self._watch.alive and not (self.restored or self.retired)
         if not watched or self._barrier is not None or self._world == 1 or not self.backwards:
             return
-        from ovpatch.overlap.comm.step_communicator import step_communicator
-
         device = self.versions.device
+        if self._step_communicator is None:
+            self._step_communicator = step_communicator(self.group, device)
         flag = torch.full((1,), int(self.local), dtype=torch.int32, device=device)
         options = dist.AllreduceOptions()
         options.reduceOp = dist.ReduceOp(dist.ReduceOp.MAX)
-        work = step_communicator(self.group, device).allreduce([flag], options)
+        work = self._step_communicator.allreduce([flag], options)
         if not self.local:
             work.wait()
             self.local = bool(flag.item())
