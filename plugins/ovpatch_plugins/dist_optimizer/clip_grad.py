@@ -167,7 +167,8 @@ def _norms_by_all_reduce(
     for shards, indices in by_model.items():
         shards.wait_for_hosts()
         local = [
-            shards.local_shard(index) if _is_whole((shards, index)) else shards.reduced_shard(index) for index in indices
+            shards.local_shard(index) if _is_whole((shards, index)) else shards.reduced_shard(index)
+            for index in indices
         ]
         own = part_norms(local, order)
         summed = _all_reduce_norms(own, step_communicator(shards.group, own.device), order)

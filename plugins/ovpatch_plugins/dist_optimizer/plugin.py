@@ -58,7 +58,7 @@ def ovpatch_register(patches: Registrar, options: Mapping[str, Any]) -> None:
         patches.register_patch(
             "torch.optim.optimizer.Optimizer.zero_grad",
             wrap=wrap_zero_grad,
-            why="reads and writes each parameter's grad, mostly while parameters are pending, whose class answers slowly",
+            why="asks each parameter for its grad, mostly while they are pending, whose class answers slowly",
         )
     steps = StepPatches(options)
     patches.register_hook(

@@ -10,7 +10,6 @@ from dataclasses import dataclass, field
 from typing import Final, Protocol
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from ovpatch.overlap.comm.collectives import Collectives
@@ -18,7 +17,6 @@ from ovpatch.overlap.comm.side_streams import record_streams, side_streams
 from ovpatch.overlap.comm.work import Work
 from ovpatch.overlap.data_parallel import fp32_accumulation
 from ovpatch.overlap.data_parallel.bucket import SMALL, GradBucket
-from ovpatch.overlap.data_parallel.fp32_accumulation import HALVES
 from ovpatch.overlap.tensors import lazy_tensor
 from ovpatch.overlap.tensors.lazy_tensor import LazyTensor, Source
 from ovpatch.overlap.tensors.metadata_ops import grad_of
@@ -146,7 +144,13 @@ class ShardedGradBucket(GradBucket):
         return packed
 
     def _pack_coalesced(self, divisor: int) -> Tensor:
-        dtype, params, strides, is_even, world = self._sent_dtype, self.params, self._strides, self._is_even, self._world
+        dtype, params, strides, is_even, world = (
+            self._sent_dtype,
+            self.params,
+            self._strides,
+            self._is_even,
+            self._world,
+        )
         if self._input is None or self._input.dtype is not dtype:
             with torch.inference_mode(False):
                 self._input = torch.empty(world * self._row, dtype=dtype, device=self.device)
@@ -229,7 +233,8 @@ class ShardedGradBucket(GradBucket):
         self._is_published, shards = True, list(self._outputs)
         if self._coalesced:
             shards += shards.pop().split([self._sizes[i] for i in self._coalesced])
-        self._grads.shards.update((self.indices[i], one) for i, one in zip((*self._alone, *self._coalesced), shards))
+        indices = [self.indices[i] for i in (*self._alone, *self._coalesced)]
+        self._grads.shards.update(zip(indices, shards, strict=True))
 
     @property
     def _sent_dtype(self) -> torch.dtype:
@@ -317,7 +322,9 @@ class ShardedGradBucket(GradBucket):
         """Have the memory of inputs outlive the collectives, which have been waited for; see :func:`record_streams`."""
         if self.device.type == "cuda" and side_streams.is_used(self.device):
             grads = (grad_of(self.params[i]) for i in self._sharded)
-            record_streams((self._input, *self._copies, *(self._pieces.get(i) for i in self._alone), *grads), self.device)
+            record_streams(
+                (self._input, *self._copies, *(self._pieces.get(i) for i in self._alone), *grads), self.device
+            )
 
     def _forget(self) -> None:
         self._is_started = False

@@ -60,16 +60,12 @@ READERS: dict[str, Callable[[Any], Any]] = {
     "deepcopy": lambda found: copy.deepcopy(found)["state"],
     "pickle": lambda found: pickle.loads(pickle.dumps(found))["state"],
     "cpu": lambda found: {n: {k: v.cpu().clone() for k, v in s.items()} for n, s in found["state"].items()},
-    "numpy": lambda found: {
-        n: {k: torch.tensor(v.numpy()) for k, v in s.items()} for n, s in found["state"].items()
-    },
+    "numpy": lambda found: {n: {k: torch.tensor(v.numpy()) for k, v in s.items()} for n, s in found["state"].items()},
     "equal": lambda found: {
         "all": torch.tensor([torch.equal(v, v.clone()) for s in found["state"].values() for v in s.values()]),
         "copies": copy.deepcopy(found)["state"],
     },
-    "backwards": lambda found: {
-        n: {k: s[k].clone() for k in reversed(s)} for n, s in reversed(found["state"].items())
-    },
+    "backwards": lambda found: {n: {k: s[k].clone() for k in reversed(s)} for n, s in reversed(found["state"].items())},
 }
 
 
