@@ -168,8 +168,8 @@ class ShardedGrads(GradSharder):
         if sums:
             count = len(self.params)
             self._agreed = frozenset(i for i in range(count) if sums[i] == self._world and sums[count + i] == 0)
-            if self._agreed and not self._peers.serving:
-                self._peers.serve(self.identity, self._examples())
+            if self._agreed and not self._peers.is_serving:
+                self._peers.start_serving(self.identity, self._examples())
                 assert self._reducer is not None
                 # A slower peer may call once the reducer is gone.
                 weakref.finalize(self._reducer(), shutdown.keep_until_backward, self.group, self._peers).atexit = False
@@ -412,7 +412,7 @@ class ShardedGrads(GradSharder):
                 raise RuntimeError(_TOO_EARLY.format(self.names[index]))
 
     def _pull(self, indices: Sequence[int]) -> list[Tensor]:
-        answers = self._peers.pull(indices)
+        answers = self._peers.pull_shards(indices)
         full = []
         for position, index in enumerate(indices):
             shards = {rank: tensors[position] for rank, tensors in answers.items()}
@@ -423,7 +423,7 @@ class ShardedGrads(GradSharder):
 
     def norms_of_peers(self, indices: Sequence[int], norm_type: float) -> dict[int, list[float]]:
         """Return the norm of each of the other ranks' shards, by rank; no peer takes part."""
-        return self._peers.norms(indices, norm_type)
+        return self._peers.pull_norms(indices, norm_type)
 
     # ---------------------------------------------------------------- the end
 
@@ -436,7 +436,7 @@ class ShardedGrads(GradSharder):
         self.restored = True
         if self._watch is not None:
             self._watch.detach()  # another reducer comes
-        if self._peers.leave():
+        if self._peers.start_final_calls():
             self.materialize_grads()
 
 
