@@ -29,7 +29,7 @@ Place = tuple[ShardedGrads, int]  # the sharded gradients of a model, and the in
 class _Clipping(threading.local):
     """The parameters of the ``clip_grad_norm_`` that this thread runs; None outside of one.
 
-    [Note: which way a norm goes] One rank may ask for a norm alone, to log it; then its peers' threads send theirs, and
+    One rank may ask for a norm alone, to log it; then its peers' threads send theirs, and
     the host waits for the other ranks' backward. ``clip_grad_norm_`` changes gradients, so all ranks call it, or they
     would drift apart under stock as well: there norms are summed by a collective. All ranks must agree on what goes
     into it, even if one of them has read a gradient or put a tensor of its own in its place. So a parameter counts from

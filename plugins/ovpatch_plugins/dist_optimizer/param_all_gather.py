@@ -22,7 +22,7 @@ from ovpatch.overlap.comm.step_communicator import step_communicator
 from ovpatch.overlap.comm.streams import profiler_label, profiler_span
 from ovpatch.overlap.comm.work import Work, WorkWithEpilogue
 from ovpatch.overlap.data_parallel.bucket import SMALL
-from ovpatch.overlap.data_parallel.bucket_assignment import layer_of
+from ovpatch.overlap.data_parallel.bucket_assignment import get_layer
 from ovpatch.overlap.tensors.pending_param import count_owners, mark_lost, mark_pending, mark_ready, without_modes
 from ovpatch.overlap.tensors.shard import shard_range
 from ovpatch_plugins.dist_optimizer.report import COUNTERS
@@ -342,7 +342,7 @@ class ParamAllGather:
         return min(self._capacity, max(_MIN_BUCKET_BYTES, fraction)) if self._overlap else self._capacity
 
     def _kind(self, param: ShardedParam) -> tuple[Hashable, ...]:
-        layer = layer_of(param.shards.names[param.index]) if self._granularity == "layer" else ""
+        layer = get_layer(param.shards.names[param.index]) if self._granularity == "layer" else ""
         return layer, param.param.dtype
 
 

@@ -16,7 +16,7 @@ from ovpatch.overlap.comm.collectives import Collectives
 from ovpatch.overlap.comm.side_streams import record_streams, side_streams
 from ovpatch.overlap.comm.work import Work
 from ovpatch.overlap.data_parallel import fp32_accumulation
-from ovpatch.overlap.data_parallel.bucket import SMALL, GradBucket
+from ovpatch.overlap.data_parallel.bucket import SMALL, GradBucket, make_sparse_error
 from ovpatch.overlap.tensors import lazy_tensor
 from ovpatch.overlap.tensors.lazy_tensor import LazyTensor, Source
 from ovpatch.overlap.tensors.metadata_ops import grad_of
@@ -74,7 +74,7 @@ class GradSource(Source, Protocol):
 class ShardedGradBucket(GradBucket):
     """Gradients of some parameters, most of which are reduce-scattered; the others are all-reduced.
 
-    [Note: coalesced gradients] Small sharded gradients are copied into one tensor ``[ranks, elements]``, in whose row r
+    Small sharded gradients are copied into one tensor ``[ranks, elements]``, in whose row r
     lie the shards of rank r, and are reduce-scattered by one collective, as FSDP2 does it. Large ones are
     reduce-scattered where they lie. A gradient that cannot be divided evenly is padded.
 
@@ -110,7 +110,7 @@ class ShardedGradBucket(GradBucket):
         self._alone = dict.fromkeys(i for i in self._sharded if i not in coalesced)
         self._large = [i for i in self._large if i not in coalesced]
         self._row = sum(self._sizes[i] for i in self._coalesced)
-        self._transient = sum(numels[i] for i in self._sharded) * self.dtype.itemsize
+        self._freeable_nbytes = sum(numels[i] for i in self._sharded) * self.dtype.itemsize
         self._zeros = lazy_tensor.expanded_zeros([params[i] for i in self._sharded])
         self._is_started = self._is_published = False
         self._rows: dict[int, Tensor] = {}  # copies of coalesced gradients that were staged
@@ -120,37 +120,31 @@ class ShardedGradBucket(GradBucket):
         self._copies: list[Tensor] = []
 
     @property
-    def transient(self) -> int:
+    def freeable_nbytes(self) -> int:
         """See :class:`GradBucket`."""
-        return self._transient
+        return self._freeable_nbytes
 
     # ---------------------------------------------------------------- the collective
 
-    def stage(self, index: int, divisor: int) -> None:
+    def stage_grad(self, index: int, divisor: int) -> None:
         """See :class:`GradBucket`."""
         i = self._position[index]
         if i in self._large or i in self._small:
-            super().stage(index, divisor)
+            super().stage_grad(index, divisor)
         elif i not in self._rows:
             with torch.no_grad():
                 self._rows[i] = self._make_rows(i, self.params[i].grad).clone()
 
-    def pack(self, divisor: int, *, absent: Collection[int] = (), given: Tensor | None = None) -> list[Tensor]:
+    def pack(self, divisor: int, *, absent: Collection[int] = (), node_grad: Tensor | None = None) -> list[Tensor]:
         """See :class:`GradBucket`."""
         self._is_started = True
-        packed = super().pack(divisor, absent=absent, given=given) if self._large or self._small else []
+        packed = super().pack(divisor, absent=absent, node_grad=node_grad) if self._large or self._small else []
         if self._coalesced:
             packed.append(self._pack_coalesced(divisor))
         return packed
 
     def _pack_coalesced(self, divisor: int) -> Tensor:
-        dtype, params, strides, is_even, world = (
-            self._sent_dtype,
-            self.params,
-            self._strides,
-            self._is_even,
-            self._world,
-        )
+        dtype, params, strides, world = self._sent_dtype, self.params, self._strides, self._world
         if self._input is None or self._input.dtype is not dtype:
             with torch.inference_mode(False):
                 self._input = torch.empty(world * self._row, dtype=dtype, device=self.device)
@@ -161,7 +155,7 @@ class ShardedGradBucket(GradBucket):
                 grad = params[i].grad
                 if (
                     type(grad) is Tensor
-                    and is_even[i]
+                    and self._is_even[i]
                     and not (summed or self._rows)
                     and grad.layout is torch.strided
                     and grad.is_contiguous()
@@ -181,8 +175,8 @@ class ShardedGradBucket(GradBucket):
             return torch.zeros(self._world, self._sizes[i], dtype=self.params[i].dtype, device=self.device)
         lazy_tensor.materialize([grad])  # of a parameter that this backward leaves out
         if grad.layout is not torch.strided:
-            self._grad(i)  # raises
-        total = fp32_accumulation.take(grad)
+            raise make_sparse_error(grad)
+        total = fp32_accumulation.take_sum(grad)
         source = total if self._sent_dtype is torch.float32 else grad
         if type(source) is not Tensor or source.stride() != self._strides[i]:
             shape, strides = self.params[i].shape, self._strides[i]
@@ -194,35 +188,35 @@ class ShardedGradBucket(GradBucket):
         missing = self._sizes[i] * self._world - len(elements)
         return torch.nn.functional.pad(elements, (0, missing)) if missing else elements
 
-    def zeros(self) -> list[Tensor]:
+    def make_zeros(self) -> list[Tensor]:
         """See :class:`GradBucket`."""
-        zeros = super().zeros()
+        zeros = super().make_zeros()
         if self._coalesced:
             zeros.append(torch.zeros(self._world * self._row, dtype=self._sent_dtype, device=self.device))
         return zeros
 
-    def start(self, collectives: Collectives, pieces: list[Tensor]) -> Sequence[Work]:
-        """Start the reductions of what :meth:`pack` or :meth:`zeros` has returned."""
+    def start_reduce(self, collectives: Collectives, inputs: list[Tensor]) -> Sequence[Work]:
+        """Start the reductions of what :meth:`pack` or :meth:`make_zeros` has returned."""
         if not self._outputs:
             with torch.inference_mode(False):
                 sizes = [*(self._sizes[i] for i in self._alone), *([self._row] if self._coalesced else [])]
                 self._outputs = [torch.zeros(size, dtype=self.dtype, device=self.device) for size in sizes]
         works: list[Work] = []
-        inputs = [pieces.pop()] if self._coalesced else []
-        if pieces:
-            first = len(pieces) - len(self._large)  # before it: the flat tensor, if there is one
-            full, large = pieces[:first], zip(self._large, pieces[first:], strict=True)
-            alone = []
-            for i, piece in large:
+        coalesced = [inputs.pop()] if self._coalesced else []
+        alone = []
+        if inputs:
+            first = len(inputs) - len(self._large)  # before it: the flat tensor, if there is one
+            full = inputs[:first]
+            for i, grad in zip(self._large, inputs[first:], strict=True):
                 if i in self._alone:
-                    alone.append(self._pad(i, flat_view(piece)))
+                    alone.append(self._pad(i, flat_view(grad)))
                 else:
-                    full.append(piece)
+                    full.append(grad)
             self._copies = [padded for i, padded in zip(self._alone, alone, strict=True) if not self._is_even[i]]
-            inputs = alone + inputs
             works += collectives.all_reduce(full) if full else []
         in_half = self._sent_dtype is not self.dtype
-        works += (collectives.reduce_scatter_fp32 if in_half else collectives.reduce_scatter)(self._outputs, inputs)
+        reduce_scatter = collectives.reduce_scatter_fp32 if in_half else collectives.reduce_scatter
+        works += reduce_scatter(self._outputs, alone + coalesced)
         COUNTERS.grads_in_half += in_half * len(self._sharded)
         return works
 
@@ -244,14 +238,14 @@ class ShardedGradBucket(GradBucket):
     def _dtype(self, i: int) -> torch.dtype:
         return self._sent_dtype if i in self._alone else self.dtype
 
-    def _divided(self, pieces: Mapping[int, Tensor]) -> list[Tensor]:
+    def _divided(self, inputs: Mapping[int, Tensor]) -> list[Tensor]:
         if not self._grads.send_half:
-            return list(pieces.values())
-        return [piece for i, piece in pieces.items() if self._dtype(i) is self.dtype]
+            return list(inputs.values())
+        return [grad for i, grad in inputs.items() if self._dtype(i) is self.dtype]
 
     # ---------------------------------------------------------------- after it
 
-    def give_up(self, *, but: Collection[int]) -> None:
+    def free_reduced(self, *, but: Collection[int]) -> None:
         """Free full gradients in backward; see :class:`GradBucket`."""
         self._source.has_lazy_grads = True
         self._free(skip=but, state=GradState.FREED)
@@ -272,7 +266,7 @@ class ShardedGradBucket(GradBucket):
         freeable, left = find_freeable_grads(grads), {}
         for i, grad, zero, may_free in zip(self._sharded, grads, self._zeros, freeable, strict=True):
             index = indices[i]
-            is_reduced_in_place = i in self._alone and self._pieces.pop(i, None) is grad
+            is_reduced_in_place = i in self._alone and self._inputs.pop(i, None) is grad
             if skip and index in skip:
                 continue
             if self._freed:
@@ -300,7 +294,7 @@ class ShardedGradBucket(GradBucket):
         if freed is not None and freed is not grad and isinstance(freed, LazyTensor):
             freed.source = _Lost(self._grads.names[self.indices[i]])
 
-    def release(self) -> None:
+    def detach_grads(self) -> None:
         """Take gradients away that are being reduced in place, or were freed."""
         for i in list(self._freed):
             self._lose_other(i, None)
@@ -310,21 +304,20 @@ class ShardedGradBucket(GradBucket):
         for i in self._coalesced if self._is_started else ():
             if i not in self._rows:  # else the script's hooks may have changed it since
                 self.params[i].grad = None
-        super().release()
+        super().detach_grads()
 
-    def drop(self) -> None:
+    def drop_inputs(self) -> None:
         """Drop what was packed."""
         self._keep_memory()
         self._forget()
-        super().drop()
+        super().drop_inputs()
 
     def _keep_memory(self) -> None:
         """Have the memory of inputs outlive the collectives, which have been waited for; see :func:`record_streams`."""
         if self.device.type == "cuda" and side_streams.is_used(self.device):
             grads = (grad_of(self.params[i]) for i in self._sharded)
-            record_streams(
-                (self._input, *self._copies, *(self._pieces.get(i) for i in self._alone), *grads), self.device
-            )
+            alone = (self._inputs.get(i) for i in self._alone)
+            record_streams((self._input, *self._copies, *alone, *grads), self.device)
 
     def _forget(self) -> None:
         self._is_started = False

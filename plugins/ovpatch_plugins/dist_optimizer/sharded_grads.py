@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -31,6 +32,7 @@ from ovpatch.overlap.tensors.shard import Shard, can_be_sharded, shard_range, sh
 from ovpatch_plugins.dist_optimizer.report import COUNTERS
 from ovpatch_plugins.dist_optimizer.shard_peers import ShardPeers
 from ovpatch_plugins.dist_optimizer.sharded_bucket import GradShards, GradState, ShardedGradBucket
+from ovpatch_plugins.dist_optimizer.step_log import StepLog
 
 _OTHER_LAYOUT: Final = (
     "ovpatch: parameter '{}' was laid out anew in memory (memory_format?) after its model was wrapped, and shards of "
@@ -218,6 +220,8 @@ class ShardedGrads(GradSharder):
             self._must_send_fp32 = staged or self._any_sum(
                 lambda i, grad: grad is not None or (counts is not None and counts[i] > 1)
             )
+        if self._world > 1:
+            self.step_log.begin_backward(self.backwards)
         if self._kept.get(shutdown.BeforeBackward):
             shutdown.prepare_backward(self.group)
         if self._grads.grads:
@@ -237,7 +241,7 @@ class ShardedGrads(GradSharder):
             not self.sharded.isdisjoint(self._halves)
             and reduce_scatter_transport(self._communicator, self.versions.device) is not None
         )
-        in_fp32 = self._must_send_fp32 or self._any_sum(lambda _, grad: fp32_accumulation.has(grad))
+        in_fp32 = self._must_send_fp32 or self._any_sum(lambda _, grad: fp32_accumulation.has_sum(grad))
         self._grads.send_half = not self._meet_hosts(in_fp32 if able else None) and able
 
     def _any_sum(self, is_sum: Callable[[int, Tensor | None], bool]) -> bool:
@@ -368,6 +372,21 @@ class ShardedGrads(GradSharder):
             return []
         return [(index, grad) for index, ref in self._grads.grads.items() if (grad := ref()) is not None]
 
+    @functools.cached_property
+    def step_log(self) -> StepLog:
+        """What this rank steps; from the first backward on peers may ask."""
+        return StepLog(self.group, self.identity)
+
+    @property
+    def tells(self) -> bool:
+        """Whether ranks tell each other before each step: hosts that run ahead of their devices do not."""
+        return self._barrier is None and self._world > 1
+
+    def stay_away_from_hosts(self) -> None:
+        """Tell the other hosts that this one does not come, if they are in :meth:`wait_for_hosts`."""
+        if self._barrier is not None:
+            self._barrier.stay_away()
+
     def agree_if_local(self) -> None:
         """Make :attr:`local` the same on all ranks, which all call this.
 
@@ -375,7 +394,7 @@ class ShardedGrads(GradSharder):
         the sum that they wait for. Not on devices whose hosts run ahead: there it would stall them.
         """
         watched = self._watch is not None and self._watch.alive and not (self.restored or self.retired)
-        if not watched or self._barrier is not None or self._world == 1 or not self.backwards:
+        if not (watched and self.tells and self.backwards):
             return
         device = self.versions.device
         if self._step_communicator is None:

@@ -54,12 +54,10 @@ class StageReport:
     Attributes:
         objection: Why its weight gradients stay in the backward, or "".
         reasons: Why linears stay in B, with their number.
-        undeferred: Ids of linears of which a call could not be deferred.
     """
 
     objection: str = ""
     reasons: Counter[str] = field(default_factory=Counter)
-    undeferred: set[int] = field(default_factory=set)
 
 
 @dataclass
@@ -162,9 +160,7 @@ def _describe(schedule: ScheduleReport) -> list[str]:
         lines.append(f"{where}: {', '.join(costs)} ms{clock}" if costs else f"{where}: not run yet")
         if stage.objection:
             lines.append(f"{where}: weight gradients stay in the backward: {stage.objection}")
-        lines += [f"{where}: {_count(number)} {reason} in B" for reason, number in stage.reasons.items()]
-        if stage.undeferred:
-            lines.append(f"{where}: {_count(len(stage.undeferred))} whose input needs no gradient or is not contiguous in B")
+        lines += [f"{where}: {_count(number)} in B: {reason}" for reason, number in stage.reasons.items()]
     bubble = times.bubble(schedule.microbatches)
     if bubble is not None and schedule.is_host_timed:
         expected = schedule.bubbles()

@@ -75,20 +75,17 @@ class Takeover:
         group = stages[0].group or dist.distributed_c10d._get_default_group()
         reason = _find_reason_against(schedule, stages, group)
         name, orders = "", None
-        if not reason:
-            try:
-                name, orders = self._choose_order(schedule, owner, stages)
-                check_schedule(orders, _placement_of(schedule, stages), stock=orders)
-            except ScheduleError as error:
-                reason = str(error)
+        try:
+            name, orders = self._choose_order(schedule, owner, stages)
+            check_schedule(orders, _placement_of(schedule, stages), stock=orders)
+        except ScheduleError as error:
+            reason = reason or str(error)
         terms = {
             "class": type(schedule).__name__,
             "microbatches": schedule._n_microbatches,
             "order": "" if orders is None else hashlib.sha256(repr(_list_actions(orders)).encode()).hexdigest(),
-            **{key: value for key, value in self._options.items()},
+            **self._options,
         }
-        if reason:
-            terms["order"] = None
         reason = _agree(group, terms, reason)
         if reason or orders is None:
             note_stock(f"{type(schedule).__name__}: {reason}")

@@ -14,6 +14,7 @@ from typing import Any, Final
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from ovpatch.overlap.tensors.autocast import autocast_dtype
 from ovpatch_plugins.pipeline.report import StageReport
@@ -126,11 +127,13 @@ class WeightGradQueue:
         fuse: Add products into the gradient where no hook sees it; rounds once instead of twice.
 
     Attributes:
+        defers: Whether the step's scan found linears to defer.
         computed: Weight gradients computed here.
         pending: Calls whose weight gradient is due, over all microbatches.
     """
 
     def __init__(self, module: nn.Module, report: StageReport, *, fuse: bool = False) -> None:
+        self.defers = False
         self.computed = self.pending = 0
         self._module = module
         self._fuse = fuse
@@ -138,15 +141,10 @@ class WeightGradQueue:
         self._microbatch: int | None = None
         self._linears: list[nn.Linear] = []
         self._reasons = report.reasons
-        self._undeferred = report.undeferred  # ids of linears; the module keeps them alive
+        self._undeferred: set[int] = set()  # ids of linears; the module keeps them alive
         self._read_elsewhere: set[int] = set()
         self._due_at_once: set[int] = set()  # ids of their weights, in the step that found them
         self._is_checked = self._is_graph_checked = False
-
-    @property
-    def defers(self) -> bool:
-        """Whether the last scan found linears to defer."""
-        return bool(self._linears)
 
     def scan(self) -> None:
         """Find the linears to defer. Called for each step, as scripts freeze, tie and wrap modules between steps."""
@@ -169,6 +167,7 @@ class WeightGradQueue:
                 self._reasons[reason] += 1
             else:
                 self._linears.append(linear)
+        self.defers = bool(self._linears)
 
     def _reason_against(self, linear: nn.Linear, compiled: bool, owners: dict[int, int]) -> str:
         params = [param for param in linear._parameters.values() if param is not None]
@@ -180,6 +179,8 @@ class WeightGradQueue:
             return "with a forward of their own"
         if any(owners[id(param)] > 1 for param in params):
             return "with a weight that another module has, too"
+        if id(linear) in self._undeferred:
+            return "whose input needs no gradient or is not contiguous"
         if id(linear) in self._read_elsewhere:
             return "with a weight that is read outside of them, too"
         if not linear.weight.requires_grad:
@@ -207,26 +208,22 @@ class WeightGradQueue:
     @contextmanager
     def recording(self, microbatch: int) -> Iterator[None]:
         """Collect the calls whose backward runs inside the ``with`` block."""
-        before = None if self._is_checked else self._gradient_versions()
+        if self._due_at_once:
+            self._compute_due_at_once()
         self._microbatch = microbatch
         self._calls.setdefault(microbatch, [])
+        found: list[nn.Linear] = []
+        hooks = [] if self._is_checked else self._watch_weights(found)
         try:
             yield
         finally:
             self._microbatch = None
-        if before is not None:
-            self._is_checked = True
-            changed = [
-                linear
-                for linear, old, new in zip(self._linears, before, self._gradient_versions(), strict=True)
-                if new[0] is old[0] and (new[1] is not old[1] or new[2] != old[2])
-            ]
-            self._keep_in_backward(changed)
-        if self._due_at_once:  # their next microbatches accumulate in B, behind this one
-            calls = self._calls[microbatch]
-            due = [call for call in calls if id(call.weight) in self._due_at_once]
-            self._calls[microbatch] = [call for call in calls if id(call.weight) not in self._due_at_once]
-            self._accumulate(due)
+            for hook in hooks:
+                hook.remove()
+        self._is_checked = True
+        self._keep_in_backward(found)
+        if self._due_at_once:
+            self._compute_due_at_once()
 
     def check_graph(self, output: Any) -> None:
         """Find weights that a graph reads outside of their linears, as ``F.linear(x, module.weight)`` does.
@@ -240,14 +237,28 @@ class WeightGradQueue:
         leaves = {id(leaf) for leaf in _find_leaves(output)}
         self._keep_in_backward([linear for linear in self._linears if id(linear.weight) in leaves])
 
+    def note_undeferred(self, linear: nn.Linear) -> None:
+        """Keep a linear in B for good: the input of a call needs no gradient or is no matrix in memory."""
+        self._undeferred.add(id(linear))
+        self._keep_in_backward([linear])
+
     def _keep_in_backward(self, linears: Sequence[nn.Linear]) -> None:
         """Compute weight gradients of linears in B from their next call on."""
         for linear in linears:
+            self._due_at_once.add(id(linear.weight))
+            self._uninstall(linear)
             if id(linear) not in self._undeferred:
                 self._read_elsewhere.add(id(linear))
-                self._due_at_once.add(id(linear.weight))
-                self._uninstall(linear)
-        self._linears = [linear for linear in self._linears if id(linear) not in self._read_elsewhere]
+        kept = self._undeferred | self._read_elsewhere
+        self._linears = [linear for linear in self._linears if id(linear) not in kept]
+
+    def _compute_due_at_once(self) -> None:
+        """Compute what linears deferred that have been kept in B since: their next microbatch accumulates in B."""
+        for microbatch, calls in self._calls.items():
+            due = [call for call in calls if id(call.weight) in self._due_at_once]
+            if due:
+                self._calls[microbatch] = [call for call in calls if id(call.weight) not in self._due_at_once]
+                self._accumulate(due)
 
     def add_call(self, call: _Call) -> None:
         """Take a call whose backward has just run.
@@ -302,13 +313,13 @@ class WeightGradQueue:
         self._calls.clear()
         self._microbatch, self.pending = None, 0
 
-    def note_undeferred(self, linear: nn.Linear) -> None:
-        """Note a call that stays in B: its input needs no gradient or is no matrix in memory."""
-        self._undeferred.add(id(linear))
+    def _watch_weights(self, found: list[nn.Linear]) -> list[RemovableHandle]:
+        """Have linears put into ``found`` whose weights get a gradient."""
 
-    def _gradient_versions(self) -> list[tuple[Tensor, Tensor | None, int]]:
-        weights = [linear.weight for linear in self._linears]
-        return [(weight, weight.grad, -1 if weight.grad is None else weight.grad._version) for weight in weights]
+        def watch(linear: nn.Linear) -> RemovableHandle:
+            return linear.weight.register_hook(lambda _grad: found.append(linear))
+
+        return [watch(linear) for linear in self._linears]
 
 
 def _walk(module: nn.Module, compiled: bool, seen: set[int]) -> Iterator[tuple[nn.Module, bool]]:

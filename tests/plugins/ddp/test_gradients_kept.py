@@ -13,8 +13,8 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 import ovpatch
 from ovpatch.insight.equality import compare
-from tests.plugins.ddp.arms import Record, both, data, device, seen
-from tests.plugins.ddp.checks import check
+from tests.plugins.ddp.arms import Record, both, data, device, seen, table
+from tests.plugins.ddp.checks import check, check_cases
 
 WORLDS = [2, 3]
 
@@ -48,9 +48,8 @@ def loop_keeps_last_gradients(how: str) -> list[Record]:
 
 
 @pytest.mark.parametrize("world", WORLDS)
-@pytest.mark.parametrize("how", ["tensor", "alias", "flat"])
-def test_a_kept_gradient_is_not_overwritten_by_later_steps(ranks, world, how):
-    check(ranks(world)(both, loop_keeps_last_gradients, how))
+def test_a_kept_gradient_is_not_overwritten_by_later_steps(ranks, world):
+    check_cases(ranks(world), loop_keeps_last_gradients, table(how=["tensor", "alias", "flat"]))
 
 
 def loop_own_gradient_tensors(flat: bool) -> list[Record]:
@@ -73,9 +72,8 @@ def loop_own_gradient_tensors(flat: bool) -> list[Record]:
 
 
 @pytest.mark.parametrize("world", WORLDS)
-@pytest.mark.parametrize("flat", [True, False])
-def test_gradients_that_the_user_allocated_are_filled_in_place(ranks, world, flat):
-    check(ranks(world)(both, loop_own_gradient_tensors, flat))
+def test_gradients_that_the_user_allocated_are_filled_in_place(ranks, world):
+    check_cases(ranks(world), loop_own_gradient_tensors, table(flat=[True, False]))
 
 
 def loop_mixed_zeroing() -> list[Record]:
@@ -171,10 +169,8 @@ def loop_autograd_grad(find_unused: bool, of: str) -> list[Record]:
     return records
 
 
-@pytest.mark.parametrize("find_unused", [True, False])
-@pytest.mark.parametrize("of", ["input", "parameters"])
-def test_autograd_grad_in_between(ranks, find_unused, of):
-    check(ranks(2)(both, loop_autograd_grad, find_unused, of))
+def test_autograd_grad_in_between(ranks):
+    check_cases(ranks(2), loop_autograd_grad, table(find_unused=[True, False], of=["input", "parameters"]))
 
 
 def saved_output() -> bytes:

@@ -13,8 +13,8 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 import ovpatch
 from ovpatch.overlap.comm.consensus import RankMismatchError
-from tests.plugins.ddp.arms import Record, both, data, seen
-from tests.plugins.ddp.checks import check
+from tests.plugins.ddp.arms import Record, data, seen, table
+from tests.plugins.ddp.checks import check, check_cases
 
 TINY = 0.0001  # MiB: every gradient gets a bucket of its own
 
@@ -103,12 +103,9 @@ def loop_model(name: str, ddp: dict[str, Any]) -> list[Record]:
 
 
 @pytest.mark.parametrize("world", [2, 3])
-@pytest.mark.parametrize(
-    "ddp", [{"bucket_cap_mb": TINY}, {"find_unused_parameters": True}, {"static_graph": True}], ids=str
-)
-@pytest.mark.parametrize("name", MODELS)
-def test_models_with_odd_gradients(ranks, world, name, ddp):
-    check(ranks(world)(both, loop_model, name, ddp), backwards=4)
+def test_models_with_odd_gradients(ranks, world):
+    cases = table(name=MODELS, ddp=[{"bucket_cap_mb": TINY}, {"find_unused_parameters": True}, {"static_graph": True}])
+    check_cases(ranks(world), loop_model, cases, backwards=4)
 
 
 def clip_all(model: nn.Module) -> None:
@@ -137,9 +134,9 @@ def loop_hooks(where: str) -> list[Record]:
     return records
 
 
-@pytest.mark.parametrize("where", ["wrapper", "parameter", "tensor hook of a parameter", "module put in later"])
-def test_hooks_that_write_all_gradients(ranks, where):
-    check(ranks(2)(both, loop_hooks, where), backwards=4)
+def test_hooks_that_write_all_gradients(ranks):
+    where = ["wrapper", "parameter", "tensor hook of a parameter", "module put in later"]
+    check_cases(ranks(2), loop_hooks, table(where=where), backwards=4)
 
 
 def failing(patched: bool, **ddp: Any) -> list[Record]:

@@ -118,7 +118,7 @@ def read_in_part() -> None:
             assert torch.equal(found["state"][last]["exp_avg"], wanted["state"][last]["exp_avg"])
             assert 0 < count_unread(found) < count_unread(opt.state_dict())
         step(model, opt, 3)
-        assert (count_unread(found) > 0) == (dist.get_rank() == 1)
+        assert (count_unread(found) > 0) == (dist.get_rank() > 0)
         assert (count_pulled() > before) == (dist.get_rank() == 0)
         if dist.get_rank() == 0:
             compare([found["state"]], [wanted["state"]]).assert_bitwise()

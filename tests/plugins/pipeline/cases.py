@@ -11,43 +11,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.pipelining import PipelineStage, schedules
-from torch.utils.checkpoint import checkpoint
 
-WIDTH, ROWS = 12, 3
-
-
-class Block(nn.Module):
-    """A residual block with norm, two linears and, as asked for, dropout, a checkpoint or a hook on its weights."""
-
-    def __init__(self, dropout: float = 0.0, reentrant: bool | None = None) -> None:
-        super().__init__()
-        self.norm, self.up, self.down = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 20), nn.Linear(20, WIDTH, bias=False)
-        self.dropout, self.reentrant = dropout, reentrant
-        self.recomputed = 0
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if self.reentrant is None or not torch.is_grad_enabled():
-            return self._forward(x)
-        return checkpoint(self._forward, x, use_reentrant=self.reentrant)
-
-    def _forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.recomputed += 1
-        h = torch.tanh(self.up(self.norm(x)))
-        return x + self.down(nn.functional.dropout(h, self.dropout, self.training))
-
-
-class Part(nn.Module):
-    """The blocks of one stage."""
-
-    def __init__(self, *blocks: nn.Module) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(blocks)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for block in self.blocks:
-            x = block(x)
-        return x
-
+import ovpatch
+from tests.plugins.pipeline.models import ROWS, WIDTH, make_blocks
 
 @dataclass(frozen=True)
 class Case:
@@ -65,13 +31,14 @@ class Case:
         vee: Whether stages are placed as a V.
         stage: Arguments of the stage.
         pieces: Calls of ``schedule.step()`` before an optimizer step.
+        dtype: Of parameters and inputs.
     """
 
     schedule: str = "Schedule1F1B"
     microbatches: int = 6
     chunks: int = 1
-    steps: int = 3
-    part: Callable[[int], nn.Module] = lambda index: Part(Block(), Block())
+    steps: int = 2
+    part: Callable[[int], nn.Module] = make_blocks
     wrap: Callable[[nn.Module], nn.Module] = lambda module: module
     context: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext
     options: Mapping[str, Any] = field(default_factory=dict)
@@ -145,7 +112,40 @@ def differences(a: Any, b: Any, where: str = "") -> list[str]:
         return [text for key in a for text in differences(a[key], b[key], f"{where}/{key}")]
     if isinstance(a, list):
         same = [] if len(a) == len(b) else [f"{where}: {len(a)} and {len(b)} items"]
-        return same + [text for i, (x, y) in enumerate(zip(a, b, strict=False)) for text in differences(x, y, f"{where}/{i}")]
+        return same + [
+            text for i, (x, y) in enumerate(zip(a, b, strict=False)) for text in differences(x, y, f"{where}/{i}")
+        ]
     if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
         return [] if a.dtype == b.dtype and torch.equal(a, b) else [f"{where}: {(a - b).abs().max()}"]
     return [] if a is None and b is None else [f"{where}: {type(a).__name__} and {type(b).__name__}"]
+
+
+def train_both(case: Case, order: str = "as-given", group: dist.ProcessGroup | None = None, **options: Any) -> Outcome:
+    """Train stock and patched, and compare."""
+    stock = train(case, group)
+    ovpatch.apply("pipeline", options={"pipeline": {"schedule": order, **options}})
+    before = counters()
+    patched = train(case, group)
+    after = counters()
+    remarks = feature_report().remarks
+    ovpatch.revert()
+    return Outcome(differences(stock, patched), {name: after[name] - before[name] for name in after}, list(remarks))
+
+
+@dataclass
+class Outcome:
+    """What a comparison found: differing tensors, what the counters advanced by, and the remarks."""
+
+    differences: list[str]
+    counters: dict[str, int]
+    remarks: list[str]
+
+
+def feature_report() -> Any:
+    """Return the feature's part of the report."""
+    return next(feature for feature in ovpatch.report().features if feature.name == "pipeline")
+
+
+def counters() -> dict[str, int]:
+    """Return the feature's counters."""
+    return dict(feature_report().counters)

@@ -1,0 +1,209 @@
+"""Losses, outputs, gradients and parameters are bitwise stock's, whatever the class, the order and the model."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import ovpatch
+from tests.plugins.pipeline.cases import Case, Outcome, make_schedule, train_both
+from tests.plugins.pipeline.models import ROWS, VARIANTS, WIDTH, Autocast, Block, Part, Raw, Variant
+
+EIGHT: dict[str, Any] = {"microbatches": 8, "chunks": 2}
+CLASSES = {
+    "Schedule1F1B": Case(steps=3),
+    "ScheduleGPipe": Case("ScheduleGPipe"),
+    "fewer microbatches than ranks": Case("ScheduleGPipe", microbatches=1),
+    "ScheduleInterleaved1F1B": Case("ScheduleInterleaved1F1B", **EIGHT),
+    "ScheduleInterleavedZeroBubble": Case("ScheduleInterleavedZeroBubble", **EIGHT),
+    "ScheduleLoopedBFS": Case("ScheduleLoopedBFS", chunks=2),
+    "ScheduleZBVZeroBubble": Case("ScheduleZBVZeroBubble", vee=True, **EIGHT),
+    "ScheduleDualPipeV": Case("ScheduleDualPipeV", vee=True, **EIGHT),
+}
+_EXAMPLE = torch.zeros(ROWS, 2, WIDTH, requires_grad=True)
+
+
+def _blocks(*args: Any) -> Any:
+    return lambda _index: Part(Block(*args), Block(*args))
+
+
+def _under_autocast(*args: Any, **options: Any) -> Any:
+    return lambda _index: Autocast(Part(Block(*args), Block(*args)), **options)
+
+
+MODELS = {
+    "bf16": Case(dtype=torch.bfloat16),
+    "autocast": Case(part=_under_autocast()),
+    "autocast without cache": Case(part=_under_autocast(cache_enabled=False)),
+    "autocast around the step": Case(context=lambda: torch.autocast("cpu", torch.bfloat16)),
+    "checkpoint": Case(part=_blocks(0.0, False)),
+    "checkpoint, autocast": Case(part=_under_autocast(0.0, False)),
+    "reentrant checkpoint": Case(
+        part=_blocks(0.0, True), stage={"input_args": (_EXAMPLE,), "output_args": (_EXAMPLE,)}
+    ),
+    "dropout": Case(part=_blocks(0.2)),
+    "dropout, checkpoint": Case(part=_blocks(0.2, False)),
+    "several steps before the optimizer's": Case(pieces=2),
+    "summed loss": Case(options={"scale_grads": False}),
+    "raw input": Case(part=lambda _index: Raw()),
+    **{kind: Case(part=lambda _index, kind=kind: nn.Sequential(Variant(kind), Variant(kind))) for kind in VARIANTS},
+    "called twice, autocast": Case(part=lambda _index: Autocast(Variant("called twice"))),
+}
+
+
+def _run_classes(names: list[str]) -> dict[str, Outcome]:
+    found = {}
+    for name in names:
+        case = CLASSES[name]
+        for order in ("as-given", "gpipe", "1f1b", "zb-h1", "zb-h2") if case.chunks == 1 else ("as-given",):
+            found[f"{name}, {order}"] = train_both(case, order)
+    return found
+
+
+def _run_models(names: list[str], order: str) -> dict[str, Outcome]:
+    return {name: train_both(MODELS[name], order) for name in names}
+
+
+def _assert_equal(by_rank: list[dict[str, Outcome]]) -> None:
+    for rank, outcomes in enumerate(by_rank):
+        for name, outcome in outcomes.items():
+            assert not outcome.differences, f"rank {rank}, {name}: {outcome.differences[:4]}"
+            assert outcome.counters["steps"] and not outcome.counters["stock_steps"], name
+
+
+@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("part", [slice(0, 3), slice(3, 6), slice(6, 8)], ids=["one stage", "loops", "vees"])
+def test_each_class_and_each_order(ranks: Any, world: int, part: slice) -> None:
+    found = ranks(world)(_run_classes, list(CLASSES)[part])
+    _assert_equal(found)
+    for outcomes in found:
+        for name, outcome in outcomes.items():
+            deferred = outcome.counters["weight_grads"]
+            is_first = outcomes is found[0] and "ScheduleGPipe" not in name
+            assert deferred or (is_first and name.endswith(("given", "gpipe", "1f1b"))) or outcomes is found[0], name
+
+
+@pytest.mark.parametrize("order", ["as-given", "zb-h1"])
+@pytest.mark.parametrize("part", range(3))
+def test_each_model(ranks: Any, order: str, part: int) -> None:
+    names = list(MODELS)[part::3]
+    found = ranks(2)(_run_models, names, order)
+    _assert_equal(found)
+    assert all(outcome.counters["weight_grads"] for outcome in found[1].values())
+
+
+def test_models_on_four_ranks(ranks: Any) -> None:
+    _assert_equal(ranks(4)(_run_models, ["bf16", "autocast", "dropout, checkpoint", "batch norm"], "zb-h2"))
+
+
+def _run_dropout() -> dict[str, Outcome]:
+    cases = {
+        "vee": Case("ScheduleZBVZeroBubble", vee=True, part=_blocks(0.2), **EIGHT),
+        "loop": Case("ScheduleInterleavedZeroBubble", part=_blocks(0.2, False), **EIGHT),
+    }
+    return {name: train_both(case) for name, case in cases.items()}
+
+
+def test_dropout_with_several_stages_a_rank(ranks: Any) -> None:
+    _assert_equal(ranks(2)(_run_dropout))
+
+
+def _run_options() -> dict[str, Outcome]:
+    changes: list[dict[str, Any]] = [
+        {"delay_wgrad_compute": "off"},
+        {"delay_wgrad_compute": "on"},
+        {"overlap_p2p_comm": False},
+        {"gradient_accumulation_fusion": True},
+    ]
+    return {str(change): train_both(Case(), "zb-h1", **change) for change in changes}
+
+
+def test_options_keep_the_bits_in_fp32(ranks: Any) -> None:
+    found = ranks(2)(_run_options)
+    fused = "{'gradient_accumulation_fusion': True}"
+    for outcomes in found:
+        assert max(float(text.split(": ")[1]) for text in [*outcomes.pop(fused).differences, ": 0"]) < 1e-6
+    _assert_equal(found)
+    assert found[1]["{'delay_wgrad_compute': 'off'}"].counters["weight_grads"] == 0
+    assert found[1]["{'overlap_p2p_comm': False}"].counters["weight_grads"] > 0
+
+
+def _run_compiled() -> dict[str, Outcome]:
+    whole = Case(part=lambda _index: torch.compile(nn.Sequential(Raw(), Raw()), backend="aot_eager"))
+    inner = Case(part=lambda _index: Variant("compiled inside"))
+    return {"whole": train_both(whole, "zb-h1"), "inner": train_both(inner, "zb-h1")}
+
+
+def test_compiled_modules_stay_in_the_backward(ranks: Any) -> None:
+    found = ranks(2)(_run_compiled, timeout=120)
+    _assert_equal(found)
+    for outcomes in found:
+        assert outcomes["whole"].counters["weight_grads"] == 0
+        assert any("4 linears inside a compiled module" in text for text in outcomes["whole"].remarks)
+        assert outcomes["inner"].counters["weight_grads"] == 2 * 6 * 2
+
+
+def _count_recomputations(reentrant: bool) -> tuple[int, int, list[str]]:
+    case = MODELS["reentrant checkpoint" if reentrant else "checkpoint"]
+    counts, untrained = [], []
+    for patched in (False, True):
+        if patched:
+            ovpatch.apply("pipeline", options={"pipeline": {"schedule": "zb-h1"}})
+        schedule, (part,) = make_schedule(case)
+        rows = torch.randn(ROWS * 6, 2, WIDTH)
+        for _ in range(2):
+            for block in part.blocks:  # type: ignore[union-attr]
+                block.runs = 0
+            schedule.step(*((rows,) if dist.get_rank() == 0 else ()), target=rows)
+        counts.append(sum(block.runs for block in part.blocks))  # type: ignore[union-attr]
+        untrained += [name for name, param in part.named_parameters() if param.grad is None or not param.grad.any()]
+    return counts[0], counts[1], untrained
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_each_checkpointed_layer_is_recomputed_once_and_trained(ranks: Any, reentrant: bool) -> None:
+    for rank, (stock, patched, untrained) in enumerate(ranks(2)(_count_recomputations, reentrant)):
+        assert stock == patched == 2 * 6 * 2, rank  # blocks, microbatches, forward and recomputation
+        # The first stage's reentrant checkpoints have inputs without a gradient: stock leaves them untrained, too.
+        assert not untrained or (reentrant and rank == 0), untrained
+
+
+def _count_hooks() -> list[dict[str, int]]:
+    found = []
+    for patched in (False, True):
+        if patched:
+            ovpatch.apply("pipeline", options={"pipeline": {"schedule": "zb-h1"}})
+        schedule, (part,) = make_schedule(Case())
+        counts = {"tensor": 0, "post-accumulate": 0, "node": 0}
+        kept = []
+
+        def count(name: str, counts: dict[str, int] = counts) -> None:
+            counts[name] += 1
+
+        rows = torch.randn(ROWS * 6, 2, WIDTH)
+        inputs = (rows,) if dist.get_rank() == 0 else ()
+        schedule.step(*inputs, target=rows)
+        for param in part.parameters():
+            param.register_hook(lambda grad: count("tensor"))
+            param.register_post_accumulate_grad_hook(lambda param: count("post-accumulate"))
+            node = param.view_as(param).grad_fn.next_functions[0][0]  # type: ignore[union-attr]
+            kept.append(node)
+            node.register_hook(lambda *grads: count("node"))
+        schedule.step(*inputs, target=rows)
+        found.append(counts)
+    return found
+
+
+def test_hooks_of_parameters_fire_as_often(ranks: Any) -> None:
+    for stock, patched in ranks(2)(_count_hooks):
+        assert stock == patched
+        assert stock["tensor"] == 2 * 5 * 6  # blocks, parameters, microbatches
+
+
+def test_cases_are_named_once() -> None:
+    assert all(dataclasses.is_dataclass(case) for case in (*CLASSES.values(), *MODELS.values()))

@@ -1,0 +1,194 @@
+"""A step that fails on one rank names it on all, and the next steps are right."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import ovpatch
+from tests.plugins.pipeline.cases import Case, counters, differences, make_schedule, run_steps
+from tests.plugins.pipeline.models import ROWS, WIDTH, Block, Part
+
+SIX = ROWS * 6
+
+
+class Bomb(nn.Module):
+    """Fails in the forward, in the backward of its output, or when a weight gradient comes, once it is armed.
+
+    Attributes:
+        left: Calls until it fails, or None.
+    """
+
+    def __init__(self, where: str) -> None:
+        super().__init__()
+        self.block, self.where = Block(), where
+        self.left: int | None = None
+        self.block.down.weight.register_hook(lambda _grad: self._count("W"))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self._count("F")
+        y: Tensor = self.block(x)
+        if y.requires_grad:
+            y.register_hook(lambda _grad: self._count("B"))
+        return y
+
+    def _count(self, where: str) -> None:
+        if where == self.where and self.left is not None:
+            self.left -= 1
+            if self.left < 0:
+                raise torch.OutOfMemoryError("out of memory, for a test")
+
+
+class Armed:
+    """Train, with one more step in between that fails on one rank."""
+
+    def __init__(self, case: Case, victim: int | None, left: int) -> None:
+        self.case, self.victim, self.left = case, victim, left
+        self.schedule, self.parts = make_schedule(case)
+        self.params = [(f"{i}.{n}", p) for i, part in enumerate(self.parts) for n, p in part.named_parameters()]
+        self.optimizer = torch.optim.AdamW([param for _, param in self.params], lr=1e-2)
+
+    def run(self) -> tuple[list[Any], str]:
+        found = run_steps(self.case, self.schedule, self.params, self.optimizer, 0)
+        text = "" if self.victim is None else self.fail()
+        return found + run_steps(self.case, self.schedule, self.params, self.optimizer, 1), text
+
+    def fail(self) -> str:
+        bombs = [module for part in self.parts for module in part.modules() if isinstance(module, Bomb)]
+        for bomb in bombs:
+            bomb.left = self.left if dist.get_rank() == self.victim else None
+        rows = torch.ones(self.case.microbatches * ROWS, 2, WIDTH)
+        text = ""
+        try:
+            is_first = dist.get_rank() == 0
+            self.schedule.step(*((rows,) if is_first else ()), target=rows, losses=[])
+        except RuntimeError as error:
+            text = f"{type(error).__name__}: {error} / {error.__cause__!r}"
+        for bomb in bombs:
+            bomb.left = None
+        return text
+
+
+def _fail(where: str, victims: list[int], order: str, schedule: str = "Schedule1F1B") -> list[tuple[list[str], str]]:
+    more: dict[str, Any] = {} if "1F1B" in schedule and "Inter" not in schedule else {"chunks": 2, "microbatches": 8}
+    case = Case(schedule, part=lambda _index: Part(Bomb(where), Block()), steps=1, vee="ZBV" in schedule, **more)
+    stock, _ = Armed(case, None, 0).run()
+    found = []
+    for victim in victims:
+        for left in (0, 2, 5):
+            ovpatch.apply("pipeline", options={"pipeline": {"schedule": order}})
+            failed = counters()["failed_steps"]
+            patched, text = Armed(case, victim, left).run()
+            assert counters()["failed_steps"] == failed + bool(text)
+            ovpatch.revert()
+            found.append((differences(stock, patched), text))
+    return found
+
+
+@pytest.mark.parametrize("where", ["F", "B", "W"])
+@pytest.mark.parametrize("schedule", ["Schedule1F1B", "ScheduleZBVZeroBubble"])
+def test_a_failing_rank_is_named_and_the_next_steps_are_right(ranks: Any, where: str, schedule: str) -> None:
+    world = 3 if schedule == "Schedule1F1B" else 2
+    victims = list(range(world))
+    by_rank = ranks(world)(_fail, where, victims, "zb-h1", schedule)
+    cases = [(victim, left) for victim in victims for left in (0, 2, 5)]
+    for number, (victim, left) in enumerate(cases):
+        for rank, results in enumerate(by_rank):
+            wrong, text = results[number]
+            assert not wrong, f"rank {rank}, failure {left} of rank {victim}: {wrong[:4]}"
+            if rank == victim:
+                assert "out of memory, for a test" in text
+            elif text:  # a rank whose step ended before the failure has a good step
+                assert text.startswith("PipelineRankError"), text
+                assert f"rank {victim} failed in " in text
+                assert "OutOfMemoryError" in text
+                assert "zero_grad()" in text
+        if where == "F":
+            assert all(results[number][1] for results in by_rank)  # every rank waits for something of this microbatch
+
+
+def _fail_in_the_loss() -> tuple[list[str], str]:
+    case = Case(steps=1)
+    stock, _ = Armed(case, None, 0).run()
+    ovpatch.apply("pipeline", options={"pipeline": {"schedule": "zb-h1"}})
+    armed = Armed(case, 1, 0)
+    schedule = armed.schedule
+    first = run_steps(case, schedule, armed.params, armed.optimizer, 0)
+    loss, calls = schedule._loss_fn, [0]
+
+    def fail(*args: Any) -> Any:
+        calls[0] += 1
+        if calls[0] == 3:
+            raise ValueError("a bad target")
+        return loss(*args)
+
+    schedule._loss_fn = fail
+    rows, text = torch.ones(SIX, 2, WIDTH), ""
+    try:
+        schedule.step(*((rows,) if dist.get_rank() == 0 else ()), target=rows)
+    except (ValueError, RuntimeError) as error:
+        text = f"{type(error).__name__}: {error}"
+    schedule._loss_fn = loss
+    return differences(stock, first + run_steps(case, schedule, armed.params, armed.optimizer, 1)), text
+
+
+def test_a_failing_loss(ranks: Any) -> None:
+    (wrong, first), (also, last) = ranks(2)(_fail_in_the_loss)
+    assert not wrong + also
+    assert last == "ValueError: a bad target"
+    assert "rank 1 failed in 1F2: ValueError: a bad target" in first
+
+
+def _take_gradients_inside() -> str:
+    class Inner(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(WIDTH, WIDTH)
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = x if x.requires_grad else x.requires_grad_()
+            y = self.linear(x)
+            if not x.grad_fn and y.grad_fn and self.armed:
+                (grad,) = torch.autograd.grad(y.square().sum(), x, create_graph=True)
+                y = y + grad
+            return y
+
+        armed = False
+
+    ovpatch.apply("pipeline", options={"pipeline": {"delay_wgrad_compute": "on"}})
+    schedule, (part,) = make_schedule(Case(part=lambda _index: Inner()))
+    rows = torch.randn(SIX, 2, WIDTH)
+    inputs = (rows,) if dist.get_rank() == 0 else ()
+    schedule.step(*inputs, target=rows)
+    part.armed = True  # type: ignore[assignment]
+    try:
+        schedule.step(*inputs, target=rows)
+    except RuntimeError as error:
+        return f"{error} {error.__cause__}"
+    return ""
+
+
+def test_gradients_inside_a_forward_are_an_error_not_a_wrong_result(ranks: Any) -> None:
+    for text in ranks(2)(_take_gradients_inside):
+        assert "OVPATCH_PIPELINE_DELAY_WGRAD_COMPUTE=off" in text
+
+
+def _differ_in_options() -> str:
+    ovpatch.apply("pipeline", options={"pipeline": {"schedule": "zb-h1" if dist.get_rank() else "1f1b"}})
+    schedule, _ = make_schedule(Case())
+    rows = torch.randn(SIX, 2, WIDTH)
+    try:
+        schedule.step(*((rows,) if dist.get_rank() == 0 else ()), target=rows)
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
+def test_ranks_with_other_options_are_an_error(ranks: Any) -> None:
+    for text in ranks(2)(_differ_in_options):
+        assert "schedule" in text
+        assert "zb-h1" in text
