@@ -74,10 +74,10 @@ class WeakParams(Sequence[torch.nn.Parameter]):
     """
 
     def __init__(self, params: Sequence[torch.nn.Parameter]) -> None:
-        self._references = [weakref.ref(param) for param in params]
+        self.references = [weakref.ref(param) for param in params]
 
     def __getitem__(self, index: Any) -> Any:
-        param = self._references[index]()
+        param = self.references[index]()
         if param is None:
             raise RuntimeError(
                 "ovpatch: a parameter does not exist any more, but its gradient or state is read. Keep the model as "
@@ -86,15 +86,11 @@ class WeakParams(Sequence[torch.nn.Parameter]):
         return param
 
     def __len__(self) -> int:
-        return len(self._references)
-
-    def existing(self) -> list[torch.nn.Parameter]:
-        """Return the parameters that still exist."""
-        return [param for reference in self._references if (param := reference()) is not None]
+        return len(self.references)
 
     def find(self, index: int) -> torch.nn.Parameter | None:
         """Return a parameter if it still exists."""
-        return self._references[index]()
+        return self.references[index]()
 
 
 def weak_method(method: Callable[..., Any]) -> Callable[..., Any]:

@@ -19,7 +19,7 @@ from ovpatch.overlap.comm.step_communicator import step_communicator
 from ovpatch.overlap.tensors.shard import shard_view
 from ovpatch_plugins.dist_optimizer import sharded_grads, takeover
 from ovpatch_plugins.dist_optimizer.report import COUNTERS
-from ovpatch_plugins.dist_optimizer.shard_peers import part_norms
+from ovpatch_plugins.dist_optimizer.shard_peers import shard_norms
 from ovpatch_plugins.dist_optimizer.sharded_grads import ShardedGrads, updating_shards
 from ovpatch_plugins.dist_optimizer.sharded_param import ShardedParam, make_shard_params, replaced_params
 
@@ -167,9 +167,10 @@ def _norms_by_all_reduce(
     for shards, indices in by_model.items():
         shards.wait_for_hosts()
         local = [
-            shards.local_shard(index) if _is_whole((shards, index)) else shards.reduced_shard(index) for index in indices
+            shards.local_shard(index) if _is_whole((shards, index)) else shards.reduced_shard(index)
+            for index in indices
         ]
-        own = part_norms(local, order)
+        own = shard_norms(local, order)
         summed = _all_reduce_norms(own, step_communicator(shards.group, own.device), order)
         for index, norm in zip(indices, summed, strict=True):
             norms[shards, index] = norm
@@ -193,10 +194,10 @@ def _norms_by_pulling(
             by_model.setdefault(shards, []).append(index)
         else:  # by shards, as the peers do, which may not have read it
             whole = shards.in_param_layout(index, grad)
-            of_shards = [part_norms([shard_view(whole, own)], order) for own in shards.ranges(index)]
+            of_shards = [shard_norms([shard_view(whole, own)], order) for own in shards.ranges(index)]
             norms[place] = _combine(torch.stack(of_shards), order)[0]
     for shards, indices in by_model.items():
-        own = part_norms([shards.reduced_shard(index) for index in indices], order)
+        own = shard_norms([shards.reduced_shard(index) for index in indices], order)
         sent = shards.norms_of_peers(indices, order)
         ranks = [sent.get(rank) for rank in range(shards.group.size())]
         stacked = torch.stack([own if one is None else own.new_tensor(one) for one in ranks])

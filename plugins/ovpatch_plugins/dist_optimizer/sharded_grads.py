@@ -13,6 +13,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ovpatch.overlap.comm.collectives import reduce_scatter_transport
+from ovpatch.overlap.comm.group_state import group_state
+from ovpatch.overlap.comm.step_communicator import step_communicator
 from ovpatch.overlap.comm.streams import is_capturing
 from ovpatch.overlap.data_parallel import fp32_accumulation
 from ovpatch.overlap.data_parallel.bucket import GradBucket
@@ -112,6 +114,8 @@ class ShardedGrads(GradSharder):
         self._halves = [i for i, param in enumerate(params) if in_fp32 and param.dtype in HALVES]
         self._sums_in_fp32, self._must_send_fp32 = sums_in_fp32, False
         self._communicator = group
+        self._step_communicator: dist.ProcessGroup | None = None
+        self._kept = group_state(group).values
         # Once: in a step the optimizer's parameters are shards, and peers call at any time.
         self._numels = [param.numel() for param in params]
         self._strides = [param.stride() for param in params]
@@ -166,8 +170,8 @@ class ShardedGrads(GradSharder):
         if sums:
             count = len(self.params)
             self._agreed = frozenset(i for i in range(count) if sums[i] == self._world and sums[count + i] == 0)
-            if self._agreed and not self._peers.serving:
-                self._peers.serve(self.identity, self._examples())
+            if self._agreed and not self._peers.is_serving:
+                self._peers.start_serving(self.identity, self._examples())
                 assert self._reducer is not None
                 # A slower peer may call once the reducer is gone.
                 weakref.finalize(self._reducer(), shutdown.keep_until_backward, self.group, self._peers).atexit = False
@@ -200,7 +204,8 @@ class ShardedGrads(GradSharder):
         if self._searched < self.backwards:  # once: in the usual case the script has dropped them all
             self._searched = self.backwards
             with torch._C.DisableTorchFunctionSubclass():
-                self.has_lazy_grads = LazyTensor in [type(param.grad) for param in self.params.existing()]
+                params = [reference() for reference in self.params.references]
+                self.has_lazy_grads = LazyTensor in [type(param.grad) for param in params if param is not None]
         if self.has_lazy_grads and self.is_lazy(index):
             self._refuse_freed([index])
             self.materialize_grads()  # all of them: the others will be added to as well
@@ -217,7 +222,8 @@ class ShardedGrads(GradSharder):
             )
         if self._world > 1:
             self.step_log.begin_backward(self.backwards)
-        shutdown.prepare_backward(self.group)
+        if self._kept.get(shutdown.BeforeBackward):
+            shutdown.prepare_backward(self.group)
         if self._grads.grads:
             kept = self.last_grads()
             self._grads.grads.clear()
@@ -274,7 +280,8 @@ class ShardedGrads(GradSharder):
             if isinstance(bucket, ShardedGradBucket):
                 bucket.publish_shards()
         self.versions.end_update()
-        shutdown.drop_kept(self.group)
+        if self._kept.get(shutdown.Kept):
+            shutdown.drop_kept(self.group)
         self.local = False
         self.has_lazy_grads = bool(self.sharded)
 
@@ -389,13 +396,13 @@ class ShardedGrads(GradSharder):
         watched = self._watch is not None and self._watch.alive and not (self.restored or self.retired)
         if not (watched and self.tells and self.backwards):
             return
-        from ovpatch.overlap.comm.step_communicator import step_communicator
-
         device = self.versions.device
+        if self._step_communicator is None:
+            self._step_communicator = step_communicator(self.group, device)
         flag = torch.full((1,), int(self.local), dtype=torch.int32, device=device)
         options = dist.AllreduceOptions()
         options.reduceOp = dist.ReduceOp(dist.ReduceOp.MAX)
-        work = step_communicator(self.group, device).allreduce([flag], options)
+        work = self._step_communicator.allreduce([flag], options)
         if not self.local:
             work.wait()
             self.local = bool(flag.item())
@@ -424,7 +431,7 @@ class ShardedGrads(GradSharder):
                 raise RuntimeError(_TOO_EARLY.format(self.names[index]))
 
     def _pull(self, indices: Sequence[int]) -> list[Tensor]:
-        answers = self._peers.pull(indices)
+        answers = self._peers.pull_shards(indices)
         full = []
         for position, index in enumerate(indices):
             shards = {rank: tensors[position] for rank, tensors in answers.items()}
@@ -435,7 +442,7 @@ class ShardedGrads(GradSharder):
 
     def norms_of_peers(self, indices: Sequence[int], norm_type: float) -> dict[int, list[float]]:
         """Return the norm of each of the other ranks' shards, by rank; no peer takes part."""
-        return self._peers.norms(indices, norm_type)
+        return self._peers.pull_norms(indices, norm_type)
 
     # ---------------------------------------------------------------- the end
 
@@ -448,7 +455,7 @@ class ShardedGrads(GradSharder):
         self.restored = True
         if self._watch is not None:
             self._watch.detach()  # another reducer comes
-        if self._peers.leave():
+        if self._peers.start_final_calls():
             self.materialize_grads()
 
 
