@@ -149,3 +149,21 @@ def test_a_stage_of_which_only_a_part_is_wrapped(ranks: Any) -> None:
     for changes, remarks in ranks(4)(_only_a_part_is_wrapped):
         assert not changes
         assert any("only a part of the stage's module is wrapped" in remark for remark in remarks)
+
+
+def _three_dimensions() -> tuple[list[str], int]:
+    mesh = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("pp", "dp", "tp"))
+    shard, cut = _fsdp(mesh["dp"]), _tensor_parallel(mesh["tp"])
+    case = Case(wrap=lambda module: shard(cut(module)))
+    group, seed = mesh["pp"].get_group(), mesh.get_local_rank("dp")
+    stock = train(case, group, seed)
+    ovpatch.apply("pipeline", options={"pipeline": {"schedule": "zb-h1"}})
+    before = counters()["weight_grads"]
+    changes = differences(stock, train(case, group, seed))
+    return changes, counters()["weight_grads"] - before
+
+
+def test_three_dimensions(ranks: Any) -> None:
+    for rank, (changes, deferred) in enumerate(ranks(8)(_three_dimensions, timeout=150)):
+        assert not changes, f"rank {rank}: {changes[:4]}"
+        assert deferred

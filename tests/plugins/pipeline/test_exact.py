@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
 import pytest
@@ -169,9 +168,12 @@ def _count_recomputations(reentrant: bool) -> tuple[int, int, list[str]]:
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_each_checkpointed_layer_is_recomputed_once_and_trained(ranks: Any, reentrant: bool) -> None:
     for rank, (stock, patched, untrained) in enumerate(ranks(2)(_count_recomputations, reentrant)):
-        assert stock == patched == 2 * 6 * 2, rank  # blocks, microbatches, forward and recomputation
-        # The first stage's reentrant checkpoints have inputs without a gradient: stock leaves them untrained, too.
-        assert not untrained or (reentrant and rank == 0), untrained
+        # The first stage's reentrant checkpoints have inputs without a gradient: stock warns, and does not train them.
+        is_stocks_gap = reentrant and rank == 0
+        assert (
+            stock == patched == 2 * 6 * (1 if is_stocks_gap else 2)
+        )  # blocks, microbatches, forward and recomputation
+        assert bool(untrained) == is_stocks_gap
 
 
 def _count_hooks() -> list[dict[str, int]]:
@@ -204,7 +206,3 @@ def test_hooks_of_parameters_fire_as_often(ranks: Any) -> None:
     for stock, patched in ranks(2)(_count_hooks):
         assert stock == patched
         assert stock["tensor"] == 2 * 5 * 6  # blocks, parameters, microbatches
-
-
-def test_cases_are_named_once() -> None:
-    assert all(dataclasses.is_dataclass(case) for case in (*CLASSES.values(), *MODELS.values()))
