@@ -89,6 +89,10 @@ def step(model: nn.Module, opt: Any, number: int, clip: bool = False) -> None:
     opt.step()
 
 
+#: What a sum of three bfloat16 gradients of about 0.1 rounds otherwise in another order, over some steps.
+HALF_NOISE = 1e-3
+
+
 def by_hand() -> bool:
     return not registered_terms()
 
@@ -119,13 +123,13 @@ def train(kind: str, dtype: torch.dtype, style: str = "plain") -> list[Record]:
 @pytest.mark.parametrize("dtype", HALVES)
 def test_updates_are_those_of_main_parameters_kept_by_hand(ranks, world, dtype):
     cases = {kind: {"kind": kind, "dtype": dtype} for kind in OPTIMIZERS if kind not in GPU_ONLY}
-    check_all(ranks(world)(all_cases, train, cases, options=IN_FP32), steps=STEPS)
+    check_all(ranks(world)(all_cases, train, cases, options=IN_FP32), steps=STEPS, floor=HALF_NOISE)
 
 
 @pytest.mark.parametrize("world", [2, 3])
 def test_what_scripts_do_between_steps(ranks, world):
     cases = table(kind=["adamw"], dtype=[torch.bfloat16], style=["clamp", "clip", "frozen"])
-    check_all(ranks(world)(all_cases, train, cases, options=IN_FP32), steps=STEPS, by_parts=None)
+    check_all(ranks(world)(all_cases, train, cases, options=IN_FP32), steps=STEPS, by_parts=None, floor=HALF_NOISE)
 
 
 # --- where the gradients' sums are fp32, too ---
