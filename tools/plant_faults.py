@@ -183,7 +183,7 @@ FAULTS: Final = (
         "ovpatch/overlap/peer_rpc/versioned.py",
         "                return self._begun > version\n",
         "                return False\n",
-        ("tests/overlap/test_small_parts.py",),
+        ("tests/overlap/test_versioned.py",),
     ),
     Fault(
         "shards are put together in another order",

@@ -1,0 +1,61 @@
+"""Versions of tensors that are read while they may be updated: the wanted one, or an error."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+
+from ovpatch.overlap.peer_rpc.versioned import TornReadError, VersionedTensors
+
+
+@pytest.fixture
+def tensor() -> torch.Tensor:
+    return torch.zeros(3)
+
+
+@pytest.fixture
+def versions(tensor) -> VersionedTensors:
+    """Two versions, in which all elements are the version's number."""
+    found = VersionedTensors(torch.device("cpu"))
+    for number in (1, 2):
+        update(found, tensor, number)
+    return found
+
+
+def update(versions: VersionedTensors, tensor: torch.Tensor, number: int) -> None:
+    versions.begin_update()
+    tensor.fill_(number)
+    versions.end_update()
+
+
+def test_the_newest_version_is_read(versions, tensor):
+    assert versions.read_version(2, tensor.tolist, 1.0) == [2.0, 2.0, 2.0]
+
+
+def test_an_older_version_is_not_there_any_more(versions, tensor):
+    with pytest.raises(TornReadError, match="version 1 has been overwritten by version 2"):
+        versions.read_version(1, tensor.tolist, 1.0)
+
+
+def test_an_update_that_begins_while_a_reader_copies_is_noticed(versions, tensor):
+    def interrupted() -> list[float]:
+        versions.begin_update()
+        return tensor.fill_(3).tolist()
+
+    with pytest.raises(TornReadError, match="version 2 has been overwritten by version 3"):
+        versions.read_version(2, interrupted, 1.0)
+
+
+def test_what_is_kept_may_be_read_later(versions):
+    assert versions.read_version(1, lambda: "of version 1", 1.0, kept=True) == "of version 1"
+
+
+def test_a_version_that_is_to_come_is_waited_for(versions, tensor):
+    later = threading.Timer(0.05, update, (versions, tensor, 3))
+    later.start()
+    assert versions.read_version(3, tensor.tolist, 30.0) == [3.0, 3.0, 3.0]
+    later.join()
+    with pytest.raises(TornReadError, match=r"version 4 did not come within 0\.01 s; 3 is there"):
+        versions.read_version(4, tensor.tolist, 0.01)
