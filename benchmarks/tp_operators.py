@@ -56,7 +56,7 @@ class Linear:
     def __init__(self) -> None:
         self.group, self.world = dist.group.WORLD, dist.get_world_size()
         self.mesh = DeviceMesh.from_group(self.group, device().type)
-        self.ranks = tp_group.of(self.group, device())
+        self.ranks = tp_group.get_tp_group(self.group, device())
         self.draw = functools.partial(torch.randn, dtype=torch.bfloat16 if CUDA else torch.float32, device=device())
 
     def sharded(self, local: Tensor, dim: int) -> DTensor:

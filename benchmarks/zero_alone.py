@@ -45,7 +45,7 @@ from ovpatch.overlap.comm.work import Work, WorkGroup
 from ovpatch.overlap.peer_rpc import host_barrier
 from ovpatch.overlap.peer_rpc.host_barrier import HostBarrier
 from ovpatch_plugins.ddp import process_group
-from ovpatch_plugins.dist_optimizer import half_wire
+from ovpatch_plugins.dist_optimizer import sharded_grads
 
 _LONGEST_S = 600
 
@@ -91,7 +91,7 @@ def without_peers(warming: Callable[[], bool], *, copied: bool) -> Iterator[None
     quiet = mock.patch.object(StepFlags, "failed_steps", return_value=[])
     averages = mock.patch.object(process_group, "averages", return_value=True)
     widely = mock.patch.object(Collectives, "reduce_scatter_fp32", scattered)
-    copying = mock.patch.multiple(half_wire, reduce_scatter_transport=lambda *_: copied or None), widely
+    copying = mock.patch.multiple(sharded_grads, reduce_scatter_transport=lambda *_: copied or None), widely
     hosts = mock.patch.object(host_barrier, "is_needed", return_value=True)
     ways = ((AllReduce, reduced), (AllGather, gathered), (ReduceScatter, scattered))
     with contextlib.ExitStack() as patches:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -217,6 +218,49 @@ def test_files_stay_small():
         if (count := len(path.read_text(encoding="utf-8").splitlines())) > LONGEST
     }
     assert not long
+
+
+# --- notes ---
+
+MOST_NOTES = 60
+LONGEST_NOTE = 8  # lines
+# A note is defined where its name begins a line and a sentence follows it, on that line or the next.
+NOTE = re.compile(r"""^\s*(?:\#:?\ |[rf]?\"{3})?\[Note:\ ([^\]]+)\](?:\ (?=[A-Z`"*\d])|$)""", re.VERBOSE)
+
+
+def note_lengths(text: str) -> list[tuple[str, int]]:
+    """Return the name and the number of lines of each note that a source defines."""
+    lines, found = text.splitlines(), []
+    for number, line in enumerate(lines):
+        if match := NOTE.match(line):
+            length = 1
+            for after in lines[number + 1 :]:
+                if not after.strip(' #"') or NOTE.match(after):
+                    break
+                length += 1
+            found.append((match[1], length))
+    return found
+
+
+def test_a_note_is_told_from_its_quotation():
+    docstring = '"""[Note: a] One.\n\n    [Note: b]\n    Two\n    lines.\n"""\n'
+    text = docstring + "# see\n# [Note: c], and\n# [Note: d] Three.\n\nx = 1\n"
+    assert note_lengths(text) == [("a", 1), ("b", 3), ("d", 1)]
+
+
+def test_notes_are_few_short_and_defined_once():
+    texts = {name: path.read_text(encoding="utf-8") for name, path in FILES.items()}
+    notes = [(name, *note) for name, text in texts.items() for note in note_lengths(text)]
+    defined = [note for _, note, _ in notes]
+    assert len(defined) <= MOST_NOTES, sorted(defined)
+    assert sorted(defined) == sorted(set(defined))
+    assert [note for note in notes if note[2] > LONGEST_NOTE] == []
+    quoted = {
+        (name, note)
+        for name, text in texts.items()
+        for note in re.findall(r"\[Note: ([^\]]+)\]", re.sub(r"\n\s*(?:# )?", " ", text))
+    }
+    assert {(name, note) for name, note in quoted if note not in defined} == set()
 
 
 # --- each module alone ---

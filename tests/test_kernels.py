@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ovpatch.overlap.data_parallel import fp32_kernels
-from ovpatch.overlap.data_parallel.fp32_accumulation import followed
+from ovpatch.overlap.data_parallel.fp32_accumulation import refresh_fp32
 from ovpatch_plugins.pipe_experts import routing, triton_combine
 from ovpatch_plugins.pipe_experts.chunks import Splits, make_plan
 from ovpatch_plugins.pipe_experts.routing import Route
@@ -91,7 +91,7 @@ def numbers(n: int, dtype: torch.dtype) -> Tensor:
 
 
 def following_roundings() -> list[str]:
-    """Return of which tensors the numbers are not what :func:`followed` makes of them."""
+    """Return of which tensors the numbers are not what :func:`refresh_fp32` makes of them."""
     fp32_kernels._BLOCK, wrong = 8, []
     special = torch.tensor([-0.0, torch.nan, 1.0, torch.inf, 3e38, 0.0, -0.0])
     becomes = torch.tensor([-0.0, torch.nan, torch.nan, torch.inf, 1.0, -0.0, 0.0])
@@ -102,12 +102,12 @@ def following_roundings() -> list[str]:
         halves = [becomes.to(dtype), *[wide.to(dtype) for wide in wides[1:]]]
         halves[4][5::7] = 7.0
         halves[5].zero_()
-        right = [followed(wide.clone(), half) for wide, half in zip(wides, halves, strict=True)]
+        right = [refresh_fp32(wide.clone(), half) for wide, half in zip(wides, halves, strict=True)]
         before = [wide.clone() for wide in wides]
         table = torch.tensor(
             [(wide.data_ptr(), half.data_ptr(), len(wide)) for wide, half in zip(wides, halves, strict=True)]
         )
-        fp32_kernels.follow(table, dtype, 24)
+        fp32_kernels.launch_refresh(table, dtype, 24)
         for i, (wide, expected) in enumerate(zip(wides, right, strict=True)):
             if not same(wide, expected):
                 wrong.append(f"tensor {i} of {dtype}")

@@ -1,4 +1,6 @@
-"""The command line: ``ovpatch list | doctor | run | verify | bench | timeline``, also as ``python -m ovpatch``.
+"""The command line: ``ovpatch list | doctor | run | verify | bench | timeline | pipeline``.
+
+``python -m ovpatch`` is the same.
 
 Exit codes are those of :class:`ovpatch.exit_codes.ExitCode`.
 """
@@ -37,6 +39,7 @@ COMMANDS: Final = {
     "verify": _Command("verify", "main", "whether a command computes the same patched as stock"),
     "bench": _Command("bench", "main", "whether a command is faster patched than stock, and by how much"),
     "timeline": _Command("timeline", "main", "record steps of a command and show which communication is exposed"),
+    "pipeline": _Command("pipeline", "main", "what orders of a pipeline cost, by its size, costs and memory"),
 }
 
 

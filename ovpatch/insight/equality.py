@@ -377,7 +377,7 @@ def compare(
 ) -> Comparison:
     """Compare a patched run with a stock one.
 
-    [Note: why the yardstick is a reordered run] Two identical stock runs are bitwise equal, so a rerun measures no
+    Two identical stock runs are bitwise equal, so a rerun measures no
     noise. Reordering alone moves some tensors by far more than any fixed tolerance: attention key biases have a true
     gradient of zero, and AdamW turns its rounding error into full-size steps.
 

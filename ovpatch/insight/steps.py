@@ -30,7 +30,7 @@ _WRAPPER: Final = Optimizer.profile_hook_step(lambda: None).__code__
 class StepHooks:
     """Hooks around each step of every optimizer.
 
-    [Note: hooks in the middle of a step] A ``step()`` that calls its base class's ``step()`` runs torch's hooks again
+    A ``step()`` that calls its base class's ``step()`` runs torch's hooks again
     in the middle of the step. A depth counter fails: after an exception torch calls no post hook. So the stack decides:
     a step begins and ends where torch's wrapper is on the stack once for the optimizer. Where Dynamo has compiled the
     wrapper, the first post hook after a pre hook counts.

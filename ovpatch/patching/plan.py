@@ -31,7 +31,7 @@ class PatchRecord:
     """One declaration and its state; changes under the write lock."""
 
     declared: Patch | Hook  # the patch or hook
-    state: PatchState = PatchState.REGISTERED  # state at the last change; :meth:`get_status` looks at the slot as well
+    state: PatchState = PatchState.REGISTERED  # state at the last change; get_status() looks at the slot as well
     reason: str = ""  # why it is in this state
     # The patch in its chains. The last one is current; older ones belong to code from before a reload.
     wrappers: list[tuple[WrapperChain, Wrapper]] = field(default_factory=list)

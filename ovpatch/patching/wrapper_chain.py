@@ -162,7 +162,7 @@ def watch_for_torch() -> None:
 class Dispatcher:
     """A plain function that counts its calls; ``switch`` sets the target of all later calls.
 
-    [Note: plain functions] Dynamo, LR schedulers (``step.__func__``), pickle and ``inspect`` see through proxies to the
+    Dynamo, LR schedulers (``step.__func__``), pickle and ``inspect`` see through proxies to the
     original, so the installed object is a function and its state is in its closure. Dynamo guards on the identity of
     the target: only a switch recompiles. The call counter stays out of traced code, where a changing int would
     recompile at each call; a function that Dynamo evaluates once while tracing counts the trace instead.
@@ -255,7 +255,6 @@ Staged = list[tuple[Wrapper, Function, Dispatcher | None]]
 class WrapperChain:
     """The patches of one slot, innermost first. It changes only under the write lock.
 
-    [Note: one entry per slot]
     The installed function, the entry, stays the same while patches come and go; its target is switched. So every
     reference to it (in a module, an instance, another library's wrapper) runs the current patches, and the original
     after the last one is removed. The entry is also the dispatcher of the outermost patch, so that a single wrapper

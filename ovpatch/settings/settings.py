@@ -143,7 +143,7 @@ class Environment(NamedTuple):
 class FeatureRequest(NamedTuple):
     """Whether the settings turn a feature on."""
 
-    on: bool | None  # true, False, or None if the feature's own default decides
+    on: bool | None  # True, False, or None if the feature's own default decides
     by_name: bool = False  # the settings name the feature, so a skip is an error
     enforced: bool = False  # off by the environment, so an active feature is reverted
     reason: str = ""  # the setting that decides, for the report

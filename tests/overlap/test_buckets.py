@@ -69,9 +69,9 @@ def test_every_rank_packs_the_same_sizes_whatever_its_gradients_are_like():
     held = [p.grad.detach() for p in ranks[1]]
     buckets = [GradBucket(range(6), given, flat_below=MIXED) for given in ranks]
     packs = [bucket.pack(3) for bucket in buckets]
-    sizes = [[(piece.numel(), piece.dtype) for piece in pack] for pack in [*packs, buckets[0].zeros()]]
+    sizes = [[(piece.numel(), piece.dtype) for piece in pack] for pack in [*packs, buckets[0].make_zeros()]]
     assert sizes[0] == sizes[1] == sizes[2] == sizes[3]
-    assert not any(piece.any() for piece in [*packs[2], *buckets[0].zeros()])
+    assert not any(piece.any() for piece in [*packs[2], *buckets[0].make_zeros()])
     reduced_in_place = [
         {address(piece) for piece in pack} & {address(p.grad) for p in given}
         for pack, given in zip(packs[:2], ranks, strict=False)
@@ -86,7 +86,7 @@ def test_a_bucket_of_empty_parameters_has_nothing_to_reduce():
     bucket = GradBucket([0, 1], given)
     backward(given)
     assert bucket.pack(2) == []
-    assert bucket.zeros() == []
+    assert bucket.make_zeros() == []
     assert bucket.nbytes == 0
     given[1].grad = None
     finish(bucket)
@@ -100,11 +100,11 @@ def test_nbytes_is_what_the_collective_gets(flat_below):
     given = params(*SHAPES)
     for dtype in (None, torch.float64):
         bucket = GradBucket(range(6), given, dtype=dtype, flat_below=flat_below)
-        assert bucket.nbytes == sum(piece.nbytes for piece in bucket.zeros())
+        assert bucket.nbytes == sum(piece.nbytes for piece in bucket.make_zeros())
         backward(given)
         assert bucket.nbytes == sum(piece.nbytes for piece in bucket.pack(2))
         assert bucket.nbytes == sum(p.numel() for p in given) * bucket.dtype.itemsize
-        bucket.drop()
+        bucket.drop_inputs()
 
 
 @pytest.mark.parametrize("flat_below", WAYS)

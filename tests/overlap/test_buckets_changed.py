@@ -56,11 +56,11 @@ def test_a_staged_gradient_is_what_it_was_then(flat_below):
     given = params(*SHAPES)
     bucket = GradBucket([4, 5], given, flat_below=flat_below)
     expected = backward(given)
-    bucket.stage(5, 4)
+    bucket.stage_grad(5, 4)
     with torch.no_grad():
         for p in given:
             p.grad.add_(1.0)
-    bucket.stage(5, 4)  # once is enough: the second does not look again
+    bucket.stage_grad(5, 4)  # once is enough: the second does not look again
     pieces = torch.cat([piece.flatten() for piece in bucket.pack(4)])
     small_first = flat_below == 50
     wanted = [(expected[0] + 1.0) * 0.25, expected[1] * 0.25]
@@ -74,7 +74,7 @@ def test_a_staged_gradient_may_be_missing(flat_below):
     given = params(*SHAPES)
     bucket = GradBucket([4, 5], given, flat_below=flat_below)
     backward(given[:1])
-    bucket.stage(5, 2)
+    bucket.stage_grad(5, 2)
     given[1].grad = torch.ones_like(given[1])
     pieces = bucket.pack(2)
     assert not pieces[-1].flatten()[-80:].any()
@@ -87,9 +87,9 @@ def test_after_a_failed_backward_the_next_one_packs_afresh(flat_below):
     given = params(*SHAPES)
     bucket = GradBucket([0, 1], given, flat_below=flat_below)
     backward(given)
-    bucket.stage(0, 2)
+    bucket.stage_grad(0, 2)
     bucket.pack(2)
-    bucket.drop()
+    bucket.drop_inputs()
     assert bucket.unpack() == []
     for p in given:
         p.grad = None
@@ -122,4 +122,4 @@ def test_the_flat_tensor_is_used_again_and_tensors_of_their_own_are_not_kept():
             assert address(p.grad) != address(flat)
             p.grad = None
     assert len(seen) == 1
-    assert not bucket._pieces
+    assert not bucket._inputs

@@ -7,6 +7,7 @@ import contextlib
 import os
 import time
 from collections.abc import Iterator
+from datetime import timedelta
 from typing import Any
 from unittest import mock
 
@@ -70,6 +71,36 @@ def test_nobody_waits_for_who_has_said_that_it_comes(ranks, world):
     for number, meeting in enumerate(zip(*results, strict=True)):
         assert min(left for *_, left in meeting) >= max(came for came, *_ in meeting)
         assert min(left for *_, left in meeting[1:]) < meeting[0][1] or not number % 2
+
+
+def staying_away(who: list[int]) -> tuple[str, float]:
+    """Some ranks stay away from the third barrier; all come to the fourth."""
+    one, begin = HostBarrier.for_group(dist.group.WORLD), time.monotonic()
+    try:
+        for number in range(5):
+            if number == 2 and dist.get_rank() in who:
+                one.stay_away()
+                if len(who) == 1:
+                    break
+            else:
+                one.wait()
+    except RuntimeError as error:
+        return str(error), time.monotonic() - begin
+    return "", time.monotonic() - begin
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_ranks_are_told_that_one_stays_away(ranks, world):
+    _, *others = ranks(world)(staying_away, [0], timeout=60)
+    for text, waited in others:
+        assert "with gradients that DistributedDataParallel had not reduced" in text
+        assert "turn dist_optimizer off" in text
+        assert waited < 5
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_ranks_that_all_stay_away_go_on(ranks, world):
+    assert [text for text, _ in ranks(world)(staying_away, list(range(world)), timeout=60)] == [""] * world
 
 
 def told(flags: list[list[bool]]) -> list[bool]:
@@ -196,6 +227,54 @@ def counted() -> Iterator[collections.Counter[str]]:
 
     with mock.patch.object(host_barrier, "is_needed", return_value=True), counting("wait"), counting("arrive"):
         yield calls
+
+
+def local_on(who: list[int]) -> tuple[str, float, int]:
+    """Some ranks add to gradients under no_sync() before the fourth step, where hosts run ahead of devices."""
+    from ovpatch_plugins.dist_optimizer.report import COUNTERS
+
+    before = COUNTERS.steps
+    with ovpatch.applied("ddp", "dist_optimizer", options={"dist_optimizer": {"min_param_numel": 1}}):
+        model = ddp(net(), process_group=dist.new_group(timeout=timedelta(seconds=60)))
+        opt = torch.optim.AdamW(model.parameters(), 0.01)
+        try:
+            for number in range(6):
+                opt.zero_grad()
+                model(data(number, 5, 6)).square().mean().backward()
+                if number == 3 and dist.get_rank() in who:
+                    with model.no_sync():
+                        model(data(number, 5, 6)).square().mean().backward()
+                begin = time.monotonic()
+                opt.step()
+                if number == 3 and len(who) == 1 and dist.get_rank() in who:
+                    raise RuntimeError("they had not gone on. Do the same on every rank, or turn dist_optimizer off")
+            text = ""
+        except RuntimeError as error:
+            text = str(error)
+        took = time.monotonic() - begin
+        del model, opt
+        dist.barrier()
+    return text, took, COUNTERS.steps - before
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_a_rank_with_local_gradients_keeps_no_host_waiting(ranks, world):
+    with_local, *others = ranks(world)(gated_hosts, [0], timeout=100)
+    assert "Do the same on every rank, or turn dist_optimizer off" in with_local[0]  # the others may have gone on
+    for text, took, _ in others:
+        assert "with gradients that DistributedDataParallel had not reduced" in text
+        assert took < 15
+
+
+def gated_hosts(who: list[int]) -> tuple[str, float, int]:
+    with counted():
+        return local_on(who)
+
+
+def test_hosts_whose_gradients_are_all_local_go_on(ranks):
+    for text, _, steps in ranks(2)(gated_hosts, [0, 1], timeout=100):
+        assert text == ""
+        assert steps == 3
 
 
 def gated(loop: Any, cases: Any, steps: int) -> Any:

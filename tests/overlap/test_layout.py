@@ -11,7 +11,7 @@ from torch import nn
 
 from ovpatch.overlap.data_parallel import bucket_assignment as layout_module
 from ovpatch.overlap.data_parallel.bucket import GradBucket, SparseBucket
-from ovpatch.overlap.data_parallel.bucket_assignment import BucketAssignment, layer_of
+from ovpatch.overlap.data_parallel.bucket_assignment import BucketAssignment, get_layer
 from ovpatch.overlap.data_parallel.grad_sharder import GradSharder
 from ovpatch.overlap.data_parallel.grad_sync import Bucket
 
@@ -30,13 +30,13 @@ def cut(buckets: list[Bucket]) -> list[list[int]]:
 
 
 def test_without_an_order_there_is_one_bucket_per_dtype():
-    made = layout([F32, F64, F32] * 3).initial(bucketed=False)
+    made = layout([F32, F64, F32] * 3).assign_initial(bucketed=False)
     assert sorted(cut(made)) == [[0, 2, 3, 5, 6, 8], [1, 4, 7]]
 
 
 def test_sizes_cut_in_reverse_registration_order():
-    assert cut(layout([F32] * 5, limits=(400, 800)).initial(bucketed=True)) == [[3, 4], [1, 2], [0]]
-    made = layout([F32, F64, F32] * 3, limits=(400,)).initial(bucketed=True)
+    assert cut(layout([F32] * 5, limits=(400, 800)).assign_initial(bucketed=True)) == [[3, 4], [1, 2], [0]]
+    made = layout([F32, F64, F32] * 3, limits=(400,)).assign_initial(bucketed=True)
     assert sorted(i for group in cut(made) for i in group) == list(range(9))
     assert max(bucket.nbytes for bucket in made) <= 800
 
@@ -44,23 +44,27 @@ def test_sizes_cut_in_reverse_registration_order():
 def test_sizes_cut_along_the_order_of_arrival():
     order = [8, 0, 7, 1, 6, 2, 5, 3, 4]
     whole = layout([F32, F64, F32] * 3)
-    assert sorted(cut(whole.along(order))) == [[7, 1, 4], [8, 0, 6, 2, 5, 3]]
-    assert cut(layout([F32] * 9, limits=(400, 800)).along(order)) == [[8], [0, 7], [1, 6], [2, 5], [3, 4]]
+    assert sorted(cut(whole.assign_along(order))) == [[7, 1, 4], [8, 0, 6, 2, 5, 3]]
+    assert cut(layout([F32] * 9, limits=(400, 800)).assign_along(order)) == [[8], [0, 7], [1, 6], [2, 5], [3, 4]]
 
 
 def test_one_bucket_per_module_and_dtype():
     made = layout([F32, F64, F32] * 3, limits=(1,), granularity="module")
-    for buckets in (made.initial(bucketed=True), made.initial(bucketed=False), made.along(list(range(9)))):
+    for buckets in (
+        made.assign_initial(bucketed=True),
+        made.assign_initial(bucketed=False),
+        made.assign_along(list(range(9))),
+    ):
         assert sorted(sorted(group) for group in cut(buckets)) == [[0, 2, 3, 5, 6, 8], [1, 4, 7]]
 
 
 def test_one_bucket_per_layer_at_the_place_where_its_last_gradient_comes():
     names = ["embed.weight", "h.0.a.weight", "h.0.b.weight", "h.1.a.weight", "h.1.b.weight", "head.weight"]
     made = layout([F32] * 6, limits=(1,), granularity="layer", names=names)
-    assert cut(made.initial(bucketed=True)) == [[5], [4, 3], [2, 1], [0]]
-    assert cut(made.along([5, 4, 2, 3, 0, 1])) == [[5], [4, 3], [0], [2, 1]]
+    assert cut(made.assign_initial(bucketed=True)) == [[5], [4, 3], [2, 1], [0]]
+    assert cut(made.assign_along([5, 4, 2, 3, 0, 1])) == [[5], [4, 3], [0], [2, 1]]
     mixed = layout([F32, F32, F64, F32, F32, F32], granularity="layer", names=names)
-    assert cut(mixed.along([5, 4, 3, 2, 1, 0])) == [[5], [4, 3], [2], [1], [0]]
+    assert cut(mixed.assign_along([5, 4, 3, 2, 1, 0])) == [[5], [4, 3], [2], [1], [0]]
 
 
 @pytest.mark.parametrize(
@@ -78,8 +82,8 @@ def test_one_bucket_per_layer_at_the_place_where_its_last_gradient_comes():
         ("a3b.0x.weight", "a3b.0x"),
     ],
 )
-def test_the_layer_of_a_parameter(name, layer):
-    assert layer_of(name) == layer
+def test_the_get_layer_a_parameter(name, layer):
+    assert get_layer(name) == layer
 
 
 @pytest.mark.parametrize("granularity", ["size", "layer", "module"])
@@ -90,7 +94,12 @@ def test_a_sparse_gradient_has_a_bucket_of_its_own(granularity):
         names=["h.0.a", "h.0.b", "h.0.c", "h.0.d"],
         sparse=[False, True, False, True],
     )
-    orders = [made.initial(bucketed=True), made.initial(bucketed=False), made.along([3, 2, 1, 0]), made.along(range(4))]
+    orders = [
+        made.assign_initial(bucketed=True),
+        made.assign_initial(bucketed=False),
+        made.assign_along([3, 2, 1, 0]),
+        made.assign_along(range(4)),
+    ]
     for buckets in orders:
         kinds = {tuple(sorted(bucket.indices)): type(bucket) for bucket in buckets}
         assert kinds == {(0, 2): GradBucket, (1,): SparseBucket, (3,): SparseBucket}
@@ -99,10 +108,10 @@ def test_a_sparse_gradient_has_a_bucket_of_its_own(granularity):
 @pytest.mark.parametrize("granularity", ["size", "layer", "module"])
 def test_half_precision_alone_is_widened(granularity):
     made = layout([F32, F16, BF16, F64, torch.complex64], granularity=granularity, in_fp32=True)
-    buckets = {bucket.indices[0]: bucket for bucket in made.along(list(range(5)))}
+    buckets = {bucket.indices[0]: bucket for bucket in made.assign_along(list(range(5)))}
     assert [buckets[i].dtype for i in range(5)] == [F32, F32, F32, F64, torch.complex64]
     assert buckets[1].nbytes == 400
-    narrow = layout([F16, BF16], granularity=granularity).along([0, 1])
+    narrow = layout([F16, BF16], granularity=granularity).assign_along([0, 1])
     assert {bucket.dtype for bucket in narrow} == {F16, BF16}
 
 
@@ -111,8 +120,8 @@ def mixed_sizes(large: set[int], dtypes: list[torch.dtype], company: int, **more
     sharder = GradSharder()
     sharder.sharded = frozenset(large)
     one = layout(dtypes, limits=(dtypes[0].itemsize * 200,), sharder=sharder, **more)
-    with mock.patch.object(layout_module, "_COMPANY", company):
-        return cut(one.along(range(len(dtypes))))
+    with mock.patch.object(layout_module, "_WORTH_A_LAUNCH", company):
+        return cut(one.assign_along(range(len(dtypes))))
 
 
 def test_small_gradients_beside_scattered_ones_wait_for_company():

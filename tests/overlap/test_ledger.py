@@ -39,7 +39,7 @@ class Owner:
             self.complete.append(index)
 
     def expect_contributions(self, index: int, count: int) -> None:
-        self.sync.expect(index, count)
+        self.sync.expect_marks(index, count)
 
     def mark_contribution(self, index: int, key: str) -> None:
         self.fire(index, key=key)
@@ -85,7 +85,7 @@ def test_any_only_counts():
     owner.sync.start_backward([ANY] * 3)
     for _ in range(5):
         owner.fire(0)
-    assert owner.sync.count_of(0) == 5
+    assert owner.sync.get_counts()[0] == 5
     assert owner.complete == []
 
 
@@ -167,7 +167,7 @@ def test_between_backwards_nothing_is_counted_and_nothing_stays():
             mark_gradient(param, f"chunk {chunk}")
     assert owner.complete == []
     owner.sync.start_backward()
-    assert owner.sync.count_of(0) == 0
+    assert owner.sync.get_counts()[0] == 0
     owner.fire(0)
     assert owner.complete == [0]
 

@@ -82,7 +82,7 @@ class Packer:
         self._node.register_hook(self._fire)
 
     def _fire(self, _results: Any, gradients: Any) -> None:
-        self.pieces = self.bucket.pack(2, given=gradients[0] if self._tell else None)
+        self.pieces = self.bucket.pack(2, node_grad=gradients[0] if self._tell else None)
 
     def where(self) -> list[bool]:
         """Tell which gradients were packed in place, and check what they were."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -27,20 +28,23 @@ class Setup:
         self.buckets: list[Bucket] = [GradBucket(part, [self.params[i] for i in part]) for part in LAYOUT]
         self.reduction = GradSync(self.buckets, group, feature="test", **options)
         self.launched: list[int] = []
+        for number, bucket in enumerate(self.buckets):
+            bucket.pack = partial(self._note_and_pack, number, bucket.pack)
 
-    def on_launch(self, bucket: Bucket) -> None:
-        self.launched.append(self.buckets.index(bucket))
+    def _note_and_pack(self, number: int, pack: Any, *args: Any, **kwargs: Any) -> Any:
+        self.launched.append(number)
+        return pack(*args, **kwargs)
 
     def arrive(self, *indices: int) -> list[bool]:
         in_time = []
         for index in indices:
             self.reduction.count_grad(index)
             in_time.append(self.reduction.register_grad_ready(index))
-            self.reduction.start_ready_buckets(self.on_launch)
+            self.reduction.start_ready_buckets()
         return in_time
 
     def finish(self, skip: tuple[int, ...] = ()) -> None:
-        self.reduction.start_grad_sync(self.on_launch)
+        self.reduction.start_grad_sync()
         self.reduction.wait()
         self.reduction.finish_grad_sync(skip)
 
@@ -113,10 +117,10 @@ def cut_short() -> list[int]:
         setup.reduction.start_backward()
         setup.arrive(*arrived)
         if len(arrived) == 6:
-            setup.reduction.start_grad_sync(setup.on_launch)
+            setup.reduction.start_grad_sync()
         setup.reduction.start_zeros()
         setup.reduction.wait()
-        setup.reduction.drop()
+        setup.reduction.drop_inputs()
     return found
 
 
@@ -174,8 +178,8 @@ def failing_after_the_first(skip_absent: bool) -> list[int]:
     setup = Setup(skip_absent=skip_absent)
     zeros: list[int] = []
     for number, bucket in enumerate(setup.buckets):
-        made = bucket.zeros()
-        bucket.zeros = lambda number=number, made=made: zeros.append(number) or made
+        made = bucket.make_zeros()
+        bucket.make_zeros = lambda number=number, made=made: zeros.append(number) or made
     setup.reduction.start_backward()
     for index in (2, 3):
         setup.reduction.skip_param(index)
@@ -202,7 +206,7 @@ def one_failed() -> None:
     if setup.rank == 1:
         setup.reduction.start_zeros()
         setup.reduction.wait()
-        setup.reduction.drop()
+        setup.reduction.drop_inputs()
     else:
         setup.arrive(3, 2, 1, 0)
         setup.finish()
@@ -223,7 +227,7 @@ def staged() -> None:
     expected = setup.fill()
     for index in (5, 4, 3, 2, 1, 0):
         setup.reduction.register_grad_ready(index)
-        setup.reduction.stage(index)
+        setup.reduction.stage_grad(index)
         setup.params[index].grad.fill_(99.0)
     setup.finish()
     setup.check(expected)
@@ -239,9 +243,9 @@ def divisors(average: bool) -> list[int]:
     said: list[int] = []
     for bucket in setup.buckets:
         bucket.pack = lambda divisor, **_: said.append(divisor) or []
-        bucket.stage = lambda _index, divisor: said.append(divisor)
-    setup.reduction.stage(0)
-    setup.reduction.start_grad_sync(setup.on_launch)
+        bucket.stage_grad = lambda _index, divisor: said.append(divisor)
+    setup.reduction.stage_grad(0)
+    setup.reduction.start_grad_sync()
     return said
 
 
@@ -260,9 +264,9 @@ def of_many_kinds() -> None:
     low.grad, wide.grad = torch.full_like(low, 1.0 + rank), torch.full_like(wide, 1.0 - rank)
     reduction = GradSync(buckets, group, feature="test")
     for index in range(3):
-        reduction.stage(index)
+        reduction.stage_grad(index)
         reduction.register_grad_ready(index)
-    reduction.start_ready_buckets(lambda _: None)
+    reduction.start_ready_buckets()
     reduction.wait()
     reduction.finish_grad_sync(())
     rows = torch.zeros(5, 2)

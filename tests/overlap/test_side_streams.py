@@ -108,7 +108,7 @@ def launched(stream: Stream, *names: str, padded: bool = False) -> AllGatherBuck
     """Return a gather that is under way."""
     gather = AllGatherBucket([nn.Parameter(torch.zeros(4))], Group())
     gather._stream, gather._works = stream, [Work(name) for name in names]
-    gather._padded = [(torch.zeros(3), torch.zeros(4))] if padded else []
+    gather._copies = [(torch.zeros(3), torch.zeros(3))] if padded else []
     return gather
 
 

@@ -47,7 +47,7 @@ def test_the_packed_gradient_is_not_the_users():
 
 def test_a_missing_gradient_counts_as_no_rows():
     bucket = SparseBucket(0, embedding().weight)
-    for piece in (*bucket.pack(2), *bucket.zeros()):
+    for piece in (*bucket.pack(2), *bucket.make_zeros()):
         assert piece.is_sparse
         assert piece._nnz() == 0
         assert piece.shape == (6, 3)
@@ -70,14 +70,14 @@ def test_staging_dropping_and_skipping():
     made = embedding(0)
     bucket = SparseBucket(0, made.weight)
     grad, expected = made.weight.grad, made.weight.grad.to_dense() / 2
-    bucket.stage(0, 2)
+    bucket.stage_grad(0, 2)
     made.weight.grad = None
     assert torch.equal(bucket.pack(2)[0].to_dense(), expected)
     bucket.unpack(skip=(0,))
     assert made.weight.grad is None
     made.weight.grad = grad
     bucket.pack(2)
-    bucket.drop()
+    bucket.drop_inputs()
     bucket.unpack()
     assert torch.equal(made.weight.grad.to_dense(), expected * 2)
 

@@ -162,7 +162,7 @@ class Ranks:
 
     def __init__(self, pool: Pool, world: int) -> None:
         self._pool = pool
-        self._world = world
+        self.world = world
 
     def __call__(
         self,
@@ -189,7 +189,7 @@ class Ranks:
             RankFailure: A rank raised, died or hung, or left torch patched.
         """
         __tracebackhide__ = True
-        return self._pool.run(self._world, function, args, kwargs, timeout=timeout, backend=backend, env=env or {})
+        return self._pool.run(self.world, function, args, kwargs, timeout=timeout, backend=backend, env=env or {})
 
     run = __call__
 

@@ -44,7 +44,7 @@ class Judgement:
     median exceeds the noise: by chance in at most one case of twenty. With one round the 99% interval must exclude one.
     """
 
-    verdict: str  # :data:`FASTER`, :data:`SLOWER` or :data:`SAME`: the second kind against the first
+    verdict: str  # FASTER, SLOWER or SAME: the second kind against the first
     ratio: float  # median over pairs of (first kind's time / second kind's time); above one, the second is faster
     pairs: list[float]  # the ratio of each pair
     noise: float | None  # largest difference of the medians of two runs of one kind; None with one round

@@ -120,7 +120,7 @@ class BenchPlan:
     command: Sequence[str]  # program and arguments
     out: Path  # folder for logs and what the processes leave; has to be empty
     steps: int = 30  # steps to measure
-    warmup: int = 10  # steps before that, at least :data:`MIN_WARMUP`
+    warmup: int = 10  # steps before that, at least MIN_WARMUP
     rounds: int = 3  # how often to run each kind
     features: str | None = None  # value of ``OVPATCH`` in patched runs; None for that of the environment
     timeout: float = 600.0  # seconds without a step after which a run has hung

@@ -29,7 +29,7 @@ MIN_STEPS: Final = 3  # of each run, for a ratio between runs
 class StepParts:
     """Nanoseconds of one step of one rank.
 
-    [Note: parts of a step] Every nanosecond of a step is in exactly one of: compute; exposed communication (no compute
+    Every nanosecond of a step is in exactly one of: compute; exposed communication (no compute
     at the time); copies only (neither of the two); idle. Hidden communication is the part of compute under which
     something communicates, so compute + exposed + copies + idle is the step.
     """
@@ -101,7 +101,7 @@ def make_run(name: str, ranks: Sequence[RankTracks]) -> TimelineRun:
 
 
 def split_step(tracks: RankTracks, step: Step) -> StepParts:
-    """Return the parts of a step; see [Note: parts of a step]."""
+    """Return the parts of a step."""
     compute, communication, copies = (
         part.clip(step.start, step.end) for part in (tracks.compute, tracks.communication, tracks.copies)
     )

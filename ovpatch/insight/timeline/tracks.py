@@ -141,7 +141,7 @@ def make_single_step(events: Sequence[TraceEvent]) -> tuple[Step, ...]:
 def move_to_device(steps: Iterable[Step], compute: Sequence[tuple[int | None, Span]]) -> tuple[Step, ...]:
     """Move steps from the host's clock to a device's progress.
 
-    [Note: borders on a device] A device lags behind its host. Its step ends when it has finished the compute that was
+    A device lags behind its host. Its step ends when it has finished the compute that was
     launched before the host's border, or at that border if it is idle by then. Communication does not move the border:
     what still runs then, such as a parameter all-gather under the next forward, is split between the two steps.
 

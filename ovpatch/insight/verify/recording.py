@@ -25,7 +25,7 @@ from ovpatch.overlap.tensors import lazy_tensor
 class RecordedEvent:
     """An event of a process."""
 
-    kind: str  # one of :data:`BACKWARD`, :data:`STEP`, :data:`SCALE` and :data:`CHECKPOINT`
+    kind: str  # one of BACKWARD, STEP, SCALE and CHECKPOINT
     index: int  # number of the optimizer, in the order of their first steps
     label: str  # class of the optimizer, or file of the checkpoint
     step: int  # its step, from 1

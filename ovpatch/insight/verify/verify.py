@@ -472,7 +472,7 @@ class _Verifier:
         seen = f"{losses} losses are equal, but " if losses else ""
         return (
             f"{seen}no optimizer of torch.optim made a step in any process. Is this the command that trains? If it "
-            "ends before its first step, give it more data or steps; if it updates parameters by itself, that was not seen."
+            "ends before its first step, give it more data or steps. If it updates parameters by itself, it is unseen."
         )
 
 

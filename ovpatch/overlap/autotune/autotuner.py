@@ -262,17 +262,7 @@ def run_in_own_thread(work: Callable[[], T], device: torch.device) -> T:
     """
     reserved = _synchronize(device)
     future: futures.Future[T] = futures.Future()
-
-    def run() -> None:
-        try:
-            if device.type == "cuda":
-                torch.cuda.set_device(device)
-            with torch.no_grad():
-                future.set_result(work())
-        except BaseException as error:  # noqa: BLE001  # raised where the caller waits
-            future.set_exception(error)
-
-    thread = threading.Thread(target=run, name="ovpatch-autotune", daemon=True)
+    thread = threading.Thread(target=_run_into, args=(future, work, device), name="ovpatch-autotune", daemon=True)
     try:
         thread.start()
         futures.wait([future])  # not join(): after its interruption Python 3.11 takes the thread for ended
@@ -283,7 +273,22 @@ def run_in_own_thread(work: Callable[[], T], device: torch.device) -> T:
     thread.join()
     if _synchronize(device) > reserved:
         torch.cuda.empty_cache()
-    return future.result()
+    try:
+        return future.result()
+    finally:
+        del future  # it keeps its error, whose frames would keep it
+
+
+def _run_into(future: futures.Future[T], work: Callable[[], T], device: torch.device) -> None:
+    try:
+        if device.type == "cuda":
+            torch.cuda.set_device(device)
+        with torch.no_grad():
+            future.set_result(work())
+    except BaseException as error:  # noqa: BLE001  # raised where the caller waits
+        future.set_exception(error)
+    finally:
+        del future, work
 
 
 def _synchronize(device: torch.device) -> int:

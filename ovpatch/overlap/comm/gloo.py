@@ -68,21 +68,21 @@ class GlooAllReduce:
 
     def _coalesced(self, tensors: list[Tensor]) -> Work:
         flat = self._pool.get(sum(tensor.numel() for tensor in tensors), tensors[0])
-        pieces = [
-            piece.view(tensor.shape)
-            for piece, tensor in zip(flat.split([tensor.numel() for tensor in tensors]), tensors, strict=True)
+        views = [
+            view.view(tensor.shape)
+            for view, tensor in zip(flat.split([tensor.numel() for tensor in tensors]), tensors, strict=True)
         ]
-        _copy(pieces, tensors)
+        _copy(views, tensors)
 
         def unpack() -> None:
-            _copy(tensors, pieces)
+            _copy(tensors, views)
             self._pool.put(flat)
 
         return WorkWithEpilogue([self._group.allreduce([flat], self._options)], unpack)
 
 
 class GlooAllGather:
-    """See :class:`ovpatch.overlap.comm.collectives.AllGather`. Each rank broadcasts its part, gloo's fastest way.
+    """See :class:`ovpatch.overlap.comm.collectives.AllGather`. Each rank broadcasts its shard, gloo's fastest way.
 
     Args:
         group: The process group.
@@ -100,8 +100,8 @@ class GlooAllGather:
     def __call__(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> Sequence[Work]:
         """Start gathering contiguous real tensors of one dtype."""
         rows = [output.view(self._world, -1) for output in outputs]
-        own = [(row[self._rank], part.view(-1)) for row, part in zip(rows, inputs, strict=True)]
-        elsewhere = [(place, part) for place, part in own if place.data_ptr() != part.data_ptr()]
+        own = [(row[self._rank], shard.view(-1)) for row, shard in zip(rows, inputs, strict=True)]
+        elsewhere = [(place, shard) for place, shard in own if place.data_ptr() != shard.data_ptr()]
         if elsewhere:
             _copy(*zip(*elsewhere, strict=True))
         alone, small = _by_size(outputs)
@@ -113,15 +113,15 @@ class GlooAllGather:
     def _broadcast_rows(self, rows: Tensor) -> list[Work]:
         return [self._group.broadcast([row], options) for row, options in zip(rows, self._options, strict=True)]
 
-    def _coalesced(self, wholes: list[Tensor]) -> Work:
-        sizes = [rows.shape[1] for rows in wholes]
-        flat = self._pool.get(self._world * sum(sizes), wholes[0])
+    def _coalesced(self, full: list[Tensor]) -> Work:
+        sizes = [rows.shape[1] for rows in full]
+        flat = self._pool.get(self._world * sum(sizes), full[0])
         places = list(zip(*(row.split(sizes) for row in flat.view(self._world, -1)), strict=True))
-        _copy([place[self._rank] for place in places], [rows[self._rank] for rows in wholes])
+        _copy([place[self._rank] for place in places], [rows[self._rank] for rows in full])
 
         def unpack() -> None:
             others = [rank for rank in range(self._world) if rank != self._rank]
-            targets = [rows[rank] for rows in wholes for rank in others]
+            targets = [rows[rank] for rows in full for rank in others]
             _copy(targets, [place[rank] for place in places for rank in others])
             self._pool.put(flat)
 
@@ -131,7 +131,7 @@ class GlooAllGather:
 class GlooReduceScatter:
     """See :class:`ovpatch.overlap.comm.collectives.ReduceScatter`; sums only.
 
-    Two ranks exchange parts and add them. More ranks all-reduce: sums of exchanged parts would round otherwise than
+    Two ranks exchange shards and add them. More ranks all-reduce: sums of exchanged shards would round otherwise than
     stock's, in half precision visibly so.
 
     Args:
@@ -146,16 +146,16 @@ class GlooReduceScatter:
         self._all_reduce = GlooAllReduce(group, options)
 
     def __call__(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> Sequence[Work]:
-        """Start summing contiguous real tensors of one dtype; each output gets this rank's part."""
-        parts, rows = [part.view(-1) for part in outputs], [given.view(self._world, -1) for given in inputs]
+        """Start summing contiguous real tensors of one dtype; each output gets this rank's shard."""
+        shards, rows = [shard.view(-1) for shard in outputs], [full.view(self._world, -1) for full in inputs]
         if self._exchange is not None:
-            return self._exchange(parts, rows)
+            return self._exchange(shards, rows)
         works = self._all_reduce(inputs)
-        return [WorkWithEpilogue(works, lambda: _copy(parts, [row[self._rank] for row in rows]))]
+        return [WorkWithEpilogue(works, lambda: _copy(shards, [row[self._rank] for row in rows]))]
 
 
 class Exchange:
-    """Reduce-scatter by all-to-all: each rank adds up its own part.
+    """Reduce-scatter by all-to-all: each rank adds up its own shard.
 
     Args:
         group: The process group.
@@ -167,37 +167,37 @@ class Exchange:
         self._options = dist.AllToAllOptions()
         self._options.asyncOp = True
 
-    def __call__(self, parts: Sequence[Tensor], wholes: Sequence[Tensor]) -> Sequence[Work]:
+    def __call__(self, shards: Sequence[Tensor], full: Sequence[Tensor]) -> Sequence[Work]:
         """Start the sums.
 
         Args:
-            parts: This rank's sums, ``[size]`` each.
-            wholes: This rank's terms, ``[world, size]`` each; row r is sent to rank r.
+            shards: This rank's sums, ``[size]`` each.
+            full: This rank's terms, ``[world, size]`` each; row r is sent to rank r.
         """
-        alone, small = _by_size(wholes)
-        works = [self._sum_rows(wholes[i], [parts[i]], ()) for i in alone]
+        alone, small = _by_size(full)
+        works = [self._sum_rows(full[i], [shards[i]], ()) for i in alone]
         if small:
-            works.append(self._coalesced([parts[i] for i in small], [wholes[i] for i in small]))
+            works.append(self._coalesced([shards[i] for i in small], [full[i] for i in small]))
         return works
 
-    def _coalesced(self, parts: list[Tensor], wholes: list[Tensor]) -> Work:
-        sizes = [len(part) for part in parts]
-        flat = self._pool.get(self._world * sum(sizes), wholes[0])
+    def _coalesced(self, shards: list[Tensor], full: list[Tensor]) -> Work:
+        sizes = [len(shard) for shard in shards]
+        flat = self._pool.get(self._world * sum(sizes), full[0])
         rows = flat.view(self._world, -1)
-        _copy(rows.split(sizes, dim=1), wholes)
-        return self._sum_rows(rows, parts, [flat])
+        _copy(rows.split(sizes, dim=1), full)
+        return self._sum_rows(rows, shards, [flat])
 
-    def _sum_rows(self, rows: Tensor, parts: Sequence[Tensor], used: Iterable[Tensor]) -> Work:
-        """Send row r to rank r; write the sum of the received rows to the parts, one after the other."""
+    def _sum_rows(self, rows: Tensor, shards: Sequence[Tensor], used: Iterable[Tensor]) -> Work:
+        """Send row r to rank r; write the sum of the received rows to the shards, one after the other."""
         received = self._pool.get(rows.numel(), rows)
         work = self._group.alltoall_base(received, rows.reshape(-1), [], [], self._options)
 
         def unpack() -> None:
-            total = parts[0] if len(parts) == 1 else self._pool.get(rows.shape[1], rows)
+            total = shards[0] if len(shards) == 1 else self._pool.get(rows.shape[1], rows)
             # In one call: a signal handler that waits here, too, must not find half a sum.
             torch.sum(received.view(self._world, -1), 0, dtype=total.dtype, out=total)
-            if len(parts) > 1:
-                _copy(parts, total.split([len(part) for part in parts]))
+            if len(shards) > 1:
+                _copy(shards, total.split([len(shard) for shard in shards]))
                 self._pool.put(total)
             for flat in (received, *used):
                 self._pool.put(flat)

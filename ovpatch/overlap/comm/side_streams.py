@@ -47,7 +47,7 @@ class SideStreams:
     """
 
     def __init__(self) -> None:
-        # Whether :meth:`record_switch` is called for every switch; otherwise unknown streams may be in use.
+        # Whether record_switch() is called for every switch; otherwise unknown streams may be in use.
         self.watched = False
         self._local = threading.local()
         self._threads: weakref.WeakValueDictionary[int, _OfThread] = weakref.WeakValueDictionary()

@@ -92,13 +92,13 @@ def _make(group: dist.ProcessGroup, device: torch.device) -> dist.ProcessGroup |
     return found
 
 
-def _nccl_options(group: dist.ProcessGroup, given: Any, name: str) -> Any:
+def _nccl_options(group: dist.ProcessGroup, script_options: Any, name: str) -> Any:
     """Return the options of the script's communicator. NCCL connects at the first collective."""
     options: Any = dist.ProcessGroupNCCL.Options()
-    options._timeout = given._timeout
-    options.is_high_priority_stream = given.is_high_priority_stream
+    options._timeout = script_options._timeout
+    options.is_high_priority_stream = script_options.is_high_priority_stream
     for tuned in _TUNED:
-        setattr(options.config, tuned, getattr(given.config, tuned))
+        setattr(options.config, tuned, getattr(script_options.config, tuned))
     options.global_ranks_in_group = dist.get_process_group_ranks(group)
     options.group_name = name
     return options

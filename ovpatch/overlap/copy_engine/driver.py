@@ -70,7 +70,7 @@ class Driver:
         self._wait = _function(library, "cuStreamWaitValue32_v2", value)
         version = ctypes.c_int(0)
         _check(library.cuDriverGetVersion(ctypes.byref(version)))
-        self.writes_to_peers = version.value < _NO_PEERS  # whether :meth:`write` reaches other GPUs' memory
+        self.writes_to_peers = version.value < _NO_PEERS  # whether write() reaches other GPUs' memory
         one = (ctypes.c_uint64, ctypes.c_uint64, ctypes.c_size_t, ctypes.c_void_p)
         self._copy_one = _function(library, "cuMemcpyAsync", one)
         self._copy: Callable[..., int] | None = None

@@ -138,7 +138,7 @@ class StreamBarrier:
         """Send a number to all ranks, and wait for that of this rank only; RuntimeError if the driver refuses."""
         world, rank = self._world, self._rank
         self._tell([self._place(other, world + rank) for other in range(world)], _TRIED, stream)
-        self._driver.write(self._mine, _TRIED, stream)  # for :meth:`unheard`
+        self._driver.write(self._mine, _TRIED, stream)  # for unheard()
         self._driver.wait(self._place(rank, world + rank), _TRIED, stream)
 
     def unheard(self, stream: int) -> list[int]:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+import operator
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -11,18 +12,18 @@ from ovpatch.overlap.comm.collectives import Collectives
 from ovpatch.overlap.comm.side_streams import record_streams
 from ovpatch.overlap.comm.work import Work
 from ovpatch.overlap.data_parallel import fp32_accumulation
-from ovpatch.overlap.tensors.metadata_ops import grad_of
 from ovpatch.overlap.tensors.ownership import contiguous_strides, is_dense, is_sole_owner, same_layout
 
-# Gradients below this number of elements go through the flat tensor. On a GPU a launch takes as long as several hundred
-# kilobytes of traffic; elsewhere backends make one flat tensor of what they are given.
+# Gradients below this number of elements go through the flat tensor: the launch of a collective takes as long as
+# several hundred kilobytes of traffic on a GPU, and longer with gloo.
 SMALL = 1 << 18
-_FLAT_BELOW = {"cuda": SMALL}
 
 _CUDA_ALIGNMENT = 16  # bytes; copies of unaligned memory leave their vectorized path
 
 # The fused kernels round the factor to the tensors' dtype on some devices, where plain multiplication does not.
 _FUSED_DTYPES = (torch.float32, torch.float64)
+
+_GRAD: Callable[[Tensor], Tensor | None] = operator.attrgetter("grad")
 
 
 class GradBucket:
@@ -32,11 +33,8 @@ class GradBucket:
     large gradient whose memory no other tensor uses is reduced in ``p.grad`` itself. Small ones go through one flat
     tensor, since a launch costs more than a copy. Gradients that cannot be reduced in place (shared memory, holes,
     another dtype, part of a graph) go through a tensor of their own. Each rank chooses alone: the collective sees the
-    same sequence of sizes.
-
-    [Note: the node that is running] A hook of a parameter's AccumulateGrad node runs while the node still references
-    the gradient that it was given. If ``p.grad`` is that gradient, its memory has one reference more than in any other
-    hook, and another one if it is a view, which references its base: the weight of a Linear gets a transposed one.
+    same sequence of sizes. A hook of an AccumulateGrad node passes the gradient that its node was given, because the
+    node references it until the hooks are over, which does not count as use.
 
     Args:
         indices: Index of each parameter in the order of the whole model.
@@ -62,36 +60,44 @@ class GradBucket:
         self.params = tuple(params)
         self.device = params[0].device
         self.dtype = dtype or params[0].dtype
-        limit = _FLAT_BELOW.get(self.device.type, 0) if flat_below is None else flat_below
+        limit = SMALL if flat_below is None else flat_below
         self._position = {index: i for i, index in enumerate(indices)}
         # Empty ones have nothing to reduce, and no memory by which they could be told apart.
         small = [p.numel() < max(limit, 1) and i not in alone for i, p in zip(indices, params, strict=True)]
         self._small = [i for i, is_small in enumerate(small) if is_small]
         self._large = [i for i, is_small in enumerate(small) if not is_small]
+        self._small_params = [params[i] for i in self._small]
+        self._view_of = {i: v for v, i in enumerate(self._small)}
         self._strides = [p.stride() if is_dense(p) else contiguous_strides(p.shape) for p in params]
-        self._offsets, self._flat_numel = _offsets([params[i] for i in self._small], self.dtype)
+        self._offsets, self._flat_numel = _offsets(self._small_params, self.dtype)
         self.nbytes = (self._flat_numel + sum(params[i].numel() for i in self._large)) * self.dtype.itemsize
         self._flat: Tensor | None = None
-        self._views: dict[int, Tensor] = {}
-        self._pieces: dict[int, Tensor] = {}
+        self._views: list[Tensor] = []  # of the flat tensor, one per small gradient
+        self._staged: set[int] = set()  # small gradients that are in the flat tensor before it is packed
+        self._is_packed = False
+        self._inputs: dict[int, Tensor] = {}  # what the collective sums in place of the large gradients
 
     @property
-    def transient(self) -> int:
-        """How many bytes can be freed once they are reduced; see :meth:`give_up`."""
+    def freeable_nbytes(self) -> int:
+        """How many bytes :meth:`free_reduced` frees."""
         return 0
 
-    def start(self, collectives: Collectives, pieces: list[Tensor]) -> Sequence[Work]:
-        """Start the reduction of what :meth:`pack` or :meth:`zeros` has returned."""
-        return collectives.all_reduce(pieces)
+    def start_reduce(self, collectives: Collectives, inputs: list[Tensor]) -> Sequence[Work]:
+        """Start the reduction of what :meth:`pack` or :meth:`make_zeros` has returned."""
+        return collectives.all_reduce(inputs)
 
-    def stage(self, index: int, divisor: int) -> None:
+    def stage_grad(self, index: int, divisor: int) -> None:
         """Copy the gradient of parameter ``index`` now; :meth:`pack` then does not look at ``p.grad`` any more."""
         position = self._position[index]
-        if position not in self._pieces:
-            with torch.no_grad():
-                self._copy([position], 1.0 / divisor)
+        with torch.no_grad():
+            if position not in self._view_of:
+                if position not in self._inputs:
+                    self._copy_large([position], 1.0 / divisor)
+            elif position not in self._staged:
+                self._fill_flat([self._view_of[position]], 1.0 / divisor)
+                self._staged.add(position)
 
-    def pack(self, divisor: int, *, absent: Collection[int] = (), given: Tensor | None = None) -> list[Tensor]:
+    def pack(self, divisor: int, *, absent: Collection[int] = (), node_grad: Tensor | None = None) -> list[Tensor]:
         """Return what the collective has to sum in place.
 
         Args:
@@ -99,8 +105,7 @@ class GradBucket:
                 counts as zero.
             absent: Parameters, by index in the whole model, to which this backward adds nothing. If no other rank adds
                 anything either, they must keep the gradient that they have now, so it is copied.
-            given: The gradient that the running AccumulateGrad node was given, if this is called from a hook of one;
-                see [Note: the node that is running].
+            node_grad: The gradient that the running AccumulateGrad node was given, if this is called from its hook.
 
         Returns:
             Dense tensors of the same sizes in the same order on every rank; of :attr:`dtype`, but for those that travel
@@ -108,26 +113,16 @@ class GradBucket:
         """
         scale = 1.0 / divisor
         with torch.no_grad():
-            copied = [i for i in self._small if i not in self._pieces]
-            own: dict[int, Tensor] = {}
-            for i in self._large:
-                if i not in self._pieces:
-                    grad = None if self.indices[i] in absent else self._grad_in_place(i, given)
-                    if grad is None:
-                        copied.append(i)
-                    else:
-                        own[i] = grad
-            if copied:
-                self._copy(copied, scale)
-            if own:
-                fp32_accumulation.drop_sums(own.values())
-                if scale != 1.0:
-                    _multiply(self._divided(own), scale)
-                self._pieces.update(own)
-            packed = [self._flat] if self._flat is not None and self._flat_numel else []
-            for i in self._large:
-                piece = self._pieces[i]
-                packed.append(piece if piece.is_contiguous() else _in_memory_order(piece))
+            packed = []
+            if self._small:
+                staged = self._staged
+                self._fill_flat([j for j, i in enumerate(self._small) if i not in staged] if staged else None, scale)
+                self._is_packed = True
+                if self._flat is not None and self._flat_numel:
+                    packed.append(self._flat)
+            if self._large:
+                self._pack_large(scale, absent, node_grad)
+                packed += [_in_memory_order(self._inputs[i]) for i in self._large]
             return packed
 
     def unpack(self, *, skip: Collection[int] = ()) -> list[tuple[Tensor, Tensor]]:
@@ -140,120 +135,195 @@ class GradBucket:
             What is left to do: gradients, each with the tensor that is to be copied into it.
         """
         copies: list[tuple[Tensor, Tensor]] = []
+        if self._is_packed:
+            for i, grad, view in zip(self._small, _grads(self._small_params), self._views, strict=True):
+                if skip and self.indices[i] in skip:
+                    continue
+                if grad is None or grad.is_conj() or grad.is_neg():
+                    _write_grad(self.params[i], view, is_shared=True)
+                else:
+                    copies.append((grad, view))
         dropped: list[Tensor] = []
-        for i in sorted(self._pieces):  # where parameters share a gradient, the last one wins, as under stock
-            param, piece = self.params[i], self._pieces[i]
-            grad = param.grad
-            if grad is not piece and i not in self._views:
-                dropped.append(piece)
-            if self.indices[i] in skip or grad is piece:
-                continue
-            if grad is None:
-                # Also where a hook has dropped the gradient while it was being reduced, as under stock.
-                with torch.inference_mode(False), torch.no_grad():
-                    param.grad = piece.to(param.dtype, copy=i in self._views)
-            elif grad.is_conj() or grad.is_neg():
-                with torch.no_grad():
-                    grad.copy_(piece)  # torch copies into lists of plain memory only
-            else:
-                copies.append((grad, piece))
+        for i, reduced in sorted(self._inputs.items()):  # where parameters share a gradient, the last one wins
+            grad = self.params[i].grad
+            if grad is not reduced:
+                dropped.append(reduced)
+                if self.indices[i] in skip:
+                    continue
+                if grad is None or grad.is_conj() or grad.is_neg():
+                    _write_grad(self.params[i], reduced, is_shared=False)
+                else:
+                    copies.append((grad, reduced))
         if dropped:
             record_streams(dropped, self.device)
-        self._pieces.clear()
+        self._clear()
         return copies
 
-    def zeros(self) -> list[Tensor]:
+    def make_zeros(self) -> list[Tensor]:
         """Return zero tensors that can stand in for what :meth:`pack` returns."""
         sizes = [(self._flat_numel, self.dtype)] if self._flat_numel else []
         sizes += [(self.params[i].numel(), self._dtype(i)) for i in self._large]
         return [torch.zeros(size, dtype=dtype, device=self.device) for size, dtype in sizes]
 
-    def give_up(self, *, but: Collection[int]) -> None:
+    def free_reduced(self, *, but: Collection[int]) -> None:
         """Free full gradients that are not needed once reduced, in backward; the collective has been waited for.
 
         Args:
             but: Parameters, by index in the whole model, whose ``p.grad`` stays unchanged.
         """
 
-    def release(self) -> None:
+    def detach_grads(self) -> None:
         """Remove gradients that are being reduced in place from their parameters; the backward has failed.
 
         What the script writes to ``p.grad`` next must neither reach the collective nor be overwritten by it.
         """
-        for i, piece in self._pieces.items():
-            if self.params[i].grad is piece:
+        for i, reduced in self._inputs.items():
+            if self.params[i].grad is reduced:
                 self.params[i].grad = None
 
-    def drop(self) -> None:
+    def drop_inputs(self) -> None:
         """Drop what was packed. The collective has been waited for."""
-        record_streams([piece for i, piece in self._pieces.items() if i not in self._views], self.device)
-        self._pieces.clear()
+        record_streams(self._inputs.values(), self.device)
+        self._clear()
 
-    def _divided(self, pieces: Mapping[int, Tensor]) -> list[Tensor]:
-        """Return those of some pieces that are divided before they are reduced."""
-        return list(pieces.values())
+    def _clear(self) -> None:
+        self._is_packed = False
+        self._inputs.clear()
+        self._staged.clear()
+
+    def _divided(self, inputs: Mapping[int, Tensor]) -> list[Tensor]:
+        """Return those of some large gradients that are divided before they are reduced."""
+        return list(inputs.values())
 
     def _dtype(self, i: int) -> torch.dtype:
         """Return the dtype in which a gradient is sent; another one than :attr:`dtype` if it is not cast."""
         return self.dtype
 
-    def _copy(self, positions: Iterable[int], scale: float) -> None:
-        """Copy gradients into the flat tensor, or into tensors of their own, multiplied by ``scale``."""
+    # ---------------------------------------------------------------- small gradients
+
+    def _fill_flat(self, places: Sequence[int] | None, scale: float) -> None:
+        """Copy small gradients, all by default, into the flat tensor, multiplied by ``scale``."""
+        if self._flat is None:
+            self._make_flat()
+        params, views = self._small_params, self._views
+        if places is not None:
+            params, views = [params[j] for j in places], [views[j] for j in places]
+        targets, grads = [], []
+        for grad, view in zip(_grads(params), views, strict=True):
+            if grad is None:
+                view.zero_()
+            elif grad.layout is torch.strided:
+                targets.append(view)
+                grads.append(grad)
+            else:
+                raise make_sparse_error(grad)
+        if not targets:
+            return
+        torch._foreach_copy_(targets, _sums(grads, self.dtype) if fp32_accumulation.sums else grads)
+        if scale != 1.0 and places is None and self._flat is not None:
+            self._flat.mul_(scale)
+        elif scale != 1.0:
+            _multiply(targets, scale)
+
+    def _make_flat(self) -> None:
+        # Outside inference mode, or a first backward under it would leave tensors that autograd refuses later.
+        with torch.inference_mode(False):
+            flat = self._flat = torch.zeros(self._flat_numel, dtype=self.dtype, device=self.device)
+            places = zip(self._small, self._offsets, strict=True)
+            self._views = [flat.as_strided(self.params[i].shape, self._strides[i], offset) for i, offset in places]
+
+    # ---------------------------------------------------------------- large gradients
+
+    def _pack_large(self, scale: float, absent: Collection[int], node_grad: Tensor | None) -> None:
+        copied: list[int] = []
+        own: dict[int, Tensor] = {}
+        for i, grad in zip(self._large, _grads([self.params[i] for i in self._large]), strict=True):
+            if i not in self._inputs:
+                if grad is None or self.indices[i] in absent or not self._fits_in_place(i, grad, node_grad):
+                    copied.append(i)
+                else:
+                    own[i] = grad
+        if copied:
+            self._copy_large(copied, scale)
+        if own:
+            if fp32_accumulation.sums:
+                fp32_accumulation.drop_sums(own.values())
+            if scale != 1.0:
+                _multiply(self._divided(own), scale)
+            self._inputs.update(own)
+
+    def _fits_in_place(self, i: int, grad: Tensor, node_grad: Tensor | None) -> bool:
+        """Return whether the gradient can be reduced in its own memory; see [Note: reduced in place]."""
+        return (
+            type(grad) is Tensor
+            and grad.layout is torch.strided
+            and grad.dtype == self._dtype(i)
+            and not grad.requires_grad
+            and same_layout(grad, self._strides[i])
+            and not (grad.is_conj() or grad.is_neg())
+            and is_sole_owner(grad, node_grad)
+        )
+
+    def _copy_large(self, positions: Sequence[int], scale: float) -> None:
+        """Copy gradients into tensors of their own, multiplied by ``scale``."""
         targets: dict[int, Tensor] = {}
         grads: list[Tensor] = []
-        for i in positions:
-            grad = self._grad(i)
-            target = self._pieces[i] = self._target(i)
+        for i, grad in zip(positions, _grads([self.params[i] for i in positions]), strict=True):
+            with torch.inference_mode(False):
+                target = torch.empty_strided(
+                    self.params[i].shape, self._strides[i], dtype=self._dtype(i), device=self.device
+                )
             if grad is None:
                 target.zero_()
-            else:
+            elif grad.layout is torch.strided:
                 targets[i] = target
-                source = fp32_accumulation.take(grad)
-                grads.append(source if target.dtype is torch.float32 else grad)
+                grads += _sums([grad], target.dtype) if fp32_accumulation.sums else [grad]
+            else:
+                raise make_sparse_error(grad)
+            self._inputs[i] = target
         if targets:
             torch._foreach_copy_([*targets.values()], grads)
             if scale != 1.0:
                 _multiply(self._divided(targets), scale)
 
-    def _grad(self, i: int) -> Tensor | None:
-        grad = grad_of(self.params[i])
-        if grad is not None and grad.layout is not torch.strided:
-            raise RuntimeError(
-                f"ovpatch: a parameter of shape {tuple(grad.shape)} has a sparse gradient, and its module was not made "
-                "with sparse=True when the model was wrapped. Set sparse=True in the module's constructor."
-            )
-        return grad
 
-    def _target(self, i: int) -> Tensor:
-        # Outside inference mode, or a first backward under it would leave tensors that autograd refuses later.
-        with torch.inference_mode(False):
-            if self._flat is None and self._small:
-                self._flat = torch.zeros(self._flat_numel, dtype=self.dtype, device=self.device)
-                for j, offset in zip(self._small, self._offsets, strict=True):
-                    self._views[j] = self._flat.as_strided(self.params[j].shape, self._strides[j], offset)
-            if i in self._views:
-                return self._views[i]
-            shape, strides = self.params[i].shape, self._strides[i]
-            return torch.empty_strided(shape, strides, dtype=self._dtype(i), device=self.device)
-
-    def _grad_in_place(self, i: int, given: Tensor | None) -> Tensor | None:
-        """Return the gradient if it can be reduced in its own memory; see [Note: reduced in place]."""
-        grad = self._grad(i)
-        in_place = (
-            grad is not None
-            and type(grad) is Tensor
-            and grad.dtype == self._dtype(i)
-            and not grad.requires_grad
-            and same_layout(grad, self._strides[i])
-            and not (grad.is_conj() or grad.is_neg())
-            and is_sole_owner(grad, given)
-        )
-        return grad if in_place else None
+def _grads(params: Sequence[Tensor]) -> list[Tensor | None]:
+    with torch._C.DisableTorchFunctionSubclass():  # the class of a pending parameter answers by Python
+        return list(map(_GRAD, params))
 
 
-def _in_memory_order(piece: Tensor) -> Tensor:
+def _sums(grads: Iterable[Tensor], dtype: torch.dtype) -> list[Tensor]:
+    """Return what gradients are copied from; fp32 sums are dropped in any case."""
+    pairs = [(grad, fp32_accumulation.take_sum(grad)) for grad in grads]
+    return [total if dtype is torch.float32 else grad for grad, total in pairs]
+
+
+def _write_grad(param: torch.nn.Parameter, reduced: Tensor, *, is_shared: bool) -> None:
+    """Make ``param.grad`` the reduced gradient, where torch cannot copy it together with others.
+
+    Args:
+        param: The parameter; a hook may have dropped its gradient while it was being reduced.
+        reduced: The reduced gradient.
+        is_shared: Whether others use the memory of ``reduced``.
+    """
+    with torch.inference_mode(False), torch.no_grad():
+        if param.grad is None:
+            param.grad = reduced.to(param.dtype, copy=is_shared)
+        else:
+            param.grad.copy_(reduced)  # torch copies into lists of plain memory only
+
+
+def make_sparse_error(grad: Tensor) -> RuntimeError:
+    """Return the error of a sparse gradient in a bucket of dense ones."""
+    return RuntimeError(
+        f"ovpatch: a parameter of shape {tuple(grad.shape)} has a sparse gradient, and its module was not made "
+        "with sparse=True when the model was wrapped. Set sparse=True in the module's constructor."
+    )
+
+
+def _in_memory_order(dense: Tensor) -> Tensor:
     """Return a contiguous tensor with the same memory."""
-    return piece if piece.is_contiguous() else piece.as_strided((piece.numel(),), (1,))
+    return dense if dense.is_contiguous() else dense.as_strided((dense.numel(),), (1,))
 
 
 def _multiply(tensors: list[Tensor], scale: float) -> None:
@@ -291,58 +361,58 @@ class SparseBucket:
         self.params = (param,)
         self.device = param.device
         self.dtype = param.dtype
-        self._piece: Tensor | None = None
+        self._input: Tensor | None = None
 
     @property
     def nbytes(self) -> int:
         """Number of bytes that the collective is given by this rank; known once packed."""
-        if self._piece is None:
+        if self._input is None:
             return 0
-        indices, values = self._piece.indices(), self._piece.values()
+        indices, values = self._input.indices(), self._input.values()
         return indices.nbytes + values.nbytes
 
-    def start(self, collectives: Collectives, pieces: list[Tensor]) -> Sequence[Work]:
-        """Start the reduction of what :meth:`pack` or :meth:`zeros` has returned."""
-        return collectives.all_reduce(pieces)
+    def start_reduce(self, collectives: Collectives, inputs: list[Tensor]) -> Sequence[Work]:
+        """Start the reduction of what :meth:`pack` or :meth:`make_zeros` has returned."""
+        return collectives.all_reduce(inputs)
 
-    def stage(self, index: int, divisor: int) -> None:
+    def stage_grad(self, index: int, divisor: int) -> None:
         """Copy the gradient now."""
         del index
-        if self._piece is None:
+        if self._input is None:
             grad = self.params[0].grad
             with torch.no_grad():
                 # Multiplying by 1/3 would not give the bits that stock DDP's division gives.
-                self._piece = self._zero() if grad is None else (_sparse(grad) / divisor).coalesce()
+                self._input = self._zero() if grad is None else (_sparse(grad) / divisor).coalesce()
 
-    def pack(self, divisor: int, *, absent: Collection[int] = (), given: Tensor | None = None) -> list[Tensor]:
+    def pack(self, divisor: int, *, absent: Collection[int] = (), node_grad: Tensor | None = None) -> list[Tensor]:
         """Return the gradient, divided."""
-        del absent, given
-        self.stage(self.indices[0], divisor)
-        assert self._piece is not None
-        return [self._piece]
+        del absent, node_grad
+        self.stage_grad(self.indices[0], divisor)
+        assert self._input is not None
+        return [self._input]
 
     def unpack(self, *, skip: Collection[int] = ()) -> list[tuple[Tensor, Tensor]]:
         """Make ``p.grad`` the reduced gradient."""
-        piece, self._piece = self._piece, None
+        reduced, self._input = self._input, None
         param = self.params[0]
-        if piece is not None and self.indices[0] not in skip:
+        if reduced is not None and self.indices[0] not in skip:
             with torch.no_grad():
                 if param.grad is None:
-                    param.grad = piece
+                    param.grad = reduced
                 else:
-                    param.grad.copy_(piece if param.grad.is_sparse else piece.to_dense())
+                    param.grad.copy_(reduced if param.grad.is_sparse else reduced.to_dense())
         return []
 
-    def zeros(self) -> list[Tensor]:
+    def make_zeros(self) -> list[Tensor]:
         """Return a gradient without entries."""
         return [self._zero()]
 
-    def release(self) -> None:
+    def detach_grads(self) -> None:
         """Nothing is reduced in place."""
 
-    def drop(self) -> None:
-        """Forget what was packed."""
-        self._piece = None
+    def drop_inputs(self) -> None:
+        """Drop what was packed."""
+        self._input = None
 
     def _zero(self) -> Tensor:
         return torch.zeros(self.params[0].shape, dtype=self.dtype, device=self.device).to_sparse(1)

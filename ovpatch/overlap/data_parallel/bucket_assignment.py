@@ -1,4 +1,4 @@
-"""Which gradients share a bucket: cut by registration order at first, then along the order of a backward."""
+"""Which parameters share a bucket, and in which order the buckets are reduced."""
 
 from __future__ import annotations
 
@@ -15,20 +15,16 @@ from ovpatch.overlap.data_parallel.fp32_accumulation import HALVES
 from ovpatch.overlap.data_parallel.grad_sharder import GradSharder
 from ovpatch.overlap.data_parallel.grad_sync import Bucket
 
-_COMPANY = 4 << 20  # bytes of small gradients that wait for no others
+_WORTH_A_LAUNCH = 4 << 20  # bytes of small gradients
 
 
-@dataclass(frozen=True)
+@dataclass
 class BucketAssignment:
-    """Cuts the parameters of a model into buckets.
+    """Assigns the parameters of a model to buckets: by registration order at first, then along that of a backward.
 
-    [Note: stock's cuts] A ring adds the parts of a tensor in an order that depends on where the tensor begins and ends.
+    A ring adds the parts of a tensor in an order that depends on where the tensor begins and ends.
     Buckets with stock DDP's boundaries therefore give stock's bits wherever they are reduced as one flat tensor;
     torch's own function sets the boundaries.
-
-    [Note: small ones wait] A bucket whose large gradients are reduce-scattered needs an all-reduce of its own for its
-    small ones, a bias or a norm, at the cost of a launch. So small gradients move to later buckets until they are
-    enough to be worth one, at the latest to the last bucket of their dtype and device.
 
     Attributes:
         params: The parameters in registration order.
@@ -38,6 +34,7 @@ class BucketAssignment:
         in_fp32: Reduce gradients of half precision in float32.
         sparse: Whether each parameter's gradient will be sparse.
         sharder: Makes the buckets of sharded gradients.
+        ready_order: The parameters in the order in which their gradients became ready in the last backward.
     """
 
     params: Sequence[torch.nn.Parameter]
@@ -47,25 +44,39 @@ class BucketAssignment:
     in_fp32: bool = False
     sparse: Sequence[bool] = ()
     sharder: GradSharder = field(default_factory=GradSharder)
+    ready_order: list[int] = field(default_factory=list)
+    _order: list[int] = field(default_factory=list)
 
-    def initial(self, *, bucketed: bool) -> list[Bucket]:
-        """Return the buckets for the first backward, whose order of gradients is not known yet.
+    def broadcast_order(self, group: dist.ProcessGroup) -> None:
+        """Use the first rank's :attr:`ready_order` from now on; every rank of the group calls this."""
+        missing = set(range(len(self.params))).difference(self.ready_order)
+        order = [*self.ready_order, *sorted(missing)]
+        shared = torch.tensor(order, dtype=torch.int64, device=self.params[0].device)
+        dist.broadcast(shared, src=dist.get_global_rank(group, 0), group=group)
+        self._order = shared.tolist()
+
+    def make_buckets(self, *, bucketed: bool) -> list[Bucket]:
+        """Return the buckets; ``bucketed`` as for :meth:`assign_initial`, until an order was broadcast."""
+        return self.assign_along(self._order) if self._order else self.assign_initial(bucketed=bucketed)
+
+    def assign_initial(self, *, bucketed: bool) -> list[Bucket]:
+        """Return the buckets for the first backward, whose order of gradients is not known.
 
         Args:
-            bucketed: Cut in reverse registration order. Otherwise one bucket per dtype and device, as stock DDP begins
-                where it will see the order of gradients in the first backward.
+            bucketed: Cut in reverse registration order. Otherwise one bucket per dtype and device, as under stock DDP
+                where the first backward shows the order of gradients.
         """
         order = range(len(self.params))
         if bucketed and self.granularity == "layer":
             return self._by_layer(list(reversed(order)))
         groups = self._by_size(order, self.limits if bucketed else [sys.maxsize])
-        return self._buckets(self._small_ones_later(list(reversed(groups))))
+        return self._make(self._postpone_small(list(reversed(groups))))
 
-    def along(self, order: Sequence[int]) -> list[Bucket]:
-        """Return the buckets cut along ``order``, the parameters' indices as their gradients arrived."""
+    def assign_along(self, order: Sequence[int]) -> list[Bucket]:
+        """Return the buckets cut along ``order``, in which gradients became ready."""
         if self.granularity == "layer":
             return self._by_layer(order)
-        return self._buckets(self._small_ones_later(self._by_size(order, self.limits)))
+        return self._make(self._postpone_small(self._by_size(order, self.limits)))
 
     def _by_size(self, order: Sequence[int], limits: Sequence[int]) -> list[list[int]]:
         sizes = [sys.maxsize] if self.granularity == "module" else list(limits)
@@ -76,16 +87,22 @@ class BucketAssignment:
         return [list(group) for group in groups]
 
     def _by_layer(self, order: Sequence[int]) -> list[Bucket]:
-        """One bucket per layer, dtype and device, at the place where the last of its gradients comes."""
+        """Return a bucket per layer, dtype and device, at the place of its last gradient."""
         groups: dict[tuple[object, ...], list[int]] = {}
         for i in order:
             param = self.params[i]
-            key = (layer_of(self.names[i]), param.dtype, param.device, i if self._is_sparse(i) else None)
-            groups[key] = [*groups.pop(key, []), i]
-        return self._buckets(list(groups.values()))
+            key = (get_layer(self.names[i]), param.dtype, param.device, i if self._is_sparse(i) else None)
+            groups[key] = groups.pop(key, [])
+            groups[key].append(i)
+        return self._make(list(groups.values()))
 
-    def _small_ones_later(self, groups: Sequence[list[int]]) -> list[list[int]]:
-        """Move small gradients to later groups; see [Note: small ones wait]."""
+    def _postpone_small(self, groups: Sequence[list[int]]) -> list[list[int]]:
+        """Move small gradients to later groups.
+
+        A bucket whose large gradients are reduce-scattered needs an all-reduce of its own for its small ones, a bias or
+        a norm, at the cost of a launch. So small gradients move to later buckets until they are enough to be worth one,
+        at the latest to the last bucket of their dtype and device.
+        """
         if not self.sharder.sharded:
             return list(groups)
         last = {self._kind(group): position for position, group in enumerate(groups)}
@@ -94,9 +111,9 @@ class BucketAssignment:
         for position, group in enumerate(groups):
             kind = self._kind(group)
             group = waiting.pop(kind, []) + group
-            small = [i for i in group if i not in self.sharder.sharded and self.params[i].numel() < SMALL]
-            if position < last[kind] and sum(self.params[i].nbytes for i in small) < _COMPANY:
-                waiting[kind] = small
+            small = {i: None for i in group if i not in self.sharder.sharded and self.params[i].numel() < SMALL}
+            if position < last[kind] and sum(self.params[i].nbytes for i in small) < _WORTH_A_LAUNCH:
+                waiting[kind] = list(small)
                 group = [i for i in group if i not in small]
             if group:
                 moved.append(group)
@@ -107,63 +124,24 @@ class BucketAssignment:
         first = self.params[group[0]]
         return first.dtype, first.device, group[0] if self._is_sparse(group[0]) else None
 
-    def _buckets(self, groups: Sequence[Sequence[int]]) -> list[Bucket]:
-        return [self._bucket(group) for group in groups]
+    def _make(self, groups: Sequence[Sequence[int]]) -> list[Bucket]:
+        return [self._make_bucket(group) for group in groups]
 
-    def _bucket(self, indices: Sequence[int]) -> Bucket:
+    def _make_bucket(self, indices: Sequence[int]) -> Bucket:
         params = [self.params[i] for i in indices]
         if self._is_sparse(indices[0]):
             return SparseBucket(indices[0], params[0])
-        wide = self.in_fp32 and params[0].dtype in HALVES
-        dtype = torch.float32 if wide else None
+        dtype = torch.float32 if self.in_fp32 and params[0].dtype in HALVES else None
         return self.sharder.make_bucket(indices, params, dtype) or GradBucket(indices, params, dtype=dtype)
 
     def _is_sparse(self, index: int) -> bool:
         return bool(self.sparse) and self.sparse[index]
 
 
-def layer_of(name: str) -> str:
+def get_layer(name: str) -> str:
     """Return the layer that a parameter belongs to: its name up to the first number, else the module that owns it.
 
     ``transformer.h.3.attn.weight`` is in ``transformer.h.3``, ``model.lm_head.weight`` in ``model.lm_head``.
     """
     found = re.match(r"(?:.*?\.)??\d+(?=\.|$)", name)
     return found.group() if found else name.rpartition(".")[0]
-
-
-class BucketOrder:
-    """The order of gradients along which buckets are cut: registration order at first, then that of a backward.
-
-    Args:
-        layout: Makes the buckets.
-        group: The process group.
-    """
-
-    def __init__(self, layout: BucketAssignment, group: dist.ProcessGroup) -> None:
-        self._layout, self._group = layout, group
-        self._came: list[int] = []
-        self._order: list[int] = []
-
-    def backward_begins(self) -> None:
-        """Drop the order of the last backward."""
-        self._came.clear()
-
-    def came(self, index: int) -> None:
-        """Record that the gradient of a parameter is complete."""
-        self._came.append(index)
-
-    def last(self) -> list[int]:
-        """Return the parameters in the order in which their gradients came, as far as that was noted."""
-        return list(self._came)
-
-    def agree(self) -> None:
-        """Use the last backward's order of the group's first rank from now on; every rank calls this."""
-        params = self._layout.params
-        missing = set(range(len(params))).difference(self._came)
-        order = torch.tensor([*self._came, *sorted(missing)], dtype=torch.int64, device=params[0].device)
-        dist.broadcast(order, src=dist.get_global_rank(self._group, 0), group=self._group)
-        self._order = order.tolist()
-
-    def buckets(self, *, bucketed: bool) -> list[Bucket]:
-        """Return the buckets; ``bucketed`` as for :meth:`BucketAssignment.initial`, until there is an order."""
-        return self._layout.along(self._order) if self._order else self._layout.initial(bucketed=bucketed)

@@ -1,13 +1,12 @@
 """Gradients of half precision that are added up in fp32, over the microbatches of a step.
 
-[Note: main gradients] bfloat16 has 8 bits, so a sum of 64 microbatches loses a part of most of them. While a
-parameter's gradient is accumulated, an fp32 sum is kept beside ``p.grad``, which is its rounding after each backward.
-Whoever reduces dense gradients in fp32 takes the sum (:func:`take`). What a script writes to ``p.grad`` counts; see
-[Note: by value] in ``halves.py``.
+bfloat16 has 8 bits, so a sum of 64 microbatches loses a part of most of them. While a parameter's gradient is
+accumulated, an fp32 sum is kept beside ``p.grad``, which is its rounding after each backward. A reduction in fp32 takes
+the sum (:func:`take_sum`). A gradient that comes first costs nothing.
 
-[Note: before and after] A hook before the AccumulateGrad node begins the sum with what ``p.grad`` is until then, which
-is exact, as one microbatch's gradient is; a hook after it adds what the node was given. Hooks of the script's on the
-parameter run between the two and see what stock shows them. A gradient that comes first costs nothing.
+Scripts write to gradients: they clip them, zero them through ``.data``, reduce them. Not all of that shows when it
+happens; neither ``.data`` nor collectives change a tensor's version. So an fp32 number counts as long as its rounding
+is the gradient's; otherwise the gradient's number does (:func:`refresh_fp32`).
 """
 
 from __future__ import annotations
@@ -23,6 +22,9 @@ from torch import Tensor
 
 from ovpatch.overlap.tensors.param_state import drop_entry
 
+#: Dtypes of half precision.
+HALVES: Final = (torch.bfloat16, torch.float16)
+
 
 @dataclass(frozen=True)
 class _Sum:
@@ -32,61 +34,63 @@ class _Sum:
     grad: weakref.ref[Tensor]
 
 
-_sums: dict[int, _Sum] = {}  # by id() of the gradient
+#: The sums, by id() of the gradient; empty unless the option is on.
+sums: Final[dict[int, _Sum]] = {}
 
 
-def take(grad: Tensor) -> Tensor:
-    """Return the fp32 sum of which a gradient is the rounding, which is forgotten here; else the gradient itself.
+def take_sum(grad: Tensor) -> Tensor:
+    """Return the fp32 sum of which a gradient is the rounding, and drop it here; else the gradient itself.
 
-    Whoever reduces a gradient calls it, even to reduce the rounding: the sum takes memory.
+    Every reduction calls it, also one of the rounding, because the sum takes memory.
     """
-    if not _sums:
-        return grad
-    found = _sums.pop(id(grad), None)
-    if found is None or not _is_of(found, grad):
+    found = sums.pop(id(grad), None)
+    if found is None or not _is_current(found, grad):
         return grad
     with torch.no_grad():
-        return followed(found.total, grad)
+        return refresh_fp32(found.total, grad)
 
 
-def drop_sums(grads: Iterable[Tensor]) -> None:
-    """Forget the fp32 sums of gradients that are reduced as they are, as :func:`take` does, to free their memory."""
-    if _sums:
-        for grad in grads:
-            take(grad)
+def has_sum(grad: Tensor | None) -> bool:
+    """Return whether there is an fp32 sum beside a gradient."""
+    return grad is not None and id(grad) in sums
 
 
-def has(grad: Tensor | None) -> bool:
-    """Tell whether there is an fp32 sum beside a gradient."""
-    return grad is not None and id(grad) in _sums
+def drop_sums(grads: Iterable[Tensor | None]) -> None:
+    """Drop the fp32 sums of gradients that are reduced as they are, to free their memory."""
+    for grad in grads:
+        sums.pop(id(grad), None)
 
 
-def hooks_of(param: torch.nn.Parameter) -> tuple[Callable[..., None], Callable[..., None]]:
-    """Return what has to run before and after the AccumulateGrad node of a parameter."""
-    reference = weakref.ref(param)  # the node, which holds them, is held by C++
+def make_sum_hooks(param: torch.nn.Parameter) -> tuple[Callable[..., None], Callable[..., None]]:
+    """Return a prehook and a hook of a parameter's AccumulateGrad node, which keep its sum.
+
+    The prehook begins the sum with the gradient so far, which is exact if it is one microbatch's; the hook adds what
+    the node was given. Hooks of the script on the parameter run between the two, and see what stock shows them.
+    """
+    reference = weakref.ref(param)  # the node, which holds the hooks, is held by C++
 
     def before(_given: Any) -> None:
         param = reference()
         grad = None if param is None else param.grad
         if grad is None or not _can_be_summed(grad):
             return
-        found = _sums.get(id(grad))
+        found = sums.get(id(grad))
         with torch.inference_mode(False), torch.no_grad():
-            if found is not None and _is_of(found, grad):
-                followed(found.total, grad)
+            if found is not None and _is_current(found, grad):
+                refresh_fp32(found.total, grad)
             else:
                 total = grad.to(torch.float32)
-                _sums[id(grad)] = _Sum(total, weakref.ref(grad, partial(drop_entry, _sums, id(grad))))
+                sums[id(grad)] = _Sum(total, weakref.ref(grad, partial(drop_entry, sums, id(grad))))
 
-    def after(_nothing: Any, given: tuple[Tensor | None]) -> None:
+    def after(_nothing: Any, node_grads: tuple[Tensor | None]) -> None:
         param = reference()
         grad = None if param is None else param.grad
-        found = None if grad is None else _sums.get(id(grad))
+        found = None if grad is None else sums.get(id(grad))
         if grad is None or found is None:
             return
-        added = given[0]
-        if added is None or not _can_be_summed(added) or not _is_of(found, grad):
-            del _sums[id(grad)]
+        added = node_grads[0]
+        if added is None or not _can_be_summed(added) or not _is_current(found, grad):
+            del sums[id(grad)]
             return
         with torch.inference_mode(False), torch.no_grad():
             expected = found.total.to(grad.dtype).add_(added)  # as the node does
@@ -97,45 +101,28 @@ def hooks_of(param: torch.nn.Parameter) -> tuple[Callable[..., None], Callable[.
     return before, after
 
 
-def drop(params: Iterable[torch.nn.Parameter]) -> None:
-    """Forget the sums of parameters' gradients."""
-    for param in params:
-        if param.grad is not None:
-            _sums.pop(id(param.grad), None)
-
-
 def _can_be_summed(grad: Tensor) -> bool:
-    """Tell whether it is a plain gradient: dense, with no graph of its own, and all there."""
+    """Return whether it is a plain gradient: dense, with no graph of its own, and all there."""
     plain = type(grad) is Tensor and grad.layout is torch.strided
     return plain and not (grad.requires_grad or grad.is_inference())
 
 
-def _is_of(found: _Sum, grad: Tensor) -> bool:
+def _is_current(found: _Sum, grad: Tensor) -> bool:
     return found.grad() is grad and found.total.shape == grad.shape and _can_be_summed(grad)
 
 
-# Numbers of half precision that are roundings of fp32 ones, kept beside them.
-#
-# [Note: by value] Scripts write to parameters and gradients: they clip them, zero them through ``.data``, reduce them.
-# Not all of that can be noticed when it happens; versions of tensors do not change with ``.data`` nor with collectives.
-# So an fp32 number counts as long as its rounding is what stands there; otherwise what stands there does.
-
-#: Dtypes of half precision.
-HALVES: Final = (torch.bfloat16, torch.float16)
-
-
-def followed(wide: Tensor, rounded: Tensor) -> Tensor:
-    """Make fp32 numbers, in place, what stands where they are not what is rounded any more; see [Note: by value].
+def refresh_fp32(wide: Tensor, rounded: Tensor) -> Tensor:
+    """Replace, in place, the fp32 numbers whose rounding has been written to since.
 
     Args:
         wide: The fp32 numbers.
-        rounded: What should be their rounding, of the same shape.
+        rounded: Their roundings, of the same shape, where nothing was written.
     """
     return torch.where(wide.to(rounded.dtype) == rounded, wide, rounded.to(torch.float32), out=wide)
 
 
-class Following:
-    """:func:`followed` of many tensors, on GPUs by one kernel, which reads each number once.
+class Fp32Refresher:
+    """:func:`refresh_fp32` of many tensors, on GPUs by one kernel, which reads each number once.
 
     The addresses are kept on the device from one call to the next, as long as they are the same.
     """
@@ -144,23 +131,23 @@ class Following:
         self._tables: dict[torch.dtype, tuple[list[tuple[int, int, int]], Tensor]] = {}
 
     def __call__(self, wides: Sequence[Tensor], rounded: Sequence[Tensor]) -> None:
-        """Make fp32 numbers, in place, what stands where they are not what is rounded any more.
+        """Replace, in place, the fp32 numbers whose roundings have been written to since.
 
         Args:
             wides: The fp32 numbers, contiguous.
-            rounded: What should be their roundings, contiguous, of the same shapes and on the same device.
+            rounded: Their roundings, contiguous, of the same shapes and on the same device.
         """
         from ovpatch.overlap.symm_mem.memory import triton_unavailable_reason
 
         if not wides or not wides[0].is_cuda or triton_unavailable_reason():
             for wide, half in zip(wides, rounded, strict=True):
-                followed(wide, half)
+                refresh_fp32(wide, half)
             return
         for dtype in dict.fromkeys(half.dtype for half in rounded):
-            self._follow([(wide, half) for wide, half in zip(wides, rounded, strict=True) if half.dtype is dtype])
+            self._refresh([(wide, half) for wide, half in zip(wides, rounded, strict=True) if half.dtype is dtype])
 
-    def _follow(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
-        from ovpatch.overlap.data_parallel.fp32_kernels import follow
+    def _refresh(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
+        from ovpatch.overlap.data_parallel.fp32_kernels import launch_refresh
 
         dtype = pairs[0][1].dtype
         places = [(wide.data_ptr(), half.data_ptr(), wide.numel()) for wide, half in pairs]
@@ -168,4 +155,4 @@ class Following:
         if table is None or known != places:
             table = torch.tensor(places, dtype=torch.int64, device=pairs[0][0].device)
             self._tables[dtype] = places, table
-        follow(table, dtype, max(numel for *_, numel in places))
+        launch_refresh(table, dtype, max(numel for *_, numel in places))

@@ -1,4 +1,4 @@
-"""The kernel that has fp32 numbers follow what their roundings have become; imported only where Triton is there."""
+"""The kernel of :class:`.fp32_accumulation.Fp32Refresher`; imported only where Triton is there."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _TYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
 
 @triton.jit
-def follow_kernel(table, HALF: tl.constexpr, BLOCK: tl.constexpr):
+def refresh_kernel(table, HALF: tl.constexpr, BLOCK: tl.constexpr):
     """Program (b, t): block b of tensor t. Only what has changed is written."""
     which = tl.program_id(1)
     begin = tl.program_id(0).to(tl.int64) * BLOCK
@@ -26,8 +26,8 @@ def follow_kernel(table, HALF: tl.constexpr, BLOCK: tl.constexpr):
         tl.store(wides + at, half.to(tl.float32), mask=(at < numel) & (wide.to(HALF) != half))
 
 
-def follow(table: Tensor, dtype: torch.dtype, largest: int) -> None:
-    """Make fp32 numbers what stands where they are not what is rounded any more.
+def launch_refresh(table: Tensor, dtype: torch.dtype, largest: int) -> None:
+    """Replace the fp32 numbers whose roundings have been written to since.
 
     Args:
         table: Address of the fp32 numbers, that of the others, and how many, of each tensor: ``[tensors, 3]``, int64.
@@ -35,4 +35,4 @@ def follow(table: Tensor, dtype: torch.dtype, largest: int) -> None:
         largest: Most numbers of a tensor.
     """
     with torch.cuda.device_of(table):
-        follow_kernel[(triton.cdiv(largest, _BLOCK), len(table))](table, _TYPES[dtype], _BLOCK)
+        refresh_kernel[(triton.cdiv(largest, _BLOCK), len(table))](table, _TYPES[dtype], _BLOCK)

@@ -19,7 +19,7 @@ from ovpatch.overlap.data_parallel.fp32_accumulation import HALVES
 from ovpatch.overlap.data_parallel.grad_sharder import GradSharder
 
 
-def executes(node: Any) -> bool:
+def will_execute(node: Any) -> bool:
     """Return whether the running backward will execute a node."""
     try:
         return torch._C._will_engine_execute_node(node)
@@ -27,7 +27,7 @@ def executes(node: Any) -> bool:
         return True
 
 
-def executed(nodes: Sequence[Node]) -> list[bool]:
+def find_executed(nodes: Sequence[Node]) -> list[bool]:
     """Return for each AccumulateGrad node whether the running backward will execute it. Only valid inside a backward.
 
     Nodes inside reentrant checkpoints belong to a backward of their own and count as not executed.
@@ -35,7 +35,7 @@ def executed(nodes: Sequence[Node]) -> list[bool]:
     return [torch._C._will_engine_execute_node(node) for node in nodes]
 
 
-def accumulates(nodes: Iterable[Node]) -> bool:
+def will_accumulate(nodes: Iterable[Node]) -> bool:
     """Return whether the running backward adds to any parameter's ``grad``; ``torch.autograd.grad`` does not.
 
     Only valid inside a backward.
@@ -61,29 +61,28 @@ def apply_function(function: Any, *args: Any) -> Any:
 _DTYPE = operator.attrgetter("dtype")
 
 
-class Listener(Protocol):
+class GradListener(Protocol):
     """Receives accumulated gradients.
 
     Attributes:
         quiet: Whether hooks skip the call for now, as in the rest of a microbatch under ``no_sync`` after its first
-            gradient: a call takes some microseconds per parameter.
+            gradient.
     """
 
     quiet: bool
 
-    def gradient_accumulated(self, index: int, given: Tensor | None) -> None:
-        """The gradient ``given`` has been added to ``grad`` of parameter ``index``."""
+    def on_grad_accumulated(self, index: int, node_grad: Tensor | None) -> None:
+        """The gradient ``node_grad`` has been added to ``grad`` of parameter ``index``."""
 
 
-class GradientHooks:
+class GradHooks:
     """One hook per parameter, on its AccumulateGrad node.
 
     [Note: node hook] Stock DDP's reducer is a post-hook of the node. Hooks that users put on the parameter
     (``register_hook``, ``register_post_accumulate_grad_hook``) have all run before it, and what they wrote into the
-    gradient is what gets reduced. ``register_post_accumulate_grad_hook`` would run in registration order among theirs.
-
-    The nodes are kept alive here: a parameter holds its node weakly, and a hook is lost with it. The nodes hold the
-    listener weakly, because Python's garbage collector does not see cycles that pass through them.
+    gradient is what gets reduced. The nodes are kept alive here: a parameter holds its node weakly, and a hook is lost
+    with it. The nodes hold the listener weakly, because the garbage collector does not see cycles that pass through
+    them.
 
     Args:
         params: The parameters.
@@ -91,7 +90,9 @@ class GradientHooks:
         sums_in_fp32: Add gradients of half precision up in fp32, see :mod:`.fp32_accumulation`.
     """
 
-    def __init__(self, params: Sequence[torch.nn.Parameter], listener: Listener, *, sums_in_fp32: bool = False) -> None:
+    def __init__(
+        self, params: Sequence[torch.nn.Parameter], listener: GradListener, *, sums_in_fp32: bool = False
+    ) -> None:
         self._params = params
         self._kinds = self._current_kinds()
         self.nodes: list[Node] = []
@@ -102,19 +103,19 @@ class GradientHooks:
             node = _accumulate_node(param)
             self.nodes.append(node)
             if sums_in_fp32 and param.dtype in HALVES:
-                before, after = fp32_accumulation.hooks_of(param)
+                before, after = fp32_accumulation.make_sum_hooks(param)
                 self._handles += [node.register_prehook(before), node.register_hook(after)]
             self._handles.append(node.register_hook(_hook(reference, index)))
-        # The nodes may live on; the hooks of the next listener would take these for foreign ones.
+        # A node may outlive the listener; the hooks of the next one would take these for foreign ones.
         weakref.finalize(listener, _remove, self._handles, self._before).atexit = False
         self._tables = self._own_tables()
 
-    def lost(self) -> bool:
+    def are_lost(self) -> bool:
         """Return whether a parameter was cast or moved, which gives it a new node without our hook."""
         return self._current_kinds() != self._kinds
 
     def _current_kinds(self) -> tuple[list[torch.dtype], list[int]]:
-        # Called before every forward: map() takes a tenth of a comprehension's time.
+        # Called before every forward; map() is faster than a comprehension.
         with torch._C.DisableTorchFunctionSubclass():  # a pending parameter is one
             return list(map(_DTYPE, self._params)), list(map(Tensor.get_device, self._params))
 
@@ -130,7 +131,7 @@ class GradientHooks:
         self._before += [self.nodes[index].register_prehook(_prehook(reference, index)) for index in indices]
         self._tables = self._own_tables()
 
-    def foreign(self) -> bool:
+    def has_foreign(self) -> bool:
         """Return whether the nodes have hooks besides ours."""
         for table, ours in self._tables:  # noqa: SIM110 (a generator is a call for each)
             if len(table() or ()) > ours:
@@ -145,7 +146,8 @@ class GradientHooks:
 
     def remove(self) -> None:
         """Remove the hooks."""
-        fp32_accumulation.drop(self._params)
+        if fp32_accumulation.sums:
+            fp32_accumulation.drop_sums(param.grad for param in self._params)
         _remove(self._handles, self._before)
         self.nodes.clear()
 
@@ -170,17 +172,17 @@ def _accumulate_node(param: torch.nn.Parameter) -> Node:
     return cast(Node, node)
 
 
-def _hook(reference: weakref.ref[Listener], index: int) -> Any:
-    def fire(_nothing: Any, given: tuple[Tensor | None]) -> None:
+def _hook(reference: weakref.ref[GradListener], index: int) -> Any:
+    def fire(_nothing: Any, node_grads: tuple[Tensor | None]) -> None:
         listener = reference()
         if listener is not None and not listener.quiet:
-            listener.gradient_accumulated(index, given[0])
+            listener.on_grad_accumulated(index, node_grads[0])
 
     return fire
 
 
 def _prehook(reference: weakref.ref[GradSharder], index: int) -> Any:
-    def fire(_given: tuple[Tensor | None]) -> None:
+    def fire(_node_grads: tuple[Tensor | None]) -> None:
         sharder = reference()
         if sharder is not None and sharder.has_lazy_grads:
             sharder.before_accumulate(index)

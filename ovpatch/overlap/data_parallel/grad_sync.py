@@ -1,9 +1,10 @@
-"""The gradient reduction of one backward: which gradients are complete, and the collectives over them.
+"""Grad sync: which gradients of a backward are complete, and the collectives that reduce them.
 
 A bucket's collective may start only when every contribution to every parameter in it has been added. The autograd hook
 of a parameter fires once per graph task, however often the weight is used in it, so one contribution per parameter is
-the rule. Work that adds to a gradient in several graph tasks (chunked modules, deferred weight gradients) says how many
-contributions to expect (:func:`expect_gradients`) and marks each (:func:`mark_gradient`); the hook then does not count.
+the rule. Work that adds to a gradient in several graph tasks (chunked modules, deferred weight gradients) declares how
+many contributions to expect (:func:`expect_gradients`) and marks each (:func:`mark_gradient`); the hook then does not
+count.
 
 Source: the readiness counting of Megatron-Core's bucket groups (``register_grad_ready``), whose counts are learned.
 """
@@ -117,7 +118,7 @@ class GradSync:
     because its gradients happened to be complete first, pairs with another one on a rank where they were not.
 
     [Note: gradients in flight] After a reduce-scatter only the local shard is needed, so full gradients are freed
-    during backward. When more than ``in_flight`` bytes are under reduction, the compute stream waits for the oldest
+    during backward. When more than ``max_inflight_bytes`` are under reduction, the compute stream waits for the oldest
     bucket, never for the newest. On a device the host goes on; where the limit leaves room for some milliseconds of
     traffic, there is hardly anything to wait for unless communication takes longest.
 
@@ -128,9 +129,17 @@ class GradSync:
         names: The parameters' fully qualified names, for messages.
         remedy: What else helps against a second contribution; ends an error's text.
         average: Let the collective divide by the number of ranks; otherwise gradients are divided before it.
-        skip_absent: Launch nothing for buckets to which this backward adds nothing. Right only if all ranks do so.
-        in_flight: How many bytes may be under way that nobody needs once they are reduced.
-        meet: Called once a backward, before its first collective.
+        skip_absent: Start nothing for buckets to which this backward adds nothing. Right only if all ranks do so.
+        max_inflight_bytes: How many bytes may be under reduction that can be freed afterwards.
+        before_first: Called once a backward, before its first collective.
+
+    Attributes:
+        absent: Parameters that are not waited for, because this backward adds nothing to them.
+        has_ready_bucket: Whether all gradients of the next bucket are complete.
+        launched: How many buckets were started or skipped in this backward.
+        reduced: How many were started with this rank's gradients.
+        reduced_early: How many of these were started while gradients were still to come.
+        nbytes: How many bytes they hold.
     """
 
     def __init__(
@@ -143,12 +152,12 @@ class GradSync:
         remedy: str = "turn the feature off with OVPATCH_DDP=0",
         average: bool = False,
         skip_absent: bool = False,
-        in_flight: float = math.inf,
-        meet: Callable[[], None] = lambda: None,
+        max_inflight_bytes: float = math.inf,
+        before_first: Callable[[], None] | None = None,
     ) -> None:
         self.buckets = list(buckets)
         self._names, self._remedy = names, remedy
-        self._skip_absent, self._limit, self._meet = skip_absent, in_flight, meet
+        self._skip_absent, self._limit, self._before_first = skip_absent, max_inflight_bytes, before_first
         self._divisor = 1 if average else group.size()
         self._bucket_of = {index: b for b, bucket in enumerate(buckets) for index in bucket.indices}
         self._labels = [profiler_label(feature, "all_reduce", f"bucket {b}") for b in range(len(buckets))]
@@ -172,19 +181,19 @@ class GradSync:
         self._seen = [0] * self._count
         self._marked: set[int] = set()  # parameters whose contributions are marked, and not counted by their hooks
         self.absent: set[int] = set()
-        self.launched, self.reduced, self._attended, self._met = 0, 0, False, False
+        self.launched = self.reduced = self.reduced_early = self.nbytes = 0
+        self._is_started = self._is_ended = False
         self._waiting, self.has_ready_bucket = list(self._sizes), False
         self._works: list[Work] = []
         self._staged: set[int] = set()
         self._in_flight: deque[tuple[GradBucket, Sequence[Work]]] = deque()
-        self._transient = 0
-        self._producers.clear()
+        self._inflight_bytes = 0
+        if self._cuda:
+            self._producers.clear()
         if expected is not None:
             self.skip_unused(expected)
 
-    def end_backward(self) -> None:
-        """Count nothing until the next backward."""
-        self.is_open = False
+    # ---------------------------------------------------------------- contributions
 
     def skip_param(self, index: int) -> None:
         """Do not wait for a parameter: this backward adds nothing to its gradient."""
@@ -198,7 +207,7 @@ class GradSync:
             if count == 0:
                 self.skip_param(index)
 
-    def expect(self, index: int, count: int) -> bool:
+    def expect_marks(self, index: int, count: int) -> bool:
         """Wait for ``count`` marked contributions to a parameter, besides those that are expected already.
 
         Returns:
@@ -253,9 +262,9 @@ class GradSync:
             raise self._surplus(index, key, seen)
         return seen == self._expected[index]
 
-    def count_of(self, index: int) -> int:
-        """Return how many contributions a parameter has had in this backward."""
-        return self._seen[index]
+    def get_counts(self) -> list[int]:
+        """Return how many contributions each parameter has had in this backward."""
+        return list(self._seen)
 
     def missing_params(self) -> list[int]:
         """Return the parameters that lack a contribution, but for those whose contributions are marked."""
@@ -298,127 +307,133 @@ class GradSync:
         self.has_ready_bucket = started < len(waiting) and waiting[started] == 0
         return bucket >= started
 
-    def stage(self, index: int) -> None:
-        """Copy a complete gradient now, whatever happens to ``p.grad`` until its bucket is launched."""
+    def stage_grad(self, index: int) -> None:
+        """Copy a complete gradient now, whatever happens to ``p.grad`` until its bucket is started."""
         bucket = self.buckets[self._bucket_of[index]]
-        self._join(bucket)
-        bucket.stage(index, self._divisor)
+        self._wait_for_producers(bucket)
+        bucket.stage_grad(index, self._divisor)
         self._staged.add(index)
 
-    def start_ready_buckets(self, on_launch: Callable[[Bucket], None], given: Tensor | None = None) -> None:
+    # ---------------------------------------------------------------- collectives
+
+    def start_ready_buckets(self, node_grad: Tensor | None = None) -> None:
         """Start the buckets whose gradients are complete, up to the first that lacks one.
 
         Args:
-            on_launch: Told of each.
-            given: The gradient that the running AccumulateGrad node was given, if this is called from its hook.
+            node_grad: The gradient that the running AccumulateGrad node was given, if this is called from its hook.
         """
         while self.launched < len(self.buckets) and self._waiting[self.launched] == 0:
-            self._launch(on_launch, given)
+            self._start_next(node_grad)
+        self.reduced_early = self.reduced
 
-    def start_grad_sync(self, on_launch: Callable[[Bucket], None]) -> None:
+    def start_grad_sync(self) -> None:
         """Start all other buckets."""
         while self.launched < len(self.buckets):
-            self._launch(on_launch, None)
-        self._attend()
+            self._start_next(None)
+        self._end_collectives()
 
     def start_zeros(self) -> None:
         """Start all other buckets with zeros, so that peers, which wait for them, can go on."""
         for bucket in self.buckets[self.launched :]:
-            if not self._skipped(bucket):
-                self._meet_once()
-                self._start(bucket, bucket.zeros())
+            if not self._is_skipped(bucket):
+                self._call_before_first()
+                self._start_bucket(bucket, bucket.make_zeros())
             self.launched += 1
-        self._attend()
+        self._end_collectives()
 
-    def wait_for_peers(self) -> None:
-        """Have the host wait until all ranks have taken part; parts of gradients are not written yet."""
-        _wait_for_peers(self._works)
-
-    def wait(self) -> None:
-        """Make the current stream (the host, without streams) wait for everything launched."""
-        for work in self._works:
-            work.wait()
-        self._works = []
-        self._in_flight.clear()
-        self._transient = 0
-
-    def finish_grad_sync(self, skip: Collection[int]) -> None:
-        """Make every ``p.grad`` the reduced gradient, but for the parameters in ``skip``, which no rank used."""
-        batches: dict[tuple[torch.device, torch.dtype], tuple[list[Tensor], list[Tensor]]] = {}
-        for bucket in self.buckets:
-            targets, results = batches.setdefault((bucket.device, bucket.dtype), ([], []))
-            for target, result in bucket.unpack(skip=skip):
-                targets.append(target)
-                results.append(result)
-        with torch.no_grad():
-            for targets, results in batches.values():
-                if targets:
-                    torch._foreach_copy_(targets, results)
-
-    def release(self) -> None:
-        """Take gradients that are being reduced in place away from their parameters; the backward has failed."""
-        for bucket in self.buckets:
-            bucket.release()
-
-    def drop(self) -> None:
-        """Forget what was packed. The collectives have been waited for."""
-        for bucket in self.buckets:
-            bucket.drop()
-
-    def _launch(self, on_launch: Callable[[Bucket], None], given: Tensor | None) -> None:
+    def _start_next(self, node_grad: Tensor | None) -> None:
         index, bucket = self.launched, self.buckets[self.launched]
-        if not (self._skip_absent and self._skipped(bucket)):
+        if not self._is_skipped(bucket):
             with profiler_span(self._labels[index]):
-                self._meet_once()
+                self._call_before_first()
                 if self._cuda:
-                    self._join(bucket)
-                works = self._start(bucket, bucket.pack(self._divisor, absent=self.absent, given=given))
-            self.launched = index + 1  # before anything else that can raise: it must not be launched again
-            on_launch(bucket)
+                    self._wait_for_producers(bucket)
+                inputs = bucket.pack(self._divisor, absent=self.absent, node_grad=node_grad)
+                works = self._start_bucket(bucket, inputs)
+            self.launched = index + 1  # before anything else that can raise: it must not be started again
+            self.reduced += 1
+            self.nbytes += bucket.nbytes
             if self._limit < math.inf:
-                self._follow(bucket, works)
+                self._limit_inflight(bucket, works)
         self.launched = index + 1
 
-    def _attend(self) -> None:
-        if self._attended:
-            return
-        self._attended = True
-        for collectives in self._collectives.values():
-            collectives.end_reduction()
-
-    def _meet_once(self) -> None:
-        if not self._met:
-            self._meet()
-            self._met = True
-
-    def _start(self, bucket: Bucket, pieces: list[Tensor]) -> Sequence[Work]:
-        works = bucket.start(self._collectives[bucket.device], pieces)
+    def _start_bucket(self, bucket: Bucket, inputs: list[Tensor]) -> Sequence[Work]:
+        works = bucket.start_reduce(self._collectives[bucket.device], inputs)
         self._works += works
-        self.reduced += 1
         return works
 
-    def _follow(self, bucket: Bucket, works: Sequence[Work]) -> None:
-        """Keep what is under way below the limit; see [Note: gradients in flight]."""
-        if not (isinstance(bucket, GradBucket) and bucket.transient):
+    def _call_before_first(self) -> None:
+        if not self._is_started and self._before_first is not None:
+            self._before_first()
+        self._is_started = True
+
+    def _end_collectives(self) -> None:
+        if not self._is_ended:
+            self._is_ended = True
+            for collectives in self._collectives.values():
+                collectives.end_reduction()
+
+    def _limit_inflight(self, bucket: Bucket, works: Sequence[Work]) -> None:
+        """Wait for the oldest buckets, and free their gradients; see [Note: gradients in flight]."""
+        if not (isinstance(bucket, GradBucket) and bucket.freeable_nbytes):
             return
         self._in_flight.append((bucket, works))
-        self._transient += bucket.transient
-        while len(self._in_flight) > 1 and self._transient > self._limit:
+        self._inflight_bytes += bucket.freeable_nbytes
+        while len(self._in_flight) > 1 and self._inflight_bytes > self._limit:
             oldest, started = self._in_flight.popleft()
-            self._transient -= oldest.transient
-            _wait_for_peers(started)
-            oldest.give_up(but=self.absent | self._staged)
+            self._inflight_bytes -= oldest.freeable_nbytes
+            _wait_for_results(started)
+            oldest.free_reduced(but=self.absent | self._staged)
 
-    def _skipped(self, bucket: Bucket) -> bool:
+    def _is_skipped(self, bucket: Bucket) -> bool:
         return self._skip_absent and self.absent.issuperset(bucket.indices)
 
-    def _join(self, bucket: Bucket) -> None:
+    def _wait_for_producers(self, bucket: Bucket) -> None:
         grads = map(grad_of, bucket.params)
         dense = (grad for grad in grads if grad is not None and not grad.is_sparse)
         self._producers.wait_for_producers(bucket.device, dense)
 
+    # ---------------------------------------------------------------- the end of a backward
 
-def _wait_for_peers(works: Sequence[Work]) -> None:
-    """Wait for collectives; what has to be put in its place afterwards is not yet."""
+    def wait_for_peers(self) -> None:
+        """Have the host wait until all ranks have taken part; shards of gradients are not written yet."""
+        _wait_for_results(self._works)
+
+    def wait(self) -> None:
+        """Make the current stream (the host, without streams) wait for everything started."""
+        for work in self._works:
+            work.wait()
+        self._works = []
+        self._in_flight.clear()
+        self._inflight_bytes = 0
+
+    def finish_grad_sync(self, skip: Collection[int]) -> None:
+        """Make every ``p.grad`` the reduced gradient, but for the parameters in ``skip``, which no rank used."""
+        batches: dict[tuple[torch.device, torch.dtype], list[tuple[Tensor, Tensor]]] = {}
+        for bucket in self.buckets:
+            batches.setdefault((bucket.device, bucket.dtype), []).extend(bucket.unpack(skip=skip))
+        with torch.no_grad():
+            for pairs in batches.values():
+                if pairs:
+                    grads, reduced = zip(*pairs, strict=True)
+                    torch._foreach_copy_(grads, reduced)
+
+    def end_backward(self) -> None:
+        """Count nothing until the next backward."""
+        self.is_open = False
+
+    def detach_grads(self) -> None:
+        """Remove gradients that are being reduced in place from their parameters; the backward has failed."""
+        for bucket in self.buckets:
+            bucket.detach_grads()
+
+    def drop_inputs(self) -> None:
+        """Drop what was packed. The collectives have been waited for."""
+        for bucket in self.buckets:
+            bucket.drop_inputs()
+
+
+def _wait_for_results(works: Sequence[Work]) -> None:
+    """Wait for collectives, and leave what has to be done with their results to :meth:`GradSync.wait`."""
     for work in works:
         (work.wait_for_results if isinstance(work, WorkWithEpilogue) else work.wait)()

@@ -1,4 +1,4 @@
-"""The life of one backward whose gradients are reduced: armed, reducing, reduced or failed."""
+"""The base of gradient reducers: the life of one backward, with its states armed, reducing, reduced or failed."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ class ReducerState(enum.Enum):
     IDLE = enum.auto()
     """The next backward is not reduced."""
     ARMED = enum.auto()
-    """A forward has run whose backward is reduced."""
+    """A forward has run, and its backward will be reduced."""
     REDUCING = enum.auto()
-    """That backward runs, and gradients are being reduced."""
+    """That backward is running, and its gradients are being reduced."""
     FAILED = enum.auto()
-    """An exception has cut that backward short. :meth:`BackwardReducer.recover` completes its collectives."""
+    """An exception ended that backward. :meth:`BackwardReducer.recover` completes its collectives."""
 
 
 class BackwardReducer(abc.ABC):
@@ -40,13 +40,13 @@ class BackwardReducer(abc.ABC):
     part. If all ranks failed alike, all of them complete alike and training goes on.
 
     [Note: several graph tasks] A reentrant checkpoint runs a backward inside the backward, with an end-of-backward
-    callback of its own. The reduction ends with the task that reached the forward's output, which is around all others.
-    Where no task did, a callback that finds gradients missing leaves the reduction open for the hooks that follow, each
+    callback of its own. The grad sync ends with the task that reached the forward's output, which encloses all others.
+    Where no task did, a callback that finds gradients missing leaves the grad sync open for the hooks that follow, each
     of which makes sure that its graph task has a callback.
 
     Attributes:
         state: Where the reducer stands.
-        quiet: Whether hooks are to tell of no gradient; see :class:`.grad_hooks.Listener`.
+        quiet: Whether hooks are to tell of no gradient; see :class:`.grad_hooks.GradListener`.
     """
 
     _sync: GradSync
@@ -75,7 +75,7 @@ class BackwardReducer(abc.ABC):
     # ---------------------------------------------------------------- in a backward
 
     def _join_backward(self) -> bool:
-        """Make the running backward the one that is reduced; return false if it is not to be."""
+        """Reduce the running backward, if the reducer is armed; return whether it is reduced."""
         if self.state is ReducerState.IDLE and not self._arm_late():
             return False
         if self.state is ReducerState.ARMED:
@@ -87,13 +87,13 @@ class BackwardReducer(abc.ABC):
         return True
 
     def _arm_late(self) -> bool:
-        """Arm the reducer for a backward that no forward has announced; return false to leave its gradients local."""
+        """Arm the reducer for a backward that no forward has armed; return whether that was done."""
         return False
 
     def _on_backward_start(self) -> None:  # noqa: B027
-        """A backward begins; no gradient is complete."""
+        """Called when a backward begins that is reduced; no gradient is complete."""
 
-    def gradient_accumulated(self, index: int, node_grad: Tensor | None) -> None:
+    def on_grad_accumulated(self, index: int, node_grad: Tensor | None) -> None:
         """The gradient ``node_grad`` has been added to ``grad`` of parameter ``index``."""
         with self._lock:
             is_joined = self.state is ReducerState.REDUCING and self._task.queued
@@ -104,7 +104,7 @@ class BackwardReducer(abc.ABC):
         """Parameter ``index`` gets ``count`` contributions that are marked; see :func:`.grad_sync.expect_gradients`."""
         with self._lock:
             self._join_backward()
-            self._sync.expect(index, count)
+            self._sync.expect_marks(index, count)
 
     def mark_contribution(self, index: int, key: str) -> None:
         """The contribution ``key`` has been added to ``grad`` of parameter ``index``."""
@@ -130,7 +130,7 @@ class BackwardReducer(abc.ABC):
                 self._finish()
 
     def _is_complete(self) -> bool:
-        """Return whether the backward that has ended was around all others; see [Note: several graph tasks]."""
+        """Return whether the graph task that has ended encloses all others; see [Note: several graph tasks]."""
         return True
 
     def _finish(self) -> None:
@@ -153,7 +153,7 @@ class BackwardReducer(abc.ABC):
         with self._lock:
             if self.state is ReducerState.REDUCING:
                 self.state = ReducerState.FAILED
-                self._sync.release()
+                self._sync.detach_grads()
 
     def recover(self) -> None:
         """Complete the collectives of a backward that an exception cut short; see [Note: interrupted backward]."""
@@ -163,7 +163,7 @@ class BackwardReducer(abc.ABC):
             return
         with self._lock:
             if self.state is ReducerState.FAILED:  # still: another thread may have recovered meanwhile
-                self._sync.release()
+                self._sync.detach_grads()
                 self._complete_failed()
                 self._go_idle()
 
@@ -181,9 +181,9 @@ _PATIENCE_S = 0.2
 
 
 class BackwardTask:
-    """The graph task at whose end the reduction ends.
+    """The graph task with which the grad sync ends.
 
-    [Note: dead callback] The engine runs its callbacks only if the backward succeeds, and drops them with the graph
+    The engine runs its callbacks only if the backward succeeds, and drops them with the graph
     task otherwise. A callback that has neither run nor died belongs to a backward that goes on: in another thread, or
     around a forward that a checkpoint recomputes.
 
@@ -211,7 +211,7 @@ class BackwardTask:
         self.queued = True
 
     def is_running(self) -> bool:
-        """Return whether the backward goes on; see [Note: dead callback]."""
+        """Return whether the backward goes on."""
         inside = torch._C._current_graph_task_id() != -1
         deadline = time.monotonic() + (0 if inside else _PATIENCE_S)
         while self.is_alive() and time.monotonic() < deadline:

@@ -16,6 +16,8 @@ from ovpatch.overlap.peer_rpc.rpc import PeerRpc
 
 _TOPIC: Final = "host barrier: name"
 
+_LEFT: Final = 1 << 40  # more than all arrivals
+
 _PAUSE_S: Final = 0.002
 _PAUSE_PER_RANK_S: Final = 2e-5
 
@@ -37,6 +39,7 @@ class HostBarrier:
 
     # The store holds one number per group, which only grows: barrier n is passed when every rank has added n. No rank
     # can be ahead by more than one, since it waits. So the last rank asks the store once, and no keys are left behind.
+    # A rank that stays away adds more than all arrivals, so that ranks look for its key only then.
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._world, self._rank = group.size(), group.rank()
@@ -78,13 +81,23 @@ class HostBarrier:
                 self._arrive()
                 self._arrived = True
 
+    def stay_away(self) -> None:
+        """Pass the next barrier without waiting: ranks that wait there raise an error. Others may pass it alike."""
+        with self._lock:
+            if self._world > 1:
+                key, arrives = self._key(), not self._arrived
+                self._number += arrives
+                self._store.set(f"{key}/left at {self._number}", "")
+                self._store.add(key, _LEFT + arrives)
+                self._arrived = False
+
     def wait(self, flag: bool | None = None) -> bool:
         """Wait until every rank has arrived as often as this one; return whether the flag of any rank is true.
 
         Without flags on all ranks, none are exchanged.
 
         Raises:
-            RuntimeError: Not all ranks arrived within the process group's time-out.
+            RuntimeError: Not all ranks arrived within the process group's time-out, or a rank stays away.
         """
         if self._world == 1:
             return bool(flag)
@@ -106,11 +119,17 @@ class HostBarrier:
     def _arrive(self) -> None:
         count = self._store.add(self._key(), 1)
         self._number += 1
-        self._open = count >= self._number * self._world
+        self._open = self._is_open(count)
+
+    def _is_open(self, count: int) -> bool:
+        left, arrived = divmod(count, _LEFT)
+        if left and self._store.check([f"{self._key()}/left at {self._number}"]):
+            raise RuntimeError(_STAYED_AWAY)
+        return arrived >= self._number * self._world
 
     def _poll_store(self) -> None:
         begin, waited = time.monotonic(), 0.0
-        while self._count() < self._number * self._world:
+        while not self._is_open(self._count()):
             waited = time.monotonic() - begin
             if waited > self._timeout_s:
                 raise RuntimeError(_MISSING.format(self._timeout_s))
@@ -138,4 +157,10 @@ def _is_in_file(store: dist.Store) -> bool:
 _MISSING = (
     "ovpatch: not all ranks came to the same collective within {:g} s. Look at the output of the others: one may have "
     "ended, hang, or run other steps than this one."
+)
+
+_STAYED_AWAY = (
+    "ovpatch: a rank does not come to this collective, as it stepped its optimizer with gradients that "
+    "DistributedDataParallel had not reduced (no_sync(), or a forward around the wrapper), or stepped another "
+    "optimizer than this rank. Do the same on every rank, or turn dist_optimizer off."
 )

@@ -42,7 +42,7 @@ _log = logging.getLogger("ovpatch.peers")
 class Server:
     """Listens on all interfaces and answers peers that know its secret, unless ``refuses()`` says so for now.
 
-    [Note: spare threads] At the interpreter's exit some versions of Python (3.12) start no thread any more, and just
+    At the interpreter's exit some versions of Python (3.12) start no thread any more, and just
     then a rank that finished early has to keep answering. So spare threads are started before the calls arrive. A fixed
     pool would not do: handlers may block until this rank's main thread gets somewhere.
     """

@@ -112,38 +112,38 @@ class KeepAlive:
             if "last of" in arguments:
                 self._finished.add(arguments["last of"])
             if self._owner is not None and len(self._finished) == self._others:
-                group_state(self._group).values.get(_Kept, {}).pop(self._owner, None)
+                group_state(self._group).values.get(Kept, {}).pop(self._owner, None)
 
 
-class _Kept(dict[int, object]):
+class Kept(dict[int, object]):
     """What this rank keeps for the peers of one group, by ``id()``."""
 
 
 def keep_until_backward(group: dist.ProcessGroup, owner: object) -> None:
     """Keep an object that peers may still read until all ranks of the group have joined a later backward."""
     if not is_destroyed(group):  # else no peer can call any more
-        group_state(group).get_or_create(_Kept, _Kept, keeps_group=True)[id(owner)] = owner
+        group_state(group).get_or_create(Kept, Kept, keeps_group=True)[id(owner)] = owner
 
 
-class _BeforeBackward(list[Callable[[], None]]):
+class BeforeBackward(list[Callable[[], None]]):
     """What this rank does before it joins the next backward of one group."""
 
 
 def call_before_backward(group: dist.ProcessGroup, action: Callable[[], None]) -> None:
     """Call ``action`` before this rank joins a further backward: until then peers keep what they have."""
     if not is_destroyed(group):
-        group_state(group).get_or_create(_BeforeBackward, _BeforeBackward).append(action)
+        group_state(group).get_or_create(BeforeBackward, BeforeBackward).append(action)
 
 
 def prepare_backward(group: dist.ProcessGroup) -> None:
     """Do what is due before this rank joins a backward of the group."""
-    due = group_state(group).values.get(_BeforeBackward)
+    due = group_state(group).values.get(BeforeBackward)
     while due:
         due.pop()()
 
 
 def drop_kept(group: dist.ProcessGroup) -> None:
     """Drop what is kept, since all ranks of the group have joined a backward."""
-    kept = group_state(group).values.get(_Kept)
+    kept = group_state(group).values.get(Kept)
     if kept:
         kept.clear()

@@ -141,16 +141,25 @@ def make_lazy(like: TensorMeta, source: Source, key: Any, *, own: bool = False) 
     return _mark_lazy(tensor, source, key)
 
 
-def make_lazy_(tensor: Tensor, source: Source, key: Any, *, own: bool = False) -> LazyTensor:
-    """Make a plain tensor lazy and free its memory; the object stays the same. See :func:`make_lazy`."""
-    kind = (tensor.shape, tensor.dtype, tensor.device)
-    if own:
-        tensor.data = _expanded_zero(*kind, own=True)
-        return _mark_lazy(tensor, source, key)
-    if kind not in _expanded:
-        _expanded[kind] = _expanded_zero(*kind)
-    tensor.data = _expanded[kind]  # the memory alone
+def make_lazy_(tensor: Tensor, source: Source, key: Any) -> LazyTensor:
+    """Make a plain tensor lazy, with a storage of its own, and free its memory; the object stays the same."""
+    tensor.data = _expanded_zero(tensor.shape, tensor.dtype, tensor.device, own=True)
     return _mark_lazy(tensor, source, key)
+
+
+def make_lazy_from(tensor: Tensor, zero: Tensor, source: Source, key: Any) -> None:
+    """Make a plain tensor lazy and free its memory, with one of :func:`expanded_zeros` in its place."""
+    tensor.data = zero  # its memory alone
+    attributes = tensor.__dict__
+    attributes["source"], attributes["key"] = source, key
+    tensor.__class__ = LazyTensor
+
+
+def expanded_zeros(likes: Iterable[TensorMeta]) -> list[Tensor]:
+    """Return a zero expanded to the shape of each of some tensors; one of the same kind is the same object."""
+    kinds = [(like.shape, like.dtype, like.device) for like in likes]
+    made = {kind: _expanded_zero(*kind) for kind in dict.fromkeys(kinds)}
+    return [made[kind] for kind in kinds]
 
 
 def source_of(tensor: Tensor | None) -> tuple[Source | None, Any]:
@@ -188,7 +197,6 @@ def _expanded_zero(shape: Sequence[int], dtype: torch.dtype, device: torch.devic
 
 
 _zeros: dict[tuple[torch.dtype, torch.device], Tensor] = {}
-_expanded: dict[tuple[torch.Size, torch.dtype, torch.device], Tensor] = {}
 
 
 def _fill_with_zeros(tensor: LazyTensor) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Final
 
@@ -53,15 +53,22 @@ def is_sole_owner(grad: Tensor, given: Tensor | None = None) -> bool:
     return storage_references(grad) == references_of_one() + held
 
 
-def is_freeable_grad(grad: Tensor) -> bool:
-    """Return whether a parameter's gradient is a plain tensor whose memory may be freed."""
-    return (
-        type(grad) is Tensor
-        and grad.layout is torch.strided
-        and not grad.requires_grad
-        and not (grad.is_conj() or grad.is_neg())
-        and is_sole_owner(grad)
-    )
+def find_freeable_grads(grads: Sequence[Tensor | None]) -> list[bool]:
+    """Return of each gradient of a parameter whether its memory may be freed: in this process and in others."""
+    owners, references, strided, plain = _owners_of_a_grad(), references_of_one(), torch.strided, Tensor
+    count_references, count_owners, count = torch._C._storage_Use_Count, use_count, sys.getrefcount
+    found = []
+    for grad in grads:  # one loop, since there may be thousands
+        freeable = (
+            type(grad) is plain and grad.layout is strided and not grad.requires_grad and count_owners(grad) == owners
+        )
+        if freeable:
+            storage = grad.untyped_storage()  # type: ignore[union-attr]  # it is a tensor
+            freeable = count_references(storage._cdata) + count(storage) == references
+            freeable = freeable and not (grad.is_cpu and storage.is_shared())  # type: ignore[union-attr]
+            freeable = freeable and not (grad.is_conj() or grad.is_neg())  # type: ignore[union-attr]
+        found.append(freeable)
+    return found
 
 
 def is_unshared(tensor: Tensor) -> bool:

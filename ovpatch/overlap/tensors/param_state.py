@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.hooks import RemovableHandle
 
 
 class ParamState:
@@ -21,13 +22,17 @@ class ParamState:
     Attributes:
         param: The parameter.
         dtensor: The DTensor that stands in the parameter's place in its module, if there is one.
+        sharder: What shards the parameter's gradient, held weakly, and the parameter's index there.
+        local_grad_hook: The hook that notes gradients which are not reduced, if there is one.
     """
 
-    __slots__ = ("dtensor", "param")
+    __slots__ = ("dtensor", "local_grad_hook", "param", "sharder")
 
     def __init__(self, param: weakref.ref[Tensor]) -> None:
         self.param = param
         self.dtensor: Callable[[], Any] = _nothing
+        self.sharder: tuple[weakref.ref[Any], int] | None = None
+        self.local_grad_hook: RemovableHandle | None = None
 
 
 def param_state(param: Tensor) -> ParamState:
@@ -69,10 +74,10 @@ class WeakParams(Sequence[torch.nn.Parameter]):
     """
 
     def __init__(self, params: Sequence[torch.nn.Parameter]) -> None:
-        self._references = [weakref.ref(param) for param in params]
+        self.references = [weakref.ref(param) for param in params]
 
     def __getitem__(self, index: Any) -> Any:
-        param = self._references[index]()
+        param = self.references[index]()
         if param is None:
             raise RuntimeError(
                 "ovpatch: a parameter does not exist any more, but its gradient or state is read. Keep the model as "
@@ -81,11 +86,11 @@ class WeakParams(Sequence[torch.nn.Parameter]):
         return param
 
     def __len__(self) -> int:
-        return len(self._references)
+        return len(self.references)
 
     def find(self, index: int) -> torch.nn.Parameter | None:
         """Return a parameter if it still exists."""
-        return self._references[index]()
+        return self.references[index]()
 
 
 def weak_method(method: Callable[..., Any]) -> Callable[..., Any]:

@@ -90,6 +90,14 @@ def needs_stock(name: str) -> str:
     )
 
 
+def unknown_to_reducer(name: str) -> str:
+    """Say that this version of torch uses something of the reducer or logger that ours lacks."""
+    return (
+        f"ovpatch: this version of torch uses {name} of the reducer or logger inside DistributedDataParallel, which "
+        "feature 'ddp' does not know. Turn the feature off with OVPATCH_DDP=0."
+    )
+
+
 CREATE_GRAPH = (
     "Using DistributedDataParallel with create_graph=True is not well-supported. The higher-order gradient will not be "
     "synchronized across ranks, and backpropagation through all_reduce operations will not occur. If you require DDP "

@@ -1,10 +1,4 @@
-"""Who may read or change gradients while backward runs, besides the reducer and the autograd engine.
-
-[Note: foreign hands] What hooks of the script or a second wrapper around the same parameters do to ``p.grad`` while
-backward runs must not reach a reduction. There each gradient is copied in its own hook, as under stock. No foreign one
-is the hook that torch puts on parameters below DTensors, for ``device_mesh=``: it only waits for a gradient. Hooks on
-the parameters' AccumulateGrad nodes are seen beside our own there (``GradientHooks.foreign``).
-"""
+"""The script's hooks, which may read or change gradients while backward runs."""
 
 from __future__ import annotations
 
@@ -25,6 +19,11 @@ _ACCUMULATION_HOOKS = operator.attrgetter("_post_accumulate_grad_hooks")
 class ForeignHooks:
     """Hooks of the script on one model.
 
+    [Note: foreign hooks] What hooks of the script or a second wrapper around the same parameters do to ``p.grad`` while
+    backward runs must not reach a reduction. So with any of them, each gradient is copied in its own hook, as under
+    stock. The hook that torch puts on parameters below DTensors, for ``device_mesh=``, is not foreign: it only waits
+    for a gradient. Hooks on the parameters' AccumulateGrad nodes are found by ``GradHooks.has_foreign``.
+
     Args:
         params: The model's parameters.
 
@@ -44,14 +43,14 @@ class ForeignHooks:
         self._model = weakref.ref(model)
         _changes.watch()
 
-    def present(self) -> bool:
-        """Tell whether there are any hooks now. Asked once per backward."""
+    def has_any(self) -> bool:
+        """Return whether there are any hooks now. Called once per backward."""
         if self._changes != _changes.count:
             self._changes = _changes.count
             self._tables = _tables(self._model() if self._model is not None else None)
         if self.shared or any(self._tables):
             return True
-        with torch._C.DisableTorchFunctionSubclass():  # which a parameter may be that waits for a reader
+        with torch._C.DisableTorchFunctionSubclass():  # as a pending parameter is
             hooked = [hooks for hooks in map(_TENSOR_HOOKS, self._params) if hooks]
             return any(map(_ACCUMULATION_HOOKS, self._params)) or not all(map(_only_wait, hooked))
 
@@ -64,14 +63,14 @@ def _only_wait(hooks: Mapping[int, Any]) -> bool:
 
 def _tables(model: torch.nn.Module | None) -> list[Any]:
     tables: list[Any] = [nn_module._global_backward_hooks, nn_module._global_backward_pre_hooks]
-    parts: Iterable[torch.nn.Module] = () if model is None else model.modules()
-    for part in parts:
-        tables += [part._backward_hooks, part._backward_pre_hooks]
+    modules: Iterable[torch.nn.Module] = () if model is None else model.modules()
+    for module in modules:
+        tables += [module._backward_hooks, module._backward_pre_hooks]
     return tables
 
 
 class _Changes:
-    """Counts modules that are put into others, anywhere; walking every model before every backward would cost more."""
+    """Counts the modules that are put into others, anywhere, so that models are walked only after a change."""
 
     def __init__(self) -> None:
         self.count = 0

@@ -6,19 +6,16 @@ import os
 import time
 from collections.abc import Callable, Sequence
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
 import torch
 
+from ovpatch.overlap.data_parallel.grad_sync import Bucket
 from ovpatch_plugins.ddp import errors
 
 if TYPE_CHECKING:
     from torch.nn.parallel import DistributedDataParallel
 
-    from ovpatch_plugins.ddp.reducer import GradReducer
-
-
-# When the phases of a step began and ended, for those who ask ``DistributedDataParallel`` for its logging data.
 
 _SAMPLED_AT_FIRST = 10  # steps; later one of so many as the sample rate says
 _SAMPLE_RATE = 100
@@ -38,22 +35,16 @@ class StepTimes:
         self.forwards, self.rate, self.sampled = 0, _SAMPLE_RATE, False
         self.at: dict[str, int] = {}
 
-    def forward_begins(self) -> None:
+    def begin_forward(self) -> None:
         """Count a forward."""
         self.forwards += 1
         self.sampled = self.forwards <= _SAMPLED_AT_FIRST or self.forwards % self.rate == 0
         if self.sampled:
             self.at = {"forward_compute_time_start": time.time_ns()}
 
-    def note(self, phase: str) -> None:
-        """Note that a phase begins or ends now; call it only in steps that are sampled."""
+    def record(self, phase: str) -> None:
+        """Record that a phase begins or ends now; called only in steps that are sampled."""
         self.at[phase] = time.time_ns()
-
-    def first_collective(self, then: Callable[[], None]) -> None:
-        """Note that communication begins, and call what else comes before it."""
-        if self.sampled:
-            self.note("backward_comm_time_start")
-        then()
 
     def durations(self) -> dict[str, int]:
         """Return how long the phases took, without those that did not come in this order."""
@@ -70,11 +61,8 @@ class StepTimes:
         return all(phase in self.at for phase in phases)
 
 
-# What ``DistributedDataParallel`` calls of a C++ reducer or logger only after our feature has brought that back.
-
-
 def needs_stock(name: str) -> Callable[..., NoReturn]:
-    """Return a method that says that the stock reducer is needed; so an ``AttributeError`` is never what users see."""
+    """Return a method for which ``DistributedDataParallel`` brings the stock reducer back first; its error says so."""
 
     def method(_self: Any, *_args: Any, **_kwargs: Any) -> NoReturn:
         raise RuntimeError(errors.needs_stock(name))
@@ -83,17 +71,28 @@ def needs_stock(name: str) -> Callable[..., NoReturn]:
     return method
 
 
-class StockOnly:
-    """Base of our reducer."""
+class StockFace:
+    """Base of what stands in for torch's C++ objects: names what a later version of torch asks for."""
+
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> NoReturn:
+            raise AttributeError(errors.unknown_to_reducer(name))
+
+
+class StockOnly(StockFace):
+    """The methods that only torch's C++ reducer has."""
 
     _autograd_hook = needs_stock("_autograd_hook")
     _get_zeros_like_grad_buckets = needs_stock("_get_zeros_like_grad_buckets")
     _push_all_rebuilt_params = needs_stock("_push_all_rebuilt_params")
+    _run_allreduce_hook = needs_stock("_run_allreduce_hook")
     _run_comm_hook = needs_stock("_run_comm_hook")
     _set_forward_pass_work_handle = needs_stock("_set_forward_pass_work_handle")
     _set_mixed_precision_param_dtype = needs_stock("_set_mixed_precision_param_dtype")
     _set_optimizer_in_backward = needs_stock("_set_optimizer_in_backward")
     _set_sparse_metadata = needs_stock("_set_sparse_metadata")
+    get_backward_stats = needs_stock("get_backward_stats")
 
 
 # As C++ names what has another name in Python.
@@ -127,7 +126,28 @@ _AVERAGED = (
 )
 
 
-class ReducerLogger:
+class LoggedReducer(Protocol):
+    """What the logger asks of :class:`ovpatch_plugins.ddp.reducer.GradReducer`, which describes the attributes."""
+
+    params: list[torch.nn.Parameter]
+    times: StepTimes
+    unused: list[int]
+    buckets_reduced: int
+    static_graph: bool
+    has_rebuilt_buckets: bool
+
+    @property
+    def buckets(self) -> list[Bucket]:
+        """The buckets, in the order in which they are reduced."""
+
+    @property
+    def ready_order(self) -> list[int]:
+        """The parameters in the order in which their gradients became ready."""
+
+    def _ddp_graph_static(self) -> bool: ...
+
+
+class ReducerLogger(StockFace):
     """What ``DistributedDataParallel`` asks of its logger.
 
     Times are of the host's clock, and taken where gradients are on the CPU: a device is not waited for to know them.
@@ -137,7 +157,7 @@ class ReducerLogger:
         reducer: Its reducer.
     """
 
-    def __init__(self, ddp: DistributedDataParallel, reducer: GradReducer) -> None:
+    def __init__(self, ddp: DistributedDataParallel, reducer: LoggedReducer) -> None:
         group = ddp.process_group
         self._reducer = reducer
         self._samples = 0
@@ -188,9 +208,9 @@ class ReducerLogger:
         reducer, numbers = self._reducer, self._numbers
         numbers["iteration"] = times.forwards
         numbers["unused_parameter_size"] = sum(
-            reducer.params[i].numel() * reducer.params[i].element_size() for i in reducer.left_out
+            reducer.params[i].numel() * reducer.params[i].element_size() for i in reducer.unused
         )
-        order = reducer.came()
+        order = reducer.ready_order
         if order:
             self._strings["prev_iteration_grad_ready_order_indices"] = ", ".join(map(str, order))
         if "forward_compute_time_start" not in times.at or reducer.params[0].device.type != "cpu":

@@ -9,8 +9,6 @@ from typing import Final, TypeVar
 
 from ovpatch.hookspecs import Option, parse_flag
 
-# What the reducer is told.
-
 
 @dataclass(frozen=True)
 class ReducerConfig:
@@ -41,11 +39,6 @@ class ReducerConfig:
     average: bool = False
     max_ctas: int | None = None
     late: bool = True
-
-    @property
-    def layout(self) -> tuple[tuple[int, ...], str, bool, tuple[bool, ...]]:
-        """What :class:`ovpatch.overlap.data_parallel.bucket_assignment.BucketAssignment` is told of it."""
-        return self.bucket_limits, self.granularity, self.in_fp32, self.sparse
 
 
 _T = TypeVar("_T")

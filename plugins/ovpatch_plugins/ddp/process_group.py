@@ -1,16 +1,4 @@
-"""Which communicator reduces the gradients, and what it can do.
-
-[Note: late backward] Stock DDP reduces one backward per forward. A second one through the same outputs (retain_graph,
-or two forwards and then two backwards) adds gradients that stay local, so that ranks drift apart in silence. Here it is
-a step of its own: what it finds in ``p.grad`` is the average already, which averaging once more leaves as it is, plus
-this rank's part, which gets averaged. Ranks meet in the store first, for a backward on some ranks only would pair its
-collectives with others.
-
-[Note: averages of NCCL] NCCL multiplies each rank's part before it adds, as one does by hand, but by a factor of the
-part's own dtype, and with one rounding for product and sum. On a number of ranks that is a power of two all that is
-exact, but for parts of float16 that are so small that half of them is not (below 2^-13). Otherwise a third in bfloat16
-is off by 0.2%, which is too much, and in float32 by a last bit, in which sums in another order differ as well.
-"""
+"""The communicator that reduces the gradients, and what it can do."""
 
 from __future__ import annotations
 
@@ -29,16 +17,16 @@ from ovpatch_plugins.ddp import errors
 def averages(
     group: dist.ProcessGroup, device: torch.device, wanted: bool | None, dtypes: Collection[torch.dtype] = ()
 ) -> bool:
-    """Tell whether the collective is to divide by the number of ranks.
+    """Return whether the collective is to divide by the number of ranks.
 
     Args:
         group: The process group.
         device: Where the gradients are.
-        wanted: What the user says; ``None`` leaves it to the backend and the dtypes.
-        dtypes: What is summed; see [Note: averages of NCCL].
+        wanted: The option; ``None`` leaves it to the backend and the dtypes.
+        dtypes: What is summed.
 
     Raises:
-        ValueError: The user wants it and the backend cannot.
+        ValueError: The option is on, and the backend cannot.
     """
     able = backend_name(group, device) == "nccl"
     if wanted and not able:
@@ -47,12 +35,15 @@ def averages(
 
 
 def _keeps_bits(ranks: int, dtypes: Collection[torch.dtype]) -> bool:
+    # NCCL multiplies each rank's part before it adds, by a factor of the part's own dtype, and rounds product and sum
+    # once. For a power of two all that is exact, except for parts of float16 below 2^-13. Otherwise a third in bfloat16
+    # is off by 0.2%, which is too much, and one in float32 by a last bit, as sums in another order are.
     power_of_two = ranks & (ranks - 1) == 0
     return torch.float16 not in dtypes and (power_of_two or torch.bfloat16 not in dtypes)
 
 
 def check_budget(group: dist.ProcessGroup, device: torch.device, max_ctas: int | None) -> None:
-    """Refuse an SM budget for a backend that has none.
+    """Raise an error if there is an SM budget and the backend has none.
 
     Raises:
         ValueError: Names the option, the backend and the remedy.
@@ -61,7 +52,7 @@ def check_budget(group: dist.ProcessGroup, device: torch.device, max_ctas: int |
         raise ValueError(errors.needs_nccl("max_ctas", backend_name(group, device)))
 
 
-def with_budget(group: dist.ProcessGroup, max_ctas: int | None) -> dist.ProcessGroup:
+def budgeted_group(group: dist.ProcessGroup, max_ctas: int | None) -> dist.ProcessGroup:
     """Return a communicator over the ranks of ``group`` that takes at most ``max_ctas`` thread blocks.
 
     All ranks of ``group`` call this together the first time; ``group`` itself comes back if there is no budget.
@@ -86,7 +77,7 @@ def _new_group(group: dist.ProcessGroup, max_ctas: int) -> dist.ProcessGroup:
     return made
 
 
-def meet_for_late_backward(group: dist.ProcessGroup, model: str, number: int, timeout_s: float) -> None:
+def wait_for_late_backward(group: dist.ProcessGroup, model: str, number: int, timeout_s: float) -> None:
     """Wait until every rank runs a further backward through a forward of the same model that was reduced before.
 
     Args:
@@ -96,7 +87,7 @@ def meet_for_late_backward(group: dist.ProcessGroup, model: str, number: int, ti
         timeout_s: How long to wait for the others, in seconds.
 
     Raises:
-        RankMismatchError: Some ranks do not come, or come with another model.
+        RankMismatchError: Some ranks run no such backward, or one of another model.
     """
     terms = {"model": model, "backward number": number}
     check_consistent(group, "ddp, second backward", terms, timeout_s=timeout_s, remedy=errors.LATE_ON_SOME_RANKS)

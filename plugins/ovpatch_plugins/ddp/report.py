@@ -1,8 +1,7 @@
-"""Other libraries that reduce gradients themselves: why there was nothing for this feature to do.
+"""What the feature did in this process, and what the report says of it.
 
-[Note: cheap evidence] A report is taken at every ``apply()``, and whatever is asked here adds to the start of every
-script. So no objects are looked for: there are hundreds of thousands, and walking them costs as much as the rest of
-``apply()``. What the script has imported, and the classes that FSDP2 makes of those it shards, tell enough.
+Every ``apply()`` makes a report, so nothing here walks over all objects, which would cost as much as the rest of
+``apply()``: imported modules, and the classes that FSDP2 makes of those it shards, show enough.
 """
 
 from __future__ import annotations
@@ -11,17 +10,11 @@ import functools
 import logging
 import sys
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 from torch import nn
 
 from ovpatch_plugins.ddp import errors
-
-if TYPE_CHECKING:
-    from ovpatch.overlap.data_parallel.grad_sync import Bucket
-
-
-# What the feature did in this process.
 
 
 @dataclass
@@ -48,16 +41,6 @@ class Counters:
     late_backwards: int = 0
     recovered: int = 0
 
-    def launched(self, bucket: Bucket) -> None:
-        """Count a bucket that is being reduced."""
-        self.collectives += 1
-        self.bytes_reduced += bucket.nbytes
-
-    def launched_early(self, bucket: Bucket) -> None:
-        """Count a bucket that is being reduced while backward still computes."""
-        self.launched(bucket)
-        self.collectives_in_backward += 1
-
     def as_dict(self) -> dict[str, int]:
         """Return the counters by name."""
         return asdict(self)
@@ -68,7 +51,7 @@ COUNTERS = Counters()
 
 _FSDP2 = "FSDP2 (fully_shard)"
 
-# Imported by scripts that train with them and by nobody else: they need an installation of their own.
+# Imported only by scripts that train with them: they need an installation of their own.
 _ENGINES = {"deepspeed.runtime.engine": "DeepSpeed", "megatron.core.distributed": "Megatron-Core"}
 
 # Imported by other libraries, too, whether or not a model is made parallel by them.
@@ -76,7 +59,7 @@ _PERHAPS = ("torch.distributed.fsdp", "torch.distributed.tensor")
 
 
 def other_reducers_remark() -> str:
-    """Return why no model came to this feature, as far as that can be told, or ""."""
+    """Return what reduces gradients in place of this feature, or "" if nothing is known to."""
     used = [called for module, called in _ENGINES.items() if module in sys.modules]
     if _shards_modules():
         used.append(_FSDP2)
@@ -91,7 +74,7 @@ def other_reducers_remark() -> str:
 
 
 def _shards_modules() -> bool:
-    """Tell whether FSDP2 has sharded a module: it makes a class of its own of each class of modules."""
+    """Return whether FSDP2 has sharded a module: it makes a class of its own of each class of modules."""
     base = getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", None)
     return isinstance(base, type) and any(issubclass(made, nn.Module) for made in _descendants(base))
 
@@ -101,16 +84,14 @@ def _descendants(base: type[Any]) -> list[type[Any]]:
     return direct + [below for cls in direct for below in _descendants(cls)]
 
 
-# What the report says of the feature besides its counters.
-
 _log = logging.getLogger("ovpatch.ddp")
 
 REMARKS: Final[list[str]] = []
-"""Each text once, in the order in which they came."""
+"""What the report says besides the counters: each text once, in order of time."""
 
 
 def remark(text: str) -> None:
-    """Say something in the report and, the first time, in the log."""
+    """Add a text to the report and, the first time, to the log."""
     if text not in REMARKS:
         REMARKS.append(text)
         _log.warning("%s", text)
@@ -118,5 +99,5 @@ def remark(text: str) -> None:
 
 @functools.cache
 def warn_of_create_graph() -> None:
-    """Say once, as stock does, that higher-order gradients are not reduced."""
+    """Log once, as stock does, that higher-order gradients are not reduced."""
     _log.warning("%s", errors.CREATE_GRAPH)

@@ -1,12 +1,7 @@
 """Puts our reducer into ``DistributedDataParallel`` objects, and takes it out again.
 
-[Note: when ranks agree] While ``DistributedDataParallel(...)`` is constructed, stock torch has just compared shapes
-over all ranks, so all of them are there and settings can be compared at once, with a short time-out. A wrapper that
-comes out of ``copy.deepcopy`` or ``pickle``, or is built with ``init_sync=False``, may exist on one rank alone: its
-ranks agree when the first synchronised forward needs the others anyway, with the process group's own time-out.
-
-[Note: imported late] Importing the reducer takes longer than everything else that ``apply()`` does, and a script may
-wrap no model. So it is imported by the functions here that need it, when the first model is wrapped.
+The reducer is imported when the first model is wrapped: its import takes longer than everything else that ``apply()``
+does, and a script may wrap no model.
 """
 
 from __future__ import annotations
@@ -36,7 +31,7 @@ if TYPE_CHECKING:
 
 def objection(ddp: DistributedDataParallel, params: Sequence[torch.nn.Parameter]) -> str:
     """Return why this model is left to the stock reducer, or ""."""
-    from ovpatch.overlap.comm.group_state import group_store  # [Note: imported late]
+    from ovpatch.overlap.comm.group_state import group_store
 
     if ddp._use_python_reducer:
         return "torch._dynamo.config.optimize_ddp is 'python_reducer'"
@@ -53,7 +48,7 @@ def objection(ddp: DistributedDataParallel, params: Sequence[torch.nn.Parameter]
     return ""
 
 
-DISTRIBUTED_AUTOGRAD = "RPC is in use, whose distributed autograd keeps gradients in contexts of its own"
+_RPC = "RPC is in use, whose distributed autograd keeps gradients in contexts of its own"
 
 
 def _has_rpc() -> bool:
@@ -75,14 +70,18 @@ InitHelper = Callable[..., None]
 
 # Models with our reducer, each with the function that builds the stock one.
 _live: weakref.WeakKeyDictionary[Wrapper, InitHelper] = weakref.WeakKeyDictionary()
-# The parameters of all models that were wrapped, also of those with the stock reducer; alive, and their ids theirs, as
-# long as a reducer has them.
+# The ids of the parameters of all wrapped models, also of those with the stock reducer; a reducer keeps them alive.
 _parameters: weakref.WeakKeyDictionary[Wrapper, frozenset[int]] = weakref.WeakKeyDictionary()
 _ranks_are_together: ContextVar[bool] = ContextVar("ovpatch_ddp_ranks_are_together", default=False)
 
 
 class Takeover:
     """The feature's patches, made for one set of options.
+
+    [Note: when ranks agree] While ``DistributedDataParallel(...)`` is constructed, stock torch has just compared shapes
+    over all ranks, so settings can be compared at once, with a short time-out. A wrapper made by ``copy.deepcopy``,
+    ``pickle`` or ``init_sync=False`` may exist on one rank alone: its ranks agree when the first backward that is
+    reduced needs the others anyway, with the process group's own time-out.
 
     Args:
         options: Resolved options of the feature.
@@ -98,8 +97,8 @@ class Takeover:
         @functools.wraps(original)
         def init(ddp: Wrapper, *args: Any, **kwargs: Any) -> None:
             for other in _alive():
-                # A model that is wrapped anew after a failed backward must not meet the old one's collectives. Those
-                # of another thread come in that thread's order.
+                # A model that is wrapped anew after a failed backward must not meet the old one's collectives. The
+                # collectives of another thread's model are issued in that thread's order.
                 if not other.reducer.is_of_another_thread():
                     other.reducer.recover()
             together = bool(signature.bind(ddp, *args, **kwargs).arguments.get("init_sync", True))
@@ -129,7 +128,7 @@ class Takeover:
                 stock()
                 _note_sharing(ddp, parameters)
                 return
-            from ovpatch.overlap.comm.consensus import check_consistent  # [Note: imported late]
+            from ovpatch.overlap.comm.consensus import check_consistent
             from ovpatch.overlap.comm.group_state import group_store
 
             reason = objection(ddp, parameters)
@@ -162,14 +161,14 @@ class Takeover:
 
         @functools.wraps(original)
         def post_forward(ddp: Wrapper, output: Any) -> Any:
-            reducer = ddp.reducer
             if ddp not in _live:
                 return original(ddp, output)
-            if reducer.learns_static_graph():
-                # Stock asks for the first backward's end once, and never hears of it if that backward raises.
+            reducer = ddp.reducer
+            if reducer.learns_graph:
+                # Stock queues the callback of the first backward once, also if that backward raises.
                 ddp._static_graph_delay_allreduce_enqueued = False
             output = original(ddp, output)
-            reducer.watch(output, synchronised=ddp.require_backward_grad_sync)
+            reducer.watch_output(output, synchronised=ddp.require_backward_grad_sync)
             return output
 
         return post_forward
@@ -179,10 +178,9 @@ class Takeover:
 
         @functools.wraps(original)
         def enter(context: Any) -> Any:
-
             for ddp in _alive():
                 if not ddp.reducer.in_backward():  # as that of another thread, which has begun outside
-                    restore_stock(ddp, DISTRIBUTED_AUTOGRAD)
+                    restore_stock(ddp, _RPC)
             return original(context)
 
         return enter
@@ -230,10 +228,10 @@ class Takeover:
 
 
 def _bucket_mb(parameters: Sequence[torch.nn.Parameter]) -> float:
-    """Return the bucket size for CUDA where nobody sets one, in MiB: a 16th of the gradients, 25 to 400.
+    """Return the default bucket size on CUDA, in MiB: a 16th of the gradients, 25 to 400.
 
-    Fewer, larger collectives hold back the backward and the host less, and buckets that are reduced in place take no
-    memory for it; but the model must be cut finely enough for the first to begin early (benchmarks/results).
+    Fewer, larger collectives cost the backward and the host less, and buckets that are reduced in place take no
+    memory; but the first bucket must be small enough to start early.
     """
     gradients = sum(param.numel() * param.element_size() for param in parameters)
     return min(max(gradients / 16 / _MIB, 25), 400)
@@ -257,7 +255,7 @@ def restore_stock(ddp: Wrapper, reason: str = "") -> None:
     stock_helper = _live.pop(ddp)
     # A static graph that is known to be a plain one is not declared anew: to learn it takes a backward of all ranks,
     # which may come unevenly now (join()).
-    plain = reducer.plain_indices()
+    plain = reducer.get_plain_params()
     indices = range(len(reducer.params)) if plain is None else plain
     # Not asked of the module: with device_mesh=, stock has taken them out of it in the first forward.
     kept = [i for i in indices if reducer.params[i].requires_grad]
@@ -265,9 +263,9 @@ def restore_stock(ddp: Wrapper, reason: str = "") -> None:
     names = {new: reducer.names[old] for new, old in enumerate(kept)}
     stock_helper(ddp, parameters, [reducer.config.sparse[i] for i in kept], names, ddp.static_graph)
     if reducer.armed:
-        # The forward is over; without this its backward would leave the gradients local, and nobody would know. Its
-        # outputs are no longer at hand: aliases of all parameters have the stock reducer wait for each of them. A
-        # static graph is not declared then, for its first backward would only count, and not reduce.
+        # The forward is over; without this its backward would silently leave the gradients local. Its outputs are no
+        # longer at hand: aliases of all parameters make the stock reducer wait for each of them. A static graph is not
+        # declared then, because its first backward would only count, and not reduce.
         with torch.enable_grad():
             ddp.reducer.prepare_for_backward([param.view_as(param) for param in parameters])
     elif ddp.static_graph and plain is None:
@@ -288,9 +286,9 @@ def restore_all() -> None:
         _refuse_inside_backward(ddp)
     for ddp in _alive():
         restore_stock(ddp)
-    hands = sys.modules.get("ovpatch_plugins.ddp.foreign_hooks")
-    if hands is not None:
-        hands.stop_watching()
+    foreign_hooks = sys.modules.get("ovpatch_plugins.ddp.foreign_hooks")
+    if foreign_hooks is not None:
+        foreign_hooks.stop_watching()
 
 
 def _alive() -> list[Wrapper]:
@@ -304,7 +302,7 @@ def _refuse_inside_backward(ddp: Wrapper) -> None:
 
 
 def model_name(ddp: Wrapper) -> str:
-    """Return what the user knows the model by."""
+    """Return the model's name for messages: that of its class."""
     if isinstance(ddp.module, torch.nn.ParameterList):
         return "a model under replicate()"  # which wraps a list of the model's parameters
     return type(ddp.module).__name__
@@ -317,7 +315,7 @@ def _install(ddp: Wrapper, parameters: Sequence[torch.nn.Parameter], config: Red
     by_id = {id(param): name for name, param in ddp.module.named_parameters()}
     names = [by_id[id(param)] for param in parameters]
     reducer = GradReducer(ddp.process_group, parameters, names, config)
-    reducer.hands.watch(ddp)
+    reducer.foreign_hooks.watch(ddp)
     ddp.reducer = reducer
     ddp.logger = ReducerLogger(ddp, reducer)
     reducer.set_logger(ddp.logger)
@@ -343,16 +341,16 @@ def _note_sharing(ddp: Wrapper, parameters: Sequence[torch.nn.Parameter]) -> Non
     if len(sharing) > 1:  # ddp is one of them
         for one in sharing:
             if one in _live:
-                one.reducer.hands.shared = True
+                one.reducer.foreign_hooks.shared = True
 
 
 @functools.cache
 def _let_threads_go_at_exit() -> None:
     """Give gloo's threads the interpreter's lock once more before the interpreter goes down.
 
-    A thread that has just completed the last collective lets go of a Python object that torch attached to the backward.
-    If the interpreter ends first, that aborts a process that has done all its work ("terminate called without an active
-    exception"); stock DDP does so, too, now and then.
+    A thread that has just completed the last collective drops a Python object that torch attached to the backward. If
+    the interpreter ends first, the process aborts after it has done all its work ("terminate called without an active
+    exception"), as now and then under stock DDP.
     """
     atexit.register(time.sleep, 0.05)
 
@@ -369,7 +367,7 @@ def _agree_late(reference: weakref.ref[Wrapper], terms: Mapping[str, Any]) -> No
 
 
 def _identify(ddp: Wrapper) -> None:
-    """Name a model whose ranks have just agreed, and so do this in the same order everywhere."""
+    """Name a model. Its ranks have just agreed, so models get their numbers in one order on all ranks."""
     from ovpatch.overlap.comm.group_state import group_state
 
     number = next(group_state(ddp.process_group).get_or_create("models", functools.partial(itertools.count, 1)))

@@ -19,8 +19,8 @@ from ovpatch.overlap.comm.step_communicator import step_communicator
 from ovpatch.overlap.tensors.shard import shard_view
 from ovpatch_plugins.dist_optimizer import sharded_grads, takeover
 from ovpatch_plugins.dist_optimizer.report import COUNTERS
-from ovpatch_plugins.dist_optimizer.shard_peers import part_norms
-from ovpatch_plugins.dist_optimizer.sharded_grads import ShardedGrads, changing
+from ovpatch_plugins.dist_optimizer.shard_peers import shard_norms
+from ovpatch_plugins.dist_optimizer.sharded_grads import ShardedGrads, updating_shards
 from ovpatch_plugins.dist_optimizer.sharded_param import ShardedParam, make_shard_params, replaced_params
 
 Place = tuple[ShardedGrads, int]  # the sharded gradients of a model, and the index of a parameter there
@@ -29,7 +29,7 @@ Place = tuple[ShardedGrads, int]  # the sharded gradients of a model, and the in
 class _Clipping(threading.local):
     """The parameters of the ``clip_grad_norm_`` that this thread runs; None outside of one.
 
-    [Note: which way a norm goes] One rank may ask for a norm alone, to log it; then its peers' threads send theirs, and
+    One rank may ask for a norm alone, to log it; then its peers' threads send theirs, and
     the host waits for the other ranks' backward. ``clip_grad_norm_`` changes gradients, so all ranks call it, or they
     would drift apart under stock as well: there norms are summed by a collective. All ranks must agree on what goes
     into it, even if one of them has read a gradient or put a tensor of its own in its place. So a parameter counts from
@@ -75,7 +75,7 @@ def wrap_norm(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
         if norm_type <= 0:
             return original(given, norm_type, error_if_nonfinite, foreach)
         if clipped is None:
-            places = [sharded_grads.delivered(tensor) for tensor in given]
+            places = sharded_grads.find_by_grad(given)
             norms = _norms_by_pulling(given, places, norm_type, foreach) if any(places) else None
         else:
             norms = _norms_by_all_reduce(given, clipped, norm_type, foreach)
@@ -106,11 +106,11 @@ def wrap_clip(original: Callable[..., None]) -> Callable[..., None]:
             original(given, max_norm, total_norm, foreach)
             return
         lazy = {key: place for key, place in places.items() if not _is_whole(place)}
-        holders = [_GradHolder(shards.part_of(index)) for shards, index in lazy.values()]
+        holders = [_GradHolder(shards.reduced_shard(index)) for shards, index in lazy.values()]
         whole = [param for param in given if id(param) not in lazy]
         if by_hand:
             _meet(total_norm, dict.fromkeys(shards.group for shards, _ in places.values()))
-        with changing(list(places.values())):
+        with updating_shards(list(places.values())):
             original([*whole, *holders], max_norm, total_norm, foreach)
 
     return clip_grads_with_norm_
@@ -132,8 +132,8 @@ class _GradHolder:
 def _tell_if_local(params: Iterable[Tensor]) -> None:
     """Have ranks tell each other whether gradients are local by now, so that all take the same way."""
     places = [place for param in params if (place := sharded_grads.find(param)) is not None]
-    for shards in dict.fromkeys(shards for shards, index in places if shards.last_delivered(index)):
-        shards.tell_if_local()
+    for shards in dict.fromkeys(shards for shards, index in places if shards.was_sharded(index)):
+        shards.agree_if_local()
 
 
 def _sharded_places(params: Iterable[Tensor]) -> dict[int, Place]:
@@ -141,7 +141,7 @@ def _sharded_places(params: Iterable[Tensor]) -> dict[int, Place]:
     found = {}
     for param in params:
         place = sharded_grads.find(param)
-        if place is not None and place[0].was_delivered(place[1]):
+        if place is not None and place[0].is_sharded(place[1]):
             found[id(param)] = place
     return found
 
@@ -149,7 +149,7 @@ def _sharded_places(params: Iterable[Tensor]) -> dict[int, Place]:
 def _is_whole(place: Place) -> bool:
     """Return whether this rank's ``p.grad`` is a whole tensor, which its shard has to follow."""
     shards, index = place
-    return shards.has_grad(index) and not shards.is_pending(index)
+    return shards.has_grad(index) and not shards.is_lazy(index)
 
 
 def _norms_by_all_reduce(
@@ -165,11 +165,12 @@ def _norms_by_all_reduce(
         by_model.setdefault(shards, []).append(index)
     norms: dict[Place, Tensor] = {}
     for shards, indices in by_model.items():
-        shards.meet()
+        shards.wait_for_hosts()
         local = [
-            shards.current_part(index) if _is_whole((shards, index)) else shards.part_of(index) for index in indices
+            shards.local_shard(index) if _is_whole((shards, index)) else shards.reduced_shard(index)
+            for index in indices
         ]
-        own = part_norms(local, order)
+        own = shard_norms(local, order)
         summed = _all_reduce_norms(own, step_communicator(shards.group, own.device), order)
         for index, norm in zip(indices, summed, strict=True):
             norms[shards, index] = norm
@@ -189,14 +190,14 @@ def _norms_by_pulling(
         if place is None:
             continue
         shards, index = place
-        if shards.is_pending(index):
+        if shards.is_lazy(index):
             by_model.setdefault(shards, []).append(index)
         else:  # by shards, as the peers do, which may not have read it
             whole = shards.in_param_layout(index, grad)
-            of_shards = [part_norms([shard_view(whole, own)], order) for own in shards.slices(index)]
+            of_shards = [shard_norms([shard_view(whole, own)], order) for own in shards.ranges(index)]
             norms[place] = _combine(torch.stack(of_shards), order)[0]
     for shards, indices in by_model.items():
-        own = part_norms([shards.part_of(index) for index in indices], order)
+        own = shard_norms([shards.reduced_shard(index) for index in indices], order)
         sent = shards.norms_of_peers(indices, order)
         ranks = [sent.get(rank) for rank in range(shards.group.size())]
         stacked = torch.stack([own if one is None else own.new_tensor(one) for one in ranks])
@@ -262,9 +263,9 @@ def wrap_unscale(original: Unscale) -> Unscale:
     ) -> dict[torch.device, Tensor]:
         sharded = takeover.find_sharded(optimizer)
         stepped = sharded.params_to_step(optimizer) if sharded is not None else ()
-        for shards in dict.fromkeys(one.shards for one in stepped if one.shards.last_delivered(one.index)):
-            shards.tell_if_local()
-        params = [one for one in stepped if one.shards.was_delivered(one.index)]
+        for shards in dict.fromkeys(one.shards for one in stepped if one.shards.was_sharded(one.index)):
+            shards.agree_if_local()
+        params = [one for one in stepped if one.shards.is_sharded(one.index)]
         if not params:
             return original(scaler, optimizer, inv_scale, found_inf, allow_fp16)
         with _lazy_as_shards(optimizer, params):
@@ -272,7 +273,7 @@ def wrap_unscale(original: Unscale) -> Unscale:
         for group in dict.fromkeys(one.shards.group for one in params):
             for seen in looked.values():
                 dist.all_reduce(seen, dist.ReduceOp.MAX, group=step_communicator(group, seen.device))
-        with changing([(one.shards, one.index) for one in params]), _lazy_as_shards(optimizer, params):
+        with updating_shards([(one.shards, one.index) for one in params]), _lazy_as_shards(optimizer, params):
             found = original(scaler, optimizer, inv_scale, found_inf, allow_fp16)
         for device, seen in looked.items():
             found[device].copy_(seen)
@@ -284,11 +285,11 @@ def wrap_unscale(original: Unscale) -> Unscale:
 @contextmanager
 def _lazy_as_shards(optimizer: Optimizer, params: Sequence[ShardedParam]) -> Iterator[None]:
     """Show an optimizer this rank's shards of lazy gradients; those that were read are scaled whole."""
-    lazy = [one for one in params if one.shards.is_pending(one.index)]
+    lazy = [one for one in params if one.shards.is_lazy(one.index)]
     shard_params = make_shard_params(lazy)
     with replaced_params(optimizer, {id(one.param): shown for one, shown in zip(lazy, shard_params, strict=True)}):
         yield
         for one, shown in zip(lazy, shard_params, strict=True):
-            reduced = one.shards.part_of(one.index)
+            reduced = one.shards.reduced_shard(one.index)
             if shown.grad is not None and shown.grad.dtype != reduced.dtype:  # then it was a copy
                 reduced.copy_(shown.grad)

@@ -9,12 +9,13 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from ovpatch.overlap.data_parallel.fp32_accumulation import HALVES, Following
+from ovpatch.overlap.data_parallel.fp32_accumulation import HALVES, Fp32Refresher
 from ovpatch.overlap.tensors.lazy_tensor import LazyTensor
 from ovpatch.overlap.tensors.shard import shard_view
 from ovpatch_plugins.dist_optimizer import sharded_grads
 from ovpatch_plugins.dist_optimizer.sharded_grads import ShardedGrads
 from ovpatch_plugins.dist_optimizer.sharded_state import ElementwiseState, Key, States, Swapped
+from ovpatch_plugins.dist_optimizer.step_log import Turn
 
 #: The name of the main parameter in the optimizer's state.
 MAIN: Final = "main_param"
@@ -41,9 +42,9 @@ class MainParamsState(ElementwiseState):
     other hooks see it (:func:`load_in_fp32`).
     """
 
-    def __init__(self, shards: ShardedGrads, number: int) -> None:
-        self._follow = Following()
-        super().__init__(shards, number)  # from here on peers ask
+    def __init__(self, shards: ShardedGrads, turn: Turn) -> None:
+        self._follow = Fp32Refresher()
+        super().__init__(shards, turn)  # from here on peers ask
 
     def _swap_in(self, swapped: Swapped, states: States) -> None:
         super()._swap_in(swapped, states)
@@ -59,7 +60,7 @@ class MainParamsState(ElementwiseState):
                 else:
                     main = rounded.float()
                 shard_param.data = main
-                shard_param.grad = one.shards.current_part(one.index).to(torch.float32)
+                shard_param.grad = one.shards.local_shard(one.index).to(torch.float32)
             self._follow([main for main, _ in known], [rounded for _, rounded in known])
 
     def _write_back(self, swapped: Swapped, states: States) -> None:

@@ -21,9 +21,13 @@ from ovpatch_plugins.dist_optimizer.sharded_grads import ShardedGrads
 from ovpatch_plugins.dist_optimizer.sharded_param import ShardedParam
 from ovpatch_plugins.dist_optimizer.sharded_state import PATIENCE_S, Key, ShardedState, Shown, States, Swapped
 from ovpatch_plugins.dist_optimizer.state_format import StateFormat, pack, unpack
+from ovpatch_plugins.dist_optimizer.step_log import Turn
 
 # How many elements of each model each rank owns.
 _loads: weakref.WeakKeyDictionary[ShardedGrads, list[int]] = weakref.WeakKeyDictionary()
+
+# The ranks that own parameters, by terms of optimizers and index.
+_owners: weakref.WeakKeyDictionary[ShardedGrads, dict[str, dict[int, int]]] = weakref.WeakKeyDictionary()
 
 
 def assign_owners(shards: ShardedGrads, indices: Iterable[int]) -> dict[int, int]:
@@ -66,11 +70,12 @@ class OwnedState(ShardedState):
 
     steady = True
 
-    def __init__(self, shards: ShardedGrads, number: int) -> None:
-        self._owners: dict[int, int] = {}
+    def __init__(self, shards: ShardedGrads, turn: Turn) -> None:
+        # A later optimizer on the same terms, which one rank alone may have, has the owners of the earlier one.
+        self._owners = _owners.setdefault(shards, {}).setdefault(turn.terms, {})
         self._owned: dict[int, dict[Any, Any]] = {}  # state of parameters, as after the last step
         self._stood: dict[int, dict[Any, Any]] = {}  # the lazy tensors of a state, while this rank's are in place
-        super().__init__(shards, number)  # from here on peers ask
+        super().__init__(shards, turn)  # from here on peers ask
 
     @staticmethod
     def can_divide(shards: ShardedGrads, index: int) -> bool:
@@ -81,7 +86,7 @@ class OwnedState(ShardedState):
         """Return the ranks that own some parameters, assigned now if they have none; the same on all ranks."""
         wanted = list(indices)
         new = sorted(index for index in wanted if index not in self._owners)
-        self._owners |= assign_owners(self._shards, new)
+        self._owners.update(assign_owners(self._shards, new))
         return [self._owners[index] for index in wanted]
 
     # ---------------------------------------------------------------- around a step

@@ -21,9 +21,8 @@ from ovpatch.overlap.comm.side_streams import quietly_on, side_streams
 from ovpatch.overlap.comm.step_communicator import step_communicator
 from ovpatch.overlap.comm.streams import profiler_label, profiler_span
 from ovpatch.overlap.comm.work import Work, WorkWithEpilogue
-from ovpatch.overlap.copy_engine.registry import attend, gathering
-from ovpatch.overlap.copy_engine.selection import choose
-from ovpatch.overlap.data_parallel.bucket_assignment import layer_of
+from ovpatch.overlap.data_parallel.bucket import SMALL
+from ovpatch.overlap.data_parallel.bucket_assignment import get_layer
 from ovpatch.overlap.tensors.pending_param import count_owners, mark_lost, mark_pending, mark_ready, without_modes
 from ovpatch.overlap.tensors.shard import shard_range
 from ovpatch_plugins.dist_optimizer.report import COUNTERS
@@ -50,7 +49,7 @@ class _Arrived(NamedTuple):
 
 
 class AllGatherBucket:
-    """All-gathers the shards of a bucket's parameters, in the parameters' own memory.
+    """All-gathers the shards of a bucket's parameters: large ones in their own memory, small ones by a coalesced copy.
 
     It is used over and over: :meth:`start_all_gather` after each step, :meth:`finish_all_gather` before the next one.
     Readers in between wait by themselves. A bucket is one launch, which is the same on all ranks; whether a parameter
@@ -80,7 +79,12 @@ class AllGatherBucket:
         self._labels = profiler_label(feature, "all_gather", name), profiler_label(feature, "wait", name)
         self._lock = threading.RLock()  # re-entered if a finaliser or a signal handler reads during the wait
         self._works: Sequence[Work] = []
-        self._padded: list[tuple[Tensor, Tensor]] = []  # elements that are copied out of a padded tensor, and that
+        self._coalesced = [param for param in params if param.numel() < SMALL]
+        self._alone = [param for param in params if param.numel() >= SMALL]
+        self._shards = [shard_range(param.numel(), self._world, self._rank) for param in self._coalesced]
+        self._row = sum(shard.size for shard in self._shards)
+        self._output: tuple[Tensor, Sequence[Tensor], Sequence[Tensor]] | None = None  # and views: own, and of all
+        self._copies: list[tuple[Tensor, Tensor]] = []  # what is written when the values are there, and from what
         self._stream: torch.cuda.Stream | None = None
         self._arrived: _Arrived | None = None
         # Memory that torch cannot resize was made by another library (from_numpy()), which may read it. Asked once:
@@ -141,7 +145,11 @@ class AllGatherBucket:
         if self._device.type == "cuda":
             self._stream = torch.cuda.current_stream(self._device)
         outputs, inputs = [], []
-        for param in self._params:
+        if self._coalesced:
+            output = self._pack_coalesced()
+            outputs.append(output)
+            inputs.append(output[self._rank * self._row : (self._rank + 1) * self._row])
+        for param in self._alone:
             data = param.data
             numel = data.numel()
             elements, shard = data.as_strided((numel,), (1,)), shard_range(numel, self._world, self._rank)
@@ -151,11 +159,37 @@ class AllGatherBucket:
             else:
                 gathered = elements.new_empty(shard.size * self._world)
                 gathered[begin : begin + shard.numel].copy_(elements[shard.begin : shard.end])
-                self._padded.append((elements, gathered))
+                self._copies.append((elements, gathered[:numel]))
             outputs.append(gathered)
             inputs.append(gathered[begin:end])
         with profiler_span(self._labels[0]):
             self._works = self._all_gather(outputs, inputs)
+
+    def _pack_coalesced(self) -> Tensor:
+        """Copy this rank's shards into the coalesced output, and note what is to be copied out of it."""
+        if self._output is None:
+            output = torch.empty(self._world * self._row, dtype=self._params[0].dtype, device=self._device)
+            sizes = [shard.size for shard in self._shards]
+            rows = output.view(self._world, -1)
+            self._output = output, rows[self._rank].split(sizes), rows.split(sizes, dim=1)
+        output, local, columns = self._output
+        world, rank, targets, sources = self._world, self._rank, [], []
+        for param, shard, own, column in zip(self._coalesced, self._shards, local, columns, strict=True):
+            data = param.data
+            if shard.size * world == param.numel() and data.is_contiguous():
+                rows = data.view(world, -1)
+                targets.append(own)
+                sources.append(rows[rank])
+                self._copies.append((rows, column))
+                continue
+            elements = data.as_strided((data.numel(),), (1,))
+            targets.append(own[: shard.numel])
+            sources.append(elements[shard.begin : shard.end])
+            for other, place in enumerate(column):
+                theirs = shard_range(len(elements), world, other)
+                self._copies.append((elements[theirs.begin : theirs.end], place[: theirs.numel]))
+        torch._foreach_copy_(targets, sources)
+        return output
 
     def finish_all_gather(self) -> None:
         """Make the caller's stream, that of the start, and all that are current in some thread wait for the values.
@@ -173,7 +207,9 @@ class AllGatherBucket:
                 raise
             mark_ready(self._params)
             self._works = []
-            self._padded.clear()
+            self._copies.clear()
+            if self._device.type == "cuda":  # whose memory is soon of use to others; elsewhere fresh memory is slow
+                self._output = None
 
     def _wait(self) -> None:
         if self._stream is None:
@@ -185,7 +221,7 @@ class AllGatherBucket:
         else:
             with quietly_on(self._stream):
                 self._wait_and_copy_out()
-        copied = self._padded or any(isinstance(work, WorkWithEpilogue) for work in self._works)  # on that stream
+        copied = self._copies or any(isinstance(work, WorkWithEpilogue) for work in self._works)  # on that stream
         event = self._stream.record_event() if copied else None
         self._arrived = _Arrived(self._works, event, {self._stream.stream_id})
         for stream in (reader, *side_streams.add_transfer(self, self._stream)):
@@ -194,8 +230,9 @@ class AllGatherBucket:
     def _wait_and_copy_out(self) -> None:
         for work in self._works:
             work.wait()
-        for elements, gathered in self._padded:
-            elements.copy_(gathered[: elements.numel()])
+        if self._copies:
+            targets, sources = zip(*self._copies, strict=True)
+            torch._foreach_copy_(targets, sources)
 
     def follow(self, stream: torch.cuda.Stream) -> bool:
         """Make one more stream wait for values that others have waited for; see [Note: streams that have not waited].
@@ -242,24 +279,14 @@ class ParamAllGather:
         """Start the all-gather; all ranks do so for the same parameters."""
         if params != self._params or not self._buckets:
             self._set_buckets(params)
-        for group, device in self._copied:
-            communicator = step_communicator(group, device)
-            choose(
-                group,
-                device,
-                self._copy_engines,
-                feature="dist_optimizer",
-                directory=cache_dir(),
-                communicator=communicator,
-            )
+        if self._copied:
+            self._choose_transport()
         with without_modes():
             for bucket in self._buckets:
                 bucket._start()
                 COUNTERS.gathers_overlapped += self._overlap and bool(bucket._works)
-        for group, device in self._copied:
-            if gathering(group, device) is not None:
-                COUNTERS.gathers_copied += sum(b._group is group and b._device == device for b in self._buckets)
-            attend(group, device, step_communicator(group, device))
+        if self._copied:
+            self._end_copies()
         COUNTERS.bytes_gathered += self._nbytes
         COUNTERS.gathers += len(self._buckets)
         if not self._overlap:
@@ -270,6 +297,24 @@ class ParamAllGather:
         for bucket in self._buckets:
             if bucket._works:
                 bucket.finish_all_gather()
+
+    def _choose_transport(self) -> None:
+        """Choose what carries the all-gathers where copy engines may: all ranks together, once."""
+        from ovpatch.overlap.copy_engine.selection import choose
+
+        mode, directory = self._copy_engines, cache_dir()
+        for group, device in self._copied:
+            communicator = step_communicator(group, device)
+            choose(group, device, mode, feature="dist_optimizer", directory=directory, communicator=communicator)
+
+    def _end_copies(self) -> None:
+        """Count what copy engines carry, and have the backend's watchdog see it."""
+        from ovpatch.overlap.copy_engine.registry import attend, gathering
+
+        for group, device in self._copied:
+            if gathering(group, device) is not None:
+                COUNTERS.gathers_copied += sum(b._group is group and b._device == device for b in self._buckets)
+            attend(group, device, step_communicator(group, device))
 
     def _set_buckets(self, params: Sequence[ShardedParam]) -> None:
         self._params, self._buckets = params, []
@@ -297,7 +342,7 @@ class ParamAllGather:
         return min(self._capacity, max(_MIN_BUCKET_BYTES, fraction)) if self._overlap else self._capacity
 
     def _kind(self, param: ShardedParam) -> tuple[Hashable, ...]:
-        layer = layer_of(param.shards.names[param.index]) if self._granularity == "layer" else ""
+        layer = get_layer(param.shards.names[param.index]) if self._granularity == "layer" else ""
         return layer, param.param.dtype
 
 

@@ -44,7 +44,7 @@ def ovpatch_register(patches: Registrar, options: Mapping[str, Any]) -> None:
     from ovpatch.overlap.tensors.read_hooks import READ_HOOKS
     from ovpatch_plugins.dist_optimizer.clip_grad import wrap_clip, wrap_clip_grad_norm, wrap_norm, wrap_unscale
     from ovpatch_plugins.dist_optimizer.supported_optimizers import with_a_step
-    from ovpatch_plugins.dist_optimizer.takeover import StepPatches, wrap_destroy
+    from ovpatch_plugins.dist_optimizer.takeover import StepPatches, wrap_destroy, wrap_zero_grad
 
     if options["overlap_param_gather"]:
         for target, wrap, why, optional in READ_HOOKS:
@@ -54,6 +54,11 @@ def ovpatch_register(patches: Registrar, options: Mapping[str, Any]) -> None:
             wrap=wrap_unflatten,
             optional=True,
             why="makes the DTensors that stand in parameters' places under DistributedDataParallel(device_mesh=)",
+        )
+        patches.register_patch(
+            "torch.optim.optimizer.Optimizer.zero_grad",
+            wrap=wrap_zero_grad,
+            why="asks each parameter for its grad, mostly while they are pending, whose class answers slowly",
         )
     steps = StepPatches(options)
     patches.register_hook(

@@ -1,9 +1,13 @@
-"""Gradient buckets of which each rank gets its own part."""
+"""Gradient buckets of which each rank gets its own shards."""
 
 from __future__ import annotations
 
+import enum
+import operator
+import weakref
 from collections.abc import Collection, Mapping, Sequence
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, field
+from typing import Final, Protocol
 
 import torch
 from torch import Tensor
@@ -11,24 +15,76 @@ from torch import Tensor
 from ovpatch.overlap.comm.collectives import Collectives
 from ovpatch.overlap.comm.side_streams import record_streams, side_streams
 from ovpatch.overlap.comm.work import Work
-from ovpatch.overlap.data_parallel.bucket import GradBucket
+from ovpatch.overlap.data_parallel import fp32_accumulation
+from ovpatch.overlap.data_parallel.bucket import SMALL, GradBucket, make_sparse_error
+from ovpatch.overlap.tensors import lazy_tensor
+from ovpatch.overlap.tensors.lazy_tensor import LazyTensor, Source
 from ovpatch.overlap.tensors.metadata_ops import grad_of
+from ovpatch.overlap.tensors.ownership import find_freeable_grads, is_shared
 from ovpatch.overlap.tensors.shard import flat_view
-from ovpatch_plugins.dist_optimizer.half_wire import HalfWire
 from ovpatch_plugins.dist_optimizer.report import COUNTERS
 
-if TYPE_CHECKING:
-    from ovpatch_plugins.dist_optimizer.sharded_grads import ShardedGrads
+_GRAD: Final = operator.attrgetter("grad")
+
+_LOST: Final = (
+    "ovpatch: the gradient of parameter '{}' was reduced and freed by a backward that then failed, or during which it "
+    "was taken from the parameter. Drop such gradients, as optimizer.zero_grad() does, or set "
+    "OVPATCH_DIST_OPTIMIZER_GRADS_IN_FLIGHT_MB=0."
+)
+
+
+class GradState(enum.Enum):
+    """What the last reduced backward has left of a gradient, or the running one has made of it."""
+
+    FULL = enum.auto()
+    """It was all-reduced, or not at all; there is no shard of it."""
+    FREED = enum.auto()
+    """The running backward has reduced it and freed ``p.grad``; its shard cannot be read before that backward ends."""
+    HELD = enum.auto()
+    """It is reduced, and the script holds the memory of ``p.grad``, which is to be filled with the average."""
+    SHARDED = enum.auto()
+    """Each rank has its shard. ``p.grad`` is lazy until it is read."""
+
+
+@dataclass(eq=False)
+class GradShards:
+    """This rank's shards of one model's gradients, which its buckets write. Lists and keys go by parameter.
+
+    Attributes:
+        names: The parameters' fully qualified names.
+        states: The state of each gradient.
+        shards: The reduced shards, padded to the same size on all ranks.
+        grads: The tensors that were ``p.grad`` when the last backward ended, as long as they exist.
+        send_half: Whether the running backward sends gradients of half precision as they are, to be added in fp32.
+    """
+
+    names: Sequence[str]
+    states: list[GradState]
+    shards: dict[int, Tensor] = field(default_factory=dict)
+    grads: dict[int, weakref.ref[Tensor]] = field(default_factory=dict)
+    send_half: bool = False
+
+
+class GradSource(Source, Protocol):
+    """Materializes the lazy gradients of one model."""
+
+    has_lazy_grads: bool
 
 
 class ShardedGradBucket(GradBucket):
-    """Gradients of some parameters, most of which are reduced and scattered; the others are all-reduced.
+    """Gradients of some parameters, most of which are reduce-scattered; the others are all-reduced.
+
+    Small sharded gradients are copied into one tensor ``[ranks, elements]``, in whose row r
+    lie the shards of rank r, and are reduce-scattered by one collective, as FSDP2 does it. Large ones are
+    reduce-scattered where they lie. A gradient that cannot be divided evenly is padded.
 
     Args:
         indices: Index of each parameter in the order of the whole model.
         params: The parameters, in the same order.
-        shards: Where the parts go; it knows which parameters are cut.
-        wire: In which dtype they are sent.
+        source: Materializes the lazy gradients that the bucket leaves.
+        grads: Where the shards go.
+        sharded: The parameters, by index in the whole model, that are sharded.
+        world: Number of ranks.
         dtype: What the sum is computed in; the parameters' own dtype by default.
     """
 
@@ -36,93 +92,249 @@ class ShardedGradBucket(GradBucket):
         self,
         indices: Sequence[int],
         params: Sequence[torch.nn.Parameter],
-        shards: ShardedGrads,
-        wire: HalfWire,
+        source: GradSource,
+        grads: GradShards,
+        sharded: Collection[int],
+        world: int,
         *,
         dtype: torch.dtype | None = None,
     ) -> None:
-        super().__init__(indices, params, dtype=dtype, alone=shards.sharded)
-        self._shards, self._wire = shards, wire
-        self._cut = [i for i in self._large if indices[i] in shards.sharded]
-        self._numels = {i: params[i].numel() for i in self._cut}
-        self._given_up: set[int] = set()
+        super().__init__(indices, params, dtype=dtype, alone=sharded)
+        self._source, self._grads, self._world = source, grads, world
+        numels = [param.numel() for param in params]
+        self._numels, self._sizes = numels, [-(-numel // world) for numel in numels]
+        self._is_even = [numel == size * world for numel, size in zip(numels, self._sizes, strict=True)]
+        self._sharded = [i for i in self._large if indices[i] in sharded]
+        self._coalesced = [i for i in self._sharded if numels[i] < SMALL and not self.dtype.is_complex]
+        coalesced = set(self._coalesced)
+        self._alone = dict.fromkeys(i for i in self._sharded if i not in coalesced)
+        self._large = [i for i in self._large if i not in coalesced]
+        self._row = sum(self._sizes[i] for i in self._coalesced)
+        self._freeable_nbytes = sum(numels[i] for i in self._sharded) * self.dtype.itemsize
+        self._zeros = lazy_tensor.expanded_zeros([params[i] for i in self._sharded])
+        self._is_started = self._is_published = False
+        self._rows: dict[int, Tensor] = {}  # copies of coalesced gradients that were staged
+        self._freed: dict[int, weakref.ref[Tensor]] = {}
+        self._input: Tensor | None = None  # of the coalesced gradients
+        self._outputs: list[Tensor] = []  # the shards of those that go alone, then that of the coalesced ones
         self._copies: list[Tensor] = []
 
     @property
-    def transient(self) -> int:
+    def freeable_nbytes(self) -> int:
         """See :class:`GradBucket`."""
-        return sum(numel * self._dtype(i).itemsize for i, numel in self._numels.items())
+        return self._freeable_nbytes
 
-    def give_up(self, *, but: Collection[int]) -> None:
-        """Free the memory of what this rank has its part of."""
-        self._outlive()
-        for i in self._cut:
-            piece = self._pieces.pop(i)
-            if self.indices[i] not in but:
-                self._shards.give_up(self.indices[i], ours=grad_of(self.params[i]) is piece)
-        self._given_up.update(self._cut)
+    # ---------------------------------------------------------------- the collective
 
-    def unpack(self, *, skip: Collection[int] = ()) -> list[tuple[Tensor, Tensor]]:
-        """Leave this rank's parts with the shards, and placeholders in ``p.grad``; the rest as for other buckets."""
-        self._outlive()
-        for i in self._cut:
-            piece = self._pieces.pop(i, None)
-            if (piece is not None or i in self._given_up) and self.indices[i] not in skip:
-                self._shards.deliver(self.indices[i], ours=piece is not None and grad_of(self.params[i]) is piece)
-        self._given_up.clear()
-        return super().unpack(skip=skip)
+    def stage_grad(self, index: int, divisor: int) -> None:
+        """See :class:`GradBucket`."""
+        i = self._position[index]
+        if i in self._large or i in self._small:
+            super().stage_grad(index, divisor)
+        elif i not in self._rows:
+            with torch.no_grad():
+                self._rows[i] = self._make_rows(i, self.params[i].grad).clone()
 
-    def release(self) -> None:
-        """Take gradients away that are being reduced in place, or were given up."""
-        self._shards.lose()
-        super().release()
+    def pack(self, divisor: int, *, absent: Collection[int] = (), node_grad: Tensor | None = None) -> list[Tensor]:
+        """See :class:`GradBucket`."""
+        self._is_started = True
+        packed = super().pack(divisor, absent=absent, node_grad=node_grad) if self._large or self._small else []
+        if self._coalesced:
+            packed.append(self._pack_coalesced(divisor))
+        return packed
 
-    def drop(self) -> None:
-        """Forget what was packed."""
-        self._outlive()
-        self._given_up.clear()
-        super().drop()
+    def _pack_coalesced(self, divisor: int) -> Tensor:
+        dtype, params, strides, world = self._sent_dtype, self.params, self._strides, self._world
+        if self._input is None or self._input.dtype is not dtype:
+            with torch.inference_mode(False):
+                self._input = torch.empty(world * self._row, dtype=dtype, device=self.device)
+        summed = dtype is torch.float32 and params[0].dtype is not dtype
+        rows = []
+        with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
+            for i in self._coalesced:
+                grad = params[i].grad
+                if (
+                    type(grad) is Tensor
+                    and self._is_even[i]
+                    and not (summed or self._rows)
+                    and grad.layout is torch.strided
+                    and grad.is_contiguous()
+                    and grad.stride() == strides[i]
+                ):
+                    rows.append(grad.view(world, -1))
+                else:
+                    rows.append(self._rows[i] if i in self._rows else self._make_rows(i, grad))
+            torch.cat(rows, 1, out=self._input.view(world, -1))
+            if divisor != 1 and dtype is self.dtype:
+                self._input.mul_(1.0 / divisor)
+        return self._input
 
-    def start(self, collectives: Collectives, pieces: list[Tensor]) -> Sequence[Work]:
-        """Start the reductions of what :meth:`pack` or :meth:`zeros` has returned."""
-        first = len(pieces) - len(self._large)  # before it: the flat tensor, if there is one
-        large = dict(zip(self._large, pieces[first:], strict=True))
-        whole = pieces[:first] + [piece for i, piece in large.items() if i not in self._cut]
-        works: list[Work] = [*collectives.all_reduce(whole)] if whole else []
-        for dtype, ones in self._by_dtype().items():
-            parts = [self._shards.part(self.indices[i], self.dtype) for i in ones]
-            wholes = [self._padded(i, large[i]) for i in ones]
-            in_half = dtype is not self.dtype
-            works += (collectives.reduce_scatter_fp32 if in_half else collectives.reduce_scatter)(parts, wholes)
-            COUNTERS.grads_in_half += in_half * len(ones)
+    def _make_rows(self, i: int, grad: Tensor | None) -> Tensor:
+        """Return a gradient's elements in the parameter's memory order, ``[ranks, size]``, padded."""
+        if grad is None:
+            return torch.zeros(self._world, self._sizes[i], dtype=self.params[i].dtype, device=self.device)
+        lazy_tensor.materialize([grad])  # of a parameter that this backward leaves out
+        if grad.layout is not torch.strided:
+            raise make_sparse_error(grad)
+        total = fp32_accumulation.take_sum(grad)
+        source = total if self._sent_dtype is torch.float32 else grad
+        if type(source) is not Tensor or source.stride() != self._strides[i]:
+            shape, strides = self.params[i].shape, self._strides[i]
+            source = torch.empty_strided(shape, strides, dtype=source.dtype, device=self.device).copy_(source)
+        return self._pad(i, flat_view(source)).view(self._world, -1)
+
+    def _pad(self, i: int, elements: Tensor) -> Tensor:
+        """Return elements, one-dimensional, that can be divided evenly, one shard per rank."""
+        missing = self._sizes[i] * self._world - len(elements)
+        return torch.nn.functional.pad(elements, (0, missing)) if missing else elements
+
+    def make_zeros(self) -> list[Tensor]:
+        """See :class:`GradBucket`."""
+        zeros = super().make_zeros()
+        if self._coalesced:
+            zeros.append(torch.zeros(self._world * self._row, dtype=self._sent_dtype, device=self.device))
+        return zeros
+
+    def start_reduce(self, collectives: Collectives, inputs: list[Tensor]) -> Sequence[Work]:
+        """Start the reductions of what :meth:`pack` or :meth:`make_zeros` has returned."""
+        if not self._outputs:
+            with torch.inference_mode(False):
+                sizes = [*(self._sizes[i] for i in self._alone), *([self._row] if self._coalesced else [])]
+                self._outputs = [torch.zeros(size, dtype=self.dtype, device=self.device) for size in sizes]
+        works: list[Work] = []
+        coalesced = [inputs.pop()] if self._coalesced else []
+        alone = []
+        if inputs:
+            first = len(inputs) - len(self._large)  # before it: the flat tensor, if there is one
+            full = inputs[:first]
+            for i, grad in zip(self._large, inputs[first:], strict=True):
+                if i in self._alone:
+                    alone.append(self._pad(i, flat_view(grad)))
+                else:
+                    full.append(grad)
+            self._copies = [padded for i, padded in zip(self._alone, alone, strict=True) if not self._is_even[i]]
+            works += collectives.all_reduce(full) if full else []
+        in_half = self._sent_dtype is not self.dtype
+        reduce_scatter = collectives.reduce_scatter_fp32 if in_half else collectives.reduce_scatter
+        works += reduce_scatter(self._outputs, alone + coalesced)
+        COUNTERS.grads_in_half += in_half * len(self._sharded)
         return works
 
-    def _outlive(self) -> None:
-        """Drop copies; their memory, and that of gradients, outlives the reductions, which have been waited for."""
-        if side_streams.is_used(self.device):
-            grads = (grad_of(self.params[i]) for i in self._cut)
-            record_streams((*self._copies, *(self._pieces.get(i) for i in self._cut), *grads), self.device)
-        self._copies.clear()
+    def publish_shards(self) -> None:
+        """Make the bucket's shards those of the model; until now, peers may have read those of other buckets."""
+        if self._is_published or not self._outputs:
+            return
+        self._is_published, shards = True, list(self._outputs)
+        if self._coalesced:
+            shards += shards.pop().split([self._sizes[i] for i in self._coalesced])
+        indices = [self.indices[i] for i in (*self._alone, *self._coalesced)]
+        self._grads.shards.update(zip(indices, shards, strict=True))
 
-    def _by_dtype(self) -> dict[torch.dtype, list[int]]:
-        found: dict[torch.dtype, list[int]] = {}
-        for i in self._cut:
-            found.setdefault(self._dtype(i), []).append(i)
-        return found
-
-    def _divided(self, pieces: Mapping[int, Tensor]) -> list[Tensor]:
-        return [piece for i, piece in pieces.items() if self._dtype(i) is self.dtype]
+    @property
+    def _sent_dtype(self) -> torch.dtype:
+        """In which dtype sharded gradients are sent."""
+        return self.params[0].dtype if self._grads.send_half else self.dtype
 
     def _dtype(self, i: int) -> torch.dtype:
-        if i not in self._numels:
-            return self.dtype
-        return self._wire.dtype(self.indices[i]) or self.dtype
+        return self._sent_dtype if i in self._alone else self.dtype
 
-    def _padded(self, i: int, piece: Tensor) -> Tensor:
-        """Return a tensor that can be cut into equal parts, one per rank."""
-        elements, wanted = flat_view(piece), self._shards.padded_numel(self.indices[i])
-        numel = elements.numel()
-        if numel == wanted:
-            return elements
-        self._copies.append(torch.nn.functional.pad(elements, (0, wanted - numel)))
-        return self._copies[-1]
+    def _divided(self, inputs: Mapping[int, Tensor]) -> list[Tensor]:
+        if not self._grads.send_half:
+            return list(inputs.values())
+        return [grad for i, grad in inputs.items() if self._dtype(i) is self.dtype]
+
+    # ---------------------------------------------------------------- after it
+
+    def free_reduced(self, *, but: Collection[int]) -> None:
+        """Free full gradients in backward; see :class:`GradBucket`."""
+        self._source.has_lazy_grads = True
+        self._free(skip=but, state=GradState.FREED)
+
+    def unpack(self, *, skip: Collection[int] = ()) -> list[tuple[Tensor, Tensor]]:
+        """Leave lazy gradients in ``p.grad``; all others as for other buckets."""
+        if self._is_started:
+            self._free(skip=skip, state=GradState.SHARDED)
+        self._forget()
+        return super().unpack(skip=skip) if self._large or self._small else []
+
+    def _free(self, *, skip: Collection[int], state: GradState) -> None:
+        """Make gradients lazy whose memory the script does not hold; those that it holds stay as they are."""
+        self._keep_memory()
+        states, indices, source = self._grads.states, self.indices, self._source
+        with torch._C.DisableTorchFunctionSubclass():
+            grads = list(map(_GRAD, [self.params[i] for i in self._sharded]))
+        freeable, left = find_freeable_grads(grads), {}
+        for i, grad, zero, may_free in zip(self._sharded, grads, self._zeros, freeable, strict=True):
+            index = indices[i]
+            is_reduced_in_place = i in self._alone and self._inputs.pop(i, None) is grad
+            if skip and index in skip:
+                continue
+            if self._freed:
+                self._lose_other(i, grad)
+            if grad is None:
+                if state is GradState.FREED:
+                    continue
+                grad = self.params[i].grad = lazy_tensor.make_lazy(self.params[i], source, index)
+            elif may_free or (is_reduced_in_place and not is_shared(grad)):
+                lazy_tensor.make_lazy_from(grad, zero, source, index)
+                if state is GradState.FREED:
+                    self._freed[i] = weakref.ref(grad)
+            elif lazy_tensor.source_of(grad)[0] is not source:
+                if state is GradState.SHARDED:
+                    states[index], left[index] = GradState.HELD, grad
+                continue
+            states[index], left[index] = state, grad
+        if state is GradState.SHARDED:
+            self._grads.grads.update(zip(left, map(weakref.ref, left.values()), strict=True))
+
+    def _lose_other(self, i: int, grad: Tensor | None) -> None:
+        """Tell the readers of a gradient that was freed, and taken from its parameter, that it is lost."""
+        reference = self._freed.pop(i, None)
+        freed = None if reference is None else reference()
+        if freed is not None and freed is not grad and isinstance(freed, LazyTensor):
+            freed.source = _Lost(self._grads.names[self.indices[i]])
+
+    def detach_grads(self) -> None:
+        """Take gradients away that are being reduced in place, or were freed."""
+        for i in list(self._freed):
+            self._lose_other(i, None)
+            self._grads.states[self.indices[i]] = GradState.FULL
+            if isinstance(grad_of(self.params[i]), LazyTensor):
+                self.params[i].grad = None
+        for i in self._coalesced if self._is_started else ():
+            if i not in self._rows:  # else the script's hooks may have changed it since
+                self.params[i].grad = None
+        super().detach_grads()
+
+    def drop_inputs(self) -> None:
+        """Drop what was packed."""
+        self._keep_memory()
+        self._forget()
+        super().drop_inputs()
+
+    def _keep_memory(self) -> None:
+        """Have the memory of inputs outlive the collectives, which have been waited for; see :func:`record_streams`."""
+        if self.device.type == "cuda" and side_streams.is_used(self.device):
+            grads = (grad_of(self.params[i]) for i in self._sharded)
+            alone = (self._inputs.get(i) for i in self._alone)
+            record_streams((self._input, *self._copies, *alone, *grads), self.device)
+
+    def _forget(self) -> None:
+        self._is_started = False
+        self._copies.clear()
+        self._rows.clear()
+        self._freed.clear()
+        if self.device.type == "cuda":  # whose memory is soon of use to others; elsewhere fresh memory is slow
+            self._input = None
+
+
+class _Lost:
+    """The source of freed gradients of which there will be no shards."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def fetch(self, tensors: Sequence[LazyTensor], *, noticed: bool) -> list[Tensor]:
+        """Raise an error."""
+        del tensors, noticed
+        raise RuntimeError(_LOST.format(self._name))

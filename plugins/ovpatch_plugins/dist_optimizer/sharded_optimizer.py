@@ -4,25 +4,28 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any, Protocol
 
 import torch
+from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from ovpatch.overlap.comm.streams import is_capturing
 from ovpatch.overlap.peer_rpc import shutdown
+from ovpatch.overlap.peer_rpc.rpc import PeerError
 from ovpatch.overlap.tensors import lazy_tensor
 from ovpatch.overlap.tensors.lazy_tensor import LazyTensor
 from ovpatch.overlap.tensors.param_state import weak_method
-from ovpatch_plugins.dist_optimizer import sharded_grads, supported_optimizers
+from ovpatch_plugins.dist_optimizer import sharded_grads, step_log
 from ovpatch_plugins.dist_optimizer.main_params import MainParamsState, drop_main_params, round_state
 from ovpatch_plugins.dist_optimizer.report import COUNTERS
 from ovpatch_plugins.dist_optimizer.sharded_grads import ShardedGrads
 from ovpatch_plugins.dist_optimizer.sharded_param import ShardedParam, replaced_params
 from ovpatch_plugins.dist_optimizer.sharded_state import ElementwiseState, ShardedState, Shown
 from ovpatch_plugins.dist_optimizer.state_dict import StateDictSource
+from ovpatch_plugins.dist_optimizer.step_log import Turn
 
 Inner = Callable[..., Any]
 
@@ -41,6 +44,11 @@ IN_BACKWARD = (
     "want to differ"
 )
 
+_TOO_LATE = (
+    "ovpatch: {} has to go on as stock, since {}. Its state could not be put together, for other ranks went on. Do the "
+    "same on every rank, or turn dist_optimizer off."
+)
+
 # A replay of a CUDA graph makes new state, and no host knows. A whole tensor is put together from shards that the hosts
 # of all ranks know to be of the same step. Optimizers with capturable=True stay stock (supported_optimizers.py).
 _CAPTURED = (
@@ -54,8 +62,8 @@ _INSIDE = (
     "middle of being changed. Call it after step(), or in a step hook; or turn dist_optimizer off."
 )
 
-# How many optimizers have stepped over each model; the same on all ranks, which step in the same order.
-_optimizers_of: weakref.WeakKeyDictionary[ShardedGrads, int] = weakref.WeakKeyDictionary()
+_optimizers_over: weakref.WeakKeyDictionary[ShardedGrads, weakref.WeakSet[ShardedOptimizer]]
+_optimizers_over = weakref.WeakKeyDictionary()
 
 
 class ParamSync(Protocol):
@@ -98,8 +106,13 @@ class ShardedOptimizer:
         self._optimizer = weakref.ref(optimizer)
         self._sync, self._state_type, self._stand_down, self._quiet = sync, state_type, stand_down, quiet
         self._stepping = self._compared = False
+        self.is_sharded = True
+        self._turns: dict[ShardedGrads, Turn] = {}  # agreed on before the first step
         self._updating = threading.RLock()  # while the optimizer has this rank's shards
-        self._params: dict[int, ShardedParam] = {}  # by id() of the parameter, as of the last step
+        self._params: list[ShardedParam] = []  # those whose update can be divided, as of the last step
+        self._params_key: tuple[list[int], int] = ([], -1)  # what they were found by
+        self._stepped: list[ShardedParam] = []  # those that had a gradient then
+        self._by_model: dict[ShardedGrads, list[ShardedParam]] = {}
         self._states: dict[ShardedGrads, ShardedState] = {}
         self._thread = 0  # which steps
         self._state_dicts: weakref.WeakSet[StateDictSource] = weakref.WeakSet()
@@ -127,7 +140,7 @@ class ShardedOptimizer:
             return inner(optimizer, *args, **kwargs)
         known = len(optimizer.state)
         try:
-            with self._updating, self._swapped_in_shards(optimizer, params):  # and written back
+            with self._updating, self._swapped_in_shards(optimizer):  # and written back
                 result = inner(optimizer, *args, **kwargs)
         except Exception:  # on this rank, perhaps; the others wait for the parameters
             self._start_param_sync(optimizer, params)
@@ -158,13 +171,16 @@ class ShardedOptimizer:
             for state_dict in list(self._state_dicts):
                 state_dict.complete_read()
         params = self.params_to_step(optimizer)
-        models = dict.fromkeys([one.shards for one in params])
+        if params != self._stepped:
+            self._stepped, self._by_model = params, {}
+            for one in params:
+                self._by_model.setdefault(one.shards, []).append(one)
+        models = self._by_model if params else {}
         for shards in models:
-            if is_capturing(shards.editions.device):
+            if is_capturing(shards.versions.device):
                 raise RuntimeError(_CAPTURED.format(type(optimizer).__name__))
         if reason := self._stock_reason(optimizer, models):
-            self.release()
-            self._stand_down(optimizer, reason)
+            self.stand_down(reason)
             return []
         if not params:
             return params
@@ -173,41 +189,92 @@ class ShardedOptimizer:
                 COUNTERS.grads_by_parts += type(one.param.grad) is LazyTensor
         for state in self._states.values():
             state.wait_for_readers()
-        for shards in models:
+        for shards, of_model in models.items():
             if shards not in self._states:
-                self._add_model(optimizer, shards, [one for one in params if one.shards is shards])
+                self._add_model(optimizer, shards, of_model)
         if self._quiet:
-            for shards in {shards.group: shards for shards in models}.values():
-                shards.come()  # HostBarrier.arrive
-        return params
+            for shards in _one_per_group(models):
+                shards.arrive_at_hosts()
+        return self._stepped
 
-    def _stock_reason(self, optimizer: Optimizer, models: Mapping[ShardedGrads, None]) -> str:
+    def _stock_reason(self, optimizer: Optimizer, models: Iterable[ShardedGrads]) -> str:
         """Return why the optimizer has to go on as stock from now on, the same on all ranks; "" if it has not."""
         if torch._C._current_graph_task_id() != -1:
             return IN_BACKWARD
-        if any(shards.left for shards in models):
-            return LEFT
-        if self._compared:  # until then, other ranks may have nothing to divide here, or never step this optimizer
-            for shards in models:
-                shards.tell_if_local()
-        if any(shards.local for shards in models):
+        for shards in models:
+            if shards.restored:
+                return LEFT
+        if not self._compared:
+            self._compared = True
+            return self._agree(optimizer)
+        for shards in models:
+            state = self._states.get(shards)
+            if state is not None:
+                shards.step_log.record(shards.backwards, state.next_turn())
+        is_local = False
+        for shards in models:
+            shards.agree_if_local()
+            is_local |= shards.local
+        if is_local:
+            self._stay_away(models)
             return LOCAL
-        if self._compared:
-            return ""
-        self._compared = True
-        reason = supported_optimizers.rank_mismatch(optimizer)
-        COUNTERS.optimizers += not reason
-        return reason
+        return ""
+
+    @staticmethod
+    def _stay_away(models: Iterable[ShardedGrads]) -> None:
+        """Have ranks raise an error that wait for this one, where they cannot be told before their step."""
+        for shards in _one_per_group(models):
+            shards.stay_away_from_hosts()
+
+    def _agree(self, optimizer: Optimizer) -> str:
+        """Agree with the other ranks before the first step; return why the optimizer has to stay stock.
+
+        Every rank does so at the optimizer's first step, also one that has nothing to divide.
+        """
+        names: dict[ShardedGrads, list[str]] = {}
+        for param in (param for group in optimizer.param_groups for param in group["params"]):
+            entry = sharded_grads.find(param)
+            if entry is not None and entry[0].group.size() > 1:
+                names.setdefault(entry[0], []).append(entry[0].names[entry[1]])
+        terms = {shards: step_log.terms_of(optimizer, of_model) for shards, of_model in names.items()}
+        self._turns = {shards: shards.step_log.propose(terms[shards]) for shards in names}
+        if any(shards.local for shards in names):  # it waits for no other rank
+            for shards in names:
+                shards.step_log.record(shards.backwards, Turn("", LOCAL))
+            self._leave_together(names, told=any(map(self._older, names)))
+            return LOCAL
+        logs = {shards.step_log: (shards.backwards, turn) for shards, turn in self._turns.items()}
+        reason, agreed, is_older = step_log.agree(optimizer, logs, adopts=not all(shards.tells for shards in names))
+        if reason:
+            self._leave_together(names, told=is_older)
+            return reason
+        self._turns = {shards: agreed[shards.step_log] for shards in names}
+        COUNTERS.optimizers += 1
+        if is_older:  # whose ranks tell each other in every step
+            for shards in names:
+                shards.agree_if_local()
+        return LOCAL if any(shards.local for shards in names) else ""
+
+    def _leave_together(self, models: Iterable[ShardedGrads], *, told: bool) -> None:
+        """Have ranks that go on with an older optimizer leave it stock, if they can be told, and leave it so here."""
+        for shards in models if told else ():
+            older = self._older(shards)
+            if not (older or shards.tells):
+                self._stay_away([shards])  # none that other ranks could mean
+            shards.local = True
+            shards.agree_if_local()
+            for one in older:
+                one.stand_down(LOCAL)
+
+    def _older(self, shards: ShardedGrads) -> list[ShardedOptimizer]:
+        return [one for one in _optimizers_over.get(shards, ()) if one is not self and one.is_sharded]
 
     @contextmanager
-    def _swapped_in_shards(self, optimizer: Optimizer, params: Sequence[ShardedParam]) -> Iterator[None]:
+    def _swapped_in_shards(self, optimizer: Optimizer) -> Iterator[None]:
         """Show the optimizer this rank's shards while the block runs; see [Note: innermost]."""
-        by_model: dict[ShardedGrads, list[ShardedParam]] = {}
-        for one in params:
-            by_model.setdefault(one.shards, []).append(one)
         with ExitStack() as stack:
             shown: Shown = {}
-            for shards, of_model in by_model.items():
+            for shards, of_model in self._by_model.items():
                 shown |= stack.enter_context(self._states[shards].swapped_in(of_model, optimizer.state))
             stack.enter_context(replaced_params(optimizer, shown))
             self._stepping = True
@@ -220,36 +287,39 @@ class ShardedOptimizer:
         """Start the collectives that make the parameters the same on all ranks."""
         # They were changed without autograd; a graph that still needs the old values must notice.
         torch.autograd.graph.increment_version([one.param for one in params])
-        models = {one.shards: self._states[one.shards] for one in params}
         try:
-            for shards, state in models.items():
-                state.exchange_formats([one for one in params if one.shards is shards], optimizer.state)
+            for shards, of_model in self._by_model.items():
+                self._states[shards].exchange_formats(of_model, optimizer.state)
         finally:  # the others wait for the collective in any case
-            for shards in {shards.group: shards for shards in models}.values():
-                shards.meet()
+            for shards in _one_per_group(self._by_model):
+                shards.wait_for_hosts()
             self._sync.start_param_sync(params)
         for state in self._states.values():
             state.refill_held()
 
     def params_to_step(self, optimizer: Optimizer) -> list[ShardedParam]:
         """Return the parameters with a gradient whose update is divided."""
-        known, found, to_step = self._params, {}, []
+        params = [param for group in optimizer.param_groups for param in group["params"]]
+        key = list(map(id, params)), sharded_grads.generation()
         with torch._C.DisableTorchFunctionSubclass():  # pending parameters tell as well whether they have a gradient
-            for group in optimizer.param_groups:
-                for param in group["params"]:
-                    entry = sharded_grads.find(param)
-                    if entry is None:
-                        continue
-                    one = known.get(id(param))
-                    if one is None or one.param is not param or (one.shards, one.index) != entry:
-                        if not self._state_type.can_divide(*entry):
-                            continue
-                        one = ShardedParam(param, *entry)
-                    found[id(param)] = one
-                    if param.grad is not None:
-                        to_step.append(one)
-        self._params = found
-        return to_step
+            if key != self._params_key:
+                self._params, self._params_key = self._find_params(params), key
+            return [one for one in self._params if one.param.grad is not None]
+
+    def _find_params(self, params: Iterable[Parameter]) -> list[ShardedParam]:
+        known = {id(one.param): one for one in self._params}
+        found = []
+        for param in params:
+            entry = sharded_grads.find(param)
+            if entry is None:
+                continue
+            one = known.get(id(param))
+            if one is None or (one.shards, one.index) != entry:
+                if not self._state_type.can_divide(*entry):
+                    continue
+                one = ShardedParam(param, *entry)
+            found.append(one)
+        return found
 
     # ---------------------------------------------------------------- state
 
@@ -263,8 +333,13 @@ class ShardedOptimizer:
         # have said that they come to the parameters' collective, no rank may ask.
         held = [one for each in params for one in (each.param.grad, *optimizer.state.get(each.param, {}).values())]
         lazy_tensor.materialize(one for one in held if isinstance(one, LazyTensor) and one.source is not shards)
-        number = _optimizers_of[shards] = _optimizers_of.get(shards, 0) + 1
-        state = self._states[shards] = self._state_type(shards, number)
+        log = shards.step_log
+        turn = self._turns.get(shards)
+        if turn is None:  # the model is wrapped anew
+            turn = log.propose(step_log.terms_of(optimizer, [shards.names[one.index] for one in params]))
+        log.adopt(turn)
+        _optimizers_over.setdefault(shards, weakref.WeakSet()).add(self)
+        state = self._states[shards] = self._state_type(shards, turn)
         # A slower peer may still ask when the script has dropped the optimizer here.
         weakref.finalize(optimizer, shutdown.keep_until_backward, shards.group, state).atexit = False
 
@@ -287,8 +362,19 @@ class ShardedOptimizer:
         for state in self._states.values():
             state.load(optimizer.state)
 
+    def stand_down(self, reason: str) -> None:
+        """Leave the optimizer stock from now on."""
+        optimizer = self._optimizer()
+        try:
+            self.release()
+        except PeerError as error:
+            raise RuntimeError(_TOO_LATE.format(type(optimizer).__name__, reason)) from error
+        if optimizer is not None:
+            self._stand_down(optimizer, reason)
+
     def release(self) -> None:
         """Make everything whole again: the optimizer goes on as stock."""
+        self.is_sharded = False
         self._sync.finish_param_sync()
         for hook in self._hooks:
             hook.remove()
@@ -307,8 +393,12 @@ class ShardedOptimizer:
             round_state(optimizer)
         if self.is_elementwise:
             self.params_to_step(optimizer)
-            for one in self._params.values():
-                one.shards.want(one.index, wanted=False)
+            for one in self._params:
+                one.shards.request_sharding(one.index, requested=False)
+
+
+def _one_per_group(models: Iterable[ShardedGrads]) -> Iterable[ShardedGrads]:
+    return {shards.group: shards for shards in models}.values()
 
 
 def _evaluate_closure(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
+from ovpatch.overlap.tensors.lazy_tensor import LazyTensor
 from ovpatch_plugins.dist_optimizer.sharded_grads import ShardedGrads
 
 
@@ -30,23 +32,38 @@ class ShardedParam:
     owner: int | None = None
 
     def __post_init__(self) -> None:
-        self.shard = self.shards.slice(self.index)
+        self.shard = self.shards.local_range(self.index)
+        self.strides = self.param.stride()
+        self.is_padded = self.shard.numel < self.shard.size
 
 
 def make_shard_params(params: Sequence[ShardedParam]) -> list[Parameter]:
     """Return this rank's shards of parameters, as parameters with gradients.
 
     The parameters themselves do not change: another thread, which saves a checkpoint, must not find shards.
+
+    Raises:
+        RuntimeError: A parameter's elements lie in another order than when its model was wrapped.
     """
+    make: Callable[[type[Parameter], Tensor, bool], Parameter] = torch.Tensor._make_subclass
     shard_params = []
-    with torch.inference_mode(False), torch.no_grad():
+    with torch.inference_mode(False), torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
         for one in params:
-            data, grad = one.param.data, one.shards.own_part(one.index)
+            param, shards = one.param, one.shards
+            data, grad = param.data, param.grad
+            if data.stride() != one.strides:
+                shards.check_layout(one.index)
             elements = data.as_strided((one.shard.numel,), (1,), data.storage_offset() + one.shard.begin)
-            with torch._C.DisableTorchFunctionSubclass():
-                # What Parameter() does, which read_hooks.py wraps.
-                shard_param: Parameter = torch.Tensor._make_subclass(Parameter, elements, one.param.requires_grad)
-            shard_param.grad = grad
+            # What Parameter() does, which read_hooks.py wraps.
+            shard_param = make(Parameter, elements, param.requires_grad)
+            if grad is not None:
+                if type(grad) is LazyTensor and grad.__dict__.get("source") is shards:
+                    shard = shards.reduced[one.index]
+                    # A new object, since an optimizer may give it other memory.
+                    shard = shard[: one.shard.numel] if one.is_padded else shard.detach()
+                else:
+                    shard = shards.local_shard(one.index, grad)
+                shard_param.grad = shard if shard.dtype is data.dtype else shard.to(data.dtype)
             shard_params.append(shard_param)
     return shard_params
 

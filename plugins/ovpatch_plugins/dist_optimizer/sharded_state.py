@@ -26,6 +26,7 @@ from ovpatch_plugins.dist_optimizer.report import COUNTERS
 from ovpatch_plugins.dist_optimizer.sharded_grads import ShardedGrads
 from ovpatch_plugins.dist_optimizer.sharded_param import ShardedParam, make_shard_params
 from ovpatch_plugins.dist_optimizer.state_format import StateFormat
+from ovpatch_plugins.dist_optimizer.step_log import Turn
 
 States = dict[Any, dict[Any, Any]]  # an optimizer's ``state``
 Swapped = list[tuple[ShardedParam, Parameter]]  # parameters, and what the optimizer is given for them
@@ -37,6 +38,16 @@ _LOADS = 1 << 20  # versions from one step to the next; all but the first are ma
 _KEPT = 4  # versions that loading has replaced
 
 PATIENCE_S = 600.0  # for a rank whose step comes later; the reader's own time-out comes first
+
+
+_TOO_LATE = (
+    "A step went on meanwhile. Read optimizer state between a step and the next backward, on every rank that reads; "
+    "what a thread is to read later, copy before, as by copy.deepcopy(optimizer.state_dict())"
+)
+
+# The states that peers ask for, by name of their turns.
+_serving: weakref.WeakKeyDictionary[ShardedGrads, weakref.WeakValueDictionary[str, ShardedState]]
+_serving = weakref.WeakKeyDictionary()
 
 
 class ShardedState(abc.ABC):
@@ -60,10 +71,10 @@ class ShardedState(abc.ABC):
 
     Args:
         shards: The sharded gradients of the model.
-        number: Of the optimizer, the same on all ranks and no other's over this model.
+        turn: The optimizer's terms and number, the same on all ranks and no other's over this model.
     """
 
-    def __init__(self, shards: ShardedGrads, number: int) -> None:
+    def __init__(self, shards: ShardedGrads, turn: Turn) -> None:
         self._versions = VersionedTensors(shards.params[0].device)
         self._shards, self.group = shards, shards.group
         self._keep_alive = KeepAlive(shards.group)
@@ -74,12 +85,23 @@ class ShardedState(abc.ABC):
         self._lazy: weakref.WeakValueDictionary[Key, LazyTensor] = weakref.WeakValueDictionary()
         self._held: dict[Key, Tensor] = {}  # what stays whole in this step; see [Note: the same tensor]
         self._counted = 0, 0  # bytes that this rank keeps, and bytes of the whole
-        self._steps = self._next_step = 0
+        self._steps = self._next_step = turn.steps
+        self.turn = turn
         self._read_after = -1  # how many backwards there were at the last read since the last step
         self._changed = threading.Condition()
         self._earlier: dict[int, dict[Key, Tensor]] = {}  # shards that loading has replaced, by version
-        self._topic = f"state of optimizer {number} of {shards.identity}"
-        weakref.finalize(self, PeerRpc.for_group(shards.group).register(self._topic, weak_method(self._answer)))
+        self._topic = f"state of {turn.name}, of {shards.identity}"
+        serving = _serving.setdefault(shards, weakref.WeakValueDictionary())
+        if turn.name in serving:  # this rank alone has made its optimizer anew
+            serving[turn.name]._withdraw()
+        serving[turn.name] = self
+        self._withdraw: weakref.finalize[[], ShardedState] = weakref.finalize(
+            self, PeerRpc.for_group(shards.group).register(self._topic, weak_method(self._answer))
+        )
+
+    def next_turn(self) -> Turn:
+        """Return what the next step is."""
+        return Turn(self.turn.terms, number=self.turn.number, steps=self._steps, agreed=True)
 
     # ---------------------------------------------------------------- what the optimizer calls around a step
 
@@ -212,7 +234,7 @@ class ShardedState(abc.ABC):
             return
         if isinstance(held, Tensor) and not isinstance(held, LazyTensor) and _has_format(held, form):
             if is_unshared(held) if sole is None else sole:
-                lazy = lazy_tensor.make_lazy_(held, self, key, own=True)
+                lazy = lazy_tensor.make_lazy_(held, self, key)
             elif not held.is_inference():
                 self._held[key] = state[key[1]] = held
                 return
@@ -299,9 +321,9 @@ class ShardedState(abc.ABC):
         if number not in self._earlier:
             try:
                 return self._versions.read_version(number, lambda: copy(local), PATIENCE_S)
-            except TornReadError:
+            except TornReadError as error:
                 if number not in self._earlier:  # else it was by loading
-                    raise
+                    raise TornReadError(f"{error}. {_TOO_LATE}") from error
         earlier = self._earlier[number]
         return self._versions.read_version(number, lambda: copy(earlier), PATIENCE_S, kept=True)
 
@@ -338,7 +360,7 @@ class ElementwiseState(ShardedState):
     @staticmethod
     def can_divide(shards: ShardedGrads, index: int) -> bool:
         """Return whether a parameter is sharded, and ask for its gradient by shards."""
-        return shards.want(index)
+        return shards.request_sharding(index)
 
     def _choose_shown(self, params: Sequence[ShardedParam]) -> tuple[Shown, Swapped]:
         swapped = list(zip(params, make_shard_params(params), strict=True))
@@ -404,7 +426,7 @@ class ElementwiseState(ShardedState):
         laid_out = whole.detach()
         if whole.stride() != param.stride():
             laid_out = torch.empty_like(param, dtype=whole.dtype).copy_(whole)
-        self._local[key] = local = shard_view(laid_out, self._shards.slice(key[0])).clone()
+        self._local[key] = local = shard_view(laid_out, self._shards.local_range(key[0])).clone()
         del laid_out  # else it would count as a reference to the memory
         self._leave_lazy(key, self._format_of(key, local), state, whole)
 
@@ -416,4 +438,4 @@ class ElementwiseState(ShardedState):
         return form
 
     def _ranges(self, key: Key) -> Mapping[int, Shard]:
-        return dict(enumerate(self._shards.slices(key[0])))
+        return dict(enumerate(self._shards.ranges(key[0])))

@@ -9,22 +9,13 @@ with a ``step`` of its own may do anything there.
 from __future__ import annotations
 
 import enum
-import hashlib
-import logging
 import sys
-import threading
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
 import torch
-import torch.distributed as dist
 from torch.optim import Optimizer
-
-from ovpatch.overlap.comm.consensus import RankMismatchError, check_consistent, wait_limit_s
-from ovpatch_plugins.dist_optimizer import sharded_grads
-from ovpatch_plugins.dist_optimizer.sharded_grads import ShardedGrads
 
 ELEMENT_WISE: Final[tuple[type[Optimizer], ...]] = (
     torch.optim.SGD,
@@ -131,79 +122,9 @@ def _names(text: str) -> list[str]:
     return [name.strip() for name in text.split(",") if name.strip()]
 
 
-#: How long a rank waits for the others at most, in seconds; one may save a checkpoint first.
-PATIENCE_S = 300.0
-
-#: After how long it says for what it waits, in seconds.
-SILENCE_S = 5.0
-
-_log = logging.getLogger("ovpatch.dist_optimizer")
-
-_REMEDY: Final = (
-    "If the script shares the work out itself, as ZeroRedundancyOptimizer does, nothing is wrong; otherwise make the "
-    "same optimizers, and step them in the same order, on every rank."
-)
-
-
-def rank_mismatch(optimizer: Optimizer) -> str:
-    """Return why the ranks cannot divide an optimizer's work; "" if they can, then on all ranks of its groups.
-
-    [Note: the same everywhere] An optimizer may have other parameters on other ranks, as the one inside of a
-    ZeroRedundancyOptimizer, or that of a script which shares the work out by hand. What one rank alone updates cannot
-    be gathered from all. So ranks compare, through the store, before an optimizer's first step; where they differ, it
-    stays stock. If its parameters are in several process groups, a second round tells the others' ranks.
-
-    Every rank calls this at the optimizer's first step, also one that has nothing to divide.
-    """
-    found = [sharded_grads.find(param) for group in optimizer.param_groups for param in group["params"]]
-    entries = [entry for entry in found if entry is not None]
-    reasons: dict[dist.ProcessGroup, str] = {}
-    waits = {shards.group: wait_limit_s(shards.group, PATIENCE_S) for shards, _ in entries}
-    for group in waits:
-        of_group = [entry for entry in entries if entry[0].group is group]
-        with _warning_when_slow(optimizer, waits[group]):
-            reasons[group] = _compare(group, _terms(optimizer, of_group), waits[group])
-    reason = next(filter(None, reasons.values()), "")
-    for group in [group for group, failed in reasons.items() if not failed]:
-        reason = _compare(group, {"round": 2}, waits[group], objection=reason) or reason
-    return reason
-
-
 def inner_optimizer(optimizer: Optimizer) -> Optimizer | None:
     """Return the optimizer inside of a ``ZeroRedundancyOptimizer``, which is known to differ by rank."""
     module = sys.modules.get("torch.distributed.optim.zero_redundancy_optimizer")
     if module is not None and isinstance(optimizer, module.ZeroRedundancyOptimizer):
         return optimizer.optim  # type: ignore[no-any-return]
     return None
-
-
-def _terms(optimizer: Optimizer, entries: Sequence[tuple[ShardedGrads, int]]) -> dict[str, str]:
-    names = sorted(f"{shards.identity}: {shards.names[index]}" for shards, index in entries)
-    digest = hashlib.sha256("\n".join(names).encode()).hexdigest()[:12]
-    return {
-        "class": name_of(type(optimizer)),
-        "parameters": f"{len(names)} from {names[0]} to {names[-1]} (digest {digest})",
-    }
-
-
-@contextmanager
-def _warning_when_slow(optimizer: Optimizer, patience: float) -> Iterator[None]:
-    """Warn if the other ranks do not compare soon: they may go on with an older optimizer, and never compare."""
-    text = (
-        f"{type(optimizer).__name__} has not stepped before, and waits for the other ranks to step theirs, for up to "
-        f"{patience:g} s. {_REMEDY}"
-    )
-    timer = threading.Timer(SILENCE_S, _log.warning, ("%s", text))
-    timer.daemon = True
-    timer.start()
-    try:
-        yield
-    finally:
-        timer.cancel()
-
-
-def _compare(group: dist.ProcessGroup, terms: Mapping[str, Any], patience: float, *, objection: str = "") -> str:
-    try:
-        return check_consistent(group, "dist_optimizer", terms, objection=objection, timeout_s=patience, remedy=_REMEDY)
-    except RankMismatchError as error:
-        return str(error)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import sys
 import weakref
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -14,10 +15,10 @@ from torch.optim import Optimizer
 
 from ovpatch.overlap.comm import step_communicator
 from ovpatch.overlap.comm.group_state import is_exiting_by_error
-from ovpatch.overlap.copy_engine import registry as copies
 from ovpatch.overlap.peer_rpc.rpc import PeerRpc
 from ovpatch.overlap.tensors import lazy_tensor, pending_param
 from ovpatch.overlap.tensors.lazy_tensor import LazyTensor
+from ovpatch.overlap.tensors.pending_param import PENDING
 from ovpatch_plugins.dist_optimizer import sharded_grads, supported_optimizers
 from ovpatch_plugins.dist_optimizer.main_params import MainParamsState, load_in_fp32
 from ovpatch_plugins.dist_optimizer.owned_state import NamedOwnedState, OwnedState
@@ -33,11 +34,10 @@ _log = logging.getLogger("ovpatch.dist_optimizer")
 
 _BROADCAST_MB = 64.0  # at a time, of parameters that one rank updates for all: a flat buffer takes as much, twice
 
-_BY_PARTS = "_ovpatch_by_parts"  # an attribute of an optimizer, for Dynamo can look at nothing else
-
 COMPILED = "its step is compiled by now, and a graph reads memory, which whole state and gradients have"
 
 _known: weakref.WeakKeyDictionary[Optimizer, ShardedOptimizer | None] = weakref.WeakKeyDictionary()  # None: stock
+_any_sharded = False  # whether one of them is not stock; a graph guards on it, which could not look into the table
 _remarks: list[str] = []
 _strangers: set[str] = set()  # classes of optimizers that stepped and had no parameter of ours
 
@@ -57,15 +57,31 @@ def wrap_destroy(original: Callable[..., None]) -> Callable[..., None]:
             _log.warning("parameters did not arrive, and their readers will be told again: %s", error)
         ending = None if group is dist.group.WORLD else group
         leaving = not is_exiting_by_error()
+        copies = sys.modules.get("ovpatch.overlap.copy_engine.registry")
         if leaving:
-            copies.finish(ending)
+            if copies is not None:
+                copies.finish(ending)
             PeerRpc.shutdown_all(ending)
             step_communicator.close_communicators(ending)
         original(group)
-        if leaving:
+        if leaving and copies is not None:
             copies.forget(ending)  # not before: to give memory back is to wait for all that runs on the device
 
     return destroy_process_group
+
+
+def wrap_zero_grad(original: Callable[..., None]) -> Callable[..., None]:
+    """Wrap ``Optimizer.zero_grad``: the class of a pending parameter is not asked for each ``grad`` that is dropped."""
+
+    @functools.wraps(original)
+    def zero_grad(optimizer: Optimizer, set_to_none: bool = True) -> None:
+        if set_to_none and PENDING:
+            with torch._C.DisableTorchFunctionSubclass():
+                original(optimizer, set_to_none)
+        else:
+            original(optimizer, set_to_none)
+
+    return zero_grad
 
 
 class StepPatches:
@@ -89,7 +105,7 @@ class StepPatches:
         @functools.wraps(inner)
         def step(optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
             if torch.compiler.is_compiling():
-                if getattr(optimizer, _BY_PARTS, False):  # a constant of the graph, which is compiled anew later
+                if _any_sharded:  # a constant of the graph, which is compiled again when this changes
                     _make_whole(optimizer)
                 return inner(optimizer, *args, **kwargs)
             if orphans:
@@ -152,8 +168,8 @@ class StepPatches:
                 _leave_stock(optimizer, reason)
             else:
                 self._remark_if_idle(optimizer)
-                setattr(optimizer, _BY_PARTS, True)
                 _known[optimizer] = self._make(optimizer)
+                _note_sharded(lazy=False)
         return _known[optimizer]
 
     def _remark_if_idle(self, optimizer: Optimizer) -> None:
@@ -193,11 +209,11 @@ def find_sharded(optimizer: Optimizer) -> ShardedOptimizer | None:
 
 def release_all() -> None:
     """Make every optimizer in this process stock again, its state whole."""
-    for optimizer, one in list(_known.items()):
-        vars(optimizer).pop(_BY_PARTS, None)
+    for one in list(_known.values()):
         if one is not None:
             one.release()
     _known.clear()
+    _note_sharded(lazy=False)
     finish_orphans()
 
 
@@ -221,8 +237,13 @@ def _make_whole(optimizer: Optimizer) -> None:
         grads = [param.grad for group in optimizer.param_groups for param in group["params"]]
     lazy = [grad for grad in grads if isinstance(grad, LazyTensor)]
     lazy_tensor.materialize(lazy)  # until all ranks know that no rank wants sharded gradients any more
-    if sharded is None and not lazy:
-        vars(optimizer).pop(_BY_PARTS, None)
+    _note_sharded(lazy=sharded is not None or bool(lazy))
+
+
+def _note_sharded(*, lazy: bool) -> None:
+    """Note whether compiled steps have something to make whole: sharded optimizers, or lazy gradients."""
+    global _any_sharded
+    _any_sharded = lazy or any(one is not None for one in _known.values())
 
 
 def _has_sharded_grads(optimizer: Optimizer) -> bool:

@@ -23,7 +23,7 @@ class MoEConfig:
     parts: int = 0  # number of chunks; 0 for the default of ``cut``
     delay_wgrad: bool = True  # compute weight gradients while a chunk's rows are on their way back
     multi_stream: bool = False  # combine on a second communicator
-    exchange: str = DEFAULT_EXCHANGE  # how rows travel; see :data:`ovpatch_plugins.pipe_experts.options.EXCHANGES`
+    exchange: str = DEFAULT_EXCHANGE  # how rows travel; see ovpatch_plugins.pipe_experts.options.EXCHANGES
 
     def make_plan(self, ep_size: int, num_local_experts: int) -> ChunkPlan:
         """Return the chunks of a layer with ``num_local_experts`` on each of ``ep_size`` ranks."""

@@ -6,11 +6,11 @@ the sum over its dp/ep copies is the sum over all ranks, and what is wanted is 1
 Contributions are multiplied by 1/ep as they come, and what has accumulated is averaged: what an earlier backward has
 averaged is the same on all copies, and stays what it is.
 
-[Note: order of experts] The collectives are launched in the order of ``named_parameters()``, on which the ranks have
+The collectives are launched in the order of ``named_parameters()``, on which the ranks have
 agreed: each as soon as its gradient and all before it are complete, the others at the end of the backward. A rank that
 has no gradient of an expert, for want of tokens, adds zeros there; if no copy has one, the gradient becomes zeros.
 
-[Note: every backward] A rank without a single token would not hear of a backward from the experts' hooks, and the
+A rank without a single token would not hear of a backward from the experts' hooks, and the
 others would wait for it. So backwards are recognised by the outputs of a synchronised forward. All ranks run those
 alike; this holds for a second backward through the same outputs, too.
 """
@@ -30,7 +30,7 @@ from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from ovpatch.overlap.data_parallel.bucket import GradBucket
-from ovpatch.overlap.data_parallel.grad_hooks import GradientHooks, accumulates, watch_outputs
+from ovpatch.overlap.data_parallel.grad_hooks import GradHooks, watch_outputs, will_accumulate
 from ovpatch.overlap.data_parallel.grad_sync import GradSync, register_reducer
 from ovpatch.overlap.data_parallel.reducer import BackwardReducer, ReducerState
 
@@ -87,7 +87,7 @@ class ExpertGradients(BackwardReducer):
 
     def _attach(self, group: dist.ProcessGroup) -> None:
         self._group = group
-        self._hooks = GradientHooks(self._params, self)
+        self._hooks = GradHooks(self._params, self)
         register_reducer(self._params, self)
         self._sync = self._new_sync()
 
@@ -123,7 +123,7 @@ class ExpertGradients(BackwardReducer):
         self.recover()
         if self._group is None:
             self._attach(_found(*self._place))
-        elif self._hooks.lost():
+        elif self._hooks.are_lost():
             self._hooks.remove()
             self._attach(self._group)
 
@@ -143,9 +143,9 @@ class ExpertGradients(BackwardReducer):
             return
         trained = (param for param in (*self._others, *self._params) if param.requires_grad)
         # Not for torch.autograd.grad(), which adds to no gradient.
-        if accumulates(get_gradient_edge(param).node for param in trained):
+        if will_accumulate(get_gradient_edge(param).node for param in trained):
             if not self.armed:
-                self._arm()  # see [Note: every backward]
+                self._arm()  # a rank without tokens hears of the backward here only
             self._join_backward()
 
     def _arm(self, expected: Sequence[int] | None = None) -> None:
@@ -154,13 +154,13 @@ class ExpertGradients(BackwardReducer):
 
     def _grad_complete(self, index: int, node_grad: Tensor | None) -> None:
         self._sync.register_grad_ready(index)
-        self._sync.start_ready_buckets(_ignore, node_grad)
+        self._sync.start_ready_buckets(node_grad)
 
     def _reduce_rest(self) -> None:
-        self._sync.start_grad_sync(_ignore)
+        self._sync.start_grad_sync()
         for earlier in self._unfinished:
             earlier.wait()
-            earlier.drop()
+            earlier.drop_inputs()
         self._unfinished.clear()
         self._sync.wait()
         self._sync.finish_grad_sync(())
@@ -186,10 +186,6 @@ def _multiplied(factor: float) -> Any:
 def _remove(handles: Iterable[RemovableHandle]) -> None:
     for handle in handles:
         handle.remove()
-
-
-def _ignore(_bucket: object) -> None:
-    pass
 
 
 def _found(name: str, ranks: list[int]) -> dist.ProcessGroup:

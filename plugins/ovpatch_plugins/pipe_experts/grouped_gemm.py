@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from ovpatch.overlap.data_parallel.grad_hooks import apply_function, executes
+from ovpatch.overlap.data_parallel.grad_hooks import apply_function, will_execute
 
 _ALIGNMENT = 16  # bytes; the grouped kernel asks it of every row
 
@@ -256,7 +256,7 @@ class _GroupedLinear(torch.autograd.Function):
         grad, dgrad = grad.contiguous(), None
         if weight is not None:
             dgrad = grouped_dgrad(grad, weight[call.expert_slice], call.groups)
-        if x is not None and executes(ctx.next_functions[1][0]):
+        if x is not None and will_execute(ctx.next_functions[1][0]):
             accumulator = call.grads.accumulators[call.weight_index]
             call.grads.add_contribution(
                 call.chunk, lambda: accumulator.add_product(grad, x, call.expert_slice, call.groups)

@@ -105,6 +105,86 @@ def _interleave(stage: int, microbatches: int, *, warmup: int, lag: int | None) 
     return order
 
 
+def build_vee_order(*, ranks: int, microbatches: int) -> Schedule:
+    """Return ZB-V (arXiv 2405.15362) for two stages per rank in a V, ``build_placement("vee", ranks=…, chunks=2)``.
+
+    With ``2 * ranks`` microbatches or more it is the order of torch's ``ScheduleZBVZeroBubble``, and each rank holds at
+    most what the first rank of 1F1B holds.
+
+    Args:
+        ranks: Number of ranks.
+        microbatches: Number of microbatches in a step.
+
+    Raises:
+        ScheduleError: A number is below 1.
+    """
+    if ranks < 1 or microbatches < 1:
+        raise ScheduleError(f"{ranks} ranks and {microbatches} microbatches make no order. Give 1 or more of both.")
+    return [_build_vee(rank, ranks, microbatches) for rank in range(ranks)]
+
+
+def _build_vee(rank: int, ranks: int, microbatches: int) -> list[Action]:
+    down, up = rank, 2 * ranks - 1 - rank
+    order: list[Action] = []
+    done: dict[tuple[Kind, int], int] = defaultdict(int)
+
+    def run(*pairs: tuple[Kind, int]) -> None:
+        """Run the next microbatch of each kind and stage, unless none is left."""
+        for kind, stage in pairs:
+            if done[kind, stage] < microbatches:
+                order.append(Action(kind, stage, done[kind, stage]))
+                done[kind, stage] += 1
+
+    for _ in range(2 * (ranks - rank) - 1):
+        run((Kind.F, down))
+    for _ in range(rank):
+        run((Kind.F, up), (Kind.F, down))
+    for _ in range(ranks - rank):
+        run((Kind.F, up), (Kind.B, up), (Kind.W, up))
+    while done[Kind.F, up] < microbatches or done[Kind.F, down] < microbatches:
+        run((Kind.F, down), (Kind.B, down), (Kind.W, down), (Kind.F, up), (Kind.B, up), (Kind.W, up))
+    for _ in range(rank):
+        run((Kind.B, down), (Kind.B, up))
+    while done[Kind.B, down] < microbatches:
+        run((Kind.B, down), (Kind.W, down))
+    run(*[(Kind.W, up)] * microbatches, *[(Kind.W, down)] * microbatches)
+    return order
+
+
+def build_vee_blocks(name: str, *, ranks: int, microbatches: int) -> Schedule:
+    """Return V-Half or V-Min (arXiv 2405.15362): each microbatch runs at fixed slots, six slots after the one before.
+
+    The orders are those of Fs and Bs; each W follows its B.
+
+    Args:
+        name: ``v-half`` or ``v-min``, by the memory that is held.
+        ranks: Number of ranks, in a V of two stages each.
+        microbatches: Number of microbatches in a step.
+
+    Raises:
+        ScheduleError: The name is unknown.
+    """
+    if name not in ("v-half", "v-min"):
+        raise ScheduleError(f"blocks {name!r} are unknown. Choose one of v-half, v-min.")
+    schedule = []
+    for rank in range(ranks):
+        down, up = rank, 2 * ranks - 1 - rank
+        if name == "v-min":
+            shift = 2 if ranks % 3 == 0 else 0
+            slots = (rank, 2 * ranks - 1 - rank, 2 * ranks + shift + rank, 4 * ranks + shift - 1 - rank)
+        else:
+            shift = 3 if ranks % 2 == 0 else 0
+            slots = (2 * rank, 3 * ranks - 2 - rank, 3 * ranks + shift + 2 * rank - 1, 6 * ranks + shift - 2 - rank)
+        computed = ((Kind.F, down), (Kind.F, up), (Kind.BW, up), (Kind.BW, down))
+        timed = [
+            (slot + 6 * microbatch, -number, Action(kind, stage, microbatch))
+            for number, (slot, (kind, stage)) in enumerate(zip(slots, computed, strict=True))
+            for microbatch in range(microbatches)
+        ]
+        schedule.append([action for *_, action in sorted(timed, key=lambda entry: entry[:2])])
+    return split_backwards(schedule)
+
+
 # --- conversion ---
 
 

@@ -191,7 +191,7 @@ def simulate(
     waiting, pending = Footprint(parts, nothing), Footprint(nothing, parts)
     return Simulation(
         step=step,
-        timeline=tuple(tuple(Timed(a, begin - origin, end - origin) for a, begin, end in line) for line in run.timeline),
+        timeline=tuple(tuple(Timed(a, s - origin, e - origin) for a, s, e in line) for line in run.timeline),
         busy=tuple(sum(map(costs.time_of, order)) for order in schedule),
         peak_memory=tuple(peak_memory(order, footprint) for order in schedule),
         peak_activations=tuple(peak_memory(order, waiting) for order in schedule),

@@ -1,6 +1,6 @@
 """Messages between the ranks of a pipeline, by ``torch.distributed``.
 
-[Note: one queue per directed edge] Messages from one rank to another keep the sender's order, which both sides know
+Messages from one rank to another keep the sender's order, which both sides know
 from the schedule, and wait behind no message of another edge. On gloo a tag per step makes such a queue inside the
 stage's own group; stock's transfers have tag 0. On NCCL each directed edge has a communicator of its own with one
 thread block, because a waiting kernel slows the products beside it by the blocks that it takes. They are connected

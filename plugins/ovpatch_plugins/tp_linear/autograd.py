@@ -13,7 +13,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from ovpatch.overlap.data_parallel.grad_hooks import executes
+from ovpatch.overlap.data_parallel.grad_hooks import will_execute
 from ovpatch_plugins.tp_linear.config import OpContext
 from ovpatch_plugins.tp_linear.layout import (
     from_rows,
@@ -215,7 +215,7 @@ def _resume(ctx: Any) -> tuple[Tensor | None, list[Tensor], ParamGrads]:
 
 def _wants_input(ctx: Any) -> bool:
     """Tell whether this backward continues to the input, and is not for the weights' gradients alone."""
-    return ctx.needs_input_grad[1] and executes(ctx.next_functions[0][0])
+    return ctx.needs_input_grad[1] and will_execute(ctx.next_functions[0][0])
 
 
 def _grads(ctx: Any, dx: Tensor | None, params: ParamGrads) -> tuple[Any, ...]:

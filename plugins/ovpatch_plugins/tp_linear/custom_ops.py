@@ -137,7 +137,7 @@ def _find_group(name: Any) -> dist.ProcessGroup:
 
 
 def _find_ranks(group: str, x: Tensor) -> TPGroup:
-    return tp_group.of(_find_group(group), x.device)
+    return tp_group.get_tp_group(_find_group(group), x.device)
 
 
 def _parse_schedule(name: str) -> Schedule:

@@ -59,7 +59,7 @@ def all_gather_linear(
     _refuse_complex(x, *weights)
     call = OpContext(
         TPConfig(_schedule(schedule, chunks, anew=regather), regather=regather),
-        tp_group.of(group, x.device),
+        tp_group.get_tp_group(group, x.device),
         dim=_dim(x, dim),
         count=len(weights),
         constant=not x.requires_grad,
@@ -99,7 +99,7 @@ def linear_reduce_scatter(
     """
     how = TPConfig(_schedule(schedule, chunks))
     _refuse_complex(x, weight)
-    dim, ranks = _dim(x, dim), tp_group.of(group, x.device)
+    dim, ranks = _dim(x, dim), tp_group.get_tp_group(group, x.device)
     if x.shape[dim] % ranks.world:
         raise ValueError(
             f"dimension {dim} of the input has size {x.shape[dim]}, which does not divide by {ranks.world} ranks: pad "

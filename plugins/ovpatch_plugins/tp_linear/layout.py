@@ -154,8 +154,8 @@ def is_partial(tensor: Any) -> bool:
     return bool(tensor._spec.placements[0].is_partial())
 
 
-def forget() -> None:
-    """Let go of all meshes."""
+def drop_specs() -> None:
+    """Drop what is kept of meshes."""
     _specs.clear()
 
 

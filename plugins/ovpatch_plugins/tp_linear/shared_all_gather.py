@@ -242,7 +242,7 @@ class SharedAllGather:
         linears = find_readers(module, self._mesh, x)
         if not linears:
             return None
-        ranks = tp_group.of(vars(linears[0])["_ovpatch_parallel"].group, x.device)
+        ranks = tp_group.get_tp_group(vars(linears[0])["_ovpatch_parallel"].group, x.device)
         how = _how(ranks, linears, x)
         later = None if how.schedule.ahead else _Later(dim)
         ahead = [linear for linear in linears if can_share_node(linear, module if later is None else None)]

@@ -60,7 +60,7 @@ class _TakenOver:
     linears: weakref.WeakKeyDictionary[nn.Module, tuple[_RemovedHooks, _RemovedHooks]] = field(
         default_factory=weakref.WeakKeyDictionary
     )
-    gathers: weakref.WeakSet[nn.Module] = field(default_factory=weakref.WeakSet)  # with a :class:`SharedAllGather` hook
+    gathers: weakref.WeakSet[nn.Module] = field(default_factory=weakref.WeakSet)  # with a SharedAllGather hook
     left: dict[str, str] = field(default_factory=dict)  # why stock computes a linear, by the name of its class
 
 
@@ -142,9 +142,9 @@ def give_back_modules() -> None:
                 module._forward_pre_hooks[key] = hook.stock
     _TAKEN.gathers.clear()
     _TAKEN.left.clear()
-    layout.forget()
-    tp_group.forget()
-    fused.forget()
+    layout.drop_specs()
+    tp_group.drop_tp_groups()
+    fused.drop_fused_support()
 
 
 def list_left_linears() -> Mapping[str, str]:

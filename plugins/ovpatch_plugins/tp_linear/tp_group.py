@@ -87,7 +87,7 @@ class TPGroup:
         return WorkGroup(dist.batch_isend_irecv(operations), (sent,))
 
 
-def of(group: dist.ProcessGroup, device: torch.device) -> TPGroup:
+def get_tp_group(group: dist.ProcessGroup, device: torch.device) -> TPGroup:
     """Return the :class:`TPGroup` of a process group; it is made once."""
     state, key = group_state(group), (TPGroup, device)
     found: TPGroup | None = state.values.get(key)  # without the calls of a first time, for every linear asks
@@ -109,8 +109,8 @@ def generation() -> int:
     return _generation
 
 
-def forget() -> None:
-    """Let go of all groups, and let ranks agree anew."""
+def drop_tp_groups() -> None:
+    """Drop all groups, and have ranks compare their settings anew."""
     global _generation
     _generation += 1
     drop_values(TPGroup)

@@ -157,7 +157,7 @@ class TPLinear:
         if call is None:
             call = plan.calls[needs] = OpContext(
                 STATE.config,
-                tp_group.of(self.group, x.device),
+                tp_group.get_tp_group(self.group, x.device),
                 OPERATORS[plan.operator],
                 plan.dim,
                 constant=not needs,

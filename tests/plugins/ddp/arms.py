@@ -2,33 +2,124 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
+import gc
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 import ovpatch
 
 Record = dict[str, Any]
 Loop = Callable[..., list[Record]]
+Cases = Mapping[str, Mapping[str, Any]]
 
 
-def both(loop: Loop, *args: Any, options: dict[str, Any] | None = None, **kwargs: Any) -> dict[str, Any]:
+def reduced_in_place(loop: Callable[..., Any]) -> Callable[..., Any]:
+    """Have a loop's small gradients reduced in their own memory, as large ones are, and not in a flat tensor."""
+
+    @functools.wraps(loop)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        from ovpatch.overlap.data_parallel import bucket
+
+        with mock.patch.object(bucket, "SMALL", 1):
+            return loop(*args, **kwargs)
+
+    return run
+
+
+def both(
+    loop: Loop,
+    *args: Any,
+    options: dict[str, Any] | None = None,
+    apply: Callable[[], AbstractContextManager[Any]] | None = None,
+    counters: Callable[[], dict[str, int]] | None = None,
+    **kwargs: Any,
+) -> dict[str, Any]:
     """Run ``loop`` stock, then patched, from the same seeds.
 
+    Args:
+        loop: Called with ``args`` and ``kwargs``.
+        options: Of ``ddp``.
+        apply: Turns other features on.
+        counters: Returns their counters.
+
     Returns:
-        ``stock`` and ``patched``: what the loop returned; ``counters``: what the feature did in the patched arm.
+        ``stock`` and ``patched``: what the loop returned; ``counters``: what the features did in the patched arm.
     """
+    stock = seeded(loop, *args, **kwargs)
+    with apply() if apply else ovpatch.applied("ddp", options={"ddp": options or {}}):
+        return {"stock": stock, **counted(loop, *args, counters=counters, **kwargs)}
+
+
+def all_both(
+    loop: Loop,
+    cases: Cases,
+    *,
+    options: dict[str, Any] | None = None,
+    apply: Callable[[], AbstractContextManager[Any]] | None = None,
+    counters: Callable[[], dict[str, int]] | None = None,
+    again: Callable[[], AbstractContextManager[Any]] | None = None,
+) -> dict[str, dict[str, Any]]:
+    """Do what :func:`both` does for every case, under one ``apply()``: that takes longer than a short loop.
+
+    Args:
+        loop: Called with the keyword arguments of each case.
+        cases: These, by the name of the case.
+        options: As for :func:`both`.
+        apply: Likewise.
+        counters: Likewise.
+        again: Around a further stock run, ``reordered``.
+    """
+    results: dict[str, dict[str, Any]] = {name: {} for name in cases}
+    for name, kwargs in cases.items():
+        with _named(name):
+            results[name]["stock"] = seeded(loop, **kwargs)
+    for name, kwargs in cases.items() if again else ():
+        with _named(name), again():
+            results[name]["reordered"] = seeded(loop, **kwargs)
+    with apply() if apply else ovpatch.applied("ddp", options={"ddp": options or {}}):
+        for name, kwargs in cases.items():
+            with _named(name):
+                results[name] |= counted(loop, counters=counters, **kwargs)
+            gc.collect()  # the next case shall not meet this one's model
+    return results
+
+
+def table(**axes: Iterable[Any]) -> Cases:
+    """Return the cases of all combinations, named by their values: ``table(cap=[1, 25], how=["a"])``."""
+    rows = ([*zip(axes, values, strict=True)] for values in itertools.product(*axes.values()))
+    return {", ".join(f"{key} {getattr(one, '__name__', one)}" for key, one in row): dict(row) for row in rows}
+
+
+def seeded(loop: Loop, *args: Any, **kwargs: Any) -> list[Record]:
     torch.manual_seed(0)
-    stock = loop(*args, **kwargs)
-    before = _counters()
-    with ovpatch.applied("ddp", options={"ddp": options or {}}):
-        torch.manual_seed(0)
-        patched = loop(*args, **kwargs)
-        counters = {name: value - before[name] for name, value in _counters().items()}
-    return {"stock": stock, "patched": patched, "counters": counters}
+    return loop(*args, **kwargs)
+
+
+def counted(
+    loop: Loop, *args: Any, counters: Callable[[], dict[str, int]] | None = None, **kwargs: Any
+) -> dict[str, Any]:
+    """Return what the loop returns, and what the features did meanwhile."""
+    count = counters or _counters
+    before = count()
+    patched = seeded(loop, *args, **kwargs)
+    return {"patched": patched, "counters": {name: value - before[name] for name, value in count().items()}}
+
+
+@contextmanager
+def _named(case: str) -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:
+        raise AssertionError(f"case {case}: {type(error).__name__}: {error}") from error
 
 
 def seen(model: nn.Module, loss: torch.Tensor | None = None, **more: Any) -> Record:
@@ -40,6 +131,13 @@ def seen(model: nn.Module, loss: torch.Tensor | None = None, **more: Any) -> Rec
         "param": {n: p.detach().clone() for n, p in named.items()},
         **more,
     }
+
+
+def is_patched() -> bool:
+    """Return whether models that are wrapped now get our reducer, for loops that stock cannot run as they are."""
+    from ovpatch_plugins.ddp.reducer import GradReducer
+
+    return isinstance(DistributedDataParallel(nn.Linear(1, 1).to(device())).reducer, GradReducer)
 
 
 def device() -> torch.device:
@@ -55,5 +153,6 @@ def data(step: int, *shape: int, micro: int = 0) -> torch.Tensor:
 
 def _counters() -> dict[str, int]:
     from ovpatch_plugins.ddp.report import COUNTERS
+    from ovpatch_plugins.dist_optimizer.report import COUNTERS as SHARDED
 
-    return COUNTERS.as_dict()
+    return COUNTERS.as_dict() | SHARDED.as_dict()

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Callable
 from typing import Any
 
 import torch.distributed as dist
 from torch import nn
 
 from ovpatch.insight.equality import compare
+from tests.plugins.ddp.arms import Cases, all_both
+
+MANY = 6
 
 
 def check(
@@ -45,6 +50,42 @@ def check(
         else:
             assert counters["backwards"] == backwards
         assert counters["late_backwards"] == late
+
+
+def check_all(results: list[dict[str, dict[str, Any]]], *, check: Callable[..., None] = check, **demands: Any) -> None:
+    """Check every case, by default by :func:`check`, and name those that fail."""
+    failures = []
+    for name in results[0]:
+        try:
+            check([result[name] for result in results], **demands)
+        except AssertionError as error:
+            failures.append(f"case {name}: {error}")
+    assert not failures, "\n\n".join(failures)
+
+
+def some(cases: Cases) -> Cases:
+    """Return every third case, for variants of what is tested as a whole elsewhere; with ALL_CASES=1 all of them."""
+    return cases if os.environ.get("ALL_CASES") else dict(list(cases.items())[::3])
+
+
+def on(world: int, cases: Cases) -> Cases:
+    """Return what to run on so many ranks: all cases on two, some of a large table on more."""
+    return cases if world == 2 or len(cases) < MANY else some(cases)
+
+
+def check_cases(
+    run: Callable[..., Any],
+    loop: Callable[..., Any],
+    cases: Cases,
+    *,
+    options: dict[str, Any] | None = None,
+    timeout: float = 120,
+    **demands: Any,
+) -> list[dict[str, Any]]:
+    """Run cases (:func:`on`) in one call of ``run``, which is ``ranks(world)``, and check each; return the results."""
+    results: list[dict[str, Any]] = run(all_both, loop, on(run.world, cases), options=options, timeout=timeout)
+    check_all(results, **demands)
+    return results
 
 
 def average_by_hand(module: nn.Module) -> None:

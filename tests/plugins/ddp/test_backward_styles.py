@@ -10,12 +10,12 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
-from tests.plugins.ddp.arms import Record, both, data, seen
-from tests.plugins.ddp.checks import check
+from tests.plugins.ddp.arms import Record, both, data, seen, table
+from tests.plugins.ddp.checks import check, check_cases
 
 WORLDS = [2, 3]
 TINY = 0.0001
-CAPS = pytest.mark.parametrize("cap", [TINY, 25])
+CAPS = [TINY, 25]
 
 
 class Towers(nn.Module):
@@ -46,11 +46,9 @@ def loop_piecewise(cap: float, ddp: dict[str, Any], reverse: bool) -> list[Recor
     return records
 
 
-@CAPS
 @pytest.mark.parametrize("world", WORLDS)
-@pytest.mark.parametrize("reverse", [True, False])
-def test_the_backward_of_one_forward_in_pieces(ranks, world, reverse, cap):
-    check(ranks(world)(both, loop_piecewise, cap, {}, reverse), backwards=4)
+def test_the_backward_of_one_forward_in_pieces(ranks, world):
+    check_cases(ranks(world), loop_piecewise, table(cap=CAPS, ddp=[{}], reverse=[True, False]), backwards=4)
 
 
 def loop_orders(cap: float, ddp: dict[str, Any]) -> list[Record]:
@@ -70,11 +68,9 @@ def loop_orders(cap: float, ddp: dict[str, Any]) -> list[Record]:
     return records
 
 
-@CAPS
 @pytest.mark.parametrize("world", WORLDS)
-@pytest.mark.parametrize("ddp", [{}, {"find_unused_parameters": True}], ids=str)
-def test_ranks_whose_gradients_come_in_other_orders(ranks, world, cap, ddp):
-    check(ranks(world)(both, loop_orders, cap, ddp), backwards=5)
+def test_ranks_whose_gradients_come_in_other_orders(ranks, world):
+    check_cases(ranks(world), loop_orders, table(cap=CAPS, ddp=[{}, {"find_unused_parameters": True}]), backwards=5)
 
 
 def loop_closure(kind: str) -> list[Record]:
@@ -118,10 +114,9 @@ def loop_extra_backward(cap: float, ddp: dict[str, Any]) -> list[Record]:
     return records
 
 
-@CAPS
-@pytest.mark.parametrize("ddp", [{}, {"find_unused_parameters": True}, {"static_graph": True}], ids=str)
-def test_an_extra_backward_after_the_first_steps(ranks, cap, ddp):
-    check(ranks(2)(both, loop_extra_backward, cap, ddp), backwards=6)
+def test_an_extra_backward_after_the_first_steps(ranks):
+    cases = table(cap=CAPS, ddp=[{}, {"find_unused_parameters": True}, {"static_graph": True}])
+    check_cases(ranks(2), loop_extra_backward, cases, backwards=6)
 
 
 def loop_frozen_later(cap: float, back: bool) -> list[Record]:
@@ -142,15 +137,13 @@ def loop_frozen_later(cap: float, back: bool) -> list[Record]:
     return records
 
 
-@CAPS
 @pytest.mark.parametrize("world", WORLDS)
 @pytest.mark.parametrize("back", [True, False])
-def test_a_part_frozen_later_and_thawed_again(ranks, world, cap, back):
-    results = ranks(world)(both, loop_frozen_later, cap, back)
-    check(results, backwards=6)
-    last = results[0]["patched"]
-    assert last[3]["grad"]["towers.1.0.weight"] is None
-    assert (last[5]["grad"]["towers.1.0.weight"] is not None) == back
+def test_a_part_frozen_later_and_thawed_again(ranks, world, back):
+    results = check_cases(ranks(world), loop_frozen_later, table(cap=CAPS, back=[back]), backwards=6)
+    for case in results[0].values():
+        assert case["patched"][3]["grad"]["towers.1.0.weight"] is None
+        assert (case["patched"][5]["grad"]["towers.1.0.weight"] is not None) == back
 
 
 def loop_frozen_at_the_wrap(cap: float) -> list[Record]:
@@ -168,9 +161,8 @@ def loop_frozen_at_the_wrap(cap: float) -> list[Record]:
     return records
 
 
-@CAPS
-def test_a_part_that_was_frozen_at_the_wrap_stays_local(ranks, cap):
-    results = ranks(2)(both, loop_frozen_at_the_wrap, cap)
-    check(results, backwards=4)
-    first, second = (result["patched"][3]["grad"]["towers.0.0.weight"] for result in results)
-    assert not torch.equal(first, second)
+def test_a_part_that_was_frozen_at_the_wrap_stays_local(ranks):
+    first, second = check_cases(ranks(2), loop_frozen_at_the_wrap, table(cap=CAPS), backwards=4)
+    for name in first:
+        here, there = (result[name]["patched"][3]["grad"]["towers.0.0.weight"] for result in (first, second))
+        assert not torch.equal(here, there), name

@@ -16,7 +16,8 @@ from torch.utils.checkpoint import checkpoint
 import ovpatch
 from ovpatch.insight.equality import compare
 from ovpatch.overlap.data_parallel.grad_sync import SurplusGradientError, expect_gradients, mark_gradient
-from tests.plugins.ddp.arms import Record, data, seen
+from tests.plugins.ddp.arms import Cases, Record, counted, data, seen, table
+from tests.plugins.ddp.checks import check_all, on
 from tests.plugins.ddp.test_failures import Bomb
 
 WORLDS = [2, 3]
@@ -199,20 +200,24 @@ def _named(values: dict[str, Any]) -> dict[str, Any]:
     return {name.replace("inner.", ""): value for name, value in values.items()}
 
 
-def both(ddp: dict[str, Any], features: tuple[str, ...] = ("ddp",), **kwargs: Any) -> dict[str, Any]:
+def both(cases: Cases, features: tuple[str, ...] = ("ddp",)) -> dict[str, dict[str, Any]]:
     """Train without chunks under stock DDP, and with them, patched; also stock with sums in another order."""
-    from ovpatch_plugins.ddp.report import COUNTERS
-    from ovpatch_plugins.dist_optimizer.report import COUNTERS as DIVIDED
-
-    plain = {name: value for name, value in kwargs.items() if name != "prepare"}
-    stock, reordered = (train(False, ddp, **plain, chunks=chunks) for chunks in (1, CHUNKS))
+    results = {}
+    for name, kwargs in cases.items():
+        plain = {key: value for key, value in kwargs.items() if key != "prepare"}
+        stock, reordered = (train(False, **plain, chunks=chunks) for chunks in (1, CHUNKS))
+        results[name] = {"stock": stock, "reordered": reordered}
     options = {"dist_optimizer": {"min_param_numel": 8}} if "dist_optimizer" in features else {}
-    before, divided = COUNTERS.as_dict(), DIVIDED.steps
     with ovpatch.applied(*features, options=options):
-        patched = train(True, ddp, **kwargs)
-    counters = {name: value - before[name] for name, value in COUNTERS.as_dict().items()}
-    counters["divided"] = DIVIDED.steps - divided
-    return {"stock": stock, "reordered": reordered, "patched": patched, "counters": counters}
+        for name, kwargs in cases.items():
+            results[name] |= counted(train, True, **kwargs)
+    return results
+
+
+def check_cases(run: Any, cases: Cases, *features: str, early: bool | None = True) -> list[dict[str, dict[str, Any]]]:
+    results = run(both, on(run.world, cases), ("ddp", *features), timeout=120)
+    check_all(results, check=check, early=early)
+    return results
 
 
 def check(results: list[dict[str, Any]], *, early: bool | None = True) -> None:
@@ -234,41 +239,26 @@ MODES = {
 }
 
 
-@pytest.mark.parametrize("world", WORLDS)
-@pytest.mark.parametrize("mode", MODES)
-def test_chunks_compute_what_stock_computes_without(ranks, world, mode):
-    check(ranks(world)(both, MODES[mode]))
-
-
-# Stock cannot search inside reentrant checkpoints.
-@pytest.mark.parametrize(
-    ("mode", "reentrant"), [*((mode, False) for mode in MODES), *((mode, True) for mode in MODES if mode != "search")]
-)
-def test_inside_checkpoints(ranks, mode, reentrant):
-    check(ranks(2)(both, MODES[mode], reentrant=reentrant))
-
-
-# Stock does not allow no_sync() in the first step of a static graph.
-@pytest.mark.parametrize("mode", [mode for mode in MODES if mode != "static"])
-@pytest.mark.parametrize("keep", [False, True])
-def test_microbatches_under_no_sync(ranks, mode, keep):
-    check(ranks(2)(both, MODES[mode], micro=3, keep=keep))
+def modes(*left_out: str, **axes: Any) -> Cases:
+    return table(ddp=[ddp for mode, ddp in MODES.items() if mode not in left_out], **axes)
 
 
 @pytest.mark.parametrize("world", WORLDS)
-@pytest.mark.parametrize("spare", ["never", "by step", "by rank"])
-def test_modules_in_chunks_that_are_left_out(ranks, world, spare):
-    results = ranks(world)(both, MODES["search"], spare=spare)
-    check(results)
+def test_chunks_compute_what_stock_computes_without(ranks, world):
+    check_cases(ranks(world), {**modes(), **table(ddp=[MODES["search"]], spare=["never", "by step", "by rank"])})
+
+
+def test_inside_checkpoints_and_with_microbatches_under_no_sync(ranks):
+    # Stock cannot search inside reentrant checkpoints.
+    checkpoints = {**modes(reentrant=[False]), **modes("search", reentrant=[True])}
+    # Stock does not allow no_sync() in the first step of a static graph.
+    check_cases(ranks(2), {**checkpoints, **modes("static", micro=[3], keep=[False, True])})
 
 
 @pytest.mark.parametrize("world", WORLDS)
-@pytest.mark.parametrize("mode", ["plain", "small buckets", "search"])
-@pytest.mark.parametrize("micro", [1, 2])
-def test_with_the_optimizer_divided(ranks, world, mode, micro):
-    results = ranks(world)(both, MODES[mode], ("ddp", "dist_optimizer"), micro=micro)
-    check(results)
-    assert all(result["counters"]["divided"] == 5 for result in results)
+def test_with_the_optimizer_divided(ranks, world):
+    for result in check_cases(ranks(world), modes("static", micro=[1, 2]), "dist_optimizer"):
+        assert all(case["counters"]["steps"] == 5 for case in result.values())
 
 
 def deferred(net: Net) -> None:
@@ -277,11 +267,9 @@ def deferred(net: Net) -> None:
 
 
 @pytest.mark.parametrize("world", WORLDS)
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("keep", [False, True])
-def test_gradients_that_autograd_does_not_see(ranks, world, mode, keep):
-    micro = 2 if keep and mode != "static" else 1
-    check(ranks(world)(both, MODES[mode], prepare=deferred, keep=keep, micro=micro))
+def test_gradients_that_autograd_does_not_see(ranks, world):
+    once, kept = modes(prepare=[deferred]), modes("static", prepare=[deferred], keep=[True], micro=[2])
+    check_cases(ranks(world), {**once, **kept, **table(ddp=[MODES["static"]], prepare=[deferred], keep=[True])})
 
 
 class Opaque:
@@ -330,7 +318,7 @@ def silent(net: Net) -> None:
 
 def undeclared() -> str:
     try:
-        both(TINY, prepare=silent)
+        both({"": {"ddp": TINY, "prepare": silent}})
     except RuntimeError as error:
         return str(error)
     return "no error"
@@ -351,7 +339,7 @@ def one_mark(net: Net) -> None:
 
 def marked_too_early() -> str:
     try:
-        both(TINY, prepare=one_mark)
+        both({"": {"ddp": TINY, "prepare": one_mark}})
     except SurplusGradientError as error:
         return str(error)
     return "no error"
@@ -374,13 +362,8 @@ def short_on_one_rank(net: Net) -> None:
     net.middle.marks.more = -dist.get_rank()
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("prepare", [short, short_on_one_rank])
-def test_too_few_marks_are_reduced_at_the_end(ranks, mode, prepare):
-    results = ranks(2)(both, MODES[mode], prepare=prepare)
-    for result in results:
-        check([result], early=None)
-    compare([r["param"] for r in results[0]["patched"]], [r["param"] for r in results[1]["patched"]]).assert_bitwise()
+def test_too_few_marks_are_reduced_at_the_end(ranks):
+    check_cases(ranks(2), modes(prepare=[short, short_on_one_rank]), early=None)
 
 
 def steps_around(ddp: dict[str, Any], fault: Callable[[Net, bool], None], expected: str) -> dict[str, Any]:
@@ -440,33 +423,33 @@ def check_steps(results: list[dict[str, Any]]) -> None:
 
 
 @pytest.mark.parametrize("world", WORLDS)
-@pytest.mark.parametrize("mode", MODES)
-def test_an_exception_in_a_chunk_and_a_clean_step_after_it(ranks, world, mode):
-    results = ranks(world)(steps_around, MODES[mode], bomb, "not really", timeout=30)
-    assert all("not really" in result["text"] for result in results)
-    check_steps(results)
+def test_an_exception_in_a_chunk_and_a_clean_step_after_it(ranks, world):
+    results = ranks(world)(all_steps_around, bomb, "not really")
+    check_all(results, check=check_steps)
+    assert all("not really" in case["text"] for result in results for case in result.values())
 
 
-@pytest.mark.parametrize("mode", MODES)
-def test_a_surplus_on_all_ranks(ranks, mode):
-    results = ranks(2)(steps_around, MODES[mode], surplus_everywhere, "were declared", timeout=30)
-    for result in results:
-        assert result["text"].startswith("SurplusGradientError: ovpatch: parameter 'middle.inner.")
-        assert f"contribution {CHUNKS + 1} (chunk {CHUNKS - 1})" in result["text"]
-        assert result["text"].endswith("or turn that way of working off.")
-        assert "checkpoint" not in result["text"]
-    check_steps(results)
+def test_a_surplus_on_all_ranks(ranks):
+    results = ranks(2)(all_steps_around, surplus_everywhere, "were declared")
+    check_all(results, check=check_steps)
+    for case in (case for result in results for case in result.values()):
+        assert case["text"].startswith("SurplusGradientError: ovpatch: parameter 'middle.inner.")
+        assert f"contribution {CHUNKS + 1} (chunk {CHUNKS - 1})" in case["text"]
+        assert case["text"].endswith("or turn that way of working off.")
+        assert "checkpoint" not in case["text"]
 
 
 @pytest.mark.parametrize("world", WORLDS)
-@pytest.mark.parametrize("mode", MODES)
-def test_a_surplus_on_one_rank_is_an_error_on_all(ranks, world, mode):
-    expected = "were declared|ended the backward of"
-    results = ranks(world)(steps_around, MODES[mode], surplus_on_rank_1, expected, timeout=30)
+def test_a_surplus_on_one_rank_is_an_error_on_all(ranks, world):
+    results = ranks(world)(all_steps_around, surplus_on_rank_1, "were declared|ended the backward of")
+    check_all(results, check=check_steps)
     for rank, result in enumerate(results):
         wanted = "SurplusGradientError" if rank == 1 else "ended the backward of step 2 on another rank"
-        assert wanted in result["text"], rank
-    check_steps(results)
+        assert all(wanted in case["text"] for case in result.values()), rank
+
+
+def all_steps_around(fault: Callable[[Net, bool], None], expected: str) -> dict[str, dict[str, Any]]:
+    return {mode: steps_around(ddp, fault, expected) for mode, ddp in MODES.items()}
 
 
 def left_out_at_first() -> str:

@@ -84,14 +84,14 @@ def foreign_hands() -> list[bool]:
         parallelize_module(model, mesh["tp"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
         wrapped = DDP(model, device_mesh=mesh["dp"])
         params = list(model.parameters())
-        hands, found = wrapped.reducer.hands, []
-        found.append(hands.present())
+        hooks, found = wrapped.reducer.foreign_hooks, []
+        found.append(hooks.has_any())
         wrapped(torch.randn(4, 8)).sum().backward()
-        found += [any(param._backward_hooks for param in params), hands.present()]
+        found += [any(param._backward_hooks for param in params), hooks.has_any()]
         handle = params[0].register_hook(lambda grad: None)
-        found.append(hands.present())
+        found.append(hooks.has_any())
         handle.remove()
-        return [*found, hands.present()]
+        return [*found, hooks.has_any()]
 
 
 def test_torchs_own_hooks_are_no_foreign_hands(ranks):

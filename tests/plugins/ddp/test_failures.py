@@ -15,7 +15,8 @@ from torch.utils.checkpoint import checkpoint
 
 import ovpatch
 from ovpatch.insight.equality import compare
-from tests.plugins.ddp.arms import Record, data, device, seen
+from tests.plugins.ddp.arms import Record, data, device, is_patched, reduced_in_place, seen, table
+from tests.plugins.ddp.checks import check_cases
 from tests.plugins.ddp.refusal import raising
 
 Bomb = raising(RuntimeError, "CUDA out of memory. (not really)")
@@ -57,30 +58,25 @@ def train(steps: list[tuple[int, int | None]], ddp: dict[str, Any], *, catch: bo
     return records
 
 
-def patched_train(*args: Any, **kwargs: Any) -> tuple[list[Record], dict[str, int]]:
-    from ovpatch_plugins.ddp.report import COUNTERS
-
-    with ovpatch.applied("ddp"):
-        before = COUNTERS.recovered
-        records = train(*args, **kwargs)
-        return records, {"recovered": COUNTERS.recovered - before}
-
-
-def failing_alike(ddp: dict[str, Any], depths: list[int]) -> dict[str, Any]:
-    """Every rank fails in the same steps, but not at the same layer."""
+@reduced_in_place
+def failing_alike(ddp: dict[str, Any], depths: list[int]) -> list[Record]:
+    """Every rank fails in the same steps, but not at the same layer; stock, which ends there, does without these."""
     bombs = [depths[dist.get_rank() % len(depths)], depths[(dist.get_rank() + 1) % len(depths)]]
-    patched, counters = patched_train([(0, None), (1, None), (90, bombs[0]), (2, None), (91, bombs[1]), (3, None)], ddp)
-    stock = train([(0, None), (1, None), (2, None), (3, None)], ddp)
-    return {"stock": stock, "patched": patched, **counters}
+    steps = [(0, None), (1, None), (90, bombs[0]), (2, None), (91, bombs[1]), (3, None)]
+    return train(steps if is_patched() else [step for step in steps if step[1] is None], ddp)
+
+
+def require(results: list[dict[str, Any]], recovered: int) -> None:
+    for result in results:
+        compare(result["stock"], result["patched"]).assert_bitwise()
+        assert result["counters"]["recovered"] == recovered
 
 
 @pytest.mark.parametrize("world", [2, 3])
-@pytest.mark.parametrize("ddp", [{"bucket_cap_mb": 0.0001}, {"bucket_cap_mb": 0.0001, "find_unused_parameters": True}])
-@pytest.mark.parametrize("depths", [[1], [3], [0, 3], [3, 1, 0]])
-def test_training_goes_on_after_an_exception_in_backward_on_all_ranks(ranks, world, ddp, depths):
-    for result in ranks(world)(failing_alike, ddp, depths):
-        compare(result["stock"], result["patched"]).assert_bitwise()
-        assert result["recovered"] == 2
+def test_training_goes_on_after_an_exception_in_backward_on_all_ranks(ranks, world):
+    ddp = [{"bucket_cap_mb": 0.0001}, {"bucket_cap_mb": 0.0001, "find_unused_parameters": True}]
+    cases = table(ddp=ddp, depths=[[1], [3], [0, 3], [3, 1, 0]])
+    check_cases(ranks(world), failing_alike, cases, check=require, recovered=2)
 
 
 def failing_alone(depth: int, good_steps: int = 1) -> str:
@@ -111,18 +107,16 @@ def test_a_rank_whose_peer_lost_a_backward_hears_of_it(ranks, depth):
     assert texts[1] == "went on"
 
 
-def failing_at_once(ddp: dict[str, Any]) -> dict[str, Any]:
+def failing_at_once(ddp: dict[str, Any]) -> list[Record]:
     """The very first backward fails on every rank."""
-    patched, counters = patched_train([(90, 1), (0, None), (1, None)], ddp)
-    stock = train([(0, None), (1, None)], {k: v for k, v in ddp.items() if k != "static_graph"})
-    return {"stock": stock, "patched": patched, **counters}
+    if is_patched():
+        return train([(90, 1), (0, None), (1, None)], ddp)
+    return train([(0, None), (1, None)], {k: v for k, v in ddp.items() if k != "static_graph"})
 
 
-@pytest.mark.parametrize("ddp", [{}, {"static_graph": True}, {"find_unused_parameters": True}])
-def test_training_starts_after_an_exception_in_the_first_backward(ranks, ddp):
-    for result in ranks(2)(failing_at_once, ddp):
-        compare(result["stock"], result["patched"]).assert_bitwise()
-        assert result["recovered"] == 1
+def test_training_starts_after_an_exception_in_the_first_backward(ranks):
+    cases = table(ddp=[{}, {"static_graph": True}, {"find_unused_parameters": True}])
+    check_cases(ranks(2), failing_at_once, cases, check=require, recovered=1)
 
 
 class Partial(nn.Module):

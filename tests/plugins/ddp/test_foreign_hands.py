@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -11,11 +12,11 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel as DDP
 
-from tests.plugins.ddp.arms import Record, both, data, seen
-from tests.plugins.ddp.checks import check
+from tests.plugins.ddp.arms import Record, data, reduced_in_place, seen, table
+from tests.plugins.ddp.checks import check_cases
 
 WORLDS = [2, 3]
-SIZES = pytest.mark.parametrize("cap", [0.0001, 25])
+CAPS = [0.0001, 25]
 
 
 def net() -> nn.Sequential:
@@ -55,6 +56,7 @@ DEEDS: dict[str, Callable[[nn.Module], None]] = {
 }
 
 
+@reduced_in_place
 def loop(deed: str, where: str, cap: float, accumulate: bool, ddp: dict[str, Any] | None = None) -> list[Record]:
     """The second block's backward hook does something to all gradients, those before it and those to come."""
     model = net()
@@ -85,22 +87,18 @@ def loop(deed: str, where: str, cap: float, accumulate: bool, ddp: dict[str, Any
     return records
 
 
-@SIZES
 @pytest.mark.parametrize("world", WORLDS)
-@pytest.mark.parametrize("where", ["register_full_backward_hook", "register_full_backward_pre_hook", "global"])
-@pytest.mark.parametrize("deed", DEEDS)
-def test_a_module_backward_hook_that_changes_all_gradients(ranks, world, where, deed, cap):
-    check(ranks(world)(both, loop, deed, where, cap, False, timeout=30), backwards=4)
+def test_a_module_backward_hook_that_changes_all_gradients(ranks, world):
+    where = ["register_full_backward_hook", "register_full_backward_pre_hook", "global"]
+    check_cases(ranks(world), loop, table(deed=DEEDS, where=where, cap=CAPS, accumulate=[False]), backwards=4)
 
 
-@SIZES
-@pytest.mark.parametrize("deed", DEEDS)
-@pytest.mark.parametrize("mode", ["", "find_unused_parameters", "static_graph"])
-def test_with_gradients_that_accumulate(ranks, deed, cap, mode):
-    if mode == "static_graph" and deed in ("zeroes", "drops"):
-        deed = "zeroes in place"  # stock raises where a static graph's first backward loses a gradient
-    where, ddp = "register_full_backward_hook", {mode: True} if mode else {}
-    check(ranks(2)(both, loop, deed, where, cap, True, ddp, timeout=30), backwards=4)
+def test_with_gradients_that_accumulate(ranks):
+    once = {"where": ["register_full_backward_hook"], "cap": CAPS, "accumulate": [True]}
+    cases = table(deed=DEEDS, ddp=[{}, {"find_unused_parameters": True}], **once)
+    # Stock raises where a static graph's first backward loses a gradient.
+    static = table(deed=DEEDS.keys() - {"zeroes", "drops"}, ddp=[{"static_graph": True}], **once)
+    check_cases(ranks(2), loop, {**cases, **static}, backwards=4)
 
 
 def loop_hook_during_training(cap: float) -> list[Record]:
@@ -117,9 +115,8 @@ def loop_hook_during_training(cap: float) -> list[Record]:
     return records
 
 
-@SIZES
-def test_a_hook_registered_later(ranks, cap):
-    check(ranks(2)(both, loop_hook_during_training, cap), backwards=4)
+def test_a_hook_registered_later(ranks):
+    check_cases(ranks(2), loop_hook_during_training, table(cap=CAPS), backwards=4)
 
 
 def loop_hook_between(hook: str, deed: str, cap: float) -> list[Record]:
@@ -144,14 +141,12 @@ def loop_hook_between(hook: str, deed: str, cap: float) -> list[Record]:
     return records
 
 
-@SIZES
 @pytest.mark.parametrize("world", WORLDS)
-@pytest.mark.parametrize("hook", ["register_hook", "register_post_accumulate_grad_hook"])
-@pytest.mark.parametrize("deed", ["looks", "scales"])
-def test_a_hook_registered_between_forward_and_backward(ranks, world, hook, deed, cap):
-    results = ranks(world)(both, loop_hook_between, hook, deed, cap)
-    check(results, backwards=4)
-    assert all(len(record["met"]) == 1 for result in results for record in result["patched"])
+def test_a_hook_registered_between_forward_and_backward(ranks, world):
+    hooks = ["register_hook", "register_post_accumulate_grad_hook"]
+    cases = table(hook=hooks, deed=["looks", "scales"], cap=CAPS)
+    for result in check_cases(ranks(world), loop_hook_between, cases, backwards=4):
+        assert all(len(record["met"]) == 1 for case in result.values() for record in case["patched"])
 
 
 def loop_shared(caps: tuple[float, float], together: bool) -> list[Record]:
@@ -176,10 +171,9 @@ def loop_shared(caps: tuple[float, float], together: bool) -> list[Record]:
 
 
 @pytest.mark.parametrize("world", WORLDS)
-@pytest.mark.parametrize("caps", [(0.0001, 25), (25, 0.0001), (25, 25), (0.0001, 0.0001)])
-@pytest.mark.parametrize("together", [True, False])
-def test_two_wrappers_that_share_a_layer(ranks, world, caps, together):
-    check(ranks(world)(both, loop_shared, caps, together, timeout=30), backwards=8, bitwise=False)
+def test_two_wrappers_that_share_a_layer(ranks, world):
+    cases = table(caps=itertools.product(CAPS, CAPS), together=[True, False])
+    check_cases(ranks(world), loop_shared, cases, backwards=8, bitwise=False)
 
 
 def delayed(model: nn.Sequential, cap: float) -> DDP:
@@ -219,12 +213,9 @@ def loop_shared_with_stock(which: str, stock_is_first: bool, caps: tuple[float, 
 
 
 @pytest.mark.parametrize("world", WORLDS)
-@pytest.mark.parametrize("caps", [(0.0001, 25), (25, 0.0001)])
-@pytest.mark.parametrize("stock_is_first", [True, False])
-@pytest.mark.parametrize("which", STOCK)
-def test_a_wrapper_with_the_stock_reducer_that_shares_layers(ranks, world, which, stock_is_first, caps):
-    results = ranks(world)(both, loop_shared_with_stock, which, stock_is_first, caps, timeout=30)
-    check(results, backwards=4, stock_models=1, bitwise=False)
+def test_a_wrapper_with_the_stock_reducer_that_shares_layers(ranks, world):
+    cases = table(which=STOCK, stock_is_first=[True, False], caps=[(0.0001, 25), (25, 0.0001)])
+    check_cases(ranks(world), loop_shared_with_stock, cases, backwards=4, stock_models=1, bitwise=False)
 
 
 class SharedMemory(nn.Module):
@@ -238,6 +229,7 @@ class SharedMemory(nn.Module):
         return (self.a.view(-1) + self.b.view(-1)) * x
 
 
+@reduced_in_place
 def loop_shared_memory(cap: float) -> list[Record]:
     model = SharedMemory()
     wrapped = DDP(model, bucket_cap_mb=cap)
@@ -249,7 +241,6 @@ def loop_shared_memory(cap: float) -> list[Record]:
     return records
 
 
-@SIZES
 @pytest.mark.parametrize("world", WORLDS)
-def test_two_weights_whose_gradients_share_memory(ranks, world, cap):
-    check(ranks(world)(both, loop_shared_memory, cap), backwards=5)
+def test_two_weights_whose_gradients_share_memory(ranks, world):
+    check_cases(ranks(world), loop_shared_memory, table(cap=CAPS), backwards=5)

@@ -48,9 +48,8 @@ def test_loops_on_gpus(ranks, name):
 
 
 def test_training_goes_on_after_an_exception_on_gpus(ranks):
-    for result in ranks(2)(test_failures.failing_alike, {"bucket_cap_mb": 0.0001}, [0, 3], backend="nccl"):
-        compare(result["stock"], result["patched"]).assert_bitwise()
-        assert result["recovered"] == 2
+    results = ranks(2)(both, test_failures.failing_alike, {"bucket_cap_mb": 0.0001}, [0, 3], backend="nccl")
+    test_failures.require(results, recovered=2)
 
 
 def test_a_lost_backward_is_reported_on_gpus(ranks):

@@ -13,8 +13,8 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 import ovpatch
 from ovpatch.insight.equality import compare
-from tests.plugins.ddp.arms import Record, both, data, device, seen
-from tests.plugins.ddp.checks import check
+from tests.plugins.ddp.arms import Record, both, data, device, reduced_in_place, seen, table
+from tests.plugins.ddp.checks import check, check_cases
 
 WORLDS = [2, 3]
 
@@ -31,6 +31,7 @@ def copies(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
     return [tensor.detach().clone() for tensor in tensors]
 
 
+@reduced_in_place
 def loop_keeps_last_gradients(how: str) -> list[Record]:
     """Keeps each step's gradients, without a copy, over the following steps."""
     model = net().to(device())
@@ -48,11 +49,11 @@ def loop_keeps_last_gradients(how: str) -> list[Record]:
 
 
 @pytest.mark.parametrize("world", WORLDS)
-@pytest.mark.parametrize("how", ["tensor", "alias", "flat"])
-def test_a_kept_gradient_is_not_overwritten_by_later_steps(ranks, world, how):
-    check(ranks(world)(both, loop_keeps_last_gradients, how))
+def test_a_kept_gradient_is_not_overwritten_by_later_steps(ranks, world):
+    check_cases(ranks(world), loop_keeps_last_gradients, table(how=["tensor", "alias", "flat"]))
 
 
+@reduced_in_place
 def loop_own_gradient_tensors(flat: bool) -> list[Record]:
     """The user allocates the gradients, as slices of one flat tensor or alone, and reads them through those."""
     model = net().to(device())
@@ -73,9 +74,8 @@ def loop_own_gradient_tensors(flat: bool) -> list[Record]:
 
 
 @pytest.mark.parametrize("world", WORLDS)
-@pytest.mark.parametrize("flat", [True, False])
-def test_gradients_that_the_user_allocated_are_filled_in_place(ranks, world, flat):
-    check(ranks(world)(both, loop_own_gradient_tensors, flat))
+def test_gradients_that_the_user_allocated_are_filled_in_place(ranks, world):
+    check_cases(ranks(world), loop_own_gradient_tensors, table(flat=[True, False]))
 
 
 def loop_mixed_zeroing() -> list[Record]:
@@ -99,6 +99,7 @@ def test_some_gradients_set_to_none_and_others_zeroed(ranks, world):
     check(ranks(world)(both, loop_mixed_zeroing))
 
 
+@reduced_in_place
 def loop_user_hooks() -> list[Record]:
     """Hooks see local gradients before the reduction, and what they write is reduced."""
     model = net().to(device())
@@ -171,10 +172,8 @@ def loop_autograd_grad(find_unused: bool, of: str) -> list[Record]:
     return records
 
 
-@pytest.mark.parametrize("find_unused", [True, False])
-@pytest.mark.parametrize("of", ["input", "parameters"])
-def test_autograd_grad_in_between(ranks, find_unused, of):
-    check(ranks(2)(both, loop_autograd_grad, find_unused, of))
+def test_autograd_grad_in_between(ranks):
+    check_cases(ranks(2), loop_autograd_grad, table(find_unused=[True, False], of=["input", "parameters"]))
 
 
 def saved_output() -> bytes:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from datetime import timedelta
 from typing import Any
 
@@ -19,8 +19,8 @@ from torch.utils.checkpoint import checkpoint
 import ovpatch
 from ovpatch.insight.equality import compare
 from ovpatch.overlap.comm.consensus import RankMismatchError
-from tests.plugins.ddp.arms import Record, both, data, seen
-from tests.plugins.ddp.checks import average_by_hand, check
+from tests.plugins.ddp.arms import Record, data, seen, table
+from tests.plugins.ddp.checks import average_by_hand, check_cases
 
 WORLDS = [2, 3]
 TINY = 0.0001
@@ -142,56 +142,60 @@ def train(way: str, wrapped: nn.Module, model: nn.Module, *, by_hand: bool = Fal
     return records
 
 
-def by_hand_and_ours(way: str, ddp: dict[str, Any], reentrant: bool = False, **more: Any) -> dict[str, Any]:
-    from ovpatch_plugins.ddp.report import COUNTERS
+def by_hand_or_ours(way: str, ddp: dict[str, Any], reentrant: bool = False, **more: Any) -> list[Record]:
+    """Where DistributedDataParallel is stock's, which leaves the second backward local, average by hand."""
+    from ovpatch_plugins.ddp.reducer import GradReducer
 
-    torch.manual_seed(0)
     model = TwoHeads(reentrant)
+    wrapped = DDP(model, **ddp)
+    if isinstance(wrapped.reducer, GradReducer):
+        return train(way, wrapped, model, **more)
     local = copy.deepcopy(model)
-    expected = train(way, local, local, by_hand=True, **more)
-    with ovpatch.applied("ddp"):
-        before = COUNTERS.as_dict()
-        got = train(way, DDP(model, **ddp), model, **more)
-        counters = {name: value - before[name] for name, value in COUNTERS.as_dict().items()}
-    return {"by hand": expected, "ours": got, "counters": counters}
+    return train(way, local, local, by_hand=True, **more)
 
 
-def require(results: list[dict[str, Any]], way: str) -> None:
+def require(results: list[dict[str, Any]], late: int) -> None:
     for result in results:
-        compare(result["by hand"], result["ours"]).assert_equal()
-        compare(results[0]["ours"], result["ours"]).assert_bitwise()
-        assert result["counters"]["late_backwards"] == STEPS * WAYS[way][1]
-        assert result["counters"]["backwards"] == STEPS * (1 + WAYS[way][1])
+        compare(result["stock"], result["patched"]).assert_equal()
+        compare(results[0]["patched"], result["patched"]).assert_bitwise()
+        assert result["counters"]["late_backwards"] == STEPS * late
+        assert result["counters"]["backwards"] == STEPS * (1 + late)
         assert result["counters"]["stock_models"] == result["counters"]["recovered"] == 0
 
 
-@pytest.mark.parametrize("world", WORLDS)
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("ddp", [{}, {"bucket_cap_mb": TINY}, {"find_unused_parameters": True}], ids=str)
-def test_the_sum_of_both_backwards_is_averaged(ranks, world, way, ddp):
-    results = ranks(world)(by_hand_and_ours, way, ddp, timeout=30)
-    require(results, way)
-    if way == "auxiliary alone":
-        assert results[0]["ours"][0]["grad"]["main.weight"] is None
-
-
-@pytest.mark.parametrize("way", [way for way in WAYS if way != "accumulated"])  # which cannot begin under no_sync
-def test_under_a_static_graph(ranks, way):
-    require(ranks(2)(by_hand_and_ours, way, {"static_graph": True}, timeout=30), way)
-
-
-@pytest.mark.parametrize("way", ["zeroed between", "auxiliary alone"])
-def test_gradients_zeroed_in_place_between_the_backwards(ranks, way):
-    require(ranks(2)(by_hand_and_ours, way, {"bucket_cap_mb": TINY}, set_to_none=False, timeout=30), way)
+def require_all(run: Any, ways: Collection[str], **axes: Any) -> list[dict[str, Any]]:
+    """Train in some ways by hand and with the feature; ``three times`` has two late backwards a step."""
+    found = []
+    for late in (1, 2):
+        chosen = [way for way in WAYS if way in ways and WAYS[way][1] == late]
+        if chosen:
+            cases = table(way=chosen, **axes)
+            found += check_cases(run, by_hand_or_ours, cases, check=require, late=late)
+    return found
 
 
 @pytest.mark.parametrize("world", WORLDS)
-@pytest.mark.parametrize(
-    "way", ["retained", "two forwards", "in reverse", "zeroed between", "behind a local one", "three times"]
-)
-@pytest.mark.parametrize("ddp", [{}, {"bucket_cap_mb": TINY}], ids=str)
-def test_all_parameters_inside_reentrant_checkpoints(ranks, world, way, ddp):
-    require(ranks(world)(by_hand_and_ours, way, ddp, reentrant=True, timeout=30), way)
+def test_the_sum_of_both_backwards_is_averaged(ranks, world):
+    ddp = [{}, {"bucket_cap_mb": TINY}, {"find_unused_parameters": True}]
+    for name, case in require_all(ranks(world), WAYS, ddp=ddp)[0].items():
+        if "auxiliary alone" in name:
+            assert case["patched"][0]["grad"]["main.weight"] is None
+
+
+def test_under_a_static_graph(ranks):
+    # "accumulated" cannot begin under no_sync.
+    require_all(ranks(2), WAYS.keys() - {"accumulated"}, ddp=[{"static_graph": True}])
+
+
+def test_gradients_zeroed_in_place_between_the_backwards(ranks):
+    ways = ["zeroed between", "auxiliary alone"]
+    require_all(ranks(2), ways, ddp=[{"bucket_cap_mb": TINY}], set_to_none=[False])
+
+
+@pytest.mark.parametrize("world", WORLDS)
+def test_all_parameters_inside_reentrant_checkpoints(ranks, world):
+    ways = ["retained", "two forwards", "in reverse", "zeroed between", "behind a local one", "three times"]
+    require_all(ranks(world), ways, ddp=[{}, {"bucket_cap_mb": TINY}], reentrant=[True])
 
 
 def loop(way: str, ddp: dict[str, Any]) -> list[Record]:
@@ -200,10 +204,9 @@ def loop(way: str, ddp: dict[str, Any]) -> list[Record]:
 
 
 @pytest.mark.parametrize("world", WORLDS)
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("ddp", [{}, {"bucket_cap_mb": TINY}], ids=str)
-def test_switched_off_the_second_backward_stays_local_as_under_stock(ranks, world, way, ddp):
-    check(ranks(world)(both, loop, way, ddp, options={"reduce_late_gradients": False}), backwards=STEPS)
+def test_switched_off_the_second_backward_stays_local_as_under_stock(ranks, world):
+    cases, off = table(way=WAYS, ddp=[{}, {"bucket_cap_mb": TINY}]), {"reduce_late_gradients": False}
+    check_cases(ranks(world), loop, cases, options=off, backwards=STEPS)
 
 
 def on_one_rank_only(who: int) -> tuple[str, float]:
@@ -239,7 +242,8 @@ def on_one_rank_later(who: int) -> list[Record]:
         loss = loss_of(wrapped(data(0, 4, 6)))
         loss.backward(retain_graph=True)
         dist.barrier()
-        time.sleep(7 if dist.get_rank() == who else 0)  # ranks but the first wait five seconds more
+        # Ranks but the first wait five seconds more.
+        time.sleep((7 if who == 0 else 2) if dist.get_rank() == who else 0)
         loss.backward()
         return [seen(wrapped.module)["grad"]]
 

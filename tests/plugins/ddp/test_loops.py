@@ -13,8 +13,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.checkpoint import checkpoint
 
-from tests.plugins.ddp.arms import Record, both, data, device, seen
-from tests.plugins.ddp.checks import check
+from tests.plugins.ddp.arms import Record, all_both, both, data, device, is_patched, seen, table
+from tests.plugins.ddp.checks import check, check_all, check_cases
 
 WORLDS = [2, 3]
 
@@ -75,23 +75,18 @@ def loop_plain(
 
 
 @pytest.mark.parametrize("world", WORLDS)
-@pytest.mark.parametrize("early_optimizer", [True, False])
-def test_optimizer_built_before_or_after_the_wrap(ranks, world, early_optimizer):
-    check(ranks(world)(both, loop_plain, early_optimizer=early_optimizer), backwards=4)
-
-
-@pytest.mark.parametrize("world", WORLDS)
-@pytest.mark.parametrize("as_view", [True, False])
-@pytest.mark.parametrize("set_to_none", [True, False])
-def test_zero_grad_in_either_form_with_and_without_bucket_views(ranks, world, as_view, set_to_none):
-    kwargs = {"early_optimizer": False, "set_to_none": set_to_none}
-    results = ranks(world)(both, loop_plain, **kwargs, ddp={"gradient_as_bucket_view": as_view})
-    if as_view and world == 3:
-        # Stock divides by 3 where p.grad is its bucket's view, and multiplies by 1/3 otherwise, as we always do: its
-        # run without views has our bits. Against the one with views AdamW makes more of it than a fixed tolerance.
-        plain = ranks(world)(both, loop_plain, **kwargs)
-        results = [{**result, "stock": other["stock"]} for result, other in zip(results, plain, strict=True)]
-    check(results, backwards=4)
+def test_optimizer_built_before_or_after_the_wrap_and_zero_grad_in_either_form(ranks, world):
+    cases = table(early_optimizer=[True, False], set_to_none=[True, False])
+    results = check_cases(ranks(world), loop_plain, cases, backwards=4)
+    views = table(early_optimizer=[False], set_to_none=[True, False], ddp=[{"gradient_as_bucket_view": True}])
+    viewed = ranks(world)(all_both, loop_plain, views)
+    # Stock divides by 3 where p.grad is its bucket's view, and multiplies by 1/3 otherwise, as we always do: its run
+    # without views has our bits. Against the one with views AdamW makes more of it than a fixed tolerance.
+    if world == 3:
+        for result, other in zip(viewed, results, strict=True):
+            for name, case in result.items():
+                case["stock"] = other[name.rpartition(", ddp")[0]]["stock"]
+    check_all(viewed, backwards=4)
 
 
 @pytest.mark.parametrize("world", WORLDS)
@@ -100,16 +95,11 @@ def test_gradient_clipping_sees_the_full_gradient(ranks, world):
 
 
 @pytest.mark.parametrize("world", WORLDS)
-@pytest.mark.parametrize("ddp", [{"bucket_cap_mb": 0.001}, {"find_unused_parameters": True}, {"static_graph": True}])
-def test_buckets_and_graph_modes(ranks, world, ddp):
-    check(ranks(world)(both, loop_plain, early_optimizer=False, ddp=ddp), backwards=4)
-
-
-@pytest.mark.parametrize("world", WORLDS)
-@pytest.mark.parametrize("reentrant", [True, False])
-@pytest.mark.parametrize("ddp", [{}, {"static_graph": True}, {"bucket_cap_mb": 0.001}])
-def test_activation_checkpointing(ranks, world, reentrant, ddp):
-    check(ranks(world)(both, loop_plain, early_optimizer=False, checkpointing=reentrant, ddp=ddp), backwards=4)
+def test_buckets_graph_modes_and_activation_checkpointing(ranks, world):
+    late, small, static = {"early_optimizer": [False]}, {"bucket_cap_mb": 0.001}, {"static_graph": True}
+    cases = table(ddp=[small, static, {"find_unused_parameters": True}], **late)
+    cases |= table(ddp=[{}, static, small], checkpointing=[True, False], **late)
+    check_cases(ranks(world), loop_plain, cases, backwards=4)
 
 
 def test_reentrant_checkpoint_with_unused_parameter_search(ranks):
@@ -120,11 +110,7 @@ def test_reentrant_checkpoint_with_unused_parameter_search(ranks):
 
 def loop_reentrant_unused(*, ddp: dict[str, Any]) -> list[Record]:
     """Stock cannot search inside reentrant checkpoints, so its arm runs without the search; all is used anyway."""
-    from ovpatch_plugins.ddp.reducer import GradReducer
-
-    probe = DDP(nn.Linear(1, 1).to(device()))
-    ours = isinstance(probe.reducer, GradReducer)
-    kwargs = ddp if ours else {k: v for k, v in ddp.items() if k != "find_unused_parameters"}
+    kwargs = ddp if is_patched() else {k: v for k, v in ddp.items() if k != "find_unused_parameters"}
     return loop_plain(early_optimizer=False, checkpointing=True, ddp=kwargs)
 
 
@@ -149,11 +135,11 @@ def loop_accumulate(*, style: str, micro: int = 3, steps: int = 3, ddp: dict[str
 
 
 @pytest.mark.parametrize("world", WORLDS)
-@pytest.mark.parametrize("style", ["toggle", "no_sync", "always"])
 @pytest.mark.parametrize("as_view", [True, False])
-def test_accumulation(ranks, world, style, as_view):
-    results = ranks(world)(both, loop_accumulate, style=style, ddp={"gradient_as_bucket_view": as_view})
-    check(results, backwards=9 if style == "always" else 3, bitwise=not as_view)
+def test_accumulation(ranks, world, as_view):
+    for styles, backwards in ((["toggle", "no_sync"], 3), (["always"], 9)):
+        cases = table(style=styles, ddp=[{"gradient_as_bucket_view": as_view}])
+        check_cases(ranks(world), loop_accumulate, cases, backwards=backwards, bitwise=not as_view)
 
 
 def loop_no_zero_grad() -> list[Record]:
@@ -198,13 +184,11 @@ def loop_unused(*, per_rank: bool, set_to_none: bool, as_view: bool) -> list[Rec
 
 
 @pytest.mark.parametrize("world", WORLDS)
-@pytest.mark.parametrize("per_rank", [True, False])
-@pytest.mark.parametrize("set_to_none", [True, False])
 @pytest.mark.parametrize("as_view", [True, False])
-def test_parameters_unused_on_some_ranks_or_all_changing_over_time(ranks, world, per_rank, set_to_none, as_view):
-    results = ranks(world)(both, loop_unused, per_rank=per_rank, set_to_none=set_to_none, as_view=as_view)
-    check(results, backwards=5, bitwise=not as_view)
-    assert all(r["patched"][0]["grad"]["never.weight"] is None for r in results)
+def test_parameters_unused_on_some_ranks_or_all_changing_over_time(ranks, world, as_view):
+    cases = table(per_rank=[True, False], set_to_none=[True, False], as_view=[as_view])
+    for result in check_cases(ranks(world), loop_unused, cases, backwards=5, bitwise=not as_view):
+        assert all(case["patched"][0]["grad"]["never.weight"] is None for case in result.values())
 
 
 def loop_amp(*, dtype: str, scaler: bool) -> list[Record]:
@@ -230,9 +214,9 @@ def loop_amp(*, dtype: str, scaler: bool) -> list[Record]:
 
 
 @pytest.mark.parametrize("world", WORLDS)
-@pytest.mark.parametrize(("dtype", "scaler"), [("bfloat16", False), ("bfloat16", True), ("float16", True)])
-def test_autocast_and_grad_scaler_with_an_overflow_on_one_rank(ranks, world, dtype, scaler):
-    check(ranks(world)(both, loop_amp, dtype=dtype, scaler=scaler))
+def test_autocast_and_grad_scaler_with_an_overflow_on_one_rank(ranks, world):
+    cases = table(dtype=["bfloat16", "float16"], scaler=[True]) | table(dtype=["bfloat16"], scaler=[False])
+    check_cases(ranks(world), loop_amp, cases)
 
 
 def loop_ema_eval_save() -> list[Record]:

@@ -54,7 +54,7 @@ def wrapped_again() -> list[bool]:
         for _ in range(2):
             wrapped = DDP(net)
             wrapped(torch.ones(2, 8)).sum().backward()
-            found.append(wrapped.reducer._hooks.foreign())
+            found.append(wrapped.reducer._hooks.has_foreign())
             del wrapped
             gc.collect()
         assert nodes

@@ -11,8 +11,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 import ovpatch
-from tests.plugins.ddp.arms import Record, both, data, seen
-from tests.plugins.ddp.checks import check
+from tests.plugins.ddp.arms import Record, both, data, seen, table
+from tests.plugins.ddp.checks import check_cases
 
 WORLDS = [2, 3]
 TINY = 0.0001
@@ -64,9 +64,9 @@ OPTIONS = [
 
 @pytest.mark.parametrize("world", WORLDS)
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
-@pytest.mark.parametrize("ddp", [{}, {"find_unused_parameters": True}, {"static_graph": True}], ids=str)
-def test_options_that_change_no_result(ranks, world, options, ddp):
-    check(ranks(world)(both, loop, ddp, options=options), backwards=4, bitwise=False)
+def test_options_that_change_no_result(ranks, world, options):
+    cases = table(ddp=[{}, {"find_unused_parameters": True}, {"static_graph": True}])
+    check_cases(ranks(world), loop, cases, options=options, backwards=4, bitwise=False)
 
 
 def test_without_overlap_nothing_is_launched_during_backward(ranks):

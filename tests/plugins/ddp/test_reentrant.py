@@ -11,9 +11,9 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.checkpoint import checkpoint
 
-import ovpatch
 from ovpatch.insight.equality import compare
-from tests.plugins.ddp.arms import Record, data, seen
+from tests.plugins.ddp.arms import Record, data, is_patched, seen, table
+from tests.plugins.ddp.checks import check_cases
 from tests.plugins.ddp.test_failures import Bomb
 
 WORLDS = [2, 3]
@@ -68,58 +68,40 @@ def train(reentrant: bool, spare: str, ddp: dict[str, Any], fails: tuple[int, ..
     return records
 
 
-def reentrant_and_not(spare: str, ddp: dict[str, Any], fails: tuple[int, ...] = ()) -> dict[str, Any]:
-    """Stock cannot search inside reentrant checkpoints, so its arm has the other kind."""
-    from ovpatch_plugins.ddp.report import COUNTERS
-
-    stock = train(False, spare, ddp)
-    with ovpatch.applied("ddp"):
-        before = COUNTERS.recovered
-        patched = train(True, spare, ddp, fails)
-        return {"stock": stock, "patched": patched, "recovered": COUNTERS.recovered - before}
+def reentrant_or_not(spare: str, ddp: dict[str, Any], fails: tuple[int, ...] = ()) -> list[Record]:
+    """Stock cannot search inside reentrant checkpoints, nor go on after an exception: its arm has neither."""
+    ours = is_patched()
+    return train(ours, spare, ddp, fails if ours else ())
 
 
-@pytest.mark.parametrize("world", WORLDS)
-@pytest.mark.parametrize("spare", SPARE)
-@pytest.mark.parametrize("ddp", [{}, {"bucket_cap_mb": TINY}], ids=str)
-def test_the_search_with_all_parameters_inside_reentrant_checkpoints(ranks, world, spare, ddp):
-    results = ranks(world)(reentrant_and_not, spare, ddp, timeout=30)
+def require(results: list[dict[str, Any]], fails: int) -> None:
     for result in results:
         compare(result["stock"], result["patched"]).assert_equal()
         compare([r["param"] for r in results[0]["patched"]], [r["param"] for r in result["patched"]]).assert_bitwise()
-        assert result["recovered"] == 0
+        assert result["counters"]["recovered"] == fails
 
 
 @pytest.mark.parametrize("world", WORLDS)
-@pytest.mark.parametrize("ddp", [{}, {"bucket_cap_mb": TINY}], ids=str)
-@pytest.mark.parametrize("fails", [(0,), (2,), (1, 3)], ids=str)
-def test_exceptions_in_the_backward_inside_the_backward(ranks, world, ddp, fails):
-    for result in ranks(world)(reentrant_and_not, "never", ddp, fails, timeout=30):
-        compare(result["stock"], result["patched"]).assert_equal()
-        assert result["recovered"] == len(fails)
+@pytest.mark.parametrize("fails", [(), (0,), (2,), (1, 3)], ids=str)
+def test_the_search_with_all_parameters_inside_reentrant_checkpoints_that_may_fail(ranks, world, fails):
+    spare = ["never"] if fails else SPARE
+    cases = table(spare=spare, ddp=[{}, {"bucket_cap_mb": TINY}], fails=[fails])
+    check_cases(ranks(world), reentrant_or_not, cases, check=require, fails=len(fails))
 
 
-def without_search(reentrant: bool, ddp: dict[str, Any]) -> list[Record]:
-    torch.manual_seed(0)
+def without_search(ddp: dict[str, Any]) -> list[Record]:
     model = Segments()
     model.spare.requires_grad_(False)
     wrapped = DDP(model, **ddp)
     records = []
     for step in range(3):
-        wrapped(data(step, 4, 6), reentrant, False).square().mean().backward()
+        wrapped(data(step, 4, 6), True, False).square().mean().backward()
         records.append(seen(model))
         wrapped.zero_grad()
     return records
 
 
-def both_without_search(ddp: dict[str, Any]) -> dict[str, Any]:
-    stock = without_search(True, ddp)
-    with ovpatch.applied("ddp"):
-        return {"stock": stock, "patched": without_search(True, ddp)}
-
-
 @pytest.mark.parametrize("world", WORLDS)
-@pytest.mark.parametrize("ddp", [{}, {"bucket_cap_mb": TINY}, {"static_graph": True}], ids=str)
-def test_all_parameters_inside_reentrant_checkpoints_without_the_search(ranks, world, ddp):
-    for result in ranks(world)(both_without_search, ddp, timeout=30):
-        compare(result["stock"], result["patched"]).assert_bitwise()
+def test_all_parameters_inside_reentrant_checkpoints_without_the_search(ranks, world):
+    cases = table(ddp=[{}, {"bucket_cap_mb": TINY}, {"static_graph": True}])
+    check_cases(ranks(world), without_search, cases, backwards=3)

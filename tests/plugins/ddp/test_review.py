@@ -17,8 +17,8 @@ from torch.utils.checkpoint import checkpoint
 
 import ovpatch
 from ovpatch.insight.equality import compare
-from tests.plugins.ddp.arms import Record, both, data, seen
-from tests.plugins.ddp.checks import check
+from tests.plugins.ddp.arms import Record, both, data, is_patched, reduced_in_place, seen, table
+from tests.plugins.ddp.checks import check, check_cases
 from tests.plugins.ddp.test_failures import Bomb, Mined, train
 
 TINY = 0.0001  # MiB: every gradient of the models here gets a bucket of its own
@@ -42,11 +42,9 @@ def loop_checkpointed_wrapper(reentrant: bool) -> list[Record]:
     return records
 
 
-@pytest.mark.parametrize("reentrant", [True, False])
-def test_a_forward_recomputed_in_its_own_backward_is_no_interruption(ranks, reentrant):
-    results = ranks(2)(both, loop_checkpointed_wrapper, reentrant)
-    check(results)
-    assert all(result["counters"]["recovered"] == 0 for result in results)
+def test_a_forward_recomputed_in_its_own_backward_is_no_interruption(ranks):
+    for result in check_cases(ranks(2), loop_checkpointed_wrapper, table(reentrant=[True, False])):
+        assert all(case["counters"]["recovered"] == 0 for case in result.values())
 
 
 class Outer(nn.Module):
@@ -60,6 +58,7 @@ class Outer(nn.Module):
         return self.head(self.inner(x))
 
 
+@reduced_in_place
 def loop_shared_parameters(nested: bool) -> list[Record]:
     model = Outer() if nested else wide()
     # Whose buckets are small reduces early; whose are large reads the gradients late.
@@ -77,6 +76,7 @@ def test_two_wrappers_that_share_parameters(ranks, nested):
     check(ranks(2)(both, loop_shared_parameters, nested))
 
 
+@reduced_in_place
 def loop_dropped_in_backward() -> list[Record]:
     """A hook of the first layer drops or replaces gradients that were reduced before in the same backward."""
     model = wide()
@@ -101,6 +101,7 @@ def test_a_gradient_dropped_after_its_reduction_comes_back(ranks):
     check(ranks(2)(both, loop_dropped_in_backward))
 
 
+@reduced_in_place
 def loop_known_elsewhere(how: str) -> list[Record]:
     """Gradients that the user allocated and reads by other ways than Python references to the tensor."""
     model = wide()
@@ -141,24 +142,22 @@ def loop_known_elsewhere(how: str) -> list[Record]:
     return records
 
 
-@pytest.mark.parametrize("how", ["numpy", "dlpack", "storage", "shared", "weakref", "attribute", "strides"])
-def test_a_gradient_that_is_known_elsewhere_stays_where_it_is(ranks, how):
-    check(ranks(2)(both, loop_known_elsewhere, how))
+def test_a_gradient_that_is_known_elsewhere_stays_where_it_is(ranks):
+    how = ["numpy", "dlpack", "storage", "shared", "weakref", "attribute", "strides"]
+    check_cases(ranks(2), loop_known_elsewhere, table(how=how))
 
 
-def first_backward_fails(depths: list[int], ddp: dict[str, Any]) -> dict[str, Any]:
-    """Every rank's very first backward fails, on one of them before any gradient came."""
-    bomb = depths[dist.get_rank()]
-    with ovpatch.applied("ddp"):
-        patched = train([(90, bomb), (0, None), (1, None), (2, None)], {"bucket_cap_mb": TINY, **ddp})
-    return {"stock": train([(0, None), (1, None), (2, None)], {"bucket_cap_mb": TINY}), "patched": patched}
+def first_backward_fails(depths: list[int], ddp: dict[str, Any]) -> list[Record]:
+    """Every rank's very first backward fails, on one of them before any gradient came; stock's would end there."""
+    good = [(0, None), (1, None), (2, None)]
+    if not is_patched():
+        return train(good, {"bucket_cap_mb": TINY})
+    return train([(90, depths[dist.get_rank()]), *good], {"bucket_cap_mb": TINY, **ddp})
 
 
-@pytest.mark.parametrize("depths", [[0, 3], [3, 0], [3, 3]])
-@pytest.mark.parametrize("ddp", [{}, {"static_graph": True}, {"find_unused_parameters": True}])
-def test_a_first_backward_that_fails_at_different_depths_does_not_hang_the_next(ranks, depths, ddp):
-    for result in ranks(2)(first_backward_fails, depths, ddp, timeout=20):
-        compare(result["stock"], result["patched"]).assert_bitwise()
+def test_a_first_backward_that_fails_at_different_depths_does_not_hang_the_next(ranks):
+    ddp = [{}, {"static_graph": True}, {"find_unused_parameters": True}]
+    check_cases(ranks(2), first_backward_fails, table(depths=[[0, 3], [3, 0], [3, 3]], ddp=ddp))
 
 
 def accumulate(wrapped: DDP, step: int) -> Record:

@@ -13,8 +13,8 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 import ovpatch
 from ovpatch.overlap.comm.consensus import RankMismatchError
-from tests.plugins.ddp.arms import Record, both, data, seen
-from tests.plugins.ddp.checks import check
+from tests.plugins.ddp.arms import Record, data, reduced_in_place, seen, table
+from tests.plugins.ddp.checks import check, check_cases
 
 TINY = 0.0001  # MiB: every gradient gets a bucket of its own
 
@@ -98,17 +98,15 @@ def tagged() -> nn.Sequential:
 MODELS = {"kept in Python": Workspace, "conjugates": Conjugate, "subclass": tagged}
 
 
+@reduced_in_place
 def loop_model(name: str, ddp: dict[str, Any]) -> list[Record]:
     return train(MODELS[name](), **ddp)
 
 
 @pytest.mark.parametrize("world", [2, 3])
-@pytest.mark.parametrize(
-    "ddp", [{"bucket_cap_mb": TINY}, {"find_unused_parameters": True}, {"static_graph": True}], ids=str
-)
-@pytest.mark.parametrize("name", MODELS)
-def test_models_with_odd_gradients(ranks, world, name, ddp):
-    check(ranks(world)(both, loop_model, name, ddp), backwards=4)
+def test_models_with_odd_gradients(ranks, world):
+    cases = table(name=MODELS, ddp=[{"bucket_cap_mb": TINY}, {"find_unused_parameters": True}, {"static_graph": True}])
+    check_cases(ranks(world), loop_model, cases, backwards=4)
 
 
 def clip_all(model: nn.Module) -> None:
@@ -117,6 +115,7 @@ def clip_all(model: nn.Module) -> None:
             p.grad.mul_(0.5)
 
 
+@reduced_in_place
 def loop_hooks(where: str) -> list[Record]:
     model = net()
     wrapped = DDP(model, bucket_cap_mb=TINY)
@@ -137,9 +136,9 @@ def loop_hooks(where: str) -> list[Record]:
     return records
 
 
-@pytest.mark.parametrize("where", ["wrapper", "parameter", "tensor hook of a parameter", "module put in later"])
-def test_hooks_that_write_all_gradients(ranks, where):
-    check(ranks(2)(both, loop_hooks, where), backwards=4)
+def test_hooks_that_write_all_gradients(ranks):
+    where = ["wrapper", "parameter", "tensor hook of a parameter", "module put in later"]
+    check_cases(ranks(2), loop_hooks, table(where=where), backwards=4)
 
 
 def failing(patched: bool, **ddp: Any) -> list[Record]:
@@ -176,6 +175,7 @@ def failing(patched: bool, **ddp: Any) -> list[Record]:
     return records
 
 
+@reduced_in_place
 def failing_then_zeroed_in_place(**ddp: Any) -> dict[str, Any]:
     stock = failing(False, **ddp)  # it cannot go on after the exception, so it has none
     with ovpatch.applied("ddp"):

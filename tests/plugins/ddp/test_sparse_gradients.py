@@ -13,8 +13,8 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 import ovpatch
 from ovpatch.insight.equality import compare
-from tests.plugins.ddp.arms import Record, both, data
-from tests.plugins.ddp.checks import average_by_hand, check
+from tests.plugins.ddp.arms import Record, both, data, table
+from tests.plugins.ddp.checks import average_by_hand, check, check_cases
 from tests.support.gloo import one_thread_group
 
 WORLDS = [2, 3]
@@ -79,26 +79,15 @@ def loop(kind: str, ddp: dict[str, Any], *, micro: int = 1, zero: bool = True, s
 
 
 @pytest.mark.parametrize("world", WORLDS)
-@pytest.mark.parametrize("kind", ["sgd", "adam"])
-@pytest.mark.parametrize(
-    "ddp",
-    [{}, {"find_unused_parameters": True}, {"static_graph": True}, {"bucket_cap_mb": TINY}],
-    ids=str,
-)
-def test_sparse_tables_beside_dense_layers(ranks, world, kind, ddp):
-    results = ranks(world)(both, loop, kind, ddp)
-    check(results, backwards=4)
-    for result in results:
-        rows = result["patched"][0]["rows"]
-        assert rows["head.weight"] is None
-        assert 0 < len(rows["words.weight"]) < 20, "the gradients are still sparse"
-
-
-@pytest.mark.parametrize("world", WORLDS)
-@pytest.mark.parametrize("zero", [True, False])
-@pytest.mark.parametrize("micro", [1, 3])
-def test_sparse_gradients_accumulate(ranks, world, zero, micro):
-    check(ranks(world)(both, loop, "sgd", {}, micro=micro, zero=zero), backwards=4)
+def test_sparse_tables_beside_dense_layers_and_accumulation(ranks, world):
+    ddp = [{}, {"find_unused_parameters": True}, {"static_graph": True}, {"bucket_cap_mb": TINY}]
+    cases = table(kind=["sgd", "adam"], ddp=ddp)
+    cases |= table(kind=["sgd"], ddp=[{}], micro=[1, 3], zero=[True, False])
+    for result in check_cases(ranks(world), loop, cases, backwards=4):
+        for case in result.values():
+            rows = case["patched"][0]["rows"]
+            assert rows["head.weight"] is None
+            assert 0 < len(rows["words.weight"]) < 20, "the gradients are still sparse"
 
 
 @pytest.mark.parametrize(
@@ -136,11 +125,11 @@ def unused(users: list[int], before: bool) -> dict[str, Any]:
         return records
 
 
-@pytest.mark.parametrize("before", [True, False])
 @pytest.mark.parametrize("users", [[0], [1], [0, 2]], ids=str)
-def test_a_table_that_only_some_ranks_use_gets_their_average(ranks, users, before):
-    for result in ranks(3)(unused, users, before, timeout=20):
-        compare(result["by hand"], result["ours"]).assert_equal()
+def test_a_table_that_only_some_ranks_use_gets_their_average(ranks, users):
+    for before in (True, False):
+        for result in ranks(3)(unused, users, before, timeout=20):
+            compare(result["by hand"], result["ours"]).assert_equal()
 
 
 def unused_everywhere() -> list[Record]:

@@ -226,7 +226,7 @@ def played(scene: str) -> list[Any]:
         SCENES[scene](wrapped, weight)
         seen.append(weight.grad.detach().clone())
         if scene.startswith("reduced_a"):
-            assert not fp32_accumulation._sums, "what was reduced takes no memory any more"
+            assert not fp32_accumulation.sums, "what was reduced takes no memory any more"
     return seen
 
 
@@ -236,9 +236,9 @@ def both_ways(scene: str) -> tuple[list[Any], list[Any], int]:
         ours = played(scene)
         gc.collect()
         deadline = time.monotonic() + 10
-        while fp32_accumulation._sums and time.monotonic() < deadline:
+        while fp32_accumulation.sums and time.monotonic() < deadline:
             time.sleep(0.01)  # gloo's thread may still hold what the script has reduced
-        return stock, ours, len(fp32_accumulation._sums)
+        return stock, ours, len(fp32_accumulation.sums)
 
 
 @pytest.mark.parametrize("scene", SCENES)
@@ -254,8 +254,8 @@ def reverted() -> tuple[int, int]:
         with wrapped.no_sync():
             wrapped().backward()
             wrapped().backward()
-        before = len(fp32_accumulation._sums)
-    return before, len(fp32_accumulation._sums)
+        before = len(fp32_accumulation.sums)
+    return before, len(fp32_accumulation.sums)
 
 
 def test_revert_in_the_middle_leaves_no_sums(ranks):
@@ -264,20 +264,20 @@ def test_revert_in_the_middle_leaves_no_sums(ranks):
 
 def test_a_sum_is_forgotten_with_its_gradient():
     param = nn.Parameter(torch.ones(3, dtype=torch.bfloat16))
-    before, after = fp32_accumulation.hooks_of(param)
+    before, after = fp32_accumulation.make_sum_hooks(param)
     param.grad = torch.ones_like(param)
     before(None)
     param.grad.add_(1)  # as the node does
     after(None, (torch.ones_like(param),))
     grad = param.grad
-    assert fp32_accumulation.take(grad).dtype is torch.float32
-    assert fp32_accumulation.take(grad) is grad, "taken once"
+    assert fp32_accumulation.take_sum(grad).dtype is torch.float32
+    assert fp32_accumulation.take_sum(grad) is grad, "taken once"
     before(None)
     grad.add_(1)
     after(None, (torch.ones_like(param),))
     grad.data.mul_(2)
-    assert torch.equal(fp32_accumulation.take(grad), torch.full((3,), 6.0)), "the script has changed it"
+    assert torch.equal(fp32_accumulation.take_sum(grad), torch.full((3,), 6.0)), "the script has changed it"
     before(None)
     param.grad = None
     del grad
-    assert not fp32_accumulation._sums
+    assert not fp32_accumulation.sums

@@ -2,38 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any
 
-import torch
-
 import ovpatch
-from tests.plugins.ddp.arms import Record
-
-Loop = Callable[..., list[Record]]
+from tests.plugins.ddp.arms import Loop
+from tests.plugins.ddp.arms import both as run_both
 
 # Tests' models are small; all but the smallest parameters are to be cut. With overlap there is more to go wrong.
 SMALL = {"min_param_numel": 8, "overlap_param_gather": True}
 
 
 def both(loop: Loop, *args: Any, options: dict[str, Any] | None = None, **kwargs: Any) -> dict[str, Any]:
-    """Run ``loop`` stock, then patched, from the same seeds.
-
-    Returns:
-        ``stock`` and ``patched``: what the loop returned; ``counters``: what the feature did in the patched arm;
-        ``pulled``: how many gradients were put together because somebody read them.
-    """
-    torch.manual_seed(0)
-    stock = loop(*args, **kwargs)
-    before = _counters()
-    with ovpatch.applied("ddp", "dist_optimizer", options={"dist_optimizer": SMALL | (options or {})}):
-        torch.manual_seed(0)
-        patched = loop(*args, **kwargs)
-        counters = {name: value - before[name] for name, value in _counters().items()}
-    return {"stock": stock, "patched": patched, "counters": counters}
+    """Run ``loop`` stock, then patched, from the same seeds; see :func:`tests.plugins.ddp.arms.both`."""
+    return run_both(loop, *args, apply=partial(apply, options), **kwargs)
 
 
-def _counters() -> dict[str, int]:
-    from ovpatch_plugins.dist_optimizer.report import COUNTERS
-
-    return COUNTERS.as_dict()
+def apply(options: dict[str, Any] | None = None) -> AbstractContextManager[Any]:
+    """Turn the features on, with :data:`SMALL` unless ``options`` say otherwise."""
+    return ovpatch.applied("ddp", "dist_optimizer", options={"dist_optimizer": SMALL | (options or {})})

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,12 +13,14 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ovpatch.insight.equality import compare
-from tests.plugins.dist_optimizer.arms import both
+from tests.plugins.ddp.arms import Cases, all_both
+from tests.plugins.ddp.checks import check_all as check_each
+from tests.plugins.ddp.checks import on as on
+from tests.plugins.ddp.checks import some as some
+from tests.plugins.dist_optimizer.arms import apply
 
 #: Arguments for ``DistributedDataParallel`` that cut the buckets anew: stock's own noise, for more than two ranks.
 _reordered: list[bool] = []
-
-Cases = Mapping[str, Mapping[str, Any]]
 
 
 def ddp(model: nn.Module, **kwargs: Any) -> DistributedDataParallel:
@@ -25,30 +28,19 @@ def ddp(model: nn.Module, **kwargs: Any) -> DistributedDataParallel:
     return DistributedDataParallel(model, **({"bucket_cap_mb": 1e-4} | kwargs if _reordered else kwargs))
 
 
-def some(cases: Cases) -> Cases:
-    """Return every third case, for variants of what is tested as a whole elsewhere; with ALL_CASES=1 all of them."""
-    return cases if os.environ.get("ALL_CASES") else dict(list(cases.items())[::3])
-
-
-def on(world: int, cases: Cases) -> Cases:
-    """Return what to run on so many ranks: all cases on two, some on more."""
-    return cases if world == 2 else some(cases)
-
-
-def all_cases(loop: Callable[..., list[Any]], cases: Cases, **options: Any) -> dict[str, dict[str, Any]]:
+def all_cases(
+    loop: Callable[..., list[Any]], cases: Cases, options: dict[str, Any] | None = None
+) -> dict[str, dict[str, Any]]:
     """Run every case in both arms; on more than two ranks also stock with its sums in another order."""
-    results = {}
-    for name, kwargs in cases.items():
-        try:
-            results[name] = both(loop, **kwargs, **options)
-            if dist.get_world_size() > 2:
-                _reordered.append(True)
-                torch.manual_seed(0)
-                results[name]["reordered"] = loop(**kwargs)
-                _reordered.clear()
-        except Exception as error:
-            raise AssertionError(f"case {name}: {type(error).__name__}: {error}") from error
-    return results
+    again = _other_buckets if dist.get_world_size() > 2 else None
+    return all_both(loop, cases, apply=partial(apply, options), again=again)
+
+
+@contextmanager
+def _other_buckets() -> Iterator[None]:
+    _reordered.append(True)
+    yield
+    _reordered.clear()
 
 
 def check(
@@ -73,15 +65,8 @@ def check(
         assert counters["stock_optimizers"] == stock, (rank, counters)
 
 
-def check_all(results: list[dict[str, dict[str, Any]]], *, check: Callable[..., None] = check, **demands: Any) -> None:
-    """Check every case, by default by :func:`check`, and name those that fail."""
-    failures = []
-    for name in results[0]:
-        try:
-            check([result[name] for result in results], **demands)
-        except AssertionError as error:
-            failures.append(f"case {name}: {error}")
-    assert not failures, "\n\n".join(failures)
+#: Checks every case, by default by :func:`check`.
+check_all = partial(check_each, check=check)
 
 
 def params(model: nn.Module) -> dict[str, torch.Tensor]:

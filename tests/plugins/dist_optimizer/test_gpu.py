@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from ovpatch.insight.equality import compare
+from tests.overlap import test_gate
 from tests.plugins.ddp.arms import Record, data, device
 from tests.plugins.ddp.test_gpu import loop_memory_of_another_stream
 from tests.plugins.dist_optimizer import (
@@ -25,6 +26,7 @@ from tests.plugins.dist_optimizer import (
     test_reads_of_parameters,
     test_scaler,
     test_state,
+    test_state_dict,
     test_whole_parameters,
     test_whole_parameters_state,
 )
@@ -165,6 +167,28 @@ def test_failures(ranks):
     wheres = named("where", ("pre-hook", "step", "closure"))
     check_all(ranks(2)(all_cases, test_hooks_and_failures.raising, wheres, **NCCL))
     check_all(ranks(2)(test_hooks_and_failures.failing_arms, **NCCL), steps=9)
+
+
+def test_a_rank_with_local_gradients_keeps_no_host_waiting(ranks):
+    (text, _, steps), (other, took, _) = ranks(2)(test_gate.local_on, [0], **NCCL)
+    assert "Do the same on every rank, or turn dist_optimizer off" in text
+    assert steps == 3
+    assert "with gradients that DistributedDataParallel had not reduced" in other
+    assert took < 30
+
+
+def test_hosts_whose_gradients_are_all_local_go_on(ranks):
+    for text, _, steps in ranks(2)(test_gate.local_on, [0, 1], **NCCL):
+        assert text == ""
+        assert steps == 3
+
+
+@pytest.mark.parametrize("reader", ["save", "deepcopy", "cpu"])
+def test_the_reader_of_a_state_dict_alone_fetches(ranks, reader):
+    results = ranks(2)(both, test_state_dict.one_reader, reader, **NCCL)
+    compare(results[0]["stock"], results[0]["patched"]).assert_bitwise()
+    assert results[0]["counters"]["bytes_pulled"] > 0
+    assert results[1]["counters"]["bytes_pulled"] == 0
 
 
 class Wide(nn.Module):

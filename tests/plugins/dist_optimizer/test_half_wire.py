@@ -18,7 +18,7 @@ from ovpatch.insight.equality import compare
 from ovpatch.overlap.copy_engine.collectives import Engine
 from ovpatch.overlap.peer_rpc import host_barrier
 from ovpatch.overlap.peer_rpc.host_barrier import HostBarrier
-from ovpatch_plugins.dist_optimizer.half_wire import HalfWire
+from ovpatch_plugins.dist_optimizer.sharded_grads import ShardedGrads
 from tests.plugins.ddp.arms import Record, data, device
 from tests.plugins.dist_optimizer.arms import SMALL
 from tests.plugins.dist_optimizer.checks import ddp, params
@@ -129,7 +129,7 @@ def arms(style: str, dtype: torch.dtype, ddp_options: dict[str, Any]) -> dict[st
         with contextlib.ExitStack() as stack:
             stack.enter_context(watched(sent))
             if name == "cast":
-                stack.enter_context(mock.patch.object(HalfWire, "meet", autospec=True))
+                stack.enter_context(mock.patch.object(ShardedGrads, "before_first_collective", autospec=True))
             if dist.get_backend() == "gloo":
                 stack.enter_context(in_files())
             stack.enter_context(ovpatch.applied("ddp", "dist_optimizer", options=options))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import pytest
@@ -15,9 +16,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 import ovpatch
 from ovpatch.insight.equality import compare
-from tests.plugins.ddp.arms import Record, data
-from tests.plugins.dist_optimizer.arms import both
-from tests.plugins.dist_optimizer.checks import params
+from tests.plugins.ddp.arms import Record, all_both, data, table
+from tests.plugins.dist_optimizer.arms import apply, both
+from tests.plugins.dist_optimizer.checks import check_all, params
 from tests.plugins.dist_optimizer.test_loops import net
 from tests.plugins.dist_optimizer.test_state import on_cpu
 from tests.plugins.dist_optimizer.test_whole_parameters import KINDS, NAMED, build, step
@@ -41,6 +42,10 @@ HOLDERS: dict[str, Callable[[dict[Any, Any]], Callable[[], Tensor]]] = {
 }
 
 
+def apply_all() -> AbstractContextManager[Any]:
+    return apply(ALL | NAMED)
+
+
 def held(kind: str, how: str, when: str, write: bool) -> list[Record]:
     """Hold tensors of the state from the first step on; read them each step, or change them too, one rank late."""
     model, opts = build(kind)
@@ -48,7 +53,7 @@ def held(kind: str, how: str, when: str, write: bool) -> list[Record]:
     records: list[Record] = []
 
     def touch() -> None:
-        time.sleep(0.02 * dist.get_rank())
+        time.sleep(0.01 * dist.get_rank())
         for holder in holders:
             if write:
                 holder().mul_(0.5)
@@ -69,31 +74,22 @@ def held(kind: str, how: str, when: str, write: bool) -> list[Record]:
     return [*records, params(model), *(copy.deepcopy(on_cpu(opt.state_dict())) for opt in opts)]
 
 
-def cases(kind: str, world: int) -> dict[str, Any]:
-    wanted = {
-        f"{how} {when} {'written' if write else 'read'}": (how, when, write)
-        for how in HOLDERS
-        for when in ("after", "before")
-        for write in (True, False)
-    }
-    if kind != "adamw" or world > 2:  # every fifth: of all holders one, and both ways of reading and writing
-        wanted = dict(list(wanted.items())[::5])
-    return {name: both(held, kind, *args, options=ALL | NAMED) for name, args in wanted.items()}
+def check_held(results: list[dict[str, Any]]) -> None:
+    for case in results:
+        compared = compare(case["stock"], case["patched"])
+        (compared.assert_bitwise if len(results) == 2 else compared.assert_equal)()
+        assert case["counters"]["steps"] >= STEPS
 
 
 @pytest.mark.parametrize("world", [2, 3])
-@pytest.mark.parametrize("kind", ["adamw", *KINDS])
-def test_state_that_is_held_over_steps_is_what_stocks_is(ranks, world, kind):
-    failures = []
-    for rank, result in enumerate(ranks(world)(cases, kind, world)):
-        for name, case in result.items():
-            try:
-                compared = compare(case["stock"], case["patched"])
-                (compared.assert_bitwise if world == 2 else compared.assert_equal)()
-                assert case["counters"]["steps"] >= STEPS
-            except AssertionError as error:
-                failures.append(f"rank {rank}, {name}: {error}")
-    assert not failures, "\n".join(failures)
+def test_state_that_is_held_over_steps_is_what_stocks_is(ranks, world):
+    cases = dict[str, Any]()
+    for kind in ("adamw", *KINDS):
+        wanted = table(kind=[kind], how=HOLDERS, when=["after", "before"], write=[True, False])
+        # Every fifth: of all holders one, and both ways of reading and writing.
+        cases |= wanted if kind == "adamw" and world == 2 else dict(list(wanted.items())[::5])
+    results = ranks(world)(all_both, held, cases, apply=apply_all, timeout=120)
+    check_all(results, check=check_held)
 
 
 def still_held() -> list[Any]:
@@ -137,12 +133,16 @@ def same_objects(kind: str) -> list[bool]:
     return same
 
 
-@pytest.mark.parametrize("kind", ["adamw", *KINDS])
-def test_tensors_of_the_state_are_the_same_objects_over_steps(ranks, kind):
-    for result in ranks(2)(both, same_objects, kind, options=ALL | NAMED):
+def check_same(results: list[dict[str, Any]]) -> None:
+    for result in results:
         assert result["stock"] == result["patched"]
         assert all(result["patched"])
         assert result["counters"]["state_refilled"] == 0
+
+
+def test_tensors_of_the_state_are_the_same_objects_over_steps(ranks):
+    cases = table(kind=["adamw", *KINDS])
+    check_all(ranks(2)(all_both, same_objects, cases, apply=apply_all), check=check_same)
 
 
 def after_the_end() -> tuple[str, float]:

@@ -280,7 +280,7 @@ def lost() -> tuple[list[str], bool, bool]:
             else:  # rank 1 is lost in its step, after the ranks have told each other whether gradients are local
                 entry = sharded_grads.find(model.module[0].weight)
                 assert entry is not None
-                entry[0].tell_if_local()
+                entry[0].agree_if_local()
         if dist.get_rank() == 0:
             said = [told(model.module[0].weight), told(model.module[0].weight)]
         weight = weakref.ref(model.module[0].weight)

@@ -230,7 +230,7 @@ def fails_later() -> tuple[str, Any]:
 
 def test_what_a_failed_backward_gave_up_is_not_taken_for_a_gradient(ranks):
     for text, found in ranks(2)(fails_later):
-        assert "'others.3.weight' was reduced and given up by a backward that then failed" in text
+        assert "'others.3.weight' was reduced and freed by a backward that then failed" in text
         assert all(value.isfinite().all() for value in found.values())
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import io
 import logging
 import time
@@ -16,7 +17,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 import ovpatch
 from ovpatch.insight.equality import compare
-from ovpatch_plugins.dist_optimizer import supported_optimizers
+from ovpatch_plugins.dist_optimizer import step_log
+from ovpatch_plugins.dist_optimizer.sharded_grads import ShardedGrads
 from tests.plugins.ddp.arms import Record, data
 from tests.plugins.dist_optimizer.arms import SMALL
 from tests.plugins.dist_optimizer.checks import all_cases, ddp, params
@@ -44,7 +46,7 @@ def shared_out(who: str) -> list[Record]:
 
 def timed(who: str, patience: float, smallest: int) -> tuple[dict[str, Any], float]:
     begin = time.monotonic()
-    with mock.patch.object(supported_optimizers, "PATIENCE_S", patience):
+    with mock.patch.object(step_log, "PATIENCE_S", patience):
         result = all_cases(shared_out, {"": {"who": who}}, options={"min_param_numel": smallest})
     return result[""], time.monotonic() - begin
 
@@ -71,7 +73,7 @@ def warned(silence: float) -> list[str]:
     handler = logging.StreamHandler(heard)
     logger.addHandler(handler)
     try:
-        with mock.patch.object(supported_optimizers, "SILENCE_S", silence):
+        with mock.patch.object(step_log, "SILENCE_S", silence):
             timed("rank 0", 2.0, 8)
     finally:
         logger.removeHandler(handler)
@@ -85,6 +87,160 @@ def test_a_rank_that_waits_for_the_others_says_so(ranks, silence):
         assert all("make the same optimizers" in line for line in lines)
 
 
+def made_anew(kind: str, by: str, alongside: bool) -> tuple[list[Record], float]:
+    """In the fourth step some ranks go on with a new optimizer; return also how long the longest step took."""
+    model = ddp(net())
+    opt = OPTIMIZERS["sgd" if kind == "same" else "adamw"](model.parameters())
+    records, longest = [], 0.0
+    for step in range(8):
+        model.zero_grad()
+        model(data(step, 5, 6)).square().mean().backward()
+        begin = time.monotonic()
+        if step == 4 and (by == "all" or dist.get_rank() == 0):
+            new = OPTIMIZERS["sgd"](model.parameters())
+            if alongside:
+                new.step()
+            else:
+                opt = new
+        opt.step()
+        longest = max(longest, time.monotonic() - begin)
+        records.append(params(model))
+    dist.barrier()
+    return records, longest
+
+
+def adopted() -> Any:
+    """As on GPUs, where ranks do not tell each other before each step; return what rank 0 reads of its state, too."""
+    with (
+        ovpatch.applied("ddp", "dist_optimizer", options={"dist_optimizer": {"min_param_numel": 1}}),
+        mock.patch.object(ShardedGrads, "tells", False),
+    ):
+        model = ddp(net())
+        opt = OPTIMIZERS["adamw"](model.parameters())
+        for step in range(8):
+            if step == 4 and dist.get_rank() == 0:
+                opt = OPTIMIZERS["adamw"](model.parameters())
+            opt.zero_grad()
+            model(data(step, 5, 6)).square().mean().backward()
+            opt.step()
+        state = copy.deepcopy(opt.state_dict()["state"])
+        dist.barrier()
+        return params(model), state
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_a_new_optimizer_goes_on_in_the_place_of_the_others(ranks, world):
+    (first, state), *others = ranks(world)(adopted, timeout=60)
+    for found, whole in others:
+        compare(sharded([first, *state.values()]), sharded([found, *whole.values()])).assert_bitwise()
+
+
+def sharded(records: list[Any]) -> list[Record]:
+    """Leave out numbers of steps, which are each rank's own, and what is too small to be cut."""
+    return [{name: value for name, value in record.items() if value.numel() >= 9} for record in records]
+
+
+def anew(kind: str, by: str, alongside: bool) -> tuple[Any, Any, dict[str, int], float]:
+    from tests.plugins.dist_optimizer.arms import both
+
+    result = both(made_anew, kind, by, alongside, options={"min_param_numel": 1})
+    return result["stock"][0], result["patched"][0], result["counters"], result["patched"][1]
+
+
+@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize(
+    ("kind", "by", "alongside"),
+    [
+        ("same", "all", False),  # on the same terms
+        ("same", "one", False),  # momentum differs from then on
+        ("other", "all", False),
+        ("other", "one", False),  # ranks differ from then on, as they do under stock
+        ("other", "all", True),
+        ("other", "one", True),
+    ],
+)
+def test_a_new_optimizer_that_one_rank_alone_makes_stalls_nobody(ranks, world, kind, by, alongside):
+    for stock, patched, counters, longest in ranks(world)(anew, kind, by, alongside):
+        if world == 2:
+            compare(stock, patched).assert_bitwise()
+        else:
+            compare(stock, patched).assert_equal()
+        assert longest < 15
+        is_agreed = by == "all"
+        assert counters["steps"] == (8 + alongside if is_agreed else 4)
+        assert (counters["stock_optimizers"] > 0) == (not is_agreed)
+
+
+def beside_accumulation() -> tuple[list[Record], float]:
+    """Rank 0 alone steps an optimizer of its own after a backward after which the others do not step."""
+    model = ddp(net())
+    opt = OPTIMIZERS["adamw"](model.parameters())
+    records, longest = [], 0.0
+    for step in range(6):
+        model(data(step, 5, 6)).square().mean().backward()
+        begin = time.monotonic()
+        if step == 2 and dist.get_rank() == 0:
+            OPTIMIZERS["sgd"](model.parameters()).step()
+        if step % 2:
+            opt.step()
+            opt.zero_grad()
+        longest = max(longest, time.monotonic() - begin)
+        records.append(params(model))
+    dist.barrier()
+    return records, longest
+
+
+def accumulated() -> tuple[Any, Any, float]:
+    from tests.plugins.dist_optimizer.arms import both
+
+    result = both(beside_accumulation, options={"min_param_numel": 1})
+    return result["stock"][0][:3], result["patched"][0][:3], result["patched"][1]
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_a_step_of_one_rank_alone_waits_for_no_step_of_the_others(ranks, world):
+    for stock, patched, longest in ranks(world)(accumulated):
+        compare(stock, patched).assert_equal()
+        assert longest < 15
+
+
+def local_first() -> Any:
+    """Rank 0 adds to its gradients under no_sync() from the first step on, the others do not."""
+    model = ddp(net())
+    opt = OPTIMIZERS["adamw"](model.parameters())
+    for number in range(2):  # in the second forward ranks agree on buckets, as under stock
+        model(data(number, 5, 6)).square().mean().backward()
+    records, longest = [], 0.0
+    for step in range(3):
+        opt.zero_grad()
+        model(data(step, 5, 6)).square().mean().backward()
+        if dist.get_rank() == 0:
+            with model.no_sync():
+                model(data(step, 5, 6)).square().mean().backward()
+        begin = time.monotonic()
+        opt.step()
+        longest = max(longest, time.monotonic() - begin)
+        records.append(params(model))
+    dist.barrier()
+    return records, longest
+
+
+def local() -> tuple[Any, Any, dict[str, int], float]:
+    from tests.plugins.dist_optimizer.arms import both
+
+    result = both(local_first, options={"min_param_numel": 1})
+    return result["stock"][0], result["patched"][0], result["counters"], result["patched"][1]
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_ranks_hear_at_the_first_step_that_one_is_local(ranks, world):
+    for stock, patched, counters, longest in ranks(world)(local):
+        compare(stock, patched).assert_equal()
+        assert counters["steps"] == 0
+        assert counters["stock_optimizers"] == 1
+        assert longest < 15
+
+
 class Zero(ZeroRedundancyOptimizer):
     """A class of our own: torch wraps ``step`` of each class that is instantiated, which guards would notice."""
 
@@ -92,7 +248,7 @@ class Zero(ZeroRedundancyOptimizer):
 def zero() -> list[Record]:
     """On rank 1 of the first optimizer's there is nothing: its work is known without asking."""
     model = ddp(net())
-    with mock.patch.object(supported_optimizers, "PATIENCE_S", 0.0):
+    with mock.patch.object(step_log, "PATIENCE_S", 0.0):
         opts = [
             Zero(ones, torch.optim.AdamW, lr=0.01)
             for ones in ([model.module[0].weight], list(model.module[2:].parameters()))

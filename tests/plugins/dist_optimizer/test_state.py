@@ -19,8 +19,9 @@ from torch.nn.parallel import DistributedDataParallel
 import ovpatch
 from ovpatch.insight.equality import compare
 from ovpatch.overlap.tensors.lazy_tensor import LazyTensor
-from tests.plugins.ddp.arms import data
-from tests.plugins.dist_optimizer.arms import SMALL, both
+from tests.plugins.ddp.arms import all_both, data, table
+from tests.plugins.ddp.checks import check_all
+from tests.plugins.dist_optimizer.arms import SMALL, apply, both
 from tests.plugins.dist_optimizer.test_loops import OPTIMIZERS, net
 
 
@@ -102,14 +103,17 @@ READERS: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("rank", [0, 1])
-@pytest.mark.parametrize("reader", READERS)
-def test_one_rank_alone_reads_the_state(ranks, reader, rank):
-    results = ranks(2)(both, one_rank, reader, rank)
+def check_reader(results: list[dict[str, Any]], rank: int) -> None:
     compare(results[rank]["stock"], results[rank]["patched"]).assert_bitwise()
     assert len(results[rank]["patched"]) == 5
     assert results[rank]["counters"]["state_reads"] >= 5
     assert results[1 - rank]["counters"]["state_reads"] == 0
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_one_rank_alone_reads_the_state(ranks, rank):
+    results = ranks(2)(all_both, one_rank, table(reader=READERS, rank=[rank]), apply=apply)
+    check_all(results, check=check_reader, rank=rank)
 
 
 def nothing_is_a_slice() -> None:

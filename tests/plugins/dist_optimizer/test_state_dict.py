@@ -7,8 +7,10 @@ import gc
 import io
 import pickle
 import threading
+import time
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -60,16 +62,12 @@ READERS: dict[str, Callable[[Any], Any]] = {
     "deepcopy": lambda found: copy.deepcopy(found)["state"],
     "pickle": lambda found: pickle.loads(pickle.dumps(found))["state"],
     "cpu": lambda found: {n: {k: v.cpu().clone() for k, v in s.items()} for n, s in found["state"].items()},
-    "numpy": lambda found: {
-        n: {k: torch.tensor(v.numpy()) for k, v in s.items()} for n, s in found["state"].items()
-    },
+    "numpy": lambda found: {n: {k: torch.tensor(v.numpy()) for k, v in s.items()} for n, s in found["state"].items()},
     "equal": lambda found: {
         "all": torch.tensor([torch.equal(v, v.clone()) for s in found["state"].values() for v in s.values()]),
         "copies": copy.deepcopy(found)["state"],
     },
-    "backwards": lambda found: {
-        n: {k: s[k].clone() for k in reversed(s)} for n, s in reversed(found["state"].items())
-    },
+    "backwards": lambda found: {n: {k: s[k].clone() for k in reversed(s)} for n, s in reversed(found["state"].items())},
 }
 
 
@@ -122,7 +120,7 @@ def read_in_part() -> None:
             assert torch.equal(found["state"][last]["exp_avg"], wanted["state"][last]["exp_avg"])
             assert 0 < count_unread(found) < count_unread(opt.state_dict())
         step(model, opt, 3)
-        assert (count_unread(found) > 0) == (dist.get_rank() == 1)
+        assert (count_unread(found) > 0) == (dist.get_rank() > 0)
         assert (count_pulled() > before) == (dist.get_rank() == 0)
         if dist.get_rank() == 0:
             compare([found["state"]], [wanted["state"]]).assert_bitwise()
@@ -297,6 +295,30 @@ def in_a_thread() -> list[Any]:
 def test_a_thread_that_saves_it_meanwhile_gets_one_moment(ranks):
     for wanted, saved in ranks(2)(patched, in_a_thread):
         compare([wanted], [saved]).assert_bitwise()
+
+
+def too_late() -> str:
+    """Rank 0 reads for the first time after a backward, when the others have gone on to their step, as on GPUs."""
+    from ovpatch_plugins.dist_optimizer.sharded_grads import ShardedGrads
+
+    model, opt = build()
+    for number in range(3):
+        step(model, opt, number)
+    found = opt.state_dict()
+    opt.zero_grad()
+    model(data(3, 5, 6)).square().mean().backward()
+    with mock.patch.object(ShardedGrads, "tells", False):
+        if dist.get_rank() == 0:
+            time.sleep(1)
+            with pytest.raises(RuntimeError) as raised:
+                found["state"][0]["exp_avg"].sum()
+        opt.step()
+    return str(raised.value) if dist.get_rank() == 0 else ""
+
+
+def test_who_reads_too_late_is_told_how_to_copy_before(ranks):
+    text, *_ = ranks(2)(patched, too_late, timeout=60)
+    assert "copy.deepcopy(optimizer.state_dict())" in text
 
 
 def patched(function: Callable[[], Any]) -> Any:

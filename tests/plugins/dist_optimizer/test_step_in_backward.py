@@ -92,16 +92,10 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
-def all_ddp_cases(cases: dict[str, dict[str, Any]]) -> dict[str, Any]:
-    return {name: ddp_arms.both(stepping, **case) for name, case in cases.items()}
-
-
 @pytest.mark.parametrize("world", [2, 3])
 def test_in_hooks_under_ddp(ranks, world):
     cases = {name: case for name, case in CASES.items() if "at" not in case}
-    results = ranks(world)(all_ddp_cases, cases)
-    for name in cases:
-        ddp_checks.check([result[name] for result in results])
+    ddp_checks.check_cases(ranks(world), stepping, cases)
 
 
 @pytest.mark.parametrize("world", [2, 3])

@@ -79,10 +79,7 @@ MAKERS: dict[str, Callable[[nn.Module], list[Optimizer]]] = {
     "lamb": lambda m: [Lamb(m.parameters())],
     "adamw": lambda m: [torch.optim.AdamW(m.parameters(), lr=0.01)],
 }
-KINDS = [
-    pytest.param(name, marks=pytest.mark.skipif(not hasattr(torch.optim, cls), reason=f"this torch has no {cls}"))
-    for name, cls in (("muon", "Muon"), ("adafactor", "Adafactor"), ("lamb", "Optimizer"))
-]
+KINDS = ["muon", "adafactor", "lamb"]
 STEPS = 10
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import pytest
@@ -15,9 +16,10 @@ from torch.nn.parallel import DistributedDataParallel
 import ovpatch
 from ovpatch.insight.equality import compare
 from ovpatch.overlap.tensors.lazy_tensor import LazyTensor
-from tests.plugins.ddp.arms import Record
+from tests.plugins.ddp.arms import Record, all_both, table
+from tests.plugins.ddp.checks import check_all
 from tests.plugins.dist_optimizer import test_checkpoints, test_state
-from tests.plugins.dist_optimizer.arms import SMALL, both
+from tests.plugins.dist_optimizer.arms import SMALL, apply
 from tests.plugins.dist_optimizer.checks import params
 from tests.plugins.dist_optimizer.test_loops import net
 from tests.plugins.dist_optimizer.test_state import READERS, on_cpu
@@ -26,16 +28,20 @@ from tests.plugins.dist_optimizer.test_whole_parameters import KINDS, MAKERS, NA
 each_kind = pytest.mark.parametrize("kind", KINDS)
 
 
+def apply_named() -> AbstractContextManager[Any]:
+    return apply(NAMED)
+
+
+def one_rank(kind: str, **how: Any) -> list[Record]:
+    return instead(kind, test_state.one_rank, **how)
+
+
 @pytest.mark.parametrize("rank", [0, 1])
-@pytest.mark.parametrize("reader", READERS)
-@each_kind
-def test_one_rank_alone_reads_the_state(ranks, kind, reader, rank):
-    results = ranks(2)(both, instead, kind, test_state.one_rank, reader, rank, options=NAMED)
-    compare(results[rank]["stock"], results[rank]["patched"]).assert_bitwise()
-    assert len(results[rank]["patched"]) == 5
-    assert results[rank]["counters"]["state_reads"] >= 5
-    assert results[1 - rank]["counters"]["state_reads"] == 0
-    assert results[1 - rank]["counters"]["params_owned"] > 0
+def test_one_rank_alone_reads_the_state(ranks, rank):
+    cases = table(kind=KINDS, reader=READERS, rank=[rank])
+    results = ranks(2)(all_both, one_rank, cases, apply=apply_named, timeout=120)
+    check_all(results, check=test_state.check_reader, rank=rank)
+    assert all(case["counters"]["params_owned"] > 0 for case in results[1 - rank].values())
 
 
 def layouts(kind: str) -> list[Any]:
@@ -55,14 +61,14 @@ def layouts(kind: str) -> list[Any]:
 
 
 @pytest.mark.parametrize("world", [2, 3])
-@each_kind
-def test_the_state_looks_like_stocks_before_anybody_reads_it(ranks, world, kind):
-    for result in ranks(world)(both, layouts, kind, options=NAMED):
-        texts = [[str(one) for one in result[arm]] for arm in ("stock", "patched")]
-        if kind == "lamb" and world > 2:  # it shows ratios, whose last bits are noise
-            texts = [[text for text in ones if "seen" not in text] for ones in texts]
-        assert texts[0] == texts[1]
-        assert result["counters"]["state_reads"] == 0
+def test_the_state_looks_like_stocks_before_anybody_reads_it(ranks, world):
+    for results in ranks(world)(all_both, layouts, table(kind=KINDS), apply=apply_named):
+        for kind, result in results.items():
+            texts = [[str(one) for one in result[arm]] for arm in ("stock", "patched")]
+            if "lamb" in kind and world > 2:  # it shows ratios, whose last bits are noise
+                texts = [[text for text in ones if "seen" not in text] for ones in texts]
+            assert texts[0] == texts[1], kind
+            assert result["counters"]["state_reads"] == 0
 
 
 def changed_by_hand(kind: str) -> list[Record]:
@@ -86,11 +92,15 @@ def changed_by_hand(kind: str) -> list[Record]:
     return records
 
 
-@each_kind
-def test_a_state_that_is_changed_by_hand(ranks, kind):
-    for result in ranks(2)(both, changed_by_hand, kind, options=NAMED):
+def check(results: list[dict[str, Any]], steps: int = 0) -> None:
+    for result in results:
         compare(result["stock"], result["patched"]).assert_bitwise()
-        assert result["counters"]["steps"] >= 8
+        assert result["counters"]["steps"] >= steps
+        assert result["counters"]["params_owned"] > 0
+
+
+def test_a_state_that_is_changed_by_hand(ranks):
+    check_all(ranks(2)(all_both, changed_by_hand, table(kind=KINDS), apply=apply_named), check=check, steps=8)
 
 
 # --- checkpoints ---
@@ -123,17 +133,18 @@ def resumed(kind: str, load_before_wrap: bool) -> list[Record]:
     return records
 
 
-@pytest.mark.parametrize("load_before_wrap", [True, False])
-@each_kind
-def test_a_resumed_run_continues(ranks, kind, load_before_wrap):
-    for result in ranks(2)(both, resumed, kind, load_before_wrap, options=NAMED):
-        compare(result["stock"], result["patched"]).assert_bitwise()
-        for record in result["patched"][1:]:
-            compare(
-                [{n.removeprefix("module."): p for n, p in record["first"].items()}],
-                [{n.removeprefix("module."): p for n, p in record["second"].items()}],
-            ).assert_bitwise()
-        assert result["counters"]["params_owned"] > 0
+def check_resumed(results: list[dict[str, Any]]) -> None:
+    check(results)
+    for record in (record for result in results for record in result["patched"][1:]):
+        compare(
+            [{n.removeprefix("module."): p for n, p in record["first"].items()}],
+            [{n.removeprefix("module."): p for n, p in record["second"].items()}],
+        ).assert_bitwise()
+
+
+def test_a_resumed_run_continues(ranks):
+    cases = table(kind=KINDS, load_before_wrap=[True, False])
+    check_all(ranks(2)(all_both, resumed, cases, apply=apply_named, timeout=120), check=check_resumed)
 
 
 def dropped_at_once(kind: str) -> None:
@@ -180,12 +191,11 @@ def by_dcp(kind: str, full: bool, fresh: bool) -> list[Record]:
 
 
 @pytest.mark.parametrize("full", [False, True])
-@pytest.mark.parametrize("fresh", [False, True])
-@pytest.mark.parametrize("kind", KINDS[:2])
-def test_dcp_functions_give_and_take_stocks_dictionaries(ranks, kind, full, fresh):
-    for rank, result in enumerate(ranks(2)(both, by_dcp, kind, full, fresh)):
-        compare(result["stock"], result["patched"]).assert_bitwise()
-        assert result["counters"]["state_reads"] > 0 or (full and rank)
+def test_dcp_functions_give_and_take_stocks_dictionaries(ranks, full):
+    results = ranks(2)(all_both, by_dcp, table(kind=KINDS[:2], full=[full], fresh=[False, True]), apply=apply_named)
+    check_all(results, check=check)
+    for rank, result in enumerate(results):
+        assert all(case["counters"]["state_reads"] > 0 or (full and rank) for case in result.values())
 
 
 def test_a_rank_that_has_finished_waits_for_one_that_still_saves(ranks):

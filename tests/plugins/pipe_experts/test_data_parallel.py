@@ -19,6 +19,7 @@ from torch.utils.checkpoint import checkpoint
 import ovpatch
 from ovpatch.insight.equality import compare
 from ovpatch_plugins.pipe_experts import ExpertParallelFFN, MoEConfig, expert_data_parallel, run_experts
+from tests.plugins.ddp.checks import on
 from tests.plugins.ddp.test_declared import InChunks
 from tests.plugins.ddp.test_failures import Bomb
 
@@ -237,7 +238,9 @@ def all_cases(arm: str, ep: int) -> dict[str, Any]:
 
     before = REDUCED.backwards, DIVIDED.steps, DIVIDED.grads_by_parts
     with features(arm):
-        results: dict[str, Any] = {name: train(arm, ep, **case) for name, case in CASES.items()}
+        results: dict[str, Any] = {
+            name: train(arm, ep, **case) for name, case in on(dist.get_world_size(), CASES).items()
+        }
     after = REDUCED.backwards, DIVIDED.steps, DIVIDED.grads_by_parts
     return results | {"ran": [now > then for now, then in zip(after, before, strict=True)]}
 

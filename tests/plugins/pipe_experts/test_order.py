@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ovpatch_plugins.pipe_experts import all_to_all, experts, wgrad
+from ovpatch_plugins.pipe_experts import all_to_all, experts, grouped_gemm
 from ovpatch_plugins.pipe_experts.config import MoEConfig
 from ovpatch_plugins.pipe_experts.experts import swiglu
 from ovpatch_plugins.pipe_experts.layer import expert_parallel_ffn, run_experts
@@ -30,9 +30,9 @@ def recorded() -> Iterator[list[str]]:
         (all_to_all._Transfer, "wait_forward", "wait"),
         (all_to_all._Transfer, "start_backward", "launch back"),
         (all_to_all._Transfer, "wait_backward", "wait back"),
-        (wgrad, "grouped_linear", "product"),
-        (wgrad, "grouped_dgrad", "input gradient"),
-        (wgrad, "accumulate_wgrad", "weight gradient"),
+        (grouped_gemm, "grouped_linear", "product"),
+        (grouped_gemm, "grouped_dgrad", "input gradient"),
+        (grouped_gemm, "accumulate_wgrad", "weight gradient"),
     ]
     before = [(owner, name, getattr(owner, name)) for owner, name, _ in watched]
     for (owner, name, function), (_, _, said) in zip(before, watched, strict=True):
@@ -215,15 +215,15 @@ def left_alive(what: str) -> list[bool]:
     source = torch.randn(2, 6, 4, requires_grad=True)
     x, index = torch.randn(6, 4, requires_grad=True), torch.arange(12).view(6, 2) % (2 * world)
     made: list[Any] = []
-    before = wgrad._WeightGrads.__init__
+    before = grouped_gemm._WeightGrads.__init__
 
     def note(self: Any, *args: Any) -> None:
         made.append(weakref.ref(self))
         before(self, *args)
 
-    wgrad._WeightGrads.__init__ = note  # type: ignore[method-assign]
+    grouped_gemm._WeightGrads.__init__ = note  # type: ignore[method-assign]
     calls: list[int] = []
-    grads = wgrad.accumulate_wgrad
+    grads = grouped_gemm.accumulate_wgrad
 
     def failing(*args: Any) -> Any:
         calls.append(1)
@@ -231,7 +231,7 @@ def left_alive(what: str) -> list[bool]:
             raise ValueError("on purpose")
         return grads(*args)
 
-    wgrad.accumulate_wgrad = failing
+    grouped_gemm.accumulate_wgrad = failing
     try:
         up, down = source * 2, torch.randn(2, 4, 3, requires_grad=True)
         made.append(weakref.ref(up))
@@ -245,7 +245,7 @@ def left_alive(what: str) -> list[bool]:
                 out.sum().backward()
             torch.ones((), requires_grad=True).backward()  # until then the engine keeps what it had still to do
     finally:
-        wgrad._WeightGrads.__init__, wgrad.accumulate_wgrad = before, grads  # type: ignore[method-assign]
+        grouped_gemm._WeightGrads.__init__, grouped_gemm.accumulate_wgrad = before, grads  # type: ignore[method-assign]
     del out, up, down
     gc.collect()
     return [reference() is not None for reference in made]
@@ -368,12 +368,12 @@ def interrupted() -> list[bool]:
             raise ValueError("on purpose")
         return before(*args)
 
-    before = wgrad.accumulate_wgrad
-    wgrad.accumulate_wgrad = failing
+    before = grouped_gemm.accumulate_wgrad
+    grouped_gemm.accumulate_wgrad = failing
     out = layer(x, index, top).square().sum()
     with pytest.raises(ValueError, match="on purpose"):
         out.backward(retain_graph=True)
-    wgrad.accumulate_wgrad = before
+    grouped_gemm.accumulate_wgrad = before
     layer.zero_grad()
     x.grad = None
     out.backward()  # through the graph that is left

@@ -12,6 +12,8 @@ from ovpatch_plugins.pipeline.orders import (
     ScheduleError,
     build_order,
     build_placement,
+    build_vee_blocks,
+    build_vee_order,
     check_schedule,
     convert_torch_order,
     list_messages,
@@ -110,6 +112,28 @@ def test_orders_of_torch_are_converted_and_keep_the_rules(name, ranks):
     assert sum(action.kind is F for order in schedule for action in order) == len(placement) * 2 * ranks
     kinds = {action.kind for order in schedule for action in order}
     assert (W in kinds) == (name in ("InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"))
+
+
+@pytest.mark.parametrize(("ranks", "microbatches"), [(2, 4), (3, 7), (4, 8), (4, 12), (8, 32)])
+def test_the_order_of_a_vee_is_that_of_torch(ranks, microbatches):
+    theirs, _ = torch_order("ZBVZeroBubble", ranks=ranks, microbatches=microbatches)
+    assert build_vee_order(ranks=ranks, microbatches=microbatches) == theirs
+
+
+@pytest.mark.parametrize(("ranks", "microbatches"), [*SIZES, (3, 9), (6, 20)])
+def test_orders_of_a_vee_keep_the_rules_and_hold_what_their_names_say(ranks, microbatches):
+    placement = build_placement("vee", ranks=ranks, chunks=2)
+    full = build_vee_order(ranks=ranks, microbatches=microbatches)
+    half = build_vee_blocks("v-half", ranks=ranks, microbatches=microbatches)
+    least = build_vee_blocks("v-min", ranks=ranks, microbatches=microbatches)
+    for schedule in (full, half, least):
+        check_schedule(schedule, placement)
+    if ranks >= 4 and microbatches >= 2 * ranks:
+        peaks = [max(map(peak, schedule)) for schedule in (full, half, least)]
+        assert peaks[0] == 2 * ranks
+        assert peaks[2] < peaks[1] < peaks[0]
+    with pytest.raises(ScheduleError, match="v-half, v-min"):
+        build_vee_blocks("v-none", ranks=2, microbatches=2)
 
 
 def test_a_lowered_order_has_the_same_computations():

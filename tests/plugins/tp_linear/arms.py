@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,6 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
 import ovpatch
+from tests.plugins.ddp import arms
 
 Record = dict[str, Any]
 SCHEDULES = ["stock", "bulk", "ring", "chunk"]
@@ -19,14 +22,16 @@ SCHEDULES = ["stock", "bulk", "ring", "chunk"]
 
 def both(function: Callable[..., Any], *args: Any, options: dict[str, Any] | None = None, **kwargs: Any) -> Record:
     """Return what ``function`` returns stock and patched, and what it counted."""
-    torch.manual_seed(0)
-    stock = function(*args, **kwargs)
-    with ovpatch.applied("tp_linear", options={"tp_linear": options or {}}):
-        before = counters()  # from here on: what is recovered may be a model of the stock arm that is garbage by now
-        torch.manual_seed(0)
-        patched = function(*args, **kwargs)
-        counted = {name: value - before[name] for name, value in counters().items()}
-    return {"stock": stock, "patched": patched, "counters": counted}
+    return arms.both(function, *args, apply=partial(apply, options), counters=counters, **kwargs)
+
+
+def all_both(function: Callable[..., Any], cases: arms.Cases, *, options: dict[str, Any] | None = None) -> Record:
+    """Do so for the keyword arguments of every case, under one ``apply()``."""
+    return arms.all_both(function, cases, apply=partial(apply, options), counters=counters)
+
+
+def apply(options: dict[str, Any] | None) -> AbstractContextManager[Any]:
+    return ovpatch.applied("tp_linear", options={"tp_linear": options or {}})
 
 
 def counters() -> dict[str, int]:

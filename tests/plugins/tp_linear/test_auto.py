@@ -15,8 +15,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 import ovpatch
 from ovpatch.overlap.autotune import report_lines
 from ovpatch.overlap.comm.consensus import RankMismatchError
-from ovpatch_plugins.tp_linear import all_gather_linear, linear_reduce_scatter
-from ovpatch_plugins.tp_linear import tp_group as wires_of
+from ovpatch_plugins.tp_linear import all_gather_linear, linear_reduce_scatter, tp_group
 from ovpatch_plugins.tp_linear.options import MEASURED
 from ovpatch_plugins.tp_linear.schedules import autotuned, find_schedule
 from ovpatch_plugins.tp_linear.schedules.autotuned import Shape, make_tuning, round_rows
@@ -33,10 +32,10 @@ AUTO = {"schedule": "auto"}
 @contextlib.contextmanager
 def forced(first: int) -> Iterator[list[str]]:
     """Let schedules win in turn; wires know what they have chosen before."""
-    wires_of.forget()
+    tp_group.drop_tp_groups()
     with races.forced(first) as won:
         yield won
-    wires_of.forget()
+    tp_group.drop_tp_groups()
 
 
 def won_by(first: int, function: Any, *args: Any, **kwargs: Any) -> tuple[Record, list[str]]:

@@ -26,7 +26,8 @@ from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatc
 
 import ovpatch
 from ovpatch_plugins.tp_linear import tp_group
-from tests.plugins.tp_linear.arms import Record, both, draw, layout, mesh, seen, whole
+from tests.plugins.ddp.checks import on
+from tests.plugins.tp_linear.arms import Record, all_both, draw, layout, mesh, seen, whole
 from tests.plugins.tp_linear.models import MLP, WIDTH, Attention, Llama, parallel_llama
 from tests.plugins.tp_linear.training import equal
 
@@ -58,11 +59,11 @@ def watched(make: Callable[[], Made], watch: Callable[[], Any] = CommDebugMode, 
     torch.manual_seed(0)
     watches = not alone or dist.get_rank() == 0
     modes = [watch() if watches else contextlib.nullcontext() for _ in range(3)]
-    counted = []
+    found = []
 
     def count(mode: Any) -> None:
         if isinstance(mode, CommDebugMode):
-            counted.append(counts(mode))
+            found.append(counts(mode))
 
     with modes[0]:
         model, run = make()
@@ -81,7 +82,7 @@ def watched(make: Callable[[], Made], watch: Callable[[], Any] = CommDebugMode, 
         "layout": layout(output),
         "inputs": [(layout(x.grad), whole(x.grad)) for x in inputs],
         **seen(model),
-        "counts": counted,
+        "counts": found,
     }
 
 
@@ -261,35 +262,39 @@ CASES: dict[str, Callable[[], Made]] = {
 }
 
 
-def case(name: str, options: dict[str, Any] | None = None, **how: Any) -> Record:
-    result = both(watched, CASES[name], options=options, **how)
-    result["counts"] = [result[arm].pop("counts") for arm in ("stock", "patched")]
-    equal([result["stock"]], [result["patched"]])
-    return result
+def counted(names: Sequence[str], options: dict[str, Any] | None = None, **how: Any) -> dict[str, Record]:
+    results = all_both(watched, {name: {"make": CASES[name], **how} for name in names}, options=options)
+    for name, result in results.items():
+        result["counts"] = [result[arm].pop("counts") for arm in ("stock", "patched")]
+        try:
+            equal([result["stock"]], [result["patched"]])
+        except AssertionError as error:
+            raise AssertionError(f"case {name}: {error}") from None
+    return results
 
 
 @pytest.mark.parametrize("world", [2, 4])
-@pytest.mark.parametrize("name", CASES)
-def test_counts_are_stocks(ranks, world, name):
-    for result in ranks(world)(case, name):
-        stock, ours = result["counts"]
-        assert ours == stock
-        assert sum(step["all"] != {} for step in stock) > 0
-        counted = result["counters"]
-        assert (counted["calls"] > 0) is (name not in LEFT_TO_STOCK)
+def test_counts_are_stocks(ranks, world):
+    for results in ranks(world)(counted, list(on(world, CASES)), timeout=120):
+        for name, result in results.items():
+            stock, ours = result["counts"]
+            assert ours == stock, name
+            assert any(step["all"] for step in stock), name
+            assert (result["counters"]["calls"] > 0) is (name not in LEFT_TO_STOCK), name
 
 
-def test_the_wire_is_the_same_on_ranks_that_do_not_watch(ranks):
-    for world in (2, 3):
-        for name in ("MLP", "MLP, sequence", "attention", "model"):
-            first, *others = ranks(world)(case, name, alone=True)
-            assert first["counts"][0] == first["counts"][1] != []
-            assert not any(part for other in others for part in other["counts"])
+@pytest.mark.parametrize("world", [2, 3])
+def test_the_wire_is_the_same_on_ranks_that_do_not_watch(ranks, world):
+    names = ("MLP", "MLP, sequence", "attention", "model")
+    first, *others = ranks(world)(counted, names, alone=True)
+    for name in names:
+        assert first[name]["counts"][0] == first[name]["counts"][1] != []
+        assert not any(part for other in others for part in other[name]["counts"])
 
 
 def test_parts_are_counted_one_by_one(ranks):
-    for result in ranks(2)(case, "MLP, sequence", {"schedule": "chunk", "chunks": 3}):
-        (_, _, once, _), (_, _, ours, _) = result["counts"]
+    for result in ranks(2)(counted, ["MLP, sequence"], {"schedule": "chunk", "chunks": 3}):
+        (_, _, once, _), (_, _, ours, _) = result["MLP, sequence"]["counts"]
         assert ours["all"].keys() == once["all"].keys()
         assert all(once["all"][name] < number <= 3 * once["all"][name] for name, number in ours["all"].items())
 

@@ -10,7 +10,9 @@ from torch import Tensor
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from tests.plugins.tp_linear.arms import SCHEDULES, Record, both, device, draw, mesh, whole
+from tests.plugins.ddp.arms import seeded
+from tests.plugins.ddp.checks import check_all
+from tests.plugins.tp_linear.arms import SCHEDULES, Record, all_both, device, draw, mesh, whole
 from tests.plugins.tp_linear.models import MLP, WIDTH
 from tests.plugins.tp_linear.training import equal, trained
 
@@ -67,21 +69,26 @@ LAYOUTS = {
 }
 
 
-CASES = [(2, layouts) for layouts in LAYOUTS] + [(4, "second"), (4, "replicated, scattered")]
-
-
-@pytest.mark.parametrize("schedule", SCHEDULES)
-@pytest.mark.parametrize(("world", "layouts"), CASES)
-def test_an_mlp(ranks, world, schedule, layouts):
-    for result in ranks(world)(both, mlp, *LAYOUTS[layouts], bias=layouts != "second", options={"schedule": schedule}):
+def check(results: list[Record]) -> None:
+    for result in results:
         equal(result["stock"], result["patched"])
         counted = result["counters"]
         assert (counted["linears"], counted["calls"], counted["stock_calls"]) == (2, 4, 0)
 
 
-@pytest.mark.parametrize("layouts", LAYOUTS)
-def test_stock_is_what_one_process_computes(ranks, layouts):
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize(("world", "names"), [(2, tuple(LAYOUTS)), (4, ("second", "replicated, scattered"))])
+def test_an_mlp(ranks, world, schedule, names):
+    cases = {name: {"layouts": LAYOUTS[name][0], "shape": LAYOUTS[name][1], "bias": name != "second"} for name in names}
+    check_all(ranks(world)(all_both, mlp, cases, options={"schedule": schedule}), check=check)
+
+
+def alone_and_cut() -> dict[str, list[list[Record]]]:
+    return {name: [seeded(mlp, *case, tp=tp) for tp in (False, True)] for name, case in LAYOUTS.items()}
+
+
+def test_stock_is_what_one_process_computes(ranks):
     """The tests above compare with stock; this one tells that stock's numbers are those of the model."""
-    alone = ranks(2)(mlp, *LAYOUTS[layouts], tp=False)
-    for single, cut in zip(alone, ranks(2)(mlp, *LAYOUTS[layouts]), strict=True):
-        equal(single, cut, ("x", "y", "grad", "param"), 1e-10)
+    for found in ranks(2)(alone_and_cut):
+        for single, cut in found.values():
+            equal(single, cut, ("x", "y", "grad", "param"), 1e-10)

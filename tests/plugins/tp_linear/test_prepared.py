@@ -20,7 +20,7 @@ from triton.runtime.jit import create_function_from_signature
 
 from ovpatch.overlap.symm_mem.memory import Memory
 from ovpatch.overlap.symm_mem.workspace import Scratch, Workspace
-from ovpatch_plugins.tp_linear.kernels import launch, prepared
+from ovpatch_plugins.tp_linear.kernels import launch
 from ovpatch_plugins.tp_linear.kernels.tuning import Tiles
 
 KERNELS = ("stage_kernel", "gather_gemm_kernel", "gemm_scatter_kernel", "scatter_kernel", "reduce_kernel")
@@ -88,7 +88,7 @@ def log(monkeypatch):
     found: list[Any] = []
     for name in KERNELS:
         monkeypatch.setattr(launch, name, Watched(getattr(launch, name), found))
-    monkeypatch.setattr(prepared, "_address", lambda tensor: tensor)  # whose type could not be seen
+    monkeypatch.setattr(launch, "_address", lambda tensor: tensor)  # whose type could not be seen
     return found
 
 
@@ -172,7 +172,7 @@ class Recorder:
 
 def test_tensors_are_launched_again_by_address():
     kernel, x, state = Recorder(), torch.empty(4), torch.empty(2)
-    launched = prepared.Prepared(kernel, 3, None, (state, 7, None), num_warps=8)
+    launched = launch.Prepared(kernel, 3, None, (state, 7, None), num_warps=8)
     launched(x, None)
     y = torch.empty(5)
     launched(y, None)
@@ -197,7 +197,7 @@ def test_memory_for_descriptors_is_asked_of_the_workspace_alone():
         return torch.empty(size)
 
     before = _allocation._allocator.get()
-    launched = prepared.Prepared(Kernel(), 3, scratch, ())
+    launched = launch.Prepared(Kernel(), 3, scratch, ())
     launched()
     launched()
     assert asked == [(640, 128, None)] * 2

@@ -317,10 +317,10 @@ def kept_after_revert() -> list[int]:
     group = dist.new_group()
     with ovpatch.applied("tp_linear"):
         made()(rows()).sum().backward()
-        tp_group.of(group, torch.device("cpu"))
+        tp_group.get_tp_group(group, torch.device("cpu"))
         dist.destroy_process_group(group)
         others = [other for other, _ in group_values(tp_group.TPGroup) if other is not group]
-        tp_group.of(dist.new_group(), torch.device("cpu"))
+        tp_group.get_tp_group(dist.new_group(), torch.device("cpu"))
         held = [other for other, _ in group_values(tp_group.TPGroup) if other is group]
     gc.collect()
     return [len(others), len(held), len(group_values(tp_group.TPGroup))]

@@ -17,7 +17,9 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 from ovpatch.insight.equality import compare
-from tests.plugins.tp_linear.arms import SCHEDULES, Record, both, draw, mesh, whole
+from tests.plugins.ddp.arms import table
+from tests.plugins.ddp.checks import check_all
+from tests.plugins.tp_linear.arms import SCHEDULES, Record, all_both, both, draw, mesh, whole
 from tests.support.rarely import RARELY
 
 WIDTH = 24
@@ -186,16 +188,23 @@ def run(
 UNSEEN = ("a weight, by its data",)  # where products are computed ahead: no version tells; see README.md
 
 
-@pytest.mark.parametrize(
-    ("case", "schedule"),
-    [*((case, "bulk") for case in CASES), *((case, "chunk") for case in CASES if case not in UNSEEN)],
-)
-def test_what_a_forward_may_do(ranks, case, schedule):
-    for local in CASES[case].get("locals", (False, True)):
-        for result in ranks(2)(both, run, local=local, **CASES[case], options={"schedule": schedule}):
-            compare(result["stock"], result["patched"], floor=1e-10).assert_equal()
-            if CASES[case].get("parent"):
-                assert result["counters"]["unused"] == 0
+def require_equal(results: list[Record]) -> None:
+    for result in results:
+        compare(result["stock"], result["patched"], floor=1e-10).assert_equal()
+
+
+@pytest.mark.parametrize("schedule", ["bulk", "chunk"])
+def test_what_a_forward_may_do(ranks, schedule):
+    cases = {
+        f"{name}, local: {local}": {"local": local, **case}
+        for name, case in CASES.items()
+        for local in case.get("locals", (False, True))
+        if schedule == "bulk" or name not in UNSEEN
+    }
+    results = ranks(2)(all_both, run, cases, options={"schedule": schedule}, timeout=120)
+    check_all(results, check=require_equal)
+    for result in results:
+        assert not any(one["counters"]["unused"] for name, one in result.items() if cases[name].get("parent"))
 
 
 @pytest.mark.parametrize("local", [False, True])
@@ -380,13 +389,14 @@ def watched(watch: Any, body: Forward, frozen: str, needs_grad: bool) -> Record:
 @pytest.mark.parametrize(
     "schedule", ["bulk", "chunk", *(pytest.param(name, marks=RARELY) for name in ("stock", "ring"))]
 )
-@pytest.mark.parametrize("watch", WATCHES, ids=lambda watch: watch.__name__)
-def test_one_rank_alone_may_watch(ranks, watch, schedule):
-    for body in (both_called, read_by_others, read_by_others_alone):
-        for frozen, needs_grad in (("", True), ("a", True), ("b", True), ("ab", True), ("", False)):
-            options = {"schedule": schedule, "regather": frozen != "ab"}
-            for result in ranks(2)(both, watched, watch, body, frozen, needs_grad, options=options):
-                compare(result["stock"], result["patched"], floor=1e-10).assert_equal()
+@pytest.mark.parametrize("regather", [True, False])
+def test_one_rank_alone_may_watch(ranks, schedule, regather):
+    bodies = [both_called, read_by_others, read_by_others_alone]
+    cases = table(watch=WATCHES, body=bodies, frozen=["", "a", "b"] if regather else ["ab"], needs_grad=[True])
+    if regather:
+        cases |= table(watch=WATCHES, body=bodies, frozen=[""], needs_grad=[False])
+    options = {"schedule": schedule, "regather": regather}
+    check_all(ranks(2)(all_both, watched, cases, options=options, timeout=120), check=require_equal)
 
 
 def frozen_output() -> list[bool]:

@@ -23,7 +23,7 @@ class Shape(NamedTuple):
     """The key of a choice, the same on all ranks."""
 
     operator: str  # ``gather_linear``, ``linear_scatter`` or ``linear_reduce``
-    rows: int  # a rank's number of rows, for ``linear_reduce`` all of them; see :func:`round_rows`
+    rows: int  # a rank's number of rows, for ``linear_reduce`` all of them; see round_rows()
     k: int  # the number of input features on this rank
     features: tuple[int, ...]  # the number of output features on this rank, of each weight
     dtype: torch.dtype  # the dtype of the products

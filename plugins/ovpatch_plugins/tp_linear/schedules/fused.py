@@ -175,8 +175,8 @@ def list_objections() -> list[str]:
     return sorted({objection for _, objection in group_values(_Objection) if objection})
 
 
-def forget() -> None:
-    """Let go of all groups."""
+def drop_fused_support() -> None:
+    """Drop what is known of groups, and their workspaces."""
     drop_values(_Objection)
     workspace.drop_workspaces()
 

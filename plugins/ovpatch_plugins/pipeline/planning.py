@@ -1,0 +1,144 @@
+"""What a pipeline of some size and costs would gain: fixed orders and solved ones, side by side."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+from ovpatch_plugins.pipeline.actions import Kind, Schedule
+from ovpatch_plugins.pipeline.orders import (
+    ORDERS,
+    ScheduleError,
+    build_order,
+    build_placement,
+    build_vee_order,
+    split_backwards,
+)
+from ovpatch_plugins.pipeline.simulator import Costs, Simulation, simulate
+from ovpatch_plugins.pipeline.solver import Problem, find_lower_bound, solve
+
+_SOLVED: Final = "solved"
+_EARLY: Final = "1f1b, early sends"
+_SETTINGS: Final = {
+    _EARLY: {"OVPATCH_PIPELINE": "1"},
+    **{name: {"OVPATCH_PIPELINE": "1", "OVPATCH_PIPELINE_SCHEDULE": name} for name in ("zb-h1", "zb-h2")},
+}
+_LETTERS: Final = {Kind.F: "F", Kind.B: "B", Kind.W: "W", Kind.BW: "B"}
+
+
+@dataclass(frozen=True)
+class _Row:
+    order: str
+    placement: str
+    simulation: Simulation
+    limit: float | None = None  # of a solved order, in units of 1F1B's memory
+
+
+def plan(question: Mapping[str, Any], progress: Callable[[float], None]) -> Mapping[str, Any]:
+    """Return what orders cost, as JSON data.
+
+    Args:
+        question: ``ranks``, ``microbatches``, ``memory`` (limits, in units of what 1F1B's first rank holds),
+            ``placements``, and the costs ``forward``, ``backward``, ``weight`` of a rank's share of the model and
+            ``send`` of a transfer, in any one unit.
+        progress: Called with the part that is done, from 0 to 1.
+
+    Returns:
+        ``rows`` (order, placement, limit, memory in units of 1F1B's, step in units of m(F+B+W), bubble, fits, and the
+        variables that set the order, if there are any), with the index ``best`` of the shortest step that fits,
+        ``bounds`` by placement, and ``timeline`` and ``picture`` of the best row.
+    """
+    ranks, microbatches = int(question["ranks"]), int(question["microbatches"])
+    times = [float(question[name]) for name in ("forward", "backward", "weight", "send")]
+    memories: Sequence[float] = question["memory"]
+    unit, whole = microbatches * sum(times[:3]), float(min(ranks, microbatches))
+    rows, bounds = [], {}
+    solved, total = 0, len(memories) * len(question["placements"])
+    for name in question["placements"]:
+        chunks = 1 if name == "straight" else 2
+        placement = build_placement(name, ranks=ranks, chunks=chunks)
+        costs = Costs.uniform(
+            len(placement),
+            forward=times[0] / chunks,
+            backward=times[1] / chunks,
+            weight=times[2] / chunks,
+            send=times[3],
+        )
+        for order, schedule in _known(name, ranks, microbatches):
+            rows.append(_Row(order, name, simulate(schedule, placement, costs)))
+        bounds[name] = find_lower_bound(Problem(placement, microbatches, costs)) / unit
+        for memory in memories:
+            done = solved / total
+            problem = Problem(placement, microbatches, costs, memory * whole)
+            try:
+                found = solve(problem, progress=lambda now, done=done: progress(done + now.done / total))  # type: ignore[misc]
+            except ScheduleError:
+                pass  # too little memory for this placement: no row
+            else:
+                rows.append(_Row(_SOLVED, name, found.simulation, memory))
+            solved += 1
+    progress(1.0)
+    return _answer(rows, bounds, unit=unit, whole=whole, most=max(memories))
+
+
+def _known(placement: str, ranks: int, microbatches: int) -> list[tuple[str, Schedule]]:
+    if placement == "vee":
+        return [("zb-v", build_vee_order(ranks=ranks, microbatches=microbatches))]
+    if placement != "straight":
+        return []
+    known = [(name, build_order(name, ranks=ranks, microbatches=microbatches)) for name in ORDERS]
+    known.insert(2, (_EARLY, split_backwards(dict(known)["1f1b"])))
+    return known
+
+
+def _answer(
+    rows: Sequence[_Row], bounds: Mapping[str, float], *, unit: float, whole: float, most: float
+) -> Mapping[str, Any]:
+    listed: list[dict[str, Any]] = []
+    for row in rows:
+        memory = max(row.simulation.peak_memory) / whole
+        listed.append(
+            {
+                "order": row.order,
+                "placement": row.placement,
+                "limit": row.limit,
+                "memory": memory,
+                "step": row.simulation.step / unit,
+                "bubble": max(0.0, row.simulation.bubble),
+                "fits": memory <= most * (1 + 1e-9),
+                "setting": _SETTINGS.get(row.order),
+            }
+        )
+    fitting = [index for index, row in enumerate(listed) if row["fits"]]
+    best = min(fitting, key=lambda index: (round(listed[index]["step"], 9), index), default=None)
+    answer: dict[str, Any] = {"unit": unit, "rows": listed, "bounds": dict(bounds), "best": best}
+    if best is not None:
+        simulation = rows[best].simulation
+        answer["timeline"] = [
+            [[a.kind.value, a.stage, a.microbatch, begin / unit, end / unit] for a, begin, end in line]
+            for line in simulation.timeline
+        ]
+        answer["picture"] = draw_text(simulation)
+    return answer
+
+
+def draw_text(simulation: Simulation, width: int = 100) -> list[str]:
+    """Return a line of letters per rank, F, B and W where it computes and dots where it waits.
+
+    Args:
+        simulation: A simulated step.
+        width: Letters in a line.
+    """
+    ends = [line[-1].end for line in simulation.timeline if line]
+    scale = max(ends, default=1.0) / width
+    lines = []
+    for timed in simulation.timeline:
+        letters = ["."] * width
+        for action, start, end in timed:
+            first = round(start / scale)
+            last = min(width, max(first + 1, round(end / scale)))
+            for place in range(first, last):
+                letters[place] = _LETTERS[action.kind]
+        lines.append("".join(letters))
+    return lines

@@ -1,0 +1,125 @@
+"""ovpatch pipeline --what-if."""
+
+from __future__ import annotations
+
+import json
+import sys
+
+import pytest
+
+from ovpatch.cli import main, pipeline
+from ovpatch.exit_codes import ExitCode
+from ovpatch.settings.settings import SettingsError
+
+
+@pytest.fixture
+def command(capsys):
+    def command(*line):
+        code = main.main(["pipeline", *line])
+        return (code, *capsys.readouterr())
+
+    return command
+
+
+def test_the_table_has_fixed_and_solved_orders_and_a_picture(command):
+    code, out, err = command("--what-if", "p=2,m=4,memory=1x/1.5x,f=1,b=1,w=1,c=0")
+    assert code == ExitCode.OK, err
+    rows = {tuple(cell.strip() for cell in line.strip("|").split("|")) for line in out.splitlines() if line[:1] == "|"}
+    assert ("1f1b", "straight", "1.00x", "1.250", "20.0%", "") in rows
+    assert ("1f1b, early sends", "straight", "1.00x", "1.167", "14.3%", "") in rows
+    assert ("zb-h1", "straight", "1.00x", "1.083", "7.7%", "") in rows
+    assert ("gpipe", "straight", "2.00x", "1.250", "20.0%", "too large") in rows
+    assert sum(row[-1] == "best" for row in rows) == 1
+    assert any(row[0] == "solved for 1.5x" for row in rows)
+    assert "no order is below 1.000 (straight), 1.000 (vee)" in out
+    assert "2 ranks, 4 microbatches, F 1, B 1, W 1, transfer 0" in out
+    pictures = [line.split()[2] for line in out.splitlines() if line.startswith("  rank ")]
+    assert len(pictures) == 2
+    assert all(set(picture) == set("FBW.") and len(picture) == 100 for picture in pictures)
+    assert "OVPATCH_PIPELINE=1 OVPATCH_PIPELINE_SCHEDULE=zb-h2" in out
+
+
+def test_json_has_each_action_of_the_best_order(command):
+    code, out, _ = command("--what-if", "p=2,m=3,memory=1.5x,placement=straight,f=1,b=1,w=1,c=0", "--json")
+    assert code == ExitCode.OK
+    answer = json.loads(out)
+    assert answer["question"]["memory"] == [1.5]
+    assert answer["unit"] == 9
+    best = answer["rows"][answer["best"]]
+    assert best["step"] == pytest.approx(min(row["step"] for row in answer["rows"] if row["fits"]))
+    assert best["memory"] <= 1.5
+    assert len(answer["timeline"]) == 2
+    for line in answer["timeline"]:
+        assert sorted((kind, microbatch) for kind, _, microbatch, _, _ in line) == [
+            (kind, microbatch) for kind in "BFW" for microbatch in range(3)
+        ]
+    last = max(end - line[0][3] for line in answer["timeline"] for *_, end in line[-1:])
+    assert last == pytest.approx(best["step"])
+
+
+def test_a_memory_that_holds_nothing_is_a_problem(command):
+    code, _, err = command("--what-if", "p=4,m=8,memory=0.1x")
+    assert code == ExitCode.PROBLEM
+    assert "Raise memory" in err
+
+
+def test_the_picture_is_drawn(command, tmp_path):
+    pytest.importorskip("matplotlib")
+    path = tmp_path / "best.png"
+    code, _, err = command("--what-if", "p=2,m=2,memory=1x", "--picture", str(path))
+    assert code == ExitCode.OK
+    assert path.read_bytes()[:4] == b"\x89PNG"
+    assert str(path) in err
+
+
+def test_without_matplotlib_the_remedy_is_named_before_anything_is_solved(command, monkeypatch, tmp_path):
+    monkeypatch.setattr(pipeline, "find_spec", lambda name: None)
+    monkeypatch.setattr(pipeline, "_ask", lambda question: pytest.fail("solved"))
+    code, _, err = command("--what-if", "p=2,m=2", "--picture", str(tmp_path / "best.png"))
+    assert code == ExitCode.USAGE
+    assert "ovpatch[plot]" in err
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("p=2", "m= is no whole number"),
+        ("p=0,m=2", "p=0 is no whole number"),
+        ("p=2,m=2,memroy=1x", "'memroy' is unknown.*did you mean.*memory"),
+        ("p=2,m=2,memory=much", "memory=much is no number"),
+        ("p=2,m=2,f=-1", "f=-1 is no number of at least 0"),
+        ("p=2,m=2,f=0,b=0,w=0", "are all 0"),
+        ("p=2,m=2,placement=vees", "placement=vees is unknown"),
+        ("p=1000,m=1000", "Give a smaller m"),
+    ],
+)
+def test_mistakes_are_named(text, message, command):
+    with pytest.raises(SettingsError, match=message):
+        pipeline.parse_question(text)
+    assert command("--what-if", text)[0] == ExitCode.USAGE
+
+
+def test_defaults():
+    question = pipeline.parse_question("p=8,m=32")
+    assert question["memory"] == [1.0, 1.5, 2.0]
+    assert question["placements"] == ["straight", "vee"]
+    assert (question["forward"], question["backward"], question["weight"], question["send"]) == (1.0, 1.22, 1.04, 0.02)
+
+
+def test_a_missing_plugin_is_an_error_with_its_remedy(command, monkeypatch):
+    monkeypatch.setattr(pipeline, "find_plugins", dict)
+    code, _, err = command("--what-if", "p=2,m=2")
+    assert code == ExitCode.USAGE
+    assert "Install ovpatch anew" in err
+
+
+def test_torch_is_not_imported(command):
+    """A plan needs no torch; it may run on a machine without."""
+    import subprocess
+
+    program = (
+        "import sys; from ovpatch.cli.main import main; "
+        "main(['pipeline', '--what-if', 'p=2,m=2,memory=1x']); print('torch' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=True)
+    assert done.stdout.splitlines()[-1] == "False"
