@@ -3,8 +3,8 @@
     OMP_NUM_THREADS=1 torchrun --nproc-per-node 4 -m benchmarks.pipeline_step --json pipeline_step.jsonl
 
 Arms alternate; each is built anew, warmed up and timed; the slowest rank counts. ``limit`` is the step of the slowest
-rank without any wait: all of its microbatches one after the other, every rank alone with its own stage. On gloo, choose a
-width whose F takes much longer than a message, and no more ranks than the machine has cores.
+rank without any wait: all of its microbatches one after the other, every rank alone with its own stage.
+On gloo, choose a width whose F takes much longer than a message, and no more ranks than the machine has cores.
 """
 
 from __future__ import annotations
