@@ -144,7 +144,7 @@ def test_compiled_modules_stay_in_the_backward(ranks: Any) -> None:
     _assert_equal(found)
     for outcomes in found:
         assert outcomes["whole"].counters["weight_grads"] == 0
-        assert any("4 linears inside a compiled module" in text for text in outcomes["whole"].remarks)
+        assert any("4 linears in B: inside a compiled module" in text for text in outcomes["whole"].remarks)
         assert outcomes["inner"].counters["weight_grads"] == 2 * 6 * 2
 
 
