@@ -1,10 +1,10 @@
 """One training step of a pipeline under stock schedules and under feature ``pipeline``, in one run.
 
-    OMP_NUM_THREADS=1 torchrun --nproc-per-node 4 -m benchmarks.pipeline_step --json benchmarks/results/pipeline_step.jsonl
+    OMP_NUM_THREADS=1 torchrun --nproc-per-node 4 -m benchmarks.pipeline_step --json pipeline_step.jsonl
 
-Arms alternate; each is built anew, warmed up and timed; the slowest rank counts. ``limit`` is the step of the slowest rank
-without any wait: all of its microbatches one after the other, every rank alone with its own stage. On gloo, choose a
-width whose F takes much longer than a message, and no more ranks than the machine has cores.
+Arms alternate; each is built anew, warmed up and timed; the slowest rank counts. ``limit`` is the step of the slowest
+rank without any wait: all of its microbatches one after the other, every rank alone with its own stage.
+On gloo, choose a width whose F takes much longer than a message, and no more ranks than the machine has cores.
 """
 
 from __future__ import annotations
@@ -48,6 +48,7 @@ class Block(nn.Module):
         self.norm, self.up, self.down = nn.LayerNorm(width), nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
 
     def forward(self, x: Tensor) -> Tensor:
+        """Compute the block."""
         result: Tensor = x + self.down(nn.functional.gelu(self.up(self.norm(x))))
         return result
 
