@@ -167,8 +167,8 @@ FAULTS: Final = (
     Fault(
         "norms of half precision are computed in half precision",
         _SHARDING + "shard_peers.py",
-        "[part.to(wide) for part in parts]",
-        "list(parts)",
+        "[shard.to(wide) for shard in shards]",
+        "list(shards)",
         (_SHARDING_TESTS + "test_clipping.py",),
     ),
     Fault(

@@ -174,8 +174,7 @@ def format_answer(question: Mapping[str, Any], answer: Mapping[str, Any], *, col
         f"B {question['backward']:g}, W {question['weight']:g}, transfer {question['send']:g}",
         capture.get().rstrip(),
         "memory: of the fullest rank, in units of 1F1B's; step: in units of m(F+B+W), steps chain without a barrier",
-        "no order is below "
-        + ", ".join(f"{bound:.3f} ({placement})" for placement, bound in answer["bounds"].items()),
+        "no order is below " + ", ".join(f"{bound:.3f} ({placement})" for placement, bound in answer["bounds"].items()),
     ]
     if answer["best"] is not None:
         best = answer["rows"][answer["best"]]

@@ -355,14 +355,14 @@ def test_to_json_is_valid_json():
 def test_a_huge_tensor_is_never_widened_as_a_whole(monkeypatch):
     monkeypatch.setattr(differences, "CHUNK", 1000)
     widest = 0
-    chunk = differences._chunk
+    chunk = differences._floats
 
     def watched(a, b):
         nonlocal widest
         widest = max(widest, a.numel())
         return chunk(a, b)
 
-    monkeypatch.setattr(differences, "_chunk", watched)
+    monkeypatch.setattr(differences, "_floats", watched)
     base = torch.zeros(100_000)
     assert only_row(base, base + 1).max_abs_diff == 1.0
     assert widest == 1000

@@ -185,9 +185,9 @@ class ShardedOptimizer:
         if not params:
             return params
         for shards in models:
-            for one in _optimizers_over.get(shards, ()):  # whose all-gather would overwrite what this step updates
-                if one is not self:
-                    one._sync.finish_param_sync()
+            for other in _optimizers_over.get(shards, ()):  # whose all-gather would overwrite what this step updates
+                if other is not self:
+                    other._sync.finish_param_sync()
         with torch._C.DisableTorchFunctionSubclass():
             for one in params:
                 COUNTERS.grads_by_parts += type(one.param.grad) is LazyTensor

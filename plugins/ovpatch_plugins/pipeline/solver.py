@@ -270,9 +270,7 @@ def _keeps_sequences(operations: Operations, orders: Orders) -> bool:
 
 
 class _Solver:
-    def __init__(
-        self, problem: Problem, effort: int, seed: int, progress: Callable[[Progress], None] | None
-    ) -> None:
+    def __init__(self, problem: Problem, effort: int, seed: int, progress: Callable[[Progress], None] | None) -> None:
         self.problem, self.effort, self.seed, self.progress = problem, effort, seed, progress
         self.operations = Operations(
             problem.placement,

@@ -97,9 +97,7 @@ def problems(draw):
     stages = len(placement)
     times = st.lists(st.integers(1, 30).map(float), min_size=stages, max_size=stages).map(tuple)
     costs = Costs(draw(times), draw(times), draw(times), draw(st.sampled_from([0.0, 1.0, 7.0])))
-    held = Footprint(
-        tuple(draw(times)), tuple(part * draw(st.sampled_from([0.5, 1.0, 3.0])) for part in draw(times))
-    )
+    held = Footprint(tuple(draw(times)), tuple(part * draw(st.sampled_from([0.5, 1.0, 3.0])) for part in draw(times)))
     least = [sum(held.activations[s] for s, r in enumerate(placement) if r == rank) for rank in range(ranks)]
     limits = tuple(amount * draw(st.sampled_from([1.0, 1.5, 4.0, 50.0])) for amount in least)
     return Problem(
