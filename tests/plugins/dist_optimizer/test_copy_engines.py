@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -17,9 +18,9 @@ import torch.distributed as dist
 
 import ovpatch
 from ovpatch.overlap.comm.step_communicator import step_communicator
-from ovpatch.overlap.copy_engine import registry
+from ovpatch.overlap.copy_engine import registry, selection
 from ovpatch.overlap.copy_engine.collectives import Engine
-from ovpatch_plugins.dist_optimizer import param_all_gather, takeover
+from ovpatch_plugins.dist_optimizer import takeover
 from tests.plugins.ddp.arms import data
 from tests.plugins.dist_optimizer import test_loop_styles, test_loops, test_main_params
 from tests.plugins.dist_optimizer.arms import SMALL
@@ -40,11 +41,8 @@ def in_files() -> Iterator[None]:
             chosen.engine = Engine(group, device, allocate=windows.allocate, slot_bytes=512)
             chosen.gathers = chosen.scatters = True
 
-    before, param_all_gather.choose = param_all_gather.choose, choose
-    try:
+    with mock.patch.object(selection, "choose", choose):
         yield
-    finally:
-        param_all_gather.choose = before
 
 
 def on_cpus(loop: Any, cases: Any, **options: Any) -> dict[str, Any]:
@@ -72,15 +70,14 @@ def attended() -> list[Any]:
     """Train three steps; return what was attended, by steps and by backwards."""
     calls: list[Any] = []
 
-    def attend(group: Any, device: torch.device, communicator: Any) -> None:
+    def attend(group: Any, device: torch.device, communicator: Any = None) -> None:
+        if communicator is None:
+            return  # at the end of a backward
         beside = communicator is step_communicator(group, device) is not group
         calls.append((group is dist.group.WORLD, str(device), registry.gathering(group, device) is not None, beside))
 
-    before, param_all_gather.attend = param_all_gather.attend, attend
-    try:
+    with mock.patch.object(registry, "attend", attend):
         on_cpus(test_loops.train, {"adamw": {"optimizer": "adamw", "steps": 3}}, options=BY_COPIES)
-    finally:
-        param_all_gather.attend = before
     return calls
 
 
