@@ -114,7 +114,6 @@ class ShardedGrads(GradSharder):
         self._halves = [i for i, param in enumerate(params) if in_fp32 and param.dtype in HALVES]
         self._sums_in_fp32, self._must_send_fp32 = sums_in_fp32, False
         self._communicator = group
-        self._step_communicator: dist.ProcessGroup | None = None
         self._kept = group_state(group).values
         # Once: in a step the optimizer's parameters are shards, and peers call at any time.
         self._numels = [param.numel() for param in params]
@@ -397,12 +396,12 @@ class ShardedGrads(GradSharder):
         if not (watched and self.tells and self.backwards):
             return
         device = self.versions.device
-        if self._step_communicator is None:
-            self._step_communicator = step_communicator(self.group, device)
+        # Not kept: a rank that waits for no other leaves a collective in it, which ends when all drop it.
+        communicator = step_communicator(self.group, device)
         flag = torch.full((1,), int(self.local), dtype=torch.int32, device=device)
         options = dist.AllreduceOptions()
         options.reduceOp = dist.ReduceOp(dist.ReduceOp.MAX)
-        work = self._step_communicator.allreduce([flag], options)
+        work = communicator.allreduce([flag], options)
         if not self.local:
             work.wait()
             self.local = bool(flag.item())
