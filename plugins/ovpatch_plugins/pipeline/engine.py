@@ -174,7 +174,7 @@ class Engine:
             self._send(step, stage)
             if step.next_stage is not None:
                 stage.pass_backward(microbatch, self.stages[step.next_stage])
-            stage.finish_backward(microbatch)
+            stage.drop_buffers(microbatch)
             self.times.add_action(index, Kind.B if is_deferred else Kind.BW, time.perf_counter() - started)
         return is_deferred
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
@@ -16,7 +17,7 @@ from ovpatch_plugins.pipeline.orders import (
     split_backwards,
 )
 from ovpatch_plugins.pipeline.simulator import Costs, Simulation, simulate
-from ovpatch_plugins.pipeline.solver import Problem, find_lower_bound, solve
+from ovpatch_plugins.pipeline.solver import Problem, Progress, find_lower_bound, solve
 
 _SOLVED: Final = "solved"
 _EARLY: Final = "1f1b, early sends"
@@ -69,10 +70,9 @@ def plan(question: Mapping[str, Any], progress: Callable[[float], None]) -> Mapp
             rows.append(_Row(order, name, simulate(schedule, placement, costs)))
         bounds[name] = find_lower_bound(Problem(placement, microbatches, costs)) / unit
         for memory in memories:
-            done = solved / total
             problem = Problem(placement, microbatches, costs, memory * whole)
             try:
-                found = solve(problem, progress=lambda now, done=done: progress(done + now.done / total))  # type: ignore[misc]
+                found = solve(problem, progress=functools.partial(_tell_progress, progress, solved, total))
             except ScheduleError:
                 pass  # too little memory for this placement: no row
             else:
@@ -80,6 +80,10 @@ def plan(question: Mapping[str, Any], progress: Callable[[float], None]) -> Mapp
             solved += 1
     progress(1.0)
     return _answer(rows, bounds, unit=unit, whole=whole, most=max(memories))
+
+
+def _tell_progress(progress: Callable[[float], None], solved: int, total: int, now: Progress) -> None:
+    progress((solved + now.done) / total)
 
 
 def _known(placement: str, ranks: int, microbatches: int) -> list[tuple[str, Schedule]]:

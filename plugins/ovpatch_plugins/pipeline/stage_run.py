@@ -116,7 +116,7 @@ class StageRun:
         for name in ("fwd_cache", "bwd_cache", "dw_runner", "backward_state", "output_chunks"):
             getattr(self.stage, name).clear()
         for microbatch in self._inputs:
-            self._drop_buffers(microbatch)
+            self.drop_buffers(microbatch)
         self._unshards.clear()
 
     # --- messages ---
@@ -165,10 +165,6 @@ class StageRun:
             shapes = self._shapes_of_outputs() if kind is Kind.F else self._inputs[0]
         return [made.detach().zero_() for shape in shapes if (made := self._make(shape)) is not None]
 
-    def finish_backward(self, microbatch: int) -> None:
-        """Drop the received tensors of a microbatch."""
-        self._drop_buffers(microbatch)
-
     def pass_forward(self, output: Any, microbatch: int, receiver: StageRun) -> None:
         """Hand the output to the next stage on this rank."""
         receiver.stage.set_local_fwd_input(output, microbatch)
@@ -180,7 +176,8 @@ class StageRun:
             receiver.make_inputs(microbatch, Kind.B)  # stock fills those of missing gradients with zeros
         receiver.stage.set_local_bwd_input(grads, microbatch)
 
-    def _drop_buffers(self, microbatch: int) -> None:
+    def drop_buffers(self, microbatch: int) -> None:
+        """Drop the received tensors of a microbatch."""
         for infos in (self.stage.args_recv_info, self.stage.grad_recv_info):
             items = infos.get(microbatch, ())
             _set_buffers(items, [None] * len(items))

@@ -74,9 +74,10 @@ class PeerToPeer:
 
     def release(self, receiver: int, left: int) -> None:
         """Drop the oldest sent messages of an edge, which the receiver has read, until ``left`` are kept."""
-        sent = self._sent.get(receiver, ())
-        while len(sent) > left:
-            for work in sent.popleft()[0]:  # type: ignore[union-attr]
+        sent = self._sent.get(receiver)
+        while sent and len(sent) > left:
+            works, _ = sent.popleft()
+            for work in works:
                 work.wait()
 
     def finish(self) -> None:

@@ -81,7 +81,7 @@ class _DeferredLinear(nn.Linear):
         call = _Call(self.__dict__[_QUEUE], weight, bias)
         if bias is not None and not bias.requires_grad:
             b = bias
-        y = F.linear(_Keep.apply(x, call), w, b)  # type: ignore[no-untyped-call]
+        y = F.linear(_Keep.apply(x, call), w, b)  # type: ignore[no-untyped-call]  # torch's apply()
         # A hook of the node, not of the tensor: it sees the gradient after hooks that the script puts on the output. Of
         # the product's node, not of a view's: that one leaves the graph if the script changes the output in place.
         node: Any = y.grad_fn

@@ -15,7 +15,6 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.nn.parallel import DistributedDataParallel
 
@@ -25,19 +24,9 @@ from ovpatch.overlap.tensors.lazy_tensor import LazyTensor
 from tests.plugins.ddp.arms import data
 from tests.plugins.dist_optimizer.arms import both
 from tests.plugins.dist_optimizer.test_loops import OPTIMIZERS, net
+from tests.plugins.dist_optimizer.test_state import build, step
 
 ALL = {"min_param_numel": 1}
-
-
-def build(optimizer: str = "adamw") -> tuple[DistributedDataParallel, torch.optim.Optimizer]:
-    model = DistributedDataParallel(net())
-    return model, OPTIMIZERS[optimizer](model.parameters())
-
-
-def step(model: nn.Module, opt: torch.optim.Optimizer, number: int) -> None:
-    opt.zero_grad()
-    model(data(number, 5, 6)).square().mean().backward()
-    opt.step()
 
 
 def count_pulled() -> int:
