@@ -24,7 +24,7 @@ from ovpatch_plugins.pipeline.prediction import Prediction
 from ovpatch_plugins.pipeline.program import make_program
 from ovpatch_plugins.pipeline.report import COUNTERS, ScheduleReport, note_schedule, note_stock
 from ovpatch_plugins.pipeline.stage_run import StageRun
-from ovpatch_plugins.pipeline.transport import SUPPORTED_BACKENDS, PeerToPeer
+from ovpatch_plugins.pipeline.transport import SUPPORTED_BACKENDS, PeerToPeer, blocks_host
 
 _SINGLE: Final = {"ScheduleGPipe": "gpipe", "Schedule1F1B": "1f1b"}
 _AHEAD: Final = {True: 2, False: 1}  # receives posted in advance, where a wait blocks the host and where it does not
@@ -111,8 +111,7 @@ class Takeover:
     ) -> Engine:
         rank, placement = dist.get_rank(group), _placement_of(schedule, stages)
         device = torch.device(stages[0].device)
-        is_blocking = backend_name(group, device) == "gloo"
-        ahead = _AHEAD[is_blocking] if self._options["overlap_p2p_comm"] else 0
+        ahead = _AHEAD[blocks_host(group, device)] if self._options["overlap_p2p_comm"] else 0
         program = make_program(orders, placement, rank, ahead=ahead, shardings=_list_shardings(schedule, rank))
         split = {action.stage for action in orders[rank] if action.kind is Kind.W}
         split |= {

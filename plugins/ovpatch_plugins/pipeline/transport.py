@@ -26,6 +26,11 @@ _TAGS: Final = 1 << 10
 SUPPORTED_BACKENDS: Final = ("gloo", "nccl")
 
 
+def blocks_host(group: dist.ProcessGroup, device: torch.device) -> bool:
+    """Return whether the wait for a message blocks the host, as on gloo, or a stream."""
+    return backend_name(group, device) == "gloo"
+
+
 class PeerToPeer:
     """Sends and receives of one rank of a pipeline.
 
@@ -33,20 +38,16 @@ class PeerToPeer:
         group: The pipeline's group.
         device: Where its stages compute.
         edges: All directed edges ``(sender, receiver)`` of the pipeline, by rank in the group; the same on all ranks.
-
-    Attributes:
-        is_host_blocking: Whether a wait blocks the host, as on gloo, or a stream.
     """
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device, edges: Iterable[tuple[int, int]]) -> None:
         self._group = group
         self._rank = dist.get_rank(group)
-        self.is_host_blocking = backend_name(group, device) == "gloo"
         self._tag = 0
         self._sent: dict[int, deque[tuple[list[dist.Work], list[Tensor]]]] = {}
         self._steps = group_state(group).get_or_create(("pipeline", "steps"), _Steps)
         self._groups: dict[tuple[int, int], dist.ProcessGroup] = {}
-        if not self.is_host_blocking:
+        if not blocks_host(group, device):
             for edge in sorted(set(edges)):
                 if self._rank in edge:
                     self._groups[edge] = _connect(group, edge, device)
