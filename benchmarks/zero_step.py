@@ -225,7 +225,7 @@ OURS: dict[str, tuple[tuple[str, ...], dict[str, dict[str, Any]], dict[str, Any]
     "ovpatch, gradients kept": (BOTH, {"dist_optimizer": {"grads_in_flight_mb": 0.0}}, {}),
     "ovpatch, NCCL": (BOTH, {"dist_optimizer": {"copy_engines": "off"}}, {}),
     "ovpatch, copy engines": (BOTH, {"dist_optimizer": {"copy_engines": "on"}}, {}),
-    **{f"ovpatch, gather {mb} MiB": (BOTH, {"dist_optimizer": {"gather_bucket_mb": mb}}, {}) for mb in (64, 512)},
+    **{f"ovpatch, gather {mb} MiB": (BOTH, {"dist_optimizer": {"gather_bucket_mb": mb}}, {}) for mb in (128, 256)},
     **{f"ovpatch, bucket {mb} MiB": (BOTH, {}, {"bucket_cap_mb": mb}) for mb in (50, 100, 200, 400)},
     **{f"ovpatch, max_ctas {n}": (BOTH, {"ddp": {"max_ctas": n}}, {}) for n in (8, 16)},
     "ovpatch, bf16 weights": (BOTH, MAIN, BF16),

@@ -40,9 +40,9 @@ OPTIONS: Final = (
     ),
     Option(
         "gather_bucket_mb",
-        256.0,
-        "How many MiB of parameters are gathered together; with overlap, at most a sixteenth of them all, but 1 MiB; "
-        "of whole parameters that ranks hand out, at most 64.",
+        512.0,
+        "How many MiB of parameters are gathered together; with overlap, at most an eighth of them all, but 1 MiB, and "
+        "half of that in the first two; of whole parameters that ranks hand out, at most 64.",
         parse=_capacity,
     ),
     Option(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import sys
 import threading
 import weakref
@@ -30,7 +31,10 @@ from ovpatch_plugins.dist_optimizer.sharded_param import ShardedParam
 
 MIB = 1024 * 1024
 
-_MIN_BUCKETS = 16  # of a model, as far as they hold more than _MIN_BUCKET_BYTES: there must be something to hide behind
+# A bucket holds at most an eighth of a model, as there must be something to hide behind, and costs the host time, so it
+# is not much less. The first hold half of that, since the forward waits for them soon. All may hold _MIN_BUCKET_BYTES.
+_SHARE = 1 / 8
+_HALF_BUCKETS = 2
 _MIN_BUCKET_BYTES = MIB
 
 
@@ -329,7 +333,7 @@ class ParamAllGather:
         self._copied = tuple(places)
         divided: list[list[ShardedParam]] = []
         for alike in group_alike(params, self._kind):
-            divided += split_by_size(alike, self._capacity_for(alike)) if self._granularity == "size" else [alike]
+            divided += split_by_size(alike, self._capacities_for(alike)) if self._granularity == "size" else [alike]
         self._buckets = [self._make_bucket(bucket) for bucket in divided]
 
     def _make_bucket(self, params: Sequence[ShardedParam]) -> AllGatherBucket:
@@ -342,9 +346,12 @@ class ParamAllGather:
             before_wait=shards.finish_host_barrier,
         )
 
-    def _capacity_for(self, params: Sequence[ShardedParam]) -> float:
-        fraction = sum(one.param.nbytes for one in params) / _MIN_BUCKETS
-        return min(self._capacity, max(_MIN_BUCKET_BYTES, fraction)) if self._overlap else self._capacity
+    def _capacities_for(self, params: Sequence[ShardedParam]) -> Iterator[float]:
+        if not self._overlap:
+            return itertools.repeat(self._capacity)
+        capacity = min(self._capacity, _SHARE * sum(one.param.nbytes for one in params))
+        half, whole = (min(self._capacity, max(_MIN_BUCKET_BYTES, share * capacity)) for share in (0.5, 1.0))
+        return itertools.chain(itertools.repeat(half, _HALF_BUCKETS), itertools.repeat(whole))
 
     def _kind(self, param: ShardedParam) -> tuple[Hashable, ...]:
         layer = get_layer(param.shards.names[param.index]) if self._granularity == "layer" else ""
@@ -362,14 +369,14 @@ def group_alike(
     return found.values()
 
 
-def split_by_size(params: Iterable[ShardedParam], capacity: float) -> Iterator[list[ShardedParam]]:
-    """Yield buckets of at most ``capacity`` bytes; a parameter that is larger is a bucket by itself."""
+def split_by_size(params: Iterable[ShardedParam], capacities: Iterator[float]) -> Iterator[list[ShardedParam]]:
+    """Yield buckets of at most as many bytes as ``capacities`` say; a larger parameter is a bucket by itself."""
     bucket: list[ShardedParam] = []
-    size = 0
+    size, capacity = 0, next(capacities)
     for one in params:
         if bucket and size + one.param.nbytes > capacity:
             yield bucket
-            bucket, size = [], 0
+            bucket, size, capacity = [], 0, next(capacities)
         bucket.append(one)
         size += one.param.nbytes
     if bucket:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Hashable, Sequence
 
 import torch
@@ -97,7 +98,11 @@ class ParamBroadcast:
         if params != self._params or not self._buckets:
             self._params, self._buckets = params, []
             self._nbytes = sum(one.param.nbytes for one in params)
-            divided = [b for alike in group_alike(params, _kind) for b in split_by_size(alike, self._capacity)]
+            divided = [
+                b
+                for alike in group_alike(params, _kind)
+                for b in split_by_size(alike, itertools.repeat(self._capacity))
+            ]
             self._buckets = [_make_bucket(bucket) for bucket in divided]
         for last, bucket in zip([None, *self._buckets], [*self._buckets, None], strict=True):
             if bucket is not None:
