@@ -1,8 +1,24 @@
 """Ways in which an earlier patch manager of this kind went wrong; none of them exists here.
 
-That manager's 32 recorded defects are the list. The first 26 have one test each, in its order, named after the
-behaviour; from the 16th on in ``test_defects_later.py``. The other six are not about the manager and are avoided by
-design:
+That manager's 32 recorded defects are the list. Those with a test here have its number; the others are proven by a
+test of what they are about:
+
+1. A missing attribute was created: ``test_targets.py``, ``test_missing_target_is_an_error_and_creates_nothing``.
+3. A nested class was taken for its outer class: ``test_properties.py``, ``test_missing_target...``.
+4. Class and static methods became plain ones, 5. and stayed after their removal: ``test_attribute_of_a_class``.
+6. A target without a replacement was accepted: ``test_declarations_that_can_never_work``.
+8. What another patch had put on was lost at the next apply, 9. and removal under it said nothing: ``test_revert.py``.
+13. Names of functions meant something: ``replacement`` and ``wrap`` are arguments of their own.
+15. Lazy modules were woken: ``test_resolution_runs_no_lazy_attributes``.
+17. Managers and threads shared state: ``test_threads.py``.
+18. Hooks were removed in the order of their installation: ``test_handle_that_cannot_be_removed...``.
+19. Nothing reverted alone: ``test_two_features_on_one_target_revert_in_any_order``, ``test_applied_leaves_...``.
+22. Signatures and versions were not checked: ``test_checks.py``.
+23. Class objects were replaced: ``test_what_cannot_be_patched...``, ``test_models_with_patched_methods...``.
+24. Compiled code kept what was reverted: ``test_compiled_code_that_was_only_traced_counts_as_called``.
+26. A reload went unnoticed: ``test_late_patch_survives_reload_and_reimport``.
+
+The last six are not about the manager and are avoided by design:
 
 27. Unknown arguments parsed beforehand, so that ``--feature False`` was true: settings are parsed by type, and an
     unknown name or unparsable value is an error (``ovpatch.settings``).
@@ -18,10 +34,9 @@ design:
 
 from __future__ import annotations
 
-import functools
 import importlib
 import sys
-import types
+from typing import Any
 
 import pytest
 
@@ -29,101 +44,29 @@ from ovpatch.patching import (
     DeclarationError,
     IncompatiblePatchError,
     PatchConflictError,
+    PatchError,
     PatchManager,
-    TargetNotFoundError,
 )
 
 from .conftest import MakeModule, WritePackage
-from .tools import only, same, snapshot, states, tag
+from .tools import same, snapshot, states, tag
 
 
-def test_01_missing_attribute_is_an_error_and_not_created(pm: PatchManager, make: MakeModule) -> None:
-    m = make("class C: pass")
-    for path in ("gone", "C.gone"):
-        manager = PatchManager()
-        manager.register_patch(f"{m.__name__}.{path}", lambda: None)
-        with pytest.raises(TargetNotFoundError, match="Nothing was created"):
-            manager.apply()
-    assert not hasattr(m, "gone")
-    assert not hasattr(m.C, "gone")
-
-
-def test_02_equal_constants_elsewhere_are_never_touched(pm: PatchManager, make: MakeModule) -> None:
+def test_02_10_equal_constants_elsewhere_are_never_touched(pm: PatchManager, make: MakeModule) -> None:
     m = make("def f(): return 'f'\nversion = 1\noptional_fn = None\nclass C:\n    version = 1")
     other = make("version = 1\noptional_fn = None\nflag = True")
     before = snapshot(other)
+    stock = m.f
     pm.register_patch(f"{m.__name__}.f", wrap=tag("w"))
-    pm.apply()
-    assert same(before, snapshot(other))
+    for call in (pm.apply, pm.apply, pm.revert, pm.revert):
+        call()
+        assert same(before, snapshot(other))
+    assert m.f is stock
     for path in ("version", "optional_fn", "C.version"):
         manager = PatchManager()
         manager.register_patch(f"{m.__name__}.{path}", lambda: None)
         with pytest.raises(IncompatiblePatchError):
             manager.apply()
-
-
-def test_03_nested_class_is_not_mistaken_for_its_outer_class(pm: PatchManager, make: MakeModule) -> None:
-    m = make(
-        """
-        class Outer:
-            def run(self): return "outer"
-            class Inner:
-                def run(self): return "inner"
-        """
-    )
-    pm.register_patch(f"{m.__name__}.Outer.Inner.run", wrap=tag("w"))
-    pm.apply()
-    assert (m.Outer().run(), m.Outer.Inner().run()) == ("outer", "w(inner)")
-    doubled = PatchManager()
-    doubled.register_patch(f"{m.__name__}.Outer.Outer.run", wrap=tag("w"))
-    with pytest.raises(TargetNotFoundError, match="no 'Outer'"):
-        doubled.apply()
-
-
-def test_04_class_and_static_methods_stay_what_they_are(pm: PatchManager, make: MakeModule) -> None:
-    m = make(
-        """
-        class C:
-            @classmethod
-            def who(cls): return cls.__name__
-            @staticmethod
-            def twice(x): return str(2 * x)
-        class D(C): pass
-        """
-    )
-    for name in ("who", "twice"):
-        pm.register_patch(f"{m.__name__}.C.{name}", wrap=tag("w"))
-    pm.apply()
-    assert [m.C.who(), m.C().who(), m.D.who(), m.D().who()] == ["w(C)", "w(C)", "w(D)", "w(D)"]
-    assert [m.C.twice(2), m.C().twice(2), m.D().twice(2)] == ["w(4)"] * 3
-
-
-def test_05_classmethods_and_inherited_attributes_are_really_removed(pm: PatchManager, make: MakeModule) -> None:
-    m = make(
-        """
-        class C:
-            @classmethod
-            def who(cls): return cls.__name__
-            def f(self): return "f"
-        class D(C): pass
-        """
-    )
-    before = snapshot(m.C), snapshot(m.D)
-    for path in ("C.who", "D.f", "D.who"):
-        pm.register_patch(f"{m.__name__}.{path}", wrap=tag("w"))
-    pm.apply()
-    pm.revert()
-    assert same(before[0], snapshot(m.C))
-    assert same(before[1], snapshot(m.D))
-    assert m.D.who() == "D"
-
-
-def test_06_target_without_replacement_is_an_error(pm: PatchManager, make: MakeModule) -> None:
-    m = make("def f(): return 'f'")
-    with pytest.raises(DeclarationError, match="exactly one"):
-        pm.register_patch(f"{m.__name__}.f")
-    pm.apply()
-    assert m.f() == "f"
 
 
 def test_07_module_with_a_missing_dependency_is_not_taken_for_missing(pm: PatchManager, package: WritePackage) -> None:
@@ -140,45 +83,6 @@ def test_07_module_with_a_missing_dependency_is_not_taken_for_missing(pm: PatchM
     assert states(pm) == ["applied"]
 
 
-def test_08_patch_put_on_in_between_survives_the_next_apply(pm: PatchManager, make: MakeModule) -> None:
-    m = make("def f(): return 'f'\ndef g(): return 'g'")
-    pm.register_patch(f"{m.__name__}.f", wrap=tag("ours"))
-    pm.apply()
-    m.f = tag("theirs")(m.f)
-    pm.register_patch(f"{m.__name__}.g", wrap=tag("ours"))
-    pm.apply()
-    assert (m.f(), m.g()) == ("theirs(ours(f))", "ours(g)")
-    pm.revert()
-    assert m.f() == "theirs(f)"
-    pm.apply()
-    assert m.f() == "theirs(ours(f))"
-
-
-def test_09_removal_under_a_foreign_wrapper_says_so(pm: PatchManager, make: MakeModule) -> None:
-    m = make("def f(): return 'f'")
-    pm.register_patch(f"{m.__name__}.f", wrap=tag("ours"))
-    pm.apply()
-    theirs = m.f = tag("theirs")(m.f)
-    pm.revert()
-    assert m.f is theirs
-    assert m.f() == "theirs(f)"
-    assert states(pm) == ["shadowed"]
-    assert "tools.py" in only(pm).reason
-    assert "was left alone" in only(pm).reason
-
-
-def test_10_second_revert_touches_nothing(pm: PatchManager, make: MakeModule) -> None:
-    m = make("def f(): return 'f'")
-    other = make("f = None\nhandler = None")
-    pm.register_patch(f"{m.__name__}.f", wrap=tag("w"))
-    pm.apply()
-    pm.revert()
-    before = snapshot(m), snapshot(other)
-    pm.revert()
-    assert same(before[0], snapshot(m))
-    assert same(before[1], snapshot(other))
-
-
 def test_11_two_paths_to_one_function_are_one_target(pm: PatchManager, make: MakeModule) -> None:
     home = make("def f(): return 'f'")
     facade = make(f=home.f)
@@ -186,11 +90,6 @@ def test_11_two_paths_to_one_function_are_one_target(pm: PatchManager, make: Mak
         pm.register_patch(f"{module.__name__}.f", wrap=tag(module.__name__), feature=module.__name__)
     pm.apply()
     assert home.f() == facade.f() == f"{facade.__name__}({home.__name__}(f))"
-    rival = PatchManager()
-    rival.register_patch(f"{home.__name__}.f", lambda: "one", feature="one")
-    rival.register_patch(f"{facade.__name__}.f", lambda: "two", feature="two")
-    with pytest.raises(PatchConflictError):
-        rival.apply()
 
 
 def test_12_falsy_replacements_get_no_special_treatment(pm: PatchManager, make: MakeModule) -> None:
@@ -210,18 +109,6 @@ def test_12_falsy_replacements_get_no_special_treatment(pm: PatchManager, make: 
     pm.register_patch(f"{m.__name__}.f", lambda: "two", feature="two")
     with pytest.raises(PatchConflictError):
         pm.apply()
-
-
-def test_13_names_of_functions_mean_nothing(pm: PatchManager, make: MakeModule) -> None:
-    m = make("def f(): return 'f'\ndef g(): return 'g'")
-
-    def wrapper() -> str:
-        return "replaced"
-
-    pm.register_patch(f"{m.__name__}.f", wrapper)
-    pm.register_patch(f"{m.__name__}.g", wrap=functools.partial(tag("w")))
-    pm.apply()
-    assert (m.f(), m.g()) == ("replaced", "w(g)")
 
 
 def test_14_author_keeps_the_original(pm: PatchManager, make: MakeModule) -> None:
@@ -250,22 +137,97 @@ def test_14b_author_who_joins_later_gets_the_original_back(pm: PatchManager, mak
     assert home.f() == "w(new f)"
 
 
-def test_15_no_lazy_module_is_woken(pm: PatchManager, make: MakeModule) -> None:
-    class Lazy(types.ModuleType):
-        def __getattr__(self, name: str) -> object:
-            raise ImportError(f"lazy attribute {name} asked for")
+def test_16_failure_in_the_middle_leaves_nothing_and_can_be_retried(pm: PatchManager, make: MakeModule) -> None:
+    m = make("def f(): return 'f'\ndef g(): return 'g'\nclass C:\n    def h(self): return 'h'")
+    user = make(also=m.f)
+    owners = (m, m.C, user)
+    before = [snapshot(owner) for owner in owners]
+    broken = True
 
-    lazy = Lazy("lazy_of_defect_15")
-    sys.modules[lazy.__name__] = lazy
-    torch_ops = sys.modules.get("torch.ops")
-    before = len(vars(torch_ops)) if torch_ops else 0
-    try:
-        m = make("def a_name_that_torch_ops_lacks(): return 'f'")
-        user = make(g=m.a_name_that_torch_ops_lacks)
-        pm.register_patch(f"{m.__name__}.a_name_that_torch_ops_lacks", wrap=tag("w"))
+    def wrap(original: Any) -> Any:
+        if broken:
+            raise ValueError("not today")
+        return tag("w")(original)
+
+    pm.register_patch(f"{m.__name__}.f", wrap=tag("w"))
+    pm.register_patch(f"{m.__name__}.C.h", wrap=tag("w"))
+    pm.register_patch(f"{m.__name__}.g", wrap=wrap)
+    with pytest.raises(PatchError, match="not today"):
         pm.apply()
-        assert user.g() == "w(f)"
-        pm.revert()
-    finally:
-        del sys.modules[lazy.__name__]
-    assert (len(vars(torch_ops)) if torch_ops else 0) == before
+    assert all(same(old, snapshot(owner)) for old, owner in zip(before, owners, strict=True))
+    assert states(pm) == ["registered", "registered", "failed"]
+    broken = False
+    pm.apply()
+    assert (m.f(), m.C().h(), m.g(), user.also()) == ("w(f)", "w(h)", "w(g)", "w(f)")
+
+
+def test_20_conflict_names_both_authors_paths_and_remedies(pm: PatchManager, make: MakeModule) -> None:
+    home = make("def f(): return 'f'")
+    facade = make(f=home.f)
+
+    def mine() -> str:
+        return "mine"
+
+    def yours() -> str:
+        return "yours"
+
+    pm.register_patch(f"{home.__name__}.f", mine, feature="alpha")
+    pm.register_patch(f"{facade.__name__}.f", yours, feature="beta")
+    with pytest.raises(PatchConflictError) as caught:
+        pm.apply()
+    text = str(caught.value)
+    for part in (
+        "feature 'alpha'",
+        "feature 'beta'",
+        f"{home.__name__}.f",
+        f"{facade.__name__}.f",
+        "OVPATCH_ALPHA=0",
+        "OVPATCH_BETA=0",
+        "wrap",
+        "mine",
+        "yours",
+        "test_defects.py",
+    ):
+        assert part in text
+    assert states(pm) == ["conflict", "conflict"]
+    assert home.f() == "f"
+
+
+def test_21_wrapper_shared_by_two_features_goes_with_each_alone(pm: PatchManager, make: MakeModule) -> None:
+    m = make("def f(): return 'f'")
+    shared = tag("w")
+    for name in ("a", "b"):
+        pm.register_patch(f"{m.__name__}.f", wrap=shared, feature=name)
+    pm.apply()
+    assert m.f() == "w(w(f))"
+    pm.revert("a")
+    assert m.f() == "w(f)"
+    assert states(pm) == ["reverted", "applied"]
+
+
+def test_25_report_says_what_is_active_where_and_why_not(pm: PatchManager, make: MakeModule) -> None:
+    m = make("def f(): return 'f'")
+    user = make(alias=m.f)
+    pm.register_patch(f"{m.__name__}.f", wrap=tag("w"), feature="a", why="callers look it up here", expires="never")
+    pm.register_patch(f"{m.__name__}.gone", wrap=tag("w"), feature="b", optional=True)
+    pm.apply()
+    applied, skipped = pm.statuses()
+    assert applied.rebound == (f"{user.__name__}.alias",)
+    assert (applied.calls, applied.never_called) == (0, True)
+    m.f()
+    applied = pm.statuses()[0]
+    assert (applied.calls, applied.never_called) == (1, False)
+    assert applied.to_json() == {
+        "target": f"{m.__name__}.f",
+        "feature": "a",
+        "kind": "wrap",
+        "state": "applied",
+        "reason": "",
+        "calls": 1,
+        "location": "<string>:1",
+        "rebound": [f"{user.__name__}.alias"],
+        "why": "callers look it up here",
+        "expires": "never",
+        "traces": 0,
+    }
+    assert (skipped.state.value, "no 'gone'" in skipped.reason) == ("skipped", True)

@@ -39,17 +39,6 @@ class Heir(Base):
 # Kinds of targets
 
 
-def test_function(pm: PatchManager, make: MakeModule) -> None:
-    m = make("def f(x): return f'f {x}'")
-    stock = m.f
-    pm.register_patch(f"{m.__name__}.f", wrap=tag("w"))
-    pm.apply()
-    assert m.f(1) == "w(f 1)"
-    assert type(m.f) is types.FunctionType
-    pm.revert()
-    assert m.f is stock
-
-
 @pytest.mark.parametrize(
     ("path", "call", "stock"),
     [
@@ -81,18 +70,6 @@ def test_attribute_of_a_class(pm: PatchManager, make: MakeModule, path: str, cal
     pm.revert()
     assert call(m) == stock
     assert all(same(old, snapshot(owner)) for old, owner in zip(before, classes, strict=True))
-
-
-@pytest.mark.parametrize(
-    ("path", "kind"),
-    [("method", types.FunctionType), ("make", classmethod), ("pure", staticmethod), ("size", property)],
-)
-@pytest.mark.parametrize("owner", ["Base", "Heir"])
-def test_descriptor_kind_is_kept(pm: PatchManager, make: MakeModule, owner: str, path: str, kind: type) -> None:
-    m = make(CLASSES)
-    pm.register_patch(f"{m.__name__}.{owner}.{path}", wrap=tag("w"))
-    pm.apply()
-    assert type(vars(getattr(m, owner))[path]) is kind
 
 
 def test_setter_of_a_patched_property_still_works(pm: PatchManager, make: MakeModule) -> None:
@@ -149,16 +126,6 @@ def test_cached_function_keeps_its_cache_methods(pm: PatchManager, make: MakeMod
 # Inherited attributes
 
 
-def test_inherited_attribute_is_restored_by_deletion(pm: PatchManager, make: MakeModule) -> None:
-    m = make(CLASSES)
-    pm.register_patch(f"{m.__name__}.Heir.method", wrap=tag("w"))
-    pm.apply()
-    assert "method" in vars(m.Heir)
-    assert m.Base().method() == "Base.method x"
-    pm.revert()
-    assert "method" not in vars(m.Heir)
-
-
 def test_inherited_patch_follows_later_changes_of_the_base(pm: PatchManager, make: MakeModule) -> None:
     m = make(CLASSES)
     pm.register_patch(f"{m.__name__}.Heir.method", wrap=tag("heir"), feature="heir")
@@ -191,7 +158,12 @@ def test_inherited_patch_keeps_the_order_of_several_bases(pm: PatchManager, make
 
 @pytest.mark.parametrize(
     ("path", "hint"),
-    [("nothing", "has no 'nothing'"), ("Base.metod", "Did you mean 'method'"), ("Bse.method", "Did you mean 'Base'")],
+    [
+        ("nothing", "has no 'nothing'"),
+        ("Base.metod", "Did you mean 'method'"),
+        ("Bse.method", "Did you mean 'Base'"),
+        ("Base.Base.run", "no 'Base'"),
+    ],
 )
 def test_missing_target_is_an_error_and_creates_nothing(
     pm: PatchManager, make: MakeModule, path: str, hint: str
@@ -217,12 +189,6 @@ def test_missing_optional_target_is_skipped_with_the_reason(pm: PatchManager, ma
     assert states(pm) == ["skipped", "applied", "skipped"]
     assert pm.statuses()[0].reason == f"module {m.__name__} has no 'nothing'"
     assert pm.statuses()[2].reason == "there is no package 'no_such_package_here'"
-
-
-def test_package_that_is_not_installed(pm: PatchManager) -> None:
-    pm.register_patch("no_such_package_here.a.f", wrap=tag("w"))
-    with pytest.raises(TargetNotFoundError, match="there is no package 'no_such_package_here'"):
-        pm.apply()
 
 
 def test_missing_submodule_of_an_imported_package(pm: PatchManager, package: WritePackage) -> None:
@@ -356,6 +322,7 @@ def test_installed_function_names_its_patches(pm: PatchManager, make: MakeModule
     m = make("def f(): return 'f'")
     pm.register_patch(f"{m.__name__}.f", wrap=tag("w"), feature="mine")
     pm.apply()
+    assert type(m.f) is types.FunctionType
     mark = m.f.__ovpatch__
     assert mark.target == f"{m.__name__}.f"
     assert [patch.feature for patch in mark.patches] == ["mine"]

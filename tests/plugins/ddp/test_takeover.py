@@ -269,14 +269,12 @@ def missing_on(who: int) -> str:
     return said_by_wrapping(agreement_timeout_s=1.0)
 
 
-@pytest.mark.parametrize("who", [0, 2])
-def test_a_rank_without_ovpatch_is_named(ranks, who):
-    texts = ranks(3)(missing_on, who, timeout=30)
-    assert texts[who] == "stock"
-    for rank, text in enumerate(texts):
-        if rank != who:
-            assert f"no answer from rank {who}" in text
-            assert "ovpatch.apply() on every rank" in text
+def test_a_rank_without_ovpatch_is_named(ranks):
+    *texts, last = ranks(3)(missing_on, 2, timeout=30)
+    assert last == "stock"
+    for text in texts:
+        assert "no answer from rank 2" in text
+        assert "ovpatch.apply() on every rank" in text
 
 
 def objecting_alone() -> dict[str, Any]:
@@ -375,22 +373,6 @@ def test_one_rank_is_a_quiet_no_op(ranks):
     (result,) = ranks(1)(alone)
     compare(result["stock"], result["patched"]).assert_bitwise()
     assert result["counters"]["stock_models"] == 0
-
-
-def logging_data() -> dict[str, Any]:
-    with ovpatch.applied("ddp"):
-        wrapped = DDP(net(), gradient_as_bucket_view=True)
-        steps(wrapped, 2)
-        return wrapped._get_ddp_logging_data()
-
-
-def test_ddp_logging_data_is_there(ranks):
-    for rank, entry in enumerate(ranks(2)(logging_data)):
-        assert entry["world_size"] == 2
-        assert entry["rank"] == rank
-        assert entry["has_rebuilt_buckets"] == 1
-        assert entry["gradient_as_bucket_view"] == 1
-        assert entry["bucket_sizes"] == str(4 * (6 * 5 + 5 + 5 * 3 + 3))
 
 
 def surfaces() -> dict[str, bool]:
